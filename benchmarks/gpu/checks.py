@@ -64,15 +64,11 @@ def against_transformers(device: str = "cuda") -> dict[str, float]:
 def logits(model: Decoder, ids: Tensor, device: str) -> Tensor:
     """Logits of every position: a first chunk, a second one, then single tokens."""
     n_blocks = -(-len(ids) // BLOCK_TOKENS) + 1
-    model.kernels.reserve(WorkspaceSizes.of(model.config, len(ids), 1, len(ids)))
+    model.kernels.reserve(WorkspaceSizes.of(model, len(ids), 1, len(ids)))
     kv = [
         torch.zeros(
             n_blocks,
-            len(group.layers),
-            2,
-            group.kv_heads,
-            BLOCK_TOKENS,
-            group.head_dim,
+            *group.block_shape,
             dtype=getattr(torch, group.dtype),
             device=device,
         )

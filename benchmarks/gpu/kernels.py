@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from emberline.kernels.backend import Attention, Rope
+from emberline.kernels.backend import GroupedQueryAttention, Rope
 from emberline.kernels.gpu import cudnn_attention, split_kv
 from emberline.kernels.gpu.decode_attention import decode_attention, n_prefix_splits, shared_prefix_attention
 from emberline.kernels.gpu.elementwise import (
@@ -32,7 +32,7 @@ from emberline.kernels.gpu.quantized_gemm import QuantizedMatrix, dequantize_ref
 from emberline.kernels.gpu.rope import rope_and_cache, rope_and_cache_reference, rotary_table
 from emberline.kernels.gpu.sampler import sample_batch
 from emberline.kernels.gpu.sampler_table import SampledBatch, SamplerTable, sample_reference
-from emberline.kernels.gpu.workspace import Workspace, WorkspaceSizes
+from emberline.kernels.gpu.workspace import AttentionShape, Workspace, WorkspaceSizes
 from emberline.kernels.reference import attend, rms_norm
 from emberline.kernels.sampling import SamplerRow
 from emberline.protocol.block_hash import BLOCK_TOKENS
@@ -171,7 +171,7 @@ def _small(card: Card, scale: int) -> Iterator[Case]:
 class Cache:
     """Rows of one context length in scattered blocks; the first `shared` tokens are in the same blocks."""
 
-    attn: Attention
+    attn: GroupedQueryAttention
     pool: Tensor
     tables: Tensor
     lens: Tensor
@@ -184,7 +184,10 @@ class Cache:
         blocks = 1 + torch.randperm(n_rows * width).view(n_rows, width)
         blocks[:, :common] = blocks[:1, :common]
         pool = card.noise(n_rows * width + 1, LAYERS, 2, kv_heads, BLOCK_TOKENS, 128)
-        attn = Attention(heads, kv_heads, 128, 128**-0.5, 1e-5, 0, 0, None)
+        attn = GroupedQueryAttention(
+            norm=torch.ones(1), qkv=None, output=None, heads=heads, kv_heads=kv_heads, head_dim=128, scale=128**-0.5,
+            eps=1e-5, kv_group=0, layer_index=0,
+        )  # fmt: skip
         return cls(attn, pool, card.ints(blocks), card.ints([context] * n_rows), context)
 
     def keys_values(self, row: int, context: int) -> tuple[Tensor, Tensor]:
@@ -310,7 +313,9 @@ def _chunk(card: Card, scale: int, n: int, context: int, cudnn: bool) -> Case:
 
 def _matmuls(card: Card, scale: int) -> Iterator[Case]:
     hidden, mlp, heads, kv_heads = _llama(scale)
-    sizes = WorkspaceSizes(hidden, heads, kv_heads, 128, mlp, 1024, 1, 512, 512, 512, card.dtype.itemsize, True)
+    sizes = WorkspaceSizes(
+        hidden, 1024, (AttentionShape(heads, kv_heads, 128),), mlp, 512, 512, 512, card.dtype.itemsize, True
+    )
     matmul = Matmul(Workspace(sizes, card.device, card.dtype), False, False)
     shapes = {
         "qkv": ((heads + 2 * kv_heads) * 128, hidden, Fusion(card.noise(hidden).float(), 1e-5)),

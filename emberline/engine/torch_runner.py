@@ -17,7 +17,7 @@ from emberline.kernels.sampling import SamplerRow, sample
 from emberline.kv.block_pool import NULL_BLOCK, blocks_of
 from emberline.kv.host_memory import HostMemory, Pages, private_pages, shared_pages
 from emberline.models.decoder import StepInputs
-from emberline.protocol.block_hash import BLOCK_TOKENS, KVGroup
+from emberline.protocol.block_hash import KVGroup
 
 
 class Model(Protocol):
@@ -229,4 +229,4 @@ def pool_in(pages: Pages, layout: KVGroup, n_blocks: int) -> Tensor:
 
 
 def pool_shape(layout: KVGroup, n_blocks: int) -> tuple[int, ...]:
-    return n_blocks, len(layout.layers), 2, layout.kv_heads, BLOCK_TOKENS, layout.head_dim
+    return n_blocks, *layout.block_shape

@@ -1,12 +1,12 @@
-"""The interface between models and kernels: a few fused operations that every backend implements.
+"""The interface between models and kernels: the blocks that layers are made of, and what a backend does with them.
 
-A model is written once over this protocol. `reference.TorchBackend` defines each operation in plain PyTorch on any
-device; `cpu.native_backend` implements them in C, `gpu.triton_backend` in Triton.
+A block is data: weights in the backend's layout, and parameters. `reference.TorchBackend` computes every block in plain
+PyTorch on any device, `gpu.triton_backend` in Triton; `cpu.native_backend` runs whole models of the common ones in C.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -24,20 +24,14 @@ class WeightSource(Protocol):
     def into(self, target: Tensor) -> None: ...  # may be deferred until the loader finishes
 
 
-@dataclass(frozen=True, slots=True)
-class Attention:
-    """The attention of one layer."""
+class CacheLayout(NamedTuple):
+    """What an attention block keeps of a token; layers with the same layout share a KV group. Fields as in KVGroup."""
 
-    heads: int
+    planes: int
     kv_heads: int
     head_dim: int
-    scale: float
-    eps: float
-    kv_group: int  # index of the KV group that holds the layer's cache
-    layer_index: int  # of the layer within that group
-    window: int | None
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
+    window: int | None = None
+    chunked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +58,8 @@ class GroupedQueryAttention:
     head_dim: int
     scale: float
     eps: float
-    kv_group: int  # index of the KV group that holds the layer's cache
-    layer_index: int  # of the layer within that group
+    kv_group: int = -1  # index of the KV group that holds the layer's cache; assigned when all layers are known
+    layer_index: int = -1  # of the layer within that group
     window: int | None = None  # tokens, the query included
     chunk: int | None = None  # a token sees those of its own chunk of so many tokens
     rope: bool = True
@@ -74,6 +68,24 @@ class GroupedQueryAttention:
     l2_norm: bool = False  # of q and k, without weights
     temperature: QueryTemperature | None = None
     sinks: Tensor | None = None  # float32 [heads]: one more logit each in the softmax's denominator
+
+    @property
+    def matrices(self) -> tuple[Any, ...]:
+        return self.qkv, self.output
+
+    @property
+    def cache(self) -> CacheLayout:
+        chunked = self.chunk is not None
+        return CacheLayout(2, self.kv_heads, self.head_dim, self.chunk if chunked else self.window, chunked)
+
+    @property
+    def rotary_dim(self) -> int:
+        return self.head_dim
+
+    @property
+    def output_dim(self) -> int:
+        """Numbers of a token that the output projection reads."""
+        return self.heads * self.head_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,20 +112,40 @@ class LatentAttention:
     v_dim: int
     scale: float
     eps: float
-    kv_group: int
-    layer_index: int
+    kv_group: int = -1
+    layer_index: int = -1
+
+    @property
+    def matrices(self) -> tuple[Any, ...]:
+        return (self.qkv_a, self.output) if self.q_b is None else (self.qkv_a, self.q_b, self.output)
+
+    @property
+    def cache(self) -> CacheLayout:
+        return CacheLayout(planes=1, kv_heads=1, head_dim=self.kv_lora + self.rope_dim)
+
+    @property
+    def rotary_dim(self) -> int:
+        return self.rope_dim
+
+    @property
+    def output_dim(self) -> int:
+        return self.heads * self.v_dim
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MLP:
-    """A gated MLP with its norms."""
+    """Norm, then a gated MLP, added to the residual."""
 
-    gate_up: Any  # the backend's matrix type
-    down: Any
     norm: Tensor
-    post_norm: Tensor | None
+    gate_up: Any
+    down: Any
+    post_norm: Tensor | None = None
     eps: float
     activation: str  # "silu" or "gelu_tanh"
+
+    @property
+    def matrices(self) -> tuple[Any, ...]:
+        return self.gate_up, self.down
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,25 +174,33 @@ class MoE:
     weight_on_input: bool = False  # the weight multiplies an expert's input, not its output
     activation: str  # "silu", "gelu_tanh", or "swiglu_clamped": GPT-OSS's
 
+    @property
+    def matrices(self) -> tuple[Any, ...]:
+        return self.gate_up, self.down, *(() if self.shared is None else self.shared.matrices)
+
+
+Attention = GroupedQueryAttention | LatentAttention
+FeedForward = MLP | MoE
+
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A decoder layer: attention, then the MLP, each added to the residual."""
+    """A decoder layer: two blocks, each of which adds its output to the residual."""
 
-    norm: Tensor
-    qkv: Any  # the backend's matrix type
     attention: Attention
-    output: Any
-    post_norm: Tensor | None
-    mlp: MLP
-    eps: float
+    feed_forward: FeedForward
+
+    @property
+    def matrices(self) -> tuple[Any, ...]:
+        """Its weight matrices, in the backend's layout."""
+        return *self.attention.matrices, *self.feed_forward.matrices
 
 
 @dataclass(frozen=True, slots=True)
 class Rope:
     """Rotary frequencies of one KV group."""
 
-    inverse_frequencies: Tensor  # float32 [head_dim / 2]
+    inverse_frequencies: Tensor  # float32 [rotated dimensions / 2]
     scale: float = 1.0  # multiplies cos and sin
 
 
@@ -199,7 +239,7 @@ class Backend(Protocol):
         ...
 
     def run_layers(self, layers: Sequence[Layer], x: Tensor, context: Any) -> None:
-        """Apply all layers to the residual `x` [tokens, hidden] in place, writing K and V to the cache."""
+        """Apply all layers to the residual `x` [tokens, hidden] in place, writing new tokens to the cache."""
         ...
 
     def norm_linear(self, x: Tensor, matrix: Any, norm: Tensor, eps: float) -> Tensor:

@@ -1,6 +1,6 @@
-"""The reference backend in plain PyTorch: it defines every operation, runs on any device and is the tests' oracle."""
+"""The reference backend in plain PyTorch: it defines every block, runs on any device and is the tests' oracle."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,13 +8,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from emberline.kernels.backend import MLP, Attention, Layer, Rope, WeightSource
+from emberline.kernels.backend import (
+    MLP,
+    Attention,
+    GroupedQueryAttention,
+    LatentAttention,
+    Layer,
+    MoE,
+    Rope,
+    WeightSource,
+)
 from emberline.protocol.block_hash import BLOCK_TOKENS, KVGroup
 
+# --- the operations that blocks are made of ---------------------------------------------------------------------------
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     scaled = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
-    return (scaled * weight.float()).to(x.dtype)
+    return (scaled if weight is None else scaled * weight.float()).to(x.dtype)
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -24,11 +35,24 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1).to(x.dtype)
 
 
-def activate(name: str, x: Tensor) -> Tensor:
-    return F.silu(x) if name == "silu" else F.gelu(x, approximate="tanh")
+def activate(name: str, gate: Tensor, up: Tensor) -> Tensor:
+    """The inner activation of a gated MLP."""
+    if name == "swiglu_clamped":
+        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+        return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+    return (F.silu(gate) if name == "silu" else F.gelu(gate, approximate="tanh")) * up
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, first: int, window: int | None) -> Tensor:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    first: int,
+    window: int | None = None,
+    chunk: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Causal attention of q [n, heads, dim] at positions first .. first + n - 1 over k, v [context, kv_heads, dim]."""
     n, heads, _ = q.shape
     group = heads // k.shape[1]
@@ -39,8 +63,32 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, first: int, window: in
     visible = key <= query
     if window is not None:
         visible &= key > query - window
-    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+    if chunk is not None:
+        visible &= key // chunk == query // chunk
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, n, 1)], dim=-1)
+    weights = scores.softmax(-1)[..., : k.shape[0]]
     return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
+
+
+def route(logits: Tensor, moe: MoE) -> tuple[Tensor, Tensor]:
+    """The chosen experts of each token, and their weights: int64 and float32 [tokens, top_k]. logits: float32."""
+    scores = logits.softmax(-1) if moe.scoring == "softmax" else logits.sigmoid()
+    choice = scores if moe.correction_bias is None else scores + moe.correction_bias
+    if moe.n_groups > 1:  # a group is as good as its two best experts together
+        groups = choice.view(len(choice), moe.n_groups, -1)
+        best = groups.topk(2, dim=-1).values.sum(-1).topk(moe.top_groups, dim=-1).indices
+        excluded = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, False)
+        choice = groups.masked_fill(excluded[..., None], -torch.inf).flatten(1)
+    experts = choice.topk(moe.top_k, dim=-1).indices
+    weights = scores.gather(1, experts)
+    if moe.normalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return experts, weights * moe.scale
+
+
+# --- the backend ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +96,19 @@ class TorchMatrix:
     weight: Tensor  # [rows, cols]; of experts: [experts, rows, cols]
     bias: Tensor | None  # without cols
 
+    @property
+    def shape(self) -> torch.Size:
+        return self.weight.shape
+
+    def __getitem__(self, expert: int) -> "TorchMatrix":
+        return TorchMatrix(self.weight[expert], None if self.bias is None else self.bias[expert])
+
 
 @dataclass(frozen=True, slots=True)
 class TorchStep:
     step: Any
     kv: list[Tensor]
-    ropes: list[tuple[Tensor, Tensor]]  # cosine, sine per KV group: [tokens, head_dim / 2]
+    ropes: list[tuple[Tensor, Tensor]]  # cosine, sine per KV group: [tokens, rotated dimensions / 2]
     query_starts: list[int]
     context_lens: list[int]
 
@@ -101,10 +156,14 @@ class TorchBackend:
 
     def run_layers(self, layers: Sequence[Layer], x: Tensor, context: TorchStep) -> None:
         for layer in layers:
-            qkv = self.norm_linear(x, layer.qkv, layer.norm, layer.eps)
-            attended = self.attention(qkv, layer.attention, context)
-            self.linear_add(attended, layer.output, x, layer.post_norm, layer.eps)
-            self.mlp(layer.mlp, x)
+            if isinstance(layer.attention, LatentAttention):
+                self.latent_attention(layer.attention, x, context)
+            else:
+                self.grouped_query_attention(layer.attention, x, context)
+            if isinstance(layer.feed_forward, MoE):
+                self.moe(layer.feed_forward, x)
+            else:
+                self.mlp(layer.feed_forward, x)
 
     def norm_linear(self, x: Tensor, matrix: TorchMatrix, norm: Tensor, eps: float) -> Tensor:
         return self._multiply(rms_norm(x, norm, eps), matrix)
@@ -112,35 +171,93 @@ class TorchBackend:
     def linear_add(
         self, x: Tensor, matrix: TorchMatrix, residual: Tensor, post_norm: Tensor | None, eps: float
     ) -> None:
-        out = self._multiply(x, matrix)
-        residual += out if post_norm is None else rms_norm(out, post_norm, eps)
+        _add(self._multiply(x, matrix), residual, post_norm, eps)
+
+    # --- feed-forward blocks ------------------------------------------------------------------------------------------
 
     def mlp(self, mlp: MLP, residual: Tensor) -> None:
-        gate, up = self._multiply(rms_norm(residual, mlp.norm, mlp.eps), mlp.gate_up).chunk(2, dim=-1)
-        self.linear_add(activate(mlp.activation, gate) * up, mlp.down, residual, mlp.post_norm, mlp.eps)
+        out = self._gated(rms_norm(residual, mlp.norm, mlp.eps), mlp.gate_up, mlp.down, mlp.activation)
+        _add(out, residual, mlp.post_norm, mlp.eps)
 
-    def attention(self, qkv: Tensor, attention: Attention, context: TorchStep) -> Tensor:
-        at, tokens = attention, qkv.shape[0]
-        q, k, v = torch.split(qkv.view(tokens, -1, at.head_dim), [at.heads, at.kv_heads, at.kv_heads], dim=1)
-        if at.q_norm is not None and at.k_norm is not None:
-            q, k = rms_norm(q, at.q_norm, at.eps), rms_norm(k, at.k_norm, at.eps)
-        q, k = (rotate(t, *context.ropes[at.kv_group]) for t in (q, k))
-        pool = context.kv[at.kv_group][:, at.layer_index]  # [blocks, 2, kv_heads, BLOCK_TOKENS, head_dim]
+    def moe(self, moe: MoE, residual: Tensor) -> None:
+        x = rms_norm(residual, moe.norm, moe.eps)
+        chosen, weights = route(self._multiply(x.float(), TorchMatrix(moe.router.float(), moe.router_bias)), moe)
+        out = torch.zeros_like(x, dtype=torch.float32)
+        for expert in sorted(set(chosen.flatten().tolist())):
+            tokens, place = (chosen == expert).nonzero(as_tuple=True)
+            weight = weights[tokens, place, None]
+            given = (x[tokens] * weight).to(x.dtype) if moe.weight_on_input else x[tokens]
+            made = self._gated(given, moe.gate_up[expert], moe.down[expert], moe.activation).float()
+            out.index_add_(0, tokens, made if moe.weight_on_input else made * weight)
+        if moe.shared is not None:
+            out += self._gated(x, moe.shared.gate_up, moe.shared.down, moe.shared.activation)
+        _add(out.to(x.dtype), residual, moe.post_norm, moe.eps)
+
+    def _gated(self, x: Tensor, gate_up: TorchMatrix, down: TorchMatrix, activation: str) -> Tensor:
+        gate, up = self._multiply(x, gate_up).chunk(2, dim=-1)
+        return self._multiply(activate(activation, gate, up), down)
+
+    # --- attention blocks ---------------------------------------------------------------------------------------------
+
+    def grouped_query_attention(self, attn: GroupedQueryAttention, residual: Tensor, context: TorchStep) -> None:
+        qkv = self.norm_linear(residual, attn.qkv, attn.norm, attn.eps)
+        self.linear_add(self.attention(qkv, attn, context), attn.output, residual, attn.post_norm, attn.eps)
+
+    def attention(self, qkv: Tensor, attn: GroupedQueryAttention, context: TorchStep) -> Tensor:
+        """Attention alone: qkv [tokens, (heads + 2 * kv_heads) * head_dim] to [tokens, heads * head_dim]."""
+        parts = [attn.heads, attn.kv_heads, attn.kv_heads]
+        q, k, v = torch.split(qkv.view(len(qkv), -1, attn.head_dim), parts, dim=1)
+        if attn.q_norm is not None and attn.k_norm is not None:
+            q, k = rms_norm(q, attn.q_norm, attn.eps), rms_norm(k, attn.k_norm, attn.eps)
+        if attn.rope:
+            q, k = (rotate(t, *context.ropes[attn.kv_group]) for t in (q, k))
+        if attn.l2_norm:
+            q, k = (rms_norm(t, None, attn.eps) for t in (q, k))
+        if attn.temperature is not None:
+            steps = torch.floor((context.step.positions.float() + 1) / attn.temperature.interval)
+            q = (q * (1 + attn.temperature.scale * torch.log1p(steps))[:, None, None]).to(q.dtype)
         out = torch.empty_like(q)
+        for new, (keys, values), first in self._cached(attn, torch.stack([k, v], dim=1), context):
+            out[new] = attend(q[new], keys, values, attn.scale, first, attn.window, attn.chunk, attn.sinks)
+        return out.flatten(1)
+
+    def latent_attention(self, attn: LatentAttention, residual: Tensor, context: TorchStep) -> None:
+        """Absorbed: queries are projected to the latent space, where all heads attend to the cached rows as one key
+        head, whose first kv_lora dimensions are the value."""
+        projected = self.norm_linear(residual, attn.qkv_a, attn.norm, attn.eps)
+        q_rows = projected.shape[1] - attn.kv_lora - attn.rope_dim
+        q, latent, key = torch.split(projected, [q_rows, attn.kv_lora, attn.rope_dim], dim=1)
+        if attn.q_norm is not None and attn.q_b is not None:
+            q = self.norm_linear(q, attn.q_b, attn.q_norm, attn.eps)
+        rope = context.ropes[attn.kv_group]
+        q_nope, q_rope = torch.split(q.view(len(q), attn.heads, -1), [attn.nope_dim, attn.rope_dim], dim=-1)
+        q_rope, key = rotate(q_rope, *rope), rotate(key[:, None], *rope)
+        rows = torch.cat([rms_norm(latent, attn.kv_norm, attn.eps)[:, None], key], dim=-1)  # [tokens, 1, 576]
+        out = q.new_empty(len(q), attn.heads, attn.v_dim)
+        for new, (cached,), first in self._cached(attn, rows[:, None], context):
+            queries = torch.cat([torch.einsum("thn,hnc->thc", q_nope[new], attn.k_up), q_rope[new]], dim=-1)
+            latents = attend(queries, cached, cached[..., : attn.kv_lora], attn.scale, first)
+            out[new] = torch.einsum("thc,hvc->thv", latents, attn.v_up)
+        self.linear_add(out.flatten(1), attn.output, residual, attn.post_norm, attn.eps)
+
+    def _cached(
+        self, attn: Attention, rows: Tensor, context: TorchStep
+    ) -> Iterator[tuple[slice, tuple[Tensor, ...], int]]:
+        """Write the new tokens' rows [tokens, planes, kv_heads, dim] to the cache, then give for queries that can be
+        computed together: their slice, each plane of what they see [context, kv_heads, dim], and the first's position.
+        """
+        pool = context.kv[attn.kv_group][:, attn.layer_index]  # [blocks, planes, kv_heads, BLOCK_TOKENS, dim]
         for row, context_len in enumerate(context.context_lens):
             new = slice(context.query_starts[row], context.query_starts[row + 1])
-            table = context.step.block_tables[at.kv_group][row]
+            table = context.step.block_tables[attn.kv_group][row]
             positions = context.step.positions[new].long()
-            slots = table[positions // BLOCK_TOKENS].long(), positions % BLOCK_TOKENS
-            pool[slots[0], 0, :, slots[1]] = k[new].to(pool.dtype)
-            pool[slots[0], 1, :, slots[1]] = v[new].to(pool.dtype)
-            blocks = pool[table[: -(-context_len // BLOCK_TOKENS)].long()]  # [n, 2, kv_heads, BLOCK_TOKENS, head_dim]
-            keys, values = blocks.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :context_len]
+            pool[table[positions // BLOCK_TOKENS].long(), :, :, positions % BLOCK_TOKENS] = rows[new].to(pool.dtype)
+            blocks = pool[table[: -(-context_len // BLOCK_TOKENS)].long()]
+            planes = blocks.permute(1, 0, 3, 2, 4).flatten(1, 2)  # [planes, context, kv_heads, dim]
             n = 1 if self._row_by_row else new.stop - new.start
             for t in range(new.start, new.stop, n):
                 end = context_len - new.stop + t + n
-                out[t : t + n] = attend(q[t : t + n], keys[:end], values[:end], at.scale, end - n, at.window)
-        return out.view(tokens, -1)
+                yield slice(t, t + n), planes[:, :end].unbind(), end - n
 
     def _multiply(self, x: Tensor, matrix: TorchMatrix) -> Tensor:
         if not self._row_by_row:
@@ -149,3 +266,7 @@ class TorchBackend:
         for row, to in zip(x, out, strict=True):
             to.copy_(F.linear(row, matrix.weight, matrix.bias))
         return out
+
+
+def _add(out: Tensor, residual: Tensor, post_norm: Tensor | None, eps: float) -> None:
+    residual += out if post_norm is None else rms_norm(out, post_norm, eps)

@@ -46,6 +46,10 @@ class _Group:
     pool: BlockPool
     index: PrefixIndex
 
+    def first_visible(self, position: int) -> int:
+        """The first block of the group that the token at `position` can see."""
+        return first_visible(position, self.layout.window, self.layout.chunked)
+
 
 class KVCache:
     """Block bookkeeping of all groups together: a token has KV in each of them or in none.
@@ -99,7 +103,7 @@ class KVCache:
             agreed = n
             for group in self.groups:
                 if group.layout.window is not None:
-                    n = group.index.n_windowed(keys, n, group.layout.window)
+                    n = group.index.n_windowed(keys, n, group.layout.window, group.layout.chunked)
         return n
 
     def may_go_on(self, key: bytes) -> bool:
@@ -109,7 +113,7 @@ class KVCache:
     def fits(self, keys: Sequence[bytes], n_hit: int, n_tokens: int, reserved: Sequence[int]) -> bool:
         """Whether n_tokens, the first n_hit blocks of them cached, fit and leave `reserved` blocks of each group."""
         for group, n_reserved in zip(self.groups, reserved):
-            first = first_visible(n_hit * BLOCK_TOKENS, group.layout.window)
+            first = group.first_visible(n_hit * BLOCK_TOKENS)
             n_revived = group.pool.n_unheld(group.index.blocks(keys[first:n_hit]))
             # Never more than the peak; but a shared block that leaves the window frees nothing for a new one.
             n_taken = min(peak_blocks(group.layout, n_tokens, self._chunk), n_revived + blocks_of(n_tokens) - n_hit)
@@ -128,7 +132,7 @@ class KVCache:
         """Give an empty table the first n_hit blocks, which `match` has found."""
         for group, held in zip(self.groups, table.groups):
             assert not held.blocks, "a prefix hit fills an empty table"
-            held.n_passed = first_visible(n_hit * BLOCK_TOKENS, group.layout.window)
+            held.n_passed = group.first_visible(n_hit * BLOCK_TOKENS)
             known = group.index.blocks(keys[held.n_passed : n_hit])
             group.pool.hold_all(known)
             held.blocks = [NULL_BLOCK] * held.n_passed + known
@@ -145,7 +149,7 @@ class KVCache:
         n_new = blocks_of(end) - len(table.groups[0].blocks)
         for group, held in zip(self.groups, table.groups):
             if group.layout.window is not None:
-                self._leave_window(group, held, first_visible(start, group.layout.window))
+                self._leave_window(group, held, group.first_visible(start))
             if n_new > group.pool.n_free:
                 return None
         gained = []
@@ -170,7 +174,7 @@ class KVCache:
         table = self.table()
         taken = []
         for group, held, n_reserved in zip(self.groups, table.groups, reserved):
-            held.n_passed = first_visible(n_blocks * BLOCK_TOKENS, group.layout.window)
+            held.n_passed = group.first_visible(n_blocks * BLOCK_TOKENS)
             held.blocks = [NULL_BLOCK] * n_blocks
             for j in range(held.n_passed, n_blocks):
                 if keys[j] in group.index:

@@ -6,9 +6,14 @@ from itertools import islice, takewhile
 from emberline.protocol.block_hash import BLOCK_TOKENS
 
 
-def first_visible(position: int, window: int | None) -> int:
-    """The first block that the token at `position` can see. `window` counts the token itself; None is unlimited."""
-    return 0 if window is None or position < window else (position - window + 1) // BLOCK_TOKENS
+def first_visible(position: int, window: int | None, chunked: bool = False) -> int:
+    """The first block that the token at `position` can see. `window` counts the token itself; None is unlimited.
+
+    `chunked`: it sees the tokens of its own chunk of `window` tokens.
+    """
+    if window is None or position < window:
+        return 0
+    return (position // window * window if chunked else position - window + 1) // BLOCK_TOKENS
 
 
 class PrefixIndex:
@@ -67,10 +72,10 @@ class PrefixIndex:
         """How many of the first `limit` keys are indexed, up to the first that is not."""
         return len(list(takewhile(self._blocks.__contains__, islice(keys, limit))))
 
-    def n_windowed(self, keys: Sequence[bytes], limit: int, window: int) -> int:
+    def n_windowed(self, keys: Sequence[bytes], limit: int, window: int, chunked: bool = False) -> int:
         """The largest n <= limit for which all blocks that a token after n blocks can see are indexed."""
         end = start = limit  # keys[start:end] are indexed
-        while start > first_visible(end * BLOCK_TOKENS, window):
+        while start > first_visible(end * BLOCK_TOKENS, window, chunked):
             start -= 1
             if keys[start] not in self._blocks:
                 end = start

@@ -1,16 +1,23 @@
-"""A decoder-only transformer. Architectures differ by their table of tensor names: `llama`, `qwen`, `gemma`."""
+"""A decoder-only transformer: embedding, layers, norm, LM head. An architecture says what a layer is made of.
 
-from collections.abc import Iterator
+The architectures are `llama`, `qwen` and `gemma`: each is a function that builds a layer from the blocks of `attention`
+and `feed_forward`.
+"""
+
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from emberline.kernels.backend import MLP, Attention, Backend, Layer, Rope, WeightSource
+from emberline.kernels.backend import Attention, Backend, FeedForward, Layer, Rope
 from emberline.kernels.reference import rms_norm
+from emberline.models.layer_weights import CheckpointSource, LayerWeights
 from emberline.protocol.block_hash import KVGroup
+
+Architecture = Callable[[LayerWeights], Layer]
 
 
 @dataclass(slots=True)
@@ -26,75 +33,24 @@ class StepInputs:
     shape: Any = None  # kernels.gpu.workspace.StepShape: lengths known on the host, saving a device sync
 
 
-class CheckpointSource(Protocol):
-    """What a model needs of a checkpoint. See `emberline.weights.checkpoint.Checkpoint`."""
-
-    @property
-    def config(self) -> Any: ...
-    def has(self, name: str) -> bool: ...
-    def weight(self, name: str) -> WeightSource: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerTensorNames:
-    """Names of the tensors that make up a layer, relative to `blk.N.`."""
-
-    norm: str = "attn_norm"
-    qkv: tuple[str, str, str] = ("attn_q", "attn_k", "attn_v")
-    qkv_bias: bool = False  # always; other architectures have them where the checkpoint does
-    q_norm: str | None = None
-    k_norm: str | None = None
-    output: str = "attn_output"
-    post_norm: str | None = None
-    mlp_norm: str = "ffn_norm"
-    gate_up: tuple[str, str] = ("ffn_gate", "ffn_up")
-    down: str = "ffn_down"
-    mlp_post_norm: str | None = None
-
-
 class Decoder:
     """Weights in the backend's layout, and the forward pass over them."""
 
-    def __init__(self, source: CheckpointSource, backend: Backend, names: LayerTensorNames) -> None:
-        config = source.config
-        self.config = config
+    def __init__(self, source: CheckpointSource, backend: Backend, architecture: Architecture) -> None:
+        self.config = source.config
         self._backend = backend
-        self.kv_groups = kv_groups(config, backend)
-        self._ropes = [_rope(config, group, backend.device) for group in self.kv_groups]
         self._embedding = backend.load_matrix([source.weight("token_embd.weight")])
         tied = not source.has("output.weight")
         self._head = self._embedding if tied else backend.load_matrix([source.weight("output.weight")])
         self._norm = backend.load_vector(source.weight("output_norm.weight"))
-        self._layers = [self._layer(source, names, n) for n in range(config.n_layers)]
+        layers = [architecture(LayerWeights(source, backend, n)) for n in range(self.config.n_layers)]
+        self.kv_groups = kv_groups([layer.attention for layer in layers], backend)
+        self.layers = [_with_cache(layer, n, self.kv_groups) for n, layer in enumerate(layers)]
+        self._ropes = [self._rope(group) for group in self.kv_groups]
 
     @property
     def backend(self) -> str:
         return self._backend.name
-
-    @property
-    def matrices(self) -> list[Any]:
-        """All weight matrices, in the backend's layout."""
-        inner = [(layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down) for layer in self._layers]
-        return [self._embedding, self._head, *(matrix for layer in inner for matrix in layer)]
-
-    @property
-    def attentions(self) -> list[Attention]:
-        return [layer.attention for layer in self._layers]
-
-    @contextmanager
-    def distinct_layers(self) -> Iterator[None]:
-        """Inside, `forward` runs one layer of each kind only, which is enough to compile every kernel."""
-
-        def kind(layer: Layer) -> tuple[object, ...]:
-            matrices = (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down)
-            return layer.attention.window, *((type(m), m.shape, getattr(m, "bits", None)) for m in matrices)
-
-        layers = self._layers
-        self._layers = list({kind(layer): layer for layer in layers}.values())
-        try:
-            yield
-        finally:
-            self._layers = layers
 
     @property
     def kernels(self) -> Any:
@@ -105,54 +61,38 @@ class Decoder:
     def device(self) -> str:
         return self._backend.device
 
-    def _layer(self, source: CheckpointSource, names: LayerTensorNames, n: int) -> Layer:
-        config, backend = self.config, self._backend
+    @property
+    def matrices(self) -> list[Any]:
+        """All weight matrices, in the backend's layout."""
+        return [self._embedding, self._head, *(matrix for layer in self.layers for matrix in layer.matrices)]
 
-        def weights(parts: tuple[str, ...], kind: str = "weight") -> list[WeightSource]:
-            return [source.weight(f"blk.{n}.{part}.{kind}") for part in parts]
+    @property
+    def attentions(self) -> list[Attention]:
+        return [layer.attention for layer in self.layers]
 
-        def norm(name: str) -> Tensor:
-            return backend.load_vector(source.weight(f"blk.{n}.{name}.weight"))
+    @property
+    def feed_forwards(self) -> list[FeedForward]:
+        return [layer.feed_forward for layer in self.layers]
 
-        def optional_norm(name: str | None) -> Tensor | None:
-            return None if name is None else norm(name)
-
-        group = next(i for i, g in enumerate(self.kv_groups) if n in g.layers)
-        attention = Attention(
-            heads=config.n_heads,
-            kv_heads=config.n_kv_heads,
-            head_dim=config.head_dim,
-            scale=config.attention_scale or config.head_dim**-0.5,
-            eps=config.norm_eps,
-            kv_group=group,
-            layer_index=self.kv_groups[group].layers.index(n),
-            window=self.kv_groups[group].window,
-            q_norm=optional_norm(names.q_norm),
-            k_norm=optional_norm(names.k_norm),
-        )
-        mlp = MLP(
-            gate_up=backend.load_matrix(weights(names.gate_up), gated=True),
-            down=backend.load_matrix(weights((names.down,))),
-            norm=norm(names.mlp_norm),
-            post_norm=optional_norm(names.mlp_post_norm),
-            eps=config.norm_eps,
-            activation=config.activation,
-        )
-        bias = weights(names.qkv, "bias") if names.qkv_bias or config.qkv_bias else None
-        qkv = backend.load_matrix(weights(names.qkv), bias)
-        output = backend.load_matrix(weights((names.output,)))
-        return Layer(norm(names.norm), qkv, attention, output, optional_norm(names.post_norm), mlp, config.norm_eps)
+    @contextmanager
+    def distinct_layers(self) -> Iterator[None]:
+        """Inside, `forward` runs one layer of each kind only, which is enough to compile every kernel."""
+        layers = self.layers
+        self.layers = list({_kind(layer): layer for layer in layers}.values())
+        try:
+            yield
+        finally:
+            self.layers = layers
 
     @torch.inference_mode()
     def forward(self, step: StepInputs, kv: list[Tensor]) -> Tensor:
-        """Logits, float32 [samples, vocab]. Writes the new tokens' keys and values into the blocks of `kv`."""
-        backend = self._backend
+        """Logits, float32 [samples, vocab]. Writes what the new tokens leave in the cache into the blocks of `kv`."""
         x = self._run_layers(step, kv)
         if not len(step.sample_tokens):  # a chunk in the middle of a prompt needs no logits
             return x.new_empty(0, self.config.vocab_size, dtype=torch.float32)
         if len(step.sample_tokens) != len(x):  # in a decode step every token is sampled
             x = x[step.sample_tokens]
-        return backend.norm_linear(x, self._head, self._norm, self.config.norm_eps).float()
+        return self._backend.norm_linear(x, self._head, self._norm, self.config.norm_eps).float()
 
     @torch.inference_mode()
     def hidden(self, step: StepInputs, kv: list[Tensor]) -> Tensor:
@@ -162,32 +102,44 @@ class Decoder:
     def _run_layers(self, step: StepInputs, kv: list[Tensor]) -> Tensor:  # [tokens, hidden]
         context = self._backend.begin_step(step, kv, self.kv_groups, self._ropes)
         x = self._backend.embed(self._embedding, step.token_ids, self.config.embedding_scale)
-        self._backend.run_layers(self._layers, x, context)
+        self._backend.run_layers(self.layers, x, context)
         return x
 
+    def _rope(self, group: KVGroup) -> Rope:
+        config, dim = self.config, self.layers[group.layers[0]].attention.rotary_dim
+        local = group.window is not None and config.local_rope_theta is not None
+        theta = config.local_rope_theta if local else config.rope_theta
+        frequencies = theta ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+        if config.rope_divisors and not local:
+            frequencies = frequencies / torch.tensor(config.rope_divisors, dtype=torch.float64)
+        return Rope(frequencies.float().to(self.device), 1.0 if local else config.rope_scale)
 
-def kv_groups(config: Any, backend: Backend) -> tuple[KVGroup, ...]:
-    """Layers grouped by sliding window; full attention first."""
-    windows = config.windows or (None,) * config.n_layers
+
+def kv_groups(attentions: list[Attention], backend: Backend) -> tuple[KVGroup, ...]:
+    """Layers grouped by what they keep of a token; full attention first."""
+    layouts = [attention.cache for attention in attentions]
     return tuple(
         KVGroup(
-            name="full" if window is None else f"window{window}",
-            layers=tuple(n for n, w in enumerate(windows) if w == window),
-            kv_heads=config.n_kv_heads,
-            head_dim=config.head_dim,
+            name="full" if layout.window is None else f"{'chunk' if layout.chunked else 'window'}{layout.window}",
+            layers=tuple(n for n, other in enumerate(layouts) if other == layout),
             dtype=backend.kv_dtype,
-            window=window,
             keys=backend.kv_keys,
+            **layout._asdict(),
         )
-        for window in sorted(set(windows), key=lambda w: (w is not None, w or 0))
+        for layout in sorted(set(layouts), key=lambda each: (each.window is not None, each.window or 0))
     )
 
 
-def _rope(config: Any, group: KVGroup, device: str) -> Rope:
-    local = group.window is not None and config.local_rope_theta is not None
-    theta = config.local_rope_theta if local else config.rope_theta
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
-    frequencies = theta**-exponents
-    if config.rope_divisors and not local:
-        frequencies = frequencies / torch.tensor(config.rope_divisors, dtype=torch.float64)
-    return Rope(frequencies.float().to(device), 1.0 if local else config.rope_scale)
+def _with_cache(layer: Layer, n: int, groups: tuple[KVGroup, ...]) -> Layer:
+    number, group = next((i, group) for i, group in enumerate(groups) if n in group.layers)
+    return replace(layer, attention=replace(layer.attention, kv_group=number, layer_index=group.layers.index(n)))
+
+
+def _kind(value: Any) -> Any:
+    """Equal for layers that run the same kernels: of tensors only shape and type count, and not the layer's number."""
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    if is_dataclass(value):
+        inner = (_kind(getattr(value, field.name)) for field in fields(value) if field.name != "layer_index")
+        return type(value), *inner
+    return value

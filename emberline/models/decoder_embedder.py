@@ -44,7 +44,7 @@ class DecoderEmbedder:
             return
         self._kv = [
             torch.zeros(
-                (n_blocks, len(group.layers), 2, group.kv_heads, BLOCK_TOKENS, group.head_dim),
+                (n_blocks, *group.block_shape),
                 dtype=getattr(torch, group.dtype),
                 device=self._decoder.device,
             )

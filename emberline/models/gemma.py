@@ -1,10 +1,11 @@
 """Gemma 3: QK norms, norms after attention and MLP, and five sliding-window layers for each full-attention layer."""
 
-from emberline.models.decoder import LayerTensorNames
+from emberline.kernels.backend import Layer
+from emberline.models.attention import grouped_query_attention
+from emberline.models.feed_forward import mlp
+from emberline.models.layer_weights import LayerWeights
 
-GEMMA3 = LayerTensorNames(
-    q_norm="attn_q_norm",
-    k_norm="attn_k_norm",
-    post_norm="post_attention_norm",
-    mlp_post_norm="post_ffw_norm",
-)
+
+def gemma3(layer: LayerWeights) -> Layer:
+    attention = grouped_query_attention(layer, qk_norm=True, post_norm="post_attention_norm")
+    return Layer(attention, mlp(layer, post_norm="post_ffw_norm"))

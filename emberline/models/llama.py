@@ -1,5 +1,10 @@
 """Llama 2 and 3, SmolLM2, Mistral: the plain decoder. RoPE scaling and sliding windows come from the configuration."""
 
-from emberline.models.decoder import LayerTensorNames
+from emberline.kernels.backend import Layer
+from emberline.models.attention import grouped_query_attention
+from emberline.models.feed_forward import mlp
+from emberline.models.layer_weights import LayerWeights
 
-LLAMA = LayerTensorNames()
+
+def llama(layer: LayerWeights) -> Layer:
+    return Layer(grouped_query_attention(layer), mlp(layer))

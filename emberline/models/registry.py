@@ -12,24 +12,27 @@ from emberline.kernels.cpu import native_backend
 from emberline.kernels.cpu.build import BuildError
 from emberline.kernels.reference import TorchBackend
 from emberline.models.bert import Bert
-from emberline.models.decoder import CheckpointSource, Decoder, LayerTensorNames
+from emberline.models.decoder import Architecture, Decoder
 from emberline.models.decoder_embedder import DecoderEmbedder
 from emberline.models.encoder import EncoderModel
-from emberline.models.gemma import GEMMA3
-from emberline.models.llama import LLAMA
-from emberline.models.qwen import QWEN2, QWEN3
+from emberline.models.gemma import gemma3
+from emberline.models.layer_weights import CheckpointSource
+from emberline.models.llama import llama
+from emberline.models.qwen import qwen2, qwen3
 from emberline.weights.encoder_checkpoint import EncoderConfig
 from emberline.weights.loader import DeferredCheckpoint, WeightLoader
 from emberline.weights.model_config import BadCheckpoint
 from emberline.weights.readahead import ReadAhead
 
-ARCHITECTURES: dict[str, LayerTensorNames] = {
-    "llama": LLAMA,
-    "mistral": LLAMA,
-    "qwen2": QWEN2,
-    "qwen3": QWEN3,
-    "gemma3": GEMMA3,
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": llama,
+    "mistral": llama,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "gemma3": gemma3,
 }
+# Those made of the blocks that the C kernels have: grouped-query attention with windows and norms, and gated MLPs.
+NATIVE_ARCHITECTURES = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma3"})
 
 SHARED_MEMORY_BYTES = 227 << 10  # of a block, which the GPU kernels need: Hopper's
 _log = logging.getLogger("emberline.models")
@@ -93,15 +96,17 @@ def begin_loading(
     The caller must call `WeightLoader.finish` before the first forward pass. On a CPU the weights are complete and the
     loader is None. `read_ahead` supplies file contents that were already read.
     """
-    names = ARCHITECTURES[source.config.architecture]
+    architecture = ARCHITECTURES[source.config.architecture]
     backend = select_backend(source, device, deterministic, threads)
     tensors = _UsedTensors(source)
     if not device.startswith("cuda"):
-        model = Decoder(tensors, backend, names)
+        model = Decoder(tensors, backend, architecture)
         tensors.check_all_used()
         return model, None
     loader = WeightLoader(device, read_ahead)
-    model = Decoder(DeferredCheckpoint(tensors, loader), backend, names)  # allocates; the loader fills afterwards
+    model = Decoder(
+        DeferredCheckpoint(tensors, loader), backend, architecture
+    )  # allocates; the loader fills afterwards
     tensors.check_all_used()
     loader.start()
     return model, loader
@@ -142,7 +147,10 @@ def select_backend(source: CheckpointSource, device: str, deterministic: bool, t
     config = source.config
     if device == "cpu":
         group = config.n_heads // config.n_kv_heads
-        if not native_backend.supports(config.hidden_size, config.head_dim, config.mlp_size, group):
+        shape = config.hidden_size, config.head_dim, config.mlp_size, group
+        if config.architecture not in NATIVE_ARCHITECTURES:
+            _log.warning("the CPU kernels do not run %s models; using PyTorch, which is slower", config.architecture)
+        elif not native_backend.supports(*shape):
             _log.warning("the CPU kernels do not support this model's shape; falling back to PyTorch, which is slower")
         else:
             try:

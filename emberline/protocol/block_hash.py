@@ -7,6 +7,7 @@ same chain serves the prefix cache, the host and disk tiers, KV transfer and the
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import chain as concatenate
+from math import prod
 from struct import Struct
 
 import msgspec
@@ -31,9 +32,12 @@ class KVGroup(msgspec.Struct, frozen=True):
     planes: int = 2  # K and V; 1: MLA's row of latent and rotated key, which has one head
 
     @property
+    def block_shape(self) -> tuple[int, ...]:
+        return len(self.layers), self.planes, self.kv_heads, BLOCK_TOKENS, self.head_dim
+
+    @property
     def block_bytes(self) -> int:
-        item = 4 if self.dtype == "float32" else 2
-        return len(self.layers) * self.planes * self.kv_heads * BLOCK_TOKENS * self.head_dim * item
+        return prod(self.block_shape) * (4 if self.dtype == "float32" else 2)
 
     @property
     def tag(self) -> str:

@@ -8,10 +8,7 @@ from emberline.protocol.block_hash import BLOCK_TOKENS
 
 
 def pools(model: Decoder, n_blocks: int) -> list[Tensor]:
-    return [
-        torch.zeros(n_blocks, len(g.layers), 2, g.kv_heads, BLOCK_TOKENS, g.head_dim, dtype=getattr(torch, g.dtype))
-        for g in model.kv_groups
-    ]
+    return [torch.zeros(n_blocks, *g.block_shape, dtype=getattr(torch, g.dtype)) for g in model.kv_groups]
 
 
 def step(

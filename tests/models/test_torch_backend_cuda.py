@@ -5,7 +5,7 @@ import torch
 
 from emberline.kernels.reference import TorchBackend
 from emberline.models.decoder import Decoder, StepInputs
-from emberline.models.qwen import QWEN3
+from emberline.models.qwen import qwen3
 from emberline.weights.model_config import ModelConfig
 from tests.models.random_checkpoint import RandomCheckpoint
 from tests.models.step_inputs import pools, step
@@ -30,7 +30,7 @@ CONFIG = ModelConfig(
 
 
 def model(device: str, dtype: torch.dtype, *, row_by_row: bool = False) -> Decoder:
-    return Decoder(RandomCheckpoint(CONFIG), TorchBackend(device, dtype, row_by_row=row_by_row), QWEN3)
+    return Decoder(RandomCheckpoint(CONFIG), TorchBackend(device, dtype, row_by_row=row_by_row), qwen3)
 
 
 def on(device: str, s: StepInputs) -> StepInputs:

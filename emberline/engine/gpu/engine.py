@@ -45,13 +45,14 @@ class GpuEngine:
         n_rows = limits.max_running + CHUNK_ROWS
         quantized = any(isinstance(matrix, QuantizedMatrix) for matrix in model.matrices)
         n_tokens = max(limits.token_budget, MAX_GRAPH_TOKENS)
-        sizes = WorkspaceSizes.of(model.config, n_tokens, n_rows, n_rows, quantized=quantized)
+        sizes = WorkspaceSizes.of(model, n_tokens, n_rows, n_rows, quantized=quantized)
         workspace = Workspace.bytes(sizes)
         model.kernels.reserve(sizes)
         before = torch.cuda.memory_allocated(device)
         sampler = SamplerTable(limits.max_running, limits.vocab_size, device, max_rows=n_rows)
         state = runner_state_bytes(limits, len(model.kv_groups)) + torch.cuda.memory_allocated(device) - before
-        reserve = reserve_bytes(limits, len(model.kv_groups), model.config.n_heads, model.config.head_dim)
+        result = max(2 * attn.output_dim + 4 * attn.heads for attn in model.attentions)  # bf16; float32 log-sum-exp
+        reserve = reserve_bytes(limits, len(model.kv_groups), result)
         free, total = torch.cuda.mem_get_info(device)
         allocated = torch.cuda.memory_reserved(device)
         memory = device_memory_budget(total, free, weights, workspace, state, reserve, allocated, kv_bytes)

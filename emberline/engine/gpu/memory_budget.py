@@ -41,12 +41,15 @@ def runner_state_bytes(limits: Limits, n_groups: int) -> int:
     return tables + tokens * 8 + n_rows * 1024 + (1 << 20)
 
 
-def reserve_bytes(limits: Limits, n_groups: int, n_heads: int, head_dim: int) -> int:
-    """What steps allocate beyond workspace and state: graphs, tables of mixed steps, results of cuDNN's attention."""
+def reserve_bytes(limits: Limits, n_groups: int, result_bytes: int) -> int:
+    """What steps allocate beyond workspace and state: graphs, tables of mixed steps, results of cuDNN's attention.
+
+    `result_bytes`: of a token, in one layer.
+    """
     n_rows = limits.max_running + CHUNK_ROWS
     tables = 2 * n_groups * n_rows * table_width(limits.context_len) * 4
-    result = limits.token_budget * n_heads * (2 * head_dim + 4)  # bf16, and a float32 log-sum-exp
-    return _LIBRARY_BYTES + max_graphs(limits.max_running) * _GRAPH_BYTES + tables + 2 * result
+    results = 2 * limits.token_budget * result_bytes
+    return _LIBRARY_BYTES + max_graphs(limits.max_running) * _GRAPH_BYTES + tables + results
 
 
 def device_memory_budget(

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from emberline.kernels.backend import MLP, Attention, Layer, Rope, WeightSource
+from emberline.kernels.backend import MLP, GroupedQueryAttention, Layer, Rope, WeightSource
 from emberline.kernels.cpu.build import load_library
 from emberline.protocol.block_hash import BLOCK_TOKENS, KVGroup
 
@@ -223,7 +223,7 @@ class NativeBackend:
     ) -> None:
         self._lib.em_linear_add(matrix.struct, _address(post_norm), eps, x.data_ptr(), x.shape[0], residual.data_ptr())
 
-    def attention(self, qkv: Tensor, attention: Attention, context: NativeStep) -> Tensor:
+    def attention(self, qkv: Tensor, attention: GroupedQueryAttention, context: NativeStep) -> Tensor:
         out = torch.empty(qkv.shape[0], attention.heads * attention.head_dim)
         cache = context.caches[attention.kv_group]
         self._lib.em_attention(_attention_struct(attention), context.step, cache, qkv.data_ptr(), out.data_ptr())
@@ -233,7 +233,7 @@ class NativeBackend:
         self._lib.em_mlp(_mlp_struct(mlp), residual.data_ptr(), residual.shape[0])
 
 
-def _attention_struct(a: Attention) -> _Attention:
+def _attention_struct(a: GroupedQueryAttention) -> _Attention:
     layer = 2 * a.kv_heads * BLOCK_TOKENS * a.head_dim
     norms = _address(a.q_norm), _address(a.k_norm)
     return _Attention(a.heads, a.kv_heads, a.head_dim, a.window or 0, a.layer_index * layer, a.scale, a.eps, *norms)
@@ -245,9 +245,11 @@ def _mlp_struct(m: MLP) -> _Mlp:
 
 
 def _layer_struct(layer: Layer) -> _Layer:
-    attention, norms = layer.attention, (_address(layer.norm), _address(layer.post_norm))
-    parts = _attention_struct(attention), _mlp_struct(layer.mlp)
-    return _Layer(layer.qkv.struct, layer.output.struct, *norms, layer.eps, attention.kv_group, *parts)
+    a, m = layer.attention, layer.feed_forward
+    assert isinstance(a, GroupedQueryAttention), "other blocks run on TorchBackend"
+    assert isinstance(m, MLP)
+    norms = _address(a.norm), _address(a.post_norm)
+    return _Layer(a.qkv.struct, a.output.struct, *norms, a.eps, a.kv_group, _attention_struct(a), _mlp_struct(m))
 
 
 def _padded(rows: int) -> int:

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from emberline.kernels.backend import Attention
+from emberline.kernels.backend import GroupedQueryAttention
 from emberline.kernels.gpu.launch import INTERPRETED, is_compiling, launch_options, next_power_of_two
 from emberline.protocol.block_hash import BLOCK_TOKENS
 
@@ -30,7 +30,7 @@ HEAD_DIMS = (64, 128)
 os.environ.setdefault("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "1")  # read at the first cuDNN attention
 
 
-def supports(attn: Attention, n_tokens: int) -> bool:
+def supports(attn: GroupedQueryAttention, n_tokens: int) -> bool:
     return not INTERPRETED and attn.window is None and attn.head_dim in HEAD_DIMS and n_tokens >= MIN_TOKENS
 
 
@@ -103,7 +103,7 @@ def merge_by_lse(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> 
     )  # fmt: skip
 
 
-def kv_view(memory: Tensor, tokens: int, attn: Attention, exact: bool) -> Tensor:
+def kv_view(memory: Tensor, tokens: int, attn: GroupedQueryAttention, exact: bool) -> Tensor:
     """The start of `memory` as [tokens, kv_heads, dim]: stored head-major for exact plans, else token-major.
 
     With a single KV head the two are the same, and there are no exact plans.
@@ -130,7 +130,12 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple
 
 
 def warm_up(
-    q: Tensor, kv_memory: Tensor, attn: Attention, pool: Tensor, gather_memory: tuple[Tensor, Tensor], out: Tensor
+    q: Tensor,
+    kv_memory: Tensor,
+    attn: GroupedQueryAttention,
+    pool: Tensor,
+    gather_memory: tuple[Tensor, Tensor],
+    out: Tensor,
 ) -> Iterator[bool]:
     """Run the shapes of most prompts on dummy data, one per iteration, so that plans and kernels are ready.
 
@@ -147,14 +152,14 @@ def warm_up(
         yield True
 
 
-def attend_without_context(q: Tensor, new_kv: tuple[Tensor, Tensor], attn: Attention) -> Tensor:
+def attend_without_context(q: Tensor, new_kv: tuple[Tensor, Tensor], attn: GroupedQueryAttention) -> Tensor:
     """As `attend`, for a chunk at the start of its sequence; returns cuDNN's own output, which saves a copy."""
     result, _ = _cudnn(q.view(len(q), attn.heads, attn.head_dim), *new_kv, attn.scale, True)
     return result.reshape(len(q), -1)
 
 
 def attend(
-    q: Tensor, new_kv: tuple[Tensor, Tensor], attn: Attention, pool: Tensor, table: Tensor, context: int,
+    q: Tensor, new_kv: tuple[Tensor, Tensor], attn: GroupedQueryAttention, pool: Tensor, table: Tensor, context: int,
     gather_memory: tuple[Tensor, Tensor], out: Tensor,
 ) -> None:  # fmt: skip
     """Attention of one chunk. q, out: [n, heads * dim]; new_kv: its k and v, [n, kv_heads, dim].

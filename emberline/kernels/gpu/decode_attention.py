@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from emberline.kernels.backend import Attention
+from emberline.kernels.backend import GroupedQueryAttention
 from emberline.kernels.gpu.launch import SM_COUNT, cdiv, launch_options, next_power_of_two, pdl_launch_early, pdl_wait
 from emberline.kernels.gpu.rope import norm_and_rotate
 from emberline.kernels.gpu.split_kv import DecodeSplits
@@ -197,7 +197,7 @@ def _decode_attention(
 
 
 def decode_attention(
-    qkv: Tensor, out: Tensor, attn: Attention, rotary: tuple[Tensor, Tensor], pool: Tensor, tables: Tensor,
+    qkv: Tensor, out: Tensor, attn: GroupedQueryAttention, rotary: tuple[Tensor, Tensor], pool: Tensor, tables: Tensor,
     splits: DecodeSplits, partial: Tensor, stats: Tensor, counters: Tensor, rows: int,
     prefix: tuple[Tensor, Tensor, Tensor, int] | None = None, pdl: bool = False, release: bool = False,
     tile: DecodeTile | None = None,
@@ -290,8 +290,8 @@ def _shared_prefix_attention(
 
 
 def shared_prefix_attention(
-    qkv: Tensor, attn: Attention, rotary: tuple[Tensor, Tensor], pool: Tensor, tables: Tensor, shared: Tensor,
-    partial: Tensor, stats: Tensor, rows: int, pdl: bool = False,
+    qkv: Tensor, attn: GroupedQueryAttention, rotary: tuple[Tensor, Tensor], pool: Tensor, tables: Tensor,
+    shared: Tensor, partial: Tensor, stats: Tensor, rows: int, pdl: bool = False,
 ) -> int:  # fmt: skip
     """Attention of all rows over the shared prefix, as partial results; returns the number of splits.
 

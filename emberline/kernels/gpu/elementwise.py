@@ -15,7 +15,7 @@ PROGRAMS_PER_BLOCK = 8  # programs that share a block: a few blocks keep all SMs
 
 def gated_activation_reference(gate_up: Tensor, activation: str) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
-    return activate(activation, gate) * up
+    return activate(activation, gate, up)
 
 
 @triton.jit

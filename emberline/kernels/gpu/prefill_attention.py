@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from emberline.kernels.backend import Attention
+from emberline.kernels.backend import GroupedQueryAttention
 from emberline.kernels.gpu import split_kv
 from emberline.kernels.gpu.decode_attention import LOG2_E
 from emberline.kernels.gpu.launch import cdiv, launch_options, next_power_of_two, pdl_launch_early, pdl_wait
@@ -211,7 +211,7 @@ def _prefill_attention(
 
 
 def prefill_attention(
-    q: Tensor, out: Tensor, attn: Attention, pool: Tensor, tables: Tensor, query_starts: Tensor,
+    q: Tensor, out: Tensor, attn: GroupedQueryAttention, pool: Tensor, tables: Tensor, query_starts: Tensor,
     context_lens: Tensor, tokens: int, first_row: int = 0, max_tokens: int = 2**31 - 1,
     splits: PrefillSplits | None = None, pdl: bool = False, tile: PrefillTile | None = None,
 ) -> None:  # fmt: skip

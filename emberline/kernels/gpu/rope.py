@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from emberline.kernels.backend import Attention, Rope
+from emberline.kernels.backend import GroupedQueryAttention, Rope
 from emberline.kernels.gpu.launch import launch_options, next_power_of_two, pdl_launch_early, pdl_wait
 from emberline.kernels.reference import rms_norm, rotate
 from emberline.protocol.block_hash import BLOCK_TOKENS
@@ -108,8 +108,8 @@ def _rope_and_cache(
 
 
 def rope_and_cache(
-    qkv: Tensor, q_out: Tensor, attn: Attention, rotary: tuple[Tensor, Tensor], pool: Tensor, tables: Tensor,
-    query_starts: Tensor, positions: Tensor, first_token: int = 0, first_row: int = 0,
+    qkv: Tensor, q_out: Tensor, attn: GroupedQueryAttention, rotary: tuple[Tensor, Tensor], pool: Tensor,
+    tables: Tensor, query_starts: Tensor, positions: Tensor, first_token: int = 0, first_row: int = 0,
     copy_to: tuple[Tensor, Tensor] | None = None, pdl: bool = False,
 ) -> None:  # fmt: skip
     """For tokens from `first_token` on: q to q_out [tokens, heads * dim], k and v to their cache blocks.
@@ -135,8 +135,8 @@ def rope_and_cache(
 
 
 def rope_and_cache_reference(
-    qkv: Tensor, attn: Attention, rotary: tuple[Tensor, Tensor], pool: Tensor, tables: Tensor, query_starts: Tensor,
-    positions: Tensor,
+    qkv: Tensor, attn: GroupedQueryAttention, rotary: tuple[Tensor, Tensor], pool: Tensor, tables: Tensor,
+    query_starts: Tensor, positions: Tensor,
 ) -> Tensor:  # fmt: skip
     """Writes k and v of all tokens; returns q: [tokens, heads, dim]."""
     q, k, v = qkv.view(len(qkv), -1, attn.head_dim).split([attn.heads, attn.kv_heads, attn.kv_heads], dim=1)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from emberline.kernels.backend import MLP, Attention, Layer, Rope, WeightSource
+from emberline.kernels.backend import MLP, GroupedQueryAttention, Layer, Rope, WeightSource
 from emberline.kernels.gpu import cudnn_attention
 from emberline.kernels.gpu.decode_attention import decode_attention, shared_prefix_attention
 from emberline.kernels.gpu.elementwise import add_norm, embedding
@@ -103,7 +103,7 @@ class TritonBackend:
             return None
         workspace, first = self._workspace, 0 if shape.chunks is None else shape.decode_rows
         return plan_prefill_splits(
-            workspace.sizes.heads, group.kv_heads, group.head_dim, group.window, step.query_starts, step.context_lens,
+            *workspace.sizes.attentions[index], group.window, step.query_starts, step.context_lens,
             len(step.token_ids) - first, shape.decode_rows, workspace.region(f"work_items{index}", torch.int32),
             workspace.prefill_scratch,
         )  # fmt: skip
@@ -122,16 +122,21 @@ class TritonBackend:
         return out
 
     def run_layers(self, layers: Sequence[Layer], x: Tensor, context: TritonStep) -> None:
-        workspace, tokens = self._workspace, len(x)
         for layer in layers:
-            qkv = workspace.take("qkv", tokens, layer.qkv.shape[0])
-            self._matmul(x, layer.qkv, qkv, Fusion(layer.norm, layer.eps))
-            # One name for both: cuDNN's output of the last layer is freed before the next is allocated.
-            attended = workspace.take("normed", tokens, layer.attention.heads * layer.attention.head_dim)
-            attended = self._attend(qkv, attended, layer.attention, context)
-            self._linear_add(attended, layer.output, x, layer.post_norm, layer.eps, after_attention=True)
-            for part in torch.split(x, mlp_tokens(tokens)):
-                self._mlp(layer.mlp, part)
+            attention, feed_forward = layer.attention, layer.feed_forward
+            assert isinstance(attention, GroupedQueryAttention)
+            assert isinstance(feed_forward, MLP)
+            self._grouped_query_attention(attention, x, context)
+            for part in torch.split(x, mlp_tokens(len(x))):
+                self._mlp(feed_forward, part)
+
+    def _grouped_query_attention(self, attn: GroupedQueryAttention, x: Tensor, context: TritonStep) -> None:
+        qkv = self._workspace.take("qkv", len(x), attn.qkv.shape[0])
+        self._matmul(x, attn.qkv, qkv, Fusion(attn.norm, attn.eps))
+        attended = self._workspace.take("normed", len(x), attn.output_dim)
+        # One name for both: cuDNN's output of the last layer is freed before the next is allocated.
+        attended = self._attend(qkv, attended, attn, context)
+        self._linear_add(attended, attn.output, x, attn.post_norm, attn.eps, after_attention=True)
 
     def _linear_add(
         self, x: Tensor, matrix: Any, residual: Tensor, post_norm: Tensor | None, eps: float,
@@ -151,7 +156,7 @@ class TritonBackend:
 
     # --- attention ----------------------------------------------------------------------------------------------------
 
-    def _attend(self, qkv: Tensor, out: Tensor, attn: Attention, context: TritonStep) -> Tensor:
+    def _attend(self, qkv: Tensor, out: Tensor, attn: GroupedQueryAttention, context: TritonStep) -> Tensor:
         """Attention of all rows; returns `out`, or another tensor that holds the result."""
         shape, workspace = context.shape, self._workspace
         pool, tables = context.kv[attn.kv_group][:, attn.layer_index], context.step.block_tables[attn.kv_group]
@@ -178,7 +183,7 @@ class TritonBackend:
         self,
         qkv: Tensor,
         out: Tensor,
-        attn: Attention,
+        attn: GroupedQueryAttention,
         context: TritonStep,
         pool: Tensor,
         tables: Tensor,
@@ -224,7 +229,7 @@ class TritonBackend:
         memory = self._workspace.region("gathered_kv", self.dtype)
         return memory[: len(memory) // 2], memory[len(memory) // 2 :]
 
-    def warm_up(self, attentions: Sequence[Attention], kv: Sequence[Tensor]) -> Iterator[bool]:
+    def warm_up(self, attentions: Sequence[GroupedQueryAttention], kv: Sequence[Tensor]) -> Iterator[bool]:
         """Compile kernels and make the library plans that the first long prompts would wait for, one per iteration."""
         workspace, tokens = self._workspace, self._workspace.sizes.max_tokens
         for attn in {attn.window is None: attn for attn in attentions}.values():  # large steps do not split keys

@@ -6,11 +6,12 @@ residual | normed, attention out | qkv | KV of new tokens, partials | gate, up |
 
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from emberline.kernels.backend import MLP, GroupedQueryAttention
 from emberline.kernels.gpu import cudnn_attention, prefill_attention, split_kv
 from emberline.kernels.gpu.decode_attention import n_prefix_splits
 from emberline.kernels.gpu.launch import cdiv
@@ -27,15 +28,20 @@ def mlp_tokens(tokens: int) -> int:
     return 512 if tokens == 1024 else MLP_TOKENS
 
 
-@dataclass(frozen=True, slots=True)
-class WorkspaceSizes:
-    hidden: int
+class AttentionShape(NamedTuple):
     heads: int
     kv_heads: int
     head_dim: int
-    mlp: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkspaceSizes:
+    """What the sizes of the regions follow from: a model's blocks, and the largest step."""
+
+    hidden: int
     vocab: int
-    groups: int
+    attentions: tuple[AttentionShape, ...]  # of each KV group
+    mlp: int  # the widest
     max_tokens: int
     max_rows: int
     max_samples: int
@@ -44,11 +50,18 @@ class WorkspaceSizes:
 
     @classmethod
     def of(
-        cls, config: Any, max_tokens: int, max_rows: int, max_samples: int, item: int = 2, quantized: bool = False
+        cls, model: Any, max_tokens: int, max_rows: int, max_samples: int, item: int = 2, quantized: bool = False
     ) -> "WorkspaceSizes":
-        groups = len(set(config.windows or (None,)))
-        shape = (config.hidden_size, config.n_heads, config.n_kv_heads, config.head_dim, config.mlp_size)
-        return cls(*shape, config.vocab_size, groups, max_tokens, max_rows, max_samples, item, quantized)
+        """Of a `models.decoder.Decoder`."""
+        shapes = {
+            attn.kv_group: AttentionShape(attn.heads, attn.kv_heads, attn.head_dim)
+            for attn in model.attentions
+            if isinstance(attn, GroupedQueryAttention)
+        }
+        attentions = tuple(shapes[group] for group in range(len(model.kv_groups)))
+        mlp = max(block.down.shape[1] for block in model.feed_forwards if isinstance(block, MLP))
+        sizes = (model.config.hidden_size, model.config.vocab_size, attentions, mlp)
+        return cls(*sizes, max_tokens, max_rows, max_samples, item, quantized)
 
 
 def _layout(s: WorkspaceSizes) -> dict[str, tuple[int, int]]:
@@ -62,7 +75,10 @@ def _layout(s: WorkspaceSizes) -> dict[str, tuple[int, int]]:
         regions[name] = (start, size)
         end = max(end, cdiv(start + size, _ALIGN) * _ALIGN)
 
-    q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
+    shapes = set(s.attentions)
+    q = max(shape.heads * shape.head_dim for shape in shapes)
+    kv = max(shape.kv_heads * shape.head_dim for shape in shapes)
+    heads, kv_heads = (max(shape[n] for shape in shapes) for n in range(2))
     add("residual", s.max_tokens * s.hidden * s.item)
     add("normed", s.max_tokens * max(s.hidden, q) * s.item)
     layer = end
@@ -70,10 +86,12 @@ def _layout(s: WorkspaceSizes) -> dict[str, tuple[int, int]]:
     add("queries", s.max_tokens * q * s.item)
     attention = end
     add("new_kv", 2 * s.max_tokens * kv * s.item)
-    gathered = cudnn_attention.SEGMENT_TOKENS if s.head_dim in cudnn_attention.HEAD_DIMS else 0
+    long = any(shape.head_dim in cudnn_attention.HEAD_DIMS for shape in shapes)
+    gathered = cudnn_attention.SEGMENT_TOKENS if long else 0
     add("gathered_kv", 2 * gathered * kv * s.item)
     # A step uses either cuDNN attention or split-KV prefill: they share memory.
-    add("prefill_partials", prefill_attention.prefill_scratch_floats(s.heads, s.kv_heads, s.head_dim) * 4, attention)
+    partials = max(prefill_attention.prefill_scratch_floats(*shape) for shape in shapes)
+    add("prefill_partials", partials * 4, attention)
     # The MLP runs after attention and reuses its memory.
     both = max(
         min(s.max_tokens, MLP_TOKENS) * 2 * s.mlp, s.max_tokens * s.hidden
@@ -84,18 +102,18 @@ def _layout(s: WorkspaceSizes) -> dict[str, tuple[int, int]]:
     add("logits", s.max_samples * s.vocab * 4, layer)
     add("matmul", PARTIAL_FLOATS * 4)
     add("dequantized", DEQUANTIZED_BYTES if s.quantized else 0)
-    decode_splits = split_kv.max_decode_splits(s.max_rows, s.kv_heads)
+    decode_splits = max(split_kv.max_decode_splits(s.max_rows, shape.kv_heads) for shape in shapes)
     add("decode_partial", decode_splits * q * 4)
-    add("decode_stats", decode_splits * s.heads * 2 * 4)
+    add("decode_stats", decode_splits * heads * 2 * 4)
     row_counts = {1, s.max_rows, *(1 << i for i in range(s.max_rows.bit_length()))}
-    prefix_rows = max(n_prefix_splits(rows, s.heads, s.kv_heads) * rows for rows in row_counts)
+    prefix_rows = max(n_prefix_splits(rows, *shape[:2]) * rows for rows in row_counts for shape in shapes)
     add("prefix_partial", prefix_rows * q * 4)
-    add("prefix_stats", prefix_rows * s.heads * 2 * 4)
-    for group in range(s.groups):
-        add(f"rotary{group}", s.max_tokens * s.head_dim * 4)
+    add("prefix_stats", prefix_rows * heads * 2 * 4)
+    for group, shape in enumerate(s.attentions):
+        add(f"rotary{group}", s.max_tokens * shape.head_dim * 4)
         add(f"decode_splits{group}", decode_splits * split_kv.DECODE_SPLIT_FIELDS * 4)
         add(f"work_items{group}", split_kv.MAX_WORK_ITEMS * split_kv.WORK_ITEM_FIELDS * 4)
-    add("counters", (COUNTERS + s.max_rows * s.kv_heads) * 4)
+    add("counters", (COUNTERS + s.max_rows * kv_heads) * 4)
     add("work_item_counters", split_kv.MAX_WORK_ITEMS * 4)
     return regions
 

@@ -74,9 +74,9 @@ def engine_of(deterministic=False, graphs=True, n_blocks=600, steps_in_flight=2)
     from emberline.engine.gpu.engine import GpuEngine
     from emberline.kernels.gpu.triton_backend import TritonBackend
     from emberline.models.decoder import Decoder
-    from emberline.models.qwen import QWEN3
+    from emberline.models.qwen import qwen3
 
-    model = Decoder(Source(), TritonBackend("cuda", deterministic=deterministic), QWEN3)
+    model = Decoder(Source(), TritonBackend("cuda", deterministic=deterministic), qwen3)
     limits = Limits(CONFIG.context_len, CONFIG.vocab_size, (0,), 16, 1024)
     engine = GpuEngine.open(model, limits, "cuda", 64 << 20)
     cache = KVCache(model.kv_groups, [n_blocks], chunk=limits.token_budget)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from emberline.kernels.backend import MLP, Attention, Rope
+from emberline.kernels.backend import MLP, GroupedQueryAttention, Rope
 from emberline.kernels.cpu.native_backend import NativeBackend, set_threads
 from emberline.kernels.reference import TorchBackend
 from emberline.protocol.block_hash import BLOCK_TOKENS, KVGroup
@@ -140,12 +140,12 @@ def test_mlp(native, rng, bits: int, activation: str, post: bool) -> None:
         x, outs = torch.randn(tokens, 64), []
         for b in (native, TorchBackend()):
             mlp = MLP(
-                b.load_matrix([gate, up], gated=True),
-                b.load_matrix([down]),
-                b.load_vector(norm),
-                b.load_vector(post_norm) if post else None,
-                1e-6,
-                activation,
+                norm=b.load_vector(norm),
+                gate_up=b.load_matrix([gate, up], gated=True),
+                down=b.load_matrix([down]),
+                post_norm=b.load_vector(post_norm) if post else None,
+                eps=1e-6,
+                activation=activation,
             )
             residual = x.clone()
             b.mlp(mlp, residual)
@@ -176,8 +176,20 @@ def test_attention(native, rng, window: int | None, heads: int, kv_heads: int, h
         torch.manual_seed(3)
         shape = (18, 2, 2, kv_heads, BLOCK_TOKENS, head_dim)
         pool = torch.full(shape, torch.nan, dtype=torch.float16)  # failed requests may leave NaN behind
-        attention = Attention(
-            heads, kv_heads, head_dim, 0.2, 1e-6, 0, 1, window, *(backend.load_vector(n) for n in norms)
+        attention = GroupedQueryAttention(
+            norm=torch.ones(1),
+            qkv=None,
+            output=None,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            scale=0.2,
+            eps=1e-6,
+            kv_group=0,
+            layer_index=1,
+            window=window,
+            q_norm=backend.load_vector(norms[0]),
+            k_norm=backend.load_vector(norms[1]),
         )
         out = torch.empty(0)
         for past, lengths in ([0, 0, 0], cached), (cached, new):

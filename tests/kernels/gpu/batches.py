@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from emberline.kernels.backend import Attention, Rope
+from emberline.kernels.backend import GroupedQueryAttention, Rope
 from emberline.kernels.gpu.launch import INTERPRETED
 from emberline.kernels.reference import attend
 from emberline.protocol.block_hash import BLOCK_TOKENS
@@ -51,7 +51,9 @@ class Batch:
         return len(self.positions)
 
 
-def batch(queries: list[int], contexts: list[int], attn: Attention, seed: int = 0, layers: int = 2) -> Batch:
+def batch(
+    queries: list[int], contexts: list[int], attn: GroupedQueryAttention, seed: int = 0, layers: int = 2
+) -> Batch:
     """Rows of `queries` new tokens at the ends of contexts of these lengths; context 0 is padding."""
     width = max(1, max(-(-c // BLOCK_TOKENS) for c in contexts)) + 1
     n_blocks = 1 + sum(-(-c // BLOCK_TOKENS) for c in contexts)
@@ -71,9 +73,12 @@ def batch(queries: list[int], contexts: list[int], attn: Attention, seed: int = 
 
 def attention(
     heads: int, kv_heads: int, dim: int, window: int | None = None, norm: bool = False, index: int = 1
-) -> Attention:
+) -> GroupedQueryAttention:
     norms = [noise(dim, seed=9 + i).float() * 0.1 + 1 if norm else None for i in range(2)]
-    return Attention(heads, kv_heads, dim, dim**-0.5, 1e-5, 0, index, window, *norms)
+    return GroupedQueryAttention(
+        norm=torch.ones(1), qkv=None, output=None, heads=heads, kv_heads=kv_heads, head_dim=dim, scale=dim**-0.5,
+        eps=1e-5, kv_group=0, layer_index=index, window=window, q_norm=norms[0], k_norm=norms[1],
+    )  # fmt: skip
 
 
 def rope(dim: int, scale: float = 1.0) -> Rope:
@@ -88,7 +93,7 @@ def keys_values(b: Batch, row: int, context: int) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
-def attention_reference(q: Tensor, attn: Attention, b: Batch) -> Tensor:
+def attention_reference(q: Tensor, attn: GroupedQueryAttention, b: Batch) -> Tensor:
     """Attention of rotated queries [tokens, heads * dim] over the cache of layer 1; padding rows are zero."""
     out = torch.zeros_like(q).view(b.tokens, attn.heads, attn.head_dim)
     starts = b.query_starts.tolist()

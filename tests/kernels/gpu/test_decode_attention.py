@@ -8,7 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from emberline.kernels.backend import Attention
+from emberline.kernels.backend import GroupedQueryAttention
 from emberline.kernels.gpu.decode_attention import decode_attention, n_prefix_splits, shared_prefix_attention
 from emberline.kernels.gpu.rope import rope_and_cache_reference, rotary_table, rotary_table_reference
 from emberline.kernels.gpu.split_kv import DECODE_SPLIT_FIELDS, max_decode_splits, plan_decode_splits
@@ -26,7 +26,7 @@ from tests.kernels.gpu.batches import (
 )
 
 
-def expected(qkv: Tensor, attn: Attention, b: Batch) -> Tensor:
+def expected(qkv: Tensor, attn: GroupedQueryAttention, b: Batch) -> Tensor:
     """The reference; writes k and v of the new tokens into the batch's pool."""
     rotary = rotary_table_reference(b.positions, rope(attn.head_dim))
     q = rope_and_cache_reference(qkv, attn, rotary, b.pool[:, 1], b.tables, b.query_starts, b.positions)
@@ -42,7 +42,11 @@ def nans(*shape: int) -> Tensor:
 
 
 def run_decode(
-    b: Batch, attn: Attention, qkv: Tensor, shared: list[int] | None = None, prefix_lens: list[int] | None = None
+    b: Batch,
+    attn: GroupedQueryAttention,
+    qkv: Tensor,
+    shared: list[int] | None = None,
+    prefix_lens: list[int] | None = None,
 ) -> Tensor:
     rows, heads, dim = len(b.context_lens), attn.heads, attn.head_dim
     rotary = rotary_table(b.positions, rope(dim), torch.empty(rows * dim, device=DEVICE))

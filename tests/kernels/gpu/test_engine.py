@@ -16,7 +16,7 @@ from emberline.kernels.gpu.workspace import WorkspaceSizes  # noqa: E402
 from emberline.kernels.reference import TorchBackend  # noqa: E402
 from emberline.kv.cache import KVCache  # noqa: E402
 from emberline.models.decoder import Decoder  # noqa: E402
-from emberline.models.llama import LLAMA  # noqa: E402
+from emberline.models.llama import llama  # noqa: E402
 from emberline.weights.model_config import ModelConfig  # noqa: E402
 from tests.engine.fakes import request  # noqa: E402
 from tests.engine.gpu.host_sampler import HostKernels, HostTable  # noqa: E402
@@ -57,11 +57,11 @@ def generate(make_runner, model, steps_in_flight):
 
 @pytest.mark.slow  # the runner and the kernels have everyday tests of their own
 def test_tokens_match_the_reference_backend():
-    reference = Decoder(RandomCheckpoint(CONFIG, scale=0.2), TorchBackend(DEVICE, torch.float32), LLAMA)
+    reference = Decoder(RandomCheckpoint(CONFIG, scale=0.2), TorchBackend(DEVICE, torch.float32), llama)
     expected = generate(lambda model: TorchRunner(model, [40], LIMITS, DEVICE), reference, 1)
-    model = Decoder(RandomCheckpoint(CONFIG, scale=0.2), TritonBackend(DEVICE, torch.float32), LLAMA)
+    model = Decoder(RandomCheckpoint(CONFIG, scale=0.2), TritonBackend(DEVICE, torch.float32), llama)
     n_rows = LIMITS.max_running + CHUNK_ROWS
-    model.kernels.reserve(WorkspaceSizes.of(CONFIG, MAX_GRAPH_TOKENS, n_rows, n_rows, item=4))
+    model.kernels.reserve(WorkspaceSizes.of(model, MAX_GRAPH_TOKENS, n_rows, n_rows, item=4))
 
     def gpu_runner(model):
         return GpuRunner(model, [40], LIMITS, DEVICE, HostKernels(), HostTable(), graphs=DEVICE == "cpu")

@@ -26,7 +26,7 @@ from emberline.kernels.gpu.quantized_gemm import (
     quantized_gemv,
     quantized_skinny_gemm,
 )
-from emberline.kernels.gpu.workspace import Workspace, WorkspaceSizes
+from emberline.kernels.gpu.workspace import AttentionShape, Workspace, WorkspaceSizes
 from emberline.kernels.reference import rms_norm
 from emberline.weights.tensors import Affine
 from tests.kernels.gpu.batches import DEVICE, DTYPE, LIMIT, error, everyday, noise
@@ -138,7 +138,7 @@ CUBLAS_KEEP = [(0, *CASES[0]), (0, *CASES[2]), (0, *CASES[3]), (4, *CASES[1]), (
 @pytest.mark.parametrize(("bits", "norm", "bias", "gate", "add"), everyday(CUBLAS_SWEEP, CUBLAS_KEEP))
 def test_many_tokens_use_cublas(bits: int, norm: bool, bias: bool, gate: int, add: bool) -> None:
     m, n, k = 130, 24, 64
-    sizes = WorkspaceSizes(64, 2, 1, 32, 32, 100, 1, 130, 4, 4, DTYPE.itemsize, quantized=True)
+    sizes = WorkspaceSizes(64, 100, (AttentionShape(2, 1, 32),), 32, 130, 4, 4, DTYPE.itemsize, quantized=True)
     multiply = Matmul(Workspace(sizes, DEVICE, DTYPE), False, False)
     total = n * (2 if gate else 1)
     more = noise(n, seed=5) if bias else None
@@ -157,7 +157,7 @@ def test_many_tokens_use_cublas(bits: int, norm: bool, bias: bool, gate: int, ad
 @pytest.mark.parametrize("m", [1, 2, 7, 16, 33, 64, 65, 128, 300])
 @pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 4096), (4096, 14336), (576, 576), (960, 576), (1536, 576)])
 def test_every_tile_config(m: int, n: int, k: int) -> None:
-    sizes = WorkspaceSizes(max(k, 512), 8, 2, 64, 14336, 1000, 1, 512, 512, 512, DTYPE.itemsize)
+    sizes = WorkspaceSizes(max(k, 512), 1000, (AttentionShape(8, 2, 64),), 14336, 512, 512, 512, DTYPE.itemsize)
     for pdl in (False, True):
         multiply = Matmul(Workspace(sizes, DEVICE, DTYPE), False, pdl)
         for norm, _, gate, add in CASES:

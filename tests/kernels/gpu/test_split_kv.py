@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from emberline.kernels.backend import Attention
+from emberline.kernels.backend import GroupedQueryAttention
 from emberline.kernels.gpu import split_kv
 from emberline.kernels.gpu.prefill_attention import PrefillTile, plan_prefill_splits, prefill_attention
 from emberline.kernels.gpu.split_kv import SplitScratch
@@ -31,7 +31,7 @@ from tests.kernels.gpu.batches import (
 TILE = PrefillTile(32, 16, 2, 4)  # small: the interpreter is slow
 
 
-def scratch_for(attn: Attention, n_partials: int, queries: int = TILE.queries) -> SplitScratch:
+def scratch_for(attn: GroupedQueryAttention, n_partials: int, queries: int = TILE.queries) -> SplitScratch:
     queries = max(queries, attn.heads // attn.kv_heads)
     floats = n_partials * split_kv.split_floats(queries, 1 << (attn.head_dim - 1).bit_length())
     counters = torch.zeros(n_partials, dtype=torch.int32, device=DEVICE)
@@ -43,7 +43,7 @@ def room_for_many_work_items(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(split_kv, "MAX_WORK_ITEMS", 2000)
 
 
-def run(q: Tensor, attn: Attention, b: Batch, scratch: SplitScratch | None, splits: int = 0) -> Tensor:
+def run(q: Tensor, attn: GroupedQueryAttention, b: Batch, scratch: SplitScratch | None, splits: int = 0) -> Tensor:
     out = torch.full_like(q, torch.nan)
     rows, plan = (b.query_starts, b.context_lens, b.tokens), None
     if scratch is not None:

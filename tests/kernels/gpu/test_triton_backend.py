@@ -13,12 +13,12 @@ from emberline.kernels.gpu import prefill_attention, split_kv, triton_backend
 from emberline.kernels.gpu.prefill_attention import PrefillTile
 from emberline.kernels.gpu.quantized_gemm import dequantize_reference, pack_quantized
 from emberline.kernels.gpu.triton_backend import TritonBackend
-from emberline.kernels.gpu.workspace import PrefillChunk, StepShape, Workspace, WorkspaceSizes, _layout
+from emberline.kernels.gpu.workspace import AttentionShape, PrefillChunk, StepShape, Workspace, WorkspaceSizes, _layout
 from emberline.kernels.reference import TorchBackend
-from emberline.models.decoder import Decoder, LayerTensorNames, StepInputs
-from emberline.models.gemma import GEMMA3
-from emberline.models.llama import LLAMA
-from emberline.models.qwen import QWEN2
+from emberline.models.decoder import Architecture, Decoder, StepInputs
+from emberline.models.gemma import gemma3
+from emberline.models.llama import llama
+from emberline.models.qwen import qwen2
 from emberline.weights.model_config import ModelConfig
 from tests.kernels.gpu.batches import DEVICE, DTYPE, error, everyday
 from tests.models.random_checkpoint import RandomCheckpoint, RandomWeight
@@ -32,18 +32,20 @@ CONFIG = ModelConfig(
 GEMMA = msgspec.structs.replace(
     CONFIG, windows=(None, 10), activation="gelu_tanh", embedding_scale=8.0, post_norms=True, local_rope_theta=100.0
 )
-MODELS = {"llama": (CONFIG, LLAMA), "qwen2": (CONFIG, QWEN2), "gemma": (GEMMA, GEMMA3)}
+MODELS = {"llama": (CONFIG, llama), "qwen2": (CONFIG, qwen2), "gemma": (GEMMA, gemma3)}
 
 
-def triton_model(config: ModelConfig, names: LayerTensorNames, bits: int = 0, deterministic: bool = False) -> Decoder:
+def triton_model(
+    config: ModelConfig, architecture: Architecture, bits: int = 0, deterministic: bool = False
+) -> Decoder:
     backend = TritonBackend(DEVICE, deterministic=deterministic)
-    model = Decoder(RandomCheckpoint(config, bits=bits), backend, names)
-    backend.reserve(WorkspaceSizes.of(config, 80, 8, 80, item=DTYPE.itemsize, quantized=bool(bits)))
+    model = Decoder(RandomCheckpoint(config, bits=bits), backend, architecture)
+    backend.reserve(WorkspaceSizes.of(model, 80, 8, 80, item=DTYPE.itemsize, quantized=bool(bits)))
     return model
 
 
-def reference_model(config: ModelConfig, names: LayerTensorNames, bits: int = 0) -> Decoder:
-    return Decoder(RandomCheckpoint(config, bits=bits), TorchBackend(DEVICE, DTYPE), names)
+def reference_model(config: ModelConfig, architecture: Architecture, bits: int = 0) -> Decoder:
+    return Decoder(RandomCheckpoint(config, bits=bits), TorchBackend(DEVICE, DTYPE), architecture)
 
 
 def pools(model: Decoder, n: int) -> list[torch.Tensor]:
@@ -94,7 +96,7 @@ def test_a_model_computes_the_same(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", [4, 8])
 def test_quantized_weights(bits: int) -> None:
-    assert_close(run(triton_model(CONFIG, LLAMA, bits)), run(reference_model(CONFIG, LLAMA, bits)))
+    assert_close(run(triton_model(CONFIG, llama, bits)), run(reference_model(CONFIG, llama, bits)))
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -106,9 +108,9 @@ def test_packing_keeps_every_weight(bits: int) -> None:
 
 
 def test_deterministic_mode_does_not_depend_on_batch_or_chunks() -> None:
-    model = triton_model(CONFIG, LLAMA, deterministic=True)
+    model = triton_model(CONFIG, llama, deterministic=True)
     together = run(model)
-    assert_close(together, run(reference_model(CONFIG, LLAMA)))
+    assert_close(together, run(reference_model(CONFIG, llama)))
     kv, ids = pools(model, 25), PROMPTS[2]
     alone = []
     for start, stop in ((0, 3), (3, 4), (4, 7)):
@@ -151,7 +153,7 @@ def test_cascade_attention_of_a_shared_prefix() -> None:
     shared = torch.tensor([2, 16], dtype=torch.int32, device=DEVICE)
     lens = torch.tensor([16, 16, 16, 0], dtype=torch.int32, device=DEVICE)
     out = []
-    for model in (triton_model(CONFIG, LLAMA), reference_model(CONFIG, LLAMA)):
+    for model in (triton_model(CONFIG, llama), reference_model(CONFIG, llama)):
         kv = pools(model, 25)
         for row in range(4):
             model.forward(to_device(step(prefill[row : row + 1], tables[row : row + 1], 1)), kv)
@@ -162,11 +164,11 @@ def test_cascade_attention_of_a_shared_prefix() -> None:
 
 def test_workspace_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(split_kv, "MAX_WORK_ITEMS", 6 * 132)
-    llama8b = WorkspaceSizes(4096, 32, 8, 128, 14336, 128256, 1, max_tokens=8192, max_rows=256, max_samples=256)
+    llama8b = WorkspaceSizes(4096, 128256, (AttentionShape(32, 8, 128),), 14336, 8192, max_rows=256, max_samples=256)
     assert Workspace.bytes(llama8b) < 0.75 * 2**30
     ends = {name: start + size for name, (start, size) in _layout(llama8b).items()}
     assert ends["prefill_partials"] <= max(ends["new_kv"], ends["gathered_kv"], ends["activated"])  # adds nothing
-    small = WorkspaceSizes.of(CONFIG, 16, 4, 4)
+    small = WorkspaceSizes.of(reference_model(CONFIG, llama), 16, 4, 4)
     workspace = Workspace(small, DEVICE, DTYPE)
     assert workspace._memory.numel() == Workspace.bytes(small)
     assert not workspace.counters.any()

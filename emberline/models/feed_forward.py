@@ -1,0 +1,49 @@
+"""Feed-forward blocks, built from a layer's weights and the model's configuration."""
+
+from emberline.kernels.backend import MLP, MoE
+from emberline.models.layer_weights import LayerWeights
+
+
+def mlp(layer: LayerWeights, *, post_norm: str | None = None) -> MLP:
+    config = layer.config
+    return MLP(
+        norm=layer.norm("ffn_norm"),
+        gate_up=layer.matrix("ffn_gate", "ffn_up", gated=True),
+        down=layer.matrix("ffn_down"),
+        post_norm=None if post_norm is None else layer.norm(post_norm),
+        eps=config.norm_eps,
+        activation=config.activation,
+    )
+
+
+def moe(layer: LayerWeights) -> MoE:
+    """Experts, and the shared ones where the configuration gives them a width."""
+    config, moe = layer.config, layer.config.moe
+    norm, shared = layer.norm("ffn_norm"), None
+    if moe.shared_width:
+        shared = MLP(
+            norm=norm,
+            gate_up=layer.matrix("ffn_gate_shexp", "ffn_up_shexp", gated=True),
+            down=layer.matrix("ffn_down_shexp"),
+            eps=config.norm_eps,
+            activation=config.activation,
+        )
+    return MoE(
+        norm=norm,
+        router=layer.tensor("ffn_gate_inp"),
+        router_bias=layer.vector("ffn_gate_inp", "bias") if moe.biases else None,
+        correction_bias=layer.vector("exp_probs_b", "bias") if moe.correction_bias else None,
+        gate_up=layer.experts("ffn_gate_exps", "ffn_up_exps", n=moe.experts, bias=moe.biases, gated=True),
+        down=layer.experts("ffn_down_exps", n=moe.experts, bias=moe.biases),
+        shared=shared,
+        eps=config.norm_eps,
+        experts=moe.experts,
+        top_k=moe.top_k,
+        scoring=moe.scoring,
+        normalize=moe.normalize,
+        scale=moe.scale,
+        n_groups=moe.n_groups,
+        top_groups=moe.top_groups,
+        weight_on_input=moe.weight_on_input,
+        activation=moe.activation,
+    )

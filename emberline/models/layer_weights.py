@@ -1,0 +1,51 @@
+"""What an architecture builds a layer from: the checkpoint's tensors of that layer, loaded into a backend by name."""
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from emberline.kernels.backend import Backend, WeightSource
+
+
+class CheckpointSource(Protocol):
+    """What a model needs of a checkpoint. See `emberline.weights.checkpoint.Checkpoint`."""
+
+    @property
+    def config(self) -> Any: ...
+    def has(self, name: str) -> bool: ...
+    def weight(self, name: str) -> WeightSource: ...
+
+
+class LayerWeights:
+    """The weights of layer `number`. Names are relative to `blk.N.` and without their suffix."""
+
+    def __init__(self, source: CheckpointSource, backend: Backend, number: int) -> None:
+        self.config = source.config
+        self.number = number
+        self._source = source
+        self._backend = backend
+
+    def _sources(self, names: tuple[str, ...], suffix: str = "weight") -> list[WeightSource]:
+        return [self._source.weight(f"blk.{self.number}.{name}.{suffix}") for name in names]
+
+    def matrix(self, *names: str, bias: bool = False, gated: bool = False) -> Any:
+        """Tensors stacked by rows, in the backend's layout. `gated`: exactly [gate, up] of an MLP."""
+        biases = self._sources(names, "bias") if bias else None
+        return self._backend.load_matrix(self._sources(names), biases, gated=gated)
+
+    def experts(self, *names: str, n: int, bias: bool = False, gated: bool = False) -> Any:
+        """The same for each of n experts, whose tensors are called `name.E`."""
+        parts = [tuple(f"{name}.{expert}" for name in names) for expert in range(n)]
+        biases = [self._sources(each, "bias") for each in parts] if bias else None
+        return self._backend.load_experts([self._sources(each) for each in parts], biases, gated=gated)
+
+    def norm(self, name: str) -> Tensor:
+        return self.vector(name)
+
+    def vector(self, name: str, suffix: str = "weight") -> Tensor:
+        """In float32."""
+        return self._backend.load_vector(*self._sources((name,), suffix))
+
+    def tensor(self, name: str) -> Tensor:
+        """Dense, in the activations' dtype."""
+        return self._backend.load_tensor(*self._sources((name,)))
