@@ -51,9 +51,6 @@ _OPENAI_FIELDS = frozenset(  # known to any OpenAI-compatible server; the others
 )
 
 
-_OURS = ("usage", "options", "rejectIfBusy")  # fields that are for this server
-
-
 class PassthroughBody(SamplingFields, kw_only=True):
     """Sampling fields are checked as for our own engines; what the server itself understands stays undecoded."""
 
@@ -114,9 +111,9 @@ class PassthroughChat(PassthroughBody, kw_only=True):
         continues = continues_final(self.continue_final_message, self.add_generation_prompt)
         return super().upstream_fields(kind) | (continuation_fields(kind) if continues else {})
 
-    def check(self, fetches: bool = False) -> int:
+    def check(self) -> int:
         """The number of images. Media that would have to be fetched are refused: a server must not fetch what a client
-        names, unless it is a provider's, who `fetches` from a network that is not ours."""
+        names."""
         try:
             messages = _messages.decode(self.messages)
         except msgspec.ValidationError as error:
@@ -127,7 +124,7 @@ class PassthroughChat(PassthroughBody, kw_only=True):
         n_images = 0
         for number, message in enumerate(messages):
             for part in message.content if isinstance(message.content, list) else ():
-                _check_part(part, f"messages[{number}].content", fetches)
+                _check_part(part, f"messages[{number}].content")
                 n_images += part.type == "image_url"
         return n_images
 
@@ -171,19 +168,16 @@ class _Message(msgspec.Struct):
 _messages = msgspec.json.Decoder(list[_Message])
 
 
-def _check_part(part: _Part, where: str, fetches: bool) -> None:
-    if part.type in _TEXT_PARTS or part.type == "input_audio" or (fetches and part.type != "image_url"):
+def _check_part(part: _Part, where: str) -> None:
+    if part.type in _TEXT_PARTS or part.type == "input_audio":
         return
     if part.type != "image_url":
         raise BadInput(f"a part of type {part.type[:64]!r} cannot be sent to this model's server", param=where)
     url = part.image_url.url if isinstance(part.image_url, _Url) else part.image_url
-    if fetches and url is not None and url.startswith(("https://", "http://")):
-        return
     if url is None or not url.startswith("data:image/"):
         raise BadInput("images must come inside the request, as data:image/…;base64,… URLs", param=where)
 
 
-_raw_fields = msgspec.json.Decoder(dict[str, Raw])
 _chat = msgspec.json.Decoder(PassthroughChat)
 _completion = msgspec.json.Decoder(PassthroughCompletion)
 _canonical_chat = msgspec.json.Decoder(ChatRequest)
@@ -194,8 +188,8 @@ log = logging.getLogger(__name__)
 
 async def forward_chat(call: Call, card: ModelCard, raw: bytes) -> Reply | None:
     body = decode(raw, _chat)
-    n_images = body.check(fetches=call.service.upstream.takes_any_field(card))
-    request = _upstream_request(call, card, body, CHAT, raw)
+    n_images = body.check()
+    request = _upstream_request(call, card, body, CHAT, len(raw))
     request.route = msgspec.structs.replace(request.route, images=n_images)
     if card.id in call.service.upstream.texts:
         with contextlib.suppress(EmberlineError):  # not all that its server takes can be rendered here
@@ -207,7 +201,7 @@ async def forward_chat(call: Call, card: ModelCard, raw: bytes) -> Reply | None:
 async def forward_completion(call: Call, card: ModelCard, raw: bytes) -> Reply | None:
     body = decode(raw, _completion)
     body.check()
-    request = _upstream_request(call, card, body, COMPLETIONS, raw)
+    request = _upstream_request(call, card, body, COMPLETIONS, len(raw))
     if card.id in call.service.upstream.texts and body.n_prompts == 1:
         with contextlib.suppress(EmberlineError):
             (canonical,), call.field_names = decode(raw, _canonical_completion).to_requests(call.id, call.session)
@@ -215,15 +209,13 @@ async def forward_completion(call: Call, card: ModelCard, raw: bytes) -> Reply |
     return await _reply(call, request)
 
 
-def _upstream_request(call: Call, card: ModelCard, body: PassthroughBody, path: str, raw: bytes) -> UpstreamRequest:
+def _upstream_request(
+    call: Call, card: ModelCard, body: PassthroughBody, path: str, body_bytes: int
+) -> UpstreamRequest:
     call.service.check_scope(call.principal, card)
     upstream = call.service.upstream
-    model, access = upstream.target(card, call.principal)
-    if upstream.takes_any_field(card):
-        fields = _all_fields(raw)
-    else:
-        fields = body.upstream_fields(upstream.kind_of(card))
-    fields |= {"model": model, **upstream.cache_salt(card, call.principal)}
+    fields = body.upstream_fields(upstream.kind_of(card))
+    fields |= {"model": card.id, **upstream.cache_salt(card, call.principal)}
     route = upstream.route_request(
         call.id,
         card,
@@ -234,27 +226,15 @@ def _upstream_request(call: Call, card: ModelCard, body: PassthroughBody, path: 
         priority=body.priority_class,
         session=session_name(call.session, body.prompt_cache_key, body.user),
         reject_if_busy=body.reject_if_busy,
-        body_bytes=len(raw),
+        body_bytes=body_bytes,
         api="chat" if path == CHAT else "completions",
     )
     call.wants_cost = call.wants_cost or bool(body.usage and body.usage.include)
     asks_usage = call.wants_cost or (body.stream_options is not None and body.stream_options.include_usage)
     hides_usage = bool(body.stream) and not asks_usage and call.dialect is not Dialect.OPENAI_ENVELOPED
     return UpstreamRequest(
-        route,
-        path,
-        fields,
-        stream=bool(body.stream),
-        hides_usage=hides_usage,
-        adds_cost=call.wants_cost,
-        access=access,
+        route, path, fields, stream=bool(body.stream), hides_usage=hides_usage, adds_cost=call.wants_cost
     )
-
-
-def _all_fields(raw: bytes) -> dict[str, Any]:
-    """The body as a provider gets it: with every field, also those that only the provider knows."""
-    fields = {name: value for name, value in _raw_fields.decode(raw).items() if name not in _OURS}
-    return {**fields, "stream": True, "stream_options": {"include_usage": True}}
 
 
 async def _reply(call: Call, request: UpstreamRequest) -> Reply | None:
