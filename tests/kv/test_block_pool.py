@@ -139,12 +139,12 @@ FULL = KVGroup("full", (0, 1), kv_heads=2, head_dim=8, dtype="float16")
 WINDOW = KVGroup("window", (2, 3, 4), kv_heads=2, head_dim=8, dtype="float16", window=40)
 
 
-@given(st.integers(1, 300), st.integers(1, 80), st.integers(1, 64))
-def test_peak_is_never_exceeded_by_a_chunked_prefill(n_tokens, window, chunk):
-    layout = KVGroup("window", (0,), 1, 1, "float16", window=window)
+@given(st.integers(1, 300), st.integers(1, 80), st.integers(1, 64), st.booleans())
+def test_peak_is_never_exceeded_by_a_chunked_prefill(n_tokens, window, chunk, chunked):
+    layout = KVGroup("window", (0,), 1, 1, "float16", window=window, chunked=chunked)
     for start in range(0, n_tokens, chunk):
         end = min(start + chunk, n_tokens)
-        assert blocks_of(end) - first_visible(start, window) <= peak_blocks(layout, n_tokens, chunk)
+        assert blocks_of(end) - first_visible(start, window, chunked) <= peak_blocks(layout, n_tokens, chunk)
 
 
 def test_capacity():

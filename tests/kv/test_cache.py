@@ -11,6 +11,7 @@ from tests.examples import n_examples
 
 FULL = KVGroup("full", (0,), 1, 1, "float16")
 WINDOW = KVGroup("window", (1,), 1, 1, "float16", window=24)
+CHUNKED = KVGroup("chunk", (1,), 1, 1, "float16", window=48, chunked=True)
 
 
 class Record:
@@ -98,6 +99,19 @@ def test_blocks_that_leave_the_window_are_freed_while_the_sequence_runs():
     assert held.blocks[: held.n_passed] == [NULL_BLOCK] * held.n_passed
     assert held.n_passed == first_visible(192, 24) == 10
     assert cache.n_used == 3
+
+
+def test_a_group_of_attention_chunks_keeps_the_blocks_of_one_chunk():
+    cache = KVCache([FULL, CHUNKED], [20, 7], chunk=16)
+    table = fill(cache, range(100))
+    assert [held.n_passed for held in table.groups] == [0, 6], "token 96 begins a chunk: it sees no token before"
+    assert cache.grow(table, 100, 101) == []
+    assert table.groups[1].n_passed == 6
+    cache.release(table)
+    keys = keys_of([*range(96), 1])
+    assert cache.match(keys, 6) == 6, "after a whole chunk the group needs nothing"
+    cache.take_hit(again := cache.table(), keys, 6)
+    assert [held.n_passed for held in again.groups] == [0, 6]
 
 
 def test_a_window_group_needs_only_the_last_blocks_of_a_hit():

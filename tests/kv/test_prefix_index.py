@@ -45,10 +45,19 @@ def test_first_visible_block(position, window, first):
     assert first_visible(position, window) == first
 
 
-@given(st.sets(st.integers(0, 19)), st.integers(0, 20), st.integers(1, 120))
-def test_n_windowed_is_the_longest_prefix_whose_window_is_indexed(present, limit, window):
+@pytest.mark.parametrize(
+    ("position", "chunk", "first"), [(0, 32, 0), (31, 32, 0), (32, 32, 2), (63, 32, 2), (64, 32, 4), (41, 40, 2)]
+)
+def test_first_visible_block_of_a_chunk(position, chunk, first):
+    assert first_visible(position, chunk, chunked=True) == first
+
+
+@given(st.sets(st.integers(0, 19)), st.integers(0, 20), st.integers(1, 120), st.booleans())
+def test_n_windowed_is_the_longest_prefix_whose_window_is_indexed(present, limit, window, chunked):
     index = PrefixIndex(32)
     for n in present:
         index.put(KEYS, range(1, 21), range(n, n + 1))
-    usable = [n for n in range(limit + 1) if all(j in present for j in range(first_visible(16 * n, window), n))]
-    assert index.n_windowed(KEYS, limit, window) == max(usable)
+    usable = [
+        n for n in range(limit + 1) if all(j in present for j in range(first_visible(16 * n, window, chunked), n))
+    ]
+    assert index.n_windowed(KEYS, limit, window, chunked) == max(usable)

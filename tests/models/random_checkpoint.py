@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 from emberline.weights.model_config import ModelConfig
+from emberline.weights.tensor_shapes import expected_shapes
 from emberline.weights.tensors import Affine
 
 
@@ -44,6 +45,7 @@ class RandomWeight:
 class RandomCheckpoint:
     def __init__(self, config: ModelConfig, scale: float = 0.1, bits: int = 0) -> None:
         self.config, self.scale, self.bits = config, scale, bits
+        self._shapes = dict(expected_shapes(config))
 
     def has(self, name: str) -> bool:
         return name != "output.weight" or not self.config.tie_embeddings
@@ -61,4 +63,5 @@ class RandomCheckpoint:
             **dict.fromkeys(("attn_q_norm", "attn_k_norm"), (c.head_dim,)),
         }
         shape: tuple[int, ...] = shapes.get(part, (hidden,))
-        return RandomWeight(name, shape[:1] if kind == "bias" else shape, self.scale, self.bits)
+        shape = self._shapes.get(name, shape[:1] if kind == "bias" else shape)
+        return RandomWeight(name, shape, self.scale, self.bits)
