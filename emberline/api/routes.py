@@ -15,6 +15,15 @@ from emberline.api.http import openapi
 from emberline.api.http.call import Call, Reply, encode
 from emberline.api.http.errors import Dialect
 from emberline.api.http.router import APIS, Policy, Route
+from emberline.api.ollama import endpoints as ollama
+from emberline.api.ollama.request import (
+    OllamaChat,
+    OllamaEmbed,
+    OllamaEmbeddings,
+    OllamaPrompt,
+    OllamaPull,
+    OllamaShow,
+)
 from emberline.api.openai import audio, batches, embeddings, files
 from emberline.api.openai import endpoints as openai
 from emberline.api.openai.chat import ChatRequest
@@ -70,6 +79,16 @@ _OPENAI: tuple[_Row, ...] = (
     ("POST", "/webhook_endpoints/{id}/replay", webhooks.replay, "Deliver again", webhooks.ReplayRequest),
     ("POST", "/webhook_endpoints/{id}/rotate", webhooks.rotate, "Rotate the signing secret", webhooks.RotateRequest),
 )
+_OLLAMA: tuple[_Row, ...] = (
+    ("POST", "/chat", ollama.chat, "Chat, as Ollama does", OllamaChat),
+    ("POST", "/generate", ollama.generate, "Answer a prompt, as Ollama does", OllamaPrompt),
+    ("POST", "/embed", ollama.embed, "Embed texts, as Ollama does", OllamaEmbed),
+    ("POST", "/embeddings", ollama.embeddings, "Embed a text, as older Ollama does", OllamaEmbeddings),
+    ("GET", "/tags", ollama.tags, "List models, as Ollama does"),
+    ("POST", "/show", ollama.show, "Describe a model, as Ollama does", OllamaShow),
+    ("POST", "/pull", ollama.pull, "Check that a model is there, for Ollama's clients", OllamaPull),
+    ("GET", "/version", ollama.version, "The version of Ollama's API"),
+)
 _COHERE: tuple[_Row, ...] = (
     ("POST", "/rerank", embeddings.rerank_v2, "Rank documents by relevance, as Cohere does", embeddings.RerankRequest),
 )
@@ -119,7 +138,6 @@ _OPEN: tuple[_Row, ...] = (
 )
 _ADMIN: tuple[_Row, ...] = (
     ("GET", "/metrics", admin.metrics, "Metrics for Prometheus"),
-    ("GET", "/api/ps", admin.ps, "Models, engine workers and their load"),
     ("GET", "/api/status", status.show, "Load, requests in flight and the last hour", None, status.QUERY),
     ("GET", "/api/accounts", accounts.list_accounts, "List accounts", None, accounts.PAGE),
     ("POST", "/api/accounts", accounts.create_account, "Create an account", accounts.NewAccount),
@@ -146,6 +164,7 @@ _ADMIN: tuple[_Row, ...] = (
     ("POST", "/api/workers/join", workers.join, "Add a worker or an upstream server", EndpointConfig),
 )
 _TENANT: tuple[_Row, ...] = (  # of the caller's account; an admin sees all
+    ("GET", "/api/ps", admin.ps, "Models; for an admin engine workers and their load too"),
     ("GET", "/api/usage", usage.report, "Report usage and its cost", None, usage.QUERY),
     ("GET", "/api/prices", prices.list_prices, "List prices", None, prices.MODEL),
     ("GET", "/api/queue", admin.show_queue, "Queue depths and dead letters", None, admin.QUEUE_QUERY),
@@ -182,6 +201,7 @@ ROUTES: tuple[Route, ...] = (
     *_routes("", Dialect.OPENAI, _OPEN, Policy.OPEN),
     *_routes("", Dialect.OPENAI, _ADMIN, Policy.ADMIN),
     *_routes("", Dialect.OPENAI, _TENANT),
+    *_routes("/api", Dialect.OLLAMA, _OLLAMA),
     *_routes(AI, Dialect.NATIVE, _WORKERS_AI),
     *_routes("/v1", Dialect.OPENAI, _OPENAI),
     *_routes("/v2", Dialect.OPENAI, _COHERE),

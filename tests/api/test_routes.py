@@ -76,6 +76,8 @@ async def check_other_methods(client: httpx.AsyncClient, route: Route) -> None:
         assert ("error" in found) == (route.dialect is not Dialect.NATIVE)
         if route.dialect in (Dialect.OPENAI, Dialect.OPENAI_ENVELOPED):
             assert found["error"]["code"] == "method_not_allowed"
+        elif route.dialect is Dialect.OLLAMA:
+            assert found == {"error": f"Method {method} not available for that URI."}
         elif route.dialect is not Dialect.NATIVE:
             assert (found["type"], found["error"]["type"]) == ("error", "invalid_request_error")
     if route.method == "GET":

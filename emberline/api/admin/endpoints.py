@@ -5,15 +5,18 @@ from typing import Any
 import msgspec
 
 from emberline import __version__
+from emberline.api.common.model_list import ollama_model
 from emberline.api.http.body import read_json
 from emberline.api.http.call import Call, Reply, json_reply
 from emberline.api.http.errors import HeaderList
+from emberline.catalog.model_card import ModelCard
 from emberline.jobs.queue.job import Job
 from emberline.protocol.errors import NotFound
 
 METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 NO_STORE: HeaderList = [(b"cache-control", b"no-store")]
 MAX_DEAD_LETTERS = 1000
+_NEVER = "2318-01-01T00:00:00Z"  # when a model expires for Ollama's clients, which compute with it
 QUEUE_QUERY = {"dead": {"type": "integer", "minimum": 0, "maximum": MAX_DEAD_LETTERS}}
 
 
@@ -32,7 +35,11 @@ async def metrics(call: Call) -> Reply:
 
 
 async def ps(call: Call) -> Reply:
-    return json_reply(await _status(call), headers=NO_STORE)
+    """The models that can compute now, with the fields that Ollama's clients read; for an admin, workers and their load
+    too."""
+    models = [_model(card) for card in call.models() if call.service.model_state(card.id) in ("", "loaded", "provider")]
+    status = await _status(call) if call.principal.is_admin else {}
+    return json_reply({"models": models, **status}, headers=NO_STORE)
 
 
 async def favicon(call: Call) -> Reply:
@@ -41,17 +48,20 @@ async def favicon(call: Call) -> Reply:
 
 async def _status(call: Call) -> dict[str, Any]:
     found = await call.service.health()
-    models = [
-        {
-            "id": card.id,
-            "aliases": card.aliases,
-            "context_window": card.context_window,
-            "architecture": card.architecture,
-            "weight_bytes": card.weight_bytes,
-        }
-        for card in call.service.models()
-    ]
-    return {"version": __version__, "ok": found.ok, "models": models, **found.detail}
+    return {"version": __version__, "ok": found.ok, **found.detail}
+
+
+def _model(card: ModelCard) -> dict[str, Any]:
+    return ollama_model(card) | {
+        "id": card.id,
+        "aliases": card.aliases,
+        "context_window": card.context_window,
+        "context_length": card.context_window,  # Ollama's name
+        "architecture": card.architecture,
+        "weight_bytes": card.weight_bytes,
+        "size_vram": card.weight_bytes,
+        "expires_at": _NEVER,
+    }
 
 
 class QueueReplay(msgspec.Struct, kw_only=True):

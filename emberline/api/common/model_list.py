@@ -1,11 +1,22 @@
-"""Model cards in the model lists of the Workers AI, OpenAI and OpenRouter APIs."""
+"""Model cards in the model lists of the Workers AI, OpenAI, OpenRouter and Ollama APIs."""
 
+import re
 from datetime import UTC, datetime
+from hashlib import sha256
 from typing import Any
 
 import msgspec
 
-from emberline.catalog.model_card import SPEECH_RECOGNITION, TASKS, TEXT_EMBEDDINGS, TEXT_GENERATION, ModelCard, task
+from emberline.catalog.model_card import (
+    SPEECH_RECOGNITION,
+    TASKS,
+    TEXT_EMBEDDINGS,
+    TEXT_GENERATION,
+    HubSource,
+    ModelCard,
+    ModelSource,
+    task,
+)
 from emberline.protocol.price import MICRO, NANO, format_amount
 
 _SOURCES = {"@cf": 1, "@hf": 2}
@@ -14,6 +25,7 @@ _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty"),
     *("presence_penalty", "stop", "seed", "max_tokens", "logit_bias"),
 )
+_SIZE = re.compile(r"(?:^|[-_x])([0-9]{1,4}(?:\.[0-9]{1,3})?[bm])(?![a-z0-9])")
 _FLAGS = ("function_calling", "reasoning", "vision", "beta")
 
 
@@ -107,6 +119,35 @@ def openrouter_model(card: ModelCard) -> dict[str, Any]:
         "supported_features": features if generates else [],
         **({"deprecation_date": card.deprecation_date} if card.deprecation_date else {}),
     }
+
+
+def ollama_model(card: ModelCard) -> dict[str, Any]:
+    return {
+        "name": card.id,
+        "model": card.id,
+        "modified_at": _rfc3339(card),
+        "size": card.weight_bytes,
+        "digest": sha256(f"{card.id}\0{card.fingerprint}".encode()).hexdigest(),
+        "details": ollama_details(card),
+    }
+
+
+def ollama_details(card: ModelCard) -> dict[str, Any]:
+    """The number of parameters as the model's name has it: cards do not count them."""
+    size = _SIZE.search(card.id.rpartition("/")[2].lower())
+    return {
+        "parent_model": "",
+        "format": "gguf" if _is_gguf(card.source) else "safetensors",
+        "family": card.architecture,
+        "families": [card.architecture] if card.architecture else [],
+        "parameter_size": size[1].upper() if size else "",
+        "quantization_level": "",
+    }
+
+
+def _is_gguf(source: ModelSource) -> bool:
+    path = source.file if isinstance(source, HubSource) else source.path
+    return (path or "").endswith(".gguf")
 
 
 def _pricing(card: ModelCard) -> dict[str, str] | None:

@@ -46,10 +46,10 @@ OnAdmit = Callable[[RateLimits | None], None]  # called with the caller's rate l
 OnComplete = Callable[[Completed], None]  # called with the terminal event, which it may change
 
 JSON = b"application/json"
+EVENT_STREAM = b"text/event-stream"
 encode = msgspec.json.Encoder().encode
 _SESSION_HEADERS = ("x-session-affinity", "x-claude-code-session-id", "session-id", "session_id", "x-session-id")
-_SSE_HEADERS: HeaderList = [
-    (b"content-type", b"text/event-stream"),
+_STREAM_HEADERS: HeaderList = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
@@ -351,9 +351,10 @@ class Call:
         await self.start(reply.status, headers)
         await self.send({"type": "http.response.body", "body": reply.body})
 
-    async def start_stream(self, headers: HeaderList) -> None:
+    async def start_stream(self, headers: HeaderList, content_type: bytes = EVENT_STREAM) -> None:
         """Send the headers of an event stream."""
-        await self.start(200, [*_SSE_HEADERS, (b"x-request-id", self.id.encode()), *headers])
+        fixed = [(b"content-type", content_type), *_STREAM_HEADERS]
+        await self.start(200, [*fixed, (b"x-request-id", self.id.encode()), *headers])
 
     async def start(self, status: int, headers: HeaderList) -> None:
         self.status = status

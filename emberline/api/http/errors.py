@@ -25,6 +25,7 @@ class Dialect(Enum):
     OPENAI_ENVELOPED = "openai+envelope"
     ANTHROPIC = "anthropic"
     ANTHROPIC_ENVELOPED = "anthropic+envelope"
+    OLLAMA = "ollama"
 
 
 class MethodNotAllowed(EmberlineError):
@@ -174,6 +175,8 @@ def error_body(error: EmberlineError, dialect: Dialect, request_id: str) -> dict
     """The JSON object of an error response, and of the error event that ends a started stream."""
     if dialect is Dialect.NATIVE:
         return _envelope(error, request_id)
+    if dialect is Dialect.OLLAMA:
+        return {"error": error.message}
     row = codes(error)
     body: dict[str, Any]
     if dialect in (Dialect.OPENAI, Dialect.OPENAI_ENVELOPED):

@@ -101,12 +101,14 @@ def _content_types(route: Route) -> list[str]:
     special = {"/": ["text/html"], "/operations": ["text/html"], "/metrics": ["text/plain"]}
     special["/assets/{asset}"] = ["text/javascript", "text/css", "image/svg+xml"]
     if route.body is not None:
-        return ["application/json", "text/event-stream"]
+        return ["application/json", "application/x-ndjson" if route.dialect is Dialect.OLLAMA else "text/event-stream"]
     return special.get(route.path, ["application/json"])
 
 
 def _failure(dialect: Dialect) -> dict[str, Any]:
     envelope = {"$ref": "#/components/schemas/Envelope"}
+    if dialect is Dialect.OLLAMA:
+        return {"type": "object", "properties": {"error": {"type": "string"}}, "required": ["error"]}
     own = {"type": "object", "properties": {"error": {"$ref": "#/components/schemas/Error"}}, "required": ["error"]}
     if dialect is Dialect.NATIVE:
         return envelope

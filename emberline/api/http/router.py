@@ -44,6 +44,13 @@ APIS = {
     "subscriptions": "webhooks",
     "usage": "usage",
     "prices": "models",
+    "generate": "chat",  # Ollama's, as those below
+    "embed": "embeddings",
+    "tags": "models",
+    "show": "models",
+    "ps": "models",
+    "pull": "models",
+    "version": "models",
 }
 API_NAMES = tuple(dict.fromkeys(APIS.values()))
 
@@ -158,8 +165,13 @@ _MISSING = {
 }
 
 
+_OLLAMA = ("/api/create", "/api/push", "/api/copy", "/api/delete", "/api/blobs/")  # without routes
+
+
 def _missing(path: str) -> str:
     """What to say of a path without a route: an API that others have is named."""
+    if path.startswith(_OLLAMA):
+        return "models are added and removed by `emberline pull` and `emberline rm`, not over Ollama's API"
     start = next((start for start in (_V1, "/v1/") if path.startswith(start)), None)
     what = None if start is None else _MISSING.get(path[len(start) :].partition("/")[0])
     if what is None:
@@ -170,6 +182,8 @@ def _missing(path: str) -> str:
 def _unrouted_dialect(path: str) -> Dialect:
     if path.startswith(_V1):
         return Dialect.OPENAI_ENVELOPED
+    if path.startswith(_OLLAMA):
+        return Dialect.OLLAMA
     return Dialect.NATIVE if path.startswith("/client/") else Dialect.OPENAI
 
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterable, Iterator
 from contextlib import aclosing
 from typing import Any
 
-from emberline.api.http.call import Call, Events, encode, while_connected
+from emberline.api.http.call import EVENT_STREAM, Call, Events, encode, while_connected
 from emberline.api.http.errors import Dialect, HeaderList, error_body
 from emberline.protocol.errors import EmberlineError, Internal, Unavailable
 from emberline.protocol.events import (
@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 class EventEncoder:
     """Encodes the events of one request for one API. Each method returns the bytes to send, which may be none."""
+
+    content_type = EVENT_STREAM
 
     def __init__(self, request_id: str, dialect: Dialect) -> None:
         self._request_id = request_id
@@ -82,7 +84,7 @@ async def _stream(call: Call, events: Events, encoder: EventEncoder, headers: He
     async with aclosing(events):
         first = await anext(events)
         assert isinstance(first, Started)
-        await call.start_stream(headers)
+        await call.start_stream(headers, encoder.content_type)
         if opening := encoder.started(first.usage):
             await send({"type": "http.response.body", "body": opening, "more_body": True})
         last = await _send_events(call, events, encoder)
