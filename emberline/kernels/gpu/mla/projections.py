@@ -1,0 +1,234 @@
+# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator"
+"""The small products of absorbed MLA, one per head, and what is done to new tokens before attention.
+
+`absorb_queries` is one launch: each head's query times `k_up`, RoPE of its other part, and for every token the norm of
+its latent, RoPE of its key and the cache write. `rotate_and_cache` is the same without the product, in place, for
+chunks that attend expanded. `project_values` is each head's latent times `v_up`.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from emberline.kernels.backend import LatentAttention
+from emberline.kernels.gpu.launch import cdiv, launch_options, next_power_of_two, pdl_launch_early, pdl_wait
+from emberline.protocol.block_hash import BLOCK_TOKENS
+
+
+@triton.jit
+def _rotated(head_ptrs, cosine, sine, mask, r, ROPE: tl.constexpr):
+    """Rows at `head_ptrs` [rows, 1], rotated by the rows of the tables at `cosine`, `sine` [rows, 1]: float32."""
+    HALF: tl.constexpr = ROPE // 2
+    partner = tl.where(r < HALF, r + HALF, r - HALF)
+    mask = mask & (r < ROPE)[None, :]
+    x = tl.load(head_ptrs + r[None, :], mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(head_ptrs + partner[None, :], mask=mask, other=0.0).to(tl.float32)
+    cos = tl.load(cosine + (r % HALF)[None, :], mask=mask, other=0.0)
+    sin = tl.load(sine + (r % HALF)[None, :], mask=mask, other=0.0)
+    return x * cos + y * tl.where((r < HALF)[None, :], -sin, sin)
+
+
+@triton.jit
+def _cache_latent(
+    kv, norm, cosine, sine, pool, tables, query_starts, context_lens, positions, latents_out, token, kv_stride,
+    block_stride, table_stride, n_rows, eps, LATENT: tl.constexpr, LATENT_PAD: tl.constexpr, ROPE: tl.constexpr,
+    ROPE_PAD: tl.constexpr, ROWS: tl.constexpr, COPY: tl.constexpr,
+):  # fmt: skip
+    """Norm of one token's latent and RoPE of its key, written to the cache; with COPY to row 0 of latents_out, too."""
+    row = -1  # found by counting the row starts at or before the token
+    for first in range(0, n_rows, ROWS):
+        i = first + tl.arange(0, ROWS)
+        starts = tl.load(query_starts + i, mask=i < n_rows, other=2147483647)
+        row += tl.sum((starts <= token).to(tl.int32))
+    d, r = tl.arange(0, LATENT_PAD), tl.arange(0, ROPE_PAD)
+    source = kv + token.to(tl.int64) * kv_stride
+    x = tl.load(source + d, mask=d < LATENT, other=0.0).to(tl.float32)
+    inverse_rms = tl.rsqrt(tl.sum(x * x, 0) / LATENT + eps)
+    latent = x * inverse_rms * tl.load(norm + d, mask=d < LATENT, other=0.0)
+    one = tl.arange(0, 1)[:, None]
+    half = token.to(tl.int64) * (ROPE // 2)
+    key = _rotated(source + LATENT + one, cosine + half + one, sine + half + one, one < 1, r, ROPE)
+    if tl.load(context_lens + row) > 0:  # else padding
+        position = tl.load(positions + token)
+        block = tl.load(tables + row * table_stride.to(tl.int64) + position // 16).to(tl.int64)
+        slot = pool + block * block_stride + (position % 16) * (LATENT + ROPE)
+        dtype = pool.dtype.element_ty
+        tl.store(slot + d, latent.to(dtype), mask=d < LATENT)
+        tl.store(slot + LATENT + r[None, :] + one, key.to(dtype), mask=(r < ROPE)[None, :])
+    if COPY:
+        out = latents_out + token.to(tl.int64) * (LATENT + ROPE)
+        dtype = latents_out.dtype.element_ty
+        tl.store(out + d, latent.to(dtype), mask=d < LATENT)
+        tl.store(out + LATENT + r[None, :] + one, key.to(dtype), mask=(r < ROPE)[None, :])
+
+
+@triton.jit(do_not_specialize=["tokens", "n_rows", "table_stride"])
+def _absorb_queries(
+    q, k_up, out, kv, norm, cosine, sine, pool, tables, query_starts, context_lens, positions, tokens, n_rows,
+    q_stride, kv_stride, up_head_stride, up_stride, block_stride, table_stride, eps, HEADS: tl.constexpr,
+    NOPE: tl.constexpr, NOPE_TILE: tl.constexpr, LATENT: tl.constexpr, LATENT_PAD: tl.constexpr, ROPE: tl.constexpr,
+    ROPE_PAD: tl.constexpr, TOKENS: tl.constexpr, DIMS: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0)
+    first = tl.program_id(1) * TOKENS
+    if head < HEADS:
+        token = first + tl.arange(0, TOKENS)
+        mask = (token < tokens)[:, None]
+        k, d = tl.arange(0, NOPE_TILE), tl.program_id(2) * DIMS + tl.arange(0, DIMS)
+        up = k_up + head.to(tl.int64) * up_head_stride + d[None, :]
+        source = q + token.to(tl.int64)[:, None] * q_stride + head * (NOPE + ROPE)
+        acc = tl.zeros([TOKENS, DIMS], tl.float32)
+        # The first tile of weights, which no kernel writes, is loaded while the previous kernel ends.
+        weights = tl.load(up + (k * up_stride)[:, None], mask=(k < NOPE)[:, None] & (d < LATENT)[None, :], other=0.0)
+        pdl_wait(PDL)
+        pdl_launch_early(PDL)
+        for begin in tl.static_range(0, NOPE, NOPE_TILE):
+            x = tl.load(source + (begin + k)[None, :], mask=mask & (begin + k < NOPE)[None, :], other=0.0)
+            acc = tl.dot(x, weights, acc)
+            if begin + NOPE_TILE < NOPE:
+                following = begin + NOPE_TILE + k
+                weights = tl.load(
+                    up + (following * up_stride)[:, None],
+                    mask=(following < NOPE)[:, None] & (d < LATENT)[None, :], other=0.0,
+                )  # fmt: skip
+        target = out + (token.to(tl.int64) * HEADS + head)[:, None] * (LATENT + ROPE)
+        dtype = out.dtype.element_ty
+        tl.store(target + d[None, :], acc.to(dtype), mask=mask & (d < LATENT)[None, :])
+        if tl.program_id(2) == 0:
+            r = tl.arange(0, ROPE_PAD)
+            half = token.to(tl.int64)[:, None] * (ROPE // 2)
+            rotated = _rotated(source + NOPE, cosine + half, sine + half, mask, r, ROPE)
+            tl.store(target + LATENT + r[None, :], rotated.to(dtype), mask=mask & (r < ROPE)[None, :])
+    else:
+        pdl_wait(PDL)
+        pdl_launch_early(PDL)
+        if tl.program_id(2) == 0:
+            for i in range(TOKENS):
+                if first + i < tokens:
+                    _cache_latent(
+                        kv, norm, cosine, sine, pool, tables, query_starts, context_lens, positions, kv, first + i,
+                        kv_stride, block_stride, table_stride, n_rows, eps, LATENT, LATENT_PAD, ROPE, ROPE_PAD, ROWS,
+                        False,
+                    )  # fmt: skip
+
+
+def absorb_queries(
+    q: Tensor, kv: Tensor, out: Tensor, attn: LatentAttention, rotary: tuple[Tensor, Tensor], pool: Tensor,
+    tables: Tensor, query_starts: Tensor, context_lens: Tensor, positions: Tensor, pdl: bool = False,
+) -> None:  # fmt: skip
+    """Queries of all tokens of `q` [tokens, heads * (nope + rope)] to `out` [tokens, heads, latent + rope].
+
+    kv: [tokens, latent + rope], not yet normed or rotated: written to the cache `pool`, [blocks, 1, 1, BLOCK_TOKENS,
+    latent + rope]; rows with a context of 0 are padding. q and kv may be columns of a wider tensor.
+    """
+    tokens = len(q)
+    if not tokens:
+        return
+    _check(attn, pool)
+    # Weights are read once per tile of tokens. Large tiles: as many bytes as a tile of 64 is read by, and no more.
+    tile, dims = (16, 128) if tokens <= 16 else (64, 128)
+    pad = next_power_of_two(attn.kv_lora)
+    dims = min(dims, max(16, pad))
+    grid = (attn.heads + 1, cdiv(tokens, tile), cdiv(attn.kv_lora, dims))
+    _absorb_queries[grid](
+        q, attn.k_up, out, kv, attn.kv_norm, *rotary, pool, tables, query_starts, context_lens, positions, tokens,
+        query_starts.shape[0] - 1, q.stride(0), kv.stride(0), attn.k_up.stride(0), attn.k_up.stride(1), pool.stride(0),
+        tables.stride(0), attn.eps, HEADS=attn.heads, NOPE=attn.nope_dim,
+        NOPE_TILE=max(16, min(64, next_power_of_two(attn.nope_dim))), LATENT=attn.kv_lora, LATENT_PAD=pad,
+        ROPE=attn.rope_dim, ROPE_PAD=max(16, next_power_of_two(attn.rope_dim)), TOKENS=tile, DIMS=dims, ROWS=128,
+        PDL=int(pdl), **launch_options(pdl, num_warps=4),
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["first_token", "n_rows", "table_stride"])
+def _rotate_and_cache(
+    q, kv, norm, cosine, sine, pool, tables, query_starts, context_lens, positions, latents_out, first_token, n_rows,
+    q_stride, kv_stride, block_stride, table_stride, eps, HEADS: tl.constexpr, HEADS_PAD: tl.constexpr,
+    NOPE: tl.constexpr, LATENT: tl.constexpr, LATENT_PAD: tl.constexpr, ROPE: tl.constexpr, ROPE_PAD: tl.constexpr,
+    ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    pdl_launch_early(PDL)
+    pdl_wait(PDL)
+    token = first_token + tl.program_id(0)
+    r, h = tl.arange(0, ROPE_PAD), tl.arange(0, HEADS_PAD)[:, None]
+    half = token.to(tl.int64) * (ROPE // 2) + h * 0
+    heads = q + token.to(tl.int64) * q_stride + h * (NOPE + ROPE) + NOPE
+    rotated = _rotated(heads, cosine + half, sine + half, h < HEADS, r, ROPE)
+    tl.debug_barrier()  # every thread has read before any writes
+    tl.store(heads + r[None, :], rotated.to(q.dtype.element_ty), mask=(h < HEADS) & (r < ROPE)[None, :])
+    _cache_latent(
+        kv, norm, cosine, sine, pool, tables, query_starts, context_lens, positions,
+        latents_out - first_token.to(tl.int64) * (LATENT + ROPE), token, kv_stride, block_stride, table_stride, n_rows,
+        eps, LATENT, LATENT_PAD, ROPE, ROPE_PAD, ROWS, True,
+    )  # fmt: skip
+
+
+def rotate_and_cache(
+    q: Tensor, kv: Tensor, latents: Tensor, attn: LatentAttention, rotary: tuple[Tensor, Tensor], pool: Tensor,
+    tables: Tensor, query_starts: Tensor, context_lens: Tensor, positions: Tensor, first_token: int = 0,
+    pdl: bool = False,
+) -> None:  # fmt: skip
+    """Tokens from `first_token` on: RoPE of `q` in place; their rows of the cache, and the same in `latents`.
+
+    Tensors as in `absorb_queries`; latents: [tokens - first_token, latent + rope].
+    """
+    tokens = len(q) - first_token
+    if not tokens:
+        return
+    _check(attn, pool)
+    _rotate_and_cache[(tokens,)](
+        q, kv, attn.kv_norm, *rotary, pool, tables, query_starts, context_lens, positions, latents, first_token,
+        query_starts.shape[0] - 1, q.stride(0), kv.stride(0), pool.stride(0), tables.stride(0), attn.eps,
+        HEADS=attn.heads, HEADS_PAD=next_power_of_two(attn.heads), NOPE=attn.nope_dim, LATENT=attn.kv_lora,
+        LATENT_PAD=next_power_of_two(attn.kv_lora), ROPE=attn.rope_dim, ROPE_PAD=next_power_of_two(attn.rope_dim),
+        ROWS=128, PDL=int(pdl), **launch_options(pdl, num_warps=4),
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _project_values(
+    x, v_up, out, tokens, up_head_stride, up_stride, HEADS: tl.constexpr, LATENT: tl.constexpr, VALUES: tl.constexpr,
+    TOKENS: tl.constexpr, DIMS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0)
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    v, k = tl.program_id(2) * DIMS + tl.arange(0, DIMS), tl.arange(0, TILE)
+    mask = (token < tokens)[:, None]
+    up = v_up + head.to(tl.int64) * up_head_stride + (v * up_stride)[None, :]
+    weights = tl.load(up + k[:, None], mask=(k < LATENT)[:, None] & (v < VALUES)[None, :], other=0.0)
+    pdl_wait(PDL)
+    pdl_launch_early(PDL)
+    rows = x + (token.to(tl.int64) * HEADS + head)[:, None] * LATENT
+    acc = tl.zeros([TOKENS, DIMS], tl.float32)
+    for begin in tl.static_range(0, LATENT, TILE):
+        latents = tl.load(rows + (begin + k)[None, :], mask=mask & (begin + k < LATENT)[None, :], other=0.0)
+        acc = tl.dot(latents, weights, acc)
+        if begin + TILE < LATENT:
+            following = begin + TILE + k
+            weights = tl.load(
+                up + following[:, None], mask=(following < LATENT)[:, None] & (v < VALUES)[None, :], other=0.0
+            )
+    target = out + (token.to(tl.int64) * HEADS + head)[:, None] * VALUES + v[None, :]
+    tl.store(target, acc.to(out.dtype.element_ty), mask=mask & (v < VALUES)[None, :])
+
+
+def project_values(x: Tensor, v_up: Tensor, out: Tensor, pdl: bool = False) -> None:
+    """x: [tokens, heads, latent], v_up: [heads, v_dim, latent] -> out: [tokens, heads * v_dim]."""
+    tokens, heads, latent = x.shape
+    if not tokens:
+        return
+    values = v_up.shape[1]
+    tile, dims = (16, 32) if tokens <= 16 else (64, 64)
+    dims = min(dims, max(16, next_power_of_two(values)))
+    _project_values[(heads, cdiv(tokens, tile), cdiv(values, dims))](
+        x, v_up, out, tokens, v_up.stride(0), v_up.stride(1), HEADS=heads, LATENT=latent, VALUES=values, TOKENS=tile,
+        DIMS=dims, TILE=max(16, min(128, next_power_of_two(latent))), PDL=int(pdl),
+        **launch_options(pdl, num_warps=4),
+    )  # fmt: skip
+
+
+def _check(attn: LatentAttention, pool: Tensor) -> None:
+    width = attn.kv_lora + attn.rope_dim
+    assert pool.stride()[3:] == (width, 1), "the rows of a block lie one after another"
+    assert pool.shape[3] == BLOCK_TOKENS
+    assert attn.k_up.stride(2) == attn.v_up.stride(2) == 1
