@@ -1,0 +1,209 @@
+# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator,assignment"
+"""Grouped GEMM: every block of tokens times the matrix of its expert, for the two products of a mixture of experts.
+
+As in the skinny GEMM the weights are the operand of the tensor core instruction that takes 64 rows and the tokens the
+one that takes as few as 8: at decode sizes an expert has one or two tokens, and the time is that of reading its weights
+once. The first product applies the gated activation, the second the routing weight; `combine_pairs` adds the results of
+a token's experts to the residual, always in the same order.
+"""
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from emberline.kernels.gpu.elementwise import activation_fn
+from emberline.kernels.gpu.launch import (
+    INTERPRETED,
+    cdiv,
+    launch_options,
+    next_power_of_two,
+    pdl_launch_early,
+    pdl_launch_late,
+    pdl_wait,
+)
+from emberline.kernels.gpu.moe_routing import BLOCK_FIELDS, Permutation
+
+EXPERT_GATES = ("", "silu", "gelu_tanh", "swiglu_clamped")
+
+
+@dataclass(frozen=True, slots=True)
+class DenseExperts:
+    weight: Tensor  # [experts, n, k]; gate and up are stacked, or alternate where `alternate`
+    bias: Tensor | None = None  # [experts, n], rows as in `weight`
+    alternate: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.weight.shape[0], self.weight.shape[1], self.weight.shape[2]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedTile:
+    rows: int  # of an expert's matrix; with a gate, of gate and up each
+    cols: int  # per iteration
+    stages: int
+    warps: int
+
+
+@triton.jit
+def expert_gate(gate, up, GATE: tl.constexpr):
+    """As `moe.gated_activation`, by the index into EXPERT_GATES."""
+    if GATE == 3:
+        gate = tl.minimum(gate, 7.0)
+        up = tl.minimum(tl.maximum(up, -7.0), 7.0)
+        out = gate / (1.0 + tl.exp(-1.702 * gate)) * (up + 1.0)
+    else:
+        out = activation_fn(gate, GATE == 2) * up
+    return out
+
+
+@triton.jit
+def _load_block(blocks, lists, block, capacity, TOKENS: tl.constexpr, FIELDS: tl.constexpr):
+    """The expert of a block, its pairs and which of them exist."""
+    entry = blocks + block * FIELDS
+    expert, first, n_pairs = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+    t = tl.arange(0, TOKENS)
+    exists = t < n_pairs
+    pair = tl.load(lists + expert.to(tl.int64) * capacity + first + t, mask=exists, other=0)
+    return expert.to(tl.int64), pair, exists
+
+
+@triton.jit
+def _store_block(
+    acc, acc_up, bias, weights, out, expert, row, pair, exists, n,
+    GATE: tl.constexpr, BIAS: tl.constexpr, WEIGHT: tl.constexpr, ALTERNATE: tl.constexpr,
+):  # fmt: skip
+    """WEIGHT: 0 none, 1 of the output, 2 of the input: a product is linear, so its result may be scaled instead."""
+    row_mask = row < n
+    if WEIGHT == 2:
+        weight = tl.load(weights + pair, mask=exists, other=0.0)[None, :]
+        acc *= weight
+        acc_up *= weight
+    if BIAS:
+        STRIDE: tl.constexpr = 2 if ALTERNATE else 1
+        expert_bias = bias + expert * (n * (2 if GATE else 1))
+        acc += tl.load(expert_bias + row * STRIDE, mask=row_mask, other=0.0).to(tl.float32)[:, None]
+        if GATE:
+            up_bias = expert_bias + (1 if ALTERNATE else n)
+            acc_up += tl.load(up_bias + row * STRIDE, mask=row_mask, other=0.0).to(tl.float32)[:, None]
+    if GATE:
+        acc = expert_gate(acc, acc_up, GATE)
+    if WEIGHT == 1:
+        acc *= tl.load(weights + pair, mask=exists, other=0.0)[None, :]
+    out_ptrs = out + pair.to(tl.int64)[None, :] * n + row[:, None]
+    tl.store(out_ptrs, acc.to(out.dtype.element_ty), mask=row_mask[:, None] & exists[None, :])
+
+
+@triton.jit(do_not_specialize=["capacity"])
+def _dense_grouped_gemm(
+    x, weight, bias, weights, out, lists, blocks, n_blocks, capacity, n, k,
+    SLOTS: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, WEIGHT: tl.constexpr, ALTERNATE: tl.constexpr,
+    EVEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr,
+    FIELDS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """SLOTS: pairs of a token if x has a row per token; 1 if it has one per pair."""
+    pdl_launch_early(PDL)
+    n_tiles = tl.cdiv(n, ROWS)
+    tile, block = tl.program_id(0) % n_tiles, tl.program_id(0) // n_tiles
+    pdl_wait(PDL)
+    if block < tl.load(n_blocks):
+        expert, pair, exists = _load_block(blocks, lists, block, capacity, TOKENS, FIELDS)
+        row, col = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, COLS)
+        safe_row = tl.minimum(row, n - 1).to(tl.int64)
+        if ALTERNATE:
+            safe_row *= 2
+        w_ptrs = weight + (expert * (n * (2 if GATE else 1)) + safe_row)[:, None] * k + col[None, :]
+        up_ptrs = w_ptrs + (k if ALTERNATE else n.to(tl.int64) * k)
+        x_ptrs = x + (pair // SLOTS).to(tl.int64)[:, None] * k + col[None, :]
+        acc = tl.zeros([ROWS, TOKENS], tl.float32)
+        acc_up = tl.zeros([ROWS, TOKENS], tl.float32)
+        for start in tl.range(0, k, COLS, num_stages=STAGES):
+            if EVEN:
+                w = tl.load(w_ptrs + start)
+                x_tile = tl.load(x_ptrs + start, mask=exists[:, None], other=0.0)
+            else:
+                col_mask = (start + col < k)[None, :]
+                w = tl.load(w_ptrs + start, mask=col_mask, other=0.0)
+                x_tile = tl.load(x_ptrs + start, mask=exists[:, None] & col_mask, other=0.0)
+            acc = tl.dot(w, tl.trans(x_tile), acc)
+            if GATE:
+                if EVEN:
+                    w_up = tl.load(up_ptrs + start)
+                else:
+                    w_up = tl.load(up_ptrs + start, mask=col_mask, other=0.0)
+                acc_up = tl.dot(w_up, tl.trans(x_tile), acc_up)
+        pdl_launch_late(PDL)
+        _store_block(acc, acc_up, bias, weights, out, expert, row, pair, exists, n, GATE, BIAS, WEIGHT, ALTERNATE)
+
+
+def grouped_gemm(
+    x: Tensor, experts: DenseExperts, out: Tensor, to: Permutation, tile: GroupedTile, *, gate: int = 0,
+    weight: int = 0, pdl: bool = False,
+) -> None:  # fmt: skip
+    """out [pairs, n]: rows of x times their experts' matrices. A pair that no block holds is not written.
+
+    x: [tokens, k], or [pairs, k]. gate: index into EXPERT_GATES; then the matrices have 2 n rows. weight: 0 none, 1 the
+    routing weight multiplies the result, 2 the input.
+    """
+    (pairs, n), k = out.shape, x.shape[1]
+    if not pairs:
+        return
+    assert experts.shape == (len(to.lists), n * (2 if gate else 1), k)
+    _dense_grouped_gemm[(to.max_blocks * cdiv(n, tile.rows),)](
+        x, experts.weight, x if experts.bias is None else experts.bias, to.weights, out, to.lists, to.blocks,
+        to.n_blocks, to.lists.shape[1], n, k,
+        SLOTS=to.slots if len(x) == to.tokens else 1, GATE=gate, BIAS=experts.bias is not None, WEIGHT=weight,
+        ALTERNATE=experts.alternate and gate > 0, EVEN=k % tile.cols == 0, ROWS=tile.rows, COLS=tile.cols,
+        TOKENS=to.block_tokens, STAGES=tile.stages, FIELDS=BLOCK_FIELDS, PDL=2 * pdl,
+        **launch_options(pdl, num_warps=tile.warps, num_stages=tile.stages),
+    )  # fmt: skip
+
+
+@triton.jit
+def _combine_pairs(
+    pairs, ids, residual, n, SLOTS: tl.constexpr, ADD: tl.constexpr, COLS: tl.constexpr, PDL: tl.constexpr
+):
+    pdl_launch_early(PDL)
+    token = tl.program_id(0)
+    col = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    mask = col < n
+    to = residual + token.to(tl.int64) * n + col
+    pdl_wait(PDL)
+    total = tl.zeros([COLS], tl.float32)
+    for slot in tl.static_range(SLOTS):
+        pair = token * SLOTS + slot
+        n_written = tl.where(tl.load(ids + pair) >= 0, n, 0)
+        total += tl.load(pairs + pair.to(tl.int64) * n + col, mask=col < n_written, other=0.0).to(tl.float32)
+    if ADD:
+        total += tl.load(to, mask=mask, other=0.0).to(tl.float32)
+    tl.store(to, total.to(residual.dtype.element_ty), mask=mask)
+
+
+def combine_pairs(results: Tensor, to: Permutation, out: Tensor, *, add: bool = True, pdl: bool = False) -> None:
+    """out [tokens, n] = the sum of each token's rows of `results` [pairs, n], added to `out` if `add`."""
+    tokens, n = out.shape
+    if tokens:
+        cols = min(1024, next_power_of_two(n))
+        _combine_pairs[(tokens, cdiv(n, cols))](
+            results, to.ids, out, n, SLOTS=to.slots, ADD=add, COLS=cols, PDL=int(pdl),
+            **launch_options(pdl, num_warps=4),
+        )  # fmt: skip
+
+
+# --- tile configs -----------------------------------------------------------------------------------------------------
+
+
+def block_tokens(tokens: int, slots: int, experts: int) -> int:
+    """Pairs of a block: about the average of a touched expert, so that most experts are one block and are read once.
+
+    More of them would be padding that the tensor cores multiply for nothing; fewer would read a matrix several times.
+    """
+    if INTERPRETED:
+        return 16
+    average = cdiv(tokens * slots, max(1, min(experts, tokens * slots)))
+    for size in (8, 16, 32, 64):
+        if 3 * average <= 2 * size:  # experts are not chosen evenly
+            return size
+    return 128

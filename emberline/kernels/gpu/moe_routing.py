@@ -1,0 +1,194 @@
+# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator,assignment"
+"""Top-k routing and token permutation in one launch, without the host: a captured step serves any routing.
+
+Each program scores the experts of one token, selects the best and appends the token's pairs to the experts' lists. The
+last program to finish divides the lists into blocks of pairs for the grouped GEMM. A list has room for every token, so
+a pair's place needs no prefix sum over the other experts. The order of a list varies between runs; no result depends on
+it, because a pair's row of a product does not depend on the rows beside it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from emberline.kernels.gpu.launch import (
+    cdiv,
+    launch_options,
+    next_power_of_two,
+    pdl_launch_early,
+    pdl_wait,
+)
+from emberline.kernels.moe import MAX_EXPERTS, Routing
+
+BLOCK_FIELDS = 4  # of a block: expert, index of its first pair in the expert's list, number of pairs, unused
+
+
+@dataclass(frozen=True, slots=True)
+class Permutation:
+    """Memory for the routing of a step, and the routing itself after `route_tokens`."""
+
+    ids: Tensor  # int32 [tokens, slots]: experts of this rank, or -1
+    weights: Tensor  # float32 [tokens, slots]
+    lists: Tensor  # int32 [experts, capacity]: pairs
+    blocks: Tensor  # int32 [max_blocks, BLOCK_FIELDS]; only the first `n_blocks` are meaningful
+    n_blocks: Tensor  # int32 [1]
+    block_tokens: int  # pairs of a block, at most
+
+    @property
+    def tokens(self) -> int:
+        return self.ids.shape[0]
+
+    @property
+    def slots(self) -> int:
+        return self.ids.shape[1]
+
+    @property
+    def max_blocks(self) -> int:
+        return max_blocks(self.tokens, self.slots, len(self.lists), self.block_tokens)
+
+
+def max_blocks(tokens: int, slots: int, experts: int, block_tokens: int) -> int:
+    """Blocks that any routing of `tokens` needs at most: a token uses an expert once."""
+    pairs = tokens * min(slots, experts)
+    touched = min(pairs, experts)  # each may leave its last block unfilled
+    return min(pairs, touched * cdiv(tokens, block_tokens), touched + (pairs - touched) // block_tokens)
+
+
+def permutation_ints(tokens: int, slots: int, experts: int) -> int:
+    """32-bit words that `make_permutation` takes, for the smallest blocks."""
+    return 2 * tokens * slots + experts * tokens + BLOCK_FIELDS * (max_blocks(tokens, slots, experts, 8) + 1)
+
+
+def make_permutation(memory: Tensor, tokens: int, slots: int, experts: int, block_tokens: int) -> Permutation:
+    """Divide int32 `memory` among the tensors of a permutation of `experts` experts of this rank."""
+    pairs, n_blocks = tokens * slots, max_blocks(tokens, slots, experts, block_tokens)
+    sizes = [BLOCK_FIELDS * n_blocks, BLOCK_FIELDS, pairs, pairs, experts * tokens]
+    blocks, count, ids, weights, lists = torch.split(memory[: sum(sizes)], sizes)
+    return Permutation(
+        ids.view(tokens, slots), weights.view(torch.float32).view(tokens, slots), lists.view(experts, tokens),
+        blocks.view(n_blocks, BLOCK_FIELDS), count[:1], block_tokens,
+    )  # fmt: skip
+
+
+@triton.jit
+def _sortable(score, index, COUNT: tl.constexpr):
+    """int64 keys that compare as (score, then the smaller index)."""
+    bits = score.to(tl.float32).to(tl.int32, bitcast=True)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (ordered.to(tl.int64) << 16) | (COUNT - 1 - index).to(tl.int64)
+
+
+@triton.jit
+def _exclude_groups(choice, expert, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, EXPERTS: tl.constexpr):
+    """-inf for the experts outside the best groups; a group's score is the sum of its two best."""
+    PER_GROUP: tl.constexpr = EXPERTS // GROUPS
+    scores = tl.reshape(choice, [GROUPS, PER_GROUP])
+    member = tl.arange(0, PER_GROUP)[None, :]
+    keys = _sortable(scores, member, PER_GROUP)
+    first = tl.max(keys, 1)
+    best = tl.max(scores, 1)
+    second = tl.max(tl.where(keys == first[:, None], float("-inf"), scores), 1)
+    group = tl.arange(0, GROUPS)
+    left = _sortable(best + second, group, GROUPS)
+    chosen = tl.zeros([GROUPS], tl.int32)
+    for _ in tl.static_range(TOP_GROUPS):
+        top = tl.max(left, 0)
+        chosen = tl.where(left == top, 1, chosen)
+        left = tl.where(left == top, -(2**62), left)
+    return tl.reshape(tl.where(chosen[:, None] != 0, scores, float("-inf")), [EXPERTS])
+
+
+@triton.jit(do_not_specialize=["n_tokens", "capacity", "first_expert", "n_local"])
+def _route(
+    logits, correction, valid, ids, weights, lists, counts, blocks, n_blocks,
+    n_tokens, n_experts, capacity, first_expert, n_local, scale,
+    TOP_K: tl.constexpr, N_SHARED: tl.constexpr, SLOTS: tl.constexpr, EXPERTS: tl.constexpr, LOCAL: tl.constexpr,
+    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr,
+    CORRECTED: tl.constexpr, MASKED: tl.constexpr, BLOCK_TOKENS: tl.constexpr, FIELDS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """counts: int32 [n_local + 1], zero before the launch and after it; the last one counts the programs."""
+    pdl_launch_early(PDL)
+    token = tl.program_id(0)
+    expert = tl.arange(0, EXPERTS)
+    exists = expert < n_experts
+    pdl_wait(PDL)
+    logit = tl.load(logits + token.to(tl.int64) * n_experts + expert, mask=exists, other=float("-inf"))
+    if SIGMOID:
+        score = 1.0 / (1.0 + tl.exp(-logit))
+    else:
+        unnormalized = tl.exp(logit - tl.max(logit, 0))
+        score = unnormalized / tl.sum(unnormalized, 0)
+    choice = score
+    if CORRECTED:
+        choice += tl.load(correction + expert, mask=exists, other=0.0)
+    choice = tl.where(exists, choice, float("-inf"))
+    if GROUPS > 1:  # then EXPERTS is n_experts
+        choice = _exclude_groups(choice, expert, GROUPS, TOP_GROUPS, EXPERTS)
+    left = tl.where(exists, _sortable(choice, expert, EXPERTS), -(2**62))
+    slot = tl.arange(0, SLOTS)
+    chosen = tl.where(slot < TOP_K, -1, n_experts + slot - TOP_K)
+    weight = tl.zeros([SLOTS], tl.float32)
+    for i in tl.static_range(TOP_K):
+        top = tl.max(left, 0)
+        picked = left == top
+        chosen = tl.where(slot == i, EXPERTS - 1 - (top & 0xFFFF).to(tl.int32), chosen)
+        weight = tl.where(slot == i, tl.sum(tl.where(picked, score, 0.0), 0), weight)
+        left = tl.where(picked, -(2**62), left)
+    if NORMALIZE:
+        weight = weight / (tl.sum(weight, 0) + 1e-20)
+    weight = tl.where(slot < TOP_K, weight * scale, 1.0)
+    used = slot < TOP_K + N_SHARED
+    local = chosen - first_expert
+    mine = used & (local >= 0) & (local < n_local)
+    if MASKED:
+        mine = mine & (slot < tl.load(valid + token) * SLOTS)
+    pair = token * (TOP_K + N_SHARED) + slot
+    tl.store(ids + pair, tl.where(mine, local, -1), mask=used)
+    tl.store(weights + pair, tl.where(mine, weight, 0.0), mask=used)
+    place = tl.atomic_add(counts + local, 1, mask=mine, sem="relaxed")
+    tl.store(lists + local.to(tl.int64) * capacity + place, pair, mask=mine)
+    tl.debug_barrier()  # all threads have counted before the program does
+    if tl.atomic_add(counts + n_local, 1, sem="acq_rel") == n_tokens - 1:
+        e = tl.arange(0, LOCAL)
+        count = tl.load(counts + e, mask=e < n_local, other=0, cache_modifier=".cg")
+        tl.store(counts + e, 0, mask=e <= n_local)
+        of_expert = (count + BLOCK_TOKENS - 1) // BLOCK_TOKENS
+        first_block = tl.cumsum(of_expert, 0) - of_expert
+        tl.store(n_blocks, tl.sum(of_expert, 0))
+        for i in range(tl.max(of_expert, 0)):
+            to = blocks + (first_block + i) * FIELDS
+            tl.store(to, e, mask=i < of_expert)
+            tl.store(to + 1, i * BLOCK_TOKENS, mask=i < of_expert)
+            tl.store(to + 2, tl.minimum(count - i * BLOCK_TOKENS, BLOCK_TOKENS), mask=i < of_expert)
+
+
+def route_tokens(
+    logits: Tensor, routing: Routing, to: Permutation, counts: Tensor, *, correction: Tensor | None = None,
+    valid: Tensor | None = None, first_expert: int = 0, pdl: bool = False,
+) -> None:  # fmt: skip
+    """Choose experts by float32 logits [tokens, experts] and permute the tokens. As `moe.route`.
+
+    counts: int32 zeros, one more than the experts of this rank; reset to zero. valid: int32 [tokens], 0 for padding and
+    else 1. The experts of this rank are `first_expert` and the following ones, as many as `to` has lists, the shared
+    ones included.
+    """
+    tokens, n_experts = logits.shape
+    n_local = len(to.lists)
+    experts = max(2, next_power_of_two(n_experts))
+    assert n_experts + routing.n_shared <= MAX_EXPERTS
+    assert routing.n_groups == 1 or experts == n_experts
+    if not tokens:
+        to.n_blocks.zero_()
+        return
+    _route[(tokens,)](
+        logits, logits if correction is None else correction, logits if valid is None else valid, to.ids, to.weights,
+        to.lists, counts, to.blocks, to.n_blocks, tokens, n_experts, to.lists.shape[1], first_expert, n_local,
+        routing.scale, TOP_K=routing.top_k, N_SHARED=routing.n_shared, SLOTS=max(2, next_power_of_two(routing.slots)),
+        EXPERTS=experts, LOCAL=next_power_of_two(n_local + 1), GROUPS=routing.n_groups, TOP_GROUPS=routing.top_groups,
+        SIGMOID=routing.scoring == "sigmoid", NORMALIZE=routing.normalize, CORRECTED=correction is not None,
+        MASKED=valid is not None, BLOCK_TOKENS=to.block_tokens, FIELDS=BLOCK_FIELDS, PDL=int(pdl),
+        **launch_options(pdl, num_warps=1 if experts <= 256 else 2),
+    )  # fmt: skip
