@@ -22,7 +22,6 @@ FILE_NAME = "emberline.toml"
 MIN_KEY_LEN = 16  # characters of an API key that protects more than loopback
 
 Count = Annotated[int, Meta(ge=0)]
-Share = Annotated[float, Meta(gt=0, le=1)]
 
 
 class ConfigError(BadInput):
@@ -58,7 +57,6 @@ class EngineConfig(Section, frozen=True):
     decode_workers: Count = 0
     threads: Count = 0  # per worker on a CPU; 0: the cores, shared by need
     kv_bytes: Count = 0  # KV cache per worker; 0: a quarter of the free memory, at most 2 GiB
-    gpu_memory_share: tuple[Share, ...] = ()  # of a GPU, for each model in order or one for all; (): even shares
     max_running: Count = 0  # sequences in a batch; 0: the engine's default
     token_budget: Count = 0  # tokens computed per step; 0: the engine's default
     deterministic: bool = False
@@ -132,6 +130,22 @@ class EndpointConfig(Section, frozen=True, kw_only=True):
         return f"EndpointConfig(name={self.name!r}, url={self.url!r}, key={'set' if self.key else None})"
 
 
+class ProviderConfig(Section, frozen=True, kw_only=True):
+    """One `[[providers]]` table: a provider whose models are asked for as `name/model`."""
+
+    name: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9._-]{0,31}$")]
+    kind: Literal["", "openai", "vllm", "sglang", "anthropic", "gemini", "any-llm"] = ""  # empty: as the name tells
+    url: str = ""  # of its API; empty: as the name tells
+    key: str | None = None  # also EMBERLINE_PROVIDERS_<NAME>_KEY
+    key_env: str = ""  # the environment variable with the key
+    models: tuple[str, ...] = ()  # to be listed, without the provider's name; any other can be used too
+    max_running: Count = 0  # requests at once; 0: 1024
+    timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 600.0  # without a byte of the reply
+
+    def __repr__(self) -> str:
+        return f"ProviderConfig(name={self.name!r}, url={self.url!r}, key={'set' if self.key else None})"
+
+
 class PriceConfig(PriceFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One `[[prices]]` table: what a model costs, in any currency, as long as it is the same everywhere."""
 
@@ -141,6 +155,7 @@ class PriceConfig(PriceFields, frozen=True, kw_only=True, forbid_unknown_fields=
 class Config(Section, frozen=True, kw_only=True):
     home: Path
     endpoints: tuple[EndpointConfig, ...] = ()
+    providers: tuple[ProviderConfig, ...] = ()
     aliases: dict[str, dict[str, int]] = {}  # other names of models: the models that each stands for, by weight
     prices: dict[str, Price] = {}  # by model, in lower case
     server: ServerConfig = ServerConfig()
@@ -158,7 +173,7 @@ class Config(Section, frozen=True, kw_only=True):
 _SECTIONS: dict[str, type[Section]] = {
     field.name: field.type
     for field in msgspec.structs.fields(Config)
-    if field.name not in ("home", "endpoints", "aliases", "prices")
+    if field.name not in ("home", "endpoints", "providers", "aliases", "prices")
 }
 _SHORT_NAMES = {"EMBERLINE_PORT": ("server", "port")}
 _STORES = ("postgresql://", "postgres://", "sqlite:///")
@@ -184,6 +199,7 @@ def resolve(
     path = home / FILE_NAME
     document = _document(path)
     endpoints = _endpoints(document.pop("endpoints", []), path, environ)
+    providers = _providers(document.pop("providers", []), path, environ)
     aliases = _aliases(document.pop("aliases", {}), path)
     prices = _prices(document.pop("prices", []), path)
     values = {**_from_file(document, path), **_from_environment(environ)}
@@ -193,7 +209,7 @@ def resolve(
             values[section, key] = (value, _FLAGS.get(key, f"flag --{key.replace('_', '-')}"))
     assert {section for section, _ in values} <= set(_SECTIONS)
     sections: dict[str, Any] = {name: _section(name, values) for name in _SECTIONS}
-    config = Config(home=home, endpoints=endpoints, aliases=aliases, prices=prices, **sections)
+    config = Config(home=home, endpoints=endpoints, providers=providers, aliases=aliases, prices=prices, **sections)
     _check(config)
     return config
 
@@ -270,7 +286,7 @@ def _from_file(document: Mapping[str, Any], path: Path) -> _Values:
     values: _Values = {}
     for section, table in document.items():
         if section not in _SECTIONS:
-            known = ", ".join((*_SECTIONS, "aliases", "endpoints", "prices"))
+            known = ", ".join((*_SECTIONS, "aliases", "endpoints", "prices", "providers"))
             raise ConfigError(f"unknown section [{section}] in {path}; there are {known}", param=section)
         if not isinstance(table, dict):
             raise ConfigError(f"{section} in {path} must be a table: write [{section}]", param=section)
@@ -280,7 +296,11 @@ def _from_file(document: Mapping[str, Any], path: Path) -> _Values:
 
 def endpoint_key_variable(name: str) -> str:
     """The environment variable with the key of an endpoint."""
-    return f"EMBERLINE_ENDPOINTS_{re.sub('[^A-Z0-9]', '_', name.upper())}_KEY"
+    return _key_variable("ENDPOINTS", name)
+
+
+def _key_variable(section: str, name: str) -> str:
+    return f"EMBERLINE_{section}_{re.sub('[^A-Z0-9]', '_', name.upper())}_KEY"
 
 
 def _endpoints(tables: Any, path: Path, environ: Mapping[str, str]) -> tuple[EndpointConfig, ...]:
@@ -296,9 +316,34 @@ def _endpoints(tables: Any, path: Path, environ: Mapping[str, str]) -> tuple[End
             raise ConfigError(f"two [[endpoints]] in {path} are named {endpoint.name!r}", param="endpoints")
         key = environ.get(endpoint_key_variable(endpoint.name), endpoint.key)
         endpoint = msgspec.structs.replace(endpoint, key=key)
-        if endpoint.key and not _is_header_safe(endpoint.key):
+        if endpoint.key and not is_header_safe(endpoint.key):
             raise ConfigError(f"the key of endpoint {endpoint.name} must be printable ASCII without spaces")
         found[endpoint.name] = endpoint
+    return tuple(found.values())
+
+
+def _providers(tables: Any, path: Path, environ: Mapping[str, str]) -> tuple[ProviderConfig, ...]:
+    if not isinstance(tables, list):
+        raise ConfigError(f"providers in {path} is a list of tables: write [[providers]]", param="providers")
+    found: dict[str, ProviderConfig] = {}
+    for number, table in enumerate(tables, 1):
+        try:
+            provider = msgspec.convert(table, ProviderConfig)
+        except ValueError as error:
+            raise ConfigError(f"[[providers]] number {number} in {path}: {error}", param="providers") from error
+        name = provider.name
+        if name in found:
+            raise ConfigError(f"two [[providers]] in {path} are named {name!r}", param="providers")
+        if provider.key and provider.key_env:
+            raise ConfigError(f"provider {name}: give key or key_env, not both", param="providers")
+        key = environ.get(provider.key_env) if provider.key_env else provider.key
+        if provider.key_env and not key:
+            message = f"provider {name}: the environment variable {provider.key_env}, its key_env, is not set"
+            raise ConfigError(message, param="providers")
+        key = environ.get(_key_variable("PROVIDERS", name), key)
+        if key and not is_header_safe(key):
+            raise ConfigError(f"the key of provider {name} must be printable ASCII without spaces", param="providers")
+        found[name] = msgspec.structs.replace(provider, key=key)
     return tuple(found.values())
 
 
@@ -379,7 +424,7 @@ def _parse_text(key: str, value: Any, kind: Any) -> Any:
 
 def _check(config: Config) -> None:
     """The rules that a type cannot express."""
-    if config.auth.key is not None and not _is_header_safe(config.auth.key):
+    if config.auth.key is not None and not is_header_safe(config.auth.key):
         raise ConfigError("the key in [auth] must be printable ASCII without spaces", param="auth.key")
     for network in config.webhooks.allowed_networks:
         try:
@@ -388,9 +433,13 @@ def _check(config: Config) -> None:
             raise ConfigError(
                 f"[webhooks] allowed_networks: {network!r} is not a range: {error}", param="webhooks.allowed_networks"
             ) from None
+    taken = {endpoint.name for endpoint in config.endpoints} & {provider.name for provider in config.providers}
+    if taken:
+        message = f"an endpoint and a provider are both named {min(taken)}: give one another name"
+        raise ConfigError(message, param="providers")
     if config.store.url and not config.store.url.startswith(_STORES):
         raise ConfigError(f"[store] url must begin with {' or '.join(_STORES)}", param="store.url")
 
 
-def _is_header_safe(key: str) -> bool:
+def is_header_safe(key: str) -> bool:
     return bool(key) and key.isascii() and key.isprintable() and " " not in key

@@ -196,3 +196,31 @@ def test_prices(tmp_path: Path) -> None:
     path.write_text("prices = 1\n")
     with pytest.raises(ConfigError, match=r"\[\[prices\]\]"):
         resolve(environ={}, home=tmp_path)
+
+
+def test_providers(tmp_path: Path) -> None:
+    table = '[[providers]]\nname = "openai"\nkey_env = "OPENAI"\n[[providers]]\nname = "my-llm"\nurl = "http://x/v1"\n'
+    write(tmp_path, table)
+    environ = {"OPENAI": "sk-1", "EMBERLINE_PROVIDERS_MY_LLM_KEY": "sk-2"}
+    openai, own = resolve(environ=environ, home=tmp_path).providers
+    assert (openai.name, openai.key, own.key, own.url) == ("openai", "sk-1", "sk-2", "http://x/v1")
+    assert "sk-1" not in repr(openai)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ('[[providers]]\nname = "Open AI"\n', ["[[providers]] number 1"]),
+        ('[[providers]]\nname = "a"\nkey_env = "NOT_SET"\n', ["NOT_SET", "not set"]),
+        ('[[providers]]\nname = "a"\nkey_env = "X"\nkey = "y"\n', ["key or key_env"]),
+        ('[[providers]]\nname = "a"\nkey = "two words"\n', ["printable ASCII"]),
+        ('[[providers]]\nname = "a"\n[[providers]]\nname = "a"\n', ["two [[providers]]"]),
+        ('[[providers]]\nname = "a"\n[[endpoints]]\nname = "a"\nurl = "http://x"\n', ["both named a"]),
+        ("[providers]\nname = 1\n", ["[[providers]]"]),
+    ],
+)
+def test_wrong_providers(tmp_path: Path, text: str, parts: list[str]) -> None:
+    write(tmp_path, text)
+    with pytest.raises(ConfigError) as found:
+        resolve(environ={}, home=tmp_path)
+    assert all(part in found.value.message for part in parts), found.value.message

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from emberline.cli.main import COMMANDS, main
-from emberline.config import Config, EndpointConfig
+from emberline.config import Config, EndpointConfig, ProviderConfig
+from emberline.upstream.providers.registry import ALIASES, KNOWN
 from tests.test_architecture import ALLOWED
 
 ROOT = Path(__file__).parent.parent
@@ -43,7 +44,7 @@ def flags_of(command: list[str], capsys: pytest.CaptureFixture[str]) -> set[str]
 
 def config_keys() -> Iterator[tuple[str, str]]:
     for section in msgspec.structs.fields(Config):
-        if section.name not in ("home", "endpoints", "aliases", "prices"):
+        if section.name not in ("home", "endpoints", "providers", "aliases", "prices"):
             yield from ((section.name, field.name) for field in msgspec.structs.fields(section.type))
 
 
@@ -106,6 +107,12 @@ def test_every_endpoint_key_is_documented() -> None:
     assert {key for row in rows for key in CODE.findall(row)} == {
         field.name for field in msgspec.structs.fields(EndpointConfig)
     }
+
+
+def test_every_provider_key_and_name_is_documented() -> None:
+    page = (ROOT / "docs" / "providers.md").read_text()
+    for name in (*ProviderConfig.__struct_fields__, *KNOWN, *ALIASES):
+        assert f"`{name}`" in page, name
 
 
 def test_other_variables_are_read_somewhere() -> None:

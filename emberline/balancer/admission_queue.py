@@ -16,8 +16,9 @@ RATE_S = 10.0  # time constant over which departures are counted
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0  # bounds of retry-after
 
 
-class ModelQueue:
-    """The waiting requests of one model, and how fast they leave: limits and retry-after are of the model alone."""
+class PoolQueue:
+    """The waiting requests of one pool of workers (a model's, or a provider's), and how fast they leave: limits and
+    retry-after are of the pool alone."""
 
     __slots__ = ("_departed_s", "_departures", "waiting")
 
@@ -44,23 +45,23 @@ class AdmissionQueue:
     Each queue is ordered by `InFlightRequest.order`."""
 
     def __init__(self) -> None:
-        self._models: defaultdict[str, ModelQueue] = defaultdict(ModelQueue)
+        self._pools: defaultdict[str, PoolQueue] = defaultdict(PoolQueue)
         self._queues: defaultdict[str, set[InFlightRequest]] = defaultdict(set)  # by worker; "": none is connected
         self._reroutes: deque[tuple[float, InFlightRequest]] = deque()  # when each was last routed
         self._expirations: list[tuple[float, int, InFlightRequest]] = []
         self._tie = count()
 
     def __len__(self) -> int:
-        return sum(len(queue.waiting) for queue in self._models.values())
+        return sum(len(queue.waiting) for queue in self._pools.values())
 
     def __iter__(self) -> Iterator[InFlightRequest]:
-        return chain.from_iterable(queue.waiting for queue in self._models.values())
+        return chain.from_iterable(queue.waiting for queue in self._pools.values())
 
-    def n_of(self, model: str) -> int:
-        return len(self._models[model].waiting)
+    def n_of(self, pool: str) -> int:
+        return len(self._pools[pool].waiting)
 
-    def waiting_of(self, model: str) -> list[InFlightRequest]:
-        return list(self._models[model].waiting) if model in self._models else []
+    def waiting_of(self, pool: str) -> list[InFlightRequest]:
+        return list(self._pools[pool].waiting) if pool in self._pools else []
 
     def waiting_for(self, worker: str) -> Set[InFlightRequest]:
         """Requests in the queue of a worker; "": those that wait for any worker to connect."""
@@ -70,7 +71,7 @@ class AdmissionQueue:
         """Put a request into the queue of a worker, whether it is new or comes from another queue."""
         was_waiting = self._is_waiting(record)
         if not was_waiting:
-            self._models[record.request.model].waiting[record] = None
+            self._pools[record.pool].waiting[record] = None
             if record.deadline_s is not None:
                 self._expire_at(record.deadline_s, record)
         else:
@@ -85,19 +86,19 @@ class AdmissionQueue:
 
     def remove(self, record: InFlightRequest) -> None:
         if self._is_waiting(record):
-            del self._models[record.request.model].waiting[record]
+            del self._pools[record.pool].waiting[record]
             self._queues[record.waits_for].discard(record)
 
     def departed(self, record: InFlightRequest, now_s: float) -> None:
         """A request was dispatched."""
-        self._models[record.request.model].departed(now_s)
+        self._pools[record.pool].departed(now_s)
 
     def first(self, worker: str) -> InFlightRequest | None:
         return min(self._queues[worker], key=_order, default=None)
 
     def last_below(self, record: InFlightRequest) -> InFlightRequest | None:
         """Which request its model's full queue sheds for this one: the last of a lower class."""
-        last = max(self._models[record.request.model].waiting, key=_order, default=None)
+        last = max(self._pools[record.pool].waiting, key=_order, default=None)
         return last if last is not None and last.priority > record.priority else None
 
     def due(self, now_s: float) -> list[InFlightRequest]:
@@ -132,19 +133,17 @@ class AdmissionQueue:
         reroute_s = self._reroutes[0][0] + REROUTE_S if self._reroutes else math.inf
         return min(expires_s, reroute_s)
 
-    def retry_after_s(self, model: str, now_s: float) -> float:
-        return self._models[model].retry_after_s(now_s)
+    def retry_after_s(self, pool: str, now_s: float) -> float:
+        return self._pools[pool].retry_after_s(now_s)
 
     def overloaded(self, record: InFlightRequest, now_s: float) -> Overloaded:
         """The error of a waiting request that is one too many."""
-        model = record.request.model
-        n_others, after_s = self.n_of(model) - 1, self.retry_after_s(model, now_s)
-        return Overloaded(
-            f"{n_others} requests already wait for {model}; retry in {after_s:.0f} s", retry_after_s=after_s
-        )
+        n_others, after_s = self.n_of(record.pool) - 1, self.retry_after_s(record.pool, now_s)
+        message = f"{n_others} requests already wait for {record.request.model}; retry in {after_s:.0f} s"
+        return Overloaded(message, retry_after_s=after_s)
 
     def _is_waiting(self, record: InFlightRequest) -> bool:
-        return record in self._models[record.request.model].waiting
+        return record in self._pools[record.pool].waiting
 
     def _expire_at(self, at_s: float, record: InFlightRequest) -> None:
         heapq.heappush(self._expirations, (at_s, next(self._tie), record))

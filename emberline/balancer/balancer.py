@@ -12,7 +12,7 @@ import msgspec
 
 from emberline.balancer.admission_queue import AdmissionQueue, no_worker
 from emberline.balancer.cost_model import DEFAULTS, Settings
-from emberline.balancer.endpoint import Capacity, Endpoint
+from emberline.balancer.endpoint import Capacity, Endpoint, provider_pool
 from emberline.balancer.ledger import (
     CACHED_TOKEN_COST,
     OUTPUT_TOKEN_COST,
@@ -166,7 +166,7 @@ class Balancer:
             self._readiness_changed(worker)
 
     def workers_of(self, model: str) -> list[Worker]:
-        pool = self._pools.get(model)
+        pool = self._pools.get(self._pool_name(model))
         return [] if pool is None else pool.workers
 
     # --- KV events ---------------------------------------------------------------------------------------------------
@@ -203,7 +203,8 @@ class Balancer:
         record = self.ledger.get(request.id)
         is_new = record is None
         if record is None:
-            record = InFlightRequest(request, self._tenants.enter(request.account), now_s)
+            tenant = self._tenants.enter(request.account)
+            record = InFlightRequest(request, tenant, now_s, self._pool_name(request.model))
             self.ledger.add(record)
         else:
             self._withdraw(record, request, now_s)
@@ -252,12 +253,12 @@ class Balancer:
         worker = self._workers.get(request.engine)
         if worker is None or not worker.takes_granted:
             raise Unavailable(f"engine {request.engine} takes no requests any more", retry_after_s=1)
-        pool = self._pool(request.model)
+        pool = self._pool(self._pool_name(request.model))
         need = self._routing_input(request, pool, [worker])
         pair = pool.pair_with(worker, need, now_s)
         if pair is None:
             raise Unavailable(f"no prefill worker is connected for engine {request.engine}", retry_after_s=1)
-        record = InFlightRequest(request, None, now_s)
+        record = InFlightRequest(request, None, now_s, self._pool_name(request.model))
         self.ledger.add(record)
         return self._charge(record, pair, need, now_s)
 
@@ -313,16 +314,16 @@ class Balancer:
 
     def _admit(self, record: InFlightRequest, now_s: float, is_new: bool) -> None:
         """Route it, or let it wait, if it may."""
-        request, pool = record.request, self._pools.get(record.request.model)
+        request, pool = record.request, self._pools.get(record.pool)
         decoders = pool.candidates((*request.avoid, *request.lost))[0] if pool is not None else []
         if not decoders and request.wait_s <= 0:
             raise no_worker(request.model)
         if self._route(record, now_s):
             return
         if request.reject_if_busy:
-            after_s = self._queue.retry_after_s(request.model, now_s)
+            after_s = self._queue.retry_after_s(record.pool, now_s)
             raise Overloaded(f"{request.model} is busy, and the request must not wait", retry_after_s=after_s)
-        if is_new and self._queue.n_of(request.model) > self._settings.max_waiting * max(1, len(decoders)):
+        if is_new and self._queue.n_of(record.pool) > self._settings.max_waiting * max(1, len(decoders)):
             last = self._queue.last_below(record)
             if last is None:
                 raise self._queue.overloaded(record, now_s)
@@ -331,7 +332,7 @@ class Balancer:
     def _route(self, record: InFlightRequest, now_s: float, serving: Worker | None = None) -> bool:
         """Dispatch it if the best workers for it have room and no queue; else put it into the queue of the one that
         blocks it. `serving`: the worker whose queue is being served, and it is first there."""
-        request, pool = record.request, self._pool(record.request.model)
+        request, pool = record.request, self._pool(record.pool)
         decoders, prefillers = pool.candidates((*request.avoid, *request.lost))
         if not decoders:
             self._queue.hold(record, "", now_s)
@@ -425,7 +426,7 @@ class Balancer:
         if not record.is_job:
             took_s = (now_s - max(record.dispatched_s, worker.last_prefill_s)) * own_share
             worker.prefill_speed.add(took_s, predicted_s)
-            self._pool(record.request.model).measured(worker)
+            self._pool(record.pool).measured(worker)
         worker.last_prefill_s = now_s
         reports.prefilled(record, record.n_on(in_flight))
         self._has_freed(worker)
@@ -487,7 +488,7 @@ class Balancer:
         assert record.route is not None
         if (worker := self._workers.get(record.route.decode)) is not None:
             worker.mean_request_s += _SMOOTHING * (now_s - record.dispatched_s - worker.mean_request_s)
-        self._pool(record.request.model).replies.add(output_tokens // record.request.n)
+        self._pool(record.pool).replies.add(output_tokens // record.request.n)
 
     # --- health ------------------------------------------------------------------------------------------------------
 
@@ -557,7 +558,7 @@ class Balancer:
     def _route_unroutable(self, now_s: float) -> None:
         """A worker has connected: route the requests that waited for any worker of their model."""
         for record in sorted(self._queue.waiting_for(""), key=lambda record: record.order):
-            if self._pool(record.request.model).candidates(())[0]:
+            if self._pool(record.pool).candidates(())[0]:
                 self._route(record, now_s)
 
     def _add(self, endpoint: Endpoint, capacity: Capacity) -> Worker:
@@ -575,6 +576,13 @@ class Balancer:
             if worker in pool.workers:
                 pool.workers.remove(worker)
                 pool.refresh()
+
+    def _pool_name(self, model: str) -> str:
+        """A worker that serves `name/*` computes every model of that provider."""
+        if model in self._pools or "/" not in model:
+            return model
+        of_provider = provider_pool(model.partition("/")[0])
+        return of_provider if of_provider in self._pools else model
 
     def _pool(self, model: str) -> WorkerPool:
         pool = self._pools.get(model)

@@ -8,7 +8,7 @@ from emberline.config import EndpointConfig
 from emberline.protocol.errors import BadInput
 from emberline.protocol.frames import EngineInfo, EngineLoad, KVEvents, WorkerRole
 
-Kind = Literal["emberline", "vllm", "sglang", "openai"]
+Kind = Literal["emberline", "vllm", "sglang", "openai", "anthropic", "gemini", "any-llm"]
 DEFAULT_MAX_RUNNING = 16  # where an engine does not say
 
 
@@ -32,6 +32,11 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         if scheme != "tcp" or not host or not port.isdigit() or not 0 < int(port) < 65536:
             raise ValueError(f"endpoint {self.name}: {self.address!r} is neither unix:/path nor tcp:host:port")
         return None, host.strip("[]"), int(port)
+
+
+def provider_pool(name: str) -> str:
+    """What a provider's endpoint has in place of its models, which nobody can list: it serves all under its name."""
+    return f"{name.lower()}/*"
 
 
 def engine_endpoint(config: EndpointConfig) -> Endpoint:

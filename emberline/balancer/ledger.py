@@ -115,6 +115,7 @@ class InFlightRequest:
     request: RouteRequest
     tenant: Tenant | None  # None: a job, which the durable queue has ordered already
     arrived_s: float
+    pool: str = ""  # of workers, and the queue in which it waits; empty: its model's
     number: int = field(default_factory=_numbers.__next__)
     admitted: bool = False  # dispatched at least once: from then on only its end removes the record
     progress_s: float = 0.0  # when it was last seen to progress
@@ -142,6 +143,7 @@ class InFlightRequest:
 
     def __post_init__(self) -> None:
         self.priority = Priority[self.request.priority.upper()]
+        self.pool = self.pool or self.request.model
         self.requeue(self.request, self.arrived_s)
 
     def requeue(self, request: RouteRequest, now_s: float) -> None:

@@ -127,7 +127,11 @@ async def _run(plan: HttpWorkerPlan, listener: socket.socket) -> None:
             queue = await open_queue(store, plan.config.home)
             stack.push_async_callback(queue.close)
             service = await open_http_worker(
-                served, core_socket=plan.core_socket, upstreams=upstreams, data_dir=plan.config.home
+                served,
+                core_socket=plan.core_socket,
+                upstreams=upstreams,
+                providers=plan.config.providers,
+                data_dir=plan.config.home,
             )
             stack.push_async_callback(service.close)
             batches = BatchService(queue, service)

@@ -64,12 +64,6 @@ _OPTIONS = (  # flag, configuration key, placeholder, help
     ("--decode-workers", "engine.decode_workers", "N", "per model, with --prefill-workers"),
     ("--threads", "engine.threads", "N", "CPU threads per worker (default: cores)"),
     ("--kv-bytes", "engine.kv_bytes", "SIZE", "KV cache per worker, e.g. 4G (default: a quarter of the memory, ≤ 2G)"),
-    (
-        "--gpu-memory-share",
-        "engine.gpu_memory_share",
-        "F,F",
-        "of a GPU's memory, for each MODEL (default: even shares)",
-    ),
     ("--max-running", "engine.max_running", "N", "sequences in a batch"),
     ("--token-budget", "engine.token_budget", "N", "tokens computed per step"),
     ("--log-level", "log.level", "LEVEL", "debug, info, warning or error"),
@@ -130,7 +124,8 @@ def fetch_models(config: Config) -> list[ModelEntry]:
     """The configured models, downloaded if needed, without duplicates."""
     config.home.mkdir(mode=0o700, parents=True, exist_ok=True)
     store = ModelStore(config.home)
-    local = config.engine.models or (() if config.endpoints else (DEFAULT_MODEL,))
+    elsewhere = config.endpoints or config.providers
+    local = config.engine.models or (() if elsewhere else (DEFAULT_MODEL,))
     remote = [name for worker in _remote_workers(config) for name in worker.models]
     entries = [fetch(name, store) for name in (*local, *remote)]
     return list({entry.card.id: entry for entry in entries}.values())
@@ -208,6 +203,7 @@ async def serve(
             queue_share=config.queue.capacity_share,
             store=store,
             upstreams=await discover(upstream_configs(config.endpoints)),
+            providers=config.providers,
             on_stall=workers.kill,
             on_leave=workers.retire,
             directory=accounts.directory,
@@ -298,7 +294,10 @@ async def _open_queue(
     auth = Authenticator(Secret.open(config.home), directory=accounts.directory)
 
     def models() -> list[str]:
-        return [card.id for card in service.models()]
+        """A provider's need not be listed to be asked for."""
+        listed = [card.id for card in service.models()]
+        queued = (model for model in puller.metrics.models if service.upstream.providers.find(model) is not None)
+        return list(dict.fromkeys((*listed, *queued)))
 
     puller = Puller(queue, service, core.grants, models, auth.principal, LeaseOwner(config.home))
     stack.push_async_callback(puller.close)

@@ -4,6 +4,11 @@ from emberline.kernels.backend import MLP, MoE
 from emberline.models.layer_weights import LayerWeights
 
 
+def feed_forward(layer: LayerWeights) -> MLP | MoE:
+    """Experts in the layers that the configuration says, an MLP in the others."""
+    return moe(layer) if layer.number in layer.config.moe_layers else mlp(layer)
+
+
 def mlp(layer: LayerWeights, *, post_norm: str | None = None) -> MLP:
     config = layer.config
     return MLP(

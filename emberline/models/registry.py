@@ -14,10 +14,13 @@ from emberline.kernels.reference import TorchBackend
 from emberline.models.bert import Bert
 from emberline.models.decoder import Architecture, Decoder
 from emberline.models.decoder_embedder import DecoderEmbedder
+from emberline.models.deepseek import deepseek
 from emberline.models.encoder import EncoderModel
 from emberline.models.gemma import gemma3
+from emberline.models.gpt_oss import gpt_oss
 from emberline.models.layer_weights import CheckpointSource
 from emberline.models.llama import llama
+from emberline.models.llama4 import llama4
 from emberline.models.qwen import qwen2, qwen3
 from emberline.weights.encoder_checkpoint import EncoderConfig
 from emberline.weights.loader import DeferredCheckpoint, WeightLoader
@@ -30,6 +33,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2": qwen2,
     "qwen3": qwen3,
     "gemma3": gemma3,
+    "mixtral": llama,
+    "qwen3_moe": qwen3,
+    **dict.fromkeys(("deepseek_v3", "kimi_k2", "glm4_moe_lite"), deepseek),
+    "llama4": llama4,
+    "gpt_oss": gpt_oss,
 }
 # Those made of the blocks that the C kernels have: grouped-query attention with windows and norms, and gated MLPs.
 NATIVE_ARCHITECTURES = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma3"})

@@ -100,6 +100,10 @@ class _GenAIMetrics:
             self.tpot_s.observe((row.finished_us - row.first_token_us) / 1e6 / (row.output_tokens - 1))
 
 
+MAX_MODELS = 1000  # with metrics of their own
+OTHER_MODELS = "other"
+
+
 class Metrics(Collector):
     """`snapshot`: of the in-flight ledger."""
 
@@ -120,8 +124,9 @@ class Metrics(Collector):
 
     def record(self, row: UsageRow, inter_token: Counts, operation: str = "chat", provider: str = "emberline") -> None:
         """Count a request that has ended; `inter_token`: its inter-token latencies."""
-        self._genai[operation, provider, row.model].record(row)
-        model = self.models[row.model]
+        name = self._label(row.model)
+        self._genai[operation, provider, name].record(row)
+        model = self.models[name]
         model.by_status[row.status] += 1
         model.prompt_tokens += row.input_tokens
         model.cached_tokens += row.cached_tokens
@@ -130,6 +135,10 @@ class Metrics(Collector):
         model.e2e_s.observe((row.finished_us - row.created_us) / 1e6)
         if row.first_token_us is not None:
             model.ttft_s.observe((row.first_token_us - row.created_us) / 1e6)
+
+    def _label(self, model: str) -> str:
+        """Clients name the models of providers at will: beyond a number, they are counted together."""
+        return model if model in self.models or len(self.models) < MAX_MODELS else OTHER_MODELS
 
     def expose(self) -> bytes:
         return generate_latest(self._registry)

@@ -19,6 +19,7 @@ from emberline.balancer.cost_model import DEFAULTS, Settings
 from emberline.balancer.grants import SHARE
 from emberline.catalog.aliases import open_aliases
 from emberline.catalog.card_files import CardFiles
+from emberline.config import ProviderConfig
 from emberline.protocol.price import Price
 from emberline.service.core import CoreConnection, LocalCore
 from emberline.service.core_server import CoreServer
@@ -49,6 +50,7 @@ async def open_service(
     queue_share: float = SHARE,
     store: Database | None = None,
     upstreams: Sequence[UpstreamClient] = (),
+    providers: Sequence[ProviderConfig] = (),
     on_stall: Callable[[str], None] | None = None,
     on_leave: Callable[[str], Awaitable[None]] | None = None,
     directory: KeyDirectory | None = None,
@@ -58,18 +60,19 @@ async def open_service(
     """The core process's service. Opens the store, by default in `data_dir`; connects to the engines meanwhile.
 
     A `store` that is given is used instead, and its owner closes it. `upstreams` are servers whose models are known by
-    now (`discover`). `on_stall` is called with the name of an engine that hangs, to restart it; `on_leave` with that
-    of a worker that has left, to end it. `directory`, which is open, has the accounts' and keys' limits; `prices` are
-    the configured ones, by model, and `aliases` the configured aliases.
+    now (`discover`), `providers` those that are configured. `on_stall` is called with the name of an engine that
+    hangs, to restart it; `on_leave` with that of a worker that has left, to end it. `directory`, which is open, has
+    the accounts' and keys' limits; `prices` are the configured ones, by model, and `aliases` the configured aliases.
     """
-    connections = _connections(served, UpstreamModels(upstreams, CardFiles(data_dir).apply), on_stall)
+    upstream = UpstreamModels(upstreams, CardFiles(data_dir).apply, providers)
+    connections = _connections(served, upstream, on_stall)
     own = await open_store(store_url or data_dir / DATABASE) if store is None else None
     store = store or own
     assert store is not None
     responses = DatabaseResponses(store, retention_days)
     await responses.open()
     admission = AdmissionController(Balancer(Settings(max_waiting=max_waiting)))
-    workers: list[CoreConnection] = [*connections.engines.values(), *upstreams]
+    workers: list[CoreConnection] = [*connections.engines.values(), *upstream.clients.values()]
     journal = UsageJournal(data_dir / USAGE)
     usage = UsageLedger(store, journal)
     budgets = Budgets(store, journal.name)
@@ -116,10 +119,12 @@ async def open_http_worker(
     *,
     core_socket: Path,
     upstreams: Sequence[UpstreamClient] = (),
+    providers: Sequence[ProviderConfig] = (),
     data_dir: Path | None = None,
 ) -> Service:
     """The service of an HTTP worker. Waits a moment for the core; without it, requests are answered Unavailable."""
-    models = UpstreamModels(upstreams) if data_dir is None else UpstreamModels(upstreams, CardFiles(data_dir).apply)
+    described = (lambda card: card) if data_dir is None else CardFiles(data_dir).apply
+    models = UpstreamModels(upstreams, described, providers)
     connections = _connections(served, models)
     core = RemoteCore(core_socket, connections.engines.values(), models.abort, connections.follow)
     await core.wait_connected(CORE_WAIT_S)

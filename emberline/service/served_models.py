@@ -93,15 +93,15 @@ class ServedModels:
     def model_id(self, name: str) -> str | None:
         return self._names.get(name.lower())
 
-    def resolve(self, name: str) -> ModelCard:
-        """ModelNotFound and MalformedModelId say what to do about it."""
+    def resolve(self, name: str, hint: str = "") -> ModelCard:
+        """ModelNotFound and MalformedModelId say what to do about it; the first with the hint, if there is one."""
         if (model := self.model_id(name)) is not None:
             return self._cards[model]
         if len(name) > _MODEL_ID_CHARS or not _MODEL_ID.fullmatch(name):
             raise MalformedModelId(f"{name[:_MODEL_ID_CHARS]!r} is not a model id", param="model")
         if built_in(name) is not None:
             raise ModelNotFound(f"{name} is not on this machine: run `emberline pull {name}` there", param="model")
-        raise ModelNotFound(f"no model {name} here; there are {', '.join(self._cards)}", param="model")
+        raise ModelNotFound(f"no model {name} here; there are {', '.join(self._cards) or 'none'}{hint}", param="model")
 
     def text_of(self, model: str) -> TextModel:
         """Of a model whose tokenizer is in memory."""

@@ -93,7 +93,9 @@ class Service:
 
     def resolve(self, model_id: str, caller: str = "") -> ModelCard:
         """The card of a model by id or alias, in any case of letters."""
-        return self.upstream_card(model_id, caller) or self._models.resolve(self._unalias(model_id, caller))
+        if (card := self.upstream_card(model_id, caller)) is not None:
+            return card
+        return self._models.resolve(self._unalias(model_id, caller), self.upstream.providers.hint(model_id))
 
     def _unalias(self, name: str, caller: str) -> str:
         """The name of a model where `name` is an alias, else `name`. Ids of models are no aliases."""

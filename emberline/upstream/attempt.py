@@ -20,7 +20,11 @@ CACHED_WAIT_S = 2.0  # for the prefill server's reply once the decode server's i
 RELEASE_S = 10.0  # for the decode server to fetch blocks of a cancelled request, so that prefill can free them
 MAX_ERROR_BYTES = 64 << 10
 _MAX_MESSAGE_CHARS = 1000
-_CONTEXT = re.compile(r"maximum context length|context[ _]length|max_model_len|longer than the model", re.IGNORECASE)
+CONTEXT_EXCEEDED = re.compile(
+    r"maximum context length|context[ _]length|max_model_len|longer than the model|prompt is too long"
+    r"|exceeds the maximum number of tokens",
+    re.IGNORECASE,
+)
 
 log = logging.getLogger("emberline.balancer")
 _releases: set[asyncio.Task[None]] = set()  # keeps the tasks alive
@@ -236,7 +240,7 @@ async def _raise_status(server: UpstreamClient, exchange: Exchange) -> NoReturn:
     if status == 413:
         raise TooLarge(message or "the request is too large for the server")
     if status in (400, 422):
-        kind = ContextExceeded if _CONTEXT.search(message) else BadInput
+        kind = ContextExceeded if CONTEXT_EXCEEDED.search(message) else BadInput
         raise kind(message or f"the server answered {status}", param=param)
     if status in (401, 403):
         raise server.lost("does not accept the key that is configured for it")

@@ -29,9 +29,10 @@ _COPY_BYTES = 32 << 10  # smaller bodies are sent in one write with the head
 class ConnectionFailed(Exception):
     """The exchange ended before its reply did; the message says how."""
 
-    def __init__(self, reason: str, *, untouched: bool = False) -> None:
+    def __init__(self, reason: str, *, untouched: bool = False, timed_out: bool = False) -> None:
         super().__init__(reason)
         self.untouched = untouched  # no byte came back, so the server may not have seen the request
+        self.timed_out = timed_out  # nothing came for too long
 
 
 class Address(NamedTuple):
@@ -47,8 +48,9 @@ class Address(NamedTuple):
         return host if self.port == (443 if self.tls else 80) else f"{host}:{self.port}"
 
 
-def parse(url: str) -> Address:
-    """Parse a base URL; ValueError says what is wrong. A trailing /v1, as base URLs often have it, is dropped."""
+def parse(url: str, keep_version: bool = False) -> Address:
+    """Parse a base URL; ValueError says what is wrong. A trailing /v1, as base URLs often have it, is dropped, unless
+    `keep_version`."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"{url!r} is not of the form http://host:port")
@@ -56,7 +58,9 @@ def parse(url: str) -> Address:
         raise ValueError(f"{parts.scheme}://{parts.hostname}/… must have no query, fragment, user or password")
     tls = parts.scheme == "https"
     port = parts.port  # ValueError where it is out of range
-    path = parts.path.rstrip("/").removesuffix("/v1")
+    path = parts.path.rstrip("/")
+    if not keep_version:
+        path = path.removesuffix("/v1")
     if any(not "!" <= char <= "~" for char in parts.hostname + path):
         raise ValueError(f"{url!r} has characters that a URL cannot have")
     return Address(parts.hostname, (443 if tls else 80) if port is None else port, tls, path)
@@ -207,8 +211,8 @@ class Connection(asyncio.Protocol):
         elif self._transport is not None:
             self._transport.abort()
 
-    def abort(self, reason: str) -> None:
-        self._fail(ConnectionFailed(reason, untouched=not self._received))
+    def abort(self, reason: str, timed_out: bool = False) -> None:
+        self._fail(ConnectionFailed(reason, untouched=not self._received and not timed_out, timed_out=timed_out))
 
     def _fail(self, error: ConnectionFailed) -> None:
         exchange = self._exchange
@@ -281,8 +285,10 @@ class Connection(asyncio.Protocol):
 class ConnectionPool:
     """Connections to one server; they come and go by themselves."""
 
-    def __init__(self, address: Address, key: str = "") -> None:
+    def __init__(self, address: Address, key: str = "", read_timeout_s: float = READ_TIMEOUT_S) -> None:
         self._address = address
+        self._read_timeout_s = read_timeout_s
+        self._sweep_interval_s = min(_SWEEP_INTERVAL_S, read_timeout_s / 2)
         self._ssl = ssl.create_default_context() if address.tls else None
         self._idle: list[Connection] = []  # the most recently used last
         self._all: set[Connection] = set()
@@ -326,7 +332,7 @@ class ConnectionPool:
             async with asyncio.timeout(timeout_s):
                 return await sending
         except TimeoutError:
-            raise ConnectionFailed(f"no data for {timeout_s:g} s") from None
+            raise ConnectionFailed(f"no data for {timeout_s:g} s", timed_out=True) from None
 
     async def get(self, path: str, timeout_s: float, max_bytes: int = MAX_REPLY_BYTES) -> tuple[int, bytes]:
         """Status and body of something small. ConnectionFailed when that takes longer than `timeout_s` in all."""
@@ -339,7 +345,7 @@ class ConnectionPool:
                 finally:
                     exchange.close()
         except TimeoutError:
-            raise ConnectionFailed(f"no reply to {path} within {timeout_s:g} s") from None
+            raise ConnectionFailed(f"no reply to {path} within {timeout_s:g} s", timed_out=True) from None
 
     def abort(self, reason: str) -> None:
         """End all exchanges; their readers get the reason."""
@@ -394,12 +400,12 @@ class ConnectionPool:
                     lambda: Connection(self._freed, self._lost), address.host, address.port, ssl=self._ssl
                 )
         except TimeoutError:
-            raise ConnectionFailed(f"no connection within {CONNECT_TIMEOUT_S:g} s") from None
+            raise ConnectionFailed(f"no connection within {CONNECT_TIMEOUT_S:g} s", timed_out=True) from None
         except OSError as error:
             raise ConnectionFailed(f"no connection: {error.strerror or error}") from error
         self._all.add(connection)
         if self._sweeper is None:
-            self._sweeper = loop.call_later(_SWEEP_INTERVAL_S, self._sweep)
+            self._sweeper = loop.call_later(self._sweep_interval_s, self._sweep)
         return connection
 
     def _freed(self, connection: Connection) -> None:
@@ -417,8 +423,9 @@ class ConnectionPool:
         """One timer for all: closes idle connections, and fails exchanges that get no data."""
         now_s = time.monotonic()
         for connection in tuple(self._all):
-            if now_s - connection.active_s > (READ_TIMEOUT_S if connection.busy else KEEP_ALIVE_S):
+            if now_s - connection.active_s > (self._read_timeout_s if connection.busy else KEEP_ALIVE_S):
                 if connection in self._idle:
                     self._idle.remove(connection)
-                connection.abort(f"no data for {READ_TIMEOUT_S:g} s")
-        self._sweeper = asyncio.get_running_loop().call_later(_SWEEP_INTERVAL_S, self._sweep) if self._all else None
+                connection.abort(f"no data for {self._read_timeout_s:g} s", timed_out=connection.busy)
+        loop = asyncio.get_running_loop()
+        self._sweeper = loop.call_later(self._sweep_interval_s, self._sweep) if self._all else None

@@ -12,7 +12,7 @@ import msgspec
 
 from emberline.balancer.route_request import RouteRequest
 from emberline.catalog.model_card import ModelCard, PathSource
-from emberline.config import ConfigError
+from emberline.config import ConfigError, ProviderConfig
 from emberline.protocol.errors import Unsupported
 from emberline.protocol.request import GenerateRequest, Principal, Priority
 from emberline.text.prompt import Prompt, build_prompt
@@ -21,6 +21,8 @@ from emberline.text.tokenizer import OFF_LOOP_BYTES
 from emberline.upstream.client import DEFAULT_CONTEXT, UpstreamClient, UpstreamConfig
 from emberline.upstream.http_client import ConnectionFailed
 from emberline.upstream.kv_events import chain_keys, key_root
+from emberline.upstream.providers.access import Access
+from emberline.upstream.providers.directory import ProviderDirectory, remote_name
 from emberline.upstream.request import CHAT, COMPLETIONS, UpstreamRequest, body_of, byte_keys, estimated_tokens
 
 DISCOVERY_S = 15.0
@@ -35,11 +37,15 @@ class UpstreamModels:
     """Owns the clients of all upstream servers. Raises ConfigError for a tokenizer that cannot be loaded."""
 
     def __init__(
-        self, clients: Sequence[UpstreamClient], describe: Callable[[ModelCard], ModelCard] = lambda card: card
+        self,
+        clients: Sequence[UpstreamClient],
+        describe: Callable[[ModelCard], ModelCard] = lambda card: card,
+        providers: Sequence[ProviderConfig] = (),
     ) -> None:
         """`describe` adds to a card what the operator knows of the model."""
         self._describe = describe
-        self.clients = {client.name: client for client in clients}
+        self.providers = ProviderDirectory(providers, describe)
+        self.clients = {client.name: client for client in (*clients, *self.providers.clients.values())}
         self.texts: dict[str, TextModel] = {}  # by model, where the tokenizer is configured
         for client in clients:
             for model in client.models:
@@ -48,7 +54,8 @@ class UpstreamModels:
         self._make_cards()
 
     def _make_cards(self) -> None:
-        ids = dict.fromkeys(model for client in self.clients.values() for model in client.models)
+        servers = (client for client in self.clients.values() if client.name not in self.providers.clients)
+        ids = dict.fromkeys(model for client in servers for model in client.models)
         self._by_name = {model.lower(): self._describe(_card(model, self._serving(model))) for model in ids}
         self._kinds = {model: self._serving(model)[0].config.kind for model in ids}
 
@@ -83,13 +90,26 @@ class UpstreamModels:
         await asyncio.gather(*(client.close() for client in self.clients.values()))
 
     def cards(self) -> list[ModelCard]:
-        return list(self._by_name.values())
+        return [*self._by_name.values(), *self.providers.cards()]
 
     def find(self, model_id: str) -> ModelCard | None:
-        return self._by_name.get(model_id.lower())
+        return self._by_name.get(model_id.lower()) or self.providers.find(model_id)
 
     def kind_of(self, card: ModelCard) -> str:
-        return self._kinds[card.id]
+        provider = self.providers.client_of(card)
+        return self._kinds[card.id] if provider is None else provider.provider.traits
+
+    def takes_any_field(self, card: ModelCard) -> bool:
+        """Whether its server is a provider's: then it gets all that a client sends, and may fetch what is named there.
+        A server of the operator's gets what is known to be harmless."""
+        provider = self.providers.client_of(card)
+        return provider is not None and provider.provider.is_hosted
+
+    def target(self, card: ModelCard, principal: Principal) -> tuple[str, Access | None]:
+        """The model as its server calls it, and of a provider also how it is called for this account. Forbidden where
+        there is no key for it."""
+        provider = self.providers.client_of(card)
+        return (card.id, None) if provider is None else (remote_name(card), self.providers.access(provider, principal))
 
     def cache_salt(self, card: ModelCard, principal: Principal) -> dict[str, Any]:
         """The field that keeps tenants' prefix caches apart, for servers that know it."""
@@ -113,8 +133,8 @@ class UpstreamModels:
         engine: str = "",
         api: str = "",
     ) -> RouteRequest:
-        """Its prefix keys are over the bytes of the prompt. `body_bytes`: of the whole body, which the server may put
-        into its prompt. `engine` is the endpoint that a job was granted."""
+        """Its prefix keys are over the bytes of the prompt; a provider has one server, so it needs none. `body_bytes`:
+        of the whole body, which the server may put into its prompt. `engine` is the endpoint that a job was granted."""
         n_bytes = sum(map(len, prompt))
         return RouteRequest(
             id=request_id,
@@ -130,7 +150,7 @@ class UpstreamModels:
             n=n,
             reject_if_busy=reject_if_busy,
             engine=engine,
-            keys=byte_keys(card.id, principal.salt, *prompt),
+            keys=b"" if self.providers.client_of(card) else byte_keys(card.id, principal.salt, *prompt),
             max_tokens=max_tokens,
             context_len=card.context_window,
             max_input_tokens=max(n_bytes, body_bytes),  # no token is shorter than a byte
@@ -148,7 +168,8 @@ class UpstreamModels:
     async def upstream_request(
         self, request: GenerateRequest, card: ModelCard, principal: Principal, engine: str
     ) -> UpstreamRequest:
-        fields = {"model": card.id, **body_of(request, self.kind_of(card)), **self.cache_salt(card, principal)}
+        model, access = self.target(card, principal)
+        fields = {"model": model, **body_of(request, self.kind_of(card)), **self.cache_salt(card, principal)}
         prompt = bytes(fields["messages"])[:-1] if "messages" in fields else msgspec.json.encode(fields["prompt"])
         others = {name: value for name, value in fields.items() if name not in ("messages", "prompt")}
         route = self.route_request(
@@ -166,7 +187,8 @@ class UpstreamModels:
             engine=engine,
         )
         route = await self.with_token_keys(route, request, card)
-        return UpstreamRequest(route, CHAT if request.messages is not None else COMPLETIONS, fields)
+        path = CHAT if request.messages is not None else COMPLETIONS
+        return UpstreamRequest(route, path, fields, access=access)
 
     async def count_tokens(self, request: GenerateRequest, card: ModelCard) -> int:
         """By our own copy of the tokenizer, or as a vLLM server counts."""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -10,6 +10,9 @@ from emberline.balancer.route_request import RouteRequest
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.errors import Unsupported
 from emberline.protocol.request import GenerateRequest, Message, SamplingParams, Tool
+
+if TYPE_CHECKING:
+    from emberline.upstream.providers.access import Access
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -23,6 +26,7 @@ class UpstreamRequest:
     stream: bool = True  # whether the client gets a stream too
     hides_usage: bool = False  # the client has not asked for the usage that we need
     adds_cost: bool = False  # to the usage that the client gets
+    access: "Access | None" = None  # to the provider that serves it
 
 
 # --- prefix cache keys without a tokenizer ----------------------------------------------------------------------------
@@ -59,6 +63,11 @@ _EXTRAS = ("min_tokens", "top_k", "min_p", "repetition_penalty", "ignore_eos")  
 
 
 _VLLM_ONLY = ("bad_words", "include_stop_str_in_output")
+_EXTRAS_OF = {  # of other servers and providers
+    "sampling": frozenset({"top_k", "min_p", "repetition_penalty"}),
+    "anthropic": frozenset({"top_k", "thinking_token_budget", "chat_template_kwargs"}),
+    "gemini": frozenset({"top_k", "thinking_token_budget", "chat_template_kwargs"}),
+}
 
 
 def continuation_fields(kind: str) -> dict[str, Any]:
@@ -71,6 +80,8 @@ def continuation_fields(kind: str) -> dict[str, Any]:
 
 def check_known(name: str, kind: str) -> None:
     """Refuse a field outside OpenAI's API that this kind of server does not know."""
+    if name in _EXTRAS_OF.get(kind, ()):
+        return
     if kind not in _ENGINES or (name in _VLLM_ONLY and kind != "vllm"):
         raise Unsupported(f"`{name}` is not known to the server of this model", param=name)
 
@@ -175,18 +186,22 @@ def _output(request: GenerateRequest, kind: str) -> dict[str, Any]:
     raise Unsupported(f"the server of this model has no `{output.kind}` outputs", param="output")
 
 
+_THINKING = (*_ENGINES, "anthropic", "gemini")  # servers whose thinking can be turned on and off
+_LIMITS_THINKING = ("vllm", "anthropic", "gemini")
+
+
 def _thinking(request: GenerateRequest, kind: str) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     reasoning = request.reasoning
     kwargs = dict(request.template_kwargs)
     if reasoning.effort is not None:
         fields["reasoning_effort"] = reasoning.effort
-    if reasoning.enabled is not None and kind in _ENGINES:
+    if reasoning.enabled is not None and kind in _THINKING:
         kwargs.setdefault("enable_thinking", reasoning.enabled)
     if reasoning.budget_tokens is not None:
-        if kind != "vllm":
+        if kind not in _LIMITS_THINKING:
             raise Unsupported("the server of this model cannot limit its reasoning", param="reasoning")
         fields["thinking_token_budget"] = reasoning.budget_tokens
-    if kwargs and kind in _ENGINES:
+    if kwargs and kind in _THINKING:
         fields["chat_template_kwargs"] = kwargs
     return fields

@@ -14,6 +14,8 @@ from emberline.protocol.trace_context import TraceContext, TraceDetails, current
 from emberline.upstream.attempt import Attempt, UpstreamBusy
 from emberline.upstream.chunks import UnreadableChunk
 from emberline.upstream.client import UpstreamClient
+from emberline.upstream.providers.attempt import ProviderAttempt
+from emberline.upstream.providers.client import ProviderClient
 from emberline.upstream.request import CHAT, UpstreamRequest
 from emberline.upstream.resume import (
     Continuation,
@@ -70,7 +72,7 @@ class UpstreamTransport(Generic[T]):
         self._clients = clients  # by endpoint name
         self._make_decoder = make_decoder
         self._decoder = make_decoder()
-        self._attempt: Attempt | None = None
+        self._attempt: Attempt | ProviderAttempt | None = None
         self._editor = StreamEditor()
         self._transcript = Transcript(keep=False)
         self._continuation: Continuation | None = None
@@ -99,7 +101,7 @@ class UpstreamTransport(Generic[T]):
         self.cached_tokens = route.cached_tokens
         decode = self._clients[route.decode]
         kind, resumed = decode.config.kind, self._continuation
-        self.provider = kind
+        self.provider = decode.name if isinstance(decode, ProviderClient) else kind
         if not request.stream:
             self._decoder = self._make_decoder()
         if not request.stream or not self._transcript.n_events:
@@ -117,12 +119,20 @@ class UpstreamTransport(Generic[T]):
             fields = {**fields, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
         if self._has_token_ids:
             fields = {**fields, "return_token_ids": True}
-        prefill = self._prefill_for(decode, self._clients.get(route.prefill))
-        suffix = f"-m{attempt}" if attempt else ""
-        self._attempt = Attempt(path, f"{request.route.id}{suffix}", decode, prefill, self.trace)
+        self._attempt = self._new_attempt(path, f"{request.route.id}{f'-m{attempt}' if attempt else ''}", decode, route)
         exchange = await self._attempt.open(fields)
         if not exchange.headers.get("content-type", "").startswith("text/event-stream"):
             raise decode.lost("did not answer with an event stream")
+
+    def _new_attempt(
+        self, path: str, attempt_id: str, decode: UpstreamClient, route: Route
+    ) -> Attempt | ProviderAttempt:
+        if isinstance(decode, ProviderClient):
+            access = self._request.access
+            assert access is not None, "a request to a provider has its key"
+            return ProviderAttempt(path, attempt_id, decode, access, self.trace)
+        prefill = self._prefill_for(decode, self._clients.get(route.prefill))
+        return Attempt(path, attempt_id, decode, prefill, self.trace)
 
     def _with_cost(self, adjust: Adjust | None, price: Price | None) -> Adjust:
         """`adjust`, and then the cost of a usage object; null without a price."""
@@ -160,6 +170,8 @@ class UpstreamTransport(Generic[T]):
 
     def fault(self, error: EmberlineError) -> Fault:
         attempt = self._attempt
+        if isinstance(attempt, ProviderAttempt):
+            return attempt.fault(error)
         if attempt is None or not isinstance(error, EngineLost | UpstreamBusy):
             return Fault(False)
         if isinstance(error, UpstreamBusy):
@@ -188,7 +200,7 @@ class UpstreamTransport(Generic[T]):
         if self._attempt is not None:
             self._attempt.close()
 
-    async def _read(self, attempt: Attempt) -> bytes:
+    async def _read(self, attempt: Attempt | ProviderAttempt) -> bytes:
         """The next whole lines, usage rewritten; sets `done` with the last of them."""
         editor = self._editor
         try:

@@ -51,6 +51,9 @@ _OPENAI_FIELDS = frozenset(  # known to any OpenAI-compatible server; the others
 )
 
 
+_OURS = ("usage", "options", "rejectIfBusy")  # fields that are for this server
+
+
 class PassthroughBody(SamplingFields, kw_only=True):
     """Sampling fields are checked as for our own engines; what the server itself understands stays undecoded."""
 
@@ -111,9 +114,9 @@ class PassthroughChat(PassthroughBody, kw_only=True):
         continues = continues_final(self.continue_final_message, self.add_generation_prompt)
         return super().upstream_fields(kind) | (continuation_fields(kind) if continues else {})
 
-    def check(self) -> int:
+    def check(self, fetches: bool = False) -> int:
         """The number of images. Media that would have to be fetched are refused: a server must not fetch what a client
-        names."""
+        names, unless it is a provider's, who `fetches` from a network that is not ours."""
         try:
             messages = _messages.decode(self.messages)
         except msgspec.ValidationError as error:
@@ -124,7 +127,7 @@ class PassthroughChat(PassthroughBody, kw_only=True):
         n_images = 0
         for number, message in enumerate(messages):
             for part in message.content if isinstance(message.content, list) else ():
-                _check_part(part, f"messages[{number}].content")
+                _check_part(part, f"messages[{number}].content", fetches)
                 n_images += part.type == "image_url"
         return n_images
 
@@ -168,16 +171,19 @@ class _Message(msgspec.Struct):
 _messages = msgspec.json.Decoder(list[_Message])
 
 
-def _check_part(part: _Part, where: str) -> None:
-    if part.type in _TEXT_PARTS or part.type == "input_audio":
+def _check_part(part: _Part, where: str, fetches: bool) -> None:
+    if part.type in _TEXT_PARTS or part.type == "input_audio" or (fetches and part.type != "image_url"):
         return
     if part.type != "image_url":
         raise BadInput(f"a part of type {part.type[:64]!r} cannot be sent to this model's server", param=where)
     url = part.image_url.url if isinstance(part.image_url, _Url) else part.image_url
+    if fetches and url is not None and url.startswith(("https://", "http://")):
+        return
     if url is None or not url.startswith("data:image/"):
         raise BadInput("images must come inside the request, as data:image/…;base64,… URLs", param=where)
 
 
+_raw_fields = msgspec.json.Decoder(dict[str, Raw])
 _chat = msgspec.json.Decoder(PassthroughChat)
 _completion = msgspec.json.Decoder(PassthroughCompletion)
 _canonical_chat = msgspec.json.Decoder(ChatRequest)
@@ -188,8 +194,8 @@ log = logging.getLogger(__name__)
 
 async def forward_chat(call: Call, card: ModelCard, raw: bytes) -> Reply | None:
     body = decode(raw, _chat)
-    n_images = body.check()
-    request = _upstream_request(call, card, body, CHAT, len(raw))
+    n_images = body.check(fetches=call.service.upstream.takes_any_field(card))
+    request = _upstream_request(call, card, body, CHAT, raw)
     request.route = msgspec.structs.replace(request.route, images=n_images)
     if card.id in call.service.upstream.texts:
         with contextlib.suppress(EmberlineError):  # not all that its server takes can be rendered here
@@ -201,7 +207,7 @@ async def forward_chat(call: Call, card: ModelCard, raw: bytes) -> Reply | None:
 async def forward_completion(call: Call, card: ModelCard, raw: bytes) -> Reply | None:
     body = decode(raw, _completion)
     body.check()
-    request = _upstream_request(call, card, body, COMPLETIONS, len(raw))
+    request = _upstream_request(call, card, body, COMPLETIONS, raw)
     if card.id in call.service.upstream.texts and body.n_prompts == 1:
         with contextlib.suppress(EmberlineError):
             (canonical,), call.field_names = decode(raw, _canonical_completion).to_requests(call.id, call.session)
@@ -209,13 +215,15 @@ async def forward_completion(call: Call, card: ModelCard, raw: bytes) -> Reply |
     return await _reply(call, request)
 
 
-def _upstream_request(
-    call: Call, card: ModelCard, body: PassthroughBody, path: str, body_bytes: int
-) -> UpstreamRequest:
+def _upstream_request(call: Call, card: ModelCard, body: PassthroughBody, path: str, raw: bytes) -> UpstreamRequest:
     call.service.check_scope(call.principal, card)
     upstream = call.service.upstream
-    fields = body.upstream_fields(upstream.kind_of(card))
-    fields |= {"model": card.id, **upstream.cache_salt(card, call.principal)}
+    model, access = upstream.target(card, call.principal)
+    if upstream.takes_any_field(card):
+        fields = _all_fields(raw)
+    else:
+        fields = body.upstream_fields(upstream.kind_of(card))
+    fields |= {"model": model, **upstream.cache_salt(card, call.principal)}
     route = upstream.route_request(
         call.id,
         card,
@@ -226,15 +234,27 @@ def _upstream_request(
         priority=body.priority_class,
         session=session_name(call.session, body.prompt_cache_key, body.user),
         reject_if_busy=body.reject_if_busy,
-        body_bytes=body_bytes,
+        body_bytes=len(raw),
         api="chat" if path == CHAT else "completions",
     )
     call.wants_cost = call.wants_cost or bool(body.usage and body.usage.include)
     asks_usage = call.wants_cost or (body.stream_options is not None and body.stream_options.include_usage)
     hides_usage = bool(body.stream) and not asks_usage and call.dialect is not Dialect.OPENAI_ENVELOPED
     return UpstreamRequest(
-        route, path, fields, stream=bool(body.stream), hides_usage=hides_usage, adds_cost=call.wants_cost
+        route,
+        path,
+        fields,
+        stream=bool(body.stream),
+        hides_usage=hides_usage,
+        adds_cost=call.wants_cost,
+        access=access,
     )
+
+
+def _all_fields(raw: bytes) -> dict[str, Any]:
+    """The body as a provider gets it: with every field, also those that only the provider knows."""
+    fields = {name: value for name, value in _raw_fields.decode(raw).items() if name not in _OURS}
+    return {**fields, "stream": True, "stream_options": {"include_usage": True}}
 
 
 async def _reply(call: Call, request: UpstreamRequest) -> Reply | None:

@@ -97,6 +97,11 @@ class QueueMetrics(Collector):
     def n_queued(self) -> int:
         return sum(depth.n_queued for depth in self._depths)
 
+    @property
+    def models(self) -> list[str]:
+        """Those with queued jobs."""
+        return list(dict.fromkeys(depth.model for depth in self._depths if depth.n_queued))
+
     def total(self, event: str) -> int:
         return sum(n for (name, _), n in self._counts.items() if name == event)
 

@@ -1,0 +1,35 @@
+"""A provider as an endpoint of the balancer: connections, and whether requests to it succeed.
+
+Providers are not probed: whether one works is learnt from the requests that it is sent, by its circuit breaker.
+"""
+
+from emberline.balancer.endpoint import Capacity, Endpoint, provider_pool
+from emberline.upstream.client import UpstreamClient, UpstreamConfig
+from emberline.upstream.http_client import ConnectionPool
+from emberline.upstream.providers.access import Access
+from emberline.upstream.providers.api import OpenAIAPI, ProviderAPI
+from emberline.upstream.providers.errors import ProviderFailed
+from emberline.upstream.providers.registry import Provider
+
+
+class ProviderClient(UpstreamClient):
+    def __init__(self, provider: Provider, key: str = "") -> None:
+        self.provider = provider
+        self.access = Access(key)  # of accounts without a key of their own
+        self.api: ProviderAPI = OpenAIAPI(provider)
+        endpoint = Endpoint(
+            name=provider.name, address=provider.url, kind=provider.kind, models=(provider_pool(provider.name),)
+        )
+        super().__init__(UpstreamConfig(endpoint=endpoint, max_running=provider.max_running))
+        self.pool.close()
+        self.pool = ConnectionPool(provider.address, read_timeout_s=provider.timeout_s)
+
+    def start(self, watch: bool = True) -> None:
+        self.problem = ""
+        self._ready.set()
+        if watch and self.listener is not None:
+            capacity = Capacity(max_running=self.config.max_running, events=False)
+            self.listener.joined(self.endpoint, capacity, None)
+
+    def lost(self, what: str) -> ProviderFailed:
+        return ProviderFailed(self.name, what)

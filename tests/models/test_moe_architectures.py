@@ -1,0 +1,60 @@
+"""Architectures with a mixture of experts against transformers, on small random models saved as checkpoints."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from emberline.kernels.reference import TorchBackend
+from emberline.models.decoder import Decoder
+from emberline.models.registry import ARCHITECTURES
+from emberline.protocol.block_hash import BLOCK_TOKENS
+from emberline.weights.checkpoint import open_checkpoint
+from tests.models.small_moe_models import MODELS, save_small_model
+from tests.models.step_inputs import all_logits, pools, step
+
+TOLERANCE = 3e-5  # relative
+IDS = torch.randint(3, 160, (90,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+class Reference(NamedTuple):
+    folder: Path
+    logits: Tensor  # [len(IDS), vocab]
+
+    def model(self, backend: Any) -> Decoder:
+        checkpoint = open_checkpoint(self.folder)
+        return Decoder(checkpoint, backend, ARCHITECTURES[checkpoint.config.architecture])
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    folder = tmp_path_factory.mktemp(request.param)
+    theirs = save_small_model(folder, request.param)
+    with torch.no_grad():
+        return Reference(folder, theirs(torch.tensor([IDS])).logits[0].float())
+
+
+def close(got: Tensor, want: Tensor, tolerance: float = TOLERANCE) -> None:
+    assert ((got - want).norm() / want.norm()).item() < tolerance
+
+
+def test_prefill(reference: Reference) -> None:
+    close(all_logits(reference.model(TorchBackend()), IDS), reference.logits)
+
+
+def test_chunked_prefill_prefix_hits_and_decoding(reference: Reference) -> None:
+    """A prompt in two steps, then a second sequence that shares its first blocks, then both decode token by token."""
+    model = reference.model(TorchBackend())
+    n_groups, kv = len(model.kv_groups), pools(model, 16)
+    table = torch.tensor([[3, 7, 1, 12, 5, 9]])
+    first = model.forward(step([(IDS[:40], 0)], table, n_groups), kv)
+    second = model.forward(step([(IDS[40:64], 40)], table, n_groups), kv)
+    close(torch.cat([first, second]), reference.logits[:64])
+    shared = 4 * BLOCK_TOKENS
+    both = torch.tensor([[3, 7, 1, 12, 5, 9], [3, 7, 1, 12, 2, 15]])
+    for at in range(shared, shared + 8):
+        rows = [([IDS[at]], at), ([IDS[at]], at)]
+        got = model.forward(step(rows, both, n_groups), kv)
+        close(got, reference.logits[[at, at]])
