@@ -16,10 +16,14 @@ _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+|"
 _BEFORE, _UPPER, _LOWER = r"[^\r\n\p{L}\p{N}]?", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 
 
-def _cased(suffix: str, digits: str) -> str:
-    """Words that end where lower case changes to upper case."""
-    letters = f"{_BEFORE}{_UPPER}*{_LOWER}+{suffix}|{_BEFORE}{_UPPER}+{_LOWER}*{suffix}|"
-    return letters + digits + r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _SPACES
+def _cased(suffix: str, digits: str, behind: str = r"[\r\n/]*", upper: str = _UPPER, lower: str = _LOWER) -> str:
+    """Words that end where lower case changes to upper case; `behind`: what symbols take along."""
+    letters = f"{_BEFORE}{upper}*{lower}+{suffix}|{_BEFORE}{upper}+{lower}*{suffix}|"
+    return letters + digits + r"| ?[^\s\p{L}\p{N}]+" + behind + "|" + _SPACES
+
+
+def _not_han(letters: str) -> str:
+    return letters[:-1] + r"&&[^\p{Han}]]"
 
 
 DIGIT = r"\p{N}"
@@ -29,9 +33,11 @@ QWEN2 = _CONTRACTIONS + "|" + _LETTERS + r"\p{N}|" + _SYMBOLS + _SPACES
 QWEN35 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|" + _SPACES
 TEKKEN = _cased("", DIGIT)
 GPT4O = _cased(_CONTRACTIONS + "?", r"\p{N}{1,3}")
+# Kimi's: as GPT-4o's, but Chinese characters are words apart.
+KIMI = r"[\p{Han}]+|" + _cased(_CONTRACTIONS + "?", r"\p{N}{1,3}", r"[\r\n]*", _not_han(_UPPER), _not_han(_LOWER))
 
 # None of these joins the two sides of a single space or of a single line break: see `WordCache`.
-KNOWN_REGEXES = frozenset({GPT2, LLAMA3, QWEN2, QWEN35, TEKKEN, GPT4O, DIGIT})
+KNOWN_REGEXES = frozenset({GPT2, LLAMA3, QWEN2, QWEN35, TEKKEN, GPT4O, KIMI, DIGIT})
 
 
 class Recipe(NamedTuple):

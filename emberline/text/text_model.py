@@ -14,6 +14,8 @@ from emberline.text.detokenizer import Detokenizer
 from emberline.text.gguf_tokenizer import gguf_parts
 from emberline.text.hf_tokenizer import Json, hf_parts, read_json, token_text
 from emberline.text.special_tokens import Guard
+from emberline.text.tiktoken_tokenizer import FILE as RANKS_FILE
+from emberline.text.tiktoken_tokenizer import tiktoken_parts
 from emberline.text.tokenizer import Tokenizer
 from emberline.text.tool_calls import formats, reasoning
 from emberline.text.tool_calls.parser import ReplyFormat, ReplyParser
@@ -190,7 +192,8 @@ def _from_gguf(path: Path) -> TextModel:
 
 def _from_folder(folder: Path) -> TextModel:
     settings = {**read_json(folder / "special_tokens_map.json"), **read_json(folder / "tokenizer_config.json")}
-    tokenizer = Tokenizer(hf_parts(folder, settings))
+    ranks_only = (folder / RANKS_FILE).is_file() and not (folder / "tokenizer.json").is_file()
+    tokenizer = Tokenizer(tiktoken_parts(folder, settings) if ranks_only else hf_parts(folder, settings))
     named = {name: token_text(settings, name) for name in _NAMED}
     tokens = {name: text for name, text in named.items() if text is not None}
     return TextModel(tokenizer, ChatTemplate(_folder_template(folder, settings), tokens))

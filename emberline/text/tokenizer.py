@@ -245,4 +245,5 @@ def _byte_alphabet() -> dict[int, int]:
 
 
 _BYTE_OF = _byte_alphabet()
+BYTE_CHARS = {byte: char for char, byte in _BYTE_OF.items()}  # the other way round, for str.translate of Latin-1
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
