@@ -22,6 +22,7 @@ FILE_NAME = "emberline.toml"
 MIN_KEY_LEN = 16  # characters of an API key that protects more than loopback
 
 Count = Annotated[int, Meta(ge=0)]
+Share = Annotated[float, Meta(gt=0, le=1)]
 
 
 class ConfigError(BadInput):
@@ -57,6 +58,7 @@ class EngineConfig(Section, frozen=True):
     decode_workers: Count = 0
     threads: Count = 0  # per worker on a CPU; 0: the cores, shared by need
     kv_bytes: Count = 0  # KV cache per worker; 0: a quarter of the free memory, at most 2 GiB
+    gpu_memory_share: tuple[Share, ...] = ()  # of a GPU, for each model in order or one for all; (): even shares
     max_running: Count = 0  # sequences in a batch; 0: the engine's default
     token_budget: Count = 0  # tokens computed per step; 0: the engine's default
     deterministic: bool = False

@@ -3,6 +3,7 @@
 Runs under a Python that has torch and transformers, with an unpacked bundle of vLLM on PYTHONPATH and nothing of ours.
 """
 
+import argparse
 import asyncio
 import importlib.abc
 import importlib.machinery
@@ -25,6 +26,7 @@ os.environ |= {
     "HF_HUB_OFFLINE": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
+EVERYTHING = ["decode", "warm", "prefill", "throughput", "agentic"]
 ABSENT = {"xgrammar", "soundfile", "pycountry", "tilelang", "supervisor"}  # imported by vLLM, never used here
 
 
@@ -57,16 +59,57 @@ def model_folder() -> str:
     return folder
 
 
-def offline(out: Path) -> None:
+def init_as_the_generator() -> None:
+    """Random weights of the distribution that `emberline.weights.generated` has, in place of vLLM's own.
+
+    Its own leave the residual stream and the router degenerate: all tokens choose the same few experts, and a step
+    reads far fewer weights than one of a trained model.
+    """
+    import torch
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    def load_weights(self: Any, model: Any, model_config: Any) -> None:
+        generator = torch.Generator("cuda").manual_seed(0)
+        for name, tensor in model.state_dict().items():
+            part = name.rpartition(".")[2]
+            if part in ("q_scale", "k_scale", "v_scale", "_q_scale", "_k_scale", "_v_scale", "_prob_scale"):
+                continue  # of a quantized KV cache
+            if "norm" in name and tensor.dim() == 1:
+                tensor.fill_(1.0)
+            elif "bias" in part:
+                tensor.zero_()
+            elif not tensor.is_floating_point():
+                _fill_codes(tensor, generator)
+            elif tensor.dtype == torch.float8_e4m3fn:
+                for rows in tensor.view(torch.uint8).flatten(0, -2).split(4096):
+                    numbers = torch.randn(rows.shape, generator=generator, device="cuda")
+                    rows.copy_(numbers.to(torch.float8_e4m3fn).view(torch.uint8))
+            elif "scale" in part:
+                tensor.fill_(0.004)
+            elif "embed_tokens" in name:
+                tensor.normal_(0, 1, generator=generator)
+            else:
+                tensor.normal_(0, tensor.shape[-1] ** -0.5, generator=generator)
+
+    def _fill_codes(tensor: Any, generator: Any) -> None:
+        if "int32" in str(tensor.dtype) and tensor.dim() >= 2 and tensor.numel() > 1 << 16:
+            tensor.view(torch.uint8).random_(0, 256, generator=generator)
+
+    DummyModelLoader.load_weights = load_weights
+
+
+def offline(out: Path, folder: str, only: list[str]) -> None:
     """Figures are written as they come: what was measured before a failure counts."""
     started = time.perf_counter()
     import vllm
     from vllm import LLM, SamplingParams
 
     figures: dict[str, Any] = {"version": vllm.__version__, "import_s": time.perf_counter() - started}
+    if only != EVERYTHING:
+        init_as_the_generator()
     started = time.perf_counter()
     llm = LLM(
-        model=model_folder(),
+        model=folder,
         load_format="dummy",
         skip_tokenizer_init=True,
         enable_prefix_caching=True,
@@ -99,18 +142,25 @@ def offline(out: Path) -> None:
 
     generate([some(64), some(64)], 8)
     for batch in (1, 8, 32, 64, 128, 256):
-        measure("decode", figures.get("decode", {}) | {f"b{batch}": decode(batch)})
-    measure("warm", {f"b{batch}": decode(batch, 0.7) for batch in (1, 64)})
-    measure("prefill", {str(n): min(generate([some(n)], 1)[0] for _ in range(3)) for n in (8192, 32768)})
-    seconds, outs = generate([some(1024) for _ in range(512)], 256)
-    measure("throughput", {"s": seconds, "out_tok_s": sum(map(len, outs)) / seconds})
-    system = some(4096)
-    histories = [system + some(256) for _ in range(32)]
-    begin = time.perf_counter()
-    for _ in range(8):
-        _, outs = generate(histories, 128)
-        histories = [history + out_ids + some(384) for history, out_ids in zip(histories, outs)]
-    measure("agentic", {"s": time.perf_counter() - begin})
+        if "decode" in only or f"b{batch}" in only:
+            measure("decode", figures.get("decode", {}) | {f"b{batch}": decode(batch)})
+    if "warm" in only:
+        measure("warm", {f"b{batch}": decode(batch, 0.7) for batch in (1, 64)})
+    for length in (8192, 32768):
+        if "prefill" in only or str(length) in only:
+            seconds = min(generate([some(length)], 1)[0] for _ in range(3))
+            measure("prefill", figures.get("prefill", {}) | {str(length): seconds})
+    if "throughput" in only:
+        seconds, outs = generate([some(1024) for _ in range(512)], 256)
+        measure("throughput", {"s": seconds, "out_tok_s": sum(map(len, outs)) / seconds})
+    if "agentic" in only:
+        system = some(4096)
+        histories = [system + some(256) for _ in range(32)]
+        begin = time.perf_counter()
+        for _ in range(8):
+            _, outs = generate(histories, 128)
+            histories = [history + out_ids + some(384) for history, out_ids in zip(histories, outs)]
+        measure("agentic", {"s": time.perf_counter() - begin})
     cache = llm.llm_engine.vllm_config.cache_config
     measure("kv_tokens", cache.num_gpu_blocks * cache.block_size)
 
@@ -173,13 +223,18 @@ async def mixed(budget: int, every_s: float = 0.5) -> dict[str, Any]:
 
 
 def main() -> None:
-    """vllm_gpu.py OUT [--mixed BUDGET ...]: one engine a process, so each part is run in one of its own."""
-    out, *rest = sys.argv[1:]
-    if rest and rest[0] == "--mixed":
-        figures = {f"budget_{n}": asyncio.run(mixed(int(n))) for n in rest[1:]}
-        Path(out).write_text(json.dumps(figures, indent=1))
+    """One engine a process, so each part is run in one of its own."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--mixed", type=int, nargs="+", metavar="BUDGET")
+    parser.add_argument("--model", metavar="FOLDER", help="with a config.json; default: a Llama of 8B parameters")
+    parser.add_argument("--only", nargs="+", default=EVERYTHING, help="of these, or bN for a batch, N for a prompt")
+    args = parser.parse_args()
+    if args.mixed:
+        figures = {f"budget_{n}": asyncio.run(mixed(n)) for n in args.mixed}
+        args.out.write_text(json.dumps(figures, indent=1))
     else:
-        offline(Path(out))
+        offline(args.out, args.model or model_folder(), args.only)
 
 
 if __name__ == "__main__":

@@ -64,6 +64,12 @@ _OPTIONS = (  # flag, configuration key, placeholder, help
     ("--decode-workers", "engine.decode_workers", "N", "per model, with --prefill-workers"),
     ("--threads", "engine.threads", "N", "CPU threads per worker (default: cores)"),
     ("--kv-bytes", "engine.kv_bytes", "SIZE", "KV cache per worker, e.g. 4G (default: a quarter of the memory, ≤ 2G)"),
+    (
+        "--gpu-memory-share",
+        "engine.gpu_memory_share",
+        "F,F",
+        "of a GPU's memory, for each MODEL (default: even shares)",
+    ),
     ("--max-running", "engine.max_running", "N", "sequences in a batch"),
     ("--token-budget", "engine.token_budget", "N", "tokens computed per step"),
     ("--log-level", "log.level", "LEVEL", "debug, info, warning or error"),

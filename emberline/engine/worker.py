@@ -232,7 +232,7 @@ def _step_loop(
     from emberline.engine.gpu.preparation import StepPreparation
     from emberline.engine.gpu.transfer import device_transfers, exported_pools
 
-    engine = GpuEngine.open(model, _limits(model.config, None, args), device, args.kv_bytes)
+    engine = GpuEngine.open(model, _limits(model.config, None, args), device, args.kv_bytes, args.memory_share)
     n_blocks, cache, limits = caches(engine.memory.kv)
     pools, spans = exported_pools(model.kv_groups, n_blocks, device) if args.role == "decode" else (None, [])
     gpu_runner = engine.runner(n_blocks, limits, pools=pools)
@@ -266,6 +266,13 @@ def _limits(config: ModelConfig, cache: KVCache | None, args: argparse.Namespace
     )
 
 
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError("must be above 0 and at most 1")
+    return value
+
+
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = process.arguments("emberline.engine.worker", "Serve one model on one socket.")
     parser.add_argument("--model", type=Path, required=True, metavar="PATH", help="a GGUF file or a checkpoint folder")
@@ -273,6 +280,13 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.set_defaults(max_running=None, token_budget=None)  # depend on the device
     parser.add_argument(
         "--kv-bytes", type=process.positive, metavar="N", help="size of the KV cache; default: from the free memory"
+    )
+    parser.add_argument(
+        "--memory-share",
+        type=_share,
+        default=1.0,
+        metavar="F",
+        help="of the GPU's memory, for weights, KV and all else",
     )
     parser.add_argument("--threads", type=process.positive, metavar="N", help="CPU threads; default: one per core")
     parser.add_argument(

@@ -41,6 +41,7 @@ class WorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     gpu: str | None  # the one that is visible to it
     kv_bytes: int  # 0: the worker decides, from its GPU's free memory
+    memory_share: float = 1.0  # of its GPU, for weights, KV cache and everything else
     threads: int  # 0: the worker decides
     shares_cpu: bool = False  # `threads` only while no other worker computes
     role: WorkerRole = "both"
@@ -64,7 +65,7 @@ def plan_workers(
     core_sets = _core_sets(n_workers) if pins else []
     threads = max(1, machine.cores() // n_workers) if core_sets else machine.cores()
     plans: list[WorkerPlan] = []
-    for model, path in models.items():
+    for (model, path), share in zip(models.items(), _memory_shares(config, len(models))):
         for index, role in enumerate(roles):
             number = first + len(plans)
             label = f"{number}" if role == "both" else f"{role}{index - roles.index(role)}"
@@ -77,6 +78,7 @@ def plan_workers(
                     device="cuda" if gpus else "cpu",
                     gpu=gpus[index % len(gpus)] if gpus else None,
                     kv_bytes=config.kv_bytes or (0 if gpus else kv_bytes),
+                    memory_share=share / max(1, -(-len(roles) // max(1, len(gpus)))),
                     threads=config.threads or (0 if gpus else threads),
                     shares_cpu=not (config.threads or gpus or core_sets) and number < cpu_share.MAX_WORKERS,
                     role=role,
@@ -84,6 +86,25 @@ def plan_workers(
                 )
             )
     return plans
+
+
+def _memory_shares(config: EngineConfig, n_models: int) -> list[float]:
+    """Each model's share of a GPU."""
+    shares = list(config.gpu_memory_share)
+    if not shares:
+        return [1 / max(1, n_models)] * n_models
+    if len(shares) == 1:
+        return shares * n_models
+    if len(shares) != n_models:
+        raise BadInput(
+            f"{len(shares)} shares of the GPU's memory for {n_models} models: give one for each, or one for all",
+            param="gpu_memory_share",
+        )
+    if sum(shares) > 1:
+        raise BadInput(
+            f"the shares of the GPU's memory add up to {sum(shares):g}, more than 1", param="gpu_memory_share"
+        )
+    return shares
 
 
 def workers_per_model(config: EngineConfig) -> int:
@@ -188,6 +209,7 @@ def worker_spec(plan: WorkerPlan, config: EngineConfig, socket: Path, token: str
     arguments = ["--model", str(plan.path), "--name", plan.model, "--socket", str(socket), "--device", plan.device]
     for flag, value in (
         ("--kv-bytes", plan.kv_bytes),
+        ("--memory-share", plan.memory_share if plan.gpu is not None and plan.memory_share < 1 else 0),
         ("--threads", plan.threads),
         ("--max-running", config.max_running),
         ("--token-budget", config.token_budget),

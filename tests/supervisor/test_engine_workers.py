@@ -93,6 +93,25 @@ def test_prefill_and_decode_workers_get_disjoint_cores(monkeypatch: pytest.Monke
     ] == [()] * 3
 
 
+def test_models_on_one_gpu_have_explicit_or_even_shares_of_its_memory(monkeypatch):
+    monkeypatch.setattr(machine, "gpus", lambda: ["0"])
+
+    def shares(*given):
+        plans = plan_workers(EngineConfig(gpu_memory_share=given), MODELS)
+        return [plan.memory_share for plan in plans]
+
+    assert shares() == [0.5, 0.5]
+    assert shares(0.7, 0.3) == [0.7, 0.3]
+    assert shares(0.4) == [0.4, 0.4]
+    (plan, _) = plan_workers(EngineConfig(gpu_memory_share=(0.7, 0.3)), MODELS)
+    arguments = worker_spec(plan, EngineConfig(), Path("/run/w.sock"), "t").arguments
+    assert arguments[arguments.index("--memory-share") + 1] == "0.7"
+    with pytest.raises(BadInput, match="3 shares of the GPU's memory for 2 models"):
+        shares(0.2, 0.2, 0.2)
+    with pytest.raises(BadInput, match=r"add up to 1\.2, more than 1"):
+        shares(0.6, 0.6)
+
+
 @pytest.mark.parametrize("config", [EngineConfig(prefill_workers=1), EngineConfig(decode_workers=1)])
 def test_one_role_alone_is_refused(config: EngineConfig) -> None:
     with pytest.raises(BadInput, match="--prefill-workers N and --decode-workers M"):

@@ -39,8 +39,10 @@ class GpuEngine:
     prefill: LatencyTarget
 
     @classmethod
-    def open(cls, model: Decoder, limits: Limits, device: str, kv_bytes: int | None) -> "GpuEngine":
-        """`limits` of the model; the KV cache may reduce its context further."""
+    def open(
+        cls, model: Decoder, limits: Limits, device: str, kv_bytes: int | None, memory_share: float = 1.0
+    ) -> "GpuEngine":
+        """`limits` of the model; the KV cache may reduce its context further. `memory_share`: of the device."""
         weights = torch.cuda.memory_allocated(device)
         n_rows = limits.max_running + CHUNK_ROWS
         quantized = any(isinstance(matrix, QuantizedMatrix) for matrix in model.matrices)
@@ -55,7 +57,9 @@ class GpuEngine:
         reserve = reserve_bytes(limits, len(model.kv_groups), result)
         free, total = torch.cuda.mem_get_info(device)
         allocated = torch.cuda.memory_reserved(device)
-        memory = device_memory_budget(total, free, weights, workspace, state, reserve, allocated, kv_bytes)
+        memory = device_memory_budget(
+            total, free, weights, workspace, state, reserve, allocated, kv_bytes, memory_share
+        )
         _log.info("%s", memory.table())
         return cls(model, device, sampler, memory, LatencyTarget(GPU_SHAPES))
 

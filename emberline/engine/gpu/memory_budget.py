@@ -7,6 +7,7 @@ from emberline.engine.scheduler.limits import Limits
 from emberline.protocol.errors import BadInput
 
 GIB = 1 << 30
+CONTEXT_BYTES = 600 << 20  # of a process's CUDA context; measured
 _GRAPH_BYTES = 2 << 20  # of a captured step; measured
 _LIBRARY_BYTES = 160 << 20  # code of kernels and libraries, workspaces of cuBLAS, small tensors; measured
 
@@ -16,7 +17,7 @@ class DeviceMemoryBudget:
     """Bytes of an accelerator, counted before they are allocated."""
 
     total: int
-    elsewhere: int  # the driver and other processes
+    elsewhere: int  # the driver and other processes, and what is left to them
     weights: int
     workspace: int
     state: int  # tables and buffers by slot, including the sampler
@@ -53,16 +54,32 @@ def reserve_bytes(limits: Limits, n_groups: int, result_bytes: int) -> int:
 
 
 def device_memory_budget(
-    total: int, free: int, weights: int, workspace: int, state: int, reserve: int, allocated: int, kv_bytes: int | None
-) -> DeviceMemoryBudget:
-    """`free` and `allocated` are current; `allocated` includes the weights and what else is already taken."""
+    total: int, free: int, weights: int, workspace: int, state: int, reserve: int, allocated: int,
+    kv_bytes: int | None, share: float = 1.0,
+) -> DeviceMemoryBudget:  # fmt: skip
+    """`free` and `allocated` are current; `allocated` includes the weights and what else is already taken.
+
+    A `share` below 1 leaves the rest of the device, and the CUDA contexts, to other processes, started or not.
+    """
     elsewhere = total - free - allocated
+    if share < 1:
+        elsewhere = max(elsewhere, total - int(share * total) + CONTEXT_BYTES)
     most = total - elsewhere - weights - workspace - state - reserve
     if most <= 0 or (kv_bytes is not None and kv_bytes > most):
         raise BadInput(
             f"{(total - elsewhere) / GIB:.1f} GiB of the device are available; weights take {weights / GIB:.1f},"
-            f" a step {(workspace + state + reserve) / GIB:.1f}: that leaves {max(most, 0) / GIB:.1f} for KV"
-            " (give less with --kv-bytes, or a smaller --token-budget)",
+            f" a step {(workspace + state + reserve) / GIB:.1f}: {_short(most, kv_bytes)}; {_remedies(share)}",
             param="kv_bytes",
         )
     return DeviceMemoryBudget(total, elsewhere, weights, workspace, state, reserve, kv_bytes or most)
+
+
+def _short(most: int, kv_bytes: int | None) -> str:
+    if most <= 0:
+        return f"{(1 - most) / GIB:.1f} too many, before any KV"
+    return f"that leaves {most / GIB:.1f} for KV, {((kv_bytes or 0) - most) / GIB:.1f} fewer than asked"
+
+
+def _remedies(share: float) -> str:
+    more = "a larger --gpu-memory-share, " if share < 1 else ""
+    return f"give {more}a smaller --kv-bytes or --token-budget, a quantized checkpoint, or a GPU with more memory"

@@ -1,7 +1,13 @@
 import pytest
 import torch
 
-from emberline.engine.gpu.memory_budget import GIB, device_memory_budget, reserve_bytes, runner_state_bytes
+from emberline.engine.gpu.memory_budget import (
+    CONTEXT_BYTES,
+    GIB,
+    device_memory_budget,
+    reserve_bytes,
+    runner_state_bytes,
+)
 from emberline.engine.gpu.shapes import max_graphs
 from emberline.engine.scheduler.limits import Limits
 from emberline.protocol.errors import BadInput
@@ -10,10 +16,10 @@ from tests.engine.gpu.test_runner import FULL, WINDOW, Padded, runner_of
 WEIGHTS, WORKSPACE, STATE, RESERVE = 15 * GIB, GIB // 2, GIB // 8, 448 << 20
 
 
-def plan(kv_bytes=None, total=140 * GIB, elsewhere=GIB // 2):
+def plan(kv_bytes=None, total=140 * GIB, elsewhere=GIB // 2, share=1.0):
     allocated = WEIGHTS + WORKSPACE  # the runner state is not allocated yet
     free = total - elsewhere - allocated
-    return device_memory_budget(total, free, WEIGHTS, WORKSPACE, STATE, RESERVE, allocated, kv_bytes)
+    return device_memory_budget(total, free, WEIGHTS, WORKSPACE, STATE, RESERVE, allocated, kv_bytes, share)
 
 
 def test_the_kv_cache_gets_the_remaining_memory():
@@ -30,10 +36,25 @@ def test_requested_kv_bytes_are_used():
     assert made.free == plan().kv - 8 * GIB
 
 
-@pytest.mark.parametrize("asked", [dict(kv_bytes=130 * GIB), dict(total=16 * GIB)])
-def test_a_budget_that_does_not_fit_is_refused(asked):
-    with pytest.raises(BadInput, match=r"weights take 15\.0, a step 1\.1: that leaves"):
+@pytest.mark.parametrize(
+    ("asked", "short"),
+    [
+        (dict(kv_bytes=130 * GIB), r"that leaves 123\.4 for KV, 6\.6 fewer than asked"),
+        (dict(total=16 * GIB), r"0\.6 too many, before any KV"),
+    ],
+)
+def test_a_budget_that_does_not_fit_is_refused_and_says_by_how_much(asked, short):
+    with pytest.raises(BadInput, match=rf"weights take 15\.0, a step 1\.1: {short}; give a smaller --kv-bytes"):
         plan(**asked)
+
+
+def test_a_share_leaves_the_rest_of_the_device_to_others():
+    half = plan(share=0.5)
+    assert half.kv == 70 * GIB - CONTEXT_BYTES - WEIGHTS - WORKSPACE - STATE - RESERVE
+    assert plan(share=0.5, elsewhere=60 * GIB).kv == half.kv, "another process may have taken its own share already"
+    assert plan(share=0.5, elsewhere=90 * GIB).kv < half.kv, "or more than that"
+    with pytest.raises(BadInput, match="a larger --gpu-memory-share"):
+        plan(share=0.1)
 
 
 def test_the_reserve_follows_the_model_and_the_limits():
