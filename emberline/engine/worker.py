@@ -29,7 +29,9 @@ from emberline.kv.cache import KVCache
 from emberline.kv.transfer.manager import host_transfers
 from emberline.protocol.errors import BadInput
 from emberline.protocol.frames import EngineInfo
-from emberline.weights.checkpoint import open_checkpoint
+from emberline.weights.checkpoint import Checkpoint, open_checkpoint
+from emberline.weights.generated import generate_checkpoint
+from emberline.weights.hf_checkpoint import folder_config
 from emberline.weights.model_config import ModelConfig
 from emberline.weights.readahead import ReadAhead, model_files
 from emberline.weights.task_config import TaskConfig, task_of
@@ -77,7 +79,7 @@ def build(args: argparse.Namespace) -> tuple[StepLoop | EncoderLoop | SpeechLoop
     if task.task != "generate":
         return _build_encoder(args, task)
     ahead = _read_ahead(args)
-    checkpoint = open_checkpoint(args.model)
+    checkpoint = _open_checkpoint(args)
     if "TRITON_CACHE_DIR" not in os.environ:
         os.environ["TRITON_CACHE_DIR"] = str(private_cache_dir() / "triton")
     compile_server = start_server() if _expects_cuda(args) else None
@@ -183,6 +185,12 @@ def _build_speech(args: argparse.Namespace) -> tuple[SpeechLoop, EngineInfo, dic
     return SpeechLoop(model, tuple(model.languages), cpu_share=cpu_share), info, facts
 
 
+def _open_checkpoint(args: argparse.Namespace) -> Checkpoint:
+    if args.random_weights is None:
+        return open_checkpoint(args.model)
+    return generate_checkpoint(folder_config(args.model), args.random_weights)
+
+
 def _expects_cuda(args: argparse.Namespace) -> bool:
     """Known before torch is imported."""
     return args.device != "cpu" and Path("/dev/nvidiactl").exists()
@@ -190,7 +198,7 @@ def _expects_cuda(args: argparse.Namespace) -> bool:
 
 def _read_ahead(args: argparse.Namespace) -> ReadAhead | None:
     """For an accelerator the whole checkpoint is read once: begin before torch is imported."""
-    if not _expects_cuda(args):
+    if not _expects_cuda(args) or args.random_weights is not None:
         return None
     return ReadAhead(model_files(args.model), free_host_bytes() // 2)
 
@@ -287,6 +295,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         default=1.0,
         metavar="F",
         help="of the GPU's memory, for weights, KV and all else",
+    )
+    parser.add_argument(
+        "--random-weights", type=int, metavar="SEED", help="for a folder with config.json only: to measure, not to use"
     )
     parser.add_argument("--threads", type=process.positive, metavar="N", help="CPU threads; default: one per core")
     parser.add_argument(

@@ -22,9 +22,9 @@ class Checkpoint:
     with i + head_dim / 2, and norm weights multiply as stored.
     """
 
-    def __init__(self, files: CheckpointFiles) -> None:
+    def __init__(self, files: CheckpointFiles, fingerprint: str | None = None) -> None:
         self.config: ModelConfig = files.config
-        self.fingerprint = _fingerprint(files.config, files.weights)
+        self.fingerprint = fingerprint or _fingerprint(files.config, files.weights)
         self._weights = files.weights
         self._close = files.close
 

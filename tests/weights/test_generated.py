@@ -1,0 +1,85 @@
+"""Random weights of a configuration: real shapes, no memory, the same for the same seed."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from emberline.models.registry import load_model
+from emberline.weights.generated import generate_checkpoint
+from emberline.weights.hf_config import read_config
+from emberline.weights.tensor_shapes import check_tensors
+
+LLAMA = dict(
+    model_type="llama", hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, vocab_size=300, max_position_embeddings=512, rms_norm_eps=1e-5, rope_theta=1e4,
+)  # fmt: skip
+QWEN_MOE = LLAMA | dict(
+    model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=16,
+    norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[],
+)  # fmt: skip
+
+
+def config(values):
+    return read_config(values, {})
+
+
+@pytest.mark.parametrize("values", [LLAMA, QWEN_MOE])
+def test_has_the_tensors_of_its_configuration(values):
+    made = generate_checkpoint(config(values), 0)
+    check_tensors(made.config, {name: made.weight(name) for name in made.names})
+
+
+def test_the_same_seed_gives_the_same_weights_and_another_seed_others():
+    one, same, other = (generate_checkpoint(config(LLAMA), seed) for seed in (5, 5, 6))
+    name = "blk.1.ffn_down.weight"
+    np.testing.assert_array_equal(one.weight(name).dense(), same.weight(name).dense())
+    assert one.fingerprint == same.fingerprint != other.fingerprint
+    assert (one.weight(name).dense() != other.weight(name).dense()).mean() > 0.9
+    assert (one.weight(name).dense() != one.weight("blk.0.ffn_down.weight").dense()).mean() > 0.9
+
+
+def test_numbers_have_the_deviation_that_keeps_activations_of_unit_size():
+    made = generate_checkpoint(config(LLAMA | dict(hidden_size=1024, num_attention_heads=8)), 1)
+    weight = made.weight("blk.0.ffn_gate.weight").dense()
+    assert weight.std() * 1024**0.5 == pytest.approx(1, abs=0.05)
+    assert abs(np.corrcoef(weight[0], weight[1])[0, 1]) < 0.15
+    assert (made.weight("blk.0.attn_norm.weight").dense() == 1).all()
+
+
+def test_a_model_runs_on_them():
+    model = load_model(generate_checkpoint(config(LLAMA), 0), "cpu")
+    assert [group.layers for group in model.kv_groups] == [(0, 1)]
+
+
+def test_a_model_larger_than_memory_takes_none():
+    """70 billion parameters, in a process with 2 GB of address space beyond its imports."""
+    program = f"""
+import json, resource
+from emberline.weights.generated import generate_checkpoint
+from emberline.weights.hf_config import read_config
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (2 << 30),) * 2)
+values = json.loads({
+        json.dumps(
+            json.dumps(
+                LLAMA
+                | dict(
+                    hidden_size=8192,
+                    intermediate_size=28672,
+                    num_hidden_layers=80,
+                    num_attention_heads=64,
+                    num_key_value_heads=8,
+                    vocab_size=128256,
+                )
+            )
+        )
+    })
+made = generate_checkpoint(read_config(values, {{}}), 0)
+print(sum(2 * made.weight(name).shape[0] * (made.weight(name).shape + (1,))[1] for name in made.names))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-1500:]
+    assert int(done.stdout) > 130e9
