@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from emberline.kernels.moe import Routing
 from emberline.protocol.block_hash import KVGroup
 
 
@@ -150,29 +151,22 @@ class MLP:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoE:
-    """A mixture of experts: each token is computed by its `top_k` experts, whose weighted sum is added to the residual.
-
-    scores = scoring(router @ x); experts are chosen by score + correction_bias, weighted by score alone.
+    """Norm, router and experts: each token is computed by the experts chosen for it, and their weighted sum is added to
+    the residual. See `kernels.moe`.
     """
 
     norm: Tensor
     router: Tensor  # [experts, hidden], multiplied in float32
     router_bias: Tensor | None = None  # float32 [experts]
-    correction_bias: Tensor | None = None  # float32 [experts]
+    routing: Routing
+    correction_bias: Tensor | None = None  # float32 [experts], added to the scores for the choice of experts only
     gate_up: Any  # the backend's expert matrices: [experts, 2 * width, hidden], with biases where the model has them
     down: Any  # [experts, hidden, width]
     shared: MLP | None = None  # experts that compute every token, as one MLP; their norm is the block's
     post_norm: Tensor | None = None
     eps: float
-    experts: int
-    top_k: int
-    scoring: str  # "softmax" or "sigmoid"
-    normalize: bool = False  # the chosen experts' weights to a sum of 1
-    scale: float = 1.0  # of the weights
-    n_groups: int = 1  # of experts; only those of the `top_groups` best groups may be chosen
-    top_groups: int = 1
     weight_on_input: bool = False  # the weight multiplies an expert's input, not its output
-    activation: str  # "silu", "gelu_tanh", or "swiglu_clamped": GPT-OSS's
+    activation: str  # as of `moe.gated_activation`
 
     @property
     def matrices(self) -> tuple[Any, ...]:

@@ -18,6 +18,7 @@ from emberline.kernels.backend import (
     Rope,
     WeightSource,
 )
+from emberline.kernels.moe import TorchExperts, gated_activation, route, router_logits, run_experts
 from emberline.protocol.block_hash import BLOCK_TOKENS, KVGroup
 
 # --- the operations that blocks are made of ---------------------------------------------------------------------------
@@ -33,14 +34,6 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     first, second = x.float().chunk(2, dim=-1)
     cosine, sine = cosine[:, None], sine[:, None]
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1).to(x.dtype)
-
-
-def activate(name: str, gate: Tensor, up: Tensor) -> Tensor:
-    """The inner activation of a gated MLP."""
-    if name == "swiglu_clamped":
-        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
-        return gate * torch.sigmoid(1.702 * gate) * (up + 1)
-    return (F.silu(gate) if name == "silu" else F.gelu(gate, approximate="tanh")) * up
 
 
 def attend(
@@ -72,36 +65,17 @@ def attend(
     return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
 
 
-def route(logits: Tensor, moe: MoE) -> tuple[Tensor, Tensor]:
-    """The chosen experts of each token, and their weights: int64 and float32 [tokens, top_k]. logits: float32."""
-    scores = logits.softmax(-1) if moe.scoring == "softmax" else logits.sigmoid()
-    choice = scores if moe.correction_bias is None else scores + moe.correction_bias
-    if moe.n_groups > 1:  # a group is as good as its two best experts together
-        groups = choice.view(len(choice), moe.n_groups, -1)
-        best = groups.topk(2, dim=-1).values.sum(-1).topk(moe.top_groups, dim=-1).indices
-        excluded = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, False)
-        choice = groups.masked_fill(excluded[..., None], -torch.inf).flatten(1)
-    experts = choice.topk(moe.top_k, dim=-1).indices
-    weights = scores.gather(1, experts)
-    if moe.normalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return experts, weights * moe.scale
-
-
 # --- the backend ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class TorchMatrix:
-    weight: Tensor  # [rows, cols]; of experts: [experts, rows, cols]
-    bias: Tensor | None  # without cols
+    weight: Tensor  # [rows, cols]
+    bias: Tensor | None
 
     @property
     def shape(self) -> torch.Size:
         return self.weight.shape
-
-    def __getitem__(self, expert: int) -> "TorchMatrix":
-        return TorchMatrix(self.weight[expert], None if self.bias is None else self.bias[expert])
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +113,12 @@ class TorchBackend:
 
     def load_experts(
         self, experts: list[list[WeightSource]], bias: list[list[WeightSource]] | None = None, *, gated: bool = False
-    ) -> TorchMatrix:
+    ) -> TorchExperts:
         matrices = [self.load_matrix(weights, None if bias is None else bias[e]) for e, weights in enumerate(experts)]
         biases = [matrix.bias for matrix in matrices if matrix.bias is not None]
-        return TorchMatrix(torch.stack([matrix.weight for matrix in matrices]), torch.stack(biases) if biases else None)
+        return TorchExperts(
+            torch.stack([matrix.weight for matrix in matrices]), torch.stack(biases) if biases else None
+        )
 
     def begin_step(self, step: Any, kv: list[Tensor], groups: tuple[KVGroup, ...], ropes: list[Rope]) -> TorchStep:
         tables = []
@@ -181,21 +157,19 @@ class TorchBackend:
 
     def moe(self, moe: MoE, residual: Tensor) -> None:
         x = rms_norm(residual, moe.norm, moe.eps)
-        chosen, weights = route(self._multiply(x.float(), TorchMatrix(moe.router.float(), moe.router_bias)), moe)
-        out = torch.zeros_like(x, dtype=torch.float32)
-        for expert in sorted(set(chosen.flatten().tolist())):
-            tokens, place = (chosen == expert).nonzero(as_tuple=True)
-            weight = weights[tokens, place, None]
-            given = (x[tokens] * weight).to(x.dtype) if moe.weight_on_input else x[tokens]
-            made = self._gated(given, moe.gate_up[expert], moe.down[expert], moe.activation).float()
-            out.index_add_(0, tokens, made if moe.weight_on_input else made * weight)
+        out = torch.cat([self._experts(part, moe) for part in torch.split(x, 1 if self._row_by_row else len(x) or 1)])
         if moe.shared is not None:
             out += self._gated(x, moe.shared.gate_up, moe.shared.down, moe.shared.activation)
         _add(out.to(x.dtype), residual, moe.post_norm, moe.eps)
 
+    def _experts(self, x: Tensor, moe: MoE) -> Tensor:
+        logits = router_logits(x, moe.router, moe.router_bias)
+        chosen, weights = route(logits, moe.routing, moe.correction_bias)
+        return run_experts(x, chosen, weights, moe.gate_up, moe.down, moe.activation, moe.weight_on_input)
+
     def _gated(self, x: Tensor, gate_up: TorchMatrix, down: TorchMatrix, activation: str) -> Tensor:
         gate, up = self._multiply(x, gate_up).chunk(2, dim=-1)
-        return self._multiply(activate(activation, gate, up), down)
+        return self._multiply(gated_activation(activation, gate, up), down)
 
     # --- attention blocks ---------------------------------------------------------------------------------------------
 

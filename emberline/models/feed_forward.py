@@ -1,7 +1,9 @@
 """Feed-forward blocks, built from a layer's weights and the model's configuration."""
 
 from emberline.kernels.backend import MLP, MoE
+from emberline.kernels.moe import Routing, check_routing
 from emberline.models.layer_weights import LayerWeights
+from emberline.weights.model_config import BadCheckpoint
 
 
 def feed_forward(layer: LayerWeights) -> MLP | MoE:
@@ -24,6 +26,11 @@ def mlp(layer: LayerWeights, *, post_norm: str | None = None) -> MLP:
 def moe(layer: LayerWeights) -> MoE:
     """Experts, and the shared ones where the configuration gives them a width."""
     config, moe = layer.config, layer.config.moe
+    routing = Routing(moe.top_k, moe.scoring, moe.n_groups, moe.top_groups, moe.normalize, moe.scale)
+    try:
+        check_routing(routing, moe.experts)
+    except ValueError as error:
+        raise BadCheckpoint(str(error)) from None
     norm, shared = layer.norm("ffn_norm"), None
     if moe.shared_width:
         shared = MLP(
@@ -37,18 +44,12 @@ def moe(layer: LayerWeights) -> MoE:
         norm=norm,
         router=layer.tensor("ffn_gate_inp"),
         router_bias=layer.vector("ffn_gate_inp", "bias") if moe.biases else None,
+        routing=routing,
         correction_bias=layer.vector("exp_probs_b", "bias") if moe.correction_bias else None,
         gate_up=layer.experts("ffn_gate_exps", "ffn_up_exps", n=moe.experts, bias=moe.biases, gated=True),
         down=layer.experts("ffn_down_exps", n=moe.experts, bias=moe.biases),
         shared=shared,
         eps=config.norm_eps,
-        experts=moe.experts,
-        top_k=moe.top_k,
-        scoring=moe.scoring,
-        normalize=moe.normalize,
-        scale=moe.scale,
-        n_groups=moe.n_groups,
-        top_groups=moe.top_groups,
         weight_on_input=moe.weight_on_input,
         activation=moe.activation,
     )

@@ -19,7 +19,8 @@ from emberline.kernels.backend import (
     QueryTemperature,
     Rope,
 )
-from emberline.kernels.reference import TorchBackend, TorchMatrix, attend, rms_norm, rotate, route
+from emberline.kernels.moe import Routing
+from emberline.kernels.reference import TorchBackend, TorchMatrix, attend, rms_norm, rotate
 from emberline.protocol.block_hash import KVGroup
 
 HIDDEN, TOKENS, EPS = 24, 21, 1e-6
@@ -142,10 +143,9 @@ def test_grouped_query_attention_token_by_token(name: str) -> None:
 
 def moe(**more: Any) -> MoE:
     width, experts = 5, 8
-    fields = {"top_k": 2, "scoring": "softmax", "activation": "silu"} | more
     return MoE(
         norm=torch.ones(HIDDEN), router=noise(experts, HIDDEN, seed=1), gate_up=matrix(experts, 2 * width, HIDDEN),
-        down=matrix(experts, HIDDEN, width, seed=2), eps=EPS, experts=experts, **fields,
+        down=matrix(experts, HIDDEN, width, seed=2), eps=EPS, routing=Routing(2), activation="silu", **more,
     )  # fmt: skip
 
 
@@ -158,7 +158,7 @@ def expert_output(block: MoE, x: Tensor, expert: int) -> Tensor:
 @pytest.mark.parametrize("row_by_row", [False, True])
 def test_each_token_is_computed_by_its_experts(on_input: bool, row_by_row: bool) -> None:
     shared = MLP(norm=torch.ones(HIDDEN), gate_up=matrix(6, HIDDEN), down=matrix(HIDDEN, 3), eps=EPS, activation="silu")
-    block, x = moe(shared=shared, weight_on_input=on_input, normalize=True), noise(TOKENS, HIDDEN, seed=9)
+    block, x = moe(shared=shared, weight_on_input=on_input), noise(TOKENS, HIDDEN, seed=9)
     normed = rms_norm(x, block.norm, EPS)
     want = x.clone()
     for token, row in enumerate(normed):
@@ -170,13 +170,3 @@ def test_each_token_is_computed_by_its_experts(on_input: bool, row_by_row: bool)
         want[token] += (torch.nn.functional.silu(gate) * up) @ shared.down.weight.T
     TorchBackend(row_by_row=row_by_row).moe(block, x)
     torch.testing.assert_close(x, want, rtol=1e-4, atol=1e-5)
-
-
-def test_experts_are_chosen_by_corrected_scores_within_the_best_groups_and_weighted_by_plain_ones() -> None:
-    bias = torch.tensor([0.0, 0.0, 0.9, 0.9, 0.0, 0.0, 0.0, 0.0])
-    block = moe(scoring="sigmoid", correction_bias=bias, n_groups=4, top_groups=1, normalize=True, scale=2.5)
-    logits = torch.tensor([[3.0, 2.0, 1.0, 0.5, 2.5, 2.5, -1.0, 0.0]])
-    experts, weights = route(logits, block)
-    assert experts.tolist() == [[2, 3]], "group 1 is the best only with its correction"
-    scores = logits[0, 2:4].sigmoid()
-    torch.testing.assert_close(weights[0], 2.5 * scores / scores.sum())

@@ -7,7 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from emberline.kernels.gpu.launch import cdiv, launch_options, next_power_of_two, pdl_launch_early, pdl_wait
-from emberline.kernels.reference import activate, rms_norm
+from emberline.kernels.moe import gated_activation as gated
+from emberline.kernels.reference import rms_norm
 
 COPY_WORDS = 2048  # of 8 bytes, copied by one program at a time
 PROGRAMS_PER_BLOCK = 8  # programs that share a block: a few blocks keep all SMs busy
@@ -15,7 +16,7 @@ PROGRAMS_PER_BLOCK = 8  # programs that share a block: a few blocks keep all SMs
 
 def gated_activation_reference(gate_up: Tensor, activation: str) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
-    return activate(activation, gate, up)
+    return gated(activation, gate, up)
 
 
 @triton.jit
