@@ -6,7 +6,9 @@ The 4-bit layout: a tile of 128 columns of a row is 32 half-words of 16 bits, an
 and for groups of 32 they share one scale. Two half-words fill a register, so that one instruction decodes two codes and
 none moves bits between lanes. Columns are padded to whole tiles with codes that mean zero; callers mask activations.
 
-Scales are stored with the rows of a group adjacent, [groups, n]: a tile reads a few groups of many rows.
+Scales are stored in words of 32 bits, [words, n]: two bfloat16 of INT4, or the four exponents (e8m0) of MXFP4 of a
+tile, with the rows adjacent. Loaded inside the loop over tiles, words are copied asynchronously like the codes, and the
+products are computed in the layout that the tensor cores read (narrower loads or loop-carried values prevent both).
 
 A value of 4 or 8 bits times a bfloat16 scale is rounded once, as in a matrix that was dequantized to bfloat16. In the
 interpreter, which has no inline PTX, values are float32.
@@ -62,15 +64,38 @@ def codes_to_values(codes: Tensor, kind: str) -> Tensor:
     return table[codes.long()]
 
 
-def scale_to_float(scale: Tensor) -> Tensor:
-    """float32 of a stored scale: bfloat16 or float32, or the exponents (e8m0) of MXFP4 in uint8."""
-    return torch.exp2(scale.float() - 127) if scale.dtype == torch.uint8 else scale.float()
+def scale_words_per_tile(kind: str, group: int) -> int:
+    """Groups are 32, 64 or 128 columns of INT4, or 32 of MXFP4."""
+    return 2 if kind == "int4" and group == 32 else 1
 
 
-def dequantize_reference(halves: Tensor, scale: Tensor, kind: str, k: int) -> Tensor:
-    """float32 [..., n, k] of codes [..., n, halves] and scales [..., groups, n]."""
+def pack_scales(scale: Tensor, kind: str, group: int) -> Tensor:
+    """Scales as checkpoints store them, [..., n, groups], to int32 [..., words, n].
+
+    Those of INT4 are rounded to bfloat16 if they have another dtype; those of MXFP4 are uint8 exponents.
+    """
+    each = scale if kind == "mxfp4" else scale.to(torch.bfloat16).view(torch.int16)
+    if kind == "int4" and group == TILE:
+        each = each.repeat_interleave(2, dim=-1)  # the two halves of a word
+    in_word = 4 if kind == "mxfp4" else 2
+    per_tile = in_word * scale_words_per_tile(kind, group)
+    each = torch.nn.functional.pad(each, (0, -each.shape[-1] % per_tile))  # of padding columns
+    return each.contiguous().view(torch.int32).transpose(-1, -2).contiguous()
+
+
+def unpack_scales(words: Tensor, kind: str, group: int) -> Tensor:
+    """The stored scales as float32 [..., n, groups], with those of padding columns."""
+    each = words.transpose(-1, -2).contiguous()
+    if kind == "mxfp4":
+        return torch.exp2(each.view(torch.uint8).float() - 127)
+    scales = each.view(torch.bfloat16).float()
+    return scales[..., ::2] if group == TILE else scales
+
+
+def dequantize_reference(halves: Tensor, scale: Tensor, kind: str, group: int, k: int) -> Tensor:
+    """float32 [..., n, k] of codes [..., n, halves] and scale words [..., words, n]."""
     values = codes_to_values(unpack_codes(halves)[..., :k], kind)
-    scales = scale_to_float(scale).transpose(-1, -2)  # [..., n, groups]
+    scales = unpack_scales(scale, kind, group)[..., : k // group]
     grouped: Tensor = values.unflatten(-1, (scales.shape[-1], -1)) * scales[..., None]
     return grouped.flatten(-2)
 
@@ -152,14 +177,15 @@ def fp8_values(codes):
 
 
 @triton.jit
-def scale_values(scale, MXFP4: tl.constexpr):
-    """Loaded scales as numbers: of MXFP4 the exponent (e8m0, uint8) becomes a bfloat16, others are numbers already."""
+def slice_scale(first, second, AT: tl.constexpr, WORDS_PER_TILE: tl.constexpr, MXFP4: tl.constexpr):
+    """The scale of columns 32 AT .. 32 AT + 31 of a tile from its word, or its two words."""
     if MXFP4:
+        exponent = (first >> (8 * AT)) & 0xFF
         if _INTERPRETED:
-            return tl.exp2(scale.to(tl.float32) - 127.0)
-        else:
-            return (scale.to(tl.int16) << 7).to(tl.bfloat16, bitcast=True)
-    elif _INTERPRETED:
-        return scale.to(tl.float32)
-    else:
-        return scale
+            return tl.exp2(exponent.to(tl.float32) - 127.0)
+        return (exponent << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    IN_WORD: tl.constexpr = AT % 2 if WORDS_PER_TILE == 2 else AT // 2
+    word = second if WORDS_PER_TILE == 2 and AT >= 2 else first
+    if _INTERPRETED:
+        return ((word >> (16 * IN_WORD)) << 16).to(tl.float32, bitcast=True)
+    return ((word >> (16 * IN_WORD)) & 0xFFFF).to(tl.int16).to(tl.bfloat16, bitcast=True)

@@ -17,9 +17,11 @@ from emberline.kernels.gpu.dequantize import (
     dequantize_reference,
     fp8_values,
     pack_nibbles,
-    scale_to_float,
-    scale_values,
+    pack_scales,
+    scale_words_per_tile,
+    slice_scale,
     unpack_codes,
+    unpack_scales,
 )
 from tests.kernels.gpu.batches import DEVICE
 
@@ -44,42 +46,61 @@ def test_words_of_eight_codes_are_the_same_bytes() -> None:
     assert torch.equal(unpack_codes(pack_nibbles(raw, "int4")).long(), codes)
 
 
+def scales_of(n: int, groups: int, kind: str) -> torch.Tensor:
+    if kind == "mxfp4":
+        return torch.randint(90, 140, (n, groups), dtype=torch.uint8)
+    return torch.rand(n, groups).bfloat16()
+
+
+FORMATS = [("int4", 32), ("int4", 64), ("int4", 128), ("mxfp4", 32)]
+
+
+@pytest.mark.parametrize(("kind", "group"), FORMATS)
+@pytest.mark.parametrize("tiles", [1, 1.5, 3])
+def test_scale_words_keep_every_scale(kind: str, group: int, tiles: float) -> None:
+    groups = int(tiles * TILE) // group
+    scale = scales_of(3, groups, kind)
+    words = pack_scales(scale, kind, group)
+    assert words.shape == (-(-groups * group // TILE) * scale_words_per_tile(kind, group), 3)
+    want = torch.exp2(scale.float() - 127) if kind == "mxfp4" else scale.float()
+    assert torch.equal(unpack_scales(words, kind, group)[:, :groups], want)
+
+
 def test_reference_applies_the_scale_of_each_group() -> None:
     raw = torch.randint(0, 256, (2, 48), dtype=torch.uint8)
-    scale = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]).bfloat16()  # [groups, n]
-    dense = dequantize_reference(pack_nibbles(raw, "int4"), scale, "int4", 96)
+    scale = torch.tensor([[1.0, 3.0, 5.0], [2.0, 4.0, 6.0]]).bfloat16()
+    dense = dequantize_reference(pack_nibbles(raw, "int4"), pack_scales(scale, "int4", 32), "int4", 32, 96)
     plain = torch.stack([raw & 15, raw >> 4], -1).flatten(1).float() - 8
-    assert torch.equal(dense, plain * scale.T.float().repeat_interleave(32, 1))
+    assert torch.equal(dense, plain * scale.float().repeat_interleave(32, 1))
 
 
 @triton.jit
-def _decode(codes, scales, out, MXFP4: tl.constexpr, N: tl.constexpr):
-    at = tl.arange(0, N)
-    halves, scale = tl.load(codes + at), scale_values(tl.load(scales + at), MXFP4)
+def _decode(codes, scales, out, MXFP4: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr):
+    row, half = tl.arange(0, ROWS), tl.arange(0, 32)
+    halves = tl.load(codes + row[:, None] * 32 + half[None, :])
+    first = tl.load(scales + row)
+    second = tl.load(scales + (WORDS - 1) * ROWS + row)
     for i in tl.static_range(4):
-        tl.store(out + i * N + at, (code_values(halves, i, MXFP4) * scale).to(tl.float32))
+        values = code_values(halves, i, MXFP4) * slice_scale(first, second, i, WORDS, MXFP4)[:, None]
+        tl.store(out + row[:, None] * 128 + i * 32 + half[None, :], values.to(tl.float32))
+
+
+@pytest.mark.parametrize(("kind", "group"), FORMATS)
+def test_device_functions_decode_every_code(kind: str, group: int) -> None:
+    raw = torch.randint(0, 256, (16, TILE // 2), dtype=torch.uint8)
+    raw[0] = torch.arange(64) * 4
+    halves = pack_nibbles(raw, kind).to(DEVICE)
+    words = pack_scales(scales_of(16, TILE // group, kind), kind, group).to(DEVICE)
+    out = torch.full((16, TILE), torch.nan, device=DEVICE)
+    _decode[(1,)](halves, words, out, MXFP4=kind == "mxfp4", WORDS=scale_words_per_tile(kind, group), ROWS=16)
+    want = dequantize_reference(halves, words, kind, group, TILE)
+    torch.testing.assert_close(out, want, rtol=2**-8, atol=0)
 
 
 @triton.jit
 def _decode_fp8(codes, out, N: tl.constexpr):
     at = tl.arange(0, N)
     tl.store(out + at, fp8_values(tl.load(codes + at)).to(tl.float32))
-
-
-@pytest.mark.parametrize("kind", ["int4", "mxfp4"])
-def test_device_function_decodes_every_code(kind: str) -> None:
-    n = 1024
-    halves = torch.arange(0, 65536, 64).to(torch.int16) | torch.arange(n).to(torch.int16)
-    halves = halves.to(DEVICE)
-    if kind == "mxfp4":
-        scales = torch.randint(90, 140, (n,), dtype=torch.uint8, device=DEVICE)
-    else:
-        scales = torch.rand(n, device=DEVICE).bfloat16()
-    out = torch.full((4, n), torch.nan, device=DEVICE)
-    _decode[(1,)](halves, scales, out, MXFP4=kind == "mxfp4", N=n)
-    codes = torch.stack([(halves >> (4 * i)) & 15 for i in range(4)])
-    want = codes_to_values(codes, kind) * scale_to_float(scales)
-    torch.testing.assert_close(out, want, rtol=2**-8, atol=0)
 
 
 def test_device_function_decodes_fp8() -> None:
