@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from emberline.kernels.gpu.launch import INTERPRETED, SM_COUNT, cdiv
+from emberline.kernels.gpu.launch import INTERPRETED, SM_COUNT, cdiv, launch_options
 
 # A work item: row, query tile of the row, split, n_splits, key tiles per split, first partial result of the query tile.
 # Field 6 of entry i belongs to no item: it is the first item of the i-th query tile that is split, or -1.
@@ -131,7 +131,7 @@ def plan_latent_splits(
     if n:
         _plan[(cdiv(n, 32),)](
             table, query_starts, context_lens, n_rows, n, head_tiles, max_partials, programs_per_sm * SM_COUNT,
-            TOKENS=tile_tokens, KEYS=tile_keys, ROWS=64, MAX_SPLITS=MAX_SPLITS,
-            ITEM_COST=ITEM_COST, ITEMS=32,
+            TOKENS=tile_tokens, KEYS=tile_keys, ROWS=32, MAX_SPLITS=MAX_SPLITS,
+            ITEM_COST=ITEM_COST, ITEMS=32, **launch_options(False, num_warps=8),
         )  # fmt: skip
     return LatentSplits(table, tile_tokens, min(max_query_tiles(tokens, n_rows, tile_tokens), max_partials // 2))
