@@ -27,6 +27,7 @@ from emberline.api.http.large_requests import LargeRequestRelay
 from emberline.api.http.router import Policy, Router, authorize
 from emberline.api.playground.assets import load as load_assets
 from emberline.api.routes import ROUTES
+from emberline.api.workers_ai.binding import is_wrapped, unwrap
 from emberline.jobs.webhooks.service import WebhookService
 from emberline.protocol import trace_context
 from emberline.protocol.errors import EmberlineError, Internal, NotFound, Unavailable
@@ -73,6 +74,8 @@ class App:
             return await _lifespan(receive, send)
         if scope["type"] != "http":
             return await send({"type": "websocket.close", "code": 1008})
+        if is_wrapped(scope):
+            scope = unwrap(scope)
         clock = Clock()
         relays_large = self._large_requests is not None
         call = Call(

@@ -31,7 +31,7 @@ from emberline.api.openai.completions import CompletionRequest
 from emberline.api.openai.responses import endpoints as responses
 from emberline.api.openai.responses.request import ResponsesRequest
 from emberline.api.playground import assets
-from emberline.api.workers_ai import catalog
+from emberline.api.workers_ai import binding, catalog
 from emberline.api.workers_ai import endpoints as workers_ai
 from emberline.api.workers_ai import event_subscriptions as subscriptions
 from emberline.api.workers_ai.run_request import RunRequest, UniversalRequest
@@ -109,6 +109,16 @@ _WORKERS_AI: tuple[_Row, ...] = (
     ("GET", "/models/schema", catalog.schema, "Describe a model's input and output", None, catalog.MODEL_NAME),
     ("GET", "/tasks/search", catalog.tasks, "List tasks", None, catalog.PAGING),
     ("GET", "/authors/search", catalog.list_authors, "List authors", None, catalog.PAGING),
+)
+_BINDING: tuple[_Row, ...] = (  # as workerd sends it, or wrapped by miniflare
+    ("POST", "/run", binding.run, "Run a model for a Worker", binding.BindingRequest),
+    ("POST", "/ai-gateway/run", binding.run, "Run a model through a gateway for a Worker", binding.BindingRequest),
+    ("GET", "/ai-api/models/search", catalog.models, "Search models for a Worker", None, catalog.MODEL_FILTERS),
+    ("POST", binding.WRAPPED, binding.wrapped, "A request of a Worker, inside another one"),
+    ("GET", binding.WRAPPED, binding.wrapped, "A request of a Worker, inside another one"),
+)
+_BINDING_PROXY: tuple[_Row, ...] = (
+    ("POST", "/run/proxy", binding.wrapped, "A request of a Worker, by way of wrangler"),
 )
 _SUBSCRIPTIONS: tuple[_Row, ...] = (
     ("POST", "", subscriptions.create, "Subscribe to a model's events", subscriptions.NewSubscription),
@@ -191,6 +201,7 @@ def _first_word(path: str) -> str:
         "/v1/",
         "/v2/",
         "/api/",
+        "/",
     ):
         if path.startswith(prefix):
             return path[len(prefix) :].partition("/")[0]
@@ -203,6 +214,8 @@ ROUTES: tuple[Route, ...] = (
     *_routes("", Dialect.OPENAI, _TENANT),
     *_routes("/api", Dialect.OLLAMA, _OLLAMA),
     *_routes(AI, Dialect.NATIVE, _WORKERS_AI),
+    *_routes(AI, Dialect.BINDING, _BINDING_PROXY),
+    *_routes("", Dialect.BINDING, _BINDING),
     *_routes("/v1", Dialect.OPENAI, _OPENAI),
     *_routes("/v2", Dialect.OPENAI, _COHERE),
     *_routes(f"{AI}/v1", Dialect.OPENAI_ENVELOPED, _OPENAI),

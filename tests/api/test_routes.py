@@ -73,12 +73,15 @@ async def check_other_methods(client: httpx.AsyncClient, route: Route) -> None:
         found = answer.json()
         if route.path.startswith("/client"):
             assert found["errors"][0]["code"] == 7001
-        assert ("error" in found) == (route.dialect is not Dialect.NATIVE)
+        native = route.dialect in (Dialect.NATIVE, Dialect.BINDING)
+        assert ("error" in found) is not native
         if route.dialect in (Dialect.OPENAI, Dialect.OPENAI_ENVELOPED):
             assert found["error"]["code"] == "method_not_allowed"
         elif route.dialect is Dialect.OLLAMA:
             assert found == {"error": f"Method {method} not available for that URI."}
-        elif route.dialect is not Dialect.NATIVE:
+        elif route.dialect is Dialect.BINDING:
+            assert (found["name"], found["internalCode"], found["httpCode"]) == ("AiError", 7001, 405)
+        elif not native:
             assert (found["type"], found["error"]["type"]) == ("error", "invalid_request_error")
     if route.method == "GET":
         found = {404} if "{id}" in route.path else {200, 204, 400}

@@ -26,6 +26,7 @@ class Dialect(Enum):
     ANTHROPIC = "anthropic"
     ANTHROPIC_ENVELOPED = "anthropic+envelope"
     OLLAMA = "ollama"
+    BINDING = "binding"  # of a Worker's `AI` binding, which throws it as an AiError
 
 
 class MethodNotAllowed(EmberlineError):
@@ -152,7 +153,7 @@ def codes(error: EmberlineError) -> Codes:
 def error_headers(error: EmberlineError, dialect: Dialect, request_id: str) -> tuple[int, HeaderList]:
     """The HTTP status and the headers of an error response."""
     row = codes(error)
-    status = row.native_status if dialect is Dialect.NATIVE else row.status
+    status = row.native_status if dialect in (Dialect.NATIVE, Dialect.BINDING) else row.status
     headers: HeaderList = []
     if error.kind == "budget_exceeded":
         headers.append((b"x-should-retry", b"false"))  # clients of OpenAI and Anthropic would retry at once
@@ -175,6 +176,8 @@ def error_body(error: EmberlineError, dialect: Dialect, request_id: str) -> dict
     """The JSON object of an error response, and of the error event that ends a started stream."""
     if dialect is Dialect.NATIVE:
         return _envelope(error, request_id)
+    if dialect is Dialect.BINDING:
+        return _ai_error(error, request_id)
     if dialect is Dialect.OLLAMA:
         return {"error": error.message}
     row = codes(error)
@@ -200,3 +203,17 @@ def _envelope(error: EmberlineError, request_id: str) -> dict[str, Any]:
         message = f"AiError: {message} ({request_id})"
     errors = [{"message": message, "code": codes(error).native_code}]
     return {"errors": errors, "success": False, "result": None if error.kind in _ROUTING else {}, "messages": []}
+
+
+def _ai_error(error: EmberlineError, request_id: str) -> dict[str, Any]:
+    """`description` is what the binding's error says; its method `models` reads `errors` instead."""
+    row, envelope = codes(error), _envelope(error, request_id)
+    return {
+        "name": "AiError",
+        "internalCode": row.native_code,
+        "httpCode": row.native_status,
+        "message": envelope["errors"][0]["message"],
+        "description": error.message,
+        "requestId": request_id,
+        **envelope,
+    }

@@ -17,6 +17,10 @@ ANY = "*"
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{1,5})?")
 _EXPOSED = b"x-request-id, cf-ai-req-id, request-id, retry-after, retry-after-ms"
 _MAX_AGE_S = b"600"
+# workerd sends the requests of a Worker's `AI` binding under this name. It is allowed for them alone, and not to pages:
+# whoever owns the name could make it resolve to loopback.
+BINDING_HOST = "workers-binding.ai"
+BINDING_PATHS = ("/run", "/ai-gateway/", "/ai-api/")
 
 
 class Guard:
@@ -35,6 +39,8 @@ class Guard:
     def check(self, scope: Scope) -> None:
         """Raise Forbidden for a Host or an Origin that is not allowed."""
         hosts = _values(scope, b"host")
+        if hosts == [BINDING_HOST] and scope["path"].startswith(BINDING_PATHS) and not _values(scope, b"origin"):
+            return
         if len(hosts) != 1 or not self._host_allowed(hosts[0], scope):
             shown = hosts[0][:100] if hosts else ""
             raise Forbidden(f"the host {shown!r} is not allowed; add it with --allowed-host")

@@ -88,7 +88,7 @@ def _parameters(route: Route) -> list[dict[str, Any]]:
 
 
 def _responses(route: Route) -> dict[str, Any]:
-    native = route.dialect is Dialect.NATIVE
+    native = route.dialect in (Dialect.NATIVE, Dialect.BINDING)
     statuses = {codes.native_status if native else codes.status for codes in CODES.values()}
     failed = {"description": "Refused or failed", "content": {"application/json": {"schema": _failure(route.dialect)}}}
     done: dict[str, Any] = {"description": "Done", "content": {kind: {} for kind in _content_types(route)}}
@@ -110,7 +110,7 @@ def _failure(dialect: Dialect) -> dict[str, Any]:
     if dialect is Dialect.OLLAMA:
         return {"type": "object", "properties": {"error": {"type": "string"}}, "required": ["error"]}
     own = {"type": "object", "properties": {"error": {"$ref": "#/components/schemas/Error"}}, "required": ["error"]}
-    if dialect is Dialect.NATIVE:
+    if dialect in (Dialect.NATIVE, Dialect.BINDING):
         return envelope
     enveloped = dialect in (Dialect.OPENAI_ENVELOPED, Dialect.ANTHROPIC_ENVELOPED)
     return {"allOf": [envelope, own]} if enveloped else own

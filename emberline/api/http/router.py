@@ -51,6 +51,9 @@ APIS = {
     "ps": "models",
     "pull": "models",
     "version": "models",
+    "ai-gateway": "run",  # of the binding, as those below
+    "ai-api": "models",
+    "binding": "run",
 }
 API_NAMES = tuple(dict.fromkeys(APIS.values()))
 

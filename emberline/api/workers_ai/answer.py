@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from emberline.api.common.answer import json_arguments, usage_body
-from emberline.api.http.call import encode
+from emberline.api.http.call import Call, Reply, encode, json_reply
 from emberline.api.http.errors import Dialect, JsonModeFailed
 from emberline.api.http.sse import EventEncoder, data_event, random_padding
 from emberline.protocol.answer import Answer, AnswerChoice
@@ -23,6 +23,15 @@ class ResultOptions(NamedTuple):
 
 def envelope(result: Any, **fields: Any) -> Json:
     return {"result": result, "success": True, "errors": [], "messages": []} | fields
+
+
+def enveloped(call: Call, result: Any) -> Any:
+    """As the caller expects it: the binding of a Worker has no envelope."""
+    return result if call.dialect is Dialect.BINDING else envelope(result)
+
+
+def result_reply(call: Call, result: Any) -> Reply:
+    return json_reply(enveloped(call, result), headers=call.id_headers)
 
 
 def result_body(answer: Answer, options: ResultOptions) -> Json:

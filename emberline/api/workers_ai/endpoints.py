@@ -12,10 +12,10 @@ from emberline.api.common.answer import collect
 from emberline.api.common.chat_fields import is_json
 from emberline.api.common.encoding import json_rows, run_encoding
 from emberline.api.http.body import MAX_VALUES, NO_LIMIT, decode, n_separators, read_body, read_model_body
-from emberline.api.http.call import JSON, Backend, Call, Reply, encode, json_reply
+from emberline.api.http.call import JSON, Backend, Call, Reply, encode
 from emberline.api.http.errors import Dialect, NoSuchBatch, error_body
 from emberline.api.http.sse import send_bytes, stream
-from emberline.api.workers_ai.answer import ResultOptions, RunStream, envelope, result_body
+from emberline.api.workers_ai.answer import ResultOptions, RunStream, enveloped, result_body, result_reply
 from emberline.api.workers_ai.encode_request import EncodeInput, encoded_result, encodes_text
 from emberline.api.workers_ai.run_request import RunRequest, UniversalRequest
 from emberline.api.workers_ai.speech import run_speech
@@ -73,11 +73,16 @@ _reference_decoder = msgspec.json.Decoder(_Reference)
 
 async def run(call: Call) -> Reply | None:
     card = call.service.resolve(call.path_param)  # an unknown model is reported before what is wrong with the body
-    hears = card.task == SPEECH_RECOGNITION
-    raw = await read_body(call, any_type=hears)
-    if hears:
-        return await _hear(call, call.path_param, raw)
-    return await _run_input(call, call.path_param, raw, encodes_text(card))
+    raw = await read_body(call, any_type=card.task == SPEECH_RECOGNITION)
+    return await run_model(call, call.path_param, raw)
+
+
+async def run_model(call: Call, model: str, raw: bytes) -> Reply | None:
+    """`raw`: the model's input."""
+    card = call.service.resolve(model)
+    if card.task == SPEECH_RECOGNITION:
+        return await _hear(call, model, raw)
+    return await _run_input(call, model, raw, encodes_text(card))
 
 
 async def run_universal(call: Call) -> Reply | None:
@@ -107,7 +112,7 @@ async def _run(call: Call, model: str, raw: bytes, body: RunRequest | EncodeInpu
     request, call.field_names = body.to_request(model, call.id)
     encoded = await run_encoding(call, request)
     rows = None if encoded.pooling is None else await json_rows(encoded)
-    return json_reply(envelope(encoded_result(body, encoded, rows)), headers=call.id_headers)
+    return result_reply(call, encoded_result(body, encoded, rows))
 
 
 async def _hear(call: Call, model: str, raw: bytes) -> Reply:
@@ -131,7 +136,7 @@ async def _generate(call: Call, model: str, body: RunRequest) -> Reply | None:
         await stream(call, events, RunStream(call.id, call.dialect, options), call.id_headers)
         return None
     answer = await collect(call, events)
-    return json_reply(envelope(result_body(answer, options)), headers=call.id_headers)
+    return result_reply(call, result_body(answer, options))
 
 
 # --- the queue --------------------------------------------------------------------------------------------------------
@@ -154,7 +159,7 @@ async def _submit(call: Call, model: str, raw: bytes, body: RunRequest | EncodeI
     async def submit(batch_id: str) -> bytes:
         new = new_batch(call, batch_id, "workers_ai", ENDPOINT, model=card.id)
         batch = await submit_requests(call, new, requests)
-        return encode(envelope({"status": "queued", "request_id": batch.id, "model": model}))
+        return encode(enveloped(call, {"status": "queued", "request_id": batch.id, "model": model}))
 
     reply = await submit_once(call, raw, new_batch_id("workers_ai"), submit)
     return reply._replace(headers=[*reply.headers, *call.id_headers])
@@ -179,14 +184,15 @@ async def _poll(call: Call, request_id: str) -> Reply | None:
         position = await call.queue.position(batch)
         status = "running" if position.running or batch.counts.ended else "queued"
         body: Json = {"status": status, "request_id": batch.id, "model": batch.model}
-        return json_reply(envelope(body | position_body(position)), headers=call.id_headers)
+        return result_reply(call, body | position_body(position))
     await send_bytes(call, _responses(call, batch), JSON, call.id_headers)
     return None
 
 
 async def _responses(call: Call, batch: Batch) -> AsyncIterator[bytes]:
     """The envelope, written around the results as they are read."""
-    yield b'{"result":{"responses":['
+    begin = b'{"result":{' if call.dialect is Dialect.NATIVE else b"{"
+    yield begin + b'"responses":['
     separator = b""
     if batch.counts.total:
         async for result in batch_results(call.queue, batch):
@@ -194,8 +200,8 @@ async def _responses(call: Call, batch: Batch) -> AsyncIterator[bytes]:
             separator = b","
     n_in, n_out = batch.input_tokens, batch.output_tokens
     usage = {"prompt_tokens": n_in, "completion_tokens": n_out, "total_tokens": n_in + n_out}
-    rest = encode(envelope({"usage": usage, "request_id": batch.id, "model": batch.model}))
-    yield b"]," + rest.removeprefix(b'{"result":{')
+    rest = encode(enveloped(call, {"usage": usage, "request_id": batch.id, "model": batch.model}))
+    yield b"]," + rest.removeprefix(begin)
 
 
 def _job_result(result: Result) -> bytes:

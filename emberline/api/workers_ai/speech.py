@@ -11,8 +11,8 @@ from msgspec import Meta
 from emberline.api.common.transcript import vtt
 from emberline.api.common.unsupported_fields import UnsupportedField, refuse_unsupported
 from emberline.api.http.body import NO_LIMIT, decode
-from emberline.api.http.call import Call, Reply, json_reply, while_connected
-from emberline.api.workers_ai.answer import envelope
+from emberline.api.http.call import Call, Reply, while_connected
+from emberline.api.workers_ai.answer import result_reply
 from emberline.protocol.errors import BadInput, TooLarge
 from emberline.protocol.request import SpeechRequest
 from emberline.protocol.speech import MAX_AUDIO_BYTES, TimedWord, Transcript
@@ -79,7 +79,7 @@ async def run_speech(call: Call, model: str, raw: bytes) -> Reply:
             request, language=body.language, translate=body.task == "translate", prompt=body.initial_prompt
         )
     transcript = await while_connected(call.receive, call.transcribe(request))
-    return json_reply(envelope(result(transcript)), headers=call.id_headers)
+    return result_reply(call, result(transcript))
 
 
 def result(transcript: Transcript) -> dict[str, Any]:
