@@ -72,6 +72,8 @@ _EXTRAS_OF = {  # of other servers and providers
 
 def continuation_fields(kind: str) -> dict[str, Any]:
     """The fields with which a server continues the last message."""
+    if kind == "anthropic":  # which does so by itself
+        return {}
     if kind not in _ENGINES:
         message = "the server of this model cannot continue a message"
         raise Unsupported(message, param="continue_final_message")

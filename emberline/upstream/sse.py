@@ -43,31 +43,34 @@ def usage_objects(answer: Any) -> list[dict[str, Any]]:
 def read_usage(usage: dict[str, Any]) -> Usage:
     """In the form of OpenAI's chat, OpenAI's responses or Anthropic's messages; anything but a count is 0."""
     if "prompt_tokens" in usage or "input_tokens" not in usage:
-        prompt, details = _count(usage.get("prompt_tokens")), usage.get("prompt_tokens_details")
-        output = _count(usage.get("completion_tokens"))
+        prompt, details = token_count(usage.get("prompt_tokens")), usage.get("prompt_tokens_details")
+        output = token_count(usage.get("completion_tokens"))
         reasoned = usage.get("completion_tokens_details")
     elif _is_responses(usage):
-        prompt, details = _count(usage.get("input_tokens")), usage.get("input_tokens_details")
-        output, reasoned = _count(usage.get("output_tokens")), usage.get("output_tokens_details")
+        prompt, details = token_count(usage.get("input_tokens")), usage.get("input_tokens_details")
+        output, reasoned = token_count(usage.get("output_tokens")), usage.get("output_tokens_details")
     else:  # Anthropic: cached tokens are not part of input_tokens
-        read, written = _count(usage.get("cache_read_input_tokens")), _count(usage.get("cache_creation_input_tokens"))
-        prompt = _count(usage.get("input_tokens")) + read + written
-        return _usage(prompt, read, _count(usage.get("output_tokens")), 0)
-    cached = _count(details.get("cached_tokens")) if isinstance(details, dict) else 0
-    reasoning = _count(reasoned.get("reasoning_tokens")) if isinstance(reasoned, dict) else 0
+        read, written = (
+            token_count(usage.get("cache_read_input_tokens")),
+            token_count(usage.get("cache_creation_input_tokens")),
+        )
+        prompt = token_count(usage.get("input_tokens")) + read + written
+        return _usage(prompt, read, token_count(usage.get("output_tokens")), 0)
+    cached = token_count(details.get("cached_tokens")) if isinstance(details, dict) else 0
+    reasoning = token_count(reasoned.get("reasoning_tokens")) if isinstance(reasoned, dict) else 0
     return _usage(prompt, cached, output, reasoning)
 
 
 def write_cached(usage: dict[str, Any], cached: int) -> None:
     """Replace the cached tokens: with KV transfer the decode server's own count says nothing about prefill."""
     if "prompt_tokens" in usage or "input_tokens" not in usage:
-        cached = min(cached, _count(usage.get("prompt_tokens")))
+        cached = min(cached, token_count(usage.get("prompt_tokens")))
         usage["prompt_tokens_details"] = _with_cached(usage.get("prompt_tokens_details"), cached)
     elif _is_responses(usage):
-        cached = min(cached, _count(usage.get("input_tokens")))
+        cached = min(cached, token_count(usage.get("input_tokens")))
         usage["input_tokens_details"] = _with_cached(usage.get("input_tokens_details"), cached)
     else:
-        total = _count(usage.get("input_tokens")) + _count(usage.get("cache_read_input_tokens"))
+        total = token_count(usage.get("input_tokens")) + token_count(usage.get("cache_read_input_tokens"))
         usage["cache_read_input_tokens"] = min(cached, total)
         usage["input_tokens"] = total - min(cached, total)
 
@@ -99,7 +102,8 @@ def _usage(prompt: int, cached: int, output: int, reasoning: int) -> Usage:
     )
 
 
-def _count(value: Any) -> int:
+def token_count(value: Any) -> int:
+    """0 for anything but a plausible count."""
     return value if type(value) is int and 0 <= value < _MAX_TOKENS else 0
 
 

@@ -7,8 +7,10 @@ from emberline.balancer.endpoint import Capacity, Endpoint, provider_pool
 from emberline.upstream.client import UpstreamClient, UpstreamConfig
 from emberline.upstream.http_client import ConnectionPool
 from emberline.upstream.providers.access import Access
+from emberline.upstream.providers.anthropic import AnthropicAPI
 from emberline.upstream.providers.api import OpenAIAPI, ProviderAPI
 from emberline.upstream.providers.errors import ProviderFailed
+from emberline.upstream.providers.gemini import GeminiAPI
 from emberline.upstream.providers.registry import Provider
 
 
@@ -16,7 +18,7 @@ class ProviderClient(UpstreamClient):
     def __init__(self, provider: Provider, key: str = "") -> None:
         self.provider = provider
         self.access = Access(key)  # of accounts without a key of their own
-        self.api: ProviderAPI = OpenAIAPI(provider)
+        self.api: ProviderAPI = _api(provider)
         endpoint = Endpoint(
             name=provider.name, address=provider.url, kind=provider.kind, models=(provider_pool(provider.name),)
         )
@@ -33,3 +35,11 @@ class ProviderClient(UpstreamClient):
 
     def lost(self, what: str) -> ProviderFailed:
         return ProviderFailed(self.name, what)
+
+
+def _api(provider: Provider) -> ProviderAPI:
+    if provider.kind == "anthropic":
+        return AnthropicAPI(provider.name)
+    if provider.kind == "gemini":
+        return GeminiAPI(provider.name)
+    return OpenAIAPI(provider)

@@ -21,6 +21,7 @@ from emberline.service.service import Service
 from emberline.store import open_store
 from emberline.testing.openai_script import ServerScript
 from emberline.testing.standin_openai import StandinServer
+from emberline.testing.standin_providers import ProviderScript, StandinAnthropic, StandinGemini, StandinProvider
 
 PATIENCE_S = 60.0
 KEY = "sk-configured-0123456789"
@@ -103,3 +104,25 @@ async def openai_server() -> AsyncIterator[Callable[..., Awaitable[StandinServer
     yield start
     for server in started:
         await server.close()
+
+
+StartProvider = Callable[..., Awaitable[StandinProvider]]
+
+
+@pytest.fixture
+async def provider_server() -> AsyncIterator[StartProvider]:
+    started: list[StandinProvider] = []
+
+    async def start(kind: str, **script: Any) -> StandinProvider:
+        server = StandinAnthropic() if kind == "anthropic" else StandinGemini()
+        server.script = ProviderScript(**script)
+        started.append(await server.start())
+        return server
+
+    yield start
+    for server in started:
+        await server.close()
+
+
+def configured(kind: str, server: StandinProvider, **more: Any) -> ProviderConfig:
+    return ProviderConfig(name=kind, url=server.url, key=server.key, **more)
