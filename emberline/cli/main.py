@@ -32,6 +32,7 @@ COMMANDS = {
     "audit": "show and verify the audit log of what admins did",
     "backup": "write everything durable into one file, while the server runs",
     "restore": "put a backup back, or check it",
+    "plan": "tell what a model takes of a GPU, the KV cache it leaves and the speed to expect, without loading it",
     "bench": "measure a server quickly: one stream, then eight at once",
     "simulate": "simulate a fleet in virtual time: routing policies, load, prefill/decode disaggregation",
     "doctor": "check this machine and say how to fix what is wrong",

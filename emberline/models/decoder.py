@@ -62,6 +62,11 @@ class Decoder:
         return self._backend.device
 
     @property
+    def head(self) -> Any:
+        """The matrix of the LM head."""
+        return self._head
+
+    @property
     def matrices(self) -> list[Any]:
         """All weight matrices, in the backend's layout."""
         return [self._embedding, self._head, *(matrix for layer in self.layers for matrix in layer.matrices)]

@@ -120,6 +120,15 @@ def begin_loading(
     return model, loader
 
 
+def lay_out(source: NamedCheckpoint) -> Decoder:
+    """The model as it would be on a GPU, without its memory: tensors on torch's meta device. Needs Triton."""
+    from emberline.kernels.gpu.triton_backend import TritonBackend
+
+    backend = TritonBackend("meta", torch.bfloat16)
+    unread = DeferredCheckpoint(_UsedTensors(source), WeightLoader("meta"))
+    return Decoder(unread, backend, ARCHITECTURES[source.config.architecture])
+
+
 def load_encoder(source: NamedCheckpoint, device: str = "cpu", threads: int | None = None) -> EncoderModel:
     """The checkpoint's model as an encoder, with all its weights read: of the BERT family, or a decoder."""
     if not isinstance(source.config, EncoderConfig):

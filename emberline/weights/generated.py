@@ -58,7 +58,7 @@ class _Pools:
         rows, row_bytes = shape[0], 2 * math.prod(shape[1:])
         if not deviation:
             value = np.float32(0.0 if name.endswith("bias") else 1.0).view(np.uint32) >> 16
-            return np.broadcast_to(np.array([value], np.uint16).view(np.uint8), (rows, row_bytes))
+            return np.full((rows, row_bytes // 2), value, np.uint16).view(np.uint8)
         return self._strided(name, self._normal(deviation), rows, row_bytes)
 
     def _normal(self, deviation: float) -> Bytes:

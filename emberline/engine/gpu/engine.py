@@ -28,6 +28,26 @@ from emberline.models.decoder import Decoder
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """Bytes that steps take beside weights and KV cache, known before anything is allocated."""
+
+    sizes: WorkspaceSizes
+    workspace: int
+    state: int  # tables and buffers by slot, including the sampler
+    reserve: int  # allocated later: CUDA graphs, libraries, results of attention
+
+    @classmethod
+    def of(cls, model: Decoder, limits: Limits) -> "StepMemory":
+        n_rows, n_groups = limits.max_running + CHUNK_ROWS, len(model.kv_groups)
+        quantized = any(isinstance(matrix, QuantizedMatrix) for matrix in model.matrices)
+        n_tokens = max(limits.token_budget, MAX_GRAPH_TOKENS)
+        sizes = WorkspaceSizes.of(model, n_tokens, n_rows, n_rows, quantized=quantized)
+        state = runner_state_bytes(limits, n_groups) + SamplerTable.bytes(limits.max_running, limits.vocab_size)
+        result = max(2 * attn.output_dim + 4 * attn.heads for attn in model.attentions)  # bf16; float32 log-sum-exp
+        return cls(sizes, Workspace.bytes(sizes), state, reserve_bytes(limits, n_groups, result))
+
+
 @dataclass(slots=True)
 class GpuEngine:
     """What is allocated before the KV cache takes the rest of the memory."""
@@ -44,21 +64,13 @@ class GpuEngine:
     ) -> "GpuEngine":
         """`limits` of the model; the KV cache may reduce its context further. `memory_share`: of the device."""
         weights = torch.cuda.memory_allocated(device)
-        n_rows = limits.max_running + CHUNK_ROWS
-        quantized = any(isinstance(matrix, QuantizedMatrix) for matrix in model.matrices)
-        n_tokens = max(limits.token_budget, MAX_GRAPH_TOKENS)
-        sizes = WorkspaceSizes.of(model, n_tokens, n_rows, n_rows, quantized=quantized)
-        workspace = Workspace.bytes(sizes)
-        model.kernels.reserve(sizes)
-        before = torch.cuda.memory_allocated(device)
-        sampler = SamplerTable(limits.max_running, limits.vocab_size, device, max_rows=n_rows)
-        state = runner_state_bytes(limits, len(model.kv_groups)) + torch.cuda.memory_allocated(device) - before
-        result = max(2 * attn.output_dim + 4 * attn.heads for attn in model.attentions)  # bf16; float32 log-sum-exp
-        reserve = reserve_bytes(limits, len(model.kv_groups), result)
+        step = StepMemory.of(model, limits)
+        model.kernels.reserve(step.sizes)
+        sampler = SamplerTable(limits.max_running, limits.vocab_size, device, max_rows=step.sizes.max_rows)
         free, total = torch.cuda.mem_get_info(device)
         allocated = torch.cuda.memory_reserved(device)
         memory = device_memory_budget(
-            total, free, weights, workspace, state, reserve, allocated, kv_bytes, memory_share
+            total, free, weights, step.workspace, step.state, step.reserve, allocated, kv_bytes, memory_share
         )
         _log.info("%s", memory.table())
         return cls(model, device, sampler, memory, LatencyTarget(GPU_SHAPES))

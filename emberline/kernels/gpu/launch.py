@@ -27,7 +27,7 @@ SM_COUNT = 2 if INTERPRETED else 132  # of the H200 the tile configs were measur
 
 def supports_pdl() -> bool:
     """Whether this device supports programmatic dependent launch."""
-    return not INTERPRETED and torch.cuda.get_device_capability()[0] >= 9
+    return not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
 
 
 @contextmanager
