@@ -13,7 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from emberline.kernels.gpu.dequantize import fp8_values
 from emberline.kernels.gpu.elementwise import activation_fn
+from emberline.kernels.gpu.expert_matrix import FORMATS, ExpertMatrix
 from emberline.kernels.gpu.launch import (
     INTERPRETED,
     cdiv,
@@ -24,19 +26,9 @@ from emberline.kernels.gpu.launch import (
     pdl_wait,
 )
 from emberline.kernels.gpu.moe_routing import BLOCK_FIELDS, Permutation
+from emberline.kernels.gpu.packed_gemm import weight_slice
 
 EXPERT_GATES = ("", "silu", "gelu_tanh", "swiglu_clamped")
-
-
-@dataclass(frozen=True, slots=True)
-class DenseExperts:
-    weight: Tensor  # [experts, n, k]; gate and up are stacked, or alternate where `alternate`
-    bias: Tensor | None = None  # [experts, n], rows as in `weight`
-    alternate: bool = False
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        return self.weight.shape[0], self.weight.shape[1], self.weight.shape[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,50 +88,170 @@ def _store_block(
     tl.store(out_ptrs, acc.to(out.dtype.element_ty), mask=row_mask[:, None] & exists[None, :])
 
 
-@triton.jit(do_not_specialize=["capacity"])
-def _dense_grouped_gemm(
-    x, weight, bias, weights, out, lists, blocks, n_blocks, capacity, n, k,
-    SLOTS: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, WEIGHT: tl.constexpr, ALTERNATE: tl.constexpr,
-    EVEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr,
-    FIELDS: tl.constexpr, PDL: tl.constexpr,
+@triton.jit
+def _dense_product(
+    x_ptrs, exists, weight, expert, row, n, k,
+    GATE: tl.constexpr, ALTERNATE: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    TOKENS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """SLOTS: pairs of a token if x has a row per token; 1 if it has one per pair."""
+    """Rows of gate (or of the only matrix) and of up times the tokens: two of [ROWS, TOKENS]."""
+    col = tl.arange(0, COLS)
+    w_ptrs = weight + (expert * (n * (2 if GATE else 1)) + row * (2 if ALTERNATE else 1))[:, None] * k + col[None, :]
+    up_ptrs = w_ptrs + (k if ALTERNATE else n.to(tl.int64) * k)
+    acc = tl.zeros([ROWS, TOKENS], tl.float32)
+    acc_up = tl.zeros([ROWS, TOKENS], tl.float32)
+    for start in tl.range(0, k, COLS, num_stages=STAGES):
+        if EVEN:
+            w = tl.load(w_ptrs + start)
+            x_tile = tl.load(x_ptrs[:, None] + (start + col)[None, :], mask=exists[:, None], other=0.0)
+        else:
+            col_mask = (start + col < k)[None, :]
+            w = tl.load(w_ptrs + start, mask=col_mask, other=0.0)
+            x_tile = tl.load(x_ptrs[:, None] + (start + col)[None, :], mask=exists[:, None] & col_mask, other=0.0)
+        acc = tl.dot(w, tl.trans(x_tile), acc)
+        if GATE:
+            if EVEN:
+                w_up = tl.load(up_ptrs + start)
+            else:
+                w_up = tl.load(up_ptrs + start, mask=col_mask, other=0.0)
+            acc_up = tl.dot(w_up, tl.trans(x_tile), acc_up)
+    return acc, acc_up
+
+
+@triton.jit
+def _packed_product(
+    x_ptrs, exists, codes, scale, expert, row, n, k,
+    MXFP4: tl.constexpr, WORDS: tl.constexpr, GATE: tl.constexpr, ALTERNATE: tl.constexpr, EVEN: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """As `_dense_product`, for 4-bit codes with WORDS words of scales per tile of 128 columns: see `dequantize`."""
+    tiles = tl.cdiv(k, 128)
+    stride = n * (2 if GATE else 1)
+    half = tl.arange(0, 32)
+    first_row = row * (2 if ALTERNATE else 1)
+    code_ptrs = codes + (expert * stride + first_row)[:, None] * (tiles * 32) + half[None, :]
+    up_ptrs = code_ptrs + (tiles * 32 if ALTERNATE else n.to(tl.int64) * (tiles * 32))
+    scale_ptrs = scale + expert * stride * (tiles * WORDS) + first_row
+    up_scale_ptrs = scale_ptrs + (1 if ALTERNATE else n)
+    dtype: tl.constexpr = x_ptrs.dtype.element_ty
+    acc = tl.zeros([ROWS, TOKENS], tl.float32)
+    acc_up = tl.zeros([ROWS, TOKENS], tl.float32)
+    for tile in tl.range(0, tiles, num_stages=STAGES):
+        halves = tl.load(code_ptrs + tile * 32)
+        word = (tile * WORDS) * stride
+        first = tl.load(scale_ptrs + word)
+        second = first
+        if WORDS == 2:
+            second = tl.load(scale_ptrs + word + stride)
+        if GATE:
+            up_halves = tl.load(up_ptrs + tile * 32)
+            up_first = tl.load(up_scale_ptrs + word)
+            up_second = up_first
+            if WORDS == 2:
+                up_second = tl.load(up_scale_ptrs + word + stride)
+        for i in tl.static_range(4):
+            col = tile * 128 + i * 32 + half
+            mask = exists[:, None]
+            if not EVEN:
+                mask = exists[:, None] & (col < k)[None, :]
+            x_slice = tl.trans(tl.load(x_ptrs[:, None] + col[None, :], mask=mask, other=0.0))
+            acc = tl.dot(weight_slice(halves, first, second, i, WORDS, MXFP4, dtype), x_slice, acc)
+            if GATE:
+                up = weight_slice(up_halves, up_first, up_second, i, WORDS, MXFP4, dtype)
+                acc_up = tl.dot(up, x_slice, acc_up)
+    return acc, acc_up
+
+
+@triton.jit
+def _fp8_product(
+    x_ptrs, exists, codes, scale, expert, row, n, k,
+    BLOCKS: tl.constexpr, GATE: tl.constexpr, ALTERNATE: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """As `_dense_product`, for FP8 codes. BLOCKS: a scale per 128 x 128 block, else one per row, applied at the end."""
+    stride = n * (2 if GATE else 1)
+    col = tl.arange(0, COLS)
+    first_row = row * (2 if ALTERNATE else 1)
+    code_ptrs = codes + (expert * stride + first_row)[:, None] * k + col[None, :]
+    up_ptrs = code_ptrs + (k if ALTERNATE else n.to(tl.int64) * k)
+    col_blocks = tl.cdiv(k, 128)
+    if BLOCKS:
+        scale_ptrs = scale + (expert * tl.cdiv(stride, 128) + first_row // 128) * col_blocks
+        up_scale_ptrs = (
+            scale + (expert * tl.cdiv(stride, 128) + (first_row + (1 if ALTERNATE else n)) // 128) * col_blocks
+        )
+    else:
+        scale_ptrs = scale + expert * stride + first_row
+        up_scale_ptrs = scale_ptrs + (1 if ALTERNATE else n)
+    dtype: tl.constexpr = x_ptrs.dtype.element_ty
+    acc = tl.zeros([ROWS, TOKENS], tl.float32)
+    acc_up = tl.zeros([ROWS, TOKENS], tl.float32)
+    for start in tl.range(0, k, COLS, num_stages=STAGES):
+        mask = exists[:, None]
+        if EVEN:
+            w = tl.load(code_ptrs + start)
+        else:
+            col_mask = (start + col < k)[None, :]
+            mask = mask & col_mask
+            w = tl.load(code_ptrs + start, mask=col_mask, other=0)
+        x_tile = tl.trans(tl.load(x_ptrs[:, None] + (start + col)[None, :], mask=mask, other=0.0))
+        if BLOCKS:
+            acc += tl.dot(fp8_values(w).to(dtype), x_tile) * tl.load(scale_ptrs + start // 128)[:, None]
+        else:
+            acc = tl.dot(fp8_values(w).to(dtype), x_tile, acc)
+        if GATE:
+            if EVEN:
+                up = tl.load(up_ptrs + start)
+            else:
+                up = tl.load(up_ptrs + start, mask=col_mask, other=0)
+            if BLOCKS:
+                acc_up += tl.dot(fp8_values(up).to(dtype), x_tile) * tl.load(up_scale_ptrs + start // 128)[:, None]
+            else:
+                acc_up = tl.dot(fp8_values(up).to(dtype), x_tile, acc_up)
+    if not BLOCKS:
+        acc *= tl.load(scale_ptrs)[:, None]
+        if GATE:
+            acc_up *= tl.load(up_scale_ptrs)[:, None]
+    return acc, acc_up
+
+
+@triton.jit(do_not_specialize=["capacity"])
+def _grouped_gemm(
+    x, codes, scale, bias, weights, out, lists, blocks, n_blocks, capacity, n, k,
+    FORMAT: tl.constexpr, WORDS: tl.constexpr, SLOTS: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
+    WEIGHT: tl.constexpr, ALTERNATE: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    TOKENS: tl.constexpr, STAGES: tl.constexpr, FIELDS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """FORMAT: index into FORMATS. SLOTS: pairs of a token if x has a row per token; 1 if it has one per pair."""
     pdl_launch_early(PDL)
     n_tiles = tl.cdiv(n, ROWS)
     tile, block = tl.program_id(0) % n_tiles, tl.program_id(0) // n_tiles
     pdl_wait(PDL)
     if block < tl.load(n_blocks):
         expert, pair, exists = _load_block(blocks, lists, block, capacity, TOKENS, FIELDS)
-        row, col = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, COLS)
-        safe_row = tl.minimum(row, n - 1).to(tl.int64)
-        if ALTERNATE:
-            safe_row *= 2
-        w_ptrs = weight + (expert * (n * (2 if GATE else 1)) + safe_row)[:, None] * k + col[None, :]
-        up_ptrs = w_ptrs + (k if ALTERNATE else n.to(tl.int64) * k)
-        x_ptrs = x + (pair // SLOTS).to(tl.int64)[:, None] * k + col[None, :]
-        acc = tl.zeros([ROWS, TOKENS], tl.float32)
-        acc_up = tl.zeros([ROWS, TOKENS], tl.float32)
-        for start in tl.range(0, k, COLS, num_stages=STAGES):
-            if EVEN:
-                w = tl.load(w_ptrs + start)
-                x_tile = tl.load(x_ptrs + start, mask=exists[:, None], other=0.0)
-            else:
-                col_mask = (start + col < k)[None, :]
-                w = tl.load(w_ptrs + start, mask=col_mask, other=0.0)
-                x_tile = tl.load(x_ptrs + start, mask=exists[:, None] & col_mask, other=0.0)
-            acc = tl.dot(w, tl.trans(x_tile), acc)
-            if GATE:
-                if EVEN:
-                    w_up = tl.load(up_ptrs + start)
-                else:
-                    w_up = tl.load(up_ptrs + start, mask=col_mask, other=0.0)
-                acc_up = tl.dot(w_up, tl.trans(x_tile), acc_up)
+        row = tile * ROWS + tl.arange(0, ROWS)
+        safe_row = tl.minimum(row, n - 1)  # a tile past the end reads the last row again
+        x_ptrs = x + (pair // SLOTS).to(tl.int64) * k
+        if FORMAT == 0:
+            acc, acc_up = _dense_product(
+                x_ptrs, exists, codes, expert, safe_row, n, k, GATE, ALTERNATE, EVEN, ROWS, COLS, TOKENS, STAGES
+            )
+        elif FORMAT <= 2:
+            acc, acc_up = _packed_product(
+                x_ptrs, exists, codes, scale, expert, safe_row, n, k, FORMAT == 2, WORDS, GATE, ALTERNATE, EVEN, ROWS,
+                TOKENS, STAGES,
+            )  # fmt: skip
+        else:
+            acc, acc_up = _fp8_product(
+                x_ptrs, exists, codes, scale, expert, safe_row, n, k, FORMAT == 4, GATE, ALTERNATE, EVEN, ROWS, COLS,
+                TOKENS, STAGES,
+            )  # fmt: skip
         pdl_launch_late(PDL)
         _store_block(acc, acc_up, bias, weights, out, expert, row, pair, exists, n, GATE, BIAS, WEIGHT, ALTERNATE)
 
 
 def grouped_gemm(
-    x: Tensor, experts: DenseExperts, out: Tensor, to: Permutation, tile: GroupedTile, *, gate: int = 0,
+    x: Tensor, experts: ExpertMatrix, out: Tensor, to: Permutation, tile: GroupedTile, *, gate: int = 0,
     weight: int = 0, pdl: bool = False,
 ) -> None:  # fmt: skip
     """out [pairs, n]: rows of x times their experts' matrices. A pair that no block holds is not written.
@@ -151,11 +263,14 @@ def grouped_gemm(
     if not pairs:
         return
     assert experts.shape == (len(to.lists), n * (2 if gate else 1), k)
-    _dense_grouped_gemm[(to.max_blocks * cdiv(n, tile.rows),)](
-        x, experts.weight, x if experts.bias is None else experts.bias, to.weights, out, to.lists, to.blocks,
-        to.n_blocks, to.lists.shape[1], n, k,
+    cols = 128 if experts.kind in ("int4", "mxfp4") else tile.cols
+    assert experts.kind != "fp8_blocks" or 128 % cols == 0
+    _grouped_gemm[(to.max_blocks * cdiv(n, tile.rows),)](
+        x, experts.weight, experts.weight if experts.scale is None else experts.scale,
+        x if experts.bias is None else experts.bias, to.weights, out, to.lists, to.blocks, to.n_blocks,
+        to.lists.shape[1], n, k, FORMAT=FORMATS.index(experts.kind), WORDS=experts.words_per_tile,
         SLOTS=to.slots if len(x) == to.tokens else 1, GATE=gate, BIAS=experts.bias is not None, WEIGHT=weight,
-        ALTERNATE=experts.alternate and gate > 0, EVEN=k % tile.cols == 0, ROWS=tile.rows, COLS=tile.cols,
+        ALTERNATE=experts.alternate and gate > 0, EVEN=k % cols == 0, ROWS=tile.rows, COLS=cols,
         TOKENS=to.block_tokens, STAGES=tile.stages, FIELDS=BLOCK_FIELDS, PDL=2 * pdl,
         **launch_options(pdl, num_warps=tile.warps, num_stages=tile.stages),
     )  # fmt: skip

@@ -5,7 +5,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from emberline.kernels.gpu.grouped_gemm import EXPERT_GATES, DenseExperts, GroupedTile, combine_pairs, grouped_gemm
+from emberline.kernels.gpu.dequantize import pack_nibbles, pack_scales
+from emberline.kernels.gpu.expert_matrix import FP8_BLOCK, ExpertMatrix
+from emberline.kernels.gpu.grouped_gemm import EXPERT_GATES, GroupedTile, combine_pairs, grouped_gemm
 from emberline.kernels.gpu.moe_routing import Permutation, make_permutation, permutation_ints, route_tokens
 from emberline.kernels.moe import Routing, TorchExperts, route, run_experts
 from tests.kernels.gpu.batches import DEVICE, DTYPE, LIMIT, error, noise
@@ -24,7 +26,7 @@ def permutation(tokens: int, experts: int, routing: Routing, block: int, valid: 
 
 
 def run(
-    x: torch.Tensor, to: Permutation, gate_up: DenseExperts, down: DenseExperts, activation: str, on_input: bool
+    x: torch.Tensor, to: Permutation, gate_up: ExpertMatrix, down: ExpertMatrix, activation: str, on_input: bool
 ) -> torch.Tensor:
     pairs, (_, hidden, width) = to.tokens * to.slots, down.shape
     activated = torch.full((pairs, width), torch.nan, dtype=DTYPE, device=DEVICE)
@@ -63,12 +65,53 @@ def test_experts(tokens: int, routing: Routing, activation: str, bias: bool, on_
         TorchExperts(w.float(), None if b is None else b.float()) for w, b in zip(parts, biases, strict=True)
     )
     want = run_experts(x.float(), ids, weights, gate_up, down, activation, on_input)
-    stacked, second = (DenseExperts(w, b) for w, b in zip(parts, biases, strict=True))
+    stacked, second = (ExpertMatrix("dense", w.shape[2], w, bias=b) for w, b in zip(parts, biases, strict=True))
     assert error(run(x, to, stacked, second, activation, on_input), want) < LIMIT
 
     def alternate(rows: torch.Tensor) -> torch.Tensor:  # gate and up on alternate rows, as GPT-OSS has them
         return torch.stack(rows.chunk(2, dim=1), dim=2).flatten(1, 2).contiguous()
 
     gate_up_bias = None if biases[0] is None else alternate(biases[0])
-    alternating = DenseExperts(alternate(parts[0]), gate_up_bias, alternate=True)
+    alternating = ExpertMatrix("dense", hidden, alternate(parts[0]), bias=gate_up_bias, alternate=True)
     assert error(run(x, to, alternating, second, activation, on_input), want) < LIMIT
+
+
+def quantized(kind: str, experts: int, n: int, k: int, seed: int, alternate: bool = False) -> ExpertMatrix:
+    generator = torch.Generator().manual_seed(seed)
+
+    def bytes_of(*shape: int) -> torch.Tensor:
+        return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8).to(DEVICE)
+
+    def scales(*shape: int) -> torch.Tensor:
+        return (torch.rand(*shape, generator=generator) * 0.05 + 0.01).to(DEVICE)
+
+    if kind.startswith("int4"):
+        group = int(kind.removeprefix("int4-"))
+        words = pack_scales(scales(experts, n, k // group).bfloat16(), "int4", group)
+        return ExpertMatrix("int4", k, pack_nibbles(bytes_of(experts, n, k // 2), "int4"), words, group)
+    if kind == "mxfp4":
+        words = pack_scales((bytes_of(experts, n, k // 32) % 4 + 121).to(torch.uint8), kind, 32)
+        codes = pack_nibbles(bytes_of(experts, n, k // 2), kind)
+        return ExpertMatrix(kind, k, codes, words, 32, alternate=alternate)
+    codes = bytes_of(experts, n, k)
+    codes = torch.where(codes & 127 == 127, 0, codes)  # not NaN
+    if kind == "fp8":
+        return ExpertMatrix(kind, k, codes, scales(experts, n) * 0.01)
+    return ExpertMatrix(kind, k, codes, scales(experts, -(-n // FP8_BLOCK), -(-k // FP8_BLOCK)) * 0.01)
+
+
+@pytest.mark.parametrize("kind", ["int4-32", "int4-128", "mxfp4", "fp8", "fp8_blocks"])
+def test_quantized_experts(kind: str) -> None:
+    tokens, experts, routing = 5, 3, Routing(2, "sigmoid", scale=2.0)
+    hidden, width = (160, 96) if kind == "mxfp4" else (256, 128)  # MXFP4: rows that end within a tile, as GPT-OSS has
+    alternate = kind == "mxfp4"
+    gate_up = quantized(kind, experts, 2 * width, hidden, 1, alternate)
+    down = quantized(kind, experts, hidden, width, 2)
+    x = noise(tokens, hidden, seed=1)
+    to = permutation(tokens, experts, routing, 16, None)
+    ids, weights = route(noise(tokens, experts, seed=7).float(), routing)
+    both = gate_up.dense()
+    if alternate:
+        both = torch.cat([both[:, ::2], both[:, 1::2]], dim=1)
+    want = run_experts(x.float(), ids, weights, TorchExperts(both), TorchExperts(down.dense()), "silu")
+    assert error(run(x, to, gate_up, down, "silu", False), want) < LIMIT
