@@ -98,7 +98,7 @@ def init_as_the_generator() -> None:
     DummyModelLoader.load_weights = load_weights
 
 
-def offline(out: Path, folder: str, only: list[str]) -> None:
+def offline(out: Path, folder: str, only: list[str], repeats: int) -> None:
     """Figures are written as they come: what was measured before a failure counts."""
     started = time.perf_counter()
     import vllm
@@ -130,7 +130,7 @@ def offline(out: Path, folder: str, only: list[str]) -> None:
         outs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
         return time.perf_counter() - begin, [list(out.outputs[0].token_ids) for out in outs]
 
-    def decode(batch: int, temperature: float = 0.0) -> dict[str, float]:
+    def decode(batch: int, temperature: float = 0.0) -> dict[str, Any]:
         for _ in range(2):
             first_s, _ = generate([some(512) for _ in range(batch)], 1, temperature)
             whole_s, _ = generate([some(512) for _ in range(batch)], 129, temperature)
@@ -143,13 +143,14 @@ def offline(out: Path, folder: str, only: list[str]) -> None:
     generate([some(64), some(64)], 8)
     for batch in (1, 8, 32, 64, 128, 256):
         if "decode" in only or f"b{batch}" in only:
-            measure("decode", figures.get("decode", {}) | {f"b{batch}": decode(batch)})
+            each = decode(batch) if "decode" in only else {"tok_s": [decode(batch)["tok_s"] for _ in range(repeats)]}
+            measure("decode", figures.get("decode", {}) | {f"b{batch}": each})
     if "warm" in only:
         measure("warm", {f"b{batch}": decode(batch, 0.7) for batch in (1, 64)})
     for length in (8192, 32768):
         if "prefill" in only or str(length) in only:
-            seconds = min(generate([some(length)], 1)[0] for _ in range(3))
-            measure("prefill", figures.get("prefill", {}) | {str(length): seconds})
+            best = [min(generate([some(length)], 1)[0] for _ in range(3)) for _ in range(repeats)]
+            measure("prefill", figures.get("prefill", {}) | {str(length): best[0] if "prefill" in only else best})
     if "throughput" in only:
         seconds, outs = generate([some(1024) for _ in range(512)], 256)
         measure("throughput", {"s": seconds, "out_tok_s": sum(map(len, outs)) / seconds})
@@ -229,12 +230,13 @@ def main() -> None:
     parser.add_argument("--mixed", type=int, nargs="+", metavar="BUDGET")
     parser.add_argument("--model", metavar="FOLDER", help="with a config.json; default: a Llama of 8B parameters")
     parser.add_argument("--only", nargs="+", default=EVERYTHING, help="of these, or bN for a batch, N for a prompt")
+    parser.add_argument("--repeats", type=int, default=1)
     args = parser.parse_args()
     if args.mixed:
         figures = {f"budget_{n}": asyncio.run(mixed(n)) for n in args.mixed}
         args.out.write_text(json.dumps(figures, indent=1))
     else:
-        offline(args.out, args.model or model_folder(), args.only)
+        offline(args.out, args.model or model_folder(), args.only, args.repeats)
 
 
 if __name__ == "__main__":
