@@ -223,7 +223,7 @@ def _decode(card: Card, scale: int, n_rows: int, context: int, shared: int) -> C
     rotary = rotary_table(cache.lens - 1, _rope(card), floats(n_rows, 128))
     prefix_lens = card.ints([shared] * n_rows) if shared else None
     memory = card.ints([0] * split_kv.max_decode_splits(n_rows, attn.kv_heads) * split_kv.DECODE_SPLIT_FIELDS)
-    splits = split_kv.plan_decode_splits(cache.lens, n_rows, attn.kv_heads, None, prefix_lens, memory)
+    splits = split_kv.plan_decode_splits(cache.lens, n_rows, attn.kv_heads, (split_kv.FULL, 0), prefix_lens, memory)
     partial, stats = floats(splits.n, attn.heads, 128), floats(splits.n, attn.heads, 2)
     n_splits = n_prefix_splits(n_rows, attn.heads, attn.kv_heads)
     prefix, prefix_stats = (floats(n_splits, n_rows, attn.heads, size) for size in (128, 2))
@@ -233,7 +233,9 @@ def _decode(card: Card, scale: int, n_rows: int, context: int, shared: int) -> C
     def run(i: int) -> None:
         pool, read = cache.pool[:, i % LAYERS], None
         if prefix_lens is not None:
-            shared_prefix_attention(qkv, attn, rotary, pool, cache.tables, pointer, prefix, prefix_stats, n_rows)
+            shared_prefix_attention(
+                qkv, attn, rotary, pool, cache.tables, pointer, cache.lens - 1, prefix, prefix_stats, n_rows
+            )
             read = (prefix, prefix_stats, prefix_lens, n_splits)
         decode_attention(qkv, out, attn, rotary, pool, cache.tables, splits, partial, stats, counters, n_rows, read)
 
@@ -280,7 +282,7 @@ def _chunk(card: Card, scale: int, n: int, context: int, cudnn: bool) -> Case:
     partials = torch.empty(prefill_scratch_floats(attn.heads, attn.kv_heads, 128), device=card.device)
     scratch = split_kv.SplitScratch(partials, card.ints([0] * split_kv.MAX_WORK_ITEMS))
     table = card.ints([0] * split_kv.MAX_WORK_ITEMS * split_kv.WORK_ITEM_FIELDS)
-    shape = (attn.heads, attn.kv_heads, 128, None)
+    shape = (attn.heads, attn.kv_heads, 128, (split_kv.FULL, 0))
     splits = plan_prefill_splits(*shape, starts, cache.lens, n, 0, table, scratch)  # once for all layers
     exact = cudnn_attention.has_exact_plan(n)
     k, v = (cudnn_attention.kv_view(card.noise(n * attn.kv_heads * 128), n, attn, exact) for _ in range(2))

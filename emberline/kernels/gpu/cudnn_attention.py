@@ -31,7 +31,8 @@ os.environ.setdefault("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "1")  # read at the fi
 
 
 def supports(attn: GroupedQueryAttention, n_tokens: int) -> bool:
-    return not INTERPRETED and attn.window is None and attn.head_dim in HEAD_DIMS and n_tokens >= MIN_TOKENS
+    is_full = attn.window is None and attn.chunk is None
+    return not INTERPRETED and is_full and attn.head_dim in HEAD_DIMS and n_tokens >= MIN_TOKENS
 
 
 @triton.jit(do_not_specialize=["first", "tokens"])
@@ -103,6 +104,30 @@ def merge_by_lse(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> 
     )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["lse_token_stride", "lse_head_stride"])
+def _apply_sinks(
+    out, lse, sinks, heads, lse_token_stride, lse_head_stride, DIM: tl.constexpr, PAD: tl.constexpr, HEADS: tl.constexpr
+):
+    token = tl.program_id(0).to(tl.int64)
+    h, d = tl.arange(0, HEADS), tl.arange(0, PAD)[None, :]
+    head_mask = h < heads
+    x = tl.load(lse + token * lse_token_stride + h * lse_head_stride, mask=head_mask, other=0.0)
+    share = 1.0 / (1.0 + tl.exp(tl.load(sinks + h, mask=head_mask, other=0.0) - x))
+    ptrs, mask = out + (token * heads + h)[:, None] * DIM + d, head_mask[:, None] & (d < DIM)
+    values = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+    tl.store(ptrs, (values * share[:, None]).to(out.dtype.element_ty), mask=mask)
+
+
+def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """Add each head's sink, a logit, to the denominator of finished attention. Tensors as in `merge_by_lse`."""
+    tokens, heads, dim = out.shape
+    assert out.is_contiguous()
+    _apply_sinks[(tokens,)](
+        out, lse, sinks, heads, *lse.stride(), DIM=dim, PAD=next_power_of_two(dim), HEADS=next_power_of_two(heads),
+        **launch_options(False, num_warps=4),
+    )  # fmt: skip
+
+
 def kv_view(memory: Tensor, tokens: int, attn: GroupedQueryAttention, exact: bool) -> Tensor:
     """The start of `memory` as [tokens, kv_heads, dim]: stored head-major for exact plans, else token-major.
 
@@ -154,7 +179,10 @@ def warm_up(
 
 def attend_without_context(q: Tensor, new_kv: tuple[Tensor, Tensor], attn: GroupedQueryAttention) -> Tensor:
     """As `attend`, for a chunk at the start of its sequence; returns cuDNN's own output, which saves a copy."""
-    result, _ = _cudnn(q.view(len(q), attn.heads, attn.head_dim), *new_kv, attn.scale, True)
+    result, lse = _cudnn(q.view(len(q), attn.heads, attn.head_dim), *new_kv, attn.scale, True)
+    result = result.contiguous()
+    if attn.sinks is not None:
+        apply_sinks(result, lse, attn.sinks)
     return result.reshape(len(q), -1)
 
 
@@ -178,6 +206,8 @@ def attend(
         other, other_lse = _cudnn(queries, k, v, attn.scale, False)
         merge_by_lse(merged, lse, other.contiguous(), other_lse)
         del other
+    if attn.sinks is not None:
+        apply_sinks(merged, lse, attn.sinks)
 
 
 def _segments(context: int, exact_chunk: bool) -> Iterator[tuple[int, int, bool]]:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from emberline.kernels.backend import GroupedQueryAttention
 from emberline.kernels.gpu.launch import SM_COUNT, cdiv, launch_options, next_power_of_two, pdl_launch_early, pdl_wait
-from emberline.kernels.gpu.rope import norm_and_rotate
-from emberline.kernels.gpu.split_kv import DecodeSplits
+from emberline.kernels.gpu.rope import norm_and_rotate, query_key_ops, scale_queries, temperature_args
+from emberline.kernels.gpu.split_kv import DecodeSplits, normalized
 
 LOG2_E = 1.4426950408889634
 
@@ -116,10 +116,11 @@ def _merge_partials(
 @triton.jit(do_not_specialize=["n_rows", "n_prefix_splits"])
 def _decode_attention(
     qkv, out, cosine, sine, q_weight, k_weight, pool, tables, splits, partial, stats, counters, prefix_partial,
-    prefix_stats, prefix_lens, n_rows, scale, eps, block_stride, table_stride, n_prefix_splits,
+    prefix_stats, prefix_lens, sinks, n_rows, scale, eps, temperature, interval, block_stride, table_stride,
+    n_prefix_splits,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
-    TILE: tl.constexpr, NORM: tl.constexpr, SHARED: tl.constexpr, STAGES: tl.constexpr, MERGE_WIDTH: tl.constexpr,
-    ALIGNED: tl.constexpr, PDL: tl.constexpr,
+    TILE: tl.constexpr, OPS: tl.constexpr, SHARED: tl.constexpr, STAGES: tl.constexpr, MERGE_WIDTH: tl.constexpr,
+    ALIGNED: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head, index = tl.program_id(0), tl.program_id(1)
     kv_heads = tl.num_programs(0)
@@ -136,11 +137,12 @@ def _decode_attention(
         base = qkv + wide_row * (GROUP + 2) * kv_heads * DIM
         cos, sin = cosine + wide_row * (DIM // 2), sine + wide_row * (DIM // 2)
         head_mask = (g < GROUP)[:, None]
-        q = norm_and_rotate(base + (head * GROUP + g)[:, None] * DIM, q_weight, cos, sin, head_mask, d, eps, DIM, NORM)
+        q = norm_and_rotate(base + (head * GROUP + g)[:, None] * DIM, q_weight, cos, sin, head_mask, d, eps, DIM, OPS)
+        q = scale_queries(q, context - 1, temperature, interval, OPS)
         one = tl.arange(0, 1)[:, None]
         dim_mask = (d < DIM)[None, :]
         k_new = norm_and_rotate(
-            base + ((GROUP * kv_heads + head) + one) * DIM, k_weight, cos, sin, one < 1, d, eps, DIM, NORM
+            base + ((GROUP * kv_heads + head) + one) * DIM, k_weight, cos, sin, one < 1, d, eps, DIM, OPS
         )
         v_new = tl.load(base + (GROUP * kv_heads + kv_heads + head + one) * DIM + d[None, :], mask=dim_mask, other=0.0)
         table = tables + wide_row * table_stride
@@ -168,7 +170,8 @@ def _decode_attention(
             n_prefix = tl.where(tl.load(prefix_lens + row) > 0, n_prefix_splits, 0)
         if n_splits + n_prefix == 1:
             out_ptrs = out + (first_head + g)[:, None] * DIM + d[None, :]
-            tl.store(out_ptrs, (acc / denom[:, None]).to(out.dtype.element_ty), mask=head_mask & (d < DIM)[None, :])
+            result = normalized(acc, row_max, denom, sinks, head * GROUP + g, g < GROUP, SINKS)
+            tl.store(out_ptrs, result.to(out.dtype.element_ty), mask=head_mask & (d < DIM)[None, :])
         else:
             offsets = (index * kv_heads + head).to(tl.int64) * GROUP + g
             tl.store(partial + offsets[:, None] * DIM + d[None, :], acc, mask=head_mask & (d < DIM)[None, :])
@@ -193,7 +196,8 @@ def _decode_attention(
                     )  # fmt: skip
                 merged_ptrs = out + (first_head + s)[:, None] * DIM + d[None, :]
                 merged_mask = (s < GROUP)[:, None] & (d < DIM)[None, :]
-                tl.store(merged_ptrs, (merged / merged_denom[:, None]).to(out.dtype.element_ty), mask=merged_mask)
+                result = normalized(merged, merged_max, merged_denom, sinks, head * GROUP + s, s < GROUP, SINKS)
+                tl.store(merged_ptrs, result.to(out.dtype.element_ty), mask=merged_mask)
 
 
 def decode_attention(
@@ -216,11 +220,12 @@ def decode_attention(
     prefix_partial, prefix_stats, prefix_lens, n_prefix_splits = prefix or (partial, stats, counters, 0)
     _decode_attention[(attn.kv_heads, splits.n)](
         qkv, out, *rotary, attn.q_norm if norm else qkv, attn.k_norm if norm else qkv, pool, tables, splits.table,
-        partial, stats, counters, prefix_partial, prefix_stats, prefix_lens, rows, attn.scale * LOG2_E, attn.eps,
-        pool.stride(0), tables.stride(0), n_prefix_splits,
+        partial, stats, counters, prefix_partial, prefix_stats, prefix_lens, qkv if attn.sinks is None else attn.sinks,
+        rows, attn.scale * LOG2_E, attn.eps, *temperature_args(attn), pool.stride(0), tables.stride(0), n_prefix_splits,
         GROUP=group, GROUP_PAD=next_power_of_two(group), QUERIES=max(16, next_power_of_two(group)), DIM=attn.head_dim,
-        PAD=next_power_of_two(attn.head_dim), TILE=tile.tokens, NORM=norm, SHARED=prefix is not None,
-        STAGES=tile.stages, MERGE_WIDTH=tile.merge_width, ALIGNED=attn.window is None, PDL=int(pdl or release),
+        PAD=next_power_of_two(attn.head_dim), TILE=tile.tokens, OPS=query_key_ops(attn), SHARED=prefix is not None,
+        STAGES=tile.stages, MERGE_WIDTH=tile.merge_width, ALIGNED=attn.window is None and (attn.chunk or 0) % 16 == 0,
+        SINKS=attn.sinks is not None, PDL=int(pdl or release),
         **launch_options(pdl, num_warps=tile.warps),
     )  # fmt: skip
 
@@ -240,9 +245,10 @@ def _prefix_tile_queries(n: int) -> int:
 
 @triton.jit(do_not_specialize=["n_rows"])
 def _shared_prefix_attention(
-    qkv, partial, stats, cosine, sine, q_weight, pool, tables, shared, n_rows, scale, eps, block_stride, table_stride,
+    qkv, partial, stats, cosine, sine, q_weight, positions, pool, tables, shared, n_rows, scale, eps, temperature,
+    interval, block_stride, table_stride,
     GROUP: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, QUERIES: tl.constexpr, TILE: tl.constexpr,
-    NORM: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    OPS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head, split = tl.program_id(0), tl.program_id(2)
     kv_heads, n_splits = tl.num_programs(0), tl.num_programs(2)
@@ -257,26 +263,12 @@ def _shared_prefix_attention(
         row = (m // GROUP).to(tl.int64)
         query_mask = (row < n_rows)[:, None]
         row_width = ((GROUP + 2) * kv_heads * DIM).to(tl.int64)
-        HALF: tl.constexpr = DIM // 2
-        dtype = qkv.dtype.element_ty
         head_ptrs = qkv + (row * row_width + (head * GROUP + m % GROUP) * DIM)[:, None]
-        partner = tl.where(d < HALF, d + HALF, d - HALF)
+        rotary = (tl.minimum(row, n_rows - 1) * (DIM // 2))[:, None]
+        q = norm_and_rotate(head_ptrs, q_weight, cosine + rotary, sine + rotary, query_mask, d, eps, DIM, OPS)
+        position = tl.load(positions + row, mask=row < n_rows, other=0)[:, None]
+        q = scale_queries(q, position, temperature, interval, OPS)
         mask = query_mask & (d < DIM)[None, :]
-        x = tl.load(head_ptrs + d[None, :], mask=mask, other=0.0).to(tl.float32)
-        y = tl.load(head_ptrs + partner[None, :], mask=mask, other=0.0).to(tl.float32)
-        if NORM:
-            inverse_rms = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
-            x = (x * inverse_rms * tl.load(q_weight + d, mask=d < DIM, other=0.0)[None, :]).to(dtype).to(tl.float32)
-            y = (
-                (y * inverse_rms * tl.load(q_weight + partner, mask=d < DIM, other=0.0)[None, :])
-                .to(dtype)
-                .to(tl.float32)
-            )
-        rotary_offsets = (row * HALF)[:, None] + (d % HALF)[None, :]
-        cos = tl.load(cosine + rotary_offsets, mask=mask, other=0.0)
-        sin = tl.load(sine + rotary_offsets, mask=mask, other=0.0)
-        q = (x * cos + y * tl.where((d < HALF)[None, :], -sin, sin)).to(dtype)
-
         table = tables + tl.load(shared).to(tl.int64) * table_stride
         keys = pool + head * (16 * DIM)
         values = keys + kv_heads * (16 * DIM)
@@ -291,7 +283,7 @@ def _shared_prefix_attention(
 
 def shared_prefix_attention(
     qkv: Tensor, attn: GroupedQueryAttention, rotary: tuple[Tensor, Tensor], pool: Tensor, tables: Tensor,
-    shared: Tensor, partial: Tensor, stats: Tensor, rows: int, pdl: bool = False,
+    shared: Tensor, positions: Tensor, partial: Tensor, stats: Tensor, rows: int, pdl: bool = False,
 ) -> int:  # fmt: skip
     """Attention of all rows over the shared prefix, as partial results; returns the number of splits.
 
@@ -302,9 +294,9 @@ def shared_prefix_attention(
     queries, n_splits = _prefix_tile_queries(rows * group), n_prefix_splits(rows, attn.heads, attn.kv_heads)
     stages, warps = (3, 4) if attn.head_dim <= 128 else (2, 8)  # limited by shared memory and registers
     _shared_prefix_attention[(attn.kv_heads, cdiv(rows * group, queries), n_splits)](
-        qkv, partial, stats, *rotary, attn.q_norm if attn.q_norm is not None else qkv, pool, tables, shared, rows,
-        attn.scale * LOG2_E, attn.eps, pool.stride(0), tables.stride(0),
+        qkv, partial, stats, *rotary, attn.q_norm if attn.q_norm is not None else qkv, positions, pool, tables,
+        shared, rows, attn.scale * LOG2_E, attn.eps, *temperature_args(attn), pool.stride(0), tables.stride(0),
         GROUP=group, DIM=attn.head_dim, PAD=next_power_of_two(attn.head_dim), QUERIES=queries, TILE=64,
-        NORM=attn.q_norm is not None, STAGES=stages, PDL=int(pdl), **launch_options(pdl, num_warps=warps),
+        OPS=query_key_ops(attn), STAGES=stages, PDL=int(pdl), **launch_options(pdl, num_warps=warps),
     )  # fmt: skip
     return n_splits

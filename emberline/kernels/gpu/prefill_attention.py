@@ -16,7 +16,7 @@ from emberline.kernels.backend import GroupedQueryAttention
 from emberline.kernels.gpu import split_kv
 from emberline.kernels.gpu.decode_attention import LOG2_E
 from emberline.kernels.gpu.launch import cdiv, launch_options, next_power_of_two, pdl_launch_early, pdl_wait
-from emberline.kernels.gpu.split_kv import PrefillSplits, merge_splits, store_output
+from emberline.kernels.gpu.split_kv import PrefillSplits, first_visible, locality, merge_splits, normalized
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +42,14 @@ def prefill_scratch_floats(heads: int, kv_heads: int, head_dim: int) -> int:
 
 
 def plan_prefill_splits(
-    heads: int, kv_heads: int, head_dim: int, window: int | None, query_starts: Tensor, context_lens: Tensor,
+    heads: int, kv_heads: int, head_dim: int, local: tuple[int, int], query_starts: Tensor, context_lens: Tensor,
     tokens: int, first_row: int, out: Tensor, scratch: split_kv.SplitScratch, tile: PrefillTile | None = None,
     splits: int = 0,
 ) -> PrefillSplits | None:  # fmt: skip
     """Split-KV work items for `prefill_attention`, once per step; None for a large step, which needs no splitting.
 
-    splits: how often to split the longest query tile, if it is long enough; 0: minimize the estimated time.
+    local: the attention's `locality`. splits: how often to split the longest query tile, if it is long enough; 0:
+    minimize the estimated time.
     """
     group, tile = heads // kv_heads, tile or prefill_tile(head_dim)
     tile_queries = _tile_queries(tile, group)
@@ -57,7 +58,7 @@ def plan_prefill_splits(
         return None
     partial_floats = split_kv.split_floats(tile_queries, next_power_of_two(head_dim))
     return split_kv.plan_work_items(
-        query_starts, context_lens, first_row, n, kv_heads, tile_queries // group, tile.keys, window, out, scratch,
+        query_starts, context_lens, first_row, n, kv_heads, tile_queries // group, tile.keys, local, out, scratch,
         partial_floats, splits,
     )  # fmt: skip
 
@@ -104,10 +105,10 @@ def _softmax_step(q, k, v, visible, row_max, denom, out, scale, MASKED: tl.const
 
 @triton.jit
 def _attend_query_tile(
-    q, out, pool, tables, query_starts, context_lens, row, tile, head, kv_heads, scale, window, block_stride,
+    q, out, pool, tables, query_starts, context_lens, row, tile, head, kv_heads, scale, local_size, sinks, block_stride,
     table_stride, partials, counters, split, n_splits, tiles_per_split, GROUP: tl.constexpr, DIM: tl.constexpr,
-    PAD: tl.constexpr, QUERIES: tl.constexpr, TILE: tl.constexpr, WINDOWED: tl.constexpr, STAGES: tl.constexpr,
-    SPLIT: tl.constexpr,
+    PAD: tl.constexpr, QUERIES: tl.constexpr, TILE: tl.constexpr, LOCAL: tl.constexpr, SINKS: tl.constexpr,
+    STAGES: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Attention of one query tile for one KV head; with SPLIT over `tiles_per_split` tiles of its keys."""
     TOKENS: tl.constexpr = QUERIES // GROUP
@@ -126,14 +127,20 @@ def _attend_query_tile(
     values = keys + kv_heads * (16 * DIM)
     begin = 0
     unmasked_end = (first_position + 1) // TILE * TILE  # key tiles before this are visible to all queries
-    if WINDOWED:
-        begin = tl.maximum(first_position - window + 1, 0) // TILE * TILE
-        unmasked_end = begin
+    first_key = first_visible(first_position, local_size, LOCAL)  # blocks of keys before it may be freed
+    if LOCAL:
+        begin = first_key // TILE * TILE
+        # A window hides other keys from each query, a chunk those before its start; queries may be of several chunks.
+        if LOCAL == 2:
+            one_chunk = (first_key == begin) & (first_key == first_visible(end - 1, local_size, LOCAL))
+            unmasked_end = tl.where(one_chunk, tl.maximum(unmasked_end, begin), begin)
+        else:
+            unmasked_end = begin
     key_begin, key_end = begin, end
     if SPLIT:
         key_begin = begin + split * tiles_per_split * TILE
         key_end = tl.minimum(key_begin + tiles_per_split * TILE, end)
-        unmasked_end = key_begin if WINDOWED else tl.minimum(tl.maximum(unmasked_end, key_begin), key_end)
+        unmasked_end = tl.minimum(tl.maximum(unmasked_end, key_begin), key_end)
     query_mask = ((m < TOKENS * GROUP) & (token < n))[:, None] & (d < DIM)[None, :]
     queries = tl.load(q + q_offsets[:, None] + d[None, :], mask=query_mask, other=0.0)
     row_max = tl.full([QUERIES], float("-inf"), tl.float32)
@@ -154,37 +161,36 @@ def _attend_query_tile(
     for key_start in tl.range(unmasked_end, key_end, TILE, num_stages=STAGES):
         key = key_start + t
         key_mask = key < end
-        if WINDOWED:
-            key_mask &= key > first_position - window  # blocks outside the window may be freed
+        if LOCAL:
+            key_mask &= key >= first_key
         block = tl.load(table + key // 16, mask=key_mask, other=0).to(tl.int64)
         offsets = (block * block_stride + (key % 16) * DIM)[:, None] + d[None, :]
         load_mask = key_mask[:, None] & (d < DIM)[None, :]
         k = tl.load(keys + offsets, mask=load_mask, other=0.0)
         v = tl.load(values + offsets, mask=load_mask, other=0.0)
         visible = key[None, :] <= position
-        if WINDOWED:
-            visible &= key[None, :] > position - window
+        if LOCAL:
+            visible &= key[None, :] >= first_visible(position, local_size, LOCAL)
         row_max, denom, acc = _softmax_step(queries, k, v, visible, row_max, denom, acc, scale, True)
     out_ptrs = out + q_offsets[:, None] + d[None, :]
-    if SPLIT:
-        if n_splits == 1:
-            store_output(out_ptrs, acc, denom, query_mask)
-        else:
-            offsets = (tl.program_id(0) - split) * kv_heads + head
-            merge_splits(
-                acc, row_max, denom, out_ptrs, query_mask, partials, counters, offsets, split, n_splits, kv_heads,
-                QUERIES, PAD,
-            )  # fmt: skip
-    else:
-        store_output(out_ptrs, acc, denom, query_mask)
+    query_head = head * GROUP + m % GROUP
+    if n_splits == 1:
+        result = normalized(acc, row_max, denom, sinks, query_head, m >= 0, SINKS)
+        tl.store(out_ptrs, result.to(out.dtype.element_ty), mask=query_mask)
+    elif SPLIT:
+        offsets = (tl.program_id(0) - split) * kv_heads + head
+        merge_splits(
+            acc, row_max, denom, out_ptrs, query_mask, partials, counters, offsets, split, n_splits, kv_heads, sinks,
+            query_head, QUERIES, PAD, SINKS,
+        )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["first_row", "n_rows", "max_tokens", "window"])
+@triton.jit(do_not_specialize=["first_row", "n_rows", "max_tokens", "local_size"])
 def _prefill_attention(
-    q, out, pool, tables, query_starts, context_lens, first_row, n_rows, max_tokens, scale, window, block_stride,
-    table_stride, work_items, partials, counters, GROUP: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
-    QUERIES: tl.constexpr, TILE: tl.constexpr, WINDOWED: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-    SPLIT: tl.constexpr, PDL: tl.constexpr,
+    q, out, pool, tables, query_starts, context_lens, first_row, n_rows, max_tokens, scale, local_size, sinks,
+    block_stride, table_stride, work_items, partials, counters, GROUP: tl.constexpr, DIM: tl.constexpr,
+    PAD: tl.constexpr, QUERIES: tl.constexpr, TILE: tl.constexpr, LOCAL: tl.constexpr, SINKS: tl.constexpr,
+    ROWS: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     TOKENS: tl.constexpr = QUERIES // GROUP
     head, kv_heads = tl.program_id(1), tl.num_programs(1)
@@ -204,9 +210,9 @@ def _prefill_attention(
         exists = index < n_tiles
     if exists:
         _attend_query_tile(
-            q, out, pool, tables, query_starts, context_lens, row, tile, head, kv_heads, scale, window, block_stride,
-            table_stride, partials, counters, split, n_splits, tiles_per_split, GROUP, DIM, PAD, QUERIES, TILE,
-            WINDOWED, STAGES, SPLIT,
+            q, out, pool, tables, query_starts, context_lens, row, tile, head, kv_heads, scale, local_size, sinks,
+            block_stride, table_stride, partials, counters, split, n_splits, tiles_per_split, GROUP, DIM, PAD, QUERIES,
+            TILE, LOCAL, SINKS, STAGES, SPLIT,
         )  # fmt: skip
 
 
@@ -227,10 +233,11 @@ def prefill_attention(
     tile_queries = _tile_queries(tile, group)
     n_programs = cdiv(tokens, tile_queries // group) + n_rows - 1 if splits is None else len(splits.table)
     table, partials, counters = (q, q, q) if splits is None else (splits.table, *splits.scratch)
+    local, size = locality(attn.window, attn.chunk)
     _prefill_attention[(n_programs, attn.kv_heads)](
         q, out, pool, tables, query_starts, context_lens, first_row, n_rows, max_tokens, attn.scale * LOG2_E,
-        attn.window or 0, pool.stride(0), tables.stride(0), table, partials, counters, GROUP=group, DIM=attn.head_dim,
-        PAD=next_power_of_two(attn.head_dim), QUERIES=tile_queries, TILE=tile.keys, WINDOWED=attn.window is not None,
-        ROWS=64, STAGES=tile.stages, SPLIT=splits is not None, PDL=int(pdl),
-        **launch_options(pdl, num_warps=tile.warps, num_stages=tile.stages),
+        size, q if attn.sinks is None else attn.sinks, pool.stride(0), tables.stride(0), table, partials, counters,
+        GROUP=group, DIM=attn.head_dim, PAD=next_power_of_two(attn.head_dim), QUERIES=tile_queries, TILE=tile.keys,
+        LOCAL=local, SINKS=attn.sinks is not None, ROWS=64, STAGES=tile.stages, SPLIT=splits is not None,
+        PDL=int(pdl), **launch_options(pdl, num_warps=tile.warps, num_stages=tile.stages),
     )  # fmt: skip

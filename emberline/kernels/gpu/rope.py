@@ -40,36 +40,65 @@ def rotary_table_reference(positions: Tensor, rope: Rope) -> tuple[Tensor, Tenso
     return angles.cos() * rope.scale, angles.sin() * rope.scale
 
 
+# What is done to q and k, in this order: a weighted norm, RoPE, a norm without weights; to q, the temperature.
+NORM, ROPE, L2_NORM, TEMPERATURE = 1, 2, 4, 8
+
+
+def query_key_ops(attn: GroupedQueryAttention) -> int:
+    """Those of an attention block, as a sum."""
+    temperature = TEMPERATURE if attn.temperature is not None else 0
+    return (NORM if attn.q_norm is not None else 0) | ROPE * attn.rope | L2_NORM * attn.l2_norm | temperature
+
+
+def temperature_args(attn: GroupedQueryAttention) -> tuple[float, int]:
+    return (0.0, 1) if attn.temperature is None else (attn.temperature.scale, attn.temperature.interval)
+
+
+@triton.jit
+def scale_queries(q, position, temperature, interval, OPS: tl.constexpr):
+    """Queries times the temperature of their positions, which broadcast to them."""
+    if OPS & 8:
+        factor = 1.0 + temperature * tl.log(1.0 + ((position + 1) // interval).to(tl.float32))
+        q = (q.to(tl.float32) * factor).to(q.dtype)
+    return q
+
+
 @triton.jit
 def norm_and_rotate(
-    head_ptrs, weight, cosine, sine, head_mask, d, eps, DIM: tl.constexpr, NORM: tl.constexpr
+    head_ptrs, weight, cosine, sine, head_mask, d, eps, DIM: tl.constexpr, OPS: tl.constexpr
 ):  # fmt: skip
     """The heads at `head_ptrs` [heads, 1], normed and rotated: [heads, padded dim] of the same dtype.
 
-    Dimension i is paired with i ± DIM / 2; each is loaded twice instead of being exchanged between threads.
+    Dimension i is paired with i ± DIM / 2; each is loaded twice instead of being exchanged between threads. cosine,
+    sine: of the one position, or [heads, 1] pointers to those of each.
     """
     HALF: tl.constexpr = DIM // 2
     dtype = head_ptrs.dtype.element_ty
     partner = tl.where(d < HALF, d + HALF, d - HALF)
     mask = head_mask & (d < DIM)[None, :]
     x = tl.load(head_ptrs + d[None, :], mask=mask, other=0.0).to(tl.float32)
-    y = tl.load(head_ptrs + partner[None, :], mask=mask, other=0.0).to(tl.float32)
-    if NORM:
+    if OPS & 1:
         inverse_rms = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
         x = (x * inverse_rms * tl.load(weight + d, mask=d < DIM, other=0.0)[None, :]).to(dtype).to(tl.float32)
-        y = (y * inverse_rms * tl.load(weight + partner, mask=d < DIM, other=0.0)[None, :]).to(dtype).to(tl.float32)
-    cos = tl.load(cosine + d % HALF, mask=d < DIM, other=0.0)
-    sin = tl.load(sine + d % HALF, mask=d < DIM, other=0.0)
-    sin = tl.where(d < HALF, -sin, sin)
-    return (x * cos[None, :] + y * sin[None, :]).to(dtype)
+    if OPS & 2:
+        y = tl.load(head_ptrs + partner[None, :], mask=mask, other=0.0).to(tl.float32)
+        if OPS & 1:
+            y = (y * inverse_rms * tl.load(weight + partner, mask=d < DIM, other=0.0)[None, :]).to(dtype).to(tl.float32)
+        cos = tl.load(cosine + (d % HALF)[None, :], mask=(d < DIM)[None, :], other=0.0)
+        sin = tl.load(sine + (d % HALF)[None, :], mask=(d < DIM)[None, :], other=0.0)
+        x = x * cos + y * tl.where((d < HALF)[None, :], -sin, sin)
+    if OPS & 4:
+        x = x.to(dtype).to(tl.float32)
+        x = x * tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
+    return x.to(dtype)
 
 
 @triton.jit(do_not_specialize=["first_token", "first_row", "n_rows"])
 def _rope_and_cache(
     qkv, q_out, k_out, v_out, cosine, sine, q_weight, k_weight, pool, tables, query_starts, positions,
-    first_token, first_row, n_rows, heads, kv_heads, eps, block_stride, table_stride, copy_token_stride,
-    copy_head_stride, DIM: tl.constexpr, PAD: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr, COPY: tl.constexpr,
-    ROWS: tl.constexpr, PDL: tl.constexpr,
+    first_token, first_row, n_rows, heads, kv_heads, eps, temperature, interval, block_stride, table_stride,
+    copy_token_stride, copy_head_stride, DIM: tl.constexpr, PAD: tl.constexpr, HEADS: tl.constexpr, OPS: tl.constexpr,
+    COPY: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_launch_early(PDL)
     token = first_token + tl.program_id(0)
@@ -88,14 +117,15 @@ def _rope_and_cache(
         cos, sin = cosine + token * (DIM // 2), sine + token * (DIM // 2)
         for start in range(0, heads, HEADS):
             h = start + tl.arange(0, HEADS)[:, None]
-            q = norm_and_rotate(base + h * DIM, q_weight, cos, sin, h < heads, d, eps, DIM, NORM)
+            q = norm_and_rotate(base + h * DIM, q_weight, cos, sin, h < heads, d, eps, DIM, OPS)
+            q = scale_queries(q, position, temperature, interval, OPS)
             q_ptrs = q_out + token.to(tl.int64) * heads * DIM + h * DIM
             tl.store(q_ptrs + d[None, :], q, mask=(h < heads) & (d < DIM)[None, :])
         slot = pool + block * block_stride + (position % 16) * DIM
         for start in range(0, kv_heads, HEADS):
             h = start + tl.arange(0, HEADS)[:, None]
             mask = (h < kv_heads) & (d < DIM)[None, :]
-            k = norm_and_rotate(base + (heads + h) * DIM, k_weight, cos, sin, h < kv_heads, d, eps, DIM, NORM)
+            k = norm_and_rotate(base + (heads + h) * DIM, k_weight, cos, sin, h < kv_heads, d, eps, DIM, OPS)
             v = tl.load(base + (heads + kv_heads + h) * DIM + d[None, :], mask=mask, other=0.0)
             tl.store(slot + h * (16 * DIM) + d[None, :], k.to(pool.dtype.element_ty), mask=mask)
             tl.store(slot + (kv_heads + h) * (16 * DIM) + d[None, :], v.to(pool.dtype.element_ty), mask=mask)
@@ -127,10 +157,10 @@ def rope_and_cache(
     _rope_and_cache[(tokens,)](
         qkv, q_out, *(copy_to or (qkv, qkv)), *rotary, attn.q_norm if norm else qkv, attn.k_norm if norm else qkv, pool,
         tables, query_starts, positions, first_token, first_row, query_starts.shape[0] - 1 - first_row, attn.heads,
-        attn.kv_heads, attn.eps, pool.stride(0), tables.stride(0),
+        attn.kv_heads, attn.eps, *temperature_args(attn), pool.stride(0), tables.stride(0),
         *(copy_to[0].stride()[:2] if copy_to else (0, 0)), DIM=attn.head_dim, PAD=next_power_of_two(attn.head_dim),
-        HEADS=min(16, next_power_of_two(attn.heads)), NORM=norm, COPY=copy_to is not None, ROWS=128, PDL=int(pdl),
-        **launch_options(pdl, num_warps=4),
+        HEADS=min(16, next_power_of_two(attn.heads)), OPS=query_key_ops(attn), COPY=copy_to is not None, ROWS=128,
+        PDL=int(pdl), **launch_options(pdl, num_warps=4),
     )  # fmt: skip
 
 
@@ -142,7 +172,14 @@ def rope_and_cache_reference(
     q, k, v = qkv.view(len(qkv), -1, attn.head_dim).split([attn.heads, attn.kv_heads, attn.kv_heads], dim=1)
     if attn.q_norm is not None and attn.k_norm is not None:
         q, k = rms_norm(q, attn.q_norm, attn.eps), rms_norm(k, attn.k_norm, attn.eps)
-    q, k = (rotate(t, *rotary) for t in (q, k))
+    if attn.rope:
+        q, k = (rotate(t, *rotary) for t in (q, k))
+    if attn.l2_norm:
+        q, k = (rms_norm(t, None, attn.eps) for t in (q, k))
+    if attn.temperature is not None:
+        steps = torch.floor((positions.float() + 1) / attn.temperature.interval)
+        q = (q * (1 + attn.temperature.scale * torch.log1p(steps))[:, None, None]).to(q.dtype)
+    assert isinstance(q, Tensor)
     starts = query_starts.tolist()
     for row in range(len(starts) - 1):
         new = slice(starts[row], starts[row + 1])

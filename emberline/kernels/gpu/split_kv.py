@@ -28,6 +28,28 @@ MAX_WORK_ITEMS = 6 * SM_COUNT  # times KV heads: how many partial results the wo
 MIN_SPLIT_TILES = 4  # key tiles of a split: 512 keys at a head dimension of 128
 WORK_ITEM_COST = 4.0  # of launching, storing and merging a work item, in key tiles
 
+# Attention is over all earlier tokens, over a sliding window of them, or over those of the token's own chunk.
+FULL, WINDOW, CHUNK = 0, 1, 2
+
+
+def locality(window: int | None, chunk: int | None) -> tuple[int, int]:
+    """FULL, WINDOW or CHUNK, and the size in tokens."""
+    if chunk is not None:
+        return CHUNK, chunk
+    return (FULL, 0) if window is None else (WINDOW, window)
+
+
+@triton.jit
+def first_visible(position, size, LOCAL: tl.constexpr):
+    """The first token that the one at `position` sees, as `locality` says."""
+    first = position * 0
+    if LOCAL == 1:
+        first = tl.maximum(position - size + 1, 0)
+    if LOCAL == 2:
+        first = position // size * size
+    return first
+
+
 # --- prefill ----------------------------------------------------------------------------------------------------------
 
 
@@ -105,13 +127,13 @@ def _choose_split_tiles(
     return tl.sum(tl.where(n_splits == tl.argmin(cost, 0) + 1, tiles_per_split, 0))
 
 
-@triton.jit(do_not_specialize=["first_row", "n_rows", "n_items", "max_items", "splits", "window"])
+@triton.jit(do_not_specialize=["first_row", "n_rows", "n_items", "max_items", "splits", "local_size"])
 def _plan_work_items(
-    table, query_starts, context_lens, first_row, n_rows, n_items, kv_heads, max_items, splits, window,
-    WINDOWED: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, SMS: tl.constexpr,
+    table, query_starts, context_lens, first_row, n_rows, n_items, kv_heads, max_items, splits, local_size,
+    LOCAL: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, SMS: tl.constexpr,
     MAX_SPLITS: tl.constexpr, MIN_TILES: tl.constexpr, ITEM_COST: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
-    max_keys = window + TOKENS + KEYS if WINDOWED else 2**31 - 1 - KEYS
+    max_keys = local_size + TOKENS + KEYS if LOCAL else 2**31 - 1 - KEYS
     tiles_per_split = _choose_split_tiles(
         query_starts, context_lens, first_row, n_rows, max_keys, kv_heads, max_items, splits, TOKENS, KEYS, ROWS, SMS,
         MAX_SPLITS, MIN_TILES, ITEM_COST,
@@ -144,23 +166,36 @@ def _plan_work_items(
 
 def plan_work_items(
     query_starts: Tensor, context_lens: Tensor, first_row: int, n: int, kv_heads: int, tile_tokens: int, tile_keys: int,
-    window: int | None, out: Tensor, scratch: SplitScratch, partial_floats: int, splits: int = 0,
+    local: tuple[int, int], out: Tensor, scratch: SplitScratch, partial_floats: int, splits: int = 0,
 ) -> PrefillSplits:  # fmt: skip
-    """`n` work items (`max_work_items`) of the rows from `first_row`, for tiles of `tile_tokens` by `tile_keys`."""
+    """`n` work items (`max_work_items`) of the rows from `first_row`, for tiles of `tile_tokens` by `tile_keys`.
+
+    local: the attention's `locality`.
+    """
     table = out[: n * WORK_ITEM_FIELDS].view(n, WORK_ITEM_FIELDS)
     limit = min(n, scratch.partials.numel() // partial_floats // kv_heads, scratch.counters.numel() // kv_heads)
     _plan_work_items[(cdiv(n, 32),)](
         table, query_starts, context_lens, first_row, query_starts.shape[0] - 1 - first_row, n, kv_heads, limit, splits,
-        window or 0, WINDOWED=window is not None, TOKENS=tile_tokens, KEYS=tile_keys, ROWS=64, SMS=SM_COUNT,
+        local[1], LOCAL=local[0], TOKENS=tile_tokens, KEYS=tile_keys, ROWS=64, SMS=SM_COUNT,
         MAX_SPLITS=MAX_SPLITS, MIN_TILES=MIN_SPLIT_TILES, ITEM_COST=WORK_ITEM_COST, ITEMS=32,
     )  # fmt: skip
     return PrefillSplits(table, scratch)
 
 
 @triton.jit
-def store_output(out_ptrs, acc, denom, mask):
-    denom = tl.where(denom == 0.0, 1.0, denom)  # a padding row attends to nothing: zeros, not NaN
-    tl.store(out_ptrs, (acc / denom[:, None]).to(out_ptrs.dtype.element_ty), mask=mask)
+def normalized(acc, row_max, denom, sinks, head, head_mask, SINKS: tl.constexpr):
+    """The output of queries, from its unnormalized form, maximum (base 2) and denominator.
+
+    SINKS: `sinks`, one logit of each head, is part of the denominator.
+    """
+    if SINKS:
+        sink = tl.load(sinks + head, mask=head_mask, other=0.0) * 1.4426950408889634
+        total_max = tl.maximum(row_max, sink)
+        rescale = tl.exp2(row_max - total_max)
+        out = acc * (rescale / (denom * rescale + tl.exp2(sink - total_max)))[:, None]
+    else:
+        out = acc / tl.where(denom == 0.0, 1.0, denom)[:, None]  # a padding row attends to nothing: zeros, not NaN
+    return out
 
 
 @triton.jit
@@ -176,8 +211,11 @@ def merge_splits(
     split,
     n_splits,
     stride,
+    sinks,
+    head,
     QUERIES: tl.constexpr,
     PAD: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     """Store this split's partial result; the last program of the tile to finish merges all and stores the output.
 
@@ -209,7 +247,8 @@ def merge_splits(
                 split_partial + offsets, cache_modifier=".cg"
             )
             max_score = new_max
-        store_output(out_ptrs, merged, total_denom, mask)
+        result = normalized(merged, max_score, total_denom, sinks, head, head >= 0, SINKS)
+        tl.store(out_ptrs, result.to(out_ptrs.dtype.element_ty), mask=mask)
 
 
 # --- decode -----------------------------------------------------------------------------------------------------------
@@ -230,13 +269,11 @@ def max_decode_splits(rows: int, kv_heads: int) -> int:
 
 
 @triton.jit
-def _lengths(context_lens, prefix_lens, rows, row, window, SHARED: tl.constexpr, WINDOWED: tl.constexpr):
+def _lengths(context_lens, prefix_lens, rows, row, local_size, SHARED: tl.constexpr, LOCAL: tl.constexpr):
     """Context length, first token to read, and number of cached tokens to read, without the newest."""
     mask = row < rows
     context = tl.load(context_lens + row, mask=mask, other=0)
-    first = tl.zeros_like(context)
-    if WINDOWED:
-        first = tl.maximum(context - window, 0)
+    first = first_visible(tl.maximum(context - 1, 0), local_size, LOCAL)
     if SHARED:
         first = tl.load(prefix_lens + row, mask=mask, other=0)
     return context, first, tl.maximum(context - 1 - first, 0)
@@ -244,13 +281,13 @@ def _lengths(context_lens, prefix_lens, rows, row, window, SHARED: tl.constexpr,
 
 @triton.jit(do_not_specialize=["rows", "max_splits"])
 def _plan_decode_splits(
-    context_lens, prefix_lens, table, rows, max_splits, kv_heads, window, target,
-    SHARED: tl.constexpr, WINDOWED: tl.constexpr, MIN: tl.constexpr, ROWS: tl.constexpr, ITEMS: tl.constexpr,
+    context_lens, prefix_lens, table, rows, max_splits, kv_heads, local_size, target,
+    SHARED: tl.constexpr, LOCAL: tl.constexpr, MIN: tl.constexpr, ROWS: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
     total = 0
     for start in range(0, rows, ROWS):
         other_row = start + tl.arange(0, ROWS)
-        _, _, n_keys = _lengths(context_lens, prefix_lens, rows, other_row, window, SHARED, WINDOWED)
+        _, _, n_keys = _lengths(context_lens, prefix_lens, rows, other_row, local_size, SHARED, LOCAL)
         total += tl.sum(n_keys)
     target_len = tl.maximum(tl.cdiv(total * kv_heads, target), MIN)
     target_len = tl.cdiv(target_len, MIN) * MIN
@@ -260,7 +297,7 @@ def _plan_decode_splits(
     carry = 0
     for start in range(0, rows, ROWS):
         other_row = start + tl.arange(0, ROWS)
-        context, _, n_keys = _lengths(context_lens, prefix_lens, rows, other_row, window, SHARED, WINDOWED)
+        context, _, n_keys = _lengths(context_lens, prefix_lens, rows, other_row, local_size, SHARED, LOCAL)
         n_splits = tl.where(context > 0, tl.maximum(tl.cdiv(n_keys, target_len), 1), 0)
         ends = carry + tl.cumsum(n_splits, 0)
         is_past = (ends[None, :] <= item[:, None]) & (other_row < rows)[None, :]
@@ -270,7 +307,7 @@ def _plan_decode_splits(
     exists = item < carry
     ok = exists & (item < max_splits)
     context, first, n_keys = _lengths(
-        context_lens, prefix_lens, rows, tl.where(exists, row, 0), window, SHARED, WINDOWED
+        context_lens, prefix_lens, rows, tl.where(exists, row, 0), local_size, SHARED, LOCAL
     )
     n_splits = tl.maximum(tl.cdiv(n_keys, target_len), 1)
     split = item - splits_before
@@ -288,18 +325,19 @@ def _plan_decode_splits(
 
 
 def plan_decode_splits(
-    context_lens: Tensor, rows: int, kv_heads: int, window: int | None, prefix_lens: Tensor | None, out: Tensor
+    context_lens: Tensor, rows: int, kv_heads: int, local: tuple[int, int], prefix_lens: Tensor | None, out: Tensor
 ) -> DecodeSplits:
     """Splits of the first `rows` rows. A row's last split ends before its newest token, which is not yet cached.
 
-    prefix_lens: tokens of each row that cascade attention reads. out: memory for the table.
+    local: the attention's `locality`. prefix_lens: tokens of each row that cascade attention reads. out: memory for the
+    table.
     """
     n = max_decode_splits(rows, kv_heads)
     table = out[: n * DECODE_SPLIT_FIELDS].view(n, DECODE_SPLIT_FIELDS)
     if rows:
         _plan_decode_splits[(cdiv(n, 32),)](
-            context_lens, context_lens if prefix_lens is None else prefix_lens, table, rows, n, kv_heads, window or 0,
-            TARGET_PROGRAMS, SHARED=prefix_lens is not None, WINDOWED=window is not None, MIN=MIN_DECODE_SPLIT,
+            context_lens, context_lens if prefix_lens is None else prefix_lens, table, rows, n, kv_heads, local[1],
+            TARGET_PROGRAMS, SHARED=prefix_lens is not None, LOCAL=local[0], MIN=MIN_DECODE_SPLIT,
             ROWS=256, ITEMS=32,
         )  # fmt: skip
     return DecodeSplits(table)

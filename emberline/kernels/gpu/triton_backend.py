@@ -17,7 +17,7 @@ from emberline.kernels.gpu.matmul import GATES, DenseMatrix, Fusion, Matmul
 from emberline.kernels.gpu.prefill_attention import plan_prefill_splits, prefill_attention
 from emberline.kernels.gpu.quantized_gemm import QuantizedMatrix, dequantize_rows, pack_quantized
 from emberline.kernels.gpu.rope import rope_and_cache, rotary_table
-from emberline.kernels.gpu.split_kv import DecodeSplits, PrefillSplits, plan_decode_splits
+from emberline.kernels.gpu.split_kv import DecodeSplits, PrefillSplits, locality, plan_decode_splits
 from emberline.kernels.gpu.workspace import PrefillChunk, StepShape, Workspace, WorkspaceSizes, mlp_tokens
 from emberline.protocol.block_hash import KVGroup
 
@@ -93,7 +93,7 @@ class TritonBackend:
             prefix_lens = shape.prefix_lens if group.window is None else None
             memory = workspace.region(f"decode_splits{i}", torch.int32)
             decode_splits.append(
-                plan_decode_splits(step.context_lens, rows, group.kv_heads, group.window, prefix_lens, memory)
+                plan_decode_splits(step.context_lens, rows, group.kv_heads, _locality(group), prefix_lens, memory)
             )
             prefill_splits.append(self._plan_prefill(i, step, shape, group))
         return TritonStep(step, shape, kv, rotary, decode_splits, prefill_splits)
@@ -103,7 +103,7 @@ class TritonBackend:
             return None
         workspace, first = self._workspace, 0 if shape.chunks is None else shape.decode_rows
         return plan_prefill_splits(
-            *workspace.sizes.attentions[index], group.window, step.query_starts, step.context_lens,
+            *workspace.sizes.attentions[index], _locality(group), step.query_starts, step.context_lens,
             len(step.token_ids) - first, shape.decode_rows, workspace.region(f"work_items{index}", torch.int32),
             workspace.prefill_scratch,
         )  # fmt: skip
@@ -164,10 +164,10 @@ class TritonBackend:
         n_decodes = 0 if self._deterministic else shape.decode_rows
         if n_decodes:
             prefix = None
-            if shape.shared_prefix is not None and shape.prefix_lens is not None and attn.window is None:
+            if shape.shared_prefix is not None and shape.prefix_lens is not None and _is_full(attn):
                 n_splits = shared_prefix_attention(
-                    qkv, attn, rotary, pool, tables, shape.shared_prefix, workspace.prefix_partial,
-                    workspace.prefix_stats, n_decodes, pdl=self._pdl,
+                    qkv, attn, rotary, pool, tables, shape.shared_prefix, context.step.positions,
+                    workspace.prefix_partial, workspace.prefix_stats, n_decodes, pdl=self._pdl,
                 )  # fmt: skip
                 prefix = (workspace.prefix_partial, workspace.prefix_stats, shape.prefix_lens, n_splits)
             decode_attention(
@@ -232,7 +232,7 @@ class TritonBackend:
     def warm_up(self, attentions: Sequence[GroupedQueryAttention], kv: Sequence[Tensor]) -> Iterator[bool]:
         """Compile kernels and make the library plans that the first long prompts would wait for, one per iteration."""
         workspace, tokens = self._workspace, self._workspace.sizes.max_tokens
-        for attn in {attn.window is None: attn for attn in attentions}.values():  # large steps do not split keys
+        for attn in {_is_full(attn): attn for attn in attentions}.values():  # large steps do not split keys
             zeros = torch.zeros(1, 16, dtype=torch.int32, device=self.device)
             queries, out = (workspace.take(name, 1, attn.heads * attn.head_dim) for name in ("queries", "normed"))
             pool = kv[attn.kv_group][:, attn.layer_index]
@@ -245,6 +245,15 @@ class TritonBackend:
         memory = workspace.take("new_kv", 2, tokens, long.kv_heads * long.head_dim)
         pool = kv[long.kv_group][:, long.layer_index]
         yield from cudnn_attention.warm_up(queries, memory, long, pool, self._gather_memory(), out)
+
+
+def _is_full(attn: GroupedQueryAttention) -> bool:
+    """Every token sees all before it."""
+    return attn.window is None and attn.chunk is None
+
+
+def _locality(group: KVGroup) -> tuple[int, int]:
+    return locality(None, group.window) if group.chunked else locality(group.window, None)
 
 
 def _shape_of(step: Any) -> StepShape:

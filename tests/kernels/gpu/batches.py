@@ -72,12 +72,12 @@ def batch(
 
 
 def attention(
-    heads: int, kv_heads: int, dim: int, window: int | None = None, norm: bool = False, index: int = 1
+    heads: int, kv_heads: int, dim: int, window: int | None = None, norm: bool = False, index: int = 1, **more: Any
 ) -> GroupedQueryAttention:
     norms = [noise(dim, seed=9 + i).float() * 0.1 + 1 if norm else None for i in range(2)]
     return GroupedQueryAttention(
         norm=torch.ones(1), qkv=None, output=None, heads=heads, kv_heads=kv_heads, head_dim=dim, scale=dim**-0.5,
-        eps=1e-5, kv_group=0, layer_index=index, window=window, q_norm=norms[0], k_norm=norms[1],
+        eps=1e-5, kv_group=0, layer_index=index, window=window, q_norm=norms[0], k_norm=norms[1], **more,
     )  # fmt: skip
 
 
@@ -102,5 +102,6 @@ def attention_reference(q: Tensor, attn: GroupedQueryAttention, b: Batch) -> Ten
         if n and context:
             new = slice(starts[row], starts[row + 1])
             queries = q[new].view(n, attn.heads, attn.head_dim)
-            out[new] = attend(queries, *keys_values(b, row, context), attn.scale, context - n, attn.window)
+            local = (attn.window, attn.chunk, attn.sinks)
+            out[new] = attend(queries, *keys_values(b, row, context), attn.scale, context - n, *local)
     return out.flatten(1)

@@ -8,10 +8,16 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from emberline.kernels.backend import GroupedQueryAttention
+from emberline.kernels.backend import GroupedQueryAttention, QueryTemperature
 from emberline.kernels.gpu.decode_attention import decode_attention, n_prefix_splits, shared_prefix_attention
 from emberline.kernels.gpu.rope import rope_and_cache_reference, rotary_table, rotary_table_reference
-from emberline.kernels.gpu.split_kv import DECODE_SPLIT_FIELDS, max_decode_splits, plan_decode_splits
+from emberline.kernels.gpu.split_kv import (
+    DECODE_SPLIT_FIELDS,
+    FULL,
+    locality,
+    max_decode_splits,
+    plan_decode_splits,
+)
 from tests.kernels.gpu.batches import (
     DEVICE,
     LIMIT,
@@ -52,14 +58,14 @@ def run_decode(
     rotary = rotary_table(b.positions, rope(dim), torch.empty(rows * dim, device=DEVICE))
     memory = ints([0] * max_decode_splits(rows, attn.kv_heads) * DECODE_SPLIT_FIELDS)
     lens = None if prefix_lens is None else ints(prefix_lens)
-    splits = plan_decode_splits(b.context_lens, rows, attn.kv_heads, attn.window, lens, memory)
+    splits = plan_decode_splits(b.context_lens, rows, attn.kv_heads, locality(attn.window, attn.chunk), lens, memory)
     out = nans(rows, heads * dim).to(qkv.dtype)
     counters, pool, prefix = ints([0] * (rows * attn.kv_heads)), b.pool[:, attn.layer_index], None
     if shared is not None and lens is not None:
         n = n_prefix_splits(rows, heads, attn.kv_heads)
         partial, stats = nans(n * rows * heads * dim), nans(n * rows * heads * 2)
         assert n == shared_prefix_attention(
-            qkv, attn, rotary, pool, b.tables, ints(shared), partial, stats, rows
+            qkv, attn, rotary, pool, b.tables, ints(shared), b.positions, partial, stats, rows
         )  # fmt: skip
         prefix = (partial, stats, lens, n)
     partial, stats = nans(splits.n * heads * dim), nans(splits.n * heads * 2)
@@ -89,26 +95,50 @@ def test_decode(heads: int, kv_heads: int, dim: int, window: int | None, norm: b
     assert error(b.pool[1:], reference.pool[1:]) < LIMIT
 
 
+VARIANTS = {
+    "sinks": lambda: attention(8, 2, 64, sinks=noise(8, seed=6).float()),
+    "sinks and a window": lambda: attention(8, 2, 64, 40, sinks=noise(8, seed=6).float()),
+    "chunks": lambda: attention(4, 2, 64, chunk=48, l2_norm=True),
+    "chunks that cut blocks": lambda: attention(4, 2, 64, chunk=41),
+    "no RoPE": lambda: attention(4, 2, 64, rope=False, temperature=QueryTemperature(0.1, 30)),
+    "norms and temperature": lambda: attention(4, 2, 64, None, True, temperature=QueryTemperature(0.4, 30)),
+}
+
+
+@pytest.mark.parametrize("variant", everyday(VARIANTS, ["sinks and a window", "chunks", "no RoPE"]))
+def test_variants_of_attention(variant: str) -> None:
+    """GPT-OSS has sinks; Llama 4 chunks with QK norms, and layers without RoPE whose queries have a temperature."""
+    attn = VARIANTS[variant]()
+    contexts = [1, 0, 49, 64, 200]
+    b, reference = (batch([1] * len(contexts), contexts, attn) for _ in range(2))
+    qkv = noise(b.tokens, (attn.heads + 2 * attn.kv_heads) * attn.head_dim, seed=3)
+    want = expected(qkv, attn, reference)
+    real = b.context_lens > 0
+    assert error(run_decode(b, attn, qkv)[real], want[real]) < LIMIT
+    assert error(b.pool[1:], reference.pool[1:]) < LIMIT
+
+
 def test_few_rows_are_split_and_many_are_not() -> None:
     attn = attention(4, 2, 64)
     memory = torch.empty(10**5, dtype=torch.int32, device=DEVICE)
-    one = plan_decode_splits(ints([3000]), 1, attn.kv_heads, None, None, memory)
+    one = plan_decode_splits(ints([3000]), 1, attn.kv_heads, (FULL, 0), None, memory)
     rows, begins, ends = (one.table[:, i].tolist() for i in (0, 3, 4))
     n = sum(row == 0 for row in rows)
     assert 1 < n <= max_decode_splits(1, attn.kv_heads)
     assert begins[1:n] == ends[: n - 1]  # no gap
     assert (begins[0], ends[n - 1]) == (0, 2999)
-    table = plan_decode_splits(ints([640] * 700), 700, attn.kv_heads, None, None, memory).table
+    table = plan_decode_splits(ints([640] * 700), 700, attn.kv_heads, (FULL, 0), None, memory).table
     assert (table[:700, 0] == torch.arange(700, device=DEVICE)).all()
     assert (table[700:, 0] == -1).all()
 
 
-def test_cascade_attention() -> None:
-    attn = attention(4, 2, 64)
+@pytest.mark.parametrize("variant", everyday(["plain", "sinks", "no RoPE"], ["sinks"]))
+def test_cascade_attention(variant: str) -> None:
+    attn = VARIANTS.get(variant, lambda: attention(8, 2, 64))()
     b, reference = (batch([1] * 5, [130, 200, 129, 90, 0], attn) for _ in range(2))
     for tables in (b.tables, reference.tables):
         tables[1:3, :8] = tables[0, :8]
-    qkv = noise(5, 8 * 64, seed=3)
+    qkv = noise(5, (attn.heads + 4) * 64, seed=3)
     want = expected(qkv, attn, reference)
     got = run_decode(b, attn, qkv, shared=[1, 128], prefix_lens=[128, 128, 128, 0, 0])
     assert error(got[:4], want[:4]) < LIMIT

@@ -1,6 +1,7 @@
 """Paged attention of prefill chunks against plain PyTorch, over shapes that hit every tail."""
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,23 @@ def test_chunks(heads: int, kv_heads: int, dim: int, window: int | None) -> None
     attn = attention(heads, kv_heads, dim, window)
     b = batch([3, 0, 20, 1, 17], [3, 0, 90, 65, 64], attn)
     q = noise(b.tokens, heads * dim, seed=4)
+    out, rows = torch.full_like(q, torch.nan), (b.query_starts, b.context_lens, b.tokens)
+    prefill_attention(q, out, attn, b.pool[:, 1], b.tables, *rows, tile=PrefillTile(32, 32, 2, 4))
+    assert error(out, attention_reference(q, attn, b)) < LIMIT
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [{"sinks": 1}, {"sinks": 1, "window": 40}, {"chunk": 64}, {"chunk": 24}, {"chunk": 41, "sinks": 1}],
+    ids=lambda variant: " ".join(f"{k} {v}" for k, v in variant.items()),
+)
+def test_sinks_and_chunks(variant: dict[str, int]) -> None:
+    more: dict[str, Any] = dict(variant)
+    if "sinks" in more:
+        more["sinks"] = noise(4, seed=6).float()
+    attn = attention(4, 2, 64, **more)
+    b = batch([3, 0, 20, 1, 17], [3, 0, 140, 65, 64], attn)  # whole chunks, and chunk boundaries within a tile
+    q = noise(b.tokens, 4 * 64, seed=4)
     out, rows = torch.full_like(q, torch.nan), (b.query_starts, b.context_lens, b.tokens)
     prefill_attention(q, out, attn, b.pool[:, 1], b.tables, *rows, tile=PrefillTile(32, 32, 2, 4))
     assert error(out, attention_reference(q, attn, b)) < LIMIT

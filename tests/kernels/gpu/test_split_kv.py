@@ -48,7 +48,7 @@ def run(q: Tensor, attn: GroupedQueryAttention, b: Batch, scratch: SplitScratch 
     rows, plan = (b.query_starts, b.context_lens, b.tokens), None
     if scratch is not None:
         table = torch.full((16_000,), 7, dtype=torch.int32, device=DEVICE)
-        shape = (attn.heads, attn.kv_heads, attn.head_dim, attn.window)
+        shape = (attn.heads, attn.kv_heads, attn.head_dim, split_kv.locality(attn.window, attn.chunk))
         plan = plan_prefill_splits(*shape, *rows, 0, table, scratch, TILE, splits)
         assert plan is not None
     prefill_attention(q, out, attn, b.pool[:, 1], b.tables, *rows, splits=plan, tile=TILE)
@@ -72,6 +72,15 @@ def test_splits_merge_to_the_whole(heads: int, kv_heads: int, dim: int, window: 
     b = batch([3, 0, 20, 1], [3, 0, 540, 300], attn)
     q, scratch = noise(b.tokens, heads * dim, seed=4), scratch_for(attn, 200)
     assert error(run(q, attn, b, scratch, splits), attention_reference(q, attn, b)) < LIMIT
+    assert is_used(scratch)
+
+
+@pytest.mark.parametrize("local", everyday([{}, {"window": 150}, {"chunk": 160}], [{"chunk": 160}]))
+def test_splits_with_sinks(local: dict[str, int]) -> None:
+    attn = attention(4, 2, 64, **local, sinks=noise(4, seed=6).float())
+    b = batch([3, 0, 20, 1], [3, 0, 540, 300], attn)
+    q, scratch = noise(b.tokens, 4 * 64, seed=4), scratch_for(attn, 200)
+    assert error(run(q, attn, b, scratch, 3), attention_reference(q, attn, b)) < LIMIT
     assert is_used(scratch)
 
 
@@ -162,7 +171,7 @@ def test_production_tiles(lengths: list[int], before: int, splits: int, window: 
     prefill_attention(q, unsplit, attn, b.pool[:, 1], b.tables, *rows)
     scratch = scratch_for(attn, 2000, queries=128)
     table = torch.full((16_000,), 7, dtype=torch.int32, device=DEVICE)
-    plan = plan_prefill_splits(32, 8, 128, window, *rows, 0, table, scratch, splits=splits)
+    plan = plan_prefill_splits(32, 8, 128, split_kv.locality(window, None), *rows, 0, table, scratch, splits=splits)
     results = []
     for _ in range(3):
         results.append(torch.full_like(q, torch.nan))
