@@ -21,6 +21,7 @@ from emberline.protocol.trace_context import Phase
 from emberline.service.metrics import Histogram
 from emberline.service.prepare import Prepared
 from emberline.text.detokenizer import StopMatcher
+from emberline.text.tool_calls.harmony import HarmonyParser
 from emberline.text.tool_calls.parser import (
     ArgumentsPiece,
     CallEnd,
@@ -160,7 +161,7 @@ class ParsingChoiceDecoder(ChoiceDecoder):
             self._detokenizer,
             parallel=request.parallel_tool_calls,
         )
-        self._parser: ReplyParser | None = parser
+        self._parser: ReplyParser | HarmonyParser | None = parser
         self._tool_format = text.tool_format
         self._origin = f"{request.id}/{index}"
         self._reply = Reply()  # reasoning and tool calls; the text is in `pieces`
@@ -211,7 +212,7 @@ class ParsingChoiceDecoder(ChoiceDecoder):
             self._parser = None
         return events
 
-    def _parse(self, parser: ReplyParser, ids: Sequence[int], is_text: list[bool]) -> list[ReplyPiece]:
+    def _parse(self, parser: ReplyParser | HarmonyParser, ids: Sequence[int], is_text: list[bool]) -> list[ReplyPiece]:
         """Token by token where each must be classified: reasoning is counted, and only text has log-probabilities.
         `is_text` then gets one entry per token."""
         if not self._logprobs and not parser.reasoning and parser.decided:

@@ -24,6 +24,7 @@ class Roles:
         self.developer = "developer" in source
         self.tool = re.search(r"""["']tool["']""", source) is not None
         self.tool_calls = "tool_calls" in source
+        self.thinking = "message.thinking" in source  # GPT-OSS's name of the reasoning before a call
 
     def turns(self, messages: Sequence[Message], untemplated: ToolCallFormat | None = None) -> list[Turn]:
         """Messages as templates read them; a role that the template does not support becomes the nearest one.
@@ -58,6 +59,8 @@ class Roles:
             turn["content"] = tool_result_text(message.content)
         if message.reasoning is not None:
             turn["reasoning_content"] = message.reasoning
+            if self.thinking and message.tool_calls and not message.content:  # the template refuses both
+                turn["thinking"] = message.reasoning
         if message.name is not None:
             turn["name"] = message.name
         if message.tool_call_id is not None:

@@ -145,6 +145,8 @@ def render_prompt(model: TextModel, request: GenerateRequest) -> Rendered | None
 
 def reasoning_begun(model: TextModel, rendered: Rendered | None, continue_final: bool = False) -> bool | None:
     """As `reasoning.begun`; False where the model does not reason, or the reply continues an answer."""
+    if model.harmony is not None and rendered is not None:
+        return False if continue_final else None
     if model.reasoning_format is None or rendered is None:
         return False
     begun = reasoning.begun(model.reasoning_format, rendered.text)
@@ -356,6 +358,8 @@ def grammar_spec(model: TextModel, request: GenerateRequest, begun: bool | None)
     tools = _tools(model, request)
     if request.output is None and tools is None:
         return None
+    if model.harmony is not None and begun is None:
+        return GrammarSpec(request.output, tools, channels=model.harmony.tokens)
     return GrammarSpec(request.output, tools, None if begun is False else _reasoning_spec(model, begun=bool(begun)))
 
 

@@ -18,6 +18,7 @@ from emberline.text.tiktoken_tokenizer import FILE as RANKS_FILE
 from emberline.text.tiktoken_tokenizer import tiktoken_parts
 from emberline.text.tokenizer import Tokenizer
 from emberline.text.tool_calls import formats, reasoning
+from emberline.text.tool_calls.harmony import HarmonyFormat, HarmonyParser
 from emberline.text.tool_calls.parser import ReplyFormat, ReplyParser
 from emberline.weights.gguf import GGUFFile
 from emberline.weights.model_config import BadCheckpoint
@@ -51,8 +52,10 @@ class TextModel:
             True: ReplyFormat(self.tool_format, self.reasoning_format),
             False: ReplyFormat(None, self.reasoning_format),
         }
-        self.reply_sentinels = self._reply_formats[True].sentinels
-        self.marker_ids = frozenset(self._reply_formats[True].sentinel_of)  # with a meaning in replies
+        self.harmony = HarmonyFormat(tokenizer.special) if self.tool_format.family == "harmony" else None
+        form = self.harmony or self._reply_formats[True]
+        self.reply_sentinels = form.sentinels
+        self.marker_ids = frozenset(form.sentinel_of)  # with a meaning in replies
 
     @classmethod
     def load(cls, path: Path) -> "TextModel":
@@ -137,11 +140,12 @@ class TextModel:
         detokenizer: Detokenizer | None = None,
         *,
         parallel: bool = True,
-    ) -> ReplyParser:
+    ) -> ReplyParser | HarmonyParser:
         """For the reply to a prompt that declares these tools; `begun` is the result of `reasoning.begun` for it."""
-        names = frozenset(tool.name for tool in tools)
-        form, detokenizer = self._reply_formats[bool(tools)], detokenizer or self.detokenizer(prompt_ids)
-        return ReplyParser(form, detokenizer, names, begun, parallel=parallel)
+        detokenizer = detokenizer or self.detokenizer(prompt_ids)
+        if self.harmony is not None:
+            return HarmonyParser(self.harmony, detokenizer, {tool.name for tool in tools}, begun=begun is False)
+        return ReplyParser(self._reply_formats[bool(tools)], detokenizer, tools, begun, parallel=parallel)
 
     def token_text(self, token_id: int) -> bytes:
         """The bytes of one token, special ones included."""

@@ -3,6 +3,7 @@
 A `GrammarSpec` is plain data: it is hashed for the cache and sent to the compiler process.
 """
 
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -12,9 +13,11 @@ from emberline.protocol.grammar import Chars, Expression, Free, Grammar, Text, T
 from emberline.protocol.request import OutputFormat, Tool
 from emberline.text.grammar.builder import EMPTY, Builder, choice, optional, repeat, sequence
 from emberline.text.grammar.ebnf import grammar_expression
+from emberline.text.grammar.harmony_grammar import harmony_expression
 from emberline.text.grammar.json_schema.compile import any_object_expression, schema_expression
 from emberline.text.grammar.json_schema.document import UnsupportedSchema
 from emberline.text.grammar.regex import regex_expression
+from emberline.text.grammar.tagged_grammar import spelled, tagged_expression
 from emberline.text.tool_calls.formats import FORMATS_BY_FAMILY, ToolCallFormat, split_tokens
 
 
@@ -44,6 +47,7 @@ class GrammarSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     output: OutputFormat | None = None
     tools: ToolCallSpec | None = None
     reasoning: ReasoningSpec | None = None
+    channels: dict[str, int] = {}  # the special tokens of a reply in the Harmony format; empty: it has another
 
 
 MAX_TOOL_CALLS = 32  # in one reply: ends a model that repeats itself
@@ -57,10 +61,15 @@ def reply_expression(builder: Builder, spec: GrammarSpec, output: Expression | N
     openings: tuple[str, ...] = ()
     if spec.tools is None:
         body = output if output is not None else Free()
+        if spec.channels:
+            return harmony_expression(builder, spec.channels, body, None)
     else:
         format = FORMATS_BY_FAMILY[spec.tools.family].at(spec.tools.token_ids)
         openings = tuple(opening for opening in format.openings if opening not in format.tokens)
         calls = None if spec.tools.mode == "none" else builder.add(_calls(builder, spec.tools, format))
+        if spec.channels:
+            answer = None if spec.tools.mode == "required" else output or Free()
+            return harmony_expression(builder, spec.channels, answer, calls)
         body = _body(spec.tools, format, openings, calls, output)
         if format.alone:  # such calls begin like text, so reasoning cannot end in one
             calls, openings = None, ()
@@ -99,15 +108,16 @@ def _reasoning(
 def _calls(builder: Builder, tools: ToolCallSpec, format: ToolCallFormat) -> Expression:
     call = builder.add(_call(builder, tools.tools, format))
     most = MAX_TOOL_CALLS if tools.parallel and format.parallel else 1
-    more = repeat(sequence(_spelled(format.between, format), call), 0, most - 1)
-    return sequence(_begin(format), call, more, _spelled(format.close, format))
+    more = repeat(sequence(spelled(format.between, format), call), 0, most - 1)
+    return sequence(_begin(format), call, more, spelled(format.close, format))
 
 
 def _call(builder: Builder, tools: tuple[Tool, ...], format: ToolCallFormat) -> Expression:
     number = sequence(Text(format.number), repeat(_DIGIT, 1, 4)) if format.number else EMPTY
-    before = sequence(number, _spelled(format.arguments, format))
-    named = [sequence(Text(tool.name), before, _arguments(builder, tool)) for tool in tools]
-    return sequence(_spelled(format.call, format), Text(format.prefix), choice(named), _spelled(format.end, format))
+    before = sequence(number, spelled(format.arguments, format))
+    write = _arguments if format.tags is None else partial(tagged_expression, format=format)
+    named = [sequence(Text(tool.name), before, write(builder, tool)) for tool in tools]
+    return sequence(spelled(format.call, format), Text(format.prefix), choice(named), spelled(format.end, format))
 
 
 def _arguments(builder: Builder, tool: Tool) -> Expression:
@@ -126,17 +136,12 @@ def _arguments(builder: Builder, tool: Tool) -> Expression:
         raise BadInput(f"tool {tool.name}: {error.message}", param="tools") from None
 
 
-def _spelled(text: str, format: ToolCallFormat) -> Expression:
-    pieces = split_tokens(text, format.tokens)
-    return sequence(*(Token(piece) if isinstance(piece, int) else Text(piece) for piece in pieces))
-
-
 def _begin(format: ToolCallFormat) -> Expression:
     """Models whose tokenizer puts a space behind special tokens may generate it."""
     pieces = split_tokens(format.begin, format.tokens)
     if len(pieces) == 2 and isinstance(pieces[0], int) and isinstance(pieces[1], str):
         return sequence(Token(pieces[0]), optional(Text(" ")), Text(pieces[1]))
-    return _spelled(format.begin, format)
+    return spelled(format.begin, format)
 
 
 def _delimiter(text: str, token_id: int | None) -> Expression:

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from emberline.protocol.request import Tool, ToolCall
+from emberline.text.tool_calls.tagged_arguments import Tags, write_tagged
 
 MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 _BASE62 = digits + ascii_letters
@@ -30,6 +31,7 @@ class ToolCallFormat(msgspec.Struct, frozen=True, kw_only=True):
     end: str
     between: str = ""
     close: str = ""
+    tags: Tags | None = None  # around the keys and values of the arguments; None: these are JSON
     openings: tuple[str, ...]  # strings that text may contain only as the beginning of calls
     alone: bool = False  # calls are the whole reply: none follow text
     parallel: bool = True  # a reply may have several calls
@@ -48,7 +50,7 @@ class ToolCallFormat(msgspec.Struct, frozen=True, kw_only=True):
         """The calls as the model would have generated them."""
         texts = [
             f"{self.call}{self.prefix}{call.name}{self.number}{number if self.number else ''}"
-            f"{self.arguments}{call.arguments}{self.end}"
+            f"{self.arguments}{write_tagged(self.tags, call.arguments) if self.tags else call.arguments}{self.end}"
             for number, call in enumerate(calls)
         ]
         return self.begin + self.between.join(texts) + self.close
@@ -166,6 +168,67 @@ KIMI = ToolCallFormat(
         "<|tool_calls_section_end|>",
     ),
 )
+DEEPSEEK = ToolCallFormat(
+    family="deepseek",
+    begin="<｜tool▁calls▁begin｜>",
+    call="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+    arguments="\n```json\n",
+    end="\n```<｜tool▁call▁end｜>",
+    between="\n",
+    close="<｜tool▁calls▁end｜>",
+    openings=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
+    markers=(
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁sep｜>",
+        "<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁end｜>",
+    ),
+)
+DEEPSEEK_V31 = msgspec.structs.replace(
+    DEEPSEEK,
+    family="deepseek-v3.1",
+    call="<｜tool▁call▁begin｜>",
+    arguments="<｜tool▁sep｜>",
+    end="<｜tool▁call▁end｜>",
+    between="",
+)
+GLM = ToolCallFormat(
+    family="glm",
+    call="<tool_call>",
+    arguments="",
+    tags=Tags("<arg_key>", "</arg_key><arg_value>", "</arg_value>"),
+    end="</tool_call>",
+    openings=("<tool_call>",),
+    markers=("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+)
+GLM_LINES = msgspec.structs.replace(
+    GLM,
+    family="glm-lines",  # GLM-4.5 and 4.6
+    arguments="\n",
+    tags=Tags("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
+    between="\n",
+)
+QWEN3_CODER = ToolCallFormat(
+    family="qwen3-coder",
+    call="<tool_call>\n<function=",
+    arguments=">\n",
+    tags=Tags("<parameter=", ">\n", "\n</parameter>\n"),
+    end="</function>\n</tool_call>",
+    between="\n",
+    openings=("<tool_call>",),
+    markers=("<tool_call>", "</tool_call>"),
+)
+# GPT-OSS's, of which calls are only a part: see `harmony`.
+HARMONY = ToolCallFormat(
+    family="harmony",
+    call="<|channel|>commentary to=functions.",
+    arguments=" <|constrain|>json<|message|>",
+    end="",
+    openings=("<|channel|>commentary to=",),
+    parallel=False,
+    markers=("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>"),
+)
 # For every other model: Hermes' format as ordinary text, described in a system prompt of ours.
 GENERIC = ToolCallFormat(
     family="generic",
@@ -179,8 +242,12 @@ GENERIC = ToolCallFormat(
     untemplated=True,
 )
 FORMATS_BY_FAMILY = {
-    format.family: format for format in (HERMES, LLAMA3, MISTRAL_LIST, MISTRAL, KIMI, GENERIC)
-}  # by name
+    format.family: format
+    for format in (
+        *(HERMES, LLAMA3, MISTRAL_LIST, MISTRAL, KIMI, DEEPSEEK, DEEPSEEK_V31, GLM, GLM_LINES, QWEN3_CODER, HARMONY),
+        GENERIC,
+    )
+}
 
 
 class _Detection(NamedTuple):
@@ -191,11 +258,17 @@ class _Detection(NamedTuple):
 
 # The first that fits. Templates with `<tool_call>` around something other than JSON (Qwen3-Coder, GLM) are not Hermes'.
 _DETECTIONS = (
+    _Detection(HARMONY, r"<\|channel\|>commentary"),
     _Detection(KIMI, r"<\|tool_calls_section_begin\|>"),
+    _Detection(DEEPSEEK, r"<｜tool▁calls▁begin｜>(?s:.)*```json"),
+    _Detection(DEEPSEEK_V31, r"<｜tool▁calls▁begin｜>"),
+    _Detection(GLM_LINES, r"<tool_call>(?s:.)*</arg_key>(\n|\\n)"),
+    _Detection(GLM, r"<tool_call>(?s:.)*</arg_key>\s*<arg_value>"),
+    _Detection(QWEN3_CODER, r"<tool_call>(?s:.)*<function=(?s:.)*<parameter="),
     _Detection(MISTRAL, r"\[TOOL_CALLS\](?s:.)*\[ARGS\]", lacks=r"\[CALL_ID\]"),
     _Detection(MISTRAL_LIST, r"\[TOOL_CALLS\]", lacks=r"\[ARGS\]"),
     _Detection(HERMES, r"<tool_call>(?s:.)*arguments|arguments(?s:.)*<tool_call>", lacks=r"<function=|<arg_key>"),
-    _Detection(LLAMA3, r"<\|start_header_id\|>(?s:.)*\bparameters\b", lacks=r"<tool_call>|<function="),
+    _Detection(LLAMA3, r"<\|(start_header_id|header_start)\|>(?s:.)*\bparameters\b", lacks=r"<tool_call>|<function="),
 )
 
 

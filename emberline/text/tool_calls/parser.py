@@ -13,10 +13,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from emberline.protocol.request import Message
+from emberline.protocol.request import Message, Tool
 from emberline.text.detokenizer import Detokenizer, MarkerFinder
 from emberline.text.tool_calls.formats import ToolCallFormat, sentinels, with_sentinels
 from emberline.text.tool_calls.reasoning import ReasoningFormat
+from emberline.text.tool_calls.tagged_arguments import Scanned, TaggedScanner, Tags
 
 HEAD_CHARS = 256  # from the opening of a call to its arguments
 TAIL_CHARS = 64  # of the white space and markers that close a call
@@ -37,7 +38,12 @@ class CallPatterns:
         self.separator = form.between.strip()
         number = rf"{re.escape(form.number)}(?P<number>\d{{1,9}})" if form.number else "(?P<number>)"
         prefix = f"(?:{re.escape(form.prefix)})?" if form.prefix else ""
-        rest = f"{prefix}{_NAME}{number}{self._loose(form.arguments)}(?=\\{{)"
+        self.tags = None if form.tags is None else Tags(*map(self._with_sentinels, form.tags))
+        self._firsts = ("{",) if form.tags is None else (form.tags.key, form.end)  # what may follow the name
+        follows = r"(?=\{)"
+        if self.tags is not None:
+            follows = f"{_SPACE}(?={re.escape(self.tags.key)}|{self._loose(form.end)})"
+        rest = f"{prefix}{_NAME}{number}{self._loose(form.arguments)}{follows}"
         begin = f"(?:{self._loose(form.begin)})?" if form.begin in form.openings else self._loose(form.begin)
         call = self._loose(form.call)
         self.head = re.compile(begin + call + rest)
@@ -65,8 +71,9 @@ class CallPatterns:
             text = re.sub(rf"{re.escape(form.number)}\d{{1,9}}", f"{form.number}0", text)
         rest = f"{form.number}0{form.arguments}" if form.number else form.arguments
         return any(
-            _spaceless(self._with_sentinels(f"{beginning}{prefix}{name}{rest}{{")).startswith(text)
+            _spaceless(self._with_sentinels(f"{beginning}{prefix}{name}{rest}{first}")).startswith(text)
             for beginning in beginnings
+            for first in self._firsts
             for prefix in {form.prefix, ""}
             for name in names
         )
@@ -106,7 +113,12 @@ class ArgumentScanner:
         self._in_string = False
         self._escaped = False
 
-    def push(self, text: str) -> int | None:
+    def push(self, text: str, *, final: bool) -> Scanned:
+        end = self.end_of(text)
+        n = len(text) if end is None else end
+        return Scanned(n, text[:n], end is not None)
+
+    def end_of(self, text: str) -> int | None:
         """The offset at which the object ends; None if it goes on."""
         at = 0
         if self._escaped and text:
@@ -185,14 +197,14 @@ class ReplyFormat:
 
 
 class ReplyParser:
-    """Parses one reply. `names`: the tools that may be called. `reasoning`: the prompt has begun reasoning (True), has
+    """Parses one reply. `tools`: those that may be called. `reasoning`: the prompt has begun reasoning (True), has
     ended it (False), or leaves it to the reply (None)."""
 
     def __init__(
         self,
         form: ReplyFormat,
         detokenizer: Detokenizer,
-        names: Collection[str],
+        tools: Sequence[Tool],
         reasoning: bool | None,
         *,
         parallel: bool = True,
@@ -201,7 +213,7 @@ class ReplyParser:
         self.reasoning = bool(reasoning)
         self._form = form
         self._calls = form.calls
-        self._names = names
+        self._names = {tool.name: tool.parameters for tool in tools}
         self._parallel = parallel  # a reply may have several calls; the grammar sees to that except in fenced blocks
         self._n_calls = 0
         self._detokenizer = detokenizer
@@ -211,7 +223,7 @@ class ReplyParser:
         self._at_start = True  # nothing was emitted yet
         self._cut = False  # the reply ended at max_tokens
         self.lost_tool_call = False  # it was cut off inside a call before the arguments
-        self._arguments = ArgumentScanner()
+        self._arguments: ArgumentScanner | TaggedScanner = ArgumentScanner()
         may_reason = reasoning is None and form.reasoning_start
         self._state: Callable[[bool, list[ReplyPiece]], bool] = self._before_reasoning if may_reason else self._text
 
@@ -238,7 +250,7 @@ class ReplyParser:
         pieces = self.push_text(self._detokenizer.finish())
         while self._state(True, pieces):
             pass
-        return _joined(pieces)
+        return joined(pieces)
 
     def push_text(self, text: str) -> list[ReplyPiece]:
         """As `push`, for decoded text with sentinels."""
@@ -248,7 +260,7 @@ class ReplyParser:
         pieces: list[ReplyPiece] = []
         while self._state(False, pieces):
             pass
-        return pieces if len(pieces) < 2 else _joined(pieces)
+        return pieces if len(pieces) < 2 else joined(pieces)
 
     def _read(self, ids: Sequence[int]) -> str:
         sign_of = self._form.sentinel_of
@@ -354,12 +366,11 @@ class ReplyParser:
         return True
 
     def _call_arguments(self, final: bool, pieces: list[ReplyPiece]) -> bool:
-        end = self._arguments.push(self._held)
-        n = len(self._held) if end is None else end
-        if n:
-            pieces.append(ArgumentsPiece(self._held[:n]))
-            self._held = self._held[n:]
-        if end is None:
+        found = self._arguments.push(self._held, final=final and not self._cut)
+        self._held = self._held[found.n :]
+        if found.json:
+            pieces.append(ArgumentsPiece(found.json))
+        if not found.ended:
             return False
         pieces.append(CallEnd())
         self._state = self._tail
@@ -426,7 +437,8 @@ class ReplyParser:
         self._n_calls += 1
         self._held, self._gap = self._held[end:], ""
         self.reasoning = self._at_start = False
-        self._arguments = ArgumentScanner()
+        tags = self._calls.tags if self._calls is not None else None
+        self._arguments = ArgumentScanner() if tags is None else TaggedScanner(tags, self._names[name])
         self._state = self._call_arguments
 
     def _out(self, n: int, pieces: list[ReplyPiece]) -> None:
@@ -465,7 +477,7 @@ def _before_spaces(text: str, end: int) -> int:
     return end
 
 
-def _joined(pieces: list[ReplyPiece]) -> list[ReplyPiece]:
+def joined(pieces: list[ReplyPiece]) -> list[ReplyPiece]:
     """Adjacent pieces of one kind joined."""
     joined: list[ReplyPiece] = []
     for piece in pieces:

@@ -128,6 +128,65 @@ R1 = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|assistant|><think>\n' }}{%- endif %}
 """
+_TURNS = """
+{%- if tools %}{{- '<|system|>' }}{{- tools | tojson }}{%- endif %}
+{%- for message in messages %}
+    {{- '<|' + message.role + '|>' + message.content }}
+    {%- if message.tool_calls %}%BEGIN%{%- for call in message.tool_calls %}
+        {%- set args = call.function.arguments %}
+        {%- if not loop.first %}{{- '%BETWEEN%' }}{%- endif %}%CALL%
+    {%- endfor %}%CLOSE%{%- endif %}
+    {%- if message.role == 'assistant' %}{{- eos_token }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}
+"""
+
+
+def _turns(call: str, begin: str = "", close: str = "", between: str = "") -> str:
+    source = _TURNS.replace("%CALL%", call).replace("%BETWEEN%", between)
+    return source.replace("%BEGIN%", f"{{{{- '{begin}' }}}}").replace("%CLOSE%", f"{{{{- '{close}' }}}}")
+
+
+DEEPSEEK = _turns(
+    "{{- '<｜tool▁call▁begin｜>function<｜tool▁sep｜>' + call.function.name + '\\n```json\\n' }}{{- args | tojson }}"
+    "{{- '\\n```<｜tool▁call▁end｜>' }}",
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁calls▁end｜>",
+    "\\n",
+)
+DEEPSEEK_V31 = _turns(
+    "{{- '<｜tool▁call▁begin｜>' + call.function.name + '<｜tool▁sep｜>' }}{{- args | tojson }}"
+    "{{- '<｜tool▁call▁end｜>' }}",
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁calls▁end｜>",
+)
+_VALUE = "{{- value if value is string else value | tojson }}"
+GLM = _turns(
+    "{{- '<tool_call>' + call.function.name }}{%- for key, value in args.items() %}<arg_key>{{ key }}</arg_key>"
+    f"<arg_value>{_VALUE}</arg_value>{{%- endfor %}}{{{{- '</tool_call>' }}}}"
+)
+GLM_LINES = _turns(
+    "{{- '<tool_call>' + call.function.name }}\n{% for key, value in args.items() %}<arg_key>{{ key }}</arg_key>\n"
+    f"<arg_value>{_VALUE}</arg_value>\n{{% endfor %}}</tool_call>",
+    between="\\n",
+)
+QWEN3_CODER = _turns(
+    "{{- '<tool_call>\\n<function=' + call.function.name + '>\\n' }}{%- for key, value in args.items() %}"
+    f"{{{{- '<parameter=' + key + '>\\n' }}}}{_VALUE}{{{{- '\\n</parameter>\\n' }}}}{{%- endfor %}}"
+    "{{- '</function>\\n</tool_call>' }}",
+    between="\\n",
+)
+_TURN_TOKENS = ("<eos>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
+_DEEPSEEK = (
+    *(
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁sep｜>",
+        "<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁end｜>",
+    ),
+)
+_GLM = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 _CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _THINK = ("<think>", "</think>")
 _CALL = ("<tool_call>", "</tool_call>")
@@ -162,6 +221,16 @@ def model(name: str) -> TextModel:
         return text_model(byte_level("tekken", (*_INST, "[ARGS]")), MISTRAL, bos_token="<s>", eos_token="</s>")
     if name == "kimi":
         return text_model(byte_level("qwen2", (*_KIMI, *_THINK)), KIMI)
+    if name == "deepseek":
+        return text_model(byte_level("qwen2", (*_TURN_TOKENS, *_DEEPSEEK)), DEEPSEEK, eos_token="<eos>")
+    if name == "deepseek-v3.1":
+        return text_model(byte_level("qwen2", (*_TURN_TOKENS, *_DEEPSEEK)), DEEPSEEK_V31, eos_token="<eos>")
+    if name == "glm":
+        return text_model(byte_level("qwen2", _TURN_TOKENS, (*_CALL, *_GLM)), GLM, eos_token="<eos>")
+    if name == "glm-lines":
+        return text_model(byte_level("qwen2", (*_TURN_TOKENS, *_CALL, *_GLM)), GLM_LINES, eos_token="<eos>")
+    if name == "qwen3-coder":
+        return text_model(byte_level("qwen2", _TURN_TOKENS, _CALL), QWEN3_CODER, eos_token="<eos>")
     assert name == "r1"
     special = ("<bos>", "<eos>", "<|user|>", "<|assistant|>", "<|system|>")
     return text_model(byte_level("qwen2", special, _THINK), R1, bos_token="<bos>", eos_token="<eos>")
@@ -177,4 +246,9 @@ CALLERS = (
     "mistral-spaced",
     "mistral",
     "kimi",
+    "deepseek",
+    "deepseek-v3.1",
+    "glm",
+    "glm-lines",
+    "qwen3-coder",
 )

@@ -3,7 +3,20 @@ import pytest
 from emberline.text.tool_calls.formats import FORMATS_BY_FAMILY, detect_tool_format
 from tests.text.chats import CHATML, FAMILIES, family
 from tests.text.chats import LLAMA3 as LLAMA3_PLAIN
-from tests.text.tool_calls.models import CALLERS, KIMI, LLAMA3, MISTRAL, MISTRAL_LIST, QWEN, model
+from tests.text.tool_calls.models import (
+    CALLERS,
+    DEEPSEEK,
+    DEEPSEEK_V31,
+    GLM,
+    GLM_LINES,
+    KIMI,
+    LLAMA3,
+    MISTRAL,
+    MISTRAL_LIST,
+    QWEN,
+    QWEN3_CODER,
+    model,
+)
 
 
 @pytest.mark.parametrize(
@@ -17,8 +30,14 @@ from tests.text.tool_calls.models import CALLERS, KIMI, LLAMA3, MISTRAL, MISTRAL
         (KIMI, "kimi"),
         (CHATML, "generic"),
         (LLAMA3_PLAIN, "generic"),
-        ("{{ tools }}<tool_call>\n<function=name>\n<parameter=arguments>", "generic"),  # calls that are not JSON
-        ("{{ tools }}<tool_call>{name}\n<arg_key>{arguments}</arg_key>", "generic"),
+        (DEEPSEEK, "deepseek"),
+        (DEEPSEEK_V31, "deepseek-v3.1"),
+        (GLM, "glm"),
+        (GLM_LINES, "glm-lines"),
+        (QWEN3_CODER, "qwen3-coder"),
+        (LLAMA3.replace("start_header_id", "header_start"), "llama3"),  # Llama 4's
+        ("{{ tools }}<|channel|>analysis<|message|><|channel|>commentary", "harmony"),
+        ("{{ tools }}<tool_call>\n<invoke name=x>", "generic"),  # calls that are not known
         ("{{ tools }}[TOOL_CALLS]name[CALL_ID]id[ARGS]{}", "generic"),
         ("{{ tools }} in a way that is not known", "generic"),
     ],

@@ -18,7 +18,7 @@ from emberline.text.tool_calls.parser import (
 )
 from tests.text.tool_calls.models import CALLERS, model
 
-TOOLS = (Tool("get_weather"), Tool("add.numbers-2"))
+TOOLS = (Tool("get_weather", "", {"properties": {"city": {"type": "string"}}}), Tool("add.numbers-2"))
 PARIS = ToolCall("1", "get_weather", '{"city":"P\\"ar{i}s \U0001f680","days":[1,{"n":2}]}')
 EMPTY = ToolCall("2", "add.numbers-2", "{}")
 
@@ -69,7 +69,7 @@ def test_a_tool_that_was_not_declared_is_not_called(name: str) -> None:
     form = model(name).tool_format
     reply = read(name, form.write([ToolCall("1", "rm", '{"path":"/"}')]))
     assert reply.calls == []
-    assert '{"path":"/"}' in reply.text
+    assert ('{"path":"/"}' if form.tags is None else "path") in reply.text
     assert not any("\ud800" <= char <= "\udfff" for char in reply.text)
 
 
@@ -150,7 +150,7 @@ def test_a_special_token_ends_broken_arguments() -> None:
 @pytest.mark.parametrize("name", CALLERS)
 def test_a_call_that_is_cut_keeps_what_was_written(name: str) -> None:
     text = model(name).tool_format.write([PARIS])
-    cut = text[: text.index("P\\") + 1]
+    cut = text[: text.index('P"' if model(name).tool_format.tags else "P\\") + 1]
     assert [call.arguments for call in read(name, cut).calls] == ['{"city":"P']
 
 
