@@ -1,0 +1,335 @@
+# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator,assignment"
+"""Products with FP8 (e4m3) weights, scaled per row or per block of 128 columns: GEMV, and GEMM for any token count.
+
+One token is multiplied in float32 as it is. For more the activations are FP8 too, scaled per token or per token and 128
+columns (`fp8_quantize.py`), and go to the tensor cores like the weights, without a conversion; where a checkpoint
+quantizes weights only, they stay as they are and the weights are decoded in registers. A scale per row or token
+multiplies the sum in the end; those of blocks multiply the sum of each block.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from emberline.kernels.gpu.dequantize import fp8_values
+from emberline.kernels.gpu.gemm import epilogue, reduce_split_k, split_k_floats
+from emberline.kernels.gpu.launch import (
+    INTERPRETED,
+    SM_COUNT,
+    cdiv,
+    launch_options,
+    next_power_of_two,
+    pdl_launch_early,
+    pdl_launch_late,
+    pdl_wait,
+)
+
+BLOCK = 128  # columns of a block that shares a scale
+MAX_GEMV_COLS = 16384  # that one program can hold in registers
+_INTERPRETED = tl.constexpr(INTERPRETED)
+
+
+@dataclass(frozen=True, slots=True)
+class FP8Matrix:
+    weight: Tensor  # float8_e4m3fn [n, k]
+    scale: Tensor  # float32 [n], or of blocks [n / row_block, ceil(k / BLOCK)]
+    row_block: int = 0  # rows that share a block's scale; 0: one scale per row
+    quantize_input: bool = True  # False: the checkpoint quantizes weights only
+    bias: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.weight.shape[0], self.weight.shape[1]
+
+    def dense(self) -> Tensor:
+        """float32 [n, k]."""
+        n, k = self.shape
+        if not self.row_block:
+            return self.weight.float() * self.scale[:, None]
+        per_row = self.scale.repeat_interleave(self.row_block, 0)[:n]
+        return self.weight.float() * per_row.repeat_interleave(BLOCK, 1)[:, :k]
+
+
+@dataclass(frozen=True, slots=True)
+class FP8Rows:
+    """Quantized activations."""
+
+    values: Tensor  # float8_e4m3fn [m, k]
+    scale: Tensor  # float32 [m], or [ceil(k / BLOCK), m] of blocks
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def dense(self) -> Tensor:
+        if self.scale.dim() == 1:
+            return self.values.float() * self.scale[:, None]
+        return self.values.float() * self.scale.T.repeat_interleave(BLOCK, 1)[:, : self.values.shape[1]]
+
+
+# --- one token --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FP8GemvTile:
+    rows: int  # of the matrix, per iteration
+    warps: int
+    per_sm: int  # programs per SM
+
+
+@triton.jit
+def _word_values(words):
+    """The four FP8 values of each int32 word, float32."""
+    if _INTERPRETED:
+        return (
+            fp8_values(words & 0xFF), fp8_values((words >> 8) & 0xFF), fp8_values((words >> 16) & 0xFF),
+            fp8_values((words >> 24) & 0xFF),
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 low, high, a, b, c, d; .reg .b32 t, u; mov.b32 {low, high}, $4;"
+            " cvt.rn.f16x2.e4m3x2 t, low; cvt.rn.f16x2.e4m3x2 u, high; mov.b32 {a, b}, t; mov.b32 {c, d}, u;"
+            " cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; cvt.f32.f16 $2, c; cvt.f32.f16 $3, d; }",
+            "=r,=r,=r,=r,r",
+            [words],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
+
+
+@triton.jit
+def _dot_rows(words, values, scale, blocks, ROW_BLOCK: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr):
+    """Rows times the token: [ROWS]. A block's scale multiplies the sum of four words, which a thread holds."""
+    w = _word_values(words)
+    products = w[0] * values[0][None, :]
+    for i in tl.static_range(1, 4):
+        products += w[i] * values[i][None, :]
+    if ROW_BLOCK == 0:
+        return tl.sum(products, 1) * tl.load(scale)
+    else:
+        sums = tl.sum(tl.reshape(products, [ROWS, WORDS // 4, 4]), 2)
+        block = tl.arange(0, WORDS // 4) // 8
+        scales = tl.load(scale[:, None] + block[None, :], mask=(block < blocks)[None, :], other=0.0)
+        return tl.sum(sums * scales, 1)
+
+
+@triton.jit
+def _fp8_gemv(
+    x, weight, scale, bias, norm, out, n, k, eps,
+    NORM: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, ROW_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Persistent programs that take whole rows, as `gemm._persistent_gemv`. weight: int32 words of four columns."""
+    pdl_launch_early(PDL)
+    stride = tl.num_programs(0) * ROWS
+    word = tl.arange(0, WORDS)
+    width, blocks = k // 4, tl.cdiv(k, 128)
+    word_mask = word < width
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    w_ptrs = weight + row.to(tl.int64)[:, None] * width + word[None, :]
+    up_ptrs = w_ptrs + n.to(tl.int64) * width
+    mask = (row < n)[:, None] & word_mask[None, :]
+    w = tl.load(w_ptrs, mask=mask, other=0, eviction_policy="evict_first")
+    if GATE:
+        w_up = tl.load(up_ptrs, mask=mask, other=0, eviction_policy="evict_first")
+    pdl_wait(PDL)
+    values = ()
+    for i in tl.static_range(4):
+        values = values + (tl.load(x + word * 4 + i, mask=word_mask, other=0.0).to(tl.float32),)  # noqa: RUF005
+    if NORM:
+        squares = values[0] * values[0]
+        for i in tl.static_range(1, 4):
+            squares += values[i] * values[i]
+        inverse_rms = tl.rsqrt(tl.sum(squares) / k + eps)
+        normed = ()
+        for i in tl.static_range(4):
+            by = tl.load(norm + word * 4 + i, mask=word_mask, other=0.0)
+            normed = normed + (values[i] * inverse_rms * by,)  # noqa: RUF005
+        values = normed
+    for start in range(tl.program_id(0) * ROWS, n, stride):
+        row = start + tl.arange(0, ROWS)
+        safe_row = tl.minimum(row, n - 1)
+        current = w
+        next_mask = (row + stride < n)[:, None] & word_mask[None, :]
+        w_ptrs += stride.to(tl.int64) * width
+        w = tl.load(w_ptrs, mask=next_mask, other=0, eviction_policy="evict_first")
+        scale_ptrs, up_scale_ptrs = scale + safe_row, scale + safe_row + n
+        if ROW_BLOCK > 0:
+            scale_ptrs = scale + safe_row // ROW_BLOCK * blocks
+            up_scale_ptrs = scale + (safe_row + n) // ROW_BLOCK * blocks
+        up = 0.0
+        if GATE:
+            current_up = w_up
+            up_ptrs += stride.to(tl.int64) * width
+            w_up = tl.load(up_ptrs, mask=next_mask, other=0, eviction_policy="evict_first")
+            up = _dot_rows(current_up, values, up_scale_ptrs, blocks, ROW_BLOCK, ROWS, WORDS)
+        result = _dot_rows(current, values, scale_ptrs, blocks, ROW_BLOCK, ROWS, WORDS)
+        epilogue(result, up, bias + row, out + row, row < n, row < n, BIAS, GATE, ADD)
+    pdl_launch_late(PDL)
+
+
+def fp8_gemv(
+    x: Tensor, matrix: FP8Matrix, out: Tensor, tile: FP8GemvTile, *, norm: Tensor | None = None, eps: float = 0.0,
+    gate: int = 0, add: bool = False, pdl: int = 0,
+) -> None:  # fmt: skip
+    """x: [1, k], at most MAX_GEMV_COLS; out: [1, n]; with a gate, n is half the matrix's rows."""
+    n, k = out.shape[1], x.shape[1]
+    _fp8_gemv[(min(cdiv(n, tile.rows), tile.per_sm * SM_COUNT),)](
+        x, matrix.weight.view(torch.int32), matrix.scale, x if matrix.bias is None else matrix.bias,
+        x if norm is None else norm, out, n, k, eps, NORM=norm is not None, BIAS=matrix.bias is not None, GATE=gate,
+        ADD=add, ROW_BLOCK=matrix.row_block, ROWS=tile.rows, WORDS=max(4, next_power_of_two(k // 4)), PDL=int(pdl),
+        **launch_options(bool(pdl), num_warps=tile.warps),
+    )  # fmt: skip
+
+
+# --- several tokens ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FP8GemmTile:
+    rows: int  # of the matrix
+    cols: int  # BLOCK where scales are of blocks
+    tokens: int
+    splits: int
+    stages: int
+    warps: int
+
+
+@triton.jit(do_not_specialize=["m"])
+def _fp8_gemm(
+    x, x_scale, weight, scale, bias, out, partial, counters, m, n, k, token_tiles,
+    FP8_INPUT: tl.constexpr, ROW_BLOCK: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr,
+    SPLITS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, TOKENS: tl.constexpr, EVEN: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    pdl_launch_early(PDL)
+    output_tile, split = tl.program_id(0), tl.program_id(1)
+    row = output_tile // token_tiles * ROWS + tl.arange(0, ROWS)
+    t = output_tile % token_tiles * TOKENS + tl.arange(0, TOKENS)
+    col = tl.arange(0, COLS)
+    cols_per_split = tl.cdiv(tl.cdiv(k, COLS), SPLITS) * COLS
+    begin, end = split * cols_per_split, tl.minimum(split * cols_per_split + cols_per_split, k)
+    safe_row, safe_t = tl.minimum(row, n - 1), tl.minimum(t, m - 1)
+    w_ptrs = weight + safe_row.to(tl.int64)[:, None] * k + col[None, :]
+    up_ptrs = w_ptrs + n.to(tl.int64) * k
+    pdl_wait(PDL)
+    x_ptrs = x + safe_t.to(tl.int64)[:, None] * k + col[None, :]
+    acc = tl.zeros([ROWS, TOKENS], tl.float32)
+    acc_up = tl.zeros([ROWS, TOKENS], tl.float32)
+    blocks = tl.cdiv(k, 128)
+    for start in tl.range(begin, end, COLS, num_stages=STAGES):
+        if EVEN:
+            w = tl.load(w_ptrs + start)
+            x_tile = tl.load(x_ptrs + start)
+        else:
+            col_mask = (start + col < k)[None, :]
+            w = tl.load(w_ptrs + start, mask=col_mask, other=0.0)
+            x_tile = tl.load(x_ptrs + start, mask=col_mask, other=0.0)
+        if GATE:
+            if EVEN:
+                w_up = tl.load(up_ptrs + start)
+            else:
+                w_up = tl.load(up_ptrs + start, mask=col_mask, other=0.0)
+        if not FP8_INPUT:
+            w = fp8_values(w).to(x.dtype.element_ty)
+            if GATE:
+                w_up = fp8_values(w_up).to(x.dtype.element_ty)
+        if ROW_BLOCK == 0:
+            acc = tl.dot(w, tl.trans(x_tile), acc)
+            if GATE:
+                acc_up = tl.dot(w_up, tl.trans(x_tile), acc_up)
+        else:
+            block = start // 128
+            by_token = 1.0
+            if FP8_INPUT:
+                by_token = tl.load(x_scale + block * m + safe_t)[None, :]
+            by_row = tl.load(scale + safe_row // ROW_BLOCK * blocks + block)[:, None]
+            acc += tl.dot(w, tl.trans(x_tile)) * (by_row * by_token)
+            if GATE:
+                by_row = tl.load(scale + (safe_row + n) // ROW_BLOCK * blocks + block)[:, None]
+                acc_up += tl.dot(w_up, tl.trans(x_tile)) * (by_row * by_token)
+    pdl_launch_late(PDL)
+    last = True
+    if SPLITS > 1:
+        acc, acc_up, last = reduce_split_k(
+            acc, acc_up, partial, counters, output_tile, split, GATE, SPLITS, ROWS, TOKENS
+        )
+    if last:
+        if ROW_BLOCK == 0:
+            by_token = 1.0
+            if FP8_INPUT:
+                by_token = tl.load(x_scale + safe_t)[None, :]
+            acc *= tl.load(scale + safe_row)[:, None] * by_token
+            if GATE:
+                acc_up *= tl.load(scale + safe_row + n)[:, None] * by_token
+        mask = (row < n)[:, None] & (t < m)[None, :]
+        out_ptrs = out + t.to(tl.int64)[None, :] * n + row[:, None]
+        epilogue(acc, acc_up, bias + row[:, None], out_ptrs, (row < n)[:, None], mask, BIAS, GATE, ADD)
+
+
+def fp8_gemm_floats(n: int, m: int, tile: FP8GemmTile, gated: bool) -> int:
+    """Split-K workspace of `fp8_gemm` for m tokens and n output columns."""
+    tiles = cdiv(n, tile.rows) * cdiv(m, tile.tokens)
+    return split_k_floats(tiles, tile.splits, tile.rows, tile.tokens, gated)
+
+
+def fp8_gemm(
+    x: Tensor | FP8Rows, matrix: FP8Matrix, out: Tensor, tile: FP8GemmTile, partial: Tensor, counters: Tensor, *,
+    gate: int = 0, add: bool = False, pdl: int = 0,
+) -> None:  # fmt: skip
+    """x: [m, k], quantized or not; out: [m, n]; with a gate, n is half the matrix's rows. counters: zeros, reset."""
+    (m, n), k = out.shape, matrix.shape[1]
+    assert not matrix.row_block or tile.cols == BLOCK
+    values, x_scale = (x.values, x.scale) if isinstance(x, FP8Rows) else (x, x)
+    weight = matrix.weight if isinstance(x, FP8Rows) else matrix.weight.view(torch.uint8)
+    token_tiles = cdiv(m, tile.tokens)
+    _fp8_gemm[(cdiv(n, tile.rows) * token_tiles, tile.splits)](
+        values, x_scale, weight, matrix.scale, out if matrix.bias is None else matrix.bias, out, partial, counters,
+        m, n, k, token_tiles, FP8_INPUT=isinstance(x, FP8Rows), ROW_BLOCK=matrix.row_block,
+        BIAS=matrix.bias is not None, GATE=gate, ADD=add, SPLITS=tile.splits, ROWS=tile.rows, COLS=tile.cols,
+        TOKENS=tile.tokens, EVEN=k % (tile.cols * tile.splits) == 0, STAGES=tile.stages, PDL=int(pdl),
+        **launch_options(bool(pdl), num_warps=tile.warps, num_stages=tile.stages),
+    )  # fmt: skip
+
+
+def scaled_mm(x: FP8Rows, matrix: FP8Matrix, out: Tensor) -> None:
+    """The library's product of quantized activations and weights, for many tokens; out: bfloat16 [m, n], no bias."""
+    if matrix.row_block:
+        torch._scaled_mm(x.values, matrix.weight.T, x.scale.T, matrix.scale.T, out_dtype=out.dtype, out=out)
+    else:
+        torch._scaled_mm(
+            x.values, matrix.weight.T, x.scale[:, None], matrix.scale[None], out_dtype=out.dtype, use_fast_accum=True,
+            out=out,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["first", "rows"])
+def _dequantize_fp8(
+    weight, scale, ids, out, first, rows, k, factor, ROW_BLOCK: tl.constexpr, IDS: tl.constexpr, COLS: tl.constexpr
+):
+    row = first + tl.program_id(0)
+    if IDS:
+        row = tl.load(ids + tl.program_id(0))
+    col = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    mask = col < k
+    value = fp8_values(tl.load(weight + row.to(tl.int64) * k + col, mask=mask, other=0)).to(tl.float32)
+    if ROW_BLOCK == 0:
+        value *= tl.load(scale + row) * factor
+    else:
+        value *= tl.load(scale + row // ROW_BLOCK * tl.cdiv(k, 128) + col // 128, mask=mask, other=0.0) * factor
+    tl.store(out + tl.program_id(0).to(tl.int64) * k + col, value.to(out.dtype.element_ty), mask=mask)
+
+
+def dequantize_fp8_rows(
+    matrix: FP8Matrix, out: Tensor, *, ids: Tensor | None = None, first: int = 0, factor: float = 1.0
+) -> None:
+    """out [rows, k] = `factor` times the rows `ids` of the matrix, or the rows from `first` on."""
+    rows, k = out.shape
+    if rows:
+        _dequantize_fp8[(rows, cdiv(k, 2048))](
+            matrix.weight.view(torch.uint8), matrix.scale, matrix.scale if ids is None else ids, out, first, rows, k,
+            factor, ROW_BLOCK=matrix.row_block, IDS=ids is not None, COLS=2048,
+        )  # fmt: skip
