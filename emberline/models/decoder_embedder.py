@@ -19,7 +19,7 @@ class DecoderEmbedder:
     def hidden(self, texts: PackedTexts) -> Tensor:
         n_blocks = [-(-length // BLOCK_TOKENS) for length in texts.lens]
         tables = torch.zeros(len(n_blocks), max(n_blocks), dtype=torch.int32)
-        first = 0
+        first = 1  # block 0 is the null block
         for row, n in enumerate(n_blocks):
             tables[row, :n] = torch.arange(first, first + n)
             first += n

@@ -129,7 +129,8 @@ class GpuRunner:
             torch.cuda.set_stream(stream)  # the default one cannot be captured
         made = (allocate_pool(layout, n, self._device) for layout, n in zip(model.kv_groups, n_blocks))
         self._kv = list(made if pools is None else pools)  # given where other processes write them
-        self._block_bytes = model.kv_groups[0].block_bytes if model.kv_groups[0].window is None else 0
+        first = model.kv_groups[0]
+        self._block_bytes = first.block_bytes if first.window is None and first.planes == 2 else 0  # 0: never cascade
         rows, groups = limits.max_running, len(self._kv)
         width = table_width(limits.context_len)
         self._max_rows = rows

@@ -64,7 +64,7 @@ def add_norm_reference(
 
 @triton.jit
 def _add_norm(
-    x, added, weight, post, out, width, eps,
+    x, added, weight, post, out, x_stride, width, eps,
     ADD: tl.constexpr, POST: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_launch_early(PDL)
@@ -72,7 +72,7 @@ def _add_norm(
     col = tl.arange(0, BLOCK)
     ok = col < width
     pdl_wait(PDL)
-    value = tl.load(x + row * width + col, mask=ok, other=0.0).to(tl.float32)
+    value = tl.load(x + row * x_stride + col, mask=ok, other=0.0).to(tl.float32)
     if ADD:
         more = tl.load(added + row * width + col, mask=ok, other=0.0).to(tl.float32)
         if POST:
@@ -80,7 +80,7 @@ def _add_norm(
             scaled *= tl.load(post + col, mask=ok, other=0.0)
             more = scaled.to(x.dtype.element_ty).to(tl.float32)
         value = (value + more).to(x.dtype.element_ty).to(tl.float32)
-        tl.store(x + row * width + col, value.to(x.dtype.element_ty), mask=ok)
+        tl.store(x + row * x_stride + col, value.to(x.dtype.element_ty), mask=ok)
     if NORM:
         normed = value * tl.rsqrt(tl.sum(value * value) / width + eps)
         normed *= tl.load(weight + col, mask=ok, other=0.0)
@@ -91,14 +91,17 @@ def add_norm(
     x: Tensor, added: Tensor | None, weight: Tensor | None, out: Tensor | None, eps: float,
     post: Tensor | None = None, pdl: bool = False,
 ) -> None:  # fmt: skip
-    """x += added, normed with `post` first if given; out = rms_norm(x) if a weight is given. All [tokens, width]."""
+    """x += added, normed with `post` first if given; out = rms_norm(x) if a weight is given.
+
+    All are [tokens, width]; x may be columns of a wider tensor.
+    """
     tokens, width = x.shape
     if not tokens:
         return
     block = next_power_of_two(width)
     _add_norm[(tokens,)](
         x, x if added is None else added, x if weight is None else weight, x if post is None else post,
-        x if out is None else out, width, eps,
+        x if out is None else out, x.stride(0), width, eps,
         ADD=added is not None, POST=post is not None, NORM=weight is not None, BLOCK=block, PDL=int(pdl),
         **launch_options(pdl, num_warps=8 if block >= 4096 else 4),
     )  # fmt: skip

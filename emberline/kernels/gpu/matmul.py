@@ -146,7 +146,10 @@ class Matmul:
         fusion: Fusion,
         after_attention: bool = False,
     ) -> None:
-        """x: [m, k], out: [m, n] contiguous. Reads x before it writes out; with a gate, n is half the matrix's rows."""
+        """x: [m, k], out: [m, n] contiguous; with a gate, n is half the matrix's rows.
+
+        Reads x before it writes out. With a norm, x may be columns of a wider tensor.
+        """
         if not len(x):
             return
         if isinstance(matrix, QuantizedMatrix):
@@ -226,10 +229,11 @@ class Matmul:
             torch.ops.aten.mm.dtype_out(x, weight.T, out.dtype, out=out)
             if bias is not None:
                 out.add_(bias)
-        elif bias is not None:
-            assert not add
-            torch.addmm(bias, x, weight.T, out=out)
         elif add:
             out.addmm_(x, weight.T)
+            if bias is not None:
+                out.add_(bias)
+        elif bias is not None:
+            torch.addmm(bias, x, weight.T, out=out)
         else:
             torch.mm(x, weight.T, out=out)

@@ -8,30 +8,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from emberline.kernels.backend import MLP, GroupedQueryAttention, Layer, Rope, WeightSource
+from emberline.kernels.backend import (
+    MLP,
+    Attention,
+    GroupedQueryAttention,
+    LatentAttention,
+    Layer,
+    MoE,
+    Rope,
+    WeightSource,
+)
 from emberline.kernels.gpu import cudnn_attention
 from emberline.kernels.gpu.decode_attention import decode_attention, shared_prefix_attention
 from emberline.kernels.gpu.elementwise import add_norm, embedding
+from emberline.kernels.gpu.expert_matrix import ExpertMatrix
 from emberline.kernels.gpu.launch import INTERPRETED, supports_pdl
 from emberline.kernels.gpu.matmul import GATES, DenseMatrix, Fusion, Matmul
+from emberline.kernels.gpu.mla.block import LatentPlan, attend_latents, plan_latent
+from emberline.kernels.gpu.moe_block import mark_valid, run_moe
 from emberline.kernels.gpu.prefill_attention import plan_prefill_splits, prefill_attention
 from emberline.kernels.gpu.quantized_gemm import QuantizedMatrix, dequantize_rows, pack_quantized
 from emberline.kernels.gpu.rope import rope_and_cache, rotary_table
 from emberline.kernels.gpu.split_kv import DecodeSplits, PrefillSplits, locality, plan_decode_splits
-from emberline.kernels.gpu.workspace import PrefillChunk, StepShape, Workspace, WorkspaceSizes, mlp_tokens
+from emberline.kernels.gpu.workspace import LatentShape, PrefillChunk, StepShape, Workspace, WorkspaceSizes, mlp_tokens
 from emberline.protocol.block_hash import KVGroup
 
 
 @dataclass(frozen=True, slots=True)
 class TritonStep:
-    """What the layers of a step share; lists are per KV group."""
+    """What the layers of a step share; lists and dictionaries are per KV group."""
 
     step: Any
     shape: StepShape
     kv: list[Tensor]
     rotary: list[tuple[Tensor, Tensor]]
-    decode_splits: list[DecodeSplits]
-    prefill_splits: list[PrefillSplits | None]
+    decode_splits: dict[int, DecodeSplits]
+    prefill_splits: dict[int, PrefillSplits | None]
+    latent: dict[int, LatentPlan]
+    valid: Tensor | None  # int32 [tokens], 0 for padding; None: no block needs to know
 
 
 class TritonBackend:
@@ -79,31 +93,50 @@ class TritonBackend:
 
     def load_experts(
         self, experts: list[list[WeightSource]], bias: list[list[WeightSource]] | None = None, *, gated: bool = False
-    ) -> Any:
-        raise NotImplementedError("mixtures of experts do not run on the GPU yet")
+    ) -> ExpertMatrix:
+        rows, cols = sum(w.shape[0] for w in experts[0]), experts[0][0].shape[1]
+        stacked = torch.empty(len(experts), rows, cols, dtype=self.dtype, device=self.device)
+        for weights, matrix in zip(experts, stacked, strict=True):
+            for weight, target in zip(weights, torch.split(matrix, [w.shape[0] for w in weights]), strict=True):
+                weight.into(target)
+        if bias is None:
+            return ExpertMatrix("dense", cols, stacked)
+        each = [torch.cat([b.tensor(self.dtype, self.device) for b in biases]) for biases in bias]
+        return ExpertMatrix("dense", cols, stacked, bias=torch.stack(each))
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def begin_step(self, step: Any, kv: list[Tensor], groups: tuple[KVGroup, ...], ropes: list[Rope]) -> TritonStep:
         shape, workspace = step.shape or _shape_of(step), self._workspace
         rows = 0 if self._deterministic else shape.decode_rows
-        rotary, decode_splits, prefill_splits = [], [], []
+        context = TritonStep(step, shape, kv, [], {}, {}, {}, self._mark_valid(step))
         for i, (group, rope) in enumerate(zip(groups, ropes, strict=True)):
-            rotary.append(rotary_table(step.positions, rope, workspace.region(f"rotary{i}")))
+            context.rotary.append(rotary_table(step.positions, rope, workspace.region(f"rotary{i}")))
+            attention = workspace.sizes.attentions[i]
+            if isinstance(attention, LatentShape):
+                decodes_only = not shape.max_query
+                context.latent[i] = plan_latent(workspace, i, attention, step, decodes_only, self._deterministic)
+                continue
             prefix_lens = shape.prefix_lens if group.window is None else None
             memory = workspace.region(f"decode_splits{i}", torch.int32)
-            decode_splits.append(
-                plan_decode_splits(step.context_lens, rows, group.kv_heads, _locality(group), prefix_lens, memory)
+            context.decode_splits[i] = plan_decode_splits(
+                step.context_lens, rows, group.kv_heads, _locality(group), prefix_lens, memory
             )
-            prefill_splits.append(self._plan_prefill(i, step, shape, group))
-        return TritonStep(step, shape, kv, rotary, decode_splits, prefill_splits)
+            context.prefill_splits[i] = self._plan_prefill(i, step, shape, group)
+        return context
+
+    def _mark_valid(self, step: Any) -> Tensor | None:
+        if self._workspace.sizes.experts is None:
+            return None
+        return mark_valid(step, self._workspace.region("valid", torch.int32))
 
     def _plan_prefill(self, index: int, step: Any, shape: StepShape, group: KVGroup) -> PrefillSplits | None:
         if self._deterministic or not shape.max_query:
             return None
         workspace, first = self._workspace, 0 if shape.chunks is None else shape.decode_rows
+        heads = workspace.sizes.attentions[index].heads
         return plan_prefill_splits(
-            *workspace.sizes.attentions[index], _locality(group), step.query_starts, step.context_lens,
+            heads, group.kv_heads, group.head_dim, _locality(group), step.query_starts, step.context_lens,
             len(step.token_ids) - first, shape.decode_rows, workspace.region(f"work_items{index}", torch.int32),
             workspace.prefill_scratch,
         )  # fmt: skip
@@ -123,12 +156,24 @@ class TritonBackend:
 
     def run_layers(self, layers: Sequence[Layer], x: Tensor, context: TritonStep) -> None:
         for layer in layers:
-            attention, feed_forward = layer.attention, layer.feed_forward
-            assert isinstance(attention, GroupedQueryAttention)
-            assert isinstance(feed_forward, MLP)
-            self._grouped_query_attention(attention, x, context)
+            if isinstance(layer.attention, LatentAttention):
+                self._latent_attention(layer.attention, x, context)
+            else:
+                self._grouped_query_attention(layer.attention, x, context)
+            if isinstance(layer.feed_forward, MoE):
+                assert context.valid is not None
+                run_moe(layer.feed_forward, x, context.valid, self._workspace, self._matmul, self._pdl)
+                continue
             for part in torch.split(x, mlp_tokens(len(x))):
-                self._mlp(feed_forward, part)
+                self._mlp(layer.feed_forward, part)
+
+    def _latent_attention(self, attn: LatentAttention, x: Tensor, context: TritonStep) -> None:
+        group = attn.kv_group
+        attended = attend_latents(
+            attn, x, self._workspace, self._matmul, context.latent[group], context.step, context.rotary[group],
+            context.kv[group][:, attn.layer_index], self._pdl,
+        )  # fmt: skip
+        self._linear_add(attended, attn.output, x, attn.post_norm, attn.eps, after_attention=True)
 
     def _grouped_query_attention(self, attn: GroupedQueryAttention, x: Tensor, context: TritonStep) -> None:
         qkv = self._workspace.take("qkv", len(x), attn.qkv.shape[0])
@@ -229,16 +274,17 @@ class TritonBackend:
         memory = self._workspace.region("gathered_kv", self.dtype)
         return memory[: len(memory) // 2], memory[len(memory) // 2 :]
 
-    def warm_up(self, attentions: Sequence[GroupedQueryAttention], kv: Sequence[Tensor]) -> Iterator[bool]:
+    def warm_up(self, attentions: Sequence[Attention], kv: Sequence[Tensor]) -> Iterator[bool]:
         """Compile kernels and make the library plans that the first long prompts would wait for, one per iteration."""
         workspace, tokens = self._workspace, self._workspace.sizes.max_tokens
-        for attn in {_is_full(attn): attn for attn in attentions}.values():  # large steps do not split keys
+        grouped = [attn for attn in attentions if isinstance(attn, GroupedQueryAttention)]
+        for attn in {_is_full(attn): attn for attn in grouped}.values():  # large steps do not split keys
             zeros = torch.zeros(1, 16, dtype=torch.int32, device=self.device)
             queries, out = (workspace.take(name, 1, attn.heads * attn.head_dim) for name in ("queries", "normed"))
             pool = kv[attn.kv_group][:, attn.layer_index]
             prefill_attention(queries, out, attn, pool, zeros, zeros[0, :2], zeros[0, :1], 1, pdl=self._pdl)
             yield True
-        long = next((attn for attn in attentions if cudnn_attention.supports(attn, tokens)), None)
+        long = next((attn for attn in grouped if cudnn_attention.supports(attn, tokens)), None)
         if long is None or self._deterministic:
             return
         queries, out = (workspace.take(name, tokens, long.heads * long.head_dim) for name in ("queries", "normed"))

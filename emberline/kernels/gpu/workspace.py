@@ -1,7 +1,9 @@
 """The workspace: one allocation that all layers of all steps share, sized before anything is allocated.
 
-residual | normed, attention out | qkv | KV of new tokens, partials | gate, up | activated | split-K | rotary, splits
-                                 '------------ logits, after the last layer -------------'
+residual | normed, attention out | qkv, queries | KV of new tokens or latents, partials | split-K | rotary, splits
+                                 | gate, up | activated                                 |
+                                 | router logits, permutation, outputs of experts       |
+                                 | logits, after the last layer                         |
 """
 
 from dataclasses import dataclass
@@ -11,12 +13,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from emberline.kernels.backend import MLP, GroupedQueryAttention
+from emberline.kernels.backend import MLP, Attention, GroupedQueryAttention, MoE
 from emberline.kernels.gpu import cudnn_attention, prefill_attention, split_kv
 from emberline.kernels.gpu.decode_attention import n_prefix_splits
 from emberline.kernels.gpu.launch import cdiv
+from emberline.kernels.gpu.mla import splits as latent_splits
+from emberline.kernels.gpu.mla.attention import latent_tile, partial_floats, tile_tokens
+from emberline.kernels.gpu.moe_routing import permutation_ints
 
 MLP_TOKENS = 2048  # for which an MLP's intermediates are computed at a time
+MOE_BYTES = 512 << 20  # of the experts' outputs, before they are added up
 PARTIAL_FLOATS = 4 << 20  # for split-K matmuls
 COUNTERS = 1 << 16
 DEQUANTIZED_BYTES = 32 << 20  # of a quantized matrix, dequantized at a time for cuBLAS
@@ -33,6 +39,25 @@ class AttentionShape(NamedTuple):
     kv_heads: int
     head_dim: int
 
+    @property
+    def queries(self) -> int:
+        return self.heads * self.head_dim
+
+
+class LatentShape(NamedTuple):
+    heads: int
+    q_rows: int  # of the first projection
+    q_dim: int  # of a head's query: its part without RoPE, and with it
+    kv_lora: int
+    rope_dim: int
+    v_dim: int
+
+
+class ExpertsShape(NamedTuple):
+    experts: int
+    slots: int  # experts of a token
+    width: int
+
 
 @dataclass(frozen=True, slots=True)
 class WorkspaceSizes:
@@ -40,82 +65,169 @@ class WorkspaceSizes:
 
     hidden: int
     vocab: int
-    attentions: tuple[AttentionShape, ...]  # of each KV group
-    mlp: int  # the widest
+    attentions: tuple[AttentionShape | LatentShape, ...]  # of each KV group
+    mlp: int  # the widest, shared experts included
     max_tokens: int
     max_rows: int
     max_samples: int
     item: int = 2  # bytes of an activation
     quantized: bool = False
+    experts: ExpertsShape | None = None
 
     @classmethod
     def of(
         cls, model: Any, max_tokens: int, max_rows: int, max_samples: int, item: int = 2, quantized: bool = False
     ) -> "WorkspaceSizes":
         """Of a `models.decoder.Decoder`."""
-        shapes = {
-            attn.kv_group: AttentionShape(attn.heads, attn.kv_heads, attn.head_dim)
-            for attn in model.attentions
-            if isinstance(attn, GroupedQueryAttention)
-        }
-        attentions = tuple(shapes[group] for group in range(len(model.kv_groups)))
-        mlp = max(block.down.shape[1] for block in model.feed_forwards if isinstance(block, MLP))
-        sizes = (model.config.hidden_size, model.config.vocab_size, attentions, mlp)
-        return cls(*sizes, max_tokens, max_rows, max_samples, item, quantized)
+        shapes = {attn.kv_group: _attention_shape(attn) for attn in model.attentions}
+        experts = [block for block in model.feed_forwards if isinstance(block, MoE)]
+        dense = [block for block in model.feed_forwards if isinstance(block, MLP)]
+        dense += [block.shared for block in experts if block.shared is not None]
+        return cls(
+            model.config.hidden_size,
+            model.config.vocab_size,
+            tuple(shapes[group] for group in range(len(model.kv_groups))),
+            max((block.down.shape[1] for block in dense), default=0),
+            max_tokens,
+            max_rows,
+            max_samples,
+            item,
+            quantized,
+            _experts_shape(experts[0]) if experts else None,
+        )
+
+    @property
+    def moe_tokens(self) -> int:
+        """How many of a step's tokens a mixture of experts processes at a time: their results fill MOE_BYTES."""
+        assert self.experts is not None
+        most = MOE_BYTES // (self.experts.slots * self.hidden * self.item)
+        return min(self.max_tokens, max(MLP_TOKENS, most // 128 * 128))
+
+
+def _attention_shape(attn: Attention) -> AttentionShape | LatentShape:
+    if isinstance(attn, GroupedQueryAttention):
+        return AttentionShape(attn.heads, attn.kv_heads, attn.head_dim)
+    q_rows = attn.qkv_a.shape[0] - attn.kv_lora - attn.rope_dim
+    return LatentShape(attn.heads, q_rows, attn.nope_dim + attn.rope_dim, attn.kv_lora, attn.rope_dim, attn.v_dim)
+
+
+def _experts_shape(moe: MoE) -> ExpertsShape:
+    experts, _, width = moe.down.shape
+    return ExpertsShape(experts, moe.routing.slots, width)
+
+
+class _Regions:
+    """Regions of one allocation: name to (offset, bytes)."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, tuple[int, int]] = {}
+        self.end = 0  # of all
+
+    def add(self, name: str, size: int, at: int | None = None) -> int:
+        """Place a region behind all others, or at an offset, over what is there; returns where the next may begin."""
+        start = self.end if at is None else at
+        after = cdiv(start + size, _ALIGN) * _ALIGN
+        self.found[name] = (start, size)
+        self.end = max(self.end, after)
+        return after
 
 
 def _layout(s: WorkspaceSizes) -> dict[str, tuple[int, int]]:
     """Name of each region to its (offset, bytes)."""
-    regions: dict[str, tuple[int, int]] = {}
-    end = 0
+    regions = _Regions()
+    grouped = {shape for shape in s.attentions if isinstance(shape, AttentionShape)}
+    latent = {shape for shape in s.attentions if isinstance(shape, LatentShape)}
+    tokens = s.max_tokens * s.item
+    outputs = [*(shape.queries for shape in grouped), *(shape.heads * shape.v_dim for shape in latent)]
+    regions.add("residual", tokens * s.hidden)
+    regions.add("normed", tokens * max(s.hidden, *outputs))
+    layer = regions.end
+    projected = [shape.queries + 2 * shape.kv_heads * shape.head_dim for shape in grouped]
+    projected += [shape.q_rows + shape.kv_lora + shape.rope_dim for shape in latent]
+    regions.add("qkv", tokens * max(projected))
+    queries = [*(shape.queries for shape in grouped), *(shape.heads * shape.q_dim for shape in latent)]
+    regions.add("queries", tokens * max(queries))
+    attention = regions.end
+    if grouped:
+        _add_grouped_query(regions, s, grouped, attention)
+    if latent:
+        _add_latent(regions, s, latent, attention)
+    # The feed-forward block runs after attention and reuses its memory.
+    both = max(min(s.max_tokens, MLP_TOKENS) * 2 * s.mlp, s.max_tokens * s.hidden)  # or an output awaiting its norm
+    after = regions.add("gate_up", both * s.item, layer)
+    regions.add("activated", min(s.max_tokens, MLP_TOKENS) * s.mlp * s.item, after)
+    if s.experts is not None:
+        _add_experts(regions, s, s.experts, layer)
+    regions.add("logits", s.max_samples * s.vocab * 4, layer)
+    regions.add("matmul", PARTIAL_FLOATS * 4)
+    regions.add("dequantized", DEQUANTIZED_BYTES if s.quantized else 0)
+    if grouped:
+        _add_decode_splits(regions, s, grouped)
+    for group, shape in enumerate(s.attentions):
+        rotary = shape.head_dim if isinstance(shape, AttentionShape) else shape.rope_dim
+        regions.add(f"rotary{group}", s.max_tokens * rotary * 4)
+        if isinstance(shape, AttentionShape):
+            fields, n_splits = split_kv.DECODE_SPLIT_FIELDS, split_kv.max_decode_splits(s.max_rows, shape.kv_heads)
+            regions.add(f"decode_splits{group}", n_splits * fields * 4)
+            regions.add(f"work_items{group}", split_kv.MAX_WORK_ITEMS * split_kv.WORK_ITEM_FIELDS * 4)
+        else:
+            regions.add(f"latent_items{group}", _latent_items(s, shape) * latent_splits.ITEM_FIELDS * 4)
+    kv_heads = max((shape.kv_heads for shape in grouped), default=0)
+    regions.add("counters", (COUNTERS + s.max_rows * kv_heads) * 4)
+    regions.add("work_item_counters", split_kv.MAX_WORK_ITEMS * 4)
+    if s.experts is not None:
+        regions.add("expert_counts", (s.experts.experts + 1) * 4)
+        regions.add("valid", s.max_tokens * 4)
+    return regions.found
 
-    def add(name: str, size: int, at: int | None = None) -> None:
-        nonlocal end
-        start = end if at is None else at
-        regions[name] = (start, size)
-        end = max(end, cdiv(start + size, _ALIGN) * _ALIGN)
 
-    shapes = set(s.attentions)
-    q = max(shape.heads * shape.head_dim for shape in shapes)
+def _add_grouped_query(regions: _Regions, s: WorkspaceSizes, shapes: set[AttentionShape], at: int) -> None:
     kv = max(shape.kv_heads * shape.head_dim for shape in shapes)
-    heads, kv_heads = (max(shape[n] for shape in shapes) for n in range(2))
-    add("residual", s.max_tokens * s.hidden * s.item)
-    add("normed", s.max_tokens * max(s.hidden, q) * s.item)
-    layer = end
-    add("qkv", s.max_tokens * (q + 2 * kv) * s.item)
-    add("queries", s.max_tokens * q * s.item)
-    attention = end
-    add("new_kv", 2 * s.max_tokens * kv * s.item)
+    after = regions.add("new_kv", 2 * s.max_tokens * kv * s.item, at)
     long = any(shape.head_dim in cudnn_attention.HEAD_DIMS for shape in shapes)
     gathered = cudnn_attention.SEGMENT_TOKENS if long else 0
-    add("gathered_kv", 2 * gathered * kv * s.item)
+    regions.add("gathered_kv", 2 * gathered * kv * s.item, after)
     # A step uses either cuDNN attention or split-KV prefill: they share memory.
     partials = max(prefill_attention.prefill_scratch_floats(*shape) for shape in shapes)
-    add("prefill_partials", partials * 4, attention)
-    # The MLP runs after attention and reuses its memory.
-    both = max(
-        min(s.max_tokens, MLP_TOKENS) * 2 * s.mlp, s.max_tokens * s.hidden
-    )  # or an output awaiting its post-norm
-    add("gate_up", both * s.item, layer)
-    start, size = regions["gate_up"]
-    add("activated", min(s.max_tokens, MLP_TOKENS) * s.mlp * s.item, cdiv(start + size, _ALIGN) * _ALIGN)
-    add("logits", s.max_samples * s.vocab * 4, layer)
-    add("matmul", PARTIAL_FLOATS * 4)
-    add("dequantized", DEQUANTIZED_BYTES if s.quantized else 0)
-    decode_splits = max(split_kv.max_decode_splits(s.max_rows, shape.kv_heads) for shape in shapes)
-    add("decode_partial", decode_splits * q * 4)
-    add("decode_stats", decode_splits * heads * 2 * 4)
+    regions.add("prefill_partials", partials * 4, at)
+
+
+def _add_decode_splits(regions: _Regions, s: WorkspaceSizes, shapes: set[AttentionShape]) -> None:
+    heads, queries = max(shape.heads for shape in shapes), max(shape.queries for shape in shapes)
+    n_splits = max(split_kv.max_decode_splits(s.max_rows, shape.kv_heads) for shape in shapes)
+    regions.add("decode_partial", n_splits * queries * 4)
+    regions.add("decode_stats", n_splits * heads * 2 * 4)
     row_counts = {1, s.max_rows, *(1 << i for i in range(s.max_rows.bit_length()))}
     prefix_rows = max(n_prefix_splits(rows, *shape[:2]) * rows for rows in row_counts for shape in shapes)
-    add("prefix_partial", prefix_rows * q * 4)
-    add("prefix_stats", prefix_rows * heads * 2 * 4)
-    for group, shape in enumerate(s.attentions):
-        add(f"rotary{group}", s.max_tokens * shape.head_dim * 4)
-        add(f"decode_splits{group}", decode_splits * split_kv.DECODE_SPLIT_FIELDS * 4)
-        add(f"work_items{group}", split_kv.MAX_WORK_ITEMS * split_kv.WORK_ITEM_FIELDS * 4)
-    add("counters", (COUNTERS + s.max_rows * kv_heads) * 4)
-    add("work_item_counters", split_kv.MAX_WORK_ITEMS * 4)
-    return regions
+    regions.add("prefix_partial", prefix_rows * queries * 4)
+    regions.add("prefix_stats", prefix_rows * heads * 2 * 4)
+
+
+def _add_latent(regions: _Regions, s: WorkspaceSizes, shapes: set[LatentShape], at: int) -> None:
+    tokens = s.max_tokens * s.item
+    after = regions.add("absorbed", tokens * max(x.heads * (x.kv_lora + x.rope_dim) for x in shapes), at)
+    after = regions.add("latents", tokens * max(x.heads * x.kv_lora for x in shapes), after)
+    floats = 0
+    for shape in shapes:
+        for n_tokens in (1, tile_tokens(shape.heads)):
+            tile = latent_tile(n_tokens * shape.heads)
+            padded = cdiv(n_tokens * shape.heads, tile.queries) * tile.queries
+            floats = max(floats, latent_splits.MAX_PARTIALS * partial_floats(padded, shape.kv_lora))
+    regions.add("latent_partials", floats * 4, after)
+
+
+def _latent_items(s: WorkspaceSizes, shape: LatentShape) -> int:
+    """Of a step that only decodes, or of one with chunks."""
+    chunks = latent_splits.max_items(s.max_tokens, s.max_rows, tile_tokens(shape.heads))
+    return max(latent_splits.max_items(s.max_rows, s.max_rows, 1), chunks)
+
+
+def _add_experts(regions: _Regions, s: WorkspaceSizes, shape: ExpertsShape, at: int) -> None:
+    pairs = s.moe_tokens * shape.slots
+    at = regions.add("router_logits", s.moe_tokens * shape.experts * 4, at)
+    at = regions.add("permutation", permutation_ints(s.moe_tokens, shape.slots, shape.experts) * 4, at)
+    at = regions.add("expert_activated", pairs * shape.width * s.item, at)
+    regions.add("expert_results", pairs * s.hidden * s.item, at)
 
 
 class Workspace:
@@ -131,10 +243,13 @@ class Workspace:
         self.counters = self.region("counters", torch.int32)[:COUNTERS].zero_()
         self.row_counters = self.region("counters", torch.int32)[COUNTERS:].zero_()
         work_item_counters = self.region("work_item_counters", torch.int32).zero_()
-        self.prefill_scratch = split_kv.SplitScratch(self.region("prefill_partials"), work_item_counters)
-        self.decode_partial, self.decode_stats = self.region("decode_partial"), self.region("decode_stats")
-        self.prefix_partial, self.prefix_stats = self.region("prefix_partial"), self.region("prefix_stats")
         self.matmul = self.region("matmul")
+        if "prefill_partials" in self._regions:
+            self.prefill_scratch = split_kv.SplitScratch(self.region("prefill_partials"), work_item_counters)
+            self.decode_partial, self.decode_stats = self.region("decode_partial"), self.region("decode_stats")
+            self.prefix_partial, self.prefix_stats = self.region("prefix_partial"), self.region("prefix_stats")
+        if sizes.experts is not None:
+            self.expert_counts = self.region("expert_counts", torch.int32).zero_()
 
     def region(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         """A whole region as a flat tensor."""

@@ -1,5 +1,6 @@
 """The GPU engine on the Triton backend, interpreted where there is no GPU, against the reference backend."""
 
+import msgspec
 import pytest
 import torch
 
@@ -16,8 +17,9 @@ from emberline.kernels.gpu.workspace import WorkspaceSizes  # noqa: E402
 from emberline.kernels.reference import TorchBackend  # noqa: E402
 from emberline.kv.cache import KVCache  # noqa: E402
 from emberline.models.decoder import Decoder  # noqa: E402
+from emberline.models.deepseek import deepseek  # noqa: E402
 from emberline.models.llama import llama  # noqa: E402
-from emberline.weights.model_config import ModelConfig  # noqa: E402
+from emberline.weights.model_config import LatentConfig, ModelConfig, MoEConfig  # noqa: E402
 from tests.engine.fakes import request  # noqa: E402
 from tests.engine.gpu.host_sampler import HostKernels, HostTable  # noqa: E402
 from tests.engine.test_torch_runner import tokens  # noqa: E402
@@ -36,6 +38,13 @@ CONFIG = ModelConfig(
     context_len=256,
     norm_eps=1e-5,
     rope_theta=10000.0,
+)
+DEEPSEEK = msgspec.structs.replace(
+    CONFIG,
+    n_kv_heads=4,
+    head_dim=24,
+    latent=LatentConfig(q_lora=16, kv_lora=32, nope=16, rope=8, v_dim=16),
+    moe=MoEConfig(layers=(0,), experts=8, top_k=2, width=16, shared_width=16, scoring="sigmoid", correction_bias=True),
 )
 LIMITS = Limits(256, 97, (0,), 4, 48)
 
@@ -56,10 +65,11 @@ def generate(make_runner, model, steps_in_flight):
 
 
 @pytest.mark.slow  # the runner and the kernels have everyday tests of their own
-def test_tokens_match_the_reference_backend():
-    reference = Decoder(RandomCheckpoint(CONFIG, scale=0.2), TorchBackend(DEVICE, torch.float32), llama)
+@pytest.mark.parametrize(("config", "architecture"), [(CONFIG, llama), (DEEPSEEK, deepseek)])
+def test_tokens_match_the_reference_backend(config, architecture):
+    reference = Decoder(RandomCheckpoint(config, scale=0.2), TorchBackend(DEVICE, torch.float32), architecture)
     expected = generate(lambda model: TorchRunner(model, [40], LIMITS, DEVICE), reference, 1)
-    model = Decoder(RandomCheckpoint(CONFIG, scale=0.2), TritonBackend(DEVICE, torch.float32), llama)
+    model = Decoder(RandomCheckpoint(config, scale=0.2), TritonBackend(DEVICE, torch.float32), architecture)
     n_rows = LIMITS.max_running + CHUNK_ROWS
     model.kernels.reserve(WorkspaceSizes.of(model, MAX_GRAPH_TOKENS, n_rows, n_rows, item=4))
 

@@ -16,10 +16,11 @@ from emberline.kernels.gpu.triton_backend import TritonBackend
 from emberline.kernels.gpu.workspace import AttentionShape, PrefillChunk, StepShape, Workspace, WorkspaceSizes, _layout
 from emberline.kernels.reference import TorchBackend
 from emberline.models.decoder import Architecture, Decoder, StepInputs
+from emberline.models.deepseek import deepseek
 from emberline.models.gemma import gemma3
 from emberline.models.llama import llama
-from emberline.models.qwen import qwen2
-from emberline.weights.model_config import ModelConfig
+from emberline.models.qwen import qwen2, qwen3
+from emberline.weights.model_config import LatentConfig, ModelConfig, MoEConfig
 from tests.kernels.gpu.batches import DEVICE, DTYPE, error, everyday
 from tests.models.random_checkpoint import RandomCheckpoint, RandomWeight
 from tests.models.step_inputs import step
@@ -32,7 +33,26 @@ CONFIG = ModelConfig(
 GEMMA = msgspec.structs.replace(
     CONFIG, windows=(None, 10), activation="gelu_tanh", embedding_scale=8.0, post_norms=True, local_rope_theta=100.0
 )
-MODELS = {"llama": (CONFIG, llama), "qwen2": (CONFIG, qwen2), "gemma": (GEMMA, gemma3)}
+EXPERTS = MoEConfig(
+    layers=(1,), experts=8, top_k=2, width=16, shared_width=32, scoring="sigmoid", scale=1.5, correction_bias=True,
+    n_groups=4, top_groups=2,
+)  # fmt: skip
+DEEPSEEK = msgspec.structs.replace(
+    CONFIG, n_kv_heads=4, head_dim=24, moe=EXPERTS,
+    latent=LatentConfig(q_lora=16, kv_lora=32, nope=16, rope=8, v_dim=16),
+)  # fmt: skip
+DIRECT = msgspec.structs.replace(DEEPSEEK, latent=LatentConfig(q_lora=None, kv_lora=32, nope=16, rope=8, v_dim=16))
+QWEN3_MOE = msgspec.structs.replace(
+    CONFIG, qk_norm=True, moe=MoEConfig(layers=(0, 1), experts=4, top_k=2, width=16, biases=True)
+)
+MODELS = {
+    "llama": (CONFIG, llama),
+    "qwen2": (CONFIG, qwen2),
+    "gemma": (GEMMA, gemma3),
+    "deepseek": (DEEPSEEK, deepseek),
+    "deepseek with direct queries": (DIRECT, deepseek),
+    "qwen3 with experts": (QWEN3_MOE, qwen3),
+}
 
 
 def triton_model(
@@ -49,10 +69,7 @@ def reference_model(config: ModelConfig, architecture: Architecture, bits: int =
 
 
 def pools(model: Decoder, n: int) -> list[torch.Tensor]:
-    zeros = [
-        torch.zeros(n, len(g.layers), 2, g.kv_heads, 16, g.head_dim, dtype=DTYPE, device=DEVICE)
-        for g in model.kv_groups
-    ]
+    zeros = [torch.zeros(n, *g.block_shape, dtype=DTYPE, device=DEVICE) for g in model.kv_groups]
     for pool in zeros:
         pool[0] = torch.nan  # the null block must never be read
     return zeros
@@ -87,8 +104,9 @@ def assert_close(results: list[torch.Tensor], expected: list[torch.Tensor]) -> N
         assert error(got, want) < LIMIT
 
 
-# Gemma has windows, post norms, QK norms and GELU. The other tests here run Llama, and test_matmul.py covers biases.
-@pytest.mark.parametrize("name", everyday(MODELS, ["gemma"]))
+# Gemma has windows, post norms, QK norms and GELU; DeepSeek has latent attention and experts. The other tests here run
+# Llama, and test_matmul.py covers biases.
+@pytest.mark.parametrize("name", everyday(MODELS, ["gemma", "deepseek"]))
 def test_a_model_computes_the_same(name: str) -> None:
     assert_close(run(triton_model(*MODELS[name]), shaped=True), run(reference_model(*MODELS[name])))
 
