@@ -168,7 +168,7 @@ def test_kernels_are_compiled_without_being_launched(monkeypatch):
     monkeypatch.setattr(triton.JITFunction, "run", lambda self, *args, grid, warmup, **kwargs: ran.append(warmup))
     before = triton.JITFunction.run
     with compiling_only():
-        triton.JITFunction.run(None, grid=(1,), warmup=False)
+        triton.JITFunction.run(SimpleNamespace(), grid=(1,), warmup=False)
         assert is_compiling()
     assert ran == [True]
     assert not is_compiling()
