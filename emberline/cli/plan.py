@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from emberline.catalog.model_store import ModelStore, looks_like_path
+from emberline.catalog.published_shapes import PublishedShape, find_shape
 from emberline.cli import common
 from emberline.engine.gpu.hardware import parse_gpus
 from emberline.engine.scheduler.limits import Limits
@@ -24,7 +25,11 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", metavar="MODEL", help="a model of the catalog, a GGUF file, or a folder with config.json")
+    add(
+        "model",
+        metavar="MODEL",
+        help="a model that is pulled or known by its shape, a GGUF file, or a folder with config.json",
+    )
     add("--gpus", default="1xH200", metavar="NxGPU", help="how many of which (default 1xH200)")
     add("--hardware", type=Path, metavar="FILE", help="TOML with further GPUs, as tables [[gpu]]")
     add(
@@ -65,6 +70,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _checkpoint(name: str, store: ModelStore) -> "Checkpoint":
+    shape = find_shape(name) if not looks_like_path(name) and store.find(name) is None else None
+    if shape is not None:
+        return _generated(shape)
     path = Path(name).expanduser() if looks_like_path(name) else store.resolve(name).path
     try:
         if path.is_dir() and not any(path.glob("*.safetensors")):
@@ -72,6 +80,14 @@ def _checkpoint(name: str, store: ModelStore) -> "Checkpoint":
         return open_checkpoint(path)
     except BadCheckpoint as error:
         raise BadInput(f"{path} cannot be served: {error}", param="model") from None
+
+
+def _generated(shape: PublishedShape) -> "Checkpoint":
+    """Of a model that is known and was not pulled."""
+    try:
+        return generate_checkpoint(shape.read(), 0)
+    except BadCheckpoint as error:
+        raise BadInput(f"{shape.id} cannot be served: {error}", param="model") from None
 
 
 def _lay_out(checkpoint: "Checkpoint") -> "Decoder":

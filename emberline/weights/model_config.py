@@ -179,7 +179,10 @@ def _llama3(
 ) -> Divisors:
     """Low frequencies are divided by `factor`, high ones kept, those between interpolated."""
     turns = original_len * rope_frequencies(theta, dim) / (2 * math.pi)  # of each frequency over the trained context
-    blend = np.clip((turns - low_factor) / (high_factor - low_factor), 0, 1)
+    if high_factor == low_factor:  # Llama 4: nothing lies between
+        blend = (turns >= low_factor).astype(np.float64)
+    else:
+        blend = np.clip((turns - low_factor) / (high_factor - low_factor), 0, 1)
     return tuple((1 / ((1 - blend) / factor + blend)).tolist())
 
 
@@ -220,8 +223,8 @@ def rope_from_hf(fields: Fields, theta: float, dim: int, context_len: int) -> tu
         return (factor,) * (dim // 2), 1.0
     if kind == "llama3":
         low, high = fields.positive("low_freq_factor"), fields.positive("high_freq_factor")
-        if high <= low:
-            raise fields.wrong("high_freq_factor", "above low_freq_factor")
+        if high < low:
+            raise fields.wrong("high_freq_factor", "low_freq_factor or above")
         return _llama3(theta, dim, factor=factor, low_factor=low, high_factor=high, original_len=original_len), 1.0
     if kind == "yarn":
         fast, slow = fields.positive("beta_fast", 32), fields.positive("beta_slow", 1)

@@ -27,6 +27,13 @@ SCALINGS: dict[str, dict[str, Any]] = {
         "attention_factor": 0.9,
         "original_max_position_embeddings": 4096,
     },
+    "llama 4's": {
+        "rope_type": "llama3",
+        "factor": 16.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+    },
     "deepseek's yarn": {
         "type": "yarn",
         "factor": 40.0,
@@ -95,7 +102,7 @@ def test_without_scaling_there_are_no_divisors() -> None:
         {"rope_type": "linear"},
         {"rope_type": "linear", "factor": 0},
         {"rope_type": "linear", "factor": "two"},
-        {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0},
+        {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 3.0},
         {"rope_type": "yarn", "factor": 2.0, "mscale": -1.0, "mscale_all_dim": 1.0},
         {"rope_type": 3},
     ],
