@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from emberline.kernels.backend import GroupedQueryAttention, Rope
-from emberline.kernels.gpu import cudnn_attention, split_kv
+from emberline.kernels.gpu import long_attention, split_kv
 from emberline.kernels.gpu.decode_attention import decode_attention, n_prefix_splits, shared_prefix_attention
 from emberline.kernels.gpu.elementwise import (
     add_norm,
@@ -206,10 +206,10 @@ def _attention(card: Card, scale: int) -> Iterator[Case]:
     yield _decode(card, scale, 32 // scale, 4096 // scale + 100, 4096 // scale)
     yield _rope_and_cache(card, scale)
     for n in (128, 512, 608, 1024):
-        yield _chunk(card, scale, n // scale, 8192 // scale, cudnn=False)
+        yield _chunk(card, scale, n // scale, 8192 // scale, long=False)
     if card.device == "cuda":
-        yield _chunk(card, scale, 4096, 8192, cudnn=True)
-        yield _chunk(card, scale, 1500, 6500, cudnn=True)
+        yield _chunk(card, scale, 4096, 8192, long=True)
+        yield _chunk(card, scale, 1500, 6500, long=True)
 
 
 def _decode(card: Card, scale: int, n_rows: int, context: int, shared: int) -> Case:
@@ -273,26 +273,26 @@ def _rope_and_cache(card: Card, scale: int) -> Case:
     return Case(f"rope + KV write, {tokens} tokens", run, got, want, 2 * qkv.numel() * card.dtype.itemsize)
 
 
-def _chunk(card: Card, scale: int, n: int, context: int, cudnn: bool) -> Case:
+def _chunk(card: Card, scale: int, n: int, context: int, long: bool) -> Case:
     cache = Cache.of(card, scale, 1, context)
     attn, q = cache.attn, card.noise(n, cache.attn.heads * 128)
     out, starts = torch.full_like(q, torch.nan), card.ints([0, n])
-    n_gathered = cudnn_attention.SEGMENT_TOKENS * attn.kv_heads * 128 if cudnn else 0
-    gather_memory = card.noise(n_gathered), card.noise(n_gathered)
+    library = long_attention.long_attention()
+    memory = card.noise(long_attention.gathered_elements(n, attn.kv_heads * 128) if long else 0)
     partials = torch.empty(prefill_scratch_floats(attn.heads, attn.kv_heads, 128), device=card.device)
     scratch = split_kv.SplitScratch(partials, card.ints([0] * split_kv.MAX_WORK_ITEMS))
     table = card.ints([0] * split_kv.MAX_WORK_ITEMS * split_kv.WORK_ITEM_FIELDS)
     shape = (attn.heads, attn.kv_heads, 128, (split_kv.FULL, 0))
     splits = plan_prefill_splits(*shape, starts, cache.lens, n, 0, table, scratch)  # once for all layers
-    exact = cudnn_attention.has_exact_plan(n)
-    k, v = (cudnn_attention.kv_view(card.noise(n * attn.kv_heads * 128), n, attn, exact) for _ in range(2))
-    for target, source in zip((k, v), cache.keys_values(0, context)):
+    new_kv = library.new_kv(memory, attn, n, True) if long else None
+    for target, source in zip(new_kv or (), cache.keys_values(0, context)):
         target.copy_(source[-n:])
+    made = [out]
 
     def run(i: int) -> None:
         pool = cache.pool[:, 0]
-        if cudnn:
-            cudnn_attention.attend(q, (k, v), attn, pool, cache.tables[0], context, gather_memory, out)
+        if long:
+            made[0] = library.attend(q, new_kv, attn, pool, cache.tables[0], context, memory, out)
         else:
             prefill_attention(q, out, attn, pool, cache.tables, starts, cache.lens, n, splits=splits)
 
@@ -306,8 +306,8 @@ def _chunk(card: Card, scale: int, n: int, context: int, cudnn: bool) -> Case:
         return torch.cat(each).flatten(1)
 
     flops = 4 * attn.heads * 128 * (n * (context - n) + n * (n + 1) / 2)
-    name = f"chunk, {n} of {context}" + (", cuDNN" if cudnn else "")
-    return Case(name, run, lambda: out[few], want, flops=flops, calls=3)
+    name = f"chunk, {n} of {context}" + (f", {library.name}" if long else "")
+    return Case(name, run, lambda: made[0][few], want, flops=flops, calls=3)
 
 
 # --- matmuls ----------------------------------------------------------------------------------------------------------

@@ -18,11 +18,11 @@ from emberline.kernels.backend import (
     Rope,
     WeightSource,
 )
-from emberline.kernels.gpu import cudnn_attention
 from emberline.kernels.gpu.decode_attention import decode_attention, shared_prefix_attention
 from emberline.kernels.gpu.elementwise import add_norm, embedding
 from emberline.kernels.gpu.expert_matrix import ExpertMatrix
 from emberline.kernels.gpu.launch import INTERPRETED, supports_pdl
+from emberline.kernels.gpu.long_attention import MIN_TOKENS, is_long, long_attention
 from emberline.kernels.gpu.matmul import GATES, DenseMatrix, Fusion, Matmul
 from emberline.kernels.gpu.mla.block import LatentPlan, attend_latents, plan_latent
 from emberline.kernels.gpu.moe_block import mark_valid, run_moe
@@ -58,8 +58,8 @@ class TritonBackend:
         self.kv_dtype = str(self.dtype).removeprefix("torch.")
         self._deterministic = deterministic
         self._pdl = supports_pdl()
-        # Attention of long chunks by cuDNN, which takes a second to plan what it was not prepared for.
-        self.long_plans = True
+        self._long = long_attention()
+        self.long_plans = True  # a library may use plans: cuDNN takes a second to make one it was not prepared for
         self._workspace: Workspace  # set by `reserve`, as is _matmul
         self._matmul: Matmul
 
@@ -239,13 +239,10 @@ class TritonBackend:
         n_new = tokens - first
         queries = workspace.take("queries", tokens, attn.heads * attn.head_dim)
         chunks = [] if self._deterministic else context.shape.chunks or []
-        long = [chunk for chunk in chunks if self.long_plans and cudnn_attention.supports(attn, chunk.n)]
-        new_kv = None
-        if long:
-            exact = len(long) == 1 and long[0].n == n_new and cudnn_attention.has_exact_plan(n_new)
-            memory = workspace.take("new_kv", 2, n_new, attn.kv_heads * attn.head_dim)
-            keys, values = (cudnn_attention.kv_view(half, n_new, attn, exact) for half in memory)
-            new_kv = (keys, values)
+        library, memory = self._long, workspace.region("gathered_kv", self.dtype)
+        usable = self.long_plans or not library.has_plans
+        long = [chunk for chunk in chunks if usable and is_long(library, attn, chunk.n)]
+        new_kv = library.new_kv(memory, attn, n_new, long[0].n == n_new) if long else None
         rope_and_cache(
             qkv, queries, attn, context.rotary[attn.kv_group], pool, tables, step.query_starts, step.positions, first,
             n_decodes, copy_to=new_kv, pdl=self._pdl,
@@ -253,26 +250,20 @@ class TritonBackend:
         if len(long) < len(chunks) or not chunks:
             prefill_attention(
                 queries, out, attn, pool, tables, step.query_starts, step.context_lens, n_new, n_decodes,
-                max_tokens=cudnn_attention.MIN_TOKENS - 1 if long else 2**31 - 1,
+                max_tokens=MIN_TOKENS - 1 if long else 2**31 - 1,
                 splits=context.prefill_splits[attn.kv_group], pdl=self._pdl,
             )  # fmt: skip
         for chunk in long:
-            assert new_kv is not None
-            new, copied = (
-                slice(chunk.start, chunk.start + chunk.n),
-                slice(chunk.start - first, chunk.start - first + chunk.n),
+            new, copied = slice(chunk.start, chunk.start + chunk.n), slice(chunk.start - first, None)
+            chunk_kv = None if new_kv is None else tuple(t[copied][: chunk.n] for t in new_kv)
+            result = library.attend(
+                queries[new], chunk_kv, attn, pool, tables[chunk.row], chunk.context, memory, out[new]
             )
-            chunk_kv = (new_kv[0][copied], new_kv[1][copied])
-            if chunk.n == chunk.context == tokens:  # the only chunk, without context: saves a copy
-                return cudnn_attention.attend_without_context(queries, chunk_kv, attn)
-            cudnn_attention.attend(
-                queries[new], chunk_kv, attn, pool, tables[chunk.row], chunk.context, self._gather_memory(), out[new]
-            )
+            if chunk.n == tokens:
+                return result
+            if result.data_ptr() != out[new].data_ptr():
+                out[new] = result
         return out
-
-    def _gather_memory(self) -> tuple[Tensor, Tensor]:
-        memory = self._workspace.region("gathered_kv", self.dtype)
-        return memory[: len(memory) // 2], memory[len(memory) // 2 :]
 
     def warm_up(self, attentions: Sequence[Attention], kv: Sequence[Tensor]) -> Iterator[bool]:
         """Compile kernels and make the library plans that the first long prompts would wait for, one per iteration."""
@@ -284,13 +275,12 @@ class TritonBackend:
             pool = kv[attn.kv_group][:, attn.layer_index]
             prefill_attention(queries, out, attn, pool, zeros, zeros[0, :2], zeros[0, :1], 1, pdl=self._pdl)
             yield True
-        long = next((attn for attn in grouped if cudnn_attention.supports(attn, tokens)), None)
+        long = next((attn for attn in grouped if is_long(self._long, attn, tokens)), None)
         if long is None or self._deterministic:
             return
         queries, out = (workspace.take(name, tokens, long.heads * long.head_dim) for name in ("queries", "normed"))
-        memory = workspace.take("new_kv", 2, tokens, long.kv_heads * long.head_dim)
-        pool = kv[long.kv_group][:, long.layer_index]
-        yield from cudnn_attention.warm_up(queries, memory, long, pool, self._gather_memory(), out)
+        pool, memory = kv[long.kv_group][:, long.layer_index], workspace.region("gathered_kv", self.dtype)
+        yield from self._long.warm_up(queries, long, pool, memory, out)
 
 
 def _is_full(attn: GroupedQueryAttention) -> bool:

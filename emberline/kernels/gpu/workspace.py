@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from emberline.kernels.backend import MLP, Attention, GroupedQueryAttention, MoE
-from emberline.kernels.gpu import cudnn_attention, prefill_attention, split_kv
+from emberline.kernels.gpu import long_attention, prefill_attention, split_kv
 from emberline.kernels.gpu.decode_attention import n_prefix_splits
 from emberline.kernels.gpu.launch import cdiv
 from emberline.kernels.gpu.mla import splits as latent_splits
@@ -183,11 +183,8 @@ def _layout(s: WorkspaceSizes) -> dict[str, tuple[int, int]]:
 
 def _add_grouped_query(regions: _Regions, s: WorkspaceSizes, shapes: set[AttentionShape], at: int) -> None:
     kv = max(shape.kv_heads * shape.head_dim for shape in shapes)
-    after = regions.add("new_kv", 2 * s.max_tokens * kv * s.item, at)
-    long = any(shape.head_dim in cudnn_attention.HEAD_DIMS for shape in shapes)
-    gathered = cudnn_attention.SEGMENT_TOKENS if long else 0
-    regions.add("gathered_kv", 2 * gathered * kv * s.item, after)
-    # A step uses either cuDNN attention or split-KV prefill: they share memory.
+    regions.add("gathered_kv", long_attention.gathered_elements(s.max_tokens, kv) * s.item, at)
+    # A step uses either a library's attention or split-KV prefill: they share memory.
     partials = max(prefill_attention.prefill_scratch_floats(*shape) for shape in shapes)
     regions.add("prefill_partials", partials * 4, at)
 

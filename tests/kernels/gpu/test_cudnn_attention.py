@@ -7,6 +7,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from emberline.kernels.gpu import cudnn_attention
+from emberline.kernels.gpu.gathered_kv import SEGMENT_TOKENS, gather_kv, merge_by_lse
+from emberline.kernels.gpu.long_attention import gathered_elements
 from emberline.kernels.gpu.prefill_attention import prefill_attention
 from tests.kernels.gpu.batches import DEVICE, LIMIT, attention, attention_reference, batch, error, keys_values, noise
 
@@ -29,10 +31,10 @@ def test_gathered_parts_merge_to_the_whole() -> None:
     for first, tokens, exact in ((0, 48, True), (48, 32, False)):
         memory = [torch.full((48 * 2 * 64,), torch.nan, dtype=q.dtype, device=DEVICE) for _ in range(2)]
         k, v = (cudnn_attention.kv_view(t, tokens, attn, exact) for t in memory)
-        cudnn_attention.gather_kv(b.pool[:, 1], b.tables[0], first, tokens, k, v)
+        gather_kv(b.pool[:, 1], b.tables[0], first, tokens, k, v)
         assert torch.equal(k, keys[first : first + tokens])
         assert torch.equal(v, values[first : first + tokens])
-        cudnn_attention.merge_by_lse(out, lse, *plain_attention(q, k, v, attn.scale, False))
+        merge_by_lse(out, lse, *plain_attention(q, k, v, attn.scale, False))
     assert error(out.flatten(1), attention_reference(q.flatten(1), attn, b)) < LIMIT
 
 
@@ -42,7 +44,7 @@ def test_segments_cover_a_context_once() -> None:
             end = 0
             for first, tokens, exact in cudnn_attention._segments(context, exact_chunk):
                 assert (first, exact) == (end, exact and tokens % cudnn_attention.ROUND_CONTEXT == 0)
-                assert 0 < tokens <= cudnn_attention.SEGMENT_TOKENS
+                assert 0 < tokens <= SEGMENT_TOKENS
                 end = first + tokens
             assert end == context
 
@@ -56,9 +58,9 @@ def test_a_chunk_and_its_context_in_segments(context: int, sinks: bool, monkeypa
     q = noise(n, 4 * 64, seed=4)
     out = torch.full_like(q, torch.nan)
     keys, values = keys_values(b, 0, context)
-    new_kv, memory = (keys[-n:], values[-n:]), (noise(32 * 2 * 64), noise(32 * 2 * 64))
-    cudnn_attention.attend(q, new_kv, attn, b.pool[:, 1], b.tables[0], context, memory, out)
-    assert error(out, attention_reference(q, attn, b)) < LIMIT
+    new_kv, memory = (keys[-n:], values[-n:]), noise(2 * (n + 32) * 2 * 64)
+    got = cudnn_attention.attend(q, new_kv, attn, b.pool[:, 1], b.tables[0], context, memory, out)
+    assert error(got, attention_reference(q, attn, b)) < LIMIT
 
 
 @pytest.mark.gpu
@@ -68,13 +70,10 @@ def test_cudnn_on_gathered_blocks(n: int, context: int) -> None:
     b = batch([n], [context], attn)
     q = noise(n, 8 * 128, seed=4)
     out, triton_out = torch.empty_like(q), torch.empty_like(q)
-    exact = cudnn_attention.has_exact_plan(n)
-    k, v = (cudnn_attention.kv_view(noise(n * 2 * 128), n, attn, exact) for _ in range(2))
-    for target, source in zip((k, v), keys_values(b, 0, context), strict=True):
+    memory = noise(gathered_elements(n, 2 * 128))
+    new_kv = cudnn_attention.new_kv(memory, attn, n, True)
+    for target, source in zip(new_kv, keys_values(b, 0, context), strict=True):
         target.copy_(source[-n:])
-    memory = (noise(cudnn_attention.SEGMENT_TOKENS * 2 * 128), noise(cudnn_attention.SEGMENT_TOKENS * 2 * 128))
-    cudnn_attention.attend(q, (k, v), attn, b.pool[:, 1], b.tables[0], context, memory, out)
+    got = cudnn_attention.attend(q, new_kv, attn, b.pool[:, 1], b.tables[0], context, memory, out)
     prefill_attention(q, triton_out, attn, b.pool[:, 1], b.tables, b.query_starts, b.context_lens, n)
-    assert error(out, triton_out) < LIMIT
-    if context == n:
-        assert error(cudnn_attention.attend_without_context(q, (k, v), attn), triton_out) < LIMIT
+    assert error(got, triton_out) < LIMIT

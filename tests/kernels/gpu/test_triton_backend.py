@@ -185,7 +185,7 @@ def test_workspace_size(monkeypatch: pytest.MonkeyPatch) -> None:
     llama8b = WorkspaceSizes(4096, 128256, (AttentionShape(32, 8, 128),), 14336, 8192, max_rows=256, max_samples=256)
     assert Workspace.bytes(llama8b) < 0.75 * 2**30
     ends = {name: start + size for name, (start, size) in _layout(llama8b).items()}
-    assert ends["prefill_partials"] <= max(ends["new_kv"], ends["gathered_kv"], ends["activated"])  # adds nothing
+    assert ends["prefill_partials"] <= max(ends["gathered_kv"], ends["activated"])  # adds nothing
     small = WorkspaceSizes.of(reference_model(CONFIG, llama), 16, 4, 4)
     workspace = Workspace(small, DEVICE, DTYPE)
     assert workspace._memory.numel() == Workspace.bytes(small)

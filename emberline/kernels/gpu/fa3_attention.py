@@ -1,0 +1,91 @@
+"""Attention of long prefill chunks through FlashAttention-3, on gathered keys and values, where its wheel is installed.
+
+The wheel is `fa3-fwd` (the extra `emberline[fa3]`): BF16 forward kernels for compute capability 9.0. It plans nothing,
+writes where it is told to, and aligns the causal mask to the last key: a chunk and the context before it are one call
+as long as they fit the memory for gathered keys.
+"""
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from emberline.kernels.backend import GroupedQueryAttention
+from emberline.kernels.gpu.gathered_kv import apply_sinks, gather_kv, merge_by_lse
+from emberline.kernels.gpu.launch import INTERPRETED, is_compiling
+from emberline.protocol.block_hash import BLOCK_TOKENS
+
+HEAD_DIMS = (64, 96, 128, 192, 256)
+
+name, has_plans = "fa3", False
+
+
+def is_available() -> bool:
+    """Whether the wheel is installed, fits this torch and has kernels for this device."""
+    if INTERPRETED or not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        return False
+    try:
+        importlib.import_module("fa3_fwd._C")  # registers torch.ops.fa3_fwd
+    except (ImportError, OSError):
+        return False
+    return True
+
+
+def supports(attn: GroupedQueryAttention) -> bool:
+    return attn.head_dim in HEAD_DIMS
+
+
+def new_kv(memory: Tensor, attn: GroupedQueryAttention, tokens: int, alone: bool) -> None:
+    """New tokens are gathered from the cache, with those before them."""
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, out: Tensor | None = None) -> tuple[Any, Any]:
+    """q: [n, heads, dim], k, v: [m, kv_heads, dim or v_dim]. Returns [n, heads, v_dim] and log-sum-exp [n, heads].
+
+    causal: the last query sees all keys, the one before all but one, and so on.
+    """
+    if is_compiling():
+        result = q.new_empty(*q.shape[:2], v.shape[-1]) if out is None else out
+        return result, torch.empty(q.shape[1], len(q), device=q.device).T
+    none = [None] * 16  # new keys, sequence lengths, pages, rotation and FP8 scales
+    results = torch.ops.fa3_fwd.fwd(
+        q[None], k[None], v[None], None, None, None, None if out is None else out[None], *none, scale, causal, -1, -1,
+        0, 0.0, False, None, 1, None, 0,
+    )  # fmt: skip
+    return results[0][0], results[1][0].T
+
+
+def warm_up(q: Tensor, attn: GroupedQueryAttention, pool: Tensor, memory: Tensor, out: Tensor) -> Iterator[bool]:
+    """Load the library's kernels; arguments as of `cudnn_attention.warm_up`."""
+    table = torch.zeros(1, dtype=torch.int32, device=q.device)
+    attend(q[:1], None, attn, pool, table, 1, memory, out[:1])
+    yield True
+
+
+def attend(
+    q: Tensor, new_kv: None, attn: GroupedQueryAttention, pool: Tensor, table: Tensor, context: int, memory: Tensor,
+    out: Tensor,
+) -> Tensor:  # fmt: skip
+    """As `LongAttention.attend`."""
+    n, width = len(q), attn.kv_heads * attn.head_dim
+    queries, merged = q.view(n, attn.heads, attn.head_dim), out.view(n, attn.heads, attn.head_dim)
+    capacity = memory.numel() // (2 * width) // BLOCK_TOKENS * BLOCK_TOKENS
+
+    def gathered(first: int, end: int) -> tuple[Tensor, Tensor]:
+        size = (end - first) * width
+        k, v = (t.view(end - first, attn.kv_heads, attn.head_dim) for t in (memory[:size], memory[size : 2 * size]))
+        gather_kv(pool, table, first, end - first, k, v)
+        return k, v
+
+    first = -(-max(0, context - capacity) // BLOCK_TOKENS) * BLOCK_TOKENS
+    assert first <= context - n, "the memory for gathered keys holds the longest chunk"
+    _, lse = forward(queries, *gathered(first, context), attn.scale, True, merged)
+    for begin in range(0, first, capacity):
+        other, other_lse = forward(queries, *gathered(begin, min(begin + capacity, first)), attn.scale, False)
+        merge_by_lse(merged, lse, other, other_lse)
+        del other
+    if attn.sinks is not None:
+        apply_sinks(merged, lse, attn.sinks)
+    return out
