@@ -86,6 +86,10 @@ class QueueConfig(Section, frozen=True):
     capacity_share: Annotated[float, Meta(ge=0, le=1)] = 0.5  # of an engine, for jobs while requests are served too
 
 
+class AccountsConfig(Section, frozen=True):
+    provider_networks: tuple[str, ...] = ()  # private ranges that accounts' own providers may be in, e.g. 10.0.0.0/8
+
+
 class ResponsesConfig(Section, frozen=True):
     retention_days: Annotated[int, Meta(ge=1, le=3650)] = 30  # how long a stored response can be continued
 
@@ -166,6 +170,7 @@ class Config(Section, frozen=True, kw_only=True):
     models: ModelsConfig = ModelsConfig()
     store: StoreConfig = StoreConfig()
     queue: QueueConfig = QueueConfig()
+    accounts: AccountsConfig = AccountsConfig()
     responses: ResponsesConfig = ResponsesConfig()
     webhooks: WebhooksConfig = WebhooksConfig()
     tracing: TracingConfig = TracingConfig()
@@ -428,13 +433,14 @@ def _check(config: Config) -> None:
     """The rules that a type cannot express."""
     if config.auth.key is not None and not is_header_safe(config.auth.key):
         raise ConfigError("the key in [auth] must be printable ASCII without spaces", param="auth.key")
-    for network in config.webhooks.allowed_networks:
-        try:
-            ipaddress.ip_network(network)
-        except ValueError as error:
-            raise ConfigError(
-                f"[webhooks] allowed_networks: {network!r} is not a range: {error}", param="webhooks.allowed_networks"
-            ) from None
+    ranges = (("webhooks", "allowed_networks"), ("accounts", "provider_networks"))
+    for section, key in ranges:
+        for network in getattr(getattr(config, section), key):
+            try:
+                ipaddress.ip_network(network)
+            except ValueError as error:
+                message = f"[{section}] {key}: {network!r} is not a range: {error}"
+                raise ConfigError(message, param=f"{section}.{key}") from None
     taken = {endpoint.name for endpoint in config.endpoints} & {provider.name for provider in config.providers}
     if taken:
         message = f"an endpoint and a provider are both named {min(taken)}: give one another name"

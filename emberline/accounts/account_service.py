@@ -13,6 +13,7 @@ from emberline.accounts.api_key import KEY_COLUMNS, ApiKey, NewKey, Role, new_ke
 from emberline.accounts.audit_log import Actor, AuditLog
 from emberline.accounts.key_directory import KeyDirectory, decode_key
 from emberline.accounts.price_store import PriceStore
+from emberline.accounts.provider_keys import ProviderKeys
 from emberline.accounts.secret import Secret
 from emberline.accounts.usage_report import UsageReports
 from emberline.protocol.errors import BadInput, Conflict, NotFound
@@ -63,6 +64,7 @@ class AccountService:
         self.prices = PriceStore(store, self.audit)
         self.reports = UsageReports(store)
         self.directory = KeyDirectory(store)
+        self.provider_keys = ProviderKeys(store, secret, self.directory, self.audit)
 
     async def open(self) -> None:
         await self.directory.open()

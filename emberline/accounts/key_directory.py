@@ -1,4 +1,5 @@
-"""The directory of accounts and API keys: all of them in the memory of every process, so that no request reads a store.
+"""The directory of accounts, API keys and keys of providers: all of them in the memory of every process, so that no
+request reads a store.
 
 Each row has the version at which it last changed. A process polls the current version about twice a second (with
 PostgreSQL it is also notified) and reads the rows that are newer, so a revocation is effective everywhere in a moment.
@@ -14,6 +15,7 @@ import msgspec
 from emberline.accounts.account import ACCOUNT_COLUMNS, Account
 from emberline.accounts.api_key import KEY_COLUMNS, ApiKey
 from emberline.accounts.audit_log import CHANNEL
+from emberline.accounts.stored_provider import PROVIDER_COLUMNS, StoredProvider
 from emberline.protocol.errors import EmberlineError
 from emberline.store import Database
 from emberline.store.database import Row, decode_row
@@ -23,6 +25,7 @@ CATCH_UP_S = 0.05  # between two reads that requests with unknown keys may cause
 _PAGE = 1000  # rows
 _VERSION = "SELECT number FROM audit_head"
 _ACCOUNTS = f"SELECT {ACCOUNT_COLUMNS} FROM accounts WHERE version > ? ORDER BY version, id LIMIT {_PAGE}"
+_PROVIDERS = f"SELECT {PROVIDER_COLUMNS} FROM provider_keys WHERE version > ? ORDER BY version LIMIT {_PAGE}"
 _KEYS = f"SELECT {KEY_COLUMNS} FROM api_keys WHERE version > ? ORDER BY version, id LIMIT {_PAGE}"
 
 log = logging.getLogger("emberline.accounts")
@@ -38,6 +41,8 @@ class KeyDirectory:
         self._accounts: dict[str, Account] = {}
         self._keys: dict[str, ApiKey] = {}
         self._by_digest: dict[bytes, ApiKey] = {}
+        self._providers: dict[tuple[str, str], StoredProvider] = {}  # by account and name, of those that have a key
+        self._provider_names: set[str] = set()
         self._following: asyncio.Task[None] | None = None
         self._refreshing: asyncio.Task[None] | None = None
         self._refreshed_s = 0.0
@@ -79,6 +84,16 @@ class KeyDirectory:
     def key_of_digest(self, digest: bytes) -> ApiKey | None:
         return self._by_digest.get(digest)
 
+    def provider(self, account: str, name: str) -> StoredProvider | None:
+        return self._providers.get((account, name))
+
+    def has_provider(self, name: str) -> bool:
+        """Of any account."""
+        return name in self._provider_names
+
+    def providers(self) -> list[StoredProvider]:
+        return list(self._providers.values())
+
     async def refresh(self) -> None:
         """See every change that has been committed by now."""
         if self._refreshing is not None and not self._refreshing.done():
@@ -112,6 +127,12 @@ class KeyDirectory:
             self._accounts[account.id] = account
         for row in await self._changed(_KEYS):
             self._put(decode_key(row))
+        for row in await self._changed(_PROVIDERS):
+            stored = decode_row(StoredProvider, PROVIDER_COLUMNS, row)
+            self._providers[stored.account, stored.provider] = stored
+            if stored.sealed is None:
+                del self._providers[stored.account, stored.provider]
+        self._provider_names = {name for _, name in self._providers}
         self._version = version  # what was committed meanwhile is read again next time
         self._refreshed_s = time.monotonic()
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from emberline.api.admin import accounts, aliases, audit, events, prices, status, usage, webhooks, workers
+from emberline.api.admin import accounts, aliases, audit, events, prices, providers, status, usage, webhooks, workers
 from emberline.api.admin import endpoints as admin
 from emberline.api.admin import models as admin_models
 from emberline.api.anthropic import batches as message_batches
@@ -176,6 +176,10 @@ _ADMIN: tuple[_Row, ...] = (
 _TENANT: tuple[_Row, ...] = (  # of the caller's account; an admin sees all
     ("GET", "/api/ps", admin.ps, "Models; for an admin engine workers and their load too"),
     ("GET", "/api/usage", usage.report, "Report usage and its cost", None, usage.QUERY),
+    ("GET", "/api/providers", providers.list_all, "List providers with a key"),
+    ("POST", "/api/providers", providers.add, "Store a provider's key", providers.NewProvider),
+    ("DELETE", "/api/providers/{id}", providers.remove, "Remove a provider's key", None, providers.ACCOUNT),
+    ("POST", "/api/providers/{id}/test", providers.test, "Ask a provider for its models"),
     ("GET", "/api/prices", prices.list_prices, "List prices", None, prices.MODEL),
     ("GET", "/api/queue", admin.show_queue, "Queue depths and dead letters", None, admin.QUEUE_QUERY),
     ("POST", "/api/queue/replay", admin.replay_dead_letters, "Run dead letters again", admin.QueueReplay),

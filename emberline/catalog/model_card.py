@@ -23,6 +23,9 @@ TEXT_GENERATION = "Text Generation"
 TEXT_EMBEDDINGS = "Text Embeddings"
 TEXT_CLASSIFICATION = "Text Classification"  # rerankers too, as in Workers AI's catalog
 SPEECH_RECOGNITION = "Automatic Speech Recognition"
+TEXT_TO_SPEECH = "Text-to-Speech"  # this and those below: of providers
+TEXT_TO_IMAGE = "Text-to-Image"
+TEXT_TO_VIDEO = "Text-to-Video"
 
 MODEL_ID = r"@?[A-Za-z0-9][A-Za-z0-9._:+-]*(/[A-Za-z0-9][A-Za-z0-9._:+-]*)*"  # ids and aliases, at most 256 characters
 
@@ -162,6 +165,9 @@ TASKS: tuple[CatalogRow, ...] = (
     _task(TEXT_EMBEDDINGS, "Turn text into vectors that are close where the meanings are: for search and clustering."),
     _task(TEXT_CLASSIFICATION, "Label a text, or score how well a text answers a query (rerankers)."),
     _task(SPEECH_RECOGNITION, "Turn recorded speech into text, with the time of each word."),
+    _task(TEXT_TO_SPEECH, "Turn text into spoken audio."),
+    _task(TEXT_TO_IMAGE, "Make an image from a text prompt."),
+    _task(TEXT_TO_VIDEO, "Make a video from a text prompt."),
 )
 
 

@@ -37,6 +37,9 @@ class AdminApi:
     def patch(self, path: str, body: dict[str, Any]) -> Any:
         return self._request("PATCH", path, body)
 
+    def delete(self, path: str) -> Any:
+        return self._request("DELETE", path)
+
     def pages(self, path: str, **query: object) -> Iterator[dict[str, Any]]:
         """Every object of a list."""
         after: object = None

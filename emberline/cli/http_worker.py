@@ -26,18 +26,21 @@ from emberline.api.batch_loader import BatchService
 from emberline.api.http.large_requests import LargeRequestRelay
 from emberline.api.http.server import serve
 from emberline.balancer.endpoint import Endpoint
+from emberline.catalog.card_files import CardFiles
 from emberline.catalog.model_card import ModelCard
 from emberline.catalog.model_store import ModelEntry
 from emberline.cli.models import load_text
 from emberline.config import Config, needs_keys
 from emberline.jobs.queue.queue import open_queue
 from emberline.jobs.webhooks.service import WebhookService, WebhookSettings
+from emberline.protocol.egress_policy import EgressPolicy
 from emberline.service import Served, Service, open_http_worker, tracing
 from emberline.service.open import DATABASE
 from emberline.service.tracing import TracingSettings
 from emberline.store import Database, open_store
 from emberline.upstream.client import upstream_configs
 from emberline.upstream.models import discover
+from emberline.upstream.providers.directory import ProviderDirectory
 
 CONNECT_TIMEOUT_S = 30.0  # to the core and every engine; after that HTTP is served and reports what is unavailable
 
@@ -75,6 +78,12 @@ def open_webhooks(store: Database, config: Config) -> WebhookService:
         retention_days=webhooks.retention_days,
     )
     return WebhookService(store, Secret.open(config.home), settings)
+
+
+def open_providers(config: Config, accounts: AccountService) -> ProviderDirectory:
+    """The configured providers, and those whose keys are stored. ConfigError says what is wrong with one."""
+    egress = EgressPolicy(config.accounts.provider_networks, setting="[accounts] provider_networks")
+    return ProviderDirectory(config.providers, CardFiles(config.home).apply, accounts.provider_keys, egress)
 
 
 async def serve_http(
@@ -130,7 +139,7 @@ async def _run(plan: HttpWorkerPlan, listener: socket.socket) -> None:
                 served,
                 core_socket=plan.core_socket,
                 upstreams=upstreams,
-                providers=plan.config.providers,
+                providers=open_providers(plan.config, accounts),
                 data_dir=plan.config.home,
             )
             stack.push_async_callback(service.close)

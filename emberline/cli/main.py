@@ -28,6 +28,7 @@ COMMANDS = {
     "account": "create, list, limit and disable accounts",
     "key": "create, list, limit, rotate and revoke API keys",
     "price": "set and list what models cost",
+    "provider": "store, list, test and remove the keys of other providers",
     "usage": "report what was used and what it costs, by account, key, model and day",
     "audit": "show and verify the audit log of what admins did",
     "backup": "write everything durable into one file, while the server runs",
@@ -45,7 +46,7 @@ _MODULES = {
     "restore": "backup",
     **dict.fromkeys(("drain", "undrain", "leave", "join"), "workers"),
 }  # where it is not the command's own name
-_WITH_ACTIONS = ("batch", "model", "account", "key", "price")
+_WITH_ACTIONS = ("batch", "model", "account", "key", "price", "provider")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

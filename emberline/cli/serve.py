@@ -180,7 +180,7 @@ async def serve(
         # The workers load weights in their processes while this one imports and reads tokenizers.
         from emberline.accounts.account_service import AccountService
         from emberline.accounts.secret import Secret
-        from emberline.cli.http_worker import HttpWorkerPlan, load_models, open_webhooks, serve_http
+        from emberline.cli.http_worker import HttpWorkerPlan, load_models, open_providers, open_webhooks, serve_http
         from emberline.jobs.webhooks.deliverer import DeliveryMetrics
         from emberline.service import open_service, tracing
         from emberline.service.core import LocalCore
@@ -209,7 +209,7 @@ async def serve(
             queue_share=config.queue.capacity_share,
             store=store,
             upstreams=await discover(upstream_configs(config.endpoints)),
-            providers=config.providers,
+            providers=open_providers(config, accounts),
             on_stall=workers.kill,
             on_leave=workers.retire,
             directory=accounts.directory,

@@ -6,7 +6,7 @@ The pipeline uses it through `Core`: `LocalCore` in the core process, `RemoteCor
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -144,6 +144,7 @@ class LocalCore:
         self.membership: Membership | None = None  # set by whoever owns the connections
         self.aliases = Aliases()  # replaced by the stored ones
         self.models: ModelLoading | None = None  # set where this machine loads and unloads models
+        self.know_model: Callable[[str], Awaitable[None]] | None = None  # an HTTP worker may know a provider first
         self._connections: list[Connection] = []
         self._usage = usage
         self._sessions = sessions
@@ -182,6 +183,8 @@ class LocalCore:
             wait_s = self.models.admitting(request.model)
             if wait_s > request.wait_s:
                 request = msgspec.structs.replace(request, wait_s=wait_s)
+        if self.know_model is not None:
+            await self.know_model(request.model)
         price = self.prices.find(request.model, request.accepted_us or request.created_us)
         if self.limits is None:
             return msgspec.structs.replace(await self.admission.admit(request), price=price)

@@ -19,7 +19,6 @@ from emberline.balancer.cost_model import DEFAULTS, Settings
 from emberline.balancer.grants import SHARE
 from emberline.catalog.aliases import open_aliases
 from emberline.catalog.card_files import CardFiles
-from emberline.config import ProviderConfig
 from emberline.protocol.price import Price
 from emberline.service.core import CoreConnection, LocalCore
 from emberline.service.core_server import CoreServer
@@ -34,6 +33,8 @@ from emberline.store.sqlite import SqliteStore
 from emberline.text.grammar.compiler_pool import GrammarCompiler
 from emberline.upstream.client import UpstreamClient
 from emberline.upstream.models import UpstreamModels
+from emberline.upstream.providers.client import ProviderClient
+from emberline.upstream.providers.directory import ProviderDirectory
 
 DATABASE = "emberline.db"
 USAGE = "usage"  # the folder of usage journals
@@ -50,7 +51,7 @@ async def open_service(
     queue_share: float = SHARE,
     store: Database | None = None,
     upstreams: Sequence[UpstreamClient] = (),
-    providers: Sequence[ProviderConfig] = (),
+    providers: ProviderDirectory | None = None,
     on_stall: Callable[[str], None] | None = None,
     on_leave: Callable[[str], Awaitable[None]] | None = None,
     directory: KeyDirectory | None = None,
@@ -60,9 +61,9 @@ async def open_service(
     """The core process's service. Opens the store, by default in `data_dir`; connects to the engines meanwhile.
 
     A `store` that is given is used instead, and its owner closes it. `upstreams` are servers whose models are known by
-    now (`discover`), `providers` those that are configured. `on_stall` is called with the name of an engine that
-    hangs, to restart it; `on_leave` with that of a worker that has left, to end it. `directory`, which is open, has
-    the accounts' and keys' limits; `prices` are the configured ones, by model, and `aliases` the configured aliases.
+    now (`discover`). `on_stall` is called with the name of an engine that hangs, to restart it; `on_leave` with that
+    of a worker that has left, to end it. `directory`, which is open, has the accounts' and keys' limits; `prices` are
+    the configured ones, by model, and `aliases` the configured aliases.
     """
     upstream = UpstreamModels(upstreams, CardFiles(data_dir).apply, providers)
     connections = _connections(served, upstream, on_stall)
@@ -87,6 +88,13 @@ async def open_service(
     core = LocalCore(admission, workers, usage, Sessions(), responses, queue_share, written, limits, price_store)
     core.aliases = await open_aliases(store, aliases or {})
     membership = core.membership = Membership(core, connections, on_leave)
+
+    def provider_added(client: ProviderClient) -> None:
+        core.add(client)
+        client.start(watch=True)
+
+    upstream.providers.on_new.append(provider_added)
+    core.know_model = upstream.providers.ensure
 
     points = asyncio.create_task(core.history.run())
 
@@ -119,7 +127,7 @@ async def open_http_worker(
     *,
     core_socket: Path,
     upstreams: Sequence[UpstreamClient] = (),
-    providers: Sequence[ProviderConfig] = (),
+    providers: ProviderDirectory | None = None,
     data_dir: Path | None = None,
 ) -> Service:
     """The service of an HTTP worker. Waits a moment for the core; without it, requests are answered Unavailable."""

@@ -364,6 +364,21 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         """,
     ),
     BUDGET_TABLES,
+    (
+        """
+        CREATE TABLE provider_keys (
+            account TEXT NOT NULL,
+            provider TEXT NOT NULL,
+            kind TEXT NOT NULL,
+            url TEXT NOT NULL,
+            sealed BLOB,
+            created_us BIGINT NOT NULL,
+            version BIGINT NOT NULL,
+            PRIMARY KEY (account, provider)
+        )
+        """,
+        "CREATE INDEX provider_keys_by_version ON provider_keys (version, provider)",
+    ),
 )
 
 

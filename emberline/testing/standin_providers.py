@@ -92,6 +92,8 @@ class StandinProvider:
                 body = script.body or self.error(script.status, "scripted")
                 return connection.reply(script.status, body, extra=extra)
             self.check_key(request.headers)
+            if request.method == "GET":
+                return connection.reply(200, encode(self.models()))
             body = msgspec.json.decode(request.body)
             self.requests.append(body)
             await self.answer(request, body, connection)
@@ -118,6 +120,9 @@ class StandinProvider:
         connection.end_stream()
 
     def check_key(self, headers: dict[str, str]) -> None:
+        raise NotImplementedError
+
+    def models(self) -> Json:
         raise NotImplementedError
 
     async def answer(self, request: HttpRequest, body: Json, connection: HttpConnection) -> None:
@@ -154,6 +159,9 @@ _ERROR_TYPES = {
 
 
 class StandinAnthropic(StandinProvider):
+    def models(self) -> Json:
+        return {"data": [{"type": "model", "id": "claude-opus-5"}], "has_more": False}
+
     def check_key(self, headers: dict[str, str]) -> None:
         given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
         if given != self.key:
@@ -313,6 +321,9 @@ _STATUSES = {400: "INVALID_ARGUMENT", 401: "UNAUTHENTICATED", 404: "NOT_FOUND", 
 
 class StandinGemini(StandinProvider):
     version = "v1beta"
+
+    def models(self) -> Json:
+        return {"models": [{"name": "models/gemini-3-pro", "inputTokenLimit": 1_048_576}]}
 
     def check_key(self, headers: dict[str, str]) -> None:
         if headers.get("x-goog-api-key") != self.key:

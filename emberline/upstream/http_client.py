@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple, cast
 from urllib.parse import urlsplit
 
@@ -285,8 +285,16 @@ class Connection(asyncio.Protocol):
 class ConnectionPool:
     """Connections to one server; they come and go by themselves."""
 
-    def __init__(self, address: Address, key: str = "", read_timeout_s: float = READ_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        address: Address,
+        key: str = "",
+        read_timeout_s: float = READ_TIMEOUT_S,
+        resolve: Callable[[], Awaitable[Sequence[str]]] | None = None,
+    ) -> None:
+        """`resolve` gives the addresses that may be connected to, in place of the system's resolver."""
         self._address = address
+        self._resolve = resolve
         self._read_timeout_s = read_timeout_s
         self._sweep_interval_s = min(_SWEEP_INTERVAL_S, read_timeout_s / 2)
         self._ssl = ssl.create_default_context() if address.tls else None
@@ -334,9 +342,11 @@ class ConnectionPool:
         except TimeoutError:
             raise ConnectionFailed(f"no data for {timeout_s:g} s", timed_out=True) from None
 
-    async def get(self, path: str, timeout_s: float, max_bytes: int = MAX_REPLY_BYTES) -> tuple[int, bytes]:
+    async def get(
+        self, path: str, timeout_s: float, max_bytes: int = MAX_REPLY_BYTES, headers: str = ""
+    ) -> tuple[int, bytes]:
         """Status and body of something small. ConnectionFailed when that takes longer than `timeout_s` in all."""
-        head = f"GET {self._address.path}{path} HTTP/1.1\r\n".encode("ascii") + self._fixed_headers
+        head = f"GET {self._address.path}{path} HTTP/1.1\r\n{headers}".encode("ascii") + self._fixed_headers
         try:
             async with asyncio.timeout(timeout_s):
                 exchange = await self._send(head, b"")
@@ -394,10 +404,17 @@ class ConnectionPool:
         if self._closed:
             raise ConnectionFailed("we closed the connection")
         address, loop = self._address, asyncio.get_running_loop()
+        host, pinned = address.host, None
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                if self._resolve is not None:
+                    host, pinned = (await self._resolve())[0], address.host if address.tls else None
                 _, connection = await loop.create_connection(
-                    lambda: Connection(self._freed, self._lost), address.host, address.port, ssl=self._ssl
+                    lambda: Connection(self._freed, self._lost),
+                    host,
+                    address.port,
+                    ssl=self._ssl,
+                    server_hostname=pinned,
                 )
         except TimeoutError:
             raise ConnectionFailed(f"no connection within {CONNECT_TIMEOUT_S:g} s", timed_out=True) from None

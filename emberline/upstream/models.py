@@ -12,7 +12,7 @@ import msgspec
 
 from emberline.balancer.route_request import RouteRequest
 from emberline.catalog.model_card import ModelCard, PathSource
-from emberline.config import ConfigError, ProviderConfig
+from emberline.config import ConfigError
 from emberline.protocol.errors import Unsupported
 from emberline.protocol.request import GenerateRequest, Principal, Priority
 from emberline.text.prompt import Prompt, build_prompt
@@ -40,12 +40,13 @@ class UpstreamModels:
         self,
         clients: Sequence[UpstreamClient],
         describe: Callable[[ModelCard], ModelCard] = lambda card: card,
-        providers: Sequence[ProviderConfig] = (),
+        providers: ProviderDirectory | None = None,
     ) -> None:
         """`describe` adds to a card what the operator knows of the model."""
         self._describe = describe
-        self.providers = ProviderDirectory(providers, describe)
+        self.providers = ProviderDirectory() if providers is None else providers
         self.clients = {client.name: client for client in (*clients, *self.providers.clients.values())}
+        self.providers.on_new.append(lambda client: self.clients.__setitem__(client.name, client))
         self.texts: dict[str, TextModel] = {}  # by model, where the tokenizer is configured
         for client in clients:
             for model in client.models:
@@ -87,6 +88,7 @@ class UpstreamModels:
             client.abort(reason)
 
     async def close(self) -> None:
+        self.providers.close()
         await asyncio.gather(*(client.close() for client in self.clients.values()))
 
     def cards(self) -> list[ModelCard]:
@@ -95,15 +97,19 @@ class UpstreamModels:
     def find(self, model_id: str) -> ModelCard | None:
         return self._by_name.get(model_id.lower()) or self.providers.find(model_id)
 
-    def kind_of(self, card: ModelCard) -> str:
+    def kind_of(self, card: ModelCard, access: Access | None = None) -> str:
+        if access is not None and access.traits:
+            return access.traits
         provider = self.providers.client_of(card)
         return self._kinds[card.id] if provider is None else provider.provider.traits
 
-    def takes_any_field(self, card: ModelCard) -> bool:
+    def takes_any_field(self, card: ModelCard, access: Access | None) -> bool:
         """Whether its server is a provider's: then it gets all that a client sends, and may fetch what is named there.
         A server of the operator's gets what is known to be harmless."""
         provider = self.providers.client_of(card)
-        return provider is not None and provider.provider.is_hosted
+        if access is None or provider is None:
+            return False
+        return access.is_own_url if access.pool is not None else provider.provider.is_hosted
 
     def target(self, card: ModelCard, principal: Principal) -> tuple[str, Access | None]:
         """The model as its server calls it, and of a provider also how it is called for this account. Forbidden where
@@ -169,7 +175,7 @@ class UpstreamModels:
         self, request: GenerateRequest, card: ModelCard, principal: Principal, engine: str
     ) -> UpstreamRequest:
         model, access = self.target(card, principal)
-        fields = {"model": model, **body_of(request, self.kind_of(card)), **self.cache_salt(card, principal)}
+        fields = {"model": model, **body_of(request, self.kind_of(card, access)), **self.cache_salt(card, principal)}
         prompt = bytes(fields["messages"])[:-1] if "messages" in fields else msgspec.json.encode(fields["prompt"])
         others = {name: value for name, value in fields.items() if name not in ("messages", "prompt")}
         route = self.route_request(

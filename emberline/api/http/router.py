@@ -44,6 +44,7 @@ APIS = {
     "subscriptions": "webhooks",
     "usage": "usage",
     "prices": "models",
+    "providers": "providers",
     "generate": "chat",  # Ollama's, as those below
     "embed": "embeddings",
     "tags": "models",

@@ -76,6 +76,10 @@ class PassthroughBody(SamplingFields, kw_only=True):
     def n_prompts(self) -> int:
         return 1
 
+    def check(self, fetches: bool = False) -> int:
+        """The number of images. `fetches`: the server may fetch what a client names, since it is a provider's."""
+        raise NotImplementedError
+
     def upstream_fields(self, kind: str) -> dict[str, Any]:
         """The body as a server of this kind gets it. Upstream requests are always streamed."""
         refuse_unsupported(self)
@@ -150,9 +154,10 @@ class PassthroughCompletion(PassthroughBody, kw_only=True):
         prompt = self.prompt
         return 1 if isinstance(prompt, str) or isinstance(prompt[0], int) else len(prompt)
 
-    def check(self) -> None:
+    def check(self, fetches: bool = False) -> int:
         if self.n_prompts > _MAX_PROMPTS:
             raise BadInput(f"`prompt` may have {_MAX_PROMPTS} entries, not {self.n_prompts}", param="prompt")
+        return 0
 
 
 class _Url(msgspec.Struct):
@@ -194,8 +199,7 @@ log = logging.getLogger(__name__)
 
 async def forward_chat(call: Call, card: ModelCard, raw: bytes) -> Reply | None:
     body = decode(raw, _chat)
-    n_images = body.check(fetches=call.service.upstream.takes_any_field(card))
-    request = _upstream_request(call, card, body, CHAT, raw)
+    request, n_images = _upstream_request(call, card, body, CHAT, raw)
     request.route = msgspec.structs.replace(request.route, images=n_images)
     if card.id in call.service.upstream.texts:
         with contextlib.suppress(EmberlineError):  # not all that its server takes can be rendered here
@@ -206,8 +210,7 @@ async def forward_chat(call: Call, card: ModelCard, raw: bytes) -> Reply | None:
 
 async def forward_completion(call: Call, card: ModelCard, raw: bytes) -> Reply | None:
     body = decode(raw, _completion)
-    body.check()
-    request = _upstream_request(call, card, body, COMPLETIONS, raw)
+    request, _ = _upstream_request(call, card, body, COMPLETIONS, raw)
     if card.id in call.service.upstream.texts and body.n_prompts == 1:
         with contextlib.suppress(EmberlineError):
             (canonical,), call.field_names = decode(raw, _canonical_completion).to_requests(call.id, call.session)
@@ -215,14 +218,16 @@ async def forward_completion(call: Call, card: ModelCard, raw: bytes) -> Reply |
     return await _reply(call, request)
 
 
-def _upstream_request(call: Call, card: ModelCard, body: PassthroughBody, path: str, raw: bytes) -> UpstreamRequest:
+def _upstream_request(
+    call: Call, card: ModelCard, body: PassthroughBody, path: str, raw: bytes
+) -> tuple[UpstreamRequest, int]:
+    """The request, and the number of images in it."""
     call.service.check_scope(call.principal, card)
     upstream = call.service.upstream
     model, access = upstream.target(card, call.principal)
-    if upstream.takes_any_field(card):
-        fields = _all_fields(raw)
-    else:
-        fields = body.upstream_fields(upstream.kind_of(card))
+    takes_any = upstream.takes_any_field(card, access)
+    n_images = body.check(fetches=takes_any)
+    fields = _all_fields(raw) if takes_any else body.upstream_fields(upstream.kind_of(card, access))
     fields |= {"model": model, **upstream.cache_salt(card, call.principal)}
     route = upstream.route_request(
         call.id,
@@ -240,7 +245,7 @@ def _upstream_request(call: Call, card: ModelCard, body: PassthroughBody, path: 
     call.wants_cost = call.wants_cost or bool(body.usage and body.usage.include)
     asks_usage = call.wants_cost or (body.stream_options is not None and body.stream_options.include_usage)
     hides_usage = bool(body.stream) and not asks_usage and call.dialect is not Dialect.OPENAI_ENVELOPED
-    return UpstreamRequest(
+    request = UpstreamRequest(
         route,
         path,
         fields,
@@ -249,6 +254,7 @@ def _upstream_request(call: Call, card: ModelCard, body: PassthroughBody, path: 
         adds_cost=call.wants_cost,
         access=access,
     )
+    return request, n_images
 
 
 def _all_fields(raw: bytes) -> dict[str, Any]:

@@ -18,11 +18,11 @@ from prometheus_client.registry import Collector
 from emberline import __version__
 from emberline.accounts.secret import Secret
 from emberline.jobs.webhooks.deliveries import LEASE_S, ClaimedDelivery, Deliveries, DeliveryAttempt
-from emberline.jobs.webhooks.egress_policy import EgressPolicy, parse_target
 from emberline.jobs.webhooks.endpoints import signature_headers
 from emberline.jobs.webhooks.events import EVENTS_CHANNEL, Event, webhook_body
 from emberline.jobs.webhooks.http_post import PostFailed, PostResponse, post
 from emberline.protocol import trace_context
+from emberline.protocol.egress_policy import EgressPolicy, parse_target
 from emberline.protocol.errors import EmberlineError
 from emberline.protocol.trace_context import TraceContext
 from emberline.service.tracing import DeliveryTrace

@@ -13,8 +13,8 @@ from typing import Literal
 import msgspec
 
 from emberline.accounts.secret import Secret
-from emberline.jobs.webhooks.egress_policy import EgressPolicy, parse_target
 from emberline.jobs.webhooks.events import TYPES
+from emberline.protocol.egress_policy import EgressPolicy, parse_target
 from emberline.protocol.errors import BadInput, NotFound
 from emberline.store import Database, Query, Value
 from emberline.store.database import decode_row

@@ -11,7 +11,7 @@ from email.utils import parsedate_to_datetime
 from functools import cache
 from typing import NamedTuple
 
-from emberline.jobs.webhooks.egress_policy import Target
+from emberline.protocol.egress_policy import Target
 
 CONNECT_S = 5.0  # for each of the target's addresses
 MAX_HEAD_BYTES = 32 << 10

@@ -11,7 +11,6 @@ import msgspec
 
 from emberline.upstream.disaggregation import encode
 from emberline.upstream.providers.registry import Provider
-from emberline.upstream.request import CHAT
 
 Fields = Mapping[str, Any]  # of a body in OpenAI's form; some values are `msgspec.Raw`
 
@@ -52,7 +51,7 @@ class OpenAIAPI:
         provider, sent = self._provider, dict(fields)
         if not provider.stream_options:
             sent.pop("stream_options", None)
-        if provider.completion_tokens and path == CHAT and "max_tokens" in sent:
+        if provider.completion_tokens and "messages" in sent and "max_tokens" in sent:
             sent.setdefault("max_completion_tokens", sent.pop("max_tokens"))
         return ProviderCall(path.removeprefix("/v1"), encode(sent))
 

@@ -1,7 +1,9 @@
 """One attempt of a request on a provider."""
 
+import msgspec
+
 from emberline.balancer.route_request import Fault
-from emberline.protocol.errors import EmberlineError, EngineLost
+from emberline.protocol.errors import BadInput, EmberlineError, EngineLost
 from emberline.protocol.trace_context import TraceContext
 from emberline.upstream.attempt import MAX_ERROR_BYTES
 from emberline.upstream.disaggregation import Fields
@@ -10,6 +12,10 @@ from emberline.upstream.providers.access import Access
 from emberline.upstream.providers.api import StreamTranslator
 from emberline.upstream.providers.client import ProviderClient
 from emberline.upstream.providers.errors import ProviderFailed, ProviderTimeout, raise_status
+
+LIST_TIMEOUT_S = 15.0
+MAX_LIST_BYTES = 8 << 20
+MAX_LISTED = 1000
 
 
 class ProviderAttempt:
@@ -30,9 +36,10 @@ class ProviderAttempt:
     async def open(self, fields: Fields) -> Exchange:
         """The provider's reply, its status 200."""
         client, access = self.decode, self._access
-        call = client.api.call(self._path, fields)
+        api = access.api or client.api
+        call = api.call(self._path, fields)
         self._translator = call.translator
-        headers = f"{self._ids}{client.api.authorization(access.key)}{call.headers}"
+        headers = f"{self._ids}{api.authorization(access.key)}{call.headers}"
         pool, timeout_s = access.pool or client.pool, client.provider.timeout_s
         try:
             exchange = await pool.post(call.path, call.body, headers, timeout_s)
@@ -44,7 +51,9 @@ class ProviderAttempt:
             finally:
                 exchange.close()
         except ConnectionFailed as error:
-            raise self._failed(error) from error
+            raise _failed(self.decode, error) from error
+        except BadInput as error:  # the account's own address may not be reached
+            raise BadInput(f"provider {client.name}: {error.message}", param="model") from None
         raise_status(client.name, exchange.status, exchange.headers, body, access.key)
 
     async def piece(self) -> bytes:
@@ -54,7 +63,7 @@ class ProviderAttempt:
             try:
                 piece = await self._exchange.piece()
             except ConnectionFailed as error:
-                raise self._failed(error) from error
+                raise _failed(self.decode, error) from error
             if self._translator is None:
                 return piece
             lines = self._translator.feed(piece) if piece else self._translator.end()
@@ -73,6 +82,25 @@ class ProviderAttempt:
         if self._exchange is not None:
             self._exchange.close()
 
-    def _failed(self, error: ConnectionFailed) -> ProviderFailed:
-        failure = ProviderTimeout if error.timed_out else ProviderFailed
-        return failure(self.decode.name, f"did not answer: {error}" if error.timed_out else f"failed: {error}")
+
+async def list_models(client: ProviderClient, access: Access) -> list[str]:
+    """The models that a provider lists: whether it can be reached, and accepts the key."""
+    api, pool = access.api or client.api, access.pool or client.pool
+    try:
+        status, body = await pool.get("/models", LIST_TIMEOUT_S, MAX_LIST_BYTES, api.authorization(access.key))
+    except ConnectionFailed as error:
+        raise _failed(client, error) from error
+    if status != 200:
+        raise_status(client.name, status, {}, body, access.key)
+    try:
+        answer = msgspec.json.decode(body)
+        rows = answer.get("data") or answer.get("models") or []
+        names = [row.get("id") or row.get("name") for row in rows]
+    except (msgspec.DecodeError, RecursionError, AttributeError, TypeError):
+        raise ProviderFailed(client.name, "did not answer with a list of models: check its url") from None
+    return [name.removeprefix("models/") for name in names if isinstance(name, str)][:MAX_LISTED]
+
+
+def _failed(client: ProviderClient, error: ConnectionFailed) -> ProviderFailed:
+    failure = ProviderTimeout if error.timed_out else ProviderFailed
+    return failure(client.name, f"did not answer: {error}" if error.timed_out else f"failed: {error}")

@@ -15,10 +15,12 @@ from emberline.upstream.providers.registry import Provider
 
 
 class ProviderClient(UpstreamClient):
-    def __init__(self, provider: Provider, key: str = "") -> None:
+    def __init__(self, provider: Provider, key: str = "", is_configured: bool = True) -> None:
+        """`is_configured`: by the operator's file; otherwise only stored keys name it."""
         self.provider = provider
+        self.is_configured = is_configured
         self.access = Access(key)  # of accounts without a key of their own
-        self.api: ProviderAPI = _api(provider)
+        self.api: ProviderAPI = api_of(provider)
         endpoint = Endpoint(
             name=provider.name, address=provider.url, kind=provider.kind, models=(provider_pool(provider.name),)
         )
@@ -37,7 +39,7 @@ class ProviderClient(UpstreamClient):
         return ProviderFailed(self.name, what)
 
 
-def _api(provider: Provider) -> ProviderAPI:
+def api_of(provider: Provider) -> ProviderAPI:
     if provider.kind == "anthropic":
         return AnthropicAPI(provider.name)
     if provider.kind == "gemini":

@@ -1,37 +1,68 @@
 """Which provider a model id names, with whose key it is called, and the cards of providers' models."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
+from typing import Protocol, get_args
 
+from emberline.balancer.endpoint import Kind
 from emberline.catalog.model_card import ModelCard, PathSource
-from emberline.config import ProviderConfig
-from emberline.protocol.errors import Forbidden
+from emberline.config import ConfigError, ProviderConfig
+from emberline.protocol.egress_policy import EgressPolicy, parse_target
+from emberline.protocol.errors import Forbidden, ModelNotFound, NotFound
+from emberline.protocol.provider import ProviderKey
 from emberline.protocol.request import Principal
 from emberline.upstream.client import DEFAULT_CONTEXT
+from emberline.upstream.http_client import ConnectionPool
 from emberline.upstream.providers.access import Access
-from emberline.upstream.providers.client import ProviderClient
-from emberline.upstream.providers.registry import ALIASES, known, provider
+from emberline.upstream.providers.attempt import list_models
+from emberline.upstream.providers.client import ProviderClient, api_of
+from emberline.upstream.providers.registry import ALIASES, Provider, known, provider, task_of
 
 MAX_ID_CHARS = 256
 MAX_CARDS = 4096
+MAX_POOLS = 1024  # of addresses that accounts chose
+PROVIDER = "provider"  # in place of an architecture, in the cards of providers' models
+NOWHERE = "http://provider.invalid"  # of a provider that has no address but those of its accounts
 _created_at = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
 
 
+class StoredKeys(Protocol):
+    """The keys of providers in the store."""
+
+    def find(self, account: str, provider: str) -> ProviderKey | None:
+        """The account's own, or else the one of all accounts."""
+
+    def has(self, provider: str) -> bool:
+        """Whether any account has a key of this provider."""
+
+    async def catch_up(self) -> None:
+        """See what other processes have stored."""
+
+
 class ProviderDirectory:
-    """The providers of this process, by name."""
+    """The providers of this process, by name: those that are configured, and those that have a stored key."""
 
     def __init__(
-        self, configs: Sequence[ProviderConfig] = (), describe: Callable[[ModelCard], ModelCard] = lambda card: card
+        self,
+        configs: Sequence[ProviderConfig] = (),
+        describe: Callable[[ModelCard], ModelCard] = lambda card: card,
+        keys: StoredKeys | None = None,
+        egress: EgressPolicy | None = None,
     ) -> None:
-        """`describe` adds to a card what the operator knows of the model. ConfigError says what is wrong with one."""
-        self._describe = describe
-        self._cards: dict[str, ModelCard] = {}  # by id; clients name models at will, so it is bounded
+        """`describe` adds to a card what the operator knows of the model; `egress` says what accounts' own addresses
+        may reach. ConfigError says what is wrong with a configuration."""
+        self.on_new: list[Callable[[ProviderClient], None]] = []  # called with a provider that has got its first key
         self.clients: dict[str, ProviderClient] = {
             config.name: ProviderClient(provider(config), config.key or "") for config in configs
         }
+        self._describe = describe
+        self._keys = keys
+        self._egress = egress or EgressPolicy(setting="[accounts] provider_networks")
+        self._cards: dict[str, ModelCard] = {}  # by id; clients name models at will, so it is bounded
+        self._pools: dict[tuple[str, bool], ConnectionPool] = {}  # by URL, and whether an account chose it
 
     def find(self, model_id: str) -> ModelCard | None:
-        """The card of `name/model`; None where no such provider is configured."""
+        """The card of `name/model`; None where there is no such provider."""
         card = self._cards.get(model_id)
         if card is None:
             client, model = self._split(model_id)
@@ -41,6 +72,12 @@ class ProviderDirectory:
                 self._cards.clear()
             card = self._cards[model_id] = self._describe(_card(client, model))
         return card
+
+    async def ensure(self, model_id: str) -> None:
+        """Know the provider of a model that another process has resolved."""
+        if "/" in model_id and self.find(model_id) is None and self._keys is not None:
+            await self._keys.catch_up()
+            self.find(model_id)
 
     def cards(self) -> list[ModelCard]:
         """Of the models that are known by name."""
@@ -52,31 +89,90 @@ class ProviderDirectory:
         return self.clients.get(card.id.partition("/")[0]) if card.architecture == PROVIDER else None
 
     def access(self, client: ProviderClient, principal: Principal) -> Access:
-        """The account's own key, or the configured one. Forbidden where there is none."""
-        access = client.access
-        if not access.key and client.provider.needs_key:
+        """The account's own key, the stored one of all accounts, or the configured one. Forbidden where there is none,
+        ModelNotFound where the provider is another account's."""
+        stored = None if self._keys is None else self._keys.find(principal.account, client.name)
+        if stored is not None:
+            return self._stored_access(client, stored)
+        if client.provider.url == NOWHERE:
+            raise ModelNotFound(f"this account has no provider {client.name}", param="model")
+        if not client.access.key and client.provider.needs_key:
             raise Forbidden(
                 f"there is no key for provider {client.name}: add one with `emberline provider add {client.name}`",
                 param="model",
             )
-        return access
+        return client.access
 
     def hint(self, model_id: str) -> str:
         """What to do about a model that is not found, where its name begins with that of a provider."""
         name = model_id.partition("/")[0].lower()
         if "/" not in model_id or known(name) is None:
             return ""
-        return f"; to use provider {name}, add a [[providers]] table with its key to the configuration"
+        return f"; to use provider {name}, add its key: `emberline provider add {name}`, or a [[providers]] table"
+
+    async def test(self, name: str, principal: Principal) -> list[str]:
+        """The models that the provider lists, asked with the key that this account's requests would use."""
+        client = self._client(name.lower())
+        if client is None:
+            raise NotFound(f"there is no provider {name[:32]}{self.hint(name + '/')}", param="name")
+        access = self.access(client, principal)
+        return await list_models(client, access)
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+
+    def _stored_access(self, client: ProviderClient, stored: ProviderKey) -> Access:
+        if not stored.url:
+            if client.provider.url == NOWHERE:
+                raise Forbidden(f"provider {client.name} needs a url: add its key again, with one", param="model")
+            return Access(stored.key)
+        kind: Kind = stored.kind if stored.kind in get_args(Kind) else client.provider.kind  # type: ignore[assignment]
+        here = client.provider._replace(kind=kind, url=stored.url)
+        pool = self._pool(here, stored.is_own)
+        traits = client.provider.traits if kind == client.provider.kind else kind
+        return Access(stored.key, pool, api_of(here), traits, stored.is_own)
+
+    def _pool(self, provider: Provider, is_own: bool) -> ConnectionPool:
+        pool = self._pools.get((provider.url, is_own))
+        if pool is None:
+            if len(self._pools) >= MAX_POOLS:
+                for key in [key for key, pool in self._pools.items() if not pool.n_connections]:
+                    del self._pools[key]
+            resolve = self._resolver(provider.url) if is_own else None
+            pool = ConnectionPool(provider.address, read_timeout_s=provider.timeout_s, resolve=resolve)
+            self._pools[provider.url, is_own] = pool
+        return pool
+
+    def _resolver(self, url: str) -> Callable[[], Awaitable[Sequence[str]]]:
+        """For every connection anew: a name that was public yesterday may not be today."""
+        target, egress = parse_target(url), self._egress
+        return lambda: egress.addresses(target)
 
     def _split(self, model_id: str) -> tuple[ProviderClient | None, str]:
         name, separator, model = model_id.partition("/")
-        name = name.lower()
-        client = self.clients.get(name) or self.clients.get(ALIASES.get(name, ""))
         valid = separator and model and len(model_id) <= MAX_ID_CHARS and model.isprintable() and " " not in model
-        return (client, model) if client is not None and valid else (None, "")
+        client = self._client(name.lower()) if valid else None
+        return (client, model) if client is not None else (None, "")
 
+    def _client(self, name: str) -> ProviderClient | None:
+        for each in (name, ALIASES.get(name, "")):
+            if (client := self.clients.get(each)) is not None:
+                return client
+            if each and self._keys is not None and self._keys.has(each):
+                return self._add(each)
+        return None
 
-PROVIDER = "provider"  # in place of an architecture, in the cards of providers' models
+    def _add(self, name: str) -> ProviderClient:
+        """A provider that only stored keys name."""
+        try:
+            made = provider(ProviderConfig(name=name))
+        except ConfigError:  # its name tells nothing: each account has its own address
+            made = Provider(name, "openai", NOWHERE, needs_key=False)
+        client = self.clients[name] = ProviderClient(made, is_configured=False)
+        for tell in self.on_new:
+            tell(client)
+        return client
 
 
 def remote_name(card: ModelCard) -> str:
@@ -93,6 +189,7 @@ def _card(client: ProviderClient, model: str) -> ModelCard:
         context_window=DEFAULT_CONTEXT,
         source=PathSource(""),
         created_at=_created_at,
+        task=task_of(model),
         architecture=PROVIDER,
         fingerprint=f"{name}:{model}",
     )

@@ -3,9 +3,18 @@
 Any other provider needs its `url`, and speaks OpenAI's API unless its `kind` says otherwise.
 """
 
+import re
 from typing import NamedTuple
 
 from emberline.balancer.endpoint import Kind
+from emberline.catalog.model_card import (
+    SPEECH_RECOGNITION,
+    TEXT_EMBEDDINGS,
+    TEXT_GENERATION,
+    TEXT_TO_IMAGE,
+    TEXT_TO_SPEECH,
+    TEXT_TO_VIDEO,
+)
 from emberline.config import ConfigError, ProviderConfig
 from emberline.upstream.http_client import Address, parse
 
@@ -91,6 +100,19 @@ class Provider(NamedTuple):
     def traits(self) -> str:
         """The kind of server as `upstream.request` knows them: which fields it takes."""
         return self.server or self.kind
+
+
+_TASKS = (  # what a provider's names of models tell about them; a model card of the operator's may say otherwise
+    (re.compile(r"embed", re.IGNORECASE), TEXT_EMBEDDINGS),
+    (re.compile(r"whisper|transcribe|voxtral-mini", re.IGNORECASE), SPEECH_RECOGNITION),
+    (re.compile(r"\btts\b|-tts|tts-|playai|orpheus", re.IGNORECASE), TEXT_TO_SPEECH),
+    (re.compile(r"sora|veo-|text-to-video", re.IGNORECASE), TEXT_TO_VIDEO),
+    (re.compile(r"dall-e|gpt-image|imagen|flux|stable-diffusion|-image\b", re.IGNORECASE), TEXT_TO_IMAGE),
+)
+
+
+def task_of(model: str) -> str:
+    return next((task for pattern, task in _TASKS if pattern.search(model)), TEXT_GENERATION)
 
 
 def known(name: str) -> KnownProvider | None:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from emberline.jobs.webhooks import http_post as post_module
-from emberline.jobs.webhooks.egress_policy import parse_target
 from emberline.jobs.webhooks.http_post import PostFailed, PostResponse, post
+from emberline.protocol.egress_policy import parse_target
 from tests.jobs.webhooks.receiver import Receiver
 
 NAME = "receiver.example"

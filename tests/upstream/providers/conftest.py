@@ -15,6 +15,7 @@ from emberline.accounts.auth import Authenticator
 from emberline.accounts.secret import Secret
 from emberline.api.app import ApiSettings, App
 from emberline.config import ProviderConfig
+from emberline.protocol.egress_policy import EgressPolicy
 from emberline.service.core import LocalCore
 from emberline.service.open import DATABASE, open_service
 from emberline.service.service import Service
@@ -22,6 +23,7 @@ from emberline.store import open_store
 from emberline.testing.openai_script import ServerScript
 from emberline.testing.standin_openai import StandinServer
 from emberline.testing.standin_providers import ProviderScript, StandinAnthropic, StandinGemini, StandinProvider
+from emberline.upstream.providers.directory import ProviderDirectory
 
 PATIENCE_S = 60.0
 KEY = "sk-configured-0123456789"
@@ -73,14 +75,17 @@ Opener = Callable[..., Awaitable[Gateway]]
 async def gateway(tmp_path: Path) -> AsyncIterator[Opener]:
     closing: list[Callable[[], Awaitable[None]]] = []
 
-    async def make(*providers: ProviderConfig, **options: Any) -> Gateway:
+    async def make(
+        *providers: ProviderConfig, egress: EgressPolicy | None = None, keys: bool = False, **options: Any
+    ) -> Gateway:
         store = await open_store(tmp_path / DATABASE)
         accounts = AccountService(store, Secret.open(tmp_path))
         await accounts.open()
+        directory = ProviderDirectory(providers, keys=accounts.provider_keys, egress=egress)
         service = await open_service(
-            [], data_dir=tmp_path, store=store, providers=providers, directory=accounts.directory, **options
+            [], data_dir=tmp_path, store=store, providers=directory, directory=accounts.directory, **options
         )
-        auth = Authenticator(Secret.open(tmp_path), directory=accounts.directory)
+        auth = Authenticator(Secret.open(tmp_path), directory=accounts.directory, required=keys)
         app = App(service, ApiSettings(auth), accounts=accounts)
         transport = httpx.ASGITransport(app=app)
         client = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8686", timeout=PATIENCE_S)

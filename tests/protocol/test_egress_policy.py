@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.jobs.webhooks.egress_policy import EgressPolicy, Target, is_public, parse_target
+from emberline.protocol.egress_policy import EgressPolicy, Target, is_public, parse_target
 from emberline.protocol.errors import BadInput
 
 INSIDE = [

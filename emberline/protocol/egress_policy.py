@@ -1,4 +1,4 @@
-"""SSRF protection: webhooks may reach public addresses and the private ranges that the operator allows.
+"""SSRF protection: URLs of tenants may reach public addresses, and the private ranges that the operator allows.
 
 A tenant chooses the URL, so a name that resolves to a private address would give the tenant access to the operator's
 network. The name is resolved once, every address is checked, and the connection is made to a checked address.
@@ -34,7 +34,7 @@ class Target(NamedTuple):
 
 
 def parse_target(url: str, param: str = "url") -> Target:
-    """The parts of a webhook URL; BadInput where it is not valid."""
+    """The parts of a tenant's URL; BadInput where it is not valid."""
     if len(url) > MAX_URL_CHARS:
         raise BadInput(f"the URL is longer than {MAX_URL_CHARS} characters", param=param)
     if not _PRINTABLE.fullmatch(url):
@@ -48,7 +48,7 @@ def parse_target(url: str, param: str = "url") -> Target:
     if parts.scheme not in _PORTS:
         raise BadInput("the URL must begin with https:// (or http://, inside the network)", param=param)
     if "@" in parts.netloc:
-        raise BadInput("the URL must not hold a user name or password; deliveries are signed instead", param=param)
+        raise BadInput("the URL must not hold a user name or password", param=param)
     if not ascii_host or not _HOST.fullmatch(ascii_host) or port == 0:
         raise BadInput("the URL names no host, or no valid port", param=param)
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
@@ -88,7 +88,14 @@ _BLOCKED = tuple(
 class EgressPolicy:
     """Resolves a target and checks its addresses against the operator's allow list."""
 
-    def __init__(self, allow: Iterable[str] = (), resolve: Resolve | None = None) -> None:
+    def __init__(
+        self,
+        allow: Iterable[str] = (),
+        resolve: Resolve | None = None,
+        setting: str = "[webhooks] allowed_networks",
+    ) -> None:
+        """`setting`: where the operator lists the private ranges in `allow`."""
+        self._setting = setting
         self._allowed = [parse_network(text) for text in allow]
         self._resolve = resolve or _system_resolve
 
@@ -114,12 +121,12 @@ class EgressPolicy:
         if not is_public(address):
             # The address is not named, since that would let a tenant map the network.
             raise BadInput(
-                f"{target.host} is inside the network; deliveries there are off unless the operator lists the range "
-                "in [webhooks] allowed_networks",
+                f"{target.host} is inside the network, which URLs of accounts may not reach unless the operator lists "
+                f"the range in {self._setting}",
                 param="url",
             )
         if not target.secure:
-            raise BadInput("the URL must begin with https://: what is delivered leaves the network", param="url")
+            raise BadInput("the URL must begin with https://: what is sent there leaves the network", param="url")
 
 
 def is_public(address: Address) -> bool:
