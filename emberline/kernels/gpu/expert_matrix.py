@@ -1,10 +1,11 @@
-"""One matrix per expert in any of the formats that the grouped GEMM multiplies."""
+"""One matrix per expert in any of the formats that the grouped GEMM multiplies, and loading them."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from emberline.kernels.backend import WeightSource
 from emberline.kernels.gpu.dequantize import dequantize_reference, scale_words_per_tile
 
 FORMATS = ("dense", "int4", "mxfp4", "fp8", "fp8_blocks")
@@ -47,3 +48,13 @@ class ExpertMatrix:
             return values * self.scale[..., None]
         blocks = self.scale.repeat_interleave(FP8_BLOCK, 1).repeat_interleave(FP8_BLOCK, 2)
         return values * blocks[:, :n, :k]
+
+
+def load_dense_experts(experts: list[list[WeightSource]], bias: Tensor | None, like: Tensor) -> ExpertMatrix:
+    """Each expert's weights stacked by rows, in the dtype and on the device of `like`."""
+    rows, k = [weight.shape[0] for weight in experts[0]], experts[0][0].shape[1]
+    stacked = torch.empty(len(experts), sum(rows), k, dtype=like.dtype, device=like.device)
+    for weights, target in zip(experts, stacked, strict=True):
+        for weight, part in zip(weights, torch.split(target, rows), strict=True):
+            weight.into(part)
+    return ExpertMatrix("dense", k, stacked, bias=bias)

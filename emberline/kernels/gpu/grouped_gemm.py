@@ -64,11 +64,11 @@ def _load_block(blocks, lists, block, capacity, TOKENS: tl.constexpr, FIELDS: tl
 
 @triton.jit
 def _store_block(
-    acc, acc_up, bias, weights, out, expert, row, pair, exists, n,
+    acc, acc_up, bias, weights, out, expert, row, pair, exists, n, first_row, n_out,
     GATE: tl.constexpr, BIAS: tl.constexpr, WEIGHT: tl.constexpr, ALTERNATE: tl.constexpr,
 ):  # fmt: skip
     """WEIGHT: 0 none, 1 of the output, 2 of the input: a product is linear, so its result may be scaled instead."""
-    row_mask = row < n
+    row_mask = row < first_row + n_out
     if WEIGHT == 2:
         weight = tl.load(weights + pair, mask=exists, other=0.0)[None, :]
         acc *= weight
@@ -84,7 +84,7 @@ def _store_block(
         acc = expert_gate(acc, acc_up, GATE)
     if WEIGHT == 1:
         acc *= tl.load(weights + pair, mask=exists, other=0.0)[None, :]
-    out_ptrs = out + pair.to(tl.int64)[None, :] * n + row[:, None]
+    out_ptrs = out + pair.to(tl.int64)[None, :] * n_out + (row - first_row)[:, None]
     tl.store(out_ptrs, acc.to(out.dtype.element_ty), mask=row_mask[:, None] & exists[None, :])
 
 
@@ -217,19 +217,19 @@ def _fp8_product(
 
 @triton.jit(do_not_specialize=["capacity"])
 def _grouped_gemm(
-    x, codes, scale, bias, weights, out, lists, blocks, n_blocks, capacity, n, k,
+    x, codes, scale, bias, weights, out, lists, blocks, n_blocks, capacity, n, k, first_row, n_out,
     FORMAT: tl.constexpr, WORDS: tl.constexpr, SLOTS: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
     WEIGHT: tl.constexpr, ALTERNATE: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     TOKENS: tl.constexpr, STAGES: tl.constexpr, FIELDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """FORMAT: index into FORMATS. SLOTS: pairs of a token if x has a row per token; 1 if it has one per pair."""
     pdl_launch_early(PDL)
-    n_tiles = tl.cdiv(n, ROWS)
+    n_tiles = tl.cdiv(n_out, ROWS)
     tile, block = tl.program_id(0) % n_tiles, tl.program_id(0) // n_tiles
     pdl_wait(PDL)
     if block < tl.load(n_blocks):
         expert, pair, exists = _load_block(blocks, lists, block, capacity, TOKENS, FIELDS)
-        row = tile * ROWS + tl.arange(0, ROWS)
+        row = first_row + tile * ROWS + tl.arange(0, ROWS)
         safe_row = tl.minimum(row, n - 1)  # a tile past the end reads the last row again
         x_ptrs = x + (pair // SLOTS).to(tl.int64) * k
         if FORMAT == 0:
@@ -247,28 +247,48 @@ def _grouped_gemm(
                 TOKENS, STAGES,
             )  # fmt: skip
         pdl_launch_late(PDL)
-        _store_block(acc, acc_up, bias, weights, out, expert, row, pair, exists, n, GATE, BIAS, WEIGHT, ALTERNATE)
+        _store_block(
+            acc,
+            acc_up,
+            bias,
+            weights,
+            out,
+            expert,
+            row,
+            pair,
+            exists,
+            n,
+            first_row,
+            n_out,
+            GATE,
+            BIAS,
+            WEIGHT,
+            ALTERNATE,
+        )
 
 
 def grouped_gemm(
     x: Tensor, experts: ExpertMatrix, out: Tensor, to: Permutation, tile: GroupedTile, *, gate: int = 0,
-    weight: int = 0, pdl: bool = False,
+    weight: int = 0, first_row: int = 0, pdl: bool = False,
 ) -> None:  # fmt: skip
-    """out [pairs, n]: rows of x times their experts' matrices. A pair that no block holds is not written.
+    """out [pairs, n]: rows of x times rows of their experts' matrices, from `first_row` on.
 
-    x: [tokens, k], or [pairs, k]. gate: index into EXPERT_GATES; then the matrices have 2 n rows. weight: 0 none, 1 the
-    routing weight multiplies the result, 2 the input.
+    A pair that no block holds is not written. x: [tokens, k], or [pairs, k]. gate: index into EXPERT_GATES; matrices
+    then hold gate and up. weight: 0 none, 1 the routing weight multiplies the result, 2 the input.
     """
-    (pairs, n), k = out.shape, x.shape[1]
+    (pairs, n_out), (n_experts, n, k) = out.shape, experts.shape
     if not pairs:
         return
-    assert experts.shape == (len(to.lists), n * (2 if gate else 1), k)
+    n //= 2 if gate else 1
+    assert n_experts == len(to.lists)
+    assert x.shape[1] == k
+    assert first_row + n_out <= n
     cols = 128 if experts.kind in ("int4", "mxfp4") else tile.cols
     assert experts.kind != "fp8_blocks" or 128 % cols == 0
-    _grouped_gemm[(to.max_blocks * cdiv(n, tile.rows),)](
+    _grouped_gemm[(to.max_blocks * cdiv(n_out, tile.rows),)](
         x, experts.weight, experts.weight if experts.scale is None else experts.scale,
         x if experts.bias is None else experts.bias, to.weights, out, to.lists, to.blocks, to.n_blocks,
-        to.lists.shape[1], n, k, FORMAT=FORMATS.index(experts.kind), WORDS=experts.words_per_tile,
+        to.lists.shape[1], n, k, first_row, n_out, FORMAT=FORMATS.index(experts.kind), WORDS=experts.words_per_tile,
         SLOTS=to.slots if len(x) == to.tokens else 1, GATE=gate, BIAS=experts.bias is not None, WEIGHT=weight,
         ALTERNATE=experts.alternate and gate > 0, EVEN=k % cols == 0, ROWS=tile.rows, COLS=cols,
         TOKENS=to.block_tokens, STAGES=tile.stages, FIELDS=BLOCK_FIELDS, PDL=2 * pdl,
@@ -277,32 +297,29 @@ def grouped_gemm(
 
 
 @triton.jit
-def _combine_pairs(
-    pairs, ids, residual, n, SLOTS: tl.constexpr, ADD: tl.constexpr, COLS: tl.constexpr, PDL: tl.constexpr
-):
+def _combine_pairs(pairs, ids, residual, n, stride, SLOTS: tl.constexpr, COLS: tl.constexpr, PDL: tl.constexpr):
     pdl_launch_early(PDL)
     token = tl.program_id(0)
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
     mask = col < n
-    to = residual + token.to(tl.int64) * n + col
+    to = residual + token.to(tl.int64) * stride + col
     pdl_wait(PDL)
     total = tl.zeros([COLS], tl.float32)
     for slot in tl.static_range(SLOTS):
         pair = token * SLOTS + slot
         n_written = tl.where(tl.load(ids + pair) >= 0, n, 0)
         total += tl.load(pairs + pair.to(tl.int64) * n + col, mask=col < n_written, other=0.0).to(tl.float32)
-    if ADD:
-        total += tl.load(to, mask=mask, other=0.0).to(tl.float32)
+    total += tl.load(to, mask=mask, other=0.0).to(tl.float32)
     tl.store(to, total.to(residual.dtype.element_ty), mask=mask)
 
 
-def combine_pairs(results: Tensor, to: Permutation, out: Tensor, *, add: bool = True, pdl: bool = False) -> None:
-    """out [tokens, n] = the sum of each token's rows of `results` [pairs, n], added to `out` if `add`."""
-    tokens, n = out.shape
+def combine_pairs(results: Tensor, to: Permutation, residual: Tensor, pdl: bool = False) -> None:
+    """Add each token's rows of `results` [pairs, n] to its row of `residual` [tokens, n], whose rows may be apart."""
+    tokens, n = residual.shape
     if tokens:
         cols = min(1024, next_power_of_two(n))
         _combine_pairs[(tokens, cdiv(n, cols))](
-            results, to.ids, out, n, SLOTS=to.slots, ADD=add, COLS=cols, PDL=int(pdl),
+            results, to.ids, residual, n, residual.stride(0), SLOTS=to.slots, COLS=cols, PDL=int(pdl),
             **launch_options(pdl, num_warps=4),
         )  # fmt: skip
 
@@ -317,8 +334,22 @@ def block_tokens(tokens: int, slots: int, experts: int) -> int:
     """
     if INTERPRETED:
         return 16
-    average = cdiv(tokens * slots, max(1, min(experts, tokens * slots)))
-    for size in (8, 16, 32, 64):
-        if 3 * average <= 2 * size:  # experts are not chosen evenly
-            return size
-    return 128
+    average = tokens * slots / min(experts, tokens * slots)
+    if average <= 12:
+        return 16
+    return 32 if average <= 24 else 64 if average <= 96 else 128
+
+
+def grouped_tile(kind: str, block: int, gated: bool) -> GroupedTile:
+    """Weights are streamed through a few stages in small blocks; larger ones are squares that reuse both operands.
+
+    A gate doubles the accumulators, and with 128 tokens they would not fit in the registers of four warps.
+    """
+    if INTERPRETED:
+        return GroupedTile(64, 64, 2, 4)
+    cols = 64 if kind == "dense" and block > 32 else 128
+    if block <= 32:
+        return GroupedTile(64, cols, 4, 4)
+    if block == 64:
+        return GroupedTile(128, cols, 4 if kind != "fp8_blocks" else 3, 8)
+    return GroupedTile(128, cols, 3, 8)

@@ -12,15 +12,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from emberline.kernels.backend import MoE
+from emberline.kernels.backend import MLP, MoE
 from emberline.kernels.gpu.elementwise import add_norm
-from emberline.kernels.gpu.grouped_gemm import EXPERT_GATES, GroupedTile, block_tokens, combine_pairs, grouped_gemm
-from emberline.kernels.gpu.launch import INTERPRETED
+from emberline.kernels.gpu.grouped_gemm import EXPERT_GATES, block_tokens, combine_pairs, grouped_gemm, grouped_tile
 from emberline.kernels.gpu.matmul import GATES, DenseMatrix, Fusion, Matmul
-from emberline.kernels.gpu.moe_routing import make_permutation, route_tokens
-from emberline.kernels.gpu.workspace import Workspace, mlp_tokens
+from emberline.kernels.gpu.moe_routing import Permutation, make_permutation, route_tokens
+from emberline.kernels.gpu.workspace import Workspace, mlp_tokens, result_columns
 
 NULL_BLOCK = 0  # of a KV pool: padding refers to it
+_DETERMINISTIC_BLOCK = 64
 
 
 @triton.jit(do_not_specialize=["n_rows", "table_stride"])
@@ -50,40 +50,53 @@ def mark_valid(step: Any, valid: Tensor) -> Tensor:
     return valid[:tokens]
 
 
-def run_moe(moe: MoE, x: Tensor, valid: Tensor, workspace: Workspace, matmul: Matmul, pdl: bool) -> None:
-    """Add the experts' outputs to the residual x [tokens, hidden]; valid: 0 for padding, which no expert computes."""
+def run_moe(
+    moe: MoE, x: Tensor, valid: Tensor, workspace: Workspace, matmul: Matmul, *, deterministic: bool, pdl: bool
+) -> None:  # fmt: skip
+    """Add the experts' outputs to the residual x [tokens, hidden]; valid: 0 for padding, which no expert computes.
+
+    deterministic: one size of blocks and tiles, so that a token's result does not depend on the batch.
+    """
     assert moe.post_norm is None, "no architecture has a norm behind experts"
-    for part, mask in zip(torch.split(x, workspace.sizes.moe_tokens), torch.split(valid, workspace.sizes.moe_tokens)):
-        normed = workspace.take("normed", *part.shape)
-        add_norm(part, None, moe.norm, normed, moe.eps, pdl=pdl)
-        if moe.shared is not None:
-            _add_shared(moe, normed, part, workspace, matmul)
-        _add_routed(moe, normed, part, mask, workspace, matmul, pdl)
+    normed = workspace.take("normed", *x.shape)
+    add_norm(x, None, moe.norm, normed, moe.eps, pdl=pdl)
+    if moe.shared is not None:
+        _add_shared(moe.shared, normed, x, workspace, matmul)
+    to = _permute(moe, normed, valid, workspace, matmul, _DETERMINISTIC_BLOCK if deterministic else None, pdl)
+    _add_routed(moe, normed, x, to, workspace, pdl)
 
 
-def _add_shared(moe: MoE, normed: Tensor, x: Tensor, workspace: Workspace, matmul: Matmul) -> None:
-    shared, n = moe.shared, mlp_tokens(len(x))
-    assert shared is not None
-    for given, to in zip(torch.split(normed, n), torch.split(x, n)):
+def _add_shared(shared: MLP, normed: Tensor, x: Tensor, workspace: Workspace, matmul: Matmul) -> None:
+    n = mlp_tokens(len(x))
+    for given, to in zip(torch.split(normed, n), torch.split(x, n), strict=True):
         activated = workspace.take("activated", len(given), shared.down.shape[1])
         matmul(given, shared.gate_up, activated, Fusion(gate=GATES.index(shared.activation)))
         matmul(activated, shared.down, to, Fusion(add=True))
 
 
-def _add_routed(
-    moe: MoE, normed: Tensor, x: Tensor, valid: Tensor, workspace: Workspace, matmul: Matmul, pdl: bool
-) -> None:
-    tokens, (n_experts, hidden, width), slots = len(x), moe.down.shape, moe.routing.slots
-    logits = workspace.take("router_logits", tokens, n_experts, dtype=torch.float32)
+def _permute(
+    moe: MoE, normed: Tensor, valid: Tensor, workspace: Workspace, matmul: Matmul, block: int | None, pdl: bool
+) -> Permutation:
+    tokens, n_experts, slots = len(normed), moe.down.shape[0], moe.routing.slots
+    logits = workspace.take("router_logits", tokens, len(moe.router), dtype=torch.float32)
     matmul(normed, DenseMatrix(moe.router, moe.router_bias), logits, Fusion())
-    size = block_tokens(tokens, slots, n_experts)
     memory = workspace.region("permutation", torch.int32)
-    to = make_permutation(memory, tokens, slots, n_experts, size)
+    to = make_permutation(memory, tokens, slots, n_experts, block or block_tokens(tokens, slots, n_experts))
     route_tokens(logits, moe.routing, to, workspace.expert_counts, correction=moe.correction_bias, valid=valid, pdl=pdl)
-    activated = workspace.take("expert_activated", tokens * slots, width)
-    results = workspace.take("expert_results", tokens * slots, hidden)
-    on_input, gate = moe.weight_on_input, EXPERT_GATES.index(moe.activation)
-    tile = GroupedTile(32, 32, 2, 4) if INTERPRETED else GroupedTile(64, 128, 4, 4)
-    grouped_gemm(normed, moe.gate_up, activated, to, tile, gate=gate, weight=2 if on_input else 0, pdl=pdl)
-    grouped_gemm(activated, moe.down, results, to, tile, weight=0 if on_input else 1, pdl=pdl)
-    combine_pairs(results, to, x, pdl=pdl)
+    return to
+
+
+def _add_routed(moe: MoE, normed: Tensor, x: Tensor, to: Permutation, workspace: Workspace, pdl: bool) -> None:
+    pairs, (_, hidden, width) = to.tokens * to.slots, moe.down.shape
+    activated = workspace.take("expert_activated", pairs, width)
+    grouped_gemm(
+        normed, moe.gate_up, activated, to, grouped_tile(moe.gate_up.kind, to.block_tokens, True),
+        gate=EXPERT_GATES.index(moe.activation), weight=2 if moe.weight_on_input else 0, pdl=pdl,
+    )  # fmt: skip
+    tile, columns = grouped_tile(moe.down.kind, to.block_tokens, False), result_columns(pairs, hidden, x.element_size())
+    for first in range(0, hidden, columns):
+        part = x[:, first : first + columns]
+        results = workspace.take("expert_results", pairs, part.shape[1])
+        weight = 0 if moe.weight_on_input else 1
+        grouped_gemm(activated, moe.down, results, to, tile, weight=weight, first_row=first, pdl=pdl)
+        combine_pairs(results, to, part, pdl=pdl)

@@ -20,7 +20,7 @@ from emberline.kernels.backend import (
 )
 from emberline.kernels.gpu.decode_attention import decode_attention, shared_prefix_attention
 from emberline.kernels.gpu.elementwise import add_norm, embedding
-from emberline.kernels.gpu.expert_matrix import ExpertMatrix
+from emberline.kernels.gpu.expert_matrix import ExpertMatrix, load_dense_experts
 from emberline.kernels.gpu.launch import INTERPRETED, supports_pdl
 from emberline.kernels.gpu.long_attention import MIN_TOKENS, is_long, long_attention
 from emberline.kernels.gpu.matmul import GATES, DenseMatrix, Fusion, Matmul
@@ -94,15 +94,10 @@ class TritonBackend:
     def load_experts(
         self, experts: list[list[WeightSource]], bias: list[list[WeightSource]] | None = None, *, gated: bool = False
     ) -> ExpertMatrix:
-        rows, cols = sum(w.shape[0] for w in experts[0]), experts[0][0].shape[1]
-        stacked = torch.empty(len(experts), rows, cols, dtype=self.dtype, device=self.device)
-        for weights, matrix in zip(experts, stacked, strict=True):
-            for weight, target in zip(weights, torch.split(matrix, [w.shape[0] for w in weights]), strict=True):
-                weight.into(target)
-        if bias is None:
-            return ExpertMatrix("dense", cols, stacked)
-        each = [torch.cat([b.tensor(self.dtype, self.device) for b in biases]) for biases in bias]
-        return ExpertMatrix("dense", cols, stacked, bias=torch.stack(each))
+        biases = None
+        if bias is not None:
+            biases = torch.stack([torch.cat([b.tensor(self.dtype, self.device) for b in each]) for each in bias])
+        return load_dense_experts(experts, biases, torch.empty(0, dtype=self.dtype, device=self.device))
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -162,7 +157,10 @@ class TritonBackend:
                 self._grouped_query_attention(layer.attention, x, context)
             if isinstance(layer.feed_forward, MoE):
                 assert context.valid is not None
-                run_moe(layer.feed_forward, x, context.valid, self._workspace, self._matmul, self._pdl)
+                run_moe(
+                    layer.feed_forward, x, context.valid, self._workspace, self._matmul,
+                    deterministic=self._deterministic, pdl=self._pdl,
+                )  # fmt: skip
                 continue
             for part in torch.split(x, mlp_tokens(len(x))):
                 self._mlp(layer.feed_forward, part)

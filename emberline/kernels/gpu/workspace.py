@@ -22,7 +22,7 @@ from emberline.kernels.gpu.mla.attention import latent_tile, partial_floats, til
 from emberline.kernels.gpu.moe_routing import permutation_ints
 
 MLP_TOKENS = 2048  # for which an MLP's intermediates are computed at a time
-MOE_BYTES = 512 << 20  # of the experts' outputs, before they are added up
+RESULT_BYTES = 256 << 20  # of the experts' results, computed at a time before they are summed
 PARTIAL_FLOATS = 4 << 20  # for split-K matmuls
 COUNTERS = 1 << 16
 DEQUANTIZED_BYTES = 32 << 20  # of a quantized matrix, dequantized at a time for cuBLAS
@@ -32,6 +32,11 @@ _ALIGN = 256
 def mlp_tokens(tokens: int) -> int:
     """How many of a step's tokens an MLP processes at a time: cuBLAS is a tenth slower at 1,024 than at twice 512."""
     return 512 if tokens == 1024 else MLP_TOKENS
+
+
+def result_columns(pairs: int, hidden: int, item: int) -> int:
+    """Columns of the experts' results that are computed and summed at a time: all of them, but for long chunks."""
+    return min(hidden, max(256, RESULT_BYTES // (max(1, pairs) * item) // 256 * 256))
 
 
 class AttentionShape(NamedTuple):
@@ -95,13 +100,6 @@ class WorkspaceSizes:
             quantized,
             _experts_shape(experts[0]) if experts else None,
         )
-
-    @property
-    def moe_tokens(self) -> int:
-        """How many of a step's tokens a mixture of experts processes at a time: their results fill MOE_BYTES."""
-        assert self.experts is not None
-        most = MOE_BYTES // (self.experts.slots * self.hidden * self.item)
-        return min(self.max_tokens, max(MLP_TOKENS, most // 128 * 128))
 
 
 def _attention_shape(attn: Attention) -> AttentionShape | LatentShape:
@@ -220,11 +218,12 @@ def _latent_items(s: WorkspaceSizes, shape: LatentShape) -> int:
 
 
 def _add_experts(regions: _Regions, s: WorkspaceSizes, shape: ExpertsShape, at: int) -> None:
-    pairs = s.moe_tokens * shape.slots
-    at = regions.add("router_logits", s.moe_tokens * shape.experts * 4, at)
-    at = regions.add("permutation", permutation_ints(s.moe_tokens, shape.slots, shape.experts) * 4, at)
+    pairs = s.max_tokens * shape.slots
+    at = regions.add("router_logits", s.max_tokens * shape.experts * 4, at)
+    at = regions.add("permutation", permutation_ints(s.max_tokens, shape.slots, shape.experts) * 4, at)
     at = regions.add("expert_activated", pairs * shape.width * s.item, at)
-    regions.add("expert_results", pairs * s.hidden * s.item, at)
+    most = max(RESULT_BYTES, pairs * 256 * s.item)  # see `result_columns`
+    regions.add("expert_results", min(pairs * s.hidden * s.item, most), at)
 
 
 class Workspace:
