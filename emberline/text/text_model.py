@@ -20,6 +20,7 @@ from emberline.text.tokenizer import Tokenizer
 from emberline.text.tool_calls import formats, reasoning
 from emberline.text.tool_calls.harmony import HarmonyFormat, HarmonyParser
 from emberline.text.tool_calls.parser import ReplyFormat, ReplyParser
+from emberline.text.tool_calls.typescript_tools import declare_tools, sorted_deep
 from emberline.weights.gguf import GGUFFile
 from emberline.weights.model_config import BadCheckpoint
 
@@ -110,6 +111,10 @@ class TextModel:
         """`continue_final`: the text ends inside the last message, which the reply continues."""
         turns = self._turns(messages, tools)
         given = formats.template_tools(tools) if tools and not self.tool_format.untemplated else None
+        if given is not None and self.tool_format.family == "kimi":
+            given = sorted_deep(given)
+            declared = declare_tools(given) if "tools_ts_str" in self.template.variables else None
+            kwargs = kwargs if declared is None else {"tools_ts_str": declared, **kwargs}
         try:
             mark = self.guard.choose(turns, kwargs, given)
             turns, kwargs, given = (self.guard.mark(value, mark) for value in (turns, kwargs, given))
