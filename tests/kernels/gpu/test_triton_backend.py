@@ -18,9 +18,11 @@ from emberline.kernels.reference import TorchBackend
 from emberline.models.decoder import Architecture, Decoder, StepInputs
 from emberline.models.deepseek import deepseek
 from emberline.models.gemma import gemma3
+from emberline.models.gpt_oss import gpt_oss
 from emberline.models.llama import llama
+from emberline.models.llama4 import llama4
 from emberline.models.qwen import qwen2, qwen3
-from emberline.weights.model_config import LatentConfig, ModelConfig, MoEConfig
+from emberline.weights.model_config import LatentConfig, ModelConfig, MoEConfig, QueryTemperature
 from tests.kernels.gpu.batches import DEVICE, DTYPE, error, everyday
 from tests.models.random_checkpoint import RandomCheckpoint, RandomWeight
 from tests.models.step_inputs import step
@@ -45,6 +47,14 @@ DIRECT = msgspec.structs.replace(DEEPSEEK, latent=LatentConfig(q_lora=None, kv_l
 QWEN3_MOE = msgspec.structs.replace(
     CONFIG, qk_norm=True, moe=MoEConfig(layers=(0, 1), experts=4, top_k=2, width=16, biases=True)
 )
+LLAMA4 = msgspec.structs.replace(
+    CONFIG, chunks=(16, None), nope_layers=(1,), qk_l2_norm=True, query_temperature=QueryTemperature(0.5, 4),
+    moe=MoEConfig(layers=(1,), experts=4, top_k=1, width=16, shared_width=16, scoring="sigmoid", weight_on_input=True),
+)  # fmt: skip
+GPT_OSS = msgspec.structs.replace(
+    CONFIG, windows=(10, None), sinks=True, qkv_bias=True, output_bias=True,
+    moe=MoEConfig(layers=(0, 1), experts=4, top_k=2, width=16, biases=True, activation="swiglu_clamped"),
+)  # fmt: skip
 MODELS = {
     "llama": (CONFIG, llama),
     "qwen2": (CONFIG, qwen2),
@@ -52,6 +62,8 @@ MODELS = {
     "deepseek": (DEEPSEEK, deepseek),
     "deepseek with direct queries": (DIRECT, deepseek),
     "qwen3 with experts": (QWEN3_MOE, qwen3),
+    "llama4": (LLAMA4, llama4),
+    "gpt-oss": (GPT_OSS, gpt_oss),
 }
 
 
