@@ -5,14 +5,14 @@ a scale at most 18, so the product fits float32's mantissa and only the final su
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from emberline.weights.model_config import ModelConfig
+from emberline.weights.model_config import BadCheckpoint, ModelConfig
 
 if TYPE_CHECKING:
     import torch
@@ -191,6 +191,24 @@ class Weight:
             columns = item[:, start:stop] if self.order is None else item[:, self.order[start:stop]]
             return np.ascontiguousarray(columns.T).view(np.uint8)
         return self.raw[start:stop] if self.order is None else self.raw[self.order[start:stop]]
+
+    def slice(self, axis: int, start: int, stop: int) -> "Weight":
+        """Rows (axis 0) or columns (axis 1) start .. stop - 1, as a weight that reads no others."""
+        shape = tuple(stop - start if n == axis else size for n, size in enumerate(self.shape))
+        if axis == 0 and self.order is not None:
+            return replace(self, shape=shape, order=self.order[start:stop])
+        if axis == (1 if self.transposed else 0):  # rows of the file
+            first = self.location and FileLocation(
+                self.location.path, self.location.offset + start * self.raw[:1].nbytes
+            )
+            return replace(self, shape=shape, raw=self.raw[start:stop], location=first)
+        fmt = FORMATS[self.kind]
+        if start % fmt.block or stop % fmt.block:
+            raise BadCheckpoint(
+                f"columns {start} to {stop} of tensor {self.name!r}: {self.kind} has blocks of {fmt.block}"
+            )
+        first_byte, last_byte = (column // fmt.block * fmt.block_bytes for column in (start, stop))
+        return replace(self, shape=shape, raw=self.raw[:, first_byte:last_byte], location=None)
 
     def dense(self) -> Floats:
         """The numbers as float32."""
