@@ -158,11 +158,11 @@ def _route(
         of_expert = (count + BLOCK_TOKENS - 1) // BLOCK_TOKENS
         first_block = tl.cumsum(of_expert, 0) - of_expert
         tl.store(n_blocks, tl.sum(of_expert, 0))
-        for i in range(tl.max(of_expert, 0)):
-            to = blocks + (first_block + i) * FIELDS
-            tl.store(to, e, mask=i < of_expert)
-            tl.store(to + 1, i * BLOCK_TOKENS, mask=i < of_expert)
-            tl.store(to + 2, tl.minimum(count - i * BLOCK_TOKENS, BLOCK_TOKENS), mask=i < of_expert)
+        for nth in range(tl.max(of_expert, 0)):
+            to = blocks + (first_block + nth) * FIELDS
+            tl.store(to, e, mask=nth < of_expert)
+            tl.store(to + 1, nth * BLOCK_TOKENS, mask=nth < of_expert)
+            tl.store(to + 2, tl.minimum(count - nth * BLOCK_TOKENS, BLOCK_TOKENS), mask=nth < of_expert)
 
 
 def route_tokens(
