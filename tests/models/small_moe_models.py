@@ -78,7 +78,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def small_model(kind: str, **changes: object) -> Any:
+def small_model(kind: str, std: float = 0.15, **changes: object) -> Any:
     """A model of transformers in float32, its norms and biases random too: by default they would hide mistakes."""
     torch.manual_seed(5)
     config = AutoConfig.for_model(kind, **(_SIZES | MODELS[kind] | changes))
@@ -91,11 +91,11 @@ def small_model(kind: str, **changes: object) -> Any:
             if tensor.dim() == 1:
                 tensor.copy_(torch.randn_like(tensor) * 0.2 + (1 if "norm" in name else 0))
             else:
-                tensor.copy_(torch.randn_like(tensor) * 0.15)
+                tensor.copy_(torch.randn_like(tensor) * std)
     return model
 
 
-def save_small_model(folder: Path, kind: str, **changes: object) -> Any:
-    model = small_model(kind, **changes)
+def save_small_model(folder: Path, kind: str, std: float = 0.15, **changes: object) -> Any:
+    model = small_model(kind, std, **changes)
     model.save_pretrained(folder)
     return model
