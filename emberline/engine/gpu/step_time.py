@@ -1,6 +1,6 @@
 """How long a step takes, by roofline: what it reads over the bandwidth, or what it computes over the arithmetic.
 
-The efficiencies were measured on an H200; see docs/performance.md.
+The efficiencies were measured on an H200; see docs/design/gpu-kernels.md.
 """
 
 from dataclasses import dataclass, fields, is_dataclass
