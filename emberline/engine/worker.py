@@ -125,6 +125,8 @@ def build(args: argparse.Namespace) -> tuple[StepLoop | EncoderLoop | SpeechLoop
         transfers=process.receive_transports(loop.transfers, args),
     )
     facts = {name: getattr(info, name) for name in ("model", "role", "device", "backend", "context_len", "kv_tokens")}
+    if ahead is not None:
+        ahead.release()
     facts["kv_bytes"] = sum((group.pool.n_total + 1) * group.layout.block_bytes for group in cache.groups)
     return loop, info, facts
 

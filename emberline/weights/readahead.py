@@ -65,6 +65,10 @@ class ReadAhead:
         for thread in self._threads:
             thread.join()
 
+    def release(self) -> None:
+        """Free the memory, on a thread: it takes a second that nobody need wait for."""
+        threading.Thread(target=self._done.clear, daemon=True).start()
+
     def copy(self, path: Path, offset: int, to: NDArray[np.uint8]) -> bool:
         """Copy a file's bytes from `offset` into `to`; False if not all of them were read."""
         end = offset + len(to)

@@ -10,15 +10,20 @@ device, and leaves the result in Triton's cache on disk, where the engine's proc
 
 import ast
 import importlib
+import logging
 import os
 import subprocess
 import sys
 import threading
+import time
+import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 _MODULES = ("triton_backend", "sampler", "decode_inputs")  # which import all others
+_log = logging.getLogger(__name__)
 MIN_CORES = 4  # with fewer, the processes would only compete with the threads that read weights
 
 
@@ -28,6 +33,8 @@ class CompileServer:
     def __init__(self, n_processes: int) -> None:
         command = [sys.executable, "-m", __name__, str(n_processes)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._began_s = time.perf_counter()
+        self._times_s: list[float] = []  # since then, of each result
         self._jobs: dict[int, Future[None]] = {}
         self._lock = threading.Lock()
         self._closed = False
@@ -61,6 +68,7 @@ class CompileServer:
     def _read_results(self) -> None:
         assert self._process.stdout is not None
         for number in self._process.stdout:
+            self._times_s.append(time.perf_counter() - self._began_s)
             self._jobs[int(number)].set_result(None)
         with self._lock:
             self._closed = True
@@ -69,6 +77,9 @@ class CompileServer:
                     job.set_result(None)
 
     def close(self) -> None:
+        if self._times_s:
+            times = {"kernels": len(self._times_s), "first_s": self._times_s[0], "last_s": self._times_s[-1]}
+            _log.info("kernels were compiled in other processes", extra={key: round(s, 3) for key, s in times.items()})
         self._process.kill()
         self._process.wait()
 
@@ -104,15 +115,15 @@ def _serve(jobs: IO[bytes], results: IO[bytes], n_processes: int) -> None:
     triton_key()  # a hash of the whole compiler, which the forked processes inherit
     for module in _MODULES:
         importlib.import_module(f"{__package__}.{module}")
+    warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads, which hold no locks here
     writing = threading.Lock()
 
     def run(number: bytes, job: bytes) -> None:
         process = os.fork()
         if process == 0:
-            try:
+            with suppress(BaseException):
                 _compile(*ast.literal_eval(job.decode()))
-            finally:
-                os._exit(0)
+            os._exit(0)
         os.waitpid(process, 0)
         with writing:
             results.write(number + b"\n")
