@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from emberline.protocol.errors import BadInput
+from emberline.protocol.gateway import GatewaySettings
 from emberline.protocol.price import Price, PriceFields
 
 FILE_NAME = "emberline.toml"
@@ -158,10 +159,15 @@ class PriceConfig(PriceFields, frozen=True, kw_only=True, forbid_unknown_fields=
     model: Annotated[str, Meta(min_length=1, max_length=256)]
 
 
+class GatewayConfig(GatewaySettings, frozen=True):
+    """One `[[gateways]]` table: settings of a gateway, of one account or, without an account, for all of them."""
+
+
 class Config(Section, frozen=True, kw_only=True):
     home: Path
     endpoints: tuple[EndpointConfig, ...] = ()
     providers: tuple[ProviderConfig, ...] = ()
+    gateways: tuple[GatewayConfig, ...] = ()
     aliases: dict[str, dict[str, int]] = {}  # other names of models: the models that each stands for, by weight
     prices: dict[str, Price] = {}  # by model, in lower case
     server: ServerConfig = ServerConfig()
@@ -180,7 +186,7 @@ class Config(Section, frozen=True, kw_only=True):
 _SECTIONS: dict[str, type[Section]] = {
     field.name: field.type
     for field in msgspec.structs.fields(Config)
-    if field.name not in ("home", "endpoints", "providers", "aliases", "prices")
+    if field.name not in ("home", "endpoints", "providers", "gateways", "aliases", "prices")
 }
 _SHORT_NAMES = {"EMBERLINE_PORT": ("server", "port")}
 _STORES = ("postgresql://", "postgres://", "sqlite:///")
@@ -207,6 +213,7 @@ def resolve(
     document = _document(path)
     endpoints = _endpoints(document.pop("endpoints", []), path, environ)
     providers = _providers(document.pop("providers", []), path, environ)
+    gateways = _gateways(document.pop("gateways", []), path)
     aliases = _aliases(document.pop("aliases", {}), path)
     prices = _prices(document.pop("prices", []), path)
     values = {**_from_file(document, path), **_from_environment(environ)}
@@ -216,7 +223,8 @@ def resolve(
             values[section, key] = (value, _FLAGS.get(key, f"flag --{key.replace('_', '-')}"))
     assert {section for section, _ in values} <= set(_SECTIONS)
     sections: dict[str, Any] = {name: _section(name, values) for name in _SECTIONS}
-    config = Config(home=home, endpoints=endpoints, providers=providers, aliases=aliases, prices=prices, **sections)
+    listed: dict[str, Any] = {"endpoints": endpoints, "providers": providers, "gateways": gateways, "prices": prices}
+    config = Config(home=home, aliases=aliases, **listed, **sections)
     _check(config)
     return config
 
@@ -293,7 +301,7 @@ def _from_file(document: Mapping[str, Any], path: Path) -> _Values:
     values: _Values = {}
     for section, table in document.items():
         if section not in _SECTIONS:
-            known = ", ".join((*_SECTIONS, "aliases", "endpoints", "prices", "providers"))
+            known = ", ".join((*_SECTIONS, "aliases", "endpoints", "gateways", "prices", "providers"))
             raise ConfigError(f"unknown section [{section}] in {path}; there are {known}", param=section)
         if not isinstance(table, dict):
             raise ConfigError(f"{section} in {path} must be a table: write [{section}]", param=section)
@@ -351,6 +359,21 @@ def _providers(tables: Any, path: Path, environ: Mapping[str, str]) -> tuple[Pro
         if key and not is_header_safe(key):
             raise ConfigError(f"the key of provider {name} must be printable ASCII without spaces", param="providers")
         found[name] = msgspec.structs.replace(provider, key=key)
+    return tuple(found.values())
+
+
+def _gateways(tables: Any, path: Path) -> tuple[GatewayConfig, ...]:
+    if not isinstance(tables, list):
+        raise ConfigError(f"gateways in {path} is a list of tables: write [[gateways]]", param="gateways")
+    found: dict[tuple[str, str], GatewayConfig] = {}
+    for number, table in enumerate(tables, 1):
+        try:
+            gateway = msgspec.convert(table, GatewayConfig)
+        except ValueError as error:
+            raise ConfigError(f"[[gateways]] number {number} in {path}: {error}", param="gateways") from error
+        if (gateway.account, gateway.name) in found:
+            raise ConfigError(f"two [[gateways]] in {path} are named {gateway.name!r}", param="gateways")
+        found[gateway.account, gateway.name] = gateway
     return tuple(found.values())
 
 

@@ -10,6 +10,8 @@ import pytest
 
 from emberline.cli.main import COMMANDS, main
 from emberline.config import Config, EndpointConfig, ProviderConfig
+from emberline.protocol.gateway import GatewaySettings, Guardrail
+from emberline.upstream.gateway import options
 from emberline.upstream.providers.registry import ALIASES, KNOWN
 from tests.test_architecture import ALLOWED
 
@@ -24,7 +26,10 @@ PATHS = {str(path.relative_to(ROOT)) for folder in FOLDERS for path in (ROOT / f
 TOP_FOLDERS = {path.rpartition("/")[2] for path in PATHS if path.count("/") == path.startswith("emberline/")}
 CODE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-ACTIONS = "submit|status|results|cancel|ls|create|limit|rotate|revoke|disable|enable|add|show|alias|rm|set|history"
+ACTIONS = (
+    "list|delete|logs|"
+    "submit|status|results|cancel|ls|create|limit|rotate|revoke|disable|enable|add|show|alias|rm|set|history"
+)
 COMMAND = re.compile(rf"\bemberline ({'|'.join(COMMANDS)})\b( (?:{ACTIONS})\b)?([^`\n#|]*)")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 CONFIGURATION = (ROOT / "docs" / "configuration.md").read_text()
@@ -44,7 +49,7 @@ def flags_of(command: list[str], capsys: pytest.CaptureFixture[str]) -> set[str]
 
 def config_keys() -> Iterator[tuple[str, str]]:
     for section in msgspec.structs.fields(Config):
-        if section.name not in ("home", "endpoints", "providers", "aliases", "prices"):
+        if section.name not in ("home", "endpoints", "providers", "gateways", "aliases", "prices"):
             yield from ((section.name, field.name) for field in msgspec.structs.fields(section.type))
 
 
@@ -113,6 +118,13 @@ def test_every_provider_key_and_name_is_documented() -> None:
     page = (ROOT / "docs" / "providers.md").read_text()
     for name in (*ProviderConfig.__struct_fields__, *KNOWN, *ALIASES):
         assert f"`{name}`" in page, name
+
+
+def test_every_gateway_setting_and_header_is_documented() -> None:
+    page = (ROOT / "docs" / "gateway.md").read_text()
+    headers = (*options._FIELDS, *options._JSON, *options._RETRIES)
+    for name in (*GatewaySettings.__struct_fields__, *Guardrail.__struct_fields__, *headers):
+        assert f"`{name}" in page, name
 
 
 def test_other_variables_are_read_somewhere() -> None:

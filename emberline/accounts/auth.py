@@ -17,6 +17,7 @@ from emberline.accounts.secret import Secret
 from emberline.protocol.errors import Forbidden, Unauthorized
 from emberline.protocol.request import Principal
 
+GATEWAY_AUTHORIZATION = b"cf-aig-authorization"  # where it is sent, the others are a provider's
 _CREDENTIALS = (b"authorization", b"x-auth-key", b"x-api-key")
 _HOW = "send it as `Authorization: Bearer <key>`"
 
@@ -119,16 +120,17 @@ def _presented(headers: RawHeaders, required: bool) -> str:
     """
     names: list[bytes] = []
     keys: set[str] = set()
-    for name, raw in headers:
-        if name in _CREDENTIALS:
-            value = raw.decode("latin-1")
-            if name == b"authorization":
-                scheme, _, value = value.partition(" ")
-                value = value if scheme.lower() == "bearer" else ""
-            key = value.strip()
-            names.append(name)
-            if key and (required or key.startswith(PREFIX)):
-                keys.add(key)
+    given = [(name, raw) for name, raw in headers if name in _CREDENTIALS or name == GATEWAY_AUTHORIZATION]
+    ours = [header for header in given if header[0] == GATEWAY_AUTHORIZATION]
+    for name, raw in ours or given:
+        value = raw.decode("latin-1")
+        if name in (b"authorization", GATEWAY_AUTHORIZATION):
+            scheme, _, value = value.partition(" ")
+            value = value if scheme.lower() == "bearer" else ""
+        key = value.strip()
+        names.append(name)
+        if key and (required or key.startswith(PREFIX)):
+            keys.add(key)
     if required and len(set(names)) < len(names):
         raise Unauthorized("a header with an API key was sent twice: send one")
     if len(keys) > 1:

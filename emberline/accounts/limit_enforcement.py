@@ -30,6 +30,7 @@ class RequestExtent(msgspec.Struct, frozen=True, kw_only=True):
     max_audio_ms: int = 0
     images: int = 0
     is_job: bool = False
+    is_retry: bool = False  # it counts for no limit on requests
 
 
 class Share(msgspec.Struct, frozen=True):
@@ -88,7 +89,9 @@ class LimitEnforcer:
             return Share()
         held = _Held(Share(), None)
         if rate_limits:
-            held.taken = self._limiter.take(rate_limits, extent.input_tokens, extent.max_output_tokens or 0)
+            n_requests = 0 if extent.is_retry else 1
+            n_output = extent.max_output_tokens or 0
+            held.taken = self._limiter.take(rate_limits, extent.input_tokens, n_output, n_requests)
         if budgets and self._budgets is not None:
             try:
                 amount_pico = _worst_case_pico(extent, price, budgets[0].name)

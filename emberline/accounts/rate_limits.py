@@ -39,6 +39,7 @@ class Taken(msgspec.Struct):
     n_tokens: int
     at_s: float
     state: RateLimits | None  # of the limits, after it was taken
+    n_requests: int = 1
 
 
 class _Use:
@@ -71,8 +72,9 @@ class RateLimiter:
     def __len__(self) -> int:
         return len(self._uses)
 
-    def take(self, limits: Sequence[RateLimit], input_tokens: int, output_tokens: int) -> Taken:
-        """Let a request in that may use so many tokens, or raise RateLimited and take nothing.
+    def take(self, limits: Sequence[RateLimit], input_tokens: int, output_tokens: int, n_requests: int = 1) -> Taken:
+        """Let a request in that may use so many tokens, or raise RateLimited and take nothing. `n_requests` is 0 for
+        another attempt at one that was counted.
 
         A request that may use more than a minute's worth needs the full bucket, so that it is not refused for ever; its
         prompt alone must fit.
@@ -81,14 +83,14 @@ class RateLimiter:
         n_tokens, n_scopes = input_tokens + output_tokens, len(self._uses)
         uses = [self._use(limit, now_s) for limit in limits]
         for limit, use in zip(limits, uses, strict=True):
-            self._check(limit, use, limits, input_tokens, n_tokens)
+            self._check(limit, use, limits, input_tokens, n_tokens, n_requests)
         for use in uses:
-            use.n_requests += 1
+            use.n_requests += n_requests
             use.n_tokens += n_tokens
             use.n_running += 1
         if len(self._uses) > n_scopes:
             self._forget_idle(now_s)
-        return Taken(limits, n_tokens, now_s, _state(limits, uses))
+        return Taken(limits, n_tokens, now_s, _state(limits, uses), n_requests)
 
     def put_back(self, taken: Taken, n_tokens: int, ran: bool = True) -> None:
         """The request has ended and used so many tokens, which may be more than were taken. One that never ran does not
@@ -103,7 +105,7 @@ class RateLimiter:
                 unused = max(0.0, unused - refilled)
             use.n_tokens = max(0.0, use.n_tokens - unused)
             if not ran:
-                use.n_requests = max(0.0, use.n_requests - 1)
+                use.n_requests = max(0.0, use.n_requests - taken.n_requests)
 
     def state(self, limits: Sequence[RateLimit]) -> RateLimits | None:
         """None where neither requests nor tokens are limited."""
@@ -129,7 +131,15 @@ class RateLimiter:
             else:
                 del self._uses[scope]
 
-    def _check(self, limit: RateLimit, use: _Use, limits: Sequence[RateLimit], n_input: int, n_tokens: int) -> None:
+    def _check(
+        self,
+        limit: RateLimit,
+        use: _Use,
+        limits: Sequence[RateLimit],
+        n_input: int,
+        n_tokens: int,
+        n_requests: int,
+    ) -> None:
         if limit.concurrency is not None and use.n_running >= limit.concurrency:
             raise self._refusal(
                 limits,
@@ -138,7 +148,7 @@ class RateLimiter:
                 CONCURRENCY_RETRY_S,
             )
         most = limit.requests_per_minute
-        if most is not None and use.n_requests + 1 > most + _ROUNDING:
+        if most is not None and n_requests and use.n_requests + 1 > most + _ROUNDING:
             wait_s = (use.n_requests + 1 - most) * MINUTE_S / most
             raise self._refusal(
                 limits, f"{limit.name} is limited to {most} requests a minute: retry in {_seconds(wait_s)}", wait_s

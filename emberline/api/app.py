@@ -31,6 +31,7 @@ from emberline.api.workers_ai.binding import is_wrapped, unwrap
 from emberline.jobs.webhooks.service import WebhookService
 from emberline.protocol import trace_context
 from emberline.protocol.errors import EmberlineError, Internal, NotFound, Unavailable
+from emberline.service.gateway.service import GatewayService
 from emberline.service.request_context import Clock
 from emberline.service.tracing import end_http_request, incoming
 
@@ -57,12 +58,14 @@ class App:
         batches: BatchQueue | None = None,
         large_requests: LargeRequestRelay | None = None,
         accounts: AccountService | None = None,
+        gateways: GatewayService | None = None,
     ) -> None:
         """Without `large_requests`, this process serves them itself."""
         self._large_requests = large_requests
         self._service = service
         self._webhooks = webhooks
         self._accounts = accounts
+        self._gateways = gateways
         self._batches = batches
         self._auth = settings.auth
         self._guard = Guard(settings.hosts, settings.origins)
@@ -81,6 +84,7 @@ class App:
         call = Call(
             *(scope, receive, send, self._service, self._auth, self._webhooks, self._batches, relays_large),
             accounts=self._accounts,
+            gateways=self._gateways,
         )
         context = logs.request_id.set(call.id)
         traced, parent = (None, None) if scope["path"] in PROBES else incoming(call.headers)
@@ -131,7 +135,7 @@ class App:
         route = found.route(scope["method"])
         if "\0" in found.path_param and "{id}" in route.path:  # PostgreSQL takes it in no text
             raise NotFound("no id contains a NUL character")
-        call.path_param, call.route = found.path_param, route.path
+        call.path_param, call.route, call.gateway_name = found.path_param, route.path, found.gateway
         if route.policy is not Policy.OPEN:
             call.principal = await self._auth.authenticate(scope["headers"], found.account)
             authorize(call.principal, route)

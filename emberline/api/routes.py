@@ -11,10 +11,12 @@ from emberline.api.anthropic import batches as message_batches
 from emberline.api.anthropic import messages as anthropic
 from emberline.api.anthropic.message_request import CountRequest, MessagesRequest
 from emberline.api.batches.submission import JOB_QUERY
+from emberline.api.gateway import admin as gateways
+from emberline.api.gateway import paths as gateway
 from emberline.api.http import openapi
 from emberline.api.http.call import Call, Reply, encode
 from emberline.api.http.errors import Dialect
-from emberline.api.http.router import APIS, Policy, Route
+from emberline.api.http.router import ANY_API, APIS, GATEWAY, Policy, Route
 from emberline.api.ollama import endpoints as ollama
 from emberline.api.ollama.request import (
     OllamaChat,
@@ -36,6 +38,7 @@ from emberline.api.workers_ai import endpoints as workers_ai
 from emberline.api.workers_ai import event_subscriptions as subscriptions
 from emberline.api.workers_ai.run_request import RunRequest, UniversalRequest
 from emberline.config import EndpointConfig
+from emberline.protocol.gateway import GatewaySettings
 
 AI = "/client/v4/accounts/{account}/ai"
 SUBSCRIPTIONS = "/client/v4/accounts/{account}/event_subscriptions/subscriptions"
@@ -181,8 +184,21 @@ _TENANT: tuple[_Row, ...] = (  # of the caller's account; an admin sees all
     ("DELETE", "/api/providers/{id}", providers.remove, "Remove a provider's key", None, providers.ACCOUNT),
     ("POST", "/api/providers/{id}/test", providers.test, "Ask a provider for its models"),
     ("GET", "/api/prices", prices.list_prices, "List prices", None, prices.MODEL),
+    ("GET", "/api/gateways", gateways.list_all, "List gateways", None, gateways.ACCOUNT),
+    ("POST", "/api/gateways", gateways.put, "Create or replace a gateway", GatewaySettings),
+    ("GET", "/api/gateways/{id}", gateways.retrieve, "Retrieve a gateway", None, gateways.ACCOUNT),
+    ("DELETE", "/api/gateways/{id}", gateways.delete, "Delete a gateway", None, gateways.ACCOUNT),
+    ("GET", "/api/gateways/{id}/logs", gateways.logs, "Search a gateway's log", None, gateways.LOG_QUERY),
+    ("DELETE", "/api/gateways/{id}/cache", gateways.purge, "Forget cached replies", None, gateways.ACCOUNT),
     ("GET", "/api/queue", admin.show_queue, "Queue depths and dead letters", None, admin.QUEUE_QUERY),
     ("POST", "/api/queue/replay", admin.replay_dead_letters, "Run dead letters again", admin.QueueReplay),
+)
+
+
+_GATEWAY: tuple[_Row, ...] = (
+    ("POST", "", gateway.universal, "Try several models of any provider in order"),
+    ("POST", "/{rest}", gateway.dispatch, "Call a model of any provider through a gateway"),
+    ("GET", "/{rest}", gateway.list_models, "List the models that a gateway reaches"),
 )
 
 
@@ -192,6 +208,8 @@ def _routes(prefix: str, dialect: Dialect, rows: tuple[_Row, ...], policy: Polic
 
 def _route(method: str, path: str, policy: Policy, dialect: Dialect, *rest: Any) -> Route:
     route = Route(method, path, policy, dialect, *rest)
+    if path.startswith(GATEWAY):
+        return replace(route, api=ANY_API)
     return replace(route, api=APIS[_first_word(path)]) if policy is Policy.KEY else route
 
 
@@ -226,6 +244,7 @@ ROUTES: tuple[Route, ...] = (
     *_routes(SUBSCRIPTIONS, Dialect.NATIVE, _SUBSCRIPTIONS),
     *_routes("/v1", Dialect.ANTHROPIC, _ANTHROPIC),
     *_routes(f"{AI}/v1", Dialect.ANTHROPIC_ENVELOPED, _ANTHROPIC),
+    *_routes(GATEWAY, Dialect.GATEWAY, _GATEWAY),
     # Anthropic's client appends /v1/messages to whatever base URL it is given.
     *_routes(f"{AI}/v1/v1", Dialect.ANTHROPIC_ENVELOPED, _ANTHROPIC),
 )

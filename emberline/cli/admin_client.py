@@ -37,8 +37,9 @@ class AdminApi:
     def patch(self, path: str, body: dict[str, Any]) -> Any:
         return self._request("PATCH", path, body)
 
-    def delete(self, path: str) -> Any:
-        return self._request("DELETE", path)
+    def delete(self, path: str, **query: object) -> Any:
+        given = {name: value for name, value in query.items() if value is not None}
+        return self._request("DELETE", f"{path}?{urlencode(given)}" if given else path)
 
     def pages(self, path: str, **query: object) -> Iterator[dict[str, Any]]:
         """Every object of a list."""
@@ -68,6 +69,7 @@ async def _request_in_process(config: Config, method: str, path: str, body: dict
     from emberline.accounts.secret import Secret
     from emberline.api.app import ApiSettings, App
     from emberline.api.http.call import Backend
+    from emberline.service.gateway.service import GatewayService
     from emberline.service.open import DATABASE
     from emberline.store import open_store
 
@@ -75,9 +77,11 @@ async def _request_in_process(config: Config, method: str, path: str, body: dict
     store = await open_store(config.store.url or config.home / DATABASE)
     accounts = AccountService(store, secret)
     await accounts.open()
+    gateways = GatewayService(store, config.gateways)
     try:
         auth = Authenticator(secret, directory=accounts.directory, required=True)
-        app = App(cast(Backend, None), ApiSettings(auth), accounts=accounts)  # these endpoints serve no model
+        await gateways.open()
+        app = App(cast(Backend, None), ApiSettings(auth), accounts=accounts, gateways=gateways)  # they serve no model
         raw_path, _, query = path.partition("?")
         headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
         headers.append((b"authorization", f"Bearer {operator_ticket(secret, int(time.time()))}".encode()))
@@ -100,6 +104,7 @@ async def _request_in_process(config: Config, method: str, path: str, body: dict
 
         await app(scope, receive, send)
     finally:
+        await gateways.close()
         await accounts.close()
         await store.close()
     return client.decode_reply(sent[0]["status"], b"".join(part.get("body", b"") for part in sent[1:]))

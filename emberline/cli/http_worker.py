@@ -35,6 +35,7 @@ from emberline.jobs.queue.queue import open_queue
 from emberline.jobs.webhooks.service import WebhookService, WebhookSettings
 from emberline.protocol.egress_policy import EgressPolicy
 from emberline.service import Served, Service, open_http_worker, tracing
+from emberline.service.gateway.service import GatewayService
 from emberline.service.open import DATABASE
 from emberline.service.tracing import TracingSettings
 from emberline.store import Database, open_store
@@ -95,6 +96,7 @@ async def serve_http(
     batches: BatchService,
     large_socket: Path | None,
     accounts: AccountService,
+    gateways: GatewayService,
 ) -> None:
     """Serve HTTP until `stop`, then drain running requests. Large ones are relayed to `large_socket`, if given."""
     auth = Authenticator(Secret.open(config.home), config.auth.key, accounts.directory, needs_keys(config))
@@ -106,7 +108,7 @@ async def serve_http(
     closing = asyncio.create_task(_close_streams(stop, webhooks, batches))
     try:
         large_requests = None if large_socket is None else LargeRequestRelay(large_socket)
-        app = App(service, settings, webhooks, batches, large_requests, accounts)
+        app = App(service, settings, webhooks, batches, large_requests, accounts, gateways)
         await serve(app, listener, drain_s=config.server.drain_timeout_s, stop=stop)
     finally:
         closing.cancel()
@@ -131,6 +133,9 @@ async def _run(plan: HttpWorkerPlan, listener: socket.socket) -> None:
             accounts = AccountService(store, Secret.open(plan.config.home))
             stack.push_async_callback(accounts.close)
             await accounts.open()
+            gateways = GatewayService(store, plan.config.gateways)
+            stack.push_async_callback(gateways.close)
+            await gateways.open()
             webhooks = open_webhooks(store, plan.config)
             stack.push_async_callback(webhooks.close)
             queue = await open_queue(store, plan.config.home)
@@ -149,7 +154,10 @@ async def _run(plan: HttpWorkerPlan, listener: socket.socket) -> None:
             await _wait_unless(stop, service.ready(CONNECT_TIMEOUT_S))
             if not stop.is_set():
                 print('{"ready": true}', flush=True)
-                await serve_http(service, plan.config, listener, stop, webhooks, batches, plan.large_socket, accounts)
+                large_socket = plan.large_socket
+                await serve_http(
+                    service, plan.config, listener, stop, webhooks, batches, large_socket, accounts, gateways
+                )
 
 
 async def _wait_unless(stop: asyncio.Event, waiting: Coroutine[Any, Any, Any]) -> None:

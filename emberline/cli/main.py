@@ -29,6 +29,7 @@ COMMANDS = {
     "key": "create, list, limit, rotate and revoke API keys",
     "price": "set and list what models cost",
     "provider": "store, list, test and remove the keys of other providers",
+    "gateway": "create, list and delete gateways, and search their logs",
     "usage": "report what was used and what it costs, by account, key, model and day",
     "audit": "show and verify the audit log of what admins did",
     "backup": "write everything durable into one file, while the server runs",
@@ -46,7 +47,7 @@ _MODULES = {
     "restore": "backup",
     **dict.fromkeys(("drain", "undrain", "leave", "join"), "workers"),
 }  # where it is not the command's own name
-_WITH_ACTIONS = ("batch", "model", "account", "key", "price", "provider")
+_WITH_ACTIONS = ("batch", "model", "account", "key", "price", "provider", "gateway")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -184,6 +184,7 @@ async def serve(
         from emberline.jobs.webhooks.deliverer import DeliveryMetrics
         from emberline.service import open_service, tracing
         from emberline.service.core import LocalCore
+        from emberline.service.gateway.service import GatewayService
         from emberline.service.open import DATABASE
         from emberline.store import open_store
         from emberline.upstream.client import upstream_configs
@@ -231,6 +232,9 @@ async def serve(
         on_demand = OnDemandModels(config, memory_bytes, named, pinned, workers, service.core, elsewhere)
         stack.push_async_callback(on_demand.close)
         await on_demand.open()
+        gateways = GatewayService(store, config.gateways)
+        stack.push_async_callback(gateways.close)
+        await gateways.open()
         webhooks = open_webhooks(store, config)
         stack.push_async_callback(webhooks.close)
         webhooks.deliver()
@@ -261,7 +265,7 @@ async def serve(
             await stop.wait()
             listener.close()  # otherwise new connections would queue for HTTP workers that accept no more
         else:
-            await serve_http(service, config, listener, stop, webhooks, batches, large_socket, accounts)
+            await serve_http(service, config, listener, stop, webhooks, batches, large_socket, accounts, gateways)
 
 
 def _warn_of_missing_prices(prices: "PriceTable", models: Sequence[str]) -> None:

@@ -1,6 +1,6 @@
-"""Collects the events of one request into a whole answer."""
+"""Collects the events of one request into a whole answer, and turns an answer back into events."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 
 from emberline.protocol.answer import Answer, AnswerChoice, AnswerPart, ReasoningPart, TextPart, ToolCallPart
@@ -67,3 +67,36 @@ async def collect_answer(events: AsyncGenerator[TextEvent, None], n_choices: int
             if not isinstance(event, Started):
                 choices[event.index].add(event)
     raise Internal("the events ended before the answer was complete")
+
+
+def events_of(answer: Answer) -> Iterator[ChoiceEvent]:
+    """The events that would have produced the answer, one delta per part."""
+    for index, choice in enumerate(answer.choices):
+        yield from _choice_events(index, choice)
+
+
+def _choice_events(index: int, choice: AnswerChoice) -> Iterator[ChoiceEvent]:
+    n_texts_left = sum(isinstance(part, TextPart) for part in choice.parts)
+    logprobs, n_calls = list(choice.logprobs), 0
+    for part in choice.parts:
+        if isinstance(part, TextPart):
+            n_texts_left -= 1
+            yield TextDelta(index, part.text, _take_logprobs(part.text, logprobs, last=n_texts_left == 0) or None)
+        elif isinstance(part, ReasoningPart):
+            yield ReasoningDelta(index, part.text)
+        else:
+            yield ToolCallStarted(index, n_calls, part.id, part.name)
+            yield ToolCallDelta(index, n_calls, part.arguments)
+            n_calls += 1
+    yield ChoiceDone(index, choice.finish, choice.stop_sequence)
+
+
+def _take_logprobs(text: str, logprobs: list[TextLogprob], last: bool) -> list[TextLogprob]:
+    """Remove and return the logprobs of `text`, which are the first of those left; all of them if it is the last."""
+    n_taken, n_chars = 0, 0
+    while n_taken < len(logprobs) and (last or n_chars < len(text)):
+        n_chars += len(logprobs[n_taken].token)
+        n_taken += 1
+    taken = logprobs[:n_taken]
+    del logprobs[:n_taken]
+    return taken

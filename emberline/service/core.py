@@ -302,6 +302,7 @@ def _extent(request: RouteRequest) -> RequestExtent:
         max_audio_ms=request.max_audio_ms,
         images=request.images,
         is_job=bool(request.engine),
+        is_retry=request.is_retry,
     )
 
 

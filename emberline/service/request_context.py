@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from emberline.accounts.usage_row import UsageRow
 from emberline.protocol.errors import EmberlineError
@@ -33,6 +34,14 @@ class JobContext:
     on_delta: Callable[[TokenDelta], None] | None = None
     attempt: int = 0
     accepted_us: int = 0
+
+
+class AttemptContext(NamedTuple):
+    """One attempt of a gateway at a request."""
+
+    is_retry: bool = False  # not the first: it counts for no limit on requests
+    max_failovers: int | None = None  # between workers; None: as for any request
+    bills_failure: bool = True  # if not, it costs nothing where it fails: nobody has seen anything of its reply
 
 
 def in_flight_id(request_id: str, job: JobContext | None) -> str:

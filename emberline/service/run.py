@@ -84,6 +84,8 @@ class Run(Generic[T]):
         on_end: "Callable[[Run[T]], None]",
         job: JobContext | None = None,
         inter_token: Counts | None = None,
+        max_failovers: int = MAX_FAILOVERS,
+        bills_failure: bool = True,
     ) -> None:
         self.finalizing: asyncio.Task[None] | None = None  # once the request has ended
         self._request = request
@@ -92,6 +94,8 @@ class Run(Generic[T]):
         self._clock = clock
         self._on_end = on_end  # called once, when nothing of the request is left to do
         self._job = job
+        self._max_failovers = max_failovers
+        self._bills_failure = bills_failure
         self._inter_token = inter_token or Counts()  # latencies, filled by the transport where it measures them
         self._route = Route(decode="")
         self._row: UsageRow | None = None  # once the request has ended
@@ -237,7 +241,7 @@ class Run(Generic[T]):
         n_tokens = self.usage.completion_tokens
         if n_tokens > self._n_tokens:
             self._n_tokens, self._n_stuck = n_tokens, 0
-        if not fault.retryable or self._n_stuck >= MAX_FAILOVERS or self._job is not None:
+        if not fault.retryable or self._n_stuck >= self._max_failovers or self._job is not None:
             raise error
         self._transport.close()
         self._opened = self._prefilled = False
@@ -275,7 +279,8 @@ class Run(Generic[T]):
         return left_s
 
     def _usage_row(self, status: UsageStatus) -> UsageRow:
-        request, usage = self._request, self.usage
+        request = self._request
+        usage = self.usage if status != "failed" or self._bills_failure else Usage()
         row = UsageRow(
             id=request.id,
             account=request.account,

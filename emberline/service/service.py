@@ -26,9 +26,9 @@ from emberline.service.health import Health
 from emberline.service.membership import WorkerChange
 from emberline.service.metrics import INTER_TOKEN_BOUNDS_S, Counts, Histogram
 from emberline.service.prepare import Prepared, Preparer
-from emberline.service.request_context import Clock, JobContext, in_flight_id
+from emberline.service.request_context import AttemptContext, Clock, JobContext, in_flight_id
 from emberline.service.responses import ResponseStore
-from emberline.service.run import Run, Transport
+from emberline.service.run import MAX_FAILOVERS, Run, Transport
 from emberline.service.served_models import Served, ServedModels
 from emberline.service.status import Status, StatusQuery
 from emberline.service.transcribe import SpeechCall, speech_route
@@ -44,6 +44,7 @@ _ANY_VOCABULARY = 1 << 31  # upstream servers check token ids themselves
 CHECKPOINT_S = 1.0  # between two reports of what running requests have used
 CLOSE_WAIT_S = 1.0  # for consumers of streams to notice that they were cut
 
+_ONLY_ATTEMPT = AttemptContext()
 T = TypeVar("T")
 AnyRequest = TypeVar("AnyRequest", GenerateRequest, EncodeRequest, SpeechRequest)
 
@@ -227,15 +228,16 @@ class Service:
         job: JobContext | None = None,
         on_admit: Callable[[RateLimits | None], None] | None = None,
         on_complete: Callable[[Completed], None] | None = None,
+        attempt: AttemptContext | None = None,
     ) -> AsyncGenerator[TextEvent, None]:
         """Started, deltas, a ChoiceDone per choice, Completed. A request that is refused raises before the first event.
 
         Once admitted, a request ends in one way, with one usage row: finished, failed, or cancelled by `aclose`.
         A job's owner writes the row itself. `on_admit` is called with the caller's rate limits, before the first event;
-        `on_complete` with the terminal event, before it is yielded.
+        `on_complete` with the terminal event, before it is yielded. `attempt` is a gateway's.
         """
         with self._accepting(request.id):
-            run, session_entries = await self._start(request, principal, job)
+            run, session_entries = await self._start(request, principal, job, attempt)
         if on_admit is not None:
             on_admit(run.route.rate_limits)
         async with run:
@@ -253,6 +255,7 @@ class Service:
         request: UpstreamRequest,
         on_admit: Callable[[RateLimits | None], None] | None = None,
         on_complete: Callable[[Completed], None] | None = None,
+        attempt: AttemptContext | None = None,
     ) -> AsyncGenerator[tuple[bytes, bool], None]:
         """The SSE lines of an upstream server nearly untouched, or one whole body if the client wants no stream.
 
@@ -261,7 +264,7 @@ class Service:
         with self._accepting(request.route.id):
             make_decoder = (lambda: passthrough) if request.stream else BodyAssembler
             transport = UpstreamTransport(request, self.upstream.clients, make_decoder)
-            run = await self._admit(request.route, transport, Clock())
+            run = await self._admit(request.route, transport, Clock(), attempt=attempt)
         if on_admit is not None:
             on_admit(run.route.rate_limits)
         async with run:
@@ -337,7 +340,7 @@ class Service:
             raise
 
     async def _start(
-        self, request: GenerateRequest, principal: Principal, job: JobContext | None
+        self, request: GenerateRequest, principal: Principal, job: JobContext | None, attempt: AttemptContext | None
     ) -> tuple[Run[list[TextEvent]], Callable[[], Awaitable[Sequence[SessionEntry]]]]:
         """An admitted run, and what returns its session entries once it is done."""
         clock = Clock()
@@ -350,12 +353,12 @@ class Service:
             sent.route = msgspec.structs.replace(sent.route, id=in_flight, api=request.api, accepted_us=accepted_us)
             reader = ChunkReader(request.n, request.sampling.stop, sent.route.input_tokens)
             upstream = UpstreamTransport(sent, self.upstream.clients, lambda: reader)
-            return await self._admit(sent.route, upstream, clock, job), _no_session_entries
+            return await self._admit(sent.route, upstream, clock, job, attempt=attempt), _no_session_entries
         served = await self._models.get(request.model)
         prepared = await self._preparer.prepare(request, principal, served, self._info(served), clock)
         inter_token = Histogram(INTER_TOKEN_BOUNDS_S)
         engine = EngineTransport(prepared, self._engines, inter_token, job)
-        run = await self._admit(route_request(prepared, job), engine, clock, job, inter_token.counts)
+        run = await self._admit(route_request(prepared, job), engine, clock, job, inter_token.counts, attempt)
         # No later request continues a job's conversation.
         return run, _no_session_entries if job is not None else lambda: self._session_entries(prepared, engine)
 
@@ -366,8 +369,13 @@ class Service:
         clock: Clock,
         job: JobContext | None = None,
         inter_token: Counts | None = None,
+        attempt: AttemptContext | None = None,
     ) -> Run[T]:
-        run = Run(request, transport, self.core, clock, self._ended, job, inter_token)
+        attempt = attempt or _ONLY_ATTEMPT
+        if attempt.is_retry:
+            request = msgspec.structs.replace(request, is_retry=True)
+        most = MAX_FAILOVERS if attempt.max_failovers is None else attempt.max_failovers
+        run = Run(request, transport, self.core, clock, self._ended, job, inter_token, most, attempt.bills_failure)
         self._running.add(run)
         self._idle.clear()
         await run.admit()

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from emberline.protocol.errors import Unavailable
 from emberline.store.database import Sql
+from emberline.store.gateway_tables import GATEWAY_TABLES
 from emberline.store.usage_tables import METERING
 
 EVENT_TABLES = (
@@ -379,6 +380,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         """,
         "CREATE INDEX provider_keys_by_version ON provider_keys (version, provider)",
     ),
+    GATEWAY_TABLES,
 )
 
 

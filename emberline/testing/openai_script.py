@@ -149,6 +149,8 @@ class ServerScript(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     reports_cached: str = ""  # cached tokens that a decode server reports: "all" (but one), else none
     status: int = 0  # reply with this HTTP status
     message: str = "scripted"  # of that answer
+    retry_after: str = "3"  # the header of a 429; empty: none
+    html: bool = False  # answer with a page of HTML, as a proxy in front of a server may
     hang: bool = False  # accept the request and never reply
     garbage: bool = False  # reply with bytes that are not HTTP
     bad_json: bool = False  # invalid JSON in the stream or body
@@ -167,7 +169,7 @@ class ServerScript(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def has_fault(self) -> bool:
-        flags = self.status or self.hang or self.garbage or self.bad_json or self.no_params or self.no_done
+        flags = self.status or self.html or self.hang or self.garbage or self.bad_json or self.no_params or self.no_done
         return bool(flags) or max(self.cut_after, self.error_after, self.die_after, self.stall_after) >= 0
 
 

@@ -140,6 +140,7 @@ class StandinServer:
         self.cache = StandinPrefixCache()
         self.handoffs = KVHandoffs(self.script.lease_s, self.script.handoff_wait_s)
         self.headers: dict[str, str] = {}  # of the newest request
+        self.n_asked = 0  # requests, also those that fail
         self.requests: list[dict[str, Any]] = []  # bodies, with the request id as "_id"; the newest last
         self.violations: list[str] = []  # of the protocol, by the balancer
         self.n_aborted = 0
@@ -179,7 +180,8 @@ class StandinServer:
             await self._route(request, connection)
         except HttpError as error:
             body = {"error": {"message": str(error), "type": "scripted", "param": None, "code": error.status}}
-            extra = "retry-after: 3\r\n" if error.status == 429 else ""
+            after = self.script.retry_after
+            extra = f"retry-after: {after}\r\n" if error.status == 429 and after else ""
             connection.reply(error.status, encode(body), extra=extra)
         except asyncio.CancelledError:
             self.n_aborted += 1
@@ -250,12 +252,15 @@ class StandinServer:
 
     async def _complete(self, request: HttpRequest, connection: HttpConnection, chat: bool) -> None:
         script = self.script
+        self.n_asked += 1
         failing = script.times != 0
         if script.times > 0 and script.has_fault:
             script.times -= 1
         if failing and script.garbage:
             connection.transport.write(b"\x00\x01 what is HTTP?\r\n\r\n")
             return connection.transport.close()
+        if failing and script.html:
+            return connection.reply(200, b"<html><body>Sign in to continue</body></html>", "text/html")
         if failing and script.status:
             raise HttpError(script.status, script.message)
         if script.canned:

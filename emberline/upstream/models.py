@@ -117,6 +117,15 @@ class UpstreamModels:
         provider = self.providers.client_of(card)
         return (card.id, None) if provider is None else (remote_name(card), self.providers.access(provider, principal))
 
+    def provider_of(self, card: ModelCard) -> str:
+        """Whose model it is, as the gateway's logs and circuit breakers name it."""
+        provider = self.providers.client_of(card)
+        return self._serving(card.id)[0].name if provider is None else provider.name
+
+    def n_servers(self, card: ModelCard) -> int:
+        """That may serve a request one after the other."""
+        return 1 if self.providers.client_of(card) is not None else len(self._serving(card.id))
+
     def cache_salt(self, card: ModelCard, principal: Principal) -> dict[str, Any]:
         """The field that keeps tenants' prefix caches apart, for servers that know it."""
         known = self.kind_of(card) in ("vllm", "sglang") and principal.salt

@@ -7,6 +7,7 @@ import pytest
 from emberline.accounts.account_service import AccountService
 from emberline.api.batch_loader import BatchService
 from emberline.jobs.webhooks.service import WebhookService
+from emberline.service.gateway.service import GatewayService
 from emberline.store import open_store
 from tests.api.batch_fixtures import open_batch_service
 from tests.api.fake_service import SECRET, FakeService, client_of
@@ -41,6 +42,17 @@ async def accounts(tmp_path: Path) -> AsyncIterator[AccountService]:
     await accounts.open()
     yield accounts
     await accounts.close()
+    await store.close()
+
+
+@pytest.fixture
+async def gateways(tmp_path: Path) -> AsyncIterator[GatewayService]:
+    """Gateways on their own store."""
+    store = await open_store(tmp_path / "gateways.db")
+    gateways = GatewayService(store)
+    await gateways.open()
+    yield gateways
+    await gateways.close()
     await store.close()
 
 

@@ -33,8 +33,10 @@ from emberline.protocol.price import Price
 from emberline.protocol.rate_limits import RateLimits
 from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal, SamplingDefaults, SpeechRequest
 from emberline.protocol.speech import TimedWord, Transcript, TranscriptSegment
+from emberline.service.gateway.service import GatewayService
 from emberline.service.health import Health
 from emberline.service.membership import WorkerChange
+from emberline.service.request_context import AttemptContext
 from emberline.service.responses import ResponseStore
 from emberline.service.status import Status, StatusQuery
 from emberline.upstream.models import UpstreamModels
@@ -159,6 +161,7 @@ class FakeService:
         *,
         on_admit: OnAdmit | None = None,
         on_complete: OnComplete | None = None,
+        attempt: AttemptContext | None = None,
     ) -> Events:
         self.resolve(request.model)
         self.requests.append(request)
@@ -202,7 +205,11 @@ class FakeService:
         return None
 
     def forward(
-        self, request: UpstreamRequest, on_admit: OnAdmit | None = None, on_complete: OnComplete | None = None
+        self,
+        request: UpstreamRequest,
+        on_admit: OnAdmit | None = None,
+        on_complete: OnComplete | None = None,
+        attempt: AttemptContext | None = None,
     ) -> AsyncGenerator[tuple[bytes, bool], None]:
         raise NotImplementedError
 
@@ -277,12 +284,13 @@ def app_of(
     batches: BatchService | None = None,
     large_requests: LargeRequestRelay | None = None,
     accounts: AccountService | None = None,
+    gateways: GatewayService | None = None,
     **settings: Any,
 ) -> ASGIApp:
     """With `accounts`, every request needs a key."""
     directory = None if accounts is None else accounts.directory
     auth = Authenticator(SECRET, key, directory, required=accounts is not None)
-    return App(service, ApiSettings(auth=auth, **settings), webhooks, batches, large_requests, accounts)
+    return App(service, ApiSettings(auth=auth, **settings), webhooks, batches, large_requests, accounts, gateways)
 
 
 def client_of(
@@ -291,9 +299,11 @@ def client_of(
     webhooks: WebhookService | None = None,
     batches: BatchService | None = None,
     accounts: AccountService | None = None,
+    gateways: GatewayService | None = None,
     **settings: Any,
 ) -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(app=app_of(service, key, webhooks, batches, accounts=accounts, **settings))
+    app = app_of(service, key, webhooks, batches, accounts=accounts, gateways=gateways, **settings)
+    transport = httpx.ASGITransport(app=app)
     return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8686")
 
 

@@ -12,6 +12,7 @@ from emberline.api.playground import assets
 from emberline.api.routes import ROUTES
 from emberline.jobs.webhooks.service import WebhookService
 from emberline.protocol.errors import EmberlineError
+from emberline.service.gateway.service import GatewayService
 from tests.api.fake_service import KEY, MODEL, FakeService, client_of
 
 OPEN = {"/", "/assets/{asset}", "/operations", "/favicon.ico", "/health", "/openapi.json"}
@@ -20,6 +21,7 @@ OPEN = {"/", "/assets/{asset}", "/operations", "/favicon.ico", "/health", "/open
 def url(route: Route) -> str:
     asset = f"{assets.load().digest}/app.js"
     path = route.path.replace("{asset}", asset)
+    path = path.replace("{gateway}", "default").replace("{rest}", "compat/models")
     return path.replace("{account}", "acme").replace("{model}", MODEL).replace("{id}", "resp_1")
 
 
@@ -29,7 +31,11 @@ def test_open_routes() -> None:
 
 
 async def test_the_policy_holds(
-    service: FakeService, webhooks: WebhookService, batches: BatchService, accounts: AccountService
+    service: FakeService,
+    webhooks: WebhookService,
+    batches: BatchService,
+    accounts: AccountService,
+    gateways: GatewayService,
 ) -> None:
     """Of every route: without a key, with a wrong one, a tenant's and the admin's."""
     tenant = await accounts.create_key(Actor("test"), "acme")
@@ -41,7 +47,7 @@ async def test_the_policy_holds(
         {"x-api-key": KEY + "x"},
         {"x-api-key": tenant.key.text[:-1]},
     ]
-    async with client_of(service, KEY, webhooks, batches, accounts) as client:
+    async with client_of(service, KEY, webhooks, batches, accounts, gateways) as client:
         for route in ROUTES:
             where = f"{route.method} {route.path}"
             is_open = route.policy is Policy.OPEN
@@ -56,9 +62,13 @@ async def test_the_policy_holds(
 
 
 async def test_other_methods(
-    service: FakeService, webhooks: WebhookService, batches: BatchService, accounts: AccountService
+    service: FakeService,
+    webhooks: WebhookService,
+    batches: BatchService,
+    accounts: AccountService,
+    gateways: GatewayService,
 ) -> None:
-    async with client_of(service, KEY, webhooks=webhooks, batches=batches, accounts=accounts) as client:
+    async with client_of(service, KEY, webhooks, batches, accounts, gateways) as client:
         client.headers["authorization"] = f"Bearer {KEY}"
         for route in ROUTES:
             await check_other_methods(client, route)
@@ -81,6 +91,8 @@ async def check_other_methods(client: httpx.AsyncClient, route: Route) -> None:
             assert found == {"error": f"Method {method} not available for that URI."}
         elif route.dialect is Dialect.BINDING:
             assert (found["name"], found["internalCode"], found["httpCode"]) == ("AiError", 7001, 405)
+        elif route.dialect is Dialect.GATEWAY:
+            assert found["error"][0]["code"] == 7001
         elif not native:
             assert (found["type"], found["error"]["type"]) == ("error", "invalid_request_error")
     if route.method == "GET":

@@ -1,24 +1,15 @@
-"""Answers that are returned whole: collected from events, and turned back into events."""
+"""Answers that are returned whole: collected from events, and their parts in JSON."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
 from emberline.api.http.call import Call, Events, while_connected
-from emberline.protocol.answer import Answer, AnswerChoice, ReasoningPart, TextPart
-from emberline.protocol.events import (
-    ChoiceDone,
-    ReasoningDelta,
-    TextDelta,
-    TextLogprob,
-    ToolCallDelta,
-    ToolCallStarted,
-    Usage,
-)
+from emberline.protocol.answer import Answer
+from emberline.protocol.events import TextLogprob, Usage
 from emberline.protocol.price import format_amount
 from emberline.protocol.request import ToolCall
-from emberline.service.answer import ChoiceEvent, collect_answer
+from emberline.service.answer import collect_answer
 
 MIN_LOGPROB = -9999.0  # JSON has no -inf; the OpenAI API sends this
 
@@ -62,36 +53,3 @@ def json_arguments(call: ToolCall) -> msgspec.Raw | None:
     except (msgspec.DecodeError, RecursionError):
         return None
     return msgspec.Raw(call.arguments or "{}")
-
-
-def events_of(answer: Answer) -> Iterator[ChoiceEvent]:
-    """The events that would have produced the answer, one delta per part."""
-    for index, choice in enumerate(answer.choices):
-        yield from _choice_events(index, choice)
-
-
-def _choice_events(index: int, choice: AnswerChoice) -> Iterator[ChoiceEvent]:
-    n_texts_left = sum(isinstance(part, TextPart) for part in choice.parts)
-    logprobs, n_calls = list(choice.logprobs), 0
-    for part in choice.parts:
-        if isinstance(part, TextPart):
-            n_texts_left -= 1
-            yield TextDelta(index, part.text, _take_logprobs(part.text, logprobs, last=n_texts_left == 0) or None)
-        elif isinstance(part, ReasoningPart):
-            yield ReasoningDelta(index, part.text)
-        else:
-            yield ToolCallStarted(index, n_calls, part.id, part.name)
-            yield ToolCallDelta(index, n_calls, part.arguments)
-            n_calls += 1
-    yield ChoiceDone(index, choice.finish, choice.stop_sequence)
-
-
-def _take_logprobs(text: str, logprobs: list[TextLogprob], last: bool) -> list[TextLogprob]:
-    """Remove and return the logprobs of `text`, which are the first of those left; all of them if it is the last."""
-    n_taken, n_chars = 0, 0
-    while n_taken < len(logprobs) and (last or n_chars < len(text)):
-        n_chars += len(logprobs[n_taken].token)
-        n_taken += 1
-    taken = logprobs[:n_taken]
-    del logprobs[:n_taken]
-    return taken

@@ -52,6 +52,8 @@ async def read_json(call: Call, decoder: msgspec.json.Decoder[T]) -> T:
 
 async def read_body(call: Call, max_bytes: int | None = None, any_type: bool = False) -> bytes:
     """A JSON body, not yet decoded; or any other where `any_type`."""
+    if call.body is not None:
+        return call.body
     content_type = call.headers.get("content-type", "").lower()
     if content_type.startswith(_NOT_JSON) and not any_type:
         raise BadInput(f"this endpoint takes JSON, not {content_type.partition(';')[0]}", param="content-type")
@@ -166,7 +168,7 @@ async def read_model_body(call: Call) -> bytes:
     """A JSON body, not yet decoded. An unknown model is refused here, before anything else in the body."""
     body = await read_body(call)
     if (name := named_model(body)) is not None:
-        call.service.resolve(name)
+        call.check_model(name)
     return body
 
 

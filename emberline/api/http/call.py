@@ -15,11 +15,15 @@ from emberline.api.http.errors import Dialect, FieldNames, HeaderList
 from emberline.api.http.rate_limit_headers import rate_limit_headers
 from emberline.protocol import trace_context
 from emberline.protocol.answer import Encoded
-from emberline.protocol.errors import BadInput, EmberlineError, Unavailable
+from emberline.protocol.errors import BadInput, EmberlineError, Unavailable, Unsupported
 from emberline.protocol.events import Completed, Cost, TextEvent, Usage
+from emberline.protocol.gateway import GatewayOptions
 from emberline.protocol.rate_limits import RateLimits
 from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal, SpeechRequest
 from emberline.protocol.speech import Transcript
+from emberline.service.gateway.call import GatewayCall, open_call
+from emberline.service.request_context import AttemptContext
+from emberline.upstream.gateway.options import from_headers, merge
 
 if TYPE_CHECKING:  # the API needs the types of what it is given, not their imports
     from emberline.accounts.account_service import AccountService
@@ -28,10 +32,12 @@ if TYPE_CHECKING:  # the API needs the types of what it is given, not their impo
     from emberline.catalog.model_card import ModelCard
     from emberline.jobs.queue.queue import Queue
     from emberline.jobs.webhooks.service import WebhookService
+    from emberline.service.gateway.service import GatewayService
     from emberline.service.health import Health
     from emberline.service.membership import WorkerChange
     from emberline.service.responses import ResponseStore
     from emberline.service.status import Status, StatusQuery
+    from emberline.upstream.gateway.routing import Plan
     from emberline.upstream.models import UpstreamModels
     from emberline.upstream.request import UpstreamRequest
 
@@ -67,7 +73,11 @@ class Backend(Protocol):
         for the same one in all requests of a caller."""
 
     def forward(
-        self, request: "UpstreamRequest", on_admit: OnAdmit | None = None, on_complete: OnComplete | None = None
+        self,
+        request: "UpstreamRequest",
+        on_admit: OnAdmit | None = None,
+        on_complete: OnComplete | None = None,
+        attempt: AttemptContext | None = None,
     ) -> AsyncGenerator[tuple[bytes, bool], None]:
         """The upstream response as SSE lines, each with whether it is the last."""
 
@@ -84,6 +94,7 @@ class Backend(Protocol):
         *,
         on_admit: OnAdmit | None = None,
         on_complete: OnComplete | None = None,
+        attempt: AttemptContext | None = None,
     ) -> Events: ...
 
     async def encode(
@@ -190,6 +201,7 @@ class Call:
         batches: BatchQueue | None = None,
         relays_large: bool = False,
         accounts: "AccountService | None" = None,
+        gateways: "GatewayService | None" = None,
     ) -> None:
         self.scope = scope
         self.receive = receive
@@ -199,6 +211,11 @@ class Call:
         self._webhooks = webhooks
         self._batches = batches
         self._accounts = accounts
+        self._gateways = gateways
+        self._gateway: GatewayCall | None = None
+        self._reads_gateway = True  # whether a header asks for a gateway is not known yet
+        self.gateway_name = ""  # of the path; empty: it names none
+        self.body: bytes | None = None  # of the request, where it was read and perhaps rewritten
         self.is_audited = False  # what it does is in the audit log
         self.audit_target = ""  # what an admin's act is done to, for the audit log; empty: `path_param`
         self.relays_large = relays_large  # large requests are for another process: endpoints raise LargeRequest
@@ -265,6 +282,46 @@ class Call:
         return Actor(self.principal.key_id or "local", client[0] if client else "")
 
     @property
+    def gateways(self) -> "GatewayService":
+        if self._gateways is None:
+            raise Unavailable("this server was started without a store: it has no gateways")
+        return self._gateways
+
+    @property
+    def gateway(self) -> GatewayCall | None:
+        """The gateway that this call goes through, as its path, its body or a header says; None: none."""
+        if self._reads_gateway:
+            self._reads_gateway = False
+            options = from_headers(self.headers)
+            if options is not None or self.gateway_name:
+                self._open_gateway(options or GatewayOptions())
+        return self._gateway
+
+    def use_gateway(self, options: GatewayOptions) -> GatewayCall:
+        """What the body asks for; the headers count for what it leaves out."""
+        self._reads_gateway = False
+        return self._open_gateway(merge(options, from_headers(self.headers)))
+
+    def _open_gateway(self, options: GatewayOptions) -> GatewayCall:
+        name = self.gateway_name
+        self._gateway = open_call(self.gateways, options, self.principal, self.service, str(uuid.uuid4()), name)
+        return self._gateway
+
+    def refuse_gateway(self, field: str) -> None:
+        """For what is queued: a gateway answers at once."""
+        if self.gateway is not None:
+            raise Unsupported(f"a gateway answers at once: leave `{field}` out, or the gateway", param=field)
+
+    def check_model(self, name: str) -> None:
+        """ModelNotFound: there is no such model. A gateway may have others to try."""
+        if self.gateway is None:
+            self.service.resolve(name)
+            return
+        models = self.gateway.plan(name, self.session, self.id).models
+        if len(models) == 1:
+            self.service.resolve(models[0])
+
+    @property
     def has_queue(self) -> bool:
         return self._batches is not None
 
@@ -319,16 +376,29 @@ class Call:
         return self.enum_param(name, ("true", "false"), "true" if default else "false") == "true"
 
     def generate(self, request: GenerateRequest) -> Events:
+        if self.gateway is not None:
+            return self.gateway.generate(request, self._admitted, self._completed)
         return self.service.generate(request, self.principal, on_admit=self._admitted, on_complete=self._completed)
 
     def encode(self, request: EncodeRequest) -> Coroutine[Any, Any, Encoded]:
+        if self.gateway is not None:
+            return self.gateway.encode(request, self._admitted, self._completed)
         return self.service.encode(request, self.principal, on_admit=self._admitted, on_complete=self._completed)
 
     def transcribe(self, request: SpeechRequest) -> Coroutine[Any, Any, Transcript]:
+        if self.gateway is not None:
+            return self.gateway.transcribe(request, self._admitted, self._completed)
         return self.service.transcribe(request, self.principal, on_admit=self._admitted, on_complete=self._completed)
 
     def forward(self, request: "UpstreamRequest") -> AsyncGenerator[tuple[bytes, bool], None]:
         return self.service.forward(request, on_admit=self._admitted, on_complete=self._completed)
+
+    def forward_any(
+        self, make: "Callable[[ModelCard, str], Awaitable[UpstreamRequest]]", models: "Plan", requested: str, api: str
+    ) -> AsyncGenerator[tuple[bytes, bool], None]:
+        """`forward` through the gateway: `make` makes the request for one of the models, which are tried in order."""
+        assert self.gateway is not None
+        return self.gateway.forward(make, models, self.id, requested, api, self._admitted, self._completed)
 
     def _completed(self, completed: Completed) -> None:
         """One of the requests that the call has made has ended."""
@@ -360,6 +430,8 @@ class Call:
         self.status = status
         if self.rate_limits is not None:
             headers = [*headers, *rate_limit_headers(self.rate_limits, self.dialect)]
+        if self._gateway is not None:
+            headers = [*headers, *self._gateway.headers()]
         await self.send({"type": "http.response.start", "status": status, "headers": headers})
 
 

@@ -27,6 +27,7 @@ class Dialect(Enum):
     ANTHROPIC_ENVELOPED = "anthropic+envelope"
     OLLAMA = "ollama"
     BINDING = "binding"  # of a Worker's `AI` binding, which throws it as an AiError
+    GATEWAY = "gateway"  # AI Gateway's: an envelope with the key `error`
 
 
 class MethodNotAllowed(EmberlineError):
@@ -138,6 +139,14 @@ CODES: dict[str, Codes] = {
     "budget_reserved": Codes(429, 429, 3036, "rate_limit_error", "rate_limit_exceeded", "rate_limit_error"),
     "overloaded": Codes(429, 429, 3040, "rate_limit_error", "rate_limit_exceeded", "rate_limit_error"),
     "unavailable": Codes(503, 503, 3040, "server_error", "unavailable", "overloaded_error"),
+    "gateway_not_found": Codes(404, 404, 2001, _INVALID, "gateway_not_found", "not_found_error"),
+    "provider_failed": Codes(502, 502, 2005, "server_error", "provider_failed", "api_error"),
+    "provider_busy": Codes(429, 429, 2005, "rate_limit_error", "provider_busy", "rate_limit_error"),
+    "invalid_provider": Codes(400, 400, 2008, _INVALID, "invalid_provider", _INVALID),
+    "gateway_unauthorized": Codes(401, 401, 2009, _INVALID, "invalid_api_key", "authentication_error"),
+    "provider_timeout": Codes(504, 504, 2014, "timeout_error", "provider_timeout", "timeout_error"),
+    "prompt_blocked": Codes(400, 400, 2016, _INVALID, "prompt_blocked", _INVALID),
+    "response_blocked": Codes(400, 400, 2017, _INVALID, "response_blocked", _INVALID),
     "deadline_exceeded": Codes(408, 408, 3007, "timeout_error", "timeout", "timeout_error"),
     "cancelled": Codes(408, 408, 3008, "timeout_error", "cancelled", "timeout_error"),
 }
@@ -157,7 +166,7 @@ def error_headers(error: EmberlineError, dialect: Dialect, request_id: str) -> t
     headers: HeaderList = []
     if error.kind == "budget_exceeded":
         headers.append((b"x-should-retry", b"false"))  # clients of OpenAI and Anthropic would retry at once
-    if status in (429, 503) and (error.kind != "budget_exceeded" or error.retry_after_s is not None):
+    if status in (429, 502, 503) and (error.kind != "budget_exceeded" or error.retry_after_s is not None):
         wait_s = 1.0 if error.retry_after_s is None else error.retry_after_s
         headers.append((b"retry-after", b"%d" % max(1, math.ceil(wait_s))))
         headers.append((b"retry-after-ms", b"%d" % max(1, math.ceil(wait_s * 1000))))
@@ -180,6 +189,10 @@ def error_body(error: EmberlineError, dialect: Dialect, request_id: str) -> dict
         return _ai_error(error, request_id)
     if dialect is Dialect.OLLAMA:
         return {"error": error.message}
+    if dialect is Dialect.GATEWAY:
+        code = 2009 if error.kind in ("unauthorized", "forbidden") else codes(error).native_code
+        errors = [{"code": code, "message": error.message}]
+        return {"success": False, "result": [], "messages": [], "error": errors}
     row = codes(error)
     body: dict[str, Any]
     if dialect in (Dialect.OPENAI, Dialect.OPENAI_ENVELOPED):

@@ -78,7 +78,9 @@ def _parameters(route: Route) -> list[dict[str, Any]]:
         found.append({"name": "account", "in": "path", "required": True, "schema": _ACCOUNT})
     if "{id}" in route.path:
         found.append({"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}})
-    for name in ("model", "asset"):
+    if "{gateway}" in route.path:
+        found.append({"name": "gateway", "in": "path", "required": True, "schema": _ACCOUNT})
+    for name in ("model", "asset", "rest"):
         if f"{{{name}}}" in route.path:
             rest = {"type": "string", "minLength": 1}
             found.append({"name": name, "in": "path", "required": True, "schema": rest})
@@ -100,7 +102,7 @@ def _responses(route: Route) -> dict[str, Any]:
 def _content_types(route: Route) -> list[str]:
     special = {"/": ["text/html"], "/operations": ["text/html"], "/metrics": ["text/plain"]}
     special["/assets/{asset}"] = ["text/javascript", "text/css", "image/svg+xml"]
-    if route.body is not None:
+    if route.body is not None or route.dialect is Dialect.GATEWAY:
         return ["application/json", "application/x-ndjson" if route.dialect is Dialect.OLLAMA else "text/event-stream"]
     return special.get(route.path, ["application/json"])
 
@@ -109,6 +111,9 @@ def _failure(dialect: Dialect) -> dict[str, Any]:
     envelope = {"$ref": "#/components/schemas/Envelope"}
     if dialect is Dialect.OLLAMA:
         return {"type": "object", "properties": {"error": {"type": "string"}}, "required": ["error"]}
+    if dialect is Dialect.GATEWAY:
+        listed = {"type": "array", "items": {"type": "object", "required": ["code", "message"]}}
+        return {"type": "object", "properties": {"error": listed}, "required": ["success", "error"]}
     own = {"type": "object", "properties": {"error": {"$ref": "#/components/schemas/Error"}}, "required": ["error"]}
     if dialect in (Dialect.NATIVE, Dialect.BINDING):
         return envelope

@@ -21,6 +21,8 @@ ACCOUNTS = "/client/v4/accounts/"
 _ACCOUNT = "{account}"
 _REST = ("{model}", "{asset}")  # the rest of the path
 _ID = "{id}"
+GATEWAY = "/v1/{account}/{gateway}"  # begins the paths of gateways
+ANY_API = "*"  # of a route that leads to several APIs: its endpoint checks which
 
 
 # What a key's scope names: the API of a route by the first word of its path.
@@ -55,6 +57,7 @@ APIS = {
     "ai-gateway": "run",  # of the binding, as those below
     "ai-api": "models",
     "binding": "run",
+    "gateways": "gateways",
 }
 API_NAMES = tuple(dict.fromkeys(APIS.values()))
 
@@ -83,14 +86,20 @@ class Route:
     api: str = ""  # that a key's scope names; set for every route with the policy KEY
 
 
+def check_api(principal: Principal, api: str) -> None:
+    """Raise Forbidden unless the principal may use the API."""
+    if principal.apis and not principal.is_admin and api not in principal.apis:
+        raise Forbidden(f"this key may not use the API {api!r}; it may use {', '.join(principal.apis)}")
+
+
 def authorize(principal: Principal, route: Route) -> None:
     """Raise Forbidden unless the principal may call the route."""
     if principal.is_admin:
         return
     if route.policy is not Policy.KEY:
         raise Forbidden("this needs an admin key")
-    if principal.apis and route.api not in principal.apis:
-        raise Forbidden(f"this key may not use the API {route.api!r}; it may use {', '.join(principal.apis)}")
+    if route.api != ANY_API:
+        check_api(principal, route.api)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +111,7 @@ class Match:
     path_param: str
     dialect: Dialect  # also of paths without a route
     missing: str  # what to say if there is no route
+    gateway: str = ""
 
     def route(self, method: str) -> Route:
         if not self.methods:
@@ -117,8 +127,14 @@ class Router:
         self.routes = tuple(routes)
         self._exact: dict[str, dict[str, Route]] = {}
         self._prefixes: dict[str, dict[str, Route]] = {}
+        self._gateway: dict[bool, dict[str, Route]] = {False: {}, True: {}}  # by whether more of the path follows
+        static = (route.path.split("/")[2] for route in self.routes if route.path.startswith("/v1/"))
+        self._static = {*static, *_MISSING} - {_ACCOUNT}  # what a path behind /v1/ begins with that is no account's
         self._collections = {route.path.partition(_ID)[0] for route in self.routes if _ID in route.path}
         for route in self.routes:
+            if route.path.startswith(GATEWAY):
+                self._gateway[route.path != GATEWAY][route.method] = route
+                continue
             start, _, rest = route.path.rpartition("/")
             table, key = (self._prefixes, f"{start}/") if rest in _REST else (self._exact, route.path)
             methods = table.setdefault(key, {})
@@ -132,12 +148,15 @@ class Router:
             methods, path_param = self._by_id(path)
         if methods is None:
             methods, path_param = self._by_prefix(path)
+        gateway = ""
+        if not methods and path.startswith("/v1/"):
+            methods, account, gateway, path_param = self._of_gateway(path)
         if methods:
             dialect = next(iter(methods.values())).dialect
         else:
             dialect = _unrouted_dialect(path)
         found = unquote(account) if account is not None else None
-        return Match(methods or {}, found, unquote(path_param), dialect, _missing(path))
+        return Match(methods or {}, found, unquote(path_param), dialect, _missing(path), unquote(gateway))
 
     def _by_id(self, path: str) -> tuple[dict[str, Route] | None, str]:
         for collection in self._collections:
@@ -145,6 +164,14 @@ class Router:
                 found, slash, rest = path[len(collection) :].partition("/")
                 return self._exact.get(f"{collection}{_ID}{slash}{rest}") if found else None, found
         return None, ""
+
+    def _of_gateway(self, path: str) -> tuple[dict[str, Route], str | None, str, str]:
+        """Routes, account, gateway and the rest of the path, which no other route has."""
+        _, _, account, *more = path.split("/", 4)
+        if account in self._static or not account or not more or not more[0]:
+            return {}, None, "", ""
+        rest = more[1] if len(more) > 1 else ""
+        return self._gateway[bool(rest)], account, more[0], rest
 
     def _by_prefix(self, path: str) -> tuple[dict[str, Route] | None, str]:
         for prefix, methods in self._prefixes.items():

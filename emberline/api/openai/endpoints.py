@@ -16,6 +16,7 @@ from emberline.api.openai.upstream_passthrough import forward_chat, forward_comp
 from emberline.catalog.model_card import ModelCard
 from emberline.protocol.errors import BadInput
 from emberline.protocol.request import alias_caller
+from emberline.upstream.gateway.routing import Plan
 
 MAX_TOTAL_CHOICES = 128  # of one call: prompts times n
 
@@ -25,8 +26,8 @@ _completion_decoder = msgspec.json.Decoder(CompletionRequest)
 
 async def chat_completions(call: Call) -> Reply | None:
     raw = await read_model_body(call)
-    if (card := _upstream_card(call, raw)) is not None:
-        return await forward_chat(call, card, raw)
+    if (targets := _upstream_targets(call, raw)) is not None:
+        return await forward_chat(call, targets, raw)
     body = decode(raw, _chat_decoder)
     call.wants_cost = call.wants_cost or bool(body.usage and body.usage.include)
     request, call.field_names = body.to_request(call.id, call.session)
@@ -41,8 +42,8 @@ async def chat_completions(call: Call) -> Reply | None:
 
 async def completions(call: Call) -> Reply | None:
     raw = await read_model_body(call)
-    if (card := _upstream_card(call, raw)) is not None:
-        return await forward_completion(call, card, raw)
+    if (targets := _upstream_targets(call, raw)) is not None:
+        return await forward_completion(call, targets, raw)
     body = decode(raw, _completion_decoder)
     call.wants_cost = call.wants_cost or bool(body.usage and body.usage.include)
     requests, call.field_names = body.to_requests(call.id, call.session)
@@ -59,13 +60,20 @@ async def completions(call: Call) -> Reply | None:
     return json_reply(completion_body(call.id, body, created, answer), headers=call.id_headers)
 
 
-def _upstream_card(call: Call, raw: bytes) -> ModelCard | None:
-    """The card of the model that the body names, if upstream servers compute it."""
+def _upstream_targets(call: Call, raw: bytes) -> ModelCard | Plan | None:
+    """The card of the model that the body names, if upstream servers compute it; through a gateway, the models that it
+    tries, if that is true of all and nothing of the request or its reply has to be read."""
     name, sessions = named_model_and_sessions(raw)
     if name is None:
         return None
-    caller = alias_caller(call.principal, session_name(call.session, *sessions), call.id)
-    return call.service.upstream_card(name, caller)
+    session = session_name(call.session, *sessions)
+    gateway = call.gateway
+    if gateway is None:
+        return call.service.upstream_card(name, alias_caller(call.principal, session, call.id))
+    if gateway.reads_prompts:
+        return None
+    plan = gateway.plan(name, session, call.id)
+    return plan if all(call.service.upstream_card(model) is not None for model in plan.models) else None
 
 
 async def list_models(call: Call) -> Reply:

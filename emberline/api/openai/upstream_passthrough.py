@@ -6,7 +6,7 @@ template or a place in the server's cache.
 
 import contextlib
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
@@ -30,6 +30,7 @@ from emberline.api.openai.chat import ChatRequest, StreamOptions, UsageOptions
 from emberline.api.openai.completions import CompletionRequest
 from emberline.catalog.model_card import ModelCard
 from emberline.protocol.errors import BadInput, EmberlineError, Unavailable
+from emberline.upstream.gateway.routing import Plan
 from emberline.upstream.request import CHAT, COMPLETIONS, UpstreamRequest, check_known, continuation_fields
 
 ABSENT = Raw()
@@ -197,29 +198,41 @@ _canonical_completion = msgspec.json.Decoder(CompletionRequest)
 log = logging.getLogger(__name__)
 
 
-async def forward_chat(call: Call, card: ModelCard, raw: bytes) -> Reply | None:
+async def forward_chat(call: Call, targets: ModelCard | Plan, raw: bytes) -> Reply | None:
     body = decode(raw, _chat)
-    request, n_images = _upstream_request(call, card, body, CHAT, raw)
-    request.route = msgspec.structs.replace(request.route, images=n_images)
-    if card.id in call.service.upstream.texts:
-        with contextlib.suppress(EmberlineError):  # not all that its server takes can be rendered here
-            canonical, call.field_names = decode(raw, _canonical_chat).to_request(call.id, call.session)
-            request.route = await call.service.upstream.with_token_keys(request.route, canonical, card)
-    return await _reply(call, request)
+
+    async def make(card: ModelCard, request_id: str) -> UpstreamRequest:
+        request, n_images = _upstream_request(call, card, request_id, body, CHAT, raw)
+        if n_images:
+            request.route = msgspec.structs.replace(request.route, images=n_images)
+        if card.id in call.service.upstream.texts:
+            with contextlib.suppress(EmberlineError):  # not all that its server takes can be rendered here
+                canonical, call.field_names = decode(raw, _canonical_chat).to_request(call.id, call.session)
+                request.route = await call.service.upstream.with_token_keys(request.route, canonical, card)
+        return request
+
+    return await _reply(call, targets, make, body, "chat")
 
 
-async def forward_completion(call: Call, card: ModelCard, raw: bytes) -> Reply | None:
+async def forward_completion(call: Call, targets: ModelCard | Plan, raw: bytes) -> Reply | None:
     body = decode(raw, _completion)
-    request, _ = _upstream_request(call, card, body, COMPLETIONS, raw)
-    if card.id in call.service.upstream.texts and body.n_prompts == 1:
-        with contextlib.suppress(EmberlineError):
-            (canonical,), call.field_names = decode(raw, _canonical_completion).to_requests(call.id, call.session)
-            request.route = await call.service.upstream.with_token_keys(request.route, canonical, card)
-    return await _reply(call, request)
+
+    async def make(card: ModelCard, request_id: str) -> UpstreamRequest:
+        request, _ = _upstream_request(call, card, request_id, body, COMPLETIONS, raw)
+        if card.id in call.service.upstream.texts and body.n_prompts == 1:
+            with contextlib.suppress(EmberlineError):
+                (canonical,), call.field_names = decode(raw, _canonical_completion).to_requests(call.id, call.session)
+                request.route = await call.service.upstream.with_token_keys(request.route, canonical, card)
+        return request
+
+    return await _reply(call, targets, make, body, "completions")
+
+
+Make = Callable[[ModelCard, str], Awaitable[UpstreamRequest]]  # of the model that serves it, and its id
 
 
 def _upstream_request(
-    call: Call, card: ModelCard, body: PassthroughBody, path: str, raw: bytes
+    call: Call, card: ModelCard, request_id: str, body: PassthroughBody, path: str, raw: bytes
 ) -> tuple[UpstreamRequest, int]:
     """The request, and the number of images in it."""
     call.service.check_scope(call.principal, card)
@@ -230,7 +243,7 @@ def _upstream_request(
     fields = _all_fields(raw) if takes_any else body.upstream_fields(upstream.kind_of(card, access))
     fields |= {"model": model, **upstream.cache_salt(card, call.principal)}
     route = upstream.route_request(
-        call.id,
+        request_id,
         card,
         call.principal,
         body.prompt_bytes,
@@ -263,13 +276,16 @@ def _all_fields(raw: bytes) -> dict[str, Any]:
     return {**fields, "stream": True, "stream_options": {"include_usage": True}}
 
 
-async def _reply(call: Call, request: UpstreamRequest) -> Reply | None:
-    blocks = call.forward(request)
-    if request.stream:
+async def _reply(call: Call, targets: ModelCard | Plan, make: Make, body: PassthroughBody, api: str) -> Reply | None:
+    if isinstance(targets, ModelCard):
+        blocks = call.forward(await make(targets, call.id))
+    else:
+        blocks = call.forward_any(make, targets, body.model, api)
+    if body.stream:
         await while_connected(call.receive, _stream(call, blocks, call.id_headers))
         return None
-    body = await while_connected(call.receive, _body(blocks))
-    return Reply(200, body, headers=call.id_headers)
+    whole = await while_connected(call.receive, _body(blocks))
+    return Reply(200, whole, headers=call.id_headers)
 
 
 Blocks = AsyncGenerator[tuple[bytes, bool], None]  # SSE lines, and whether they are the last

@@ -19,6 +19,7 @@ from emberline.api.workers_ai.endpoints import run_model
 from emberline.api.workers_ai.run_request import RunOptions, RunRequest
 from emberline.catalog.model_card import SPEECH_RECOGNITION
 from emberline.protocol.errors import BadInput, NotFound
+from emberline.protocol.gateway import DYNAMIC
 
 WRAPPED = "/binding"  # the route of requests inside another one, whatever path they were sent to
 _MARK = b"mf-binding"
@@ -46,12 +47,12 @@ _object = msgspec.json.Decoder(dict[str, Any])
 
 async def run(call: Call) -> Reply | None:
     model = _model(call)
-    card = call.service.resolve(model)
+    card = None if model.startswith(DYNAMIC) else call.service.resolve(model)
     content_type = call.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type in _JSON:
         body = decode(await read_body(call), _body, NO_LIMIT)  # the values of the input are limited where it is read
         return await run_model(call, model, _input(body))
-    if card.task != SPEECH_RECOGNITION:
+    if card is None or card.task != SPEECH_RECOGNITION:
         raise BadInput(f"{model} takes no stream of {content_type[:80]}: send its input as an object", param="inputs")
     return await run_model(call, model, _with_fields(call, await read_body(call, any_type=True)))
 

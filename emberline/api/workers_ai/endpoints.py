@@ -11,7 +11,7 @@ from emberline.api.batches.submission import find_batch, new_batch, position_bod
 from emberline.api.common.answer import collect
 from emberline.api.common.chat_fields import is_json
 from emberline.api.common.encoding import json_rows, run_encoding
-from emberline.api.http.body import MAX_VALUES, NO_LIMIT, decode, n_separators, read_body, read_model_body
+from emberline.api.http.body import MAX_VALUES, NO_LIMIT, decode, n_separators, named_model, read_body
 from emberline.api.http.call import JSON, Backend, Call, Reply, encode
 from emberline.api.http.errors import Dialect, NoSuchBatch, error_body
 from emberline.api.http.sse import send_bytes, stream
@@ -24,6 +24,7 @@ from emberline.jobs.batches.batch import Batch, new_batch_id
 from emberline.jobs.queue.job import NewJob
 from emberline.protocol.answer import Answer
 from emberline.protocol.errors import BadInput, EmberlineError, TooLarge, Unsupported
+from emberline.protocol.gateway import DYNAMIC
 from emberline.protocol.request import GenerateRequest
 
 ENDPOINT = "/ai/run"
@@ -72,13 +73,17 @@ _reference_decoder = msgspec.json.Decoder(_Reference)
 
 
 async def run(call: Call) -> Reply | None:
+    if call.path_param.startswith(DYNAMIC):
+        return await run_model(call, call.path_param, await read_body(call))
     card = call.service.resolve(call.path_param)  # an unknown model is reported before what is wrong with the body
     raw = await read_body(call, any_type=card.task == SPEECH_RECOGNITION)
     return await run_model(call, call.path_param, raw)
 
 
 async def run_model(call: Call, model: str, raw: bytes) -> Reply | None:
-    """`raw`: the model's input."""
+    """`raw`: the model's input. The model may be a route of the gateway that it names."""
+    if model.startswith(DYNAMIC):
+        return await _run_input(call, model, raw, encodes=False)
     card = call.service.resolve(model)
     if card.task == SPEECH_RECOGNITION:
         return await _hear(call, model, raw)
@@ -86,9 +91,13 @@ async def run_model(call: Call, model: str, raw: bytes) -> Reply | None:
 
 
 async def run_universal(call: Call) -> Reply | None:
-    raw = await read_model_body(call)
+    raw = await read_body(call)
+    if (name := named_model(raw)) is not None and not name.startswith(DYNAMIC):
+        call.service.resolve(name)
     max_values = decode(raw, _universal_submission_decoder, NO_LIMIT).input.max_values
     body = decode(raw, _raw_decoder, max_values)
+    if body.model.startswith(DYNAMIC):
+        return await _run_input(call, body.model, bytes(body.input), encodes=False)
     card = call.service.resolve(body.model)
     if card.task == SPEECH_RECOGNITION:
         return await _hear(call, body.model, bytes(body.input))
@@ -105,7 +114,10 @@ async def _run_input(call: Call, model: str, raw: bytes, encodes: bool) -> Reply
 
 
 async def _run(call: Call, model: str, raw: bytes, body: RunRequest | EncodeInput) -> Reply | None:
+    if body.options is not None and body.options.gateway is not None:
+        call.use_gateway(body.options.gateway)
     if body.for_queue or _queue_requested(call):
+        call.refuse_gateway("queueRequest")
         return await _run_queued(call, model, raw, body)
     if isinstance(body, RunRequest):
         return await _generate(call, model, body)

@@ -11,6 +11,7 @@ from emberline.api.common.sampling_fields import session_name
 from emberline.api.common.unsupported_fields import UnsupportedField, unsupported
 from emberline.api.http.errors import FieldNames
 from emberline.protocol.errors import BadInput
+from emberline.protocol.gateway import GatewayOptions
 from emberline.protocol.request import GenerateRequest, Message
 from emberline.service.validation import MAX_REPETITION_PENALTY, MAX_TEMPERATURE
 
@@ -20,6 +21,7 @@ DEFAULT_TEMPERATURE = 0.6
 class RunOptions(msgspec.Struct):
     reject_if_busy: bool | None = msgspec.field(default=None, name="rejectIfBusy")
     queue_request: bool | None = msgspec.field(default=None, name="queueRequest")
+    gateway: GatewayOptions | None = None
 
 
 class RunRequest(ChatFields, kw_only=True):

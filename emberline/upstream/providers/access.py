@@ -1,5 +1,8 @@
 """With which key a provider is called for one request, and where."""
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from emberline.upstream.http_client import ConnectionPool
@@ -14,3 +17,23 @@ class Access:
     api: ProviderAPI | None = None
     traits: str = ""  # which fields are taken there, as `upstream.request` knows them
     is_own_url: bool = False  # an account's: what fails there says nothing about the provider that others use
+
+
+RequestKey = AbstractContextManager[None]
+_own: ContextVar[tuple[str, str]] = ContextVar("own provider key", default=("", ""))  # provider and key
+
+
+@contextmanager
+def request_key(provider: str, key: str) -> Iterator[None]:
+    """Requests inside are sent to this provider with the caller's own key. An empty one: with the stored ones."""
+    token = _own.set((provider, key))
+    try:
+        yield
+    finally:
+        _own.reset(token)
+
+
+def own_key(provider: str) -> str:
+    """The key that the current request brings for the provider; empty: none."""
+    name, key = _own.get()
+    return key if name == provider else ""

@@ -13,7 +13,7 @@ from emberline.protocol.provider import ProviderKey
 from emberline.protocol.request import Principal
 from emberline.upstream.client import DEFAULT_CONTEXT
 from emberline.upstream.http_client import ConnectionPool
-from emberline.upstream.providers.access import Access
+from emberline.upstream.providers.access import Access, own_key
 from emberline.upstream.providers.attempt import list_models
 from emberline.upstream.providers.client import ProviderClient, api_of
 from emberline.upstream.providers.registry import ALIASES, Provider, known, provider, task_of
@@ -89,13 +89,15 @@ class ProviderDirectory:
         return self.clients.get(card.id.partition("/")[0]) if card.architecture == PROVIDER else None
 
     def access(self, client: ProviderClient, principal: Principal) -> Access:
-        """The account's own key, the stored one of all accounts, or the configured one. Forbidden where there is none,
-        ModelNotFound where the provider is another account's."""
+        """The key that the request brings, the account's own, the stored one of all accounts, or the configured one.
+        Forbidden where there is none, ModelNotFound where the provider is another account's."""
         stored = None if self._keys is None else self._keys.find(principal.account, client.name)
-        if stored is not None:
+        if stored is not None and not own_key(client.name):
             return self._stored_access(client, stored)
         if client.provider.url == NOWHERE:
             raise ModelNotFound(f"this account has no provider {client.name}", param="model")
+        if key := own_key(client.name):
+            return Access(key)
         if not client.access.key and client.provider.needs_key:
             raise Forbidden(
                 f"there is no key for provider {client.name}: add one with `emberline provider add {client.name}`",

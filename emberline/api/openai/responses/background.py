@@ -12,7 +12,6 @@ import msgspec
 
 from emberline.api.batches.job_format import batch_request, job_error
 from emberline.api.batches.submission import new_batch, queue_position, store_requests
-from emberline.api.common.answer import events_of
 from emberline.api.http.body import decode
 from emberline.api.http.call import Call, encode, while_connected
 from emberline.api.http.errors import NoSuchResponse
@@ -27,6 +26,7 @@ from emberline.protocol.answer import StoredResponse
 from emberline.protocol.errors import Conflict, NotFound
 from emberline.protocol.events import ChoiceDone
 from emberline.protocol.request import GenerateRequest
+from emberline.service.answer import events_of
 
 ENDPOINT = "/v1/responses"
 QUEUED_POLL_S = 0.5  # how often a stream checks whether its job has started,

@@ -85,6 +85,7 @@ async def create(call: Call) -> Reply | None:
 
 
 async def _create_in_background(call: Call, raw: bytes, body: ResponsesRequest) -> Reply | None:
+    call.refuse_gateway("background")
     if not body.stored:
         raise BadInput("a background response is always stored: leave `store` out", param="store")
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from emberline.api.common.answer import cost_field, events_of, logprobs_body
+from emberline.api.common.answer import cost_field, logprobs_body
 from emberline.api.http.errors import Dialect, FieldNames, codes
 from emberline.api.http.sse import EventEncoder, named_event, random_padding
 from emberline.api.openai.responses.items import Status, item_id, seal
@@ -24,7 +24,7 @@ from emberline.protocol.events import (
     ToolCallStarted,
     Usage,
 )
-from emberline.service.answer import ChoiceEvent
+from emberline.service.answer import ChoiceEvent, events_of
 
 Json = dict[str, Any]
 StreamEvent = dict[str, Any]

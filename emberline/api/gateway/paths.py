@@ -1,0 +1,181 @@
+"""The paths of a gateway, `/v1/{account}/{gateway}/…`: which endpoint of which API a path leads to.
+
+`workers-ai/…` and `compat/…` reach every model; a provider's name reaches its own models, under the paths and with the
+bodies of its own API. The universal endpoint takes several of them, to be tried in order.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from emberline.api.anthropic import messages as anthropic
+from emberline.api.http.body import decode, named_model, read_body
+from emberline.api.http.call import Call, Reply, encode
+from emberline.api.http.router import APIS, Endpoint, check_api
+from emberline.api.openai import embeddings
+from emberline.api.openai import endpoints as openai
+from emberline.api.openai.responses import endpoints as responses
+from emberline.api.workers_ai import endpoints as workers_ai
+from emberline.protocol.errors import BadInput, EmberlineError, NotFound
+from emberline.protocol.gateway import StepConfig
+from emberline.service.gateway.attempts import LOCAL
+from emberline.upstream.gateway.errors import InvalidProvider
+from emberline.upstream.gateway.retry import falls_back
+from emberline.upstream.providers.access import RequestKey, request_key
+
+COMPAT = "compat"
+MAX_STEPS = 10
+_OPENAI: Mapping[str, Endpoint] = {
+    "chat/completions": openai.chat_completions,
+    "completions": openai.completions,
+    "responses": responses.create,
+    "embeddings": embeddings.embeddings,
+    "rerank": embeddings.rerank,
+}
+_ANTHROPIC: Mapping[str, Endpoint] = {
+    "messages": anthropic.messages,
+    "messages/count_tokens": anthropic.count_tokens,
+}
+_KEY_HEADERS = {"authorization", "x-api-key", "x-goog-api-key", "api-key"}
+_IGNORED_HEADERS = {"content-type", "accept", "user-agent", "anthropic-version"}
+
+
+class UniversalStep(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    provider: Annotated[str, Meta(min_length=1, max_length=64)]
+    endpoint: Annotated[str, Meta(min_length=1, max_length=512)]
+    query: msgspec.Raw
+    headers: Annotated[dict[str, str], Meta(max_length=32)] = {}
+    config: StepConfig | None = None
+
+
+Steps = Annotated[list[UniversalStep], Meta(min_length=1, max_length=MAX_STEPS)]
+_steps: msgspec.json.Decoder[list[UniversalStep]] = msgspec.json.Decoder(Steps)
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+async def dispatch(call: Call) -> Reply | None:
+    """Any path of a gateway."""
+    _check_gateway(call)
+    provider, _, endpoint = call.path_param.partition("/")
+    call.body = await read_body(call)
+    return await _run(call, provider, endpoint, call.headers.get)
+
+
+async def list_models(call: Call) -> Reply:
+    """GET `compat/models`, and of a provider's."""
+    _check_gateway(call)
+    if call.path_param.partition("/")[2].removeprefix("v1/") != "models":
+        raise NotFound(f"there is nothing to read at {call.path_param[:100]!r}; `compat/models` lists models")
+    check_api(call.principal, "models")
+    return await openai.list_models(call)
+
+
+async def universal(call: Call) -> Reply | None:
+    """The first step that answers: a step that fails before its first byte is followed by the next."""
+    gateway = _check_gateway(call)
+    steps = decode(await read_body(call), _steps)
+    for number, step in enumerate(steps):
+        _check_headers(step.headers, f"[{number}].headers")
+        _check_provider(call, step.provider)
+    for number, step in enumerate(steps):
+        gateway.first_step, gateway.step = number, step.config
+        gateway.has_next_step = number + 1 < len(steps)
+        call.body, call.path_param = bytes(step.query), ""
+        headers = {name.lower(): value for name, value in step.headers.items()}
+        try:
+            return await _run(call, step.provider, step.endpoint.lstrip("/"), headers.get, is_step=True)
+        except EmberlineError as error:
+            if call.status or not gateway.has_next_step or not falls_back(error):
+                gateway.log_failure(error)
+                raise
+    raise AssertionError("there is a step")
+
+
+def _check_gateway(call: Call) -> Any:
+    """GatewayNotFound before anything else."""
+    assert call.gateway is not None, "the path names it"
+    return call.gateway
+
+
+async def _run(call: Call, provider: str, endpoint: str, header: Any, is_step: bool = False) -> Reply | None:
+    """Call the endpoint of a provider's API with `call.body`."""
+    assert call.body is not None
+    if provider in (COMPAT, LOCAL):
+        return await _run_any(call, provider, endpoint, header)
+    _check_provider(call, provider)
+    name = provider.lower()
+    call.route = f"{call.route}/{name}"
+    path = _without_version(endpoint)
+    found = (_ANTHROPIC if path in _ANTHROPIC else _OPENAI).get(path)
+    if found is None:
+        raise _no_endpoint(provider, endpoint)
+    check_api(call.principal, APIS[path.partition("/")[0]])
+    call.body = _with_model(call.body, f"{name}/")
+    with _own_key(call, name, header, is_step):
+        return await found(call)
+
+
+async def _run_any(call: Call, provider: str, endpoint: str, header: Any) -> Reply | None:
+    path = _without_version(endpoint)
+    if (found := _OPENAI.get(path)) is not None:
+        check_api(call.principal, APIS[path.partition("/")[0]])
+        model = (named_model(call.body or b"") or "").partition("/")[0].lower()
+        with _own_key(call, model, header, is_step=False):
+            return await found(call)
+    if provider == COMPAT:
+        raise _no_endpoint(provider, endpoint)
+    check_api(call.principal, "run")
+    call.path_param = endpoint
+    return await workers_ai.run(call)
+
+
+def _without_version(endpoint: str) -> str:
+    """`v1/chat/completions` as `chat/completions`, and likewise `openai/v1/…` and `api/v1/…`."""
+    head, found, rest = endpoint.partition("v1/")
+    return rest if found and head in ("", "openai/", "api/") else endpoint
+
+
+def _no_endpoint(provider: str, endpoint: str) -> NotFound:
+    known = ", ".join((*_OPENAI, *(f"v1/{path}" for path in _ANTHROPIC)))
+    return NotFound(f"the gateway has no endpoint {endpoint[:100]!r} of {provider}; there are {known}")
+
+
+def _check_provider(call: Call, provider: str) -> None:
+    if provider in (COMPAT, LOCAL):
+        return
+    if call.service.upstream.find(f"{provider}/model") is None:
+        known = ", ".join((COMPAT, LOCAL, *call.service.upstream.providers.clients))
+        raise InvalidProvider(
+            f"there is no provider {provider[:64]!r} here; there are {known}. Add it to [[providers]]", param="provider"
+        )
+
+
+def _check_headers(headers: Mapping[str, str], where: str) -> None:
+    for name in headers:
+        if name.lower() not in _KEY_HEADERS | _IGNORED_HEADERS:
+            raise BadInput(f"the header `{name[:64]}` is not sent to providers: leave it out", param=where)
+
+
+def _with_model(body: bytes, prefix: str) -> bytes:
+    """A body of a provider's own API, its model by the name that it has here. What else is wrong with it is reported
+    where it is decoded."""
+    name = named_model(body)
+    if name is None:
+        return body
+    fields = _fields.decode(body)
+    fields["model"] = msgspec.Raw(encode(prefix + name))
+    return encode(fields)
+
+
+def _own_key(call: Call, provider: str, header: Any, is_step: bool) -> RequestKey:
+    """The provider's key that the client sends along with ours: it goes to that provider and no other, and is not
+    kept. A client's `Authorization` is one only where our key is in `cf-aig-authorization`, or in a universal step."""
+    key = ""
+    if is_step or "cf-aig-authorization" in call.headers:
+        found = next((value for name in sorted(_KEY_HEADERS) if (value := header(name))), "")
+        key = found.removeprefix("Bearer ").strip()
+        if key and not (key.isascii() and key.isprintable() and " " not in key and len(key) <= 4096):
+            raise BadInput("the provider's key has characters that a header cannot have", param="authorization")
+    return request_key(provider, key)

@@ -1,0 +1,123 @@
+"""Guardrails: patterns that must not occur in a prompt or a reply, and how much of a streamed reply is held back for
+them.
+
+Patterns are matched by RE2, in time linear to the text whatever the pattern. A moderation model is asked by the
+service, which owns the models; this module says what to ask about.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Literal
+
+from emberline.protocol.errors import BadInput
+from emberline.protocol.events import ChoiceDone, ReasoningDelta, TextDelta, TextEvent, ToolCallDelta
+from emberline.protocol.gateway import Guardrail
+from emberline.protocol.request import GenerateRequest
+
+MAX_PATTERN_BYTES = 1 << 20  # of a compiled pattern
+OFF_LOOP_CHARS = 64 << 10
+CONTEXT_CHARS = 1000  # of what was checked before, so that a match over the end of a sentence is found
+MAX_HELD_CHARS = 4096  # of a sentence that does not end
+
+Side = Literal["request", "response"]
+
+
+def check_guardrails(rules: Sequence[Guardrail]) -> None:
+    """BadInput for a rule that cannot be applied."""
+    names = [rule.name for rule in rules]
+    for rule in rules:
+        if names.count(rule.name) > 1:
+            raise BadInput(f"two guardrails are named {rule.name!r}", param="guardrails")
+        if bool(rule.pattern) == bool(rule.model):
+            raise BadInput(f"guardrail {rule.name}: give either a pattern or a model", param="guardrails")
+        if rule.pattern:
+            _compiled(rule.pattern, rule.ignore_case)
+
+
+@lru_cache(256)
+def _compiled(pattern: str, ignore_case: bool) -> Any:
+    try:
+        import re2  # type: ignore[import-untyped]
+    except ImportError:
+        raise BadInput(
+            "guardrails with a pattern need RE2: pip install 'emberline[guardrails]'", param="guardrails"
+        ) from None
+    options = re2.Options()
+    options.max_mem = MAX_PATTERN_BYTES
+    options.case_sensitive = not ignore_case
+    options.log_errors = False
+    try:
+        return re2.compile(pattern, options=options)
+    except UnicodeEncodeError:
+        raise BadInput("a pattern is valid Unicode", param="guardrails") from None
+    except re2.error as error:
+        reason = error.args[0].decode() if isinstance(error.args[0], bytes) else error.args[0]
+        raise BadInput(f"the pattern {pattern[:100]!r} cannot be used: {reason}", param="guardrails") from None
+
+
+def applicable(rules: Sequence[Guardrail], side: Side) -> tuple[Guardrail, ...]:
+    return tuple(rule for rule in rules if rule.on in (side, "both"))
+
+
+async def matches(rule: Guardrail, text: str) -> bool:
+    """Whether the rule's pattern occurs in the text. A long text is searched on a thread."""
+    pattern = _compiled(rule.pattern, rule.ignore_case)
+    text = text.encode("utf-8", "replace").decode()  # RE2 takes no lone surrogates
+    if len(text) <= OFF_LOOP_CHARS:
+        return pattern.search(text) is not None
+    return await asyncio.to_thread(pattern.search, text) is not None
+
+
+def prompt_text(request: GenerateRequest) -> str:
+    """All that a client sends to the model, one text after the other."""
+    texts = [request.prompt or ""]
+    for message in request.messages or ():
+        texts.append(message.content)
+        texts += [call.arguments for call in message.tool_calls]
+    return "\n".join(filter(None, texts))
+
+
+class HeldReply:
+    """Holds the events of a reply back until they are checked.
+
+    `add` each event; where it returns a text, check that, and then send `take()` on.
+    """
+
+    def __init__(self, whole: bool) -> None:
+        self._whole = whole
+        self._held: list[TextEvent] = []
+        self._texts: list[str] = []
+        self._n_chars = 0
+        self._context = ""
+
+    def add(self, event: TextEvent) -> str | None:
+        """The text that must be checked before anything more is sent; None: hold on."""
+        self._held.append(event)
+        text = ""
+        if isinstance(event, TextDelta | ReasoningDelta):
+            text = event.text
+        elif isinstance(event, ToolCallDelta):
+            text = event.arguments
+        self._texts.append(text)
+        self._n_chars += len(text)
+        if self._whole:
+            return None
+        is_end = isinstance(event, ChoiceDone) or (
+            isinstance(event, TextDelta | ReasoningDelta) and (_ends_sentence(text) or self._n_chars > MAX_HELD_CHARS)
+        )
+        return self.text() if is_end else None
+
+    def text(self) -> str:
+        """What is held, behind the end of what was checked before."""
+        return self._context + "".join(self._texts)
+
+    def take(self) -> list[TextEvent]:
+        """The held events, which have been checked."""
+        self._context = self.text()[-CONTEXT_CHARS:]
+        held, self._held, self._texts, self._n_chars = self._held, [], [], 0
+        return held
+
+
+def _ends_sentence(text: str) -> bool:
+    return text.rstrip(" \"')*").endswith((".", "!", "?", "\n", "。", "！", "？"))

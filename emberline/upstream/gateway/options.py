@@ -1,0 +1,129 @@
+"""What a request asks of its gateway: the `cf-aig-*` headers, and how they and the gateway's settings combine."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from emberline.protocol.errors import BadInput
+from emberline.protocol.gateway import (
+    CustomCost,
+    GatewayOptions,
+    GatewaySettings,
+    Metadata,
+    Retries,
+    StepConfig,
+)
+from emberline.upstream.gateway.guardrails import check_guardrails
+from emberline.upstream.gateway.retry import RetryPolicy
+from emberline.upstream.gateway.routing import check_chains
+
+PREFIX = "cf-aig-"
+AUTHORIZATION = "cf-aig-authorization"  # read where the caller is authenticated
+_JSON = {"cf-aig-metadata": ("metadata", Metadata), "cf-aig-custom-cost": ("customCost", CustomCost)}
+_FIELDS = {  # header → field, and how its text is read
+    "cf-aig-gateway-id": ("id", str),
+    "cf-aig-skip-cache": ("skipCache", bool),
+    "cf-aig-cache-ttl": ("cacheTtl", int),
+    "cf-aig-cache-key": ("cacheKey", str),
+    "cf-aig-collect-log": ("collectLog", bool),
+    "cf-aig-collect-log-payload": ("collectLogPayload", bool),
+    "cf-aig-event-id": ("eventId", str),
+    "cf-aig-request-timeout": ("requestTimeoutMs", int),
+}
+_RETRIES = {
+    "cf-aig-max-attempts": ("maxAttempts", int),
+    "cf-aig-retry-delay": ("retryDelayMs", int),
+    "cf-aig-backoff": ("backoff", str),
+}
+
+
+def from_headers(headers: Mapping[str, str]) -> GatewayOptions | None:
+    """None: no header names the gateway or asks for anything of it. BadInput names a header that is wrong."""
+    asked = {name: value for name, value in headers.items() if name.startswith(PREFIX) and name != AUTHORIZATION}
+    if not asked:
+        return None
+    fields: dict[str, Any] = {}
+    retries: dict[str, Any] = {}
+    for name, text in asked.items():
+        if name in _JSON:
+            field, kind = _JSON[name]
+            fields[field] = _json(name, text)
+            _convert(fields[field], kind, name)
+        elif name in _FIELDS:
+            field, read = _FIELDS[name]
+            fields[field] = _value(name, text, read)
+            _convert({field: fields[field]}, GatewayOptions, name)
+        elif name in _RETRIES:
+            field, read = _RETRIES[name]
+            retries[field] = _value(name, text, read)
+            _convert({field: retries[field]}, Retries, name)
+        else:
+            raise BadInput(f"the header `{name[:64]}` is not supported", param=name[:64])
+    if retries:
+        fields["retries"] = retries
+    return msgspec.convert(fields, GatewayOptions)
+
+
+def _value(name: str, text: str, kind: type) -> Any:
+    if kind is bool:
+        if text.lower() not in ("true", "false", "1", "0"):
+            raise BadInput(f"`{name}` must be true or false", param=name)
+        return text.lower() in ("true", "1")
+    if kind is int:
+        if not (text.isascii() and text.isdecimal() and len(text) <= 12):
+            raise BadInput(f"`{name}` must be a number", param=name)
+        return int(text)
+    return text
+
+
+def _json(name: str, text: str) -> Any:
+    try:
+        return msgspec.json.decode(text.encode("latin-1"))
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        raise BadInput(f"`{name}` must be a JSON object", param=name) from None
+
+
+def _convert(value: Any, kind: Any, name: str) -> None:
+    try:
+        msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise BadInput(f"`{name}`: {error}", param=name) from None
+
+
+def merge(given: GatewayOptions, headers: GatewayOptions | None) -> GatewayOptions:
+    """`options.gateway` of the body, and for what it leaves out the headers."""
+    if headers is None:
+        return given
+    missing = {name: value for name in given.__struct_fields__ if (value := getattr(given, name)) is None}
+    return msgspec.structs.replace(given, **{name: getattr(headers, name) for name in missing})
+
+
+def retry_policy(settings: GatewaySettings, options: GatewayOptions, step: StepConfig | None = None) -> RetryPolicy:
+    """A step's own, then the request's, then the gateway's."""
+    asked = options.retries or Retries()
+    step = step or StepConfig()
+    return RetryPolicy(
+        _first(step.max_attempts, asked.max_attempts, settings.max_attempts),
+        _first(step.retry_delay, asked.retry_delay_ms, settings.retry_delay_ms),
+        step.backoff or asked.backoff or settings.backoff,
+        _first(step.request_timeout, options.request_timeout_ms, settings.request_timeout_ms),
+    )
+
+
+def _first(*values: int | None) -> int:
+    return next(value for value in values if value is not None)
+
+
+def cache_ttl_s(settings: GatewaySettings, options: GatewayOptions) -> int:
+    """How long the reply may be served again; 0: it is neither stored nor served from the cache."""
+    if options.skip_cache:
+        return 0
+    return settings.cache_ttl_s if options.cache_ttl is None else options.cache_ttl
+
+
+def check_settings(settings: GatewaySettings) -> GatewaySettings:
+    """The settings, if they can be used; BadInput says what is wrong."""
+    check_chains(settings)
+    check_guardrails(settings.guardrails)
+    return settings
