@@ -23,7 +23,7 @@ from emberline.engine.speech import Transcriber
 from emberline.engine.speech_loop import SpeechLoop
 from emberline.engine.step_loop import StepLoop
 from emberline.kernels.cpu.build import private_cache_dir
-from emberline.kernels.gpu.compile_server import CompileServer, start_server
+from emberline.kernels.gpu.compile_server import CompileServer, hash_compiler, start_server
 from emberline.kv.block_pool import split_bytes
 from emberline.kv.cache import KVCache
 from emberline.kv.transfer.manager import host_transfers
@@ -82,7 +82,10 @@ def build(args: argparse.Namespace) -> tuple[StepLoop | EncoderLoop | SpeechLoop
     checkpoint = _open_checkpoint(args)
     if "TRITON_CACHE_DIR" not in os.environ:
         os.environ["TRITON_CACHE_DIR"] = str(private_cache_dir() / "triton")
-    compile_server = start_server() if _expects_cuda(args) else None
+    compile_server = None
+    if _expects_cuda(args):
+        compile_server = start_server()
+        hash_compiler()
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
     import torch  # takes a second or more: not before a start that fails

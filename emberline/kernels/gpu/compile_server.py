@@ -84,6 +84,20 @@ class CompileServer:
         self._process.wait()
 
 
+def hash_compiler() -> threading.Thread:
+    """Compute Triton's hash of itself, a part of every kernel's key, which takes a second or two, on a thread."""
+
+    def run() -> None:
+        with suppress(ImportError):
+            from triton.runtime.cache import triton_key
+
+            triton_key()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
 def start_server() -> CompileServer | None:
     """A server, if there is much to compile and there are cores for it."""
     n_cores = len(os.sched_getaffinity(0))
@@ -110,11 +124,10 @@ def _compile(module: str, name: str, signature: Any, constants: Any, attrs: Any,
 
 def _serve(jobs: IO[bytes], results: IO[bytes], n_processes: int) -> None:
     """Fork for each job, and tell its number when the process has ended, however it ended."""
-    from triton.runtime.cache import triton_key
-
-    triton_key()  # a hash of the whole compiler, which the forked processes inherit
+    hashing = hash_compiler()  # the forked processes inherit the result
     for module in _MODULES:
         importlib.import_module(f"{__package__}.{module}")
+    hashing.join()
     warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads, which hold no locks here
     writing = threading.Lock()
 
