@@ -11,6 +11,7 @@ from emberline.weights.tensors import FileLocation, Weight
 
 _TRANSPOSED = frozenset({"llama4", "gpt_oss"})  # their fused experts are [experts, in, out]
 _ALTERNATING = frozenset({"gpt_oss"})  # its gate and up are on alternate rows
+_FUSED_SUFFIXES = frozenset({"weight", "bias", "blocks", "scales"})  # the last two of MXFP4, whose rows are outputs
 
 Order = NDArray[np.intp]
 
@@ -19,17 +20,18 @@ def arrange(weight: Weight, config: ModelConfig) -> Iterator[Weight]:
     """The canonical weights that a tensor of the file holds: usually itself."""
     prefix, _, part = weight.name.rpartition(".ffn_")
     fused, _, suffix = part.partition(".")
-    if config.moe is not None and fused in ("gate_up_exps", "down_exps") and suffix in ("weight", "bias"):
+    if config.moe is not None and fused in ("gate_up_exps", "down_exps") and suffix in _FUSED_SUFFIXES:
         yield from _experts(weight, config, f"{prefix}.ffn_", fused, suffix)
         return
-    order = _rope_order(weight, config) if config.rope_interleaved else None
+    rotated = config.rope_interleaved and "scale" not in weight.name  # a quantized weight's scales follow its rows
+    order = _rope_order(weight, config) if rotated else None
     yield weight if order is None else replace(weight, order=order)
 
 
 def _experts(weight: Weight, config: ModelConfig, prefix: str, fused: str, suffix: str) -> Iterator[Weight]:
     assert config.moe is not None
     experts, *inner = weight.shape
-    if experts != config.moe.experts or len(inner) != (2 if suffix == "weight" else 1):
+    if experts != config.moe.experts or len(inner) != (1 if suffix == "bias" else 2):
         raise BadCheckpoint(f"tensor {weight.name!r} of shape {weight.shape} is not of {config.moe.experts} experts")
     transposed = suffix == "weight" and config.architecture in _TRANSPOSED
     if fused == "gate_up_exps":

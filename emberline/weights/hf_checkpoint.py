@@ -13,12 +13,15 @@ from emberline.weights.encoder_checkpoint import EncoderConfig
 from emberline.weights.expert_tensors import arrange
 from emberline.weights.hf_config import read_config
 from emberline.weights.model_config import BadCheckpoint, ModelConfig
+from emberline.weights.quantization import join_quantized, read_quantization
 from emberline.weights.task_config import read_json, task_of
 from emberline.weights.tensor_names import canonical
 from emberline.weights.tensor_shapes import check_tensors
 from emberline.weights.tensors import FORMATS, Bytes, CheckpointFiles, FileLocation, Weight
 
 KINDS = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
+# Of the parts of quantized weights. Words of packed codes are bytes like others.
+_QUANTIZED_KINDS = {"F8_E4M3": "fp8", "U8": "u8", "F8_E8M0": "u8", "I32": "u8", "I64": "i64"}
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
@@ -85,7 +88,9 @@ _INDEX = "model.safetensors.index.json"
 
 def folder_config(folder: Path) -> ModelConfig:
     """The configuration without the weights, which alone tell whether there are biases."""
-    config = read_config(read_json(folder, "config.json"), read_json(folder, "generation_config.json", optional=True))
+    document = read_json(folder, "config.json")
+    config = read_config(document, read_json(folder, "generation_config.json", optional=True))
+    read_quantization(document)  # rejects what is not supported before any file is read
     embeds = task_of(folder).task != "generate" and not isinstance(config, EncoderConfig)
     return msgspec.structs.replace(config, tie_embeddings=True) if embeds else config  # it needs no output matrix
 
@@ -93,13 +98,15 @@ def folder_config(folder: Path) -> ModelConfig:
 def read_folder(folder: Path) -> CheckpointFiles:
     """Map a folder's safetensors files and check that they hold exactly one model's tensors."""
     config = folder_config(folder)
+    quantization = read_quantization(read_json(folder, "config.json"))
     files = [SafetensorsFile.open(folder / name) for name in _shards(folder)]
-    weights: dict[str, Weight] = {}
+    found: dict[str, Weight] = {}
     for file in files:
         for weight in _weights(file, config):
-            if weight.name in weights:
+            if weight.name in found:
                 raise BadCheckpoint(f"tensor {weight.name!r} is in two files")
-            weights[weight.name] = weight
+            found[weight.name] = weight
+    weights = join_quantized(found, quantization)
     config = msgspec.structs.replace(config, qkv_bias="blk.0.attn_q.bias" in weights)
     check_tensors(config, weights)
 
@@ -132,11 +139,17 @@ def _weights(file: SafetensorsFile, config: ModelConfig) -> list[Weight]:
         name = canonical(key, config)
         if name is None:
             continue
-        kind = KINDS.get(tensor.dtype)
-        if kind is None or not 1 <= len(tensor.shape) <= 3:
-            raise BadCheckpoint(f"tensor {key!r} is {tensor.dtype} {tensor.shape}, not 1- to 3-D of {', '.join(KINDS)}")
-        raw = file.bytes_of(tensor).reshape(tensor.shape[0], -1)
+        kind = KINDS.get(tensor.dtype) or _QUANTIZED_KINDS.get(tensor.dtype)
+        if kind is None or len(tensor.shape) > 4:
+            known = ", ".join((*KINDS, *_QUANTIZED_KINDS))
+            raise BadCheckpoint(f"tensor {key!r} is {tensor.dtype} {tensor.shape}, not up to 4-D of {known}")
+        shape = tensor.shape or (1,)
+        raw = file.bytes_of(tensor).reshape(shape[0], -1)
+        if len(shape) == 4:  # GPT-OSS: the blocks of a row
+            shape = (*shape[:2], shape[2] * shape[3])
+        if tensor.dtype == "I32":
+            shape = (*shape[:-1], 4 * shape[-1])
         shift = 1.0 if config.architecture == "gemma3" and name.endswith("norm.weight") else 0.0
         location = FileLocation(file.path, file.offset_of(tensor))
-        weights += arrange(Weight(name, tensor.shape, kind, raw, shift=shift, location=location), config)
+        weights += arrange(Weight(name, shape, kind, raw, shift=shift, location=location), config)
     return weights

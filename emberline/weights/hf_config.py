@@ -78,12 +78,7 @@ def _text_fields(document: dict[str, object]) -> tuple[Fields, str]:
     arch = "kimi_k2" if arch == "kimi_k25" else arch  # text only
     if arch not in _READERS:
         raise BadCheckpoint(f"model type {arch!r} is not supported; supported are {', '.join((*_READERS, *ENCODERS))}")
-    for key in (
-        "quantization_config",
-        "attn_logit_softcapping",
-        "final_logit_softcapping",
-        "use_bidirectional_attention",
-    ):
+    for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
         if fields.has(key) and fields.get(key) is not False:
             raise BadCheckpoint(f"config.json: {key!r} is not supported")
     if fields.positive("partial_rotary_factor", 1.0) != 1:

@@ -24,7 +24,7 @@ from emberline.weights.tensors import Weight
 PIECE_BYTES = 16 << 20
 N_THREADS = 8
 _ALIGNED = 4096  # alignment of O_DIRECT reads
-_DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+_DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "u8": torch.uint8}
 
 
 class FilePiece(NamedTuple):

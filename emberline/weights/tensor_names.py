@@ -73,7 +73,7 @@ _PARTS: dict[str, dict[str, str]] = {
 }
 _LAYER = re.compile(r"layers\.(\d{1,4})\.(.+)")
 _EXPERT = re.compile(r"(.*experts)\.(\d{1,4})\.(\w+)")
-_SUFFIX = re.compile(r"(.*)[._]((?:weight|bias|blocks|scales)\w*)")
+_SUFFIX = re.compile(r"(.*)[._]((?:weight|bias|blocks|scales|input_scale)\w*)")
 # Prefixes of the text model's tensors, longest first: multimodal models nest it in one of several ways.
 _PREFIXES = ("language_model.model.", "model.language_model.", "language_model.", "model.")
 # Not part of the text model, or computed rather than stored.

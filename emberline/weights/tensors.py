@@ -117,6 +117,9 @@ FORMATS: dict[str, BlockFormat] = {
     "f32": BlockFormat(1, 4),
     "f16": BlockFormat(1, 2),
     "bf16": BlockFormat(1, 2),
+    "fp8": BlockFormat(1, 1),  # e4m3
+    "u8": BlockFormat(1, 1),  # bytes of a quantized weight, see `quantized_weight`
+    "i64": BlockFormat(1, 8),
     "q4_0": BlockFormat(32, 18, _q4_0, 4, 32),
     "q4_1": BlockFormat(32, 20, _q4_1, 4, 32),
     "q5_0": BlockFormat(32, 22, _q5_0, 8, 32),
@@ -126,6 +129,18 @@ FORMATS: dict[str, BlockFormat] = {
     "q5_k": BlockFormat(256, 176, _q5_k, 8, 32),
     "q6_k": BlockFormat(256, 210, _q6_k, 8, 16),
 }
+
+
+def _e4m3() -> Floats:
+    """The value of every FP8 code: sign, 4 bits of exponent, 3 of mantissa, no infinities, one NaN of each sign."""
+    code = np.arange(256)
+    exponent, mantissa = code >> 3 & 15, code & 7
+    size = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10))
+    size[code & 127 == 127] = np.nan
+    return np.where(code < 128, size, -size).astype(np.float32)
+
+
+_E4M3 = _e4m3()
 
 
 def dequantize(kind: str, rows: Bytes) -> Floats:
@@ -138,6 +153,8 @@ def dequantize(kind: str, rows: Bytes) -> Floats:
         out += offset[..., None]
         return out.reshape(len(rows), -1)
     rows = np.ascontiguousarray(rows)
+    if kind == "fp8":
+        return _E4M3[rows]
     if kind == "bf16":
         return (rows.view("<u2").astype(np.uint32) << 16).view(np.float32)
     return rows.view("<f4" if kind == "f32" else "<f2").astype(np.float32)
@@ -241,7 +258,10 @@ class Weight:
         """The numbers as a torch tensor; half precision is not converted through float32."""
         import torch
 
-        same = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}.get(self.kind)
+        same = {
+            "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn,
+            "u8": torch.uint8,
+        }.get(self.kind)  # fmt: skip
         if same is not None and not self.shift:
             plain = np.array(self._rows())  # a copy: torch wants writable memory of its own
             return torch.from_numpy(plain).view(same).view(self.shape).to(device=device, dtype=dtype)

@@ -179,7 +179,7 @@ def test_index_must_not_escape_the_folder(llama: Path, name: object) -> None:
         ({"num_attention_heads": "4"}, "num_attention_heads"),
         ({"intermediate_size": 47}, "shape"),
         ({"hidden_act": "relu"}, "relu"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
         ({"rope_parameters": 3}, "rope"),
         ({"rms_norm_eps": -1.0}, "rms_norm_eps"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),

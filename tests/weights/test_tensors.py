@@ -21,6 +21,8 @@ HALVES = {  # where a block keeps its half-precision numbers
 }
 EXACT = [kind for kind in HALVES if kind != "q6_k"]
 
+GGUF_KINDS = [kind for kind in FORMATS if kind not in ("fp8", "u8", "i64")]
+
 
 def random_rows(kind: str, n_rows: int, n_blocks: int, seed: int = 0) -> np.ndarray:
     """Rows of random bytes whose scales are random numbers, not random bits."""
@@ -41,14 +43,14 @@ def weight(kind: str, n_rows: int, n_blocks: int, seed: int = 0) -> Weight:
     return Weight("w", (n_rows, n_blocks * FORMATS[kind].block), kind, raw)
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", GGUF_KINDS)
 def test_dequantize_matches_the_reference_bit_for_bit(kind: str) -> None:
     raw = random_rows(kind, 5, 4)
     reference = gguf.dequantize(raw, gguf.GGMLQuantizationType[kind.upper()])
     np.testing.assert_array_equal(dequantize(kind, raw), reference)
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", GGUF_KINDS)
 def test_block_sizes_match_the_reference(kind: str) -> None:
     assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind.upper()]] == FORMATS[kind][:2]
 
@@ -87,7 +89,7 @@ def test_float_kinds_have_no_affine_form(kind: str) -> None:
     assert weight(kind, 2, 64).affine() is None
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", GGUF_KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tensor_equals_dense_in_another_dtype(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("emberline.weights.tensors._CHUNK_WEIGHTS", 512)  # several chunks, the last one short
