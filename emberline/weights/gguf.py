@@ -204,7 +204,9 @@ def _entry(cursor: _Cursor) -> GGUFTensor:
     type_id = cursor.u32(f"the type of {name!r}")
     kind = _KINDS.get(type_id)
     if kind is None:
-        raise BadCheckpoint(f"tensor {name!r} has unsupported type {type_id}; supported are {', '.join(_KINDS.values())}")
+        raise BadCheckpoint(
+            f"tensor {name!r} has unsupported type {type_id}; supported are {', '.join(_KINDS.values())}"
+        )
     fmt = FORMATS[kind]
     if 0 in shape or shape[-1] % fmt.block:
         raise BadCheckpoint(f"tensor {name!r} of type {kind} has shape {shape}, not rows of whole blocks")

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from emberline.weights.model_config import BadCheckpoint
 from emberline.weights.tensors import GROUP, Affine, Bytes, Floats, Weight, dequantize
 
 if TYPE_CHECKING:
@@ -40,14 +41,32 @@ class QuantizedWeight(Weight):
     def fp8_scale(self) -> tuple[Floats, int]:
         """Scales [rows], and 0; or of blocks [n, ceil(cols / BLOCK)], and how many rows share each."""
         assert self.scale is not None
-        rows = self.shape[0]
         numbers = self.scale.dense()
         if not self.group:
-            each = np.broadcast_to(numbers.reshape(-1), rows)
+            each = np.broadcast_to(numbers.reshape(-1), len(self.raw))
             return (each if self.order is None else each[self.order]).astype(np.float32), 0
         if self.order is None:
             return numbers, BLOCK
         return numbers[self.order // BLOCK], 1
+
+    def slice(self, axis: int, start: int, stop: int) -> "QuantizedWeight":
+        """As `Weight.slice`; columns are divided between groups only."""
+        assert self.scale is not None
+        scale, blocks = self.scale, self.kind == "fp8" and self.group
+        if axis == 1:
+            if self.group and (start % self.group or (stop % self.group and stop != self.shape[1])):
+                raise BadCheckpoint(f"columns {start} to {stop} of {self.name!r} divide a group of {self.group}")
+            if self.group:
+                scale = scale.slice(1, start // self.group, -(-stop // self.group))
+        elif self.order is None and blocks and (start % BLOCK or (stop % BLOCK and stop != self.shape[0])):
+            order = np.arange(start, stop)  # blocks are divided: each row finds its own scale
+            return replace(self, shape=(stop - start, self.shape[1]), order=order)
+        elif self.order is None and len(scale.raw) > 1:
+            unit = BLOCK if blocks else 1
+            scale = scale.slice(0, start // unit, -(-stop // unit))
+        part = Weight.slice(self, axis, start, stop)
+        assert isinstance(part, QuantizedWeight)
+        return replace(part, scale=scale)
 
     def _dense_rows(self, start: int, stop: int) -> Floats:
         rows = self._rows(start, stop)

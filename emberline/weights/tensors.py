@@ -117,8 +117,10 @@ FORMATS: dict[str, BlockFormat] = {
     "f32": BlockFormat(1, 4),
     "f16": BlockFormat(1, 2),
     "bf16": BlockFormat(1, 2),
-    "fp8": BlockFormat(1, 1),  # e4m3
-    "u8": BlockFormat(1, 1),  # bytes of a quantized weight, see `quantized_weight`
+    "fp8": BlockFormat(1, 1),  # e4m3; the codes of a quantized weight, see `quantized_weight`, as are the next
+    "int4": BlockFormat(2, 1),
+    "mxfp4": BlockFormat(2, 1),
+    "u8": BlockFormat(1, 1),
     "i64": BlockFormat(1, 8),
     "q4_0": BlockFormat(32, 18, _q4_0, 4, 32),
     "q4_1": BlockFormat(32, 20, _q4_1, 4, 32),

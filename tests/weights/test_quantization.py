@@ -69,6 +69,22 @@ def test_codes_are_loaded_as_bytes(tmp_path: Path) -> None:
     np.testing.assert_array_equal(target.numpy(), weight.raw)
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_slices_are_those_of_the_numbers(tmp_path: Path, scheme: str) -> None:
+    write_llama(tmp_path, scheme)
+    checkpoint = open_checkpoint(tmp_path)
+    weight = checkpoint.weight("blk.0.ffn_gate.weight")  # [256, 128]
+    for rows in (0, 128), (128, 256), (40, 168):
+        part = weight.slice(0, *rows)
+        np.testing.assert_array_equal(part.dense(), weight.dense()[slice(*rows)])
+        np.testing.assert_array_equal(part.slice(0, 8, 24).dense(), weight.dense()[slice(*rows)][8:24])
+    down = checkpoint.weight("blk.0.ffn_down.weight")  # [128, 256]
+    np.testing.assert_array_equal(down.slice(1, 128, 256).dense(), down.dense()[:, 128:])
+    if scheme.startswith(("int4", "mxfp4", "fp8 block")):
+        with pytest.raises(BadCheckpoint, match="divide a group"):
+            down.slice(1, 8, 40)
+
+
 def test_fp8_codes_have_their_values() -> None:
     codes = np.arange(256, dtype=np.uint8)
     expected = torch.from_numpy(codes).view(torch.float8_e4m3fn).float().numpy()

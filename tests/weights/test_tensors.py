@@ -21,7 +21,7 @@ HALVES = {  # where a block keeps its half-precision numbers
 }
 EXACT = [kind for kind in HALVES if kind != "q6_k"]
 
-GGUF_KINDS = [kind for kind in FORMATS if kind not in ("fp8", "u8", "i64")]
+GGUF_KINDS = [kind for kind in FORMATS if kind not in ("fp8", "int4", "mxfp4", "u8", "i64")]
 
 
 def random_rows(kind: str, n_rows: int, n_blocks: int, seed: int = 0) -> np.ndarray:
