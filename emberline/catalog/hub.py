@@ -28,7 +28,7 @@ from emberline.weights.hf_checkpoint import folder_config
 _SPEC = re.compile(r"hf:([\w.-]+/[\w.-]+?)(?:@([\w.-]+))?(?:/((?:[\w. -]+/)*[\w. -]+\.gguf))?")
 # Which of a repository's GGUF files is preferred when none is named, best first.
 _PREFERRED = ("q4_k_m", "q4_k_s", "q4_1", "q4_0", "q8_0", "q6_k", "q5_k_m", "q5_1", "q5_0", "bf16", "f16", "f32")
-_TEXT_FILE = re.compile(r"[\w.-]+\.json|tokenizer\.model|chat_template\.jinja")
+_TEXT_FILE = re.compile(r"[\w.-]+\.json|tokenizer\.model|tiktoken\.model|chat_template\.jinja")
 _SPARE_BYTES = 16 << 20
 
 

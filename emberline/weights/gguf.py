@@ -217,6 +217,8 @@ def _entry(cursor: _Cursor) -> GGUFTensor:
 # --- a GGUF file as a checkpoint: metadata to ModelConfig, tensors under canonical names ------------------------------
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")  # GGUF files of Mistral say "llama"
+_MOE_ARCHITECTURES = frozenset({"deepseek2", "kimi-k2", "glm4moe", "llama4", "qwen3moe", "gpt-oss"})
+_NOT_FROM_GGUF = "is not read from GGUF; use the model's Hugging Face folder (safetensors)"
 # Control tokens that end a turn, for files that declare only one of several as EOS.
 END_TOKENS = frozenset(
     {"<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_turn>", "<eos>", "</s>"}
@@ -245,6 +247,8 @@ def read_config(file: GGUFFile) -> ModelConfig:
     """The configuration from the metadata and, where that is silent, from the tensors present."""
     metadata = Fields(file.metadata, "the GGUF metadata")
     arch = metadata.text("general.architecture")
+    if arch in _MOE_ARCHITECTURES:
+        raise BadCheckpoint(f"architecture {arch!r} {_NOT_FROM_GGUF}")
     if arch not in ARCHITECTURES:
         raise BadCheckpoint(f"architecture {arch!r} is not supported; supported are {', '.join(ARCHITECTURES)}")
     if "token_embd.weight" not in file.tensors:
@@ -281,7 +285,7 @@ def _reject_unsupported(metadata: Fields, fields: Fields, config: ModelConfig) -
     if metadata.whole("split.count", 1, least=0) > 1:
         raise BadCheckpoint("this is one part of a split GGUF; merge the parts first (llama-gguf-split --merge)")
     if fields.whole("expert_count", 0, least=0):
-        raise BadCheckpoint("mixture-of-experts models are not supported")
+        raise BadCheckpoint(f"a mixture-of-experts model {_NOT_FROM_GGUF}")
     if fields.whole("attention.value_length", config.head_dim) != config.head_dim:
         raise BadCheckpoint("keys and values of different widths are not supported")
     if config.head_dim % 2 or fields.whole("rope.dimension_count", config.head_dim) != config.head_dim:

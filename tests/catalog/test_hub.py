@@ -181,6 +181,10 @@ def test_names(spec: str, source: HubSource) -> None:
             ["tokenizer.json", "adapter.safetensors", "config.json"],
             ["config.json", "tokenizer.json", "adapter.safetensors"],
         ),
+        (
+            ["tiktoken.model", "config.json", "tokenization_kimi.py", "model-00001.safetensors"],
+            ["config.json", "tiktoken.model", "model-00001.safetensors"],
+        ),
     ],
 )
 def test_choice_of_files(names: list[str], chosen: list[str]) -> None:
