@@ -3,7 +3,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 export PYTHON TORCH
 
-.PHONY: help serve test test-all lint test-gpu agents pages peers observability soak bench lock clean
+.PHONY: help serve test test-all lint test-gpu agents clients pages peers observability soak bench lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
@@ -25,6 +25,9 @@ test-gpu: ## the tests that need a CUDA device
 
 agents: ## real agents (Codex, Claude Code, opencode) end to end; installs them
 	@scripts/agents $(ARGS)
+
+clients: ## other servers' clients (env.AI in a Worker, wrangler, ollama, litellm, …) end to end; installs them
+	@scripts/clients $(ARGS)
 
 pages: ## the pages in a real browser, every test; installs Chromium
 	@scripts/pages $(ARGS)

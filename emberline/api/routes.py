@@ -121,7 +121,8 @@ _BINDING: tuple[_Row, ...] = (  # as workerd sends it, or wrapped by miniflare
     ("GET", binding.WRAPPED, binding.wrapped, "A request of a Worker, inside another one"),
 )
 _BINDING_PROXY: tuple[_Row, ...] = (
-    ("POST", "/run/proxy", binding.wrapped, "A request of a Worker, by way of wrangler"),
+    ("POST", "/run/proxy", binding.wrapped, "A request of a Worker, by way of older wrangler"),
+    ("GET", "/run/proxy", binding.wrapped, "A request of a Worker, by way of older wrangler"),
 )
 _SUBSCRIPTIONS: tuple[_Row, ...] = (
     ("POST", "", subscriptions.create, "Subscribe to a model's events", subscriptions.NewSubscription),

@@ -241,7 +241,8 @@ class FakeService:
         load |= {"output_tokens": 7, "cached_tokens": 8}
         engine = {"name": "smollm2-0", "model": MODEL, "ok": self.ok, "problem": "", "device": "cpu", "load": load}
         engine |= {"state": "ready", "in_flight": 1}
-        return Health(self.ok, {"engines": [engine]})
+        models = {MODEL: {"ready": self.ok, "workers": 1, "workers_ready": int(self.ok)}}
+        return Health(self.ok, {"engines": [engine], "models": models})
 
     def model_state(self, model_id: str) -> str:
         return "loaded" if model_id == MODEL else ""

@@ -37,18 +37,18 @@ async def metrics(call: Call) -> Reply:
 async def ps(call: Call) -> Reply:
     """The models that can compute now, with the fields that Ollama's clients read; for an admin, workers and their load
     too."""
-    models = [_model(card) for card in call.models() if call.service.model_state(card.id) in ("", "loaded", "provider")]
-    status = await _status(call) if call.principal.is_admin else {}
-    return json_reply({"models": models, **status}, headers=NO_STORE)
+    cards = [card for card in call.models() if call.service.model_state(card.id) in ("", "loaded", "provider")]
+    if not call.principal.is_admin:
+        return json_reply({"models": [_model(card) for card in cards]}, headers=NO_STORE)
+    found = await call.service.health()
+    of_model = found.detail.get("models", {})
+    models = [_model(card) | of_model.get(card.id, {}) for card in cards]
+    body = {"version": __version__, "ok": found.ok, **found.detail, "models": models}
+    return json_reply(body, headers=NO_STORE)
 
 
 async def favicon(call: Call) -> Reply:
     return Reply(204, b"", headers=[(b"cache-control", b"max-age=86400")])
-
-
-async def _status(call: Call) -> dict[str, Any]:
-    found = await call.service.health()
-    return {"version": __version__, "ok": found.ok, **found.detail}
 
 
 def _model(card: ModelCard) -> dict[str, Any]:

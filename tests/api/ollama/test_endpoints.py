@@ -264,7 +264,8 @@ async def test_models(client: httpx.AsyncClient) -> None:
     assert shown["model_info"]["unknown.context_length"] == 8192
     assert shown["parameters"] == "temperature 0.2"
     running = (await client.get("/api/ps")).json()
-    assert running["models"][0].items() >= {"name": MODEL, "id": MODEL, "context_length": 8192}.items()
+    expected = {"name": MODEL, "id": MODEL, "context_length": 8192, "workers_ready": 1}
+    assert running["models"][0].items() >= expected.items()
     assert "engines" in running
     assert (await client.get("/api/version")).json()["version"].count(".") == 2
     assert (await lines(client, "/api/pull", {"model": MODEL})) == [{"status": "success"}]

@@ -33,7 +33,8 @@ class Sent:
             return await client.request(method, path, content=content, headers=sent | {"host": BINDING_HOST})
         if self.form == "wrangler":
             forwarded = sent | {"x-forwarded": URL + path}
-            return await client.post("/client/v4/accounts/local/ai/run/proxy", content=content, headers=forwarded)
+            proxy = "/client/v4/accounts/local/ai/run/proxy"
+            return await client.request(method, proxy, content=content, headers=forwarded)
         wrapped = {f"MF-Header-{name}": value for name, value in sent.items()}
         wrapped |= {"MF-URL": URL + path, "MF-Binding": "AI"}
         return await client.request(method, "/", content=content, headers=wrapped)
