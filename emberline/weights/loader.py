@@ -45,6 +45,7 @@ class WeightLoader:
         self._pool: ThreadPoolExecutor | None = None
         self._reading: list[Future[None]] = []
         self._readers: list[_Reader] = []
+        self._actions: list[Callable[[], None]] = []
         self._n_bytes = 0
 
     def fill(self, weight: Weight, target: Tensor) -> None:
@@ -60,6 +61,10 @@ class WeightLoader:
             piece = flat[start : start + PIECE_BYTES]
             mapped = weight.raw.ctypes.data + start
             self._pieces.append(FilePiece(weight.location.path, weight.location.offset + start, mapped, piece))
+
+    def then(self, action: Callable[[], None]) -> None:
+        """Call `action` when everything is read, on the thread that calls `finish`: to rearrange what was read."""
+        self._actions.append(action)
 
     def start(self) -> None:
         """Start reading everything scheduled, on threads."""
@@ -91,6 +96,9 @@ class WeightLoader:
                 job.result()
         for reader in self._readers:
             reader.close()
+        for action in self._actions:
+            action()
+        self._actions = []
         return self._n_bytes
 
 

@@ -36,7 +36,8 @@ class QuantizedWeight(Weight):
         """The scales of each row of INT4 and MXFP4, [rows, groups], in the order of the rows."""
         assert self.scale is not None
         assert self.kind != "fp8"
-        return replace(self.scale, order=self.order, loader=self.loader)
+        shape = (self.shape[0], self.scale.shape[1])
+        return replace(self.scale, shape=shape, order=self.order, loader=self.loader)
 
     def fp8_scale(self) -> tuple[Floats, int]:
         """Scales [rows], and 0; or of blocks [n, ceil(cols / BLOCK)], and how many rows share each."""

@@ -190,6 +190,7 @@ class TensorFiller(Protocol):
     """See `loader.WeightLoader`."""
 
     def fill(self, weight: "Weight", target: "torch.Tensor") -> None: ...
+    def then(self, action: Callable[[], None]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

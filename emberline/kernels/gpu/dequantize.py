@@ -85,7 +85,7 @@ def pack_scales(scale: Tensor, kind: str, group: int) -> Tensor:
 
 def unpack_scales(words: Tensor, kind: str, group: int) -> Tensor:
     """The stored scales as float32 [..., n, groups], with those of padding columns."""
-    each = words.transpose(-1, -2).contiguous()
+    each = words.transpose(-1, -2).clone(memory_format=torch.contiguous_format)  # also the strides of a single word
     if kind == "mxfp4":
         return torch.exp2(each.view(torch.uint8).float() - 127)
     scales = each.view(torch.bfloat16).float()

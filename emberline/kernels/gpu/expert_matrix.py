@@ -1,11 +1,10 @@
-"""One matrix per expert in any of the formats that the grouped GEMM multiplies, and loading them."""
+"""One matrix per expert in any of the formats that the grouped GEMM multiplies."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from emberline.kernels.backend import WeightSource
 from emberline.kernels.gpu.dequantize import dequantize_reference, scale_words_per_tile
 
 FORMATS = ("dense", "int4", "mxfp4", "fp8", "fp8_blocks")
@@ -14,7 +13,7 @@ FP8_BLOCK = 128
 
 @dataclass(frozen=True, slots=True)
 class ExpertMatrix:
-    """Matrices [n, k] of `experts` experts; gate and up are stacked, or on alternate rows where `alternate`."""
+    """Matrices [n, k] of `experts` experts; gate and up are stacked."""
 
     kind: str  # of FORMATS
     k: int
@@ -25,8 +24,7 @@ class ExpertMatrix:
     # float32 [experts, ceil(n / 128), ceil(k / 128)]
     scale: Tensor | None = None
     group: int = 0  # int4, mxfp4: columns that share a scale
-    bias: Tensor | None = None  # [experts, n], rows as in `weight`
-    alternate: bool = False
+    bias: Tensor | None = None  # [experts, n]
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -48,13 +46,3 @@ class ExpertMatrix:
             return values * self.scale[..., None]
         blocks = self.scale.repeat_interleave(FP8_BLOCK, 1).repeat_interleave(FP8_BLOCK, 2)
         return values * blocks[:, :n, :k]
-
-
-def load_dense_experts(experts: list[list[WeightSource]], bias: Tensor | None, like: Tensor) -> ExpertMatrix:
-    """Each expert's weights stacked by rows, in the dtype and on the device of `like`."""
-    rows, k = [weight.shape[0] for weight in experts[0]], experts[0][0].shape[1]
-    stacked = torch.empty(len(experts), sum(rows), k, dtype=like.dtype, device=like.device)
-    for weights, target in zip(experts, stacked, strict=True):
-        for weight, part in zip(weights, torch.split(target, rows), strict=True):
-            weight.into(part)
-    return ExpertMatrix("dense", k, stacked, bias=bias)

@@ -65,7 +65,7 @@ def _load_block(blocks, lists, block, capacity, TOKENS: tl.constexpr, FIELDS: tl
 @triton.jit
 def _store_block(
     acc, acc_up, bias, weights, out, expert, row, pair, exists, n, first_row, n_out,
-    GATE: tl.constexpr, BIAS: tl.constexpr, WEIGHT: tl.constexpr, ALTERNATE: tl.constexpr,
+    GATE: tl.constexpr, BIAS: tl.constexpr, WEIGHT: tl.constexpr,
 ):  # fmt: skip
     """WEIGHT: 0 none, 1 of the output, 2 of the input: a product is linear, so its result may be scaled instead."""
     row_mask = row < first_row + n_out
@@ -74,12 +74,10 @@ def _store_block(
         acc *= weight
         acc_up *= weight
     if BIAS:
-        STRIDE: tl.constexpr = 2 if ALTERNATE else 1
-        expert_bias = bias + expert * (n * (2 if GATE else 1))
-        acc += tl.load(expert_bias + row * STRIDE, mask=row_mask, other=0.0).to(tl.float32)[:, None]
+        bias_ptrs = bias + expert * (n * (2 if GATE else 1)) + row
+        acc += tl.load(bias_ptrs, mask=row_mask, other=0.0).to(tl.float32)[:, None]
         if GATE:
-            up_bias = expert_bias + (1 if ALTERNATE else n)
-            acc_up += tl.load(up_bias + row * STRIDE, mask=row_mask, other=0.0).to(tl.float32)[:, None]
+            acc_up += tl.load(bias_ptrs + n, mask=row_mask, other=0.0).to(tl.float32)[:, None]
     if GATE:
         acc = expert_gate(acc, acc_up, GATE)
     if WEIGHT == 1:
@@ -91,13 +89,13 @@ def _store_block(
 @triton.jit
 def _dense_product(
     x_ptrs, exists, weight, expert, row, n, k,
-    GATE: tl.constexpr, ALTERNATE: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    GATE: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     TOKENS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Rows of gate (or of the only matrix) and of up times the tokens: two of [ROWS, TOKENS]."""
     col = tl.arange(0, COLS)
-    w_ptrs = weight + (expert * (n * (2 if GATE else 1)) + row * (2 if ALTERNATE else 1))[:, None] * k + col[None, :]
-    up_ptrs = w_ptrs + (k if ALTERNATE else n.to(tl.int64) * k)
+    w_ptrs = weight + (expert * (n * (2 if GATE else 1)) + row)[:, None] * k + col[None, :]
+    up_ptrs = w_ptrs + n.to(tl.int64) * k
     acc = tl.zeros([ROWS, TOKENS], tl.float32)
     acc_up = tl.zeros([ROWS, TOKENS], tl.float32)
     for start in tl.range(0, k, COLS, num_stages=STAGES):
@@ -121,18 +119,17 @@ def _dense_product(
 @triton.jit
 def _packed_product(
     x_ptrs, exists, codes, scale, expert, row, n, k,
-    MXFP4: tl.constexpr, WORDS: tl.constexpr, GATE: tl.constexpr, ALTERNATE: tl.constexpr, EVEN: tl.constexpr,
+    MXFP4: tl.constexpr, WORDS: tl.constexpr, GATE: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """As `_dense_product`, for 4-bit codes with WORDS words of scales per tile of 128 columns: see `dequantize`."""
     tiles = tl.cdiv(k, 128)
     stride = n * (2 if GATE else 1)
     half = tl.arange(0, 32)
-    first_row = row * (2 if ALTERNATE else 1)
-    code_ptrs = codes + (expert * stride + first_row)[:, None] * (tiles * 32) + half[None, :]
-    up_ptrs = code_ptrs + (tiles * 32 if ALTERNATE else n.to(tl.int64) * (tiles * 32))
-    scale_ptrs = scale + expert * stride * (tiles * WORDS) + first_row
-    up_scale_ptrs = scale_ptrs + (1 if ALTERNATE else n)
+    code_ptrs = codes + (expert * stride + row)[:, None] * (tiles * 32) + half[None, :]
+    up_ptrs = code_ptrs + n.to(tl.int64) * (tiles * 32)
+    scale_ptrs = scale + expert * stride * (tiles * WORDS) + row
+    up_scale_ptrs = scale_ptrs + n
     dtype: tl.constexpr = x_ptrs.dtype.element_ty
     acc = tl.zeros([ROWS, TOKENS], tl.float32)
     acc_up = tl.zeros([ROWS, TOKENS], tl.float32)
@@ -165,24 +162,21 @@ def _packed_product(
 @triton.jit
 def _fp8_product(
     x_ptrs, exists, codes, scale, expert, row, n, k,
-    BLOCKS: tl.constexpr, GATE: tl.constexpr, ALTERNATE: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr, GATE: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
     COLS: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """As `_dense_product`, for FP8 codes. BLOCKS: a scale per 128 x 128 block, else one per row, applied at the end."""
     stride = n * (2 if GATE else 1)
     col = tl.arange(0, COLS)
-    first_row = row * (2 if ALTERNATE else 1)
-    code_ptrs = codes + (expert * stride + first_row)[:, None] * k + col[None, :]
-    up_ptrs = code_ptrs + (k if ALTERNATE else n.to(tl.int64) * k)
+    code_ptrs = codes + (expert * stride + row)[:, None] * k + col[None, :]
+    up_ptrs = code_ptrs + n.to(tl.int64) * k
     col_blocks = tl.cdiv(k, 128)
     if BLOCKS:
-        scale_ptrs = scale + (expert * tl.cdiv(stride, 128) + first_row // 128) * col_blocks
-        up_scale_ptrs = (
-            scale + (expert * tl.cdiv(stride, 128) + (first_row + (1 if ALTERNATE else n)) // 128) * col_blocks
-        )
+        scale_ptrs = scale + (expert * tl.cdiv(stride, 128) + row // 128) * col_blocks
+        up_scale_ptrs = scale + (expert * tl.cdiv(stride, 128) + (row + n) // 128) * col_blocks
     else:
-        scale_ptrs = scale + expert * stride + first_row
-        up_scale_ptrs = scale_ptrs + (1 if ALTERNATE else n)
+        scale_ptrs = scale + expert * stride + row
+        up_scale_ptrs = scale_ptrs + n
     dtype: tl.constexpr = x_ptrs.dtype.element_ty
     acc = tl.zeros([ROWS, TOKENS], tl.float32)
     acc_up = tl.zeros([ROWS, TOKENS], tl.float32)
@@ -219,7 +213,7 @@ def _fp8_product(
 def _grouped_gemm(
     x, codes, scale, bias, weights, out, lists, blocks, n_blocks, capacity, n, k, first_row, n_out,
     FORMAT: tl.constexpr, WORDS: tl.constexpr, SLOTS: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
-    WEIGHT: tl.constexpr, ALTERNATE: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    WEIGHT: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     TOKENS: tl.constexpr, STAGES: tl.constexpr, FIELDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """FORMAT: index into FORMATS. SLOTS: pairs of a token if x has a row per token; 1 if it has one per pair."""
@@ -234,16 +228,16 @@ def _grouped_gemm(
         x_ptrs = x + (pair // SLOTS).to(tl.int64) * k
         if FORMAT == 0:
             acc, acc_up = _dense_product(
-                x_ptrs, exists, codes, expert, safe_row, n, k, GATE, ALTERNATE, EVEN, ROWS, COLS, TOKENS, STAGES
+                x_ptrs, exists, codes, expert, safe_row, n, k, GATE, EVEN, ROWS, COLS, TOKENS, STAGES
             )
         elif FORMAT <= 2:
             acc, acc_up = _packed_product(
-                x_ptrs, exists, codes, scale, expert, safe_row, n, k, FORMAT == 2, WORDS, GATE, ALTERNATE, EVEN, ROWS,
+                x_ptrs, exists, codes, scale, expert, safe_row, n, k, FORMAT == 2, WORDS, GATE, EVEN, ROWS,
                 TOKENS, STAGES,
             )  # fmt: skip
         else:
             acc, acc_up = _fp8_product(
-                x_ptrs, exists, codes, scale, expert, safe_row, n, k, FORMAT == 4, GATE, ALTERNATE, EVEN, ROWS, COLS,
+                x_ptrs, exists, codes, scale, expert, safe_row, n, k, FORMAT == 4, GATE, EVEN, ROWS, COLS,
                 TOKENS, STAGES,
             )  # fmt: skip
         pdl_launch_late(PDL)
@@ -263,7 +257,6 @@ def _grouped_gemm(
             GATE,
             BIAS,
             WEIGHT,
-            ALTERNATE,
         )
 
 
@@ -290,7 +283,7 @@ def grouped_gemm(
         x if experts.bias is None else experts.bias, to.weights, out, to.lists, to.blocks, to.n_blocks,
         to.lists.shape[1], n, k, first_row, n_out, FORMAT=FORMATS.index(experts.kind), WORDS=experts.words_per_tile,
         SLOTS=to.slots if len(x) == to.tokens else 1, GATE=gate, BIAS=experts.bias is not None, WEIGHT=weight,
-        ALTERNATE=experts.alternate and gate > 0, EVEN=k % cols == 0, ROWS=tile.rows, COLS=cols,
+        EVEN=k % cols == 0, ROWS=tile.rows, COLS=cols,
         TOKENS=to.block_tokens, STAGES=tile.stages, FIELDS=BLOCK_FIELDS, PDL=2 * pdl,
         **launch_options(pdl, num_warps=tile.warps, num_stages=tile.stages),
     )  # fmt: skip

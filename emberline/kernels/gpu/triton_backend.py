@@ -20,7 +20,8 @@ from emberline.kernels.backend import (
 )
 from emberline.kernels.gpu.decode_attention import decode_attention, shared_prefix_attention
 from emberline.kernels.gpu.elementwise import add_norm, embedding
-from emberline.kernels.gpu.expert_matrix import ExpertMatrix, load_dense_experts
+from emberline.kernels.gpu.expert_loading import load_expert_matrix
+from emberline.kernels.gpu.expert_matrix import ExpertMatrix
 from emberline.kernels.gpu.launch import INTERPRETED, supports_pdl
 from emberline.kernels.gpu.long_attention import MIN_TOKENS, is_long, long_attention
 from emberline.kernels.gpu.matmul import GATES, DenseMatrix, Fusion, Matmul
@@ -97,7 +98,7 @@ class TritonBackend:
         biases = None
         if bias is not None:
             biases = torch.stack([torch.cat([b.tensor(self.dtype, self.device) for b in each]) for each in bias])
-        return load_dense_experts(experts, biases, torch.empty(0, dtype=self.dtype, device=self.device))
+        return load_expert_matrix(experts, biases, self.dtype, self.device)
 
     # --- a step -------------------------------------------------------------------------------------------------------
 

@@ -69,18 +69,8 @@ def test_experts(tokens: int, routing: Routing, activation: str, bias: bool, on_
     stacked, second = (ExpertMatrix("dense", w.shape[2], w, bias=b) for w, b in zip(parts, biases, strict=True))
     assert error(run(x, to, stacked, second, activation, on_input), want) < LIMIT
 
-    if not bias:
-        return
 
-    def alternate(rows: torch.Tensor) -> torch.Tensor:  # gate and up on alternate rows, as GPT-OSS has them
-        return torch.stack(rows.chunk(2, dim=1), dim=2).flatten(1, 2).contiguous()
-
-    gate_up_bias = None if biases[0] is None else alternate(biases[0])
-    alternating = ExpertMatrix("dense", hidden, alternate(parts[0]), bias=gate_up_bias, alternate=True)
-    assert error(run(x, to, alternating, second, activation, on_input), want) < LIMIT
-
-
-def quantized(kind: str, experts: int, n: int, k: int, seed: int, alternate: bool = False) -> ExpertMatrix:
+def quantized(kind: str, experts: int, n: int, k: int, seed: int) -> ExpertMatrix:
     generator = torch.Generator().manual_seed(seed)
 
     def bytes_of(*shape: int) -> torch.Tensor:
@@ -96,7 +86,7 @@ def quantized(kind: str, experts: int, n: int, k: int, seed: int, alternate: boo
     if kind == "mxfp4":
         words = pack_scales((bytes_of(experts, n, k // 32) % 4 + 121).to(torch.uint8), kind, 32)
         codes = pack_nibbles(bytes_of(experts, n, k // 2), kind)
-        return ExpertMatrix(kind, k, codes, words, 32, alternate=alternate)
+        return ExpertMatrix(kind, k, codes, words, 32)
     codes = bytes_of(experts, n, k)
     codes = torch.where(codes & 127 == 127, 0, codes)  # not NaN
     if kind == "fp8":
@@ -108,14 +98,10 @@ def quantized(kind: str, experts: int, n: int, k: int, seed: int, alternate: boo
 def test_quantized_experts(kind: str) -> None:
     tokens, experts, routing = 5, 3, Routing(2, "sigmoid", scale=2.0)
     hidden, width = (160, 96) if kind == "mxfp4" else (256, 128)  # MXFP4: rows that end within a tile, as GPT-OSS has
-    alternate = kind == "mxfp4"
-    gate_up = quantized(kind, experts, 2 * width, hidden, 1, alternate)
+    gate_up = quantized(kind, experts, 2 * width, hidden, 1)
     down = quantized(kind, experts, hidden, width, 2)
     x = noise(tokens, hidden, seed=1)
     to = permutation(tokens, experts, routing, 16, None)
     ids, weights = route(noise(tokens, experts, seed=7).float(), routing)
-    both = gate_up.dense()
-    if alternate:
-        both = torch.cat([both[:, ::2], both[:, 1::2]], dim=1)
-    want = run_experts(x.float(), ids, weights, TorchExperts(both), TorchExperts(down.dense()), "silu")
+    want = run_experts(x.float(), ids, weights, TorchExperts(gate_up.dense()), TorchExperts(down.dense()), "silu")
     assert error(run(x, to, gate_up, down, "silu", False), want) < LIMIT
