@@ -26,7 +26,7 @@ from emberline.api.ollama.request import (
     OllamaPull,
     OllamaShow,
 )
-from emberline.api.openai import audio, batches, embeddings, files
+from emberline.api.openai import audio, batches, embeddings, files, media
 from emberline.api.openai import endpoints as openai
 from emberline.api.openai.chat import ChatRequest
 from emberline.api.openai.completions import CompletionRequest
@@ -52,6 +52,9 @@ _OPENAI: tuple[_Row, ...] = (
     ("POST", "/completions", openai.completions, "Complete text", CompletionRequest),
     ("POST", "/embeddings", embeddings.embeddings, "Embed texts", embeddings.EmbeddingsRequest),
     ("POST", "/rerank", embeddings.rerank, "Rank documents by relevance", embeddings.RerankRequest),
+    ("POST", "/images/generations", media.generate_images, "Make images", media.ImagesRequest),
+    ("POST", "/images/edits", media.edit_images, "Edit images"),
+    ("POST", "/audio/speech", media.speech, "Turn text into speech", media.SpeechRequestBody),
     ("POST", "/audio/transcriptions", audio.transcriptions, "Transcribe recorded speech"),
     ("POST", "/audio/translations", audio.translations, "Translate recorded speech into English"),
     ("GET", "/models", openai.list_models, "List models"),

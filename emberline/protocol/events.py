@@ -23,7 +23,8 @@ class Usage(msgspec.Struct, kw_only=True, omit_defaults=True):
     completion_tokens: int = 0
     reasoning_tokens: int = 0
     cached_by_tier: dict[str, int] = {}  # keys: "device", "host", "disk", "remote"
-    audio_ms: int = 0
+    audio_ms: int = 0  # heard, or of a video made
+    images: int = 0  # made
     cost: Cost | None = None  # where the client has asked for it
 
     @property

@@ -296,7 +296,7 @@ class Run(Generic[T]):
             created_us=request.created_us,
             first_token_us=self._first_token_us,
             finished_us=self._clock.now_us(),
-            images=request.images if usage.prompt_tokens else 0,
+            images=usage.images or (request.images if usage.prompt_tokens else 0),
             audio_ms=usage.audio_ms,
             api=request.api,
             session=session_digest(request.affinity),

@@ -15,6 +15,7 @@ from emberline.protocol.answer import Encoded
 from emberline.protocol.errors import Conflict, EmberlineError, Unavailable, Unsupported
 from emberline.protocol.events import Completed, TextEvent
 from emberline.protocol.frames import EngineInfo
+from emberline.protocol.media import Media, MediaRequest
 from emberline.protocol.rate_limits import RateLimits
 from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal, SpeechRequest, alias_caller
 from emberline.protocol.speech import Transcript
@@ -37,6 +38,7 @@ from emberline.text.grammar.compiler_pool import GrammarCompiler
 from emberline.text.text_model import TextModel
 from emberline.upstream.chunks import BodyAssembler, ChunkReader
 from emberline.upstream.models import UpstreamModels
+from emberline.upstream.providers.whole_call import WholeCall
 from emberline.upstream.request import UpstreamRequest
 from emberline.upstream.transport import UpstreamTransport, passthrough
 
@@ -46,7 +48,7 @@ CLOSE_WAIT_S = 1.0  # for consumers of streams to notice that they were cut
 
 _ONLY_ATTEMPT = AttemptContext()
 T = TypeVar("T")
-AnyRequest = TypeVar("AnyRequest", GenerateRequest, EncodeRequest, SpeechRequest)
+AnyRequest = TypeVar("AnyRequest", GenerateRequest, EncodeRequest, SpeechRequest, MediaRequest)
 
 log = logging.getLogger("emberline.request")
 
@@ -290,12 +292,16 @@ class Service:
         with self._accepting(request.id):
             clock = Clock()
             request = self._checked(request, principal)
-            served = await self._served_here(request.model)
-            prepared = await self._preparer.run_off_loop(
-                text_bytes(request), lambda: prepare_encoding(request, principal, served, self._info(served), clock)
-            )
-            call = EncodeCall(prepared, self._engines, job)
-            run = await self._admit(prepared.route_request(job), call, clock, job)
+            call: EncodeCall | WholeCall[Encoded]
+            if (card := self.upstream_card(request.model)) is not None:
+                route, call = self._whole_call(request, card, principal, job)
+            else:
+                served = await self._models.get(request.model)
+                prepared = await self._preparer.run_off_loop(
+                    text_bytes(request), lambda: prepare_encoding(request, principal, served, self._info(served), clock)
+                )
+                route, call = prepared.route_request(job), EncodeCall(prepared, self._engines, job)
+            run = await self._admit(route, call, clock, job)
         completed = await _complete(run, on_admit, on_complete)
         result = call.result()
         if on_complete is not None:
@@ -314,18 +320,50 @@ class Service:
         with self._accepting(request.id):
             clock = Clock()
             request = self._checked(request, principal)
-            served = await self._served_here(request.model)
-            served.check_speech()
-            info = msgspec.structs.replace(self._info(served), model=served.card.id)
-            call = SpeechCall(request, self._engines)
-            run = await self._admit(speech_route(request, principal, info, clock), call, clock)
+            call: SpeechCall | WholeCall[Transcript]
+            if (card := self.upstream_card(request.model)) is not None:
+                route, call = self._whole_call(request, card, principal, None)
+            else:
+                served = await self._models.get(request.model)
+                served.check_speech()
+                info = msgspec.structs.replace(self._info(served), model=served.card.id)
+                route, call = speech_route(request, principal, info, clock), SpeechCall(request, self._engines)
+            run = await self._admit(route, call, clock)
         await _complete(run, on_admit, on_complete)
         return call.result()
 
-    async def _served_here(self, model_id: str) -> Served:
-        if self.upstream_card(model_id) is not None:
-            raise Unsupported(f"{model_id} is on an upstream server: only generation is relayed", param="model")
-        return await self._models.get(model_id)
+    async def make_media(
+        self,
+        request: MediaRequest,
+        principal: Principal,
+        *,
+        on_admit: Callable[[RateLimits | None], None] | None = None,
+        on_complete: Callable[[Completed], None] | None = None,
+    ) -> Media:
+        """Images, speech or video, made by a provider. It ends in one way, as `generate` does."""
+        with self._accepting(request.id):
+            clock = Clock()
+            request = self._checked(request, principal)
+            if (card := self.upstream_card(request.model)) is None:
+                self._models.resolve(request.model)
+                message = f"{request.model} makes no images, speech or video: models of providers do"
+                raise Unsupported(message, param="model")
+            route, call = self._whole_call(request, card, principal, None)
+            run = await self._admit(route, call, clock)
+        await _complete(run, on_admit, on_complete)
+        media: Media = call.result()
+        return media
+
+    def _whole_call(
+        self,
+        request: EncodeRequest | SpeechRequest | MediaRequest,
+        card: ModelCard,
+        principal: Principal,
+        job: JobContext | None,
+    ) -> tuple[RouteRequest, WholeCall[Any]]:
+        route, call = self.upstream.whole_call(request, card, principal, "" if job is None else job.engine)
+        in_flight, accepted_us = in_flight_id(request.id, job), 0 if job is None else job.accepted_us
+        return msgspec.structs.replace(route, id=in_flight, accepted_us=accepted_us), call
 
     @contextmanager
     def _accepting(self, request_id: str) -> Iterator[None]:

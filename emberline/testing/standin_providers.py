@@ -342,6 +342,14 @@ class StandinGemini(StandinProvider):
     async def answer(self, request: HttpRequest, body: Json, connection: HttpConnection) -> None:
         path, _, query = request.path.partition("?")
         name, _, method = path.removeprefix("/v1beta/models/").partition(":")
+        if method == "batchEmbedContents":
+            rows = [{"values": [at, 0.5]} for at in range(len(body["requests"]))]
+            return connection.reply(200, encode({"embeddings": rows}))
+        if "image" in name:
+            part = {"inlineData": {"mimeType": "image/png", "data": _PNG}}
+            usage = {"promptTokenCount": 7, "candidatesTokenCount": 100}
+            candidate = {"content": {"parts": [part], "role": "model"}, "finishReason": "STOP"}
+            return connection.reply(200, encode({"candidates": [candidate], "usageMetadata": usage}))
         if method == "countTokens":
             return connection.reply(200, encode({"totalTokens": self.script.prompt_tokens}))
         if method not in ("streamGenerateContent", "generateContent"):
@@ -396,6 +404,65 @@ def check_content_request(body: Json) -> None:
             _refuse(not isinstance(result, dict), "functionResponse.response: must be a Struct")
     for name in body.get("generationConfig", {}):
         _refuse(name not in _CONFIG_FIELDS, f'Unknown name "{name}" at generation_config')
+
+
+# --- OpenAI's other calls ---------------------------------------------------------------------------------------------
+
+_PNG = "iVBORw0KGgo="
+
+
+class StandinOpenAIMedia(StandinProvider):
+    """Embeddings, images, speech, transcripts and videos, by way of their fields; forms as they came."""
+
+    def check_key(self, headers: dict[str, str]) -> None:
+        if headers.get("authorization") != f"Bearer {self.key}":
+            raise HttpError(401, "Incorrect API key provided")
+
+    def models(self) -> Json:
+        return {"object": "list", "data": [{"id": "gpt-image", "object": "model"}]}
+
+    def error(self, status: int, message: str) -> bytes:
+        return encode({"error": {"message": message, "type": "x", "param": None, "code": None}})
+
+    async def _handle(self, request: HttpRequest, connection: HttpConnection) -> None:
+        path = request.path.removeprefix("/v1")
+        if self.script.status or self.script.html or not path.startswith(("/audio/tr", "/images/edits", "/videos/")):
+            return await super()._handle(request, connection)
+        self.headers = request.headers
+        try:
+            self.check_key(request.headers)
+        except HttpError as error:
+            return connection.reply(error.status, self.error(error.status, str(error)))
+        if path.startswith("/videos/"):
+            if path.endswith("/content"):
+                return connection.reply(200, b"mp4 bytes", "video/mp4")
+            return connection.reply(200, encode({"id": "video_1", "status": "completed", "seconds": "4"}))
+        self.requests.append({"form": request.body})
+        if path == "/images/edits":
+            return connection.reply(200, encode(self._images(1)))
+        words = [{"word": "Hello", "start": 0.0, "end": 0.5}]
+        segments = [{"id": 0, "start": 0.0, "end": 1.5, "text": " Hello there."}]
+        text = {"text": "Hello there.", "language": "english", "duration": 1.5, "segments": segments, "words": words}
+        connection.reply(200, encode(text))
+
+    def _images(self, n: int) -> Json:
+        usage = {"input_tokens": 7, "output_tokens": 100, "total_tokens": 107}
+        return {"created": 1, "data": [{"b64_json": _PNG}] * n, "usage": usage}
+
+    async def answer(self, request: HttpRequest, body: Json, connection: HttpConnection) -> None:
+        path = request.path.removeprefix("/v1")
+        if path == "/embeddings":
+            rows = [{"object": "embedding", "index": at, "embedding": [at, 0.5]} for at in range(len(body["input"]))]
+            usage = {"prompt_tokens": 8, "total_tokens": 8, **self.script.usage}
+            connection.reply(200, encode({"object": "list", "data": rows[::-1], "model": "m", "usage": usage}))
+        elif path == "/images/generations":
+            connection.reply(200, encode(self._images(body.get("n") or 1)))
+        elif path == "/audio/speech":
+            connection.reply(200, b"audio bytes", "audio/mpeg")
+        elif path == "/videos":
+            connection.reply(200, encode({"id": "video_1", "status": "queued", "seconds": "4"}))
+        else:
+            raise HttpError(404, f"no {path}")
 
 
 def main(argv: list[str] | None = None) -> None:

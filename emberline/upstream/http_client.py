@@ -322,6 +322,7 @@ class ConnectionPool:
         timeout_s: float | None = None,
         on_sent: Callable[[], None] | None = None,
         once: bool = False,
+        content_type: str = "application/json",
     ) -> Exchange:
         """An exchange whose status and headers have arrived, within `timeout_s` if that is given.
 
@@ -330,7 +331,7 @@ class ConnectionPool:
         must go out `once`.
         """
         head = (
-            f"POST {self._address.path}{path} HTTP/1.1\r\n{headers}content-type: application/json\r\n"
+            f"POST {self._address.path}{path} HTTP/1.1\r\n{headers}content-type: {content_type}\r\n"
             f"content-length: {len(body)}\r\n"
         )
         sending = self._send(head.encode("ascii") + self._fixed_headers, body, on_sent, once)

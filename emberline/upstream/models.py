@@ -14,7 +14,9 @@ from emberline.balancer.route_request import RouteRequest
 from emberline.catalog.model_card import ModelCard, PathSource
 from emberline.config import ConfigError
 from emberline.protocol.errors import Unsupported
-from emberline.protocol.request import GenerateRequest, Principal, Priority
+from emberline.protocol.media import MediaRequest
+from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal, Priority, SpeechRequest
+from emberline.protocol.speech import max_audio_ms
 from emberline.text.prompt import Prompt, build_prompt
 from emberline.text.text_model import TextModel
 from emberline.text.tokenizer import OFF_LOOP_BYTES
@@ -23,6 +25,8 @@ from emberline.upstream.http_client import ConnectionFailed
 from emberline.upstream.kv_events import chain_keys, key_root
 from emberline.upstream.providers.access import Access
 from emberline.upstream.providers.directory import ProviderDirectory, remote_name
+from emberline.upstream.providers.whole_call import WholeCall
+from emberline.upstream.providers.whole_tasks import whole_task
 from emberline.upstream.request import CHAT, COMPLETIONS, UpstreamRequest, body_of, byte_keys, estimated_tokens
 
 DISCOVERY_S = 15.0
@@ -130,6 +134,39 @@ class UpstreamModels:
         """The field that keeps tenants' prefix caches apart, for servers that know it."""
         known = self.kind_of(card) in ("vllm", "sglang") and principal.salt
         return {"cache_salt": principal.salt.hex()} if known else {}
+
+    def whole_call(
+        self, request: EncodeRequest | SpeechRequest | MediaRequest, card: ModelCard, principal: Principal, engine: str
+    ) -> tuple[RouteRequest, WholeCall[Any]]:
+        """A call that a provider answers with one result. Unsupported where its API has none of the kind."""
+        model, access = self.target(card, principal)
+        client = self.providers.client_of(card)
+        if client is None or access is None:
+            raise Unsupported(f"{card.id} is on an upstream server: only generation is relayed", param="model")
+        task = whole_task(access.traits or client.provider.kind, model, request)
+        n_bytes = 0 if isinstance(request, SpeechRequest) else len(task.call.body)
+        route = self.route_request(
+            request.id,
+            card,
+            principal,
+            (),
+            n=1,
+            max_tokens=1,
+            priority=request.priority,
+            session=request.session,
+            reject_if_busy=getattr(request, "reject_if_busy", False),
+            deadline_s=getattr(request, "deadline_s", None),
+            body_bytes=n_bytes,
+            engine=engine,
+            api=request.api,
+        )
+        route = msgspec.structs.replace(
+            route,
+            input_tokens=estimated_tokens(n_bytes),
+            images=request.n_images if isinstance(request, MediaRequest) else 0,
+            max_audio_ms=max_audio_ms(request.audio) if isinstance(request, SpeechRequest) else 0,
+        )
+        return route, WholeCall(task, access, self.clients, request.id)
 
     def route_request(
         self,

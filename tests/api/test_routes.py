@@ -117,7 +117,7 @@ def test_every_kind_of_error_has_codes() -> None:
     assert kinds(EmberlineError) <= set(CODES)
 
 
-@pytest.mark.parametrize("path", ["videos", "images/generations", "score"])
+@pytest.mark.parametrize("path", ["videos", "images/variations", "score"])
 async def test_apis_of_others_are_named_in_the_refusal(client: httpx.AsyncClient, path: str) -> None:
     for base in ("/v1", "/client/v4/accounts/a/ai/v1"):
         answer = await client.post(f"{base}/{path}", json={"model": MODEL, "input": "x"})

@@ -18,6 +18,7 @@ from emberline.protocol.answer import Encoded
 from emberline.protocol.errors import BadInput, EmberlineError, Unavailable, Unsupported
 from emberline.protocol.events import Completed, Cost, TextEvent, Usage
 from emberline.protocol.gateway import GatewayOptions
+from emberline.protocol.media import Media, MediaRequest
 from emberline.protocol.rate_limits import RateLimits
 from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal, SpeechRequest
 from emberline.protocol.speech import Transcript
@@ -114,6 +115,15 @@ class Backend(Protocol):
         on_admit: OnAdmit | None = None,
         on_complete: OnComplete | None = None,
     ) -> Transcript: ...
+
+    async def make_media(
+        self,
+        request: MediaRequest,
+        principal: Principal,
+        *,
+        on_admit: OnAdmit | None = None,
+        on_complete: OnComplete | None = None,
+    ) -> Media: ...
 
     async def count_tokens(self, request: GenerateRequest, principal: Principal) -> int: ...
 
@@ -389,6 +399,9 @@ class Call:
         if self.gateway is not None:
             return self.gateway.transcribe(request, self._admitted, self._completed)
         return self.service.transcribe(request, self.principal, on_admit=self._admitted, on_complete=self._completed)
+
+    def make_media(self, request: MediaRequest) -> Coroutine[Any, Any, Media]:
+        return self.service.make_media(request, self.principal, on_admit=self._admitted, on_complete=self._completed)
 
     def forward(self, request: "UpstreamRequest") -> AsyncGenerator[tuple[bytes, bool], None]:
         return self.service.forward(request, on_admit=self._admitted, on_complete=self._completed)

@@ -35,6 +35,7 @@ APIS = {
     "embeddings": "embeddings",
     "rerank": "rerank",
     "audio": "audio",
+    "images": "images",
     "models": "models",
     "tasks": "models",
     "authors": "models",

@@ -17,6 +17,7 @@ from emberline.api.http.errors import Dialect, NoSuchBatch, error_body
 from emberline.api.http.sse import send_bytes, stream
 from emberline.api.workers_ai.answer import ResultOptions, RunStream, enveloped, result_body, result_reply
 from emberline.api.workers_ai.encode_request import EncodeInput, encoded_result, encodes_text
+from emberline.api.workers_ai.media import TASKS, run_media
 from emberline.api.workers_ai.run_request import RunRequest, UniversalRequest
 from emberline.api.workers_ai.speech import run_speech
 from emberline.catalog.model_card import SPEECH_RECOGNITION
@@ -87,6 +88,8 @@ async def run_model(call: Call, model: str, raw: bytes) -> Reply | None:
     card = call.service.resolve(model)
     if card.task == SPEECH_RECOGNITION:
         return await _hear(call, model, raw)
+    if card.task in TASKS:
+        return await run_media(call, model, card, raw)
     return await _run_input(call, model, raw, encodes_text(card))
 
 
@@ -101,6 +104,8 @@ async def run_universal(call: Call) -> Reply | None:
     card = call.service.resolve(body.model)
     if card.task == SPEECH_RECOGNITION:
         return await _hear(call, body.model, bytes(body.input))
+    if card.task in TASKS:
+        return await run_media(call, body.model, card, bytes(body.input))
     if encodes_text(card):
         return await _run_input(call, body.model, bytes(body.input), encodes=True)
     given = decode(raw, _universal_decoder, max_values)  # names a field that is wrong by its whole path

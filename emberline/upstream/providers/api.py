@@ -28,6 +28,7 @@ class ProviderCall(NamedTuple):
     body: bytes
     headers: str = ""  # whole lines, each with its end
     translator: StreamTranslator | None = None  # None: the reply is in OpenAI's form
+    content_type: str = "application/json"
 
 
 class ProviderAPI(Protocol):

@@ -51,7 +51,7 @@ class ProviderAttempt:
             finally:
                 exchange.close()
         except ConnectionFailed as error:
-            raise _failed(self.decode, error) from error
+            raise connection_failure(self.decode, error) from error
         except BadInput as error:  # the account's own address may not be reached
             raise BadInput(f"provider {client.name}: {error.message}", param="model") from None
         raise_status(client.name, exchange.status, exchange.headers, body, access.key)
@@ -63,7 +63,7 @@ class ProviderAttempt:
             try:
                 piece = await self._exchange.piece()
             except ConnectionFailed as error:
-                raise _failed(self.decode, error) from error
+                raise connection_failure(self.decode, error) from error
             if self._translator is None:
                 return piece
             lines = self._translator.feed(piece) if piece else self._translator.end()
@@ -89,7 +89,7 @@ async def list_models(client: ProviderClient, access: Access) -> list[str]:
     try:
         status, body = await pool.get("/models", LIST_TIMEOUT_S, MAX_LIST_BYTES, api.authorization(access.key))
     except ConnectionFailed as error:
-        raise _failed(client, error) from error
+        raise connection_failure(client, error) from error
     if status != 200:
         raise_status(client.name, status, {}, body, access.key)
     try:
@@ -101,6 +101,6 @@ async def list_models(client: ProviderClient, access: Access) -> list[str]:
     return [name.removeprefix("models/") for name in names if isinstance(name, str)][:MAX_LISTED]
 
 
-def _failed(client: ProviderClient, error: ConnectionFailed) -> ProviderFailed:
+def connection_failure(client: ProviderClient, error: ConnectionFailed) -> ProviderFailed:
     failure = ProviderTimeout if error.timed_out else ProviderFailed
     return failure(client.name, f"did not answer: {error}" if error.timed_out else f"failed: {error}")

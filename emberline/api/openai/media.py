@@ -1,0 +1,123 @@
+"""The OpenAI API's images and speech, which models of providers make."""
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Raw
+
+from emberline.api.http.body import body_chunks, decode, held_bodies, read_model_body
+from emberline.api.http.call import Call, Reply, while_connected
+from emberline.api.http.multipart import MultipartForm, boundary_of
+from emberline.protocol.errors import BadInput, TooLarge, Unsupported
+from emberline.protocol.media import Media, MediaFile, MediaRequest
+
+MAX_FORM_BYTES = 64 << 20
+MAX_SPEECH_CHARS = 32_768
+_FILES = ("image", "mask")
+
+
+class ImagesRequest(msgspec.Struct, kw_only=True):
+    """Further fields are the provider's, and passed on."""
+
+    model: str
+    prompt: str
+    n: Annotated[int, Meta(ge=1, le=16)] | None = None
+    stream: bool | None = None
+
+
+class SpeechRequestBody(msgspec.Struct, kw_only=True):
+    """Further fields are the provider's, and passed on."""
+
+    model: str
+    input: Annotated[str, Meta(max_length=MAX_SPEECH_CHARS)]
+    voice: Any = None
+    stream_format: str | None = None
+
+
+_images = msgspec.json.Decoder(ImagesRequest)
+_speech = msgspec.json.Decoder(SpeechRequestBody)
+_fields = msgspec.json.Decoder(dict[str, Raw])
+
+
+async def generate_images(call: Call) -> Reply:
+    raw = await read_model_body(call)
+    body = decode(raw, _images)
+    if body.stream:
+        raise Unsupported("`stream` is not supported for images", param="stream")
+    request = MediaRequest(
+        id=call.id, model=body.model, task="image", fields=_passed(raw), session=call.session, api="images"
+    )
+    return media_reply(call, await make(call, request))
+
+
+async def edit_images(call: Call) -> Reply:
+    boundary = boundary_of(call.headers.get("content-type", ""))
+    form = MultipartForm(body_chunks(call, MAX_FORM_BYTES), boundary)
+    fields: dict[str, Any] = {}
+    files: list[MediaFile] = []
+    async for part in form:
+        if part.name.removesuffix("[]") in _FILES:
+            data = bytearray()
+            async for chunk in form.content():
+                held_bodies.add(call, len(chunk))
+                data += chunk
+                if len(data) > MAX_FORM_BYTES:
+                    raise TooLarge("the images are too large", param=part.name)
+            files.append(MediaFile(part.name, part.filename or "image.png", _image_type(data), bytes(data)))
+        else:
+            fields[part.name] = await form.field(part)
+    model = fields.pop("model", None)
+    for name, given in (("model", model), ("image", files), ("prompt", fields.get("prompt"))):
+        if not given:
+            raise BadInput(f"the form has no `{name}`", param=name)
+    if fields.get("stream") not in (None, "", "false"):
+        raise Unsupported("`stream` is not supported for images", param="stream")
+    n = fields.get("n", "1")
+    if not (n.isdecimal() and 1 <= int(n) <= 16):
+        raise BadInput("`n` is from 1 to 16", param="n")
+    request = MediaRequest(
+        id=call.id,
+        model=str(model),
+        task="image_edit",
+        fields={**fields, "n": int(n)},
+        files=tuple(files),
+        session=call.session,
+        api="images",
+    )
+    return media_reply(call, await make(call, request))
+
+
+async def speech(call: Call) -> Reply:
+    raw = await read_model_body(call)
+    body = decode(raw, _speech)
+    if body.stream_format not in (None, "audio"):
+        raise Unsupported("`stream_format` is not supported: the audio comes whole", param="stream_format")
+    request = MediaRequest(
+        id=call.id,
+        model=body.model,
+        task="speech",
+        fields={**_passed(raw), "input": body.input},
+        session=call.session,
+        api="audio",
+    )
+    return media_reply(call, await make(call, request))
+
+
+async def make(call: Call, request: MediaRequest) -> Media:
+    """A client that disconnects cancels the work."""
+    return await while_connected(call.receive, call.make_media(request))
+
+
+def media_reply(call: Call, media: Media) -> Reply:
+    return Reply(200, media.body, media.content_type.encode("latin-1", "replace"), call.id_headers)
+
+
+def _passed(raw: bytes) -> dict[str, Any]:
+    return {name: msgspec.json.decode(value) for name, value in _fields.decode(raw).items() if name != "model"}
+
+
+def _image_type(data: bytes | bytearray) -> str:
+    for magic, kind in ((b"\x89PNG", "image/png"), (b"\xff\xd8", "image/jpeg"), (b"RIFF", "image/webp")):
+        if data.startswith(magic):
+            return kind
+    return "application/octet-stream"

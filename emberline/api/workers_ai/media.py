@@ -1,0 +1,45 @@
+"""Workers AI's `run` of models that make images, speech or video, which are providers'."""
+
+from typing import Any, Literal
+
+import msgspec
+
+from emberline.api.http.body import decode
+from emberline.api.http.call import Call, Reply
+from emberline.api.openai.media import make, media_reply
+from emberline.api.workers_ai.answer import result_reply
+from emberline.catalog.model_card import TEXT_TO_IMAGE, TEXT_TO_SPEECH, TEXT_TO_VIDEO, ModelCard
+from emberline.protocol.errors import BadInput
+from emberline.protocol.media import MediaRequest
+
+TASKS: dict[str, Literal["image", "speech", "video"]] = {
+    TEXT_TO_IMAGE: "image",
+    TEXT_TO_SPEECH: "speech",
+    TEXT_TO_VIDEO: "video",
+}
+_decoder = msgspec.json.Decoder(dict[str, Any])
+# Workers AI's names of what OpenAI calls otherwise.
+_SPEECH = {"text": "input", "prompt": "input", "speaker": "voice", "encoding": "response_format"}
+
+
+async def run_media(call: Call, model: str, card: ModelCard, raw: bytes) -> Reply:
+    """An image as `{"image": base64}`; speech and video as bytes. Fields in OpenAI's words are passed on."""
+    given = decode(raw, _decoder)
+    task = TASKS[card.task]
+    fields = dict(given)
+    if task == "speech":
+        fields = {_SPEECH.get(name, name): value for name, value in given.items()}
+    elif isinstance(given.get("width"), int) and isinstance(given.get("height"), int):
+        fields["size"] = f"{fields.pop('width')}x{fields.pop('height')}"
+    wanted = "input" if task == "speech" else "prompt"
+    if not isinstance(fields.get(wanted), str) or not fields[wanted]:
+        raise BadInput(f"`{'text' if task == 'speech' else 'prompt'}` is needed", param="prompt")
+    if task == "speech":
+        fields.setdefault("voice", "alloy")
+    request = MediaRequest(id=call.id, model=model, task=task, fields=fields, session=call.session, api="run")
+    media = await make(call, request)
+    if task != "image":
+        return media_reply(call, media)
+    images: Any = msgspec.json.decode(media.body)
+    first = (images.get("data") or [{}])[0]
+    return result_reply(call, {"image": first["b64_json"]} if "b64_json" in first else {"image_url": first.get("url")})

@@ -1,0 +1,142 @@
+"""A call whose reply comes whole: embeddings, transcripts, images, speech, video."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from emberline.balancer.route_request import Fault, Route
+from emberline.protocol.errors import BadInput, EmberlineError, EngineLost
+from emberline.protocol.events import Usage
+from emberline.protocol.trace_context import TraceContext, TraceDetails, current
+from emberline.upstream.attempt import MAX_ERROR_BYTES
+from emberline.upstream.client import UpstreamClient
+from emberline.upstream.http_client import MAX_REPLY_BYTES, ConnectionFailed
+from emberline.upstream.providers.access import Access
+from emberline.upstream.providers.api import ProviderCall
+from emberline.upstream.providers.attempt import connection_failure
+from emberline.upstream.providers.client import ProviderClient
+from emberline.upstream.providers.errors import ProviderFailed, raise_status
+
+OFF_LOOP_BYTES = 256 << 10  # a larger body is read in a thread
+POLL_TIMEOUT_S = 30.0
+
+T = TypeVar("T")
+
+
+class UnreadableReply(Exception):
+    """The message says what of the reply cannot be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class WholeReply:
+    body: bytes
+    content_type: str
+
+
+# Asks for more of a reply: the path below the base URL.
+Fetch = Callable[[str], Awaitable[WholeReply]]
+
+
+@dataclass(frozen=True, slots=True)
+class WholeTask(Generic[T]):
+    """What is asked, and how the reply is read: the result and what it used. `poll` fetches the result of a job that
+    the provider only began."""
+
+    operation: str  # `gen_ai.operation.name`
+    call: ProviderCall
+    read: Callable[[WholeReply], tuple[T, Usage]]
+    poll: Callable[[WholeReply, Fetch], Awaitable[WholeReply]] | None = None
+
+
+class WholeCall(Generic[T]):
+    """To `service.run` a transport with one output, the result."""
+
+    restart_wait_s = 0.0
+    deadline_grace_s = 0.0
+    cached_tokens = 0
+
+    def __init__(
+        self, task: WholeTask[T], access: Access, clients: Mapping[str, UpstreamClient], request_id: str
+    ) -> None:
+        self.operation = task.operation
+        self.provider = ""
+        self.trace: TraceContext | None = current.get()
+        self.began = False
+        self.done = False
+        self.usage = Usage()
+        self._task = task
+        self._access = access
+        self._clients = clients
+        self._request_id = request_id
+        self._client: ProviderClient | None = None
+        self._result: list[T] = []
+
+    def result(self) -> T:
+        (result,) = self._result
+        return result
+
+    async def open(self, route: Route, attempt: int, deadline_s: float | None) -> None:
+        client = self._clients[route.decode]
+        assert isinstance(client, ProviderClient)
+        self._client, self.provider = client, client.name
+
+    async def next(self) -> None:
+        task = self._task
+        reply = await self._send(task.call)
+        try:
+            if task.poll is not None:
+                reply = await task.poll(reply, self._fetch)
+            self.began = True
+            if len(reply.body) > OFF_LOOP_BYTES:
+                result, self.usage = await asyncio.to_thread(task.read, reply)
+            else:
+                result, self.usage = task.read(reply)
+        except UnreadableReply as error:
+            assert self._client is not None
+            raise ProviderFailed(self._client.name, f"sent {error}") from None
+        self._result.append(result)
+        self.done = True
+
+    def fault(self, error: EmberlineError) -> Fault:
+        """Not asked again: a provider bills what it computes."""
+        is_to_blame = isinstance(error, EngineLost) and not self._access.is_own_url and self._client is not None
+        return Fault(False, lost=(self._client.name,) if is_to_blame and self._client is not None else ())
+
+    def trace_details(self, content: bool) -> TraceDetails:
+        return TraceDetails()
+
+    def close(self) -> None:
+        pass  # an exchange that is not complete was closed where it ended
+
+    async def _send(self, call: ProviderCall) -> WholeReply:
+        client, access = self._client, self._access
+        assert client is not None
+        api, pool, timeout_s = access.api or client.api, access.pool or client.pool, client.provider.timeout_s
+        ids = f"x-request-id: {self._request_id}\r\n{'' if self.trace is None else self.trace.headers}"
+        headers = f"{ids}{api.authorization(access.key)}{call.headers}"
+        try:
+            exchange = await pool.post(call.path, call.body, headers, timeout_s, content_type=call.content_type)
+            try:
+                body = await exchange.read(MAX_REPLY_BYTES if exchange.status == 200 else MAX_ERROR_BYTES)
+            finally:
+                exchange.close()
+        except ConnectionFailed as error:
+            raise connection_failure(client, error) from error
+        except BadInput as error:  # the account's own address may not be reached
+            raise BadInput(f"provider {client.name}: {error.message}", param="model") from None
+        if exchange.status != 200:
+            raise_status(client.name, exchange.status, exchange.headers, body, access.key)
+        return WholeReply(body, exchange.headers.get("content-type", ""))
+
+    async def _fetch(self, path: str) -> WholeReply:
+        client, access = self._client, self._access
+        assert client is not None
+        api, pool = access.api or client.api, access.pool or client.pool
+        try:
+            status, body = await pool.get(path, POLL_TIMEOUT_S, MAX_REPLY_BYTES, api.authorization(access.key))
+        except ConnectionFailed as error:
+            raise connection_failure(client, error) from error
+        if status != 200:
+            raise_status(client.name, status, {}, body, access.key)
+        return WholeReply(body, "")
