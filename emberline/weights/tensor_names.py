@@ -5,6 +5,7 @@ or one for all. The suffix of a name (`weight`, `bias`, a quantized format's `we
 """
 
 import re
+from functools import lru_cache
 
 from emberline.weights.encoder_checkpoint import EncoderConfig, encoder_tensor
 from emberline.weights.model_config import BadCheckpoint, ModelConfig
@@ -71,8 +72,8 @@ _PARTS: dict[str, dict[str, str]] = {
     "llama4": _LLAMA4,
     "gpt_oss": _ATTENTION | {"mlp.router": "ffn_gate_inp", "self_attn.sinks": "attn_sinks"},
 }
-_LAYER = re.compile(r"layers\.(\d{1,4})\.(.+)")
-_EXPERT = re.compile(r"(.*experts)\.(\d{1,4})\.(\w+)")
+_LEFT_OUT = "-"
+_NUMBER = re.compile(r"\.(\d{1,4})(?=\.)")  # of a layer, of an expert
 _SUFFIX = re.compile(r"(.*)[._]((?:weight|bias|blocks|scales|input_scale)\w*)")
 # Prefixes of the text model's tensors, longest first: multimodal models nest it in one of several ways.
 _PREFIXES = ("language_model.model.", "model.language_model.", "language_model.", "model.")
@@ -86,41 +87,44 @@ def canonical(key: str, config: ModelConfig) -> str | None:
     """The canonical name of a Hugging Face tensor; None if it is not needed, BadCheckpoint if it is unknown."""
     if isinstance(config, EncoderConfig):
         return encoder_tensor(key, config)
-    if _IGNORED.match(key):
+    numbers = [int(number) for number in _NUMBER.findall(key)]
+    form = _form(_NUMBER.sub(".*", key), config.architecture, config.moe is not None)
+    if form == _LEFT_OUT or (form.startswith("output.") and config.tie_embeddings):
         return None
-    if key.startswith(("lm_head.", "language_model.lm_head.")):
-        return None if config.tie_embeddings else "output." + key.partition("lm_head.")[2]
-    inner = next((key.removeprefix(prefix) for prefix in _PREFIXES if key.startswith(prefix)), key)
-    layer = _LAYER.fullmatch(inner)
-    if layer is None:
-        name = _TOP.get(inner)
-    elif config.n_layers <= int(layer[1]) < config.n_layers + config.n_mtp_layers:
+    if form.startswith("blk.") and numbers and 0 <= numbers[0] - config.n_layers < config.n_mtp_layers:
         return None
-    else:
-        name = _layer_tensor(layer[2], config)
-        name = name and f"blk.{int(layer[1])}.{name}"
-    if name is None:
+    if not form or form.count("{}") != len(numbers):
         raise BadCheckpoint(f"tensor {key[:120]!r} has no place in a {config.architecture} model")
-    return name
+    return form.format(*numbers)
 
 
-def _layer_tensor(rest: str, config: ModelConfig) -> str | None:
-    parts = _PARTS.get(config.architecture, _DENSE)
+@lru_cache(4096)  # a model has few forms of names, and hundreds of thousands of names
+def _form(key: str, architecture: str, moe: bool) -> str:
+    """The canonical name of a key with `*` in place of numbers, with `{}` in theirs; "": it has none."""
+    if _IGNORED.match(key):
+        return _LEFT_OUT
+    if key.startswith(("lm_head.", "language_model.lm_head.")):
+        return "output." + key.partition("lm_head.")[2]
+    inner = next((key.removeprefix(prefix) for prefix in _PREFIXES if key.startswith(prefix)), key)
+    if not inner.startswith("layers.*."):
+        return _TOP.get(inner, "")
+    name = _layer_tensor(inner.removeprefix("layers.*."), architecture, moe)
+    return f"blk.*.{name}".replace("*", "{}") if name else "blk."  # unknown, except in a prediction layer
+
+
+def _layer_tensor(rest: str, architecture: str, moe: bool) -> str:
+    parts = _PARTS.get(architecture, _DENSE)
     if rest in parts:  # GPT-OSS's sinks have no suffix
         return f"{parts[rest]}.weight"
-    fused = _FUSED.get(rest.replace("feed_forward.", "mlp.")) if config.moe is not None else None
+    fused = _FUSED.get(rest.replace("feed_forward.", "mlp.")) if moe else None
     if fused is not None:
         return f"{fused}.weight"
     split = _SUFFIX.fullmatch(rest)
     if split is None:
-        return None
+        return ""
     part, suffix = split[1], split[2]
-    fused = _FUSED.get(part) if config.moe is not None else None
-    if fused is not None:
-        return f"{fused}.{suffix}"
-    expert = _EXPERT.fullmatch(part)
-    if expert is None:
-        name = parts.get(part)
-        return name and f"{name}.{suffix}"
-    name = parts.get(f"{expert[1]}.*.{expert[3]}")
-    return name and f"{name}.{int(expert[2])}.{suffix}"
+    name = _FUSED.get(part.replace("feed_forward.", "mlp.")) if moe else None
+    name = name or parts.get(part)
+    if name is None:
+        return ""
+    return f"{name}.*.{suffix}" if ".*." in part else f"{name}.{suffix}"
