@@ -167,7 +167,8 @@ def named_model_and_sessions(body: bytes) -> tuple[str | None, list[str]]:
 async def read_model_body(call: Call) -> bytes:
     """A JSON body, not yet decoded. An unknown model is refused here, before anything else in the body."""
     body = await read_body(call)
-    if (name := named_model(body)) is not None:
+    call.named = name, _ = named_model_and_sessions(body)
+    if name is not None:
         call.check_model(name)
     return body
 

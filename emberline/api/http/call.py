@@ -226,6 +226,7 @@ class Call:
         self._reads_gateway = True  # whether a header asks for a gateway is not known yet
         self.gateway_name = ""  # of the path; empty: it names none
         self.body: bytes | None = None  # of the request, where it was read and perhaps rewritten
+        self.named: tuple[str | None, list[str]] | None = None  # the model that the body names, and sessions
         self.is_audited = False  # what it does is in the audit log
         self.audit_target = ""  # what an admin's act is done to, for the audit log; empty: `path_param`
         self.relays_large = relays_large  # large requests are for another process: endpoints raise LargeRequest
@@ -314,7 +315,7 @@ class Call:
 
     def _open_gateway(self, options: GatewayOptions) -> GatewayCall:
         name = self.gateway_name
-        self._gateway = open_call(self.gateways, options, self.principal, self.service, str(uuid.uuid4()), name)
+        self._gateway = open_call(self.gateways, options, self.principal, self.service, self.id, name)
         return self._gateway
 
     def refuse_gateway(self, field: str) -> None:
@@ -345,7 +346,7 @@ class Call:
     def queue(self) -> "Queue":
         return self.batches.queue
 
-    @property
+    @cached_property
     def session(self) -> str | None:
         """The session id that the client sent in a header."""
         return next((value for name in _SESSION_HEADERS if (value := self.headers.get(name))), None)

@@ -111,12 +111,12 @@ class Match:
     account: str | None
     path_param: str
     dialect: Dialect  # also of paths without a route
-    missing: str  # what to say if there is no route
+    path: str
     gateway: str = ""
 
     def route(self, method: str) -> Route:
         if not self.methods:
-            raise NotFound(self.missing)
+            raise NotFound(_missing(self.path))
         route = self.methods.get("GET" if method == "HEAD" else method)
         if route is None:
             raise MethodNotAllowed(method, ", ".join(sorted(self.methods)))
@@ -157,7 +157,7 @@ class Router:
         else:
             dialect = _unrouted_dialect(path)
         found = unquote(account) if account is not None else None
-        return Match(methods or {}, found, unquote(path_param), dialect, _missing(path), unquote(gateway))
+        return Match(methods or {}, found, unquote(path_param), dialect, path, unquote(gateway))
 
     def _by_id(self, path: str) -> tuple[dict[str, Route] | None, str]:
         for collection in self._collections:

@@ -63,7 +63,7 @@ async def completions(call: Call) -> Reply | None:
 def _upstream_targets(call: Call, raw: bytes) -> ModelCard | Plan | None:
     """The card of the model that the body names, if upstream servers compute it; through a gateway, the models that it
     tries, if that is true of all and nothing of the request or its reply has to be read."""
-    name, sessions = named_model_and_sessions(raw)
+    name, sessions = call.named or named_model_and_sessions(raw)
     if name is None:
         return None
     session = session_name(call.session, *sessions)

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import NamedTuple, TypeVar
 
 from emberline.balancer.circuit_breaker import OPEN_S, CircuitBreaker
+from emberline.catalog.model_card import ModelCard
 from emberline.protocol.errors import EmberlineError, EngineLost, Internal, ModelNotFound, Overloaded, Unavailable
 from emberline.service.gateway.log import LogAttempt
 from emberline.upstream.gateway.errors import AttemptsFailed, AttemptsRefused, FirstByteTimeout, redact
@@ -20,9 +21,13 @@ T = TypeVar("T")
 class Target(NamedTuple):
     """One model of a plan."""
 
-    model: str
+    card: ModelCard
     provider: str
     step: int  # its position in the chain
+
+    @property
+    def model(self) -> str:
+        return self.card.id
 
 
 class Attempt(NamedTuple):
@@ -89,13 +94,7 @@ class Attempts:
                 if not breaker.allows:
                     raise CircuitOpen(target.provider, OPEN_S - (began_s - breaker.opened_s))
                 breaker.sent()
-            try:
-                async with asyncio.timeout(timeout_ms / 1000 if timeout_ms else None):
-                    found = await start(attempt)
-            except TimeoutError:
-                raise FirstByteTimeout(
-                    f"{target.model} ({target.provider}) sent nothing within {timeout_ms} ms", param="model"
-                ) from None
+            found = await start(attempt) if not timeout_ms else await _in_time(start, attempt, timeout_ms)
             self.answering, self._breaker = target, breaker
             return found
         except EmberlineError as error:
@@ -135,6 +134,15 @@ class Attempts:
         else:
             self._breaker.inconclusive()
         self._breaker = None
+
+
+async def _in_time(start: Callable[[Attempt], Awaitable[T]], attempt: Attempt, timeout_ms: int) -> T:
+    try:
+        async with asyncio.timeout(timeout_ms / 1000):
+            return await start(attempt)
+    except TimeoutError:
+        model, provider = attempt.target.model, attempt.target.provider
+        raise FirstByteTimeout(f"{model} ({provider}) sent nothing within {timeout_ms} ms", param="model") from None
 
 
 class CircuitOpen(Unavailable):

@@ -108,29 +108,17 @@ class GatewayCall:
         self.first_step = 0  # its number
         self.has_next_step = False  # then a failure is not the end
         self.ttl_s = cache_ttl_s(settings, options)
+        asked = options.collect_log_payload
+        self.logs_content = settings.log_content if asked is None else asked
+        self.collects_log = settings.collect_logs if options.collect_log is None else options.collect_log
+        # Whether replies, or prompts, must be read, and cannot be passed on as they come.
+        guards = settings.guardrails
+        self.reads_replies = bool(self.ttl_s or self.logs_content or (guards and applicable(guards, "response")))
+        self.reads_prompts = self.reads_replies or bool(guards)
         self._log_id = log_id
         self._n_requests = 0
         self._open: _Request | None = None  # of a universal request whose earlier steps have failed
         self._shown: _Request | None = None  # whose headers the response has
-
-    @property
-    def reads_replies(self) -> bool:
-        """Whether replies must be read, and cannot be passed on as they come."""
-        return bool(self.ttl_s or self.logs_content or applicable(self.settings.guardrails, "response"))
-
-    @property
-    def reads_prompts(self) -> bool:
-        return self.reads_replies or bool(applicable(self.settings.guardrails, "request"))
-
-    @property
-    def logs_content(self) -> bool:
-        asked = self.options.collect_log_payload
-        return self.settings.log_content if asked is None else asked
-
-    @property
-    def collects_log(self) -> bool:
-        asked = self.options.collect_log
-        return self.settings.collect_logs if asked is None else asked
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Of the response."""
@@ -210,7 +198,7 @@ class GatewayCall:
             async def start(
                 attempt: Attempt,
             ) -> tuple[tuple[bytes, bool], AsyncGenerator[tuple[bytes, bool], None]]:
-                asked = await make(self.pipeline.resolve(attempt.target.model), attempt.id)
+                asked = await make(attempt.target.card, attempt.id)
                 context = run.context(attempt, bills_failure=asked.stream)
                 blocks = self.pipeline.forward(asked, on_admit, run.completing(on_complete), context)
                 return await _first_of(blocks), blocks
@@ -344,7 +332,7 @@ class _Request:
     async def cached(self, digest: str) -> CachedReply | None:
         """A reply from the cache, if the caller may use its model."""
         call = self._call
-        card = call.pipeline.resolve(self._plan.models[0])
+        card = call.pipeline.resolve(self._plan.models[0], self._plan.caller)
         call.pipeline.check_scope(call.principal, card)
         found = await call.owner.cache.get(call.principal.account, digest)
         self.row.cache_status = "MISS" if found is None else "HIT"
@@ -378,17 +366,18 @@ class _Request:
 
     def _target(self, model: str, step: int) -> Target:
         """ModelNotFound where there is none."""
-        pipeline = self._call.pipeline
-        card = pipeline.resolve(model)
-        upstream = pipeline.upstream_card(model)
-        return Target(card.id, LOCAL if upstream is None else pipeline.upstream.provider_of(upstream), step)
+        pipeline, caller = self._call.pipeline, self._plan.caller
+        card = pipeline.upstream_card(model, caller)
+        if card is not None:
+            return Target(card, pipeline.upstream.provider_of(card), step)
+        return Target(pipeline.resolve(model, caller), LOCAL, step)
 
     def context(self, attempt: Attempt, bills_failure: bool = True) -> AttemptContext:
         """Our own fleets move a request between their workers; a provider has one, which is asked again by us."""
         if attempt.target.provider == LOCAL:
             return AttemptContext(attempt.is_retry, None, bills_failure)
-        card = self._call.pipeline.resolve(attempt.target.model)
-        return AttemptContext(attempt.is_retry, self._call.pipeline.upstream.n_servers(card) - 1, bills_failure)
+        n_servers = self._call.pipeline.upstream.n_servers(attempt.target.card)
+        return AttemptContext(attempt.is_retry, n_servers - 1, bills_failure)
 
     def completing(self, on_complete: OnComplete | None) -> OnComplete:
         def complete(completed: Completed) -> None:

@@ -1,5 +1,6 @@
 """What a request asks of its gateway: the `cf-aig-*` headers, and how they and the gateway's settings combine."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ from emberline.upstream.gateway.retry import RetryPolicy
 from emberline.upstream.gateway.routing import check_chains
 
 PREFIX = "cf-aig-"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 AUTHORIZATION = "cf-aig-authorization"  # read where the caller is authenticated
 _JSON = {"cf-aig-metadata": ("metadata", Metadata), "cf-aig-custom-cost": ("customCost", CustomCost)}
 _FIELDS = {  # header → field, and how its text is read
@@ -43,6 +45,8 @@ def from_headers(headers: Mapping[str, str]) -> GatewayOptions | None:
     asked = {name: value for name, value in headers.items() if name.startswith(PREFIX) and name != AUTHORIZATION}
     if not asked:
         return None
+    if len(asked) == 1 and (name := asked.get("cf-aig-gateway-id")) is not None and _NAME.fullmatch(name):
+        return GatewayOptions(id=name)
     fields: dict[str, Any] = {}
     retries: dict[str, Any] = {}
     for name, text in asked.items():
@@ -101,6 +105,10 @@ def merge(given: GatewayOptions, headers: GatewayOptions | None) -> GatewayOptio
 
 def retry_policy(settings: GatewaySettings, options: GatewayOptions, step: StepConfig | None = None) -> RetryPolicy:
     """A step's own, then the request's, then the gateway's."""
+    if step is None and options.retries is None and options.request_timeout_ms is None:
+        return RetryPolicy(
+            settings.max_attempts, settings.retry_delay_ms, settings.backoff, settings.request_timeout_ms
+        )
     asked = options.retries or Retries()
     step = step or StepConfig()
     return RetryPolicy(

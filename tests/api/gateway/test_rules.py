@@ -1,0 +1,141 @@
+"""Dynamic routes, guardrails and the log, end to end."""
+
+from typing import Any
+
+import pytest
+
+from emberline.protocol.gateway import Budget, Condition, Guardrail, RateLimit, RouteRule
+from emberline.testing.openai_script import ServerScript
+from tests.api.gateway.conftest import MODEL, SAYS, Opener
+
+A, B = f"a/{MODEL}", f"b/{MODEL}"
+WORKS = ServerScript(tokens=5)
+
+
+def routes(*rules: RouteRule) -> dict[str, Any]:
+    return {"routes": {"tiered": rules}}
+
+
+async def test_a_route_by_metadata(bench: Opener) -> None:
+    paid = RouteRule(models=(A,), when=(Condition(key="plan", value="paid"), Condition(key="n", op="gt", value=3)))
+    gateway = await bench(routes(paid, RouteRule(models=(B,))), b=WORKS)
+    for metadata, model in (('{"plan":"paid","n":4}', A), ('{"plan":"paid","n":3}', B), ("{}", B)):
+        answer = await gateway.ask("dynamic/tiered", cf_aig_metadata=metadata)
+        assert answer.headers["cf-aig-model"] == model
+    row, *_ = await gateway.logs(limit=1)
+    assert row["requested"] == "dynamic/tiered"
+    run = "/client/v4/accounts/local/ai/run/dynamic/tiered"
+    answer = await gateway.client.post(run, json={"messages": SAYS, "options": {"gateway": {"id": "default"}}})
+    assert answer.headers["cf-aig-model"] == B
+    answer = await gateway.ask("dynamic/nothing")
+    assert answer.status_code == 400
+    assert "dynamic/tiered" in answer.text
+
+
+async def test_a_route_by_rate_and_budget(bench: Opener) -> None:
+    rules = (
+        RouteRule(models=(A,), rate=RateLimit(requests=2, per_s=86_400, by="user")),
+        RouteRule(models=(B,), budget=Budget(amount=1e-9)),
+        RouteRule(models=("c/gpt-test",)),
+    )
+    gateway = await bench(routes(*rules), b=WORKS, c=WORKS)
+    seen = [
+        (await gateway.ask("dynamic/tiered", cf_aig_metadata='{"user":1}')).headers["cf-aig-provider"] for _ in range(4)
+    ]
+    assert seen == ["a", "a", "b", "c"]
+    other = await gateway.ask("dynamic/tiered", cf_aig_metadata='{"user":2}')
+    assert other.headers["cf-aig-provider"] == "a"
+    await gateway.gateways.counters.sync()
+    counted = await gateway.store.read("SELECT amount FROM gateway_counters ORDER BY amount DESC")
+    assert sorted(amount for (amount,) in counted)[:2] == [1, 2]
+
+
+async def test_a_prompt_that_is_blocked(bench: Opener) -> None:
+    rules = (Guardrail(name="words", pattern=r"\bforbidden\b", on="request"),)
+    gateway = await bench({"guardrails": rules})
+    for stream in (False, True):
+        answer = await gateway.ask(stream=stream, messages=[{"role": "user", "content": "a FORBIDDEN word"}])
+        assert (answer.status_code, answer.json()["error"][0]["code"]) == (400, 2016)
+    assert gateway.servers["a"].n_asked == 0
+    assert (await gateway.ask()).status_code == 200
+    rows = await gateway.logs(error="prompt_blocked")
+    assert [row["flags"] for row in rows] == [["words"]] * 2
+
+
+@pytest.mark.parametrize("hold", ["sentence", "whole"])
+async def test_a_reply_that_is_blocked(bench: Opener, hold: Any) -> None:
+    rules = (Guardrail(name="fourth", pattern=r" w3-", on="response", hold=hold),)
+    gateway = await bench({"guardrails": rules, "cache_ttl_s": 600})
+    for stream in (False, True):
+        answer = await gateway.ask(stream=stream)
+        assert (answer.status_code, answer.json()["error"][0]["code"]) == (400, 2017)
+        assert "w0" not in answer.text
+    assert gateway.servers["a"].n_asked == 2, "what is blocked is not cached"
+    assert (await gateway.ask(max_tokens=2)).status_code == 200
+
+
+async def test_a_flag_only_notes_it(bench: Opener) -> None:
+    rules = (Guardrail(name="note", pattern="hello", action="flag"), Guardrail(name="out", pattern="w1", action="flag"))
+    gateway = await bench({"guardrails": rules})
+    answer = await gateway.ask(stream=True)
+    assert answer.text.endswith("[DONE]\n\n")
+    (row,) = await gateway.logs()
+    assert row["flags"] == ["note", "out"]
+
+
+async def test_a_moderation_model(bench: Opener) -> None:
+    """A chat model as the moderator. The stand-in's replies never begin with `unsafe`, so the request passes; while it
+    is down, nothing does."""
+    gateway = await bench({"guardrails": (Guardrail(name="guard", model=B, on="request"),)}, b=WORKS)
+    assert (await gateway.ask()).status_code == 200
+    assert gateway.servers["b"].n_asked == 1
+    gateway.servers["b"].script = ServerScript(status=500)
+    answer = await gateway.ask()
+    assert answer.status_code == 502
+    assert "guard" in answer.text
+    assert gateway.servers["a"].n_asked == 1
+
+
+async def test_content_is_logged_only_where_it_is_asked_for(bench: Opener) -> None:
+    gateway = await bench()
+    await gateway.ask()
+    await gateway.ask(cf_aig_collect_log_payload="true", stream=True)
+    rows = await gateway.logs()
+    assert len(rows) == 2
+    logged = await gateway.logs(log=rows[0]["id"])
+    assert "hello there" in logged[0]["request"]
+    assert "w4-" in logged[0]["response"]
+    assert (await gateway.logs(log=rows[1]["id"]))[0]["request"] == ""
+    assert [row["id"] for row in await gateway.logs(text="hello there")] == [rows[0]["id"]]
+
+
+async def test_searching_the_log(bench: Opener) -> None:
+    gateway = await bench(b=ServerScript(status=500))
+    for number in range(3):
+        await gateway.ask(cf_aig_metadata=f'{{"n":{number},"who":"me_%"}}', cf_aig_event_id=f"e{number}")
+    await gateway.ask(B)
+    assert len(await gateway.logs()) == 4
+    assert [row["error"] for row in await gateway.logs(status="error")] == ["provider_failed"]
+    assert len(await gateway.logs(provider="a")) == len(await gateway.logs(model=A)) == 3
+    assert len(await gateway.logs(metadata="n:1")) == 1
+    assert len(await gateway.logs(metadata="who:me_%")) == 3
+    assert len(await gateway.logs(metadata="who:me")) == 0
+    assert [row["event_id"] for row in await gateway.logs(event_id="e2")] == ["e2"]
+    assert await gateway.logs(cached="true") == []
+    page = (await gateway.client.get("/api/gateways/default/logs", params={"limit": 3})).json()
+    rest = (await gateway.client.get("/api/gateways/default/logs", params={"after": page["last_id"]})).json()
+    assert (len(page["data"]), page["has_more"], len(rest["data"]), rest["has_more"]) == (3, True, 1, False)
+    for wrong in ({"nothing": "1"}, {"status": "odd"}, {"metadata": "x"}, {"after": "x"}, {"since_us": "-1"}):
+        assert (await gateway.client.get("/api/gateways/default/logs", params=wrong)).status_code == 400
+
+
+async def test_the_log_is_bounded(bench: Opener) -> None:
+    gateway = await bench({"log_max_rows": 2})
+    for _ in range(4):
+        await gateway.ask()
+    assert len(await gateway.logs()) == 4
+    await gateway.gateways.logs.sweep()
+    assert len(await gateway.logs()) == 2
+    await gateway.store.write("UPDATE gateway_logs SET created_us = 0")
+    await gateway.gateways.logs.sweep()
+    assert await gateway.logs() == []
