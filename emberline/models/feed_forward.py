@@ -1,7 +1,7 @@
 """Feed-forward blocks, built from a layer's weights and the model's configuration."""
 
 from emberline.kernels.backend import MLP, MoE
-from emberline.kernels.moe import Routing, check_routing
+from emberline.kernels.moe import MAX_EXPERTS, Routing, check_routing
 from emberline.models.layer_weights import LayerWeights
 from emberline.weights.model_config import BadCheckpoint
 
@@ -24,15 +24,20 @@ def mlp(layer: LayerWeights, *, post_norm: str | None = None) -> MLP:
 
 
 def moe(layer: LayerWeights) -> MoE:
-    """Experts, and the shared ones where the configuration gives them a width."""
+    """Experts, and the shared ones where the configuration gives them a width.
+
+    A shared expert like the routed ones is stored with them and computed in the same launches; else it is an MLP.
+    """
     config, moe = layer.config, layer.config.moe
-    routing = Routing(moe.top_k, moe.scoring, moe.n_groups, moe.top_groups, moe.normalize, moe.scale)
+    stored = moe.shared_width == moe.width and moe.experts < MAX_EXPERTS
+    stored = stored and layer.same_format("ffn_gate_shexp", "ffn_gate_exps.0")
+    routing = Routing(moe.top_k, moe.scoring, moe.n_groups, moe.top_groups, moe.normalize, moe.scale, int(stored))
     try:
         check_routing(routing, moe.experts)
     except ValueError as error:
         raise BadCheckpoint(str(error)) from None
     norm, shared = layer.norm("ffn_norm"), None
-    if moe.shared_width:
+    if moe.shared_width and not stored:
         shared = MLP(
             norm=norm,
             gate_up=layer.matrix("ffn_gate_shexp", "ffn_up_shexp", gated=True),
@@ -46,8 +51,17 @@ def moe(layer: LayerWeights) -> MoE:
         router_bias=layer.vector("ffn_gate_inp", "bias") if moe.biases else None,
         routing=routing,
         correction_bias=layer.vector("exp_probs_b", "bias") if moe.correction_bias else None,
-        gate_up=layer.experts("ffn_gate_exps", "ffn_up_exps", n=moe.experts, bias=moe.biases, gated=True),
-        down=layer.experts("ffn_down_exps", n=moe.experts, bias=moe.biases),
+        gate_up=layer.experts(
+            "ffn_gate_exps",
+            "ffn_up_exps",
+            n=moe.experts,
+            bias=moe.biases,
+            gated=True,
+            shared=("ffn_gate_shexp", "ffn_up_shexp") if stored else (),
+        ),
+        down=layer.experts(
+            "ffn_down_exps", n=moe.experts, bias=moe.biases, shared=("ffn_down_shexp",) if stored else ()
+        ),
         shared=shared,
         eps=config.norm_eps,
         weight_on_input=moe.weight_on_input,

@@ -33,11 +33,19 @@ class LayerWeights:
         biases = self._sources(names, "bias") if bias else None
         return self._backend.load_matrix(self._sources(names), biases, gated=gated)
 
-    def experts(self, *names: str, n: int, bias: bool = False, gated: bool = False) -> Any:
-        """The same for each of n experts, whose tensors are called `name.E`."""
+    def experts(
+        self, *names: str, n: int, bias: bool = False, gated: bool = False, shared: tuple[str, ...] = ()
+    ) -> Any:
+        """The same for each of n experts, whose tensors are called `name.E`, and for a shared one behind them."""
         parts = [tuple(f"{name}.{expert}" for name in names) for expert in range(n)]
+        if shared:
+            parts.append(shared)
         biases = [self._sources(each, "bias") for each in parts] if bias else None
         return self._backend.load_experts([self._sources(each) for each in parts], biases, gated=gated)
+
+    def same_format(self, *names: str) -> bool:
+        """Whether tensors have the same shape and format."""
+        return len({(weight.shape, getattr(weight, "kind", None)) for weight in self._sources(names)}) == 1
 
     def norm(self, name: str) -> Tensor:
         return self.vector(name)
