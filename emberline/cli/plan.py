@@ -14,8 +14,8 @@ from emberline.engine.scheduler.limits import Limits
 from emberline.protocol.errors import BadInput
 from emberline.weights.checkpoint import open_checkpoint
 from emberline.weights.generated import generate_checkpoint
-from emberline.weights.hf_checkpoint import folder_config
 from emberline.weights.model_config import BadCheckpoint
+from emberline.weights.task_config import read_json
 
 if TYPE_CHECKING:
     from emberline.engine.gpu.capacity_plan import CapacityPlan
@@ -76,7 +76,7 @@ def _checkpoint(name: str, store: ModelStore) -> "Checkpoint":
     path = Path(name).expanduser() if looks_like_path(name) else store.resolve(name).path
     try:
         if path.is_dir() and not any(path.glob("*.safetensors")):
-            return generate_checkpoint(folder_config(path), 0)
+            return generate_checkpoint(read_json(path, "config.json"), 0)
         return open_checkpoint(path)
     except BadCheckpoint as error:
         raise BadInput(f"{path} cannot be served: {error}", param="model") from None
@@ -85,7 +85,7 @@ def _checkpoint(name: str, store: ModelStore) -> "Checkpoint":
 def _generated(shape: PublishedShape) -> "Checkpoint":
     """Of a model that is known and was not pulled."""
     try:
-        return generate_checkpoint(shape.read(), 0)
+        return generate_checkpoint(shape.config, 0)
     except BadCheckpoint as error:
         raise BadInput(f"{shape.id} cannot be served: {error}", param="model") from None
 

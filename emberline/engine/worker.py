@@ -31,10 +31,9 @@ from emberline.protocol.errors import BadInput
 from emberline.protocol.frames import EngineInfo
 from emberline.weights.checkpoint import Checkpoint, open_checkpoint
 from emberline.weights.generated import generate_checkpoint
-from emberline.weights.hf_checkpoint import folder_config
 from emberline.weights.model_config import ModelConfig
 from emberline.weights.readahead import ReadAhead, model_files
-from emberline.weights.task_config import TaskConfig, task_of
+from emberline.weights.task_config import TaskConfig, read_json, task_of
 from emberline.weights.whisper_files import CONTEXT_LEN, read_whisper
 
 if TYPE_CHECKING:
@@ -193,7 +192,7 @@ def _build_speech(args: argparse.Namespace) -> tuple[SpeechLoop, EngineInfo, dic
 def _open_checkpoint(args: argparse.Namespace) -> Checkpoint:
     if args.random_weights is None:
         return open_checkpoint(args.model)
-    return generate_checkpoint(folder_config(args.model), args.random_weights)
+    return generate_checkpoint(read_json(args.model, "config.json"), args.random_weights)
 
 
 def _expects_cuda(args: argparse.Namespace) -> bool:

@@ -6,15 +6,20 @@ through all layers, and routers choose all experts alike.
 """
 
 import math
+import re
 from collections.abc import Iterator
 from hashlib import blake2b
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from emberline.weights.checkpoint import Checkpoint
+from emberline.weights.hf_config import read_config
 from emberline.weights.model_config import ModelConfig
+from emberline.weights.quantization import join_quantized, read_quantization
+from emberline.weights.tensor_names import module_name
 from emberline.weights.tensor_shapes import expected_shapes
 from emberline.weights.tensors import Bytes, CheckpointFiles, Shape, Weight
 
@@ -25,18 +30,90 @@ _ROW_STEP = 130  # bytes between the windows of neighboring rows: far less than 
 _BIASED = ("qwen2", "gpt_oss")  # architectures whose q, k and v have biases, which a configuration does not tell
 
 
-def generate_checkpoint(config: ModelConfig, seed: int) -> Checkpoint:
-    """A checkpoint of this configuration."""
+def generate_checkpoint(document: dict[str, Any], seed: int) -> Checkpoint:
+    """A checkpoint of the model and in the format that a config.json describes."""
+    config, quantization = read_config(document, {}), read_quantization(document)
     if config.architecture in _BIASED:
         config = msgspec.structs.replace(config, qkv_bias=True)
-    weights = {weight.name: weight for weight in _generate(config, _Pools(seed))}
-    fingerprint = blake2b(b"generated %d " % seed + msgspec.json.encode(config), digest_size=16).hexdigest()
+    tensors = {tensor.name: tensor for tensor in _generate(config, document, _Pools(seed))}
+    weights = join_quantized(tensors, quantization)
+    fingerprint = blake2b(b"generated %d " % seed + msgspec.json.encode(document), digest_size=16).hexdigest()
     return Checkpoint(CheckpointFiles(config, weights, lambda: None), fingerprint)
 
 
-def _generate(config: ModelConfig, pools: "_Pools") -> Iterator[Weight]:
+def _generate(config: ModelConfig, document: dict[str, Any], pools: "_Pools") -> Iterator[Weight]:
+    """The tensors of a file: of a quantized matrix its codes and scales."""
     for name, shape in expected_shapes(config):
-        yield Weight(name, shape, "bf16", pools.window(name, shape, _deviation(name, shape)))
+        scheme = scheme_of(module_name(name, config), document) if _is_matrix(name, shape) else None
+        if scheme is None:
+            yield Weight(name, shape, "bf16", pools.window(name, shape, _deviation(name, shape)))
+        else:
+            yield from _quantized(name.removesuffix(".weight"), shape, scheme, pools)
+
+
+def _is_matrix(name: str, shape: Shape) -> bool:
+    """Whether a quantized checkpoint may have it as codes."""
+    return len(shape) == 2 and not name.startswith("token_embd") and ".ffn_gate_inp." not in name
+
+
+class Scheme(NamedTuple):
+    """How a matrix is quantized."""
+
+    kind: str  # "int4", "fp8" or "mxfp4"
+    group: int = 32  # columns that share a scale, of INT4 and MXFP4
+    per: str = "channel"  # of FP8: "tensor", "channel" or "block"
+
+
+def scheme_of(module: str, document: dict[str, Any]) -> Scheme | None:
+    """The scheme of a Hugging Face module by config.json, as its publisher applied it; None: it is not quantized."""
+    found = document.get("text_config", {}).get("quantization_config") or document.get("quantization_config")
+    if not found:
+        return None
+    method = found["quant_method"]
+    if method == "mxfp4":
+        return Scheme("mxfp4") if ".experts." in module else None
+    if method == "compressed-tensors":
+        if any(_names(pattern, module) for pattern in found.get("ignore", ())):
+            return None
+        groups = found["config_groups"].values()
+        weights = next((g["weights"] for g in groups if any(_names(t, module) for t in g["targets"])), None)
+        if weights is None:
+            return None
+        if weights.get("type") == "float" and weights["num_bits"] == 8:
+            return Scheme("fp8", per=weights.get("strategy", "tensor"))
+        return Scheme("mxfp4" if weights.get("type") == "float" else "int4", weights["group_size"])
+    kept = (found.get("modules_to_not_convert") or []) + ["lm_head"]
+    if any(part in module for part in kept):
+        return None
+    return Scheme("fp8", per="block" if found.get("weight_block_size") else "channel")
+
+
+def _names(pattern: str, module: str) -> bool:
+    """Whether a pattern of `targets` or `ignore` names a module: a class, an expression, or the module itself."""
+    if pattern == "Linear":
+        return True
+    return bool(re.match(pattern[3:], module)) if pattern.startswith("re:") else pattern == module
+
+
+def _quantized(module: str, shape: Shape, scheme: Scheme, pools: "_Pools") -> Iterator[Weight]:
+    """Codes that are random bytes, with scales that give their values the deviation of other weights."""
+    rows, cols = shape
+    deviation = cols**-0.5
+    if scheme.kind == "fp8":
+        yield Weight(f"{module}.weight", shape, "fp8", pools.fp8(module, rows, cols))
+        blocks = (-(-rows // 128), -(-cols // 128))
+        scales = {"tensor": (1,), "channel": (rows, 1), "block": blocks}[scheme.per]
+        name = f"{module}.weight_scale_inv" if scheme.per == "block" else f"{module}.weight_scale"
+        yield Weight(name, scales, "f32", pools.constant(scales, deviation, np.float32))
+        return
+    codes = pools.bytes(module, rows, cols // 2)
+    yield Weight(f"{module}.weight_packed", (rows, cols // 2), "u8", codes)
+    scales = (rows, cols // scheme.group)
+    if scheme.kind == "int4":  # codes of 0 to 15 less 8: a deviation of 4.6
+        yield Weight(f"{module}.weight_scale", scales, "bf16", pools.constant(scales, deviation / 4.6, np.uint16))
+    else:  # of MXFP4's values the deviation is 2.9
+        exponent = 127 + round(math.log2(deviation / 2.9))
+        yield Weight(f"{module}.weight_scale", scales, "u8", np.broadcast_to(np.uint8(exponent), scales))
 
 
 def _deviation(name: str, shape: Shape) -> float:
@@ -60,6 +137,29 @@ class _Pools:
             value = np.float32(0.0 if name.endswith("bias") else 1.0).view(np.uint32) >> 16
             return np.full((rows, row_bytes // 2), value, np.uint16).view(np.uint8)
         return self._strided(name, self._normal(deviation), rows, row_bytes)
+
+    def bytes(self, name: str, rows: int, row_bytes: int) -> Bytes:
+        if "bytes" not in self._pools:
+            self._pools["bytes"] = np.random.default_rng(self._seed).integers(0, 256, _POOL_BYTES, np.uint8)
+        return self._strided(name, self._pools["bytes"], rows, row_bytes)
+
+    def fp8(self, name: str, rows: int, cols: int) -> Bytes:
+        """Codes of e4m3 for numbers of unit deviation."""
+        if "fp8" not in self._pools:
+            import torch
+
+            numbers = torch.from_numpy(np.random.default_rng(self._seed).standard_normal(_POOL_BYTES, np.float32))
+            self._pools["fp8"] = numbers.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+        return self._strided(name, self._pools["fp8"], rows, cols)
+
+    def constant(self, shape: Shape, value: float, dtype: type[np.generic]) -> Bytes:
+        """Bytes [rows, row_bytes] of one number, as float32 or (np.uint16) as bfloat16."""
+        number = np.float32(value).view(np.uint32)
+        one = np.array([number if dtype is np.float32 else number >> 16]).astype(
+            np.uint32 if dtype is np.float32 else np.uint16
+        )
+        row = np.repeat(one, math.prod(shape[1:])).view(np.uint8)
+        return np.broadcast_to(row, (shape[0], len(row)))
 
     def _normal(self, deviation: float) -> Bytes:
         if deviation not in self._pools:

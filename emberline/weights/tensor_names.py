@@ -98,6 +98,17 @@ def canonical(key: str, config: ModelConfig) -> str | None:
     return form.format(*numbers)
 
 
+def module_name(name: str, config: ModelConfig) -> str:
+    """The Hugging Face module of a canonical tensor `blk.N.….weight`, as patterns of quantized checkpoints name it."""
+    if not name.startswith("blk."):
+        return "lm_head" if name.startswith("output.") else "model.embed_tokens"
+    _, layer, part, *rest = name.split(".")
+    parts = {canonical: module for module, canonical in _PARTS.get(config.architecture, _DENSE).items()}
+    fused = {"ffn_gate_exps": "mlp.experts.*.gate_proj", "ffn_up_exps": "mlp.experts.*.up_proj"}
+    module = parts.get(part) or fused.get(part, "mlp.experts.*.down_proj")
+    return f"model.layers.{layer}.{module.replace('*', rest[0])}"
+
+
 @lru_cache(4096)  # a model has few forms of names, and hundreds of thousands of names
 def _form(key: str, architecture: str, moe: bool) -> str:
     """The canonical name of a key with `*` in place of numbers, with `{}` in theirs; "": it has none."""

@@ -9,7 +9,6 @@ import pytest
 
 from emberline.models.registry import load_model
 from emberline.weights.generated import generate_checkpoint
-from emberline.weights.hf_config import read_config
 from emberline.weights.tensor_shapes import check_tensors
 
 LLAMA = dict(
@@ -22,18 +21,14 @@ QWEN_MOE = LLAMA | dict(
 )  # fmt: skip
 
 
-def config(values):
-    return read_config(values, {})
-
-
 @pytest.mark.parametrize("values", [LLAMA, QWEN_MOE])
 def test_has_the_tensors_of_its_configuration(values):
-    made = generate_checkpoint(config(values), 0)
+    made = generate_checkpoint(values, 0)
     check_tensors(made.config, {name: made.weight(name) for name in made.names})
 
 
 def test_the_same_seed_gives_the_same_weights_and_another_seed_others():
-    one, same, other = (generate_checkpoint(config(LLAMA), seed) for seed in (5, 5, 6))
+    one, same, other = (generate_checkpoint(LLAMA, seed) for seed in (5, 5, 6))
     name = "blk.1.ffn_down.weight"
     np.testing.assert_array_equal(one.weight(name).dense(), same.weight(name).dense())
     assert one.fingerprint == same.fingerprint != other.fingerprint
@@ -42,7 +37,7 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_others():
 
 
 def test_numbers_have_the_deviation_that_keeps_activations_of_unit_size():
-    made = generate_checkpoint(config(LLAMA | dict(hidden_size=1024, num_attention_heads=8)), 1)
+    made = generate_checkpoint(LLAMA | dict(hidden_size=1024, num_attention_heads=8), 1)
     weight = made.weight("blk.0.ffn_gate.weight").dense()
     assert weight.std() * 1024**0.5 == pytest.approx(1, abs=0.05)
     assert abs(np.corrcoef(weight[0], weight[1])[0, 1]) < 0.15
@@ -50,7 +45,7 @@ def test_numbers_have_the_deviation_that_keeps_activations_of_unit_size():
 
 
 def test_a_model_runs_on_them():
-    model = load_model(generate_checkpoint(config(LLAMA), 0), "cpu")
+    model = load_model(generate_checkpoint(LLAMA, 0), "cpu")
     assert [group.layers for group in model.kv_groups] == [(0, 1)]
 
 
@@ -59,7 +54,6 @@ def test_a_model_larger_than_memory_takes_none():
     program = f"""
 import json, resource
 from emberline.weights.generated import generate_checkpoint
-from emberline.weights.hf_config import read_config
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + (2 << 30),) * 2)
 values = json.loads({
@@ -77,9 +71,37 @@ values = json.loads({
             )
         )
     })
-made = generate_checkpoint(read_config(values, {{}}), 0)
+made = generate_checkpoint(values, 0)
 print(sum(2 * made.weight(name).shape[0] * (made.weight(name).shape + (1,))[1] for name in made.names))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-1500:]
     assert int(done.stdout) > 130e9
+
+
+INT4 = dict(
+    quant_method="compressed-tensors", format="pack-quantized", ignore=["lm_head", "re:.*self_attn.*"],
+    config_groups=dict(
+        group_0=dict(
+            targets=["Linear"], weights=dict(num_bits=4, type="int", symmetric=True, strategy="group", group_size=32)
+        )
+    ),
+)  # fmt: skip
+FP8 = dict(quant_method="fp8", fmt="e4m3", weight_block_size=[128, 128], activation_scheme="dynamic")
+
+
+@pytest.mark.parametrize(
+    ("quantization", "kinds"),
+    [
+        (INT4, {"blk.0.attn_q.weight": "bf16", "blk.0.ffn_up_exps.3.weight": "int4", "output.weight": "bf16"}),
+        (FP8, {"blk.0.attn_q.weight": "fp8", "blk.0.ffn_up_exps.3.weight": "fp8", "output.weight": "bf16"}),
+        (dict(quant_method="mxfp4"), {"blk.0.attn_q.weight": "bf16", "blk.0.ffn_down_exps.1.weight": "mxfp4"}),
+    ],
+)
+def test_matrices_are_quantized_as_the_configuration_says(quantization, kinds):
+    made = generate_checkpoint(QWEN_MOE | dict(quantization_config=quantization), 0)
+    for name, kind in kinds.items():
+        assert made.weight(name).kind == kind, name
+        numbers = made.weight(name).dense()
+        assert numbers.std() * numbers.shape[1] ** 0.5 == pytest.approx(1, rel=0.4)
+    assert made.weight("blk.0.ffn_gate_inp.weight").kind == "bf16", "routers are never quantized"

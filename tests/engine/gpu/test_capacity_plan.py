@@ -9,7 +9,6 @@ from emberline.engine.scheduler.limits import Limits
 from emberline.models.registry import lay_out
 from emberline.protocol.errors import BadInput
 from emberline.weights.generated import generate_checkpoint
-from emberline.weights.hf_config import read_config
 
 LLAMA_8B = dict(
     model_type="llama", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
@@ -20,7 +19,7 @@ LIMITS = Limits(131072, 128256, (0,), 256, 8192)
 
 @pytest.fixture(scope="module")
 def llama():
-    return lay_out(generate_checkpoint(read_config(LLAMA_8B, {}), 0))
+    return lay_out(generate_checkpoint(LLAMA_8B, 0))
 
 
 def test_counts_the_weights_exactly_and_gives_the_rest_to_kv(llama):
