@@ -257,6 +257,13 @@ class Weight:
         else:
             target.copy_(self.tensor(target.dtype, "cpu"))
 
+    def when_read(self, then: Callable[[], None]) -> None:
+        """Call `then` once what was requested by `into` is there: at once, or when the loader finishes."""
+        if self.loader is not None:
+            self.loader.then(then)
+        else:
+            then()
+
     def tensor(self, dtype: "torch.dtype", device: "torch.device | str" = "cpu") -> "torch.Tensor":
         """The numbers as a torch tensor; half precision is not converted through float32."""
         import torch

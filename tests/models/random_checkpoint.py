@@ -11,6 +11,8 @@ from emberline.weights.tensors import Affine
 class RandomWeight:
     """Float, or with `bits` 4 or 8 affine in groups of 32; norm weights are around one."""
 
+    kind = "f32"
+
     def __init__(self, name: str, shape: tuple[int, ...], scale: float = 0.1, bits: int = 0) -> None:
         self.name, self.shape, self.scale, self.bits = name, shape, scale, bits
 

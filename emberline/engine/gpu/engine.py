@@ -20,7 +20,7 @@ from emberline.engine.scheduler.latency_target import LatencyTarget
 from emberline.engine.scheduler.limits import Limits
 from emberline.kernels.gpu import decode_inputs as inputs
 from emberline.kernels.gpu import sampler as sampling
-from emberline.kernels.gpu.quantized_gemm import QuantizedMatrix
+from emberline.kernels.gpu.matmul import workspace_needs
 from emberline.kernels.gpu.sampler_table import SamplerTable
 from emberline.kernels.gpu.workspace import Workspace, WorkspaceSizes
 from emberline.models.decoder import Decoder
@@ -40,9 +40,8 @@ class StepMemory:
     @classmethod
     def of(cls, model: Decoder, limits: Limits) -> "StepMemory":
         n_rows, n_groups = limits.max_running + CHUNK_ROWS, len(model.kv_groups)
-        quantized = any(isinstance(matrix, QuantizedMatrix) for matrix in model.matrices)
         n_tokens = max(limits.token_budget, MAX_GRAPH_TOKENS)
-        sizes = WorkspaceSizes.of(model, n_tokens, n_rows, n_rows, quantized=quantized)
+        sizes = WorkspaceSizes.of(model, n_tokens, n_rows, n_rows, **workspace_needs(model.matrices))
         state = runner_state_bytes(limits, n_groups) + SamplerTable.bytes(limits.max_running, limits.vocab_size)
         result = max(2 * attn.output_dim + 4 * attn.heads for attn in model.attentions)  # bf16; float32 log-sum-exp
         return cls(sizes, Workspace.bytes(sizes), state, reserve_bytes(limits, n_groups, result))

@@ -29,6 +29,8 @@ from emberline.kernels.gpu.launch import (
 
 BLOCK = 128  # columns of a block that shares a scale
 MAX_GEMV_COLS = 16384  # that one program can hold in registers
+MAX_TOKENS = 512  # above, the library, whose results need a kernel of their own for gates and residuals
+MAX_BLOCK_TOKENS = 64  # the same where scales are of blocks: the accumulators' scaling costs too much above
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
 
@@ -295,15 +297,55 @@ def fp8_gemm(
     )  # fmt: skip
 
 
+# --- tile configs -----------------------------------------------------------------------------------------------------
+
+
+def fp8_gemv_tile(n: int, k: int, gated: bool) -> FP8GemvTile:
+    """A thread holds 16 or 32 bytes of a row."""
+    if INTERPRETED:
+        return FP8GemvTile(32, 1, 1)
+    if k > 8192:
+        return FP8GemvTile(2, 16, 2)
+    if gated:
+        return FP8GemvTile(2, 4, 4)
+    return FP8GemvTile(4, 8, 4) if n >= 32 * SM_COUNT else FP8GemvTile(4, 4, 4)
+
+
+def fp8_gemm_tile(m: int, n: int, k: int, gated: bool, blocks: bool) -> FP8GemmTile | None:
+    """The tile config for m tokens and n output columns; None: the library, for many tokens."""
+    tokens = min(128, max(16, next_power_of_two(m)))
+    if INTERPRETED:
+        return None if m > MAX_TOKENS else FP8GemmTile(64, BLOCK, tokens, 1, 2, 4)
+    if m > (MAX_BLOCK_TOKENS if blocks else MAX_TOKENS):
+        return None
+    if tokens == 128:
+        rows, cols, stages, warps = 128, 128, 4, 8
+    elif gated or n >= 64 * 8 * SM_COUNT:
+        rows, cols, stages, warps = (128, 128, 4, 4) if not blocks else (64, 128, 5, 4)
+    else:
+        rows, cols, stages, warps = (64, 256, 4, 4) if not blocks else (64, 128, 5, 4)
+    tiles, splits = cdiv(n, rows) * cdiv(m, tokens), 1
+    while tiles * splits * 4 < 3 * SM_COUNT and k >= 2048 * splits and not gated:
+        splits *= 2
+    return FP8GemmTile(rows, cols, tokens, splits, stages, warps)
+
+
 def scaled_mm(x: FP8Rows, matrix: FP8Matrix, out: Tensor) -> None:
     """The library's product of quantized activations and weights, for many tokens; out: bfloat16 [m, n], no bias."""
-    if matrix.row_block:
+    if matrix.row_block:  # FP8 blocks of 128 x 128
         torch._scaled_mm(x.values, matrix.weight.T, x.scale.T, matrix.scale.T, out_dtype=out.dtype, out=out)
     else:
         torch._scaled_mm(
             x.values, matrix.weight.T, x.scale[:, None], matrix.scale[None], out_dtype=out.dtype, use_fast_accum=True,
             out=out,
         )  # fmt: skip
+
+
+def library_multiplies(x: FP8Rows, matrix: FP8Matrix, out: Tensor) -> bool:
+    """Whether `scaled_mm` takes these shapes."""
+    n, k = matrix.shape
+    aligned = n % 16 == 0 and k % 16 == 0 and out.dtype == torch.bfloat16
+    return aligned and (not matrix.row_block or (matrix.row_block == BLOCK and len(x) % 4 == 0 and k % BLOCK == 0))
 
 
 @triton.jit(do_not_specialize=["first", "rows"])

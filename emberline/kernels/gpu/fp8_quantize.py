@@ -44,14 +44,14 @@ def _store_quantized(value, out, scale, row, tokens, width, BLOCKED: tl.constexp
 
 @triton.jit
 def _quantize_rows(
-    x, norm, out, scale, tokens, width, eps,
+    x, norm, out, scale, x_stride, tokens, width, eps,
     NORM: tl.constexpr, BLOCKED: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_launch_early(PDL)
     row = tl.program_id(0)
     col = tl.arange(0, WIDTH)
     pdl_wait(PDL)
-    value = tl.load(x + row.to(tl.int64) * width + col, mask=col < width, other=0.0).to(tl.float32)
+    value = tl.load(x + row.to(tl.int64) * x_stride + col, mask=col < width, other=0.0).to(tl.float32)
     if NORM:
         value *= tl.rsqrt(tl.sum(value * value) / width + eps)
         value *= tl.load(norm + col, mask=col < width, other=0.0)
@@ -59,12 +59,15 @@ def _quantize_rows(
 
 
 def quantize_rows(x: Tensor, out: FP8Rows, norm: Tensor | None = None, eps: float = 0.0, pdl: bool = False) -> None:
-    """x [tokens, width], normed first if a weight is given, into `out`, whose scale's shape says which kind it is."""
+    """x [tokens, width], normed first if a weight is given, into `out`, whose scale's shape says which kind it is.
+
+    x may have any stride between rows.
+    """
     tokens, width = x.shape
     if tokens:
         block = max(BLOCK, next_power_of_two(width))
         _quantize_rows[(tokens,)](
-            x, x if norm is None else norm, out.values, out.scale, tokens, width, eps,
+            x, x if norm is None else norm, out.values, out.scale, x.stride(0), tokens, width, eps,
             NORM=norm is not None, BLOCKED=out.scale.dim() == 2, WIDTH=block, PDL=int(pdl),
             **launch_options(pdl, num_warps=_warps(block)),
         )  # fmt: skip

@@ -4,13 +4,28 @@ The tables were measured on an H200 (docs/design/gpu-kernels.md); nothing is tun
 projection and the gate or residual after it are fused where that pays, and are separate launches where it does not.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from emberline.kernels.gpu.elementwise import add_norm, gated_activation
+from emberline.kernels.gpu.fp8_gemm import (
+    MAX_GEMV_COLS,
+    FP8Matrix,
+    FP8Rows,
+    dequantize_fp8_rows,
+    fp8_gemm,
+    fp8_gemm_floats,
+    fp8_gemm_tile,
+    fp8_gemv,
+    fp8_gemv_tile,
+    library_multiplies,
+    scaled_mm,
+)
+from emberline.kernels.gpu.fp8_quantize import gated_quantize, quantize_rows, scale_shape
 from emberline.kernels.gpu.gemm import (
     GemvTile,
     PersistentGemvTile,
@@ -22,6 +37,13 @@ from emberline.kernels.gpu.gemm import (
     skinny_gemm_floats,
 )
 from emberline.kernels.gpu.launch import INTERPRETED, SM_COUNT, cdiv, next_power_of_two
+from emberline.kernels.gpu.packed_gemm import (
+    PackedMatrix,
+    dequantize_packed_rows,
+    packed_gemm,
+    packed_gemm_floats,
+    packed_gemm_tile,
+)
 from emberline.kernels.gpu.quantized_gemm import (
     MAX_GEMV_WORDS,
     QuantizedGemmTile,
@@ -49,6 +71,31 @@ class DenseMatrix:
         return self.weight.shape[0], self.weight.shape[1]
 
 
+Matrix = DenseMatrix | QuantizedMatrix | PackedMatrix | FP8Matrix
+
+
+def workspace_needs(matrices: Iterable[Matrix]) -> dict[str, bool]:
+    """Which optional regions products with these matrices use: arguments of `WorkspaceSizes.of`."""
+    matrices = list(matrices)
+    return {
+        "quantized": any(isinstance(matrix, QuantizedMatrix | PackedMatrix | FP8Matrix) for matrix in matrices),
+        "fp8": any(isinstance(matrix, FP8Matrix) for matrix in matrices),
+    }
+
+
+def dequantize_matrix_rows(
+    matrix: Matrix, out: Tensor, *, ids: Tensor | None = None, first: int = 0, factor: float = 1.0
+) -> None:
+    """out [rows, k] = `factor` times the rows `ids` of a quantized matrix, or the rows from `first` on."""
+    if isinstance(matrix, QuantizedMatrix):
+        dequantize_rows(matrix, out, ids=ids, first=first, factor=factor)
+    elif isinstance(matrix, PackedMatrix):
+        dequantize_packed_rows(matrix, out, ids=ids, first=first, factor=factor)
+    else:
+        assert isinstance(matrix, FP8Matrix)
+        dequantize_fp8_rows(matrix, out, ids=ids, first=first, factor=factor)
+
+
 @dataclass(frozen=True, slots=True)
 class Fusion:
     """What is fused with a product: out = rms_norm(x) · matrixᵀ + bias, then gated, or added to out."""
@@ -57,6 +104,10 @@ class Fusion:
     eps: float = 0.0
     gate: int = 0  # index into GATES
     add: bool = False
+
+
+def _has_blocks(matrix: Matrix) -> bool:
+    return isinstance(matrix, FP8Matrix) and matrix.row_block > 0
 
 
 # --- tile configs -----------------------------------------------------------------------------------------------------
@@ -140,8 +191,8 @@ class Matmul:
 
     def __call__(
         self,
-        x: Tensor,
-        matrix: DenseMatrix | QuantizedMatrix,
+        x: Tensor | FP8Rows,
+        matrix: Matrix,
         out: Tensor,
         fusion: Fusion,
         after_attention: bool = False,
@@ -152,12 +203,35 @@ class Matmul:
         """
         if not len(x):
             return
-        if isinstance(matrix, QuantizedMatrix):
-            self._quantized(x, matrix, out, fusion)
+        if isinstance(x, FP8Rows):
+            assert isinstance(matrix, FP8Matrix)
+            self._fp8_rows(x, matrix, out, fusion)
         elif self._deterministic:
             self._unfused(x, matrix, out, fusion)
+        elif isinstance(matrix, QuantizedMatrix):
+            self._quantized(x, matrix, out, fusion)
+        elif isinstance(matrix, PackedMatrix):
+            self._packed(x, matrix, out, fusion)
+        elif isinstance(matrix, FP8Matrix):
+            self._fp8(x, matrix, out, fusion, after_attention)
         else:
             self._dense(x, matrix, out, fusion, after_attention)
+
+    def gated(self, x: Tensor, matrix: Matrix, fusion: Fusion, consumer: Matrix) -> Tensor | FP8Rows:
+        """The gated product, as `consumer` reads it: for many tokens it is quantized as the activation is computed."""
+        m, width = len(x), consumer.shape[1]
+        if (
+            self._takes_fp8_rows(matrix, m) and self._takes_fp8_rows(consumer, m)
+            and fp8_gemm_tile(m, width, matrix.shape[1], True, _has_blocks(matrix)) is None
+        ):  # fmt: skip
+            gate_up = self._workspace.take("gate_up", m, matrix.shape[0])
+            self(x, matrix, gate_up, replace(fusion, gate=0))
+            rows = self._fp8_memory(m, consumer)
+            gated_quantize(gate_up, GATES[fusion.gate], rows, pdl=self._pdl)
+            return rows
+        activated = self._workspace.take("activated", m, width)
+        self(x, matrix, activated, fusion)
+        return activated
 
     def _dense(self, x: Tensor, matrix: DenseMatrix, out: Tensor, fusion: Fusion, after_attention: bool) -> None:
         (m, n), k, workspace = out.shape, x.shape[1], self._workspace
@@ -178,7 +252,7 @@ class Matmul:
 
     def _quantized(self, x: Tensor, matrix: QuantizedMatrix, out: Tensor, fusion: Fusion) -> None:
         m, words, workspace = len(x), matrix.codes.shape[1], self._workspace
-        if m > MAX_SKINNY or self._deterministic:
+        if m > MAX_SKINNY:
             self._unfused(x, matrix, out, fusion)
         elif m == 1 and words <= MAX_GEMV_WORDS:
             quantized_gemv(
@@ -191,6 +265,75 @@ class Matmul:
                 workspace.counters, gate=fusion.gate, add=fusion.add, pdl=2 * self._pdl,
             )  # fmt: skip
 
+    def _packed(self, x: Tensor, matrix: PackedMatrix, out: Tensor, fusion: Fusion) -> None:
+        (m, n), workspace, gated = out.shape, self._workspace, bool(fusion.gate)
+        tile = packed_gemm_tile(m, n, matrix.k, gated)
+        if tile is None or packed_gemm_floats(n, m, tile, gated) > workspace.matmul.numel():
+            self._unfused(x, matrix, out, fusion)
+            return
+        packed_gemm(
+            self._normed(x, fusion), matrix, out, tile, workspace.matmul, workspace.counters, gate=fusion.gate,
+            add=fusion.add, pdl=2 * self._pdl,
+        )  # fmt: skip
+
+    def _fp8(self, x: Tensor, matrix: FP8Matrix, out: Tensor, fusion: Fusion, after_attention: bool) -> None:
+        (m, n), k, workspace, gated = out.shape, matrix.shape[1], self._workspace, bool(fusion.gate)
+        if m == 1 and k <= MAX_GEMV_COLS and k % 16 == 0:
+            fp8_gemv(
+                x, matrix, out, fp8_gemv_tile(n, k, gated), norm=fusion.norm, eps=fusion.eps, gate=fusion.gate,
+                add=fusion.add, pdl=self._pdl and after_attention,
+            )  # fmt: skip
+            return
+        if self._takes_fp8_rows(matrix, m):
+            rows = self._fp8_memory(m, matrix)
+            quantize_rows(x, rows, fusion.norm, fusion.eps, pdl=self._pdl)
+            self._fp8_rows(rows, matrix, out, fusion)
+            return
+        tile = fp8_gemm_tile(m, n, k, gated, True)  # decoding is as dear as the scaling of blocks
+        if tile is None or fp8_gemm_floats(n, m, tile, gated) > workspace.matmul.numel():
+            self._unfused(x, matrix, out, fusion)
+            return
+        fp8_gemm(
+            self._normed(x, fusion), matrix, out, tile, workspace.matmul, workspace.counters, gate=fusion.gate,
+            add=fusion.add, pdl=2 * self._pdl,
+        )  # fmt: skip
+
+    def _takes_fp8_rows(self, matrix: Matrix, m: int) -> bool:
+        return isinstance(matrix, FP8Matrix) and matrix.quantize_input and m > 1 and not self._deterministic
+
+    def _fp8_memory(self, m: int, matrix: Matrix) -> FP8Rows:
+        assert isinstance(matrix, FP8Matrix)
+        k = matrix.shape[1]
+        shape = scale_shape(m, k, _has_blocks(matrix))
+        return FP8Rows(
+            self._workspace.take("fp8", m, k, dtype=torch.float8_e4m3fn),
+            self._workspace.take("fp8_scale", *shape, dtype=torch.float32),
+        )
+
+    def _fp8_rows(self, rows: FP8Rows, matrix: FP8Matrix, out: Tensor, fusion: Fusion) -> None:
+        """The product of quantized activations; their norm is done."""
+        (m, n), workspace, gated = out.shape, self._workspace, bool(fusion.gate)
+        blocks = _has_blocks(matrix)
+        tile = fp8_gemm_tile(m, n, matrix.shape[1], gated, blocks)
+        if tile is None and (gated or not library_multiplies(rows, matrix, out)):
+            tile = fp8_gemm_tile(64 if blocks else 128, n, matrix.shape[1], gated, blocks)
+            assert tile is not None
+            tile = replace(tile, splits=1)
+        if tile is not None:
+            if fp8_gemm_floats(n, m, tile, gated) > workspace.matmul.numel():
+                tile = replace(tile, splits=1)
+            fp8_gemm(
+                rows, matrix, out, tile, workspace.matmul, workspace.counters, gate=fusion.gate, add=fusion.add,
+                pdl=2 * self._pdl,
+            )  # fmt: skip
+            return
+        product = workspace.take("gate_up", m, n) if fusion.add else out
+        scaled_mm(rows, matrix, product)
+        if matrix.bias is not None:
+            product.add_(matrix.bias)
+        if fusion.add:
+            add_norm(out, product, None, None, 0.0, pdl=self._pdl)
+
     def _normed(self, x: Tensor, fusion: Fusion) -> Tensor:
         if fusion.norm is None:
             return x
@@ -198,7 +341,7 @@ class Matmul:
         add_norm(x, None, fusion.norm, normed, fusion.eps, pdl=self._pdl)
         return normed
 
-    def _unfused(self, x: Tensor, matrix: DenseMatrix | QuantizedMatrix, out: Tensor, fusion: Fusion) -> None:
+    def _unfused(self, x: Tensor, matrix: Matrix, out: Tensor, fusion: Fusion) -> None:
         """Norm, product and gate as separate launches."""
         x = self._normed(x, fusion)
         if not fusion.gate:
@@ -209,7 +352,7 @@ class Matmul:
         self._product(x, matrix, gate_up, False)
         gated_activation(gate_up, GATES[fusion.gate], out, pdl=self._pdl)
 
-    def _product(self, x: Tensor, matrix: DenseMatrix | QuantizedMatrix, out: Tensor, add: bool) -> None:
+    def _product(self, x: Tensor, matrix: Matrix, out: Tensor, add: bool) -> None:
         if isinstance(matrix, DenseMatrix):
             self._library(x, matrix.weight, matrix.bias, out, add)
             return
@@ -217,7 +360,7 @@ class Matmul:
         rows = DEQUANTIZED_BYTES // (k * x.element_size()) // 64 * 64
         for first in range(0, n, rows):
             weight = self._workspace.take("dequantized", min(rows, n - first), k)
-            dequantize_rows(matrix, weight, first=first)
+            dequantize_matrix_rows(matrix, weight, first=first)
             bias = None if matrix.bias is None else matrix.bias[first : first + rows]
             self._library(x, weight, bias, out[:, first : first + rows], add)
 

@@ -17,13 +17,13 @@ from emberline.kernels.gpu.dequantize import (
     TILE,
     code_values,
     dequantize_reference,
-    pack_nibbles,
-    pack_scales,
     scale_words_per_tile,
     slice_scale,
 )
 from emberline.kernels.gpu.gemm import epilogue, reduce_split_k, split_k_floats
 from emberline.kernels.gpu.launch import (
+    INTERPRETED,
+    SM_COUNT,
     cdiv,
     launch_options,
     next_power_of_two,
@@ -31,6 +31,8 @@ from emberline.kernels.gpu.launch import (
     pdl_launch_late,
     pdl_wait,
 )
+
+MAX_TOKENS = 512  # above, dequantizing the matrix for cuBLAS takes less time than decoding it for every token tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +156,21 @@ def packed_gemm(
     )  # fmt: skip
 
 
+def packed_gemm_tile(m: int, n: int, k: int, gated: bool) -> PackedGemmTile | None:
+    """The tile config for m tokens and n output columns; None: dequantize and use cuBLAS, for many tokens."""
+    if m > MAX_TOKENS:
+        return None
+    tokens = min(128, max(8, next_power_of_two(m)))
+    if INTERPRETED:
+        return PackedGemmTile(64, max(16, tokens), 1, 2, 4)
+    rows, stages, warps = (128, 3, 8) if tokens == 128 else (64, 4, 4) if tokens > 8 else (64, 6, 4)
+    tiles, splits = cdiv(n, rows) * cdiv(m, tokens), 1
+    enough = SM_COUNT if tokens == 128 else 3 * SM_COUNT
+    while not gated and tiles * splits < enough and k >= 2048 * splits:
+        splits *= 2
+    return PackedGemmTile(rows, tokens, splits, stages, warps)
+
+
 @triton.jit(do_not_specialize=["first", "rows"])
 def _dequantize_packed(
     codes, scale, ids, out, first, rows, n, k, factor,
@@ -190,10 +207,3 @@ def dequantize_packed_rows(
             matrix.codes, matrix.scale, matrix.codes if ids is None else ids, out, first, rows, n, k, factor,
             WORDS_PER_TILE=matrix.words_per_tile, MXFP4=matrix.kind == "mxfp4", IDS=ids is not None, ROWS=block,
         )  # fmt: skip
-
-
-def pack_matrix(raw: Tensor, scale: Tensor, kind: str, bias: Tensor | None = None) -> PackedMatrix:
-    """A matrix from the bytes of a checkpoint: raw uint8 [n, k / 2], scale [n, k / group]."""
-    k = raw.shape[1] * 2
-    group = k // scale.shape[1]
-    return PackedMatrix(pack_nibbles(raw, kind), pack_scales(scale, kind, group), kind, group, k, bias)

@@ -22,17 +22,21 @@ from emberline.kernels.gpu.decode_attention import decode_attention, shared_pref
 from emberline.kernels.gpu.elementwise import add_norm, embedding
 from emberline.kernels.gpu.expert_loading import load_expert_matrix
 from emberline.kernels.gpu.expert_matrix import ExpertMatrix
+from emberline.kernels.gpu.fp8_gemm import FP8Rows
 from emberline.kernels.gpu.launch import INTERPRETED, supports_pdl
 from emberline.kernels.gpu.long_attention import MIN_TOKENS, is_long, long_attention
-from emberline.kernels.gpu.matmul import GATES, DenseMatrix, Fusion, Matmul
+from emberline.kernels.gpu.matmul import GATES, DenseMatrix, Fusion, Matmul, Matrix, dequantize_matrix_rows
 from emberline.kernels.gpu.mla.block import LatentPlan, attend_latents, plan_latent
 from emberline.kernels.gpu.moe_block import mark_valid, run_moe
 from emberline.kernels.gpu.prefill_attention import plan_prefill_splits, prefill_attention
-from emberline.kernels.gpu.quantized_gemm import QuantizedMatrix, dequantize_rows, pack_quantized
+from emberline.kernels.gpu.quantized_gemm import pack_quantized
+from emberline.kernels.gpu.quantized_loading import load_quantized
 from emberline.kernels.gpu.rope import rope_and_cache, rotary_table
 from emberline.kernels.gpu.split_kv import DecodeSplits, PrefillSplits, locality, plan_decode_splits
 from emberline.kernels.gpu.workspace import LatentShape, PrefillChunk, StepShape, Workspace, WorkspaceSizes, mlp_tokens
 from emberline.protocol.block_hash import KVGroup
+
+QUANTIZED_KINDS = frozenset({"int4", "mxfp4", "fp8"})  # of weights whose bytes the kernels decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +77,12 @@ class TritonBackend:
 
     def load_matrix(
         self, weights: list[WeightSource], bias: list[WeightSource] | None = None, *, gated: bool = False
-    ) -> DenseMatrix | QuantizedMatrix:
+    ) -> Matrix:
         stacked_bias = None if bias is None else torch.cat([b.tensor(self.dtype, self.device) for b in bias])
+        if all(w.kind in QUANTIZED_KINDS for w in weights):
+            matrix = load_quantized(weights, stacked_bias, self.device)
+            if matrix is not None:
+                return matrix
         parts = [w.affine() for w in weights]
         if all(part is not None for part in parts):
             return pack_quantized(parts, stacked_bias, self.device)
@@ -137,15 +145,15 @@ class TritonBackend:
             workspace.prefill_scratch,
         )  # fmt: skip
 
-    def embed(self, matrix: DenseMatrix | QuantizedMatrix, ids: Tensor, factor: float) -> Tensor:
+    def embed(self, matrix: Matrix, ids: Tensor, factor: float) -> Tensor:
         out = self._workspace.take("residual", len(ids), matrix.shape[1])
-        if isinstance(matrix, QuantizedMatrix):
-            dequantize_rows(matrix, out, ids=ids, factor=factor)
-        else:
+        if isinstance(matrix, DenseMatrix):
             embedding(matrix.weight, ids, factor, out)
+        else:
+            dequantize_matrix_rows(matrix, out, ids=ids, factor=factor)
         return out
 
-    def norm_linear(self, x: Tensor, matrix: DenseMatrix | QuantizedMatrix, norm: Tensor, eps: float) -> Tensor:
+    def norm_linear(self, x: Tensor, matrix: Matrix, norm: Tensor, eps: float) -> Tensor:
         out = self._workspace.take("logits", len(x), matrix.shape[0], dtype=torch.float32)
         self._matmul(x, matrix, out, Fusion(norm, eps))
         return out
@@ -183,7 +191,7 @@ class TritonBackend:
         self._linear_add(attended, attn.output, x, attn.post_norm, attn.eps, after_attention=True)
 
     def _linear_add(
-        self, x: Tensor, matrix: Any, residual: Tensor, post_norm: Tensor | None, eps: float,
+        self, x: Tensor | FP8Rows, matrix: Any, residual: Tensor, post_norm: Tensor | None, eps: float,
         after_attention: bool = False,
     ) -> None:  # fmt: skip
         if post_norm is None:
@@ -194,8 +202,8 @@ class TritonBackend:
         add_norm(residual, out, None, None, eps, post=post_norm, pdl=self._pdl)
 
     def _mlp(self, mlp: MLP, x: Tensor) -> None:
-        activated = self._workspace.take("activated", len(x), mlp.down.shape[1])
-        self._matmul(x, mlp.gate_up, activated, Fusion(mlp.norm, mlp.eps, gate=GATES.index(mlp.activation)))
+        fusion = Fusion(mlp.norm, mlp.eps, gate=GATES.index(mlp.activation))
+        activated = self._matmul.gated(x, mlp.gate_up, fusion, mlp.down)
         self._linear_add(activated, mlp.down, x, mlp.post_norm, mlp.eps)
 
     # --- attention ----------------------------------------------------------------------------------------------------

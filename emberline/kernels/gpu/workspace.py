@@ -76,13 +76,15 @@ class WorkspaceSizes:
     max_rows: int
     max_samples: int
     item: int = 2  # bytes of an activation
-    quantized: bool = False
+    quantized: bool = False  # some matrices are, in whatever format
     experts: ExpertsShape | None = None
+    fp8: bool = False  # some matrices multiply FP8 activations
 
     @classmethod
     def of(
-        cls, model: Any, max_tokens: int, max_rows: int, max_samples: int, item: int = 2, quantized: bool = False
-    ) -> "WorkspaceSizes":
+        cls, model: Any, max_tokens: int, max_rows: int, max_samples: int, item: int = 2, quantized: bool = False,
+        fp8: bool = False,
+    ) -> "WorkspaceSizes":  # fmt: skip
         """Of a `models.decoder.Decoder`."""
         shapes = {attn.kv_group: _attention_shape(attn) for attn in model.attentions}
         experts = [block for block in model.feed_forwards if isinstance(block, MoE)]
@@ -99,6 +101,7 @@ class WorkspaceSizes:
             item,
             quantized,
             _experts_shape(experts[0]) if experts else None,
+            fp8,
         )
 
 
@@ -159,6 +162,10 @@ def _layout(s: WorkspaceSizes) -> dict[str, tuple[int, int]]:
     regions.add("logits", s.max_samples * s.vocab * 4, layer)
     regions.add("matmul", PARTIAL_FLOATS * 4)
     regions.add("dequantized", DEQUANTIZED_BYTES if s.quantized else 0)
+    if s.fp8:
+        elements = max(s.max_tokens * max(s.hidden, *outputs, *projected), min(s.max_tokens, MLP_TOKENS) * s.mlp)
+        regions.add("fp8", elements)
+        regions.add("fp8_scale", (elements // 128 + 2 * s.max_tokens) * 4)
     if grouped:
         _add_decode_splits(regions, s, grouped)
     for group, shape in enumerate(s.attentions):

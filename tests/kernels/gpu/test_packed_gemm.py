@@ -5,11 +5,11 @@ import torch
 
 pytest.importorskip("triton")
 
+from emberline.kernels.gpu.dequantize import pack_nibbles, pack_scales
 from emberline.kernels.gpu.packed_gemm import (
     PackedGemmTile,
     PackedMatrix,
     dequantize_packed_rows,
-    pack_matrix,
     packed_gemm,
     packed_gemm_floats,
 )
@@ -26,7 +26,8 @@ def packed(n: int, k: int, kind: str, group: int, bias: torch.Tensor | None = No
         scale = torch.randint(118, 125, (n, k // group), dtype=torch.uint8, generator=generator)
     else:
         scale = (torch.rand(n, k // group, generator=generator) / 16).bfloat16()
-    return pack_matrix(raw.to(DEVICE), scale.to(DEVICE), kind, bias)
+    codes, words = pack_nibbles(raw, kind), pack_scales(scale, kind, group)
+    return PackedMatrix(codes.to(DEVICE), words.to(DEVICE), kind, group, k, bias)
 
 
 SWEEP = [
