@@ -18,6 +18,7 @@ from emberline.engine.gpu.shapes import CHUNK_ROWS, GPU_SHAPES, MAX_GRAPH_TOKENS
 from emberline.engine.gpu.slots import SlotSampler
 from emberline.engine.scheduler.latency_target import LatencyTarget
 from emberline.engine.scheduler.limits import Limits
+from emberline.kernels.backend import LatentAttention, MoE
 from emberline.kernels.gpu import decode_inputs as inputs
 from emberline.kernels.gpu import sampler as sampling
 from emberline.kernels.gpu.matmul import workspace_needs
@@ -44,7 +45,10 @@ class StepMemory:
         sizes = WorkspaceSizes.of(model, n_tokens, n_rows, n_rows, **workspace_needs(model.matrices))
         state = runner_state_bytes(limits, n_groups) + SamplerTable.bytes(limits.max_running, limits.vocab_size)
         result = max(2 * attn.output_dim + 4 * attn.heads for attn in model.attentions)  # bf16; float32 log-sum-exp
-        return cls(sizes, Workspace.bytes(sizes), state, reserve_bytes(limits, n_groups, result))
+        latent = sum(isinstance(attn, LatentAttention) for attn in model.attentions)
+        experts = sum(isinstance(block, MoE) for block in model.feed_forwards)
+        dense_layers = len(model.layers) + 0.6 * (latent + experts)  # each has about five launches more
+        return cls(sizes, Workspace.bytes(sizes), state, reserve_bytes(limits, n_groups, result, dense_layers))
 
 
 @dataclass(slots=True)

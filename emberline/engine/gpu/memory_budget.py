@@ -8,7 +8,7 @@ from emberline.protocol.errors import BadInput
 
 GIB = 1 << 30
 CONTEXT_BYTES = 600 << 20  # of a process's CUDA context; measured
-_GRAPH_BYTES = 2 << 20  # of a captured step; measured
+_GRAPH_BYTES = 2 << 20  # of a captured step of 32 dense layers; measured
 _LIBRARY_BYTES = 160 << 20  # code of kernels and libraries, workspaces of cuBLAS, small tensors; measured
 
 
@@ -42,15 +42,16 @@ def runner_state_bytes(limits: Limits, n_groups: int) -> int:
     return tables + tokens * 8 + n_rows * 1024 + (1 << 20)
 
 
-def reserve_bytes(limits: Limits, n_groups: int, result_bytes: int) -> int:
+def reserve_bytes(limits: Limits, n_groups: int, result_bytes: int, dense_layers: float = 32) -> int:
     """What steps allocate beyond workspace and state: graphs, tables of mixed steps, results of cuDNN's attention.
 
-    `result_bytes`: of a token, in one layer.
+    `result_bytes`: of a token, in one layer. `dense_layers`: that have as many launches as the model's layers.
     """
     n_rows = limits.max_running + CHUNK_ROWS
     tables = 2 * n_groups * n_rows * table_width(limits.context_len) * 4
     results = 2 * limits.token_budget * result_bytes
-    return _LIBRARY_BYTES + max_graphs(limits.max_running) * _GRAPH_BYTES + tables + results
+    graphs = max_graphs(limits.max_running) * int(_GRAPH_BYTES * max(1.0, dense_layers / 32))
+    return _LIBRARY_BYTES + graphs + tables + results
 
 
 def device_memory_budget(

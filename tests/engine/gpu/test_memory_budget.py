@@ -61,6 +61,7 @@ def test_the_reserve_follows_the_model_and_the_limits():
     llama_8b = reserve_bytes(Limits(131072, 128256, (0,), 256, 8192), 1, 32 * 260)
     assert llama_8b == pytest.approx(448 << 20, rel=0.05), "as measured"
     assert reserve_bytes(Limits(8192, 49152, (0,), 256, 8192), 1, 9 * 132) < llama_8b - (100 << 20)
+    assert reserve_bytes(Limits(131072, 128256, (0,), 256, 8192), 1, 32 * 260, dense_layers=64) > llama_8b + (100 << 20)
     twice_as_wide = reserve_bytes(Limits(131072, 128256, (0,), 256, 8192), 1, 64 * 260)
     assert twice_as_wide > llama_8b + 2 * 8192 * 32 * 128 * 2
     assert reserve_bytes(Limits(131072, 128256, (0,), 512, 16384), 1, 32 * 260) > twice_as_wide
