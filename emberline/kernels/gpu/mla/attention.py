@@ -40,7 +40,7 @@ def latent_tile(queries: int) -> LatentTile:
     """Of a step whose query tiles have so many queries. 64 outputs of 512 dimensions take half of an SM's registers."""
     if queries <= 16:
         return LatentTile(16, 32, 5, 4, 2)
-    return LatentTile(32 if queries <= 32 else 64, 32, 5, 8)
+    return LatentTile(32, 64, 3, 8) if queries <= 32 else LatentTile(64, 64, 2, 8)
 
 
 def tile_tokens(heads: int) -> int:

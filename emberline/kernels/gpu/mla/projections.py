@@ -99,17 +99,15 @@ def _absorb_queries(
             half = token.to(tl.int64)[:, None] * (ROPE // 2)
             rotated = _rotated(source + NOPE, cosine + half, sine + half, mask, r, ROPE)
             tl.store(target + LATENT + r[None, :], rotated.to(dtype), mask=mask & (r < ROPE)[None, :])
-    else:
+    else:  # a program for each token of the tile
         pdl_wait(PDL)
         pdl_launch_early(PDL)
-        if tl.program_id(2) == 0:
-            for i in range(TOKENS):
-                if first + i < tokens:
-                    _cache_latent(
-                        kv, norm, cosine, sine, pool, tables, query_starts, context_lens, positions, kv, first + i,
-                        kv_stride, block_stride, table_stride, n_rows, eps, LATENT, LATENT_PAD, ROPE, ROPE_PAD, ROWS,
-                        False,
-                    )  # fmt: skip
+        within = (head - HEADS) * tl.num_programs(2) + tl.program_id(2)
+        if (within < TOKENS) & (first + within < tokens):
+            _cache_latent(
+                kv, norm, cosine, sine, pool, tables, query_starts, context_lens, positions, kv, first + within,
+                kv_stride, block_stride, table_stride, n_rows, eps, LATENT, LATENT_PAD, ROPE, ROPE_PAD, ROWS, False,
+            )  # fmt: skip
 
 
 def absorb_queries(
@@ -125,11 +123,11 @@ def absorb_queries(
     if not tokens:
         return
     _check(attn, pool)
-    # Weights are read once per tile of tokens. Large tiles: as many bytes as a tile of 64 is read by, and no more.
-    tile, dims = (16, 128) if tokens <= 16 else (64, 128)
+    tile = 16 if tokens <= 16 else 64
     pad = next_power_of_two(attn.kv_lora)
-    dims = min(dims, max(16, pad))
-    grid = (attn.heads + 1, cdiv(tokens, tile), cdiv(attn.kv_lora, dims))
+    dims = min(128, max(16, pad))
+    dim_tiles = cdiv(attn.kv_lora, dims)
+    grid = (attn.heads + cdiv(min(tile, tokens), dim_tiles), cdiv(tokens, tile), dim_tiles)
     _absorb_queries[grid](
         q, attn.k_up, out, kv, attn.kv_norm, *rotary, pool, tables, query_starts, context_lens, positions, tokens,
         query_starts.shape[0] - 1, q.stride(0), kv.stride(0), attn.k_up.stride(0), attn.k_up.stride(1), pool.stride(0),
