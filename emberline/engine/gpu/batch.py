@@ -208,19 +208,19 @@ class MixedShape(NamedTuple):
         return cls(len(batch.decodes), batch.n_tokens, len(batch.chunks), False)
 
     @classmethod
-    def of(cls, batch: StepBatch, max_rows: int) -> "MixedShape":
+    def of(cls, batch: StepBatch, max_rows: int, largest: int = MAX_GRAPH_TOKENS) -> "MixedShape":
         """A shape that many batches share, worth capturing; the exact one for large or unusual batches."""
         n_tokens = mixed_tokens(batch.n_tokens)
-        if len(batch.chunks) >= CHUNK_ROWS or n_tokens > MAX_GRAPH_TOKENS:
+        if len(batch.chunks) >= CHUNK_ROWS or n_tokens > largest:
             return cls.exact(batch)
         return cls(mixed_decode_rows(len(batch.decodes), max_rows), n_tokens, CHUNK_ROWS, True)
 
     @classmethod
-    def all_padded(cls, max_rows: int) -> list["MixedShape"]:
+    def all_padded(cls, max_rows: int, largest: int = MAX_GRAPH_TOKENS) -> list["MixedShape"]:
         """All shapes that `of` shares."""
         found, fewest = [], 0  # a size is used for more rows than the next smaller one has
         for n_decodes in all_mixed_decode_rows(max_rows):
-            sizes = range(TILE, MAX_GRAPH_TOKENS + 1, TILE)
+            sizes = range(TILE, largest + 1, TILE)
             found += [cls(n_decodes, n_tokens, CHUNK_ROWS, True) for n_tokens in sizes if n_tokens > fewest]
             fewest = n_decodes
         return found

@@ -46,7 +46,7 @@ class StepPreparation:
         shape, most = kind.shape, self._limits.max_running
         if isinstance(shape, int):
             return not kind.cascade and is_essential(shape, None, most)
-        return not kind.cascade and is_essential(shape.n_decodes, shape.n_tokens, most)
+        return not kind.cascade and is_essential(shape.n_decodes, shape.n_tokens, most, self._runner.graph_tokens)
 
     def first(self) -> None:
         """While weights are read: the step of a first prompt. More would slow that down."""

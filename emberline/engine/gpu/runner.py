@@ -24,7 +24,7 @@ from emberline.engine.gpu.batch import (
     find_shared_prefix,
 )
 from emberline.engine.gpu.graphs import CudaGraphs
-from emberline.engine.gpu.shapes import CHUNK_ROWS, MAX_GRAPH_TOKENS, all_decode_rows, decode_rows, table_width
+from emberline.engine.gpu.shapes import CHUNK_ROWS, all_decode_rows, decode_rows, graph_tokens, table_width
 from emberline.engine.gpu.slots import Slots, SlotSampler
 from emberline.engine.gpu.stream import SampledToken, StepOutputs, device_event, sampled_tensors
 from emberline.engine.scheduler.limits import Limits
@@ -131,6 +131,7 @@ class GpuRunner:
         self._kv = list(made if pools is None else pools)  # given where other processes write them
         first = model.kv_groups[0]
         self._block_bytes = first.block_bytes if first.window is None and first.planes == 2 else 0  # 0: never cascade
+        self.graph_tokens = graph_tokens(any(group.planes == 1 for group in model.kv_groups))
         rows, groups = limits.max_running, len(self._kv)
         width = table_width(limits.context_len)
         self._max_rows = rows
@@ -159,7 +160,7 @@ class GpuRunner:
 
     def step_kinds(self) -> list[StepKind]:
         """Every kind of step that CUDA graphs are for, the most common first."""
-        decodes, mixed = all_decode_rows(self._max_rows), MixedShape.all_padded(self._max_rows)
+        decodes, mixed = all_decode_rows(self._max_rows), MixedShape.all_padded(self._max_rows, self.graph_tokens)
         sharing = [n for n in decodes if MIN_SHARING <= n <= 64] if self._block_bytes else []
         mixed_sharing = [shape for shape in mixed if 16 < shape.n_decodes <= 64] if self._block_bytes else []
         plain: list[int | MixedShape] = [*mixed[:1], *decodes, *mixed[1:]]  # a first prompt, decoding, all else
@@ -248,7 +249,7 @@ class GpuRunner:
                 slots.ban(row, slot)
         slots.upload()
         n_decodes, sample = self._launch_mixed(batch) if batch.chunks else self._launch_decode(batch)
-        typical = self._typical or (bool(batch.chunks) and batch.n_tokens > MAX_GRAPH_TOKENS)
+        typical = self._typical or (bool(batch.chunks) and batch.n_tokens > self.graph_tokens)
         return _Launched(
             batch, outputs, StepWork.of(len(batch.decodes), batch.chunks) if typical else None, n_decodes, sample
         )
@@ -336,7 +337,9 @@ class GpuRunner:
     # --- chunks -----------------------------------------------------------------------------------------------------
 
     def _launch_mixed(self, batch: StepBatch) -> tuple[int, Callable[[], None] | None]:
-        shape = MixedShape.of(batch, self._max_rows) if self._pads else MixedShape.exact(batch)
+        shape = MixedShape.exact(batch)
+        if self._pads:
+            shape = MixedShape.of(batch, self._max_rows, self.graph_tokens)
         if shape.padded:
             wanted = StepKind(shape, self._find_shared(batch))
             kind = self._prepared(wanted)

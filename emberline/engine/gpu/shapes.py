@@ -6,12 +6,18 @@ from emberline.engine.scheduler.latency_target import ShapePolicy
 
 TILE = 128  # tokens; matrix products compute whole tiles
 MAX_GRAPH_TOKENS = 1024  # as efficient as larger steps; those need thousands of tokens to be worth an eager launch
+LATENT_GRAPH_TOKENS = 256  # the same for MLA, whose larger chunks are faster by a library that cannot be captured
 PROMPT_MULTIPLE = 8192  # prompts are cut at multiples of it where possible: attention plans for them exist
 CHUNK_ROWS = 32  # chunks in a captured step, one of them padding
 GPU_SHAPES = ShapePolicy(TILE, MAX_GRAPH_TOKENS, CHUNK_ROWS - 1, PROMPT_MULTIPLE)  # as the prefill policy sees it
 
 _ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 _MIXED_ROWS = (16, 64, 128, 256, 512)
+
+
+def graph_tokens(latent: bool) -> int:
+    """Tokens of the largest step with chunks that is captured; latent: of a model with MLA."""
+    return LATENT_GRAPH_TOKENS if latent else MAX_GRAPH_TOKENS
 
 
 def decode_rows(rows: int, max_rows: int) -> int:
@@ -49,15 +55,17 @@ def max_graphs(max_rows: int) -> int:
     return 2 * n_decodes + (n_mixed + 1) * (MAX_GRAPH_TOKENS // TILE)
 
 
-def is_essential(n_decodes: int, n_tokens: int | None, max_rows: int) -> bool:
+def is_essential(n_decodes: int, n_tokens: int | None, max_rows: int, largest: int = MAX_GRAPH_TOKENS) -> bool:
     """Whether a shape is captured before requests are accepted; n_tokens: None for a step that only decodes.
+
+    largest: `graph_tokens` of the model.
 
     Any step that fits a CUDA graph can be padded to one of these, in most cases to one of at most four times its size.
     """
     if n_tokens is None:
         return n_decodes in (1, 16, 64, max_rows)
     smallest = n_decodes == min(_MIXED_ROWS[0], max_rows)
-    sizes = (TILE, 512, MAX_GRAPH_TOKENS) if smallest else (512, MAX_GRAPH_TOKENS)
+    sizes = (TILE, 512, largest) if smallest else (512, largest)
     return n_tokens in sizes and (smallest or n_decodes in (64, max_rows))
 
 

@@ -54,15 +54,18 @@ def has_exact_plan(n: int) -> bool:
     return n % ROUND_CHUNK == 0
 
 
-def _cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """q: [n, heads, dim], k, v: [m, kv_heads, dim]. Returns out [n, heads, dim] and log-sum-exp [n, heads]."""
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """As `LongAttention.forward`."""
     if is_compiling():
-        return torch.empty_like(q), torch.empty(q.shape[1], len(q), device=q.device).T
+        return q.new_empty(*q.shape[:2], v.shape[-1]), torch.empty(q.shape[1], len(q), device=q.device).T
     batch = (t.unsqueeze(0).transpose(1, 2) for t in (q, k, v))
     results: Any = torch.ops.aten._scaled_dot_product_cudnn_attention(
         *batch, None, True, 0.0, causal, False, scale=scale
     )
-    return results[0].transpose(1, 2).squeeze(0), results[1].squeeze(0).squeeze(-1).T
+    result, lse = results[0].transpose(1, 2).squeeze(0), results[1].squeeze(0).squeeze(-1).T
+    return (result if out is None else out.copy_(result)), lse
 
 
 def warm_up(q: Tensor, attn: GroupedQueryAttention, pool: Tensor, memory: Tensor, out: Tensor) -> Iterator[bool]:
@@ -87,7 +90,7 @@ def attend(
     """As `LongAttention.attend`."""
     n = len(q)
     queries, merged = q.view(n, attn.heads, attn.head_dim), out.view(n, attn.heads, attn.head_dim)
-    result, lse = _cudnn(queries, *new_kv, attn.scale, True)
+    result, lse = forward(queries, *new_kv, attn.scale, True)
     if context == n:
         merged = result.contiguous()
     else:
@@ -97,7 +100,7 @@ def attend(
     for first, tokens, exact in _segments(context - n, has_exact_plan(n)):
         k, v = (kv_view(t, tokens, attn, exact) for t in gathered)
         gather_kv(pool, table, first, tokens, k, v)
-        other, other_lse = _cudnn(queries, k, v, attn.scale, False)
+        other, other_lse = forward(queries, k, v, attn.scale, False)
         merge_by_lse(merged, lse, other.contiguous(), other_lse)
         del other
     if attn.sinks is not None:

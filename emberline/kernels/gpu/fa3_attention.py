@@ -42,10 +42,7 @@ def new_kv(memory: Tensor, attn: GroupedQueryAttention, tokens: int, alone: bool
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, out: Tensor | None = None) -> tuple[Any, Any]:
-    """q: [n, heads, dim], k, v: [m, kv_heads, dim or v_dim]. Returns [n, heads, v_dim] and log-sum-exp [n, heads].
-
-    causal: the last query sees all keys, the one before all but one, and so on.
-    """
+    """As `LongAttention.forward`; a causal mask is aligned to the last key."""
     if is_compiling():
         result = q.new_empty(*q.shape[:2], v.shape[-1]) if out is None else out
         return result, torch.empty(q.shape[1], len(q), device=q.device).T

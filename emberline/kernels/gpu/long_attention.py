@@ -24,6 +24,15 @@ class LongAttention(Protocol):
 
     def supports(self, attn: GroupedQueryAttention) -> bool: ...
 
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of q [n, heads, dim] over k [m, kv_heads, dim] and v [m, kv_heads, v_dim], with any strides.
+
+        Returns [n, heads, v_dim], `out` if it is given, and the natural log-sum-exp [n, heads]. causal: m is n.
+        """
+        ...
+
     def new_kv(self, memory: Tensor, attn: GroupedQueryAttention, tokens: int, alone: bool) -> Any:
         """Where k and v of a step's new tokens are to be copied, each [tokens, kv_heads, dim]; None: nowhere."""
         ...

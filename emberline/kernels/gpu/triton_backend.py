@@ -68,6 +68,10 @@ class TritonBackend:
         self._workspace: Workspace  # set by `reserve`, as is _matmul
         self._matmul: Matmul
 
+    @property
+    def _long_usable(self) -> bool:
+        return self.long_plans or not self._long.has_plans
+
     # --- memory and weights -------------------------------------------------------------------------------------------
 
     def reserve(self, sizes: WorkspaceSizes) -> None:
@@ -118,8 +122,8 @@ class TritonBackend:
             context.rotary.append(rotary_table(step.positions, rope, workspace.region(f"rotary{i}")))
             attention = workspace.sizes.attentions[i]
             if isinstance(attention, LatentShape):
-                decodes_only = not shape.max_query
-                context.latent[i] = plan_latent(workspace, i, attention, step, decodes_only, self._deterministic)
+                library = None if self._deterministic or INTERPRETED or not self._long_usable else self._long
+                context.latent[i] = plan_latent(workspace, i, attention, step, shape, library, self._deterministic)
                 continue
             prefix_lens = shape.prefix_lens if group.window is None else None
             memory = workspace.region(f"decode_splits{i}", torch.int32)
@@ -178,7 +182,7 @@ class TritonBackend:
         group = attn.kv_group
         attended = attend_latents(
             attn, x, self._workspace, self._matmul, context.latent[group], context.step, context.rotary[group],
-            context.kv[group][:, attn.layer_index], self._pdl,
+            context.kv[group][:, attn.layer_index], self._long, self._pdl,
         )  # fmt: skip
         self._linear_add(attended, attn.output, x, attn.post_norm, attn.eps, after_attention=True)
 
@@ -247,8 +251,7 @@ class TritonBackend:
         queries = workspace.take("queries", tokens, attn.heads * attn.head_dim)
         chunks = [] if self._deterministic else context.shape.chunks or []
         library, memory = self._long, workspace.region("gathered_kv", self.dtype)
-        usable = self.long_plans or not library.has_plans
-        long = [chunk for chunk in chunks if usable and is_long(library, attn, chunk.n)]
+        long = [chunk for chunk in chunks if self._long_usable and is_long(library, attn, chunk.n)]
         new_kv = library.new_kv(memory, attn, n_new, long[0].n == n_new) if long else None
         rope_and_cache(
             qkv, queries, attn, context.rotary[attn.kv_group], pool, tables, step.query_starts, step.positions, first,

@@ -19,8 +19,10 @@ from emberline.kernels.gpu.decode_attention import n_prefix_splits
 from emberline.kernels.gpu.launch import cdiv
 from emberline.kernels.gpu.mla import splits as latent_splits
 from emberline.kernels.gpu.mla.attention import latent_tile, partial_floats, tile_tokens
+from emberline.kernels.gpu.mla.prefill import expanded_elements
 from emberline.kernels.gpu.moe_routing import permutation_ints
 
+ABSORBED_TOKENS = 1024  # of MLA; no captured step has more
 MLP_TOKENS = 2048  # for which an MLP's intermediates are computed at a time
 RESULT_BYTES = 256 << 20  # of the experts' results, computed at a time before they are summed
 PARTIAL_FLOATS = 4 << 20  # for split-K matmuls
@@ -79,6 +81,11 @@ class WorkspaceSizes:
     quantized: bool = False  # some matrices are, in whatever format
     experts: ExpertsShape | None = None
     fp8: bool = False  # some matrices multiply FP8 activations
+
+    @property
+    def absorbed_tokens(self) -> int:
+        """Tokens of MLA that attend absorbed at once: those of decode rows, or of a captured step."""
+        return min(self.max_tokens, max(self.max_rows, ABSORBED_TOKENS))
 
     @classmethod
     def of(
@@ -206,7 +213,9 @@ def _add_decode_splits(regions: _Regions, s: WorkspaceSizes, shapes: set[Attenti
 
 
 def _add_latent(regions: _Regions, s: WorkspaceSizes, shapes: set[LatentShape], at: int) -> None:
-    tokens = s.max_tokens * s.item
+    tokens = s.absorbed_tokens * s.item
+    expanded = ((x.heads, x.q_dim, x.v_dim, x.kv_lora) for x in shapes)
+    regions.add("expanded", max(expanded_elements(*shape, s.item) for shape in expanded) * s.item, at)
     after = regions.add("absorbed", tokens * max(x.heads * (x.kv_lora + x.rope_dim) for x in shapes), at)
     after = regions.add("latents", tokens * max(x.heads * x.kv_lora for x in shapes), after)
     floats = 0
@@ -220,7 +229,7 @@ def _add_latent(regions: _Regions, s: WorkspaceSizes, shapes: set[LatentShape], 
 
 def _latent_items(s: WorkspaceSizes, shape: LatentShape) -> int:
     """Of a step that only decodes, or of one with chunks."""
-    chunks = latent_splits.max_items(s.max_tokens, s.max_rows, tile_tokens(shape.heads))
+    chunks = latent_splits.max_items(s.absorbed_tokens, s.max_rows, tile_tokens(shape.heads))
     return max(latent_splits.max_items(s.max_rows, s.max_rows, 1), chunks)
 
 

@@ -14,6 +14,7 @@ from benchmarks.gpu.model_files import SMOLLM2_135M, write_gguf
 from emberline.engine.gpu.batch import MixedShape
 from emberline.engine.gpu.preparation import StepPreparation
 from emberline.engine.gpu.runner import StepKind
+from emberline.engine.gpu.shapes import MAX_GRAPH_TOKENS
 from emberline.engine.scheduler.limits import Limits
 from emberline.engine.scheduler.plan import DeviceLost
 from emberline.kernels.gpu.launch import compiling_only, is_compiling
@@ -77,6 +78,8 @@ def test_random_gguf_files_can_be_read(tmp_path):
 class RecordingRunner:
     pools = ()
     n_graphs = 0
+
+    graph_tokens = MAX_GRAPH_TOKENS
 
     def __init__(self, kernels):
         self.kernels = kernels

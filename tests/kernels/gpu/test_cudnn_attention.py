@@ -51,7 +51,7 @@ def test_segments_cover_a_context_once() -> None:
 
 @pytest.mark.parametrize(("context", "sinks"), [(24, False), (40, True), (88, False)])
 def test_a_chunk_and_its_context_in_segments(context: int, sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cudnn_attention, "_cudnn", plain_attention)
+    monkeypatch.setattr(cudnn_attention, "forward", plain_attention)
     monkeypatch.setattr(cudnn_attention, "SEGMENT_TOKENS", 32)  # a few blocks
     attn, n = attention(4, 2, 64, sinks=noise(4, seed=6).float() if sinks else None), 24
     b = batch([n], [context], attn)

@@ -1,5 +1,6 @@
 """Whole models on the Triton backend against the reference backend: every kind of step and of model."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -10,6 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from emberline.kernels.gpu import prefill_attention, split_kv, triton_backend
+from emberline.kernels.gpu.mla import prefill as mla_prefill
 from emberline.kernels.gpu.prefill_attention import PrefillTile
 from emberline.kernels.gpu.quantized_gemm import dequantize_reference, pack_quantized
 from emberline.kernels.gpu.triton_backend import TritonBackend
@@ -24,6 +26,7 @@ from emberline.models.llama4 import llama4
 from emberline.models.qwen import qwen2, qwen3
 from emberline.weights.model_config import LatentConfig, ModelConfig, MoEConfig, QueryTemperature
 from tests.kernels.gpu.batches import DEVICE, DTYPE, error, everyday
+from tests.kernels.gpu.test_fa3_attention import plain_attention
 from tests.models.random_checkpoint import RandomCheckpoint, RandomWeight
 from tests.models.step_inputs import step
 
@@ -147,6 +150,22 @@ def test_deterministic_mode_does_not_depend_on_batch_or_chunks() -> None:
         s = step([(ids[start:stop], start)], TABLES[2:3], 1)
         alone.append(model.forward(to_device(s), kv).clone())
     assert torch.equal(torch.cat(alone)[4:], together[1][2:5])
+
+
+@pytest.mark.parametrize("name", everyday(["deepseek", "deepseek with direct queries"], ["deepseek"]))
+def test_chunks_attend_to_expanded_latents(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append(len(args[0]))
+        return plain_attention(*args)
+
+    model = triton_model(*MODELS[name])
+    monkeypatch.setattr(triton_backend, "INTERPRETED", False)
+    monkeypatch.setattr(mla_prefill, "MIN_TOKENS", 4)  # a chunk of three tokens attends absorbed
+    monkeypatch.setattr(model._backend, "_long", SimpleNamespace(has_plans=False, forward=forward))
+    assert_close(run(model, shaped=True), run(reference_model(*MODELS[name])))
+    assert {17, 4} <= set(calls)
 
 
 SPLIT_SWEEP = [(name, deterministic) for deterministic in (False, True) for name in ("llama", "gemma")]

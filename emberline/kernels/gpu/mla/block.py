@@ -1,4 +1,7 @@
-"""Latent attention of a layer: its projections and kernels in the workspace's memory, and their plan for a step."""
+"""Latent attention of a layer: its projections and kernels in the workspace's memory, and their plan for a step.
+
+Decode rows and the chunks of captured steps attend absorbed; other chunks expanded, where a library for that is there.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,56 +11,128 @@ from torch import Tensor
 
 from emberline.kernels.backend import LatentAttention
 from emberline.kernels.gpu.launch import cdiv
+from emberline.kernels.gpu.long_attention import LongAttention
 from emberline.kernels.gpu.matmul import Fusion, Matmul
+from emberline.kernels.gpu.mla import prefill
 from emberline.kernels.gpu.mla.attention import LatentTile, latent_attention, latent_tile, partial_floats, tile_tokens
-from emberline.kernels.gpu.mla.projections import absorb_queries, project_values
-from emberline.kernels.gpu.mla.splits import LatentSplits, plan_latent_splits
-from emberline.kernels.gpu.workspace import LatentShape, Workspace
+from emberline.kernels.gpu.mla.prefill import attend_expanded
+from emberline.kernels.gpu.mla.projections import absorb_queries, project_values, rotate_and_cache
+from emberline.kernels.gpu.mla.splits import ITEM_FIELDS, LatentSplits, max_items, plan_latent_splits
+from emberline.kernels.gpu.workspace import LatentShape, PrefillChunk, StepShape, Workspace
+
+
+@dataclass(frozen=True, slots=True)
+class AbsorbedRows:
+    """Rows whose tokens attend absorbed, together."""
+
+    tokens: slice  # of the step
+    tables: Tensor
+    query_starts: Tensor  # within `tokens`
+    context_lens: Tensor
+    splits: LatentSplits
+    tile: LatentTile
 
 
 @dataclass(frozen=True, slots=True)
 class LatentPlan:
     """What the layers of a KV group share in a step."""
 
-    splits: LatentSplits
-    tile: LatentTile
+    absorbed: list[AbsorbedRows]
+    expanded: list[PrefillChunk]
+
+
+class _Planner:
+    def __init__(self, workspace: Workspace, group: int, shape: LatentShape, step: Any, deterministic: bool) -> None:
+        self._workspace, self._group, self._shape = workspace, group, shape
+        self._step, self._deterministic = step, deterministic
+        self.found: list[AbsorbedRows] = []
+
+    def add(self, tokens: slice, rows: slice, starts: Tensor, contexts: Tensor, decodes_only: bool) -> None:
+        """deterministic: keys are not split, and every step has the same tiles."""
+        shape, n = self._shape, tokens.stop - tokens.start
+        per_tile = 1 if decodes_only and not self._deterministic else tile_tokens(shape.heads)
+        tile = latent_tile(per_tile * shape.heads)
+        head_tiles = cdiv(per_tile * shape.heads, tile.queries)
+        floats = partial_floats(head_tiles * tile.queries, shape.kv_lora)
+        max_partials = 0 if self._deterministic else self._workspace.region("latent_partials").numel() // floats
+        memory = self._workspace.region(f"latent_items{self._group}", torch.int32)
+        if self.found:  # never in a captured step
+            memory = torch.empty(
+                max_items(n, len(contexts), per_tile) * ITEM_FIELDS, dtype=torch.int32, device=memory.device
+            )
+        splits = plan_latent_splits(
+            starts, contexts, n, head_tiles, per_tile, tile.keys, tile.programs_per_sm, max_partials, memory
+        )
+        tables = self._step.block_tables[self._group][rows]
+        self.found.append(AbsorbedRows(tokens, tables, starts, contexts, splits, tile))
 
 
 def plan_latent(
-    workspace: Workspace, group: int, shape: LatentShape, step: Any, decodes_only: bool, deterministic: bool
-) -> LatentPlan:
-    """deterministic: keys are not split, and every step has the same tiles."""
-    n_tokens = 1 if decodes_only and not deterministic else tile_tokens(shape.heads)
-    tile = latent_tile(n_tokens * shape.heads)
-    head_tiles = cdiv(n_tokens * shape.heads, tile.queries)
-    floats = partial_floats(head_tiles * tile.queries, shape.kv_lora)
-    max_partials = 0 if deterministic else workspace.region("latent_partials").numel() // floats
-    splits = plan_latent_splits(
-        step.query_starts, step.context_lens, len(step.token_ids), head_tiles, n_tokens, tile.keys,
-        tile.programs_per_sm, max_partials, workspace.region(f"latent_items{group}", torch.int32),
-    )  # fmt: skip
-    return LatentPlan(splits, tile)
+    workspace: Workspace, group: int, shape: LatentShape, step: Any, step_shape: StepShape,
+    library: LongAttention | None, deterministic: bool,
+) -> LatentPlan:  # fmt: skip
+    """library: for chunks that attend expanded; None: there is none."""
+    planner, tokens = _Planner(workspace, group, shape, step, deterministic), len(step.token_ids)
+    if not step_shape.max_query or step_shape.chunks is None:
+        every = slice(0, len(step.context_lens))
+        planner.add(slice(0, tokens), every, step.query_starts, step.context_lens, not step_shape.max_query)
+        return LatentPlan(planner.found, [])
+    decodes = step_shape.decode_rows
+    if decodes:
+        rows = slice(0, decodes)
+        planner.add(rows, rows, step.query_starts[: decodes + 1], step.context_lens[:decodes], True)
+    expanded = []
+    for chunk in step_shape.chunks:
+        if library is not None and chunk.n >= prefill.MIN_TOKENS:
+            expanded.append(chunk)
+            continue
+        limit = workspace.sizes.absorbed_tokens
+        for begin in range(0, chunk.n, limit):
+            end = min(begin + limit, chunk.n)
+            part = [0, end - begin, chunk.context - chunk.n + end]
+            numbers = torch.tensor(part, dtype=torch.int32, device=step.context_lens.device)
+            taken = slice(chunk.start + begin, chunk.start + end)
+            planner.add(taken, slice(chunk.row, chunk.row + 1), numbers[:2], numbers[2:], False)
+    return LatentPlan(planner.found, expanded)
 
 
 def attend_latents(
     attn: LatentAttention, x: Tensor, workspace: Workspace, matmul: Matmul, plan: LatentPlan, step: Any,
-    rotary: tuple[Tensor, Tensor], pool: Tensor, pdl: bool,
+    rotary: tuple[Tensor, Tensor], pool: Tensor, library: LongAttention, pdl: bool,
 ) -> Tensor:  # fmt: skip
     """The heads' outputs for the residual x: [tokens, heads * v_dim]. Writes the new tokens' rows of the cache."""
-    tokens, latent = len(x), attn.kv_lora + attn.rope_dim
+    tokens, width = len(x), attn.kv_lora + attn.rope_dim
     projected = workspace.take("qkv", tokens, attn.qkv_a.shape[0])
     matmul(x, attn.qkv_a, projected, Fusion(attn.norm, attn.eps))
-    q, kv = projected[:, :-latent], projected[:, -latent:]
+    q, kv = projected[:, :-width], projected[:, -width:]
     if attn.q_b is not None:
         queries = workspace.take("queries", tokens, attn.q_b.shape[0])
         matmul(q, attn.q_b, queries, Fusion(attn.q_norm, attn.eps))
         q = queries
-    absorbed = workspace.take("absorbed", tokens, attn.heads, latent)
-    rows = step.block_tables[attn.kv_group], step.query_starts, step.context_lens
-    absorb_queries(q, kv, absorbed, attn, rotary, pool, *rows, step.positions, pdl=pdl)
-    latents = workspace.take("latents", tokens, attn.heads, attn.kv_lora)
-    scratch = workspace.region("latent_partials")
-    latent_attention(absorbed, latents, attn.scale, pool, *rows, plan.splits, plan.tile, scratch, pdl=pdl)
     out = workspace.take("normed", tokens, attn.output_dim)
-    project_values(latents, attn.v_up, out, pdl=pdl)
+    for rows in plan.absorbed:
+        new, n = rows.tokens, rows.tokens.stop - rows.tokens.start
+        absorbed = workspace.take("absorbed", n, attn.heads, width)
+        of_rows = rows.tables, rows.query_starts, rows.context_lens
+        angles = rotary[0][new], rotary[1][new]
+        absorb_queries(q[new], kv[new], absorbed, attn, angles, pool, *of_rows, step.positions[new], pdl=pdl)
+        latents = workspace.take("latents", n, attn.heads, attn.kv_lora)
+        scratch = workspace.region("latent_partials")
+        latent_attention(absorbed, latents, attn.scale, pool, *of_rows, rows.splits, rows.tile, scratch, pdl=pdl)
+        project_values(latents, attn.v_up, out[new], pdl=pdl)
+    tables = step.block_tables[attn.kv_group]
+    for chunk in plan.expanded:
+        new = slice(chunk.start, chunk.start + chunk.n)
+        angles = rotary[0][new], rotary[1][new]
+        rotate_and_cache(q[new], kv[new], attn, angles, pool, tables[chunk.row], step.positions[new], pdl=pdl)
+        attend_expanded(
+            _by_head(q[new], attn.heads), attn, library, pool, tables[chunk.row], chunk.context,
+            workspace.region("expanded", x.dtype), _by_head(out[new], attn.heads),
+        )  # fmt: skip
     return out
+
+
+def _by_head(x: Tensor, heads: int) -> Tensor:
+    """[tokens, heads * dim], perhaps columns of a wider tensor, as [tokens, heads, dim]."""
+    dim = x.shape[1] // heads
+    return x.as_strided((len(x), heads, dim), (x.stride(0), dim, 1))

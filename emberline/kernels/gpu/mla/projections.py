@@ -29,17 +29,22 @@ def _rotated(head_ptrs, cosine, sine, mask, r, ROPE: tl.constexpr):
 
 
 @triton.jit
-def _cache_latent(
-    kv, norm, cosine, sine, pool, tables, query_starts, context_lens, positions, latents_out, token, kv_stride,
-    block_stride, table_stride, n_rows, eps, LATENT: tl.constexpr, LATENT_PAD: tl.constexpr, ROPE: tl.constexpr,
-    ROPE_PAD: tl.constexpr, ROWS: tl.constexpr, COPY: tl.constexpr,
-):  # fmt: skip
-    """Norm of one token's latent and RoPE of its key, written to the cache; with COPY to row 0 of latents_out, too."""
-    row = -1  # found by counting the row starts at or before the token
+def _find_row(token, query_starts, n_rows, ROWS: tl.constexpr):
+    """A token's row, found by counting the row starts at or before it."""
+    row = -1
     for first in range(0, n_rows, ROWS):
         i = first + tl.arange(0, ROWS)
         starts = tl.load(query_starts + i, mask=i < n_rows, other=2147483647)
         row += tl.sum((starts <= token).to(tl.int32))
+    return row
+
+
+@triton.jit
+def _cache_latent(
+    kv, norm, cosine, sine, pool, table, positions, token, kv_stride, block_stride, eps, LATENT: tl.constexpr,
+    LATENT_PAD: tl.constexpr, ROPE: tl.constexpr, ROPE_PAD: tl.constexpr,
+):  # fmt: skip
+    """Norm of one token's latent and RoPE of its key, written to the cache of the row with this block table."""
     d, r = tl.arange(0, LATENT_PAD), tl.arange(0, ROPE_PAD)
     source = kv + token.to(tl.int64) * kv_stride
     x = tl.load(source + d, mask=d < LATENT, other=0.0).to(tl.float32)
@@ -48,18 +53,11 @@ def _cache_latent(
     one = tl.arange(0, 1)[:, None]
     half = token.to(tl.int64) * (ROPE // 2)
     key = _rotated(source + LATENT + one, cosine + half + one, sine + half + one, one < 1, r, ROPE)
-    if tl.load(context_lens + row) > 0:  # else padding
-        position = tl.load(positions + token)
-        block = tl.load(tables + row * table_stride.to(tl.int64) + position // 16).to(tl.int64)
-        slot = pool + block * block_stride + (position % 16) * (LATENT + ROPE)
-        dtype = pool.dtype.element_ty
-        tl.store(slot + d, latent.to(dtype), mask=d < LATENT)
-        tl.store(slot + LATENT + r[None, :] + one, key.to(dtype), mask=(r < ROPE)[None, :])
-    if COPY:
-        out = latents_out + token.to(tl.int64) * (LATENT + ROPE)
-        dtype = latents_out.dtype.element_ty
-        tl.store(out + d, latent.to(dtype), mask=d < LATENT)
-        tl.store(out + LATENT + r[None, :] + one, key.to(dtype), mask=(r < ROPE)[None, :])
+    position = tl.load(positions + token)
+    slot = pool + tl.load(table + position // 16).to(tl.int64) * block_stride + (position % 16) * (LATENT + ROPE)
+    dtype = pool.dtype.element_ty
+    tl.store(slot + d, latent.to(dtype), mask=d < LATENT)
+    tl.store(slot + LATENT + r[None, :] + one, key.to(dtype), mask=(r < ROPE)[None, :])
 
 
 @triton.jit(do_not_specialize=["tokens", "n_rows", "table_stride"])
@@ -104,10 +102,12 @@ def _absorb_queries(
         pdl_launch_early(PDL)
         within = (head - HEADS) * tl.num_programs(2) + tl.program_id(2)
         if (within < TOKENS) & (first + within < tokens):
-            _cache_latent(
-                kv, norm, cosine, sine, pool, tables, query_starts, context_lens, positions, kv, first + within,
-                kv_stride, block_stride, table_stride, n_rows, eps, LATENT, LATENT_PAD, ROPE, ROPE_PAD, ROWS, False,
-            )  # fmt: skip
+            row = _find_row(first + within, query_starts, n_rows, ROWS)
+            if tl.load(context_lens + row) > 0:  # else padding
+                _cache_latent(
+                    kv, norm, cosine, sine, pool, tables + row * table_stride.to(tl.int64), positions, first + within,
+                    kv_stride, block_stride, eps, LATENT, LATENT_PAD, ROPE, ROPE_PAD,
+                )  # fmt: skip
 
 
 def absorb_queries(
@@ -138,16 +138,15 @@ def absorb_queries(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["first_token", "n_rows", "table_stride"])
+@triton.jit
 def _rotate_and_cache(
-    q, kv, norm, cosine, sine, pool, tables, query_starts, context_lens, positions, latents_out, first_token, n_rows,
-    q_stride, kv_stride, block_stride, table_stride, eps, HEADS: tl.constexpr, HEADS_PAD: tl.constexpr,
-    NOPE: tl.constexpr, LATENT: tl.constexpr, LATENT_PAD: tl.constexpr, ROPE: tl.constexpr, ROPE_PAD: tl.constexpr,
-    ROWS: tl.constexpr, PDL: tl.constexpr,
+    q, kv, norm, cosine, sine, pool, table, positions, q_stride, kv_stride, block_stride, eps, HEADS: tl.constexpr,
+    HEADS_PAD: tl.constexpr, NOPE: tl.constexpr, LATENT: tl.constexpr, LATENT_PAD: tl.constexpr, ROPE: tl.constexpr,
+    ROPE_PAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_launch_early(PDL)
     pdl_wait(PDL)
-    token = first_token + tl.program_id(0)
+    token = tl.program_id(0)
     r, h = tl.arange(0, ROPE_PAD), tl.arange(0, HEADS_PAD)[:, None]
     half = token.to(tl.int64) * (ROPE // 2) + h * 0
     heads = q + token.to(tl.int64) * q_stride + h * (NOPE + ROPE) + NOPE
@@ -155,31 +154,25 @@ def _rotate_and_cache(
     tl.debug_barrier()  # every thread has read before any writes
     tl.store(heads + r[None, :], rotated.to(q.dtype.element_ty), mask=(h < HEADS) & (r < ROPE)[None, :])
     _cache_latent(
-        kv, norm, cosine, sine, pool, tables, query_starts, context_lens, positions,
-        latents_out - first_token.to(tl.int64) * (LATENT + ROPE), token, kv_stride, block_stride, table_stride, n_rows,
-        eps, LATENT, LATENT_PAD, ROPE, ROPE_PAD, ROWS, True,
+        kv, norm, cosine, sine, pool, table, positions, token, kv_stride, block_stride, eps, LATENT, LATENT_PAD, ROPE,
+        ROPE_PAD,
     )  # fmt: skip
 
 
 def rotate_and_cache(
-    q: Tensor, kv: Tensor, latents: Tensor, attn: LatentAttention, rotary: tuple[Tensor, Tensor], pool: Tensor,
-    tables: Tensor, query_starts: Tensor, context_lens: Tensor, positions: Tensor, first_token: int = 0,
-    pdl: bool = False,
+    q: Tensor, kv: Tensor, attn: LatentAttention, rotary: tuple[Tensor, Tensor], pool: Tensor, table: Tensor,
+    positions: Tensor, pdl: bool = False,
 ) -> None:  # fmt: skip
-    """Tokens from `first_token` on: RoPE of `q` in place; their rows of the cache, and the same in `latents`.
+    """Tokens of one row, whose block table is `table`: RoPE of `q` in place, and their rows of the cache.
 
-    Tensors as in `absorb_queries`; latents: [tokens - first_token, latent + rope].
+    Other tensors as in `absorb_queries`.
     """
-    tokens = len(q) - first_token
-    if not tokens:
-        return
     _check(attn, pool)
-    _rotate_and_cache[(tokens,)](
-        q, kv, attn.kv_norm, *rotary, pool, tables, query_starts, context_lens, positions, latents, first_token,
-        query_starts.shape[0] - 1, q.stride(0), kv.stride(0), pool.stride(0), tables.stride(0), attn.eps,
+    _rotate_and_cache[(len(q),)](
+        q, kv, attn.kv_norm, *rotary, pool, table, positions, q.stride(0), kv.stride(0), pool.stride(0), attn.eps,
         HEADS=attn.heads, HEADS_PAD=next_power_of_two(attn.heads), NOPE=attn.nope_dim, LATENT=attn.kv_lora,
         LATENT_PAD=next_power_of_two(attn.kv_lora), ROPE=attn.rope_dim, ROPE_PAD=next_power_of_two(attn.rope_dim),
-        ROWS=128, PDL=int(pdl), **launch_options(pdl, num_warps=4),
+        PDL=int(pdl), **launch_options(pdl, num_warps=4),
     )  # fmt: skip
 
 
