@@ -17,6 +17,7 @@ import msgspec
 
 from emberline.catalog.card_files import CardFiles
 from emberline.catalog.model_card import ModelCard, WheelSource, built_in, describe_path, read_sampling
+from emberline.catalog.published_shapes import find_shape
 from emberline.protocol.errors import ModelNotFound
 
 CARD = "card.json"
@@ -73,7 +74,7 @@ class ModelStore:
         if looks_like_path(name):
             path = Path(name).expanduser().absolute()
             return ModelEntry(describe_path(path), path)
-        if self.cards.find(name) is not None or name.startswith("hf:"):
+        if self.cards.find(name) is not None or name.startswith("hf:") or find_shape(name) is not None:
             raise ModelNotFound(f"model {name!r} is not on this machine yet; run `emberline pull {name}`")
         raise ModelNotFound(f"there is no model {name!r} here; `emberline ls` shows what there is")
 

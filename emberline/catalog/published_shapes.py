@@ -1,14 +1,17 @@
 """What is published of large models, without their weights: the essentials of each one's config.json, in `shapes/`.
 
-`emberline plan` reads them as it reads a checkpoint's own file, so a model can be planned before it is pulled.
+`emberline pull` finds the models by their ids, and `emberline plan` reads their shapes as it reads a checkpoint's own
+file, so a model can be planned before it is pulled.
 """
 
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from emberline.catalog.model_card import Capabilities, HubSource, ModelCard
 from emberline.weights.hf_config import read_config
 from emberline.weights.model_config import ModelConfig
 
@@ -18,6 +21,24 @@ class PublishedShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     repo: str  # on the Hugging Face hub
     config: dict[str, Any]  # of config.json what shapes, routing and format follow from
     aliases: tuple[str, ...] = ()
+    license: str = ""
+    capabilities: Capabilities = Capabilities()
+
+    @property
+    def card(self) -> ModelCard:
+        """To pull the model by its id."""
+        name = self.repo.partition("/")[2]
+        return ModelCard(
+            id=self.id,
+            aliases=(*self.aliases, f"hf:{self.repo.lower()}"),
+            description=f"{name}, as published on the Hugging Face hub.",
+            author=self.id.split("/")[1],
+            context_window=self.read().context_len,
+            source=HubSource(self.repo),
+            created_at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3],
+            license=self.license,
+            capabilities=self.capabilities,
+        )
 
     def read(self) -> ModelConfig:
         """Raises BadCheckpoint for a format that is not supported."""

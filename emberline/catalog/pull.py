@@ -21,6 +21,7 @@ from emberline.catalog.model_card import (
     slug,
 )
 from emberline.catalog.model_store import ModelEntry, ModelStore, looks_like_path
+from emberline.catalog.published_shapes import find_shape
 from emberline.protocol.errors import BadInput, ModelNotFound
 from emberline.weights.model_config import BadCheckpoint
 
@@ -35,6 +36,9 @@ def pull(name: str, store: ModelStore, report: ReportProgress | None = None) -> 
     card = store.cards.find(name)
     if card is not None:
         return _pull_card(card, store, report)
+    shape = find_shape(name)
+    if shape is not None:
+        return _pull_card(shape.card, store, report)
     if looks_like_path(name):
         return _link(Path(name).expanduser().absolute(), store)
     known = ", ".join(card.aliases[0] for card in (*BUILT_IN, *store.cards.models()))

@@ -1,12 +1,17 @@
 """Published shapes are read as a checkpoint's own config.json would be, and imply the published sizes."""
 
 from math import prod
+from pathlib import Path
 
 import msgspec
 import pytest
 
+from emberline.catalog import hub
+from emberline.catalog.model_card import BUILT_IN, HubSource
+from emberline.catalog.model_store import ModelStore
 from emberline.catalog.published_shapes import PublishedShape, find_shape, published_shapes
-from emberline.weights.hf_config import read_config
+from emberline.catalog.pull import pull
+from emberline.protocol.errors import BadInput, ModelNotFound
 from emberline.weights.model_config import ModelConfig
 from emberline.weights.tensor_shapes import expected_shapes
 
@@ -27,13 +32,9 @@ PARAMETERS = {
 
 
 def config_of(shape: PublishedShape) -> ModelConfig:
-    """Without the quantization, which is the reader's of weights."""
-    document = {key: value for key, value in shape.config.items() if key != "quantization_config"}
-    if isinstance(inner := document.get("text_config"), dict):
-        document["text_config"] = {key: value for key, value in inner.items() if key != "quantization_config"}
-    config = read_config(document, {})
-    biased = config.architecture in ("gpt_oss", "qwen2")
-    return msgspec.structs.replace(config, qkv_bias=biased)
+    """With the biases, which a configuration does not tell."""
+    config = shape.read()
+    return msgspec.structs.replace(config, qkv_bias=config.architecture in ("gpt_oss", "qwen2"))
 
 
 @pytest.mark.parametrize("alias", PARAMETERS)
@@ -60,3 +61,31 @@ def test_latent_cache_of_a_token(alias: str, numbers: int) -> None:
     config = config_of(shape)
     assert config.latent is not None
     assert config.n_layers * (config.latent.kv_lora + config.latent.rope) == numbers
+
+
+def test_a_known_model_is_pulled_by_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[HubSource] = []
+
+    def refuse(source: HubSource, *_: object) -> None:
+        asked.append(source)
+        raise BadInput("no network here")
+
+    monkeypatch.setattr(hub, "fetch", refuse)
+    store = ModelStore(tmp_path)
+    with pytest.raises(ModelNotFound, match="run `emberline pull @cf/openai/gpt-oss-20b`"):
+        store.resolve("@cf/openai/gpt-oss-20b")
+    with pytest.raises(BadInput, match="no network here"):
+        pull("@cf/openai/gpt-oss-20b", store)
+    assert asked == [HubSource("openai/gpt-oss-20b")]
+    shape = find_shape("gpt-oss-20b")
+    assert shape is not None
+    assert (shape.card.id, shape.card.author, shape.card.context_window) == (
+        "@cf/openai/gpt-oss-20b",
+        "openai",
+        131_072,
+    )
+
+
+def test_no_built_in_model_has_the_name_of_a_shape() -> None:
+    names = {name for card in BUILT_IN for name in (card.id, *card.aliases)}
+    assert names.isdisjoint(name for shape in published_shapes() for name in (shape.id, *shape.aliases))
