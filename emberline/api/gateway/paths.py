@@ -11,10 +11,11 @@ import msgspec
 from msgspec import Meta
 
 from emberline.api.anthropic import messages as anthropic
+from emberline.api.gateway import gemini
 from emberline.api.http.body import decode, named_model, read_body
 from emberline.api.http.call import Call, Reply, encode
 from emberline.api.http.router import APIS, Endpoint, check_api
-from emberline.api.openai import embeddings
+from emberline.api.openai import audio, embeddings, media
 from emberline.api.openai import endpoints as openai
 from emberline.api.openai.responses import endpoints as responses
 from emberline.api.workers_ai import endpoints as workers_ai
@@ -33,6 +34,13 @@ _OPENAI: Mapping[str, Endpoint] = {
     "responses": responses.create,
     "embeddings": embeddings.embeddings,
     "rerank": embeddings.rerank,
+    "images/generations": media.generate_images,
+    "audio/speech": media.speech,
+}
+_FORMS: Mapping[str, Endpoint] = {  # not JSON: their model is named in a form
+    "images/edits": media.edit_images,
+    "audio/transcriptions": audio.transcriptions,
+    "audio/translations": audio.translations,
 }
 _ANTHROPIC: Mapping[str, Endpoint] = {
     "messages": anthropic.messages,
@@ -59,6 +67,9 @@ async def dispatch(call: Call) -> Reply | None:
     """Any path of a gateway."""
     _check_gateway(call)
     provider, _, endpoint = call.path_param.partition("/")
+    if provider == COMPAT and (found := _FORMS.get(_without_version(endpoint))) is not None:
+        check_api(call.principal, APIS[_without_version(endpoint).partition("/")[0]])
+        return await found(call)
     call.body = await read_body(call)
     return await _run(call, provider, endpoint, call.headers.get)
 
@@ -107,6 +118,10 @@ async def _run(call: Call, provider: str, endpoint: str, header: Any, is_step: b
     _check_provider(call, provider)
     name = provider.lower()
     call.route = f"{call.route}/{name}"
+    if (model := gemini.model_of(endpoint)) is not None:
+        check_api(call.principal, "chat")
+        with _own_key(call, name, header, is_step):
+            return await gemini.generate_content(call, f"{name}/{model}", endpoint)
     path = _without_version(endpoint)
     found = (_ANTHROPIC if path in _ANTHROPIC else _OPENAI).get(path)
     if found is None:
@@ -138,7 +153,8 @@ def _without_version(endpoint: str) -> str:
 
 
 def _no_endpoint(provider: str, endpoint: str) -> NotFound:
-    known = ", ".join((*_OPENAI, *(f"v1/{path}" for path in _ANTHROPIC)))
+    gemini_path = "v1beta/models/{model}:generateContent"
+    known = ", ".join((*_OPENAI, *_FORMS, *(f"v1/{path}" for path in _ANTHROPIC), gemini_path))
     return NotFound(f"the gateway has no endpoint {endpoint[:100]!r} of {provider}; there are {known}")
 
 

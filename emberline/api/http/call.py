@@ -402,6 +402,8 @@ class Call:
         return self.service.transcribe(request, self.principal, on_admit=self._admitted, on_complete=self._completed)
 
     def make_media(self, request: MediaRequest) -> Coroutine[Any, Any, Media]:
+        if self.gateway is not None:
+            return self.gateway.make_media(request, self._admitted, self._completed)
         return self.service.make_media(request, self.principal, on_admit=self._admitted, on_complete=self._completed)
 
     def forward(self, request: "UpstreamRequest") -> AsyncGenerator[tuple[bytes, bool], None]:

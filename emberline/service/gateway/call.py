@@ -17,6 +17,7 @@ from emberline.protocol.answer import Answer, Encoded
 from emberline.protocol.errors import EmberlineError
 from emberline.protocol.events import Completed, Started, TextEvent, Usage
 from emberline.protocol.gateway import GatewayOptions, GatewaySettings, StepConfig
+from emberline.protocol.media import Media, MediaRequest
 from emberline.protocol.rate_limits import RateLimits
 from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal, SpeechRequest, alias_caller
 from emberline.protocol.speech import Transcript
@@ -85,6 +86,15 @@ class Pipeline(Protocol):
         on_admit: OnAdmit | None = None,
         on_complete: OnComplete | None = None,
     ) -> Transcript: ...
+
+    async def make_media(
+        self,
+        request: MediaRequest,
+        principal: Principal,
+        *,
+        on_admit: OnAdmit | None = None,
+        on_complete: OnComplete | None = None,
+    ) -> Media: ...
 
 
 class GatewayCall:
@@ -241,6 +251,17 @@ class GatewayCall:
         async def start(attempt: Attempt, completing: OnComplete) -> Transcript:
             asked = msgspec.structs.replace(request, id=attempt.id, model=attempt.target.model)
             return await self.pipeline.transcribe(asked, self.principal, on_admit=on_admit, on_complete=completing)
+
+        return await self.whole(request.id, request.model, request.api, request.session, start, on_complete)
+
+    async def make_media(
+        self, request: MediaRequest, on_admit: OnAdmit | None = None, on_complete: OnComplete | None = None
+    ) -> Media:
+        """As `Service.make_media`."""
+
+        async def start(attempt: Attempt, completing: OnComplete) -> Media:
+            asked = msgspec.structs.replace(request, id=attempt.id, model=attempt.target.model)
+            return await self.pipeline.make_media(asked, self.principal, on_admit=on_admit, on_complete=completing)
 
         return await self.whole(request.id, request.model, request.api, request.session, start, on_complete)
 

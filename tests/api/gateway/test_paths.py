@@ -49,6 +49,43 @@ async def test_every_path_reaches_the_model(bench: Opener, path: str, body: dict
     assert row["model"] == A
 
 
+async def test_geminis_own_api(bench: Opener) -> None:
+    gateway = await bench()
+    path = f"/v1/local/default/a/v1beta/models/{MODEL}"
+    body = {
+        "systemInstruction": {"parts": [{"text": "be brief"}]},
+        "contents": [
+            {"role": "user", "parts": [{"text": "weather?"}]},
+            {"role": "model", "parts": [{"functionCall": {"name": "look", "args": {"place": "here"}}}]},
+            {"role": "user", "parts": [{"functionResponse": {"name": "look", "response": {"sky": "blue"}}}]},
+        ],
+        "tools": [{"functionDeclarations": [{"name": "look", "parameters": {"type": "OBJECT", "properties": {}}}]}],
+        "generationConfig": {"maxOutputTokens": 5, "temperature": 0, "stopSequences": ["END"]},
+    }
+    whole = await gateway.client.post(f"{path}:generateContent", json=body)
+    assert whole.status_code == 200, whole.text
+    candidate = whole.json()["candidates"][0]
+    text = candidate["content"]["parts"][0]["text"]
+    assert (text.count(" w"), candidate["finishReason"], whole.json()["usageMetadata"]["candidatesTokenCount"]) == (
+        5,
+        "MAX_TOKENS",
+        5,
+    )
+    sent = gateway.servers["a"].requests[-1]
+    assert [message["role"] for message in sent["messages"]] == ["system", "user", "assistant", "tool"]
+    assert sent["tools"][0]["function"]["parameters"]["type"] == "object"
+    assert (sent["stop"], sent["temperature"]) == (["END"], 0)
+    streamed = await gateway.client.post(f"{path}:streamGenerateContent?alt=sse", json=body)
+    chunks = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: ")]
+    pieces = [part["text"] for chunk in chunks for part in chunk["candidates"][0]["content"]["parts"]]
+    assert "".join(pieces) == text
+    assert chunks[-1]["candidates"][0]["finishReason"] == "MAX_TOKENS"
+    assert chunks[-1]["usageMetadata"]["totalTokenCount"] > 5
+    wrong = await gateway.client.post(f"{path}:generateContent", json=body | {"safetySettings": []})
+    assert wrong.status_code == 400
+    assert "safetySettings" in wrong.text
+
+
 async def test_a_header_or_the_body_names_the_gateway(bench: Opener) -> None:
     gateway = await bench()
     chat = {"model": A, "messages": SAYS}
