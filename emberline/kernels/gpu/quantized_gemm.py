@@ -136,6 +136,20 @@ def dequantize_words(word, affine, of_256, of_16, BITS: tl.constexpr):
         )  # fmt: skip
 
 
+@triton.jit
+def _in_order(w, BITS: tl.constexpr, WORDS: tl.constexpr):
+    """The weights of words, a tuple of [WORDS], as one tensor in the order of the columns."""
+    if BITS == 8:
+        by_word = tl.join(tl.join(w[0], w[2]), tl.join(w[1], w[3]))
+    else:
+        even = tl.join(tl.join(w[0], w[4]), tl.join(w[2], w[6]))
+        odd = tl.join(tl.join(w[1], w[5]), tl.join(w[3], w[7]))
+        by_word = tl.join(even, odd)
+    CODES_PER_WORD: tl.constexpr = 32 // BITS
+    grouped = tl.reshape(by_word, [WORDS * CODES_PER_WORD // 32, BITS, CODES_PER_WORD])  # group, word, code
+    return tl.reshape(tl.permute(grouped, (0, 2, 1)), [WORDS * CODES_PER_WORD])
+
+
 @triton.jit(do_not_specialize=["first", "of_256", "of_16"])
 def _dequantize(
     codes, affine, ids, out, first, n, k, factor, of_256, of_16,
@@ -152,9 +166,11 @@ def _dequantize(
     group = word_index // WORDS_PER_GROUP
     word = tl.load(codes + wide_row * (k // CODES_PER_WORD) + word_index, mask=mask, other=0)
     w = dequantize_words(word, tl.load(affine + group * n + row, mask=mask, other=0), of_256, of_16, BITS)
-    out_ptrs = out + tl.program_id(0).to(tl.int64) * k + group * 32 + word_index % WORDS_PER_GROUP
-    for i in tl.static_range(CODES_PER_WORD):
-        tl.store(out_ptrs + i * WORDS_PER_GROUP, (w[i] * factor).to(out.dtype.element_ty), mask=mask)
+    # In the order of the columns: stored word by word, a warp would touch four times as many sectors.
+    values = _in_order(w, BITS, WORDS) * factor
+    col = tl.program_id(1) * (WORDS * CODES_PER_WORD) + tl.arange(0, WORDS * CODES_PER_WORD)
+    out_row = out + tl.program_id(0).to(tl.int64) * k
+    tl.store(out_row + col, values.to(out.dtype.element_ty), mask=col < k)
 
 
 def dequantize_rows(
