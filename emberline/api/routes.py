@@ -13,7 +13,7 @@ from emberline.api.anthropic.message_request import CountRequest, MessagesReques
 from emberline.api.batches.submission import JOB_QUERY
 from emberline.api.gateway import admin as gateways
 from emberline.api.gateway import paths as gateway
-from emberline.api.http import openapi
+from emberline.api.http import openapi, resumable
 from emberline.api.http.call import Call, Reply, encode
 from emberline.api.http.errors import Dialect
 from emberline.api.http.router import ANY_API, APIS, GATEWAY, Policy, Route
@@ -94,6 +94,10 @@ _OLLAMA: tuple[_Row, ...] = (
     ("POST", "/show", ollama.show, "Describe a model, as Ollama does", OllamaShow),
     ("POST", "/pull", ollama.pull, "Check that a model is there, for Ollama's clients", OllamaPull),
     ("GET", "/version", ollama.version, "The version of Ollama's API"),
+)
+_STREAMS: tuple[_Row, ...] = (
+    ("GET", "/streams/{id}", resumable.resume, "Resume a stream", None, resumable.AFTER),
+    ("DELETE", "/streams/{id}", resumable.cancel, "Cancel the request of a resumable stream"),
 )
 _COHERE: tuple[_Row, ...] = (
     ("POST", "/rerank", embeddings.rerank_v2, "Rank documents by relevance, as Cohere does", embeddings.RerankRequest),
@@ -212,7 +216,7 @@ def _routes(prefix: str, dialect: Dialect, rows: tuple[_Row, ...], policy: Polic
 
 def _route(method: str, path: str, policy: Policy, dialect: Dialect, *rest: Any) -> Route:
     route = Route(method, path, policy, dialect, *rest)
-    if path.startswith(GATEWAY):
+    if path.startswith(GATEWAY) or rest[0] in (resumable.resume, resumable.cancel):  # of any API
         return replace(route, api=ANY_API)
     return replace(route, api=APIS[_first_word(path)]) if policy is Policy.KEY else route
 
@@ -243,6 +247,8 @@ ROUTES: tuple[Route, ...] = (
     *_routes(AI, Dialect.BINDING, _BINDING_PROXY),
     *_routes("", Dialect.BINDING, _BINDING),
     *_routes("/v1", Dialect.OPENAI, _OPENAI),
+    *_routes("/v1", Dialect.OPENAI, _STREAMS),
+    *_routes(f"{AI}/v1", Dialect.OPENAI_ENVELOPED, _STREAMS),
     *_routes("/v2", Dialect.OPENAI, _COHERE),
     *_routes(f"{AI}/v1", Dialect.OPENAI_ENVELOPED, _OPENAI),
     *_routes(SUBSCRIPTIONS, Dialect.NATIVE, _SUBSCRIPTIONS),

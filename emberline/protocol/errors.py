@@ -94,6 +94,12 @@ class Conflict(EmberlineError):
     kind = "conflict"
 
 
+class NoSuchStream(NotFound):
+    """No event log of that id, of the caller's account."""
+
+    kind = "stream_not_found"
+
+
 class IdempotencyMismatch(EmberlineError):
     """The idempotency key was already used with another request."""
 
@@ -151,7 +157,7 @@ _BY_KIND: dict[str, type[EmberlineError]] = {
     for cls in (
         *(Internal, BadInput, Unsupported, TooLarge, ContextExceeded, ModelNotFound, MalformedModelId, Unauthorized),
         *(Forbidden, NotFound, Conflict, IdempotencyMismatch, Overloaded, Unavailable, DeadlineExceeded, Cancelled),
-        *(RateLimited, BudgetExceeded, BudgetReserved),
+        *(RateLimited, BudgetExceeded, BudgetReserved, NoSuchStream),
     )
 }
 

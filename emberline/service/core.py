@@ -25,6 +25,7 @@ from emberline.balancer.grants import SHARE, Grants
 from emberline.balancer.route_request import Route, RouteRequest
 from emberline.catalog.aliases import Aliases
 from emberline.protocol.errors import Unsupported
+from emberline.service.event_log import EventLogs, MemoryEventLogs
 from emberline.service.health import Connection, Health, check, disk_problem
 from emberline.service.history import History
 from emberline.service.membership import Membership, WorkerChange
@@ -61,6 +62,9 @@ class RequestEnd(msgspec.Struct, frozen=True, omit_defaults=True):
 class Core(Protocol):
     @property
     def responses(self) -> ResponseStore: ...
+
+    @property
+    def event_logs(self) -> EventLogs: ...
 
     @property
     def aliases(self) -> Aliases: ...
@@ -139,6 +143,7 @@ class LocalCore:
         self.admission = admission
         self.grants = Grants(admission.balancer, job_share)
         self.responses = responses
+        self.event_logs = MemoryEventLogs()
         self.prices = PriceTable() if prices is None else prices.table
         self._price_store = prices
         self.membership: Membership | None = None  # set by whoever owns the connections

@@ -11,6 +11,7 @@ from emberline.protocol.answer import StoredResponse
 from emberline.protocol.errors import ErrorInfo
 from emberline.protocol.frames import EngineLoad
 from emberline.service.core import RequestEnd
+from emberline.service.event_log import LogPart, NewLog
 from emberline.service.health import Health
 from emberline.service.membership import Members, WorkerChange
 from emberline.service.status import Status, StatusQuery
@@ -86,6 +87,38 @@ class LoadModel(msgspec.Struct, tag="load_model"):
     action: Literal["load", "unload"]
 
 
+class OpenLog(msgspec.Struct, tag="open_log"):
+    seq: int
+    log: NewLog
+
+
+class ReadLog(msgspec.Struct, tag="read_log"):
+    seq: int
+    account: str
+    log_id: str
+    after: int
+    wait_s: float
+
+
+class LogIdle(msgspec.Struct, tag="log_idle"):
+    seq: int
+    log_id: str
+
+
+class CancelLog(msgspec.Struct, tag="cancel_log"):
+    seq: int
+    account: str
+    log_id: str
+
+
+class AppendLog(msgspec.Struct, tag="append_log"):
+    """Not replied to."""
+
+    log_id: str
+    events: list[bytes]
+    done: bool
+
+
 class Observation(msgspec.Struct, array_like=True):
     """The last load report that an HTTP worker received on its own connection to a worker."""
 
@@ -135,6 +168,8 @@ class CoreReply(msgspec.Struct, tag="reply", omit_defaults=True):
     records: list[StoredResponse] = []
     done: bool = False  # of PutResponse and DeleteResponse
     names: list[str] = []  # of ChangeWorkers
+    part: LogPart | None = None  # of ReadLog
+    idle_s: float = 0.0  # of LogIdle
 
 
 Call = (
@@ -151,6 +186,10 @@ Call = (
     | RefreshPrices
     | ChangeAlias
     | LoadModel
+    | OpenLog
+    | ReadLog
+    | LogIdle
+    | CancelLog
 )
-to_core_decoder = msgspec.msgpack.Decoder(Call | Notice | FirstToken | Checkpoint)
+to_core_decoder = msgspec.msgpack.Decoder(Call | Notice | FirstToken | Checkpoint | AppendLog)
 from_core_decoder = msgspec.msgpack.Decoder(CoreReply | WorkerLeft | Members | AliasTable)

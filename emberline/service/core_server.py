@@ -15,7 +15,9 @@ from emberline.service.connection import Link
 from emberline.service.core import LocalCore
 from emberline.service.core_protocol import (
     Admit,
+    AppendLog,
     Call,
+    CancelLog,
     ChangeAlias,
     ChangeWorkers,
     Checkpoint,
@@ -28,8 +30,11 @@ from emberline.service.core_protocol import (
     GetResponse,
     GetStatus,
     LoadModel,
+    LogIdle,
     Notice,
+    OpenLog,
     PutResponse,
+    ReadLog,
     RefreshPrices,
     WorkerLeft,
     to_core_decoder,
@@ -87,6 +92,7 @@ class _HttpWorkerLink(Link):
         super().__init__()
         self._server = server
         self._admissions: dict[str, asyncio.Task[None]] = {}  # of requests not finalized yet, by id; done or waiting
+        self._logs: set[str] = set()  # that this HTTP worker writes
 
     def on_open(self) -> None:
         self._server.links.add(self)
@@ -107,6 +113,10 @@ class _HttpWorkerLink(Link):
             core.first_token(message.request_id, message.cached_tokens)
         elif isinstance(message, Checkpoint):
             core.checkpoint(message.rows)
+        elif isinstance(message, AppendLog):
+            core.event_logs.append(message.log_id, message.events, message.done)
+            if message.done:
+                self._logs.discard(message.log_id)
         elif isinstance(message, Admit):
             self._admissions[message.request.id] = self._spawn(self._reply(message))
         else:
@@ -114,6 +124,8 @@ class _HttpWorkerLink(Link):
 
     def on_close(self, reason: str) -> None:
         self._server.links.discard(self)
+        for log_id in self._logs:
+            self._server.core.event_logs.abandon(log_id)
         self._spawn(self._abandon_all())
 
     def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
@@ -147,6 +159,18 @@ class _HttpWorkerLink(Link):
             return CoreReply(call.seq, records=await core.responses.get(call.account, call.response_id, call.whole))
         if isinstance(call, DeleteResponse):
             return CoreReply(call.seq, done=await core.responses.delete(call.account, call.response_id))
+        if isinstance(call, OpenLog):
+            await core.event_logs.open(call.log)
+            self._logs.add(call.log.id)
+            return CoreReply(call.seq)
+        if isinstance(call, ReadLog):
+            part = await core.event_logs.read(call.account, call.log_id, call.after, call.wait_s)
+            return CoreReply(call.seq, part=part)
+        if isinstance(call, LogIdle):
+            return CoreReply(call.seq, idle_s=await core.event_logs.idle_s(call.log_id))
+        if isinstance(call, CancelLog):
+            await core.event_logs.cancel(call.account, call.log_id)
+            return CoreReply(call.seq)
         if isinstance(call, LoadModel):
             await core.load_model(call.model, call.action)
             return CoreReply(call.seq)

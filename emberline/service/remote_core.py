@@ -21,7 +21,9 @@ from emberline.service.connection import Link, dial, retry_delays
 from emberline.service.core import RequestEnd
 from emberline.service.core_protocol import (
     Admit,
+    AppendLog,
     Call,
+    CancelLog,
     ChangeAlias,
     ChangeWorkers,
     Checkpoint,
@@ -35,14 +37,18 @@ from emberline.service.core_protocol import (
     GetResponse,
     GetStatus,
     LoadModel,
+    LogIdle,
     Notice,
     Observation,
+    OpenLog,
     PutResponse,
+    ReadLog,
     RefreshPrices,
     WorkerLeft,
     from_core_decoder,
 )
 from emberline.service.engine_client import EngineClient
+from emberline.service.event_log import LogPart, NewLog
 from emberline.service.health import Health
 from emberline.service.membership import Members, WorkerChange
 from emberline.service.status import Status, StatusQuery
@@ -67,6 +73,7 @@ class RemoteCore:
         that have joined and left."""
         self._endpoint = Endpoint(name="core", address=f"unix:{socket_path}")
         self.responses = RemoteResponses(self._call)
+        self.event_logs = RemoteEventLogs(self._call, self._tell)
         self.aliases = Aliases()  # as the core has told them
         self._engines = engines
         self._on_left = on_left
@@ -152,6 +159,10 @@ class RemoteCore:
             raise from_info(reply.error)
         return reply
 
+    def _tell(self, message: AppendLog) -> None:
+        if self._link is not None:
+            self._link.send(message)
+
     async def _stay_connected(self) -> None:
         delays = retry_delays()
         while True:
@@ -207,6 +218,35 @@ class RemoteResponses:
 
     async def delete(self, account: str, response_id: str) -> bool:
         return (await self._call(lambda seq: DeleteResponse(seq, account, response_id))).done
+
+
+class RemoteEventLogs:
+    """Implements EventLogs on the core's."""
+
+    def __init__(
+        self,
+        call: Callable[[Callable[[int], Call]], Awaitable[CoreReply]],
+        tell: Callable[[AppendLog], None],
+    ) -> None:
+        self._call = call
+        self._tell = tell
+
+    async def open(self, log: NewLog) -> None:
+        await self._call(lambda seq: OpenLog(seq, log))
+
+    def append(self, log_id: str, events: list[bytes], done: bool = False) -> None:
+        self._tell(AppendLog(log_id, events, done))
+
+    async def read(self, account: str, log_id: str, after: int, wait_s: float) -> LogPart:
+        part = (await self._call(lambda seq: ReadLog(seq, account, log_id, after, wait_s))).part
+        assert part is not None
+        return part
+
+    async def idle_s(self, log_id: str) -> float:
+        return (await self._call(lambda seq: LogIdle(seq, log_id))).idle_s
+
+    async def cancel(self, account: str, log_id: str) -> None:
+        await self._call(lambda seq: CancelLog(seq, account, log_id))
 
 
 class _CoreLink(Link):

@@ -23,6 +23,7 @@ from emberline.service.core import Core, SessionEntry
 from emberline.service.encode import EncodeCall, prepare_encoding, text_bytes
 from emberline.service.engine_client import EngineClient
 from emberline.service.engine_transport import EngineTransport, route_request
+from emberline.service.event_log import EventLogs
 from emberline.service.health import Health
 from emberline.service.membership import WorkerChange
 from emberline.service.metrics import INTER_TOKEN_BOUNDS_S, Counts, Histogram
@@ -148,6 +149,10 @@ class Service:
     def responses(self) -> ResponseStore:
         """Stored responses, for later requests to continue."""
         return self.core.responses
+
+    @property
+    def event_logs(self) -> EventLogs:
+        return self.core.event_logs
 
     async def health(self) -> Health:
         """Not ok while draining, so that load balancers in front send their requests elsewhere."""

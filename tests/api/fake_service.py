@@ -33,6 +33,7 @@ from emberline.protocol.price import Price
 from emberline.protocol.rate_limits import RateLimits
 from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal, SamplingDefaults, SpeechRequest
 from emberline.protocol.speech import TimedWord, Transcript, TranscriptSegment
+from emberline.service.event_log import MemoryEventLogs
 from emberline.service.gateway.service import GatewayService
 from emberline.service.health import Health
 from emberline.service.membership import WorkerChange
@@ -150,6 +151,7 @@ class FakeService:
         self.price: Price | None = None  # of every model
         self.cost_pico = 0  # of every request, if there is a price
         self.responses: ResponseStore = MemoryResponses()
+        self.event_logs = MemoryEventLogs()
         self.changes: list[WorkerChange] = []
         self.alias_changes: list[tuple[str, Mapping[str, int] | None]] = []
         self.loads: list[tuple[str, str]] = []

@@ -1,4 +1,5 @@
 import asyncio
+import math
 import os
 import shutil
 import time
@@ -21,6 +22,7 @@ from emberline.service import Service, open_core_server, open_http_worker, open_
 from emberline.service import service as service_module
 from emberline.service.core import LocalCore
 from emberline.service.core_server import CoreServer
+from emberline.service.event_log import NewLog
 from emberline.service.remote_core import RemoteCore
 from emberline.text.text_model import TextModel
 from tests.service.conftest import ALICE, PATIENCE_S, offer
@@ -357,3 +359,33 @@ async def test_aliases_are_in_effect_in_every_process_at_once(service: Service, 
     with pytest.raises(ModelNotFound):
         service.resolve("best")
     await until(lambda: "best" not in http_worker.aliases.aliases)
+
+
+async def test_a_stream_is_resumed_at_another_http_worker(service: Service, http_worker: Service) -> None:
+    """Its log is in the core: written by one process, read and cancelled by any."""
+    new = NewLog("stream_1", "acme", 60.0, b"text/event-stream", b"data: lost\n\n")
+    await http_worker.event_logs.open(new)
+    reading = asyncio.create_task(service.event_logs.read("acme", "stream_1", -1, PATIENCE_S))
+    http_worker.event_logs.append("stream_1", [b"0", b"1"])
+    assert (await reading).events == [b"0", b"1"]
+    part = await http_worker.event_logs.read("acme", "stream_1", 0, 0)
+    assert (part.events, part.done, part.content_type) == ([b"1"], False, b"text/event-stream")
+    assert await http_worker.event_logs.idle_s("stream_1") < PATIENCE_S
+    for elsewhere in (service, http_worker):
+        with pytest.raises(NotFound) as refused:
+            await elsewhere.event_logs.read("other", "stream_1", -1, 0)
+        assert refused.value.kind == "stream_not_found"
+    await service.event_logs.cancel("acme", "stream_1")
+    assert await http_worker.event_logs.idle_s("stream_1") == math.inf
+    http_worker.event_logs.append("stream_1", [b"2"], done=True)
+    assert (await service.event_logs.read("acme", "stream_1", 1, PATIENCE_S)).done
+
+
+async def test_a_stream_whose_http_worker_dies_ends_with_an_error(service: Service, http_worker: Service) -> None:
+    await http_worker.event_logs.open(NewLog("stream_1", "acme", 60.0, b"text/event-stream", b"data: lost\n\n"))
+    http_worker.event_logs.append("stream_1", [b"0"])
+    await http_worker.close()
+    found: list[bytes] = []
+    while not (part := await service.event_logs.read("acme", "stream_1", len(found) - 1, PATIENCE_S)).done:
+        found += part.events
+    assert found + part.events == [b"0", b"data: lost\n\n"]

@@ -107,6 +107,19 @@ async def test_a_stream_is_forwarded_with_usage_on_request(api: ApiClient, asks:
     assert (status, n_output) == ("finished", 50)
 
 
+async def test_a_forwarded_stream_is_resumed(api: ApiClient) -> None:
+    """Computed and billed once; its events are the upstream server's, with numbers."""
+    headers = {"x-emberline-resume": "60"}
+    answer = await api.client.post("/v1/chat/completions", json={**CHAT, "stream": True}, headers=headers)
+    assert answer.text.startswith("id: 0\ndata: ")
+    assert answer.text.endswith("data: [DONE]\n\n")
+    assert said(events(answer.text)) == expected()
+    again = await api.client.get(f"/v1/streams/{answer.headers['x-emberline-stream-id']}?starting_after=9")
+    assert again.text.startswith("id: 10\n")
+    assert answer.text.endswith(again.text)
+    assert len(await api.bench.rows()) == 1
+
+
 @pytest.mark.parametrize("api", [{"a": ServerScript(itl_ms=40)}], indirect=True)
 async def test_a_reply_that_is_not_streamed_counts_as_prefilled_at_its_first_chunk(api: ApiClient) -> None:
     core, began = api.bench.core, asyncio.Event()

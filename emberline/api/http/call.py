@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # the API needs the types of what it is given, not their impo
     from emberline.catalog.model_card import ModelCard
     from emberline.jobs.queue.queue import Queue
     from emberline.jobs.webhooks.service import WebhookService
+    from emberline.service.event_log import EventLogs
     from emberline.service.gateway.service import GatewayService
     from emberline.service.health import Health
     from emberline.service.membership import WorkerChange
@@ -84,6 +85,10 @@ class Backend(Protocol):
 
     @property
     def responses(self) -> "ResponseStore": ...
+
+    @property
+    def event_logs(self) -> "EventLogs":
+        """Of streams that their clients may resume."""
 
     def check_scope(self, principal: Principal, card: "ModelCard") -> None:
         """Raise Forbidden unless the principal's key may use the model."""

@@ -128,6 +128,7 @@ CODES: dict[str, Codes] = {
     "not_found": Codes(404, 404, 7000, _INVALID, "unknown_url", "not_found_error"),
     "response_not_found": Codes(404, 404, 7000, _INVALID, "response_not_found", "not_found_error"),
     "previous_response_not_found": Codes(404, 404, 7000, _INVALID, "previous_response_not_found", "not_found_error"),
+    "stream_not_found": Codes(404, 404, 7000, _INVALID, "stream_not_found", "not_found_error"),
     "webhook_not_found": Codes(404, 404, 7000, _INVALID, "webhook_not_found", "not_found_error"),
     "batch_not_found": Codes(404, 404, 7000, _INVALID, "batch_not_found", "not_found_error"),
     "file_not_found": Codes(404, 404, 7000, _INVALID, "file_not_found", "not_found_error"),

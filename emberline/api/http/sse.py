@@ -9,6 +9,7 @@ from typing import Any
 
 from emberline.api.http.call import EVENT_STREAM, Call, Events, encode, while_connected
 from emberline.api.http.errors import Dialect, HeaderList, error_body
+from emberline.api.http.resumable import HEADER, send_resumable
 from emberline.protocol.errors import EmberlineError, Internal, Unavailable
 from emberline.protocol.events import (
     ChoiceDone,
@@ -16,6 +17,7 @@ from emberline.protocol.events import (
     ReasoningDelta,
     Started,
     TextDelta,
+    TextEvent,
     ToolCallDelta,
     ToolCallStarted,
     Usage,
@@ -70,12 +72,16 @@ def named_event(name: str, body: Any) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (name.encode(), encode(body))
 
 
-async def stream(call: Call, events: Events, encoder: EventEncoder, headers: HeaderList) -> None:
+async def stream(call: Call, events: Events, encoder: EventEncoder, headers: HeaderList, stream_id: str = "") -> None:
     """Send `events` to the client as they come.
 
     An error before the first event is raised and becomes an HTTP status; a later one ends the stream with the API's
-    error event. A client that disconnects closes `events`.
+    error event. A client that disconnects closes `events`, unless it has asked to resume the stream, by `stream_id` or
+    by an id of its own.
     """
+    if HEADER in call.headers:
+        chunks = _encoded(events, encoder)
+        return await send_resumable(call, chunks, headers, encoder.content_type, encoder.failed, stream_id)
     await while_connected(call.receive, _stream(call, events, encoder, headers))
 
 
@@ -96,18 +102,9 @@ async def _send_events(call: Call, events: Events, encoder: EventEncoder) -> byt
     send, text_delta = call.send, encoder.text_delta
     try:
         async for event in events:
-            if type(event) is TextDelta:
-                chunk = text_delta(event)
-            elif type(event) is ToolCallDelta:
-                chunk = encoder.tool_call_delta(event)
-            elif type(event) is ReasoningDelta:
-                chunk = encoder.reasoning_delta(event)
-            elif type(event) is ToolCallStarted:
-                chunk = encoder.tool_call_started(event)
-            elif type(event) is ChoiceDone:
-                chunk = encoder.choice_done(event)
-            elif type(event) is Completed:
-                return encoder.completed(event.usage)
+            chunk = text_delta(event) if type(event) is TextDelta else _encode(event, encoder)
+            if type(event) is Completed:
+                return chunk
             if chunk:
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
         raise Internal("the events ended before the answer was complete")
@@ -120,6 +117,37 @@ async def _send_events(call: Call, events: Events, encoder: EventEncoder) -> byt
     except Exception:
         log.exception("a stream failed")
         return encoder.failed(Internal("the request failed; the server's log has the reason under this request's id"))
+
+
+def _encode(event: TextEvent, encoder: EventEncoder) -> bytes:
+    if type(event) is TextDelta:
+        return encoder.text_delta(event)
+    if type(event) is ToolCallDelta:
+        return encoder.tool_call_delta(event)
+    if type(event) is ReasoningDelta:
+        return encoder.reasoning_delta(event)
+    if type(event) is ToolCallStarted:
+        return encoder.tool_call_started(event)
+    if type(event) is ChoiceDone:
+        return encoder.choice_done(event)
+    if type(event) is Completed:
+        return encoder.completed(event.usage)
+    assert isinstance(event, Started)
+    return encoder.started(event.usage)
+
+
+async def _encoded(events: Events, encoder: EventEncoder) -> AsyncGenerator[bytes, None]:
+    """The chunks of a stream. An error before the first is raised; a later one is the last chunk."""
+    async with aclosing(events):
+        yield _encode(await anext(events), encoder)
+        try:
+            async for event in events:
+                yield _encode(event, encoder)
+                if type(event) is Completed:
+                    return
+            raise Internal("the events ended before the answer was complete")
+        except EmberlineError as error:
+            yield encoder.failed(error)
 
 
 def random_padding() -> Iterator[bytes]:

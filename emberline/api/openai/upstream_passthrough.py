@@ -8,6 +8,7 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -23,9 +24,10 @@ from emberline.api.common.sampling_fields import (
 )
 from emberline.api.common.unsupported_fields import UnsupportedField, refuse_unsupported, supported_fields
 from emberline.api.http.body import decode
-from emberline.api.http.call import Call, Reply, encode, while_connected
+from emberline.api.http.call import EVENT_STREAM, Call, Reply, encode, while_connected
 from emberline.api.http.decode_errors import explain
 from emberline.api.http.errors import Dialect, HeaderList, error_body
+from emberline.api.http.resumable import HEADER, send_resumable
 from emberline.api.openai.chat import ChatRequest, StreamOptions, UsageOptions
 from emberline.api.openai.completions import CompletionRequest
 from emberline.catalog.model_card import ModelCard
@@ -281,6 +283,10 @@ async def _reply(call: Call, targets: ModelCard | Plan, make: Make, body: Passth
         blocks = call.forward(await make(targets, call.id))
     else:
         blocks = call.forward_any(make, targets, body.model, api)
+    if body.stream and HEADER in call.headers:
+        failed = partial(_error_event, call)
+        await send_resumable(call, _chunks(call, blocks), call.id_headers, EVENT_STREAM, failed)
+        return None
     if body.stream:
         await while_connected(call.receive, _stream(call, blocks, call.id_headers))
         return None
@@ -295,6 +301,18 @@ async def _body(blocks: Blocks) -> bytes:
     async with aclosing(blocks):
         body, _ = await anext(blocks)
         return body
+
+
+async def _chunks(call: Call, blocks: Blocks) -> AsyncGenerator[bytes, None]:
+    """As `_stream` sends them, for an event log."""
+    async with aclosing(blocks):
+        block, _ = await anext(blocks)
+        yield block
+        try:
+            async for block, _ in blocks:
+                yield block
+        except EmberlineError as error:
+            yield _error_event(call, error)
 
 
 async def _stream(call: Call, blocks: Blocks, headers: HeaderList) -> None:

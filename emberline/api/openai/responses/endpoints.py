@@ -13,6 +13,7 @@ from emberline.api.common.unsupported_fields import refuse_unsupported
 from emberline.api.http.body import LARGE_BYTES, decode, read_model_body
 from emberline.api.http.call import Call, Events, LargeRequest, Reply, encode, json_reply, list_reply, while_connected
 from emberline.api.http.errors import NoPreviousResponse, NoSuchResponse
+from emberline.api.http.resumable import HEADER, resume_log
 from emberline.api.http.sse import stream
 from emberline.api.openai.responses import background
 from emberline.api.openai.responses.items import (
@@ -26,7 +27,7 @@ from emberline.api.openai.responses.items import (
 from emberline.api.openai.responses.output import ResponseBuilder, ResponseStream
 from emberline.api.openai.responses.request import ResponsesRequest, response_id
 from emberline.protocol.answer import MAX_DEPTH, MAX_HISTORY_BYTES, StoredResponse
-from emberline.protocol.errors import BadInput, Conflict, EmberlineError, Internal, TooLarge
+from emberline.protocol.errors import BadInput, Conflict, EmberlineError, Internal, NoSuchStream, TooLarge
 from emberline.protocol.events import Completed, Started
 from emberline.protocol.request import GenerateRequest
 
@@ -78,7 +79,7 @@ async def create(call: Call) -> Reply | None:
     events = _store_on_completion(call, turn, call.generate(turn.request))
     if body.stream:
         encoder = ResponseStream(call.id, call.dialect, turn.builder, call.field_names, padded=body.obfuscates)
-        await stream(call, events, encoder, call.id_headers)
+        await stream(call, events, encoder, call.id_headers, turn.id)
         return None
     await while_connected(call.receive, _build(events, turn.builder))
     return json_reply(turn.builder.response, headers=call.id_headers)
@@ -112,15 +113,12 @@ async def count_tokens(call: Call) -> Reply:
 
 
 async def retrieve(call: Call) -> Reply | None:
-    """With `stream`, the events of a background response, those after `starting_after`."""
+    """With `stream`, the events after `starting_after`, of a background response or of a resumable one."""
     streams = call.bool_param("stream")
     after = call.int_param("starting_after", -1, 0, 999_999_999)
     found = await _find_background(call, call.path_param)
     if streams:
-        if found is None:
-            await _load(call)
-            raise BadInput("only a response created with `background` can be streamed later", param="stream")
-        await background.stream(call, found, after)
+        await (_resume(call) if found is None else background.stream(call, found, after))
         return None
     if after >= 0:
         raise BadInput("`starting_after` needs `stream=true`", param="starting_after")
@@ -128,6 +126,17 @@ async def retrieve(call: Call) -> Reply | None:
         return json_reply(await background.response_with_position(call, found))
     (record,) = await _load(call)
     return Reply(200, record.body.encode())
+
+
+async def _resume(call: Call) -> None:
+    try:
+        await resume_log(call, call.path_param)
+    except NoSuchStream:
+        await _load(call)
+        raise BadInput(
+            f"only a response created with `background`, or with the header `{HEADER}`, can be streamed later",
+            param="stream",
+        ) from None
 
 
 async def list_input_items(call: Call) -> Reply:

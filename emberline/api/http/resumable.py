@@ -1,0 +1,165 @@
+"""Streams that a client may leave and come back to: `x-emberline-resume: SECONDS` asks for it.
+
+The request runs in a task of its own, which writes the stream's events into an event log; the client reads the log, and
+so does whoever resumes, at any HTTP worker. Without a reader for the grace period, the request is cancelled.
+"""
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+
+from emberline.api.http.call import EVENT_STREAM, Call, Reply, encode, json_reply, parse_int, while_connected
+from emberline.api.http.errors import HeaderList, error_body
+from emberline.protocol.errors import EmberlineError, Internal, TooLarge, Unavailable
+from emberline.service.event_log import MAX_LOG_BYTES, EventLogs, NewLog
+
+HEADER = "x-emberline-resume"
+STREAM_ID = b"x-emberline-stream-id"
+AFTER = {"starting_after": {"type": "integer", "minimum": 0}}
+MIN_GRACE_S, MAX_GRACE_S = 5, 3600
+_WAIT_S = 5.0  # for the next event; then a comment is sent
+_IDLE_CHECK_S = 1.0
+_MAX_EVENT_NUMBER = 999_999_999
+_COMMENT = b": waiting\n\n"
+
+log = logging.getLogger(__name__)
+_running: set[asyncio.Task[None]] = set()  # asyncio itself holds tasks weakly
+
+Chunks = AsyncGenerator[bytes, None]
+Failed = Callable[[EmberlineError], bytes]  # an error as the stream's last event
+
+
+def grace_period_s(call: Call) -> int:
+    """How long the client may be away; 0: it asks for no resuming."""
+    given = call.headers.get(HEADER)
+    return 0 if given is None else parse_int(given, HEADER, MIN_GRACE_S, MAX_GRACE_S)
+
+
+class _Numbering:
+    """Splits what encoders produce into single events, and gives each its number."""
+
+    def __init__(self, content_type: bytes) -> None:
+        self._is_sse = content_type == EVENT_STREAM
+        self._end = b"\n\n" if self._is_sse else b"\n"
+        self._rest = b""
+        self.n_events = 0
+
+    def split(self, chunk: bytes) -> list[bytes]:
+        *whole, self._rest = (self._rest + chunk).split(self._end)
+        return [self._numbered(event) for event in whole]
+
+    def _numbered(self, event: bytes) -> bytes:
+        number = b"id: %d\n" % self.n_events if self._is_sse else b""
+        self.n_events += 1
+        return number + event + self._end
+
+
+async def send_resumable(
+    call: Call, chunks: Chunks, headers: HeaderList, content_type: bytes, failed: Failed, log_id: str = ""
+) -> None:
+    """As `sse.stream`: an error before the first chunk is raised and becomes an HTTP status."""
+    await while_connected(call.receive, _start(call, chunks, headers, content_type, failed, log_id))
+
+
+async def _start(
+    call: Call, chunks: Chunks, headers: HeaderList, content_type: bytes, failed: Failed, log_id: str
+) -> None:
+    logs, grace_s = call.service.event_logs, grace_period_s(call)
+    log_id = log_id or f"stream_{uuid.uuid4().hex}"
+    try:
+        first = await anext(chunks)
+        await logs.open(NewLog(log_id, call.principal.account, grace_s, content_type, _lost(call, content_type)))
+    except BaseException:
+        await chunks.aclose()
+        raise
+    running = asyncio.create_task(_run(logs, log_id, first, chunks, _Numbering(content_type), failed, grace_s))
+    _running.add(running)
+    running.add_done_callback(_running.discard)
+    await call.start_stream([*headers, (STREAM_ID, log_id.encode())], content_type)
+    await _send_log(call, log_id, -1, content_type)
+
+
+def _lost(call: Call, content_type: bytes) -> bytes:
+    """What ends the log if this process dies. Not `failed`: an encoder may count what it has encoded."""
+    error = Unavailable("the process that ran this request has ended")
+    body = encode(error_body(error, call.dialect, call.id))
+    return b"event: error\ndata: %b\n\n" % body if content_type == EVENT_STREAM else body + b"\n"
+
+
+async def _run(
+    logs: EventLogs, log_id: str, first: bytes, chunks: Chunks, numbering: _Numbering, failed: Failed, grace_s: float
+) -> None:
+    """Write the log until the request has ended, nobody reads any more, or the log is full."""
+    task = asyncio.current_task()
+    assert task is not None
+    watcher = asyncio.create_task(_cancel_when_idle(logs, log_id, grace_s, task))
+    n_bytes = len(first)
+    last = b""
+    try:
+        async with aclosing(chunks):
+            logs.append(log_id, numbering.split(first))
+            async for chunk in chunks:
+                n_bytes += len(chunk)
+                if n_bytes > MAX_LOG_BYTES:
+                    last = failed(TooLarge(f"a resumable stream has at most {MAX_LOG_BYTES >> 20} MiB"))
+                    break
+                if chunk:
+                    logs.append(log_id, numbering.split(chunk))
+    except asyncio.CancelledError:
+        last = failed(Unavailable("the request was cancelled: nobody has read its stream"))
+    except Exception:
+        log.exception("a resumable stream failed")
+        last = failed(Internal("the request failed; the server's log has the reason under this request's id"))
+    finally:
+        watcher.cancel()
+        logs.append(log_id, numbering.split(last), done=True)
+
+
+async def _cancel_when_idle(logs: EventLogs, log_id: str, grace_s: float, task: asyncio.Task[None]) -> None:
+    while True:
+        await asyncio.sleep(_IDLE_CHECK_S)
+        try:
+            if await logs.idle_s(log_id) > grace_s:
+                task.cancel()
+                return
+        except Unavailable:  # the core restarts: it will know nothing of the log
+            continue
+
+
+async def _send_log(call: Call, log_id: str, after: int, content_type: bytes) -> None:
+    """The events after that number, up to the last."""
+    logs, account = call.service.event_logs, call.principal.account
+    done = False
+    while not done:
+        part = await logs.read(account, log_id, after, _WAIT_S)
+        after += len(part.events)
+        done = part.done
+        body = b"".join(part.events)
+        if not body and not done and content_type == EVENT_STREAM:
+            body = _COMMENT
+        if body or done:
+            await call.send({"type": "http.response.body", "body": body, "more_body": not done})
+
+
+# --- endpoints --------------------------------------------------------------------------------------------------------
+
+
+async def resume(call: Call) -> None:
+    """The events after `starting_after`, or after the header `Last-Event-ID`; without either from the first."""
+    await resume_log(call, call.path_param)
+
+
+async def resume_log(call: Call, log_id: str) -> None:
+    last_id = call.headers.get("last-event-id")
+    after = -1 if not last_id else parse_int(last_id, "last-event-id", 0, _MAX_EVENT_NUMBER)
+    after = call.int_param("starting_after", after, 0, _MAX_EVENT_NUMBER)
+    found = await call.service.event_logs.read(call.principal.account, log_id, after, 0)
+    await call.start_stream([*call.id_headers, (STREAM_ID, log_id.encode())], found.content_type)
+    await while_connected(call.receive, _send_log(call, log_id, after, found.content_type))
+
+
+async def cancel(call: Call) -> Reply:
+    await call.service.event_logs.cancel(call.principal.account, call.path_param)
+    return json_reply({"id": call.path_param, "object": "stream", "cancelled": True})
