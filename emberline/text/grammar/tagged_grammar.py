@@ -1,7 +1,10 @@
 """Tool-call arguments as tagged keys and values (GLM, Qwen3-Coder): their grammar, from the tool's schema."""
 
+from collections.abc import Set
+from typing import Any
+
 from emberline.protocol.errors import BadInput
-from emberline.protocol.grammar import Expression, Free, Text, Token
+from emberline.protocol.grammar import MAX_CODE_POINT, Chars, Expression, Free, Text, Token
 from emberline.protocol.request import Tool
 from emberline.text.grammar.builder import Builder, choice, optional, repeat, sequence
 from emberline.text.grammar.json_schema.compile import schema_expression
@@ -10,6 +13,11 @@ from emberline.text.tool_calls.formats import ToolCallFormat, split_tokens
 from emberline.text.tool_calls.tagged_arguments import is_text
 
 MAX_PAIRS = 64  # of a tool that declares no properties
+_NOTES = {"title", "description", "default", "examples", "$schema", "$comment"}
+_KEYWORDS = _NOTES | {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
+_TEXT_KEYWORDS = _NOTES | {"type", "enum", "const", "minLength", "maxLength"}
+_ANY = Chars(((0, 0xD7FF), (0xE000, MAX_CODE_POINT)))
+_NOT_A_TAG = Chars(((0, ord("<") - 1), (ord("<") + 1, 0xD7FF), (0xE000, MAX_CODE_POINT)))
 
 
 def spelled(text: str, format: ToolCallFormat) -> Expression:
@@ -21,7 +29,10 @@ def spelled(text: str, format: ToolCallFormat) -> Expression:
 def tagged_expression(builder: Builder, tool: Tool, format: ToolCallFormat) -> Expression:
     """The properties in their declared order; any keys and texts for a tool that declares none."""
     assert format.tags is not None
+    _check(tool, tool.parameters.keys() - _KEYWORDS)
     properties, required = tool.parameters.get("properties"), tool.parameters.get("required", [])
+    if not isinstance(required, list):
+        raise BadInput(f"tool {tool.name}: 'required' is not a list", param="tools")
     text = builder.add(sequence(_until(format.tags.end, format), spelled(format.tags.end, format)))
     if not isinstance(properties, dict):
         key = sequence(spelled(format.tags.key, format), _until(format.tags.value, format))
@@ -38,11 +49,8 @@ def tagged_expression(builder: Builder, tool: Tool, format: ToolCallFormat) -> E
 
 def _value(builder: Builder, tool: Tool, schema: object, format: ToolCallFormat) -> Expression | None:
     """A value of this schema; None: any text."""
-    if is_text(schema):
-        values = (
-            schema.get("enum", [schema["const"]] if "const" in schema else None) if isinstance(schema, dict) else None
-        )
-        return choice([Text(value) for value in values if isinstance(value, str)]) if values else None
+    if isinstance(schema, dict) and is_text(schema):
+        return _text(tool, schema, format)
     if not isinstance(schema, dict | bool):
         return None
     document = schema if isinstance(schema, bool) else _with_definitions(tool, schema)
@@ -54,6 +62,29 @@ def _value(builder: Builder, tool: Tool, schema: object, format: ToolCallFormat)
         return None
     except BadInput as error:
         raise BadInput(f"tool {tool.name}: {error.message}", param="tools") from None
+
+
+def _text(tool: Tool, schema: dict[str, Any], format: ToolCallFormat) -> Expression | None:
+    """Plain text of this schema; None: any."""
+    _check(tool, schema.keys() - _TEXT_KEYWORDS)
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(values, list):
+        return choice([Text(value) for value in values if isinstance(value, str)])
+    least, most = schema.get("minLength", 0), schema.get("maxLength")
+    if not least and most is None:
+        return None
+    lengths = (least, least if most is None else most)
+    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in lengths) or lengths[0] > lengths[1]:
+        raise BadInput(f"tool {tool.name}: minLength and maxLength allow no text", param="tools")
+    assert format.tags is not None
+    spelled_out = isinstance(split_tokens(format.tags.end.strip(), format.tokens)[0], str)
+    return repeat(_NOT_A_TAG if spelled_out else _ANY, least, most)
+
+
+def _check(tool: Tool, unsupported: Set[str]) -> None:
+    """A keyword that the grammar does not follow is an error of a strict tool; others are bound without it."""
+    if tool.strict and unsupported:
+        raise BadInput(f"tool {tool.name}: {min(unsupported)!r} is not supported with this model", param="tools")
 
 
 def _with_definitions(tool: Tool, schema: dict[str, object]) -> dict[str, object]:

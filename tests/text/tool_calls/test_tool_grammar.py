@@ -143,3 +143,55 @@ def test_a_schema_that_nothing_fits_is_refused() -> None:
 def test_without_tools_or_a_format_anything_goes() -> None:
     request = GenerateRequest(id="r", model="m", prompt="")
     assert grammar_spec(model("qwen"), request, None) is None
+
+
+@pytest.mark.parametrize("name", ["glm", "glm-lines", "qwen3-coder"])
+def test_tagged_values_follow_their_schemas(name: str) -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "code": {"type": "string", "minLength": 2, "maxLength": 3},
+            "unit": {"type": "string", "enum": ["C", "F"]},
+            "days": {"type": "array", "items": {"$ref": "#/$defs/day"}},
+        },
+        "required": ["code"],
+        "$defs": {"day": {"type": "integer", "minimum": 1, "maximum": 7}},
+    }
+
+    def allowed(arguments: str, **fields: Any) -> bool:
+        grammar = grammar_of(name, tools=(Tool("f", "", schema, **fields),), tool_choice=ToolChoice("required"))
+        return allows(name, grammar, written(name, ToolCall("", "f", arguments)))
+
+    for good in ('{"code":"ab"}', '{"code":"abc","unit":"F","days":[1,7]}', '{"code":"é\\n","days":[]}'):
+        assert allowed(good)
+        assert allowed(good, strict=True)
+    for bad in (
+        '{"code":"a"}',
+        '{"code":"abcd"}',
+        '{"unit":"F"}',
+        '{"code":"ab","unit":"K"}',
+        '{"code":"ab","days":[8]}',
+    ):
+        assert not allowed(bad)
+
+
+def test_a_keyword_beyond_tagged_text_is_refused_of_a_strict_tool() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "x"}}}
+    assert allows("glm", grammar_of("glm", tools=(Tool("f", "", schema),)), "Hello.")
+    with pytest.raises(BadInput, match="tool f: 'pattern' is not supported with this model"):
+        grammar_of("glm", tools=(Tool("f", "", schema, strict=True),))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": {"type": "string", "maxLength": "x"}}},
+        {"properties": {"a": {"type": "string", "minLength": 3, "maxLength": 2}}},
+        {"properties": {"a": {"type": "string", "minLength": -1}}},
+        {"properties": {"a": {"type": "string"}}, "required": 7},
+        {"properties": {"a": {"type": "no such type"}}},
+    ],
+)
+def test_a_malformed_schema_is_refused_with_tags_too(schema: dict[str, Any]) -> None:
+    with pytest.raises(BadInput, match="tool f"):
+        grammar_of("glm", tools=(Tool("f", "", schema),))
