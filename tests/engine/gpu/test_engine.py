@@ -29,6 +29,8 @@ CONFIG = ModelConfig(
 
 
 class RandomWeight:
+    kind = "f32"
+
     def __init__(self, name, shape):
         self.name, self.shape = name, shape
 
