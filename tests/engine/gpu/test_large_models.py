@@ -116,6 +116,21 @@ def test_deterministic_tokens_in_any_batch_with_and_without_graphs(name):
         assert run(loop, wanted)[wanted.id] == together[wanted.id]
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_no_step_blocks_on_the_device(name):
+    """Also steps too large for a CUDA graph, once their kernels are compiled."""
+    loop, _ = engine_of(name)
+    lengths = [3, 40, 700, 1500, 90, 30]
+    run(loop, *(request(f"r{n}", ids, max_tokens=8) for n, ids in enumerate(prompts(lengths))))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        asked = [request(f"a{n}", [5, *ids], max_tokens=8) for n, ids in enumerate(prompts(lengths))]
+        replies = run(loop, *asked)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(len(reply) == 8 for reply in replies.values())
+
+
 def test_memory_stays_within_the_budget():
     loop, engine = engine_of("deepseek")
     torch.cuda.synchronize()

@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from emberline.kernels.gpu import prefill_attention, split_kv, triton_backend
+from emberline.kernels.gpu import workspace as workspace_module
 from emberline.kernels.gpu.mla import prefill as mla_prefill
 from emberline.kernels.gpu.prefill_attention import PrefillTile
 from emberline.kernels.gpu.quantized_gemm import dequantize_reference, pack_quantized
@@ -166,6 +167,16 @@ def test_chunks_attend_to_expanded_latents(name: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(model._backend, "_long", SimpleNamespace(has_plans=False, forward=forward))
     assert_close(run(model, shaped=True), run(reference_model(*MODELS[name])))
     assert {17, 4} <= set(calls)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_chunks_attend_to_latents_in_parts(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk of more tokens than attend at once, and neighbors that attend together."""
+    monkeypatch.setattr(workspace_module, "ABSORBED_TOKENS", 8)
+    model = triton_model(*MODELS["deepseek"], deterministic=deterministic)
+    assert model.kernels._workspace.sizes.absorbed_tokens == 8
+    assert_close(run(model), run(reference_model(*MODELS["deepseek"])))
 
 
 SPLIT_SWEEP = [(name, deterministic) for deterministic in (False, True) for name in ("llama", "gemma")]

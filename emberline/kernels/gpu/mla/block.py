@@ -39,6 +39,7 @@ class LatentPlan:
 
     absorbed: list[AbsorbedRows]
     expanded: list[PrefillChunk]
+    deterministic: bool
 
 
 class _Planner:
@@ -47,7 +48,17 @@ class _Planner:
         self._step, self._deterministic = step, deterministic
         self.found: list[AbsorbedRows] = []
 
-    def add(self, tokens: slice, rows: slice, starts: Tensor, contexts: Tensor, decodes_only: bool) -> None:
+    def add(self, rows: slice, tokens: slice, *, decodes_only: bool = False) -> None:
+        """Rows that have these tokens of the step; of a row alone it may be some of its tokens."""
+        step, n = self._step, tokens.stop - tokens.start
+        starts, contexts = step.query_starts[rows.start : rows.stop + 1], step.context_lens[rows]
+        if tokens.start or n < len(step.token_ids):  # computed on the device: the host would wait for a copy to it
+            end = starts[-1:]
+            starts = (starts - tokens.start).clamp(0, n)
+            contexts = contexts - (end - tokens.stop) if rows.stop - rows.start == 1 else contexts
+        self._add(rows, tokens, starts, contexts, decodes_only)
+
+    def _add(self, rows: slice, tokens: slice, starts: Tensor, contexts: Tensor, decodes_only: bool) -> None:
         """deterministic: keys are not split, and every step has the same tiles."""
         shape, n = self._shape, tokens.stop - tokens.start
         per_tile = 1 if decodes_only and not self._deterministic else tile_tokens(shape.heads)
@@ -72,28 +83,38 @@ def plan_latent(
     library: LongAttention | None, deterministic: bool,
 ) -> LatentPlan:  # fmt: skip
     """library: for chunks that attend expanded; None: there is none."""
-    planner, tokens = _Planner(workspace, group, shape, step, deterministic), len(step.token_ids)
+    planner, limit = _Planner(workspace, group, shape, step, deterministic), workspace.sizes.absorbed_tokens
     if not step_shape.max_query or step_shape.chunks is None:
-        every = slice(0, len(step.context_lens))
-        planner.add(slice(0, tokens), every, step.query_starts, step.context_lens, not step_shape.max_query)
-        return LatentPlan(planner.found, [])
-    decodes = step_shape.decode_rows
-    if decodes:
-        rows = slice(0, decodes)
-        planner.add(rows, rows, step.query_starts[: decodes + 1], step.context_lens[:decodes], True)
-    expanded = []
+        every = slice(0, len(step.context_lens)), slice(0, len(step.token_ids))
+        planner.add(*every, decodes_only=not step_shape.max_query)
+        return LatentPlan(planner.found, [], deterministic)
+    if step_shape.decode_rows:
+        rows = slice(0, step_shape.decode_rows)
+        planner.add(rows, rows, decodes_only=True)
+    expanded: list[PrefillChunk] = []
+    together: list[PrefillChunk] = []  # neighbors
+
+    def add_together() -> None:
+        if together:
+            first, last = together[0], together[-1]
+            planner.add(slice(first.row, last.row + 1), slice(first.start, last.start + last.n))
+        together.clear()
+
     for chunk in step_shape.chunks:
         if library is not None and chunk.n >= prefill.MIN_TOKENS:
+            add_together()
             expanded.append(chunk)
-            continue
-        limit = workspace.sizes.absorbed_tokens
-        for begin in range(0, chunk.n, limit):
-            end = min(begin + limit, chunk.n)
-            part = [0, end - begin, chunk.context - chunk.n + end]
-            numbers = torch.tensor(part, dtype=torch.int32, device=step.context_lens.device)
-            taken = slice(chunk.start + begin, chunk.start + end)
-            planner.add(taken, slice(chunk.row, chunk.row + 1), numbers[:2], numbers[2:], False)
-    return LatentPlan(planner.found, expanded)
+        elif chunk.n > limit:
+            add_together()
+            for begin in range(chunk.start, chunk.start + chunk.n, limit):
+                part = slice(begin, min(begin + limit, chunk.start + chunk.n))
+                planner.add(slice(chunk.row, chunk.row + 1), part)
+        else:
+            if together and chunk.start + chunk.n - together[0].start > limit:
+                add_together()
+            together.append(chunk)
+    add_together()
+    return LatentPlan(planner.found, expanded, deterministic)
 
 
 def attend_latents(
@@ -115,11 +136,14 @@ def attend_latents(
         absorbed = workspace.take("absorbed", n, attn.heads, width)
         of_rows = rows.tables, rows.query_starts, rows.context_lens
         angles = rotary[0][new], rotary[1][new]
-        absorb_queries(q[new], kv[new], absorbed, attn, angles, pool, *of_rows, step.positions[new], pdl=pdl)
+        one_tile = plan.deterministic
+        absorb_queries(
+            q[new], kv[new], absorbed, attn, angles, pool, *of_rows, step.positions[new], one_tile=one_tile, pdl=pdl
+        )
         latents = workspace.take("latents", n, attn.heads, attn.kv_lora)
         scratch = workspace.region("latent_partials")
         latent_attention(absorbed, latents, attn.scale, pool, *of_rows, rows.splits, rows.tile, scratch, pdl=pdl)
-        project_values(latents, attn.v_up, out[new], pdl=pdl)
+        project_values(latents, attn.v_up, out[new], one_tile=one_tile, pdl=pdl)
     tables = step.block_tables[attn.kv_group]
     for chunk in plan.expanded:
         new = slice(chunk.start, chunk.start + chunk.n)

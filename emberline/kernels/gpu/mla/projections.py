@@ -112,18 +112,20 @@ def _absorb_queries(
 
 def absorb_queries(
     q: Tensor, kv: Tensor, out: Tensor, attn: LatentAttention, rotary: tuple[Tensor, Tensor], pool: Tensor,
-    tables: Tensor, query_starts: Tensor, context_lens: Tensor, positions: Tensor, pdl: bool = False,
+    tables: Tensor, query_starts: Tensor, context_lens: Tensor, positions: Tensor, one_tile: bool = False,
+    pdl: bool = False,
 ) -> None:  # fmt: skip
     """Queries of all tokens of `q` [tokens, heads * (nope + rope)] to `out` [tokens, heads, latent + rope].
 
     kv: [tokens, latent + rope], not yet normed or rotated: written to the cache `pool`, [blocks, 1, 1, BLOCK_TOKENS,
     latent + rope]; rows with a context of 0 are padding. q and kv may be columns of a wider tensor.
+    one_tile: the same for any number of tokens, so that no result depends on it.
     """
     tokens = len(q)
     if not tokens:
         return
     _check(attn, pool)
-    tile = 16 if tokens <= 16 else 64
+    tile = 16 if tokens <= 16 and not one_tile else 64
     pad = next_power_of_two(attn.kv_lora)
     dims = min(128, max(16, pad))
     dim_tiles = cdiv(attn.kv_lora, dims)
@@ -203,13 +205,13 @@ def _project_values(
     tl.store(target, acc.to(out.dtype.element_ty), mask=mask & (v < VALUES)[None, :])
 
 
-def project_values(x: Tensor, v_up: Tensor, out: Tensor, pdl: bool = False) -> None:
+def project_values(x: Tensor, v_up: Tensor, out: Tensor, one_tile: bool = False, pdl: bool = False) -> None:
     """x: [tokens, heads, latent], v_up: [heads, v_dim, latent] -> out: [tokens, heads * v_dim]."""
     tokens, heads, latent = x.shape
     if not tokens:
         return
     values = v_up.shape[1]
-    tile, dims = (16, 32) if tokens <= 16 else (64, 64)
+    tile, dims = (16, 32) if tokens <= 16 and not one_tile else (64, 64)
     dims = min(dims, max(16, next_power_of_two(values)))
     _project_values[(heads, cdiv(tokens, tile), cdiv(values, dims))](
         x, v_up, out, tokens, v_up.stride(0), v_up.stride(1), HEADS=heads, LATENT=latent, VALUES=values, TOKENS=tile,
