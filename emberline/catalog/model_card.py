@@ -277,7 +277,7 @@ def describe(path: Path, model_id: str, aliases: tuple[str, ...], source: ModelS
         source=source,
         created_at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3],
         architecture=config.architecture,
-        weight_bytes=sum(weight.raw.nbytes for weight in weights),
+        weight_bytes=sum(weight.nbytes for weight in weights),
         fingerprint=checkpoint.fingerprint,
         sampling=read_sampling(path),
         capabilities=Capabilities(

@@ -111,6 +111,8 @@ def begin_loading(
         model = Decoder(tensors, backend, architecture)
         tensors.check_all_used()
         return model, None
+    if any(getattr(source.weight(name), "kind", "") == "f16" for name in source.names if name.endswith(".weight")):
+        _log.info("the checkpoint is F16; its weights are rounded to BF16, which has its range and three bits less")
     loader = WeightLoader(device, read_ahead)
     model = Decoder(
         DeferredCheckpoint(tensors, loader), backend, architecture

@@ -3,6 +3,7 @@
 import hashlib
 import os
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -60,9 +61,10 @@ def _fingerprint(config: ModelConfig, weights: dict[str, Weight]) -> str:
     for name in sorted(weights):
         weight = weights[name]
         digest.update(f"{name} {weight.kind} {weight.shape}".encode())
-        raw = weight.raw.reshape(-1)
-        for start in _sample_offsets(raw.nbytes):
-            digest.update(raw[start : start + _SAMPLE_BYTES].tobytes())
+        for part in weight.stored:
+            raw = part.raw.reshape(-1)
+            for start in _sample_offsets(raw.nbytes):
+                digest.update(raw[start : start + _SAMPLE_BYTES].tobytes())
     return digest.hexdigest()
 
 
@@ -76,13 +78,13 @@ def _prefetch_samples(weights: dict[str, Weight]) -> None:
         return
     opened: dict[Path, int] = {}
     try:
-        for weight in weights.values():
-            if weight.location is None:
+        for part in chain.from_iterable(weight.stored for weight in weights.values()):
+            if part.location is None:
                 continue
-            path, offset = weight.location
+            path, offset = part.location
             if path not in opened:
                 opened[path] = os.open(path, os.O_RDONLY)
-            for start in _sample_offsets(weight.raw.nbytes):
+            for start in _sample_offsets(part.raw.nbytes):
                 os.posix_fadvise(opened[path], offset + start, _SAMPLE_BYTES, os.POSIX_FADV_WILLNEED)
     except OSError:
         return  # only a hint: the samples are read anyway

@@ -24,6 +24,11 @@ class QuantizedWeight(Weight):
     quantize_input: bool = False  # FP8: the activations are quantized too
 
     @property
+    def stored(self) -> tuple[Weight, ...]:
+        assert self.scale is not None
+        return self, self.scale
+
+    @property
     def codes(self) -> Weight:
         """The bytes of the codes, [rows, bytes], as a weight of their own for a loader."""
         return Weight(

@@ -212,6 +212,16 @@ class Weight:
             return np.ascontiguousarray(columns.T).view(np.uint8)
         return self.raw[start:stop] if self.order is None else self.raw[self.order[start:stop]]
 
+    @property
+    def stored(self) -> "tuple[Weight, ...]":
+        """The tensors of the file that hold it: one, or codes and scales."""
+        return (self,)
+
+    @property
+    def nbytes(self) -> int:
+        """On disk."""
+        return sum(part.raw.nbytes for part in self.stored)
+
     def slice(self, axis: int, start: int, stop: int) -> "Weight":
         """Rows (axis 0) or columns (axis 1) start .. stop - 1, as a weight that reads no others."""
         shape = tuple(stop - start if n == axis else size for n, size in enumerate(self.shape))

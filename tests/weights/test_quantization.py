@@ -85,6 +85,15 @@ def test_slices_are_those_of_the_numbers(tmp_path: Path, scheme: str) -> None:
             down.slice(1, 8, 40)
 
 
+def test_scales_count_in_the_fingerprint_and_the_size(tmp_path: Path) -> None:
+    write_llama(tmp_path, "fp8 channel")
+    checkpoint = open_checkpoint(tmp_path)
+    weight = checkpoint.weight("blk.0.attn_q.weight")
+    assert weight.nbytes == 128 * 128 + 128 * 4
+    change(tmp_path, weight_scale=torch.ones(128, 1))
+    assert open_checkpoint(tmp_path).fingerprint != checkpoint.fingerprint
+
+
 def test_fp8_codes_have_their_values() -> None:
     codes = np.arange(256, dtype=np.uint8)
     expected = torch.from_numpy(codes).view(torch.float8_e4m3fn).float().numpy()

@@ -16,6 +16,7 @@ from emberline.kernels.gpu.workspace import AttentionShape, Workspace, Workspace
 from emberline.kernels.reference import TorchBackend
 from emberline.models.decoder import Decoder
 from emberline.models.llama import llama
+from emberline.models.registry import lay_out
 from emberline.weights.checkpoint import open_checkpoint
 from emberline.weights.loader import DeferredCheckpoint, WeightLoader
 from tests.kernels.gpu.batches import DEVICE, DTYPE, LIMIT, error, everyday, noise
@@ -59,6 +60,14 @@ def test_matrices_are_loaded_and_stacked(tmp_path: Path, scheme: str) -> None:
     loader.finish()
     want = torch.cat([weight.tensor(torch.float32, "cpu") for weight in weights])
     assert torch.equal(matrix.dense().cpu(), want)
+
+
+@pytest.mark.parametrize("scheme", ["int4 g128", "fp8 block"])
+def test_the_layout_is_known_before_anything_is_loaded(tmp_path: Path, scheme: str) -> None:
+    write_llama(tmp_path, scheme)
+    model = lay_out(open_checkpoint(tmp_path))
+    assert {matrix.codes.device.type if scheme == "int4 g128" else matrix.weight.device.type
+            for matrix in model.matrices[2:]} == {"meta"}  # fmt: skip
 
 
 def test_columns_that_fill_no_tile_are_padded(tmp_path: Path) -> None:
