@@ -1,0 +1,55 @@
+"""The kernels of a mixture of experts by the real compiler, for a GPU that need not be there.
+
+The interpreter runs what a compiler rejects, such as a name that changes its type inside a branch.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from emberline.kernels.gpu.expert_loading import _interleave
+from emberline.kernels.gpu.grouped_gemm import _combine_pairs, _grouped_gemm
+from emberline.kernels.gpu.moe_block import _mark_valid
+from emberline.kernels.gpu.moe_routing import _route
+
+
+def compiled(kernel, types, **constants):
+    names = [name for name in kernel.arg_names if name not in constants]
+    signature = dict(zip(names, types, strict=True))
+    divisible = {(n,): [["tt.divisibility", 16]] for n, kind in enumerate(types) if kind.startswith("*")}
+    source = ASTSource(kernel, signature, constants, divisible)
+    triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+
+
+compiled(_interleave, ["*i16", "i32"], TILES=64)
+compiled(_combine_pairs, ["*bf16", "*i32", "*bf16", "i32", "i32"], SLOTS=8, COLS=1024, PDL=1)
+compiled(_mark_valid, [*["*i32"] * 5, "i32", "i32"], NULL=0, ROWS=128)
+shapes = {"TOP_K": 8, "SLOTS": 16, "LOCAL": 512, "BLOCK_TOKENS": 16, "FIELDS": 4, "PDL": 1}
+routing = ["*fp32", "*fp32", "*i32", "*i32", "*fp32", *["*i32"] * 4, *["i32"] * 5, "fp32"]
+for groups, experts, shared in ((8, 256, 0), (1, 64, 1)):
+    more = {"SIGMOID": 1, "NORMALIZE": 1, "GROUPS": groups, "TOP_GROUPS": 1, "EXPERTS": experts, "N_SHARED": shared}
+    compiled(_route, routing, **shapes, **more, CORRECTED=1, MASKED=1)
+for number, (codes, scale, words) in enumerate(
+    (("*bf16", "*bf16", 0), ("*i16", "*i32", 2), ("*i16", "*i32", 1), ("*u8", "*fp32", 0), ("*u8", "*fp32", 0))
+):
+    types = ["*bf16", codes, scale, "*bf16", "*fp32", "*bf16", *["*i32"] * 3, *["i32"] * 5]
+    tile = {"ROWS": 64, "COLS": 128, "TOKENS": 16, "STAGES": 3, "FIELDS": 4, "PDL": 2}
+    more = {"FORMAT": number, "WORDS": words, "SLOTS": 8, "GATE": 1, "BIAS": 1, "WEIGHT": 2, "EVEN": 0}
+    compiled(_grouped_gemm, types, **tile, **more)
+print("compiled")
+"""
+
+
+@pytest.mark.slow
+def test_kernels_compile(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    environment = {"TRITON_CACHE_DIR": str(tmp_path), "PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines()[-1] == "compiled"
