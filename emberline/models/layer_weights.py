@@ -5,6 +5,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from emberline.kernels.backend import Backend, WeightSource
+from emberline.weights.model_config import BadCheckpoint
 
 
 class CheckpointSource(Protocol):
@@ -41,7 +42,10 @@ class LayerWeights:
         if shared:
             parts.append(shared)
         biases = [self._sources(each, "bias") for each in parts] if bias else None
-        return self._backend.load_experts([self._sources(each) for each in parts], biases, gated=gated)
+        try:
+            return self._backend.load_experts([self._sources(each) for each in parts], biases, gated=gated)
+        except ValueError as error:
+            raise BadCheckpoint(f"layer {self.number}: {error}") from None
 
     def same_format(self, *names: str) -> bool:
         """Whether tensors have the same shape and format."""
