@@ -28,9 +28,14 @@ async def chat_completions(call: Call) -> Reply | None:
     raw = await read_model_body(call)
     if (targets := _upstream_targets(call, raw)) is not None:
         return await forward_chat(call, targets, raw)
-    body = decode(raw, _chat_decoder)
+    try:
+        body = decode(raw, _chat_decoder)
+        request, call.field_names = body.to_request(call.id, call.session)
+    except BadInput:
+        if (targets := _upstream_targets(call, raw, unread=True)) is None:
+            raise
+        return await forward_chat(call, targets, raw)  # images, say, which only its server can read
     call.wants_cost = call.wants_cost or bool(body.usage and body.usage.include)
-    request, call.field_names = body.to_request(call.id, call.session)
     created = int(time.time())
     events = call.generate(request)
     if body.stream:
@@ -60,9 +65,10 @@ async def completions(call: Call) -> Reply | None:
     return json_reply(completion_body(call.id, body, created, answer), headers=call.id_headers)
 
 
-def _upstream_targets(call: Call, raw: bytes) -> ModelCard | Plan | None:
+def _upstream_targets(call: Call, raw: bytes, unread: bool = False) -> ModelCard | Plan | None:
     """The card of the model that the body names, if upstream servers compute it; through a gateway, the models that it
-    tries, if that is true of all and nothing of the request or its reply has to be read."""
+    tries, if that is true of all and nothing of the request or its reply has to be read. `unread`: it cannot be read,
+    so it is neither cached nor logged with its content; guardrails still refuse it."""
     name, sessions = call.named or named_model_and_sessions(raw)
     if name is None:
         return None
@@ -70,7 +76,7 @@ def _upstream_targets(call: Call, raw: bytes) -> ModelCard | Plan | None:
     gateway = call.gateway
     if gateway is None:
         return call.service.upstream_card(name, alias_caller(call.principal, session, call.id))
-    if gateway.reads_prompts:
+    if gateway.settings.guardrails if unread else gateway.reads_prompts:
         return None
     plan = gateway.plan(name, session, call.id)
     return plan if all(call.service.upstream_card(model) is not None for model in plan.models) else None

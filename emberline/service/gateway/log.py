@@ -103,6 +103,7 @@ class LogWriter:
         self._gateways = gateways
         self._pending: list[LogRow] = []
         self._n_dropped = 0
+        self._flushing = asyncio.Lock()
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -123,33 +124,37 @@ class LogWriter:
             del self._pending[: MAX_PENDING // 10]
             self._n_dropped += MAX_PENDING // 10
         self._pending.append(row)
-        if len(self._pending) == 1:
-            self._wake.set()
+        self._wake.set()
 
     async def _write_behind(self) -> None:
         while True:
             await self._wake.wait()
             await asyncio.sleep(FLUSH_S)
             self._wake.clear()
-            if not await self.flush():
+            await self.flush()
+            if self._pending:
                 self._wake.set()
 
     async def flush(self) -> bool:
-        """Write what waits. False: the store is away, and the rows are kept."""
-        while self._pending and self._store is not None:
-            group = self._pending[:MAX_GROUP]
-            try:
-                await self._store.transaction([BulkQuery(_INSERT, [msgspec.structs.astuple(row) for row in group])])
-            except EmberlineError as error:
-                log.warning("%d log rows wait: %s", len(self._pending), error.message)
-                return False
-            except Exception:
-                log.exception("%d log rows were not stored", len(group))
-            del self._pending[: len(group)]
-        if self._n_dropped:
-            log.warning("%d log rows were dropped: the store was away for too long", self._n_dropped)
-            self._n_dropped = 0
-        return True
+        """Write what waits by now. False: the store is away, and the rows are kept."""
+        async with self._flushing:
+            n_left = len(self._pending)
+            while n_left > 0 and self._store is not None:
+                n_rows = min(n_left, MAX_GROUP)
+                group, self._pending = self._pending[:n_rows], self._pending[n_rows:]
+                n_left -= n_rows
+                try:
+                    await self._store.transaction([BulkQuery(_INSERT, [msgspec.structs.astuple(row) for row in group])])
+                except EmberlineError as error:
+                    self._pending = group + self._pending
+                    log.warning("%d log rows wait: %s", len(self._pending), error.message)
+                    return False
+                except Exception:
+                    log.exception("%d log rows were not stored", n_rows)
+            if self._n_dropped:
+                log.warning("%d log rows were dropped: the store was away for too long", self._n_dropped)
+                self._n_dropped = 0
+            return True
 
     # --- retention ---------------------------------------------------------------------------------------------------
 

@@ -80,7 +80,12 @@ Opener = Callable[..., Awaitable[Bench]]
 async def bench(tmp_path: Path) -> AsyncIterator[Opener]:
     closing: list[Callable[[], Awaitable[None]]] = []
 
-    async def make(settings: dict[str, Any] | None = None, required: bool = False, **scripts: ServerScript) -> Bench:
+    async def make(
+        settings: dict[str, Any] | None = None,
+        required: bool = False,
+        more: tuple[ProviderConfig, ...] = (),
+        **scripts: ServerScript,
+    ) -> Bench:
         scripts = {"a": ServerScript(tokens=5), **scripts}
         servers = {name: await StandinServer("openai", MODEL, script).start() for name, script in scripts.items()}
         store = await open_store(tmp_path / DATABASE)
@@ -92,7 +97,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Opener]:
             for name, server in servers.items()
         ]
         prices = {f"{name}/{MODEL}": PRICE for name in servers}
-        directory = ProviderDirectory(configs, keys=accounts.provider_keys)
+        directory = ProviderDirectory([*configs, *more], keys=accounts.provider_keys)
         service = await open_service(
             [], data_dir=tmp_path, store=store, providers=directory, directory=accounts.directory, prices=prices
         )

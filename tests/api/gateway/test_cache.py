@@ -7,8 +7,11 @@ import pytest
 
 from emberline.accounts.account_service import KeyGrant
 from emberline.accounts.audit_log import Actor
+from emberline.config import ProviderConfig
+from emberline.protocol.gateway import Guardrail
 from emberline.service.gateway.service import GatewayService
 from emberline.testing.openai_script import ServerScript
+from emberline.testing.standin_providers import StandinOpenAIMedia
 from tests.api.gateway.conftest import MODEL, Opener
 
 A = f"a/{MODEL}"
@@ -145,3 +148,36 @@ async def test_tool_calls_are_replayed(bench: Opener) -> None:
     second = await gateway.client.post(run, json=body | options | {"stream": True})
     assert (first.headers["cf-aig-cache-status"], second.headers["cf-aig-cache-status"]) == ("MISS", "HIT")
     assert first.json()["result"]["response"][:3] == " w0"
+
+
+async def test_what_cannot_be_read_is_passed_on_uncached(bench: Opener) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    messages = [{"role": "user", "content": [{"type": "text", "text": "what is this?"}, image]}]
+    gateway = await bench(CACHED)
+    for _ in range(2):
+        answer = await gateway.ask(messages=messages)
+        assert answer.status_code == 200, answer.text
+        assert "cf-aig-cache-status" not in answer.headers
+    guarded = await bench({"guardrails": (Guardrail(name="g", pattern="x"),)})
+    assert (await guarded.ask(messages=messages)).status_code == 400
+
+
+async def test_embeddings_images_and_speech(bench: Opener) -> None:
+    server = StandinOpenAIMedia()
+    await server.start()
+    media = ProviderConfig(name="acme", url=server.url, key=server.key)
+    gateway = await bench(CACHED | {"fallbacks": {"a/gpt-image": ("acme/gpt-image",)}}, more=(media,))
+    body = {"model": "acme/embed-1", "input": ["a", "b"]}
+    paths = ("/v1/local/default/compat/embeddings", "/v1/local/default/compat/v1/embeddings")
+    answers = [await gateway.client.post(path, json=body) for path in paths]
+    assert [answer.headers["cf-aig-cache-status"] for answer in answers] == ["MISS", "HIT"], answers[0].text
+    assert answers[0].json()["data"] == answers[1].json()["data"]
+    image = {"model": "gpt-image", "prompt": "a cat"}
+    answer = await gateway.client.post("/v1/local/default/acme/images/generations", json=image)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["cf-aig-provider"] == "acme"
+    speech = {"model": "acme/tts-1", "input": "hi", "voice": "x"}
+    answer = await gateway.client.post("/v1/local/default/compat/audio/speech", json=speech)
+    assert answer.status_code == 200, answer.text
+    assert len(await gateway.logs()) == 4
+    await server.close()
