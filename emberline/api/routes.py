@@ -124,6 +124,8 @@ _BINDING: tuple[_Row, ...] = (  # as workerd sends it, or wrapped by miniflare
     ("POST", "/run", binding.run, "Run a model for a Worker", binding.BindingRequest),
     ("POST", "/ai-gateway/run", binding.run, "Run a model through a gateway for a Worker", binding.BindingRequest),
     ("GET", "/ai-api/models/search", catalog.models, "Search models for a Worker", None, catalog.MODEL_FILTERS),
+    ("POST", binding.UNIVERSAL + "{id}", binding.run_universal, "Try several models in order for a Worker"),
+    ("GET", binding.GATEWAYS + "{model}", binding.gateway_url, "A gateway's address for a Worker"),
     ("POST", binding.WRAPPED, binding.wrapped, "A request of a Worker, inside another one"),
     ("GET", binding.WRAPPED, binding.wrapped, "A request of a Worker, inside another one"),
 )

@@ -96,7 +96,7 @@ async def check_other_methods(client: httpx.AsyncClient, route: Route) -> None:
         elif not native:
             assert (found["type"], found["error"]["type"]) == ("error", "invalid_request_error")
     if route.method == "GET":
-        found = {404} if "{id}" in route.path else {200, 204, 400}
+        found = {404} if "{id}" in route.path or "/gateways/" in route.path else {200, 204, 400}
         assert (await client.head(url(route))).status_code in found, route.path
 
 

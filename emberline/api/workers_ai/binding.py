@@ -8,13 +8,17 @@ with this server as its `remoteProxyConnectionString`, puts the URL and the head
 import base64
 from collections.abc import Awaitable, Callable
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import msgspec
 
+from emberline.api.gateway.paths import universal
 from emberline.api.http.body import NO_LIMIT, decode, read_body
-from emberline.api.http.call import Call, Reply, Scope, encode
+from emberline.api.http.call import Call, Reply, Scope, encode, json_reply
+from emberline.api.http.errors import Dialect
+from emberline.api.http.guard import BINDING_HOST
 from emberline.api.workers_ai import catalog
+from emberline.api.workers_ai.answer import envelope
 from emberline.api.workers_ai.endpoints import run_model
 from emberline.api.workers_ai.run_request import RunOptions, RunRequest
 from emberline.catalog.model_card import SPEECH_RECOGNITION
@@ -22,6 +26,8 @@ from emberline.protocol.errors import BadInput, NotFound
 from emberline.protocol.gateway import DYNAMIC
 
 WRAPPED = "/binding"  # the route of requests inside another one, whatever path they were sent to
+UNIVERSAL = "/ai-gateway/universal/run/"
+GATEWAYS = "/ai-gateway/gateways/"
 _MARK = b"mf-binding"
 _HEADER = b"mf-header-"
 _OUTER = frozenset({b"host", b"origin", b"content-length", b"transfer-encoding", b"connection", b"content-encoding"})
@@ -82,6 +88,29 @@ def _with_fields(call: Call, audio: bytes) -> bytes:
     return encode(fields | {"audio": base64.b64encode(audio).decode()}) if fields else audio
 
 
+# --- env.AI.gateway(id) -----------------------------------------------------------------------------------------------
+
+
+async def run_universal(call: Call) -> Reply | None:
+    """`gateway(id).run(…)`: several providers in order. The binding returns the response as it is."""
+    call.gateway_name, call.path_param, call.dialect = call.path_param, "", Dialect.GATEWAY
+    return await universal(call)
+
+
+async def gateway_url(call: Call) -> Reply:
+    """`gateway(id).getUrl(provider)`: where a client of the provider's own reaches the gateway."""
+    name, _, rest = call.path_param.partition("/")
+    what, _, provider = rest.partition("/")
+    if what != "url":
+        raise NotFound("the `AI` binding of this server reads no gateway's log: `GET /api/gateways/{name}/logs` does")
+    host = call.headers.get("host", "")
+    if host == BINDING_HOST:
+        address, port = call.scope.get("server") or ("127.0.0.1", 8686)
+        host = f"{address}:{port}"
+    url = f"{call.scope.get('scheme', 'http')}://{host}/v1/{call.principal.account}/{name}"
+    return json_reply(envelope({"url": url if provider in ("", "universal") else f"{url}/{provider}"}))
+
+
 # --- requests inside others -------------------------------------------------------------------------------------------
 
 _ENDPOINTS: dict[str, Callable[[Call], Awaitable[Reply | None]]] = {
@@ -89,6 +118,7 @@ _ENDPOINTS: dict[str, Callable[[Call], Awaitable[Reply | None]]] = {
     "/ai-gateway/run": run,
     "/ai-api/models/search": catalog.models,
 }
+_PREFIXES: dict[str, Callable[[Call], Awaitable[Reply | None]]] = {UNIVERSAL: run_universal, GATEWAYS: gateway_url}
 
 
 async def wrapped(call: Call) -> Reply | None:
@@ -100,6 +130,9 @@ async def wrapped(call: Call) -> Reply | None:
     except ValueError:
         raise BadInput("the URL of the binding's request is none", param="mf-url") from None
     endpoint = _ENDPOINTS.get(parts.path)
+    for prefix, found in _PREFIXES.items():
+        if parts.path.startswith(prefix):
+            endpoint, call.path_param = found, unquote(parts.path[len(prefix) :])
     if endpoint is None:
         known = ", ".join(_ENDPOINTS)
         raise NotFound(f"the `AI` binding of this server has no {parts.path[:100]!r}; it has {known}")

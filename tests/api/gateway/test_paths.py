@@ -3,10 +3,12 @@
 import json
 from typing import Any
 
+import httpx
 import pytest
 
 from emberline.accounts.account_service import KeyGrant
 from emberline.accounts.audit_log import Actor
+from emberline.api.http.guard import BINDING_HOST
 from emberline.testing.openai_script import ServerScript
 from tests.api.gateway.conftest import MODEL, SAYS, Opener
 
@@ -152,6 +154,34 @@ async def test_the_universal_endpoint_tries_steps_in_order(bench: Opener) -> Non
     assert [attempt["error"] for attempt in row["attempts"]] == ["unavailable", "bad_input"]
     answer = await gateway.client.post(UNIVERSAL, json=[step("a"), step("b", query={"model": MODEL, "messages": 5})])
     assert answer.status_code == 400
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+async def test_a_workers_binding_reaches_a_gateway(bench: Opener, is_wrapped: bool) -> None:
+    """`env.AI.gateway(id)`, and `env.AI.run(…, {gateway: {id}})`."""
+    gateway = await bench(a=ServerScript(status=500), b=WORKS)
+
+    async def send(method: str, path: str, body: Any = None, **headers: str) -> httpx.Response:
+        if not is_wrapped:
+            sent = {"host": BINDING_HOST, **{name.replace("_", "-"): value for name, value in headers.items()}}
+            return await gateway.client.request(method, path, json=body, headers=sent)
+        sent = {f"MF-Header-{name.replace('_', '-')}": value for name, value in headers.items()}
+        sent |= {"MF-URL": f"https://{BINDING_HOST}{path}", "MF-Binding": "AI"}
+        return await gateway.client.request(method, "/", json=body, headers=sent)
+
+    answer = await send("POST", "/ai-gateway/universal/run/default", [step("a"), step("b")])
+    assert (answer.status_code, answer.headers["cf-aig-step"]) == (200, "1"), answer.text
+    assert answer.json()["choices"]
+    missing = await send("POST", "/ai-gateway/universal/run/nothing", [step("b")])
+    assert (missing.status_code, missing.json()["error"][0]["code"]) == (404, 2001)
+    url = (await send("GET", "/ai-gateway/gateways/default/url/openai")).json()["result"]["url"]
+    assert url.endswith("/v1/local/default/openai")
+    assert BINDING_HOST not in url
+    assert (await send("GET", "/ai-gateway/gateways/default/logs/1")).status_code == 404
+    body = {"inputs": {"messages": SAYS}, "options": {"gateway": {"id": "default"}}}
+    ran = await send("POST", "/ai-gateway/run?version=3", body, cf_consn_model_id=f"b/{MODEL}")
+    assert (ran.status_code, ran.headers["cf-aig-provider"]) == (200, "b"), ran.text
+    assert ran.json()["response"]
 
 
 async def test_no_field_names_an_address(bench: Opener) -> None:
