@@ -37,8 +37,23 @@ def supports(attn: GroupedQueryAttention) -> bool:
     return attn.head_dim in HEAD_DIMS
 
 
-def new_kv(memory: Tensor, attn: GroupedQueryAttention, tokens: int, alone: bool) -> None:
-    """New tokens are gathered from the cache, with those before them."""
+def new_kv(memory: Tensor, attn: GroupedQueryAttention, tokens: int, alone: bool) -> tuple[Tensor, Tensor] | None:
+    """The ends of both halves of the memory, where the context before a lone chunk can be gathered in front of it.
+
+    Several chunks are gathered from the cache, each with its context.
+    """
+    if not alone:
+        return None
+    k, v = _halves(memory, attn)
+    return k[len(k) - tokens :], v[len(v) - tokens :]
+
+
+def _halves(memory: Tensor, attn: GroupedQueryAttention) -> tuple[Tensor, Tensor]:
+    """For k and v: [tokens, kv_heads, dim] each, of whole blocks."""
+    width = attn.kv_heads * attn.head_dim
+    tokens = memory.numel() // (2 * width) // BLOCK_TOKENS * BLOCK_TOKENS
+    k, v = memory[: 2 * tokens * width].view(2, tokens, attn.kv_heads, attn.head_dim)
+    return k, v
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, out: Tensor | None = None) -> tuple[Any, Any]:
@@ -62,25 +77,25 @@ def warm_up(q: Tensor, attn: GroupedQueryAttention, pool: Tensor, memory: Tensor
 
 
 def attend(
-    q: Tensor, new_kv: None, attn: GroupedQueryAttention, pool: Tensor, table: Tensor, context: int, memory: Tensor,
-    out: Tensor,
+    q: Tensor, new_kv: tuple[Tensor, Tensor] | None, attn: GroupedQueryAttention, pool: Tensor, table: Tensor,
+    context: int, memory: Tensor, out: Tensor,
 ) -> Tensor:  # fmt: skip
     """As `LongAttention.attend`."""
-    n, width = len(q), attn.kv_heads * attn.head_dim
+    n = len(q)
     queries, merged = q.view(n, attn.heads, attn.head_dim), out.view(n, attn.heads, attn.head_dim)
-    capacity = memory.numel() // (2 * width) // BLOCK_TOKENS * BLOCK_TOKENS
-
-    def gathered(first: int, end: int) -> tuple[Tensor, Tensor]:
-        size = (end - first) * width
-        k, v = (t.view(end - first, attn.kv_heads, attn.head_dim) for t in (memory[:size], memory[size : 2 * size]))
-        gather_kv(pool, table, first, end - first, k, v)
-        return k, v
-
+    k, v = _halves(memory, attn)
+    capacity = len(k)
     first = -(-max(0, context - capacity) // BLOCK_TOKENS) * BLOCK_TOKENS
     assert first <= context - n, "the memory for gathered keys holds the longest chunk"
-    _, lse = forward(queries, *gathered(first, context), attn.scale, True, merged)
+    near = slice(capacity - (context - first), capacity)  # the chunk, and as much before it as there is room for
+    gathered = context - first - (n if new_kv is not None else 0)
+    if gathered:
+        gather_kv(pool, table, first, gathered, k[near][:gathered], v[near][:gathered])
+    _, lse = forward(queries, k[near], v[near], attn.scale, True, merged)
     for begin in range(0, first, capacity):
-        other, other_lse = forward(queries, *gathered(begin, min(begin + capacity, first)), attn.scale, False)
+        tokens = min(capacity, first - begin)
+        gather_kv(pool, table, begin, tokens, k[:tokens], v[:tokens])
+        other, other_lse = forward(queries, k[:tokens], v[:tokens], attn.scale, False)
         merge_by_lse(merged, lse, other, other_lse)
         del other
     if attn.sinks is not None:

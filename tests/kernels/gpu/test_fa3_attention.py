@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from emberline.kernels.gpu import cudnn_attention, fa3_attention, long_attention
 from emberline.kernels.gpu.prefill_attention import prefill_attention
-from tests.kernels.gpu.batches import LIMIT, attention, attention_reference, batch, error, noise
+from tests.kernels.gpu.batches import LIMIT, attention, attention_reference, batch, error, keys_values, noise
 
 
 def plain_attention(
@@ -27,8 +27,10 @@ def plain_attention(
     return result, scores.logsumexp(-1).T
 
 
-@pytest.mark.parametrize(("context", "sinks"), [(24, False), (40, True), (111, False)])
-def test_a_chunk_and_its_context(context: int, sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("context", "sinks", "alone"), [(24, False, True), (40, True, True), (40, False, False), (111, False, True)]
+)
+def test_a_chunk_and_its_context(context: int, sinks: bool, alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One call where the context fits the memory, here 48 tokens, and segments before it where it does not."""
     calls: list[tuple[int, bool]] = []
 
@@ -41,7 +43,11 @@ def test_a_chunk_and_its_context(context: int, sinks: bool, monkeypatch: pytest.
     b = batch([n], [context], attn)
     q = noise(n, 4 * 64, seed=4)
     out, memory = torch.full_like(q, torch.nan), noise(2 * 48 * 2 * 64)
-    got = fa3_attention.attend(q, None, attn, b.pool[:, 1], b.tables[0], context, memory, out)
+    new_kv = fa3_attention.new_kv(memory, attn, n, alone)
+    assert (new_kv is not None) == alone
+    for target, source in zip(new_kv or (), keys_values(b, 0, context)):
+        target.copy_(source[-n:])
+    got = fa3_attention.attend(q, new_kv, attn, b.pool[:, 1], b.tables[0], context, memory, out)
     assert got is out
     assert error(out, attention_reference(q, attn, b)) < LIMIT
     assert calls[0] == (min(context, 47 if context == 111 else 48), True)  # it begins at a block
