@@ -99,17 +99,22 @@ class HarmonyParser:
         return pieces
 
     def _push_header(self, text: str, at: int, pieces: list[ReplyPiece]) -> int:
-        """Consume text up to the end of the header; returns the offset behind it."""
+        """Consume text through the next special token of the header; returns the offset behind it."""
         assert self._header is not None
-        end = text.find(self._form.message, at)
-        self._header += text[at:] if end < 0 else text[at:end]
-        if end >= 0:
-            self._begin_message(self._header, pieces)
-            return end + len(self._form.message)
+        found = _SENTINELS.search(text, at)
+        end = len(text) if found is None else found.start()
+        self._header += text[at:end]
         if self._is_text(self._header):
             stray, self._header, self._piece, self._read_any = self._header, None, TextPiece, True
             pieces += [TextPiece(clean)] if (clean := _SENTINELS.sub("", stray)) else []
-        return len(text)
+            return end
+        if found is None:
+            return end
+        if found[0] == self._form.message:
+            self._begin_message(self._header, pieces)
+        else:
+            self._header += found[0]
+        return end + 1
 
     def _is_text(self, header: str) -> bool:
         """Whether this cannot be the beginning of a header: a model that leaves the format has answered."""

@@ -14,6 +14,8 @@ import msgspec
 from emberline.text.detokenizer import MarkerFinder
 
 KEY_CHARS = 256
+_SPACE = re.compile(r"\s*")
+_SENTINEL = re.compile("[\ud800-\udfff]")  # a special token that has no place in a value
 
 
 class Tags(NamedTuple):
@@ -59,66 +61,70 @@ class TaggedScanner:
         self._key = tags.key.strip()
         self._value = re.compile(r"\s*".join(map(re.escape, re.split(r"\s+|(?<=>)(?=<)", tags.value.strip()))))
         self._before = tags.value[len(tags.value.rstrip()) :]  # white space before a value that is no part of it
-        self._end = MarkerFinder((tags.end.rstrip(), tags.end.strip()))
+        ends = (tags.end.rstrip(), tags.end.strip())
+        self._end = re.compile("|".join(map(re.escape, ends)))
+        self._n_undecided = MarkerFinder(ends).n_undecided
         self._open = "{"  # before the next key, or before the end
-        self._schema: object = None  # of the value that is being read
         self._in_value = False
         self._first = True  # nothing of the value was read yet
         self._text = False  # the value is plain text
-        self._held = ""  # of a value that is JSON
+        self._held: list[str] = []  # of a value that is JSON
 
     def push(self, text: str, *, final: bool) -> Scanned:
-        out, at = "", 0
+        out: list[str] = []
+        at = 0
         while True:
-            step = self._push_value(text[at:]) if self._in_value else self._push_key(text[at:], final=final)
-            out += step.json
-            at += step.n
-            if step.ended or not step.n:
-                return Scanned(at, out, step.ended)
+            step = self._push_value(text, at) if self._in_value else self._push_key(text, at, final=final)
+            out.append(step.json)
+            if step.ended or step.n == at:
+                return Scanned(step.n, "".join(out), step.ended)
+            at = step.n
 
-    def _push_key(self, text: str, *, final: bool) -> Scanned:
-        begun = text.lstrip()
-        if not begun.startswith(self._key):
-            if not final and (not begun or self._key.startswith(begun)):
-                return Scanned(0, "", ended=False)
-            closing = "{}" if self._open == "{" else "}"
-            return Scanned(len(text) - len(begun), closing, ended=True)
-        found = self._value.search(begun, len(self._key), len(self._key) + KEY_CHARS)
+    def _push_key(self, text: str, at: int, *, final: bool) -> Scanned:
+        """From `at` on; `n` of the result is the offset reached."""
+        begun = _SPACE.match(text, at).end()  # type: ignore[union-attr]  # it matches everywhere
+        closing = Scanned(begun, "{}" if self._open == "{" else "}", ended=True)
+        if not text.startswith(self._key, begun):
+            may_begin = self._key.startswith(text[begun : begun + len(self._key)])
+            return Scanned(at, "", ended=False) if may_begin and not final else closing
+        first = begun + len(self._key)
+        found = self._value.search(text, first, first + KEY_CHARS)
         if found is None:
-            return Scanned(0, "", ended=len(begun) > len(self._key) + KEY_CHARS)
-        key = begun[len(self._key) : found.start()].strip()
+            return closing if final or len(text) > first + KEY_CHARS else Scanned(at, "", ended=False)
+        key = _SENTINEL.sub("", text[first : found.start()]).strip()
         self._in_value = self._first = True
-        self._schema = self._properties.get(key)
-        self._text, self._held = is_text(self._schema), ""
+        self._text, self._held = is_text(self._properties.get(key)), []
         opening = f"{self._open}{msgspec.json.encode(key).decode()}:" + ('"' if self._text else "")
         self._open = ","
-        return Scanned(len(text) - len(begun) + found.end(), opening, ended=False)
+        return Scanned(found.end(), opening, ended=False)
 
-    def _push_value(self, text: str) -> Scanned:
-        if self._first and len(text) < len(self._before) and self._before.startswith(text):
-            return Scanned(0, "", ended=False)
-        skip = len(self._before) if self._first and text.startswith(self._before) else 0
-        found = self._end.find(text)
+    def _push_value(self, text: str, at: int) -> Scanned:
+        if self._first and len(text) - at < len(self._before) and self._before.startswith(text[at:]):
+            return Scanned(at, "", ended=False)
+        start = at + len(self._before) if self._first and text.startswith(self._before, at) else at
+        found = self._end.search(text, start)
         if found is not None:
             self._in_value = False
-            return Scanned(found.end(), self._emit(text[skip : found.start()]) + self._close(), ended=False)
-        end = len(text) - self._end.n_undecided(text)
-        if end <= skip:
-            return Scanned(0, "", ended=False)
+            return Scanned(found.end(), self._emit(text[start : found.start()]) + self._close(), ended=False)
+        end = len(text) - self._n_undecided(text)
+        if end <= start:
+            return Scanned(at, "", ended=False)
         self._first = False
-        return Scanned(end, self._emit(text[skip:end]), ended=False)
+        return Scanned(end, self._emit(text[start:end]), ended=False)
 
     def _emit(self, value: str) -> str:
+        value = _SENTINEL.sub("", value)
         if self._text:
             return msgspec.json.encode(value).decode()[1:-1]
-        self._held += value
+        self._held.append(value)
         return ""
 
     def _close(self) -> str:
         if self._text:
             return '"'
+        value = "".join(self._held)
         try:
-            msgspec.json.decode(self._held)
+            msgspec.json.decode(value)
         except (msgspec.DecodeError, UnicodeError, RecursionError):
-            return msgspec.json.encode(self._held).decode()
-        return self._held.strip()
+            return msgspec.json.encode(value).decode()
+        return value.strip()

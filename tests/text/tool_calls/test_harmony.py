@@ -171,3 +171,28 @@ def test_the_template_gets_the_reasoning_before_a_call() -> None:
     messages = [Message("user", "Hi"), Message("assistant", "", tool_calls=(call,), reasoning="Hm.")]
     text = model().render([*messages, Message("tool", "Sunny.", tool_call_id="1")])
     assert "<|channel|>analysis<|message|>Hm.<|end|>" in text
+
+
+_SHARDS = (
+    *(
+        "<|channel|>",
+        "<|message|>",
+        "<|end|>",
+        "<|start|>",
+        "<|call|>",
+        "<|constrain|>",
+        "analysis",
+        "commentary",
+        "final",
+    ),
+    *("assistant", " to=functions.get_weather", " to=", "{", "é🚀", " ", "x" * 300),
+)
+
+
+@given(shards=st.lists(st.sampled_from(_SHARDS), max_size=14), at=st.integers(0, 40), cut=st.booleans())
+def test_any_reply_is_read_the_same_however_it_is_split(shards: list[str], at: int, cut: bool) -> None:
+    ids = ids_of("".join(shards))
+    whole = Reply().add(pieces_of([ids], cut=cut))
+    assert Reply().add(pieces_of([ids[:at], ids[at:]], cut=cut)) == whole
+    assert Reply().add(pieces_of([[token_id] for token_id in ids], cut=cut)) == whole
+    assert not any("\ud800" <= char <= "\udfff" for char in whole.text + whole.reasoning)

@@ -408,3 +408,34 @@ def test_fenced_blocks_are_text_without_tools_and_behind_the_only_call() -> None
 def test_a_block_that_cannot_be_a_call_is_not_held_back() -> None:
     parser = model("hermes-text").reply_parser(b"", TOOLS, False)
     assert Reply().add(parser.push(ids_of("hermes-text", '```json\n{"city":'))).text == '```json\n{"city":'
+
+
+_SHARDS = (
+    *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "get_weather", "city"),
+    *(
+        "<function=",
+        ">\n",
+        "<parameter=",
+        "\n</parameter>\n",
+        "</function>\n",
+        "é\U0001f680",
+        '"{',
+        "7",
+        " ",
+        "x" * 300,
+    ),
+)
+
+
+@pytest.mark.parametrize("name", ["glm", "glm-lines", "qwen3-coder"])
+@given(shards=st.lists(st.sampled_from(_SHARDS), max_size=14), at=st.integers(0, 60), cut=st.booleans())
+def test_any_text_with_tags_is_read_the_same_however_it_is_split(
+    name: str, shards: list[str], at: int, cut: bool
+) -> None:
+    ids = ids_of(name, "<tool_call>get_weather<arg_key>city</arg_key><arg_value>" + "".join(shards))
+    replies = []
+    for chunks in ([ids], [ids[:at], ids[at:]], [[token_id] for token_id in ids]):
+        parser = model(name).reply_parser(b"", TOOLS, False)
+        pieces = [piece for chunk in chunks for piece in parser.push(chunk)]
+        replies.append(Reply().add(pieces).add(parser.finish(cut=cut)))
+    assert replies[0] == replies[1] == replies[2]
