@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator"
 """Loading experts: each expert's tensors of a checkpoint into one tensor of all, at the drive's speed.
 
-Codes of 4 bits are read as they lie in the file and put into the kernels' layout on the device, in place, when all are
-read: a tile of 128 columns is 64 bytes in both. Scales, a ninth of the bytes, are rearranged by the loader's threads.
+The file's bytes are read into the memory of the kernels' layout, which is never smaller, and rearranged there when all
+are read. For 4-bit codes that is one launch for all experts, in place: a tile of 128 columns is 64 bytes in both.
 """
 
 from collections.abc import Callable
@@ -14,11 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from emberline.kernels.backend import WeightSource
-from emberline.kernels.gpu.dequantize import TILE, ZERO_CODES, pack_scales, scale_words_per_tile
+from emberline.kernels.gpu.dequantize import HALVES, TILE, pack_nibbles, pack_scales, scale_words_per_tile
 from emberline.kernels.gpu.expert_matrix import FP8_BLOCK, ExpertMatrix
 from emberline.kernels.gpu.launch import cdiv
 
-_TILE_BYTES = TILE // 2
+_EXPERTS = 16  # rearranged at a time: bounds the temporary memory
 _PROGRAM_TILES = 64  # of a program
 
 
@@ -57,6 +57,39 @@ def _stack(experts: list[list[Any]], parts: list[list[Any]], cols: int, dtype: t
     return stacked
 
 
+def _load_packed(experts: list[list[Any]], kind: str, group: int, k: int, device: str) -> tuple[Tensor, Tensor]:
+    rows = [weight.shape[0] for weight in experts[0]]
+    n_experts, n, tiles = len(experts), sum(rows), cdiv(k, TILE)
+    codes = torch.empty(n_experts, n, tiles * HALVES, dtype=torch.int16, device=device)
+    scale = torch.empty(n_experts, tiles * scale_words_per_tile(kind, group), n, dtype=torch.int32, device=device)
+    scale_dtype = torch.uint8 if kind == "mxfp4" else torch.bfloat16
+    raw = _first_bytes(codes, n, k // 2)
+    raw_scale = _first_bytes(scale, n, k // group * scale_dtype.itemsize).view(scale_dtype)
+    for weights, codes_of, scale_of in zip(experts, raw, raw_scale, strict=True):
+        parts = zip(weights, torch.split(codes_of, rows), torch.split(scale_of, rows), strict=True)
+        for weight, codes_part, scale_part in parts:
+            weight.codes.into(codes_part)
+            weight.row_scale.into(scale_part)
+
+    def repack() -> None:
+        if k % TILE == 0:
+            interleave_codes(codes)
+        for start in range(0, n_experts, _EXPERTS):
+            some = slice(start, start + _EXPERTS)
+            scale[some] = pack_scales(raw_scale[some].clone(), kind, group)
+            if k % TILE:  # a row of the layout is longer than one of the file
+                codes[some] = pack_nibbles(raw[some].clone(), kind)
+
+    experts[0][0].when_read(repack)
+    return codes, scale
+
+
+def _first_bytes(memory: Tensor, rows: int, row_bytes: int) -> Tensor:
+    """The beginning of each expert's memory as bytes [experts, rows, row_bytes]."""
+    flat = memory.view(len(memory), -1).view(torch.uint8)[:, : rows * row_bytes]
+    return flat.view(len(memory), rows, row_bytes)
+
+
 class _Converted:
     """A tensor that a loader's thread makes on the host; to the loader a weight like any other."""
 
@@ -73,40 +106,6 @@ class _Converted:
 
     def tensor(self, dtype: torch.dtype, device: str) -> Tensor:
         return self._make()
-
-
-def _load_packed(experts: list[list[Any]], kind: str, group: int, k: int, device: str) -> tuple[Tensor, Tensor]:
-    tiles = cdiv(k, TILE)
-
-    def codes(weight: Any) -> Any:
-        if k % TILE == 0 and weight.order is None:
-            return weight.codes
-        return _Converted(weight, lambda: _padded_codes(weight, kind, tiles * _TILE_BYTES))
-
-    parts = [[codes(weight) for weight in weights] for weights in experts]
-    raw = _stack(experts, parts, tiles * _TILE_BYTES, torch.uint8, device)
-    n = raw.shape[1]
-    words = tiles * scale_words_per_tile(kind, group)
-    scale = torch.empty(len(experts), words, n, dtype=torch.int32, device=device)
-    for weights, target in zip(experts, scale, strict=True):
-        _Converted(weights[0], lambda weights=weights: _packed_scales(weights, kind, group)).into(target)
-    halves = raw.view(torch.int16)
-    loader = experts[0][0].loader
-    if loader is None:
-        interleave_codes(halves)
-    else:
-        loader.then(lambda: interleave_codes(halves))
-    return halves, scale
-
-
-def _padded_codes(weight: Any, kind: str, width: int) -> Tensor:
-    raw = weight.codes.tensor(torch.uint8, "cpu")
-    return torch.nn.functional.pad(raw, (0, width - raw.shape[1]), value=ZERO_CODES[kind] * 17)
-
-
-def _packed_scales(weights: list[Any], kind: str, group: int) -> Tensor:
-    dtype = torch.uint8 if kind == "mxfp4" else torch.bfloat16
-    return pack_scales(torch.cat([weight.row_scale.tensor(dtype, "cpu") for weight in weights]), kind, group)
 
 
 def _load_fp8(experts: list[list[Any]], blocks: bool, k: int, device: str) -> tuple[Tensor, Tensor]:
@@ -143,5 +142,5 @@ def _interleave(codes, n_tiles, TILES: tl.constexpr):
 
 def interleave_codes(halves: Tensor) -> None:
     """Put 4-bit codes that lie as in a file into the layout of `dequantize.pack_nibbles`, in place. Contiguous."""
-    n_tiles = halves.numel() // (TILE // 4)
+    n_tiles = halves.numel() // HALVES
     _interleave[(cdiv(n_tiles, _PROGRAM_TILES),)](halves, n_tiles, TILES=_PROGRAM_TILES)
