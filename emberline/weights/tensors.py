@@ -283,7 +283,7 @@ class Weight:
             "u8": torch.uint8,
         }.get(self.kind)  # fmt: skip
         if same is not None and not self.shift:
-            plain = np.array(self._rows())  # a copy: torch wants writable memory of its own
+            plain = np.array(self._rows(), order="C")  # a copy: torch wants writable memory of its own
             return torch.from_numpy(plain).view(same).view(self.shape).to(device=device, dtype=dtype)
         out = torch.empty(self.shape, dtype=dtype, device=device)
         step = max(1, _CHUNK_WEIGHTS // max(1, int(np.prod(self.shape[1:]))))

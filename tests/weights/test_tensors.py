@@ -112,3 +112,10 @@ def test_shift_is_added() -> None:
     w = Weight("norm", (2,), "f16", raw, shift=1.0)
     assert w.dense().tolist() == [1.5, 0.0]
     assert w.tensor(torch.float32).tolist() == [1.5, 0.0]
+
+
+def test_rows_that_repeat_in_memory() -> None:
+    """As of generated weights: bytes of one row for all of them."""
+    row = np.arange(4, dtype="<f4").view(np.uint8)[None]
+    repeated = Weight("w", (3, 4), "f32", np.broadcast_to(row, (3, 16)))
+    assert torch.equal(repeated.tensor(torch.float32), torch.arange(4.0).expand(3, 4))
