@@ -212,13 +212,16 @@ _GATEWAY: tuple[_Row, ...] = (
 )
 
 
+_OF_ANY_API = (resumable.resume, resumable.cancel, binding.wrapped)
+
+
 def _routes(prefix: str, dialect: Dialect, rows: tuple[_Row, ...], policy: Policy = Policy.KEY) -> list[Route]:
     return [_route(method, prefix + path, policy, dialect, *rest) for method, path, *rest in rows]
 
 
 def _route(method: str, path: str, policy: Policy, dialect: Dialect, *rest: Any) -> Route:
     route = Route(method, path, policy, dialect, *rest)
-    if path.startswith(GATEWAY) or rest[0] in (resumable.resume, resumable.cancel):  # of any API
+    if path.startswith(GATEWAY) or rest[0] in _OF_ANY_API:
         return replace(route, api=ANY_API)
     return replace(route, api=APIS[_first_word(path)]) if policy is Policy.KEY else route
 

@@ -133,7 +133,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     parallel_tool_calls: bool = True
     output: OutputFormat | None = None
     reasoning: Reasoning = Reasoning()
-    api: str = ""  # that the client used: "chat", "completions", "responses", "messages" or "run"
+    api: str = ""  # that the client used: "chat", "completions", "responses", "messages", "run" or "ollama"
     encode: "EncodeRequest | None" = None  # of a queued job only: these texts are encoded, and nothing is generated
 
 

@@ -17,6 +17,7 @@ from emberline.api.http.body import NO_LIMIT, decode, read_body
 from emberline.api.http.call import Call, Reply, Scope, encode, json_reply
 from emberline.api.http.errors import Dialect
 from emberline.api.http.guard import BINDING_HOST
+from emberline.api.http.router import APIS, check_api
 from emberline.api.workers_ai import catalog
 from emberline.api.workers_ai.answer import envelope
 from emberline.api.workers_ai.endpoints import run_model
@@ -136,6 +137,7 @@ async def wrapped(call: Call) -> Reply | None:
     if endpoint is None:
         known = ", ".join(_ENDPOINTS)
         raise NotFound(f"the `AI` binding of this server has no {parts.path[:100]!r}; it has {known}")
+    check_api(call.principal, APIS[parts.path.split("/")[1]])
     call.scope["query_string"] = parts.query.encode("ascii", "replace")
     return await endpoint(call)
 

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from emberline.accounts.account_service import AccountService
+from emberline.accounts.account_service import AccountService, KeyGrant
 from emberline.accounts.audit_log import Actor
 from emberline.api.http.guard import BINDING_HOST
 from emberline.protocol.errors import Overloaded
@@ -152,6 +152,17 @@ async def test_a_key_is_needed_where_keys_are_used(service: FakeService, account
         key = f"Bearer {tenant.key.text}"
         assert (await send(client, "/run?version=3", body={"inputs": INPUTS}, authorization=key)).status_code == 200
         assert service.principals[0].account == "local"
+
+
+async def test_a_keys_scope_holds(service: FakeService, accounts: AccountService, send: Sent) -> None:
+    grant = KeyGrant(apis=("models",))
+    listing = await accounts.create_key(Actor("test"), "local", grant)
+    async with client_of(service, KEY, accounts=accounts) as client:
+        key = f"Bearer {listing.key.text}"
+        found = await send(client, "/ai-api/models/search", method="GET", authorization=key)
+        assert found.status_code == 200
+        refused = await send(client, "/run?version=3", body={"inputs": INPUTS}, authorization=key)
+        assert (refused.status_code, service.requests) == (403, [])
 
 
 @pytest.mark.parametrize(
