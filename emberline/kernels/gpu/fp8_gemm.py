@@ -18,13 +18,13 @@ from emberline.kernels.gpu.dequantize import fp8_values
 from emberline.kernels.gpu.gemm import epilogue, reduce_split_k, split_k_floats
 from emberline.kernels.gpu.launch import (
     INTERPRETED,
-    SM_COUNT,
     cdiv,
     launch_options,
     next_power_of_two,
     pdl_launch_early,
     pdl_launch_late,
     pdl_wait,
+    sm_count,
 )
 
 BLOCK = 128  # columns of a block that shares a scale
@@ -179,7 +179,7 @@ def fp8_gemv(
 ) -> None:  # fmt: skip
     """x: [1, k], at most MAX_GEMV_COLS; out: [1, n]; with a gate, n is half the matrix's rows."""
     n, k = out.shape[1], x.shape[1]
-    _fp8_gemv[(min(cdiv(n, tile.rows), tile.per_sm * SM_COUNT),)](
+    _fp8_gemv[(min(cdiv(n, tile.rows), tile.per_sm * sm_count()),)](
         x, matrix.weight.view(torch.int32), matrix.scale, x if matrix.bias is None else matrix.bias,
         x if norm is None else norm, out, n, k, eps, NORM=norm is not None, BIAS=matrix.bias is not None, GATE=gate,
         ADD=add, ROW_BLOCK=matrix.row_block, ROWS=tile.rows, WORDS=max(4, next_power_of_two(k // 4)), PDL=int(pdl),
@@ -308,7 +308,7 @@ def fp8_gemv_tile(n: int, k: int, gated: bool) -> FP8GemvTile:
         return FP8GemvTile(2, 16, 2)
     if gated:
         return FP8GemvTile(2, 4, 4)
-    return FP8GemvTile(4, 8, 4) if n >= 32 * SM_COUNT else FP8GemvTile(4, 4, 4)
+    return FP8GemvTile(4, 8, 4) if n >= 32 * sm_count() else FP8GemvTile(4, 4, 4)
 
 
 def fp8_gemm_tile(m: int, n: int, k: int, gated: bool, blocks: bool) -> FP8GemmTile | None:
@@ -320,12 +320,12 @@ def fp8_gemm_tile(m: int, n: int, k: int, gated: bool, blocks: bool) -> FP8GemmT
         return None
     if tokens == 128:
         rows, cols, stages, warps = 128, 128, 4, 8
-    elif gated or n >= 64 * 8 * SM_COUNT:
+    elif gated or n >= 64 * 8 * sm_count():
         rows, cols, stages, warps = (128, 128, 4, 4) if not blocks else (64, 128, 5, 4)
     else:
         rows, cols, stages, warps = (64, 256, 4, 4) if not blocks else (64, 128, 5, 4)
     tiles, splits = cdiv(n, rows) * cdiv(m, tokens), 1
-    while tiles * splits * 4 < 3 * SM_COUNT and k >= 2048 * splits and not gated:
+    while tiles * splits * 4 < 3 * sm_count() and k >= 2048 * splits and not gated:
         splits *= 2
     return FP8GemmTile(rows, cols, tokens, splits, stages, warps)
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from emberline.kernels.gpu.elementwise import activation_fn
 from emberline.kernels.gpu.launch import (
-    SM_COUNT,
     cdiv,
     launch_options,
     next_power_of_two,
@@ -23,6 +22,7 @@ from emberline.kernels.gpu.launch import (
     pdl_launch_late,
     pdl_wait,
     prefetch_l2,
+    sm_count,
 )
 
 
@@ -343,7 +343,7 @@ def persistent_gemv(
 ) -> None:  # fmt: skip
     """As `gemv`, for rows that fit in registers."""
     n, k = out.shape[1], weight.shape[1]
-    programs = min(cdiv(n, tile.rows), tile.per_sm * SM_COUNT)
+    programs = min(cdiv(n, tile.rows), tile.per_sm * sm_count())
     row_bytes = k * weight.element_size()
     fetch = row_bytes if tile.fetch and pdl and row_bytes == next_power_of_two(row_bytes) else 0
     _persistent_gemv[(programs,)](

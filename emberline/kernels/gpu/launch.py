@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,7 +23,15 @@ from emberline.kernels.gpu.compile_server import CompileServer
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _compiling = False
-SM_COUNT = 2 if INTERPRETED else 132  # of the H200 the tile configs were measured on; other GPUs are balanced less well
+SM_COUNT = 2 if INTERPRETED else 132  # of an H200
+
+
+@cache
+def sm_count() -> int:
+    """Multiprocessors of this device, over which tiles are balanced; an H200's where there is none, to plan for one."""
+    if INTERPRETED or not torch.cuda.is_available():
+        return SM_COUNT
+    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count)
 
 
 def supports_pdl() -> bool:

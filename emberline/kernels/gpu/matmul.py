@@ -36,7 +36,7 @@ from emberline.kernels.gpu.gemm import (
     skinny_gemm,
     skinny_gemm_floats,
 )
-from emberline.kernels.gpu.launch import INTERPRETED, SM_COUNT, cdiv, next_power_of_two
+from emberline.kernels.gpu.launch import INTERPRETED, cdiv, next_power_of_two, sm_count
 from emberline.kernels.gpu.packed_gemm import (
     PackedMatrix,
     dequantize_packed_rows,
@@ -132,7 +132,7 @@ def _gemv_tile(n: int, k: int, gated: bool) -> GemvTile | PersistentGemvTile:
             return PersistentGemvTile(2, 8, 4)
         return PersistentGemvTile(4, 8, 2) if n >= 2048 else PersistentGemvTile(1, 4, 4)
     rows = 4
-    while rows > 1 and n // rows < 3 * SM_COUNT:
+    while rows > 1 and n // rows < 3 * sm_count():
         rows //= 2
     return GemvTile(rows, 512, 4)
 
@@ -143,12 +143,12 @@ def _skinny_tile(m: int, n: int, k: int, gated: bool) -> SkinnyGemmTile:
             return SkinnyGemmTile(128, 128, 1, 3, 4) if m <= 16 else SkinnyGemmTile(128, 64, 1, 4, 8)
         return SkinnyGemmTile(64, 64, 1, 6, 4)
     tiles = cdiv(n, 64)
-    if tiles >= 8 * SM_COUNT:  # an LM head
+    if tiles >= 8 * sm_count():  # an LM head
         return SkinnyGemmTile(128, 128, 1, 3, 8) if m <= 16 else SkinnyGemmTile(128, 64, 1, 5, 4)
-    if tiles >= SM_COUNT // 2 + 8:
+    if tiles >= sm_count() // 2 + 8:
         return SkinnyGemmTile(64, 128, 1, 5, 4)
     splits = 2
-    while tiles * splits * 2 <= SM_COUNT and k >= 512 * splits:
+    while tiles * splits * 2 <= sm_count() and k >= 512 * splits:
         splits *= 2
     if splits == 2 and k % 512 == 0 and m <= 32:
         return SkinnyGemmTile(64, 256, 2, 3, 4, 256)
@@ -161,14 +161,14 @@ def quantized_gemv_tile(n: int, words: int, gated: bool) -> QuantizedGemvTile:
     wide = next_power_of_two(words)
     warps = max(1, wide // 128) if wide <= 1024 else min(16, wide // 256)  # a thread holds 16 or 32 bytes of a row
     rows = 2 if wide > 1024 else 4 if gated or wide > 512 else 8
-    while rows > 1 and n // rows < 3 * SM_COUNT:
+    while rows > 1 and n // rows < 3 * sm_count():
         rows //= 2
     return QuantizedGemvTile(rows, warps, 16 // warps)
 
 
 def quantized_gemm_tile(m: int, n: int) -> QuantizedGemmTile:
     splits = 1
-    while splits < 4 and cdiv(n, 64) * splits < SM_COUNT:
+    while splits < 4 and cdiv(n, 64) * splits < sm_count():
         splits *= 2
     return QuantizedGemmTile(64, 32, splits, 3, 4) if m <= 16 else QuantizedGemmTile(64, 16, splits, 4, 4)
 

@@ -23,13 +23,13 @@ from emberline.kernels.gpu.dequantize import (
 from emberline.kernels.gpu.gemm import epilogue, reduce_split_k, split_k_floats
 from emberline.kernels.gpu.launch import (
     INTERPRETED,
-    SM_COUNT,
     cdiv,
     launch_options,
     next_power_of_two,
     pdl_launch_early,
     pdl_launch_late,
     pdl_wait,
+    sm_count,
 )
 
 MAX_TOKENS = 512  # above, dequantizing the matrix for cuBLAS takes less time than decoding it for every token tile
@@ -165,7 +165,7 @@ def packed_gemm_tile(m: int, n: int, k: int, gated: bool) -> PackedGemmTile | No
         return PackedGemmTile(64, max(16, tokens), 1, 2, 4)
     rows, stages, warps = (128, 3, 8) if tokens == 128 else (64, 4, 4) if tokens > 8 else (64, 6, 4)
     tiles, splits = cdiv(n, rows) * cdiv(m, tokens), 1
-    enough = SM_COUNT if tokens == 128 else 3 * SM_COUNT
+    enough = sm_count() if tokens == 128 else 3 * sm_count()
     while not gated and tiles * splits < enough and k >= 2048 * splits:
         splits *= 2
     return PackedGemmTile(rows, tokens, splits, stages, warps)

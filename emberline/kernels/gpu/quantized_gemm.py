@@ -18,13 +18,13 @@ from torch import Tensor
 
 from emberline.kernels.gpu.gemm import epilogue, reduce_split_k
 from emberline.kernels.gpu.launch import (
-    SM_COUNT,
     cdiv,
     launch_options,
     next_power_of_two,
     pdl_launch_early,
     pdl_launch_late,
     pdl_wait,
+    sm_count,
 )
 
 GROUP = 32
@@ -295,7 +295,7 @@ def quantized_gemv(
 ) -> None:  # fmt: skip
     """x: [1, k], out: [1, n]; as `gemm.persistent_gemv`."""
     n, k = out.shape[1], x.shape[1]
-    _quantized_gemv[(min(cdiv(n, tile.rows), tile.per_sm * SM_COUNT),)](
+    _quantized_gemv[(min(cdiv(n, tile.rows), tile.per_sm * sm_count()),)](
         x, matrix.codes, matrix.affine, x if matrix.bias is None else matrix.bias, x if norm is None else norm, out,
         n, k // 32, BITS_OF_256, BITS_OF_16, eps,
         NORM=norm is not None, BIAS=matrix.bias is not None, GATE=gate, ADD=add, BITS=matrix.bits, ROWS=tile.rows,

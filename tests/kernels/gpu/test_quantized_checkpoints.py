@@ -116,5 +116,5 @@ def test_products_of_few_and_many_tokens(kind: str, m: int, norm: bool, bias: bo
     weight = noise(k, seed=4).float() + 1 if norm else None
     want = expected(x, matrix.dense(), out, weight, more, gate, add)
     multiply(x, matrix, out, Fusion(weight, 1e-5, gate, add))
-    assert error(out, want) < (LIMIT if kind in ("int4", "mxfp4") else 0.05)
+    assert error(out, want) < (LIMIT if kind in ("int4", "mxfp4") else 0.08)
     assert not isinstance(matrix, DenseMatrix)
