@@ -39,8 +39,9 @@ from emberline.text.grammar.compiler_pool import GrammarCompiler
 from emberline.text.text_model import TextModel
 from emberline.upstream.chunks import BodyAssembler, ChunkReader
 from emberline.upstream.models import UpstreamModels
+from emberline.upstream.providers.anthropic_relay import MessageAssembler
 from emberline.upstream.providers.whole_call import WholeCall
-from emberline.upstream.request import UpstreamRequest
+from emberline.upstream.request import MESSAGES, UpstreamRequest
 from emberline.upstream.transport import UpstreamTransport, passthrough
 
 _ANY_VOCABULARY = 1 << 31  # upstream servers check token ids themselves
@@ -131,7 +132,7 @@ class Service:
         """Tokens of the prompt as `generate` would build it; no engine of ours is asked."""
         request = self._checked(request, principal)
         if (card := self.upstream_card(request.model)) is not None:
-            return await self.upstream.count_tokens(request, card)
+            return await self.upstream.count_tokens(request, card, principal)
         return await self._preparer.count(request, await self._models.get(request.model))
 
     def check_scope(self, principal: Principal, card: ModelCard) -> None:
@@ -269,7 +270,8 @@ class Service:
         The flag marks the last item. It is yielded once the usage row is durable.
         """
         with self._accepting(request.route.id):
-            make_decoder = (lambda: passthrough) if request.stream else BodyAssembler
+            assembler = MessageAssembler if request.path == MESSAGES else BodyAssembler
+            make_decoder = (lambda: passthrough) if request.stream else assembler
             transport = UpstreamTransport(request, self.upstream.clients, make_decoder)
             run = await self._admit(request.route, transport, Clock(), attempt=attempt)
         if on_admit is not None:

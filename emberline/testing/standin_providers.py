@@ -103,7 +103,7 @@ class StandinProvider:
     async def stream(self, connection: HttpConnection, events: list[bytes]) -> None:
         script = self.script
         if script.error_after >= 0:
-            events = [*events[: script.error_after], self.error_event()]
+            events = events[: script.error_after]
         data, most = b"".join(events), max(script.cut_after, script.hang_after)
         if most >= 0:
             data = data[:most]
@@ -114,6 +114,9 @@ class StandinProvider:
             await asyncio.sleep(0)
         if script.hang_after >= 0:
             await asyncio.sleep(3600)
+        if script.error_after >= 0:
+            await asyncio.sleep(0.05)
+            connection.chunk(self.error_event())
         if script.cut_after >= 0:
             await asyncio.sleep(0.01)
             return connection.transport.abort()
@@ -406,13 +409,13 @@ def check_content_request(body: Json) -> None:
         _refuse(name not in _CONFIG_FIELDS, f'Unknown name "{name}" at generation_config')
 
 
-# --- OpenAI's other calls ---------------------------------------------------------------------------------------------
+# --- OpenAI --------------------------------------------------------------------------------------------------------
 
 _PNG = "iVBORw0KGgo="
 
 
-class StandinOpenAIMedia(StandinProvider):
-    """Embeddings, images, speech, transcripts and videos, by way of their fields; forms as they came."""
+class StandinOpenAI(StandinProvider):
+    """Chats, embeddings, images, speech, transcripts and videos. Forms are kept as they came."""
 
     def check_key(self, headers: dict[str, str]) -> None:
         if headers.get("authorization") != f"Bearer {self.key}":
@@ -445,13 +448,32 @@ class StandinOpenAIMedia(StandinProvider):
         text = {"text": "Hello there.", "language": "english", "duration": 1.5, "segments": segments, "words": words}
         connection.reply(200, encode(text))
 
+    def error_event(self) -> bytes:
+        return b"data: " + self.error(500, "The server had an error") + b"\n\n"
+
+    def _chunks(self, model: str) -> Iterator[bytes]:
+        script = self.script
+        head = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": model}
+        pieces = re.findall(r"\S+\s*|\s+", script.text)
+        deltas: list[Json] = [{"role": "assistant", "content": ""}, *({"content": piece} for piece in pieces)]
+        for delta in deltas:
+            choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
+            yield b"data: " + encode({**head, "choices": [choice]}) + b"\n\n"
+        choice = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": script.stop or "stop"}
+        yield b"data: " + encode({**head, "choices": [choice]}) + b"\n\n"
+        usage = {"prompt_tokens": script.prompt_tokens, "completion_tokens": script.output_tokens, **script.usage}
+        yield b"data: " + encode({**head, "choices": [], "usage": usage}) + b"\n\n"
+        yield b"data: [DONE]\n\n"
+
     def _images(self, n: int) -> Json:
         usage = {"input_tokens": 7, "output_tokens": 100, "total_tokens": 107}
         return {"created": 1, "data": [{"b64_json": _PNG}] * n, "usage": usage}
 
     async def answer(self, request: HttpRequest, body: Json, connection: HttpConnection) -> None:
         path = request.path.removeprefix("/v1")
-        if path == "/embeddings":
+        if path == "/chat/completions":
+            await self.stream(connection, list(self._chunks(body["model"])))
+        elif path == "/embeddings":
             rows = [{"object": "embedding", "index": at, "embedding": [at, 0.5]} for at in range(len(body["input"]))]
             usage = {"prompt_tokens": 8, "total_tokens": 8, **self.script.usage}
             connection.reply(200, encode({"object": "list", "data": rows[::-1], "model": "m", "usage": usage}))

@@ -24,6 +24,9 @@ from emberline.upstream.client import DEFAULT_CONTEXT, UpstreamClient, UpstreamC
 from emberline.upstream.http_client import ConnectionFailed
 from emberline.upstream.kv_events import chain_keys, key_root
 from emberline.upstream.providers.access import Access
+from emberline.upstream.providers.anthropic import message_request
+from emberline.upstream.providers.api import decoded
+from emberline.upstream.providers.attempt import count_tokens
 from emberline.upstream.providers.directory import ProviderDirectory, remote_name
 from emberline.upstream.providers.whole_call import WholeCall
 from emberline.upstream.providers.whole_tasks import whole_task
@@ -242,10 +245,18 @@ class UpstreamModels:
         path = CHAT if request.messages is not None else COMPLETIONS
         return UpstreamRequest(route, path, fields, access=access)
 
-    async def count_tokens(self, request: GenerateRequest, card: ModelCard) -> int:
-        """By our own copy of the tokenizer, or as a vLLM server counts."""
+    async def count_tokens(self, request: GenerateRequest, card: ModelCard, principal: Principal) -> int:
+        """By our own copy of the tokenizer, or as a vLLM server or Anthropic counts."""
         if (text := self.texts.get(card.id)) is not None:
             return (await _tokenize(request, text)).n_ids
+        if (provider := self.providers.client_of(card)) is not None:
+            model, access = self.target(card, principal)
+            assert access is not None
+            if self.kind_of(card, access) != "anthropic":
+                raise Unsupported(f"provider {provider.name} cannot count tokens")
+            body = message_request(provider.name, {"model": model, **decoded(body_of(request, "anthropic"))})
+            counted = {name: value for name, value in body.items() if name not in ("max_tokens", "stream")}
+            return await count_tokens(provider, access, counted)
         client = next((client for client in self._serving(card.id) if client.config.kind == "vllm"), None)
         if client is None:
             raise Unsupported(f"the server of {card.id} cannot count tokens")

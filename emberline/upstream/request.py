@@ -16,17 +16,19 @@ if TYPE_CHECKING:
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+MESSAGES = "/v1/messages"  # Anthropic's, of a request that is in its form already
 
 
 @dataclass(slots=True)
 class UpstreamRequest:
     route: RouteRequest
-    path: str  # CHAT or COMPLETIONS
+    path: str  # CHAT, COMPLETIONS or MESSAGES
     fields: dict[str, Any]  # the body, always one that asks for a stream; large values are `msgspec.Raw`
     stream: bool = True  # whether the client gets a stream too
     hides_usage: bool = False  # the client has not asked for the usage that we need
     adds_cost: bool = False  # to the usage that the client gets
     access: "Access | None" = None  # to the provider that serves it
+    headers: str = ""  # for it: whole lines, each with its end; empty: its API's usual ones
 
 
 # --- prefix cache keys without a tokenizer ----------------------------------------------------------------------------

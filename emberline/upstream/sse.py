@@ -55,7 +55,9 @@ def read_usage(usage: dict[str, Any]) -> Usage:
             token_count(usage.get("cache_creation_input_tokens")),
         )
         prompt = token_count(usage.get("input_tokens")) + read + written
-        return _usage(prompt, read, token_count(usage.get("output_tokens")), 0)
+        thought = usage.get("output_tokens_details")
+        reasoning = token_count(thought.get("thinking_tokens")) if isinstance(thought, dict) else 0
+        return _usage(prompt, read, token_count(usage.get("output_tokens")), reasoning)
     cached = token_count(details.get("cached_tokens")) if isinstance(details, dict) else 0
     reasoning = token_count(reasoned.get("reasoning_tokens")) if isinstance(reasoned, dict) else 0
     return _usage(prompt, cached, output, reasoning)

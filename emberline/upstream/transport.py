@@ -1,5 +1,6 @@
 """A request on OpenAI-compatible servers: SSE lines in, and out whatever the decoder makes of them."""
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
@@ -14,9 +15,10 @@ from emberline.protocol.trace_context import TraceContext, TraceDetails, current
 from emberline.upstream.attempt import Attempt, UpstreamBusy
 from emberline.upstream.chunks import UnreadableChunk
 from emberline.upstream.client import UpstreamClient
+from emberline.upstream.providers.anthropic_relay import MessagesEditor
 from emberline.upstream.providers.attempt import ProviderAttempt
 from emberline.upstream.providers.client import ProviderClient
-from emberline.upstream.request import CHAT, UpstreamRequest
+from emberline.upstream.request import COMPLETIONS, MESSAGES, UpstreamRequest
 from emberline.upstream.resume import (
     Continuation,
     Transcript,
@@ -29,7 +31,12 @@ from emberline.upstream.sse import MalformedLine, StreamEditor, StreamError, rea
 
 RESTART_WAIT_S = 15.0  # for a server to come back after a failover
 
+UNSEEN_PROMPT_TOKENS = 200_000  # of files and images that a provider fetches or keeps
+MAX_OUTPUT_TOKENS = 2_000_000
+
 T = TypeVar("T")
+
+log = logging.getLogger("emberline.balancer")
 
 # Turns whole SSE lines into output; the flag marks the end of the stream. UnreadableChunk blames the server.
 Decoder = Callable[[bytes, bool], T]
@@ -63,7 +70,7 @@ class UpstreamTransport(Generic[T]):
     ) -> None:
         self.restart_wait_s = RESTART_WAIT_S
         self.trace: TraceContext | None = current.get()  # sent on, also where this server does not trace
-        self.operation = "chat" if request.path == CHAT else "text_completion"
+        self.operation = "text_completion" if request.path == COMPLETIONS else "chat"
         self.provider = "openai"  # the kind of the server, once one is chosen
         self.began = False
         self.done = False
@@ -78,12 +85,13 @@ class UpstreamTransport(Generic[T]):
         self._continuation: Continuation | None = None
         self._has_token_ids = False  # the server gives them with the text
         self._unreadable = False  # the decoder failed; what it had decoded of these lines is lost, so none can resume
+        self._told_lie = False  # the provider, about its usage
         self._tried: set[str] = set()  # servers that failed this request or had no room for it
 
     @property
     def usage(self) -> Usage:
         """As the server said last: vLLM and SGLang do in every chunk. Else by events; nothing before the first."""
-        if (usage := self._editor.usage) is not None:
+        if (usage := self._editor.usage) is not None and self._is_plausible(usage):
             return usage
         if not self._transcript.n_events:
             return Usage()
@@ -94,6 +102,23 @@ class UpstreamTransport(Generic[T]):
             prompt_tokens=self._request.route.input_tokens if n_prompt is None else n_prompt,
             completion_tokens=n_tokens,
         )
+
+    def _is_plausible(self, usage: Usage) -> bool:
+        """What a provider counts is billed, so counts that cannot be are not believed: then they are estimated."""
+        if not isinstance(self._attempt, ProviderAttempt):
+            return True
+        route = self._request.route
+        most_output = (2 * route.max_tokens + 1000) * route.n if route.max_tokens else MAX_OUTPUT_TOKENS
+        is_plausible = (
+            usage.prompt_tokens <= route.max_input_tokens + UNSEEN_PROMPT_TOKENS * (1 + route.images)
+            and usage.completion_tokens <= most_output
+            and (usage.prompt_tokens or usage.completion_tokens) > 0
+        )
+        if not is_plausible and not self._told_lie:
+            self._told_lie = True
+            counts = {"request_id": route.id, "prompt_tokens": usage.prompt_tokens, "tokens": usage.completion_tokens}
+            log.warning("provider %s counts tokens that cannot be: estimated", self._attempt.decode.name, extra=counts)
+        return is_plausible
 
     async def open(self, route: Route, attempt: int, deadline_s: float | None) -> None:
         request = self._request
@@ -109,7 +134,10 @@ class UpstreamTransport(Generic[T]):
         self._transcript.n_events_of_attempt = 0
         self._has_token_ids = self._transcript.keep and gives_token_ids(request, kind)
         running_usage = kind in ("vllm", "sglang") and request.route.n == 1  # of several choices it is each one's own
-        self._editor = StreamEditor(hides_usage=request.hides_usage, running_usage=running_usage)
+        if request.path == MESSAGES:
+            self._editor = MessagesEditor()
+        else:
+            self._editor = StreamEditor(hides_usage=request.hides_usage, running_usage=running_usage)
         path, fields = request.path, request.fields
         if resumed is not None:
             path, fields, self._editor.adjust = resumed.path, resumed.fields, resumed.adjust_usage
@@ -130,7 +158,7 @@ class UpstreamTransport(Generic[T]):
         if isinstance(decode, ProviderClient):
             access = self._request.access
             assert access is not None, "a request to a provider has its key"
-            return ProviderAttempt(path, attempt_id, decode, access, self.trace)
+            return ProviderAttempt(path, attempt_id, decode, access, self.trace, self._request.headers)
         prefill = self._prefill_for(decode, self._clients.get(route.prefill))
         return Attempt(path, attempt_id, decode, prefill, self.trace)
 

@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 
 from emberline.api.anthropic.message_request import CountRequest, MessagesRequest
+from emberline.api.anthropic.upstream_passthrough import anthropic_card, forward_message
 from emberline.api.common.answer import collect, cost_field, json_arguments
 from emberline.api.http.body import decode, read_model_body
 from emberline.api.http.call import Call, Reply, encode, json_reply
@@ -24,7 +25,10 @@ _count_decoder = msgspec.json.Decoder(CountRequest)
 
 
 async def messages(call: Call) -> Reply | None:
-    body = decode(await read_model_body(call), _messages_decoder)
+    raw = await read_model_body(call)
+    if (card := anthropic_card(call, raw)) is not None:
+        return await forward_message(call, card, raw, _headers(call))
+    body = decode(raw, _messages_decoder)
     request, call.field_names = body.to_request(call.id, call.session)
     events = call.generate(request)
     if body.stream:

@@ -6,8 +6,7 @@ template or a place in the server's cache.
 
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -26,12 +25,13 @@ from emberline.api.common.unsupported_fields import UnsupportedField, refuse_uns
 from emberline.api.http.body import decode
 from emberline.api.http.call import EVENT_STREAM, Call, Reply, encode, while_connected
 from emberline.api.http.decode_errors import explain
-from emberline.api.http.errors import Dialect, HeaderList, error_body
+from emberline.api.http.errors import Dialect, error_body
+from emberline.api.http.relay import relay_body, relay_chunks, relay_stream
 from emberline.api.http.resumable import HEADER, send_resumable
 from emberline.api.openai.chat import ChatRequest, StreamOptions, UsageOptions
 from emberline.api.openai.completions import CompletionRequest
 from emberline.catalog.model_card import ModelCard
-from emberline.protocol.errors import BadInput, EmberlineError, Unavailable
+from emberline.protocol.errors import BadInput, EmberlineError
 from emberline.upstream.gateway.routing import Plan
 from emberline.upstream.request import CHAT, COMPLETIONS, UpstreamRequest, check_known, continuation_fields
 
@@ -283,54 +283,15 @@ async def _reply(call: Call, targets: ModelCard | Plan, make: Make, body: Passth
         blocks = call.forward(await make(targets, call.id))
     else:
         blocks = call.forward_any(make, targets, body.model, api)
+    failed = partial(_error_event, call)
     if body.stream and HEADER in call.headers:
-        failed = partial(_error_event, call)
-        await send_resumable(call, _chunks(call, blocks), call.id_headers, EVENT_STREAM, failed)
+        await send_resumable(call, relay_chunks(blocks, failed), call.id_headers, EVENT_STREAM, failed)
         return None
     if body.stream:
-        await while_connected(call.receive, _stream(call, blocks, call.id_headers))
+        await while_connected(call.receive, relay_stream(call, blocks, call.id_headers, failed))
         return None
-    whole = await while_connected(call.receive, _body(blocks))
+    whole = await while_connected(call.receive, relay_body(blocks))
     return Reply(200, whole, headers=call.id_headers)
-
-
-Blocks = AsyncGenerator[tuple[bytes, bool], None]  # SSE lines, and whether they are the last
-
-
-async def _body(blocks: Blocks) -> bytes:
-    async with aclosing(blocks):
-        body, _ = await anext(blocks)
-        return body
-
-
-async def _chunks(call: Call, blocks: Blocks) -> AsyncGenerator[bytes, None]:
-    """As `_stream` sends them, for an event log."""
-    async with aclosing(blocks):
-        block, _ = await anext(blocks)
-        yield block
-        try:
-            async for block, _ in blocks:
-                yield block
-        except EmberlineError as error:
-            yield _error_event(call, error)
-
-
-async def _stream(call: Call, blocks: Blocks, headers: HeaderList) -> None:
-    """A failure before the first line becomes an HTTP status, a later one the stream's last event."""
-    async with aclosing(blocks):
-        block, last = await anext(blocks)
-        await call.start_stream(headers)
-        try:
-            while not last:
-                await call.send({"type": "http.response.body", "body": block, "more_body": True})
-                block, last = await anext(blocks)
-        except EmberlineError as error:
-            block = _error_event(call, error)
-        except BaseException:  # the client disconnected, or the server stops: then the client still reads
-            error_event = _error_event(call, Unavailable("the server is stopping"))
-            await call.send({"type": "http.response.body", "body": error_event})
-            raise
-    await call.send({"type": "http.response.body", "body": block})
 
 
 def _error_event(call: Call, error: EmberlineError) -> bytes:

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from emberline.protocol.errors import Unsupported
+from emberline.upstream.disaggregation import encode
 from emberline.upstream.providers.api import Fields, ProviderCall, decoded
 from emberline.upstream.providers.chat_form import (
     ChunkWriter,
@@ -28,7 +29,7 @@ from emberline.upstream.providers.chat_form import (
     turns_of,
     unsupported,
 )
-from emberline.upstream.request import CHAT
+from emberline.upstream.request import CHAT, MESSAGES
 from emberline.upstream.sse import MalformedLine, token_count
 
 VERSION = "2023-06-01"
@@ -47,13 +48,17 @@ _KNOWN = frozenset(
 
 
 class AnthropicAPI:
+    headers = f"anthropic-version: {VERSION}\r\n"
+
     def __init__(self, name: str) -> None:
         self._name = name
 
     def authorization(self, key: str) -> str:
-        return f"x-api-key: {key}\r\nanthropic-version: {VERSION}\r\n"
+        return f"x-api-key: {key}\r\n"
 
     def call(self, path: str, fields: Fields) -> ProviderCall:
+        if path == MESSAGES:
+            return ProviderCall("/messages", encode(fields))
         if path != CHAT:
             raise Unsupported(f"provider {self._name} has no text completions: ask for {CHAT}", param="model")
         given = decoded(fields)

@@ -26,12 +26,13 @@ class StreamTranslator(Protocol):
 class ProviderCall(NamedTuple):
     path: str  # below the base URL
     body: bytes
-    headers: str = ""  # whole lines, each with its end
     translator: StreamTranslator | None = None  # None: the reply is in OpenAI's form
     content_type: str = "application/json"
 
 
 class ProviderAPI(Protocol):
+    headers: str  # of every request: whole lines, each with its end
+
     def authorization(self, key: str) -> str:
         """The header lines with the key."""
 
@@ -41,6 +42,8 @@ class ProviderAPI(Protocol):
 
 class OpenAIAPI:
     """Of providers that speak OpenAI's API: the body is passed on."""
+
+    headers = ""
 
     def __init__(self, provider: Provider) -> None:
         self._provider = provider

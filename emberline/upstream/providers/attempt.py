@@ -1,5 +1,7 @@
 """One attempt of a request on a provider."""
 
+from typing import Any
+
 import msgspec
 
 from emberline.balancer.route_request import Fault
@@ -24,8 +26,16 @@ class ProviderAttempt:
     prefill = None
 
     def __init__(
-        self, path: str, request_id: str, client: ProviderClient, access: Access, trace: TraceContext | None = None
+        self,
+        path: str,
+        request_id: str,
+        client: ProviderClient,
+        access: Access,
+        trace: TraceContext | None = None,
+        headers: str = "",
     ) -> None:
+        """`headers`: in place of those that the provider's API usually gets."""
+        self._headers = headers
         self.decode = client
         self._path = path
         self._access = access
@@ -39,7 +49,7 @@ class ProviderAttempt:
         api = access.api or client.api
         call = api.call(self._path, fields)
         self._translator = call.translator
-        headers = f"{self._ids}{api.authorization(access.key)}{call.headers}"
+        headers = f"{self._ids}{api.authorization(access.key)}{self._headers or api.headers}"
         pool, timeout_s = access.pool or client.pool, client.provider.timeout_s
         try:
             exchange = await pool.post(call.path, call.body, headers, timeout_s)
@@ -66,8 +76,10 @@ class ProviderAttempt:
                 raise connection_failure(self.decode, error) from error
             if self._translator is None:
                 return piece
-            lines = self._translator.feed(piece) if piece else self._translator.end()
-            if lines or not piece:
+            if not piece:  # from here on, the exchange tells its end again
+                translator, self._translator = self._translator, None
+                return translator.end()
+            if lines := self._translator.feed(piece):
                 return lines
 
     async def cached(self) -> int | None:
@@ -87,7 +99,9 @@ async def list_models(client: ProviderClient, access: Access) -> list[str]:
     """The models that a provider lists: whether it can be reached, and accepts the key."""
     api, pool = access.api or client.api, access.pool or client.pool
     try:
-        status, body = await pool.get("/models", LIST_TIMEOUT_S, MAX_LIST_BYTES, api.authorization(access.key))
+        status, body = await pool.get(
+            "/models", LIST_TIMEOUT_S, MAX_LIST_BYTES, api.authorization(access.key) + api.headers
+        )
     except ConnectionFailed as error:
         raise connection_failure(client, error) from error
     if status != 200:
@@ -99,6 +113,29 @@ async def list_models(client: ProviderClient, access: Access) -> list[str]:
     except (msgspec.DecodeError, RecursionError, AttributeError, TypeError):
         raise ProviderFailed(client.name, "did not answer with a list of models: check its url") from None
     return [name.removeprefix("models/") for name in names if isinstance(name, str)][:MAX_LISTED]
+
+
+async def count_tokens(client: ProviderClient, access: Access, body: dict[str, Any]) -> int:
+    """As Anthropic counts: nothing is generated, or billed."""
+    api, pool = access.api or client.api, access.pool or client.pool
+    headers = api.authorization(access.key) + api.headers
+    try:
+        exchange = await pool.post("/messages/count_tokens", msgspec.json.encode(body), headers, LIST_TIMEOUT_S)
+        try:
+            answer = await exchange.read(MAX_LIST_BYTES)
+        finally:
+            exchange.close()
+    except ConnectionFailed as error:
+        raise connection_failure(client, error) from error
+    if exchange.status != 200:
+        raise_status(client.name, exchange.status, exchange.headers, answer, access.key)
+    try:
+        count = msgspec.json.decode(answer).get("input_tokens")
+    except (msgspec.DecodeError, RecursionError, AttributeError):
+        count = None
+    if type(count) is not int or count < 0:
+        raise ProviderFailed(client.name, "did not count the tokens")
+    return count
 
 
 def connection_failure(client: ProviderClient, error: ConnectionFailed) -> ProviderFailed:

@@ -57,6 +57,8 @@ _KNOWN = frozenset(
 
 
 class GeminiAPI:
+    headers = ""
+
     def __init__(self, name: str) -> None:
         self._name = name
 

@@ -5,6 +5,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import msgspec
+
 from emberline.balancer.route_request import Fault, Route
 from emberline.protocol.errors import BadInput, EmberlineError, EngineLost
 from emberline.protocol.events import Usage
@@ -17,7 +19,9 @@ from emberline.upstream.providers.api import ProviderCall
 from emberline.upstream.providers.attempt import connection_failure
 from emberline.upstream.providers.client import ProviderClient
 from emberline.upstream.providers.errors import ProviderFailed, raise_status
+from emberline.upstream.request import BYTES_PER_TOKEN
 
+UNSEEN_PROMPT_TOKENS = 10_000  # that a provider may add to a prompt; beyond that, its count is absurd
 OFF_LOOP_BYTES = 256 << 10  # a larger body is read in a thread
 POLL_TIMEOUT_S = 30.0
 
@@ -95,6 +99,8 @@ class WholeCall(Generic[T]):
         except UnreadableReply as error:
             assert self._client is not None
             raise ProviderFailed(self._client.name, f"sent {error}") from None
+        if self.usage.prompt_tokens > len(task.call.body) + UNSEEN_PROMPT_TOKENS:
+            self.usage = msgspec.structs.replace(self.usage, prompt_tokens=len(task.call.body) // BYTES_PER_TOKEN)
         self._result.append(result)
         self.done = True
 
@@ -114,7 +120,7 @@ class WholeCall(Generic[T]):
         assert client is not None
         api, pool, timeout_s = access.api or client.api, access.pool or client.pool, client.provider.timeout_s
         ids = f"x-request-id: {self._request_id}\r\n{'' if self.trace is None else self.trace.headers}"
-        headers = f"{ids}{api.authorization(access.key)}{call.headers}"
+        headers = f"{ids}{api.authorization(access.key)}{api.headers}"
         try:
             exchange = await pool.post(call.path, call.body, headers, timeout_s, content_type=call.content_type)
             try:
@@ -134,7 +140,9 @@ class WholeCall(Generic[T]):
         assert client is not None
         api, pool = access.api or client.api, access.pool or client.pool
         try:
-            status, body = await pool.get(path, POLL_TIMEOUT_S, MAX_REPLY_BYTES, api.authorization(access.key))
+            status, body = await pool.get(
+                path, POLL_TIMEOUT_S, MAX_REPLY_BYTES, api.authorization(access.key) + api.headers
+            )
         except ConnectionFailed as error:
             raise connection_failure(client, error) from error
         if status != 200:

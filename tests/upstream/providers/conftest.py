@@ -22,7 +22,13 @@ from emberline.service.service import Service
 from emberline.store import open_store
 from emberline.testing.openai_script import ServerScript
 from emberline.testing.standin_openai import StandinServer
-from emberline.testing.standin_providers import ProviderScript, StandinAnthropic, StandinGemini, StandinProvider
+from emberline.testing.standin_providers import (
+    ProviderScript,
+    StandinAnthropic,
+    StandinGemini,
+    StandinOpenAI,
+    StandinProvider,
+)
 from emberline.upstream.providers.directory import ProviderDirectory
 
 PATIENCE_S = 60.0
@@ -59,7 +65,7 @@ class Gateway:
     async def rows(self) -> list[Any]:
         """(model, status, input tokens, cached tokens, output tokens, cost) of every request, once all have ended."""
         end_s = time.monotonic() + PATIENCE_S
-        while list(self.core.admission.balancer.ledger) and time.monotonic() < end_s:
+        while self.service._running and time.monotonic() < end_s:  # a row is durable once its request is finalized
             await asyncio.sleep(0.01)
         columns = "model, status, input_tokens, cached_tokens, output_tokens, cost_pico"
         while not (rows := list(await self.store.read(f"SELECT {columns} FROM usage ORDER BY created_us"))):
@@ -119,7 +125,7 @@ async def provider_server() -> AsyncIterator[StartProvider]:
     started: list[StandinProvider] = []
 
     async def start(kind: str, **script: Any) -> StandinProvider:
-        server = StandinAnthropic() if kind == "anthropic" else StandinGemini()
+        server = {"anthropic": StandinAnthropic, "gemini": StandinGemini, "openai": StandinOpenAI}[kind]()
         server.script = ProviderScript(**script)
         started.append(await server.start())
         return server

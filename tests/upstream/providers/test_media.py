@@ -9,7 +9,7 @@ import pytest
 from emberline.accounts.prices import PriceVersion
 from emberline.config import ProviderConfig
 from emberline.protocol.price import Price
-from emberline.testing.standin_providers import ProviderScript, StandinOpenAIMedia
+from emberline.testing.standin_providers import ProviderScript, StandinOpenAI
 from emberline.upstream.providers import openai_media
 from tests.upstream.providers.conftest import Gateway, Opener, StartProvider, configured
 
@@ -17,14 +17,14 @@ RUN = "/client/v4/accounts/a/ai/run"
 
 
 @pytest.fixture
-async def server() -> AsyncIterator[StandinOpenAIMedia]:
-    server = StandinOpenAIMedia()
+async def server() -> AsyncIterator[StandinOpenAI]:
+    server = StandinOpenAI()
     await server.start()
     yield server
     await server.close()
 
 
-async def acme(gateway: Opener, server: StandinOpenAIMedia) -> Gateway:
+async def acme(gateway: Opener, server: StandinOpenAI) -> Gateway:
     return await gateway(ProviderConfig(name="acme", url=server.url, key=server.key))
 
 
@@ -34,7 +34,7 @@ def set_price(made: Gateway, model: str, price: Price) -> None:
     )
 
 
-async def test_embeddings(gateway: Opener, server: StandinOpenAIMedia) -> None:
+async def test_embeddings(gateway: Opener, server: StandinOpenAI) -> None:
     made = await acme(gateway, server)
     set_price(made, "acme/embed-1", Price(input=1_000_000, cached_input=1_000_000))
     body = {"model": "acme/embed-1", "input": ["a", "b"], "dimensions": 2}
@@ -53,7 +53,7 @@ async def test_embeddings(gateway: Opener, server: StandinOpenAIMedia) -> None:
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "truncate")
 
 
-async def test_images(gateway: Opener, server: StandinOpenAIMedia) -> None:
+async def test_images(gateway: Opener, server: StandinOpenAI) -> None:
     made = await acme(gateway, server)
     set_price(made, "acme/gpt-image", Price(image=40_000))
     body = {"model": "acme/gpt-image", "prompt": "a cat", "n": 2, "quality": "low"}
@@ -72,7 +72,7 @@ async def test_images(gateway: Opener, server: StandinOpenAIMedia) -> None:
     assert [row[5] for row in await made.rows()] == [80_000 * 10**6, 40_000 * 10**6, 40_000 * 10**6]
 
 
-async def test_speech_both_ways(gateway: Opener, server: StandinOpenAIMedia) -> None:
+async def test_speech_both_ways(gateway: Opener, server: StandinOpenAI) -> None:
     made = await acme(gateway, server)
     set_price(made, "acme/tts-1", Price(input=15_000_000, cached_input=15_000_000))  # per million characters
     set_price(made, "acme/whisper-1", Price(audio_second=100_000))
@@ -91,7 +91,7 @@ async def test_speech_both_ways(gateway: Opener, server: StandinOpenAIMedia) -> 
     assert costs == [75_000_000, 75_000_000, 150_000_000, 150_000_000]
 
 
-async def test_video(gateway: Opener, server: StandinOpenAIMedia, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_video(gateway: Opener, server: StandinOpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openai_media, "VIDEO_POLL_S", 0.01)
     made = await acme(gateway, server)
     answer = await made.post(RUN, {"model": "acme/sora-2", "input": {"prompt": "a cat", "seconds": "4"}})
@@ -128,7 +128,7 @@ async def test_gemini(gateway: Opener, provider_server: StartProvider) -> None:
     ],
 )
 async def test_failures_are_named_and_cost_nothing(
-    gateway: Opener, server: StandinOpenAIMedia, script: ProviderScript, status: int
+    gateway: Opener, server: StandinOpenAI, script: ProviderScript, status: int
 ) -> None:
     made = await acme(gateway, server)
     set_price(made, "acme/gpt-image", Price(image=40_000))

@@ -1,0 +1,102 @@
+"""The Messages API for models of Anthropic: the body is passed on as it came, and events come back untouched."""
+
+import re
+from functools import partial
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Raw
+
+from emberline.api.common.sampling_fields import session_name
+from emberline.api.http.body import decode, named_model_and_sessions
+from emberline.api.http.call import EVENT_STREAM, Call, Reply, while_connected
+from emberline.api.http.errors import HeaderList, error_body
+from emberline.api.http.relay import relay_body, relay_chunks, relay_stream
+from emberline.api.http.resumable import HEADER, send_resumable
+from emberline.api.http.sse import named_event
+from emberline.catalog.model_card import ModelCard
+from emberline.protocol.errors import EmberlineError
+from emberline.protocol.request import Priority, alias_caller
+from emberline.upstream.request import MESSAGES, UpstreamRequest
+
+_VERSION = re.compile(r"\d{4}-\d{2}-\d{2}")
+_BETAS = re.compile(r"[A-Za-z0-9,_ .-]{1,1000}")
+DEFAULT_VERSION = "2023-06-01"
+
+
+class _Body(msgspec.Struct, kw_only=True):
+    """What is read of a body; the rest is Anthropic's to check."""
+
+    model: str
+    messages: Raw
+    max_tokens: Annotated[int, Meta(ge=0)]
+    stream: bool | None = None
+
+
+_body = msgspec.json.Decoder(_Body)
+_fields = msgspec.json.Decoder(dict[str, Raw])
+
+
+def anthropic_card(call: Call, raw: bytes) -> ModelCard | None:
+    """The card of the model that the body names, if it is Anthropic's API that serves it, and no rule of a gateway
+    has to read what is sent."""
+    name, sessions = named_model_and_sessions(raw)
+    if name is None or call.gateway is not None:
+        return None
+    session = session_name(call.session, *sessions)
+    card = call.service.upstream_card(name, alias_caller(call.principal, session, call.id))
+    if card is None:
+        return None
+    upstream = call.service.upstream
+    _, access = upstream.target(card, call.principal)
+    return card if upstream.kind_of(card, access) == "anthropic" else None
+
+
+async def forward_message(call: Call, card: ModelCard, raw: bytes, headers: HeaderList) -> Reply | None:
+    body = decode(raw, _body)
+    call.service.check_scope(call.principal, card)
+    upstream = call.service.upstream
+    model, access = upstream.target(card, call.principal)
+    fields: dict[str, Any] = {**_fields.decode(raw), "model": model, "stream": True}
+    route = upstream.route_request(
+        call.id,
+        card,
+        call.principal,
+        (bytes(body.messages),),
+        n=1,
+        max_tokens=body.max_tokens,
+        priority=Priority.DEFAULT,
+        session=call.session,
+        reject_if_busy=False,
+        body_bytes=len(raw),
+        api="messages",
+    )
+    request = UpstreamRequest(
+        route,
+        MESSAGES,
+        fields,
+        stream=bool(body.stream),
+        adds_cost=call.wants_cost,
+        access=access,
+        headers=_headers(call),
+    )
+    blocks = call.forward(request)
+    if not body.stream:
+        return Reply(200, await while_connected(call.receive, relay_body(blocks)), headers=headers)
+    failed = partial(_event, call)
+    if HEADER in call.headers:
+        await send_resumable(call, relay_chunks(blocks, failed), headers, EVENT_STREAM, failed)
+    else:
+        await while_connected(call.receive, relay_stream(call, blocks, headers, failed))
+    return None
+
+
+def _headers(call: Call) -> str:
+    """The version and the beta features that the client has asked for."""
+    version, betas = call.headers.get("anthropic-version", ""), call.headers.get("anthropic-beta", "")
+    lines = f"anthropic-version: {version if _VERSION.fullmatch(version) else DEFAULT_VERSION}\r\n"
+    return lines + (f"anthropic-beta: {betas}\r\n" if _BETAS.fullmatch(betas) else "")
+
+
+def _event(call: Call, error: EmberlineError) -> bytes:
+    return named_event("error", error_body(error, call.dialect, call.id))
