@@ -105,3 +105,8 @@ def test_matrices_are_quantized_as_the_configuration_says(quantization, kinds):
         numbers = made.weight(name).dense()
         assert numbers.std() * numbers.shape[1] ** 0.5 == pytest.approx(1, rel=0.4)
     assert made.weight("blk.0.ffn_gate_inp.weight").kind == "bf16", "routers are never quantized"
+
+
+def test_quantized_weights_load_on_a_cpu():
+    model = load_model(generate_checkpoint(QWEN_MOE | dict(quantization_config=INT4), 0), "cpu")
+    assert model.backend == "torch"
