@@ -332,10 +332,8 @@ class Call:
         """ModelNotFound: there is no such model. A gateway may have others to try."""
         if self.gateway is None:
             self.service.resolve(name)
-            return
-        models = self.gateway.plan(name, self.session, self.id).models
-        if len(models) == 1:
-            self.service.resolve(models[0])
+        else:
+            self.gateway.check_model(name, self.session, self.id)
 
     @property
     def has_queue(self) -> bool:

@@ -152,6 +152,7 @@ CODES: dict[str, Codes] = {
     "cancelled": Codes(408, 408, 3008, "timeout_error", "cancelled", "timeout_error"),
 }
 
+_GATEWAY_CODES = range(2001, 2100)  # AI Gateway's
 # Kinds that never reached a model: Cloudflare's own wording, a null result and no request id in the message.
 _ROUTING = frozenset({"unauthorized", "forbidden", "not_found", "method_not_allowed"})
 
@@ -195,13 +196,14 @@ def error_body(error: EmberlineError, dialect: Dialect, request_id: str) -> dict
         errors = [{"code": code, "message": error.message}]
         return {"success": False, "result": [], "messages": [], "error": errors}
     row = codes(error)
+    ours = {"gateway_code": row.native_code} if row.native_code in _GATEWAY_CODES else {}
     body: dict[str, Any]
     if dialect in (Dialect.OPENAI, Dialect.OPENAI_ENVELOPED):
         fields = {"message": error.message, "type": row.openai_type, "param": error.param, "code": row.openai_code}
-        body = {"error": fields}
+        body = {"error": fields | ours}
     else:
         fields = {"type": row.anthropic_type, "message": error.message}
-        body = {"type": "error", "error": fields, "request_id": request_id}
+        body = {"type": "error", "error": fields | ours, "request_id": request_id}
     if dialect in (Dialect.OPENAI_ENVELOPED, Dialect.ANTHROPIC_ENVELOPED):
         body |= _envelope(error, request_id)
     return body

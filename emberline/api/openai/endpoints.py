@@ -79,7 +79,7 @@ def _upstream_targets(call: Call, raw: bytes, unread: bool = False) -> ModelCard
     if gateway.settings.guardrails if unread else gateway.reads_prompts:
         return None
     plan = gateway.plan(name, session, call.id)
-    return plan if all(call.service.upstream_card(model) is not None for model in plan.models) else None
+    return plan if all(gateway.upstream_card(model, plan.caller) is not None for model in plan.models) else None
 
 
 async def list_models(call: Call) -> Reply:

@@ -127,6 +127,7 @@ class GatewayCall:
         self.reads_prompts = self.reads_replies or bool(guards)
         self._log_id = log_id
         self._n_requests = 0
+        self._cards: dict[tuple[str, str], ModelCard | None] = {}
         self._open: _Request | None = None  # of a universal request whose earlier steps have failed
         self._shown: _Request | None = None  # whose headers the response has
 
@@ -151,6 +152,19 @@ class GatewayCall:
         """Which models are tried. Asking does not count for the limits of routes."""
         metadata = self.options.metadata or {}
         return plan(self.settings, model, metadata, alias_caller(self.principal, session, request_id), self)
+
+    def upstream_card(self, model: str, caller: str) -> ModelCard | None:
+        """As `Service.upstream_card`, looked up once for the request."""
+        key = model, caller
+        if key not in self._cards:
+            self._cards[key] = self.pipeline.upstream_card(model, caller)
+        return self._cards[key]
+
+    def check_model(self, model: str, session: str | None, request_id: str) -> None:
+        """ModelNotFound where there is no such model and no other to try."""
+        models, caller, *_ = self.plan(model, session, request_id)
+        if len(models) == 1 and self.upstream_card(models[0], caller) is None:
+            self.pipeline.resolve(models[0], caller)
 
     def has_room(self, counter: Counter) -> bool:
         return self.owner.counters.has_room(self.principal.account, self.settings.name, counter)
@@ -388,7 +402,7 @@ class _Request:
     def _target(self, model: str, step: int) -> Target:
         """ModelNotFound where there is none."""
         pipeline, caller = self._call.pipeline, self._plan.caller
-        card = pipeline.upstream_card(model, caller)
+        card = self._call.upstream_card(model, caller)
         if card is not None:
             return Target(card, pipeline.upstream.provider_of(card), step)
         return Target(pipeline.resolve(model, caller), LOCAL, step)

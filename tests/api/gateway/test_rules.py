@@ -57,9 +57,13 @@ async def test_a_prompt_that_is_blocked(bench: Opener) -> None:
         answer = await gateway.ask(stream=stream, messages=[{"role": "user", "content": "a FORBIDDEN word"}])
         assert (answer.status_code, answer.json()["error"][0]["code"]) == (400, 2016)
     assert gateway.servers["a"].n_asked == 0
+    for path in ("/v1/chat/completions", "/v1/messages"):
+        body = {"model": A, "max_tokens": 5, "messages": [{"role": "user", "content": "forbidden"}]}
+        answer = await gateway.client.post(path, json=body, headers={"cf-aig-gateway-id": "default"})
+        assert (answer.status_code, answer.json()["error"]["gateway_code"]) == (400, 2016)
     assert (await gateway.ask()).status_code == 200
     rows = await gateway.logs(error="prompt_blocked")
-    assert [row["flags"] for row in rows] == [["words"]] * 2
+    assert [row["flags"] for row in rows] == [["words"]] * 4
 
 
 @pytest.mark.parametrize("hold", ["sentence", "whole"])
