@@ -20,6 +20,9 @@ from benchmarks.gpu.model_files import LLAMA_8B
 from benchmarks.gpu.workloads import Prompts
 
 PEER = Path(__file__).parents[1] / "peers" / "vllm_gpu.py"
+TEMPERATURE = (
+    1.0  # tokens that differ, so that rows choose different experts; greedy replies to noise repeat themselves
+)
 VOCAB = 120_000  # of the prompts' tokens; no smaller than that of any of the models
 INT4_GROUP_32: dict[str, Any] = {
     "quant_method": "compressed-tensors",
@@ -189,6 +192,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("large.json"))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--starts", type=int, default=1, help="of each engine")
+    parser.add_argument("--compiled", action="store_true", help="Triton's cache is warm: skip compiling kernels")
     parser.add_argument("--vllm", type=Path, metavar="DIR", help="folder of an installed vLLM")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
@@ -219,14 +223,16 @@ def main() -> int:
 def _ours(folder: Path, batches: tuple[int, ...], args: argparse.Namespace) -> dict[str, Any]:
     log = args.work / f"{folder.name}.log"
     flags = ("--random-weights", "0")
-    found: dict[str, Any] = {"compiled_s": compile_kernels(folder, log, *flags)} if args.starts == 1 else {}
+    found: dict[str, Any] = (
+        {"compiled_s": compile_kernels(folder, log, *flags)} if args.starts == 1 and not args.compiled else {}
+    )
     with worker(folder, log, *flags) as engine:
         found |= {"ready_s": engine.ready_s, "prepared_s": wait_until_prepared(engine, log)}
         found |= {"kv_tokens": engine.facts["kv_tokens"], "kv_bytes": engine.facts["kv_bytes"]}
         client, prompts = engine.client, Prompts(0, VOCAB)
         client.generate(prompts.many(2, 64), 8)
         for batch in batches:
-            tried = [workloads.decode(client, prompts, batch) for _ in range(args.repeats)]
+            tried = [workloads.decode(client, prompts, batch, TEMPERATURE) for _ in range(args.repeats)]
             found[f"b{batch}"] = [each["tok_s"] for each in tried]
             found[f"steady_b{batch}"] = [each["steady_tok_s"] for each in tried]
         found["8192"] = [workloads.prefill(client, prompts, 8192) for _ in range(args.repeats)]
@@ -238,6 +244,7 @@ def _theirs(folder: Path, batches: tuple[int, ...], args: argparse.Namespace) ->
     out.unlink(missing_ok=True)
     env = {**os.environ, "PYTHONPATH": str(args.vllm), "TRITON_CACHE_DIR": str(args.work / "triton-vllm")}
     command = [sys.executable, str(PEER), str(out), "--model", str(folder), "--repeats", str(args.repeats)]
+    command += ["--temperature", str(TEMPERATURE)]
     with (args.work / "vllm.log").open("ab") as log:
         subprocess.run([*command, "--only", *(f"b{n}" for n in batches), "8192"], env=env, stdout=log, stderr=log)
     if not out.exists():

@@ -98,7 +98,7 @@ def init_as_the_generator() -> None:
     DummyModelLoader.load_weights = load_weights
 
 
-def offline(out: Path, folder: str, only: list[str], repeats: int) -> None:
+def offline(out: Path, folder: str, only: list[str], repeats: int, temperature: float) -> None:
     """Figures are written as they come: what was measured before a failure counts."""
     started = time.perf_counter()
     import vllm
@@ -143,7 +143,11 @@ def offline(out: Path, folder: str, only: list[str], repeats: int) -> None:
     generate([some(64), some(64)], 8)
     for batch in (1, 8, 32, 64, 128, 256):
         if "decode" in only or f"b{batch}" in only:
-            each = decode(batch) if "decode" in only else {"tok_s": [decode(batch)["tok_s"] for _ in range(repeats)]}
+            each = (
+                decode(batch)
+                if "decode" in only
+                else {"tok_s": [decode(batch, temperature)["tok_s"] for _ in range(repeats)]}
+            )
             measure("decode", figures.get("decode", {}) | {f"b{batch}": each})
     if "warm" in only:
         measure("warm", {f"b{batch}": decode(batch, 0.7) for batch in (1, 64)})
@@ -231,12 +235,13 @@ def main() -> None:
     parser.add_argument("--model", metavar="FOLDER", help="with a config.json; default: a Llama of 8B parameters")
     parser.add_argument("--only", nargs="+", default=EVERYTHING, help="of these, or bN for a batch, N for a prompt")
     parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--temperature", type=float, default=0.0, help="of single batches")
     args = parser.parse_args()
     if args.mixed:
         figures = {f"budget_{n}": asyncio.run(mixed(n)) for n in args.mixed}
         args.out.write_text(json.dumps(figures, indent=1))
     else:
-        offline(args.out, args.model or model_folder(), args.only, args.repeats)
+        offline(args.out, args.model or model_folder(), args.only, args.repeats, args.temperature)
 
 
 if __name__ == "__main__":
