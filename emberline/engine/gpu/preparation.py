@@ -12,6 +12,7 @@ from emberline.engine.gpu.shapes import is_essential
 from emberline.engine.scheduler.latency_target import EAGER_TOKENS
 from emberline.engine.scheduler.limits import Limits
 from emberline.engine.scheduler.plan import DeviceLost
+from emberline.kernels.backend import LatentAttention, MoE
 from emberline.kernels.gpu.compile_server import CompileServer
 from emberline.kernels.gpu.launch import compiling_only
 from emberline.models.decoder import Decoder
@@ -58,9 +59,9 @@ class StepPreparation:
     def finish_essential(self) -> None:
         """Once weights are there, before requests are accepted."""
         began_s = time.perf_counter()
-        self._compile([*self._essential, *self._others], self._many_chunks + self._long_chunks)
+        self._compile([*self._essential, *self._others], self._many_chunks + self._long_chunks + self._eager_sizes)
         self._model.kernels.long_plans = True
-        self._compile([], self._long_chunks)
+        self._compile([], self._long_chunks + self._eager_sizes)
         self._model.kernels.long_plans = False
         compiled_s = time.perf_counter()
         if self._compile_server is not None:
@@ -111,6 +112,20 @@ class StepPreparation:
         n_tokens, n_chunks = self._limits.token_budget, min(64, self._limits.max_running)
         chunk = (0, min(n_tokens // n_chunks, self._limits.context_len))
         return [[chunk] * n_chunks] if n_tokens >= EAGER_TOKENS else []
+
+    @property
+    def _eager_sizes(self) -> list[list[tuple[int, int]]]:
+        """Steps beyond the CUDA graphs of a model whose kernels vary with a step's size: of latents, or of experts.
+
+        One long chunk of each size, and many chunks too short for a library's attention.
+        """
+        latent = any(isinstance(attn, LatentAttention) for attn in self._model.attentions)
+        if not latent and not any(isinstance(block, MoE) for block in self._model.feed_forwards):
+            return []
+        most = min(self._limits.token_budget, self._limits.context_len)
+        sizes = [n for n in (512 << i for i in range(8)) if self._runner.graph_tokens < n <= most]
+        short = [[(0, 16)] * min(64, self._limits.max_running)] if latent else []
+        return [*([(0, n)] for n in sizes), *short]
 
     @property
     def _long_chunks(self) -> list[list[tuple[int, int]]]:

@@ -17,6 +17,7 @@ from emberline.engine.gpu.runner import StepKind
 from emberline.engine.gpu.shapes import MAX_GRAPH_TOKENS
 from emberline.engine.scheduler.limits import Limits
 from emberline.engine.scheduler.plan import DeviceLost
+from emberline.kernels.backend import LatentAttention
 from emberline.kernels.gpu.launch import compiling_only, is_compiling
 from tests.engine.fakes import request
 
@@ -105,13 +106,24 @@ def plans(error):
     yield True
 
 
-def preparation_of(compile_error=None, plan_error=None):
+def preparation_of(compile_error=None, plan_error=None, attentions=()):
     kernels = SimpleNamespace(warm_up=lambda attentions, pools: plans(plan_error), long_plans=True)
-    model = SimpleNamespace(kernels=kernels, attentions=(), distinct_layers=nullcontext)
+    blocks = {"attentions": attentions, "feed_forwards": ()}
+    model = SimpleNamespace(kernels=kernels, distinct_layers=nullcontext, **blocks)
     runner = RecordingRunner(kernels)
     if compile_error is not None:
         runner.run_padding = raiser(compile_error)
     return StepPreparation(model, runner, Limits(8192, 100, (0,), 80, 8192)), runner
+
+
+def test_kernels_of_every_size_are_compiled_for_a_model_of_latents():
+    preparation, runner = preparation_of(attentions=(object.__new__(LatentAttention),))
+    runner.graph_tokens = 256
+    runner.run_eager_padding = lambda chunks: runner.eager.append(sum(n for _, n in chunks))
+    preparation.first()
+    preparation.finish_essential()
+    assert {512, 1024, 2048, 4096, 8192} <= set(runner.eager)
+    assert 64 * 16 in runner.eager
 
 
 def raiser(error):
