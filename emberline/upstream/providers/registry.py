@@ -125,7 +125,7 @@ def provider(config: ProviderConfig) -> Provider:
     engine = config.kind if config.kind in ("vllm", "sglang") else ""
     kind: Kind = "openai" if engine else config.kind or found.kind
     url = config.url or found.url
-    if not url and kind != "any-llm":
+    if not url:
         raise ConfigError(f"provider {config.name} needs a url: the address of its API", param="providers")
     if kind != found.kind or engine:  # what the name tells is about another API
         found = KnownProvider("", kind, engine or ("" if kind == "openai" else kind), needs_key=not engine)
@@ -143,8 +143,7 @@ def provider(config: ProviderConfig) -> Provider:
         is_hosted=found.needs_key and (not config.url or kind in ("anthropic", "gemini")),
     )
     try:
-        if url:
-            _ = made.address
+        _ = made.address
     except ValueError as error:
         raise ConfigError(f"provider {config.name}: url: {error}", param="providers") from None
     return made
