@@ -63,7 +63,7 @@ def measure(shape: Shape, rows: int, card: Card, gate_up: ExpertMatrix, down: Ex
     n_sets = 4 if rows <= 64 else 1
     logits = [torch.rand(rows, shape.experts, device=card.device) for _ in range(n_sets)]
     x, residual = card.noise(rows, shape.hidden), card.noise(rows, shape.hidden)
-    pairs, block = rows * shape.top_k, block_tokens(rows, shape.top_k, shape.experts)
+    pairs, block = rows * shape.top_k, block_tokens(shape.kind, rows, shape.top_k, shape.experts)
     activated = card.noise(pairs, shape.width)
     columns = result_columns(pairs, shape.hidden, x.element_size())
     results = torch.empty(pairs, columns, dtype=card.dtype, device=card.device)

@@ -8,6 +8,7 @@ from torch import Tensor
 from emberline.kernels.gpu.dequantize import dequantize_reference, scale_words_per_tile
 
 FORMATS = ("dense", "int4", "mxfp4", "fp8", "fp8_blocks")
+PACKED = ("int4", "mxfp4")
 FP8_BLOCK = 128
 
 
@@ -32,14 +33,14 @@ class ExpertMatrix:
 
     @property
     def words_per_tile(self) -> int:
-        return scale_words_per_tile(self.kind, self.group) if self.kind in ("int4", "mxfp4") else 0
+        return scale_words_per_tile(self.kind, self.group) if self.kind in PACKED else 0
 
     def dense(self) -> Tensor:
         """float32 [experts, n, k]: the reference of what the kernels multiply."""
         if self.kind == "dense":
             return self.weight.float()
         assert self.scale is not None
-        if self.kind in ("int4", "mxfp4"):
+        if self.kind in PACKED:
             return dequantize_reference(self.weight, self.scale, self.kind, self.group, self.k)
         values, (_, n, k) = self.weight.view(torch.float8_e4m3fn).float(), self.shape
         if self.kind == "fp8":

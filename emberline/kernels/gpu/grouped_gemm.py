@@ -15,7 +15,7 @@ from torch import Tensor
 
 from emberline.kernels.gpu.dequantize import fp8_values
 from emberline.kernels.gpu.elementwise import activation_fn
-from emberline.kernels.gpu.expert_matrix import FORMATS, ExpertMatrix
+from emberline.kernels.gpu.expert_matrix import FORMATS, PACKED, ExpertMatrix
 from emberline.kernels.gpu.launch import (
     INTERPRETED,
     cdiv,
@@ -276,7 +276,7 @@ def grouped_gemm(
     assert n_experts == len(to.lists)
     assert x.shape[1] == k
     assert first_row + n_out <= n
-    cols = 128 if experts.kind in ("int4", "mxfp4") else tile.cols
+    cols = 128 if experts.kind in PACKED else tile.cols
     assert experts.kind != "fp8_blocks" or 128 % cols == 0
     _grouped_gemm[(to.max_blocks * cdiv(n_out, tile.rows),)](
         x, experts.weight, experts.weight if experts.scale is None else experts.scale,
@@ -320,29 +320,36 @@ def combine_pairs(results: Tensor, to: Permutation, residual: Tensor, pdl: bool 
 # --- tile configs -----------------------------------------------------------------------------------------------------
 
 
-def block_tokens(tokens: int, slots: int, experts: int) -> int:
+def block_tokens(kind: str, tokens: int, slots: int, experts: int) -> int:
     """Pairs of a block: about the average of a touched expert, so that most experts are one block and are read once.
 
     More of them would be padding that the tensor cores multiply for nothing; fewer would read a matrix several times.
+    Of 4-bit weights blocks of 64 are as fast as larger ones, whose accumulators leave no registers to decode in.
     """
     if INTERPRETED:
         return 16
     average = tokens * slots / min(experts, tokens * slots)
-    if average <= 12:
-        return 16
-    return 32 if average <= 24 else 64 if average <= 96 else 128
+    if kind in PACKED:
+        return 8 if average <= 6 else 16 if average <= 12 else 64
+    return 16 if average <= 12 else 32 if average <= 24 else 64 if average <= 96 else 128
 
 
 def grouped_tile(kind: str, block: int, gated: bool) -> GroupedTile:
-    """Weights are streamed through a few stages in small blocks; larger ones are squares that reuse both operands.
+    """Measured on an H200 with Kimi K2.5's shape (INT4) and GLM-4.7-Flash's (BF16): docs/design/mixture-of-experts.md.
 
-    A gate doubles the accumulators, and with 128 tokens they would not fit in the registers of four warps.
+    Few tokens: as many bytes in flight as two or three programs per SM can have. Many: tiles that reuse both operands;
+    a gate doubles the accumulators.
     """
     if INTERPRETED:
         return GroupedTile(64, 64, 2, 4)
-    cols = 64 if kind == "dense" and block > 32 else 128
-    if block <= 32:
-        return GroupedTile(64, cols, 4, 4)
-    if block == 64:
-        return GroupedTile(128, cols, 4 if kind != "fp8_blocks" else 3, 8)
-    return GroupedTile(128, cols, 3, 8)
+    if kind in PACKED:
+        if block <= 32:
+            return GroupedTile(128, 128, 4, 4)
+        return (
+            GroupedTile(128, 128, 3, 4) if gated and block == 64 else GroupedTile(128, 128, 4 if block == 64 else 3, 8)
+        )
+    if kind == "dense":
+        if block <= 32:
+            return GroupedTile(64, 128, 4, 4)
+        return GroupedTile(128, 64, 4, 8) if gated or block == 64 else GroupedTile(256, 64, 3, 8)
+    return GroupedTile(64, 128, 4, 4) if block <= 32 else GroupedTile(128, 128, 3, 8)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from emberline.kernels.backend import MLP, MoE
 from emberline.kernels.gpu.elementwise import add_norm
+from emberline.kernels.gpu.expert_matrix import PACKED
 from emberline.kernels.gpu.grouped_gemm import EXPERT_GATES, block_tokens, combine_pairs, grouped_gemm, grouped_tile
 from emberline.kernels.gpu.matmul import GATES, DenseMatrix, Fusion, Matmul
 from emberline.kernels.gpu.moe_routing import Permutation, make_permutation, route_tokens
@@ -62,6 +63,8 @@ def run_moe(
     add_norm(x, None, moe.norm, normed, moe.eps, pdl=pdl)
     if moe.shared is not None:
         _add_shared(moe.shared, normed, x, workspace, matmul)
+    # One token of 4-bit experts is a program per SM; started early they share SMs, and it takes 108 instead of 93 µs.
+    pdl = pdl and (len(x) > 1 or moe.gate_up.kind not in PACKED)
     to = _permute(moe, normed, valid, workspace, matmul, _DETERMINISTIC_BLOCK if deterministic else None, pdl)
     _add_routed(moe, normed, x, to, workspace, pdl)
 
@@ -80,8 +83,9 @@ def _permute(
     tokens, n_experts, slots = len(normed), moe.down.shape[0], moe.routing.slots
     logits = workspace.take("router_logits", tokens, len(moe.router), dtype=torch.float32)
     matmul(normed, DenseMatrix(moe.router, moe.router_bias), logits, Fusion())
+    block = block or block_tokens(moe.gate_up.kind, tokens, slots, n_experts)
     memory = workspace.region("permutation", torch.int32)
-    to = make_permutation(memory, tokens, slots, n_experts, block or block_tokens(tokens, slots, n_experts))
+    to = make_permutation(memory, tokens, slots, n_experts, block)
     route_tokens(logits, moe.routing, to, workspace.expert_counts, correction=moe.correction_bias, valid=valid, pdl=pdl)
     return to
 
