@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from emberline.kernels.gpu.fp8_gemm import FP8Matrix
+from emberline.kernels.gpu.launch import INTERPRETED
 from emberline.kernels.gpu.matmul import DenseMatrix, Fusion, Matmul, workspace_needs
 from emberline.kernels.gpu.packed_gemm import PackedMatrix
 from emberline.kernels.gpu.quantized_loading import load_quantized
@@ -26,6 +27,7 @@ from tests.kernels.gpu.test_packed_gemm import packed
 from tests.kernels.gpu.test_triton_backend import run
 from tests.weights.quantized_folder import SCHEMES, write_llama
 
+MODEL_LIMIT = LIMIT if INTERPRETED else 0.04  # two layers of bfloat16 differ from float32 by up to 0.02
 FP8_LIMIT = 0.1  # activations have three bits of mantissa
 
 
@@ -44,7 +46,7 @@ def test_a_model_computes_the_same(tmp_path: Path, scheme: str, deterministic: b
     reference = Decoder(checkpoint, TorchBackend(DEVICE, DTYPE), llama)
     quantizes = not deterministic and any(getattr(matrix, "quantize_input", False) for matrix in model.matrices)
     for got, want in zip(run(model), run(reference), strict=True):
-        assert error(got, want) < (FP8_LIMIT if quantizes else LIMIT)
+        assert error(got, want) < (FP8_LIMIT if quantizes else MODEL_LIMIT)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
