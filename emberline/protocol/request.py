@@ -80,6 +80,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
     reasoning: str | None = None  # of an earlier assistant turn; the chat template decides what it keeps
+    images: tuple[str, ...] = ()  # data URLs, for models on upstream servers
 
 
 class Tool(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from emberline.protocol import block_hash as blockhash
-from emberline.protocol.errors import BadInput, ContextExceeded
+from emberline.protocol.errors import BadInput, ContextExceeded, Unsupported
 from emberline.protocol.frames import EngineInfo
 from emberline.protocol.request import GenerateRequest, Message, Principal, SamplingParams, ThinkingLimit
 from emberline.service.core import Core, SessionEntry
@@ -164,6 +164,9 @@ def _read(
 ) -> tuple[SamplingParams, list[bytes], Rendered | None]:
     """The sampling parameters, checked; the digests of a conversation's messages, and its rendered text."""
     valid = validate(request, info.vocab_size)
+    for at, message in enumerate(request.messages or ()):
+        if message.images:
+            raise Unsupported(f"{request.model} takes no images", param=f"messages[{at}].images")
     n_chars = sum(len(message.content) for message in request.messages or ()) + len(request.prompt or "")
     _check_length(n_chars, request, text, info.context_len)
     rendered = render_prompt(text, request)

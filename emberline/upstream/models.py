@@ -241,7 +241,10 @@ class UpstreamModels:
             body_bytes=len(prompt) + len(msgspec.json.encode(others)),
             engine=engine,
         )
-        route = await self.with_token_keys(route, request, card)
+        if n_images := sum(len(message.images) for message in request.messages or ()):
+            route = msgspec.structs.replace(route, images=n_images)
+        else:
+            route = await self.with_token_keys(route, request, card)
         path = CHAT if request.messages is not None else COMPLETIONS
         return UpstreamRequest(route, path, fields, access=access)
 

@@ -106,6 +106,9 @@ def body_of(request: GenerateRequest, kind: str) -> dict[str, Any]:
 
 def _message(message: Message) -> dict[str, Any]:
     made: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.images:
+        images = [{"type": "image_url", "image_url": {"url": url}} for url in message.images]
+        made["content"] = [*([{"type": "text", "text": message.content}] if message.content else ()), *images]
     if message.name is not None:
         made["name"] = message.name
     if message.tool_calls:

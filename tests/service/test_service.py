@@ -27,6 +27,7 @@ from emberline.protocol.errors import (
     ModelNotFound,
     Overloaded,
     Unavailable,
+    Unsupported,
 )
 from emberline.protocol.events import (
     ChoiceDone,
@@ -918,3 +919,10 @@ async def test_end_survives_msgpack(service: Service) -> None:
     assert len(end.session_entries) == 2
     raw = msgspec.msgpack.encode(end)
     assert msgspec.msgpack.decode(raw, type=RequestEnd) == end
+
+
+async def test_images_are_refused_by_a_model_of_this_machine(service: Service) -> None:
+    request = ask(messages=(Message("user", "What is this?", images=("data:image/png;base64,iVBORw0K",)),))
+    with pytest.raises(Unsupported, match="takes no images") as refused:
+        await events_of(service, request)
+    assert refused.value.param == "messages[0].images"

@@ -107,6 +107,18 @@ async def test_a_stream_is_forwarded_with_usage_on_request(api: ApiClient, asks:
     assert (status, n_output) == ("finished", 50)
 
 
+async def test_ollamas_images_reach_the_server(api: ApiClient) -> None:
+    message = {"role": "user", "content": "What is this?", "images": ["iVBORw0K"]}
+    answer = await api.post("/api/chat", {"model": CHAT["model"], "messages": [message], "stream": False})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["message"]["content"]
+    (sent,) = api.bench.standins["a"].requests
+    assert sent["messages"][0]["content"] == [
+        {"type": "text", "text": "What is this?"},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0K"}},
+    ]
+
+
 async def test_a_forwarded_stream_is_resumed(api: ApiClient) -> None:
     """Computed and billed once; its events are the upstream server's, with numbers."""
     headers = {"x-emberline-resume": "60"}

@@ -20,7 +20,7 @@ from emberline.api.common.sampling_fields import (
 from emberline.api.common.tools import DeclaredTools, toolset
 from emberline.api.common.unsupported_fields import OneField, UnsupportedField, refuse_unsupported
 from emberline.api.http.errors import FieldNames
-from emberline.protocol.errors import BadInput, Unsupported
+from emberline.protocol.errors import BadInput
 from emberline.protocol.request import (
     EncodeRequest,
     GenerateRequest,
@@ -35,6 +35,8 @@ from emberline.service.validation import MAX_TEMPERATURE, MAX_TOKENS
 TEMPERATURE, TOP_K, TOP_P = 0.8, 40, 0.9
 _NUMBER = r"[0-9]{1,18}(\.[0-9]{1,9})?"
 _DURATION = rf"^-?({_NUMBER}|({_NUMBER}(ns|us|µs|ms|s|m|h)){{1,6}})$"
+
+_IMAGES = {"iVBOR": "png", "/9j/": "jpeg", "R0lGOD": "gif", "UklGR": "webp"}  # by how their base64 begins
 
 KeepAlive = float | Annotated[str, Meta(pattern=_DURATION)]
 
@@ -143,8 +145,7 @@ class OllamaMessage(msgspec.Struct, kw_only=True):
     tool_name: str | None = None
     tool_call_id: str | None = None
 
-    def chat_message(self, field: str) -> ChatMessage:
-        _refuse_images(self.images, f"{field}.images")
+    def chat_message(self) -> ChatMessage:
         return ChatMessage(
             role=self.role,
             content=self.content,
@@ -166,10 +167,14 @@ class OllamaChat(TextRequest, kw_only=True):
 
     def to_request(self, model: str, request_id: str, session: str | None) -> tuple[GenerateRequest, FieldNames]:
         found = toolset(self.tools, None)
-        messages = [message.chat_message(f"messages[{i}]") for i, message in enumerate(self.messages or ())]
+        given = self.messages or []
+        messages = canonical_messages([message.chat_message() for message in given])
         request = GenerateRequest(
             model=model,
-            messages=canonical_messages(messages),
+            messages=tuple(
+                _with_images(message, body.images, f"messages[{i}].images")
+                for i, (message, body) in enumerate(zip(messages, given, strict=True))
+            ),
             tools=found.tools,
             tool_choice=found.choice,
             **self.fields(request_id, session),
@@ -195,15 +200,17 @@ class OllamaPrompt(TextRequest, kw_only=True):
         return not self.prompt
 
     def to_request(self, model: str, request_id: str, session: str | None) -> tuple[GenerateRequest, FieldNames]:
-        _refuse_images(self.images, "images")
         prompt, names = self.prompt or "", FieldNames(output="format")
         fields = self.fields(request_id, session)
         if self.raw:
+            if self.images:
+                raise BadInput("`images` need the chat template, which `raw` leaves out", param="images")
             if self.system:
                 raise BadInput("`system` needs the chat template, which `raw` leaves out", param="system")
             return GenerateRequest(model=model, prompt=prompt, **fields), names
         system = (Message("system", self.system),) if self.system else ()
-        return GenerateRequest(model=model, messages=(*system, Message("user", prompt)), **fields), names
+        question = _with_images(Message("user", prompt), self.images, "images")
+        return GenerateRequest(model=model, messages=(*system, question), **fields), names
 
 
 class OllamaEmbed(ModelRequest, kw_only=True):
@@ -247,8 +254,15 @@ class OllamaPull(msgspec.Struct, kw_only=True):
     insecure: bool | None = None
 
 
-def _refuse_images(images: list[str] | None, field: str) -> None:
-    if images:
-        raise Unsupported(
-            f"`{field}`: this API sends models text alone; send images to /v1/chat/completions", param=field
-        )
+def _with_images(message: Message, images: list[str] | None, field: str) -> Message:
+    """Images come as bare base64; what they are is in their first bytes."""
+    if not images:
+        return message
+    return msgspec.structs.replace(message, images=tuple(_data_url(image, field) for image in images))
+
+
+def _data_url(image: str, field: str) -> str:
+    kind = next((kind for begin, kind in _IMAGES.items() if image.startswith(begin)), None)
+    if kind is None or not image.isascii():
+        raise BadInput(f"`{field}` must be PNG, JPEG, GIF or WebP images in base64", param=field)
+    return f"data:image/{kind};base64,{image}"
