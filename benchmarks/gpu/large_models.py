@@ -175,13 +175,16 @@ MODELS = {
     "qwen3": (QWEN3_30B, (1, 32)),
     "glm": (GLM_FLASH, (1, 32)),
     "fp8": (LLAMA_8B | {"quantization_config": FP8_PER_CHANNEL}, (1, 64)),
-    "bf16": (LLAMA_8B, (1, 64)),
+    "bf16": (LLAMA_8B, (1, 64, 256)),
 }
+PROMPTS = {"bf16": (8192, 32768)}  # tokens; of the others 8,192
+LENGTHS = ("8192", "32768")
 MUST = {
     "kimi": {"b1": 1.15, "b8": 1.10, "b32": 1.10, "b64": 1.10, "8192": 1.0},
     "qwen3": {"b1": 1.1, "b32": 1.1},
     "glm": {"b1": 1.1, "b32": 1.1},
     "fp8": {"b1": 1.1, "b64": 1.1, "8192": 1.0},
+    "bf16": {"b1": 1.2, "b64": 1.15, "b256": 1.12, "8192": 1.0, "32768": 1.0},
 }
 
 
@@ -193,19 +196,21 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--starts", type=int, default=1, help="of each engine")
     parser.add_argument("--compiled", action="store_true", help="Triton's cache is warm: skip compiling kernels")
+    parser.add_argument("--engines", nargs="+", default=["emberline", "vllm"])
+    parser.add_argument("--add", action="store_true", help="to the figures already in --out")
     parser.add_argument("--vllm", type=Path, metavar="DIR", help="folder of an installed vLLM")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
-    figures: dict[str, Any] = {}
+    figures: dict[str, Any] = json.loads(args.out.read_text()) if args.add and args.out.exists() else {}
     for name in args.models:
         config, batches = MODELS[name]
         folder = args.work / name
         folder.mkdir(exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config))
-        figures[name] = {"emberline": [], "vllm": []}
+        figures.setdefault(name, {"emberline": [], "vllm": []})
         for _ in range(args.starts):
             for engine, measure in ("emberline", _ours), ("vllm", _theirs):
-                if engine == "vllm" and (args.vllm is None or name == "bf16"):
+                if engine not in args.engines or (engine == "vllm" and args.vllm is None):
                     continue
                 begin = time.perf_counter()
                 try:
@@ -235,7 +240,8 @@ def _ours(folder: Path, batches: tuple[int, ...], args: argparse.Namespace) -> d
             tried = [workloads.decode(client, prompts, batch, TEMPERATURE) for _ in range(args.repeats)]
             found[f"b{batch}"] = [each["tok_s"] for each in tried]
             found[f"steady_b{batch}"] = [each["steady_tok_s"] for each in tried]
-        found["8192"] = [workloads.prefill(client, prompts, 8192) for _ in range(args.repeats)]
+        for length in PROMPTS.get(folder.name, (8192,)):
+            found[str(length)] = [workloads.prefill(client, prompts, length) for _ in range(args.repeats)]
     return found
 
 
@@ -245,8 +251,9 @@ def _theirs(folder: Path, batches: tuple[int, ...], args: argparse.Namespace) ->
     env = {**os.environ, "PYTHONPATH": str(args.vllm), "TRITON_CACHE_DIR": str(args.work / "triton-vllm")}
     command = [sys.executable, str(PEER), str(out), "--model", str(folder), "--repeats", str(args.repeats)]
     command += ["--temperature", str(TEMPERATURE)]
+    lengths = map(str, PROMPTS.get(folder.name, (8192,)))
     with (args.work / "vllm.log").open("ab") as log:
-        subprocess.run([*command, "--only", *(f"b{n}" for n in batches), "8192"], env=env, stdout=log, stderr=log)
+        subprocess.run([*command, "--only", *(f"b{n}" for n in batches), *lengths], env=env, stdout=log, stderr=log)
     if not out.exists():
         raise RuntimeError((args.work / "vllm.log").read_text(errors="replace")[-2500:])
     figures: dict[str, Any] = json.loads(out.read_text())
@@ -259,15 +266,15 @@ def _theirs(folder: Path, batches: tuple[int, ...], args: argparse.Namespace) ->
 def table(figures: dict[str, Any]) -> str:
     rows = [("", "Emberline", "vLLM", "ratio", "must", "")]
     for name, engines in figures.items():
-        for key in ("b1", "b8", "b32", "b64", "8192"):
+        for key in ("b1", "b8", "b32", "b64", "b256", "8192", "32768"):
             own, peer = (_all(engines[engine], key) for engine in ("emberline", "vllm"))
             if not own:
                 continue
             middle, other = statistics.median(own), statistics.median(peer) if peer else None
-            ratio = None if other is None else other / middle if key == "8192" else middle / other
+            ratio = None if other is None else other / middle if key in LENGTHS else middle / other
             must = MUST.get(name, {}).get(key)
             verdict = "" if ratio is None or must is None else "ok" if ratio >= must else "short"
-            title = f"{name}, prefill 8,192 s" if key == "8192" else f"{name}, decode {key} tok/s"
+            title = f"{name}, prefill {int(key):,} s" if key in LENGTHS else f"{name}, decode {key} tok/s"
             cells = (_spread(own), _spread(peer), "–" if ratio is None else f"{ratio:.3f}", f"{must or ''}", verdict)
             rows.append((title, *cells))
     widths = [max(len(row[i]) for row in rows) for i in range(6)]
