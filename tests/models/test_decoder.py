@@ -19,7 +19,7 @@ SIZES = {
 LATENT = ModelConfig(
     architecture="deepseek_v3", n_kv_heads=4, head_dim=24, **SIZES,
     latent=LatentConfig(q_lora=24, kv_lora=32, nope=16, rope=8, v_dim=16),
-    moe=MoEConfig(layers=(1, 2, 3), experts=8, top_k=2, width=16, shared_width=16, scoring="sigmoid",
+    moe=MoEConfig(layers=(1, 2, 3), experts=8, top_k=2, width=16, shared_width=32, scoring="sigmoid",
                   correction_bias=True),
 )  # fmt: skip
 CHUNKED = ModelConfig(
