@@ -10,7 +10,7 @@ import pytest
 from emberline.accounts.account_service import AccountService, KeyGrant
 from emberline.accounts.audit_log import Actor
 from emberline.api.batch_loader import BatchService
-from emberline.api.http.router import Policy
+from emberline.api.http.router import ANY_API, Policy
 from emberline.api.routes import ROUTES
 from emberline.jobs.webhooks.service import WebhookService
 from emberline.protocol.errors import ErrorInfo
@@ -203,6 +203,8 @@ async def test_every_key_route_declares_its_api(tenants: Tenants, accounts: Acco
         if route.policy is Policy.OPEN:
             continue
         assert (route.api != "") == (route.policy is Policy.KEY), route.path
+        if route.api == ANY_API:  # its endpoint checks which API a request leads to
+            continue
         path = route.path.replace("{account}", "alice").replace("{model}", MODEL).replace("{id}", "x")
         answer = await tenants.ask("limited", route.method, path, json={})
         assert (answer.status_code == 403) == (route.api != "files"), route.path

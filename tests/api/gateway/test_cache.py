@@ -11,7 +11,7 @@ from emberline.config import ProviderConfig
 from emberline.protocol.gateway import Guardrail
 from emberline.service.gateway.service import GatewayService
 from emberline.testing.openai_script import ServerScript
-from emberline.testing.standin_providers import StandinOpenAIMedia
+from emberline.testing.standin_providers import StandinOpenAI
 from tests.api.gateway.conftest import MODEL, Opener
 
 A = f"a/{MODEL}"
@@ -163,7 +163,7 @@ async def test_what_cannot_be_read_is_passed_on_uncached(bench: Opener) -> None:
 
 
 async def test_embeddings_images_and_speech(bench: Opener) -> None:
-    server = StandinOpenAIMedia()
+    server = StandinOpenAI()
     await server.start()
     media = ProviderConfig(name="acme", url=server.url, key=server.key)
     gateway = await bench(CACHED | {"fallbacks": {"a/gpt-image": ("acme/gpt-image",)}}, more=(media,))
