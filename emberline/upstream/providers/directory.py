@@ -125,12 +125,13 @@ class ProviderDirectory:
             pool.close()
 
     def _stored_access(self, client: ProviderClient, stored: ProviderKey) -> Access:
-        if not stored.url:
+        url = stored.url or (_known_url(client.name) if client.provider.url == NOWHERE else "")
+        if not url:
             if client.provider.url == NOWHERE:
                 raise Forbidden(f"provider {client.name} needs a url: add its key again, with one", param="model")
             return Access(stored.key)
         kind: Kind = stored.kind if stored.kind in get_args(Kind) else client.provider.kind  # type: ignore[assignment]
-        here = client.provider._replace(kind=kind, url=stored.url)
+        here = client.provider._replace(kind=kind, url=url)
         pool = self._pool(here, stored.is_own)
         traits = client.provider.traits if kind == client.provider.kind else kind
         return Access(stored.key, pool, api_of(here), traits, stored.is_own)
@@ -166,15 +167,23 @@ class ProviderDirectory:
         return None
 
     def _add(self, name: str) -> ProviderClient:
-        """A provider that only stored keys name."""
+        """A provider that only stored keys name. One that is known by a local address, as Ollama, is the operator's to
+        offer: accounts reach it by a key of all accounts, or where `provider_networks` lets them."""
         try:
             made = provider(ProviderConfig(name=name))
+            if not made.address.tls:
+                made = made._replace(url=NOWHERE)
         except ConfigError:  # its name tells nothing: each account has its own address
             made = Provider(name, "openai", NOWHERE, needs_key=False)
         client = self.clients[name] = ProviderClient(made, is_configured=False)
         for tell in self.on_new:
             tell(client)
         return client
+
+
+def _known_url(name: str) -> str:
+    found = known(name)
+    return "" if found is None else found.url
 
 
 def remote_name(card: ModelCard) -> str:

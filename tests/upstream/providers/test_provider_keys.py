@@ -9,6 +9,7 @@ import pytest
 from emberline.accounts.audit_log import Actor
 from emberline.accounts.provider_keys import NewProviderKey
 from emberline.protocol.egress_policy import EgressPolicy
+from emberline.upstream.providers.registry import KNOWN, KnownProvider
 from tests.upstream.providers.conftest import Gateway, Opener, StartProvider, configured
 
 ACTOR = Actor("test", "")
@@ -114,6 +115,24 @@ async def test_an_accounts_url_inside_the_network_is_not_reached(gateway: Opener
     answer = await made.post("/v1/chat/completions", BODY | {"model": "mine/m"}, **alice)
     assert answer.status_code == 400, answer.text
     assert "provider_networks" in answer.json()["error"]["message"] or "resolved" in answer.json()["error"]["message"]
+
+
+async def test_a_local_server_that_is_known_by_name_is_the_operators_to_offer(
+    gateway: Opener, provider_server: StartProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = await provider_server("openai")
+    monkeypatch.setitem(KNOWN, "llamacpp", KnownProvider(server.url, needs_key=False))
+    made = await gateway(keys=True)
+    alice, bob, admin = [await key_of(made, name, name == "root") for name in ("alice", "bob", "root")]
+    body = BODY | {"model": "llamacpp/gpt-test"}
+    await made.post("/api/providers", {"name": "llamacpp", "key": server.key}, **alice)
+    own = await made.post("/v1/chat/completions", body, **alice)
+    assert (own.status_code, "provider_networks" in own.text) == (400, True), own.text
+    assert (await made.post("/api/providers/llamacpp/test", {}, **alice)).status_code == 400
+    assert (await made.post("/v1/chat/completions", body, **bob)).status_code == 404
+    assert not server.headers, "nothing was sent"
+    await made.post("/api/providers", {"name": "llamacpp", "key": server.key}, **admin)
+    assert (await made.post("/v1/chat/completions", body, **bob)).status_code == 200
 
 
 async def test_names_are_resolved_for_every_connection_and_the_address_is_pinned(
