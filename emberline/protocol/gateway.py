@@ -16,6 +16,7 @@ MAX_ATTEMPTS = 5
 MAX_DELAY_MS = 5000
 MAX_TIMEOUT_MS = 600_000
 MIN_CACHE_TTL_S = 60
+MAX_COST_PICO = 1 << 60  # of a request, as it is logged and counted: sums of two fit the store's 64 bits
 
 GatewayName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
 RouteName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]

@@ -33,7 +33,7 @@ class Target(NamedTuple):
 class Attempt(NamedTuple):
     target: Target
     id: str  # under which it is in flight, and of its usage row
-    is_retry: bool  # not the request's first: it does not count for rate limits again
+    is_retry: bool  # of a request that was admitted before: it does not count for rate limits again
 
 
 class Breakers:
@@ -60,6 +60,7 @@ class Attempts:
     def __init__(self, request_id: str, account: str, breakers: Breakers) -> None:
         self.made: list[LogAttempt] = []
         self.answering: Target | None = None
+        self.was_admitted = False  # an attempt has counted for the limits on requests
         self._breaker: CircuitBreaker | None = None  # of the attempt that answers
         self._request_id = request_id
         self._account = account
@@ -85,7 +86,8 @@ class Attempts:
         self, target: Target, timeout_ms: int, waited_s: float, start: Callable[[Attempt], Awaitable[T]]
     ) -> T:
         number = len(self.made)
-        attempt = Attempt(target, self._request_id if not number else f"{self._request_id}-{number + 1}", number > 0)
+        attempt_id = self._request_id if not number else f"{self._request_id}-{number + 1}"
+        attempt = Attempt(target, attempt_id, self.was_admitted)
         breaker = self._breakers.find(self._account, target.provider)
         began_s = time.monotonic()
         failed: EmberlineError | None = None

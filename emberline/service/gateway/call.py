@@ -16,7 +16,7 @@ from emberline.catalog.model_card import ModelCard
 from emberline.protocol.answer import Answer, Encoded
 from emberline.protocol.errors import EmberlineError
 from emberline.protocol.events import Completed, Started, TextEvent, Usage
-from emberline.protocol.gateway import GatewayOptions, GatewaySettings, StepConfig
+from emberline.protocol.gateway import MAX_COST_PICO, GatewayOptions, GatewaySettings, StepConfig
 from emberline.protocol.media import Media, MediaRequest
 from emberline.protocol.rate_limits import RateLimits
 from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal, SpeechRequest, alias_caller
@@ -193,7 +193,7 @@ class GatewayCall:
                 events = self.pipeline.generate(
                     asked,
                     self.principal,
-                    on_admit=on_admit,
+                    on_admit=run.admitting(on_admit),
                     on_complete=run.completing(on_complete),
                     attempt=run.context(attempt),
                 )
@@ -224,7 +224,7 @@ class GatewayCall:
             ) -> tuple[tuple[bytes, bool], AsyncGenerator[tuple[bytes, bool], None]]:
                 asked = await make(attempt.target.card, attempt.id)
                 context = run.context(attempt, bills_failure=asked.stream)
-                blocks = self.pipeline.forward(asked, on_admit, run.completing(on_complete), context)
+                blocks = self.pipeline.forward(asked, run.admitting(on_admit), run.completing(on_complete), context)
                 return await _first_of(blocks), blocks
 
             first, blocks = await run.attempt(start)
@@ -414,6 +414,14 @@ class _Request:
         n_servers = self._call.pipeline.upstream.n_servers(attempt.target.card)
         return AttemptContext(attempt.is_retry, n_servers - 1, bills_failure)
 
+    def admitting(self, on_admit: OnAdmit | None) -> OnAdmit:
+        def admit(rate_limits: RateLimits | None) -> None:
+            self._attempts.was_admitted = True
+            if on_admit is not None:
+                on_admit(rate_limits)
+
+        return admit
+
     def completing(self, on_complete: OnComplete | None) -> OnComplete:
         def complete(completed: Completed) -> None:
             self._take(completed.usage, completed.cost_pico)
@@ -428,7 +436,7 @@ class _Request:
         row.cached_tokens, row.cost_pico = usage.cached_tokens, cost_pico
         if custom is not None and row.cache_status != "HIT":
             cost = custom.per_token_in * usage.prompt_tokens + custom.per_token_out * usage.completion_tokens
-            row.cost_pico = int(cost * 1e12)
+            row.cost_pico = min(int(cost * 1e12), MAX_COST_PICO)
 
     def answered(self, answer: Answer | None = None, digest: str = "", encoded: Encoded | None = None) -> None:
         """The reply is complete, whether or not the client reads its last byte: it is cached, if that was asked for."""

@@ -11,16 +11,17 @@ import time
 import msgspec
 
 from emberline.protocol.errors import EmberlineError
+from emberline.protocol.gateway import MAX_COST_PICO
 from emberline.store import BulkQuery, Database, Sql
 from emberline.upstream.gateway.routing import Counter
 
 SYNC_S = 0.5
 IDLE_SYNC_S = 5.0  # where nothing was counted here
 _COLUMNS = "account, gateway, name, begin_us, until_us, amount"
-_ADD = Sql(
-    f"INSERT INTO gateway_counters ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?) "
-    "ON CONFLICT (account, gateway, name, begin_us) DO UPDATE SET amount = gateway_counters.amount + excluded.amount"
-)
+_INSERT = f"INSERT INTO gateway_counters ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?) "
+_SUM = f"(gateway_counters.amount + excluded.amount, {2 * MAX_COST_PICO})"
+_ON_CONFLICT = "ON CONFLICT (account, gateway, name, begin_us) DO UPDATE SET amount = "
+_ADD = Sql(f"{_INSERT}{_ON_CONFLICT}MIN{_SUM}", postgres=f"{_INSERT}{_ON_CONFLICT}LEAST{_SUM}")
 _CURRENT = f"SELECT {_COLUMNS} FROM gateway_counters WHERE until_us > ?"
 _SWEEP = "DELETE FROM gateway_counters WHERE until_us <= ?"
 
@@ -57,7 +58,8 @@ class CounterTable:
 
     def add(self, account: str, gateway: str, counter: Counter, amount: int) -> None:
         key, until_us = _key(account, gateway, counter)
-        self._counts.setdefault(key, _Count(until_us)).new += amount
+        count = self._counts.setdefault(key, _Count(until_us))
+        count.new = min(count.new + amount, MAX_COST_PICO)
 
     async def _sync_often(self) -> None:
         idle_s = 0.0

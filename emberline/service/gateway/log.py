@@ -135,6 +135,20 @@ class LogWriter:
             if self._pending:
                 self._wake.set()
 
+    async def _insert(self, rows: list[LogRow]) -> None:
+        assert self._store is not None
+        await self._store.transaction([BulkQuery(_INSERT, [_values(row) for row in rows])])
+
+    async def _insert_apart(self, rows: list[LogRow]) -> None:
+        """One by one: a row that the store does not take is the only one that is lost."""
+        for row in rows:
+            try:
+                await self._insert([row])
+            except EmberlineError:
+                raise
+            except Exception:
+                log.exception("the log row %s was not stored", row.id)
+
     async def flush(self) -> bool:
         """Write what waits by now. False: the store is away, and the rows are kept."""
         async with self._flushing:
@@ -144,13 +158,16 @@ class LogWriter:
                 group, self._pending = self._pending[:n_rows], self._pending[n_rows:]
                 n_left -= n_rows
                 try:
-                    await self._store.transaction([BulkQuery(_INSERT, [msgspec.structs.astuple(row) for row in group])])
+                    try:
+                        await self._insert(group)
+                    except EmberlineError:
+                        raise
+                    except Exception:
+                        await self._insert_apart(group)
                 except EmberlineError as error:
                     self._pending = group + self._pending
                     log.warning("%d log rows wait: %s", len(self._pending), error.message)
                     return False
-                except Exception:
-                    log.exception("%d log rows were not stored", n_rows)
             if self._n_dropped:
                 log.warning("%d log rows were dropped: the store was away for too long", self._n_dropped)
                 self._n_dropped = 0
@@ -251,6 +268,14 @@ def _like(text: str) -> str:
 def shortened(text: str) -> str:
     """A prompt or a reply as it is recorded. PostgreSQL takes neither NUL nor a lone surrogate."""
     return text[:MAX_CONTENT_CHARS].replace("\0", "").encode("utf-8", "replace").decode()
+
+
+def _values(row: LogRow) -> tuple[Any, ...]:
+    """Clients and providers choose most of the texts."""
+    return tuple(
+        shortened(value) if isinstance(value, str) and not (value.isascii() and "\0" not in value) else value
+        for value in msgspec.structs.astuple(row)
+    )
 
 
 def row_body(row: LogRow) -> dict[str, Any]:

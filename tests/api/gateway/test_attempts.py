@@ -2,12 +2,15 @@
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import pytest
 
+from emberline.accounts.account import Limits
+from emberline.accounts.audit_log import Actor
 from emberline.testing.openai_script import ServerScript
-from tests.api.gateway.conftest import MODEL, Opener
+from tests.api.gateway.conftest import MODEL, SAYS, Opener
 
 A, B = f"a/{MODEL}", f"b/{MODEL}"
 QUICK = {"retry_delay_ms": 1}
@@ -195,9 +198,6 @@ async def test_a_client_that_leaves_ends_the_attempt(bench: Opener) -> None:
 
 
 async def test_retries_count_as_one_request_of_a_rate_limit(bench: Opener) -> None:
-    from emberline.accounts.account import Limits
-    from emberline.accounts.audit_log import Actor
-
     gateway = await bench({"max_attempts": 4, **QUICK}, a=ServerScript(status=500, times=3, tokens=5))
     await gateway.accounts.create_account(Actor("test"), "acme", Limits(requests_per_minute=2))
     made = await gateway.accounts.create_key(Actor("test"), "acme")
@@ -206,6 +206,20 @@ async def test_retries_count_as_one_request_of_a_rate_limit(bench: Opener) -> No
     body = {"model": A, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
     statuses = [(await gateway.client.post(url, json=body, headers=headers)).status_code for _ in range(3)]
     assert statuses == [200, 200, 429]
+
+
+async def test_an_attempt_that_was_never_admitted_leaves_the_count_to_the_next(bench: Opener) -> None:
+    gateway = await bench({"fallbacks": {A: (B,)}}, b=ServerScript(tokens=5))
+    await gateway.accounts.create_account(Actor("test"), "acme", Limits(requests_per_minute=2))
+    made = await gateway.accounts.create_key(Actor("test"), "acme")
+    breaker = gateway.gateways.breakers.find("acme", "a")
+    assert breaker is not None
+    while breaker.allows:
+        breaker.failed(time.monotonic())
+    headers = {"authorization": f"Bearer {made.key.text}"}
+    url, body = "/v1/acme/default/compat/chat/completions", {"model": A, "messages": SAYS, "max_tokens": 5}
+    statuses = [(await gateway.client.post(url, json=body, headers=headers)).status_code for _ in range(3)]
+    assert (statuses, gateway.servers["a"].n_asked) == ([200, 200, 429], 0)
 
 
 async def test_a_provider_that_lies_about_its_usage(bench: Opener) -> None:

@@ -50,6 +50,15 @@ async def test_a_route_by_rate_and_budget(bench: Opener) -> None:
     assert sorted(amount for (amount,) in counted)[:2] == [1, 2]
 
 
+async def test_a_cost_of_the_clients_own_stays_within_what_is_stored(bench: Opener) -> None:
+    gateway = await bench(routes(RouteRule(models=(A,), budget=Budget(amount=1)), RouteRule(models=(B,))), b=WORKS)
+    for provider in ("a", "b"):
+        answer = await gateway.ask("dynamic/tiered", cf_aig_custom_cost='{"per_token_in":1e6,"per_token_out":1e6}')
+        assert answer.headers["cf-aig-provider"] == provider
+    await gateway.gateways.counters.sync()
+    assert len(await gateway.logs()) == 2
+
+
 async def test_a_prompt_that_is_blocked(bench: Opener) -> None:
     rules = (Guardrail(name="words", pattern=r"\bforbidden\b", on="request"),)
     gateway = await bench({"guardrails": rules})

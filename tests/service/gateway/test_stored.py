@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from emberline.protocol.answer import Answer, AnswerChoice, Encoded, ReasoningPart, TextPart, ToolCallPart
 from emberline.protocol.errors import BadInput, Conflict
 from emberline.protocol.events import ChoiceDone, Completed, TextDelta, TextLogprob, ToolCallStarted, Usage
-from emberline.protocol.gateway import GatewaySettings
+from emberline.protocol.gateway import MAX_COST_PICO, GatewaySettings
 from emberline.protocol.request import EncodeRequest, GenerateRequest, Message, Priority, SamplingParams
 from emberline.service.gateway.call import replay
 from emberline.service.gateway.counters import CounterTable
@@ -154,6 +154,34 @@ async def test_processes_share_their_counts(store: Database) -> None:
     await later.open()
     assert not later.has_room("acme", "g", counter), "counts survive a restart"
     await later.close()
+
+
+async def test_counts_never_exceed_what_the_store_holds(store: Database) -> None:
+    counter = Counter("r#0/budget", 86_400, 1 << 50)
+    for _ in range(12):
+        table = CounterTable(store)
+        await table.open()
+        for _ in range(2):
+            table.add("acme", "g", counter, MAX_COST_PICO)
+        table.add("other", "g", counter, 1)
+        await table.sync()
+        assert not table.has_room("acme", "g", counter)
+        assert table.has_room("other", "g", counter)
+        await table.close()
+
+
+async def test_a_log_row_that_the_store_refuses_is_lost_alone(store: Database) -> None:
+    writer = LogWriter(store)
+    await writer.open()
+    for name, more in (
+        ("bad", {"cost_pico": 1 << 70}),
+        ("odd", {"event_id": "a\0b", "requested": "\ud800"}),
+        ("ok", {}),
+    ):
+        writer.add(LogRow(id=name, account="acme", gateway="g", created_us=1, **more))
+    await writer.close()
+    rows = await search(store, "acme", "g", LogFilter())
+    assert [(row.id, row.event_id) for row in rows] == [("ok", ""), ("odd", "ab")]
 
 
 async def test_settings_in_the_store(store: Database) -> None:
