@@ -124,22 +124,6 @@ def int4_values(halves, AT: tl.constexpr):
 
 
 @triton.jit
-def int4_biased(halves, AT: tl.constexpr):
-    """Code AT of each int16 half-word, plus 128, bfloat16: `int4_values` without its subtraction of 136."""
-    if _INTERPRETED:
-        return ((halves >> (4 * AT)) & 15).to(tl.float32) + 128.0
-    SHIFT: tl.constexpr = ["0", "4", "8", "12"][AT]
-    return tl.inline_asm_elementwise(
-        "{ .reg .b32 t; shr.b32 t, $1, " + SHIFT + "; lop3.b32 $0, t, 0x000F000F, 0x43004300, 0xEA; }",
-        "=r,r",
-        [halves],
-        dtype=tl.bfloat16,
-        is_pure=True,
-        pack=2,
-    )
-
-
-@triton.jit
 def mxfp4_values(halves, AT: tl.constexpr):
     """Code AT of each int16 half-word as e2m1, bfloat16: sign to bit 15, the others to bits 6..8, times 2^126."""
     if _INTERPRETED:

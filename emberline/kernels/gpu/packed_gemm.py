@@ -17,7 +17,6 @@ from emberline.kernels.gpu.dequantize import (
     TILE,
     code_values,
     dequantize_reference,
-    int4_biased,
     scale_words_per_tile,
     slice_scale,
 )
@@ -65,22 +64,6 @@ class PackedGemmTile:
     splits: int
     stages: int
     warps: int
-    scale_sums: bool = False  # of INT4: scale the sums of 32 columns, not the weights: less work for few tokens
-
-
-@triton.jit
-def scaled_sums(
-    halves, first, second, x_slice, AT: tl.constexpr, WORDS_PER_TILE: tl.constexpr, ROWS: tl.constexpr,
-    DTYPE: tl.constexpr,
-):  # fmt: skip
-    """Columns 32 AT .. 32 AT + 31 of INT4 codes times x_slice [32, tokens], times the rows' scales, float32.
-
-    The codes are used with their bias of 136, and the tensor cores subtract it: 136 times the sum of the activations.
-    """
-    bias = tl.full([ROWS, 32], -136.0, DTYPE)
-    sums = tl.dot(bias, x_slice)
-    sums = tl.dot(int4_biased(halves, AT).to(DTYPE), x_slice, sums)
-    return sums * slice_scale(first, second, AT, WORDS_PER_TILE, False).to(tl.float32)[:, None]
 
 
 @triton.jit
@@ -96,7 +79,7 @@ def _packed_gemm(
     x, codes, scale, bias, out, partial, counters, m, n, k, token_tiles,
     WORDS_PER_TILE: tl.constexpr, MXFP4: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr,
     SPLITS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
-    SUMS: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_launch_early(PDL)
     output_tile, split = tl.program_id(0), tl.program_id(1)
@@ -136,15 +119,10 @@ def _packed_gemm(
             if not EVEN:
                 mask = token_mask & (tile * 128 + i * 32 + half < k)[None, :]
             x_slice = tl.trans(tl.load(x_ptrs + (tile * 128 + i * 32), mask=mask, other=0.0))
-            if SUMS:
-                acc += scaled_sums(halves, first, second, x_slice, i, WORDS_PER_TILE, ROWS, dtype)
-                if GATE:
-                    acc_up += scaled_sums(up_halves, up_first, up_second, x_slice, i, WORDS_PER_TILE, ROWS, dtype)
-            else:
-                acc = tl.dot(weight_slice(halves, first, second, i, WORDS_PER_TILE, MXFP4, dtype), x_slice, acc)
-                if GATE:
-                    up = weight_slice(up_halves, up_first, up_second, i, WORDS_PER_TILE, MXFP4, dtype)
-                    acc_up = tl.dot(up, x_slice, acc_up)
+            acc = tl.dot(weight_slice(halves, first, second, i, WORDS_PER_TILE, MXFP4, dtype), x_slice, acc)
+            if GATE:
+                up = weight_slice(up_halves, up_first, up_second, i, WORDS_PER_TILE, MXFP4, dtype)
+                acc_up = tl.dot(up, x_slice, acc_up)
     pdl_launch_late(PDL)
     last = True
     if SPLITS > 1:
@@ -174,8 +152,7 @@ def packed_gemm(
         x, matrix.codes, matrix.scale, x if matrix.bias is None else matrix.bias, out, partial, counters, m, n, k,
         token_tiles, WORDS_PER_TILE=matrix.words_per_tile, MXFP4=matrix.kind == "mxfp4", BIAS=matrix.bias is not None,
         GATE=gate, ADD=add, SPLITS=tile.splits, ROWS=tile.rows, TOKENS=tile.tokens, EVEN=k % TILE == 0,
-        STAGES=tile.stages, SUMS=tile.scale_sums and matrix.kind == "int4", PDL=int(pdl),
-        **launch_options(bool(pdl), num_warps=tile.warps, num_stages=tile.stages),
+        STAGES=tile.stages, PDL=int(pdl), **launch_options(bool(pdl), num_warps=tile.warps, num_stages=tile.stages),
     )  # fmt: skip
 
 

@@ -60,17 +60,6 @@ def test_packed_gemm(
     assert not counters.any()
 
 
-@pytest.mark.parametrize(("group", "gate"), [(32, 1), (128, 0)])
-def test_sums_are_scaled_instead_of_weights(group: int, gate: int) -> None:
-    m, n, k = 5, 24, 256
-    matrix = packed(n * (2 if gate else 1), k, "int4", group)
-    x, out = noise(m, k, seed=1), noise(m, n, seed=3)
-    want = expected(x, matrix.dense(), out, None, None, gate, False)
-    empty = torch.empty(0, device=DEVICE)
-    packed_gemm(x, matrix, out, PackedGemmTile(16, 16, 1, 2, 4, scale_sums=True), empty, empty, gate=gate)
-    assert error(out, want) < LIMIT
-
-
 @pytest.mark.parametrize(("kind", "group"), FORMATS)
 def test_rows_are_dequantized(kind: str, group: int) -> None:
     matrix = packed(45, 256, kind, group)
