@@ -33,7 +33,6 @@ class LatentTile:
     stages: int
     warps: int
     programs_per_sm: int = 1
-    divided: bool = False  # warp groups divide the scores by keys; else each computes all, see `_latent_attention`
 
 
 def latent_tile(queries: int) -> LatentTile:
@@ -57,8 +56,7 @@ def partial_floats(queries: int, latent_dim: int) -> int:
 def _latent_attention(
     q, out, pool, tables, items, query_starts, context_lens, partial, stats, scale, block_stride, table_stride,
     HEADS: tl.constexpr, TOKENS: tl.constexpr, QUERIES: tl.constexpr, LATENT: tl.constexpr, LATENT_PAD: tl.constexpr,
-    ROPE: tl.constexpr, ROPE_PAD: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
-    DIVIDED: tl.constexpr, PDL: tl.constexpr,
+    ROPE: tl.constexpr, ROPE_PAD: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     WIDTH: tl.constexpr = LATENT + ROPE
     FULL: tl.constexpr = LATENT == LATENT_PAD and ROPE == ROPE_PAD
@@ -99,14 +97,8 @@ def _latent_attention(
             else:
                 latents = tl.load(rows + d[None, :], mask=(d < LATENT)[None, :], other=0.0)
                 keys = tl.load(rows + LATENT + r[None, :], mask=(r < ROPE)[None, :], other=0.0)
-            if DIVIDED:
-                # Triton gives scores that a second product uses to every warp group; it does not look out of a branch.
-                scores = tl.zeros([QUERIES, TILE], tl.float32)
-                if key_start >= 0:
-                    scores = tl.dot(q_latent, tl.trans(latents)) * scale + tl.dot(q_rope, tl.trans(keys)) * scale
-            else:
-                scores = tl.dot(q_latent, tl.trans(latents))
-                scores = tl.dot(q_rope, tl.trans(keys), scores) * scale
+            scores = tl.dot(q_latent, tl.trans(latents))
+            scores = tl.dot(q_rope, tl.trans(keys), scores) * scale
             visible = (key_start + t < key_end)[None, :]
             if TOKENS > 1:
                 visible = visible & ((key_start + t)[None, :] <= position[:, None])
@@ -195,8 +187,7 @@ def latent_attention(
     _latent_attention[(head_tiles, len(splits.table))](
         q, out, pool, tables, splits.table, query_starts, context_lens, partial, stats, scale * LOG2_E, pool.stride(0),
         tables.stride(0), HEADS=heads, TOKENS=splits.tile_tokens, QUERIES=tile.queries, LATENT=latent, LATENT_PAD=pad,
-        ROPE=rope, ROPE_PAD=max(16, next_power_of_two(rope)), TILE=tile.keys, STAGES=tile.stages, DIVIDED=tile.divided,
-        PDL=int(pdl),
+        ROPE=rope, ROPE_PAD=max(16, next_power_of_two(rope)), TILE=tile.keys, STAGES=tile.stages, PDL=int(pdl),
         **launch_options(pdl, num_warps=tile.warps),
     )  # fmt: skip
     if not splits.n_split_tiles:
