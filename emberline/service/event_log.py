@@ -41,6 +41,11 @@ class LogPart(msgspec.Struct):
     content_type: bytes
 
 
+def size_of(events: list[bytes]) -> int:
+    """In memory, as it counts for MAX_LOG_BYTES."""
+    return sum(map(len, events)) + _EVENT_BYTES * len(events)
+
+
 class EventLogs(Protocol):
     async def open(self, log: NewLog) -> None:
         """Overloaded: there are too many."""
@@ -100,7 +105,7 @@ class MemoryEventLogs:
         log = self._logs.get(log_id)
         if log is None or log.done:
             return
-        n_bytes = sum(map(len, events)) + _EVENT_BYTES * len(events)
+        n_bytes = size_of(events)
         if log.n_bytes + n_bytes <= 2 * MAX_LOG_BYTES:
             log.events += events
             log.n_bytes += n_bytes

@@ -90,10 +90,10 @@ async def universal(call: Call) -> Reply | None:
     for number, step in enumerate(steps):
         _check_headers(step.headers, f"[{number}].headers")
         _check_provider(call, step.provider)
+    route = call.route
     for number, step in enumerate(steps):
-        gateway.first_step, gateway.step = number, step.config
-        gateway.has_next_step = number + 1 < len(steps)
-        call.body, call.path_param = bytes(step.query), ""
+        gateway.begin_step(number, step.config, number + 1 < len(steps))
+        call.body, call.path_param, call.route = bytes(step.query), "", route
         headers = {name.lower(): value for name, value in step.headers.items()}
         try:
             return await _run(call, step.provider, step.endpoint.lstrip("/"), headers.get, is_step=True)

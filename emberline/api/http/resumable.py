@@ -13,7 +13,7 @@ from contextlib import aclosing
 from emberline.api.http.call import EVENT_STREAM, Call, Reply, encode, json_reply, parse_int, while_connected
 from emberline.api.http.errors import HeaderList, error_body
 from emberline.protocol.errors import EmberlineError, Internal, TooLarge, Unavailable
-from emberline.service.event_log import MAX_LOG_BYTES, EventLogs, NewLog
+from emberline.service.event_log import MAX_LOG_BYTES, EventLogs, NewLog, size_of
 
 HEADER = "x-emberline-resume"
 STREAM_ID = b"x-emberline-stream-id"
@@ -47,8 +47,17 @@ class _Numbering:
         self.n_events = 0
 
     def split(self, chunk: bytes) -> list[bytes]:
+        if self._is_sse and b"\r" in chunk:  # as some servers end their lines; inside JSON it is escaped
+            chunk = chunk.replace(b"\r", b"")
         *whole, self._rest = (self._rest + chunk).split(self._end)
         return [self._numbered(event) for event in whole]
+
+    def end(self, last: bytes) -> list[bytes]:
+        """The last events. Before an error, one that has begun and not ended is no event."""
+        if not last and self._rest.strip():
+            return self.split(self._end)
+        self._rest = b""
+        return self.split(last)
 
     def _numbered(self, event: bytes) -> bytes:
         number = b"id: %d\n" % self.n_events if self._is_sse else b""
@@ -95,18 +104,19 @@ async def _run(
     task = asyncio.current_task()
     assert task is not None
     watcher = asyncio.create_task(_cancel_when_idle(logs, log_id, grace_s, task))
-    n_bytes = len(first)
+    n_bytes = 0
     last = b""
     try:
         async with aclosing(chunks):
             logs.append(log_id, numbering.split(first))
             async for chunk in chunks:
-                n_bytes += len(chunk)
+                events = numbering.split(chunk)
+                n_bytes += size_of(events)
                 if n_bytes > MAX_LOG_BYTES:
                     last = failed(TooLarge(f"a resumable stream has at most {MAX_LOG_BYTES >> 20} MiB"))
                     break
-                if chunk:
-                    logs.append(log_id, numbering.split(chunk))
+                if events:
+                    logs.append(log_id, events)
     except asyncio.CancelledError:
         last = failed(Unavailable("the request was cancelled: nobody has read its stream"))
     except Exception:
@@ -114,7 +124,7 @@ async def _run(
         last = failed(Internal("the request failed; the server's log has the reason under this request's id"))
     finally:
         watcher.cancel()
-        logs.append(log_id, numbering.split(last), done=True)
+        logs.append(log_id, numbering.end(last), done=True)
 
 
 async def _cancel_when_idle(logs: EventLogs, log_id: str, grace_s: float, task: asyncio.Task[None]) -> None:

@@ -100,6 +100,8 @@ async def embeddings(call: Call) -> Reply:
 
 async def _encode(call: Call, body: OllamaEmbed | OllamaEmbeddings) -> Encoded:
     request, call.field_names = body.to_request(_served_name(call, body.model), call.id)
+    if isinstance(body, OllamaEmbeddings) or body.truncate is None:  # as Ollama does; a provider cannot be asked to
+        request = msgspec.structs.replace(request, truncate=call.service.upstream_card(request.model) is None)
     encoded = await run_encoding(call, request)
     if encoded.pooling is None:
         raise BadInput(f"{body.model} makes no vectors: ask for /v1/rerank or `run`", param="model")

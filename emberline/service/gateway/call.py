@@ -114,22 +114,24 @@ class GatewayCall:
         self.owner = owner
         self.principal = principal
         self.pipeline = pipeline
-        self.step: StepConfig | None = None  # of a universal request, and
-        self.first_step = 0  # its number
-        self.has_next_step = False  # then a failure is not the end
-        self.ttl_s = cache_ttl_s(settings, options)
         asked = options.collect_log_payload
         self.logs_content = settings.log_content if asked is None else asked
         self.collects_log = settings.collect_logs if options.collect_log is None else options.collect_log
-        # Whether replies, or prompts, must be read, and cannot be passed on as they come.
-        guards = settings.guardrails
-        self.reads_replies = bool(self.ttl_s or self.logs_content or (guards and applicable(guards, "response")))
-        self.reads_prompts = self.reads_replies or bool(guards)
+        self.begin_step()
         self._log_id = log_id
         self._n_requests = 0
         self._cards: dict[tuple[str, str], ModelCard | None] = {}
         self._open: _Request | None = None  # of a universal request whose earlier steps have failed
         self._shown: _Request | None = None  # whose headers the response has
+
+    def begin_step(self, number: int = 0, step: StepConfig | None = None, has_next: bool = False) -> None:
+        """Of a universal request. Any other is one step. `has_next`: a failure is not the end."""
+        self.first_step, self.step, self.has_next_step = number, step, has_next
+        self.ttl_s = cache_ttl_s(self.settings, self.options, step)
+        # Whether replies, or prompts, must be read, and cannot be passed on as they come.
+        guards = self.settings.guardrails
+        self.reads_replies = bool(self.ttl_s or self.logs_content or (guards and applicable(guards, "response")))
+        self.reads_prompts = self.reads_replies or bool(guards)
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Of the response."""
@@ -242,6 +244,8 @@ class GatewayCall:
         """As `Service.encode`."""
         with self._request(request.id, request.model, request.api) as run:
             run.begin(self.plan(request.model, request.session, request.id))
+            texts = (*request.texts, request.query or "")
+            await run.moderator.check_texts(texts, is_text=not request.token_ids)
             digest = run.digest(request) if self.ttl_s else ""
             if digest and (cached := await run.cached(digest)) is not None and cached.encoded is not None:
                 if on_complete is not None:
@@ -266,7 +270,8 @@ class GatewayCall:
             asked = msgspec.structs.replace(request, id=attempt.id, model=attempt.target.model)
             return await self.pipeline.transcribe(asked, self.principal, on_admit=on_admit, on_complete=completing)
 
-        return await self.whole(request.id, request.model, request.api, request.session, start, on_complete)
+        texts = (request.prompt,)
+        return await self.whole(request.id, request.model, request.api, request.session, start, on_complete, texts)
 
     async def make_media(
         self, request: MediaRequest, on_admit: OnAdmit | None = None, on_complete: OnComplete | None = None
@@ -277,7 +282,8 @@ class GatewayCall:
             asked = msgspec.structs.replace(request, id=attempt.id, model=attempt.target.model)
             return await self.pipeline.make_media(asked, self.principal, on_admit=on_admit, on_complete=completing)
 
-        return await self.whole(request.id, request.model, request.api, request.session, start, on_complete)
+        texts = [value for value in request.fields.values() if isinstance(value, str)]
+        return await self.whole(request.id, request.model, request.api, request.session, start, on_complete, texts)
 
     async def whole(
         self,
@@ -287,10 +293,12 @@ class GatewayCall:
         session: str | None,
         start: Callable[[Attempt, OnComplete], Awaitable[T]],
         on_complete: OnComplete | None = None,
+        texts: Sequence[str] = (),
     ) -> T:
-        """A request of any other kind, whose result comes whole and is not cached."""
+        """A request of any other kind, whose result comes whole and is not cached. `texts`: for the guardrails."""
         with self._request(request_id, model, api) as run:
             run.begin(self.plan(model, session, request_id))
+            await run.moderator.check_texts(texts)
             found = await run.attempt(lambda attempt: start(attempt, run.completing(on_complete)))
             run.answered()
             return found
@@ -367,9 +375,9 @@ class _Request:
     async def cached(self, digest: str) -> CachedReply | None:
         """A reply from the cache, if the caller may use its model."""
         call = self._call
-        card = call.pipeline.resolve(self._plan.models[0], self._plan.caller)
-        call.pipeline.check_scope(call.principal, card)
         found = await call.owner.cache.get(call.principal.account, digest)
+        if found is not None and not self._may_use(found.model):
+            found = None
         self.row.cache_status = "MISS" if found is None else "HIT"
         if found is not None:
             self._is_answered = True
@@ -380,6 +388,14 @@ class _Request:
             if found.answer is not None and call.logs_content:
                 self.row.response = _text(found.answer)
         return found
+
+    def _may_use(self, model: str) -> bool:
+        pipeline = self._call.pipeline
+        try:
+            pipeline.check_scope(self._call.principal, pipeline.resolve(model))
+        except EmberlineError:  # also where the model is gone
+            return False
+        return True
 
     # --- attempts ----------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from emberline.catalog.model_card import TEXT_CLASSIFICATION, ModelCard
 from emberline.protocol.answer import Encoded
-from emberline.protocol.errors import EmberlineError, Unavailable
+from emberline.protocol.errors import EmberlineError, Unavailable, Unsupported
 from emberline.protocol.events import TextEvent
 from emberline.protocol.gateway import GatewaySettings, Guardrail
 from emberline.protocol.request import EncodeRequest, GenerateRequest, Message, Principal, SamplingParams
@@ -31,6 +31,7 @@ class Moderator:
 
     def __init__(self, settings: GatewaySettings, models: Models, principal: Principal, request_id: str) -> None:
         self.flags: list[str] = []
+        self.prompt_rules = applicable(settings.guardrails, "request")
         self.reply_rules = applicable(settings.guardrails, "response")
         self._settings = settings
         self._models = models
@@ -40,8 +41,16 @@ class Moderator:
 
     async def check_prompt(self, request: GenerateRequest) -> None:
         """PromptBlocked names the guardrail."""
-        rules = applicable(self._settings.guardrails, "request")
-        if rules and (rule := await self._violated(rules, prompt_text(request))) is not None:
+        if self.prompt_rules:
+            await self.check_texts((prompt_text(request),), is_text=request.prompt_ids is None)
+
+    async def check_texts(self, texts: Sequence[str], is_text: bool = True) -> None:
+        """What a request of any kind sends to a model. Unsupported: it is not a text, which could be checked."""
+        if not self.prompt_rules:
+            return
+        if not is_text:
+            raise Unsupported("a gateway with guardrails takes texts, not token ids", param="prompt")
+        if (rule := await self._violated(self.prompt_rules, "\n".join(texts))) is not None:
             raise PromptBlocked(self._blocked("prompt", rule))
 
     async def check_reply(self, text: str) -> None:

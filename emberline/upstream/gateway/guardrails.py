@@ -6,12 +6,21 @@ service, which owns the models; this module says what to ask about.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
 from emberline.protocol.errors import BadInput
-from emberline.protocol.events import ChoiceDone, ReasoningDelta, TextDelta, TextEvent, ToolCallDelta
+from emberline.protocol.events import (
+    ChoiceDone,
+    Completed,
+    ReasoningDelta,
+    Started,
+    TextDelta,
+    TextEvent,
+    ToolCallDelta,
+    ToolCallStarted,
+)
 from emberline.protocol.gateway import Guardrail
 from emberline.protocol.request import GenerateRequest
 
@@ -73,9 +82,29 @@ def prompt_text(request: GenerateRequest) -> str:
     """All that a client sends to the model, one text after the other."""
     texts = [request.prompt or ""]
     for message in request.messages or ():
-        texts.append(message.content)
-        texts += [call.arguments for call in message.tool_calls]
+        texts += [message.name or "", message.reasoning or "", message.content]
+        texts += [f"{call.name} {call.arguments}" for call in message.tool_calls]
+    for tool in request.tools:
+        texts += [tool.name, tool.description, *_strings(tool.parameters)]
+    texts += _strings(request.template_kwargs)
+    if request.output is not None:
+        texts += _strings(request.output.value)
     return "\n".join(filter(None, texts))
+
+
+def _strings(value: Any) -> list[str]:
+    """All texts in decoded JSON, names of fields too."""
+    found: list[str] = []
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, str):
+            found.append(one)
+        elif isinstance(one, Mapping):
+            waiting += [*one.values(), *one]
+        elif isinstance(one, list | tuple):
+            waiting += reversed(one)
+    return found
 
 
 class HeldReply:
@@ -87,9 +116,9 @@ class HeldReply:
     def __init__(self, whole: bool) -> None:
         self._whole = whole
         self._held: list[TextEvent] = []
-        self._texts: list[str] = []
+        self._texts: dict[int, list[str]] = {}  # by choice: several come interleaved
         self._n_chars = 0
-        self._context = ""
+        self._contexts: dict[int, str] = {}
 
     def add(self, event: TextEvent) -> str | None:
         """The text that must be checked before anything more is sent; None: hold on."""
@@ -99,7 +128,10 @@ class HeldReply:
             text = event.text
         elif isinstance(event, ToolCallDelta):
             text = event.arguments
-        self._texts.append(text)
+        elif isinstance(event, ToolCallStarted):
+            text = f"\n{event.name} "
+        if text and not isinstance(event, Started | Completed):
+            self._texts.setdefault(event.index, []).append(text)
         self._n_chars += len(text)
         if self._whole:
             return None
@@ -109,13 +141,16 @@ class HeldReply:
         return self.text() if is_end else None
 
     def text(self) -> str:
-        """What is held, behind the end of what was checked before."""
-        return self._context + "".join(self._texts)
+        """What is held, behind the end of what was checked before; one choice after the other."""
+        return "\n".join(self._text_of(index) for index in sorted(self._texts))
+
+    def _text_of(self, index: int) -> str:
+        return self._contexts.get(index, "") + "".join(self._texts[index])
 
     def take(self) -> list[TextEvent]:
         """The held events, which have been checked."""
-        self._context = self.text()[-CONTEXT_CHARS:]
-        held, self._held, self._texts, self._n_chars = self._held, [], [], 0
+        self._contexts |= {index: self._text_of(index)[-CONTEXT_CHARS:] for index in self._texts}
+        held, self._held, self._texts, self._n_chars = self._held, [], {}, 0
         return held
 
 

@@ -20,6 +20,7 @@ from emberline.upstream.gateway.retry import RetryPolicy
 from emberline.upstream.gateway.routing import check_chains
 
 PREFIX = "cf-aig-"
+_NO_STEP = StepConfig()
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 AUTHORIZATION = "cf-aig-authorization"  # read where the caller is authenticated
 _JSON = {"cf-aig-metadata": ("metadata", Metadata), "cf-aig-custom-cost": ("customCost", CustomCost)}
@@ -110,7 +111,7 @@ def retry_policy(settings: GatewaySettings, options: GatewayOptions, step: StepC
             settings.max_attempts, settings.retry_delay_ms, settings.backoff, settings.request_timeout_ms
         )
     asked = options.retries or Retries()
-    step = step or StepConfig()
+    step = step or _NO_STEP
     return RetryPolicy(
         _first(step.max_attempts, asked.max_attempts, settings.max_attempts),
         _first(step.retry_delay, asked.retry_delay_ms, settings.retry_delay_ms),
@@ -123,11 +124,12 @@ def _first(*values: int | None) -> int:
     return next(value for value in values if value is not None)
 
 
-def cache_ttl_s(settings: GatewaySettings, options: GatewayOptions) -> int:
+def cache_ttl_s(settings: GatewaySettings, options: GatewayOptions, step: StepConfig | None = None) -> int:
     """How long the reply may be served again; 0: it is neither stored nor served from the cache."""
-    if options.skip_cache:
+    step = step or _NO_STEP
+    if options.skip_cache if step.skip_cache is None else step.skip_cache:
         return 0
-    return settings.cache_ttl_s if options.cache_ttl is None else options.cache_ttl
+    return _first(step.cache_ttl, options.cache_ttl, settings.cache_ttl_s)
 
 
 def check_settings(settings: GatewaySettings) -> GatewaySettings:

@@ -112,6 +112,26 @@ async def test_a_key_that_may_not_use_the_model_gets_no_cached_reply(bench: Open
         assert answer.status_code == status, answer.text
 
 
+async def test_the_clients_own_key_reads_no_reply_of_a_model_that_it_may_not_use(bench: Opener) -> None:
+    gateway = await bench(CACHED, b=ServerScript(tokens=2))
+    providers = []
+    for models, model in (((), A), (("b/*",), f"b/{MODEL}")):
+        made = await gateway.accounts.create_key(Actor("test"), "acme", KeyGrant(models=models))
+        answer = await gateway.client.post(
+            "/v1/acme/default/compat/chat/completions",
+            json={"model": model, "messages": [{"role": "user", "content": "hi"}]},
+            headers={"authorization": f"Bearer {made.key.text}", "cf-aig-cache-key": "shared"},
+        )
+        providers.append(answer.headers["cf-aig-provider"])
+    assert providers == ["a", "b"]
+
+
+async def test_a_missing_model_has_its_fallback_with_the_cache_too(bench: Opener) -> None:
+    gateway = await bench(CACHED | {"fallbacks": {"nothing": (A,)}})
+    answers = [await gateway.ask("nothing") for _ in range(2)]
+    assert [answer.headers["cf-aig-cache-status"] for answer in answers] == ["MISS", "HIT"], answers[0].text
+
+
 @pytest.mark.parametrize("script", [ServerScript(status=500), ServerScript(cut_after=3), ServerScript(status=400)])
 async def test_errors_and_truncated_streams_are_not_cached(bench: Opener, script: ServerScript) -> None:
     script.times, script.tokens = 1, 5

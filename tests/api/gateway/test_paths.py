@@ -156,6 +156,13 @@ async def test_the_universal_endpoint_tries_steps_in_order(bench: Opener) -> Non
     assert answer.status_code == 400
 
 
+async def test_a_step_decides_about_the_cache(bench: Opener) -> None:
+    gateway = await bench()
+    configs: tuple[dict[str, Any], ...] = ({}, {"cacheTtl": 60}, {"cacheTtl": 60}, {"cacheTtl": 60, "skipCache": True})
+    answers = [await gateway.client.post(UNIVERSAL, json=[step("a", config=config)]) for config in configs]
+    assert [answer.headers.get("cf-aig-cache-status") for answer in answers] == [None, "MISS", "HIT", None]
+
+
 @pytest.mark.parametrize("is_wrapped", [False, True])
 async def test_a_workers_binding_reaches_a_gateway(bench: Opener, is_wrapped: bool) -> None:
     """`env.AI.gateway(id)`, and `env.AI.run(…, {gateway: {id}})`."""

@@ -75,6 +75,26 @@ async def test_a_prompt_that_is_blocked(bench: Opener) -> None:
     assert [row["flags"] for row in rows] == [["words"]] * 4
 
 
+async def test_all_that_is_sent_to_a_model_is_checked(bench: Opener) -> None:
+    gateway = await bench({"guardrails": (Guardrail(name="words", pattern="forbidden", on="request"),)})
+    schema = {"type": "object", "properties": {"x": {"type": "string", "description": "forbidden"}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    call = {"id": "c", "type": "function", "function": {"name": "forbidden", "arguments": "{}"}}
+    past = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
+    past.append({"role": "tool", "tool_call_id": "c", "content": "x"})
+    output = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    for fields in ({"tools": [tool]}, {"messages": past}, {"response_format": output}):
+        answer = await gateway.ask(**fields)
+        assert (answer.status_code, answer.json()["error"][0]["code"]) == (400, 2016), fields
+    base = "/v1/local/default/a"
+    for path, body in (("images/generations", {"prompt": "forbidden"}), ("embeddings", {"input": ["x", "forbidden"]})):
+        answer = await gateway.client.post(f"{base}/{path}", json={"model": "m", **body})
+        assert (answer.status_code, answer.json()["error"][0]["code"]) == (400, 2016), answer.text
+    answer = await gateway.client.post(f"{base}/completions", json={"model": MODEL, "prompt": [1, 2], "max_tokens": 3})
+    assert (answer.status_code, "token ids" in answer.text) == (400, True), answer.text
+    assert gateway.servers["a"].n_asked == 0
+
+
 @pytest.mark.parametrize("hold", ["sentence", "whole"])
 async def test_a_reply_that_is_blocked(bench: Opener, hold: Any) -> None:
     rules = (Guardrail(name="fourth", pattern=r" w3-", on="response", hold=hold),)

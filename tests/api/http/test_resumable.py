@@ -87,6 +87,15 @@ async def test_a_resumed_stream_is_the_same_stream(service: FakeService, client:
     assert len(service.requests) == 2
 
 
+def test_events_of_a_server_that_ends_lines_with_crlf() -> None:
+    numbering = resumable._Numbering(b"text/event-stream")
+    assert numbering.split(b"data: 1\r\n\r\ndata: 2\r\n") == [b"id: 0\ndata: 1\n\n"]
+    assert numbering.split(b"\r\ndata: 3\n") == [b"id: 1\ndata: 2\n\n"]
+    assert numbering.end(b"") == [b"id: 2\ndata: 3\n\n"]
+    numbering.split(b"data: {")
+    assert numbering.end(b"event: error\n\n") == [b"id: 3\nevent: error\n\n"]
+
+
 async def test_a_client_that_leaves_comes_back(service: FakeService, client: httpx.AsyncClient) -> None:
     service.script = paced = Paced()
     wire = start(service)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberline.protocol.errors import BadInput, Overloaded, Unavailable
-from emberline.protocol.events import ChoiceDone, Started, TextDelta, TextEvent, Usage
+from emberline.protocol.events import ChoiceDone, Started, TextDelta, TextEvent, ToolCallStarted, Usage
 from emberline.protocol.gateway import (
     Condition,
     GatewayOptions,
@@ -171,6 +171,18 @@ def test_a_held_reply_loses_nothing(pieces: list[str], whole: bool) -> None:
             assert checked.endswith(released[-1000:])
     out += held.take()
     assert out == events
+
+
+def test_choices_of_a_held_reply_are_checked_apart() -> None:
+    held = HeldReply(whole=False)
+    for index, text in ((0, "the sec"), (1, "nothing "), (0, "ret"), (1, "here")):
+        assert held.add(TextDelta(index, text)) is None
+    held.add(ToolCallStarted(1, 0, "c", "tool"))
+    checked = held.add(ChoiceDone(0, "stop"))
+    assert checked == "the secret\nnothing here\ntool "
+    held.take()
+    held.add(TextDelta(1, "x"))
+    assert held.add(TextDelta(1, "y.")) == "nothing here\ntool xy."
 
 
 def test_redaction() -> None:

@@ -49,6 +49,8 @@ async def test_embeddings(gateway: Opener, server: StandinOpenAI) -> None:
     assert server.requests[0] == {
         "model": "embed-1", "input": ["a", "b"], "encoding_format": "float", "dimensions": 2
     }  # fmt: skip
+    ollama = await made.post("/api/embed", {"model": "acme/embed-1", "input": "a"})
+    assert (ollama.status_code, len(ollama.json()["embeddings"])) == (200, 1), ollama.text
     refused = await made.post("/v1/embeddings", body | {"truncate": True})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "truncate")
 
