@@ -20,7 +20,7 @@ MAX_LOGS = 256  # of the whole server, and
 MAX_ACCOUNT_LOGS = 64  # of an account: together with the next, at most 1 GiB
 MAX_LOG_BYTES = 4 << 20
 _MAX_PART_BYTES = 256 << 10
-_EVENT_BYTES = 64  # approximate overhead of an event in memory
+EVENT_BYTES = 64  # approximate overhead of an event in memory, which counts too
 _SWEEP_S = 5.0
 _ORPHAN_S = 60.0  # beyond its grace period, for a log that is neither read nor ended
 
@@ -39,11 +39,6 @@ class LogPart(msgspec.Struct):
     events: list[bytes]
     done: bool
     content_type: bytes
-
-
-def size_of(events: list[bytes]) -> int:
-    """In memory, as it counts for MAX_LOG_BYTES."""
-    return sum(map(len, events)) + _EVENT_BYTES * len(events)
 
 
 class EventLogs(Protocol):
@@ -105,7 +100,7 @@ class MemoryEventLogs:
         log = self._logs.get(log_id)
         if log is None or log.done:
             return
-        n_bytes = size_of(events)
+        n_bytes = sum(map(len, events)) + EVENT_BYTES * len(events)
         if log.n_bytes + n_bytes <= 2 * MAX_LOG_BYTES:
             log.events += events
             log.n_bytes += n_bytes

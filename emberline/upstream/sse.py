@@ -119,7 +119,7 @@ def data_of(line: bytes) -> bytes:
 
 
 class StreamError(Exception):
-    """The server sent an error inside the stream."""
+    """The server sent an error inside the stream. Its message is not cut yet: it may repeat the key that was used."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -290,6 +290,6 @@ def _raise_error(event: Any) -> None:
         return
     error = event["error"]
     if not isinstance(error, dict):
-        raise StreamError(str(error)[:500], 500)
+        raise StreamError(str(error), 500)
     code = error.get("code")
-    raise StreamError(str(error.get("message", ""))[:500], code if type(code) is int else 500)
+    raise StreamError(str(error.get("message", "")), code if type(code) is int else 500)

@@ -18,6 +18,7 @@ from emberline.upstream.client import UpstreamClient
 from emberline.upstream.providers.anthropic_relay import MessagesEditor
 from emberline.upstream.providers.attempt import ProviderAttempt
 from emberline.upstream.providers.client import ProviderClient
+from emberline.upstream.providers.errors import hide_key
 from emberline.upstream.request import COMPLETIONS, MESSAGES, UpstreamRequest
 from emberline.upstream.resume import (
     Continuation,
@@ -188,9 +189,11 @@ class UpstreamTransport(Generic[T]):
                 lines = without_token_ids(lines)
             return self._decoder(lines, self.done)
         except StreamError as error:
+            access = self._request.access
+            message = hide_key(error.message, "" if access is None else access.key)[:500]
             if 400 <= error.code < 500:
-                raise BadInput(error.message) from error
-            raise server.lost(f"failed in the middle of its reply: {error.message}") from error
+                raise BadInput(message) from None
+            raise server.lost(f"failed in the middle of its reply: {message}") from None
         except (MalformedLine, UnreadableChunk) as error:
             self.done = False
             self._unreadable = isinstance(error, UnreadableChunk)

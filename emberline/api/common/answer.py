@@ -47,9 +47,10 @@ def _token(token: TextLogprob) -> dict[str, Any]:
 
 
 def json_arguments(call: ToolCall) -> msgspec.Raw | None:
-    """A call's arguments as a JSON object, byte for byte; None if the token limit cut them off."""
+    """A call's arguments as a JSON object, byte for byte but on one line; None if the token limit cut them off."""
     try:
         msgspec.json.decode(call.arguments or "{}", type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError):
         return None
-    return msgspec.Raw(call.arguments or "{}")
+    # Inside the strings of JSON they are escaped, so these are between its values, where a stream's line would end.
+    return msgspec.Raw((call.arguments or "{}").replace("\n", " ").replace("\r", " "))

@@ -17,6 +17,7 @@ from emberline.api.openai.chat import ChatRequest
 from emberline.protocol.answer import AnswerChoice
 from emberline.protocol.errors import BadInput, Unsupported
 from emberline.protocol.events import ChoiceDone, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStarted, Usage
+from emberline.protocol.request import ToolCall
 
 _PATH = re.compile(r"(?:v1|v1beta)/models/([^/:]+(?:/[^/:]+)*):(generateContent|streamGenerateContent)")
 _FINISH = {"stop": "STOP", "length": "MAX_TOKENS", "tool_calls": "STOP"}
@@ -223,9 +224,11 @@ def _parts(choice: AnswerChoice) -> list[Json]:
     parts: list[Json] = [{"text": choice.reasoning, "thought": True}] if choice.reasoning else []
     if choice.text or not choice.tool_calls:
         parts.append({"text": choice.text})
-    for one in choice.tool_calls:
-        parts.append({"functionCall": {"id": one.id, "name": one.name, "args": json_arguments(one) or {}}})
-    return parts
+    return [*parts, *map(_call_part, choice.tool_calls)]
+
+
+def _call_part(call: ToolCall) -> Json:
+    return {"functionCall": {"id": call.id, "name": call.name, "args": json_arguments(call) or {}}}
 
 
 def _usage(usage: Usage) -> Json:
@@ -274,10 +277,7 @@ class GeminiStream(EventEncoder):
 
     def choice_done(self, event: ChoiceDone) -> bytes:
         self._finish = _FINISH[event.finish]
-        parts = [
-            {"functionCall": {"id": one.id, "name": one.name, "args": msgspec.Raw("".join(pieces) or "{}")}}
-            for one, pieces in self._calls
-        ]
+        parts = [_call_part(ToolCall(one.id, one.name, "".join(pieces))) for one, pieces in self._calls]
         return self._chunk(parts) if parts else b""
 
     def completed(self, usage: Usage) -> bytes:

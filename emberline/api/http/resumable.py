@@ -13,7 +13,7 @@ from contextlib import aclosing
 from emberline.api.http.call import EVENT_STREAM, Call, Reply, encode, json_reply, parse_int, while_connected
 from emberline.api.http.errors import HeaderList, error_body
 from emberline.protocol.errors import EmberlineError, Internal, TooLarge, Unavailable
-from emberline.service.event_log import MAX_LOG_BYTES, EventLogs, NewLog, size_of
+from emberline.service.event_log import EVENT_BYTES, MAX_LOG_BYTES, EventLogs, NewLog
 
 HEADER = "x-emberline-resume"
 STREAM_ID = b"x-emberline-stream-id"
@@ -43,20 +43,27 @@ class _Numbering:
     def __init__(self, content_type: bytes) -> None:
         self._is_sse = content_type == EVENT_STREAM
         self._end = b"\n\n" if self._is_sse else b"\n"
-        self._rest = b""
+        self._rest: list[bytes] = []  # the pieces of an event that has not ended yet
         self.n_events = 0
 
     def split(self, chunk: bytes) -> list[bytes]:
         if self._is_sse and b"\r" in chunk:  # as some servers end their lines; inside JSON it is escaped
             chunk = chunk.replace(b"\r", b"")
-        *whole, self._rest = (self._rest + chunk).split(self._end)
+        if not chunk:
+            return []
+        last = self._rest[-1][-1:] if self._rest else b""
+        self._rest.append(chunk)
+        if self._end not in last + chunk:
+            return []
+        *whole, rest = b"".join(self._rest).split(self._end)
+        self._rest = [rest] if rest else []
         return [self._numbered(event) for event in whole]
 
     def end(self, last: bytes) -> list[bytes]:
         """The last events. Before an error, one that has begun and not ended is no event."""
-        if not last and self._rest.strip():
+        if not last and any(piece.strip() for piece in self._rest):
             return self.split(self._end)
-        self._rest = b""
+        self._rest = []
         return self.split(last)
 
     def _numbered(self, event: bytes) -> bytes:
@@ -111,7 +118,7 @@ async def _run(
             logs.append(log_id, numbering.split(first))
             async for chunk in chunks:
                 events = numbering.split(chunk)
-                n_bytes += size_of(events)
+                n_bytes += len(chunk) + EVENT_BYTES * len(events)
                 if n_bytes > MAX_LOG_BYTES:
                     last = failed(TooLarge(f"a resumable stream has at most {MAX_LOG_BYTES >> 20} MiB"))
                     break

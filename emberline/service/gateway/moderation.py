@@ -42,14 +42,15 @@ class Moderator:
     async def check_prompt(self, request: GenerateRequest) -> None:
         """PromptBlocked names the guardrail."""
         if self.prompt_rules:
-            await self.check_texts((prompt_text(request),), is_text=request.prompt_ids is None)
+            is_text = request.prompt_ids is None and not any(message.images for message in request.messages or ())
+            await self.check_texts((prompt_text(request),), is_text)
 
     async def check_texts(self, texts: Sequence[str], is_text: bool = True) -> None:
         """What a request of any kind sends to a model. Unsupported: it is not a text, which could be checked."""
         if not self.prompt_rules:
             return
         if not is_text:
-            raise Unsupported("a gateway with guardrails takes texts, not token ids", param="prompt")
+            raise Unsupported("a gateway with guardrails takes texts, not token ids or images", param="prompt")
         if (rule := await self._violated(self.prompt_rules, "\n".join(texts))) is not None:
             raise PromptBlocked(self._blocked("prompt", rule))
 

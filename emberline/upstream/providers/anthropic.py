@@ -37,6 +37,7 @@ DEFAULT_MAX_TOKENS = 32_000  # the field is required there
 # Reasoning effort as a budget, for models without adaptive thinking.
 _BUDGETS = {"minimal": 1024, "low": 1024, "medium": 4096, "high": 16_384, "xhigh": 24_576, "max": 31_000}
 _EFFORTS = {"minimal": "low"}
+_MAX_THINKING_BLOCKS = 256
 _FIXED_BUDGETS = re.compile(r"claude-(?:3|2|instant|(?:opus|sonnet|haiku)-(?:3|4(?:-[0-5])?(?:-20\d{6})?$))")
 _KNOWN = frozenset(
     {
@@ -355,6 +356,8 @@ class AnthropicStream:
             self._thinking_blocks.append({"type": "thinking", "thinking": thinking, "signature": self._signature})
         else:
             return b""
+        if len(self._thinking_blocks) > _MAX_THINKING_BLOCKS:  # each time all are told again
+            raise MalformedLine(f"more than {_MAX_THINKING_BLOCKS} blocks of thinking")
         return self._writer.delta(0, {"thinking_blocks": self._thinking_blocks})
 
     def _count(self, usage: _Usage | None) -> None:

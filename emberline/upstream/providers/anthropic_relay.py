@@ -48,7 +48,7 @@ class MessagesEditor(StreamEditor):
             error = event.get("error")
             error = error if isinstance(error, dict) else {}
             code = 400 if error.get("type") == "invalid_request_error" else 500
-            raise StreamError(str(error.get("message", ""))[:500], code)
+            raise StreamError(str(error.get("message", "")), code)
         return line
 
     def _told(self, line: bytes, event: dict[str, Any], usage: Any) -> bytes:

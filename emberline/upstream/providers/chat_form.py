@@ -212,13 +212,20 @@ class EventParser:
     """Cuts a stream into the data of its events. What is not whole at the end is not an event."""
 
     def __init__(self) -> None:
-        self._tail = b""
+        self._tail: list[bytes] = []  # the pieces of a line that has not ended yet
+        self._n_tail_bytes = 0
 
     def feed(self, data: bytes) -> list[bytes]:
-        lines = (self._tail + data).split(b"\n")
-        self._tail = lines.pop()
-        if len(self._tail) > MAX_LINE_BYTES:
-            raise MalformedLine(f"a line of more than {MAX_LINE_BYTES >> 20} MiB")
+        cut = data.rfind(b"\n") + 1
+        lines: list[bytes] = []
+        if cut:
+            lines = b"".join((*self._tail, data[:cut])).split(b"\n")
+            self._tail, self._n_tail_bytes = [], 0
+        if cut < len(data):
+            self._tail.append(data[cut:])
+            self._n_tail_bytes += len(data) - cut
+            if self._n_tail_bytes > MAX_LINE_BYTES:
+                raise MalformedLine(f"a line of more than {MAX_LINE_BYTES >> 20} MiB")
         return [line[5:].strip() for line in lines if line.startswith(b"data:")]
 
 
@@ -290,4 +297,4 @@ class ChunkWriter:
 
 
 def error_line(message: str, code: int) -> bytes:
-    return b"data: " + _encode({"error": {"message": message[:500], "code": code}}) + b"\n\n"
+    return b"data: " + _encode({"error": {"message": message, "code": code}}) + b"\n\n"

@@ -35,8 +35,7 @@ class ProviderRefusedKey(Forbidden):
 
 def raise_status(provider: str, status: int, headers: dict[str, str], body: bytes, key: str) -> NoReturn:
     """The error that a status other than 200 stands for. All families send `error` objects with a message."""
-    message, param, details = _error_of(body)
-    message = hide_key(message, key)
+    message, param, details = _error_of(body, key)
     said = f": {message}" if message else ""
     if status in _BUSY:
         retry_after_s = retry_after(headers, details)
@@ -106,8 +105,9 @@ def _number(text: str) -> float | None:
     return value if value == value else None
 
 
-def _error_of(body: bytes) -> tuple[str, str | None, Any]:
-    """Message, `param` and Google's `details` of an error object in any family's form; of anything else nothing."""
+def _error_of(body: bytes, key: str) -> tuple[str, str | None, Any]:
+    """Message, `param` and Google's `details` of an error object in any family's form; of anything else nothing. The
+    key is replaced before anything is cut off, which would leave a part of it."""
     try:
         answer: Any = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError):
@@ -116,8 +116,8 @@ def _error_of(body: bytes) -> tuple[str, str | None, Any]:
         answer = answer[0]
     error = answer.get("error", answer) if isinstance(answer, dict) else answer
     if not isinstance(error, dict):
-        return str(error)[:MAX_MESSAGE_CHARS], None, None
+        return hide_key(str(error), key)[:MAX_MESSAGE_CHARS], None, None
     message = error.get("message") or error.get("detail") or ""
     param = error.get("param")
-    short = param[:64] if isinstance(param, str) else None
-    return str(message)[:MAX_MESSAGE_CHARS], short, error.get("details")
+    short = hide_key(param, key)[:64] if isinstance(param, str) else None
+    return hide_key(str(message), key)[:MAX_MESSAGE_CHARS], short, error.get("details")

@@ -185,7 +185,7 @@ async def _wait_for_video(reply: WholeReply, fetch: Fetch) -> WholeReply:
     if status == "failed":
         error = job.get("error")
         message = error.get("message") if isinstance(error, dict) else None
-        raise BadInput(f"the video was not made: {str(message)[:200]}")
+        raise BadInput(f"the video was not made: {message}")
     seconds = _seconds(job.get("seconds"))
     content = await fetch(f"/videos/{name}/content")
     return WholeReply(struct.pack("<d", seconds) + content.body, "video/mp4")

@@ -18,7 +18,7 @@ from emberline.upstream.providers.access import Access
 from emberline.upstream.providers.api import ProviderCall
 from emberline.upstream.providers.attempt import connection_failure
 from emberline.upstream.providers.client import ProviderClient
-from emberline.upstream.providers.errors import ProviderFailed, raise_status
+from emberline.upstream.providers.errors import ProviderFailed, hide_key, raise_status
 from emberline.upstream.request import BYTES_PER_TOKEN
 
 UNSEEN_PROMPT_TOKENS = 10_000  # that a provider may add to a prompt; beyond that, its count is absurd
@@ -98,7 +98,9 @@ class WholeCall(Generic[T]):
                 result, self.usage = task.read(reply)
         except UnreadableReply as error:
             assert self._client is not None
-            raise ProviderFailed(self._client.name, f"sent {error}") from None
+            raise ProviderFailed(self._client.name, f"sent {hide_key(str(error), self._access.key)}") from None
+        except BadInput as error:  # what was asked for cannot be made
+            raise BadInput(hide_key(error.message, self._access.key)[:500], param=error.param) from None
         if self.usage.prompt_tokens > len(task.call.body) + UNSEEN_PROMPT_TOKENS:
             self.usage = msgspec.structs.replace(self.usage, prompt_tokens=len(task.call.body) // BYTES_PER_TOKEN)
         self._result.append(result)

@@ -92,6 +92,9 @@ async def test_all_that_is_sent_to_a_model_is_checked(bench: Opener) -> None:
         assert (answer.status_code, answer.json()["error"][0]["code"]) == (400, 2016), answer.text
     answer = await gateway.client.post(f"{base}/completions", json={"model": MODEL, "prompt": [1, 2], "max_tokens": 3})
     assert (answer.status_code, "token ids" in answer.text) == (400, True), answer.text
+    chat = {"model": A, "messages": [{"role": "user", "content": "look", "images": ["iVBORw0KGgo="]}]}
+    answer = await gateway.client.post("/api/chat", json=chat, headers={"cf-aig-gateway-id": "default"})
+    assert (answer.status_code, "images" in answer.text) == (400, True), answer.text
     assert gateway.servers["a"].n_asked == 0
 
 

@@ -12,7 +12,17 @@ from emberline.accounts.audit_log import Actor
 from emberline.api.ollama.request import TEMPERATURE, OllamaChat
 from emberline.protocol.answer import Encoded
 from emberline.protocol.errors import Unavailable
-from emberline.protocol.events import ChoiceDone, Started, TextDelta, TextEvent, TextLogprob, Usage
+from emberline.protocol.events import (
+    ChoiceDone,
+    Completed,
+    Started,
+    TextDelta,
+    TextEvent,
+    TextLogprob,
+    ToolCallDelta,
+    ToolCallStarted,
+    Usage,
+)
 from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal
 from emberline.protocol.token_ids import pack
 from tests.api.fake_service import KEY, MODEL, FakeService, agent, client_of, says
@@ -89,6 +99,19 @@ async def test_tool_calls_and_thinking(client: httpx.AsyncClient, service: FakeS
     assert (whole["thinking"], whole["content"], whole["tool_calls"]) == ("Two towns.", "Let me look.", calls)
     assert service.requests[0].reasoning.enabled is True
     assert service.requests[0].tools[0].name == "weather"
+
+
+async def test_arguments_of_several_lines_are_one_line(client: httpx.AsyncClient, service: FakeService) -> None:
+    async def script(request: GenerateRequest) -> AsyncIterator[TextEvent]:
+        yield Started(Usage(prompt_tokens=3))
+        yield ToolCallStarted(0, 0, "c", "weather")
+        yield ToolCallDelta(0, 0, '{\r\n  "town": "a\\nb"\n}')
+        yield ChoiceDone(0, "tool_calls")
+        yield Completed(Usage(prompt_tokens=3, completion_tokens=2))
+
+    service.script = script
+    first, _ = await lines(client, "/api/chat", CHAT)
+    assert first["message"]["tool_calls"][0]["function"]["arguments"] == {"town": "a\nb"}
 
 
 async def test_a_conversation_with_results_of_tools(client: httpx.AsyncClient, service: FakeService) -> None:

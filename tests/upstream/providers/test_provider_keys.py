@@ -97,6 +97,26 @@ async def test_the_key_is_nowhere_to_be_seen(
     assert b"anthropic" in raw
 
 
+@pytest.mark.parametrize("kind", ["anthropic", "gemini", "openai"])
+async def test_a_provider_that_repeats_the_key(
+    gateway: Opener, provider_server: StartProvider, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Inside a stream, or where its message is cut in the middle of the key."""
+    server = await provider_server(kind, error_after=1)
+    secret = server.key = "not-of-a-known-form-0123456789"
+    said = "x" * 480 + secret + "x" * 480 + secret
+    event = server.error_event()
+    monkeypatch.setattr(server, "error_event", lambda: event.replace(b'"message":"', b'"message":"' + said.encode()))
+    made = await gateway(configured(kind, server))
+    body = BODY | {"model": f"{kind}/m", "max_tokens": 5}
+    seen = []
+    for path in ("/v1/chat/completions", "/v1/messages"):
+        seen += [(await made.post(path, body | {"stream": stream})).text for stream in (False, True)]
+    server.script.status, server.script.body = 500, server.error(500, "x" * 250 + secret + "x" * 720 + secret)
+    seen.append((await made.post("/v1/chat/completions", body)).text)
+    assert all("xxxx" in text and secret[:8] not in text for text in seen), seen
+
+
 @pytest.mark.parametrize(
     "url",
     [

@@ -2,12 +2,16 @@
 
 import base64
 import json
+from itertools import pairwise
 from typing import Any
 
 import anthropic
 import openai
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from emberline.upstream.providers.chat_form import EventParser
 from tests.upstream.providers.conftest import Gateway, Opener, StartProvider, configured, events, said
 
 KINDS = ("anthropic", "gemini")
@@ -25,6 +29,14 @@ def model(kind: str) -> str:
 
 def client(made: Gateway) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url="http://127.0.0.1:8686/v1", api_key="x", http_client=made.client)  # type: ignore[arg-type]
+
+
+@given(st.lists(st.binary(max_size=8), max_size=12), st.lists(st.integers(0, 40), max_size=6))
+def test_events_are_the_same_however_they_arrive(texts: list[bytes], cuts: list[int]) -> None:
+    lines = b"".join(b"data: " + text.replace(b"\n", b" ") + b"\r\n\r\n" for text in texts) + b"data: cut off"
+    parser, edges = EventParser(), sorted({0, len(lines), *(cut for cut in cuts if cut < len(lines))})
+    found = [event for a, b in pairwise(edges) for event in parser.feed(lines[a:b])]
+    assert found == EventParser().feed(lines)
 
 
 @each_kind
