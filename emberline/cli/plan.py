@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from emberline.catalog.model_store import ModelStore, looks_like_path
-from emberline.catalog.published_shapes import PublishedShape, find_shape
+from emberline.catalog.published_shapes import find_shape
 from emberline.cli import common
 from emberline.engine.gpu.hardware import parse_gpus
 from emberline.engine.scheduler.limits import Limits
 from emberline.protocol.errors import BadInput
 from emberline.weights.checkpoint import open_checkpoint
+from emberline.weights.encoder_checkpoint import EncoderConfig
 from emberline.weights.generated import generate_checkpoint
 from emberline.weights.model_config import BadCheckpoint
 from emberline.weights.task_config import read_json
@@ -48,8 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     config = common.config_of(args)
     count, gpu = parse_gpus(args.gpus, args.hardware)
-    checkpoint = _checkpoint(args.model, ModelStore(config.home))
-    model = _lay_out(checkpoint)
+    if args.context < 1:
+        raise BadInput("--context is at least 1", param="context")
+    try:
+        checkpoint = _checkpoint(args.model, ModelStore(config.home))
+        model = _lay_out(checkpoint)
+    except BadCheckpoint as error:
+        raise BadInput(f"{args.model} cannot be served: {error}", param="model") from None
 
     from emberline.engine.gpu.capacity_plan import plan_capacity
     from emberline.engine.worker import GPU_DEFAULTS
@@ -72,27 +78,18 @@ def run(args: argparse.Namespace) -> int:
 def _checkpoint(name: str, store: ModelStore) -> "Checkpoint":
     shape = find_shape(name) if not looks_like_path(name) and store.find(name) is None else None
     if shape is not None:
-        return _generated(shape)
-    path = Path(name).expanduser() if looks_like_path(name) else store.resolve(name).path
-    try:
-        if path.is_dir() and not any(path.glob("*.safetensors")):
-            return generate_checkpoint(read_json(path, "config.json"), 0)
-        return open_checkpoint(path)
-    except BadCheckpoint as error:
-        raise BadInput(f"{path} cannot be served: {error}", param="model") from None
-
-
-def _generated(shape: PublishedShape) -> "Checkpoint":
-    """Of a model that is known and was not pulled."""
-    try:
         return generate_checkpoint(shape.config, 0)
-    except BadCheckpoint as error:
-        raise BadInput(f"{shape.id} cannot be served: {error}", param="model") from None
+    path = Path(name).expanduser() if looks_like_path(name) else store.resolve(name).path
+    if path.is_dir() and not any(path.glob("*.safetensors")):
+        return generate_checkpoint(read_json(path, "config.json"), 0)
+    return open_checkpoint(path)
 
 
 def _lay_out(checkpoint: "Checkpoint") -> "Decoder":
     from emberline.models.registry import lay_out
 
+    if isinstance(checkpoint.config, EncoderConfig):
+        raise BadInput("plans are for models that generate text; one that embeds or classifies has no KV cache")
     try:
         return lay_out(checkpoint)
     except ModuleNotFoundError as error:

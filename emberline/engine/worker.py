@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,19 +98,26 @@ def build(args: argparse.Namespace) -> tuple[StepLoop | EncoderLoop | SpeechLoop
         from emberline.engine.gpu.engine import load_attention
 
         load_attention(device)
-    model, weights = begin_loading(checkpoint, device, args.deterministic, args.threads, ahead)
-    if model.backend == "native":
-        torch.set_num_threads(1)  # the kernels have their own threads; torch's would compete for the cores
-    elif args.threads is not None:
-        torch.set_num_threads(args.threads)
     fingerprint = checkpoint.fingerprint
-    loop, cache, limits, preparation = _step_loop(model, fingerprint, device, args, compile_server)
-    if preparation is not None:
-        preparation.first()
-    if weights is not None:
-        weights.finish()
-    if preparation is not None:
-        preparation.finish_essential()
+    with ExitStack() as reading:
+        try:
+            model, weights = begin_loading(checkpoint, device, args.deterministic, args.threads, ahead)
+            if weights is not None:
+                reading.enter_context(weights)
+            if model.backend == "native":
+                torch.set_num_threads(1)  # the kernels have their own threads; torch's would compete for the cores
+            elif args.threads is not None:
+                torch.set_num_threads(args.threads)
+            loop, cache, limits, preparation = _step_loop(model, fingerprint, device, args, compile_server)
+        except torch.OutOfMemoryError:
+            _check_fits(checkpoint, device, args)
+            raise
+        if preparation is not None:
+            preparation.first()
+        if weights is not None:
+            weights.finish()
+        if preparation is not None:
+            preparation.finish_essential()
     checkpoint.close()
 
     info = EngineInfo(
@@ -253,6 +261,15 @@ def _step_loop(
     preparation = StepPreparation(model, gpu_runner, limits, compile_server)
     loop = StepLoop(scheduler, gpu_runner, GPU_STEPS_IN_FLIGHT, preparation.next, transfers)
     return loop, cache, limits, preparation
+
+
+def _check_fits(checkpoint: Checkpoint, device: str, args: argparse.Namespace) -> None:
+    """Raise BadInput that says by how much a model is too large for the GPU, whose memory has run out."""
+    from emberline.engine.gpu.engine import check_fits
+    from emberline.models.registry import lay_out
+
+    limits = _limits(checkpoint.config, None, args)
+    check_fits(lay_out(checkpoint), limits, device, args.kv_bytes, args.memory_share)
 
 
 def _thread_setter(backend: str) -> Callable[[int], None]:

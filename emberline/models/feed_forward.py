@@ -30,7 +30,9 @@ def moe(layer: LayerWeights) -> MoE:
     """
     config, moe = layer.config, layer.config.moe
     stored = moe.shared_width == moe.width and moe.experts < MAX_EXPERTS
-    stored = stored and layer.same_format("ffn_gate_shexp", "ffn_gate_exps.0")
+    stored = stored and all(
+        layer.same_format(f"ffn_{part}_shexp", f"ffn_{part}_exps.0") for part in ("gate", "up", "down")
+    )
     routing = Routing(moe.top_k, moe.scoring, moe.n_groups, moe.top_groups, moe.normalize, moe.scale, int(stored))
     try:
         check_routing(routing, moe.experts)

@@ -49,7 +49,8 @@ class LayerWeights:
 
     def same_format(self, *names: str) -> bool:
         """Whether tensors have the same shape and format."""
-        return len({(weight.shape, getattr(weight, "kind", None)) for weight in self._sources(names)}) == 1
+        formats = {(w.shape, getattr(w, "kind", None), getattr(w, "group", 0)) for w in self._sources(names)}
+        return len(formats) == 1
 
     def norm(self, name: str) -> Tensor:
         return self.vector(name)

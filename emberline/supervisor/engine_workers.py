@@ -94,13 +94,13 @@ def _memory_shares(config: EngineConfig, n_models: int) -> list[float]:
     if not shares:
         return [1 / max(1, n_models)] * n_models
     if len(shares) == 1:
-        return shares * n_models
+        shares *= n_models
     if len(shares) != n_models:
         raise BadInput(
             f"{len(shares)} shares of the GPU's memory for {n_models} models: give one for each, or one for all",
             param="gpu_memory_share",
         )
-    if sum(shares) > 1:
+    if sum(shares) > 1 + 1e-9:
         raise BadInput(
             f"the shares of the GPU's memory add up to {sum(shares):g}, more than 1", param="gpu_memory_share"
         )

@@ -17,8 +17,8 @@ from numpy.lib.stride_tricks import as_strided
 
 from emberline.weights.checkpoint import Checkpoint
 from emberline.weights.hf_config import read_config
-from emberline.weights.model_config import ModelConfig
-from emberline.weights.quantization import join_quantized, read_quantization
+from emberline.weights.model_config import BadCheckpoint, Fields, ModelConfig
+from emberline.weights.quantization import join_quantized, quantization_fields, read_quantization
 from emberline.weights.tensor_names import module_name
 from emberline.weights.tensor_shapes import expected_shapes
 from emberline.weights.tensors import Bytes, CheckpointFiles, Shape, Weight
@@ -65,25 +65,29 @@ class Scheme(NamedTuple):
 
 
 def scheme_of(module: str, document: dict[str, Any]) -> Scheme | None:
-    """The scheme of a Hugging Face module by config.json, as its publisher applied it; None: it is not quantized."""
-    found = document.get("text_config", {}).get("quantization_config") or document.get("quantization_config")
-    if not found:
+    """The scheme of a Hugging Face module by config.json, as its publisher applied it; None: it is not quantized.
+
+    `read_quantization` has accepted the file.
+    """
+    fields = quantization_fields(document)
+    if fields is None:
         return None
+    found: Any = fields.values
     method = found["quant_method"]
     if method == "mxfp4":
         return Scheme("mxfp4") if ".experts." in module else None
     if method == "compressed-tensors":
-        if any(_names(pattern, module) for pattern in found.get("ignore", ())):
+        if any(_names(pattern, module) for pattern in _texts(fields, "ignore")):
             return None
-        groups = found["config_groups"].values()
-        weights = next((g["weights"] for g in groups if any(_names(t, module) for t in g["targets"])), None)
+        groups = (Fields(group, "a scheme of quantization_config") for group in found["config_groups"].values())
+        named = (g for g in groups if any(_names(target, module) for target in _texts(g, "targets")))
+        weights: Any = next((g.get("weights") for g in named), None)
         if weights is None:
             return None
         if weights.get("type") == "float" and weights["num_bits"] == 8:
             return Scheme("fp8", per=weights.get("strategy", "tensor"))
         return Scheme("mxfp4" if weights.get("type") == "float" else "int4", weights["group_size"])
-    kept = (found.get("modules_to_not_convert") or []) + ["lm_head"]
-    if any(part in module for part in kept):
+    if any(part in module for part in (*_texts(fields, "modules_to_not_convert"), "lm_head")):
         return None
     return Scheme("fp8", per="block" if found.get("weight_block_size") else "channel")
 
@@ -92,7 +96,18 @@ def _names(pattern: str, module: str) -> bool:
     """Whether a pattern of `targets` or `ignore` names a module: a class, an expression, or the module itself."""
     if pattern == "Linear":
         return True
-    return bool(re.match(pattern[3:], module)) if pattern.startswith("re:") else pattern == module
+    try:
+        return bool(re.match(pattern[3:], module)) if pattern.startswith("re:") else pattern == module
+    except re.error as error:
+        raise BadCheckpoint(f"quantization_config: {pattern[:60]!r} is not a regular expression: {error}") from None
+
+
+def _texts(fields: Fields, key: str) -> list[str]:
+    """A list of texts, empty where it is absent."""
+    found = fields.get(key, [])
+    if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
+        raise fields.wrong(key, "a list of texts")
+    return found
 
 
 def _quantized(module: str, shape: Shape, scheme: Scheme, pools: "_Pools") -> Iterator[Weight]:

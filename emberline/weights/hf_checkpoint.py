@@ -63,10 +63,11 @@ class SafetensorsFile:
         begin, end = tensor.data_offsets
         if not 0 <= begin <= end <= len(self._map) - self._start:
             raise BadCheckpoint(f"{what} claims bytes {begin} to {end}: the file is truncated or its header is wrong")
-        kind = KINDS.get(tensor.dtype)
+        kind = KINDS.get(tensor.dtype) or _QUANTIZED_KINDS.get(tensor.dtype)
         if kind is None:
             return  # rejected only when used, so that a folder may hold other tensors
-        if min(tensor.shape, default=1) < 1 or math.prod(tensor.shape) * FORMATS[kind].block_bytes != end - begin:
+        item_bytes = 4 if tensor.dtype == "I32" else FORMATS[kind].block_bytes
+        if min(tensor.shape, default=1) < 1 or math.prod(tensor.shape) * item_bytes != end - begin:
             raise BadCheckpoint(f"{what} of shape {tensor.shape} does not take {end - begin} bytes")
 
     def offset_of(self, tensor: SafeTensor) -> int:

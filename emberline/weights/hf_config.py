@@ -64,6 +64,8 @@ def read_config(document: dict[str, object], generation: dict[str, object]) -> M
     )
     config = msgspec.structs.replace(config, windows=_windows(fields, config))
     config = _READERS[arch](fields, local_rope if arch == "gemma3" else full_rope, config)
+    if config.n_heads % config.n_kv_heads:
+        raise BadCheckpoint(f"config.json: {config.n_heads} query heads cannot share {config.n_kv_heads} KV heads")
     if config.moe is not None:
         check_experts(config.moe)
     return config

@@ -86,14 +86,27 @@ class WeightLoader:
         self._pool = ThreadPoolExecutor(N_THREADS, "weights")
         self._reading = [self._pool.submit(run, job) for job in jobs]
 
+    def __enter__(self) -> "WeightLoader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Read no more, and wait for what is being read. For a start that fails: a process ends when its threads do."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
     def finish(self) -> int:
         """Wait until everything is read, starting if `start` was not called; returns the bytes. Raises read errors."""
         if self._pool is None:
             self.start()
         assert self._pool is not None
-        with self._pool:
+        try:
             for job in self._reading:
                 job.result()
+        finally:
+            self.stop()
         for reader in self._readers:
             reader.close()
         for action in self._actions:

@@ -43,8 +43,8 @@ class Quantization:
     quantize_input: bool = False  # FP8 activations
 
 
-def read_quantization(document: dict[str, object]) -> Quantization | None:
-    """From config.json, where the text model's own entry counts; None: nothing is quantized."""
+def quantization_fields(document: dict[str, object]) -> Fields | None:
+    """`quantization_config` of config.json, where the text model's own entry counts; None: nothing is quantized."""
     inner = document.get("text_config")
     found = (inner.get("quantization_config") if isinstance(inner, dict) else None) or document.get(
         "quantization_config"
@@ -53,7 +53,13 @@ def read_quantization(document: dict[str, object]) -> Quantization | None:
         return None
     if not isinstance(found, dict):
         raise BadCheckpoint("config.json: 'quantization_config' is not an object")
-    fields = Fields(found, "quantization_config")
+    return Fields(found, "quantization_config")
+
+
+def read_quantization(document: dict[str, object]) -> Quantization | None:
+    fields = quantization_fields(document)
+    if fields is None:
+        return None
     method = fields.text("quant_method")
     if method == "compressed-tensors":
         return _compressed_tensors(fields)

@@ -110,6 +110,8 @@ def test_models_on_one_gpu_have_explicit_or_even_shares_of_its_memory(monkeypatc
         shares(0.2, 0.2, 0.2)
     with pytest.raises(BadInput, match=r"add up to 1\.2, more than 1"):
         shares(0.6, 0.6)
+    with pytest.raises(BadInput, match=r"add up to 1\.2, more than 1"):
+        shares(0.6)
 
 
 @pytest.mark.parametrize("config", [EngineConfig(prefill_workers=1), EngineConfig(decode_workers=1)])

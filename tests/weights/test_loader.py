@@ -1,6 +1,7 @@
 """The weight loader and read-ahead: loaded bytes equal those of the mapped file."""
 
 import os
+import time
 
 import numpy as np
 import pytest
@@ -154,3 +155,28 @@ def test_read_ahead_skips_files_in_the_page_cache(tmp_path):
     assert path.read_bytes() == bytes(1 << 16)
     assert bytes_read(read_all([path])) == 0
     assert readahead.model_files(path) == [path]
+
+
+def test_an_error_ends_the_reading():
+    """Of a terabyte the rest would take minutes, and the process could not end before."""
+    n_read = []
+
+    class Part:
+        name, kind, order, shift, transposed, location = "part", "made", None, 0.0, False, None
+
+        def __init__(self, number):
+            self.number = number
+
+        def tensor(self, dtype, device):
+            if not self.number:
+                raise BadCheckpoint("a part cannot be read")
+            time.sleep(0.02)
+            n_read.append(self.number)
+            return torch.zeros(1)
+
+    loader = WeightLoader("cpu")
+    for number in range(5000):
+        loader.fill(Part(number), torch.zeros(1))
+    with pytest.raises(BadCheckpoint, match="a part cannot be read"):
+        loader.finish()
+    assert len(n_read) < 4000

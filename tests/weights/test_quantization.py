@@ -211,3 +211,17 @@ json_values = st.recursive(
 def test_any_configuration_is_read_or_refused(method: str, fields: dict[str, object]) -> None:
     with suppress(BadCheckpoint):
         read_quantization({"quantization_config": {"quant_method": method} | fields})
+
+
+@pytest.mark.parametrize("shape", [[128, 40], [0, 16], [1]])
+def test_codes_that_are_not_as_large_as_their_shape_are_refused(tmp_path: Path, shape: list[int]) -> None:
+    write_llama(tmp_path, "int4 g32")
+    (path,) = tmp_path.glob("*.safetensors")
+    data = path.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    header[f"{Q}weight_packed"]["shape"] = shape
+    changed = json.dumps(header).encode()
+    path.write_bytes(len(changed).to_bytes(8, "little") + changed + data[end:])
+    with pytest.raises(BadCheckpoint, match="does not take 8192 bytes"):
+        open_checkpoint(tmp_path)

@@ -16,6 +16,7 @@ from emberline.engine.gpu.memory_budget import (
 from emberline.engine.gpu.runner import GpuRunner
 from emberline.engine.gpu.shapes import CHUNK_ROWS, GPU_SHAPES, MAX_GRAPH_TOKENS
 from emberline.engine.gpu.slots import SlotSampler
+from emberline.engine.gpu.step_time import tensor_bytes
 from emberline.engine.scheduler.latency_target import LatencyTarget
 from emberline.engine.scheduler.limits import Limits
 from emberline.kernels.backend import LatentAttention, MoE
@@ -92,6 +93,16 @@ class _Kernels:
     prepare = staticmethod(inputs.prepare)
     keep = staticmethod(inputs.keep)
     sample = staticmethod(sampling.sample_batch)
+
+
+def check_fits(model: Decoder, limits: Limits, device: str, kv_bytes: int | None, memory_share: float = 1.0) -> None:
+    """Raise BadInput, saying by how much, if the device cannot hold the model, whose tensors may be without memory."""
+    step, weights = StepMemory.of(model, limits), tensor_bytes([model.layers, model.matrices])
+    free, total = torch.cuda.mem_get_info(device)
+    allocated = torch.cuda.memory_reserved(device)
+    device_memory_budget(
+        total, free, weights, step.workspace, step.state, step.reserve, allocated, kv_bytes, memory_share
+    )
 
 
 def load_attention(device: str) -> threading.Thread:

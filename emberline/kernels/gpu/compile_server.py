@@ -67,9 +67,9 @@ class CompileServer:
 
     def _read_results(self) -> None:
         assert self._process.stdout is not None
-        for number in self._process.stdout:
+        for line in self._process.stdout:
             self._times_s.append(time.perf_counter() - self._began_s)
-            self._jobs[int(number)].set_result(None)
+            self._jobs[int(line)].set_result(None)
         with self._lock:
             self._closed = True
             for job in self._jobs.values():
@@ -132,12 +132,13 @@ def _serve(jobs: IO[bytes], results: IO[bytes], n_processes: int) -> None:
     writing = threading.Lock()
 
     def run(number: bytes, job: bytes) -> None:
-        process = os.fork()
-        if process == 0:
-            with suppress(BaseException):
-                _compile(*ast.literal_eval(job.decode()))
-            os._exit(0)
-        os.waitpid(process, 0)
+        with suppress(OSError):  # no process more: the engine compiles this one itself
+            process = os.fork()
+            if process == 0:
+                with suppress(BaseException):
+                    _compile(*ast.literal_eval(job.decode()))
+                os._exit(0)
+            os.waitpid(process, 0)
         with writing:
             results.write(number + b"\n")
             results.flush()
@@ -148,4 +149,7 @@ def _serve(jobs: IO[bytes], results: IO[bytes], n_processes: int) -> None:
 
 
 if __name__ == "__main__":
-    _serve(sys.stdin.buffer, sys.stdout.buffer, int(sys.argv[1]))
+    # Triton prints a kernel that the assembler rejects: that must not come between the results.
+    with os.fdopen(os.dup(1), "wb") as results:
+        os.dup2(2, 1)
+        _serve(sys.stdin.buffer, results, int(sys.argv[1]))

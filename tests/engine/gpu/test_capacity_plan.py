@@ -1,11 +1,17 @@
 """A capacity plan is made by the engine's own code on the meta device: sizes without memory."""
 
-import pytest
+import json
 
+import pytest
+import torch
+
+from emberline.engine import worker
+from emberline.engine.gpu import engine
 from emberline.engine.gpu.capacity_plan import plan_capacity
 from emberline.engine.gpu.hardware import GIB, GPUS, parse_gpus
 from emberline.engine.gpu.step_time import Step, step_seconds, tensor_bytes
 from emberline.engine.scheduler.limits import Limits
+from emberline.models import registry
 from emberline.models.registry import lay_out
 from emberline.protocol.errors import BadInput
 from emberline.weights.generated import generate_checkpoint
@@ -63,3 +69,18 @@ def test_gpus_are_named_or_come_from_a_file(tmp_path):
     table.write_text('[[gpu]]\nname = "X1"\n')
     with pytest.raises(BadInput, match="memory_gib"):
         parse_gpus("X1", table)
+
+
+def test_a_start_that_runs_out_of_memory_says_what_is_missing(tmp_path, monkeypatch):
+    def begin_loading(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    monkeypatch.setattr(registry, "begin_loading", begin_loading)
+    monkeypatch.setattr(registry, "select_device", lambda asked: "cuda")
+    monkeypatch.setattr(engine, "load_attention", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * GIB, 16 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 13 * GIB)
+    args = worker._parse(["--model", str(tmp_path), "--socket", "unix:x", "--random-weights", "0"])
+    with pytest.raises(BadInput, match=r"15\.0 GiB of the device are available; weights take 15\.0.* too many"):
+        worker.build(args)

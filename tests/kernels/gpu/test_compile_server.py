@@ -35,6 +35,7 @@ kernel = server.compile(source(128), target, {"num_warps": 4})
 found = compiled()
 wrong = server._submit(("emberline.kernels.gpu.elementwise", "missing", {}, {}, {}, ("cuda", 90, 32), {}))
 wrong.result()
+server._submit(("noisy", "missing", {}, {}, {}, ("cuda", 90, 32), {})).result(timeout=60)
 server.close()
 kernel2 = server.compile(source(256), target, {"num_warps": 4})
 print(json.dumps([by_server, found, compiled(), kernel.name, kernel2.name]))
@@ -43,8 +44,11 @@ print(json.dumps([by_server, found, compiled(), kernel.name, kernel2.name]))
 
 def test_compiles_in_other_processes_and_goes_on_without_them(tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    environment = {"TRITON_CACHE_DIR": str(tmp_path), "PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(sys.path)}
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+    (tmp_path / "noisy.py").write_text("print('a kernel that the assembler rejected\\n' * 9999)")
+    paths = ":".join([*sys.path, str(tmp_path)])
+    cache = tmp_path / "cache"
+    environment = {"TRITON_CACHE_DIR": str(cache), "PATH": "/usr/bin:/bin", "PYTHONPATH": paths}
+    command = [sys.executable, "-c", PROGRAM, str(cache)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     by_server, found, after_close, *names = json.loads(done.stdout.splitlines()[-1])
