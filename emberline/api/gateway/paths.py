@@ -162,7 +162,8 @@ def _check_provider(call: Call, provider: str) -> None:
     if provider in (COMPAT, LOCAL):
         return
     if call.service.upstream.find(f"{provider}/model") is None:
-        known = ", ".join((COMPAT, LOCAL, *call.service.upstream.providers.clients))
+        clients = call.service.upstream.providers.clients.values()  # the others are of some accounts
+        known = ", ".join((COMPAT, LOCAL, *(client.name for client in clients if client.is_configured)))
         raise InvalidProvider(
             f"there is no provider {provider[:64]!r} here; there are {known}. Add it to [[providers]]", param="provider"
         )

@@ -5,6 +5,7 @@ counted. A limit is therefore kept to within half a second of traffic, and over 
 """
 
 import asyncio
+import collections
 import logging
 import time
 
@@ -17,6 +18,9 @@ from emberline.upstream.gateway.routing import Counter
 
 SYNC_S = 0.5
 IDLE_SYNC_S = 5.0  # where nothing was counted here
+MAX_ACCOUNT_COUNTS = 100_000  # in memory; values of metadata beyond share a count of their rule
+_ROWS_AT_ONCE = 1000  # taken over before other work gets its turn
+_PRUNE_S = 30.0
 _COLUMNS = "account, gateway, name, begin_us, until_us, amount"
 _INSERT = f"INSERT INTO gateway_counters ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?) "
 _SUM = f"(gateway_counters.amount + excluded.amount, {2 * MAX_COST_PICO})"
@@ -39,6 +43,9 @@ class CounterTable:
     def __init__(self, store: Database | None) -> None:
         self._store = store
         self._counts: dict[_Key, _Count] = {}
+        self._n_of_account: collections.Counter[str] = collections.Counter()
+        self._changed: set[_Key] = set()  # whose `new` is not 0
+        self._pruned_s = time.monotonic()
         self._syncing: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
@@ -53,20 +60,38 @@ class CounterTable:
             await self._try_sync()
 
     def has_room(self, account: str, gateway: str, counter: Counter) -> bool:
-        count = self._counts.get(_key(account, gateway, counter)[0])
+        key, _ = self._shared(*_key(account, gateway, counter))
+        count = self._counts.get(key)
         return count is None or count.stored + count.new < counter.limit
 
     def add(self, account: str, gateway: str, counter: Counter, amount: int) -> None:
-        key, until_us = _key(account, gateway, counter)
-        count = self._counts.setdefault(key, _Count(until_us))
+        key, until_us = self._shared(*_key(account, gateway, counter))
+        count = self._count(key, until_us)
         count.new = min(count.new + amount, MAX_COST_PICO)
+        if count.new:
+            self._changed.add(key)
+
+    def _shared(self, key: _Key, until_us: int) -> tuple[_Key, int]:
+        """The count that stands for those that are too many to keep."""
+        account, gateway, name, begin_us = key
+        if key not in self._counts and self._n_of_account[account] >= MAX_ACCOUNT_COUNTS:
+            rule, kind, *_ = name.split("/")
+            key = account, gateway, f"{rule}/{kind}/…", begin_us
+        return key, until_us
+
+    def _count(self, key: _Key, until_us: int) -> _Count:
+        count = self._counts.get(key)
+        if count is None:
+            count = self._counts[key] = _Count(until_us)
+            self._n_of_account[key[0]] += 1
+        return count
 
     async def _sync_often(self) -> None:
         idle_s = 0.0
         while True:
             await asyncio.sleep(SYNC_S)
             idle_s += SYNC_S
-            if idle_s >= IDLE_SYNC_S or any(count.new for count in self._counts.values()):
+            if idle_s >= IDLE_SYNC_S or self._changed:
                 await self._try_sync()
                 idle_s = 0.0
 
@@ -82,20 +107,34 @@ class CounterTable:
         """Add what is new to the store, and take over what is there."""
         assert self._store is not None
         now_us = time.time_ns() // 1000
-        sent = {key: count.new for key, count in self._counts.items() if count.new}
+        sent = {key: self._counts[key].new for key in self._changed if key in self._counts}
+        self._changed = set()
         if sent:
             rows = [(*key, self._counts[key].until_us, amount) for key, amount in sent.items()]
-            await self._store.transaction([BulkQuery(_ADD, rows), (_SWEEP, (now_us,))])
+            try:
+                await self._store.transaction([BulkQuery(_ADD, rows), (_SWEEP, (now_us,))])
+            except BaseException:
+                self._changed |= sent.keys()
+                raise
         for key, added in sent.items():
             self._counts[key].new -= added
             self._counts[key].stored += added
-        for account, gateway, name, begin_us, until_us, amount in await self._store.read(_CURRENT, (now_us,)):
+        rows_there = await self._store.read(_CURRENT, (now_us,))
+        for number, (account, gateway, name, begin_us, until_us, amount) in enumerate(rows_there):
+            if number % _ROWS_AT_ONCE == _ROWS_AT_ONCE - 1:
+                await asyncio.sleep(0)
             assert isinstance(begin_us, int)
+            assert isinstance(name, str)
             assert isinstance(until_us, int)
             assert isinstance(amount, int)
-            count = self._counts.setdefault((str(account), str(gateway), str(name), begin_us), _Count(until_us))
-            count.stored = amount
-        self._counts = {key: count for key, count in self._counts.items() if count.until_us > now_us}
+            key = (str(account), str(gateway), name, begin_us)
+            if key in self._counts or self._n_of_account[key[0]] < MAX_ACCOUNT_COUNTS or name.endswith("/…"):
+                self._count(key, until_us).stored = amount
+        if time.monotonic() - self._pruned_s >= _PRUNE_S:
+            self._pruned_s = time.monotonic()
+            self._counts = {key: count for key, count in self._counts.items() if count.until_us > now_us}
+            self._n_of_account = collections.Counter(account for account, *_ in self._counts)
+            self._changed &= self._counts.keys()
 
 
 def _key(account: str, gateway: str, counter: Counter) -> tuple[_Key, int]:

@@ -13,8 +13,8 @@ import msgspec
 
 from emberline.protocol.errors import EmberlineError
 from emberline.service.gateway.gateways import Gateways
-from emberline.store import BulkQuery, Database, Query
-from emberline.store.database import Rows, Statement, Value, decode_row
+from emberline.store import BulkQuery, Database
+from emberline.store.database import Rows, Value, decode_row
 
 FLUSH_S = 0.25
 MAX_GROUP = 500  # rows of one write
@@ -198,11 +198,14 @@ class LogWriter:
                 days, most = settings.log_retention_days, settings.log_max_rows
             except EmberlineError:  # a gateway that is gone
                 days, most = 30.0, 1_000_000
-            oldest_us = time.time_ns() // 1000 - int(days * 86_400e6)
-            statements: list[Statement] = [Query(_OLD, (account, gateway, oldest_us, _SWEEP_ROWS))]
-            if n_rows > most:
-                statements.append(Query(_EXCESS, (account, gateway, min(_SWEEP_ROWS, n_rows - most))))
-            await self._store.transaction(statements)
+            end_us = time.time_ns() // 1000 - int(days * 86_400e6)
+            # By time, not by number: another process may sweep just now.
+            excess = await self._store.read(_NTH, (account, gateway, n_rows - most - 1)) if n_rows > most else ()
+            for (created_us,) in excess:
+                assert isinstance(created_us, int)
+                end_us = max(end_us, created_us + 1)
+            while await self._store.read(_ANY, (account, gateway, end_us)):
+                await self._store.write(_OLD, (account, gateway, end_us, _SWEEP_ROWS))
 
 
 _COUNTS = "SELECT account, gateway, COUNT(*) FROM gateway_logs GROUP BY account, gateway"
@@ -210,10 +213,8 @@ _OLD = (
     "DELETE FROM gateway_logs WHERE id IN (SELECT id FROM gateway_logs "
     "WHERE account = ? AND gateway = ? AND created_us < ? ORDER BY created_us LIMIT ?)"
 )
-_EXCESS = (
-    "DELETE FROM gateway_logs WHERE id IN (SELECT id FROM gateway_logs "
-    "WHERE account = ? AND gateway = ? ORDER BY created_us LIMIT ?)"
-)
+_ANY = "SELECT id FROM gateway_logs WHERE account = ? AND gateway = ? AND created_us < ? LIMIT 1"
+_NTH = "SELECT created_us FROM gateway_logs WHERE account = ? AND gateway = ? ORDER BY created_us LIMIT 1 OFFSET ?"
 
 
 # --- search -----------------------------------------------------------------------------------------------------------

@@ -20,12 +20,13 @@ from emberline.protocol.errors import EmberlineError
 from emberline.protocol.request import EncodeRequest, GenerateRequest, Priority
 from emberline.store import BulkQuery, Database, Query
 from emberline.store.database import Statement
+from emberline.store.notifications import Subscription
 
 MEMORY_BYTES = 64 << 20  # of replies, in each process
 MAX_REPLY_BYTES = 1 << 20
 ACCOUNT_BYTES = 256 << 20  # of one account's replies, in the store
 FLUSH_S = 0.1
-MAX_PENDING = 1000
+MAX_PENDING_BYTES = 16 << 20  # that wait to be written; further replies are only in memory
 SWEEP_S = 60.0
 _GET = "SELECT reply FROM gateway_cache WHERE account = ? AND digest = ? AND expires_us > ?"
 _PUT = (
@@ -38,6 +39,12 @@ _SIZES = "SELECT account, SUM(n_bytes) FROM gateway_cache GROUP BY account"
 _OLDEST = "SELECT created_us, n_bytes FROM gateway_cache WHERE account = ? ORDER BY created_us LIMIT 1000"
 _EVICT = "DELETE FROM gateway_cache WHERE account = ? AND created_us <= ?"
 _PURGE = "DELETE FROM gateway_cache WHERE account = ?"
+# One row, of no account, tells every process when replies were purged last.
+_MARK = ("", "purged")
+_PURGED = "SELECT created_us FROM gateway_cache WHERE account = '' AND digest = 'purged'"
+_NEVER_US = 1 << 62
+CHANNEL = "gateway-cache"
+POLL_S = 1.0  # for purges by other processes
 
 log = logging.getLogger("emberline.gateway")
 
@@ -93,6 +100,8 @@ class ResponseCache:
         self._memory_bytes = memory_bytes
         self._n_bytes = 0
         self._pending: dict[tuple[str, str], tuple[int, bytes]] = {}
+        self._n_pending_bytes = 0
+        self._purged: object = None  # when, as the store said last
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -102,7 +111,10 @@ class ResponseCache:
 
     async def open(self) -> None:
         if self._store is not None:
-            self._tasks = [asyncio.create_task(self._write_behind()), asyncio.create_task(self._sweep_often())]
+            subscription = self._store.listen(CHANNEL, POLL_S)
+            self._purged = await self._store.read(_PURGED)
+            works = (self._write_behind(), self._sweep_often(), self._follow_purges(subscription))
+            self._tasks = [asyncio.create_task(work) for work in works]
 
     async def close(self) -> None:
         """What is still to be written is written."""
@@ -146,8 +158,9 @@ class ResponseCache:
             return False
         key = (account, digest)
         self._remember(key, reply.expires_us, encoded)
-        if self._store is not None and len(self._pending) < MAX_PENDING:
+        if self._store is not None and self._n_pending_bytes < MAX_PENDING_BYTES:
             self._pending[key] = (reply.expires_us, encoded)
+            self._n_pending_bytes += len(encoded)
             self._wake.set()
         return True
 
@@ -157,7 +170,28 @@ class ResponseCache:
             self._forget(key)
         self._pending = {key: value for key, value in self._pending.items() if key[0] != account}
         if self._store is not None:
-            await self._store.write(_PURGE, (account,))
+            mark = (*_MARK, _NEVER_US, self._store.now_us(), 0, b"")
+            await self._store.transaction([Query(_PURGE, (account,)), Query(_PUT, mark)])
+            await self._store.notify(CHANNEL)
+
+    async def _follow_purges(self, subscription: Subscription) -> None:
+        assert self._store is not None
+        async for _ in subscription:
+            try:
+                await self.check_purged()
+            except EmberlineError as error:
+                log.warning("whether replies were purged is not known: %s", error.message)
+            except Exception:
+                log.exception("whether replies were purged is not known")
+
+    async def check_purged(self) -> None:
+        """Forget what is in memory if replies were purged, here or by another process: the rest is in the store."""
+        assert self._store is not None
+        purged = await self._store.read(_PURGED)
+        if purged != self._purged:
+            self._purged = purged
+            self._memory.clear()
+            self._n_bytes = 0
 
     def _remember(self, key: tuple[str, str], expires_us: int, encoded: bytes) -> None:
         self._forget(key)
@@ -182,17 +216,18 @@ class ResponseCache:
 
     async def _flush(self) -> None:
         assert self._store is not None
-        pending, now_us = self._pending, time.time_ns() // 1000
-        if not pending:
+        written, now_us = dict(self._pending), time.time_ns() // 1000
+        if not written:
             return
-        rows = [(*key, until_us, now_us, len(reply), reply) for key, (until_us, reply) in pending.items()]
+        rows = [(*key, until_us, now_us, len(reply), reply) for key, (until_us, reply) in written.items()]
         try:
             await self._store.transaction([BulkQuery(_PUT, rows)])
         except EmberlineError as error:
             log.warning("cached replies were not stored: %s", error.message)
         except Exception:
             log.exception("cached replies were not stored")
-        self._pending = {key: value for key, value in self._pending.items() if pending.get(key) is not value}
+        self._pending = {key: value for key, value in self._pending.items() if written.get(key) is not value}
+        self._n_pending_bytes = sum(len(reply) for _, reply in self._pending.values())
 
     async def _sweep_often(self) -> None:
         while True:

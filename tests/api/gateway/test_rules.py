@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from emberline.protocol.gateway import Budget, Condition, Guardrail, RateLimit, RouteRule
+from emberline.service.gateway import log
 from emberline.testing.openai_script import ServerScript
 from tests.api.gateway.conftest import MODEL, SAYS, Opener
 
@@ -165,11 +166,12 @@ async def test_searching_the_log(bench: Opener) -> None:
         assert (await gateway.client.get("/api/gateways/default/logs", params=wrong)).status_code == 400
 
 
-async def test_the_log_is_bounded(bench: Opener) -> None:
+async def test_the_log_is_bounded(bench: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log, "_SWEEP_ROWS", 1)
     gateway = await bench({"log_max_rows": 2})
-    for _ in range(4):
+    for _ in range(5):
         await gateway.ask()
-    assert len(await gateway.logs()) == 4
+    assert len(await gateway.logs()) == 5
     await gateway.gateways.logs.sweep()
     assert len(await gateway.logs()) == 2
     await gateway.store.write("UPDATE gateway_logs SET created_us = 0")

@@ -13,11 +13,12 @@ from emberline.protocol.errors import BadInput, Conflict
 from emberline.protocol.events import ChoiceDone, Completed, TextDelta, TextLogprob, ToolCallStarted, Usage
 from emberline.protocol.gateway import MAX_COST_PICO, GatewaySettings
 from emberline.protocol.request import EncodeRequest, GenerateRequest, Message, Priority, SamplingParams
+from emberline.service.gateway import counters
 from emberline.service.gateway.call import replay
 from emberline.service.gateway.counters import CounterTable
 from emberline.service.gateway.gateways import Gateways
 from emberline.service.gateway.log import LogFilter, LogRow, LogWriter, search
-from emberline.service.gateway.response_cache import CachedReply, ResponseCache, request_digest
+from emberline.service.gateway.response_cache import MAX_PENDING_BYTES, CachedReply, ResponseCache, request_digest
 from emberline.store import Database
 from emberline.upstream.gateway.errors import GatewayNotFound
 from emberline.upstream.gateway.routing import Counter
@@ -131,6 +132,55 @@ async def test_the_memory_of_the_cache_is_bounded() -> None:
         assert cache.n_bytes <= 5000
     assert await cache.get("a", "d99") is not None
     assert await cache.get("a", "d0") is None
+
+
+async def test_a_purge_reaches_every_process(store: Database) -> None:
+    one, two = ResponseCache(store), ResponseCache(store)
+    await one.open()
+    await two.open()
+    for account in ("acme", "other"):
+        two.put(account, "d1", reply())
+    await two._flush()
+    assert await one.get("acme", "d1") is not None
+    await two.purge("acme")
+    await one.check_purged()
+    assert await one.get("acme", "d1") is None
+    assert await one.get("other", "d1") is not None
+    await one.sweep()
+    await one.close()
+    await two.close()
+
+
+async def test_what_waits_to_be_written_is_bounded(store: Database) -> None:
+    cache = ResponseCache(store)
+    for number in range(60):
+        cache.put("acme", f"d{number}", reply("x" * (1 << 18)))
+    assert cache._n_pending_bytes <= MAX_PENDING_BYTES + (1 << 20)
+    await cache.close()
+    assert cache._n_pending_bytes == 0
+    (stored,) = await store.read("SELECT COUNT(*) FROM gateway_cache")
+    assert stored[0] >= MAX_PENDING_BYTES >> 20
+
+
+async def test_values_without_end_share_a_count(store: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counters, "MAX_ACCOUNT_COUNTS", 10)
+    tables = CounterTable(store), CounterTable(store)
+    for table in tables:
+        await table.open()
+        for number in range(30):
+            table.add("acme", "g", Counter(f"r#0/rate/{number}", 86_400, 5), 1)
+            table.add("acme", "g", Counter(f"r#0/rate/{number}", 86_400, 5), 1)
+        table.add("other", "g", Counter("r#0/rate/1", 86_400, 5), 1)
+        await table.sync()
+    for table in tables:
+        await table.sync()
+        assert len(table._counts) <= 12
+        assert table.has_room("acme", "g", Counter("r#0/rate/3", 86_400, 5))
+        assert not table.has_room("acme", "g", Counter("r#0/rate/3", 86_400, 4)), "of both processes"
+        assert not table.has_room("acme", "g", Counter("r#0/rate/99", 86_400, 5))
+        assert table.has_room("acme", "g", Counter("r#0/budget/99", 86_400, 5))
+        assert table.has_room("other", "g", Counter("r#0/rate/99", 86_400, 5))
+        await table.close()
 
 
 async def test_processes_share_their_counts(store: Database) -> None:
