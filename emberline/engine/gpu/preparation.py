@@ -129,5 +129,7 @@ class StepPreparation:
 
     @property
     def _long_chunks(self) -> list[list[tuple[int, int]]]:
+        """The second is of an odd size: libraries do not multiply every number of rows."""
         start, n = LONG_CHUNK
-        return [[LONG_CHUNK]] if self._limits.token_budget >= n and self._limits.context_len >= start + n else []
+        fits = self._limits.token_budget >= n and self._limits.context_len >= start + n
+        return [[LONG_CHUNK], [(start, n - 1)]] if fits else []

@@ -24,6 +24,7 @@ from emberline.kernels.gpu.launch import (
 from emberline.kernels.moe import MAX_EXPERTS, Routing
 
 BLOCK_FIELDS = 4  # of a block: expert, index of its first pair in the expert's list, number of pairs, unused
+_ALIGNED = 4  # words: 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +60,23 @@ def max_blocks(tokens: int, slots: int, experts: int, block_tokens: int) -> int:
 
 def permutation_ints(tokens: int, slots: int, experts: int) -> int:
     """32-bit words that `make_permutation` takes, for the smallest blocks."""
-    return 2 * tokens * slots + experts * tokens + BLOCK_FIELDS * (max_blocks(tokens, slots, experts, 8) + 1)
+    return sum(_sizes(tokens, slots, experts, max_blocks(tokens, slots, experts, 8)))
+
+
+def _sizes(tokens: int, slots: int, experts: int, n_blocks: int) -> list[int]:
+    """Words of blocks, their number, ids, weights and lists, each aligned: Triton recompiles kernels for others."""
+    sizes = (BLOCK_FIELDS * n_blocks, 1, tokens * slots, tokens * slots, experts * tokens)
+    return [cdiv(size, _ALIGNED) * _ALIGNED for size in sizes]
 
 
 def make_permutation(memory: Tensor, tokens: int, slots: int, experts: int, block_tokens: int) -> Permutation:
     """Divide int32 `memory` among the tensors of a permutation of `experts` experts of this rank."""
     pairs, n_blocks = tokens * slots, max_blocks(tokens, slots, experts, block_tokens)
-    sizes = [BLOCK_FIELDS * n_blocks, BLOCK_FIELDS, pairs, pairs, experts * tokens]
+    sizes = _sizes(tokens, slots, experts, n_blocks)
     blocks, count, ids, weights, lists = torch.split(memory[: sum(sizes)], sizes)
     return Permutation(
-        ids.view(tokens, slots), weights.view(torch.float32).view(tokens, slots), lists.view(experts, tokens),
-        blocks.view(n_blocks, BLOCK_FIELDS), count[:1], block_tokens,
+        ids[:pairs].view(tokens, slots), weights[:pairs].view(torch.float32).view(tokens, slots),
+        lists[: experts * tokens].view(experts, tokens), blocks.view(n_blocks, BLOCK_FIELDS), count[:1], block_tokens,
     )  # fmt: skip
 
 
@@ -154,6 +161,7 @@ def _route(
     if tl.atomic_add(counts + n_local, 1, sem="acq_rel") == n_tokens - 1:
         e = tl.arange(0, LOCAL)
         count = tl.load(counts + e, mask=e < n_local, other=0, cache_modifier=".cg")
+        tl.debug_barrier()  # threads may load the same one
         tl.store(counts + e, 0, mask=e <= n_local)
         of_expert = (count + BLOCK_TOKENS - 1) // BLOCK_TOKENS
         first_block = tl.cumsum(of_expert, 0) - of_expert

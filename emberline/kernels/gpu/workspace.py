@@ -107,7 +107,7 @@ class WorkspaceSizes:
             max_samples,
             item,
             quantized,
-            _experts_shape(experts[0]) if experts else None,
+            ExpertsShape(*map(max, zip(*map(_experts_shape, experts), strict=True))) if experts else None,
             fp8,
         )
 

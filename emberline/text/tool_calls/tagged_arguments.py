@@ -86,7 +86,7 @@ class TaggedScanner:
         closing = Scanned(begun, "{}" if self._open == "{" else "}", ended=True)
         if not text.startswith(self._key, begun):
             may_begin = self._key.startswith(text[begun : begun + len(self._key)])
-            return Scanned(at, "", ended=False) if may_begin and not final else closing
+            return Scanned(begun, "", ended=False) if may_begin and not final else closing
         first = begun + len(self._key)
         found = self._value.search(text, first, first + KEY_CHARS)
         if found is None:

@@ -111,3 +111,11 @@ def test_deterministic_mode_does_not_depend_on_the_batch() -> None:
     x = noise(7, HIDDEN, seed=9)
     together = run(ours, x, deterministic=True)
     assert torch.equal(run(ours, x[2:4], deterministic=True), together[2:4])
+
+
+def test_the_workspace_holds_the_largest_of_different_layers() -> None:
+    """A checkpoint may have the shared experts of some layers in another format, and so not with the routed ones."""
+    config = SimpleNamespace(hidden_size=HIDDEN, vocab_size=100)
+    layers = [blocks(name)[0] for name in ("plain", "stored")]
+    model = SimpleNamespace(config=config, attentions=[], kv_groups=(), feed_forwards=layers)
+    assert WorkspaceSizes.of(model, 16, 4, 4).experts == ExpertsShape(EXPERTS + 1, 3, WIDTH)

@@ -140,3 +140,12 @@ def test_bound_of_blocks(tokens: int, slots: int, experts: int, block: int) -> N
         left -= more
     assert sum(-(-c // block) for c in counts) <= bound
     assert bound <= tokens * slots
+
+
+@given(st.integers(1, 600), st.integers(1, 9), st.integers(9, 400), st.sampled_from([8, 16, 64]))
+def test_tensors_of_a_permutation_are_aligned(tokens: int, slots: int, experts: int, block: int) -> None:
+    """Triton compiles kernels again, while a request waits, for a pointer that is not."""
+    memory = torch.zeros(permutation_ints(tokens, slots, experts), dtype=torch.int32)
+    to = make_permutation(memory, tokens, slots, experts, block)
+    for tensor in (to.ids, to.weights, to.lists, to.blocks, to.n_blocks):
+        assert (tensor.data_ptr() - memory.data_ptr()) % 16 == 0

@@ -52,7 +52,8 @@ def partial_floats(queries: int, latent_dim: int) -> int:
     return queries * (latent_dim + 2)
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+# A part of a step's rows begins anywhere: kernels are not compiled again for pointers that are not aligned.
+@triton.jit(do_not_specialize=["table_stride", "query_starts", "context_lens"])
 def _latent_attention(
     q, out, pool, tables, items, query_starts, context_lens, partial, stats, scale, block_stride, table_stride,
     HEADS: tl.constexpr, TOKENS: tl.constexpr, QUERIES: tl.constexpr, LATENT: tl.constexpr, LATENT_PAD: tl.constexpr,
@@ -124,7 +125,7 @@ def _latent_attention(
             tl.store(stats + slots * 2 + 1, denom)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["query_starts"])
 def _merge_partials(
     out, items, query_starts, partial, stats, queries, HEADS: tl.constexpr, TOKENS: tl.constexpr,
     LATENT: tl.constexpr, LATENT_PAD: tl.constexpr, MAX_SPLITS: tl.constexpr, SPLITS: tl.constexpr,

@@ -60,7 +60,7 @@ def _cache_latent(
     tl.store(slot + LATENT + r[None, :] + one, key.to(dtype), mask=(r < ROPE)[None, :])
 
 
-@triton.jit(do_not_specialize=["tokens", "n_rows", "table_stride"])
+@triton.jit(do_not_specialize=["tokens", "n_rows", "table_stride", "query_starts", "context_lens", "positions"])
 def _absorb_queries(
     q, k_up, out, kv, norm, cosine, sine, pool, tables, query_starts, context_lens, positions, tokens, n_rows,
     q_stride, kv_stride, up_head_stride, up_stride, block_stride, table_stride, eps, HEADS: tl.constexpr,
@@ -140,7 +140,7 @@ def absorb_queries(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["positions"])
 def _rotate_and_cache(
     q, kv, norm, cosine, sine, pool, table, positions, q_stride, kv_stride, block_stride, eps, HEADS: tl.constexpr,
     HEADS_PAD: tl.constexpr, NOPE: tl.constexpr, LATENT: tl.constexpr, LATENT_PAD: tl.constexpr, ROPE: tl.constexpr,

@@ -52,7 +52,7 @@ def _tiles(start, query_starts, context_lens, n_rows, TOKENS: tl.constexpr, KEYS
     return tl.where(context > 0, tl.cdiv(new, TOKENS), 0), tl.maximum(tl.cdiv(context, KEYS), 1)
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_items", "max_partials"])
+@triton.jit(do_not_specialize=["n_rows", "n_items", "max_partials", "query_starts", "context_lens"])
 def _plan(
     table, query_starts, context_lens, n_rows, n_items, head_tiles, max_partials, slots, TOKENS: tl.constexpr,
     KEYS: tl.constexpr, ROWS: tl.constexpr, MAX_SPLITS: tl.constexpr, ITEM_COST: tl.constexpr, ITEMS: tl.constexpr,
