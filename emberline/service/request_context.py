@@ -42,6 +42,7 @@ class AttemptContext(NamedTuple):
     is_retry: bool = False  # not the first: it counts for no limit on requests
     max_failovers: int | None = None  # between workers; None: as for any request
     bills_failure: bool = True  # if not, it costs nothing where it fails: nobody has seen anything of its reply
+    on_began: Callable[[], None] | None = None  # called where a reply has begun that comes whole; perhaps several times
 
 
 def in_flight_id(request_id: str, job: JobContext | None) -> str:

@@ -285,6 +285,8 @@ class Service:
                         on_complete(run.completed)
                 if block or run.done:
                     yield block, run.done
+                elif transport.began and attempt is not None and attempt.on_began is not None:
+                    attempt.on_began()
 
     async def encode(
         self,

@@ -34,6 +34,7 @@ class Attempt(NamedTuple):
     target: Target
     id: str  # under which it is in flight, and of its usage row
     is_retry: bool  # of a request that was admitted before: it does not count for rate limits again
+    on_began: Callable[[], None] | None = None  # ends its timeout, where nothing is returned yet
 
 
 class Breakers:
@@ -139,9 +140,19 @@ class Attempts:
 
 
 async def _in_time(start: Callable[[Attempt], Awaitable[T]], attempt: Attempt, timeout_ms: int) -> T:
+    is_waiting = True
     try:
-        async with asyncio.timeout(timeout_ms / 1000):
-            return await start(attempt)
+        async with asyncio.timeout(timeout_ms / 1000) as timeout:
+
+            def began() -> None:
+                nonlocal is_waiting
+                if is_waiting and not timeout.expired():
+                    is_waiting = False
+                    timeout.reschedule(None)
+
+            found = await start(attempt._replace(on_began=began))
+            is_waiting = False
+            return found
     except TimeoutError:
         model, provider = attempt.target.model, attempt.target.provider
         raise FirstByteTimeout(f"{model} ({provider}) sent nothing within {timeout_ms} ms", param="model") from None

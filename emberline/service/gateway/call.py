@@ -426,9 +426,9 @@ class _Request:
     def context(self, attempt: Attempt, bills_failure: bool = True) -> AttemptContext:
         """Our own fleets move a request between their workers; a provider has one, which is asked again by us."""
         if attempt.target.provider == LOCAL:
-            return AttemptContext(attempt.is_retry, None, bills_failure)
+            return AttemptContext(attempt.is_retry, None, bills_failure, attempt.on_began)
         n_servers = self._call.pipeline.upstream.n_servers(attempt.target.card)
-        return AttemptContext(attempt.is_retry, n_servers - 1, bills_failure)
+        return AttemptContext(attempt.is_retry, n_servers - 1, bills_failure, attempt.on_began)
 
     def admitting(self, on_admit: OnAdmit | None) -> OnAdmit:
         def admit(rate_limits: RateLimits | None) -> None:

@@ -138,10 +138,12 @@ async def test_the_request_timeout_is_to_the_first_byte(bench: Opener) -> None:
     assert code_of(answer) == 2014
 
 
-async def test_a_slow_stream_is_no_timeout(bench: Opener) -> None:
-    gateway = await bench({"request_timeout_ms": 2000}, a=ServerScript(tokens=5, itl_ms=20))
-    answer = await gateway.ask(stream=True)
-    assert answer.text.endswith("data: [DONE]\n\n")
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_slow_reply_is_no_timeout(bench: Opener, stream: bool) -> None:
+    gateway = await bench({"request_timeout_ms": 1500}, a=ServerScript(tokens=4, itl_ms=600))
+    answer = await gateway.ask(stream=stream)
+    assert (answer.status_code, "w3-" in answer.text) == (200, True)
+    assert len(await gateway.usage()) == 1
 
 
 async def test_nothing_is_tried_again_once_the_client_has_a_byte(bench: Opener) -> None:
