@@ -14,7 +14,7 @@ from emberline.balancer.route_request import RouteRequest
 from emberline.catalog.model_card import ModelCard, PathSource
 from emberline.config import ConfigError
 from emberline.protocol.errors import Unsupported
-from emberline.protocol.media import MediaRequest
+from emberline.protocol.media import MAX_IMAGE_TOKENS, MediaRequest
 from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal, Priority, SpeechRequest
 from emberline.protocol.speech import max_audio_ms
 from emberline.text.prompt import Prompt, build_prompt
@@ -154,7 +154,7 @@ class UpstreamModels:
             principal,
             (),
             n=1,
-            max_tokens=1,
+            max_tokens=_max_output_tokens(request),
             priority=request.priority,
             session=request.session,
             reject_if_busy=getattr(request, "reject_if_busy", False),
@@ -167,7 +167,7 @@ class UpstreamModels:
             route,
             input_tokens=estimated_tokens(n_bytes),
             images=request.n_images if isinstance(request, MediaRequest) else 0,
-            max_audio_ms=max_audio_ms(request.audio) if isinstance(request, SpeechRequest) else 0,
+            max_audio_ms=_max_audio_ms(request),
         )
         return route, WholeCall(task, access, self.clients, request.id)
 
@@ -269,6 +269,17 @@ class UpstreamModels:
 
     def _serving(self, model: str) -> list[UpstreamClient]:
         return [client for client in self.clients.values() if model in client.models]
+
+
+def _max_output_tokens(request: EncodeRequest | SpeechRequest | MediaRequest) -> int:
+    """That a provider may count for a result that is no text: what it may cost is reserved."""
+    return max(1, MAX_IMAGE_TOKENS * request.n_images) if isinstance(request, MediaRequest) else 1
+
+
+def _max_audio_ms(request: EncodeRequest | SpeechRequest | MediaRequest) -> int:
+    if isinstance(request, SpeechRequest):
+        return max_audio_ms(request.audio)
+    return int(request.video_s * 1000) if isinstance(request, MediaRequest) else 0
 
 
 def _card(model: str, clients: Sequence[UpstreamClient]) -> ModelCard:

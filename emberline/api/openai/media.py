@@ -6,10 +6,10 @@ import msgspec
 from msgspec import Meta, Raw
 
 from emberline.api.http.body import body_chunks, decode, held_bodies, read_model_body
-from emberline.api.http.call import Call, Reply, while_connected
+from emberline.api.http.call import Call, Reply, parse_int, while_connected
 from emberline.api.http.multipart import MultipartForm, boundary_of
 from emberline.protocol.errors import BadInput, TooLarge, Unsupported
-from emberline.protocol.media import Media, MediaFile, MediaRequest
+from emberline.protocol.media import MAX_IMAGES, Media, MediaFile, MediaRequest
 
 MAX_FORM_BYTES = 64 << 20
 MAX_SPEECH_CHARS = 32_768
@@ -21,7 +21,7 @@ class ImagesRequest(msgspec.Struct, kw_only=True):
 
     model: str
     prompt: str
-    n: Annotated[int, Meta(ge=1, le=16)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_IMAGES)] | None = None
     stream: bool | None = None
 
 
@@ -73,13 +73,12 @@ async def edit_images(call: Call) -> Reply:
     if fields.get("stream") not in (None, "", "false"):
         raise Unsupported("`stream` is not supported for images", param="stream")
     n = fields.get("n", "1")
-    if not (n.isdecimal() and 1 <= int(n) <= 16):
-        raise BadInput("`n` is from 1 to 16", param="n")
+    n_images = parse_int(n, "n", 1, MAX_IMAGES)
     request = MediaRequest(
         id=call.id,
         model=str(model),
         task="image_edit",
-        fields={**fields, "n": int(n)},
+        fields={**fields, "n": n_images},
         files=tuple(files),
         session=call.session,
         api="images",

@@ -10,7 +10,7 @@ from emberline.api.openai.media import make, media_reply
 from emberline.api.workers_ai.answer import result_reply
 from emberline.catalog.model_card import TEXT_TO_IMAGE, TEXT_TO_SPEECH, TEXT_TO_VIDEO, ModelCard
 from emberline.protocol.errors import BadInput
-from emberline.protocol.media import MediaRequest
+from emberline.protocol.media import MAX_IMAGES, MediaRequest
 
 TASKS: dict[str, Literal["image", "speech", "video"]] = {
     TEXT_TO_IMAGE: "image",
@@ -34,6 +34,9 @@ async def run_media(call: Call, model: str, card: ModelCard, raw: bytes) -> Repl
     wanted = "input" if task == "speech" else "prompt"
     if not isinstance(fields.get(wanted), str) or not fields[wanted]:
         raise BadInput(f"`{'text' if task == 'speech' else 'prompt'}` is needed", param="prompt")
+    n = fields.get("n")
+    if n is not None and (type(n) is not int or not 1 <= n <= MAX_IMAGES):
+        raise BadInput(f"`n` is from 1 to {MAX_IMAGES}", param="n")
     if task == "speech":
         fields.setdefault("voice", "alloy")
     request = MediaRequest(id=call.id, model=model, task=task, fields=fields, session=call.session, api="run")

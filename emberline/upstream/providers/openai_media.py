@@ -5,6 +5,7 @@ import secrets
 import struct
 from base64 import b64decode
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -147,14 +148,14 @@ def media(model: str, request: MediaRequest) -> WholeTask[Media]:
         n_chars = len(str(request.fields.get("input", "")))
         return WholeTask(operation, call, lambda reply: _read_bytes(reply, Usage(prompt_tokens=n_chars), "audio/"))
     if request.task == "video":
-        return WholeTask(operation, call, _read_video, _wait_for_video)
+        return WholeTask(operation, call, _read_video, partial(_wait_for_video, request.video_s))
     return WholeTask(operation, call, _read_images)
 
 
 def _read_images(reply: WholeReply) -> tuple[Media, Usage]:
     answer = read_json(reply)
     images = answer.get("data")
-    if not isinstance(images, list):
+    if not isinstance(images, list) or not all(isinstance(image, dict) for image in images):
         raise UnreadableReply("no list of images")
     usage = msgspec.structs.replace(_usage(answer), images=min(len(images), 1000))
     return Media(reply.body), usage
@@ -167,8 +168,9 @@ def _read_bytes(reply: WholeReply, usage: Usage, kind: str) -> tuple[Media, Usag
     return Media(reply.body, content_type), usage
 
 
-async def _wait_for_video(reply: WholeReply, fetch: Fetch) -> WholeReply:
-    """The provider has begun a job: wait for it, then fetch its file. Its length is put before it."""
+async def _wait_for_video(asked_s: float, reply: WholeReply, fetch: Fetch) -> WholeReply:
+    """The provider has begun a job: wait for it, then fetch its file. Its length is put before it: as the provider
+    says, or as was asked for."""
     job = read_json(reply)
     name = str(job.get("id") or "")
     if not name.replace("-", "").replace("_", "").isalnum():
@@ -186,7 +188,7 @@ async def _wait_for_video(reply: WholeReply, fetch: Fetch) -> WholeReply:
         error = job.get("error")
         message = error.get("message") if isinstance(error, dict) else None
         raise BadInput(f"the video was not made: {message}")
-    seconds = _seconds(job.get("seconds"))
+    seconds = _seconds(job.get("seconds")) or asked_s
     content = await fetch(f"/videos/{name}/content")
     return WholeReply(struct.pack("<d", seconds) + content.body, "video/mp4")
 

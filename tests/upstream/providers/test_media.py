@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from emberline.accounts.account import Limits
+from emberline.accounts.audit_log import Actor
 from emberline.accounts.prices import PriceVersion
 from emberline.config import ProviderConfig
 from emberline.protocol.price import Price
@@ -100,6 +102,28 @@ async def test_video(gateway: Opener, server: StandinOpenAI, monkeypatch: pytest
     assert (answer.content, answer.headers["content-type"]) == (b"mp4 bytes", "video/mp4")
     ((audio_ms,),) = await made.store.read("SELECT audio_ms FROM usage")
     assert audio_ms == 4000
+
+
+async def test_an_account_with_a_budget_pays_for_all_of_it(
+    gateway: Opener, server: StandinOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openai_media, "VIDEO_POLL_S", 0.01)
+    made = await gateway(ProviderConfig(name="acme", url=server.url, key=server.key), keys=True)
+    set_price(made, "acme/sora-2", Price(audio_second=1_000_000))
+    set_price(made, "acme/gpt-image", Price(image=1000, output=1_000_000))
+    await made.accounts.create_account(Actor("test"), "rich", Limits(budget_pico=10**15))
+    key = (await made.accounts.create_key(Actor("test"), "rich")).key.text
+    run = RUN.replace("/a/", "/rich/")
+    for model, body in (("acme/sora-2", {"prompt": "a cat", "seconds": "4"}), ("acme/gpt-image", {"prompt": "x"})):
+        answer = await made.post(f"{run}/{model}", body, authorization=f"Bearer {key}")
+        assert answer.status_code == 200, answer.text
+    video, image = await made.rows()
+    assert video[5] == 4 * 10**9
+    assert image[5] == 1000 * 10**6 + image[4] * 10**6
+    assert image[4] > 1
+    for n in ("5", 0, 17, True, 10**30):
+        answer = await made.post(f"{run}/acme/gpt-image", {"prompt": "x", "n": n}, authorization=f"Bearer {key}")
+        assert (answer.status_code, "`n`" in answer.text) == (400, True), answer.text
 
 
 async def test_gemini(gateway: Opener, provider_server: StartProvider) -> None:
