@@ -22,6 +22,7 @@ CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 600.0  # without a byte: a long prompt in a long queue; health checks find a dead server sooner
 KEEP_ALIVE_S = 60.0
 FRESH_S = 2.0  # idle for less, no server has closed the connection: vLLM and SGLang do after 5 s
+CLOSED_S = 2.0  # a server that closes the connection later than this has seen the request, and may have computed it
 _SWEEP_INTERVAL_S = 5.0
 _COPY_BYTES = 32 << 10  # smaller bodies are sent in one write with the head
 
@@ -282,6 +283,16 @@ class Connection(asyncio.Protocol):
             exchange.on_complete()
 
 
+_tls: list[ssl.SSLContext] = []
+
+
+async def _tls_context() -> ssl.SSLContext:
+    """One for all pools: reading the system's certificates takes 50 ms and more, and accounts choose addresses."""
+    if not _tls:
+        _tls.append(await asyncio.to_thread(ssl.create_default_context))
+    return _tls[-1]
+
+
 class ConnectionPool:
     """Connections to one server; they come and go by themselves."""
 
@@ -297,7 +308,6 @@ class ConnectionPool:
         self._resolve = resolve
         self._read_timeout_s = read_timeout_s
         self._sweep_interval_s = min(_SWEEP_INTERVAL_S, read_timeout_s / 2)
-        self._ssl = ssl.create_default_context() if address.tls else None
         self._idle: list[Connection] = []  # the most recently used last
         self._all: set[Connection] = set()
         self._closed = False
@@ -379,13 +389,15 @@ class ConnectionPool:
             connection = self._take_idle(FRESH_S if once else KEEP_ALIVE_S) or await self._dial()
             reused = connection.n_exchanges > 0
             exchange = connection.begin(head, body)
+            sent_s = connection.active_s
             if on_sent is not None:
                 on_sent()
             try:
                 await exchange.head
                 return exchange
             except ConnectionFailed as error:
-                if not (reused and error.untouched) or once or self._closed:
+                is_late = time.monotonic() - sent_s > CLOSED_S
+                if not (reused and error.untouched) or is_late or once or self._closed:
                     raise  # else the server had closed the idle connection and never saw the request
             except BaseException:
                 exchange.close()
@@ -406,6 +418,7 @@ class ConnectionPool:
             raise ConnectionFailed("we closed the connection")
         address, loop = self._address, asyncio.get_running_loop()
         host, pinned = address.host, None
+        context = await _tls_context() if address.tls else None
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 if self._resolve is not None:
@@ -414,7 +427,7 @@ class ConnectionPool:
                     lambda: Connection(self._freed, self._lost),
                     host,
                     address.port,
-                    ssl=self._ssl,
+                    ssl=context,
                     server_hostname=pinned,
                 )
         except TimeoutError:

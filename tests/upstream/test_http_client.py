@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 import uvloop
 
+from emberline.upstream import http_client
 from emberline.upstream.http_client import Address, ConnectionFailed, ConnectionPool, parse
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -148,6 +149,36 @@ async def test_a_cut_stream_gives_what_came_before_the_cut(server: Server) -> No
     with pytest.raises(ConnectionFailed):
         await exchange.piece()
     pool.close()
+
+
+async def test_a_request_that_a_server_has_seen_is_not_sent_again(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_client, "CLOSED_S", 0.05)
+    bodies: list[bytes] = []
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        bodies.append(server.body)
+        if len(bodies) == 1:
+            writer.write(HEAD + b"content-length: 2\r\n\r\nok")
+        else:
+            await asyncio.sleep(0.2)  # it computes, and then is gone
+            writer.close()
+
+    server.talk = talk
+    pool = await server.start()
+    exchange = await pool.post("/", b"one")
+    assert await exchange.read(10) == b"ok"
+    with pytest.raises(ConnectionFailed):
+        await pool.post("/", b"two")
+    assert bodies == [b"one", b"two"]
+    pool.close()
+
+
+def test_an_address_costs_no_reading_of_certificates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ssl.create_default_context", lambda: pytest.fail("on the event loop"))
+    for number in range(3):
+        ConnectionPool(parse(f"https://{number}.example"))
 
 
 async def test_a_reply_without_data_times_out(server: Server) -> None:
