@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--kv-bytes", "engine.kv_bytes", "KV cache, e.g. 40G (default: what is left)"),
         ("--max-running", "engine.max_running", "sequences in a batch"),
         ("--token-budget", "engine.token_budget", "tokens computed per step"),
+        ("--gpu-memory-share", "engine.gpu_memory_share", "of the GPU's memory, e.g. 0.5 (default: all of it)"),
     ):
         add(flag, dest=key, metavar="N", help=text)
     common.add_data_dir(parser)
@@ -67,7 +68,10 @@ def run(args: argparse.Namespace) -> int:
         max_running=config.engine.max_running or GPU_DEFAULTS["max_running"],
         token_budget=config.engine.token_budget or GPU_DEFAULTS["token_budget"],
     )
-    plan = plan_capacity(model, gpu, limits, config.engine.kv_bytes or None, args.context)
+    share, *others = config.engine.gpu_memory_share or (1.0,)
+    if others:
+        raise BadInput("a plan is of one model: give its --gpu-memory-share alone", param="gpu_memory_share")
+    plan = plan_capacity(model, gpu, limits, config.engine.kv_bytes or None, args.context, share)
     if args.json:
         common.print_json({"model": args.model, "gpus": count, **msgspec.to_builtins(plan)})
     else:

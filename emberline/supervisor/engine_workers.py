@@ -159,7 +159,11 @@ class EngineWorkers(ProcessGroup):
         that was loaded before gets the same endpoints."""
         if self._paths.get(model) != path:
             self.endpoints.pop(model, None)
-            for plan in plan_workers(self._config, {model: path}, len(self._specs), kv_bytes):
+            shares = (
+                self._config.gpu_memory_share
+            )  # several are of the models loaded at start: others take what is left
+            config = self._config if len(shares) < 2 else msgspec.structs.replace(self._config, gpu_memory_share=())
+            for plan in plan_workers(config, {model: path}, len(self._specs), kv_bytes):
                 self._add(plan)
         started = [SupervisedProcess(self._specs[endpoint.name]) for endpoint in self.endpoints[model]]
         self.processes += started

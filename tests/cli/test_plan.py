@@ -55,5 +55,12 @@ def test_a_model_that_cannot_be_served_is_one_line(plan, changes, message):
     assert message.replace("\\", "") in said
 
 
+def test_a_share_of_the_gpu_can_be_planned(plan):
+    whole, half = plan(), plan("--gpu-memory-share", "0.5")
+    assert half["memory_bytes"] == whole["memory_bytes"] // 2
+    assert 0.45 < half["kv_bytes"] / whole["kv_bytes"] < 0.5
+    assert "give its --gpu-memory-share alone" in plan("--gpu-memory-share", "0.5,0.5")
+
+
 def test_a_decode_context_has_a_token_at_least(plan):
     assert plan("--context", "0") == "emberline: --context is at least 1\n"

@@ -114,6 +114,22 @@ def test_models_on_one_gpu_have_explicit_or_even_shares_of_its_memory(monkeypatc
         shares(0.6)
 
 
+async def test_a_model_that_is_loaded_later_takes_what_the_shares_leave(monkeypatch):
+    monkeypatch.setattr(machine, "gpus", lambda: ["0"])
+    planned = []
+
+    def make_spec(plan, config, socket, token):
+        planned.append(plan)
+        return standin_worker()(plan, config, socket, token)
+
+    workers = EngineWorkers([], EngineConfig(gpu_memory_share=(0.5, 0.3)), make_spec)
+    try:
+        await workers.load("@cf/c/three", Path("/models/three.gguf"), 64)
+    finally:
+        await workers.stop(5)
+    assert [plan.memory_share for plan in planned] == [1.0]
+
+
 @pytest.mark.parametrize("config", [EngineConfig(prefill_workers=1), EngineConfig(decode_workers=1)])
 def test_one_role_alone_is_refused(config: EngineConfig) -> None:
     with pytest.raises(BadInput, match="--prefill-workers N and --decode-workers M"):

@@ -23,7 +23,7 @@ class CapacityPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of one GPU, and what they allow."""
 
     gpu: str
-    memory_bytes: int
+    memory_bytes: int  # the model's share of them
     context_bytes: int  # of the driver and the CUDA context
     weights_bytes: int
     workspace_bytes: int
@@ -39,7 +39,12 @@ class CapacityPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan_capacity(
-    model: Decoder, gpu: Gpu, limits: Limits, kv_bytes: int | None = None, decode_context: int = 4096
+    model: Decoder,
+    gpu: Gpu,
+    limits: Limits,
+    kv_bytes: int | None = None,
+    decode_context: int = 4096,
+    memory_share: float = 1.0,
 ) -> CapacityPlan:
     """Raises BadInput for a model that does not fit, saying by how much."""
     step = StepMemory.of(model, limits)
@@ -47,13 +52,13 @@ def plan_capacity(
     context_bytes = int(gpu.context_gib * GIB)
     free = gpu.memory - context_bytes - weights
     budget = device_memory_budget(
-        gpu.memory, free, weights, step.workspace, step.state, step.reserve, weights, kv_bytes
+        gpu.memory, free, weights, step.workspace, step.state, step.reserve, weights, kv_bytes, memory_share
     )
     n_blocks = split_bytes(model.kv_groups, budget.kv, limits.token_budget, limits.max_running)
     cache = KVCache(model.kv_groups, n_blocks, chunk=limits.token_budget)
     return CapacityPlan(
         gpu=gpu.name,
-        memory_bytes=gpu.memory,
+        memory_bytes=int(memory_share * gpu.memory),
         context_bytes=context_bytes,
         weights_bytes=weights,
         workspace_bytes=step.workspace,
