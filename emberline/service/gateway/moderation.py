@@ -3,6 +3,8 @@
 from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
+import msgspec
+
 from emberline.catalog.model_card import TEXT_CLASSIFICATION, ModelCard
 from emberline.protocol.answer import Encoded
 from emberline.protocol.errors import EmberlineError, Unavailable, Unsupported
@@ -10,6 +12,7 @@ from emberline.protocol.events import TextEvent
 from emberline.protocol.gateway import GatewaySettings, Guardrail
 from emberline.protocol.request import EncodeRequest, GenerateRequest, Message, Principal, SamplingParams
 from emberline.service.answer import collect_answer
+from emberline.service.request_context import AttemptContext
 from emberline.upstream.gateway.errors import PromptBlocked, ResponseBlocked
 from emberline.upstream.gateway.guardrails import applicable, matches, prompt_text
 
@@ -21,7 +24,9 @@ class Models(Protocol):
 
     def resolve(self, model_id: str, caller: str = "") -> ModelCard: ...
 
-    def generate(self, request: GenerateRequest, principal: Principal) -> AsyncGenerator[TextEvent, None]: ...
+    def generate(
+        self, request: GenerateRequest, principal: Principal, *, attempt: AttemptContext | None = None
+    ) -> AsyncGenerator[TextEvent, None]: ...
 
     async def encode(self, request: EncodeRequest, principal: Principal) -> Encoded: ...
 
@@ -35,7 +40,8 @@ class Moderator:
         self.reply_rules = applicable(settings.guardrails, "response")
         self._settings = settings
         self._models = models
-        self._principal = principal
+        # The account chose the model, whatever models this caller's key may use.
+        self._principal = msgspec.structs.replace(principal, models=())
         self._request_id = request_id
         self._n_asked = 0
 
@@ -74,7 +80,8 @@ class Moderator:
         return None
 
     async def _is_unsafe(self, rule: Guardrail, text: str) -> bool:
-        """Asks the moderation model. While it cannot answer, nothing passes: the request fails."""
+        """Asks the moderation model. While it cannot answer, nothing passes: the request fails. The account pays for
+        its tokens; a chat model counts for no limit on requests."""
         self._n_asked += 1
         request_id = f"{self._request_id}-guard-{self._n_asked}"
         try:
@@ -87,7 +94,8 @@ class Moderator:
             sampling = SamplingParams(temperature=0, max_tokens=MAX_VERDICT_TOKENS)
             messages = (Message("user", text),)
             request = GenerateRequest(id=request_id, model=card.id, messages=messages, sampling=sampling, api="chat")
-            answer = await collect_answer(self._models.generate(request, self._principal))
+            events = self._models.generate(request, self._principal, attempt=AttemptContext(is_retry=True))
+            answer = await collect_answer(events)
             return answer.choices[0].text.strip().lower().startswith("unsafe")
         except EmberlineError as error:
             raise Unavailable(

@@ -145,7 +145,7 @@ def holds(condition: Condition, metadata: Metadata) -> bool:
     try:
         assert not isinstance(wanted, tuple)
         return _OPERATORS[condition.op](float(value), float(wanted))
-    except ValueError:
+    except (ValueError, OverflowError):
         return False
 
 
@@ -187,7 +187,7 @@ def _check_condition(condition: Condition, route: str) -> None:
         try:
             assert not isinstance(condition.value, tuple)
             float(condition.value)
-        except (ValueError, AssertionError):
+        except (ValueError, OverflowError, AssertionError):
             raise BadInput(f"route {route}: `{condition.op}` compares with a number", param="routes") from None
     elif condition.op != "in" and isinstance(condition.value, tuple):
         raise BadInput(f"route {route}: a list of values needs the operator `in`", param="routes")

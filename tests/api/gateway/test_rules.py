@@ -4,6 +4,9 @@ from typing import Any
 
 import pytest
 
+from emberline.accounts.account import Limits
+from emberline.accounts.account_service import KeyGrant
+from emberline.accounts.audit_log import Actor
 from emberline.protocol.gateway import Budget, Condition, Guardrail, RateLimit, RouteRule
 from emberline.service.gateway import log
 from emberline.testing.openai_script import ServerScript
@@ -131,6 +134,16 @@ async def test_a_moderation_model(bench: Opener) -> None:
     assert answer.status_code == 502
     assert "guard" in answer.text
     assert gateway.servers["a"].n_asked == 1
+
+
+async def test_a_keys_scope_and_its_limit_on_requests_are_not_the_moderators(bench: Opener) -> None:
+    gateway = await bench({"guardrails": (Guardrail(name="guard", model=B, on="request"),)}, b=WORKS)
+    grant = KeyGrant(models=("a/*",), limits=Limits(requests_per_minute=2))
+    made = await gateway.accounts.create_key(Actor("test"), "acme", grant)
+    url, headers = "/v1/acme/default/compat/chat/completions", {"authorization": f"Bearer {made.key.text}"}
+    body = {"model": A, "messages": SAYS, "max_tokens": 5}
+    answers = [await gateway.client.post(url, json=body, headers=headers) for _ in range(3)]
+    assert [answer.status_code for answer in answers] == [200, 200, 429], answers[0].text
 
 
 async def test_content_is_logged_only_where_it_is_asked_for(bench: Opener) -> None:

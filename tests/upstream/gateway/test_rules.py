@@ -96,6 +96,7 @@ def test_the_share_of_a_route() -> None:
         (Condition(key="k", op="in", value=("a", "b")), {"k": "c"}, False),
         (Condition(key="k", op="ge", value=3), {"k": 3}, True),
         (Condition(key="k", op="lt", value=3), {"k": "not a number"}, False),
+        (Condition(key="k", op="gt", value=3), {"k": 10**400}, False),
         (Condition(key="k", op="exists", value=False), {}, True),
         (Condition(key="k", op="exists"), {"k": ""}, True),
     ],
