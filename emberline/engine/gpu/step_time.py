@@ -11,6 +11,7 @@ from torch import Tensor
 
 from emberline.engine.gpu.hardware import Gpu
 from emberline.kernels.backend import Attention, FeedForward, LatentAttention, MoE
+from emberline.kernels.gpu.fp8_gemm import FP8Matrix
 from emberline.models.decoder import Decoder
 from emberline.protocol.block_hash import BLOCK_TOKENS, KVGroup
 
@@ -52,13 +53,16 @@ class Matrices:
 
     n_weights: float
     n_bytes: float
+    n_fp8: float = 0  # of the weights: those that multiply FP8 activations
 
     @classmethod
     def of(cls, *matrices: Any) -> "Matrices":
-        return cls(sum(prod(matrix.shape) for matrix in matrices), sum(map(tensor_bytes, matrices)))
+        fp8 = [each for each in matrices if isinstance(each, FP8Matrix) and each.quantize_input]
+        n_weights, n_fp8 = (sum(prod(matrix.shape) for matrix in some) for some in (matrices, fp8))
+        return cls(n_weights, sum(map(tensor_bytes, matrices)), n_fp8)
 
     def part(self, share: float) -> "Matrices":
-        return Matrices(share * self.n_weights, share * self.n_bytes)
+        return Matrices(share * self.n_weights, share * self.n_bytes, share * self.n_fp8)
 
 
 def tensor_bytes(value: Any) -> int:
@@ -119,7 +123,8 @@ def _feed_forward_seconds(block: FeedForward, gpu: Gpu, step: Step) -> float:
 
 
 def _matmul_seconds(matrices: Matrices, n_tokens: float, gpu: Gpu) -> float:
+    per_tflops = (matrices.n_weights - matrices.n_fp8) / gpu.bf16_tflops + matrices.n_fp8 / gpu.fp8_tflops
     return max(
         matrices.n_bytes / (gpu.bandwidth_tb_s * 1e12 * MEMORY_EFFICIENCY),
-        2 * matrices.n_weights * n_tokens / (gpu.bf16_tflops * 1e12 * MATMUL_EFFICIENCY),
+        2 * n_tokens * per_tflops / (1e12 * MATMUL_EFFICIENCY),
     )

@@ -51,6 +51,12 @@ def test_the_roofline_is_near_what_was_measured_on_an_h200(llama):
     assert step_seconds(llama, gpu, Step(1, 8192)) == pytest.approx(0.221, rel=0.12)
 
 
+def test_fp8_is_multiplied_at_its_own_rate(llama):
+    fp8 = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}
+    quantized, gpu, step = lay_out(generate_checkpoint(LLAMA_8B | fp8, 0)), GPUS["H200"], Step(1, 8192)
+    assert 0.5 < step_seconds(quantized, gpu, step) / step_seconds(llama, gpu, step) < 0.75
+
+
 def test_a_model_that_does_not_fit_is_refused_with_what_is_missing(llama):
     _, small = parse_gpus("1xH100")
     with pytest.raises(BadInput, match=r"weights take 15\.0.* fewer than asked; give a smaller --kv-bytes"):
