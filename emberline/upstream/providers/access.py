@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from emberline.upstream.http_client import ConnectionPool
 from emberline.upstream.providers.api import ProviderAPI
+from emberline.upstream.providers.registry import ALIASES
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +26,9 @@ _own: ContextVar[tuple[str, str]] = ContextVar("own provider key", default=("", 
 
 @contextmanager
 def request_key(provider: str, key: str) -> Iterator[None]:
-    """Requests inside are sent to this provider with the caller's own key. An empty one: with the stored ones."""
-    token = _own.set((provider, key))
+    """Requests inside are sent to this provider, by any of its names, with the caller's own key. An empty one: with the
+    stored ones."""
+    token = _own.set((ALIASES.get(provider, provider), key))
     try:
         yield
     finally:
@@ -36,4 +38,4 @@ def request_key(provider: str, key: str) -> Iterator[None]:
 def own_key(provider: str) -> str:
     """The key that the current request brings for the provider; empty: none."""
     name, key = _own.get()
-    return key if name == provider else ""
+    return key if name == ALIASES.get(provider, provider) else ""

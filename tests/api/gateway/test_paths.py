@@ -226,6 +226,16 @@ async def test_a_providers_key_of_the_clients_own(bench: Opener) -> None:
     assert "sk-own" not in json.dumps(await gateway.logs())
 
 
+async def test_a_clients_own_key_by_another_name_of_the_provider(bench: Opener) -> None:
+    gateway = await bench(xai=WORKS)
+    own = {"authorization": "Bearer sk-own-key-of-the-client", "cf-aig-authorization": "Bearer anything"}
+    for path, model in (("grok/chat/completions", MODEL), ("compat/chat/completions", f"grok/{MODEL}")):
+        body = {"model": model, "messages": SAYS}
+        answer = await gateway.client.post(f"/v1/local/default/{path}", json=body, headers=own)
+        assert answer.status_code == 200, answer.text
+        assert gateway.servers["xai"].headers["authorization"] == own["authorization"]
+
+
 async def test_who_may_use_a_gateway(bench: Opener) -> None:
     gateway = await bench(required=True)
     made = await gateway.accounts.create_key(Actor("test"), "acme")
