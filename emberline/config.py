@@ -141,7 +141,8 @@ class ProviderConfig(Section, frozen=True, kw_only=True):
     """One `[[providers]]` table: a provider whose models are asked for as `name/model`."""
 
     name: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9._-]{0,31}$")]
-    kind: Literal["", "openai", "vllm", "sglang", "anthropic", "gemini"] = ""  # empty: as the name tells
+    kind: Literal["", "openai", "vllm", "sglang", "anthropic", "gemini", "any-llm"] = ""  # empty: as the name tells
+    provider: str = ""  # of kind any-llm: as that package calls it; empty: the name
     url: str = ""  # of its API; empty: as the name tells
     key: str | None = None  # also EMBERLINE_PROVIDERS_<NAME>_KEY
     key_env: str = ""  # the environment variable with the key

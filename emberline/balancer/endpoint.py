@@ -8,7 +8,7 @@ from emberline.config import EndpointConfig
 from emberline.protocol.errors import BadInput
 from emberline.protocol.frames import EngineInfo, EngineLoad, KVEvents, WorkerRole
 
-Kind = Literal["emberline", "vllm", "sglang", "openai", "anthropic", "gemini"]
+Kind = Literal["emberline", "vllm", "sglang", "openai", "anthropic", "gemini", "any-llm"]
 DEFAULT_MAX_RUNNING = 16  # where an engine does not say
 
 

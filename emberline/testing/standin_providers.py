@@ -461,8 +461,9 @@ class StandinOpenAI(StandinProvider):
             yield b"data: " + encode({**head, "choices": [choice]}) + b"\n\n"
         choice = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": script.stop or "stop"}
         yield b"data: " + encode({**head, "choices": [choice]}) + b"\n\n"
-        usage = {"prompt_tokens": script.prompt_tokens, "completion_tokens": script.output_tokens, **script.usage}
-        yield b"data: " + encode({**head, "choices": [], "usage": usage}) + b"\n\n"
+        n_prompt, n_output = script.prompt_tokens, script.output_tokens
+        usage = {"prompt_tokens": n_prompt, "completion_tokens": n_output, "total_tokens": n_prompt + n_output}
+        yield b"data: " + encode({**head, "choices": [], "usage": usage | script.usage}) + b"\n\n"
         yield b"data: [DONE]\n\n"
 
     def _images(self, n: int) -> Json:

@@ -8,6 +8,8 @@ from emberline.upstream.client import UpstreamClient, UpstreamConfig
 from emberline.upstream.http_client import ConnectionPool
 from emberline.upstream.providers.access import Access
 from emberline.upstream.providers.anthropic import AnthropicAPI
+from emberline.upstream.providers.any_llm_pool import AnyLLMPool
+from emberline.upstream.providers.any_llm_sdk import AnyLLMAPI
 from emberline.upstream.providers.api import OpenAIAPI, ProviderAPI
 from emberline.upstream.providers.errors import ProviderFailed
 from emberline.upstream.providers.gemini import GeminiAPI
@@ -26,7 +28,10 @@ class ProviderClient(UpstreamClient):
         )
         super().__init__(UpstreamConfig(endpoint=endpoint, max_running=provider.max_running))
         self.pool.close()
-        self.pool = ConnectionPool(provider.address, read_timeout_s=provider.timeout_s)
+        if provider.kind == "any-llm":
+            self.pool = AnyLLMPool(provider)
+        else:
+            self.pool = ConnectionPool(provider.address, read_timeout_s=provider.timeout_s)
 
     def start(self, watch: bool = True) -> None:
         self.problem = ""
@@ -44,4 +49,6 @@ def api_of(provider: Provider) -> ProviderAPI:
         return AnthropicAPI(provider.name)
     if provider.kind == "gemini":
         return GeminiAPI(provider.name)
+    if provider.kind == "any-llm":
+        return AnyLLMAPI(provider)
     return OpenAIAPI(provider)

@@ -131,6 +131,8 @@ class ProviderDirectory:
                 raise Forbidden(f"provider {client.name} needs a url: add its key again, with one", param="model")
             return Access(stored.key)
         kind: Kind = stored.kind if stored.kind in get_args(Kind) else client.provider.kind  # type: ignore[assignment]
+        if kind == "any-llm":  # the package connects by itself: nothing would check where to
+            raise Forbidden(f"provider {client.name} takes no url: add its key again, without one", param="model")
         here = client.provider._replace(kind=kind, url=url)
         pool = self._pool(here, stored.is_own)
         traits = client.provider.traits if kind == client.provider.kind else kind

@@ -19,6 +19,7 @@ from emberline.config import ConfigError, ProviderConfig
 from emberline.upstream.http_client import Address, parse
 
 DEFAULT_MAX_RUNNING = 1024  # requests at once
+DEFAULT_MAX_THREADS = 64  # of kind any-llm: each request has one
 
 
 class KnownProvider(NamedTuple):
@@ -89,6 +90,8 @@ class Provider(NamedTuple):
     models: tuple[str, ...] = ()
     max_running: int = DEFAULT_MAX_RUNNING
     timeout_s: float = 600.0
+    any_llm: str = ""  # of kind any-llm: as that package calls it
+    any_llm_url: str = ""  # where it is called, if not where the package knows
     is_hosted: bool = False  # a company's servers: it may fetch what a client names, and takes any field
 
     @property
@@ -121,6 +124,10 @@ def known(name: str) -> KnownProvider | None:
 
 def provider(config: ProviderConfig) -> Provider:
     """What a `[[providers]]` table describes. ConfigError says what is missing or wrong."""
+    if config.kind == "any-llm":
+        return _any_llm(config)
+    if config.provider:
+        raise ConfigError(f"provider {config.name}: `provider` is for kind any-llm only", param="providers")
     found = known(config.name) or KnownProvider("")
     engine = config.kind if config.kind in ("vllm", "sglang") else ""
     kind: Kind = "openai" if engine else config.kind or found.kind
@@ -147,3 +154,19 @@ def provider(config: ProviderConfig) -> Provider:
     except ValueError as error:
         raise ConfigError(f"provider {config.name}: url: {error}", param="providers") from None
     return made
+
+
+def _any_llm(config: ProviderConfig) -> Provider:
+    """The package has keys and addresses of its own, from the environment."""
+    called = config.provider or config.name
+    return Provider(
+        name=config.name,
+        kind="any-llm",
+        url=f"http://{called}.any-llm.invalid",  # shown, and never connected to
+        needs_key=False,
+        models=config.models,
+        max_running=config.max_running or DEFAULT_MAX_THREADS,
+        timeout_s=config.timeout_s,
+        any_llm=called,
+        any_llm_url=config.url,
+    )

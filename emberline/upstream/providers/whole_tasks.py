@@ -13,6 +13,8 @@ def whole_task(kind: str, model: str, request: EncodeRequest | SpeechRequest | M
     """Unsupported where the provider's API has no such call."""
     if kind == "anthropic":
         raise Unsupported("Anthropic's API has no embeddings, images or speech", param="model")
+    if kind == "any-llm":
+        raise Unsupported("providers of kind any-llm have chats only", param="model")
     if kind == "gemini":
         if isinstance(request, EncodeRequest):
             return gemini_media.embeddings(model, request)
