@@ -16,7 +16,7 @@ from emberline.config import is_header_safe
 from emberline.protocol.egress_policy import parse_target
 from emberline.protocol.errors import BadInput, Forbidden, Unavailable
 from emberline.upstream.http_client import parse
-from emberline.upstream.providers.registry import known
+from emberline.upstream.providers.registry import ALIASES, known
 
 ACCOUNT = {"account": {"type": "string"}}
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,31}")
@@ -69,13 +69,13 @@ async def add(call: Call) -> Reply:
         raise BadInput(f"provider {body.name} needs a `url`: the address of its API", param="url")
     if body.kind and not body.url:
         raise BadInput("`kind` goes with a `url`: the API of a known provider is known", param="kind")
-    new = NewProviderKey(account, body.name, body.key, body.kind, body.url)
+    new = NewProviderKey(account, _name(call, body.name), body.key, body.kind, body.url)
     return json_reply(_body(await call.accounts.provider_keys.add(call.actor(), new)))
 
 
 async def remove(call: Call) -> Reply:
     account = _account(call, call.query.get("account"))
-    await call.accounts.provider_keys.remove(call.actor(), account, call.path_param)
+    await call.accounts.provider_keys.remove(call.actor(), account, _name(call, call.path_param))
     return json_reply({"name": call.path_param, "deleted": True})
 
 
@@ -86,6 +86,17 @@ async def test(call: Call) -> Reply:
         raise Unavailable("a running server asks providers: start one with `emberline serve`")
     models = await service.upstream.providers.test(call.path_param, call.principal)
     return json_reply({"name": call.path_param, "ok": True, "models": models})
+
+
+def _name(call: Call, given: str) -> str:
+    """Under which a key is stored: one name of each provider, so that no account's key gives another name of it a
+    meaning for all."""
+    service: Any = call.service
+    if service is not None:
+        client = service.upstream.providers.clients.get(given)
+        if client is not None and client.is_configured:
+            return given
+    return ALIASES.get(given, given)
 
 
 def _account(call: Call, named: str | None) -> str:

@@ -155,6 +155,22 @@ async def test_a_local_server_that_is_known_by_name_is_the_operators_to_offer(
     assert (await made.post("/v1/chat/completions", body, **bob)).status_code == 200
 
 
+async def test_a_key_under_another_name_of_a_provider_is_of_that_provider(
+    gateway: Opener, provider_server: StartProvider
+) -> None:
+    server = await provider_server("gemini")
+    made = await gateway(configured("gemini", server), keys=True)
+    alice, bob = await key_of(made, "alice"), await key_of(made, "bob")
+    body = BODY | {"model": "google/gemini-3-pro"}
+    assert (await made.post("/v1/chat/completions", body, **bob)).status_code == 200
+    assert (await made.post("/api/providers", {"name": "google", "key": SECRET}, **alice)).status_code == 200
+    assert (await made.post("/v1/chat/completions", body, **bob)).status_code == 200
+    await made.post("/v1/chat/completions", body, **alice)
+    assert server.headers["x-goog-api-key"] == SECRET
+    assert (await made.client.delete("/api/providers/google", headers=alice)).status_code == 200
+    assert (await made.post("/v1/chat/completions", body, **alice)).status_code == 200
+
+
 async def test_names_are_resolved_for_every_connection_and_the_address_is_pinned(
     gateway: Opener, provider_server: StartProvider
 ) -> None:
