@@ -44,13 +44,10 @@ async def list_all(call: Call) -> Reply:
     if not call.principal.is_admin:
         stored = [row for row in stored if row.account in (call.principal.account, EVERY_ACCOUNT)]
     rows = [_body(row) for row in stored]
-    service: Any = call.service  # None where the command line runs without a server
-    if service is not None:
-        configured = [client for client in service.upstream.providers.clients.values() if client.is_configured]
-        rows += [
-            {"name": client.name, "account": None, "kind": client.provider.kind, "source": "configuration"}
-            for client in configured
-        ]
+    rows += [
+        {"name": client.name, "account": None, "kind": client.provider.kind, "source": "configuration"}
+        for client in _configured(call).values()
+    ]
     return json_reply({"object": "list", "data": rows})
 
 
@@ -65,7 +62,7 @@ async def add(call: Call) -> Reply:
     found = known(body.name)
     if body.url:
         _check_url(body.url, account)
-    elif found is None or not found.url:
+    elif (found is None or not found.url) and body.name not in _configured(call):
         raise BadInput(f"provider {body.name} needs a `url`: the address of its API", param="url")
     if body.kind and not body.url:
         raise BadInput("`kind` goes with a `url`: the API of a known provider is known", param="kind")
@@ -91,12 +88,14 @@ async def test(call: Call) -> Reply:
 def _name(call: Call, given: str) -> str:
     """Under which a key is stored: one name of each provider, so that no account's key gives another name of it a
     meaning for all."""
+    return given if given in _configured(call) else ALIASES.get(given, given)
+
+
+def _configured(call: Call) -> dict[str, Any]:
+    """The providers of the operator's file, by name; none where the command line runs without a server."""
     service: Any = call.service
-    if service is not None:
-        client = service.upstream.providers.clients.get(given)
-        if client is not None and client.is_configured:
-            return given
-    return ALIASES.get(given, given)
+    clients = {} if service is None else service.upstream.providers.clients
+    return {name: client for name, client in clients.items() if client.is_configured}
 
 
 def _account(call: Call, named: str | None) -> str:

@@ -131,7 +131,7 @@ class _Call(Connection):
                 async for chunk in stream:
                     if self._ended:  # where nothing is awaited in between, no cancellation arrives
                         return
-                    self._tell(b"data: %b\n\n" % chunk.model_dump_json(exclude_none=True).encode(), head)
+                    self._tell(_line(chunk.model_dump(mode="json", exclude_none=True)), head)
                     head = None
                     self._may_send.wait()
             finally:
@@ -166,3 +166,9 @@ class _Call(Connection):
             self._on_lost(self)
             exchange.on_complete()
         exchange.wake()
+
+
+def _line(chunk: dict[str, Any]) -> bytes:
+    for choice in chunk["choices"]:
+        choice["finish_reason"] = choice.pop("finish_reason", None)  # a part of every choice, and last as usual
+    return b"data: " + msgspec.json.encode(chunk) + b"\n\n"

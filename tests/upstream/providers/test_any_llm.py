@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 
 from emberline.config import ConfigError, ProviderConfig
 from emberline.upstream.providers.directory import ProviderDirectory
 from tests.upstream.providers.conftest import KEY, PATIENCE_S, SAYS, Opener, StartProvider, events, said
+from tests.upstream.providers.test_provider_keys import key_of
 
 MODEL = "aws/anthropic.claude"
 BODY = {"model": MODEL, "messages": SAYS, "max_tokens": 100}
@@ -34,12 +34,13 @@ class Chunk:
     def __init__(self, **fields: Any) -> None:
         self._fields = {"id": "c1", "object": "chat.completion.chunk", "created": 1, "model": "m", **fields}
 
-    def model_dump_json(self, exclude_none: bool) -> str:
-        return msgspec.json.encode(self._fields).decode()
+    def model_dump(self, mode: str, exclude_none: bool) -> dict[str, Any]:
+        return self._fields
 
 
 def delta(finish: str | None = None, **fields: Any) -> Chunk:
-    return Chunk(choices=[{"index": 0, "delta": fields, "finish_reason": finish}])
+    ends = {} if finish is None else {"finish_reason": finish}
+    return Chunk(choices=[{"index": 0, **ends, "delta": fields}])
 
 
 class Package:
@@ -132,6 +133,8 @@ async def test_a_chat(gateway: Opener, package: Package, stream: bool) -> None:
         assert answer.status_code == 200, answer.text
         text = said(events(answer.text)) if stream else answer.json()["choices"][0]["message"]["content"]
         assert text == "0 1 2 3 4 "
+        for choice in [choice for chunk in events(answer.text) for choice in chunk["choices"]]:
+            assert "finish_reason" in choice
     assert [row[:5] for row in await made.rows()] == [(MODEL, "finished", 7, 0, 5)] * 2
     call = package.calls[0]
     assert (call["model"], call["messages"], call["stream"]) == ("anthropic.claude", SAYS, True)
@@ -224,6 +227,18 @@ async def test_only_fields_of_a_chat_reach_the_package(gateway: Opener, package:
     assert (answer.status_code, "text completions" in answer.text) == (400, True), answer.text
     answer = await made.post("/v1/embeddings", {"model": "aws/titan-embed", "input": "once"})
     assert (answer.status_code, "chats only" in answer.text) == (400, True), answer.text
+
+
+async def test_an_account_has_its_own_key_but_no_url(gateway: Opener, package: Package) -> None:
+    made = await gateway(aws(), keys=True)
+    headers = await key_of(made, "alice")
+    for more, status in (({}, 200), ({"url": "https://203.0.113.9/v1"}, 403)):
+        stored = await made.post("/api/providers", {"name": "aws", "key": "sk-alice", **more}, **headers)
+        assert stored.status_code == 200, stored.text
+        answer = await made.post("/v1/chat/completions", BODY, **headers)
+        assert answer.status_code == status, answer.text
+    assert "without one" in answer.text
+    assert [options["api_key"] for _, options in package.created] == ["sk-alice"]
 
 
 @pytest.mark.parametrize(
