@@ -4,6 +4,7 @@ The package takes requests, and gives streams, in OpenAI's form. `any_llm_pool` 
 """
 
 import importlib
+import logging
 from typing import Any
 
 from emberline.config import ConfigError
@@ -49,6 +50,9 @@ _STATUSES = {
     "TimeoutError": 504,
 }
 
+# Per request, the HTTP client would log the URL, in which a provider may want its key, and the package that it blocks.
+_LOG_LEVELS = {"httpx": logging.WARNING, "httpx2": logging.WARNING, "any_llm": logging.ERROR}
+
 
 class AnyLLMAPI:
     """Chats only. ConfigError where the package, or the provider in it, is missing."""
@@ -58,6 +62,8 @@ class AnyLLMAPI:
     def __init__(self, provider: Provider) -> None:
         self._name = provider.name
         check_installed(provider)
+        for logger, level in _LOG_LEVELS.items():
+            logging.getLogger(logger).setLevel(level)
 
     def authorization(self, key: str) -> str:
         return f"authorization: Bearer {key}\r\n" if key else ""

@@ -262,8 +262,11 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- the package itself -----------------------------------------------------------------------------------------------
 
 
-async def test_the_real_package(gateway: Opener, provider_server: StartProvider) -> None:
+async def test_the_real_package(
+    gateway: Opener, provider_server: StartProvider, caplog: pytest.LogCaptureFixture
+) -> None:
     pytest.importorskip("any_llm")
+    caplog.set_level("INFO")
     server = await provider_server("openai")
     made = await gateway(aws(provider="openai", url=server.url, key=server.key))
     for stream in (False, True):
@@ -273,6 +276,7 @@ async def test_the_real_package(gateway: Opener, provider_server: StartProvider)
         assert text == server.script.text
     assert [row[:5] for row in await made.rows()] == [(MODEL, "finished", 20, 0, 9)] * 2
     assert {request["model"] for request in server.requests} == {"anthropic.claude"}
+    assert server.url not in caplog.text
     client = made.service.upstream.providers.clients["aws"]
     assert await made.service.upstream.providers.test(client.name, SimpleNamespace(account="a")) == ["gpt-image"]  # type: ignore[arg-type]
 
