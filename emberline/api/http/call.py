@@ -465,20 +465,29 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
     The request body must have been read, so that `receive` has nothing but the disconnect to report.
     """
-    task = asyncio.create_task(work)
+    task = asyncio.current_task()
+    assert task is not None
+    is_done = has_left = False
+
+    def left(watcher: "asyncio.Task[None]") -> None:
+        nonlocal has_left
+        if not (is_done or watcher.cancelled()):
+            watcher.exception()  # retrieved, so that asyncio does not log it
+            has_left = task.cancel()
+
     watcher = asyncio.create_task(_disconnect(receive))
+    watcher.add_done_callback(left)
     try:
-        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientDisconnected
+        return await work
+    except (Exception, asyncio.CancelledError):
+        if not has_left or task.cancelling() > 1:  # else the server stops
+            raise
+        raise ClientDisconnected from None
     finally:
+        is_done = True
         watcher.cancel()
-        if not task.done():
-            task.cancel()
-            await asyncio.wait((task,))
-            if not task.cancelled():
-                task.exception()  # retrieved, so that asyncio does not log it
+        if has_left:
+            task.uncancel()
 
 
 async def _disconnect(receive: Receive) -> None:
