@@ -334,7 +334,7 @@ class ConnectionPool:
         once: bool = False,
         content_type: str = "application/json",
     ) -> Exchange:
-        """An exchange whose status and headers have arrived, within `timeout_s` if that is given.
+        """An exchange whose status and headers have arrived, within `timeout_s` of its begin if that is given.
 
         `headers` are whole lines, each with its end. `on_sent` is called once the server has, or will have, the
         request. The server may just have closed a kept connection; then the request is sent again on another, unless it
@@ -344,14 +344,7 @@ class ConnectionPool:
             f"POST {self._address.path}{path} HTTP/1.1\r\n{headers}content-type: {content_type}\r\n"
             f"content-length: {len(body)}\r\n"
         )
-        sending = self._send(head.encode("ascii") + self._fixed_headers, body, on_sent, once)
-        if timeout_s is None:
-            return await sending
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await sending
-        except TimeoutError:
-            raise ConnectionFailed(f"no data for {timeout_s:g} s", timed_out=True) from None
+        return await self._send(head.encode("ascii") + self._fixed_headers, body, on_sent, once, timeout_s)
 
     async def get(
         self, path: str, timeout_s: float, max_bytes: int = MAX_REPLY_BYTES, headers: str = ""
@@ -383,13 +376,22 @@ class ConnectionPool:
     # --- connections -------------------------------------------------------------------------------------------------
 
     async def _send(
-        self, head: bytes, body: bytes, on_sent: Callable[[], None] | None = None, once: bool = False
+        self,
+        head: bytes,
+        body: bytes,
+        on_sent: Callable[[], None] | None = None,
+        once: bool = False,
+        timeout_s: float | None = None,
     ) -> Exchange:
         while True:
             connection = self._take_idle(FRESH_S if once else KEEP_ALIVE_S) or await self._dial()
             reused = connection.n_exchanges > 0
             exchange = connection.begin(head, body)
             sent_s = connection.active_s
+            timer = None
+            if timeout_s is not None:
+                loop = asyncio.get_running_loop()
+                timer = loop.call_later(timeout_s, connection.abort, f"no data for {timeout_s:g} s", True)
             if on_sent is not None:
                 on_sent()
             try:
@@ -402,6 +404,9 @@ class ConnectionPool:
             except BaseException:
                 exchange.close()
                 raise
+            finally:
+                if timer is not None:
+                    timer.cancel()
 
     def _take_idle(self, max_idle_s: float) -> Connection | None:
         while self._idle:
