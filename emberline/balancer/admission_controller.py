@@ -120,6 +120,7 @@ class AdmissionController:
                 waiting.set_result(record.route)
         if self._timer is not None:
             self._timer.cancel()
+            self._timer = None
         wake_s = self.balancer.wake_s(now_s)
         if wake_s is not None:
             self._timer = asyncio.get_running_loop().call_later(max(0.001, wake_s - now_s), self._dispatch)

@@ -50,9 +50,10 @@ class AdmissionQueue:
         self._reroutes: deque[tuple[float, InFlightRequest]] = deque()  # when each was last routed
         self._expirations: list[tuple[float, int, InFlightRequest]] = []
         self._tie = count()
+        self._n_waiting = 0
 
     def __len__(self) -> int:
-        return sum(len(queue.waiting) for queue in self._pools.values())
+        return self._n_waiting
 
     def __iter__(self) -> Iterator[InFlightRequest]:
         return chain.from_iterable(queue.waiting for queue in self._pools.values())
@@ -72,6 +73,7 @@ class AdmissionQueue:
         was_waiting = self._is_waiting(record)
         if not was_waiting:
             self._pools[record.pool].waiting[record] = None
+            self._n_waiting += 1
             if record.deadline_s is not None:
                 self._expire_at(record.deadline_s, record)
         else:
@@ -87,6 +89,7 @@ class AdmissionQueue:
     def remove(self, record: InFlightRequest) -> None:
         if self._is_waiting(record):
             del self._pools[record.pool].waiting[record]
+            self._n_waiting -= 1
             self._queues[record.waits_for].discard(record)
 
     def departed(self, record: InFlightRequest, now_s: float) -> None:
@@ -125,7 +128,7 @@ class AdmissionQueue:
 
     def wake_s(self) -> float | None:
         """When the next request expires or is to be routed again; None while none waits."""
-        if not len(self):
+        if not self._n_waiting:
             return None
         while self._expirations and not self._is_waiting(self._expirations[0][2]):
             heapq.heappop(self._expirations)

@@ -273,10 +273,11 @@ def shortened(text: str) -> str:
 
 def _values(row: LogRow) -> tuple[Any, ...]:
     """Clients and providers choose most of the texts."""
-    return tuple(
-        shortened(value) if isinstance(value, str) and not (value.isascii() and "\0" not in value) else value
-        for value in msgspec.structs.astuple(row)
-    )
+    values = msgspec.structs.astuple(row)
+    texts = "".join([value for value in values if type(value) is str])
+    if texts.isascii() and "\0" not in texts:
+        return values
+    return tuple(shortened(value) if isinstance(value, str) else value for value in values)
 
 
 def row_body(row: LogRow) -> dict[str, Any]:
