@@ -1,7 +1,8 @@
 """Large models on one GPU, random weights, vLLM beside: Kimi K2.5 cut to 9 layers, Qwen3-30B-A3B, GLM-4.7-Flash, FP8.
 
 The weights come from `emberline.weights.generated`, and for vLLM from the same distribution (see `peers/vllm_gpu.py`):
-activations of unit size, and routers that choose all experts alike, as trained ones nearly do.
+activations of unit size, and random routers. The experts that rows choose are not pinned: rates above the floor
+of uniform routing show that rows share some, so batches of a mixture of experts are not comparable between engines.
 """
 
 import argparse

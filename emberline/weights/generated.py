@@ -2,7 +2,7 @@
 
 The weights' bytes are windows of a few megabytes of random numbers, each at an offset of its own, so that a terabyte
 costs no memory and is the same in every process with the same seed. Their distribution keeps activations of unit size
-through all layers, and routers choose all experts alike.
+through all layers; routers are random, and which experts the tokens share is not controlled.
 """
 
 import math
