@@ -3,7 +3,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 export PYTHON TORCH
 
-.PHONY: help serve test test-all lint test-gpu agents clients pages peers observability soak bench lock clean
+.PHONY: help serve test test-all lint test-gpu cluster-test agents clients pages peers observability soak bench lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
@@ -22,6 +22,9 @@ lint: ## style and types alone
 
 test-gpu: ## the tests that need a CUDA device
 	@scripts/test-gpu $(ARGS)
+
+cluster-test: ## four machines as network namespaces: kill -9, cut links, PostgreSQL restarted; as root, else skipped
+	@scripts/cluster-test $(ARGS)
 
 agents: ## real agents (Codex, Claude Code, opencode) end to end; installs them
 	@scripts/agents $(ARGS)

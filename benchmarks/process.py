@@ -1,6 +1,7 @@
 """A server process under measurement: start, memory, CPU time, stop."""
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -20,9 +21,11 @@ def ended_by_sigterm() -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Below those that the system gives to connections and to others: nobody is given it before the server has it."""
+    while True:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", random.SystemRandom().randrange(12_000, 32_000)))
+            return int(probe.getsockname()[1])
 
 
 class ServerDied(RuntimeError):

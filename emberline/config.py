@@ -24,6 +24,7 @@ MIN_KEY_LEN = 16  # characters of an API key that protects more than loopback
 
 Count = Annotated[int, Meta(ge=0)]
 Share = Annotated[float, Meta(gt=0, le=1)]
+Seconds = Annotated[float, Meta(ge=0, le=86400)]
 
 
 class ConfigError(BadInput):
@@ -51,18 +52,56 @@ class AuthConfig(Section, frozen=True):
         return f"AuthConfig(key={'set' if self.key else None})"
 
 
+Ranks = Annotated[int, Meta(ge=1, le=64)]
+
+
 class EngineConfig(Section, frozen=True):
     models: tuple[str, ...] = ()  # names, paths or hf:org/repo; empty: the catalog's default
     device: Literal["auto", "cpu", "cuda"] = "auto"
     replicas: Count = 0  # workers per model; 0: one per GPU, one on a CPU
     prefill_workers: Count = 0  # per model; prefill/decode disaggregation needs both numbers
     decode_workers: Count = 0
+    gpus: Annotated[str, Meta(pattern=r"^(|auto|[1-9]\d{0,2})$")] = ""  # for the model, divided as the plan recommends
+    tp: Ranks = 1  # tensor parallelism: ranks of a worker that divide each layer
+    pp: Ranks = 1  # pipeline parallelism: stages of a worker that divide the layers
+    ep: bool = False  # expert parallelism: the ranks of `tp` hold whole experts
+    dcp: Ranks = 1  # decode context parallelism: the KV of a sequence over so many ranks of `tp`; models with MLA
+    step_timeout_s: Annotated[float, Meta(gt=0, le=86_400)] = 60.0  # that a step of several ranks may take
     threads: Count = 0  # per worker on a CPU; 0: the cores, shared by need
     kv_bytes: Count = 0  # KV cache per worker; 0: a quarter of the free memory, at most 2 GiB
     gpu_memory_share: tuple[Share, ...] = ()  # of a GPU, for each model in order or one for all; (): even shares
     max_running: Count = 0  # sequences in a batch; 0: the engine's default
     token_budget: Count = 0  # tokens computed per step; 0: the engine's default
     deterministic: bool = False
+    speculation: Literal["auto", "off", "suffix", "grammar", "eagle3", "draft_model"] = (
+        "auto"  # all that pay, none, or one
+    )
+    draft_head: str = ""  # folder of an EAGLE-3 head; empty: with eagle3, the one that comes with the package
+    draft_model: str = ""  # a smaller model with the same tokenizer, which drafts: its name, folder or file
+
+
+class KVConfig(Section, frozen=True):
+    """The KV cache beyond the device: tiers of each worker, and the cluster's pool."""
+
+    share_between_accounts: bool = False  # one account's prompts are found in the cache by all; False: by itself alone
+    host_bytes: Count | None = None  # of host memory per worker, below the device's KV cache; None: a share for a GPU
+    disk_bytes: Count = 0  # on disk per worker, below that; 0: none
+    disk_path: str = ""  # the folder for it; empty: `kv` in the data folder
+    disk_encryption: bool = False  # of the blocks on disk, under a key derived from the root secret
+    store: Literal["", "mooncake"] = ""  # of the pool that all workers of the cluster share; empty: none
+    key: str | None = None  # that tags stored blocks: 64 hexadecimal digits; None: derived from the root secret
+    pool_bytes: Count | None = None  # memory that this machine lends to the pool; None: an eighth of it, at most 2 GiB
+    pool_master: str = ""  # host:port of a Mooncake master that runs already; empty: one is started here
+    pool_metrics: str = ""  # host:port of that master's HTTP server, which tells how full the pool is
+    pool_host: str = "127.0.0.1"  # private address at which the pool's other machines reach this one
+    pool_port: Annotated[int, Meta(ge=0, le=65535)] = 0  # of the master that is started here; 0: any free one
+    pool_device: str = ""  # of RDMA, e.g. mlx5_0; empty: TCP
+
+    def disk_folder(self, home: Path) -> Path:
+        return (Path(self.disk_path).expanduser() if self.disk_path else home / "kv").absolute()
+
+    def __repr__(self) -> str:
+        return f"KVConfig(store={self.store!r}, key={'set' if self.key else None})"
 
 
 class ModelsConfig(Section, frozen=True):
@@ -83,12 +122,50 @@ class StoreConfig(Section, frozen=True):
         return f"StoreConfig(url={'set' if self.url else None})"
 
 
+class ScalingConfig(Section, frozen=True, kw_only=True):
+    """One `[cluster.models.NAME]` table: the bounds that the planner keeps to."""
+
+    min_replicas: Count = 1  # 0: none while it is idle; requests are held while one starts
+    max_replicas: Annotated[int, Meta(ge=1)] = 1
+    disaggregated: bool = False  # prefill and decode on replicas of their own
+    tolerated_s: Annotated[float, Meta(gt=0, le=3600)] = 2.0  # that a prompt may be queued
+    grow_after_s: Seconds = 10.0  # that there must be too few
+    shrink_after_s: Seconds = 300.0  # that there must be too many
+    settle_s: Seconds = 30.0  # between two drains or role changes
+    idle_s: Seconds = 900.0  # without a request, before the last replica is drained
+    start_s: Annotated[float, Meta(gt=0, le=86400)] = 60.0  # that a replica takes to start, until it was measured
+    hold_s: Seconds = 300.0  # that a request waits for a first replica
+    max_held: Annotated[int, Meta(ge=1)] = 64  # requests that wait so at each core
+
+    def __post_init__(self) -> None:
+        least = max(self.min_replicas, 2 if self.disaggregated else 1)
+        if self.max_replicas < least:
+            why = ", for one prefill and one decode replica" if least == 2 > self.min_replicas else ""
+            raise ValueError(f"max_replicas is {self.max_replicas}: use {least} or more{why}")
+
+
+class ClusterConfig(Section, frozen=True):
+    region: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{0,63}$")] = ""  # of this core; workers have their own
+    core_only: bool = False  # start no engine workers here: they join
+    planner: Literal["on", "dry-run", "off"] = "on"  # starts and drains replicas of the models below
+    address: str = ""  # at which other cores reach replicas that are started here; empty: they need not
+    launcher: Literal["auto", "ray", "local", "none"] = "auto"  # auto: Ray where it is up, else this machine
+    local_replicas: Count = 0  # that the planner may start here; 0: one a GPU, or one a CPU core
+    models: dict[str, ScalingConfig] = {}  # by name: those that the planner scales
+
+    @property
+    def scaled(self) -> dict[str, ScalingConfig]:
+        """The models whose workers the planner starts."""
+        return {} if self.planner == "off" else self.models
+
+
 class QueueConfig(Section, frozen=True):
     capacity_share: Annotated[float, Meta(ge=0, le=1)] = 0.5  # of an engine, for jobs while requests are served too
 
 
 class AccountsConfig(Section, frozen=True):
     provider_networks: tuple[str, ...] = ()  # private ranges that accounts' own providers may be in, e.g. 10.0.0.0/8
+    budget_lease_s: Annotated[float, Meta(ge=10, le=3600)] = 120.0  # that a killed core's part of a budget is not free
 
 
 class ResponsesConfig(Section, frozen=True):
@@ -174,8 +251,10 @@ class Config(Section, frozen=True, kw_only=True):
     server: ServerConfig = ServerConfig()
     auth: AuthConfig = AuthConfig()
     engine: EngineConfig = EngineConfig()
+    kv: KVConfig = KVConfig()
     models: ModelsConfig = ModelsConfig()
     store: StoreConfig = StoreConfig()
+    cluster: ClusterConfig = ClusterConfig()
     queue: QueueConfig = QueueConfig()
     accounts: AccountsConfig = AccountsConfig()
     responses: ResponsesConfig = ResponsesConfig()
@@ -191,12 +270,13 @@ _SECTIONS: dict[str, type[Section]] = {
 }
 _SHORT_NAMES = {"EMBERLINE_PORT": ("server", "port")}
 _STORES = ("postgresql://", "postgres://", "sqlite:///")
-_SECRETS = (("auth", "key"), ("store", "url"))  # values that no error message shows
+_SECRETS = (("auth", "key"), ("store", "url"), ("kv", "key"))  # values that no error message shows
 _FLAGS = {  # where a flag is not the key's name
     "models": "argument MODEL",
     "allowed_hosts": "flag --allowed-host",
     "cors_origins": "flag --cors-origin",
     "level": "flag --log-level",
+    "store": "flag --kv-store",
 }
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 
@@ -448,6 +528,8 @@ def _parse_text(key: str, value: Any, kind: Any) -> Any:
         return value
     if key.endswith("_bytes"):
         return parse_size(value)
+    if get_origin(kind) is dict:
+        return msgspec.json.decode(value)
     if get_origin(kind) is tuple:
         return [word.strip() for word in value.split(",") if word.strip()]
     return value
@@ -457,6 +539,8 @@ def _check(config: Config) -> None:
     """The rules that a type cannot express."""
     if config.auth.key is not None and not is_header_safe(config.auth.key):
         raise ConfigError("the key in [auth] must be printable ASCII without spaces", param="auth.key")
+    if config.kv.key is not None and re.fullmatch("[0-9a-fA-F]{64}", config.kv.key) is None:
+        raise ConfigError("the key in [kv] must be 64 hexadecimal digits, as of `openssl rand -hex 32`", param="kv.key")
     ranges = (("webhooks", "allowed_networks"), ("accounts", "provider_networks"))
     for section, key in ranges:
         for network in getattr(getattr(config, section), key):

@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, TextIO
 
@@ -32,9 +32,15 @@ _COLORS = {"DEBUG": "\x1b[2m", "WARNING": "\x1b[33m", "ERROR": "\x1b[31m", "CRIT
 
 
 def setup(
-    process: str, level: str = "", format: str = "", stream: TextIO | None = None, more: Sequence[logging.Handler] = ()
+    process: str,
+    level: str = "",
+    format: str = "",
+    stream: TextIO | None = None,
+    more: Sequence[logging.Handler] = (),
+    extra: Mapping[str, Any] | None = None,
 ) -> None:
-    """Send every logger of this process to `stream` (default stderr) and `more`; `process` names it in each line.
+    """Send every logger of this process to `stream` (default stderr) and `more`; `process` names it in each line,
+    which has the fields of `extra`, too.
 
     An empty level or format is read from EMBERLINE_LOG_LEVEL and EMBERLINE_LOG_FORMAT, which child processes inherit.
     """
@@ -47,7 +53,7 @@ def setup(
     else:
         handler.setFormatter(JsonFormatter())
     for each in (handler, *more):
-        each.addFilter(_ContextFilter(process))
+        each.addFilter(_ContextFilter(process, extra))
     logging.basicConfig(level=level.upper(), handlers=[handler, *more], force=True)
     logging.captureWarnings(True)
     for verbose in ("asyncio", "httpcore", "httpx", "filelock", "urllib3", "huggingface_hub", "uvicorn.access"):
@@ -55,19 +61,20 @@ def setup(
 
 
 def fields(record: logging.LogRecord) -> dict[str, Any]:
-    """The fields that the caller passed as `extra`."""
-    return {name: value for name, value in vars(record).items() if name not in _STANDARD_FIELDS}
+    """The fields that the caller passed as `extra`; those with an underscore are some library's own."""
+    return {name: value for name, value in vars(record).items() if name not in _STANDARD_FIELDS and name[:1] != "_"}
 
 
 class _ContextFilter(logging.Filter):
     """Adds the process name and request id to a record, unless it has them (relayed from a child process)."""
 
-    def __init__(self, process: str) -> None:
+    def __init__(self, process: str, extra: Mapping[str, Any] | None = None) -> None:
         super().__init__()
-        self.process = process
+        self._defaults = {"process_name": process, **(extra or {})}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        record.__dict__.setdefault("process_name", self.process)
+        for name, value in self._defaults.items():
+            record.__dict__.setdefault(name, value)
         record.__dict__.setdefault("request_id", request_id.get())
         if (trace := trace_context.current.get()) is not None:
             record.__dict__.setdefault("trace_id", trace.trace_id)

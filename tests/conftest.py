@@ -1,7 +1,9 @@
 """Fixtures and settings that tests of several packages share."""
 
 import fcntl
+import gc
 import os
+import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -25,6 +27,26 @@ else:  # the same examples every time, and no clock: machines that run tests are
 from emberline.catalog.model_store import ModelStore
 from emberline.catalog.pull import pull
 from tests.databases import DATABASE_KINDS, DatabaseLocation, database_location, postgres_server
+
+GPU_SHARE = 0.2  # of a GPU's memory, for each process of `make test-gpu`
+
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:  # started in the background or by nohup; processes inherit it
+        signal.signal(number, usual)
+
+
+@pytest.fixture(autouse=True)
+def gpu_memory(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests on a GPU share it: one that takes more than its part fails by itself, and none keeps what it took."""
+    if request.node.get_closest_marker("gpu") is None:
+        yield
+        return
+    import torch
+
+    torch.cuda.set_per_process_memory_fraction(GPU_SHARE)
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def pulled(model: str) -> Path:

@@ -24,7 +24,7 @@ ALLOWED = {
     "upstream": {"balancer", "catalog", "protocol", "text"},
     "service": {"accounts", "catalog", "text", "balancer", "store", "protocol", "upstream"},
     "supervisor": {"balancer", "engine", "protocol"},
-    "simulator": {"balancer", "engine", "kv", "protocol"},
+    "simulator": {"balancer", "engine", "kv", "protocol", "supervisor"},
     "testing": {"balancer", "upstream", "engine", "kv", "kernels", "protocol"},
     "jobs": {"service", "accounts", "store", "protocol"},
     "api": {"jobs", "service", "accounts", "catalog", "upstream", "protocol"},

@@ -224,3 +224,16 @@ def test_wrong_providers(tmp_path: Path, text: str, parts: list[str]) -> None:
     with pytest.raises(ConfigError) as found:
         resolve(environ={}, home=tmp_path)
     assert all(part in found.value.message for part in parts), found.value.message
+
+
+def test_bounds_of_scaled_models_come_from_tables_or_json(tmp_path: Path) -> None:
+    (tmp_path / "emberline.toml").write_text('[cluster.models."@cf/a/b"]\nmin_replicas = 0\nmax_replicas = 3\n')
+    (bounds,) = resolve({}, {}, tmp_path).cluster.models.values()
+    assert (bounds.min_replicas, bounds.max_replicas) == (0, 3)
+    given = resolve({}, {"EMBERLINE_CLUSTER_MODELS": '{"m": {"max_replicas": 2}}'}, tmp_path).cluster.models
+    assert {name: each.max_replicas for name, each in given.items()} == {"m": 2}
+    for wrong in ('{"m": {"max_replicas": 0}}', '{"m": {"min_replicas": 3}}', '{"m": {"replicas": 1}}', "{"):
+        with pytest.raises(ConfigError, match=r"bad value .* for models in \[cluster\]"):
+            resolve({}, {"EMBERLINE_CLUSTER_MODELS": wrong}, tmp_path)
+    with pytest.raises(ConfigError, match="use 2 or more, for one prefill and one decode replica"):
+        resolve({}, {"EMBERLINE_CLUSTER_MODELS": '{"m": {"disaggregated": true}}'}, tmp_path)

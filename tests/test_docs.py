@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
-    *(ROOT / folder / "README.md" for folder in ("benchmarks", "examples", "deploy")),
+    *(ROOT / folder / "README.md" for folder in ("benchmarks", "examples", "deploy", "deploy/kubernetes")),
 ]
 FOLDERS = ("emberline", "tests", "docs", "benchmarks", "examples", "deploy", "scripts")
 PATHS = {str(path.relative_to(ROOT)) for folder in FOLDERS for path in (ROOT / folder).rglob("*")} | set(FOLDERS)
@@ -27,7 +27,7 @@ TOP_FOLDERS = {path.rpartition("/")[2] for path in PATHS if path.count("/") == p
 CODE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 ACTIONS = (
-    "list|delete|logs|"
+    "bounds|plan|init|credential|up|down|members|drain|undrain|leave|list|delete|logs|stat|purge|export|import|train|"
     "submit|status|results|cancel|ls|create|limit|rotate|revoke|disable|enable|add|show|alias|rm|set|history"
 )
 COMMAND = re.compile(rf"\bemberline ({'|'.join(COMMANDS)})\b( (?:{ACTIONS})\b)?([^`\n#|]*)")

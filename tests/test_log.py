@@ -35,13 +35,14 @@ def test_json_has_the_request_the_process_and_the_extras() -> None:
     out = io.StringIO()
     logs.setup("core", "info", "auto", out)
     context = logs.request_id.set("r-1")
-    logger.info("hello %s", "there", extra={"ms": 3})
+    logger.info("hello %s", "there", extra={"ms": 3, "_added_by_a_library": 4})
     logs.request_id.reset(context)
     logger.debug("too fine")
     logger.warning("second\nline")
     first, second = lines(out)
     assert first.items() >= {"level": "info", "process": "core", "request_id": "r-1", "message": "hello there"}.items()
     assert first["ms"] == 3
+    assert "_added_by_a_library" not in first
     assert first["logger"] == "emberline.test"
     assert first["time"].endswith("Z")
     assert (second["request_id"], second["message"]) == ("", "second\nline")
@@ -98,3 +99,15 @@ def test_a_childs_own_line_keeps_its_fields() -> None:
     (before,), (after,) = lines(child), lines(parent)
     before.pop("time"), after.pop("time")
     assert after == {**before, "process": "worker-0"}
+
+
+def test_every_line_of_a_child_says_which_rank_it_is() -> None:
+    child, parent = io.StringIO(), io.StringIO()
+    logs.setup("engine", "info", "json", child, extra={"rank": 1})
+    logging.getLogger("emberline.test").info("ready")
+    logs.setup("core", "info", "json", parent)
+    logs.relay(child.getvalue().strip(), process="m-0")
+    logging.getLogger("emberline.test").info("own")
+    ready, own = lines(parent)
+    assert (ready["process"], ready["rank"]) == ("m-0", 1)
+    assert "rank" not in own

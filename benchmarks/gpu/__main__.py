@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks.gpu import model_files, report, workloads
 from benchmarks.gpu.engine import Worker, compile_kernels, wait_until_prepared, worker
+from benchmarks.gpu.start import in_subprocess, measure_starts, write_model
 from benchmarks.gpu.workloads import Prompts
 
 SERVED = {"decode", "prefill", "throughput", "agentic", "mixed", "context"}  # measured in one worker process
@@ -42,7 +43,7 @@ def _plan(args: argparse.Namespace) -> dict[str, Callable[[], Any]]:
         "kernels": lambda: _kernels(),
         "models": lambda: _models(),
         "served": lambda: _served(folder, args),
-        "start": lambda: _starts(folder, args),
+        "start": lambda: {"start": measure_starts(folder, args.work)},
         "bursts": lambda: _bursts(args),
         "deterministic": lambda: _deterministic(args),
         "smollm2": lambda: _smollm2(args),
@@ -68,36 +69,20 @@ def _section(
     _save(args, figures, peer)
 
 
-def _in_subprocess(code: str, *arguments: str) -> Any:
-    """Run Python code in a process of its own, which frees the device when it ends; returns the JSON it prints."""
-    command = [sys.executable, "-c", f"import json, sys; from pathlib import Path; {code}", *arguments]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(done.stderr[-1500:])
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def _kernels() -> dict[str, Any]:
-    return {"kernels": _in_subprocess("from benchmarks.gpu import kernels; print(json.dumps(kernels.check()))")}
+    return {"kernels": in_subprocess("from benchmarks.gpu import kernels; print(json.dumps(kernels.check()))")}
 
 
 def _models() -> dict[str, Any]:
     return {
-        "models": _in_subprocess("from benchmarks.gpu import checks; print(json.dumps(checks.against_transformers()))")
+        "models": in_subprocess("from benchmarks.gpu import checks; print(json.dumps(checks.against_transformers()))")
     }
-
-
-def _write_model(folder: Path, n_layers: int) -> int:
-    """Write a model of random weights unless it exists; returns its bytes."""
-    code = "from benchmarks.gpu.model_files import LLAMA_8B as shape, write"
-    code += "; print(write(Path(sys.argv[1]), shape | {'num_hidden_layers': int(sys.argv[2])}))"
-    return int(_in_subprocess(code, str(folder), str(n_layers)))
 
 
 def _served(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     begin = time.perf_counter()
-    n_bytes = _write_model(folder, 32)
+    n_bytes = write_model(folder, 32)
     figures["written_s"] = time.perf_counter() - begin
     flags = ("--max-running", str(args.max_running))
     if not args.compiled:
@@ -145,27 +130,6 @@ def _memory(engine: Worker, weights: int) -> dict[str, float]:
     }
 
 
-def _starts(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds from process start to the first token with a cold page cache, with and without compiled kernels."""
-    n_bytes = _write_model(folder, 32)
-    found: dict[str, Any] = {}
-    for name in ("empty", "cached"):
-        model_files.drop_from_page_cache(folder)
-        rate = model_files.direct_rate(folder / "model.safetensors")
-        model_files.drop_from_page_cache(folder)
-        env = {"TRITON_CACHE_DIR": str(args.work / "triton-of-start")}
-        with worker(folder, args.work / "start.log", env=env) as engine:
-            engine.client.generate([Prompts(3).of(64)], 1)
-            first_s = time.perf_counter() - engine.began_s
-        found[name] = {
-            "first_token_s": first_s,
-            "ready_s": engine.ready_s,
-            "disk_gb_s": rate / 1e9,
-            "beyond_disk_s": first_s - n_bytes / rate,
-        }
-    return {"start": found}
-
-
 def _bursts(args: argparse.Namespace) -> dict[str, Any]:
     """First bursts of requests to a quantized model, right after its start, with and without compiled kernels."""
     path = args.work / "smollm2-shape.gguf"
@@ -191,7 +155,7 @@ def _bursts(args: argparse.Namespace) -> dict[str, Any]:
 
 def _deterministic(args: argparse.Namespace) -> dict[str, Any]:
     folder = args.work / "llama-8b-short"
-    _write_model(folder, 6)
+    write_model(folder, 6)
     with worker(folder, args.work / "deterministic.log", "--deterministic", "--kv-bytes", str(8 << 30)) as engine:
         return {"deterministic": {"same_in_any_batch": workloads.same_in_any_batch(engine.client, Prompts(5))}}
 

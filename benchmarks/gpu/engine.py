@@ -12,10 +12,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from emberline.protocol import frames
-from emberline.protocol.frames import FrameBuffer, Hello, Refused, Step, Submit, Welcome
-from emberline.protocol.request import EngineRequest, SamplingParams
+from emberline.protocol.frames import FrameBuffer, Hello, Refused, Step, Submit, Vocabulary, Welcome
+from emberline.protocol.request import EngineRequest, SamplingParams, Speculation
 from emberline.protocol.token_ids import pack, unpack
 
 PROGRAM = ("-m", "emberline.engine.worker")
@@ -33,6 +34,7 @@ class Reply:
     tokens: list[int] = field(default_factory=list)
     finish: str | None = None
     cached: int = 0
+    by_tier: dict[str, int] = field(default_factory=dict)  # cached tokens
 
     @property
     def ttft_s(self) -> float:
@@ -44,7 +46,7 @@ class Client:
         self._sock = socket.socket(socket.AF_UNIX)
         self._sock.connect(path)
         self._buffer = FrameBuffer()
-        self.replies: dict[str, Reply] = {}
+        self.replies: dict[str, Reply] = {}  # of requests that have not ended
         self._open = 0
         self._serial = 0
         self.load = frames.EngineLoad()
@@ -52,12 +54,27 @@ class Client:
         while not self._receive(WAIT_S):
             pass
 
-    def submit(self, prompts: list[list[int]], n_out: int, temperature: float = 0.0) -> list[Reply]:
+    def send_vocabulary(self, tokens: list[bytes]) -> None:
+        """Before the first request with a grammar."""
+        self._sock.sendall(frames.encode(Vocabulary(tokens)))
+
+    def submit(
+        self, prompts: list[list[int]], n_out: int, temperature: float = 0.0, top_p: float = 1.0, grammar: bytes = b""
+    ) -> list[Reply]:
+        """Without drafts, which would profit from the repetitions of random weights."""
         requests, replies = [], []
         for prompt in prompts:
             self._serial += 1
-            sampling = SamplingParams(max_tokens=n_out, ignore_eos=True, temperature=temperature, seed=self._serial)
-            request = EngineRequest(id=f"r{self._serial}", prompt_ids=pack(prompt), sampling=sampling)
+            sampling = SamplingParams(
+                max_tokens=n_out, ignore_eos=True, temperature=temperature, top_p=top_p, seed=self._serial
+            )
+            request = EngineRequest(
+                id=f"r{self._serial}",
+                prompt_ids=pack(prompt),
+                sampling=sampling,
+                grammar=grammar,
+                speculation=Speculation(max_draft_tokens=0),
+            )
             requests.append(request)
             replies.append(Reply(0.0, len(prompt)))
             self.replies[request.id] = replies[-1]
@@ -86,9 +103,12 @@ class Client:
             if until_s is None and wait_s == 0:
                 raise TimeoutError("no message from the engine")
 
-    def generate(self, prompts: list[list[int]], n_out: int, temperature: float = 0.0) -> tuple[float, list[Reply]]:
+    def generate(
+        self, prompts: list[list[int]], n_out: int, temperature: float = 0.0, **more: Any
+    ) -> tuple[float, list[Reply]]:
+        """more: as of `submit`."""
         begin = time.perf_counter()
-        replies = self.submit(prompts, n_out, temperature)
+        replies = self.submit(prompts, n_out, temperature, **more)
         self.run()
         wrong = [reply.finish for reply in replies if reply.finish != "length"]
         if wrong:
@@ -121,6 +141,7 @@ class Client:
             reply.times_s += [now] * len(ids)
             if delta.usage is not None:
                 reply.cached = delta.usage.cached_tokens
+                reply.by_tier = delta.usage.cached_by_tier
             if delta.finish is not None:
                 reply.finish = delta.finish if delta.error is None else delta.error.message
                 self._open -= 1
@@ -146,10 +167,12 @@ class Worker:
 
 
 @contextlib.contextmanager
-def worker(model: Path, log: Path, *flags: str, env: dict[str, str] | None = None) -> Iterator[Worker]:
+def worker(
+    model: Path, log: Path, *flags: str, env: dict[str, str] | None = None, program: tuple[str, ...] = PROGRAM
+) -> Iterator[Worker]:
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/engine.sock"
-        command = [sys.executable, *PROGRAM, "--model", str(model), "--socket", path, *flags]
+        command = [sys.executable, *program, "--model", str(model), "--socket", path, *flags]
         began_s = time.perf_counter()
         log_start = log.stat().st_size if log.exists() else 0
         with log.open("ab") as sink:

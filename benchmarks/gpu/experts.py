@@ -15,9 +15,8 @@ from torch import Tensor
 
 from benchmarks.gpu.kernels import Card, time_us
 from emberline.kernels.gpu.dequantize import pack_nibbles, pack_scales
-from emberline.kernels.gpu.expert_matrix import ExpertMatrix
+from emberline.kernels.gpu.expert_matrix import ExpertMatrix, divide_codes, divide_words, empty_packed
 from emberline.kernels.gpu.grouped_gemm import EXPERT_GATES, block_tokens, combine_pairs, grouped_gemm, grouped_tile
-from emberline.kernels.gpu.launch import cdiv
 from emberline.kernels.gpu.moe_routing import Permutation, make_permutation, permutation_ints, route_tokens
 from emberline.kernels.gpu.workspace import result_columns
 from emberline.kernels.moe import Routing
@@ -46,15 +45,16 @@ ROWS = (1, 8, 32, 64, 256, 2048, 8192)
 def random_experts(shape: Shape, n: int, k: int, card: Card) -> ExpertMatrix:
     if shape.kind == "dense":
         return ExpertMatrix("dense", k, card.noise(shape.experts, n, k, scale=k**-0.5))
-    codes = torch.empty(shape.experts, n, cdiv(k, 128) * 32, dtype=torch.int16, device=card.device)
-    scales = torch.full((n, k // 32), 120, dtype=torch.uint8, device=card.device)
+    matrix = empty_packed(shape.kind, shape.experts, n, k, 32, None, card.device)
+    scales = torch.full((1, n, k // 32), 120, dtype=torch.uint8, device=card.device)
     if shape.kind == "int4":
-        scales = torch.rand(n, k // 32, device=card.device).bfloat16() * 0.3 * k**-0.5
-    for expert in codes:
-        raw = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=card.device)
-        expert.copy_(pack_nibbles(raw, shape.kind))
-    words = pack_scales(scales, shape.kind, 32).expand(shape.experts, -1, -1).contiguous()
-    return ExpertMatrix(shape.kind, k, codes, words, 32)
+        scales = torch.rand(1, n, k // 32, device=card.device).bfloat16() * 0.3 * k**-0.5
+    assert matrix.scale is not None
+    matrix.scale[:] = divide_words(pack_scales(scales, shape.kind, 32))
+    for codes in matrix.weight:
+        raw = torch.randint(0, 256, (1, n, k // 2), dtype=torch.uint8, device=card.device)
+        codes.copy_(divide_codes(pack_nibbles(raw, shape.kind))[0])
+    return matrix
 
 
 def measure(shape: Shape, rows: int, card: Card, gate_up: ExpertMatrix, down: ExpertMatrix) -> dict[str, float]:
@@ -77,12 +77,13 @@ def measure(shape: Shape, rows: int, card: Card, gate_up: ExpertMatrix, down: Ex
         route_tokens(logits[i % n_sets], routing, permutations[i % n_sets], counts)
 
     def first(i: int) -> None:
-        tile = grouped_tile(shape.kind, block, True)
+        tile = grouped_tile(shape.kind, block, True, permutations[0].max_blocks * shape.width)
         gate = EXPERT_GATES.index(shape.activation)
         grouped_gemm(x, gate_up, activated, permutations[i % n_sets], tile, gate=gate)
 
     def second(i: int) -> None:
-        tile, to = grouped_tile(shape.kind, block, False), permutations[i % n_sets]
+        to = permutations[i % n_sets]
+        tile = grouped_tile(shape.kind, block, False, to.max_blocks * columns)
         for start in range(0, shape.hidden, columns):
             part: Tensor = residual[:, start : start + columns]
             out = results.view(-1)[: pairs * part.shape[1]].view(pairs, -1)

@@ -280,8 +280,8 @@ def _chunk(card: Card, scale: int, n: int, context: int, long: bool) -> Case:
     library = long_attention.long_attention()
     memory = card.noise(long_attention.gathered_elements(n, attn.kv_heads * 128) if long else 0)
     partials = torch.empty(prefill_scratch_floats(attn.heads, attn.kv_heads, 128), device=card.device)
-    scratch = split_kv.SplitScratch(partials, card.ints([0] * split_kv.MAX_WORK_ITEMS))
-    table = card.ints([0] * split_kv.MAX_WORK_ITEMS * split_kv.WORK_ITEM_FIELDS)
+    scratch = split_kv.SplitScratch(partials, card.ints([0] * split_kv.work_item_room()))
+    table = card.ints([0] * split_kv.work_item_room() * split_kv.WORK_ITEM_FIELDS)
     shape = (attn.heads, attn.kv_heads, 128, (split_kv.FULL, 0))
     splits = plan_prefill_splits(*shape, starts, cache.lens, n, 0, table, scratch)  # once for all layers
     new_kv = library.new_kv(memory, attn, n, True) if long else None

@@ -6,9 +6,13 @@ import time
 from collections import Counter
 from typing import Any
 
+import msgspec
+
 from benchmarks.gpu.engine import Client, Reply, Worker
+from emberline.protocol.grammar import Chars, Grammar, Repeat
 
 BATCHES = (1, 8, 32, 64, 128, 256)
+LETTERS = msgspec.msgpack.encode(Grammar((Repeat(Chars(((97, 122),))),)))  # a grammar: any number of small letters
 
 
 class Prompts:
@@ -36,17 +40,17 @@ def steady_tok_s(replies: list[Reply]) -> float:
     return len(replies) * (len(times) - 1) / (times[-1] - times[0]) if len(times) > 8 else 0.0
 
 
-def decode(client: Client, prompts: Prompts, batch: int, temperature: float = 0.0) -> dict[str, float]:
+def decode(client: Client, prompts: Prompts, batch: int, temperature: float = 0.0, **more: Any) -> dict[str, float]:
     """`tok_s`: total time minus that of one token, as for the peer. `steady_tok_s`: while the full batch decodes.
 
-    For the latter the prompts are cached, so that all replies begin together.
+    For the latter the prompts are cached, so that all replies begin together. more: as of `Client.submit`.
     """
     n_out = 129
     for _ in range(2 if batch == 1 else 1):
-        first_s, _ = client.generate(prompts.many(batch, 512), 1, temperature)
+        first_s, _ = client.generate(prompts.many(batch, 512), 1, temperature, **more)
         requests = prompts.many(batch, 512)
-        whole_s, _ = client.generate(requests, n_out, temperature)
-    _, replies = client.generate(requests, n_out, temperature)
+        whole_s, _ = client.generate(requests, n_out, temperature, **more)
+    _, replies = client.generate(requests, n_out, temperature, **more)
     return {"tok_s": batch * (n_out - 1) / (whole_s - first_s), "steady_tok_s": steady_tok_s(replies)}
 
 

@@ -1,6 +1,7 @@
 """vLLM on one GPU, offline: the workloads of `benchmarks.gpu` with the same shapes and formulas. Figures go to a file.
 
-Runs under a Python that has torch and transformers, with an unpacked bundle of vLLM on PYTHONPATH and nothing of ours.
+Runs under a Python that has torch and transformers, with an unpacked bundle of vLLM on PYTHONPATH. Of ours it has the
+shapes of models and, for single workloads, the generator of weights: see `vllm_generated`.
 """
 
 import argparse
@@ -59,54 +60,17 @@ def model_folder() -> str:
     return folder
 
 
-def init_as_the_generator() -> None:
-    """Random weights of the distribution that `emberline.weights.generated` has, in place of vLLM's own.
+def offline(out: Path, folder: str, only: list[str], repeats: int, limit_s: float) -> None:
+    """Figures are written as they come: what was measured before a failure counts, and nothing begins after the limit.
 
-    Its own leave the residual stream and the router degenerate: all tokens choose the same few experts, and a step
-    reads far fewer weights than one of a trained model.
+    Of single workloads, which are named as in `gpu.large_models`, each repeat is told.
     """
-    import torch
-    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
-
-    def load_weights(self: Any, model: Any, model_config: Any) -> None:
-        generator = torch.Generator("cuda").manual_seed(0)
-        for name, tensor in model.state_dict().items():
-            part = name.rpartition(".")[2]
-            if part in ("q_scale", "k_scale", "v_scale", "_q_scale", "_k_scale", "_v_scale", "_prob_scale"):
-                continue  # of a quantized KV cache
-            if "norm" in name and tensor.dim() == 1:
-                tensor.fill_(1.0)
-            elif "bias" in part:
-                tensor.zero_()
-            elif not tensor.is_floating_point():
-                _fill_codes(tensor, generator)
-            elif tensor.dtype == torch.float8_e4m3fn:
-                for rows in tensor.view(torch.uint8).flatten(0, -2).split(4096):
-                    numbers = torch.randn(rows.shape, generator=generator, device="cuda")
-                    rows.copy_(numbers.to(torch.float8_e4m3fn).view(torch.uint8))
-            elif "scale" in part:
-                tensor.fill_(0.004)
-            elif "embed_tokens" in name:
-                tensor.normal_(0, 1, generator=generator)
-            else:
-                tensor.normal_(0, tensor.shape[-1] ** -0.5, generator=generator)
-
-    def _fill_codes(tensor: Any, generator: Any) -> None:
-        if "int32" in str(tensor.dtype) and tensor.dim() >= 2 and tensor.numel() > 1 << 16:
-            tensor.view(torch.uint8).random_(0, 256, generator=generator)
-
-    DummyModelLoader.load_weights = load_weights
-
-
-def offline(out: Path, folder: str, only: list[str], repeats: int, temperature: float) -> None:
-    """Figures are written as they come: what was measured before a failure counts."""
-    started = time.perf_counter()
+    started = began = time.perf_counter()
     import vllm
     from vllm import LLM, SamplingParams
 
     figures: dict[str, Any] = {"version": vllm.__version__, "import_s": time.perf_counter() - started}
-    if only != EVERYTHING:
-        init_as_the_generator()
+    generated = only != EVERYTHING
     started = time.perf_counter()
     llm = LLM(
         model=folder,
@@ -117,6 +81,7 @@ def offline(out: Path, folder: str, only: list[str], repeats: int, temperature: 
         max_model_len=40960,
         max_num_seqs=512,
         seed=0,
+        worker_extension_cls="vllm_generated.CountsExperts" if generated else "",
     )
     figures["init_s"] = time.perf_counter() - started
     source = random.Random(0)
@@ -124,48 +89,74 @@ def offline(out: Path, folder: str, only: list[str], repeats: int, temperature: 
     def some(n: int) -> list[int]:
         return [source.randrange(1000, 120_000) for _ in range(n)]
 
-    def generate(prompts: list[list[int]], n_out: int, temperature: float = 0.0) -> tuple[float, list[list[int]]]:
-        sampling = SamplingParams(max_tokens=n_out, ignore_eos=True, temperature=temperature, detokenize=False)
+    def generate(
+        prompts: list[list[int]], n_out: int, temperature: float = 0.0, top_p: float = 1.0
+    ) -> tuple[float, list[list[int]]]:
+        sampling = SamplingParams(
+            max_tokens=n_out, ignore_eos=True, temperature=temperature, top_p=top_p, detokenize=False
+        )
         begin = time.perf_counter()
         outs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
         return time.perf_counter() - begin, [list(out.outputs[0].token_ids) for out in outs]
 
-    def decode(batch: int, temperature: float = 0.0) -> dict[str, Any]:
+    def decode(batch: int, *sampling: float) -> dict[str, Any]:
         for _ in range(2):
-            first_s, _ = generate([some(512) for _ in range(batch)], 1, temperature)
-            whole_s, _ = generate([some(512) for _ in range(batch)], 129, temperature)
+            first_s, _ = generate([some(512) for _ in range(batch)], 1, *sampling)
+            whole_s, _ = generate([some(512) for _ in range(batch)], 129, *sampling)
         return {"tok_s": batch * 128 / (whole_s - first_s)}
 
-    def measure(name: str, figure: Any) -> None:
-        figures[name] = figure
-        out.write_text(json.dumps(figures, indent=1))
+    def prefill(length: int) -> float:
+        return min(generate([some(length)], 1)[0] for _ in range(3))
 
-    generate([some(64), some(64)], 8)
-    for batch in (1, 8, 32, 64, 128, 256):
-        if "decode" in only or f"b{batch}" in only:
-            each = (
-                decode(batch)
-                if "decode" in only
-                else {"tok_s": [decode(batch, temperature)["tok_s"] for _ in range(repeats)]}
-            )
-            measure("decode", figures.get("decode", {}) | {f"b{batch}": each})
-    if "warm" in only:
-        measure("warm", {f"b{batch}": decode(batch, 0.7) for batch in (1, 64)})
-    for length in (8192, 32768):
-        if "prefill" in only or str(length) in only:
-            best = [min(generate([some(length)], 1)[0] for _ in range(3)) for _ in range(repeats)]
-            measure("prefill", figures.get("prefill", {}) | {str(length): best[0] if "prefill" in only else best})
-    if "throughput" in only:
+    def throughput() -> dict[str, float]:
         seconds, outs = generate([some(1024) for _ in range(512)], 256)
-        measure("throughput", {"s": seconds, "out_tok_s": sum(map(len, outs)) / seconds})
-    if "agentic" in only:
+        return {"s": seconds, "out_tok_s": sum(map(len, outs)) / seconds}
+
+    def agentic() -> dict[str, float]:
         system = some(4096)
         histories = [system + some(256) for _ in range(32)]
         begin = time.perf_counter()
         for _ in range(8):
             _, outs = generate(histories, 128)
             histories = [history + out_ids + some(384) for history, out_ids in zip(histories, outs)]
-        measure("agentic", {"s": time.perf_counter() - begin})
+        return {"s": time.perf_counter() - begin}
+
+    def single(name: str) -> float:
+        """One repeat of a workload."""
+        if name.isdigit():
+            return prefill(int(name))
+        if name in ("throughput", "agentic"):
+            return (throughput if name == "throughput" else agentic)()["s"]
+        top_p, _, rows = name.rpartition("b")
+        return float(decode(int(rows), *((0.8, 0.9) if top_p else (1.0,)))["tok_s"])
+
+    def touched(batch: int) -> float:
+        """Experts of a layer that the last full step of a batch touched; outside the measured runs."""
+        llm.collective_rpc("forget_experts")
+        generate([some(512) for _ in range(batch)], 16, 1.0)
+        return llm.collective_rpc("count_experts", args=(batch,))[0]
+
+    def measure(name: str, figure: Any) -> None:
+        figures[name] = figure
+        out.write_text(json.dumps(figures, indent=1))
+
+    if generated:
+        measure("weights", llm.collective_rpc("weights_from")[0])
+    generate([some(64), some(64)], 8)
+    if generated:
+        for name in only:
+            if time.perf_counter() - began > limit_s:
+                break
+            measure("workloads", figures.get("workloads", {}) | {name: [single(name) for _ in range(repeats)]})
+            if name[1:].isdigit():
+                measure("touched", figures.get("touched", {}) | {name: touched(int(name[1:]))})
+    else:
+        for batch in (1, 8, 32, 64, 128, 256):
+            measure("decode", figures.get("decode", {}) | {f"b{batch}": decode(batch)})
+        measure("warm", {f"b{batch}": decode(batch, 0.7) for batch in (1, 64)})
+        measure("prefill", {str(length): prefill(length) for length in (8192, 32768)})
+        measure("throughput", throughput())
+        measure("agentic", agentic())
     cache = llm.llm_engine.vllm_config.cache_config
     measure("kv_tokens", cache.num_gpu_blocks * cache.block_size)
 
@@ -233,15 +224,15 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--mixed", type=int, nargs="+", metavar="BUDGET")
     parser.add_argument("--model", metavar="FOLDER", help="with a config.json; default: a Llama of 8B parameters")
-    parser.add_argument("--only", nargs="+", default=EVERYTHING, help="of these, or bN for a batch, N for a prompt")
-    parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--temperature", type=float, default=0.0, help="of single batches")
+    parser.add_argument("--only", nargs="+", default=EVERYTHING, help="single workloads, with generated weights")
+    parser.add_argument("--repeats", type=int, default=1, help="of single workloads")
+    parser.add_argument("--limit-s", type=float, default=1e9, help="begin no single workload after so many seconds")
     args = parser.parse_args()
     if args.mixed:
         figures = {f"budget_{n}": asyncio.run(mixed(n)) for n in args.mixed}
         args.out.write_text(json.dumps(figures, indent=1))
     else:
-        offline(args.out, args.model or model_folder(), args.only, args.repeats, args.temperature)
+        offline(args.out, args.model or model_folder(), args.only, args.repeats, args.limit_s)
 
 
 if __name__ == "__main__":

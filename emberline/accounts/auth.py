@@ -37,10 +37,14 @@ class Authenticator:
         key: str | None = None,
         directory: KeyDirectory | None = None,
         required: bool = False,
+        shares_kv: bool = False,
     ) -> None:
+        """`shares_kv`: accounts have one salt, so that each finds the KV of what others have sent, and can tell by the
+        time to the first token what that was."""
         self._secret = secret
         self._directory = directory
-        self._salt_of = lru_cache(1024)(lambda account: secret.derive("kv", account))
+        self.shares_kv = shares_kv
+        self._salt_of = lru_cache(1024)(lambda account: secret.derive("kv", *(() if shares_kv else (account,))))
         self._admin_digest = key_digest(key) if key else None
         self._admin_id = secret.derive("key-id", key, size=6).hex() if key else ""
         self._required = required or bool(key)
@@ -48,6 +52,11 @@ class Authenticator:
     @property
     def needs_key(self) -> bool:
         return self._required
+
+    def salt_of(self, account: str) -> bytes:
+        """The salt of an account's cached KV."""
+        check_account_name(account)
+        return self._salt_of(account)
 
     def principal(self, account: str, key_id: str) -> Principal:
         """The principal of a queued job: its key was checked when it was submitted, and may have been revoked since."""

@@ -105,6 +105,8 @@ class KeyDirectory:
     async def catch_up(self) -> None:
         """For a key that is unknown here: it may have been created a moment ago by another process. However many
         requests ask, the store is read a few times a second."""
+        if self._refreshing is not None and not self._refreshing.done():
+            await asyncio.wait((self._refreshing,))  # it may have read before the key was there
         if self._refreshing is None or self._refreshing.done():
             wait_s = self._refreshed_s + CATCH_UP_S - time.monotonic()
             if wait_s > 0:

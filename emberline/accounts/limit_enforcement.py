@@ -13,6 +13,7 @@ from emberline.accounts.api_key import ApiKey
 from emberline.accounts.budgets import Budget, Budgets, Reservation
 from emberline.accounts.key_directory import KeyDirectory
 from emberline.accounts.rate_limits import RateLimit, RateLimiter, Taken
+from emberline.accounts.shared_rate_limits import SharedRateLimiter
 from emberline.accounts.usage_row import UsageRow
 from emberline.protocol.errors import BadInput, Forbidden
 from emberline.protocol.price import Price
@@ -59,7 +60,10 @@ class LimitEnforcer:
     """Owns what running requests hold, by request id. Lives in the core. Without `budgets` there are none."""
 
     def __init__(
-        self, directory: KeyDirectory, budgets: Budgets | None = None, limiter: RateLimiter | None = None
+        self,
+        directory: KeyDirectory,
+        budgets: Budgets | None = None,
+        limiter: RateLimiter | SharedRateLimiter | None = None,
     ) -> None:
         self._directory = directory
         self._budgets = budgets
@@ -91,7 +95,10 @@ class LimitEnforcer:
         if rate_limits:
             n_requests = 0 if extent.is_retry else 1
             n_output = extent.max_output_tokens or 0
-            held.taken = self._limiter.take(rate_limits, extent.input_tokens, n_output, n_requests)
+            if isinstance(self._limiter, SharedRateLimiter):
+                held.taken = await self._limiter.take(rate_limits, extent.input_tokens, n_output, n_requests)
+            else:
+                held.taken = self._limiter.take(rate_limits, extent.input_tokens, n_output, n_requests)
         if budgets and self._budgets is not None:
             try:
                 amount_pico = _worst_case_pico(extent, price, budgets[0].name)

@@ -3,7 +3,8 @@
 Limits per minute are token buckets: a full bucket holds one minute's worth and refills steadily, so that over any t
 seconds at most `limit * (1 + t / 60)` is admitted. Tokens are taken for the worst case, the prompt and the longest
 reply; what was not used is put back when the request ends, less what the bucket has regained meanwhile. The state is in
-the core's memory: a new core begins with full buckets, and several cores have buckets of their own.
+the core's memory: a new core begins with full buckets. Several cores also share buckets in the store
+(`shared_rate_limits.py`).
 """
 
 import math

@@ -4,7 +4,20 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from emberline.api.admin import accounts, aliases, audit, events, prices, providers, status, usage, webhooks, workers
+from emberline.api.admin import (
+    accounts,
+    aliases,
+    audit,
+    cluster,
+    events,
+    kv_cache,
+    prices,
+    providers,
+    status,
+    usage,
+    webhooks,
+    workers,
+)
 from emberline.api.admin import endpoints as admin
 from emberline.api.admin import models as admin_models
 from emberline.api.anthropic import batches as message_batches
@@ -39,6 +52,7 @@ from emberline.api.workers_ai import event_subscriptions as subscriptions
 from emberline.api.workers_ai.run_request import RunRequest, UniversalRequest
 from emberline.config import EndpointConfig
 from emberline.protocol.gateway import GatewaySettings
+from emberline.protocol.member import Signed
 
 AI = "/client/v4/accounts/{account}/ai"
 SUBSCRIPTIONS = "/client/v4/accounts/{account}/event_subscriptions/subscriptions"
@@ -124,10 +138,12 @@ _BINDING: tuple[_Row, ...] = (  # as workerd sends it, or wrapped by miniflare
     ("POST", "/run", binding.run, "Run a model for a Worker", binding.BindingRequest),
     ("POST", "/ai-gateway/run", binding.run, "Run a model through a gateway for a Worker", binding.BindingRequest),
     ("GET", "/ai-api/models/search", catalog.models, "Search models for a Worker", None, catalog.MODEL_FILTERS),
-    ("POST", binding.UNIVERSAL + "{id}", binding.run_universal, "Try several models in order for a Worker"),
     ("GET", binding.GATEWAYS + "{model}", binding.gateway_url, "A gateway's address for a Worker"),
     ("POST", binding.WRAPPED, binding.wrapped, "A request of a Worker, inside another one"),
     ("GET", binding.WRAPPED, binding.wrapped, "A request of a Worker, inside another one"),
+)
+_BINDING_GATEWAY: tuple[_Row, ...] = (  # the Worker gets the response as it is
+    ("POST", binding.UNIVERSAL + "{id}", binding.run_universal, "Try several models in order for a Worker"),
 )
 _BINDING_PROXY: tuple[_Row, ...] = (
     ("POST", "/run/proxy", binding.wrapped, "A request of a Worker, by way of older wrangler"),
@@ -158,6 +174,8 @@ _OPEN: tuple[_Row, ...] = (
     ("GET", "/favicon.ico", admin.favicon, "No icon"),
     ("GET", "/health", admin.health, "Health check"),
     ("GET", "/openapi.json", describe, "This document"),
+    ("POST", "/api/cluster/challenge", cluster.challenge, "Begin to announce a worker"),
+    ("POST", "/api/cluster/announce", cluster.announce, "Announce a worker to the cluster", Signed),
 )
 _ADMIN: tuple[_Row, ...] = (
     ("GET", "/metrics", admin.metrics, "Metrics for Prometheus"),
@@ -172,6 +190,10 @@ _ADMIN: tuple[_Row, ...] = (
     ("PATCH", "/api/keys/{id}", accounts.update_key, "Change an API key's scope and limits", accounts.KeyChange),
     ("POST", "/api/keys/{id}/rotate", accounts.rotate_key, "Replace an API key", accounts.RotateKeyRequest),
     ("POST", "/api/keys/{id}/revoke", accounts.revoke_key, "Revoke an API key"),
+    ("GET", "/api/cluster", cluster.show, "Members of the cluster"),
+    ("GET", "/api/cluster/plan", cluster.plan, "What the planner saw, did and why", None, cluster.PLAN_QUERY),
+    ("POST", "/api/cluster/bounds", cluster.set_bounds, "Set the bounds of a scaled model", cluster.NewBounds),
+    ("GET", "/api/cache", kv_cache.show, "Tiers of the KV cache of every engine worker"),
     ("GET", "/api/audit", audit.entries, "List the audit log", None, audit.PAGE),
     ("GET", "/api/audit/verify", audit.verify, "Verify the audit log", None, audit.HEAD),
     ("POST", "/api/models/load", admin_models.load, "Load a model", admin_models.ModelName),
@@ -180,6 +202,8 @@ _ADMIN: tuple[_Row, ...] = (
     ("POST", "/api/prices/remove", prices.remove_price, "Take a model's price away", prices.NoPrice),
     ("POST", "/api/workers/drain", workers.drain, "Send a worker nothing new", workers.WorkerName),
     ("POST", "/api/workers/undrain", workers.undrain, "Use a drained worker again", workers.WorkerName),
+    ("POST", "/api/workers/restart", workers.restart, "End a worker to be started again", workers.WorkerName),
+    ("POST", "/api/workers/role", workers.role, "Give a worker another role", workers.WorkerRoleChange),
     ("POST", "/api/workers/leave", workers.leave, "Drain a worker and remove it", workers.LeavingWorker),
     ("GET", "/api/aliases", aliases.list_all, "List aliases of models"),
     ("POST", "/api/aliases", aliases.put, "Add or replace an alias", aliases.NewAlias),
@@ -200,6 +224,9 @@ _TENANT: tuple[_Row, ...] = (  # of the caller's account; an admin sees all
     ("DELETE", "/api/gateways/{id}", gateways.delete, "Delete a gateway", None, gateways.ACCOUNT),
     ("GET", "/api/gateways/{id}/logs", gateways.logs, "Search a gateway's log", None, gateways.LOG_QUERY),
     ("DELETE", "/api/gateways/{id}/cache", gateways.purge, "Forget cached replies", None, gateways.ACCOUNT),
+    ("POST", "/api/cache/purge", kv_cache.purge, "Forget cached KV of an account or a session", kv_cache.Purge),
+    ("GET", "/api/cache/export", kv_cache.export, "Export a session's cached KV", None, kv_cache.EXPORT_QUERY),
+    ("POST", "/api/cache/import", kv_cache.import_, "Import a session's cached KV", None, kv_cache.IMPORT_QUERY),
     ("GET", "/api/queue", admin.show_queue, "Queue depths and dead letters", None, admin.QUEUE_QUERY),
     ("POST", "/api/queue/replay", admin.replay_dead_letters, "Run dead letters again", admin.QueueReplay),
 )
@@ -251,6 +278,7 @@ ROUTES: tuple[Route, ...] = (
     *_routes(AI, Dialect.NATIVE, _WORKERS_AI),
     *_routes(AI, Dialect.BINDING, _BINDING_PROXY),
     *_routes("", Dialect.BINDING, _BINDING),
+    *_routes("", Dialect.GATEWAY, _BINDING_GATEWAY),
     *_routes("/v1", Dialect.OPENAI, _OPENAI),
     *_routes("/v1", Dialect.OPENAI, _STREAMS),
     *_routes(f"{AI}/v1", Dialect.OPENAI_ENVELOPED, _STREAMS),

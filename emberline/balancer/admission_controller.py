@@ -26,15 +26,18 @@ class AdmissionController:
     def __init__(self, balancer: Balancer | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.balancer = balancer or Balancer(Settings())
         self.on_left: set[Callable[[str, str], None]] = set()  # called with a lost worker's name, and why
+        self._watched: set[str] = set()  # workers that were not removed
         self._clock = clock
         self._waiting: dict[str, asyncio.Future[Route]] = {}  # by request id
         self._timer: asyncio.TimerHandle | None = None
-        self._kv_events: deque[tuple[str, bool, memoryview]] = deque()  # to be applied: worker, stored or removed, keys
+        # To be applied: worker, tier, stored or removed, keys
+        self._kv_events: deque[tuple[str, str, bool, memoryview]] = deque()
         self._kv_handle: asyncio.Handle | None = None
 
     def watch(self, connection: WorkerConnection) -> None:
         """Register a worker, and follow its connection. Before the connection is started."""
         self.balancer.register(connection.endpoint)
+        self._watched.add(connection.endpoint.name)
         connection.listener = self
 
     def drain(self, name: str) -> None:
@@ -47,6 +50,7 @@ class AdmissionController:
         self._dispatch()
 
     def remove(self, name: str) -> None:
+        self._watched.discard(name)
         self.balancer.remove(name, self._clock())
         self._dispatch()
 
@@ -56,9 +60,20 @@ class AdmissionController:
     def in_flight_on(self, name: str) -> int:
         return self.balancer.in_flight_on(name)
 
+    def requests_on(self, name: str) -> set[str]:
+        """Ids of the requests that run on the worker: that it decodes, or whose prompt it still has to compute."""
+        found: set[str] = set()
+        for record in self.balancer.ledger:
+            if record.decode is None or record.route is None:
+                continue
+            is_pending = record.prefill is not None and record.request.id in record.prefill.pending
+            if name == record.route.decode or (name == record.route.prefill and is_pending):
+                found.add(record.request.id)
+        return found
+
     def waiting_s(self, model: str) -> float | None:
         """How long the first of the requests that wait for the model has waited; None: none waits."""
-        since_s = self.balancer.waiting_since_s(model)
+        since_s = min((record.arrived_s for record in self.balancer.waiting_of(model)), default=None)
         return None if since_s is None else self._clock() - since_s
 
     def refuse_waiting(self, model: str, error: EmberlineError) -> None:
@@ -128,6 +143,8 @@ class AdmissionController:
     # --- events of the workers' connections --------------------------------------------------------------------------
 
     def joined(self, endpoint: Endpoint, capacity: Capacity, load: EngineLoad | None) -> None:
+        if endpoint.name not in self._watched:
+            return  # it was removed, and its connection is not closed yet
         now_s = self._clock()
         try:
             self.balancer.join(endpoint, capacity, now_s)
@@ -161,11 +178,11 @@ class AdmissionController:
             self.balancer.protocol_error(name, now_s)
             return
         if events.whole:
-            self._forget_kv_events(name)
-            self.balancer.replaced(name, b"", now_s)
+            self._forget_kv_events(name, events.tier)
+            self.balancer.replaced(name, b"", now_s, events.tier)
         else:
-            self._kv_events.append((name, False, memoryview(events.removed)))
-        self._kv_events.append((name, True, memoryview(events.stored)))
+            self._kv_events.append((name, events.tier, False, memoryview(events.removed)))
+        self._kv_events.append((name, events.tier, True, memoryview(events.stored)))
         if self._kv_handle is None:
             self._apply_kv_events()
 
@@ -173,18 +190,21 @@ class AdmissionController:
         """Apply some, in order; the others in later iterations of the event loop."""
         now_s, n_left = self._clock(), KV_KEYS_AT_ONCE * DIGEST_BYTES
         while self._kv_events and n_left > 0:
-            name, stored, keys = self._kv_events.popleft()
+            name, tier, stored, keys = self._kv_events.popleft()
             part = bytes(keys[:n_left])
             if len(part) < len(keys):
-                self._kv_events.appendleft((name, stored, keys[n_left:]))
+                self._kv_events.appendleft((name, tier, stored, keys[n_left:]))
             n_left -= len(part)
             if part:
-                (self.balancer.stored if stored else self.balancer.removed)(name, part, now_s)
+                (self.balancer.stored if stored else self.balancer.removed)(name, part, now_s, tier)
         self._kv_handle = asyncio.get_running_loop().call_soon(self._apply_kv_events) if self._kv_events else None
 
-    def _forget_kv_events(self, name: str) -> None:
+    def _forget_kv_events(self, name: str, tier: str | None = None) -> None:
+        """Of one tier, or of all."""
         if self._kv_events:
-            self._kv_events = deque(event for event in self._kv_events if event[0] != name)
+            self._kv_events = deque(
+                event for event in self._kv_events if event[0] != name or tier not in (None, event[1])
+            )
 
     def left(self, name: str, why: str) -> None:
         self._forget_kv_events(name)

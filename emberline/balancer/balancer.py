@@ -5,7 +5,7 @@ method takes the time in monotonic seconds, so that the simulator runs the same 
 """
 
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Literal
 
 import msgspec
@@ -24,6 +24,7 @@ from emberline.balancer.ledger import (
 from emberline.balancer.prefix_index import FleetPrefixIndex, shared_blocks
 from emberline.balancer.route_request import Route, RouteRequest, session_hash
 from emberline.balancer.routing_policy import RoutingInput
+from emberline.balancer.tier_index import TierIndex
 from emberline.balancer.worker import Worker, WorkerSnapshot
 from emberline.balancer.worker_pool import WorkerPair, WorkerPool
 from emberline.protocol.block_hash import DIGEST_BYTES
@@ -53,9 +54,10 @@ class Balancer:
     def __init__(self, settings: Settings = DEFAULTS) -> None:
         self.ledger = InFlightLedger()
         self._settings = settings
-        self._pools: dict[str, WorkerPool] = {}
+        self._pools: defaultdict[str, WorkerPool] = defaultdict(lambda: WorkerPool(settings))
         self._workers: dict[str, Worker] = {}
-        self._index = FleetPrefixIndex(settings.index_bytes)
+        self.index = FleetPrefixIndex(settings.index_bytes)
+        self._tiers = TierIndex(self.index)
         self._tenants = Tenants()
         self._queue = AdmissionQueue()
         self._decided: list[InFlightRequest] = []  # what the next `dispatch` hands out
@@ -113,7 +115,7 @@ class Balancer:
         worker.connected = False
         self._remove_from_pools(worker)
         self._reset(worker, now_s)
-        self._index.drop_slot(worker.slot)
+        self.index.drop_slot(worker.slot)
 
     def drain(self, name: str, now_s: float) -> None:
         """Send nothing new to the worker; requests that run there continue."""
@@ -142,7 +144,7 @@ class Balancer:
         reports = worker.reports
         before, before_s = reports.load, reports.at_s
         if reports.accept(load, worker.in_flight, now_s):
-            worker.measure_decode(before, load, now_s - before_s)
+            worker.measure(before, load, now_s - before_s)
         elif reports.n_rejected == 1 or reports.n_rejected % 1000 == 0:
             log.warning("worker %s: load report rejected: %s", name, reports.problem, extra={"endpoint": name})
         self._has_freed(worker)
@@ -156,6 +158,8 @@ class Balancer:
     def _observe(self, worker: Worker, load: EngineLoad, at_s: float, now_s: float) -> None:
         was_available = worker.available
         worker.reported(load, at_s)
+        if load.tiers or worker.fetch_costs:
+            self._tiers.update(worker, load.tiers)
         if worker.available != was_available:
             self._availability_changed(worker, now_s)
 
@@ -165,40 +169,43 @@ class Balancer:
             worker.breaker.failed(now_s)
             self._readiness_changed(worker)
 
+    def pool_of(self, model: str) -> WorkerPool | None:
+        return self._pools.get(self._pool_name(model))
+
     def workers_of(self, model: str) -> list[Worker]:
-        pool = self._pools.get(self._pool_name(model))
+        pool = self.pool_of(model)
         return [] if pool is None else pool.workers
 
     # --- KV events ---------------------------------------------------------------------------------------------------
 
-    def stored(self, name: str, keys: bytes, now_s: float) -> None:
-        """The worker's cache has gained these blocks."""
-        self._index.expire(now_s)
+    def stored(self, name: str, keys: bytes, now_s: float, tier: str = "") -> None:
+        """The worker's cache has gained these blocks; or a tier below it."""
+        self.index.expire(now_s)
         if (worker := self._workers.get(name)) is not None:
-            self._index.stored(worker.slot, keys)
+            self._tiers.stored(worker, tier, keys)
 
-    def removed(self, name: str, keys: bytes, now_s: float) -> None:
-        self._index.expire(now_s)
+    def removed(self, name: str, keys: bytes, now_s: float, tier: str = "") -> None:
+        self.index.expire(now_s)
         if (worker := self._workers.get(name)) is not None:
-            self._index.removed(worker.slot, keys)
+            self._tiers.removed(worker, tier, keys)
 
-    def replaced(self, name: str, keys: bytes, now_s: float) -> None:
-        """The worker's cache holds these blocks and no others."""
-        self._index.expire(now_s)
+    def replaced(self, name: str, keys: bytes, now_s: float, tier: str = "") -> None:
+        """The worker's cache holds these blocks and no others; or a tier below it."""
+        self.index.expire(now_s)
         if (worker := self._workers.get(name)) is not None:
-            self._forget_cache(worker)
-            self._index.stored(worker.slot, keys)
+            if tier:
+                self._tiers.replaced(worker, tier)
+            else:
+                self._forget_cache(worker)
+            self._tiers.stored(worker, tier, keys)
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
     def enqueue(self, request: RouteRequest, now_s: float) -> InFlightRequest:
-        """Take a request in; `dispatch` hands it out again, at once if there is room.
-
-        Overloaded when the queue is full, or when the request would wait and must not; Unavailable when no worker is
-        connected. A request that is in flight already moves: what it holds is released, the workers that it lost are
-        blamed, and it keeps its arrival time. Once it was dispatched, its record stays until `ended`, whatever is
-        raised here.
-        """
+        """Take a request in; `dispatch` hands it out again, at once if there is room. Overloaded: the queue is full, or
+        it would wait and must not. Unavailable: no worker is connected.
+        One that is in flight already moves: it lets go of what it holds, the workers that it lost are blamed, and it
+        keeps its arrival time. Once it was dispatched, its record stays until `ended`, whatever is raised here."""
         self._check(now_s)
         record = self.ledger.get(request.id)
         is_new = record is None
@@ -238,9 +245,13 @@ class Balancer:
         for record in self._queue.waiting_of(model):
             self._refused(record, error, hand_out=True)
 
-    def waiting_since_s(self, model: str) -> float | None:
-        """When the first of the requests that wait for the model arrived; None: none waits."""
-        return min((record.arrived_s for record in self._queue.waiting_of(model)), default=None)
+    def waiting_of(self, model: str) -> list[InFlightRequest]:
+        return self._queue.waiting_of(self._pool_name(model))
+
+    def cached_tokens(self, request: RouteRequest) -> int:
+        """Of its prompt, on the worker that has the most."""
+        match = self.index.match(request.keys)
+        return min(match[0][0] * self._settings.block_tokens, request.input_tokens) if match else 0
 
     def wake_s(self, now_s: float) -> float | None:
         """When to call `dispatch` even if nothing has happened; None while no request waits."""
@@ -253,7 +264,7 @@ class Balancer:
         worker = self._workers.get(request.engine)
         if worker is None or not worker.takes_granted:
             raise Unavailable(f"engine {request.engine} takes no requests any more", retry_after_s=1)
-        pool = self._pool(self._pool_name(request.model))
+        pool = self._pools[self._pool_name(request.model)]
         need = self._routing_input(request, pool, [worker])
         pair = pool.pair_with(worker, need, now_s)
         if pair is None:
@@ -297,7 +308,7 @@ class Balancer:
             ],
             waiting=dict(Counter(record.priority.name.lower() for record in self._queue)),
             dispatched=sum(record.decode is not None for record in self.ledger),
-            index_blocks=len(self._index),
+            index_blocks=len(self.index),
         )
 
     # --- admission and routing ---------------------------------------------------------------------------------------
@@ -307,7 +318,7 @@ class Balancer:
         if request.lost and record.route is not None and record.decode is not None:
             for name in {record.route.decode, record.route.prefill} - {""}:
                 if (worker := self._workers.get(name)) is not None:
-                    self._index.unexpect(worker.slot, request.keys)  # no worker stores these blocks now
+                    self.index.unexpect(worker.slot, request.keys)  # no worker stores these blocks now
         self._release(record, request.lost, now_s)
         self._unqueue(record)
         record.requeue(request, now_s)
@@ -315,7 +326,7 @@ class Balancer:
     def _admit(self, record: InFlightRequest, now_s: float, is_new: bool) -> None:
         """Route it, or let it wait, if it may."""
         request, pool = record.request, self._pools.get(record.pool)
-        decoders = pool.candidates((*request.avoid, *request.lost))[0] if pool is not None else []
+        decoders = pool.candidates((*request.avoid, *request.lost), request.account)[0] if pool is not None else []
         if not decoders and request.wait_s <= 0:
             raise no_worker(request.model)
         if self._route(record, now_s):
@@ -332,8 +343,8 @@ class Balancer:
     def _route(self, record: InFlightRequest, now_s: float, serving: Worker | None = None) -> bool:
         """Dispatch it if the best workers for it have room and no queue; else put it into the queue of the one that
         blocks it. `serving`: the worker whose queue is being served, and it is first there."""
-        request, pool = record.request, self._pool(record.pool)
-        decoders, prefillers = pool.candidates((*request.avoid, *request.lost))
+        request, pool = record.request, self._pools[record.pool]
+        decoders, prefillers = pool.candidates((*request.avoid, *request.lost), request.account)
         if not decoders:
             self._queue.hold(record, "", now_s)
             return False
@@ -370,7 +381,7 @@ class Balancer:
                 return
 
     def _routing_input(self, request: RouteRequest, pool: WorkerPool, decoders: list[Worker]) -> RoutingInput:
-        match = self._index.match(request.keys)
+        match = self.index.match(request.keys)
         shared = shared_blocks(match, [worker.slot_bits for worker in decoders]) if match else 0
         return RoutingInput(
             max(1, request.input_tokens),
@@ -383,28 +394,30 @@ class Balancer:
             self._settings.block_tokens,
             passes_flex=request.priority in ("priority", "default"),
             is_job=bool(request.engine),
+            fetch_token_s=self._tiers.min_token_s,
         )
 
     def _charge(self, record: InFlightRequest, pair: WorkerPair, need: RoutingInput, now_s: float) -> Route:
         decode, prefill, keys = pair.decode, pair.prefill, record.request.keys
-        cached = need.cached(prefill)
+        cached, record.fetch_s = need.available(prefill)
         record.uncached_tokens, record.total_tokens = need.tokens - cached, need.tokens
         record.reply_tokens = need.reply_tokens
         record.work_us = int(self._settings.cost.work_s(record.uncached_tokens, need.tokens) * 1e6)
         if need.match:
-            self._index.used(keys, need.match[0][0])
+            self.index.used(keys, need.match[0][0])
         for worker in {decode, prefill}:
             prefill_s = prefill.wait_s(now_s) + record.work_us * 1e-6 * prefill.prefill_speed.scale
             new_keys = keys[need.depth(1 << worker.slot) * DIGEST_BYTES :]
             if worker.capacity.events:
-                self._index.expect(worker.slot, new_keys, now_s + EXPECTED_S + prefill_s)
+                self.index.expect(worker.slot, new_keys, now_s + EXPECTED_S + prefill_s)
             else:
-                self._index.stored(worker.slot, new_keys)
+                self.index.stored(worker.slot, new_keys)
             worker.dispatched(need.tokens, now_s)
             if worker.breaker.state != "closed":
                 worker.breaker.sent()
                 self._readiness_changed(worker)
         self.ledger.charge(record, decode.in_flight, prefill.in_flight, now_s)
+        self._pools[record.pool].routed(record.uncached_tokens, now_s)
         name = "" if prefill is decode else prefill.name
         record.route = Route(decode=decode.name, prefill=name, cached_tokens=cached)
         return record.route
@@ -423,10 +436,10 @@ class Balancer:
             predicted_s = cost.work_s(record.total_tokens - cached_tokens, record.total_tokens)
         if record.dispatched_s >= worker.last_prefill_s:  # it was not batched with another prompt
             predicted_s += cost.request_s
-        if not record.is_job:
+        if not record.is_job and not record.fetch_s:  # the time of a fetch says nothing of the worker's speed
             took_s = (now_s - max(record.dispatched_s, worker.last_prefill_s)) * own_share
             worker.prefill_speed.add(took_s, predicted_s)
-            self._pool(record.pool).measured(worker)
+            self._pools[record.pool].measured(worker)
         worker.last_prefill_s = now_s
         reports.prefilled(record, record.n_on(in_flight))
         self._has_freed(worker)
@@ -488,17 +501,17 @@ class Balancer:
         assert record.route is not None
         if (worker := self._workers.get(record.route.decode)) is not None:
             worker.mean_request_s += _SMOOTHING * (now_s - record.dispatched_s - worker.mean_request_s)
-        self._pool(record.pool).replies.add(output_tokens // record.request.n)
+        self._pools[record.pool].replies.add(output_tokens // record.request.n)
 
     # --- health ------------------------------------------------------------------------------------------------------
 
     def _check(self, now_s: float) -> None:
         """Checks that depend on the time alone: stalled workers, orphaned requests."""
-        self._index.expire(now_s)
+        self.index.expire(now_s)
         if now_s - self._checked_s < HEALTH_CHECK_S:
             return
         self._checked_s = now_s
-        self._index.tidy()
+        self.index.tidy()
         for worker in self._workers.values():
             if worker.check_health(now_s):
                 self._readiness_changed(worker)
@@ -516,8 +529,8 @@ class Balancer:
         for worker in self._workers.values():
             if not worker.capacity.events:
                 if worker.old_slot is not None:
-                    self._index.drop_slot(worker.old_slot)
-                worker.set_slots(self._index.take_slot(), worker.slot)
+                    self.index.drop_slot(worker.old_slot)
+                worker.set_slots(self.index.take_slot(), worker.slot)
 
     def _availability_changed(self, worker: Worker, now_s: float) -> None:
         """It drains, or no longer does: requests in its queue go elsewhere, those in no queue may go there."""
@@ -529,7 +542,7 @@ class Balancer:
 
     def _readiness_changed(self, worker: Worker) -> None:
         for model in worker.endpoint.models:
-            self._pool(model).refresh()
+            self._pools[model].refresh()
         self._has_freed(worker)
 
     def _has_freed(self, worker: Worker) -> None:
@@ -542,14 +555,15 @@ class Balancer:
         worker.in_flight = InFlightLoad()
         worker.reports.reset()
         self._forget_cache(worker)
+        self._tiers.forget(worker)
         self._readiness_changed(worker)
         self._reroute_queue(worker, now_s)
 
     def _forget_cache(self, worker: Worker) -> None:
         for slot in (worker.slot, worker.old_slot):
             if slot is not None:
-                self._index.drop_slot(slot)
-        worker.set_slots(self._index.take_slot(), None)
+                self.index.drop_slot(slot)
+        worker.set_slots(self.index.take_slot(), None)
 
     def _reroute_queue(self, worker: Worker, now_s: float) -> None:
         for record in sorted(self._queue.waiting_for(worker.name), key=lambda record: record.order):
@@ -558,18 +572,18 @@ class Balancer:
     def _route_unroutable(self, now_s: float) -> None:
         """A worker has connected: route the requests that waited for any worker of their model."""
         for record in sorted(self._queue.waiting_for(""), key=lambda record: record.order):
-            if self._pool(record.pool).candidates(())[0]:
+            if self._pools[record.pool].candidates((), record.request.account)[0]:
                 self._route(record, now_s)
 
     def _add(self, endpoint: Endpoint, capacity: Capacity) -> Worker:
-        worker = Worker(endpoint, capacity, self._settings.cost, self._index.take_slot())
+        worker = Worker(endpoint, capacity, self._settings.cost, self.index.take_slot())
         self._workers[endpoint.name] = worker
         self._add_to_pools(worker, endpoint)
         return worker
 
     def _add_to_pools(self, worker: Worker, endpoint: Endpoint) -> None:
         for model in endpoint.models:
-            self._pool(model).workers.append(worker)
+            self._pools[model].workers.append(worker)
 
     def _remove_from_pools(self, worker: Worker) -> None:
         for pool in self._pools.values():
@@ -583,9 +597,3 @@ class Balancer:
             return model
         of_provider = provider_pool(model.partition("/")[0])
         return of_provider if of_provider in self._pools else model
-
-    def _pool(self, model: str) -> WorkerPool:
-        pool = self._pools.get(model)
-        if pool is None:
-            pool = self._pools[model] = WorkerPool(self._settings)
-        return pool

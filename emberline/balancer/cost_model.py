@@ -80,6 +80,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     local_tokens: int = 256  # uncached tokens that a decode worker computes itself
     max_waiting: int = 256  # length of the admission queue per worker of the model
     block_tokens: int = BLOCK_TOKENS  # per content key
+    region: str = ""  # of this core; empty: it prefers none
     index_bytes: int = 512 << 20  # of the fleet's prefix index
     cost: Cost = Cost()
 

@@ -5,6 +5,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from emberline.config import EndpointConfig
+from emberline.protocol.block_hash import BLOCK_TOKENS
 from emberline.protocol.errors import BadInput
 from emberline.protocol.frames import EngineInfo, EngineLoad, KVEvents, WorkerRole
 
@@ -21,6 +22,10 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     role: WorkerRole = "both"
     kind: Kind = "emberline"
     models: tuple[str, ...] = ()
+    tls_host: str = ""  # the name in its certificate; empty: the connection is not encrypted
+    region: str = ""  # empty: none
+    account: str = ""  # that alone may use it; empty: all
+    version: int = 0  # of the protocol that it speaks; 0: not known, and the newest is tried first
     alone: bool = True  # it can compute prompts; if not, it decodes only what a prefill worker computed
 
     def split(self) -> tuple[str | None, str, int]:
@@ -61,16 +66,20 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
 
     max_running: int = DEFAULT_MAX_RUNNING
     kv_tokens: int = 0  # 0: unknown
+    kv_token_bytes: float = 0.0  # of KV that tiers hold for a token of a long prompt; 0: unknown
     events: bool = True  # it publishes KV events
     heartbeats: bool = False  # its connection notices when it hangs
+    round_trip_s: float = 0.0  # of the network, as measured when it connected
 
     @classmethod
-    def of(cls, info: EngineInfo, events: bool = True) -> "Capacity":
+    def of(cls, info: EngineInfo, events: bool = True, round_trip_s: float = 0.0) -> "Capacity":
         return cls(
             max_running=info.max_running or DEFAULT_MAX_RUNNING,
             kv_tokens=info.kv_tokens,
+            kv_token_bytes=sum(group.block_bytes for group in info.kv_groups if group.window is None) / BLOCK_TOKENS,
             events=events,
             heartbeats=info.heartbeat_s > 0,
+            round_trip_s=round_trip_s,
         )
 
 

@@ -217,7 +217,8 @@ class Grants:
         self._room.clear()
 
     def _of(self, model: str) -> list[JobQuota]:
-        workers = [worker for worker in self._balancer.workers_of(model) if worker.endpoint.role != "prefill"]
+        known = self._balancer.workers_of(model)
+        workers = [each for each in known if each.endpoint.role != "prefill" and not each.endpoint.account]
         for worker in workers:
             quota = self._quotas.get(worker.name)
             if quota is None or quota.worker is not worker:

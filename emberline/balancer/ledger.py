@@ -134,6 +134,7 @@ class InFlightRequest:
     uncached_tokens: int = 0  # of the prompt
     total_tokens: int = 0
     work_us: int = 0  # of its prefill
+    fetch_s: float = 0.0  # expected, of a part of the prompt from a tier
     reply_tokens: int = 0  # predicted, of all its sequences
     started: int | None = None  # what it adds to `InFlightLoad.started`
     dispatched_s: float = 0.0

@@ -1,12 +1,17 @@
 """What admission is asked and what it answers: a request to be routed, its route, and why an attempt failed."""
 
+from collections.abc import Mapping
 from hashlib import blake2b
+from typing import TypeVar
 
 import msgspec
 
 from emberline.protocol.block_hash import DIGEST_BYTES
+from emberline.protocol.errors import WorkerRemoved
 from emberline.protocol.price import Price
 from emberline.protocol.rate_limits import RateLimits
+
+Client = TypeVar("Client")
 
 
 class RouteRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -57,6 +62,14 @@ class Fault(msgspec.Struct, frozen=True):
     retryable: bool
     avoid: tuple[str, ...] = ()
     lost: tuple[str, ...] = ()  # counted by their circuit breakers
+
+
+def client_of(clients: Mapping[str, Client], worker: str) -> Client:
+    """The connection to a worker of a route. WorkerRemoved: it was removed after the route was decided."""
+    client = clients.get(worker)
+    if client is None:
+        raise WorkerRemoved(worker)
+    return client
 
 
 def session_hash(request: RouteRequest, shared: int) -> int:

@@ -32,6 +32,7 @@ class RoutingInput:
     is_job: bool = False  # it waits for the prompts of other jobs too
     prefill_ready_s: float = 0.0  # until the chosen prefill worker has computed the prompt, where there is one
     prefill_scale: float = 0.0  # that worker's speed
+    fetch_token_s: float = 0.0  # the least that any tier takes for a token; 0: no worker has tiers
 
     @property
     def kv_tokens(self) -> int:
@@ -46,6 +47,25 @@ class RoutingInput:
     def cached(self, worker: Worker) -> int:
         """Prompt tokens cached on the worker; the last one of a prompt is always computed."""
         return min(self.depth(worker.slot_bits) * self.block_tokens, self.tokens - 1)
+
+    def available(self, worker: Worker) -> tuple[int, float]:
+        """Prompt tokens that the worker need not compute: cached there, or fetched from the tier that saves most. And
+        the seconds of the fetch."""
+        cached = self.cached(worker)
+        if not worker.fetch_costs or not self.match:
+            return cached, 0.0
+        best, best_s, most_s = cached, 0.0, 0.0
+        scale, cost = worker.prefill_speed.scale, worker.cost
+        for slot_bits, token_s in worker.fetch_costs:
+            held = min(self.depth(slot_bits) * self.block_tokens, self.tokens - 1)
+            if held <= cached:
+                continue
+            fetch_s = (held - cached) * token_s
+            computed = self.tokens - cached, self.tokens - held
+            saved_s = scale * (cost.work_s(computed[0], self.tokens) - cost.work_s(computed[1], self.tokens)) - fetch_s
+            if saved_s > most_s:
+                best, best_s, most_s = held, fetch_s, saved_s
+        return best, best_s
 
     def warm(self, candidates: Sequence[Worker]) -> list[Worker]:
         """The workers that hold more of the prompt than most do."""
@@ -62,7 +82,8 @@ class RoutingInput:
         return worker.wait_s(now_s) + jobs_s
 
     def prefill_s(self, worker: Worker) -> float:
-        return worker.prefill_speed.scale * worker.cost.prefill_s(self.tokens - self.cached(worker), self.tokens)
+        available, fetch_s = self.available(worker)
+        return fetch_s + worker.prefill_speed.scale * worker.cost.prefill_s(self.tokens - available, self.tokens)
 
 
 class Policy(Protocol):
@@ -73,7 +94,7 @@ class Policy(Protocol):
 
 
 class LowestCost:
-    """The lowest cost in seconds: waiting, computing what is not cached there, and what that costs others.
+    """The lowest cost in seconds: waiting, fetching what tiers hold, computing the rest, and what that costs others.
 
     Prefill takes longer on a worker that decodes. And it delays that worker's conversations and evicts their cache: so
     it counts once more, times `others`, times the pressure on the cache. In a busy fleet this is *sticky until
@@ -98,7 +119,12 @@ class LowestCost:
 
     def _costs(self, candidates: Sequence[Worker], need: RoutingInput, now_s: float) -> list[float]:
         others = self._others
-        caches = [need.cached(worker) for worker in candidates] if need.match else [0] * len(candidates)
+        caches: Sequence[int]
+        fetches: Sequence[float] = ()
+        if need.match and need.fetch_token_s:
+            caches, fetches = zip(*map(need.available, candidates))
+        else:
+            caches = [need.cached(worker) for worker in candidates] if need.match else [0] * len(candidates)
         most = max(caches)
         cost = candidates[0].cost  # one cost model for all: workers differ by their speed
         seconds = {cached: cost.prefill_s(need.tokens - cached, need.tokens) for cached in set(caches)}
@@ -106,18 +132,25 @@ class LowestCost:
         for worker, cached in zip(candidates, caches):
             prompt_s = worker.prefill_speed.scale * seconds[cached]
             cost_s = need.wait_s(worker, now_s) + worker.slot_wait_s(need.n, need.kv_tokens, now_s, need.passes_flex)
+            cost_s += worker.capacity.round_trip_s
             cost_s += prompt_s * (1 + interference(worker, now_s) + others * worker.cache_pressure(now_s))
             if others and cached < most:
                 lost_s = prompt_s - worker.prefill_speed.scale * seconds[most]
                 cost_s += min(CACHE_LOSS * lost_s, MAX_CACHE_LOSS_S)
             costs.append(cost_s)
-        return costs
+        return [cost_s + fetch_s for cost_s, fetch_s in zip(costs, fetches)] if fetches else costs
 
     def _lower_bound_s(self, candidates: Sequence[Worker], need: RoutingInput) -> float:
         """A lower bound of the cost of any worker that is not warm: it mostly saves computing their costs."""
         fastest = min(candidates, key=lambda worker: worker.prefill_speed.scale)
-        uncached = need.tokens - min(need.shared * need.block_tokens, need.tokens - 1)
-        return fastest.prefill_speed.scale * fastest.cost.prefill_s(uncached, need.tokens)
+        scale, cost, most = fastest.prefill_speed.scale, fastest.cost, need.tokens - 1
+        shared = min(need.shared * need.block_tokens, most)
+        computed_s = scale * cost.prefill_s(need.tokens - shared, need.tokens)
+        if not need.fetch_token_s:
+            return computed_s
+        held = min(need.match[0][0] * need.block_tokens, most)  # the most that any tier can have
+        fetched_s = (held - shared) * need.fetch_token_s + scale * cost.prefill_s(need.tokens - held, need.tokens)
+        return min(computed_s, fetched_s)
 
 
 class LeastInterference:
@@ -134,6 +167,7 @@ class LeastInterference:
             worker.slot_wait_s(need.n, need.kv_tokens, now_s, need.passes_flex)
             + worker.decode_load_s * need.output_tokens
             + ready_s(worker, need, now_s)
+            + worker.capacity.round_trip_s
             + self._others * worker.cache_pressure(now_s) * need.prefill_s(worker)
             for worker in candidates
         ]
@@ -172,12 +206,16 @@ class RoundRobin:
 
 
 class LeastLoaded:
-    """The fewest sequences, for comparison."""
+    """The fewest sequences; among equals the worker that was busy for the least share of recent time. For comparison,
+    and for fleets in which one pool holds all caches."""
 
     backpressure = False
 
     def choose(self, candidates: Sequence[Worker], need: RoutingInput, now_s: float) -> Worker:
-        return min(candidates, key=lambda worker: (worker.active(now_s), worker.cache_pressure(now_s)))
+        def load(worker: Worker) -> tuple[int, float, float]:
+            return worker.active(now_s), worker.busy_share(now_s), worker.cache_pressure(now_s)
+
+        return min(candidates, key=load)
 
 
 def least_used(candidates: Sequence[Worker], costs: Sequence[float], need: RoutingInput, now_s: float) -> Worker:

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import NamedTuple
 
 import msgspec
 
@@ -15,8 +16,18 @@ from emberline.protocol.block_hash import BLOCK_TOKENS
 from emberline.protocol.frames import EngineLoad
 
 RECENT_S = 120.0  # time constant over which prompts count as recent
+BUSY_S = 600.0  # time constant of the share of busy time
 DEFAULT_KV_TOKENS = 1 << 20  # where a worker does not say
 SPEED_FADES_S = 30.0  # without a first token, after which its measured speed counts less and less
+
+
+class FetchCost(NamedTuple):
+    """Of KV that a tier below the device holds: its slot in the prefix index, and seconds for each token."""
+
+    slot_bits: int
+    token_s: float
+
+
 KV_FULL = 0.95  # of the KV tokens: more sequences would evict each other
 _MASK64 = (1 << 64) - 1
 
@@ -65,8 +76,10 @@ class Worker:
     prefill_speed: SpeedEstimate = field(default_factory=SpeedEstimate)
     decode_speed: SpeedEstimate = field(default_factory=SpeedEstimate)
     mean_request_s: float = 1.0  # smoothed
+    fetch_costs: tuple[FetchCost, ...] = ()  # of its tiers, the pool included, as far as they work
     _recent_tokens: float = 0.0
     _recent_at_s: float = 0.0
+    _busy_share: float = 0.0  # at the last report
     name: str = field(init=False)
     hash64: int = field(init=False)
     slot_bits: int = field(init=False)  # of `slot` and `old_slot`
@@ -191,12 +204,17 @@ class Worker:
             self.prefill_speed.fade(prefill_scale)
             self.decode_speed.fade(decode_scale)
 
-    def measure_decode(self, before: EngineLoad, load: EngineLoad, elapsed_s: float) -> None:
-        """The step time, from two reports with work between them."""
+    def measure(self, before: EngineLoad, load: EngineLoad, elapsed_s: float) -> None:
+        """From two reports: the share of busy time, and, if there was work between them, the step time."""
+        self._busy_share = _faded(self._busy_share, before.running > 0, elapsed_s)
         n_steps = load.steps - before.steps
         if n_steps > 0 and 0 < elapsed_s < 2.0 and before.running and load.running:
             tokens = load.kv_used_blocks * BLOCK_TOKENS
             self.decode_speed.add(elapsed_s / n_steps, self.cost.decode_step_s(load.running, tokens))
+
+    def busy_share(self, now_s: float) -> float:
+        """Of recent time, in which sequences of any core ran."""
+        return _faded(self._busy_share, self.reports.load.running > 0, now_s - self.reports.at_s)
 
     def dispatched(self, tokens: int, now_s: float) -> None:
         """A prompt of so many tokens is on its way."""
@@ -245,3 +263,9 @@ class Worker:
             wait_s=self.wait_s(now_s),
             rejected_reports=self.reports.n_rejected,
         )
+
+
+def _faded(share: float, is_busy: bool, elapsed_s: float) -> float:
+    """The share of busy time, after as many seconds more."""
+    kept = math.exp(-max(0.0, elapsed_s) / BUSY_S)
+    return share * kept + (1 - kept) * is_busy

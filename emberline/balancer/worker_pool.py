@@ -1,5 +1,6 @@
 """The workers of one model: which are candidates, and which pair of decode and prefill worker takes a request."""
 
+import math
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
@@ -58,12 +59,22 @@ class WorkerPool:
     def __init__(self, settings: Settings) -> None:
         self.workers: list[Worker] = []
         self.replies = ReplyLengths()
+        self.n_routed = 0  # requests, in total; one that moves counts again
+        self.routed_tokens = 0  # of their prompts, those that were to be computed
+        self.routed_s = -math.inf  # when the last one was
         self._settings = settings
         self._policy = make_policy(settings)  # where the decode worker computes the prompt
         self._prefill_policy = make_policy(settings)
         self._decode_policy = make_decode_policy(settings)
         self._ready: list[Worker] = []
         self._ready_by_stage: tuple[list[Worker], list[Worker]] = ([], [])
+        self._has_dedicated = False  # some workers are reserved for accounts
+        self._has_regions = False  # some workers are in another region than this core
+
+    def routed(self, uncached_tokens: int, now_s: float) -> None:
+        self.n_routed += 1
+        self.routed_tokens += uncached_tokens
+        self.routed_s = now_s
 
     def refresh(self) -> None:
         """The health of a worker has changed. Those whose circuit breaker is open are ejected, the first ones first."""
@@ -75,20 +86,67 @@ class WorkerPool:
             worker.ejected = True
         self._ready = [worker for worker in available if worker.ready]
         self._ready_by_stage = _by_stage(self._ready)
+        self._has_dedicated = any(worker.endpoint.account for worker in self.workers)
+        self._has_regions = any(self._region(worker) for worker in self.workers)
 
-    def candidates(self, avoid: Sequence[str]) -> tuple[list[Worker], list[Worker]]:
-        """For decode, and for prefill only. Workers that are to be avoided, are stalled or ejected come in only when
-        there is no other."""
+    def candidates(self, avoid: Sequence[str], account: str = "") -> tuple[list[Worker], list[Worker]]:
+        """For decode, and for prefill only, of the account's requests. Workers that are to be avoided, are stalled or
+        ejected come in only when there is no other. An account with workers of its own uses no others while one of
+        them is connected; nobody else uses those."""
+        if self._has_dedicated:
+            connected = [worker for worker in self.workers if worker.connected and not worker.draining]
+            own = [worker for worker in connected if worker.endpoint.account == account] if account else []
+            allowed = own if _by_stage(own)[0] else [worker for worker in connected if not worker.endpoint.account]
+            return self._healthy([worker for worker in allowed if worker.ready], allowed, avoid)
         decoders, prefillers = self._ready_by_stage
-        if avoid:
-            decoders, prefillers = _by_stage([worker for worker in self._ready if worker.name not in avoid])
-        if decoders:
+        if decoders and not avoid:
             return decoders, prefillers
         connected = [worker for worker in self.workers if worker.connected and not worker.draining]
-        decoders, prefillers = _by_stage([worker for worker in connected if worker.name not in avoid])
-        return (decoders, prefillers) if decoders else _by_stage(connected)
+        return self._healthy(self._ready, connected, avoid)
+
+    def _healthy(
+        self, ready: list[Worker], connected: list[Worker], avoid: Sequence[str]
+    ) -> tuple[list[Worker], list[Worker]]:
+        for workers in (ready, connected):
+            decoders, prefillers = _by_stage([worker for worker in workers if worker.name not in avoid])
+            if decoders:
+                return decoders, prefillers
+        return _by_stage(connected)
 
     def decide(self, decoders: list[Worker], prefillers: list[Worker], need: RoutingInput, now_s: float) -> WorkerPair:
+        """Another region than the core's takes a request only when this one has no room for it, or when the
+        conversation's cache is there and it pays. KV is not sent from region to region."""
+        if not self._has_regions:
+            return self._decide(decoders, prefillers, need, now_s)
+        groups: dict[str, tuple[list[Worker], list[Worker]]] = {}
+        for stage, workers in enumerate((decoders, prefillers)):
+            for worker in workers:
+                groups.setdefault(self._region(worker), ([], []))[stage].append(worker)
+        pairs = {
+            region: self._decide(*_by_stage([*own, *own_prefillers]), need, now_s)
+            for region, (own, own_prefillers) in groups.items()
+            if _by_stage([*own, *own_prefillers])[0]
+        }
+        if not pairs:  # decode workers that need the prefill workers of another region
+            return self._decide(decoders, prefillers, need, now_s)
+        home = pairs.get("")
+        if home is not None and home.blocker is None:
+            pairs = {region: pair for region, pair in pairs.items() if pair is home or need.warm([*groups[region][0]])}
+        free = [pair for pair in pairs.values() if pair.blocker is None]
+        if home is not None and not free:
+            return home
+        return min(free or pairs.values(), key=lambda pair: (self._region_cost(pair, need, now_s), pair is not home))
+
+    def _region(self, worker: Worker) -> str:
+        """Empty: the core's own, or unknown."""
+        region, own = worker.endpoint.region, self._settings.region
+        return region if own and region != own else ""
+
+    def _region_cost(self, pair: WorkerPair, need: RoutingInput, now_s: float) -> float:
+        first_s = need.wait_s(pair.prefill, now_s) + need.prefill_s(pair.prefill)
+        return first_s + pair.decode.capacity.round_trip_s
+
+    def _decide(self, decoders: list[Worker], prefillers: list[Worker], need: RoutingInput, now_s: float) -> WorkerPair:
         if not prefillers:
             decode = self._policy.choose(decoders, need, now_s)
             return WorkerPair(decode, decode, None if self._has_room(decode, need, now_s, prefills=True) else decode)
@@ -104,7 +162,10 @@ class WorkerPool:
 
     def pair_with(self, decode: Worker, need: RoutingInput, now_s: float) -> WorkerPair | None:
         """The pair of a given decode worker. None: it needs a prefill worker, and none is connected."""
-        prefillers = self.candidates(())[1]
+        prefillers = self.candidates((), decode.endpoint.account)[1]
+        if self._has_regions:
+            region = self._region(decode)
+            prefillers = [prefill for prefill in prefillers if self._region(prefill) == region]
         if not prefillers:
             return WorkerPair(decode, decode, None) if decode.endpoint.alone else None
         prefill = self._choose_prefill(prefillers, need, now_s)
@@ -134,7 +195,7 @@ class WorkerPool:
         conversation's cache is on the worker that decodes it, and prefill workers may have evicted it."""
         if not decode.endpoint.alone:
             return False
-        if need.tokens - need.cached(decode) <= self._settings.local_tokens:
+        if need.tokens - need.available(decode)[0] <= self._settings.local_tokens:
             return True
         return local_prefill_s(decode, need, now_s) < need.prefill_ready_s + transfer_s(decode, need)
 

@@ -20,7 +20,7 @@ from emberline.accounts.secret import Secret
 from emberline.config import Config, is_loopback
 from emberline.protocol.errors import BadInput, EmberlineError, Unavailable
 
-PROBE_TIMEOUT_S = 2.0
+PROBE_TIMEOUT_S = 5.0  # of a server whose machine may be busy; where there is none, connections are refused at once
 ANSWER_TIMEOUT_S = 600.0  # between two reads
 _CHUNK_BYTES = 1 << 20
 
@@ -135,6 +135,16 @@ def upload(
         headers = {"Content-Type": f"multipart/form-data; boundary={boundary}", "Content-Length": str(n_bytes)}
         body = chain([head], pieces(file), [tail])
         with _request(address, "POST", "/v1/files", body, headers) as response:
+            return _decode(response)
+
+
+def send_file(address: ServerAddress, path: str, source: Path) -> Any:
+    """Send a file as the body of a POST, streamed from the disk."""
+    with source.open("rb") as file:
+        n_bytes = os.fstat(file.fileno()).st_size
+        headers = {"Content-Type": "application/octet-stream", "Content-Length": str(n_bytes)}
+        pieces = iter(lambda: file.read(_CHUNK_BYTES), b"")
+        with _request(address, "POST", path, pieces, headers) as response:
             return _decode(response)
 
 

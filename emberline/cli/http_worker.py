@@ -10,6 +10,7 @@ import contextlib
 import gc
 import os
 import socket
+import ssl
 import sys
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,17 +29,22 @@ from emberline.api.http.server import serve
 from emberline.balancer.endpoint import Endpoint
 from emberline.catalog.card_files import CardFiles
 from emberline.catalog.model_card import ModelCard
+from emberline.catalog.model_files import ModelFiles, read_info
 from emberline.catalog.model_store import ModelEntry
 from emberline.cli.models import load_text
 from emberline.config import Config, needs_keys
 from emberline.jobs.queue.queue import open_queue
 from emberline.jobs.webhooks.service import WebhookService, WebhookSettings
+from emberline.protocol.credential import client_context
 from emberline.protocol.egress_policy import EgressPolicy
+from emberline.protocol.errors import Unavailable
 from emberline.service import Served, Service, open_http_worker, tracing
+from emberline.service.cluster import cluster_id
 from emberline.service.gateway.service import GatewayService
 from emberline.service.open import DATABASE
 from emberline.service.tracing import TracingSettings
 from emberline.store import Database, open_store
+from emberline.supervisor.cluster.certificate_authority import KEY_BYTES, CertificateAuthority
 from emberline.upstream.client import upstream_configs
 from emberline.upstream.models import discover
 from emberline.upstream.providers.directory import ProviderDirectory
@@ -66,8 +72,14 @@ class HttpWorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_models(entries: Sequence[ModelEntry], endpoints: Mapping[str, Sequence[Endpoint]]) -> list[Served]:
-    """The models with their tokenizers and the endpoints of their engines."""
-    return [Served(entry.card, load_text(entry), tuple(endpoints[entry.card.id])) for entry in entries]
+    """The models with their tokenizers and the endpoints of their engines. What an engine would tell of a model that
+    has none yet is read from its files."""
+
+    def served(entry: ModelEntry, workers: Sequence[Endpoint]) -> Served:
+        info = None if workers else read_info(ModelFiles(entry.card, str(entry.path)))
+        return Served(entry.card, load_text(entry), tuple(workers), info)
+
+    return [served(entry, endpoints[entry.card.id]) for entry in entries]
 
 
 def open_webhooks(store: Database, config: Config) -> WebhookService:
@@ -88,6 +100,16 @@ def open_providers(config: Config, accounts: AccountService) -> ProviderDirector
     return ProviderDirectory(config.providers, CardFiles(config.home).apply, accounts.provider_keys, egress)
 
 
+def core_tls(home: Path) -> ssl.SSLContext | None:
+    """With a new certificate of the cluster's authority; None where `cryptography` is not installed."""
+    secret = Secret.open(home)
+    try:
+        authority = CertificateAuthority(secret.derive("cluster-ca", size=KEY_BYTES), cluster_id(secret))
+    except Unavailable:
+        return None
+    return client_context(authority.core_pem())
+
+
 async def serve_http(
     service: Service,
     config: Config,
@@ -100,7 +122,8 @@ async def serve_http(
     gateways: GatewayService,
 ) -> None:
     """Serve HTTP until `stop`, then drain running requests. Large ones are relayed to `large_socket`, if given."""
-    auth = Authenticator(Secret.open(config.home), config.auth.key, accounts.directory, needs_keys(config))
+    secret, shares_kv = Secret.open(config.home), config.kv.share_between_accounts
+    auth = Authenticator(secret, config.auth.key, accounts.directory, needs_keys(config), shares_kv)
     settings = ApiSettings(auth, hosts=config.server.allowed_hosts, origins=config.server.cors_origins)
     if large_socket is not None:
         warmup = asyncio.create_task(service.warm_up())
@@ -148,6 +171,7 @@ async def _run(plan: HttpWorkerPlan, listener: socket.socket) -> None:
                 upstreams=upstreams,
                 providers=open_providers(plan.config, accounts),
                 data_dir=plan.config.home,
+                tls=core_tls(plan.config.home),
             )
             stack.push_async_callback(service.close)
             batches = BatchService(queue, service)

@@ -23,6 +23,8 @@ COMMANDS = {
     "undrain": "use a drained worker again",
     "leave": "drain a worker and remove it from the running server",
     "join": "add a worker on another machine, or an upstream server, to the running server",
+    "cluster": "many machines: credentials of workers that join, and the members of the cluster",
+    "cache": "the KV cache of a running server: statistics, purge, export and import",
     "batch": "submit a file of requests, watch it, download the results",
     "queue": "show queued jobs and the dead-letter queue; replay dead jobs",
     "account": "create, list, limit and disable accounts",
@@ -35,6 +37,7 @@ COMMANDS = {
     "backup": "write everything durable into one file, while the server runs",
     "restore": "put a backup back, or check it",
     "plan": "tell what a model takes of a GPU, the KV cache it leaves and the speed to expect, without loading it",
+    "draft": "train a draft head for a model, with which it decodes faster",
     "bench": "measure a server quickly: one stream, then eight at once",
     "simulate": "simulate a fleet in virtual time: routing policies, load, prefill/decode disaggregation",
     "doctor": "check this machine and say how to fix what is wrong",
@@ -47,7 +50,7 @@ _MODULES = {
     "restore": "backup",
     **dict.fromkeys(("drain", "undrain", "leave", "join"), "workers"),
 }  # where it is not the command's own name
-_WITH_ACTIONS = ("batch", "model", "account", "key", "price", "provider", "gateway")
+_WITH_ACTIONS = ("batch", "model", "account", "key", "price", "provider", "gateway", "cache", "draft", "cluster")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

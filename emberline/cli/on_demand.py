@@ -11,12 +11,13 @@ from emberline.catalog.integrity import verify
 from emberline.catalog.model_card import TEXT_GENERATION, ModelCard
 from emberline.catalog.model_files import ModelFiles
 from emberline.catalog.model_store import ModelEntry, ModelStore
-from emberline.config import Config
+from emberline.config import Config, EngineConfig
 from emberline.engine.memory import MAX_HOST_KV_BYTES, free_host_bytes
 from emberline.supervisor import machine
 from emberline.supervisor.engine_workers import EngineWorkers, workers_per_model
 from emberline.supervisor.model_manager import LoadableModel, ModelManager
 from emberline.supervisor.model_switching import Limits
+from emberline.weights.readahead import model_files
 
 if TYPE_CHECKING:
     from emberline.service.core import LocalCore
@@ -41,6 +42,14 @@ def memory_limit(config: Config) -> int:
     return 1 << 62 if _on_gpus(config) else int(MEMORY_SHARE * free_host_bytes())
 
 
+def drafter_bytes(engine: EngineConfig) -> int:
+    """Weights that each worker loads to draft with. Their KV is a part of the worker's KV cache."""
+    if engine.speculation not in ("auto", "eagle3", "draft_model"):
+        return 0
+    drafters = [Path(each).expanduser() for each in (engine.draft_model, engine.draft_head) if each]
+    return sum(path.stat().st_size for each in drafters for path in model_files(each) if path.exists())
+
+
 class OnDemandModels:
     """Offers the models of the model store, as they come and go, and those that were named but are not loaded yet."""
 
@@ -63,8 +72,10 @@ class OnDemandModels:
         self._named = {entry.card.id: entry for entry in named}
         self._pinned = frozenset(pinned)
         self._elsewhere = elsewhere
-        self._on_demand = config.models.on_demand and bool(named or not config.endpoints)
+        self._on_demand = config.models.on_demand and not config.cluster.core_only
+        self._on_demand &= bool(named or not config.endpoints)
         self._n_workers = workers_per_model(config.engine)
+        self._drafter_bytes = drafter_bytes(config.engine)
         self._kv_bytes = config.engine.kv_bytes or min(memory_bytes // 4 // self._n_workers, MAX_HOST_KV_BYTES)
         models = config.models
         max_loaded = models.max_loaded
@@ -126,8 +137,9 @@ class OnDemandModels:
         return 0
 
     def _loadable(self, entry: ModelEntry) -> LoadableModel:
-        kv_bytes = self._kv_bytes if entry.card.task == TEXT_GENERATION else 0
-        each = entry.card.weight_bytes + kv_bytes + PROCESS_BYTES
+        each = entry.card.weight_bytes + PROCESS_BYTES
+        if entry.card.task == TEXT_GENERATION:
+            each += self._kv_bytes + self._drafter_bytes
         return LoadableModel(
             id=entry.card.id, path=entry.path, memory_bytes=self._n_workers * each, kv_bytes=self._kv_bytes
         )

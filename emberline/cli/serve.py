@@ -26,6 +26,7 @@ from emberline.balancer.endpoint import Endpoint, engine_endpoint
 from emberline.catalog.model_card import DEFAULT_MODEL, ModelCard
 from emberline.catalog.model_store import ModelEntry, ModelStore
 from emberline.cli import common, startup_panel
+from emberline.cli.gpu_layout import with_recommended_layout
 from emberline.cli.http_client import ServerAddress
 from emberline.cli.log_file import LogFile, log_path
 from emberline.cli.models import fetch
@@ -34,8 +35,9 @@ from emberline.cli.terminal import transient_line
 from emberline.config import Config, ConfigError, ServerConfig, check_exposure, needs_keys
 from emberline.protocol.errors import Unavailable
 from emberline.supervisor import machine
-from emberline.supervisor.engine_workers import EngineWorkers, plan_workers
+from emberline.supervisor.engine_workers import EngineWorkers, TierSettings, plan_workers
 from emberline.supervisor.http_workers import HttpWorkers, LargeRequestWorker
+from emberline.supervisor.kv_pool import PoolPlan, PoolProcesses, plan_pool
 
 if TYPE_CHECKING:
     from emberline.accounts.account_service import AccountService
@@ -62,16 +64,43 @@ _OPTIONS = (  # flag, configuration key, placeholder, help
     ("--replicas", "engine.replicas", "N", "workers per model (default one per GPU, else 1)"),
     ("--prefill-workers", "engine.prefill_workers", "N", "per model; prefill/decode disaggregation"),
     ("--decode-workers", "engine.decode_workers", "N", "per model, with --prefill-workers"),
+    ("--gpus", "engine.gpus", "N", "GPUs for the model, or auto for all: divided as `emberline plan` recommends"),
+    ("--tp", "engine.tp", "N", "tensor parallelism: ranks of a worker, each on a GPU of its own (default 1)"),
+    ("--pp", "engine.pp", "N", "pipeline parallelism: stages of a worker (default 1)"),
+    ("--dcp", "engine.dcp", "N", "decode context parallelism: KV spread over N ranks of --tp; models with MLA"),
+    (
+        "--step-timeout",
+        "engine.step_timeout_s",
+        "SECONDS",
+        "that a step of several ranks may take (default 60)",
+    ),
     ("--threads", "engine.threads", "N", "CPU threads per worker (default: cores)"),
     ("--kv-bytes", "engine.kv_bytes", "SIZE", "KV cache per worker, e.g. 4G (default: a quarter of the memory, ≤ 2G)"),
+    (
+        "--kv-host-bytes",
+        "kv.host_bytes",
+        "SIZE",
+        "of host memory per worker, to keep more KV (default: for GPUs)",
+    ),
+    ("--kv-disk-bytes", "kv.disk_bytes", "SIZE", "on disk per worker, to keep more KV, also over restarts"),
     (
         "--gpu-memory-share",
         "engine.gpu_memory_share",
         "F,F",
         "of a GPU's memory, for each MODEL (default: even shares)",
     ),
+    ("--kv-store", "kv.store", "KIND", "mooncake: one KV pool that all workers of the cluster share"),
     ("--max-running", "engine.max_running", "N", "sequences in a batch"),
     ("--token-budget", "engine.token_budget", "N", "tokens computed per step"),
+    (
+        "--speculation",
+        "engine.speculation",
+        "NAME",
+        "speculative decoding: auto (default), off, or one drafter",
+    ),
+    ("--draft-head", "engine.draft_head", "FOLDER", "an EAGLE-3 head of a MODEL, which drafts for it"),
+    ("--draft-model", "engine.draft_model", "MODEL", "a smaller model with the same tokenizer, which drafts"),
+    ("--region", "cluster.region", "NAME", "of this core: it prefers the workers of its region"),
     ("--log-level", "log.level", "LEVEL", "debug, info, warning or error"),
 )
 _REPEATABLE = (
@@ -90,6 +119,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add(flag, dest=key, metavar=metavar, help=text, action="append")
     same = "same seed, same tokens in any batch (always so on a CPU; slower on a GPU)"
     add("--deterministic", dest="engine.deterministic", action="store_const", const=True, help=same)
+    core_only = "start no engine workers here: they join"
+    add("--core-only", dest="cluster.core_only", action="store_const", const=True, help=core_only)
+    spread = "expert parallelism: the ranks of --tp hold whole experts"
+    add("--ep", dest="engine.ep", action="store_const", const=True, help=spread)
     common.add_data_dir(parser)
     add("--json", action="store_true", help="print one line of JSON when ready")
 
@@ -98,6 +131,7 @@ def run(args: argparse.Namespace) -> int:
     started_s = time.monotonic()
     config = common.config_of(args)
     check_exposure(config)
+    plan_pool(config.kv)  # what is missing for it is said before anything is downloaded or loaded
     log_files = [LogFile(log_path(config.home), config.log.max_bytes)] if config.log.max_bytes else []
     logs.setup("core", config.log.level, config.log.format, more=log_files)
     os.environ["EMBERLINE_LOG_LEVEL"] = config.log.level  # child processes inherit it
@@ -130,10 +164,12 @@ def fetch_models(config: Config) -> list[ModelEntry]:
     """The configured models, downloaded if needed, without duplicates."""
     config.home.mkdir(mode=0o700, parents=True, exist_ok=True)
     store = ModelStore(config.home)
-    elsewhere = config.endpoints or config.providers
+    elsewhere = config.endpoints or config.providers or config.cluster.scaled
     local = config.engine.models or (() if elsewhere else (DEFAULT_MODEL,))
     remote = [name for worker in _remote_workers(config) for name in worker.models]
-    entries = [fetch(name, store) for name in (*local, *remote)]
+    entries = [fetch(name, store) for name in (*local, *remote, *config.cluster.scaled)]
+    if config.engine.draft_model:
+        fetch(config.engine.draft_model, store)
     return list({entry.card.id: entry for entry in entries}.values())
 
 
@@ -156,8 +192,27 @@ def local_models(config: Config, entries: Sequence[ModelEntry], remote: Mapping[
     """Id → weights of the models for which workers are started here: those requested, and those without a remote.
     All have been fetched."""
     store = ModelStore(config.home)
-    requested = {store.resolve(name).card.id for name in config.engine.models}
+    core_only = config.cluster.core_only
+    requested = set() if core_only else {store.resolve(name).card.id for name in config.engine.models}
     return {entry.card.id: entry.path for entry in entries if entry.card.id in requested or entry.card.id not in remote}
+
+
+def _tier_settings(config: Config, pool: PoolPlan | None) -> TierSettings | None:
+    """The KV cache tiers of each worker. Their key is derived: workers do not get the root secret."""
+    kv = config.kv
+    if kv.host_bytes is None and not (kv.disk_bytes or pool):
+        return None
+    from emberline.accounts.secret import Secret
+
+    key = bytes.fromhex(kv.key) if kv.key else Secret.open(config.home).derive("kv-tag", size=32)
+    return TierSettings(
+        host_bytes=kv.host_bytes,
+        disk_bytes=kv.disk_bytes,
+        disk_path=kv.disk_folder(config.home),
+        encrypt=kv.disk_encryption,
+        store=None if pool is None else pool.store,
+        key=key,
+    )
 
 
 async def serve(
@@ -171,21 +226,44 @@ async def serve(
     stop = stop or asyncio.Event()
     async with contextlib.AsyncExitStack() as stack:
         remote = _endpoints_by_model(config)
-        local = local_models(config, entries, remote)
+        if config.cluster.core_only:
+            remote = {**{entry.card.id: [] for entry in entries}, **remote}
+        scaled = {ModelStore(config.home).resolve(name).card.id for name in config.cluster.scaled}
+        remote = {**{model: [] for model in scaled}, **remote}  # the planner starts their workers
+        local = {model: path for model, path in local_models(config, entries, remote).items() if model not in scaled}
         pinned, memory_bytes = loaded_at_start(config, local), memory_limit(config)
-        workers = EngineWorkers(plan_workers(config.engine, pinned), config.engine)
+        engine = await asyncio.to_thread(with_recommended_layout, config.engine, list(pinned.values()))
+        if engine.draft_model:
+            drafting = ModelStore(config.home).resolve(engine.draft_model)  # which has been fetched
+            engine = msgspec.structs.replace(engine, draft_model=str(drafting.path))
+        config = msgspec.structs.replace(config, engine=engine)
+        pool = plan_pool(config.kv)
+        if pool is not None:
+            pool_processes = PoolProcesses(pool)
+            stack.push_async_callback(pool_processes.stop, WORKER_GRACE_S)
+            await pool_processes.start()
+        tiers = _tier_settings(config, pool)
+        workers = EngineWorkers(plan_workers(config.engine, pinned), config.engine, tiers=tiers)
         stack.push_async_callback(workers.stop, WORKER_GRACE_S)
         await workers.start()
 
         # The workers load weights in their processes while this one imports and reads tokenizers.
         from emberline.accounts.account_service import AccountService
         from emberline.accounts.secret import Secret
-        from emberline.cli.http_worker import HttpWorkerPlan, load_models, open_providers, open_webhooks, serve_http
+        from emberline.cli.http_worker import (
+            HttpWorkerPlan,
+            core_tls,
+            load_models,
+            open_providers,
+            open_webhooks,
+            serve_http,
+        )
+        from emberline.cli.planner import Planning, core_name, open_launcher
         from emberline.jobs.webhooks.deliverer import DeliveryMetrics
         from emberline.service import open_service, tracing
         from emberline.service.core import LocalCore
         from emberline.service.gateway.service import GatewayService
-        from emberline.service.open import DATABASE
+        from emberline.service.open import DATABASE, ClusterSettings
         from emberline.store import open_store
         from emberline.upstream.client import upstream_configs
         from emberline.upstream.models import discover
@@ -208,6 +286,7 @@ async def serve(
             data_dir=config.home,
             retention_days=config.responses.retention_days,
             queue_share=config.queue.capacity_share,
+            budget_lease_s=config.accounts.budget_lease_s,
             store=store,
             upstreams=await discover(upstream_configs(config.endpoints)),
             providers=open_providers(config, accounts),
@@ -216,6 +295,13 @@ async def serve(
             directory=accounts.directory,
             aliases=config.aliases,
             prices=config.prices,
+            cluster=ClusterSettings(
+                Secret.open(config.home),
+                config.cluster.region,
+                core_tls(config.home),
+                core_name(config.home),
+                config.cluster.scaled,
+            ),
         )
         stack.push_async_callback(service.close)
         if not await service.ready(CONNECT_TIMEOUT_S):
@@ -257,11 +343,17 @@ async def serve(
 
         listen(listener, config.server)
         address = msgspec.structs.replace(ServerAddress.of(config), port=listener.getsockname()[1])
+        _on_signals(stop.set)  # before anyone is told: a signal that comes right then drains, too
+        if config.cluster.planner != "off":
+            paths = {entry.card.id: entry.path for entry in entries}
+            launcher = open_launcher(config, workers, address.url)
+            planning = Planning(config, service.core, store, paths, *launcher)
+            stack.push_async_callback(planning.close)
+            planning.start()
         on_ready(address, entries, [worker.ready_line for worker in workers.processes])
         cancelling = _cancel_on_second_signal(asyncio.current_task(), stop, config.server.drain_timeout_s)
         stack.callback(cancelling.cancel)
         if http_workers.processes:
-            _on_signals(stop.set)
             await stop.wait()
             listener.close()  # otherwise new connections would queue for HTTP workers that accept no more
         else:
@@ -301,7 +393,9 @@ async def _open_queue(
     batches = BatchService(queue, service)
     stack.push_async_callback(batches.close)
     batches.start_loading()
-    auth = Authenticator(Secret.open(config.home), directory=accounts.directory)
+    auth = Authenticator(
+        Secret.open(config.home), directory=accounts.directory, shares_kv=config.kv.share_between_accounts
+    )
 
     def models() -> list[str]:
         """A provider's need not be listed to be asked for."""
@@ -343,7 +437,7 @@ async def _open_http_workers(
 
 
 def run_until_terminated(main: Coroutine[Any, Any, None]) -> int:
-    """Run until done. SIGTERM and SIGHUP cancel until HTTP is served; from then on they drain the server."""
+    """Run until done. SIGTERM and SIGHUP cancel until the server is ready; from then on they drain it."""
     import uvloop
 
     async def cancellable() -> None:

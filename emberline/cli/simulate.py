@@ -16,11 +16,22 @@ from emberline.cli import common
 from emberline.protocol.errors import BadInput
 from emberline.simulator import coefficients
 from emberline.simulator.coefficients import FixedTokenBudget, LatencyTargetBudget, PrefillPolicy
-from emberline.simulator.experiment import POLICIES, SimulationConfig, SimulationResult, interval
+from emberline.simulator.elastic_fleet import NodeSpec
+from emberline.simulator.experiment import (
+    POLICIES,
+    SLO_TPOT_S,
+    SLO_TTFT_S,
+    SimulationConfig,
+    SimulationResult,
+    interval,
+)
 from emberline.simulator.fleet import LinkSpec
+from emberline.simulator.planner import PlannerSpec
 from emberline.simulator.plot import Curve, chart, distribution
 from emberline.simulator.simulation import load_at_utilization, simulate
+from emberline.simulator.trace import LoadProfile
 from emberline.simulator.trace_sources import open_trace
+from emberline.supervisor.cluster.scaling_plan import ScalingBounds
 
 DEFAULT_UTILIZATION = 0.7
 COLUMNS = (
@@ -72,6 +83,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--session-affinity", action="store_true", help="clients send their session (x-session-affinity)")
     add("--warmup", type=float, default=600.0, metavar="S", help="simulated before measuring (default 600)")
     add("--duration", type=float, default=1800.0, metavar="S", help="simulated and measured (default 1800)")
+    add("--swing", type=float, metavar="X", help="the load begins at 1/X, rises by X until half-time, and falls again")
+    add("--planner", action="store_true", help="the planner changes the fleet; the workers above are the first ones")
+    add("--min-replicas", type=int, default=1, metavar="N", help="of the planner (default 1; 0: none while idle)")
+    add("--max-replicas", type=int, default=16, metavar="N", help="of the planner (default 16)")
+    add("--start-seconds", type=float, default=180.0, metavar="S", help="that a node takes to start (default 180)")
     add("--seed", type=int, default=1, metavar="N", help="of arrivals and synthetic traffic (default 1)")
     add("--seeds", type=int, default=1, metavar="N", help="run N seeds: means with 95 %% intervals (default 1)")
     add("--plots", type=Path, metavar="DIR", help="write SVG plots there")
@@ -88,7 +104,10 @@ def run(args: argparse.Namespace) -> int:
     results = by_seed[0]
     figures = [result.figures() for run_of_seed in by_seed for result in run_of_seed]
     if args.json:
-        common.print_json({"trace": trace.name, "left_out": trace.left_out, "runs": figures})
+        report = {"trace": trace.name, "left_out": trace.left_out, "runs": figures}
+        if args.planner:
+            report["plans"] = msgspec.to_builtins(results[0].plans)
+        common.print_json(report)
     else:
         unit = "copies" if trace.shared else "session starts per second"
         print(f"{trace.name}: {trace.n_turns} requests, {trace.left_out} left out as too long")
@@ -96,6 +115,8 @@ def run(args: argparse.Namespace) -> int:
         print(_table(figures[: len(configs)]))
         if args.seeds > 1:
             print(f"\n{args.seeds} seeds, mean and 95 % interval:\n{_intervals(figures)}")
+    if args.planner and not args.json:
+        print(_decisions(results[0]))
     if args.plots:
         _plot(args.plots, results)
     return 0
@@ -117,6 +138,7 @@ def _configs(args: argparse.Namespace) -> list[SimulationConfig]:
         raise BadInput("--seeds must be at least 1", param="seeds")
     if min(args.warmup, args.duration) < 0 or args.duration == 0 or args.bandwidth <= 0 or args.report_delay < 0:
         raise BadInput("times and bandwidth must be above 0", param="duration")
+    planner = _planner(args) if args.planner else None
     return [
         SimulationConfig(
             model=model,
@@ -136,9 +158,31 @@ def _configs(args: argparse.Namespace) -> list[SimulationConfig]:
             upstream=args.upstream,
             unstreamed=args.unstreamed,
             faults=args.faults,
+            profile=None if args.swing is None else LoadProfile.swing(args.swing, args.warmup + args.duration),
+            planner=planner,
         )
         for policy in (POLICIES if args.policy == "all" else args.policy.split(","))
     ]
+
+
+def _planner(args: argparse.Namespace) -> PlannerSpec:
+    bounds = ScalingBounds(
+        min_replicas=args.min_replicas,
+        max_replicas=args.max_replicas,
+        disaggregated=bool(args.prefill_workers),
+        tolerated_s=SLO_TTFT_S,
+    )
+    return PlannerSpec(bounds=bounds, nodes=NodeSpec(start_s=args.start_seconds), itl_s=SLO_TPOT_S)
+
+
+def _decisions(result: SimulationResult) -> str:
+    """What the planner did, and why."""
+    figures = result.figures()
+    lines = [f"\n{figures['gpu_hours']:.2f} GPU-hours, {figures['in_target']:.1%} of requests within their targets"]
+    for plan in result.plans:
+        for each in plan.decisions:
+            lines.append(f"{plan.at_s:8,.0f} s  {each.action:7} {each.replica or each.role}: {each.why}")
+    return "\n".join(lines)
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:

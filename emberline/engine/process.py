@@ -6,6 +6,7 @@ import ctypes
 import json
 import logging
 import os
+import resource
 import select
 import signal
 import socket
@@ -17,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
+from emberline.engine.announcer import Announcer, add_arguments
 from emberline.engine.socket_server import Server
 from emberline.kv.host_memory import HostMemory
 from emberline.kv.transfer.manager import TransferManager
@@ -26,7 +28,9 @@ from emberline.protocol.errors import BadInput, EmberlineError
 from emberline.protocol.frames import WorkerRole
 
 TOKEN_VARIABLE = "EMBERLINE_WORKER_TOKEN"
+PARENT_VARIABLE = "EMBERLINE_PARENT_PID"  # of the engine that starts this process
 SWITCH_INTERVAL_S = 0.0005  # the step loop asks for the interpreter's lock after every kernel; 0.005 is the default
+RESTART_STATUS = 75  # of a process that is to be started again; EX_TEMPFAIL of sysexits.h
 PARENT_GONE_S = 5.0  # for this process to end after its parent
 DRAIN_S = 30.0  # after SIGTERM; a Drain frame has its own limit
 
@@ -43,9 +47,12 @@ def arguments(prog: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument("--role", choices=get_args(WorkerRole), default="both", help="which stage to serve")
     parser.add_argument("--cores", type=cores, metavar="N,N", help="CPU cores to run on")
     parser.add_argument("--nice", type=lambda text: os.nice(int(text)), metavar="N", help="niceness to add")
+    parser.add_argument("--prefill-nice", type=int, default=0, metavar="N", help="niceness while its role is prefill")
     parser.add_argument("--mooncake", metavar="PROTOCOL", help="transfer KV by Mooncake, too: tcp, or rdma:DEVICE")
     parser.add_argument("--max-running", type=positive, default=64, metavar="N", help="maximum running sequences")
     parser.add_argument("--token-budget", type=positive, default=512, metavar="N", help="maximum tokens per step")
+    parser.add_argument("--alive-file", type=Path, metavar="FILE", help="to touch every second while it makes progress")
+    add_arguments(parser)
     return parser
 
 
@@ -57,6 +64,31 @@ def cores(text: str) -> list[int]:
     return numbers
 
 
+class NicePrefill:
+    """Lets other processes of the same cores go first while this worker's role is prefill. Where the system would not
+    allow it to go back, a worker that becomes one for prefill keeps its priority."""
+
+    def __init__(self, niceness: int) -> None:
+        self._niceness = niceness
+        self._before = os.nice(0)
+
+    def __call__(self, role: WorkerRole, is_first: bool = False) -> None:
+        if not self._niceness or (role == "prefill" and not is_first and not self._can_return()):
+            return
+        wanted = self._before + (self._niceness if role == "prefill" else 0)
+        try:
+            for task in os.listdir("/proc/self/task") if sys.platform == "linux" else ["0"]:
+                with contextlib.suppress(ProcessLookupError):  # a thread that has ended
+                    os.setpriority(os.PRIO_PROCESS, int(task), wanted)
+        except PermissionError:
+            _log.warning("the niceness stays as it is: only root may decrease it")
+
+    def _can_return(self) -> bool:
+        if os.geteuid() == 0:
+            return True
+        return sys.platform == "linux" and 20 - resource.getrlimit(resource.RLIMIT_NICE)[0] <= self._before
+
+
 def join_token(address: str) -> str:
     """The join token that clients must present. A Unix socket is also protected by its file mode, a TCP port is not."""
     token = os.environ.get(TOKEN_VARIABLE, "")
@@ -66,8 +98,8 @@ def join_token(address: str) -> str:
 
 
 def receive_transports(transfers: TransferManager | None, args: argparse.Namespace) -> tuple[str, ...]:
-    """Names of the transports by which this engine receives KV; a prefill worker only sends."""
-    if transfers is None or args.role == "prefill":
+    """Names of the transports by which this engine receives KV, whatever its role: that may change."""
+    if transfers is None:
         return ()
     tcp = args.socket.startswith("tcp:")
     return tuple(name for name in transfers.receives_by if name != SHARED_MEMORY or not tcp)
@@ -110,6 +142,13 @@ def listening(address: str) -> Iterator[tuple[socket.socket, str]]:
             path.unlink(missing_ok=True)
 
 
+def free_address(address: str) -> str:
+    """tcp:HOST:PORT with another port of the same host that is free at this moment."""
+    host = address.removeprefix("tcp:").rpartition(":")[0]
+    with socket.create_server((host.strip("[]"), 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
+        return f"tcp:{host}:{free.getsockname()[1]}"
+
+
 def _remove_stale(path: Path) -> None:
     """Remove the socket file of an engine that died; refuse one that answers."""
     if not path.exists() or not stat.S_ISSOCK(path.stat().st_mode):
@@ -125,12 +164,17 @@ class Parent:
     process is stopped (the kernel continues it) or its step hangs (a thread of its own ends it, a moment later)."""
 
     def __init__(self) -> None:
-        self._pid = os.getppid()
+        """SystemExit: an engine has started this process, and died before this was called."""
+        given = os.environ.pop(PARENT_VARIABLE, "")
+        self.is_engine = bool(given)
+        self._pid = int(given) if given else os.getppid()
         self._descriptor: int | None = None
         with contextlib.suppress(AttributeError, OSError):  # not Linux, or gone already
             self._descriptor = os.pidfd_open(self._pid)
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
             threading.Thread(target=self._exit_if_hanging, args=(self._descriptor,), daemon=True).start()
+        if os.getppid() != self._pid:
+            self._gone()
 
     def watch(self, server: Server) -> None:
         if os.getppid() != self._pid:
@@ -151,8 +195,21 @@ class Parent:
         raise SystemExit(1)
 
 
-def serve(server: Server, parent: Parent, ready: dict[str, Any]) -> None:
-    """Serve until drained. A JSON line on stdout tells that clients may connect."""
+def end_on_signals() -> None:
+    """While a model is loaded, signals end the process at once, as by default: process 1, that of a container, would
+    not even notice them, since the kernel spares it those that it does not handle."""
+    if os.getpid() == 1:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, _exit)
+
+
+def _exit(number: int, frame: object) -> None:
+    os._exit(128 + number)
+
+
+def serve(server: Server, parent: Parent, ready: dict[str, Any], announcer: Announcer | None = None) -> int:
+    """Serve until drained; the exit status. A JSON line on stdout tells that clients may connect; a worker that joins a
+    cluster announces itself then. BadInput: the cluster does not want it."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     reader, writer = socket.socketpair()
     with reader, writer:
@@ -165,8 +222,17 @@ def serve(server: Server, parent: Parent, ready: dict[str, Any]) -> None:
                 signal.signal(number, drain)
         parent.watch(server)
         print(json.dumps({"ready": True, "pid": os.getpid(), **ready}), flush=True)
+        if announcer is not None:
+            announcer.start()
         server.run()
         signal.set_wakeup_fd(-1)
+    if announcer is not None:
+        (announcer.stop if server.restarts else announcer.leave)()
+        if announcer.problem and not announcer.is_superseded:  # else a restart would take the name from the newer one
+            raise BadInput(announcer.problem)
+        if announcer.problem:
+            return 0
+    return RESTART_STATUS if server.restarts else 0
 
 
 class _DrainOnSignal:

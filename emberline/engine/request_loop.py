@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Generic, Protocol, TypeVar
 
+from emberline.engine.cache_control import CacheControl, StoredCache
 from emberline.protocol.errors import BadInput, DeadlineExceeded, EmberlineError
 from emberline.protocol.events import TokenDelta, Usage
 from emberline.protocol.frames import EngineLoad, KVEvents, Vocabulary
@@ -45,6 +46,7 @@ class RequestLoop(Generic[Item]):
     """The owner calls `step`, which subclasses have, while the loop is busy."""
 
     transfers = None
+    tiers = None
     has_idle_task = False
     blocked = False
     wake_s = 0.0
@@ -57,6 +59,7 @@ class RequestLoop(Generic[Item]):
         cpu_share: AbstractContextManager[None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        self.cache_control = CacheControl(StoredCache(""))  # nothing is cached
         self._max_waiting = max_waiting  # requests
         self._cpu_share = cpu_share or nullcontext()
         self._clock = clock
@@ -96,6 +99,9 @@ class RequestLoop(Generic[Item]):
 
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
         """Of no use here: nothing is generated."""
+
+    def called_tools(self, request_id: str) -> None:
+        """Of no use here: nothing is cached."""
 
     def abort(self, request_id: str) -> TokenDelta | None:
         item = self._requests.pop(request_id, None)

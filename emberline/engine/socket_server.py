@@ -8,21 +8,25 @@ import hmac
 import logging
 import selectors
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from math import inf
 from typing import Any
 
 import msgspec
 
+from emberline.engine.alive_file import AliveFile
 from emberline.engine.encoder_loop import EncoderLoop
 from emberline.engine.speech_loop import SpeechLoop
 from emberline.engine.step_loop import StepLoop
 from emberline.protocol import frames
+from emberline.protocol.credential import CORE_HOST, hosts_of, worker_host
 from emberline.protocol.errors import BadInput, EmberlineError, ErrorInfo, Internal, Unauthorized, Unavailable
 from emberline.protocol.events import TokenDelta
-from emberline.protocol.frames import EngineInfo, EngineLoad, FrameBuffer, Heartbeat, Hello
+from emberline.protocol.frames import EngineInfo, EngineLoad, FrameBuffer, Heartbeat, Hello, WorkerRole
 from emberline.protocol.request import EngineRequest
 
 HELLO_TIMEOUT_S = 5.0
@@ -57,6 +61,7 @@ class ClientConnection:
         self.subscribed = False  # to KV events
         self.heartbeats = False  # the client wants them
         self.waits_to_write = False  # the selector reports when the socket takes more
+        self.peer_hosts: set[str] = set()  # in the client's certificate, once TLS has verified it
         self.request_ids: set[str] = set()
         self.deltas: list[TokenDelta] = []  # for the next Step frame
         self.reported_s = opened_s  # when the last Step frame was sent, and the load in it
@@ -86,11 +91,13 @@ class ClientConnection:
     def receive(self) -> Iterator[frames.ToEngine]:
         """Messages that are complete now. One read per call, so that a flood cannot delay the steps."""
         try:
-            data = self.sock.recv(_RECV_BYTES)
+            data = self._receive_tls(self.sock) if isinstance(self.sock, ssl.SSLSocket) else self.sock.recv(_RECV_BYTES)
         except BlockingIOError:
             return
         except OSError as error:
             raise ClientLost(str(error)) from None
+        if data is None:
+            return
         if not data:
             raise ClientLost("closed by the client")
         try:
@@ -99,14 +106,33 @@ class ClientConnection:
         except frames.FrameError as error:
             raise ClientLost(str(error)) from None
 
+    def _receive_tls(self, sock: ssl.SSLSocket) -> bytes | None:
+        """As `recv`, or None: nothing is there yet. All records that have come, of 16 KiB at most: requests that come
+        together start in one step. The lock: no two threads may use the encryption at once."""
+        received = bytearray()
+        with self._sending:
+            try:
+                if not self.peer_hosts:
+                    sock.do_handshake()
+                    self.peer_hosts = hosts_of(sock)
+                while len(received) < _RECV_BYTES:
+                    record = sock.recv(_RECV_BYTES)
+                    if not record:
+                        return bytes(received)
+                    received += record
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                return bytes(received) if received else None
+        return bytes(received)
+
     def send(self, frame: bytes = b"") -> None:
         """Send what the socket takes and keep the rest; without a frame, continue with what was kept."""
         with self._sending:
             self._backlog += frame
             try:
-                del self._backlog[: self.sock.send(self._backlog)]
-            except BlockingIOError:
-                pass
+                if self._backlog:
+                    del self._backlog[: self.sock.send(self._backlog)]
+            except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                pass  # TLS wants the same bytes again, and more may follow them
             except OSError as error:
                 raise ClientLost(str(error)) from None
         if len(self._backlog) > MAX_BACKLOG_BYTES:
@@ -116,7 +142,10 @@ class ClientConnection:
         """From the thread of heartbeats. A client that does not read gets none; a lost one is noticed elsewhere."""
         with self._sending, contextlib.suppress(OSError):
             if self.heartbeats and not self._backlog:
-                self._backlog += frame[self.sock.send(frame) :]
+                try:
+                    self._backlog += frame[self.sock.send(frame) :]
+                except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                    self._backlog += frame
 
     def close(self) -> None:
         with self._sending:
@@ -128,13 +157,25 @@ class Server:
     """Owns the listening socket, the connections, and which connection submitted which request."""
 
     def __init__(
-        self, listener: socket.socket, loop: StepLoop | EncoderLoop | SpeechLoop, info: EngineInfo, token: str
+        self,
+        listener: socket.socket,
+        loop: StepLoop | EncoderLoop | SpeechLoop,
+        info: EngineInfo,
+        token: str,
+        tls: ssl.SSLContext | None = None,
+        alive_file: AliveFile | None = None,
     ) -> None:
+        """With `tls`, clients must show a certificate: of a core, or of the engine that sends KV."""
+        self._tls = tls
+        self._alive_file = alive_file
         listener.setblocking(False)
         self._listener = listener
         self._loop = loop
         self._info = msgspec.structs.replace(info, heartbeat_s=HEARTBEAT_S)
         self._token = token
+        self.versions = (frames.OLDEST_VERSION, frames.VERSION)  # of the protocol, that clients may speak
+        self.restarts = False  # once drained, this engine is to be started again
+        self.on_role: Callable[[WorkerRole], None] | None = None  # called with a new role
         self._kv_events = loop.kv_events()
         self._selector = selectors.DefaultSelector()
         self._connections: set[ClientConnection] = set()
@@ -146,6 +187,9 @@ class Server:
         self.watch(listener, self._accept)
         if loop.transfers is not None:
             self.watch(loop.transfers.wakeup, loop.transfers.clear_wakeup)  # the next step handles the notices
+        if loop.tiers is not None:
+            self.watch(loop.tiers.wakeup, loop.tiers.clear_wakeup)
+        self.watch(loop.cache_control.wakeup, loop.cache_control.finish)
 
     def watch(self, source: Any, when_readable: Callable[[], object]) -> None:
         """Wake up for something besides the sockets of clients: a signal, the death of the parent."""
@@ -169,6 +213,8 @@ class Server:
         self._listener.close()
         if self._loop.transfers is not None:
             self._loop.transfers.close()
+        if self._loop.tiers is not None:
+            self._loop.tiers.close()
 
     def run_once(self) -> None:
         """Poll the sockets, make a step, send its deltas; without work, sleep until a client brings some."""
@@ -192,8 +238,10 @@ class Server:
 
         def beat() -> None:
             while not stopped.wait(HEARTBEAT_S):
+                beat = Heartbeat(loop.computed_tokens, loop.in_step, loop.preparing, loop.n_prepared, loop.step_s)
+                if self._alive_file is not None:
+                    self._alive_file.beat(beat)
                 if wanting := [c for c in tuple(self._connections) if c.heartbeats]:
-                    beat = Heartbeat(loop.computed_tokens, loop.in_step, loop.preparing, loop.n_prepared, loop.step_s)
                     frame = frames.encode(beat)
                     for connection in wanting:
                         connection.send_heartbeat(frame)
@@ -231,6 +279,8 @@ class Server:
             limits.append(self._drain_until_s)
         if subscribers := self._subscribers():
             load = self._load
+            if self._loop.tiers is not None:
+                limits.append(self._loop.tiers.report_s)
             limits += [c.reported_s + REPORT_S for c in subscribers if c.reported_load != load]
         next_s = min(limits, default=inf)
         return None if next_s == inf else max(0.0, next_s - time.monotonic())
@@ -254,6 +304,14 @@ class Server:
             _log.warning("accept failed: %s", error)
             return
         frames.detect_dead_peer(sock)
+        if self._tls is not None:
+            sock.setblocking(False)
+            try:
+                sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+            except OSError as error:
+                _log.warning("accept failed: %s", error)
+                sock.close()
+                return
         connection = ClientConnection(sock, time.monotonic())
         self._connections.add(connection)
         self._selector.register(sock, selectors.EVENT_READ, connection)
@@ -286,29 +344,59 @@ class Server:
             for request_id in connection.request_ids.intersection(message.ids):
                 if (delta := self._loop.abort(request_id)) is not None:
                     self._route([delta])
+        elif isinstance(message, frames.CalledTools):
+            for request_id in message.ids:
+                self._loop.called_tools(request_id)
         elif isinstance(message, frames.Vocabulary):
             try:
                 self._loop.set_vocabulary(message)
             except EmberlineError as error:  # its requests would be bound to grammars of other tokens
                 raise ClientLost(error.message) from None
+        elif isinstance(message, frames.CacheCommand):
+            self._loop.cache_control.submit(message, partial(self._send_cache_result, connection))
         elif isinstance(message, frames.WatchKV):
             self._send_kv_events()  # earlier subscribers get the changes; the snapshot contains them
             for event in self._kv_events.subscribe():
                 self._send(connection, frames.encode(event))
             connection.subscribed = True
+        elif isinstance(message, frames.SetRole):
+            self._set_role(message.role)
         else:
             assert isinstance(message, frames.Drain)
+            self.restarts |= message.restart
             self.drain(message.limit_s)
+
+    def _set_role(self, role: WorkerRole) -> None:
+        """Cores route by it; the engine itself computes whatever it is sent, and keeps its sequences and its cache."""
+        if role == self._info.role:
+            return
+        if role != "both" and not self._info.transfers:
+            _log.warning("this engine cannot have the role %s: it does not transfer KV", role)
+            return
+        _log.info("the role is now %s", role, extra={"before": self._info.role})
+        self._info = msgspec.structs.replace(self._info, role=role)
+        if self.on_role is not None:
+            self.on_role(role)
+        frame = frames.encode(frames.Welcome(self._info, self._load))
+        for connection in [c for c in self._connections if c.greeted and not c.closing]:
+            self._send_or_close(connection, frame)
 
     def _greet(self, connection: ClientConnection, hello: Hello) -> None:
         if connection.greeted:
             raise ClientLost("a second Hello")
         refusal: EmberlineError | None = None
         expected = frames.transfer_ticket(self._token, hello.peer) if hello.peer else self._token
+        expected_host = worker_host(hello.peer) if hello.peer else CORE_HOST
         if not hmac.compare_digest(hello.token.encode(), expected.encode()):
             refusal = Unauthorized(f"wrong {'ticket' if hello.peer else 'join token'} for this engine")
-        elif hello.version != frames.VERSION:
-            refusal = BadInput(f"this engine speaks version {frames.VERSION} of the protocol, not {hello.version}")
+        elif self._tls is not None and expected_host not in connection.peer_hosts:
+            shown = ", ".join(sorted(connection.peer_hosts))
+            refusal = Unauthorized(f"the certificate is of {shown}, and not of {expected_host}")
+        elif not self.versions[0] <= hello.version <= self.versions[1]:
+            refusal = BadInput(
+                f"this engine speaks versions {self.versions[0]} to {self.versions[1]} of the protocol, not "
+                f"{hello.version}: install releases that follow each other"
+            )
         elif hello.peer and (self._loop.transfers is None or not self._info.transfers):
             refusal = BadInput("this engine receives no KV from others")
         if refusal is None:
@@ -396,6 +484,10 @@ class Server:
         encoded = b"".join(frames.encode(message) for message in events)
         for connection in subscribers:
             self._send_or_close(connection, encoded)
+
+    def _send_cache_result(self, connection: ClientConnection, result: frames.CacheResult) -> None:
+        if connection in self._connections:
+            self._send_or_close(connection, frames.encode(result))
 
     def _flush(self) -> None:
         """One Step frame per connection that has deltas or is due; an empty one only if steps or the load changed."""

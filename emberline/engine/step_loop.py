@@ -5,9 +5,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from emberline.engine.cache_control import CacheControl, StoredCache
 from emberline.engine.scheduler.plan import DeviceLost, Handle, Runner, StepPlan
 from emberline.engine.scheduler.scheduler import Scheduler
 from emberline.kv.cache import KVEventFeed
+from emberline.kv.tiers.manager import TierManager
 from emberline.kv.transfer.manager import TransferManager
 from emberline.protocol.errors import EmberlineError, Internal
 from emberline.protocol.events import TokenDelta
@@ -15,6 +17,8 @@ from emberline.protocol.frames import EngineLoad, Vocabulary
 from emberline.protocol.request import EngineRequest
 
 MIN_RATED_TOKENS = 64  # of prompts in a step: fewer say nothing about the prefill rate
+AWAITED_SHARE = 8  # of one row in so many with drafts: else more is lost by their rest than by a device that waits
+MAX_HOST_S = 0.01  # between two steps; more means that there was nothing to do
 _RATE_GAIN = 0.2
 
 _log = logging.getLogger(__name__)
@@ -35,26 +39,31 @@ class StepTimes:
     def forget(self, plan: StepPlan) -> None:
         self._launched_s.pop(id(plan), None)
 
-    def done(self, plan: StepPlan) -> None:
-        """The device computes one plan after the other: a plan begins when the previous one is done."""
+    def done(self, plan: StepPlan) -> float:
+        """The device computes one plan after the other: a plan begins when the previous one is done.
+
+        Returns the seconds since that, including those that the device waited for the host, if they are few.
+        """
         now_s = time.perf_counter()
-        began_s = max(self._launched_s.pop(id(plan), now_s), self._done_s)
+        launched_s, done_s = self._launched_s.pop(id(plan), now_s), self._done_s
+        began_s = max(launched_s, done_s)
         self._done_s = now_s
         took_s = now_s - began_s
         if took_s <= 0:
-            return
+            return 0.0
         n_tokens = 0
-        if plan.n_tokens > len(plan.rows):  # it does not only decode
+        if plan.n_tokens - plan.n_drafts > len(plan.rows):  # it does not only decode
             n_tokens = sum(row.end - row.start for row in plan.rows if row.end - row.start > 1)
         if n_tokens >= MIN_RATED_TOKENS:
             self.tokens_per_s = smoothed(self.tokens_per_s, n_tokens / took_s)
         else:
             self._small_s = smoothed(self._small_s, took_s)
+        return now_s - max(done_s, launched_s - MAX_HOST_S)
 
     def predicted_s(self, plan: StepPlan) -> float:
         """Of a step that is about to be launched; 0: nothing was measured yet. Before a prompt was, each of its tokens
         counts as much as a small step, which is too much."""
-        n_prompt = plan.n_tokens - len(plan.rows)
+        n_prompt = plan.n_tokens - plan.n_drafts - len(plan.rows)
         if not self.tokens_per_s:
             return self._small_s * (plan.n_tokens if n_prompt else 1)
         if not n_prompt and self._small_s:
@@ -79,9 +88,13 @@ class StepLoop:
         steps_in_flight: int = 1,
         idle_task: Callable[[], bool] | None = None,
         transfers: TransferManager | None = None,
+        tiers: TierManager | None = None,
+        stored: StoredCache | None = None,
     ) -> None:
         self.scheduler = scheduler
+        self.cache_control = CacheControl(stored or StoredCache(scheduler.fingerprint, tiers=tiers), scheduler.purge)
         self.transfers = transfers
+        self.tiers = tiers
         self._runner = runner
         self._steps_in_flight = steps_in_flight
         self._in_flight: deque[tuple[StepPlan, Handle]] = deque()
@@ -96,7 +109,7 @@ class StepLoop:
         self._stuck_at = -1  # scheduler.n_submitted when a step found nothing to compute
 
     def kv_events(self) -> KVEventFeed:
-        return KVEventFeed(self.scheduler.cache)
+        return KVEventFeed(self.scheduler.cache, () if self.tiers is None else self.tiers.changes)
 
     @property
     def busy(self) -> bool:
@@ -116,7 +129,8 @@ class StepLoop:
 
     @property
     def _has_notices(self) -> bool:
-        return self.transfers is not None and self.transfers.has_notices
+        has_some = self.transfers is not None and self.transfers.has_notices
+        return has_some or (self.tiers is not None and self.tiers.has_notices)
 
     @property
     def has_idle_task(self) -> bool:
@@ -143,6 +157,9 @@ class StepLoop:
     def abort(self, request_id: str) -> TokenDelta | None:
         return self.scheduler.abort(request_id)
 
+    def called_tools(self, request_id: str) -> None:
+        self.scheduler.called_tools(request_id)
+
     def abort_all(self, error: EmberlineError) -> list[TokenDelta]:
         return self.scheduler.abort_all(error)
 
@@ -150,15 +167,20 @@ class StepLoop:
         self.scheduler.set_vocabulary(vocabulary)
 
     def step(self, now_s: float) -> list[TokenDelta]:
+        deltas: list[TokenDelta] = []
+        if self._in_flight and _is_awaited(self._in_flight[-1][0]):
+            while self._in_flight:
+                deltas += self._absorb_oldest()
         self.scheduler.cache.fence.set_oldest_in_flight(self._in_flight[0][0].number if self._in_flight else None)
-        deltas = self.scheduler.advance(now_s)
+        deltas += self.scheduler.advance(now_s)
         plan = self.scheduler.plan()
         if plan.rows:
             deltas += self._launch(plan)
         if len(self._in_flight) == self._steps_in_flight or (self._in_flight and not plan.rows):
             deltas += self._absorb_oldest()
         self.in_step = bool(self._in_flight)
-        self._stuck_at = -1 if plan.rows or self._in_flight else self.scheduler.n_submitted
+        goes_on = plan.rows or self._in_flight or self.scheduler.has_fetch_work
+        self._stuck_at = -1 if goes_on else self.scheduler.n_submitted
         return deltas
 
     def _launch(self, plan: StepPlan) -> list[TokenDelta]:
@@ -167,9 +189,10 @@ class StepLoop:
         # Until every common step is prepared, any may have to be compiled first.
         self.step_s = 0.0 if self.has_idle_task else self._times.predicted_s(plan)
         self.in_step = True
+        plan.masked = self.scheduler.needs_masks(plan)
         handle = self._runner.launch(plan)
         masks = None
-        if self.scheduler.needs_masks(plan):  # what a grammar allows depends on the tokens of previous steps
+        if plan.masked:  # what a grammar allows depends on the tokens of previous steps
             while self._in_flight:
                 deltas += self._absorb_oldest()
             masks = self.scheduler.masks(plan)
@@ -182,7 +205,8 @@ class StepLoop:
         plan, handle = self._in_flight.popleft()
         try:
             sampled = handle.result()
-            self._times.done(plan)
+            took_s = self._times.done(plan)
+            self.scheduler.set_prefill_rate(self._times.tokens_per_s)
             self.computed_tokens += plan.n_tokens
         except DeviceLost:
             raise  # only a new process can go on
@@ -190,4 +214,14 @@ class StepLoop:
             self._times.forget(plan)
             _log.exception("a step failed and is retried", extra={"rows": len(plan.rows), "tokens": plan.n_tokens})
             return self.scheduler.retry(plan, Internal("the engine could not compute this request"))
-        return self.scheduler.absorb(plan, sampled)
+        if plan.depth:
+            self.scheduler.take_drafts(plan, sampled, handle.drafts())
+        deltas = self.scheduler.absorb(plan, sampled)
+        self.scheduler.measured(plan, took_s)
+        return deltas
+
+
+def _is_awaited(plan: StepPlan) -> bool:
+    """Whether the next step is planned once this one was absorbed: rows with drafts have no row before. Where they are
+    few, the next step is computed without them meanwhile."""
+    return plan.n_awaited * AWAITED_SHARE >= len(plan.rows) if plan.n_awaited else False

@@ -14,18 +14,42 @@ from emberline.protocol.token_ids import unpack
 Taken = tuple[list[TokenLogprobs], FinishReason | None]  # the tokens that the output gains; why it ends, if it does
 
 
-def take(seq: Sequence, entry: TokenLogprobs, eos_ids: tuple[int, ...]) -> Taken:
-    """Take in a sampled token, or what replaces it, and tokens that must follow it. Raises what a guide raises."""
+def take(seq: Sequence, entry: TokenLogprobs, eos_ids: tuple[int, ...], n_new: int = 0) -> Taken:
+    """Take in a sampled token, or what replaces it, and tokens that must follow it. Raises what a guide raises.
+
+    n_new: tokens taken in before it that the sequence does not have yet.
+    """
     if seq.guide is not None:
-        return _take_guided(seq, seq.guide, entry, eos_ids)
+        return _take_guided(seq, seq.guide, entry, eos_ids, n_new)
     if entry.token_id in seq.stop_ids:
         return [entry], "stop"
-    entries = [entry, *_end_of_thinking(seq, entry.token_id)] if seq.limits_thinking else [entry]
-    return entries, "length" if len(entries) >= seq.n_output_left else None
+    entries = [entry, *_end_of_thinking(seq, entry.token_id, n_new)] if seq.limits_thinking else [entry]
+    return entries, "length" if len(entries) >= seq.n_output_left - n_new else None
 
 
-def _take_guided(seq: Sequence, guide: Guide, entry: TokenLogprobs, eos_ids: tuple[int, ...]) -> Taken:
-    token_id, n_left = entry.token_id, seq.n_output_left
+def take_run(seq: Sequence, run: list[TokenLogprobs], eos_ids: tuple[int, ...]) -> Taken:
+    """Take in accepted drafts and the token after them, as far as each still follows from those before it: the output
+    may end within the run, or gain tokens that were not sampled. The other drafts are no longer accepted."""
+    taken: list[TokenLogprobs] = []
+    finish: FinishReason | None = None
+    if seq.guide is None and not seq.limits_thinking:  # the common case, and quicker
+        n_left, stop_ids = seq.n_output_left, seq.stop_ids
+        for n, entry in enumerate(run, 1):
+            if entry.token_id in stop_ids or n >= n_left:
+                seq.n_accepted = min(seq.n_accepted, n)
+                return run[:n], "stop" if entry.token_id in stop_ids else "length"
+        return run, None
+    for n, entry in enumerate(run):
+        entries, finish = take(seq, entry, eos_ids, n)
+        taken += entries
+        if finish is not None or len(entries) > 1:
+            seq.n_accepted = min(seq.n_accepted, n + (entries[:1] == [entry]))
+            break
+    return taken, finish
+
+
+def _take_guided(seq: Sequence, guide: Guide, entry: TokenLogprobs, eos_ids: tuple[int, ...], n_new: int) -> Taken:
+    token_id, n_left = entry.token_id, seq.n_output_left - n_new
     ends = token_id in seq.stop_ids or (guide.finished and token_id in eos_ids)
     if ends and guide.complete:
         return [entry], "stop"
@@ -35,18 +59,18 @@ def _take_guided(seq: Sequence, guide: Guide, entry: TokenLogprobs, eos_ids: tup
         guide.rollback(1)
         path = guide.closing()
         return _forced(path), "stop" if path or guide.finished else "length"
-    entries = [entry, *_end_of_thinking(seq, token_id)]
+    entries = [entry, *_end_of_thinking(seq, token_id, n_new)]
     if guide.finished:
         return entries, "stop"
     return entries, "length" if len(entries) >= n_left else None
 
 
-def _end_of_thinking(seq: Sequence, token_id: int) -> list[TokenLogprobs]:
+def _end_of_thinking(seq: Sequence, token_id: int, n_new: int) -> list[TokenLogprobs]:
     """The tokens that end the thinking when its limit is reached with this token; mostly none."""
     limit = seq.request.thinking_limit
     if not seq.limits_thinking or limit is None:
         return []
-    n_output = seq.n_output + 1
+    n_output = seq.n_output + n_new + 1
     if token_id in limit.end_ids:
         seq.limits_thinking = False
     if not seq.limits_thinking or n_output < limit.most:
@@ -70,6 +94,20 @@ def banned(seq: Sequence) -> tuple[int, ...]:
         return ()
     stops = seq.stop_ids if seq.n_output + seq.n_sampling < sampling.min_tokens else ()
     return (*stops, *_ends_of_bad_words(seq))
+
+
+def evenly_banned(seq: Sequence, draft_ids: bytes) -> bytes:
+    """The leading drafts after which the same tokens are banned as before the first: a row has one set of bans."""
+    sampling = seq.request.sampling
+    n_output = seq.n_output + seq.n_sampling
+    if n_output < sampling.min_tokens:
+        draft_ids = draft_ids[: 4 * (sampling.min_tokens - 1 - n_output)]
+    if seq.awaits_last:
+        bans = _ends_of_bad_words(seq)
+        for n_bytes in range(4, len(draft_ids) + 1, 4):
+            if _ends_of_bad_words(seq, draft_ids[:n_bytes]) != bans:
+                return draft_ids[: n_bytes - 4]
+    return draft_ids
 
 
 def _ends_of_bad_words(seq: Sequence, new: bytes = b"") -> list[int]:

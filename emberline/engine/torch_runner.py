@@ -1,9 +1,10 @@
 """The reference runner, for CPUs: a step's plan becomes tensors, the model computes, the sampler samples."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,10 +14,14 @@ from torch import Tensor
 from emberline.engine.scheduler.limits import Limits
 from emberline.engine.scheduler.plan import Admission, Masks, Row, Sampled, StepPlan
 from emberline.engine.scheduler.prefill_policy import PrefillPolicy, StepWork
+from emberline.engine.speculation.draft_model_runner import DraftModelRunner
+from emberline.engine.speculation.head_runner import HeadRunner
 from emberline.kernels.sampling import SamplerRow, sample
 from emberline.kv.block_pool import NULL_BLOCK, blocks_of
 from emberline.kv.host_memory import HostMemory, Pages, private_pages, shared_pages
-from emberline.models.decoder import StepInputs
+from emberline.models.decoder import StepInputs, Taps
+from emberline.models.draft_head import DraftHead
+from emberline.models.draft_model import DraftModel
 from emberline.protocol.block_hash import KVGroup
 
 
@@ -24,25 +29,39 @@ class Model(Protocol):
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]: ...
 
-    def forward(self, step: StepInputs, kv: list[Tensor]) -> Tensor: ...
+    def forward(self, step: StepInputs, kv: list[Tensor], taps: Taps | None = None) -> Tensor: ...
+
+    def forward_tapped(
+        self, step: StepInputs, kv: list[Tensor], taps: tuple[int, ...]
+    ) -> tuple[Tensor, list[Tensor]]: ...
 
 
 class ComputedStep:
     """A step whose forward pass is done: here a launch is synchronous."""
 
-    def __init__(self, logits: Tensor | None, rows: list[SamplerRow], error: Exception | None = None) -> None:
+    def __init__(
+        self,
+        logits: Tensor | None,
+        rows: list[SamplerRow],
+        error: Exception | None = None,
+        draft: Callable[[Sequence[Sampled], Sequence[SamplerRow]], Sequence[bytes]] | None = None,
+    ) -> None:
         self._logits = logits
         self._rows = rows
         self._error = error
+        self._draft = draft
         self._sampled: Sequence[Sampled] = []
+        self._drafts: Sequence[bytes] = ()
 
     def sample(self, masks: Masks | None = None) -> None:
-        if self._logits is None or not self._rows:
+        if self._logits is None:
             return
         try:
             for index, bits in zip(masks.rows, masks.bits) if masks is not None else ():
                 self._rows[index].allowed = bits
             self._sampled = sample(self._logits, self._rows)
+            if self._draft is not None:
+                self._drafts = self._draft(self._sampled, self._rows)
         except Exception as error:
             self._error = error
 
@@ -50,6 +69,9 @@ class ComputedStep:
         if self._error is not None:
             raise self._error
         return self._sampled
+
+    def drafts(self) -> Sequence[bytes]:
+        return self._drafts
 
 
 @dataclass(slots=True)
@@ -74,29 +96,42 @@ class TorchRunner:
         prefill: PrefillPolicy | None = None,
         shared: bool = False,
         cpu_share: AbstractContextManager[None] | None = None,
+        head: DraftHead | DraftModel | None = None,
     ) -> None:
+        """head: a draft head or model, whose KV groups follow the model's own in `n_blocks`."""
         self._model = model
+        groups, n_own = model.kv_groups, len(model.kv_groups)
+        rows, tokens, width = limits.max_running, limits.token_budget, blocks_of(limits.context_len)
+        if head is not None:
+            groups = (*groups, *head.kv_groups)
+            scratch = rows if isinstance(head, DraftModel) else 0  # blocks that the cache does not know of
+            n_blocks = [*n_blocks[:n_own], *(n + scratch for n in n_blocks[n_own:])]
         self._cpu_share = cpu_share or nullcontext()
         self._prefill = prefill or PrefillPolicy()
         self._device = torch.device(device)
         self.memory: HostMemory | None = None  # of the pools on a CPU; `shared`: other processes may write it
         if self._device.type == "cpu":
-            pages = [host_pages(layout, n, shared) for layout, n in zip(model.kv_groups, n_blocks)]
-            self._kv = [pool_in(each, layout, n) for each, layout, n in zip(pages, model.kv_groups, n_blocks)]
+            pages = [host_pages(layout, n, shared) for layout, n in zip(groups, n_blocks)]
+            self._kv = [pool_in(each, layout, n) for each, layout, n in zip(pages, groups, n_blocks)]
             self.memory = HostMemory(
                 [memoryview(each.buffer) for each in pages],
-                [layout.block_bytes for layout in model.kv_groups],
+                [layout.block_bytes for layout in groups],
                 [each.descriptor for each in pages if shared],
             )
         else:
-            self._kv = [allocate_pool(layout, n, self._device) for layout, n in zip(model.kv_groups, n_blocks)]
-        rows, tokens, width = limits.max_running, limits.token_budget, blocks_of(limits.context_len)
+            self._kv = [allocate_pool(layout, n, self._device) for layout, n in zip(groups, n_blocks)]
         self._slots: list[_Slot | None] = [None] * rows
         self._tables = [np.zeros((rows, width), np.int32) for _ in self._kv]  # by slot
         self._step_tables = [np.zeros(rows * width, np.int32) for _ in self._kv]  # by row of the step
         self._counting = np.arange(limits.context_len, dtype=np.int32)
         self._token_ids, self._positions = np.zeros(tokens, np.int32), np.zeros(tokens, np.int32)
         self._query_starts, self._context_lens = np.zeros(rows + 1, np.int32), np.zeros(rows, np.int32)
+        self._kv, own = self._kv[:n_own], self._kv[n_own:]
+        self._head: HeadRunner | DraftModelRunner | None = None
+        if isinstance(head, DraftModel):
+            self._head = DraftModelRunner(head, own, rows)
+        elif head is not None:
+            self._head = HeadRunner(head, own[0], limits.vocab_size, rows)
 
     def launch(self, plan: StepPlan) -> ComputedStep:
         try:
@@ -105,11 +140,25 @@ class TorchRunner:
             inputs, samplers = self._inputs(plan)
             began_s = time.perf_counter()
             with self._cpu_share:
-                logits = self._model.forward(inputs, self._kv)
+                draft = None
+                states: list[Tensor] = []
+                if self._head is not None and self._head.taps:
+                    logits, states = self._model.forward_tapped(inputs, self._kv, self._head.taps)
+                else:
+                    logits = self._model.forward(inputs, self._kv)
+                if self._head is not None:
+                    draft = partial(self._draft, plan, states)
             self._prefill.observe(_work(plan), time.perf_counter() - began_s)
-            return ComputedStep(logits, samplers)
+            return ComputedStep(logits, samplers, draft=draft)
         except Exception as error:
             return ComputedStep(None, [], error)
+
+    def _draft(
+        self, plan: StepPlan, states: list[Tensor], sampled: Sequence[Sampled], samplers: Sequence[SamplerRow]
+    ) -> Sequence[bytes]:
+        assert self._head is not None
+        with self._cpu_share:
+            return self._head.draft(plan, states, self._tables[len(self._kv) :], sampled, samplers)
 
     def _admit(self, admission: Admission) -> None:
         request, row = admission.request, sampler_row(admission)
@@ -130,17 +179,23 @@ class TorchRunner:
         for r, row in enumerate(plan.rows):
             slot = self._slots[row.slot]
             assert slot is not None, "a row needs an admission first"
-            end = row.end
-            self._update_tables(row, slot, end)
-            stop = n + end - row.start
-            self._token_ids[n:stop] = np.frombuffer(row.token_ids, "<u4")
-            self._positions[n:stop] = self._counting[row.start : end]
-            self._context_lens[r] = end
+            end, n_drafts = row.end, row.n_drafts
+            context_len = end + n_drafts
+            self._update_tables(row, slot, context_len)
+            if slot.ids is not None:
+                del slot.ids[4 * row.start :]  # drafts that were accepted stay
+                slot.ids += row.token_ids
+            stop = n + context_len - row.start
+            self._token_ids[n:stop] = np.frombuffer(row.token_ids + row.draft_ids, "<u4")
+            self._positions[n:stop] = self._counting[row.start : context_len]
+            self._context_lens[r] = context_len
             self._query_starts[r + 1] = n = stop
-            longest = max(longest, end)
+            longest = max(longest, context_len)
             if row.samples:
-                sample_tokens.append(n - 1)
+                sample_tokens += range(n - 1 - n_drafts, n)
                 samplers.append(self._sampler(row, slot, end))
+                if n_drafts:
+                    samplers += self._draft_samplers(row, slot)
         n_rows, width = len(plan.rows), blocks_of(longest)
         inputs = StepInputs(
             token_ids=self._to_device(self._token_ids[:n]),
@@ -168,14 +223,22 @@ class TorchRunner:
         sampler.banned = row.banned
         sampler.allowed = None
         if slot.ids is not None:
-            del slot.ids[4 * row.start :]
-            slot.ids += row.token_ids
             sampler.output_ids = np.frombuffer(bytes(slot.ids[4 * slot.n_prompt :]), "<u4")
         return sampler
 
+    def _draft_samplers(self, row: Row, slot: _Slot) -> list[SamplerRow]:
+        """Of the draws after each draft: as if all drafts up to it had been sampled."""
+        samplers = [replace(slot.sampler, position=row.end + n) for n in range(1, row.n_drafts + 1)]
+        if slot.ids is not None:
+            slot.ids += row.draft_ids
+            output_ids = np.frombuffer(bytes(slot.ids[4 * slot.n_prompt :]), "<u4")
+            for sampler in samplers:
+                sampler.output_ids = output_ids[: sampler.position - slot.n_prompt]
+        return samplers
+
     def _block_tables(self, slots: list[int], width: int) -> list[Tensor]:
         tables = []
-        for table, buffer in zip(self._tables, self._step_tables):
+        for table, buffer, _ in zip(self._tables, self._step_tables, self._kv):  # without the draft head's or model's
             rows = buffer[: len(slots) * width].reshape(len(slots), width)
             table[:, :width].take(slots, axis=0, out=rows, mode="clip")
             tables.append(self._to_device(rows))
@@ -209,7 +272,7 @@ def sampler_row(admission: Admission) -> SamplerRow:
 
 def _work(plan: StepPlan) -> StepWork:
     chunks = [row for row in plan.rows if row.end - row.start > 1]
-    return StepWork.of(len(plan.rows) - len(chunks), chunks)
+    return StepWork.of(len(plan.rows) - len(chunks), chunks, plan.n_drafts)
 
 
 def allocate_pool(layout: KVGroup, n_blocks: int, device: torch.device) -> Tensor:

@@ -2,6 +2,11 @@
 
 A block is data: weights in the backend's layout, and parameters. `reference.TorchBackend` computes every block in plain
 PyTorch on any device, `gpu.triton_backend` in Triton; `cpu.native_backend` runs whole models of the common ones in C.
+
+Under tensor parallelism a block's weights are the rank's slices (`weights.rank_checkpoint`), so its output is a part of
+a sum: the backend adds up the parts of all ranks before anything else is done to it (post-norm, residual). Embedding
+and LM head are divided by vocabulary whatever their size: they are 2.2 GiB each of Kimi K2.5, and one rule costs small
+models no more than an all-reduce and a gather of the sampled tokens' logits.
 """
 
 from collections.abc import Sequence
@@ -10,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from emberline.kernels.collectives import ParallelGroups
 from emberline.kernels.moe import Routing
 from emberline.protocol.block_hash import KVGroup
 
@@ -167,6 +173,7 @@ class MoE:
     shared: MLP | None = None  # experts that compute every token, as one MLP; their norm is the block's
     post_norm: Tensor | None = None
     eps: float
+    first_expert: int = 0  # of `gate_up` and `down` among the router's; tokens of the others are other ranks'
     weight_on_input: bool = False  # the weight multiplies an expert's input, not its output
     activation: str  # as of `moe.gated_activation`
 
@@ -205,6 +212,7 @@ class Backend(Protocol):
     device: str
     kv_dtype: str  # torch dtype name of the KV cache
     kv_keys: str  # KVGroup.keys
+    groups: ParallelGroups  # of this rank
 
     def load_matrix(
         self, weights: list[WeightSource], bias: list[WeightSource] | None = None, *, gated: bool = False
@@ -230,8 +238,12 @@ class Backend(Protocol):
         """Compute what all layers of a step share; the result is passed to `run_layers`."""
         ...
 
-    def embed(self, matrix: Any, ids: Tensor, factor: float) -> Tensor:
-        """Embedding lookup: rows of the matrix times `factor`."""
+    def embed(self, matrix: Any, ids: Tensor, factor: float, first: int = 0) -> Tensor:
+        """Embedding lookup: rows of the matrix times `factor`. Of several ranks, each has the rows from `first` on."""
+        ...
+
+    def buffer(self, name: str, *shape: int) -> Tensor:
+        """Memory for what another stage computes: "residual" [tokens, hidden] or "logits" [samples, vocab]."""
         ...
 
     def run_layers(self, layers: Sequence[Layer], x: Tensor, context: Any) -> None:
@@ -240,4 +252,8 @@ class Backend(Protocol):
 
     def norm_linear(self, x: Tensor, matrix: Any, norm: Tensor, eps: float) -> Tensor:
         """rms_norm(x) times the matrix, plus its bias: the LM head."""
+        ...
+
+    def gather_logits(self, logits: Tensor, sizes: Sequence[int]) -> Tensor:
+        """The logits of all ranks' parts of the vocabulary, which have these sizes, beside each other."""
         ...

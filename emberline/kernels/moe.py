@@ -91,6 +91,12 @@ def route(
     return ids, weights
 
 
+def own_experts(ids: Tensor, first: int, n: int) -> Tensor:
+    """Experts as a rank with `n` of them, from `first` on, numbers them; -1 for those of other ranks."""
+    own = ids - first
+    return own.masked_fill((own < 0) | (own >= n), -1)
+
+
 def _best(scores: Tensor, n: int) -> Tensor:
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :n]
 

@@ -18,7 +18,9 @@ from emberline.kernels.backend import (
     Rope,
     WeightSource,
 )
-from emberline.kernels.moe import TorchExperts, gated_activation, route, router_logits, run_experts
+from emberline.kernels.collectives import ALONE, ParallelGroups
+from emberline.kernels.context_parallel import attend_to_shares
+from emberline.kernels.moe import TorchExperts, gated_activation, own_experts, route, router_logits, run_experts
 from emberline.protocol.block_hash import BLOCK_TOKENS, KVGroup
 
 # --- the operations that blocks are made of ---------------------------------------------------------------------------
@@ -91,8 +93,15 @@ class TorchBackend:
     name = "torch"
     kv_keys = "token"
 
-    def __init__(self, device: str = "cpu", dtype: torch.dtype | None = None, *, row_by_row: bool = False) -> None:
-        self.device = device
+    def __init__(
+        self,
+        device: str = "cpu",
+        dtype: torch.dtype | None = None,
+        *,
+        row_by_row: bool = False,
+        groups: ParallelGroups = ALONE,
+    ) -> None:
+        self.device, self.groups = device, groups
         self.dtype = dtype or (torch.bfloat16 if device.startswith("cuda") else torch.float32)
         self.kv_dtype = str(self.dtype).removeprefix("torch.")
         self._row_by_row = row_by_row  # deterministic mode: a library's results may depend on the number of rows
@@ -127,8 +136,22 @@ class TorchBackend:
             tables.append((angles.cos() * rope.scale, angles.sin() * rope.scale))
         return TorchStep(step, kv, tables, step.query_starts.tolist(), step.context_lens.tolist())
 
-    def embed(self, matrix: TorchMatrix, ids: Tensor, factor: float) -> Tensor:
-        return matrix.weight[ids.long()] * factor
+    def embed(self, matrix: TorchMatrix, ids: Tensor, factor: float, first: int = 0) -> Tensor:
+        if self.groups.tp.size == 1:
+            return matrix.weight[ids.long()] * factor
+        own = ids.long() - first
+        exists = (own >= 0) & (own < len(matrix.weight))
+        rows = matrix.weight[own * exists] * (exists[:, None] * factor)
+        self.groups.tp.all_reduce(rows)
+        return rows
+
+    def buffer(self, name: str, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32 if name == "logits" else self.dtype, device=self.device)
+
+    def gather_logits(self, logits: Tensor, sizes: Sequence[int]) -> Tensor:
+        padded = F.pad(logits, (0, max(sizes) - logits.shape[1]))
+        parts = self.groups.tp.all_gather(padded)
+        return torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], dim=1)
 
     def run_layers(self, layers: Sequence[Layer], x: Tensor, context: TorchStep) -> None:
         for layer in layers:
@@ -147,24 +170,32 @@ class TorchBackend:
     def linear_add(
         self, x: Tensor, matrix: TorchMatrix, residual: Tensor, post_norm: Tensor | None, eps: float
     ) -> None:
-        _add(self._multiply(x, matrix), residual, post_norm, eps)
+        self._add(self._multiply(x, matrix), residual, post_norm, eps)
+
+    def _add(self, out: Tensor, residual: Tensor, post_norm: Tensor | None, eps: float) -> None:
+        """Add a block's output, of which each rank has a part."""
+        if self.groups.tp.size > 1:
+            self.groups.tp.all_reduce(out)
+        residual += out if post_norm is None else rms_norm(out, post_norm, eps)
 
     # --- feed-forward blocks ------------------------------------------------------------------------------------------
 
     def mlp(self, mlp: MLP, residual: Tensor) -> None:
         out = self._gated(rms_norm(residual, mlp.norm, mlp.eps), mlp.gate_up, mlp.down, mlp.activation)
-        _add(out, residual, mlp.post_norm, mlp.eps)
+        self._add(out, residual, mlp.post_norm, mlp.eps)
 
     def moe(self, moe: MoE, residual: Tensor) -> None:
         x = rms_norm(residual, moe.norm, moe.eps)
         out = torch.cat([self._experts(part, moe) for part in torch.split(x, 1 if self._row_by_row else len(x) or 1)])
         if moe.shared is not None:
             out += self._gated(x, moe.shared.gate_up, moe.shared.down, moe.shared.activation)
-        _add(out.to(x.dtype), residual, moe.post_norm, moe.eps)
+        self._add(out.to(x.dtype), residual, moe.post_norm, moe.eps)
 
     def _experts(self, x: Tensor, moe: MoE) -> Tensor:
         logits = router_logits(x, moe.router, moe.router_bias)
         chosen, weights = route(logits, moe.routing, moe.correction_bias)
+        if len(moe.router) + moe.routing.n_shared != moe.down.shape[0]:
+            chosen = own_experts(chosen, moe.first_expert, moe.down.shape[0])
         return run_experts(x, chosen, weights, moe.gate_up, moe.down, moe.activation, moe.weight_on_input)
 
     def _gated(self, x: Tensor, gate_up: TorchMatrix, down: TorchMatrix, activation: str) -> Tensor:
@@ -207,12 +238,31 @@ class TorchBackend:
         q_nope, q_rope = torch.split(q.view(len(q), attn.heads, -1), [attn.nope_dim, attn.rope_dim], dim=-1)
         q_rope, key = rotate(q_rope, *rope), rotate(key[:, None], *rope)
         rows = torch.cat([rms_norm(latent, attn.kv_norm, attn.eps)[:, None], key], dim=-1)  # [tokens, 1, 576]
-        out = q.new_empty(len(q), attn.heads, attn.v_dim)
-        for new, (cached,), first in self._cached(attn, rows[:, None], context):
-            queries = torch.cat([torch.einsum("thn,hnc->thc", q_nope[new], attn.k_up), q_rope[new]], dim=-1)
-            latents = attend(queries, cached, cached[..., : attn.kv_lora], attn.scale, first)
-            out[new] = torch.einsum("thc,hvc->thv", latents, attn.v_up)
+        queries = torch.cat([torch.einsum("thn,hnc->thc", q_nope, attn.k_up), q_rope], dim=-1)
+        latents = queries.new_empty(len(q), attn.heads, attn.kv_lora)
+        if self.groups.dcp.size > 1:
+            self._attend_to_shares(attn, queries, rows[:, 0], latents, context)
+        else:
+            for new, (cached,), first in self._cached(attn, rows[:, None], context):
+                latents[new] = attend(queries[new], cached, cached[..., : attn.kv_lora], attn.scale, first)
+        out = torch.einsum("thc,hvc->thv", latents, attn.v_up)
         self.linear_add(out.flatten(1), attn.output, residual, attn.post_norm, attn.eps)
+
+    def _attend_to_shares(
+        self, attn: LatentAttention, queries: Tensor, rows: Tensor, out: Tensor, context: TorchStep
+    ) -> None:
+        pool = context.kv[attn.kv_group][:, attn.layer_index, 0, 0]
+        for row, context_len in enumerate(context.context_lens):
+            start, stop = context.query_starts[row], context.query_starts[row + 1]
+            if not context_len:
+                continue
+            table = context.step.block_tables[attn.kv_group][row].long()
+            for t in range(start, stop, 1 if self._row_by_row else stop - start):
+                new = slice(t, t + 1 if self._row_by_row else stop)
+                positions = context.step.positions[new].long()
+                out[new] = attend_to_shares(
+                    self.groups.dcp, queries[new], rows[new], pool, table, positions, attn.scale, attn.kv_lora
+                )
 
     def _cached(
         self, attn: Attention, rows: Tensor, context: TorchStep
@@ -240,7 +290,3 @@ class TorchBackend:
         for row, to in zip(x, out, strict=True):
             to.copy_(F.linear(row, matrix.weight, matrix.bias))
         return out
-
-
-def _add(out: Tensor, residual: Tensor, post_norm: Tensor | None, eps: float) -> None:
-    residual += out if post_norm is None else rms_norm(out, post_norm, eps)

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 
+from emberline.kv.tiers.eviction_order import EvictionOrder
+from emberline.kv.tiers.retention import Conversation, Retention
 from emberline.protocol.block_hash import BLOCK_TOKENS, KVGroup
 from emberline.protocol.errors import BadInput
 
@@ -35,24 +37,20 @@ class StepFence:
 
 
 class BlockPool:
-    """Blocks 1 .. n_blocks - 1. Free ones form a doubly-linked list in order of reuse.
-
-        head ⇄ without content ⇄ oldest cached ⇄ ... ⇄ newest cached ⇄ head
+    """Blocks 1 .. n_blocks - 1. Free ones are in an `EvictionOrder`: those without content first.
 
     A free block keeps its content until it is allocated, so cached content is evicted only when room is needed.
-    The links are two flat lists; index NULL_BLOCK is the head.
     """
 
-    def __init__(self, n_blocks: int, fence: StepFence | None = None) -> None:
+    def __init__(self, n_blocks: int, fence: StepFence | None = None, retention: Retention | None = None) -> None:
         assert n_blocks >= 2, "a pool needs a block besides the null block"
         self._fence = StepFence() if fence is None else fence
-        self._freed_step = [0] * n_blocks  # the last step that may write a free block
+        self._free = EvictionOrder(n_blocks, Retention() if retention is None else retention)
+        self._free.add_empty(range(n_blocks - 1, 0, -1))
         self.n_total = n_blocks - 1
         self.n_free = self.n_total
         self.n_releases = 0  # how often a block became free; unchanged: no new room
         self.refs = [0] * n_blocks
-        self._next: list[int] = [*range(1, n_blocks), 0]
-        self._prev: list[int] = [n_blocks - 1, *range(n_blocks - 1)]
 
     def n_unheld(self, blocks: Iterable[int]) -> int:
         """How many of the blocks are free."""
@@ -61,63 +59,62 @@ class BlockPool:
     def take_all(self, n: int) -> list[int]:
         """The first n free blocks, with one reference each. The caller removes their old content from the index."""
         assert 0 <= n <= self.n_free, f"{n} of {self.n_free} free blocks: check n_free first"
-        refs, following = self.refs, self._next
-        blocks, block = [], following[NULL_BLOCK]
-        for _ in range(n):
-            blocks.append(block)
+        blocks = self._free.take(n)
+        refs = self.refs
+        for block in blocks:
             refs[block] = 1
-            block = following[block]
-        following[NULL_BLOCK], self._prev[block] = block, NULL_BLOCK
         self.n_free -= n
         return blocks
 
     def settled(self, n: int, but: AbstractSet[int]) -> list[int]:
         """The first n free blocks that no step in flight may write, without those of `but`; fewer if there are not."""
-        freed_step, completed, following = self._freed_step, self._fence.completed, self._next
-        found: list[int] = []
-        block = following[NULL_BLOCK]
-        while len(found) < n and block != NULL_BLOCK:
-            if freed_step[block] <= completed and block not in but:
-                found.append(block)
-            block = following[block]
-        return found
+        return self._free.first(n, self._fence.completed, but) if n else []
 
     def hold(self, block: int) -> None:
         """One more reference; a free block is revived with its content."""
         self.hold_all((block,))
 
-    def hold_all(self, blocks: Iterable[int]) -> None:
+    def hold_all(self, blocks: Sequence[int]) -> None:
         """Hold many blocks at once: a long prompt has thousands, and the step loop waits for it."""
-        refs, following, preceding = self.refs, self._next, self._prev
-        n_revived = 0
+        refs = self.refs
+        assert NULL_BLOCK not in blocks
+        revived = [block for block in blocks if not refs[block]]
         for block in blocks:
-            assert block != NULL_BLOCK
-            if refs[block] == 0:
-                before, after = preceding[block], following[block]
-                following[before], preceding[after] = after, before
-                n_revived += 1
             refs[block] += 1
-        self.n_free -= n_revived
+        self._free.remove(revived)
+        self.n_free -= len(revived)
 
     def drop(self, block: int, keep: bool) -> None:
         """One reference less. At zero the block is free: reused last if `keep`, for its content is cached."""
         self.drop_all((block,), (keep,))
 
-    def drop_all(self, blocks: Iterable[int], keep: Iterable[bool]) -> None:
-        refs, following, preceding = self.refs, self._next, self._prev
-        freed_step, step = self._freed_step, self._fence.planned
-        n_freed = 0
+    def drop_all(
+        self,
+        blocks: Iterable[int],
+        keep: Iterable[bool],
+        conversation: Conversation | None = None,
+        shared: bool = False,
+    ) -> None:
+        """In the order of eviction: a chain's last block first. `shared`: they are of a prefix of several sessions."""
+        refs, free, step = self.refs, self._free, self._fence.planned
+        kept: list[int] = []
+        empty: list[int] = []
         for block, cached in zip(blocks, keep):
-            assert refs[block] > 0, f"block {block} dropped more often than held"
-            refs[block] -= 1
-            if refs[block]:
-                continue
-            before = preceding[NULL_BLOCK] if cached else NULL_BLOCK
-            after = following[before]
-            following[before] = preceding[after] = block
-            preceding[block], following[block] = before, after
-            freed_step[block] = step
-            n_freed += 1
+            left = refs[block] = refs[block] - 1
+            if not left:
+                (kept if cached else empty).append(block)
+            assert left >= 0, f"block {block} dropped more often than held"
+        if empty:
+            free.add_empty(empty, step)
+        if kept:
+            kept.reverse()
+            if shared:
+                free.add_shared(kept, step)
+            elif conversation is None:
+                free.add_plain(kept, step)
+            else:
+                free.add(kept, conversation, step)
+        n_freed = len(kept) + len(empty)
         self.n_free += n_freed
         self.n_releases += n_freed
 
@@ -142,17 +139,42 @@ def capacity(layout: KVGroup, n_usable: int, chunk: int) -> int:
     return n_usable * BLOCK_TOKENS if bounded else UNBOUNDED
 
 
-def split_bytes(layouts: Sequence[KVGroup], kv_bytes: int, chunk: int, max_running: int) -> list[int]:
-    """Blocks for each group, the null block included.
+def all_sequences(n_blocks: Sequence[int]) -> int:
+    """Tokens that sequences have together in pools of so many blocks, the null block included."""
+    return (max(n_blocks) - 1) * BLOCK_TOKENS
 
-    Groups without a window get as many blocks each as possible. A window group gets a quarter of that, enough to
-    find sessions again by their last window, or what all running sequences can need if that is more; never more than
-    the others.
+
+def one_sequence(layouts: Sequence[KVGroup], n_blocks: Sequence[int], chunk: int) -> int:
+    """Tokens of the longest sequence that pools of so many blocks hold."""
+    return min(capacity(layout, n - 1, chunk) for layout, n in zip(layouts, n_blocks, strict=True))
+
+
+SESSION_TOKENS = 2048  # a session is assumed to be at least so long on average
+SESSION_CHUNKS = 16  # and of a model with chunked attention so many chunks: it is made for long ones
+
+
+def running_blocks(layout: KVGroup, chunk: int, max_running: int) -> int:
+    """Blocks of a window group that all running sequences need: a window each, and what two steps add to them all."""
+    assert layout.window is not None
+    return max_running * (blocks_of(layout.window) + 2) + 2 * blocks_of(chunk)
+
+
+def split_bytes(layouts: Sequence[KVGroup], kv_bytes: int, chunk: int, max_running: int) -> list[int]:
+    """Blocks for each group, the null block included. `chunk`: tokens of a step, of all sequences together.
+
+    Groups without a window get as many blocks each as possible. A window group gets as many as it takes to find the
+    sessions in them again by their last window, at most a quarter, or what all running sequences can need if that is
+    more; never more than the others.
     """
 
+    def windowed(layout: KVGroup, n_full: int) -> int:
+        assert layout.window is not None
+        session = max(SESSION_TOKENS, SESSION_CHUNKS * layout.window if layout.chunked else 0)
+        kept = n_full * (blocks_of(layout.window) + 1) // blocks_of(session)
+        return min(n_full, max(min(kept, n_full // 4), running_blocks(layout, chunk, max_running)))
+
     def blocks(n_full: int) -> list[int]:
-        windows = [max(n_full // 4, max_running * peak_blocks(layout, UNBOUNDED, chunk)) for layout in layouts]
-        return [n_full if layout.window is None else min(n_full, n) for layout, n in zip(layouts, windows)]
+        return [n_full if layout.window is None else windowed(layout, n_full) for layout in layouts]
 
     def cost(n_full: int) -> int:
         return sum((n + 1) * layout.block_bytes for n, layout in zip(blocks(n_full), layouts))

@@ -4,8 +4,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from emberline.kv.block_pool import NULL_BLOCK, BlockPool, StepFence, blocks_of, capacity, peak_blocks
-from emberline.kv.prefix_index import PrefixIndex, first_visible
+from emberline.kv.block_pool import (
+    NULL_BLOCK,
+    BlockPool,
+    StepFence,
+    all_sequences,
+    blocks_of,
+    one_sequence,
+    peak_blocks,
+)
+from emberline.kv.prefix_index import NO_OWNER, Owner, PrefixIndex, first_visible
+from emberline.kv.tiers.retention import Conversation, Retention
 from emberline.protocol.block_hash import BLOCK_TOKENS, KVGroup
 from emberline.protocol.frames import KVEvents
 
@@ -15,10 +24,10 @@ KEYS_PER_FRAME = 60_000  # frames stay below 1 MB
 class KVListener(Protocol):
     """Learns what content the device pool gains and loses: the seam for KV events and for tiers."""
 
-    def stored(self, group: KVGroup, key: bytes, block: int) -> None: ...
+    def stored(self, group: KVGroup, keys: Sequence[bytes], blocks: Sequence[int]) -> None: ...
 
-    def evicted(self, group: KVGroup, key: bytes, block: int) -> None:
-        """Called before the block is written again: its bytes can still be saved."""
+    def evicted(self, group: KVGroup, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
+        """Called before the blocks are written again: their bytes can still be saved."""
 
 
 @dataclass(slots=True)
@@ -38,6 +47,8 @@ class BlockTable:
 
     groups: list[GroupTable]
     n_published: int = 0  # leading blocks that are in the prefix index
+    conversation: Conversation | None = None  # that the sequence is a turn of, once it was admitted
+    owner: Owner = NO_OWNER  # of what is published from it
 
 
 @dataclass(slots=True, frozen=True)
@@ -62,11 +73,16 @@ class KVCache:
     ) -> None:
         assert len(layouts) == len(n_blocks) >= 1
         self.fence = StepFence()
-        self.groups = [_Group(layout, BlockPool(n, self.fence), PrefixIndex(n)) for layout, n in zip(layouts, n_blocks)]
+        self.retention = Retention()
+        self.groups = [
+            _Group(layout, BlockPool(n, self.fence, self.retention), PrefixIndex(n))
+            for layout, n in zip(layouts, n_blocks)
+        ]
         self.n_total = sum(group.pool.n_total for group in self.groups)
-        self.capacity = min(capacity(g.layout, g.pool.n_total, chunk) for g in self.groups)  # tokens of one sequence
-        self.n_tokens = max(group.pool.n_total for group in self.groups) * BLOCK_TOKENS  # of all sequences together
+        self.capacity = one_sequence(layouts, n_blocks, chunk)  # in tokens
+        self.n_tokens = all_sequences(n_blocks)
         self.windowed = any(layout.window is not None for layout in layouts)
+        self.version = 0  # of what the prefix index holds; unchanged: so is what `match` finds
         self._chunk = chunk
         self._listeners: tuple[KVListener, ...] = () if listener is None else (listener,)
 
@@ -86,8 +102,8 @@ class KVCache:
         """Blocks freed so far. Unchanged since a sequence did not fit: it still does not."""
         return sum(group.pool.n_releases for group in self.groups)
 
-    def table(self) -> BlockTable:
-        return BlockTable([GroupTable() for _ in self.groups])
+    def table(self, owner: Owner = NO_OWNER) -> BlockTable:
+        return BlockTable([GroupTable() for _ in self.groups], owner=owner)
 
     def match(self, keys: Sequence[bytes], limit: int) -> int:
         """How many of the first `limit` blocks need not be computed.
@@ -128,15 +144,24 @@ class KVCache:
             for group, held in zip(self.groups, table.groups)
         ]
 
-    def take_hit(self, table: BlockTable, keys: Sequence[bytes], n_hit: int) -> None:
-        """Give an empty table the first n_hit blocks, which `match` has found."""
-        for group, held in zip(self.groups, table.groups):
+    def take_hit(self, table: BlockTable, keys: Sequence[bytes], n_hit: int, fetched: BlockTable | None = None) -> None:
+        """Give an empty table the first n_hit blocks, which `match` has found.
+
+        `fetched`: a table of reserved blocks, whose references are taken over where they are to the same blocks; it is
+        released otherwise.
+        """
+        for g, (group, held) in enumerate(zip(self.groups, table.groups)):
             assert not held.blocks, "a prefix hit fills an empty table"
             held.n_passed = group.first_visible(n_hit * BLOCK_TOKENS)
-            known = group.index.blocks(keys[held.n_passed : n_hit])
-            group.pool.hold_all(known)
-            held.blocks = [NULL_BLOCK] * held.n_passed + known
+            known = [NULL_BLOCK] * held.n_passed + group.index.blocks(keys[held.n_passed : n_hit])
+            if fetched is not None and fetched.groups[g].blocks == known:
+                fetched.groups[g] = GroupTable()
+            else:
+                group.pool.hold_all(known[held.n_passed :])
+            held.blocks = known
         table.n_published = n_hit
+        if fetched is not None:
+            self.release(fetched)
 
     def grow(self, table: BlockTable, start: int, end: int) -> list[list[int]] | None:
         """Take blocks for the KV of tokens start .. end - 1, all or nothing; free those that left a window.
@@ -162,38 +187,60 @@ class KVCache:
     def publish(self, table: BlockTable, keys: Sequence[bytes], n_blocks: int) -> None:
         """The first n_blocks of the table are computed and full: add them to the prefix index."""
         for group, held in zip(self.groups, table.groups):
-            self._index(group, keys, held.blocks, range(max(table.n_published, held.n_passed), n_blocks))
+            new = range(max(table.n_published, held.n_passed), n_blocks)
+            self._index(group, keys, held.blocks, new, table.owner)
         table.n_published = n_blocks
 
-    def reserve(self, keys: Sequence[bytes], n_blocks: int, reserved: Sequence[int]) -> BlockTable | None:
+    def reserve(
+        self, keys: Sequence[bytes], n_blocks: int, reserved: Sequence[int], owner: Owner = NO_OWNER
+    ) -> BlockTable | None:
         """A table of the blocks that a token after n_blocks attends to: cached ones are referenced, others taken empty.
 
         Others may write those: no step in flight does. None when they do not fit, leaving `reserved` blocks of each
         group, or while steps in flight may write the blocks that would be taken.
         """
-        table = self.table()
-        taken = []
-        for group, held, n_reserved in zip(self.groups, table.groups, reserved):
+        table = self.reservation(n_blocks, owner)
+        return None if self.reserve_more(table, keys, n_blocks, reserved) is None else table
+
+    def reservation(self, n_blocks: int, owner: Owner = NO_OWNER) -> BlockTable:
+        """A table for the blocks that a token after n_blocks attends to, which `reserve_more` adds."""
+        table = self.table(owner)
+        for group, held in zip(self.groups, table.groups):
             held.n_passed = group.first_visible(n_blocks * BLOCK_TOKENS)
-            held.blocks = [NULL_BLOCK] * n_blocks
-            for j in range(held.n_passed, n_blocks):
-                if keys[j] in group.index:
-                    held.blocks[j] = group.index.block(keys[j])
-            known = set(held.blocks) - {NULL_BLOCK}
-            n_lacking = n_blocks - held.n_passed - len(known)
-            if n_lacking + group.pool.n_unheld(known) + n_reserved > group.pool.n_free:
-                return None
-            taken.append(group.pool.settled(n_lacking, but=known))
-            if len(taken[-1]) < n_lacking:
-                return None
-        for group, held, blocks in zip(self.groups, table.groups, taken):
-            group.pool.hold_all(block for block in held.blocks if block != NULL_BLOCK)
-            group.pool.hold_all(blocks)
-            self._evict(group, blocks)
-            lacking = (j for j in range(held.n_passed, n_blocks) if held.blocks[j] == NULL_BLOCK)
-            for j, block in zip(lacking, blocks):
-                held.blocks[j] = block
+            held.blocks = [NULL_BLOCK] * held.n_passed
         return table
+
+    def reserve_more(
+        self, table: BlockTable, keys: Sequence[bytes], end: int, reserved: Sequence[int]
+    ) -> list[dict[int, int]] | None:
+        """As `reserve`, the blocks below `end` that the table lacks. Per group: those that were taken empty, by their
+        index in the table."""
+        found = []
+        for group, held, n_reserved in zip(self.groups, table.groups, reserved):
+            known = group.index.find(keys[len(held.blocks) : end])
+            cached = [block for block in known if block is not None]
+            n_lacking = len(known) - len(cached)
+            if n_lacking + group.pool.n_unheld(cached) + n_reserved > group.pool.n_free:
+                return None
+            taken = group.pool.settled(n_lacking, but=set(cached))
+            if len(taken) < n_lacking:
+                return None
+            found.append((known, cached, taken))
+        gained = []
+        for group, held, (known, cached, taken) in zip(self.groups, table.groups, found):
+            group.pool.hold_all(cached)
+            group.pool.hold_all(taken[::-1])  # in the order of their chains
+            self._evict(group, taken)
+            first = len(held.blocks)
+            if not cached:  # the common case, and long
+                gained.append(dict(zip(range(first, first + len(taken)), taken)))
+                held.blocks += taken
+                continue
+            lacking = [j for j, block in enumerate(known, first) if block is None]
+            gained.append(dict(zip(lacking, taken)))
+            fresh = iter(taken)
+            held.blocks += [next(fresh) if block is None else block for block in known]
+        return gained
 
     def lacking(self, table: BlockTable) -> list[dict[int, int]]:
         """Per group: the blocks of a reserved table without content, by their index in it."""
@@ -202,15 +249,19 @@ class KVCache:
             for group, held in zip(self.groups, table.groups)
         ]
 
-    def publish_received(self, table: BlockTable, keys: Sequence[bytes], group_number: int, j: int) -> None:
-        """The content of one reserved block was received: add it to the prefix index."""
+    def publish_received(
+        self, table: BlockTable, keys: Sequence[bytes], group_number: int, indices: Sequence[int]
+    ) -> None:
+        """The content of reserved blocks was received: add it to the prefix index."""
         group, held = self.groups[group_number], table.groups[group_number]
-        if self._index(group, keys, held.blocks, range(j, j + 1)):
+        new = self._index(group, keys, held.blocks, indices, table.owner)
+        if len(new) == len(indices):
             return
-        known = group.index.block(keys[j])  # computed here meanwhile: keep that one
-        group.pool.hold(known)
-        group.pool.drop(held.blocks[j], keep=False)
-        held.blocks[j] = known
+        for j in set(indices).difference(new):
+            known = group.index.block(keys[j])  # computed here meanwhile: keep that one
+            group.pool.hold(known)
+            group.pool.drop(held.blocks[j], keep=False)
+            held.blocks[j] = known
 
     def withdraw(self, table: BlockTable, group_number: int, j: int) -> int:
         """Take a block out of a table but keep its reference; `unpin` drops it."""
@@ -223,24 +274,49 @@ class KVCache:
         self.groups[group_number].pool.hold(block)
 
     def unpin(self, group_number: int, block: int) -> None:
+        self.unpin_all(group_number, (block,))
+
+    def unpin_all(self, group_number: int, blocks: Sequence[int]) -> None:
         group = self.groups[group_number]
-        group.pool.drop(block, keep=group.index.key(block) is not None)
+        group.pool.drop_all(blocks, group.index.indexed(blocks))
 
     def release(self, table: BlockTable) -> None:
         """Drop all references, last blocks first, so that the ends of prefixes are evicted before their beginnings."""
+        conversation = table.conversation
+        n_shared = 0 if conversation is None else conversation.n_shared
         for group, held in zip(self.groups, table.groups):
-            blocks = [
-                block for block in reversed(held.blocks[held.n_passed :]) if block != NULL_BLOCK
-            ]  # NULL_BLOCK: withdrawn
-            group.pool.drop_all(blocks, group.index.indexed(blocks))
+            for start, end in ((max(n_shared, held.n_passed), None), (held.n_passed, max(n_shared, held.n_passed))):
+                blocks = [block for block in held.blocks[start:end] if block != NULL_BLOCK]  # NULL_BLOCK: withdrawn
+                blocks.reverse()
+                group.pool.drop_all(blocks, group.index.indexed(blocks), conversation, shared=end is not None)
             held.blocks, held.n_passed = [], 0
         table.n_published = 0
+
+    def release_last(self, table: BlockTable, n: int) -> bool:
+        """Drop the references to the last n blocks of each group; True: there are none left."""
+        for group, held in zip(self.groups, table.groups):
+            first = max(held.n_passed, len(held.blocks) - n)
+            blocks = [block for block in held.blocks[first:] if block != NULL_BLOCK]
+            blocks.reverse()
+            group.pool.drop_all(blocks, group.index.indexed(blocks), table.conversation)
+            del held.blocks[first:]
+        return all(len(held.blocks) == held.n_passed for held in table.groups)
 
     def discard(self, table: BlockTable) -> None:
         """Drop all references and remove the content from the prefix index: its numbers are invalid."""
         for group, held in zip(self.groups, table.groups):
             self._evict(group, held.blocks[held.n_passed :])
         self.release(table)
+
+    def purge(self, root_key: bytes | None, session: bytes = b"") -> int:
+        """Remove from the prefix index what was computed or fetched for an account, for one of its sessions, or (None)
+        everything; the number of blocks. Sequences that reference them keep them."""
+        n = 0
+        for group in self.groups:
+            purged = group.index.belonging(root_key, session)
+            self._evict(group, purged)
+            n += len(purged)
+        return n
 
     def _leave_window(self, group: _Group, held: GroupTable, first: int) -> None:
         for j in range(held.n_passed, min(first, len(held.blocks))):
@@ -255,27 +331,44 @@ class KVCache:
         return blocks
 
     def _evict(self, group: _Group, blocks: Sequence[int]) -> None:
-        for key, block in group.index.remove(blocks):
+        keys, evicted = group.index.remove(blocks)
+        if keys:
+            self.version += 1
             for listener in self._listeners:
-                listener.evicted(group.layout, key, block)
+                listener.evicted(group.layout, keys, evicted)
 
-    def _index(self, group: _Group, keys: Sequence[bytes], blocks: Sequence[int], indices: range) -> bool:
-        """False when all of the content was indexed already."""
-        new = group.index.put(keys, blocks, indices)
-        for listener in self._listeners:
-            for j in new:
-                listener.stored(group.layout, keys[j], blocks[j])
-        return bool(new)
+    def _index(
+        self, group: _Group, keys: Sequence[bytes], blocks: Sequence[int], indices: Sequence[int], owner: Owner
+    ) -> Sequence[int]:
+        """Those whose content was not indexed before."""
+        new = group.index.put(keys, blocks, indices, owner)
+        self.version += bool(new)
+        if new and self._listeners:
+            new_keys, new_blocks = [keys[j] for j in new], [blocks[j] for j in new]
+            for listener in self._listeners:
+                listener.stored(group.layout, new_keys, new_blocks)
+        return new
+
+
+class EventSource(Protocol):
+    """The KV events of a tier: `tier_events.TierChanges`."""
+
+    def watch(self) -> list[KVEvents]: ...
+
+    def unwatch(self) -> None: ...
+
+    def take(self) -> list[KVEvents]: ...
 
 
 class KVEventFeed:
     """The KV events of a cache, collected while there is a subscriber: the net change between two calls of `take`.
 
-    Content is reported by the keys of one group, the one without a window: without it there is no prefix hit.
+    Content is reported by the keys of one group, the one without a window: without it there is no prefix hit. The
+    changes of tiers below the cache are told after its own.
     """
 
-    def __init__(self, cache: KVCache) -> None:
-        self._cache = cache
+    def __init__(self, cache: KVCache, tiers: Sequence[EventSource] = ()) -> None:
+        self._cache, self._tiers = cache, tiers
         self._group = unwindowed_group(group.layout for group in cache.groups)
         self._stored: dict[bytes, None] = {}  # in order
         self._removed: dict[bytes, None] = {}
@@ -286,33 +379,44 @@ class KVEventFeed:
         if not self._subscribed:
             self._subscribed = True
             self._cache.add_listener(self)
-        return snapshot(next(group.index for group in self._cache.groups if group.layout is self._group))
+        device = snapshot(next(group.index for group in self._cache.groups if group.layout is self._group))
+        return device + [event for tier in self._tiers for event in tier.watch()]
 
     def unsubscribe(self) -> None:
         self._cache.remove_listener(self)
         self._subscribed = False
+        for tier in self._tiers:
+            tier.unwatch()
         self.take()
 
-    def stored(self, group: KVGroup, key: bytes, block: int) -> None:
+    def stored(self, group: KVGroup, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
         if group is self._group:
-            if key in self._removed:
-                del self._removed[key]
-            else:
-                self._stored[key] = None
+            _note(keys, self._stored, self._removed)
 
-    def evicted(self, group: KVGroup, key: bytes, block: int) -> None:
+    def evicted(self, group: KVGroup, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
         if group is self._group:
-            if key in self._stored:
-                del self._stored[key]
-            else:
-                self._removed[key] = None
+            _note(keys, self._removed, self._stored)
 
     def take(self) -> list[KVEvents]:
         """The changes since the last call; mostly one frame, or none."""
         stored, self._stored = self._stored, {}
         removed, self._removed = self._removed, {}
         frames = [KVEvents(removed=part) for part in _frames_of(removed)]
-        return frames + [KVEvents(stored=part) for part in _frames_of(stored)]
+        frames += [KVEvents(stored=part) for part in _frames_of(stored)]
+        for tier in self._tiers:
+            frames += tier.take()
+        return frames
+
+
+def _note(keys: Sequence[bytes], noted: dict[bytes, None], opposite: dict[bytes, None]) -> None:
+    if not opposite:
+        noted.update(dict.fromkeys(keys))
+        return
+    for key in keys:
+        if key in opposite:
+            del opposite[key]
+        else:
+            noted[key] = None
 
 
 def snapshot(keys: Iterable[bytes]) -> list[KVEvents]:

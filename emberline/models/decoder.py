@@ -2,12 +2,15 @@
 
 The architectures are `llama`, `qwen` and `gemma`: each is a function that builds a layer from the blocks of `attention`
 and `feed_forward`.
+
+A rank of several has a `Shard` of it: the layers of its stage, of which the backend computes the rank's part. Within a
+stage all ranks have the same hidden states; from stage to stage each sends its own to the next.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,9 +18,25 @@ from torch import Tensor
 from emberline.kernels.backend import Attention, Backend, FeedForward, Layer, Rope
 from emberline.kernels.reference import rms_norm
 from emberline.models.layer_weights import CheckpointSource, LayerWeights
+from emberline.models.shard import Shard
 from emberline.protocol.block_hash import KVGroup
+from emberline.protocol.errors import BadInput
 
 Architecture = Callable[[LayerWeights], Layer]
+
+
+class Taps(Protocol):
+    """Reads the residual between layers, as draft heads do."""
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Numbers of layers, ascending. The number of all stands for the end of the last one."""
+
+    def take(self, n: int, residual: Tensor) -> None:
+        """What enters layer taps[n]: [tokens, hidden], valid during the call."""
+
+    def end(self, step: "StepInputs") -> None:
+        """All layers ran, the logits are still to be computed: but for the residual the backend's memory is free."""
 
 
 @dataclass(slots=True)
@@ -36,17 +55,29 @@ class StepInputs:
 class Decoder:
     """Weights in the backend's layout, and the forward pass over them."""
 
-    def __init__(self, source: CheckpointSource, backend: Backend, architecture: Architecture) -> None:
+    def __init__(
+        self, source: CheckpointSource, backend: Backend, architecture: Architecture, shard: Shard | None = None
+    ) -> None:
+        """shard: of a rank; `source` is then its checkpoint, and `backend` has its groups."""
         self.config = source.config
+        self.shard = shard = shard or Shard.whole(source.config)
         self._backend = backend
-        self._embedding = backend.load_matrix([source.weight("token_embd.weight")])
+        self._numbers = numbers = shard.layers
+        self._is_first, self._is_last = numbers.start == 0, numbers.stop == self.config.n_layers
         tied = not source.has("output.weight")
-        self._head = self._embedding if tied else backend.load_matrix([source.weight("output.weight")])
-        self._norm = backend.load_vector(source.weight("output_norm.weight"))
-        layers = [architecture(LayerWeights(source, backend, n)) for n in range(self.config.n_layers)]
-        self.kv_groups = kv_groups([layer.attention for layer in layers], backend)
-        self.layers = [_with_cache(layer, n, self.kv_groups) for n, layer in enumerate(layers)]
+        self._embedding = self._head = self._norm = None
+        if self._is_first or (self._is_last and tied):
+            self._embedding = backend.load_matrix([source.weight("token_embd.weight")])
+        if self._is_last:
+            self._head = self._embedding if tied else backend.load_matrix([source.weight("output.weight")])
+            self._norm = backend.load_vector(source.weight("output_norm.weight"))
+        self._vocabulary = shard.vocabulary(self.config.vocab_size)
+        layers = [architecture(LayerWeights(source, backend, n)) for n in numbers]
+        self.kv_groups = kv_groups([layer.attention for layer in layers], backend, shard)
+        _check_stage(self.config, self.kv_groups, shard)
+        self.layers = [_with_cache(layer, n, self.kv_groups) for n, layer in zip(numbers, layers, strict=True)]
         self._ropes = [self._rope(group) for group in self.kv_groups]
+        self._tapped: dict[tuple[int, ...], list[list[Layer]]] = {}
 
     @property
     def backend(self) -> str:
@@ -62,14 +93,26 @@ class Decoder:
         return self._backend.device
 
     @property
+    def embedding(self) -> Any:
+        """The matrix of token embeddings."""
+        return self._embedding
+
+    @property
     def head(self) -> Any:
         """The matrix of the LM head."""
         return self._head
 
     @property
+    def norm(self) -> Tensor:
+        """The weight of the norm before the LM head."""
+        assert self._norm is not None, "a stage of a pipeline"
+        return self._norm
+
+    @property
     def matrices(self) -> list[Any]:
         """All weight matrices, in the backend's layout."""
-        return [self._embedding, self._head, *(matrix for layer in self.layers for matrix in layer.matrices)]
+        ends = [matrix for matrix in (self._embedding, self._head) if matrix is not None]
+        return [*ends, *(matrix for layer in self.layers for matrix in layer.matrices)]
 
     @property
     def attentions(self) -> list[Attention]:
@@ -90,28 +133,104 @@ class Decoder:
             self.layers = layers
 
     @torch.inference_mode()
-    def forward(self, step: StepInputs, kv: list[Tensor]) -> Tensor:
-        """Logits, float32 [samples, vocab]. Writes what the new tokens leave in the cache into the blocks of `kv`."""
-        x = self._run_layers(step, kv)
+    def forward(self, step: StepInputs, kv: list[Tensor], taps: Taps | None = None) -> Tensor:
+        """Logits, float32 [samples, vocab]. Writes what the new tokens leave in the cache into the blocks of `kv`.
+
+        All ranks of a layout call it with the same step, and all get the logits.
+        """
+        if taps is not None:
+            x = self._run_segments(step, kv, taps.taps, taps.take)
+            taps.end(step)
+            return self._logits(step, x)
+        if self._is_first and self._is_last:
+            return self._logits(step, self._run_layers(step, kv))
+        stages, hidden = self._backend.groups.pp, None
+        if not self._is_first:
+            hidden = self._backend.buffer("residual", len(step.token_ids), self.config.hidden_size)
+            stages.recv(hidden, stages.rank - 1)
+        out = self.forward_stage(step, kv, hidden)
+        if not self._is_last:
+            stages.send(out, stages.rank + 1)
+            out = self._backend.buffer("logits", len(step.sample_tokens), self.config.vocab_size)
+        if len(out):
+            stages.broadcast(out, stages.size - 1)
+        return out
+
+    @torch.inference_mode()
+    def forward_stage(self, step: StepInputs, kv: list[Tensor], hidden: Tensor | None) -> Tensor:
+        """The layers of this stage alone: hidden states [tokens, hidden] of the stage before (the first embeds) to
+        those for the next, in place, or to logits in the last. The caller moves them between stages."""
+        x = self._run_layers(step, kv, hidden)
+        return self._logits(step, x) if self._is_last else x
+
+    @torch.inference_mode()
+    def forward_tapped(self, step: StepInputs, kv: list[Tensor], taps: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:
+        """As `forward`, and the hidden states of all tokens before each layer in `taps` (ascending): [tokens, hidden].
+
+        They are what a drafter reads that was trained on them. The number of layers stands for the end of the last one.
+        Of a pipeline's stages none has all of them: drafters run with one.
+        """
+        assert self._is_first and self._is_last, "a stage of a pipeline"  # noqa: PT018
+        hidden: list[Tensor] = []
+        x = self._run_segments(step, kv, taps, lambda n, residual: hidden.append(residual.clone()))
+        return self._logits(step, x), hidden
+
+    def _run_segments(
+        self, step: StepInputs, kv: list[Tensor], taps: tuple[int, ...], take: Callable[[int, Tensor], None]
+    ) -> Tensor:
+        context = self._backend.begin_step(step, kv, self.kv_groups, self._ropes)
+        x = self._begin(step)
+        for n, layers in enumerate(self._segments(taps)):
+            self._backend.run_layers(layers, x, context)
+            if n < len(taps):
+                take(n, x)
+        return x
+
+    def _logits(self, step: StepInputs, x: Tensor) -> Tensor:
         if not len(step.sample_tokens):  # a chunk in the middle of a prompt needs no logits
             return x.new_empty(0, self.config.vocab_size, dtype=torch.float32)
         if len(step.sample_tokens) != len(x):  # in a decode step every token is sampled
             x = x[step.sample_tokens]
-        return self._backend.norm_linear(x, self._head, self._norm, self.config.norm_eps).float()
+        assert self._norm is not None
+        logits = self._backend.norm_linear(x, self._head, self._norm, self.config.norm_eps).float()
+        return logits if len(self._vocabulary) == 1 else self._backend.gather_logits(logits, self._vocabulary)
+
+    def _segments(self, taps: tuple[int, ...]) -> list[list[Layer]]:
+        """The layers up to each tap, and the rest. Kept: a backend knows lists of layers by their identity."""
+        if len(self.layers) < self.config.n_layers:  # see distinct_layers
+            return [self.layers, *[list[Layer]()] * len(taps)]
+        found = self._tapped.get(taps)
+        if found is None:
+            assert list(taps) == sorted(set(taps)) and all(0 <= tap <= len(self.layers) for tap in taps), taps  # noqa: PT018
+            ends = [*taps, len(self.layers)]
+            found = self._tapped[taps] = [self.layers[begin:end] for begin, end in zip([0, *taps], ends)]
+        return found
+
+    @torch.inference_mode()
+    def tapped(self, step: StepInputs, kv: list[Tensor], taps: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:
+        """The LM head's input for all tokens [tokens, hidden], and the hidden states of `forward_tapped`."""
+        *hidden, x = self.forward_tapped(step, kv, (*taps, len(self.layers)))[1]
+        assert self._norm is not None
+        return rms_norm(x, self._norm, self.config.norm_eps), hidden
 
     @torch.inference_mode()
     def hidden(self, step: StepInputs, kv: list[Tensor]) -> Tensor:
         """The normed output of the last layer, float32 [tokens, hidden]: what embedders pool."""
+        assert self._norm is not None
         return rms_norm(self._run_layers(step, kv), self._norm, self.config.norm_eps).float()
 
-    def _run_layers(self, step: StepInputs, kv: list[Tensor]) -> Tensor:  # [tokens, hidden]
+    def _run_layers(self, step: StepInputs, kv: list[Tensor], hidden: Tensor | None = None) -> Tensor:
         context = self._backend.begin_step(step, kv, self.kv_groups, self._ropes)
-        x = self._backend.embed(self._embedding, step.token_ids, self.config.embedding_scale)
+        x = self._begin(step) if hidden is None else hidden
         self._backend.run_layers(self.layers, x, context)
         return x
 
+    def _begin(self, step: StepInputs) -> Tensor:
+        first = sum(self._vocabulary[: self.shard.position.tp_rank])
+        return self._backend.embed(self._embedding, step.token_ids, self.config.embedding_scale, first)
+
     def _rope(self, group: KVGroup) -> Rope:
-        config, dim = self.config, self.layers[group.layers[0]].attention.rotary_dim
+        config, dim = self.config, self.layers[group.layers[0] - self._numbers.start].attention.rotary_dim
         local = group.window is not None and config.local_rope_theta is not None
         theta = config.local_rope_theta if local else config.rope_theta
         frequencies = theta ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
@@ -120,19 +239,33 @@ class Decoder:
         return Rope(frequencies.float().to(self.device), 1.0 if local else config.rope_scale)
 
 
-def kv_groups(attentions: list[Attention], backend: Backend) -> tuple[KVGroup, ...]:
-    """Layers grouped by what they keep of a token; full attention first."""
+def kv_groups(attentions: list[Attention], backend: Backend, shard: Shard) -> tuple[KVGroup, ...]:
+    """The layers of a stage grouped by what they keep of a token; full attention first."""
     layouts = [attention.cache for attention in attentions]
     return tuple(
         KVGroup(
             name="full" if layout.window is None else f"{'chunk' if layout.chunked else 'window'}{layout.window}",
-            layers=tuple(n for n, other in enumerate(layouts) if other == layout),
+            layers=tuple(n for n, other in zip(shard.layers, layouts, strict=True) if other == layout),
             dtype=backend.kv_dtype,
             keys=backend.kv_keys,
+            first_head=shard.first_kv_head,
+            tokens=shard.token_share.span,
             **layout._asdict(),
         )
         for layout in sorted(set(layouts), key=lambda each: (each.window is not None, each.window or 0))
     )
+
+
+def _check_stage(config: Any, groups: tuple[KVGroup, ...], shard: Shard) -> None:
+    """BadInput for a stage without a layer of some KV group: all ranks have blocks of the same groups."""
+    kinds = set(zip(config.windows or [None] * config.n_layers, config.chunks or [None] * config.n_layers, strict=True))
+    if len(groups) < len(kinds):
+        first, last = shard.layers[0], shard.layers[-1]
+        raise BadInput(
+            f"--pp {shard.layout.pp}: stage {shard.position.stage} (layers {first} to {last}) has only layers that"
+            f" cache {groups[0].name!r}, and needs each of the model's {len(kinds)} kinds: use fewer stages",
+            param="pp",
+        )
 
 
 def _with_cache(layer: Layer, n: int, groups: tuple[KVGroup, ...]) -> Layer:

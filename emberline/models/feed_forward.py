@@ -29,13 +29,15 @@ def moe(layer: LayerWeights) -> MoE:
     A shared expert like the routed ones is stored with them and computed in the same launches; else it is an MLP.
     """
     config, moe = layer.config, layer.config.moe
-    stored = moe.shared_width == moe.width and moe.experts < MAX_EXPERTS
+    router = layer.tensor("ffn_gate_inp")
+    all_here = len(router) == moe.experts  # a rank may have some of the experts
+    stored = moe.shared_width == moe.width and moe.experts < MAX_EXPERTS and all_here
     stored = stored and all(
         layer.same_format(f"ffn_{part}_shexp", f"ffn_{part}_exps.0") for part in ("gate", "up", "down")
     )
     routing = Routing(moe.top_k, moe.scoring, moe.n_groups, moe.top_groups, moe.normalize, moe.scale, int(stored))
     try:
-        check_routing(routing, moe.experts)
+        check_routing(routing, len(router))
     except ValueError as error:
         raise BadCheckpoint(str(error)) from None
     norm, shared = layer.norm("ffn_norm"), None
@@ -49,7 +51,7 @@ def moe(layer: LayerWeights) -> MoE:
         )
     return MoE(
         norm=norm,
-        router=layer.tensor("ffn_gate_inp"),
+        router=router,
         router_bias=layer.vector("ffn_gate_inp", "bias") if moe.biases else None,
         routing=routing,
         correction_bias=layer.vector("exp_probs_b", "bias") if moe.correction_bias else None,
@@ -66,6 +68,7 @@ def moe(layer: LayerWeights) -> MoE:
         ),
         shared=shared,
         eps=config.norm_eps,
+        first_expert=moe.first_expert,
         weight_on_input=moe.weight_on_input,
         activation=moe.activation,
     )

@@ -1,13 +1,14 @@
 """The architectures Emberline runs, and loading a checkpoint onto the best backend of a device."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from typing import Any, Protocol
 
 import torch
 
-from emberline.kernels.backend import Backend, WeightSource
+from emberline.kernels.backend import Backend, Layer, WeightSource
+from emberline.kernels.collectives import ALONE, ParallelGroups
 from emberline.kernels.cpu import native_backend
 from emberline.kernels.cpu.build import BuildError
 from emberline.kernels.reference import TorchBackend
@@ -18,13 +19,15 @@ from emberline.models.deepseek import deepseek
 from emberline.models.encoder import EncoderModel
 from emberline.models.gemma import gemma3
 from emberline.models.gpt_oss import gpt_oss
-from emberline.models.layer_weights import CheckpointSource
+from emberline.models.layer_weights import CheckpointSource, LayerWeights
 from emberline.models.llama import llama
 from emberline.models.llama4 import llama4
 from emberline.models.qwen import qwen2, qwen3
+from emberline.models.shard import Shard
 from emberline.weights.encoder_checkpoint import EncoderConfig
 from emberline.weights.loader import DeferredCheckpoint, WeightLoader
 from emberline.weights.model_config import BadCheckpoint
+from emberline.weights.outline import OneOfEach, TensorSource, layer_kinds
 from emberline.weights.readahead import ReadAhead
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -83,10 +86,14 @@ def _unusable(device: str) -> str | None:
 
 
 def load_model(
-    source: NamedCheckpoint, device: str = "cpu", deterministic: bool = False, threads: int | None = None
+    source: NamedCheckpoint,
+    device: str = "cpu",
+    deterministic: bool = False,
+    threads: int | None = None,
+    shard: Shard | None = None,
 ) -> Decoder:
     """The checkpoint's model on `device`, with all its weights read."""
-    model, loader = begin_loading(source, device, deterministic, threads)
+    model, loader = begin_loading(source, device, deterministic, threads, shard=shard)
     if loader is not None:
         loader.finish()
     return model
@@ -98,37 +105,58 @@ def begin_loading(
     deterministic: bool = False,
     threads: int | None = None,
     read_ahead: ReadAhead | None = None,
+    shard: Shard | None = None,
 ) -> tuple[Decoder, WeightLoader | None]:
     """Build the model; on CUDA its weights are still being read by the returned loader.
 
     The caller must call `WeightLoader.finish` before the first forward pass. On a CPU the weights are complete and the
-    loader is None. `read_ahead` supplies file contents that were already read.
+    loader is None. `read_ahead` supplies file contents that were already read. `shard`: of a rank, which reads only its
+    own part of the checkpoint.
     """
     architecture = ARCHITECTURES[source.config.architecture]
-    backend = select_backend(source, device, deterministic, threads)
+    source = source if shard is None else shard.checkpoint(source)
+    backend = select_backend(source, device, deterministic, threads, ALONE if shard is None else shard.groups)
     tensors = _UsedTensors(source)
     if not device.startswith("cuda"):
-        model = Decoder(tensors, backend, architecture)
+        model = Decoder(tensors, backend, architecture, shard)
         tensors.check_all_used()
         return model, None
     if any(getattr(source.weight(name), "kind", "") == "f16" for name in source.names if name.endswith(".weight")):
         _log.info("the checkpoint is F16; its weights are rounded to BF16, which has its range and three bits less")
     loader = WeightLoader(device, read_ahead)
     model = Decoder(
-        DeferredCheckpoint(tensors, loader), backend, architecture
+        DeferredCheckpoint(tensors, loader), backend, architecture, shard
     )  # allocates; the loader fills afterwards
     tensors.check_all_used()
     loader.start()
     return model, loader
 
 
-def lay_out(source: NamedCheckpoint) -> Decoder:
-    """The model as it would be on a GPU, without its memory: tensors on torch's meta device. Needs Triton."""
+def lay_out(
+    source: TensorSource,
+    kinds: Sequence[int] | None = None,
+    shard: Shard | None = None,
+    made: dict[int, Layer] | None = None,
+) -> Decoder:
+    """The model, or a rank's part, as it would be on a GPU, without its memory: tensors on torch's meta device.
+
+    Needs Triton. Layers of the same kind share their tensors. `kinds`: by `weights.outline.layer_kinds`, if known;
+    `made`: layers by kind, kept for parts that have the same (another stage, another context parallelism).
+    """
     from emberline.kernels.gpu.triton_backend import TritonBackend
 
-    backend = TritonBackend("meta", torch.bfloat16)
-    unread = DeferredCheckpoint(_UsedTensors(source), WeightLoader("meta"))
-    return Decoder(unread, backend, ARCHITECTURES[source.config.architecture])
+    source = source if shard is None else shard.checkpoint(source)
+    of_kind = layer_kinds(source) if kinds is None else kinds
+    architecture, known = ARCHITECTURES[source.config.architecture], {} if made is None else made
+
+    def build(weights: LayerWeights) -> Layer:
+        kind = of_kind[weights.number]
+        if kind not in known:
+            known[kind] = architecture(weights)
+        return known[kind]
+
+    backend = TritonBackend("meta", torch.bfloat16, groups=ALONE if shard is None else shard.groups)
+    return Decoder(DeferredCheckpoint(OneOfEach(source), WeightLoader("meta")), backend, build, shard)
 
 
 def load_encoder(source: NamedCheckpoint, device: str = "cpu", threads: int | None = None) -> EncoderModel:
@@ -161,10 +189,14 @@ class _UsedTensors:
             raise BadCheckpoint(f"a {kind} model has no use for {len(self._unused)} tensors of the checkpoint: {some}")
 
 
-def select_backend(source: CheckpointSource, device: str, deterministic: bool, threads: int | None) -> Backend:
+def select_backend(
+    source: CheckpointSource, device: str, deterministic: bool, threads: int | None, groups: ParallelGroups = ALONE
+) -> Backend:
     """The fastest backend that can run this model on `device`; plain PyTorch where no other can."""
     config = source.config
-    if device == "cpu":
+    if device == "cpu" and groups.tp.size > 1:
+        _log.warning("the CPU kernels compute whole layers; tensor parallelism uses PyTorch, which is slower")
+    elif device == "cpu":
         group = config.n_heads // config.n_kv_heads
         shape = config.hidden_size, config.head_dim, config.mlp_size, group
         if config.architecture not in NATIVE_ARCHITECTURES:
@@ -173,7 +205,7 @@ def select_backend(source: CheckpointSource, device: str, deterministic: bool, t
             _log.warning("the CPU kernels do not support this model's shape; falling back to PyTorch, which is slower")
         else:
             try:
-                return native_backend.NativeBackend(threads)
+                return native_backend.NativeBackend(threads, groups=groups)
             except (BuildError, OSError) as error:
                 _log.warning("%s; falling back to PyTorch, several times slower", error)
     if device.startswith("cuda"):
@@ -182,5 +214,5 @@ def select_backend(source: CheckpointSource, device: str, deterministic: bool, t
         except ImportError as error:
             _log.warning("%s; falling back to PyTorch, many times slower", error)
         else:
-            return TritonBackend(device, deterministic=deterministic)
-    return TorchBackend(device, row_by_row=deterministic)
+            return TritonBackend(device, deterministic=deterministic, groups=groups)
+    return TorchBackend(device, row_by_row=deterministic, groups=groups)

@@ -19,6 +19,9 @@ class KVGroup(msgspec.Struct, frozen=True):
     """Layers whose KV is allocated and freed together. A block holds BLOCK_TOKENS tokens of all of them, contiguous:
 
     [layers, planes, kv_heads, BLOCK_TOKENS, head_dim]
+
+    A rank of several has a slice of every block, with the same number: its own layers and heads, and under decode
+    context parallelism (`kernels.context_parallel`) some of the tokens.
     """
 
     name: str  # "full", "window<N>" or "chunk<N>"
@@ -30,10 +33,12 @@ class KVGroup(msgspec.Struct, frozen=True):
     chunked: bool = False  # `window` is the size of chunks instead: a token sees the tokens of its own chunk only
     keys: str = "token"  # K inside a block is [BLOCK_TOKENS, head_dim]; "channel": transposed, [head_dim, BLOCK_TOKENS]
     planes: int = 2  # K and V; 1: MLA's row of latent and rotated key, which has one head
+    first_head: int = 0  # of `kv_heads`, among the model's
+    tokens: tuple[int, int] = (0, BLOCK_TOKENS)  # of each block: the first, and the one behind the last
 
     @property
     def block_shape(self) -> tuple[int, ...]:
-        return len(self.layers), self.planes, self.kv_heads, BLOCK_TOKENS, self.head_dim
+        return len(self.layers), self.planes, self.kv_heads, self.tokens[1] - self.tokens[0], self.head_dim
 
     @property
     def block_bytes(self) -> int:
@@ -43,7 +48,9 @@ class KVGroup(msgspec.Struct, frozen=True):
     def tag(self) -> str:
         """Layout tag: part of a stored block's address, never of its content key."""
         layers = f"L{self.layers[0]}-{self.layers[-1]}x{len(self.layers)}"
-        return f"{self.name}:{self.dtype}:{self.keys}:{layers}:H0-{self.kv_heads}:{self.planes}x{self.head_dim}"
+        heads = f"H{self.first_head}-{self.first_head + self.kv_heads}"
+        tokens = "" if self.tokens == (0, BLOCK_TOKENS) else f":T{self.tokens[0]}-{self.tokens[1]}"
+        return f"{self.name}:{self.dtype}:{self.keys}:{layers}:{heads}:{self.planes}x{self.head_dim}{tokens}"
 
 
 DIGEST_BYTES = 16
@@ -61,6 +68,11 @@ def root(fingerprint: str, salt: bytes, extras: bytes = b"") -> bytes:
         keyed.update(len(part).to_bytes(4, "little"))
         keyed.update(part)
     return keyed.digest()
+
+
+def session_digest(session: str | None) -> bytes:
+    """The name of a session among an account's stored blocks; empty without one."""
+    return b"" if not session else blake2b(session.encode("utf-8", "replace"), digest_size=DIGEST_BYTES).digest()
 
 
 def extend(digests: list[bytes], chain_root: bytes, token_ids: bytes | bytearray, most: int | None = None) -> None:

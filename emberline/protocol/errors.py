@@ -144,6 +144,14 @@ class EngineLost(Unavailable):
         self.engine = engine
 
 
+class WorkerRemoved(Unavailable):
+    """The worker of a route was removed before the request was sent to it, so that another one can take it."""
+
+    def __init__(self, worker: str) -> None:
+        super().__init__(f"worker {worker} was removed", retry_after_s=1)
+        self.worker = worker
+
+
 class DeadlineExceeded(EmberlineError):
     kind = "deadline_exceeded"
 

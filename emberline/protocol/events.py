@@ -16,20 +16,34 @@ class Cost(msgspec.Struct, frozen=True):
     pico: int | None
 
 
+class DraftUsage(msgspec.Struct, frozen=True, array_like=True):
+    """Of speculative decoding: draft tokens that were verified, and those of them that became tokens of the reply."""
+
+    drafted: int = 0
+    accepted: int = 0
+
+
 class Usage(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Token counts of one request. `cached_by_tier` counts the prompt tokens served from the KV cache, by tier."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     reasoning_tokens: int = 0
-    cached_by_tier: dict[str, int] = {}  # keys: "device", "host", "disk", "remote"
+    cached_by_tier: dict[str, int] = {}  # keys: "device", "host", "disk", "pool"; "pushed" by a prefill worker
     audio_ms: int = 0  # heard, or of a video made
     images: int = 0  # made
     cost: Cost | None = None  # where the client has asked for it
+    drafts: DraftUsage | None = None  # where the client has asked for it
 
     @property
     def cached_tokens(self) -> int:
         return sum(self.cached_by_tier.values())
+
+    @property
+    def cached_below_device(self) -> dict[str, int]:
+        """`cached_by_tier` where some tokens came from a tier below the device's own cache; else empty."""
+        tiers = {tier: n_tokens for tier, n_tokens in self.cached_by_tier.items() if n_tokens}
+        return tiers if tiers.keys() - {"device"} else {}
 
     @property
     def total_tokens(self) -> int:

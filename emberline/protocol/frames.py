@@ -2,9 +2,13 @@
 
 Whatever bytes arrive, `decode` and `FrameBuffer` raise FrameError and nothing else.
 
-The client opens with Hello; the worker answers Welcome, or Refused and closes. Then the client sends Submit and Abort
-at any time, and the worker sends one Step for each engine step that has output for this client. After WatchKV it also
-sends KVEvents. A Hello with `peer` set comes from another worker and starts a KV transfer, which has its own messages.
+The client opens with Hello; the worker answers Welcome, or Refused and closes. Then the client sends Submit, Abort and
+CalledTools at any time, and the worker sends one Step for each engine step that has output for this client. After
+WatchKV it also sends KVEvents. A Hello with `peer` set comes from another worker and starts a KV transfer, which has
+its own messages.
+
+Both sides of a connection speak the version that Hello names: of two releases the older one's. A new version may add
+messages, which are not sent to older ones, and fields with defaults, which older ones ignore. Nothing else changes.
 """
 
 import hmac
@@ -19,9 +23,11 @@ from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.encoding import Task
 from emberline.protocol.errors import ErrorInfo
 from emberline.protocol.events import TokenDelta
-from emberline.protocol.request import EngineRequest
+from emberline.protocol.parallel_layout import Layout
+from emberline.protocol.request import EngineRequest, RankEndpoint
 
-VERSION = 4
+VERSION = 6
+OLDEST_VERSION = 5  # that is still spoken: the previous release's
 MAX_FRAME_BYTES = 64 << 20
 MAX_HELLO_BYTES = 4 << 10  # of the first frame, which is read before its sender is authenticated
 LENGTH = struct.Struct("<I")
@@ -47,6 +53,35 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     transfers: tuple[str, ...] = ()  # KV transports it can receive over, best first
     heartbeat_s: float = 0.0  # between two heartbeats to clients that ask for them; 0: it sends none
     task: Task = "generate"
+    layout: Layout = Layout()  # of its ranks
+    ranks: tuple[RankEndpoint, ...] = ()  # where each receives KV, if there are several
+
+
+class TierStats(msgspec.Struct, omit_defaults=True):
+    """One KV cache tier below the device pool. Totals count from its opening."""
+
+    name: str  # "host", "disk", "pool"
+    used_bytes: int = 0
+    capacity_bytes: int = 0
+    blocks: int = 0
+    hits: int = 0  # blocks that were asked for and returned
+    misses: int = 0  # blocks that were asked for and are absent or not verified
+    read_bytes: int = 0
+    written_bytes: int = 0
+    dropped: int = 0  # blocks that were not written: full, failing, or too slow
+    evicted: int = 0  # blocks
+    read_rate: float = 0.0  # bytes per second, measured while reading; 0: unknown
+    oldest_s: float = 0.0  # age of the block that was not used for longest
+    state: str = "ok"  # or "degraded: why"
+    extra: dict[str, float] = {}
+
+
+class DraftStats(msgspec.Struct, frozen=True, array_like=True):
+    """Draft tokens of one drafter, by their position in a draft, from 0. Totals count from the engine's start."""
+
+    drafter: str
+    drafted: tuple[int, ...]
+    accepted: tuple[int, ...]
 
 
 class EngineLoad(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -74,6 +109,10 @@ class EngineLoad(msgspec.Struct, kw_only=True, omit_defaults=True):
     quarantined: int = 0  # blocks that an aborted transfer may still write to
     computed_tokens: int = 0  # total, of prompts and output: advances with every step, prefill chunks included
     draining: bool = False  # it finishes what it has, and refuses new requests
+    fetching: int = 0  # requests whose KV is read from a tier; neither in `waiting` nor in `running`
+    fetching_tokens: int = 0  # of those fetches
+    tiers: tuple[TierStats, ...] = ()  # below the device pool, fastest first; a second old at most
+    drafts: tuple[DraftStats, ...] = ()  # of speculative decoding
 
 
 class Hello(msgspec.Struct, tag="hello"):
@@ -91,6 +130,15 @@ def transfer_ticket(join_token: str, sender: str) -> str:
     return hmac.new(join_token.encode(), b"emberline.kv.sender\0" + sender.encode(), "sha256").hexdigest()
 
 
+def transfer_ranks(prefill: EngineInfo | None, decode: EngineInfo | None) -> tuple[RankEndpoint, ...]:
+    """For `Push`: where the decode worker's ranks receive KV. Empty: neither worker has several."""
+    if prefill is None or decode is None:
+        return ()
+    if decode.ranks or prefill.layout.n_ranks == 1:
+        return decode.ranks
+    return (RankEndpoint("", decode.kv_groups),)
+
+
 class Vocabulary(msgspec.Struct, tag="vocabulary"):
     """The model's vocabulary. Sent once per connection, before the first request with a grammar."""
 
@@ -106,10 +154,37 @@ class Abort(msgspec.Struct, tag="abort"):
     ids: list[str]
 
 
+class CalledTools(msgspec.Struct, tag="called_tools"):
+    """The replies of these sequences, which have ended, were tool calls: their conversations will soon go on."""
+
+    ids: list[str]
+
+
 class Drain(msgspec.Struct, tag="drain"):
     """Accept no new requests; exit when the running ones have finished, or after `limit_s`."""
 
     limit_s: float
+    restart: bool = False  # it is to be started again: the exit status says so. Since version 6
+
+
+class CacheCommand(msgspec.Struct, tag="cache", omit_defaults=True):
+    """What an operator wants done with cached KV. Answered by one CacheResult with the same number.
+
+    purge: forget the blocks of an account, of one of its sessions, or all. export: write an account's or a session's
+    blocks into a new file. import: read blocks of the account from such a file.
+    """
+
+    number: int
+    action: Literal["purge", "export", "import"]
+    salt: bytes | None = None  # of the account; None: of all accounts
+    session: bytes = b""  # digest (block_hash.session_digest); empty: of all sessions
+    path: str = ""  # of the file, on the worker's machine
+
+
+class SetRole(msgspec.Struct, tag="set_role"):
+    """Serve another stage from now on. What runs goes on, and nothing is unloaded or forgotten. Since version 6."""
+
+    role: WorkerRole
 
 
 class WatchKV(msgspec.Struct, tag="watch_kv"):
@@ -117,6 +192,8 @@ class WatchKV(msgspec.Struct, tag="watch_kv"):
 
 
 class Welcome(msgspec.Struct, tag="welcome"):
+    """The answer to Hello. Sent again when `info` has changed."""
+
     info: EngineInfo
     load: EngineLoad
 
@@ -131,11 +208,19 @@ class Step(msgspec.Struct, tag="step"):
 
 
 class KVEvents(msgspec.Struct, tag="kv_events", omit_defaults=True):
-    """Blocks added to and evicted from the prefix cache, as concatenated content keys. The first is a snapshot."""
+    """Blocks added to and evicted from the prefix cache, or a tier below it, as concatenated content keys. The first of
+    the prefix cache and of each tier is a snapshot; of the pool it is what the worker knows."""
 
     stored: bytes = b""
     removed: bytes = b""
     whole: bool = False  # a snapshot: `stored` replaces everything known before
+    tier: str = ""  # "host", "disk" or "pool"; empty: the prefix cache on the device
+
+
+class CacheResult(msgspec.Struct, tag="cache_result", omit_defaults=True):
+    number: int
+    blocks: dict[str, int] = {}  # by tier, "device" included
+    error: ErrorInfo | None = None
 
 
 class Heartbeat(msgspec.Struct, tag="heartbeat", omit_defaults=True):
@@ -149,8 +234,8 @@ class Heartbeat(msgspec.Struct, tag="heartbeat", omit_defaults=True):
     step_s: float = 0.0  # predicted duration of the step; 0: nothing like it was measured yet
 
 
-ToEngine = Hello | Vocabulary | Submit | Abort | Drain | WatchKV
-FromEngine = Welcome | Refused | Step | KVEvents | Heartbeat
+ToEngine = Hello | Vocabulary | Submit | Abort | CalledTools | CacheCommand | Drain | SetRole | WatchKV
+FromEngine = Welcome | Refused | Step | KVEvents | CacheResult | Heartbeat
 
 _encoder = msgspec.msgpack.Encoder()
 hello_decoder = msgspec.msgpack.Decoder(Hello)

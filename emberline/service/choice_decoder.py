@@ -85,14 +85,25 @@ class ChoiceDecoder:
         """The events of this delta: for plain text at most one TextDelta, and ChoiceDone at the end."""
         assert self.done is None
         ids = tokens.unpack(delta.token_ids)
-        n_exempt = self._min_tokens - self.n_tokens  # so many of these are not searched for stop strings
-        self.output_ids += delta.token_ids
         self._observe_latency(len(ids))
-        if delta.finish == "stop" and ids and ids[-1] in self._end_ids:
+        if self._stops is None or len(ids) <= 1:
+            return self._push(ids, delta.logprobs, delta.finish)
+        events: list[TextEvent] = []
+        for n, token_id in enumerate(ids, 1):  # the reply ends with the token that completes a stop string
+            logprobs = None if delta.logprobs is None else delta.logprobs[n - 1 : n]
+            events += self._push([token_id], logprobs, delta.finish if n == len(ids) else None)
+            if self.done is not None:
+                break
+        return _joined(events)
+
+    def _push(self, ids: list[int], logprobs: list[TokenLogprobs] | None, finish: str | None) -> list[TextEvent]:
+        n_exempt = self._min_tokens - self.n_tokens  # so many of these are not searched for stop strings
+        self.output_ids += tokens.pack(ids)
+        if finish == "stop" and ids and ids[-1] in self._end_ids:
             ids.pop()
-        if delta.logprobs is not None:
-            self._logprobs += [self._text_logprob(entry) for entry in delta.logprobs[: len(ids)]]
-        return self._decode(ids, delta.finish, n_exempt)
+        if logprobs is not None:
+            self._logprobs += [self._text_logprob(entry) for entry in logprobs[: len(ids)]]
+        return self._decode(ids, finish, n_exempt)
 
     def _decode(self, ids: list[int], finish: str | None, n_exempt: int) -> list[TextEvent]:
         if self._stops is None:
@@ -145,6 +156,23 @@ class ChoiceDecoder:
     def _one_logprob(self, token_id: int, logprob: float) -> TextLogprob:
         raw = self._text.token_text(token_id)
         return TextLogprob(raw.decode("utf-8", "replace"), logprob, list(raw))
+
+
+def _joined(events: list[TextEvent]) -> list[TextEvent]:
+    """Pieces of the same text, reasoning or arguments as one."""
+    joined: list[TextEvent] = []
+    for event in events:
+        last = joined[-1] if joined else None
+        if isinstance(event, TextDelta) and isinstance(last, TextDelta):
+            last.text += event.text
+            last.logprobs = [*(last.logprobs or []), *(event.logprobs or [])] or None
+        elif isinstance(event, ReasoningDelta) and isinstance(last, ReasoningDelta):
+            last.text += event.text
+        elif isinstance(event, ToolCallDelta) and isinstance(last, ToolCallDelta) and event.call == last.call:
+            last.arguments += event.arguments
+        else:
+            joined.append(event)
+    return joined
 
 
 class ParsingChoiceDecoder(ChoiceDecoder):

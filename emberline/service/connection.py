@@ -3,6 +3,9 @@
 import asyncio
 import logging
 import random
+import socket
+import ssl
+import struct
 from collections.abc import Iterator
 from typing import TypeVar, cast
 
@@ -13,6 +16,7 @@ from emberline.protocol.frames import FrameBuffer, FrameError, detect_dead_peer,
 
 FIRST_RETRY_S = 0.05
 LAST_RETRY_S = 1.0
+_TCP_INFO_BYTES, _RTT_OFFSET = 104, 68  # of Linux's struct tcp_info, and of its tcpi_rtt
 
 log = logging.getLogger("emberline.balancer")
 
@@ -35,6 +39,14 @@ class Link(asyncio.Protocol):
     def send(self, message: msgspec.Struct) -> None:
         if self._transport is not None:
             self._transport.write(encode(message))
+
+    def round_trip_s(self) -> float:
+        """Of the network, as the kernel measures it; 0: on this machine, or not known."""
+        sock = None if self._transport is None else self._transport.get_extra_info("socket")
+        if sock is None or sock.family == socket.AF_UNIX or not hasattr(socket, "TCP_INFO"):
+            return 0.0
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        return float(struct.unpack_from("=I", info, _RTT_OFFSET)[0]) / 1e6 if len(info) == _TCP_INFO_BYTES else 0.0
 
     def drop(self, reason: str) -> None:
         self._reason = reason
@@ -67,11 +79,16 @@ class Link(asyncio.Protocol):
 LinkT = TypeVar("LinkT", bound=Link)
 
 
-async def dial(link: LinkT, endpoint: Endpoint) -> LinkT:
+async def dial(link: LinkT, endpoint: Endpoint, tls: ssl.SSLContext | None = None) -> LinkT:
+    """`tls` has this process's certificate, for endpoints with a `tls_host`."""
     loop = asyncio.get_running_loop()
     path, host, port = endpoint.split()
     if path is not None:
         await loop.create_unix_connection(lambda: link, path)
+    elif endpoint.tls_host:
+        if tls is None:
+            raise OSError("it uses TLS, and this core has no certificate: install emberline[cluster] here")
+        await loop.create_connection(lambda: link, host, port, ssl=tls, server_hostname=endpoint.tls_host)
     else:
         await loop.create_connection(lambda: link, host, port)
     return link

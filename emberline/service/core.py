@@ -25,13 +25,16 @@ from emberline.balancer.grants import SHARE, Grants
 from emberline.balancer.route_request import Route, RouteRequest
 from emberline.catalog.aliases import Aliases
 from emberline.protocol.errors import Unsupported
+from emberline.protocol.member import Challenge, Signed
+from emberline.service.cluster import Cluster, ClusterStatus
 from emberline.service.event_log import EventLogs, MemoryEventLogs
 from emberline.service.health import Connection, Health, check, disk_problem
 from emberline.service.history import History
 from emberline.service.membership import Membership, WorkerChange
 from emberline.service.metrics import Counts, Metrics
 from emberline.service.responses import DatabaseResponses, ResponseStore
-from emberline.service.sessions import Sessions
+from emberline.service.scaled_models import ScaledModels
+from emberline.service.sessions import SessionOwner, Sessions
 from emberline.service.status import Status, StatusQuery, status
 from emberline.text.prompt import EncodedPrefix, KnownPrefix
 
@@ -45,6 +48,8 @@ class SessionEntry(msgspec.Struct, frozen=True, array_like=True):
     model_version: str
     digest: bytes
     entry: EncodedPrefix
+    salt: bytes = b""  # of the account
+    session: str | None = None  # the client's id of the conversation
 
 
 class RequestEnd(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -95,6 +100,20 @@ class Core(Protocol):
 
     async def change_workers(self, change: WorkerChange) -> list[str]:
         """Workers join, leave or drain; returns their names."""
+
+    async def join_challenge(self) -> Challenge:
+        """For a worker that wants to announce itself."""
+
+    async def announce(self, signed: Signed) -> Signed:
+        """A worker announces itself to the cluster."""
+
+    async def cluster_status(self) -> ClusterStatus: ...
+
+    async def scaling_plan(self, model: str, limit: int) -> dict[str, Any]:
+        """What the planner saw, did and why, of one model, or of all (empty), as plain data."""
+
+    async def set_scaling_bounds(self, model: str, changes: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Returns the bounds in effect. `changes` None: those of the configuration count again."""
 
     async def refresh_prices(self) -> None:
         """Prices were set in the store: return once the core charges them."""
@@ -147,6 +166,8 @@ class LocalCore:
         self.prices = PriceTable() if prices is None else prices.table
         self._price_store = prices
         self.membership: Membership | None = None  # set by whoever owns the connections
+        self.cluster: Cluster | None = None  # set where workers may join
+        self.scaling: ScaledModels | None = None  # the same
         self.aliases = Aliases()  # replaced by the stored ones
         self.models: ModelLoading | None = None  # set where this machine loads and unloads models
         self.know_model: Callable[[str], Awaitable[None]] | None = None  # an HTTP worker may know a provider first
@@ -170,7 +191,44 @@ class LocalCore:
 
     async def change_workers(self, change: WorkerChange) -> list[str]:
         assert self.membership is not None
+        if self.cluster is not None and change.action != "join" and self.cluster.follows(change.name):
+            if change.action == "restart":
+                self.membership.restart_worker(change.name)
+            elif change.action == "role":
+                assert change.role is not None
+                await self.cluster.set_role(change.name, change.role, change.wait_s)
+            else:
+                await self.cluster.change(change.name, change.action)
+            return [change.name]
         return await self.membership.change(change)
+
+    async def join_challenge(self) -> Challenge:
+        return self._own_cluster.challenge()
+
+    async def announce(self, signed: Signed) -> Signed:
+        return await self._own_cluster.announce(signed)
+
+    async def cluster_status(self) -> ClusterStatus:
+        return await self._own_cluster.status()
+
+    async def scaling_plan(self, model: str, limit: int) -> dict[str, Any]:
+        return await self._own_scaling.plan(model, limit)
+
+    async def set_scaling_bounds(self, model: str, changes: dict[str, Any] | None) -> dict[str, Any] | None:
+        bounds = await self._own_scaling.set_bounds(model, changes)
+        return None if bounds is None else msgspec.to_builtins(bounds)
+
+    @property
+    def _own_scaling(self) -> ScaledModels:
+        if self.scaling is None:
+            raise Unsupported("this server is no core of a cluster")
+        return self.scaling
+
+    @property
+    def _own_cluster(self) -> Cluster:
+        if self.cluster is None:
+            raise Unsupported("this server is no core of a cluster")
+        return self.cluster
 
     async def change_alias(self, name: str, targets: Mapping[str, int] | None) -> None:
         await self.aliases.change(name, targets)
@@ -184,18 +242,14 @@ class LocalCore:
         return self._sessions.find(account, model_version, digests)
 
     async def admit(self, request: RouteRequest) -> Route:
-        if self.models is not None and not request.engine:
-            wait_s = self.models.admitting(request.model)
-            if wait_s > request.wait_s:
-                request = msgspec.structs.replace(request, wait_s=wait_s)
-        if self.know_model is not None:
+        if self.know_model is not None and not self.admission.balancer.workers_of(request.model):
             await self.know_model(request.model)
         price = self.prices.find(request.model, request.accepted_us or request.created_us)
         if self.limits is None:
-            return msgspec.structs.replace(await self.admission.admit(request), price=price)
+            return msgspec.structs.replace(await self.admission.admit(self._held(request)), price=price)
         share = await self.limits.admit(request.id, request.account, request.key_id, _extent(request), price)
         try:
-            route = await self.admission.admit(request)
+            route = await self.admission.admit(self._held(request))
         except BaseException:
             if not request.avoid:  # it never ran; one that is moved keeps its share
                 self.limits.release(request.id)
@@ -203,6 +257,18 @@ class LocalCore:
         return msgspec.structs.replace(
             route, price=price, rate_limits=share.rate_limits, lease=share.lease, reserved_pico=share.reserved_pico
         )
+
+    def _held(self, request: RouteRequest) -> RouteRequest:
+        """The same request, which waits for its model if that is loaded, or gets a replica, on demand. Nothing is
+        awaited from here until it is queued, so the number that wait is right."""
+        if request.engine:
+            return request
+        if self.models is not None:
+            request = _waiting(request, self.models.admitting(request.model))
+        if self.scaling is not None:
+            wait_s = self.scaling.admitting(request.model, request.account, is_moved=bool(request.avoid))
+            request = _waiting(request, wait_s)
+        return request
 
     async def refresh_prices(self) -> None:
         if self._price_store is not None:
@@ -223,10 +289,9 @@ class LocalCore:
         self.admission.ended(row.id, _outcome(end), row.output_tokens, end.lost)
         self.grants.notify_room()
         for stored in end.session_entries:
-            entry = stored.entry
-            self._sessions.add(
-                stored.account, stored.model_version, stored.digest, entry.ids, entry.text_len, entry.text_digest
-            )
+            entry, owner = stored.entry, SessionOwner(stored.salt, stored.session)
+            key = stored.account, stored.model_version, stored.digest
+            self._sessions.add(*key, entry.ids, entry.text_len, entry.text_digest, owner)
         self._metrics.record(row, end.inter_token, end.operation, end.provider)
         self.history.ended(row, self._usage.used_by(row.id), end.inter_token)
         if not end.is_job:
@@ -264,6 +329,8 @@ class LocalCore:
             statuses = self.models.statuses()
             can_load = any(not status["pinned"] and status["state"] != "failed" for status in statuses)
             health = Health(health.ok or can_load, {**health.detail, "model_states": statuses})
+        if self.scaling is not None and self.scaling.can_wake:
+            health = Health(True, health.detail)
         if self._data_dir is None:
             return health
         problem = await asyncio.to_thread(disk_problem, self._data_dir)
@@ -291,6 +358,11 @@ class LocalCore:
             return
         ttft_s = (row.first_token_us - row.created_us) / 1e6
         self.grants.observe_ttft(row.model, record.route.decode, ttft_s, record.mixed)
+
+
+def _waiting(request: RouteRequest, wait_s: float) -> RouteRequest:
+    """The same request, which may wait at least so long for a worker."""
+    return msgspec.structs.replace(request, wait_s=wait_s) if wait_s > request.wait_s else request
 
 
 def _extent(request: RouteRequest) -> RequestExtent:

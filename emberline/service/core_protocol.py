@@ -1,6 +1,6 @@
 """The frames between an HTTP worker and the core: numbered calls, and replies with the same number."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -10,6 +10,8 @@ from emberline.catalog.aliases import AliasTable
 from emberline.protocol.answer import StoredResponse
 from emberline.protocol.errors import ErrorInfo
 from emberline.protocol.frames import EngineLoad
+from emberline.protocol.member import Challenge, Signed
+from emberline.service.cluster import ClusterStatus
 from emberline.service.core import RequestEnd
 from emberline.service.event_log import LogPart, NewLog
 from emberline.service.health import Health
@@ -73,6 +75,20 @@ class RefreshPrices(msgspec.Struct, tag="prices"):
 class ChangeWorkers(msgspec.Struct, tag="workers"):
     seq: int
     change: WorkerChange
+
+
+class AskCluster(msgspec.Struct, tag="cluster"):
+    seq: int
+    action: Literal["challenge", "announce", "status"]
+    signed: Signed | None = None  # of announce
+
+
+class AskPlanner(msgspec.Struct, tag="planner"):
+    seq: int
+    action: Literal["plan", "set_bounds"]
+    model: str
+    limit: int = 0  # of plan
+    changes: dict[str, Any] | None = None  # of set_bounds
 
 
 class ChangeAlias(msgspec.Struct, tag="alias"):
@@ -170,6 +186,10 @@ class CoreReply(msgspec.Struct, tag="reply", omit_defaults=True):
     names: list[str] = []  # of ChangeWorkers
     part: LogPart | None = None  # of ReadLog
     idle_s: float = 0.0  # of LogIdle
+    challenge: Challenge | None = None  # of AskCluster, as the two below
+    signed: Signed | None = None
+    cluster: ClusterStatus | None = None
+    plain: dict[str, Any] | None = None  # of AskPlanner
 
 
 Call = (
@@ -190,6 +210,8 @@ Call = (
     | ReadLog
     | LogIdle
     | CancelLog
+    | AskCluster
+    | AskPlanner
 )
 to_core_decoder = msgspec.msgpack.Decoder(Call | Notice | FirstToken | Checkpoint | AppendLog)
 from_core_decoder = msgspec.msgpack.Decoder(CoreReply | WorkerLeft | Members | AliasTable)

@@ -16,6 +16,8 @@ from emberline.service.core import LocalCore
 from emberline.service.core_protocol import (
     Admit,
     AppendLog,
+    AskCluster,
+    AskPlanner,
     Call,
     CancelLog,
     ChangeAlias,
@@ -176,6 +178,17 @@ class _HttpWorkerLink(Link):
             return CoreReply(call.seq)
         if isinstance(call, ChangeWorkers):
             return CoreReply(call.seq, names=await core.change_workers(call.change))
+        if isinstance(call, AskCluster):
+            if call.action == "challenge":
+                return CoreReply(call.seq, challenge=await core.join_challenge())
+            if call.action == "status":
+                return CoreReply(call.seq, cluster=await core.cluster_status())
+            assert call.signed is not None
+            return CoreReply(call.seq, signed=await core.announce(call.signed))
+        if isinstance(call, AskPlanner):
+            if call.action == "plan":
+                return CoreReply(call.seq, plain=await core.scaling_plan(call.model, call.limit))
+            return CoreReply(call.seq, plain=await core.set_scaling_bounds(call.model, call.changes))
         if isinstance(call, RefreshPrices):
             await core.refresh_prices()
             return CoreReply(call.seq)

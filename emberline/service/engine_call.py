@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from emberline.balancer.route_request import Fault, Route
+from emberline.balancer.route_request import Fault, Route, client_of
 from emberline.protocol.errors import EmberlineError, Internal, Unavailable, from_info
 from emberline.protocol.events import Usage
 from emberline.protocol.request import EngineRequest
@@ -53,7 +53,7 @@ class EngineCall:
     async def open(self, route: Route, attempt: int, deadline_s: float | None) -> None:
         self.began = False
         until_s = None if deadline_s is None else time.monotonic() + deadline_s
-        engine = self._engine = self._engines[route.decode]
+        engine = self._engine = client_of(self._engines, route.decode)
         await engine.wait_connected(RECONNECT_WAIT_S if attempt else CONNECT_WAIT_S)
         request = msgspec.structs.replace(
             self._request,

@@ -1,8 +1,10 @@
 """The connection to one engine worker: kept alive, shared by all requests on that worker."""
 
 import asyncio
+import itertools
 import logging
 import secrets
+import ssl
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -13,10 +15,23 @@ from emberline.balancer.endpoint import Capacity, Endpoint, WorkerListener
 from emberline.balancer.ledger import HUNG_S
 from emberline.balancer.stall_detector import CHECK_S, StallDetector
 from emberline.protocol.encoding import EncodeParams
-from emberline.protocol.errors import EmberlineError, EngineLost, Unavailable
+from emberline.protocol.errors import (
+    BadInput,
+    Conflict,
+    EmberlineError,
+    EngineLost,
+    ErrorInfo,
+    Unavailable,
+    from_info,
+)
 from emberline.protocol.events import TokenDelta
 from emberline.protocol.frames import (
+    OLDEST_VERSION,
+    VERSION,
     Abort,
+    CacheCommand,
+    CacheResult,
+    CalledTools,
     Drain,
     EngineInfo,
     EngineLoad,
@@ -24,11 +39,13 @@ from emberline.protocol.frames import (
     Hello,
     KVEvents,
     Refused,
+    SetRole,
     Step,
     Submit,
     Vocabulary,
     WatchKV,
     Welcome,
+    WorkerRole,
     decode,
     from_engine_decoder,
 )
@@ -113,8 +130,14 @@ DIAL_TIMEOUT_S = 10.0
 WELCOME_TIMEOUT_S = 10.0
 CANARY_TIMEOUT_S = 30.0
 _CANARY_TOKENS = 4  # of the canary's prompt
+_ROLES_SINCE = 6  # version of the protocol
 
 log = logging.getLogger("emberline.balancer")
+
+
+def _first_version(endpoint: Endpoint) -> int:
+    """Of the protocol: if the worker refuses it, the other one is tried."""
+    return min(VERSION, endpoint.version or VERSION)
 
 
 class Sink(Protocol):
@@ -128,14 +151,17 @@ class Sink(Protocol):
 class EngineClient:
     """Connects and reconnects, submits sequences, delivers deltas. A lost connection fails its streams."""
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, endpoint: Endpoint, tls: ssl.SSLContext | None = None) -> None:
         endpoint.split()  # raises now if the address is malformed
+        self._tls = tls
         self.endpoint = endpoint
         self.info: EngineInfo | None = None  # of the last Welcome; outlives the connection
         self.load = EngineLoad()
         self.progress_s = 0.0  # monotonic time of the last step or welcome
         self.problem = "not connected yet"  # empty while connected
-        self.closing = False
+        self.closing = False  # the server ends: requests do not move to other workers
+        self.version = _first_version(endpoint)  # of the protocol, that both sides speak
+        self._wanted_role: WorkerRole | None = None  # None: the one that the worker was started with
         self.vocabulary: Callable[[], Vocabulary] | None = None  # of the model; engines need it for grammars
         self.listener: WorkerListener | None = None
         self.on_stall: Callable[[str], None] | None = None  # called with the engine's name when it hangs
@@ -143,6 +169,8 @@ class EngineClient:
         self._suspect = ""  # why it was given up; empty once a canary generation has succeeded
         self._link: _EngineLink | None = None
         self._streams: dict[str, Sink] = {}  # by sequence id
+        self._commands: dict[int, asyncio.Future[CacheResult]] = {}  # on its cache that run, by number
+        self._command_numbers = itertools.count()
         self._ready = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -169,8 +197,9 @@ class EngineClient:
             return False
         return True
 
-    async def close(self) -> None:
-        self.closing = True
+    async def close(self, server_ends: bool = False) -> None:
+        """Its requests move to other workers, unless the server itself ends."""
+        self.closing |= server_ends
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -202,16 +231,73 @@ class EngineClient:
             self._link.send(self.vocabulary())
             self._link.has_vocabulary = True
 
-    def end_worker(self, limit_s: float) -> None:
-        """Ask the engine to drain, for all its clients, and to end its process."""
+    def end_worker(self, limit_s: float, restart: bool = False) -> None:
+        """Ask the engine to drain, for all its clients, and to end its process: so that it is started again, or not."""
         if self._link is not None:
-            self._link.send(Drain(limit_s))
+            self._link.send(Drain(limit_s, restart))
+
+    @property
+    def role(self) -> WorkerRole:
+        return self.endpoint.role if self.info is None else self.info.role
+
+    @property
+    def decodes(self) -> bool:
+        """And will: it was not told to be for prefill alone."""
+        return "prefill" not in (self.role, self._wanted_role)
+
+    def check_role(self, role: WorkerRole) -> None:
+        """Conflict: the worker cannot have it. Nothing is known of one that was never connected."""
+        if self.info is None or role == self.info.role:
+            return
+        if self.version < _ROLES_SINCE:
+            raise Conflict(
+                f"{self.name} runs an older release (protocol version {self.version}), whose role is fixed: upgrade it"
+            )
+        if role != "both" and not self.info.transfers:
+            raise Conflict(
+                f"{self.name} cannot have the role {role}: it does not receive KV (workers with several ranks, and "
+                "those of models that generate no text, do not; on a GPU, one that was started with role both and "
+                "without --join does not)"
+            )
+
+    def set_role(self, role: WorkerRole) -> None:
+        """The worker gets this role, and gets it again when it has restarted. It says when it has it."""
+        self._wanted_role = role
+        self._send_role()
+
+    def _send_role(self) -> None:
+        wanted, link = self._wanted_role, self._link
+        if link is not None and wanted not in (None, self.role) and self.version >= _ROLES_SINCE:
+            assert wanted is not None
+            link.send(SetRole(wanted))
 
     def abort(self, ids: list[str]) -> None:
         for sequence_id in ids:
             self._streams.pop(sequence_id, None)
         if self._link is not None:
             self._link.send(Abort(ids))
+
+    async def command_cache(self, command: CacheCommand) -> CacheResult:
+        """Purge, export or import cached KV. The command's number is set here. Unavailable where the worker is not
+        connected, or lost meanwhile; its own error is raised."""
+        if self._link is None:
+            raise Unavailable(f"engine {self.name} is not connected: {self.problem}", retry_after_s=1)
+        command.number = next(self._command_numbers)
+        done: asyncio.Future[CacheResult] = asyncio.get_running_loop().create_future()
+        self._commands[command.number] = done
+        self._link.send(command)
+        try:
+            result = await done
+        finally:
+            del self._commands[command.number]
+        if result.error is not None:
+            raise from_info(result.error)
+        return result
+
+    def called_tools(self, ids: list[str]) -> None:
+        """A hint; it is lost with the connection."""
+        if self._link is not None:
+            self._link.send(CalledTools(ids))
 
     # --- for the link ------------------------------------------------------------------------------------------------
 
@@ -231,11 +317,28 @@ class EngineClient:
         self._link = link
         link.trusted = True
         self._ready.set()
+        self._send_role()
         if self.listener is not None:
-            endpoint = msgspec.structs.replace(self.endpoint, role=welcome.info.role)
-            self.listener.joined(endpoint, Capacity.of(welcome.info), welcome.load)
+            self._joined(link, welcome)
             link.send(WatchKV())
         log.info("engine %s connected", self.name, extra={"model": welcome.info.model, "device": welcome.info.device})
+
+    def changed(self, link: "_EngineLink", welcome: Welcome) -> None:
+        """The engine has another role."""
+        self.info = welcome.info
+        if self.listener is not None and link is self._link:
+            self._joined(link, welcome)
+
+    def _joined(self, link: "_EngineLink", welcome: Welcome) -> None:
+        assert self.listener is not None
+        endpoint = msgspec.structs.replace(self.endpoint, role=welcome.info.role)
+        capacity = Capacity.of(welcome.info, round_trip_s=link.round_trip_s())
+        self.listener.joined(endpoint, capacity, welcome.load)
+
+    def refused(self, error: ErrorInfo) -> None:
+        """Perhaps because of the version: the next time, the other one is tried."""
+        if error.kind == BadInput.kind:
+            self.version = OLDEST_VERSION if self.version == VERSION else VERSION
 
     def absorb(self, step: Step) -> None:
         """The hot path: runs once a step, its loop once a token."""
@@ -259,12 +362,20 @@ class EngineClient:
         if self._link is not link:
             return
         self._link = None
+        self.version = _first_version(self.endpoint)  # another release may be there next
         self._ready.clear()
         streams, self._streams = set(self._streams.values()), {}
+        for done in self._commands.values():
+            if not done.done():
+                done.set_exception(EngineLost(self.name))
         if self.listener is not None:
             self.listener.left(self.name, reason)
         for stream in streams:
             stream.fail(EngineLost(self.name))
+
+    def commanded(self, result: CacheResult) -> None:
+        if (done := self._commands.get(result.number)) is not None and not done.done():
+            done.set_result(result)
 
     def received(self, heartbeat: Heartbeat | None = None) -> None:
         self._stalls.received()
@@ -295,7 +406,7 @@ class EngineClient:
             link = _EngineLink(self)
             try:
                 async with asyncio.timeout(DIAL_TIMEOUT_S):
-                    await dial(link, self.endpoint)
+                    await dial(link, self.endpoint, self._tls)
                 await asyncio.wait(
                     [link.welcomed, link.closed], timeout=WELCOME_TIMEOUT_S, return_when="FIRST_COMPLETED"
                 )
@@ -323,9 +434,10 @@ class _EngineLink(Link):
         self.canary = ""  # id of the canary request while it runs
         self.canary_until_s = 0.0
         self.welcomed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._welcome: Welcome | None = None  # for when the canary request has ended
 
     def on_open(self) -> None:
-        self.send(Hello(self._client.endpoint.token, heartbeats=True))
+        self.send(Hello(self._client.endpoint.token, self._client.version, heartbeats=True))
 
     def send_canary(self, welcome: Welcome) -> None:
         """A tiny request, at once and before all others."""
@@ -349,6 +461,7 @@ class _EngineLink(Link):
             if delta.id == self.canary and delta.finish is not None:
                 self.canary = ""
                 if delta.finish in ("stop", "length"):
+                    assert self._welcome is not None
                     self._client.trusted(self, self._welcome)
                 else:
                     self.drop(f"its canary request failed: {delta.error.message if delta.error else delta.finish}")
@@ -365,13 +478,19 @@ class _EngineLink(Link):
             self._client.absorb(message)
         elif isinstance(message, Heartbeat):
             self._client.received(message)
+        elif isinstance(message, CacheResult):
+            self._client.commanded(message)
         elif isinstance(message, KVEvents):
             if self._client.listener is not None:
                 self._client.listener.kv_events(self._client.name, message)
-        elif isinstance(message, Welcome) and not self.welcomed.done():
+        elif isinstance(message, Welcome) and self.welcomed.done():
+            self._welcome = message
+            self._client.changed(self, message)
+        elif isinstance(message, Welcome):
             self.welcomed.set_result(None)
             self._client.welcomed(self, message)
         elif isinstance(message, Refused):
+            self._client.refused(message.error)
             self.drop(message.error.message)
 
     def on_close(self, reason: str) -> None:

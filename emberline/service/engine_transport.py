@@ -6,15 +6,15 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from emberline.balancer.route_request import Fault, Route, RouteRequest
+from emberline.balancer.route_request import Fault, Route, RouteRequest, client_of
 from emberline.protocol.errors import EmberlineError, ErrorInfo, Internal, Unavailable, from_info
-from emberline.protocol.events import Started, TextEvent, TokenDelta, Usage
+from emberline.protocol.events import DraftUsage, Started, TextEvent, TokenDelta, Usage
 from emberline.protocol.request import EngineRequest, Message
 from emberline.protocol.trace_context import Phase, TraceContext, TraceDetails
 from emberline.service.choice_decoder import ChoiceDecoder, ParsingChoiceDecoder
 from emberline.service.engine_client import EngineClient, EngineStream
 from emberline.service.metrics import Histogram
-from emberline.service.prefill_handover import Prefill, hand_over
+from emberline.service.prefill_handover import Prefill, hand_over, prefill_id
 from emberline.service.prepare import Prepared
 from emberline.service.request_context import JobContext, in_flight_id
 from emberline.service.tracing import PROVIDER
@@ -76,6 +76,7 @@ class EngineTransport:
         self._n_open = len(self._choices)
         self._max_tokens = prepared.sampling.max_tokens or sys.maxsize  # of each choice
         self._started = False  # the first token of any attempt is there
+        self._drafts: dict[str, DraftUsage] = {}  # of every sequence so far, if the client wants to know
         self._cached_by_tier: dict[str, int] | None = None  # as reported by the first attempt that produced a token
         self._attempt = 0
         self._deadline_at_s: float | None = None  # monotonic
@@ -107,7 +108,14 @@ class EngineTransport:
             completion_tokens=n_tokens,
             reasoning_tokens=sum(choice.n_reasoning for choice in self._choices),
             cached_by_tier=self._cached_by_tier or {},
+            drafts=self._draft_usage(),
         )
+
+    def _draft_usage(self) -> DraftUsage | None:
+        if not self._prepared.request.speculation.report:
+            return None
+        found = self._drafts.values()
+        return DraftUsage(sum(each.drafted for each in found), sum(each.accepted for each in found))
 
     @property
     def replies(self) -> list[tuple[Message, bytes]]:
@@ -119,8 +127,8 @@ class EngineTransport:
         self._attempt = attempt
         self._opened_s, self._engine_wait_s = time.monotonic(), 0.0
         self._deadline_at_s = None if deadline_s is None else self._opened_s + deadline_s
-        decode = self._decode = self._engines[route.decode]
-        prefill = self._prefill_engine = self._engines[route.prefill] if route.prefill else None
+        decode = self._decode = client_of(self._engines, route.decode)
+        prefill = self._prefill_engine = client_of(self._engines, route.prefill) if route.prefill else None
         for engine in (decode, prefill):
             if engine is not None:
                 await engine.wait_connected(RECONNECT_WAIT_S if attempt else CONNECT_WAIT_S)
@@ -204,6 +212,8 @@ class EngineTransport:
             self._start(delta)
             events.append(Started(self.usage))
         self.began = True
+        if delta.usage is not None and delta.usage.drafts is not None:
+            self._drafts[delta.id] = delta.usage.drafts
         n_left = self._max_tokens - choice.n_tokens
         if len(delta.token_ids) >= 4 * n_left:
             _cut(delta, n_left)
@@ -213,6 +223,10 @@ class EngineTransport:
         if choice.done is not None:
             self._n_open -= 1
             self._stream.abort(delta.id)  # after a stop string or a cut the engine would go on
+            if choice.done.finish == "tool_calls" and self._decode is not None:
+                self._decode.called_tools([delta.id])
+                if self._prefill_engine is not None:
+                    self._prefill_engine.called_tools([prefill_id(delta.id)])
 
     def _start(self, delta: TokenDelta) -> None:
         """The first token is there, so the prompt's KV is cached: submit the other choices."""
@@ -246,10 +260,13 @@ class EngineTransport:
                     sampling=sampling,
                     salt=prepared.principal.salt,
                     session=request.session,
+                    cache_ttl_s=request.cache_ttl_s,
+                    session_final=request.session_final,
                     priority=request.priority,
                     deadline_s=deadline_s,
                     grammar=prepared.grammar,
                     thinking_limit=prepared.thinking_limit,
+                    speculation=request.speculation,
                     output_ids=bytes(choice.output_ids),
                     keys=prepared.keys,
                     trace_id="" if self.trace is None else self.trace.trace_id,

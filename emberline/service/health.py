@@ -47,7 +47,9 @@ def check(connections: Sequence[Connection], snapshot: Snapshot) -> Health:
         model["workers"] += 1
         model["workers_ready"] += takes_requests
         model["ready"] |= takes_requests and worker.role != "prefill"
-    engines = [_describe(worker, by_name[worker.name]) for worker in snapshot.workers]
+    engines = [  # one that is being removed has no connection any more
+        _describe(worker, by_name[worker.name]) for worker in snapshot.workers if worker.name in by_name
+    ]
     down = sorted(name for name, model in models.items() if not model["ready"])
     return Health(len(down) < len(models), {"engines": engines, "models": models, "models_down": down})
 
@@ -82,6 +84,8 @@ def _describe(worker: WorkerSnapshot, connection: Connection) -> dict[str, Any]:
             "role": info.role,
             "device": info.device,
             "backend": info.backend,
+            "layout": info.layout.name,
+            "ranks": info.layout.n_ranks,
             "context_len": info.context_len,
             "kv_tokens": info.kv_tokens,
             "max_running": info.max_running,

@@ -6,6 +6,7 @@ not kept over a restart of the server: what is to stay belongs into its configur
 
 import asyncio
 import logging
+import ssl
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Literal, Protocol
 
@@ -16,7 +17,10 @@ from emberline.balancer.endpoint import Endpoint, engine_endpoint
 from emberline.catalog.model_files import ModelFiles
 from emberline.config import EndpointConfig
 from emberline.protocol.errors import BadInput, Conflict, NotFound, Unavailable
+from emberline.protocol.frames import WorkerRole
+from emberline.protocol.member import Member
 from emberline.service.engine_client import EngineClient
+from emberline.service.prefix_push import PrefixPusher
 from emberline.service.served_models import ServedModels
 from emberline.upstream.client import UpstreamClient, UpstreamConfig, upstream_configs
 from emberline.upstream.models import UpstreamModels, discover
@@ -24,6 +28,9 @@ from emberline.upstream.models import UpstreamModels, discover
 JOIN_TIMEOUT_S = 10.0
 DRAIN_POLL_S = 0.1
 STOP_LIMIT_S = 30.0  # for a worker that is to end to do so
+RESTART_LIMIT_S = 600.0  # for one that is to end and to be started again, to finish what it has
+ROLE_TIMEOUT_S = 10.0  # for a worker to say that it has its new role: it does between two steps
+_ROLE_POLL_S = 0.01
 
 log = logging.getLogger("emberline.balancer")
 
@@ -31,9 +38,11 @@ log = logging.getLogger("emberline.balancer")
 class WorkerChange(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What an operator asks for. A name stands for all the models of an upstream server."""
 
-    action: Literal["join", "leave", "drain", "undrain"]
+    action: Literal["join", "leave", "drain", "undrain", "role", "restart"]
     name: str = ""
     config: EndpointConfig | None = None  # of a worker that joins
+    role: WorkerRole | None = None  # that a worker is to have
+    wait_s: float = 0.0  # role: at most, for what the worker ran in its former one
     stop: bool = False  # leave: end the worker's process, too, where another machine started it
 
 
@@ -55,8 +64,11 @@ class WorkerConnections:
         models: ServedModels,
         upstream: UpstreamModels,
         on_stall: Callable[[str], None] | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
-        """`on_stall` is called with the name of an engine that hangs."""
+        """`on_stall` is called with the name of an engine that hangs. `tls` has this process's certificate, for
+        engines of other machines."""
+        self.tls = tls
         self.engines: dict[str, EngineClient] = {}  # by name
         self.upstream = upstream
         self.models = models
@@ -68,7 +80,7 @@ class WorkerConnections:
     def add_engine(self, endpoint: Endpoint) -> EngineClient:
         """Not started yet. It names its model."""
         assert endpoint.name not in self.engines, "endpoint names are unique"
-        client = self.engines[endpoint.name] = EngineClient(endpoint)
+        client = self.engines[endpoint.name] = EngineClient(endpoint, self.tls)
         client.vocabulary = lambda: self.models.text_of(endpoint.models[0]).vocabulary
         client.on_stall = self._on_stall
         return client
@@ -82,6 +94,7 @@ class WorkerConnections:
         anything: the core's next message may be a route to one of them, or other members."""
         self.models.offer(members.models)
         self.models.states = members.states
+        replaced = [self.engines.pop(each.name) for each in members.engines if self._is_replaced(each)]
         for endpoint in members.engines:
             if endpoint.name not in self.engines:
                 self.add_engine(endpoint).start()
@@ -90,8 +103,14 @@ class WorkerConnections:
             self.upstream.add(client)
             client.start(watch=False)
         await self.remove(*members.gone)
+        await asyncio.gather(*(engine.close() for engine in replaced))
         for client in joined:
             await self.upstream.load_tokenizer(client)
+
+    def _is_replaced(self, endpoint: Endpoint) -> bool:
+        """Another run of a worker has its name."""
+        known = self.engines.get(endpoint.name)
+        return known is not None and known.endpoint != endpoint
 
 
 class CoreWorkers(Protocol):
@@ -121,6 +140,9 @@ class Membership:
         self._connections = connections
         self._on_leave = on_leave
         self._leaving: dict[str, asyncio.Task[None]] = {}
+        self.pusher: PrefixPusher | None = None  # set where workers that drain send their caches to others
+        self._pushing: dict[str, asyncio.Task[None]] = {}  # by worker that drains
+        self._former: dict[str, set[str]] = {}  # by worker: requests that ran there when its role changed
         self._joining = asyncio.Lock()  # one at a time: names are checked before workers are asked
 
     async def change(self, change: WorkerChange) -> list[str]:
@@ -130,17 +152,196 @@ class Membership:
             async with self._joining:
                 return await self._join(change.config)
         names = self._named(change.name)
+        if change.action == "role":
+            assert change.role is not None
+            for name in names:
+                self.role_check(name, change.role)(())
+                self.want_role(name, change.role)
+                await self.wait_role(name, change.role)
+                await self.wait_former(name, change.wait_s)
+            return names
+        if change.action == "restart":
+            for name in names:
+                self.restart_worker(name)
+            return names
         for name in names:
-            if change.action == "undrain":
-                if name in self._leaving:
-                    raise Conflict(f"{name} is leaving; it can join again once it has left", param="name")
-                self._core.admission.undrain(name)
-            else:
-                self._core.admission.drain(name)
+            if change.action == "undrain" and name in self._leaving:
+                raise Conflict(f"{name} is leaving; it can join again once it has left", param="name")
+            self.set_drained(name, change.action != "undrain")
             if change.action == "leave" and name not in self._leaving:
                 self._leaving[name] = asyncio.create_task(self._leave(name, change.stop), name=f"leave {name}")
         log.info("%s: %s", change.action, ", ".join(names))
         return names
+
+    # --- members of a cluster ----------------------------------------------------------------------------------------
+
+    async def check_engine(self, endpoint: Endpoint) -> None:
+        """Whether this core could use the worker. BadInput, Unavailable."""
+        name = endpoint.name
+        if name in self._connections.engines and name not in {engine.name for engine in self.members.engines}:
+            raise Conflict(f"a worker is called {name} in the configuration of this core: choose another name")
+        await self._check_weights(self._of_known_model(endpoint))
+
+    def follow_engine(self, endpoint: Endpoint) -> None:
+        """Dial a member. BadInput: its model is not known here."""
+        endpoint = self._of_known_model(endpoint)
+        if endpoint.name in self._connections.engines:
+            raise Conflict(f"another worker is called {endpoint.name} in the configuration of this core")
+        self._add_engine(endpoint)
+        self.members.gone = [name for name in self.members.gone if name != endpoint.name]
+        self._tell()
+
+    async def drop_engine(self, name: str) -> None:
+        if name in self._connections.engines:
+            await self._remove(name)
+
+    def set_drained(self, name: str, drained: bool) -> None:
+        """A worker that drains sends what it has cached to others, so that conversations go on there."""
+        (self._core.admission.drain if drained else self._core.admission.undrain)(name)
+        if not drained and (task := self._pushing.pop(name, None)) is not None:
+            task.cancel()
+        if drained and name not in self._pushing and self.pusher is not None:
+            self._pushing[name] = asyncio.create_task(self._push(name, self.pusher), name=f"push {name}")
+
+    async def _push(self, name: str, pusher: PrefixPusher) -> None:
+        """At once, for the next turns of conversations that are idle; and when the last request has ended."""
+        await pusher.push(name)
+        await self.wait_idle(name)
+        await pusher.push(name)
+
+    def is_pushing(self, name: str) -> bool:
+        task = self._pushing.get(name)
+        return task is not None and not task.done()
+
+    async def wait_pushed(self, name: str) -> None:
+        if (task := self._pushing.get(name)) is not None:
+            await asyncio.wait([task])
+
+    # --- roles -------------------------------------------------------------------------------------------------------
+
+    def role_check(self, name: str, role: WorkerRole) -> Callable[[Sequence[Member]], None]:
+        """Conflict: the worker cannot have this role. What is returned raises Conflict where its model could not be
+        served any more, by the members' rows, which this core may not have followed yet. A store calls it in the middle
+        of a transaction, and in a thread of its own: it has what this core knows now."""
+        engine = self._connections.engines.get(name)
+        if engine is None:
+            if name in self._connections.upstream.clients:
+                raise Conflict(f"{name} is a server of another kind: its role is the one of its configuration")
+            return lambda members: None  # a member that this core does not dial yet
+        engine.check_role(role)
+        if role != "prefill" or engine.role == role:
+            return lambda members: None
+        model, others = engine.endpoint.models[0], self._others_that_decode(engine)
+
+        def check(members: Sequence[Member]) -> None:
+            if not others - {each.name for each in members if each.state != "joined" or each.role == "prefill"}:
+                raise Conflict(
+                    f"{name} is the last worker of {model} that decodes: give another one the role decode or both first"
+                )
+
+        return check
+
+    def _others_that_decode(self, engine: EngineClient) -> frozenset[str]:
+        """Workers that decode what this one does: not those that drain, or belong to another account."""
+        own = engine.endpoint
+        workers = self._core.admission.balancer.workers_of(own.models[0])
+        draining = {worker.name for worker in workers if worker.draining}
+        return frozenset(
+            each.name
+            for each in self._connections.engines_of(own.models[0])
+            if each is not engine
+            and each.connected
+            and each.decodes
+            and each.name not in draining
+            and each.endpoint.account in ("", own.account)
+        )
+
+    def want_role(self, name: str, role: WorkerRole) -> None:
+        """It gets the role, now or when it connects. What runs there goes on."""
+        engine = self._connections.engines.get(name)
+        if engine is None:
+            return
+        if engine.role != role:
+            self._former[name] = self._core.admission.requests_on(name)
+            log.info("role of %s: %s", name, role, extra={"before": engine.role})
+        engine.set_role(role)
+
+    async def wait_role(self, name: str, role: WorkerRole) -> None:
+        """Until the worker has said that it has it. Unavailable: it did not in time. One that is not connected is not
+        waited for."""
+        engine = self._connections.engines.get(name)
+        try:
+            async with asyncio.timeout(ROLE_TIMEOUT_S):
+                while engine is not None and engine.connected and engine.role != role:
+                    await asyncio.sleep(_ROLE_POLL_S)
+        except TimeoutError:
+            raise Unavailable(
+                f"{name} did not say within {ROLE_TIMEOUT_S:.0f} s that its role is {role}; it gets it once it answers"
+            ) from None
+
+    def n_former(self, name: str) -> int:
+        """Requests of this core that ran on the worker when its role changed, and still do."""
+        former = self._former.get(name)
+        if not former:
+            return 0
+        former &= self._core.admission.requests_on(name)
+        return len(former)
+
+    async def wait_former(self, name: str, limit_s: float) -> None:
+        """Until those have ended, or moved."""
+        end_s = asyncio.get_running_loop().time() + limit_s
+        while self.n_former(name) and asyncio.get_running_loop().time() < end_s:
+            await asyncio.sleep(DRAIN_POLL_S)
+
+    def restart_worker(self, name: str) -> None:
+        """It finishes what it has, and ends with a status that says to start it again. Unavailable: no connection."""
+        engine = self._connections.engines.get(name)
+        if engine is None or not engine.connected:
+            why = "it is not dialed" if engine is None else engine.problem
+            raise Unavailable(f"{name} cannot be asked to end by this core: {why}")
+        log.info("restart: %s", name)
+        engine.end_worker(RESTART_LIMIT_S, restart=True)
+
+    def end_worker(self, name: str, limit_s: float) -> None:
+        if (engine := self._connections.engines.get(name)) is not None:
+            engine.end_worker(limit_s)
+
+    def reaches(self, name: str) -> bool:
+        engine = self._connections.engines.get(name)
+        return engine is not None and engine.connected
+
+    def standing(self, name: str) -> tuple[bool, str, int, int]:
+        """Whether it is connected; if not, why; and how many sequences of this core and of all run there."""
+        engine = self._connections.engines.get(name)
+        if engine is None:
+            return False, "not dialed yet", 0, 0
+        running = engine.load.running + engine.load.waiting if engine.connected else 0
+        return engine.connected, engine.problem, self._core.admission.in_flight_on(name), running
+
+    async def wait_idle(self, name: str) -> None:
+        """Until no request of this core runs on the worker."""
+        while self._core.admission.in_flight_on(name):
+            await asyncio.sleep(DRAIN_POLL_S)
+
+    async def wait_gone(self, name: str, limit_s: float) -> bool:
+        """Until the worker has closed the connection, which it does when it ends."""
+        try:
+            async with asyncio.timeout(limit_s):
+                while self.reaches(name):
+                    await asyncio.sleep(DRAIN_POLL_S)
+        except TimeoutError:
+            return False
+        return True
+
+    def _of_known_model(self, endpoint: Endpoint) -> Endpoint:
+        model = self._connections.models.model_id(endpoint.models[0])
+        if model is None:
+            raise BadInput(
+                f"{endpoint.models[0]} is not on this core's machine, which needs its tokenizer: run `emberline pull "
+                f"{endpoint.models[0]}` there",
+                param="models",
+            )
+        return msgspec.structs.replace(endpoint, models=(model,))
 
     # --- models that are loaded on demand ----------------------------------------------------------------------------
 
@@ -169,9 +370,10 @@ class Membership:
             self._tell()
 
     async def close(self) -> None:
-        for task in self._leaving.values():
+        tasks = [*self._leaving.values(), *self._pushing.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._leaving.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _named(self, name: str) -> list[str]:
         known = self._core.admission.worker_names()
@@ -213,7 +415,7 @@ class Membership:
 
     async def _check_weights(self, endpoint: Endpoint) -> None:
         """Whether it can be reached, and has the same weights as the other workers of its model."""
-        probe = EngineClient(endpoint)
+        probe = EngineClient(endpoint, self._connections.tls)
         probe.start()
         try:
             if not await probe.wait_connected(JOIN_TIMEOUT_S):
@@ -244,8 +446,8 @@ class Membership:
 
     async def _leave(self, name: str, stop: bool) -> None:
         """Remove the worker once its requests have ended."""
-        while self._core.admission.in_flight_on(name):
-            await asyncio.sleep(DRAIN_POLL_S)
+        await self.wait_idle(name)
+        await self.wait_pushed(name)
         if stop and (engine := self._connections.engines.get(name)) is not None:
             engine.end_worker(STOP_LIMIT_S)
             await asyncio.sleep(DRAIN_POLL_S)  # closing the connection would discard what is not sent yet
@@ -257,6 +459,9 @@ class Membership:
 
     async def _remove(self, name: str) -> None:
         self._core.discard(name)
+        self._former.pop(name, None)
+        if (task := self._pushing.pop(name, None)) is not None:
+            task.cancel()
         await self._connections.remove(name)
         members = self.members
         members.engines = [endpoint for endpoint in members.engines if endpoint.name != name]

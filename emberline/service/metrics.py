@@ -15,6 +15,8 @@ from emberline.balancer.balancer import Snapshot
 from emberline.balancer.worker import WorkerSnapshot
 from emberline.protocol.frames import EngineLoad
 from emberline.protocol.request import Priority
+from emberline.service.draft_metrics import draft_metrics
+from emberline.service.tier_metrics import tier_metrics
 
 TTFT_BOUNDS_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 INTER_TOKEN_BOUNDS_S = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
@@ -72,6 +74,7 @@ class ModelMetrics:
         self.by_status: Counter[str] = Counter()
         self.prompt_tokens = 0
         self.cached_tokens = 0
+        self.cached_by_tier: Counter[str] = Counter()
         self.generation_tokens = 0
         self.ttft_s = Histogram(TTFT_BOUNDS_S)
         self.inter_token_s = Histogram(INTER_TOKEN_BOUNDS_S)
@@ -130,6 +133,7 @@ class Metrics(Collector):
         model.by_status[row.status] += 1
         model.prompt_tokens += row.input_tokens
         model.cached_tokens += row.cached_tokens
+        model.cached_by_tier.update(row.cached_by_tier)
         model.generation_tokens += row.output_tokens
         model.inter_token_s.add(inter_token)
         model.e2e_s.observe((row.finished_us - row.created_us) / 1e6)
@@ -160,6 +164,13 @@ class Metrics(Collector):
         yield ended
         yield from self._counters("prompt_tokens", "vllm:prompt_tokens", lambda m: m.prompt_tokens)
         yield from self._counters("cached_tokens", "vllm:prefix_cache_hits", lambda m: m.cached_tokens)
+        by_tier = CounterMetricFamily(
+            "emberline_cached_tokens_by_tier", "Cached tokens, by where they came from.", labels=["model", "tier"]
+        )
+        for name, model in self.models.items():
+            for tier, n_tokens in model.cached_by_tier.items():
+                by_tier.add_metric([name, tier], n_tokens)
+        yield by_tier
         yield from self._counters("generation_tokens", "vllm:generation_tokens", lambda m: m.generation_tokens)
         yield from self._counters("prefix_cache_queries", "vllm:prefix_cache_queries", lambda m: m.prompt_tokens)
         yield from self._histograms("time_to_first_token_seconds", lambda m: m.ttft_s)
@@ -167,6 +178,8 @@ class Metrics(Collector):
         yield from self._histograms("e2e_request_latency_seconds", lambda m: m.e2e_s)
         yield from _genai_metrics(self._genai)
         yield from _worker_metrics(snapshot)
+        yield from tier_metrics(snapshot)
+        yield from draft_metrics(snapshot)
 
     def _counters(self, name: str, alias: str, value: Callable[[ModelMetrics], int]) -> Iterator[Metric]:
         for full_name, label in ((f"emberline_{name}", "model"), (alias, "model_name")):

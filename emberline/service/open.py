@@ -1,16 +1,19 @@
 """Builds a service: in the core process, and in the other HTTP workers."""
 
 import asyncio
+import ssl
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
-from emberline.accounts.budgets import Budgets
+from emberline.accounts.budgets import LEASE_S, Budgets
 from emberline.accounts.key_directory import KeyDirectory
 from emberline.accounts.limit_enforcement import LimitEnforcer
 from emberline.accounts.price_store import PriceStore
 from emberline.accounts.prices import PUBLISHED
+from emberline.accounts.shared_rate_limits import SharedRateLimiter
 from emberline.accounts.usage_journal import UsageJournal
 from emberline.accounts.usage_ledger import UsageLedger
 from emberline.balancer.admission_controller import AdmissionController
@@ -19,12 +22,18 @@ from emberline.balancer.cost_model import DEFAULTS, Settings
 from emberline.balancer.grants import SHARE
 from emberline.catalog.aliases import open_aliases
 from emberline.catalog.card_files import CardFiles
+from emberline.config import ScalingConfig
 from emberline.protocol.price import Price
+from emberline.service.cluster import Cluster, ClusterKeys
 from emberline.service.core import CoreConnection, LocalCore
 from emberline.service.core_server import CoreServer
+from emberline.service.member_table import MemberTable
 from emberline.service.membership import Membership, WorkerConnections
+from emberline.service.planner_table import PlannerTable
+from emberline.service.prefix_push import PrefixPusher
 from emberline.service.remote_core import RemoteCore
 from emberline.service.responses import RETENTION_DAYS, DatabaseResponses
+from emberline.service.scaled_models import ScaledModels
 from emberline.service.served_models import Served, ServedModels
 from emberline.service.service import Service
 from emberline.service.sessions import Sessions
@@ -41,6 +50,16 @@ USAGE = "usage"  # the folder of usage journals
 CORE_WAIT_S = 5.0
 
 
+class ClusterSettings(NamedTuple):
+    """Of a core whose cluster workers may join."""
+
+    keys: ClusterKeys
+    region: str = ""
+    tls: ssl.SSLContext | None = None  # with this core's certificate
+    core: str = ""  # its name, unique in the cluster and the same after a restart
+    bounds: Mapping[str, ScalingConfig] = {}  # of models that are scaled
+
+
 async def open_service(
     served: Sequence[Served],
     *,
@@ -49,6 +68,7 @@ async def open_service(
     retention_days: int = RETENTION_DAYS,
     store_url: str = "",
     queue_share: float = SHARE,
+    budget_lease_s: float = LEASE_S,
     store: Database | None = None,
     upstreams: Sequence[UpstreamClient] = (),
     providers: ProviderDirectory | None = None,
@@ -57,37 +77,45 @@ async def open_service(
     directory: KeyDirectory | None = None,
     prices: Mapping[str, Price] | None = None,
     aliases: Mapping[str, Mapping[str, int]] | None = None,
+    cluster: ClusterSettings | None = None,
 ) -> Service:
     """The core process's service. Opens the store, by default in `data_dir`; connects to the engines meanwhile.
 
     A `store` that is given is used instead, and its owner closes it. `upstreams` are servers whose models are known by
     now (`discover`). `on_stall` is called with the name of an engine that hangs, to restart it; `on_leave` with that
     of a worker that has left, to end it. `directory`, which is open, has the accounts' and keys' limits; `prices` are
-    the configured ones, by model, and `aliases` the configured aliases.
+    the configured ones, by model, and `aliases` the configured aliases. With `cluster`, workers may join.
     """
     upstream = UpstreamModels(upstreams, CardFiles(data_dir).apply, providers)
-    connections = _connections(served, upstream, on_stall)
+    connections = _connections(served, upstream, on_stall, None if cluster is None else cluster.tls)
     own = await open_store(store_url or data_dir / DATABASE) if store is None else None
     store = store or own
     assert store is not None
     responses = DatabaseResponses(store, retention_days)
     await responses.open()
-    admission = AdmissionController(Balancer(Settings(max_waiting=max_waiting)))
+    admission = AdmissionController(
+        Balancer(Settings(max_waiting=max_waiting, region="" if cluster is None else cluster.region))
+    )
     workers: list[CoreConnection] = [*connections.engines.values(), *upstream.clients.values()]
     journal = UsageJournal(data_dir / USAGE)
     usage = UsageLedger(store, journal)
-    budgets = Budgets(store, journal.name)
+    budgets = Budgets(store, journal.name, lease_s=budget_lease_s)
     budgets.start()
     usage.start(budgets.recover)
-    limits = None if directory is None else LimitEnforcer(directory, budgets)
+    shared = None if directory is None or isinstance(store, SqliteStore) else SharedRateLimiter(store, journal.name)
+    if shared is not None:
+        shared.start()
+    limits = None if directory is None else LimitEnforcer(directory, budgets, shared)
     written = data_dir if isinstance(store, SqliteStore) else None
     price_store = PriceStore(store)
     known = [*(item.card for item in served), *connections.upstream.cards()]
     stated = ((card.id, card.price or PUBLISHED.get(card.id)) for card in known)
     await price_store.start(prices, {model: price for model, price in stated if price is not None})
-    core = LocalCore(admission, workers, usage, Sessions(), responses, queue_share, written, limits, price_store)
+    sessions = Sessions()
+    core = LocalCore(admission, workers, usage, sessions, responses, queue_share, written, limits, price_store)
     core.aliases = await open_aliases(store, aliases or {})
     membership = core.membership = Membership(core, connections, on_leave)
+    membership.pusher = PrefixPusher(sessions, admission, connections.engines)
 
     def provider_added(client: ProviderClient) -> None:
         core.add(client)
@@ -96,14 +124,35 @@ async def open_service(
     upstream.providers.on_new.append(provider_added)
     core.know_model = upstream.providers.ensure
 
+    if cluster is not None:
+        table = MemberTable(store)
+        core.cluster = Cluster(table, membership, cluster.keys, cluster.region, cluster.tls is not None)
+        if not isinstance(store, SqliteStore):
+            await table.claim(core.cluster.id)
+        await core.cluster.start()
+        core.scaling = ScaledModels(
+            cluster.core or journal.name,
+            PlannerTable(store),
+            admission,
+            core.grants,
+            connections.models.model_id,
+            cluster.bounds,
+        )
+        await core.scaling.start()
     points = asyncio.create_task(core.history.run())
 
     async def close_core() -> None:
         points.cancel()
         await core.aliases.close()
+        if core.scaling is not None:
+            await core.scaling.close()
+        if core.cluster is not None:
+            await core.cluster.close()
         await membership.close()
         admission.close()
         await responses.close()
+        if shared is not None:
+            await shared.close()
         await budgets.close(usage.all_stored)
         await usage.close()
         await price_store.close()
@@ -111,7 +160,8 @@ async def open_service(
             await own.close()
 
     connections.upstream.start(watch=True)
-    return Service(core, connections.models, connections.engines, close_core, GrammarCompiler(), connections.upstream)
+    engines, upstream = connections.engines, connections.upstream
+    return Service(core, connections.models, engines, close_core, GrammarCompiler(), upstream, data_dir)
 
 
 async def open_core_server(service: Service, socket_path: Path) -> CoreServer:
@@ -129,22 +179,26 @@ async def open_http_worker(
     upstreams: Sequence[UpstreamClient] = (),
     providers: ProviderDirectory | None = None,
     data_dir: Path | None = None,
+    tls: ssl.SSLContext | None = None,
 ) -> Service:
     """The service of an HTTP worker. Waits a moment for the core; without it, requests are answered Unavailable."""
     described = (lambda card: card) if data_dir is None else CardFiles(data_dir).apply
     models = UpstreamModels(upstreams, described, providers)
-    connections = _connections(served, models)
+    connections = _connections(served, models, tls=tls)
     core = RemoteCore(core_socket, connections.engines.values(), models.abort, connections.follow)
     await core.wait_connected(CORE_WAIT_S)
     models.start(watch=False)
-    return Service(core, connections.models, connections.engines, core.close, GrammarCompiler(), models)
+    return Service(core, connections.models, connections.engines, core.close, GrammarCompiler(), models, data_dir)
 
 
 def _connections(
-    served: Sequence[Served], upstream: UpstreamModels, on_stall: Callable[[str], None] | None = None
+    served: Sequence[Served],
+    upstream: UpstreamModels,
+    on_stall: Callable[[str], None] | None = None,
+    tls: ssl.SSLContext | None = None,
 ) -> WorkerConnections:
     """To the configured workers. The service starts those to engines."""
-    connections = WorkerConnections(ServedModels(served), upstream, on_stall)
+    connections = WorkerConnections(ServedModels(served), upstream, on_stall, tls)
     for item in served:
         for endpoint in item.endpoints:
             connections.add_engine(msgspec.structs.replace(endpoint, models=endpoint.models or (item.card.id,)))

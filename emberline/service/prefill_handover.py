@@ -8,7 +8,7 @@ import msgspec
 
 from emberline.protocol.errors import EmberlineError, EngineLost, from_info
 from emberline.protocol.events import TokenDelta
-from emberline.protocol.frames import transfer_ticket
+from emberline.protocol.frames import transfer_ranks, transfer_ticket
 from emberline.protocol.request import EngineRequest, Push, SamplingParams
 from emberline.service.engine_client import EngineClient, EngineStream
 
@@ -81,16 +81,23 @@ class Prefill:
             self._cached.set_result({})
 
 
+def prefill_id(sequence_id: str) -> str:
+    """Of the same sequence on the prefill worker."""
+    return f"{sequence_id}-prefill"
+
+
 def hand_over(prefill: EngineClient, decode: EngineClient, request: EngineRequest) -> tuple[EngineStream, Prefill]:
     """Submit to both workers at once, under a new transfer id."""
     transfer = secrets.token_hex(16)
     stream = decode.stream([msgspec.structs.replace(request, awaits=transfer)])
     half = EngineRequest(
-        id=f"{request.id}-prefill",
+        id=prefill_id(request.id),
         prompt_ids=request.prompt_ids,
         sampling=SamplingParams(max_tokens=1),
         salt=request.salt,
         session=request.session,
+        cache_ttl_s=request.cache_ttl_s,
+        session_final=request.session_final,
         priority=request.priority,
         deadline_s=request.deadline_s,
         keys=request.keys,
@@ -99,6 +106,9 @@ def hand_over(prefill: EngineClient, decode: EngineClient, request: EngineReques
             address=decode.endpoint.address,
             sender=prefill.name,
             ticket=transfer_ticket(decode.endpoint.token, prefill.name),
+            tls_host=decode.endpoint.tls_host,
+            version=decode.version,
+            ranks=transfer_ranks(prefill.info, decode.info),
         ),
     )
     try:

@@ -210,5 +210,8 @@ def _session_entries(prepared: Prepared, replies: list[tuple[Message, bytes]]) -
         entries |= turn_entries(
             prepared.served.text, prepared.request, prepared.prompt, prepared.digests, reply, reply_ids
         )
-    account, version = prepared.principal.account, prepared.info.fingerprint
-    return [SessionEntry(account, version, digest, entry) for digest, entry in entries.items()]
+    principal, version, session = prepared.principal, prepared.info.fingerprint, prepared.request.session
+    return [
+        SessionEntry(principal.account, version, digest, entry, principal.salt, session)
+        for digest, entry in entries.items()
+    ]

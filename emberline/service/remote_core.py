@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from emberline.accounts.usage_row import UsageRow
 from emberline.balancer.endpoint import Endpoint
@@ -16,12 +16,16 @@ from emberline.catalog.aliases import Aliases, AliasTable
 from emberline.protocol.answer import StoredResponse
 from emberline.protocol.errors import Unavailable, from_info
 from emberline.protocol.frames import decode
+from emberline.protocol.member import Challenge, Signed
 from emberline.service import tracing
+from emberline.service.cluster import ClusterStatus
 from emberline.service.connection import Link, dial, retry_delays
 from emberline.service.core import RequestEnd
 from emberline.service.core_protocol import (
     Admit,
     AppendLog,
+    AskCluster,
+    AskPlanner,
     Call,
     CancelLog,
     ChangeAlias,
@@ -130,6 +134,29 @@ class RemoteCore:
 
     async def change_workers(self, change: WorkerChange) -> list[str]:
         return (await self._call(lambda seq: ChangeWorkers(seq, change))).names
+
+    async def join_challenge(self) -> Challenge:
+        found = (await self._call(lambda seq: AskCluster(seq, "challenge"))).challenge
+        assert found is not None
+        return found
+
+    async def announce(self, signed: Signed) -> Signed:
+        found = (await self._call(lambda seq: AskCluster(seq, "announce", signed))).signed
+        assert found is not None
+        return found
+
+    async def cluster_status(self) -> ClusterStatus:
+        found = (await self._call(lambda seq: AskCluster(seq, "status"))).cluster
+        assert found is not None
+        return found
+
+    async def scaling_plan(self, model: str, limit: int) -> dict[str, Any]:
+        found = (await self._call(lambda seq: AskPlanner(seq, "plan", model, limit))).plain
+        assert found is not None
+        return found
+
+    async def set_scaling_bounds(self, model: str, changes: dict[str, Any] | None) -> dict[str, Any] | None:
+        return (await self._call(lambda seq: AskPlanner(seq, "set_bounds", model, changes=changes))).plain
 
     async def refresh_prices(self) -> None:
         await self._call(RefreshPrices)

@@ -14,7 +14,7 @@ import msgspec
 
 from emberline.accounts.usage_row import UsageRow, UsageStatus, session_digest
 from emberline.balancer.route_request import Fault, Route, RouteRequest
-from emberline.protocol.errors import DeadlineExceeded, EmberlineError, Internal, Unavailable
+from emberline.protocol.errors import DeadlineExceeded, EmberlineError, Internal, Unavailable, WorkerRemoved
 from emberline.protocol.events import Completed, Usage
 from emberline.protocol.trace_context import TraceContext, TraceDetails
 from emberline.service.core import Core, RequestEnd, SessionEntry
@@ -233,7 +233,10 @@ class Run(Generic[T]):
 
     async def _fail_over(self, error: EmberlineError) -> None:
         """Route to other workers after `error`, or raise it. A job goes back to its queue, which counts the failure."""
-        fault = self._transport.fault(error)
+        if isinstance(error, WorkerRemoved):  # no attempt was made
+            fault = Fault(True, (error.worker,))
+        else:
+            fault = self._transport.fault(error)
         if self._trace is not None:
             self._trace.failed(error)
         self._lost = fault.lost

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -16,9 +17,12 @@ from emberline.protocol.errors import Conflict, EmberlineError, Unavailable, Uns
 from emberline.protocol.events import Completed, TextEvent
 from emberline.protocol.frames import EngineInfo
 from emberline.protocol.media import Media, MediaRequest
+from emberline.protocol.member import Challenge, Signed
 from emberline.protocol.rate_limits import RateLimits
 from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal, SpeechRequest, alias_caller
 from emberline.protocol.speech import Transcript
+from emberline.service import kv_cache
+from emberline.service.cluster import ClusterStatus
 from emberline.service.core import Core, SessionEntry
 from emberline.service.encode import EncodeCall, prepare_encoding, text_bytes
 from emberline.service.engine_client import EngineClient
@@ -66,8 +70,10 @@ class Service:
         close_core: Callable[[], Awaitable[None]],
         grammars: GrammarCompiler,
         upstream: UpstreamModels | None = None,
+        data_dir: Path | None = None,
     ) -> None:
         self.core = core
+        self._exchange = None if data_dir is None else data_dir / kv_cache.FOLDER
         self.upstream = upstream if upstream is not None else UpstreamModels(())
         self._models = served
         self._engines = engines  # by endpoint name
@@ -176,6 +182,28 @@ class Service:
         """Workers join, leave or drain; returns their names."""
         return await self.core.change_workers(change)
 
+    async def join_challenge(self) -> Challenge:
+        return await self.core.join_challenge()
+
+    async def announce(self, signed: Signed) -> Signed:
+        """A worker announces itself to the cluster."""
+        return await self.core.announce(signed)
+
+    async def cluster_status(self) -> ClusterStatus:
+        return await self.core.cluster_status()
+
+    async def scaling_plan(self, model: str, limit: int) -> dict[str, Any]:
+        """What the planner saw, did and why."""
+        return await self.core.scaling_plan(model, limit)
+
+    async def set_scaling_bounds(self, model: str, changes: dict[str, Any] | None) -> dict[str, Any] | None:
+        return await self.core.set_scaling_bounds(model, changes)
+
+    @property
+    def kv_cache(self) -> kv_cache.KVCacheAdmin:
+        """Cached KV of the engine workers, for its owners and the operator."""
+        return kv_cache.KVCacheAdmin(list(self._engines.values()), self._exchange)
+
     def model_state(self, model_id: str) -> str:
         """on_disk, loading, loaded, unloading or failed of a model that is loaded and unloaded here; provider where
         upstream servers have it; empty for one that is always loaded."""
@@ -190,8 +218,9 @@ class Service:
     # --- lifecycle ---------------------------------------------------------------------------------------------------
 
     async def ready(self, timeout_s: float) -> bool:
-        """Wait until every engine is connected."""
-        waits = (engine.wait_connected(timeout_s) for engine in self._engines.values())
+        """Wait until every configured engine is connected; members of a cluster may be away for long."""
+        names = {endpoint.name for item in self._models.known() for endpoint in item.endpoints}
+        waits = [engine.wait_connected(timeout_s) for name, engine in self._engines.items() if name in names]
         return all(await asyncio.gather(*waits))
 
     async def warm_up(self) -> None:
@@ -215,7 +244,8 @@ class Service:
     async def close(self) -> None:
         """Cut the connections to all workers, finalize the requests that this ends, then close the core."""
         self._draining = True
-        await asyncio.gather(*(engine.close() for engine in self._engines.values()), self.upstream.close())
+        engines = self._engines.values()
+        await asyncio.gather(*(engine.close(server_ends=True) for engine in engines), self.upstream.close())
         await self.drain(CLOSE_WAIT_S)
         stopping = Unavailable("the server is shutting down")
         for run in tuple(self._running):  # whose consumers do not read, so they cannot end by themselves

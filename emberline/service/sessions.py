@@ -5,24 +5,50 @@ conversation of n tokens costs n ids, not n per turn. Eviction is least recently
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import islice
+from typing import NamedTuple
 
 from emberline.text.prompt import KnownPrefix, PrefixCut
 
 DEFAULT_BYTES = 64 << 20
 BLOCK_BYTES = 4 << 10  # 1,024 ids
 ENTRY_BYTES = 512  # of an entry without its blocks, roughly
+MAX_SCANNED = 8  # entries, for each conversation that is asked for: every turn has one
 _REFERENCE_BYTES = 8
 
 Key = tuple[str, str, bytes]  # account, model, digest of the messages
 
 
-class _Entry:
-    __slots__ = ("blocks", "cut")
+class SessionOwner(NamedTuple):
+    """To whom cached KV of a conversation belongs."""
 
-    def __init__(self, blocks: tuple[bytes, ...], cut: PrefixCut) -> None:
+    salt: bytes = b""  # of the account
+    session: str | None = None  # the client's id of the conversation
+
+
+NO_OWNER = SessionOwner()
+
+
+class RecentConversation(NamedTuple):
+    blocks: tuple[bytes, ...]  # of ids, which conversations with the same beginning share
+    salt: bytes
+    session: str | None
+
+    @property
+    def ids(self) -> bytes:
+        """u32 little-endian; copied."""
+        return b"".join(self.blocks)
+
+
+class _Entry:
+    __slots__ = ("blocks", "cut", "owner")
+
+    def __init__(self, blocks: tuple[bytes, ...], cut: PrefixCut, owner: SessionOwner) -> None:
         self.blocks = blocks
         self.cut = cut
+        self.owner = owner
 
     @property
     def n_bytes(self) -> int:
@@ -34,6 +60,20 @@ class _Entry:
             return False
         last = len(self.blocks) - 1
         return self.blocks[:last] == other.blocks[:last] and other.blocks[last].startswith(self.blocks[last])
+
+
+def _longest(entries: list[tuple[Key, _Entry]], model: str, most: int) -> list[RecentConversation]:
+    found: dict[str, list[_Entry]] = {}  # by account
+    conversations: list[RecentConversation] = []
+    for (account, version, _), entry in entries:
+        known = found.setdefault(account, [])
+        if version != model or any(entry.is_prefix_of(other) for other in known):
+            continue
+        known.append(entry)
+        conversations.append(RecentConversation(entry.blocks, *entry.owner))
+        if len(conversations) == most:
+            break
+    return conversations
 
 
 class Sessions:
@@ -64,7 +104,21 @@ class Sessions:
         cuts = tuple(entry.cut for _, entry in found if entry.is_prefix_of(longest))
         return KnownPrefix(b"".join(longest.blocks), cuts)
 
-    def add(self, account: str, model: str, digest: bytes, ids: bytes, text_len: int, text_digest: bytes) -> None:
+    def recent(self, model: str, most: int) -> Callable[[], list[RecentConversation]]:
+        """Of all accounts, the one that was used last first. Not those that another one begins with. What it returns
+        takes a while, and may be called in another thread."""
+        return partial(_longest, list(islice(reversed(self._entries.items()), most * MAX_SCANNED)), model, most)
+
+    def add(
+        self,
+        account: str,
+        model: str,
+        digest: bytes,
+        ids: bytes,
+        text_len: int,
+        text_digest: bytes,
+        owner: SessionOwner = NO_OWNER,
+    ) -> None:
         """`ids` encode the first `text_len` characters of the conversation that has this digest."""
         assert len(ids) % 4 == 0
         if not ids or len(ids) + ENTRY_BYTES > self.max_bytes:
@@ -73,7 +127,7 @@ class Sessions:
         if key in self._entries:
             self._remove(key)
         blocks = tuple(self._hold(ids[at : at + BLOCK_BYTES]) for at in range(0, len(ids), BLOCK_BYTES))
-        entry = self._entries[key] = _Entry(blocks, PrefixCut(len(ids) // 4, text_len, text_digest))
+        entry = self._entries[key] = _Entry(blocks, PrefixCut(len(ids) // 4, text_len, text_digest), owner)
         self.n_bytes += entry.n_bytes
         while self.n_bytes > self.max_bytes:
             self._remove(next(iter(self._entries)))

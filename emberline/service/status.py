@@ -14,6 +14,7 @@ from emberline.accounts.usage_row import UsageRow
 from emberline.balancer.admission_controller import AdmissionController
 from emberline.balancer.balancer import Snapshot
 from emberline.balancer.ledger import InFlightRequest
+from emberline.protocol.frames import TierStats
 from emberline.service.health import Health
 from emberline.service.history import N_RECENT, STEP_S, History
 from emberline.service.metrics import Metrics
@@ -58,6 +59,22 @@ class WorkerStatus(msgspec.Struct, kw_only=True):
     output_tokens: int  # since its start
     prompt_tokens: int
     hit_ratio: float | None  # of prompt tokens since its start; None: no prompt yet
+    tiers: list["TierStatus"]  # of its KV cache, below the device, fastest first
+    drafted_tokens: int  # by speculative decoding, since its start
+    accepted_tokens: int  # of those
+
+
+class TierStatus(msgspec.Struct, kw_only=True):
+    """One tier of a worker's KV cache; of the pool, size and blocks are those of the whole pool."""
+
+    name: str  # host, disk or pool
+    state: str  # ok, or "degraded: why"
+    used_bytes: int
+    capacity_bytes: int
+    blocks: int
+    hit_ratio: float | None  # of the blocks that were asked for since the worker's start
+    read_rate: float  # bytes per second, measured; 0: unknown
+    oldest_s: float  # since the block that was not used for longest was used
 
 
 class ModelStatus(msgspec.Struct, kw_only=True):
@@ -186,9 +203,25 @@ def _workers(snapshot: Snapshot, health: Health, history: History) -> list[Worke
                 output_tokens=load.output_tokens,
                 prompt_tokens=load.prompt_tokens,
                 hit_ratio=_ratio(load.cached_tokens, load.cached_tokens + load.prompt_tokens),
+                tiers=[_tier(tier) for tier in load.tiers],
+                drafted_tokens=sum(sum(stats.drafted) for stats in load.drafts),
+                accepted_tokens=sum(sum(stats.accepted) for stats in load.drafts),
             )
         )
     return found
+
+
+def _tier(stats: TierStats) -> TierStatus:
+    return TierStatus(
+        name=stats.name,
+        state=stats.state,
+        used_bytes=stats.used_bytes,
+        capacity_bytes=stats.capacity_bytes,
+        blocks=stats.blocks,
+        hit_ratio=_ratio(stats.hits, stats.hits + stats.misses),
+        read_rate=round(stats.read_rate),
+        oldest_s=round(stats.oldest_s, 1),
+    )
 
 
 def _models(metrics: Metrics) -> list[ModelStatus]:

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from emberline.protocol.errors import BadInput
-from emberline.protocol.request import GenerateRequest, Message, SamplingParams, Tool, ToolChoice
+from emberline.protocol.request import MAX_DRAFT_TOKENS, GenerateRequest, Message, SamplingParams, Tool, ToolChoice
 
 MAX_TOOLS = 128
 MAX_DEPTH = 64  # of a tool's parameters
@@ -101,6 +101,8 @@ def validate(request: GenerateRequest, vocab_size: int) -> SamplingParams:
     """The request's sampling parameters, checked, the seed as u64. BadInput names the field that is wrong."""
     validate_prompt(request, vocab_size)
     _check_range("n", request.n, 1, MAX_CHOICES)
+    if (most := request.speculation.max_draft_tokens) is not None:
+        _check_range("speculation.max_draft_tokens", most, 0, MAX_DRAFT_TOKENS)
     budget = request.reasoning.budget_tokens
     if budget is not None and not 0 <= budget <= MAX_TOKENS:
         raise BadInput(

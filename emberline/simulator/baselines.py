@@ -20,6 +20,9 @@ Send = Callable[[SimRequest, str, str], None]
 class SimRouter(Protocol):
     """Receives every event that a router in front of real engines would see, when it would see it."""
 
+    def on_history(self, request: SimRequest, worker: SimWorker) -> None:
+        """The worker answered it before the simulation began. KV events say what of it is still there."""
+
     def on_request(self, request: SimRequest) -> None:
         """Send it now or later."""
 
@@ -32,6 +35,14 @@ class SimRouter(Protocol):
         """Its connection is lost, and with it these requests, which the router sends again."""
 
     def on_worker_joined(self, worker: SimWorker) -> None: ...
+    def on_worker_drained(self, worker: SimWorker) -> None: ...
+    def on_worker_undrained(self, worker: SimWorker) -> None: ...
+    def on_worker_removed(self, worker: SimWorker, requests: list[SimRequest]) -> None:
+        """It has left for good; these requests continue elsewhere."""
+
+    def n_waiting(self) -> tuple[int, int]:
+        """Requests that no worker has yet, and the tokens of their prompts."""
+
     def n_rejected(self) -> int: ...
 
 
@@ -74,6 +85,9 @@ class BaselineRouter:
         """(worker, prompt tokens it is estimated to compute)"""
         raise NotImplementedError
 
+    def on_history(self, request: SimRequest, worker: SimWorker) -> None:
+        raise NotImplementedError("history is simulated for Emberline's own policies only")
+
     def on_request(self, request: SimRequest) -> None:
         name, uncached = self.choose(request)
         self.load.sent(request, name, uncached)
@@ -95,6 +109,16 @@ class BaselineRouter:
         raise NotImplementedError("faults are simulated for Emberline's own policies only")
 
     def on_worker_joined(self, worker: SimWorker) -> None: ...
+
+    def on_worker_drained(self, worker: SimWorker) -> None:
+        raise NotImplementedError("fleets that change are simulated for Emberline's own policies only")
+
+    def on_worker_undrained(self, worker: SimWorker) -> None: ...
+
+    def on_worker_removed(self, worker: SimWorker, requests: list[SimRequest]) -> None: ...
+
+    def n_waiting(self) -> tuple[int, int]:
+        return 0, 0
 
     def n_rejected(self) -> int:
         return 0

@@ -28,7 +28,8 @@ RESTART_WAIT_S = 60.0  # that a failover waits for a worker
 
 class EmberlineRouter:
     """One balancer. `report_delay_s`: latency of the workers' load reports and KV events. `upstream`: the workers are
-    other servers, which publish no KV events and report their load when they are probed."""
+    other servers, which publish no KV events and report their load when they are probed. `hold_s`: how long requests
+    wait for a first worker."""
 
     def __init__(
         self,
@@ -40,11 +41,13 @@ class EmberlineRouter:
         session_affinity: bool = False,
         report_delay_s: float = 0.0,
         upstream: bool = False,
+        hold_s: float = 0.0,
     ) -> None:
         self.balancer = Balancer(settings)
         self._send, self._clock, self._keys = send, clock, keys
         self._session_affinity, self._report_delay_s, self._upstream = session_affinity, report_delay_s, upstream
-        self._requests: dict[str, SimRequest] = {}
+        self._hold_s = hold_s
+        self._requests: dict[str, SimRequest] = {}  # that no worker has yet
         self._asked: dict[str, RouteRequest] = {}  # of requests in flight
         self._down: set[str] = set()
         self._n_rejected = 0
@@ -55,6 +58,9 @@ class EmberlineRouter:
                 self._probe(worker)
 
     # --- requests ----------------------------------------------------------------------------------------------------
+
+    def on_history(self, request: SimRequest, worker: SimWorker) -> None:
+        self._keys.of_prompt(request.path, request.lengths, sum(request.lengths))
 
     def on_request(self, request: SimRequest) -> None:
         n_blocks = (request.n_prompt - 1) // request.block_tokens
@@ -67,6 +73,7 @@ class EmberlineRouter:
                 model_version="",
                 input_tokens=request.n_prompt,
                 created_us=int(self._clock.now_s * 1e6),
+                wait_s=self._hold_s,
                 affinity=f"session-{request.session}" if self._session_affinity else None,
                 keys=self._keys.of_prompt(request.path, request.lengths, n_blocks),
             ),
@@ -86,6 +93,9 @@ class EmberlineRouter:
         self.balancer.ended(request.id, now_s, "finished", request.n_output)
         del self._asked[request.id]
         self._dispatch()
+
+    def n_waiting(self) -> tuple[int, int]:
+        return len(self._requests), sum(request.n_prompt for request in self._requests.values())
 
     def n_rejected(self) -> int:
         return self._n_rejected
@@ -157,7 +167,26 @@ class EmberlineRouter:
                 continue
             asked = self._asked[request.id]
             lost, avoid = (worker.name,), tuple({*asked.avoid, worker.name})
-            self._enqueue(request, msgspec.structs.replace(asked, lost=lost, avoid=avoid, wait_s=RESTART_WAIT_S))
+            self._enqueue(
+                request, msgspec.structs.replace(asked, lost=lost, avoid=avoid, wait_s=RESTART_WAIT_S + self._hold_s)
+            )
+        self._dispatch()
+
+    def on_worker_drained(self, worker: SimWorker) -> None:
+        self.balancer.drain(worker.name, self._clock.now_s)
+        self._dispatch()
+
+    def on_worker_undrained(self, worker: SimWorker) -> None:
+        self.balancer.undrain(worker.name, self._clock.now_s)
+        self._dispatch()
+
+    def on_worker_removed(self, worker: SimWorker, requests: list[SimRequest]) -> None:
+        for request in requests:
+            request.n_failovers += 1
+            asked = self._asked[request.id]
+            avoid = tuple({*asked.avoid, worker.name})
+            self._enqueue(request, msgspec.structs.replace(asked, avoid=avoid, wait_s=RESTART_WAIT_S + self._hold_s))
+        self.balancer.remove(worker.name, self._clock.now_s)
         self._dispatch()
 
     def on_load_report(self, worker: SimWorker) -> None:

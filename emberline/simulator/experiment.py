@@ -10,8 +10,13 @@ from emberline.protocol.errors import BadInput
 from emberline.protocol.frames import WorkerRole
 from emberline.simulator.baselines import DynamoKnobs, SGLangKnobs
 from emberline.simulator.coefficients import Coefficients, LatencyTargetBudget, PrefillPolicy
+from emberline.simulator.elastic_fleet import NodeSpec
 from emberline.simulator.fleet import LinkSpec
+from emberline.simulator.planner import FleetSize, PlannerSpec
 from emberline.simulator.request import SimRequest
+from emberline.simulator.tiers import RetentionName, TierSpec
+from emberline.simulator.trace import LoadProfile
+from emberline.supervisor.cluster.scaling_plan import ScalingPlan
 
 EMBERLINE_POLICIES: tuple[str, ...] = get_args(PolicyName)
 BASELINE_POLICIES = ("plain_round_robin", "plain_least_loaded", "sglang", "dynamo")
@@ -35,6 +40,7 @@ class SimulationConfig:
     prefill_policy: PrefillPolicy = field(default_factory=LatencyTargetBudget)
     link: LinkSpec = field(default_factory=LinkSpec)
     seed: int = 1
+    history_s: float = 0.0  # before time 0: what sessions sent then is cached, without simulating it; 0: all begin cold
     warmup_s: float = 600.0  # not measured
     measured_s: float = 1800.0
     drain_s: float = 300.0  # for measured requests to finish after the end
@@ -45,7 +51,13 @@ class SimulationConfig:
     unstreamed: float = 0.0  # share of requests whose first token is not known before their end
     faults: int = 0  # of workers, in the measured period
     knobs: SGLangKnobs | DynamoKnobs | None = None  # of the compared policies; None: their defaults
+    retention: RetentionName = "learned"  # the engine's; "lru", or "oracle", which knows when each block is used next
+    tiers: tuple[TierSpec, ...] = ()  # behind the device's KV cache, fastest first
     tenants: int = 8
+    profile: LoadProfile | None = None  # of the load over time; None: all of it at all times
+    planner: PlannerSpec | None = None  # changes the fleet; the workers above are those at the beginning
+    schedule: tuple[int, ...] = ()  # workers by minute of a fleet that changes as was known in advance
+    nodes: NodeSpec = field(default_factory=NodeSpec)  # of that schedule
     key_tokens: int = 256  # per key of the fleet's prefix index; at least a block of the trace
 
     def __post_init__(self) -> None:
@@ -65,6 +77,23 @@ class SimulationConfig:
             raise BadInput("faults are simulated for workers of role both only", param="faults")
         if not 0 <= self.unstreamed <= 1 or self.faults < 0:
             raise BadInput("--unstreamed is a share from 0 to 1, --faults a number", param="unstreamed")
+        if self.history_s and (self.prefill_workers or self.policy in BASELINE_POLICIES):
+            raise BadInput(
+                "history is simulated for Emberline's own policies and workers of role both", param="history"
+            )
+        if self.tiers and (self.faults or self.prefill_workers):
+            raise BadInput("tiers are simulated for workers of role both, without faults", param="tiers")
+        if self.planner or self.schedule:
+            if self.policy in BASELINE_POLICIES or self.upstream or self.faults or self.tiers:
+                raise BadInput(
+                    "fleets that change are simulated for Emberline's own policies and engines, without tiers, and "
+                    "with the planner's own faults",
+                    param="planner",
+                )
+            if (self.planner and self.schedule) or (self.schedule and self.prefill_workers):
+                raise BadInput("a fleet has a planner, or a schedule of workers of role both", param="planner")
+            if self.planner and self.planner.bounds.disaggregated != bool(self.prefill_workers):
+                raise BadInput("the planner's bounds and the first workers disagree on roles", param="planner")
         if self.balancers < 1 or (self.balancers > 1 and self.policy in BASELINE_POLICIES):
             raise BadInput("several balancers are simulated for Emberline's own policies only", param="balancers")
 
@@ -76,8 +105,13 @@ class SimulationConfig:
         return [role for role, n in counts for _ in range(n)]
 
     @property
+    def measured_from_s(self) -> float:
+        """On the simulation's clock, on which time 0 of the sessions' starts is `history_s`."""
+        return self.history_s + self.warmup_s
+
+    @property
     def end_s(self) -> float:
-        return self.warmup_s + self.measured_s
+        return self.measured_from_s + self.measured_s
 
 
 @dataclass(slots=True, kw_only=True)
@@ -94,6 +128,18 @@ class SimulationResult:
     transferred_bytes: int
     intervals: dict[int, int]  # output tokens by bin of the logarithm of their inter-token latency
     now_s: float
+    worker_s: list[float]  # that each was part of the fleet, in the measured period
+    gpu_s: float  # of one GPU a worker, with those that start or drain
+    plans: list[ScalingPlan]  # of the planner, with decisions
+    sizes: list[FleetSize]
+
+    def missed(self, tolerated_s: float = SLO_TTFT_S, tpot_s: float = SLO_TPOT_S) -> list[bool]:
+        """By request: its TTFT was longer than what its own prefill takes on an idle worker that has all that any had,
+        and `tolerated_s`; or its time per output token was too long; or it has not ended."""
+        return [
+            request.end_s < 0 or ttft_s > least_s + tolerated_s or request.time_per_token_s > tpot_s
+            for request, ttft_s, least_s in zip(self.requests, self.ttft_s(), self.min_ttft_s())
+        ]
 
     def ttft_s(self) -> list[float]:
         """Of every request, in order; for one without a first token, how long it has waited."""
@@ -110,7 +156,7 @@ class SimulationResult:
     @property
     def busy(self) -> float:
         """Mean utilization of the workers."""
-        return sum(self.busy_s) / len(self.busy_s) / self.config.measured_s
+        return _ratio(sum(self.busy_s), sum(self.worker_s))
 
     @property
     def hit_ratio(self) -> float:
@@ -122,6 +168,15 @@ class SimulationResult:
         """The hit ratio of an unbounded shared cache."""
         started = self._started()
         return _ratio(sum(r.known_tokens for r in started), sum(r.n_prompt for r in started))
+
+    def hits_by_tier(self) -> dict[str, float]:
+        """The share of prompt tokens that came from each tier."""
+        n_prompt = sum(request.n_prompt for request in self._started())
+        found = {spec.name: 0 for spec in self.config.tiers}
+        for request in self.requests:
+            for tier, n_tokens in (request.fetched or {}).items():
+                found[tier] += n_tokens
+        return {tier: _ratio(n_tokens, n_prompt) for tier, n_tokens in found.items()}
 
     def _started(self) -> list[SimRequest]:
         return [request for request in self.requests if request.first_token_s >= 0]
@@ -163,10 +218,13 @@ class SimulationResult:
             **{f"interval_p{q}_ms": round(1e3 * self._interval_s(q), 3) for q in (50, 90, 99)},
             "hit_ratio": round(self.hit_ratio, 4),
             "ideal_hit_ratio": round(self.ideal_hit_ratio, 4),
+            **{f"hit_{tier}": round(share, 4) for tier, share in self.hits_by_tier().items()},
             "busy": round(self.busy, 4),
             "busiest_over_mean": round(max(self.busy_s) / mean_busy, 4) if mean_busy else 0.0,
             "fairness": round(self.fairness(), 4),
             "within_slo": round(self.within_slo(), 4),
+            "in_target": round(1 - _ratio(sum(self.missed()), len(self.requests)), 4),
+            "gpu_hours": round(self.gpu_s / 3600, 3),
             "prompt_tokens_per_s": round(sum(self.prompt_tokens) / measured_s, 1),
             "output_tokens_per_s": round(sum(self.output_tokens) / measured_s, 1),
             "preemptions": self.preemptions,

@@ -3,12 +3,14 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from emberline.kv.tiers.retention import Retention
 from emberline.protocol.block_hash import BLOCK_TOKENS
 from emberline.protocol.frames import WorkerRole
 from emberline.simulator.baselines import SimRouter
 from emberline.simulator.coefficients import Coefficients, PrefillPolicy
 from emberline.simulator.faults import Fault
 from emberline.simulator.request import SimRequest, SimSequence
+from emberline.simulator.tiers import RetentionName, SimTier, TierSpec, make_order
 from emberline.simulator.virtual_clock import VirtualClock
 from emberline.simulator.worker import SimWorker
 
@@ -76,6 +78,12 @@ class SimTransfer:
             self._network.clock.at(arrival_s, self._target.kv_arrived, seq)
 
 
+def _pool(spec: TierSpec, n_workers: int, block_tokens: int, clock: VirtualClock) -> SimTier:
+    """A tier that all workers share, each with its part; the pool's own eviction is least recently used."""
+    capacity = n_workers * spec.tokens // block_tokens
+    return SimTier(spec, capacity, clock, make_order("lru", capacity, Retention()))
+
+
 class Fleet:
     """Carries requests from routers to workers and the workers' events back. Each balancer has one router."""
 
@@ -89,19 +97,60 @@ class Fleet:
         link: LinkSpec,
         on_finish: OnFinish,
         on_step: OnStep,
+        retention: RetentionName = "learned",
+        tiers: Sequence[TierSpec] = (),
     ) -> None:
         self.routers: list[SimRouter] = []
         self.network = Network(clock, link)
         self._clock, self._on_finish, self._on_step = clock, on_finish, on_step
         self._transfers: dict[int, SimTransfer] = {}  # by request
-        self.workers = [
-            SimWorker(
-                *(f"w{number:03}", model, prefill_policy, clock, self, block_tokens, role),
-                self._kv_events_of(number),
-            )
-            for number, role in enumerate(roles)
-        ]
-        self._by_name = {worker.name: worker for worker in self.workers}
+        self._model, self._prefill_policy, self._block_tokens = model, prefill_policy, block_tokens
+        self._retention: RetentionName = retention
+        self._own_tiers = [spec for spec in tiers if not spec.shared]
+        self._pools = [_pool(spec, len(roles), block_tokens, clock) for spec in tiers if spec.shared]
+        self.workers: list[SimWorker] = []  # those that have left included
+        self._by_name: dict[str, SimWorker] = {}
+        for role in roles:
+            self.add(role)
+
+    def add(self, role: WorkerRole) -> SimWorker:
+        """A worker that no router knows yet."""
+        number = len(self.workers)
+        worker = SimWorker(
+            *(f"w{number:03}", self._model, self._prefill_policy, self._clock, self, self._block_tokens, role),
+            *(self._kv_events_of(number), self._retention, self._own_tiers, self._pools),
+        )
+        self.workers.append(worker)
+        self._by_name[worker.name] = worker
+        return worker
+
+    def worker(self, name: str) -> SimWorker:
+        return self._by_name[name]
+
+    def join(self, worker: SimWorker) -> None:
+        """It takes requests from now on: for the first time, after it was lost, or in another role."""
+        for router in self.routers:
+            router.on_worker_joined(worker)
+
+    def drain(self, worker: SimWorker) -> None:
+        for router in self.routers:
+            router.on_worker_drained(worker)
+
+    def undrain(self, worker: SimWorker) -> None:
+        for router in self.routers:
+            router.on_worker_undrained(worker)
+
+    def remove(self, worker: SimWorker) -> None:
+        """For good. Requests that are still there continue elsewhere."""
+        moved = worker.die()
+        for router in self.routers:
+            router.on_worker_removed(worker, [request for request in moved if self._router(request) is router])
+
+    def lose(self, worker: SimWorker) -> None:
+        """It dies; `join` brings it back with an empty cache."""
+        lost = worker.die()
+        for router in self.routers:
+            router.on_worker_lost(worker, [request for request in lost if self._router(request) is router])
 
     def _kv_events_of(self, number: int) -> Callable[[bool, int, int, int], None]:
         def publish(stored: bool, segment: int, start: int, end: int) -> None:
@@ -131,14 +180,8 @@ class Fleet:
             worker.hang()
             self._clock.at(fault.back_s, worker.resume)
             return
-        lost = worker.die()
-        self._clock.at(fault.back_s, self._rejoin, worker)
-        for router in self.routers:
-            router.on_worker_lost(worker, [request for request in lost if self._router(request) is router])
-
-    def _rejoin(self, worker: SimWorker) -> None:
-        for router in self.routers:
-            router.on_worker_joined(worker)
+        self.lose(worker)
+        self._clock.at(fault.back_s, self.join, worker)
 
     # --- events of the workers ---------------------------------------------------------------------------------------
 

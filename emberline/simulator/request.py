@@ -6,6 +6,8 @@ from itertools import accumulate
 
 import numpy as np
 
+from emberline.kv.tiers.retention import Conversation
+
 _SEGMENT_SPAN = 1 << 20  # more blocks than any segment has
 
 
@@ -23,10 +25,13 @@ class SimRequest:
     n_output: int
     block_tokens: int
     arrival_s: float
+    called_tools: bool = False  # its reply ends with tool calls
+    next_s: float = float("inf")  # from its end to the next turn of its conversation
     streamed: bool = True  # the router sees its first token when it comes, not at its end
     reply: tuple[int, int] = (0, 0)  # (segment, blocks) that the reply fills, if known
     known_tokens: int = 0  # prompt tokens that an unbounded shared cache would have had
     cached_tokens: int = 0  # prompt tokens that were not computed
+    fetched: dict[str, int] | None = None  # of them, those that came from tiers
     decode_worker: str = ""
     prefill_worker: str = ""  # if another
     first_token_s: float = -1.0
@@ -55,6 +60,7 @@ class SimSequence:
     full_blocks: int = 0
     reserved: int = 0  # blocks besides those
     written: int = 0  # output tokens when it last began to decode
+    conversation: Conversation | None = None  # that it is a turn of, once it was admitted
     decode_start_step: int = -1  # the worker's step count at that time; -1: not decoding
 
 

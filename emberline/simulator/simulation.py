@@ -1,5 +1,6 @@
 """Runs a trace against a simulated fleet and a router in virtual time, and searches for a load."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import log
 from random import Random
@@ -18,16 +19,20 @@ from emberline.simulator.baselines import (
     SGLangRouter,
     SimRouter,
 )
+from emberline.simulator.elastic_fleet import ElasticFleet, FleetSchedule
 from emberline.simulator.emberline_router import EmberlineRouter
 from emberline.simulator.experiment import BASELINE_POLICIES, LOG_BINS, SimulationConfig, SimulationResult
 from emberline.simulator.faults import random_faults
 from emberline.simulator.fleet import Fleet
+from emberline.simulator.planner import SimPlanner
 from emberline.simulator.request import BlockKeys, SimRequest
-from emberline.simulator.trace import SessionStart, TrafficTrace, session_starts
+from emberline.simulator.tiers import Segment
+from emberline.simulator.trace import SessionStart, TraceSession, TraceTurn, TrafficTrace, session_starts
 from emberline.simulator.virtual_clock import VirtualClock
 from emberline.simulator.worker import SimWorker
 
 _COMMON_SPAN = 1 << 12  # segment numbers per kind of common prefix, all below those of sessions
+HOLD_S = 60.0  # that requests wait for a first worker, besides two starts
 BUSY_TOLERANCE = 0.01
 MAX_SEARCH_RUNS = 12
 
@@ -56,29 +61,44 @@ class _Simulation:
             self._clock,
             trace.block_tokens,
             config.link,
-            self._on_finish,
-            self._on_step,
+            *(self._on_finish, self._on_step, config.retention, config.tiers),
         )
-        self._fleet.routers = [self._make_router() for _ in range(config.balancers)]
         self._known: set[int] = set()  # segments of all requests so far
         self._live: dict[int, tuple[SessionStart, int, int]] = {}  # request -> its session's start, number and turn
         self._measured: list[SimRequest] = []
         self._n_requests = 0
+        self._elastic = ElasticFleet(self._fleet, self._clock, config.planner.nodes if config.planner else config.nodes)
+        self._planner: SimPlanner | None = None
         self._intervals: dict[int, int] = {}  # see SimulationResult
 
     def run(self) -> SimulationResult:
         config, clock = self._config, self._clock
-        for number, start in enumerate(session_starts(self._trace, config.load, config.end_s, self._rng)):
-            clock.at(max(0.0, start.at_s), self._send, start, number, start.turn)
+        starts = session_starts(self._trace, config.load, config.end_s - config.history_s, self._rng, config.profile)
+        starts.sort(key=lambda start: start.has_ended)  # behind the others: their numbers are the same without history
+        recorded = self._replay_history([*enumerate(starts)])
+        self._fleet.routers = [self._make_router() for _ in range(config.balancers)]
+        if config.planner is not None:
+            self._planner = SimPlanner(self._elastic, self._fleet.routers, clock, config.planner, config.end_s)
+        elif config.schedule:
+            FleetSchedule(self._elastic, clock, config.schedule)
+        for request, worker in recorded:
+            self._announce(request, worker)
+        for number, start in enumerate(starts):
+            if not start.has_ended:
+                clock.at(config.history_s + max(0.0, start.at_s), self._send, start, number, start.turn)
         rng = Random(config.seed)  # of its own: the arrivals are the same without faults
         names = [worker.name for worker in self._fleet.workers]
-        for fault in random_faults(config.faults, names, config.warmup_s, config.end_s, rng):
+        for fault in random_faults(config.faults, names, config.measured_from_s, config.end_s, rng):
             self._fleet.inject(fault)
-        clock.run(config.warmup_s)
+        clock.run(config.measured_from_s)
         workers = self._fleet.workers
         before = [(worker.busy_at(clock.now_s), worker.computed, worker.n_output) for worker in workers]
         clock.run(config.end_s)
         after = [(worker.busy_at(clock.now_s), worker.computed, worker.n_output) for worker in workers]
+        before += [(0.0, 0, 0)] * (len(after) - len(before))
+        span_s = (config.measured_from_s, config.end_s)
+        worker_s = [self._elastic.served_s(worker.name, *span_s) for worker in workers[: len(after)]]
+        gpu_s = self._elastic.gpu_s(*span_s)
         limit_s = config.end_s + config.drain_s
         while clock.now_s < limit_s and not clock.empty and any(request.end_s < 0 for request in self._measured):
             clock.run(min(limit_s, clock.now_s + 10.0))
@@ -95,6 +115,10 @@ class _Simulation:
             transferred_bytes=self._fleet.network.n_bytes,
             intervals=self._intervals,
             now_s=clock.now_s,
+            worker_s=worker_s,
+            gpu_s=gpu_s,
+            plans=self._planner.plans if self._planner else [],
+            sizes=self._planner.sizes if self._planner else [],
         )
 
     def _make_router(self) -> SimRouter:
@@ -123,38 +147,81 @@ class _Simulation:
             session_affinity=config.session_affinity,
             report_delay_s=config.report_delay_s,
             upstream=config.upstream,
+            hold_s=2 * config.planner.nodes.start_s + HOLD_S if config.planner else 0.0,
         )
 
     # --- sessions ----------------------------------------------------------------------------------------------------
 
     def _send(self, start: SessionStart, session: int, place: int) -> None:
         """Send a turn of a session to its router."""
+        request = self._request(start, session, place)
+        request.streamed = self._streamed.random() >= self._config.unstreamed
+        request.next_s = next_turn_s(start.session.turns, place)
+        request.known_tokens = self._known_tokens(request)
+        self._live[request.number] = (start, session, place)
+        if self._config.measured_from_s <= request.arrival_s < self._config.end_s:
+            self._measured.append(request)
+        if self._planner is not None:
+            self._planner.last_request_s = self._clock.now_s
+        self._fleet.routers[session % len(self._fleet.routers)].on_request(request)
+
+    def _request(self, start: SessionStart, session: int, place: int) -> SimRequest:
         turn = start.session.turns[place]
-        kind, n_common = start.session.common
-        path = tuple(
-            start.base + segment if segment >= n_common else _COMMON_SPAN * kind + segment for segment in turn.path
-        )
-        now_s = self._clock.now_s
-        request = SimRequest(
-            id=f"r{self._n_requests}",
-            number=self._n_requests,
+        self._n_requests += 1
+        return SimRequest(
+            id=f"r{self._n_requests - 1}",
+            number=self._n_requests - 1,
             session=session,
             tenant=session % self._config.tenants,
-            path=path,
+            path=tuple(_segment(start, segment) for segment in turn.path),
             lengths=turn.lengths,
             n_prompt=turn.n_prompt,
             n_output=turn.n_output,
             block_tokens=self._trace.block_tokens,
-            arrival_s=now_s,
+            arrival_s=self._clock.now_s,
             reply=(start.base + turn.reply[0], turn.reply[1]),
-            streamed=self._streamed.random() >= self._config.unstreamed,
+            called_tools=turn.called_tools,
         )
-        self._n_requests += 1
-        request.known_tokens = self._known_tokens(request)
-        self._live[request.number] = (start, session, place)
-        if self._config.warmup_s <= now_s < self._config.end_s:
-            self._measured.append(request)
-        self._fleet.routers[session % len(self._fleet.routers)].on_request(request)
+
+    def _replay_history(self, starts: list[tuple[int, SessionStart]]) -> list[tuple[SimRequest, SimWorker]]:
+        """What sessions sent before time 0 is cached, each session's on one worker, all of it when its last turn ended.
+        Returns the last request of each session that goes on, and its worker."""
+        config, workers = self._config, self._fleet.workers
+        past = [(number, start) for number, start in starts if -config.history_s <= start.past_s < 0]
+        past.sort(key=lambda pair: pair[1].past_s)
+        segments: dict[tuple[int, int], list[Segment]] = {}  # of a session's turns up to one
+        for _, start in past:
+            if (key := (id(start.session), start.turn)) not in segments:
+                segments[key] = _segments_before(start.session, start.turn)
+        blocks = [sum(n for _, n in segments[id(start.session), start.turn]) for _, start in past]
+        n_after = list(blocks)  # that the same worker stored later
+        for place in range(len(past) - 1, -1, -1):
+            following = place + len(workers)
+            n_after[place] = n_after[following] + blocks[following] if following < len(past) else 0
+        found = []
+        for place, (number, start) in enumerate(past):
+            worker = workers[place % len(workers)]
+            self._clock.run(config.history_s + start.past_s)
+            turns = start.session.turns
+            last = max(place for place, turn in enumerate(turns[: start.turn]) if not turn.is_sub_agent)
+            request = self._request(start, number, last)
+            request.next_s = float("inf") if start.has_ended else start.at_s - start.past_s
+            before = [(_segment(start, each), length) for each, length in segments[id(start.session), start.turn]]
+            self._known.update(segment for segment, _ in before)
+            kept = {*request.path}
+            worker.remember(request, [pair for pair in before if pair[0] not in kept], n_after[place])
+            if not start.has_ended:
+                found.append((request, worker))
+        self._clock.run(config.history_s)
+        return found
+
+    def _announce(self, request: SimRequest, worker: SimWorker) -> None:
+        """KV events of what is still there."""
+        for router in self._fleet.routers:
+            router.on_history(request, worker)
+            for segment in request.path:
+                if n := worker.present(segment):
+                    router.on_kv_event(worker, True, segment, 0, n)
 
     def _known_tokens(self, request: SimRequest) -> int:
         """Prompt tokens that an unbounded cache shared by all workers would have."""
@@ -186,9 +253,28 @@ class _Simulation:
             self._clock.at(at_s, self._send, start, session, place)
 
     def _on_step(self, worker: SimWorker, seconds: float, n_tokens: int) -> None:
-        if n_tokens and self._config.warmup_s <= self._clock.now_s < self._config.end_s:
+        if n_tokens and self._config.measured_from_s <= self._clock.now_s < self._config.end_s:
             place = int(log(seconds) * LOG_BINS)
             self._intervals[place] = self._intervals.get(place, 0) + n_tokens
+
+
+def _segment(start: SessionStart, segment: int) -> int:
+    """The number in the simulation of a segment of a session."""
+    kind, n_common = start.session.common
+    return start.base + segment if segment >= n_common else _COMMON_SPAN * kind + segment
+
+
+def _segments_before(session: TraceSession, turn: int) -> list[Segment]:
+    """Of all turns before that one."""
+    return [*{s: n for before in session.turns[:turn] for s, n in zip(before.path, before.lengths)}.items()]
+
+
+def next_turn_s(turns: Sequence[TraceTurn], place: int) -> float:
+    """From the end of a turn to the next one of its conversation."""
+    if turns[place].is_sub_agent:
+        following = turns[place + 1 : place + 2]
+        return following[0].wait_s if following and following[0].is_sub_agent else float("inf")
+    return next((turn.wait_s for turn in turns[place + 1 :] if not turn.is_sub_agent), float("inf"))
 
 
 # --- searching for a load --------------------------------------------------------------------------------------------

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
+from emberline.protocol.errors import BadInput
+
 Runs = Sequence[tuple[int, int]]  # (first id, count) of a prompt's blocks; each id names the whole prefix up to it
 
 FIRST_BASE = 1 << 24  # lower segment numbers are common prefixes
@@ -25,6 +27,7 @@ class TraceTurn:
     n_output: int
     wait_s: float = 0.0  # think time since the end of the previous turn (or the session's start)
     reply: tuple[int, int] = (0, 0)  # (segment, blocks) that its reply fills, where the trace says
+    called_tools: bool = False  # the reply ends with tool calls
     is_sub_agent: bool = False  # the session's next turn does not wait for it
 
 
@@ -100,27 +103,71 @@ class SessionStart:
     session: TraceSession
     base: int  # offset of the session's segment numbers
     turn: int  # the first one sent: a session may have begun before time 0
+    past_s: float = 0.0  # when the turn before that one was sent; 0: there is none
+
+    @property
+    def has_ended(self) -> bool:
+        """Before time 0."""
+        return self.turn == len(self.session.turns)
 
 
-def session_starts(trace: TrafficTrace, load: float, until_s: float, rng: Random) -> list[SessionStart]:
-    """In order of time. `load`: copies of a trace with recorded arrivals, else session starts per second."""
-    found = _copies(trace, load, rng) if trace.shared else _poisson(trace, load, until_s, rng)
+@dataclass(slots=True, frozen=True)
+class LoadProfile:
+    """The part of the load that arrives, over time: straight lines between points, from 0 to 1."""
+
+    points: tuple[tuple[float, float], ...]  # (seconds, part), in order of time
+
+    def __post_init__(self) -> None:
+        times_s = [at_s for at_s, _ in self.points]
+        if not self.points or times_s != sorted(times_s) or not all(0 <= part <= 1 for _, part in self.points):
+            raise BadInput("a load profile has points in order of time, with parts from 0 to 1", param="swing")
+
+    @classmethod
+    def swing(cls, factor: float, seconds: float) -> "LoadProfile":
+        """Rises by the factor in the first half and falls again."""
+        if factor < 1 or seconds <= 0:
+            raise BadInput(f"the load swings by a factor of 1 or more, not {factor:g}", param="swing")
+        return cls(((0.0, 1 / factor), (seconds / 2, 1.0), (seconds, 1 / factor)))
+
+    def part(self, at_s: float) -> float:
+        place = bisect_right(self.points, (at_s, float("inf")))
+        if place in (0, len(self.points)):
+            return self.points[max(0, place - 1)][1]
+        (start_s, before), (end_s, after) = self.points[place - 1 : place + 1]
+        return before + (after - before) * (at_s - start_s) / (end_s - start_s)
+
+
+def session_starts(
+    trace: TrafficTrace, load: float, until_s: float, rng: Random, profile: LoadProfile | None = None
+) -> list[SessionStart]:
+    """In order of time, with those that have ended before time 0 first. `load`: copies of a trace with recorded
+    arrivals, else session starts per second. `profile`: of them, so many; conversations keep
+    their place in it."""
+    found = _copies(trace, load, rng, profile) if trace.shared else _poisson(trace, load, until_s, rng, profile)
     return sorted((start for start in found if start.at_s <= until_s), key=lambda start: start.at_s)
 
 
-def _copies(trace: TrafficTrace, load: float, rng: Random) -> Iterator[SessionStart]:
+def _copies(trace: TrafficTrace, load: float, rng: Random, profile: LoadProfile | None) -> Iterator[SessionStart]:
     """Whole copies with fresh ids; of the last one a fraction of the conversations."""
     n_whole, fraction = int(load), load - int(load)
     for copy in range(n_whole + (fraction > 0)):
         shift_s = rng.uniform(0.0, MAX_COPY_SHIFT_S)
         kept: dict[int, bool] = {}
+        above: dict[int, float] = {}  # the part of the load from which a conversation is among it
         for session in trace.sessions:
             if copy == n_whole and not kept.setdefault(session.group, rng.random() < fraction):
                 continue
+            if profile is not None:
+                drawn = rng.random()
+                threshold = above.setdefault(session.group, drawn) if session.group else drawn
+                if threshold >= profile.part(session.start_s + shift_s):
+                    continue
             yield SessionStart(session.start_s + shift_s, session, FIRST_BASE + copy * trace.n_segments, 0)
 
 
-def _poisson(trace: TrafficTrace, load: float, until_s: float, rng: Random) -> Iterator[SessionStart]:
+def _poisson(
+    trace: TrafficTrace, load: float, until_s: float, rng: Random, profile: LoadProfile | None
+) -> Iterator[SessionStart]:
     """Poisson arrivals that begin before time 0, so that the number of live sessions is stationary from the start."""
     at_s = -max(session.times_s[-1] for session in trace.sessions)
     order: list[TraceSession] = []
@@ -129,6 +176,8 @@ def _poisson(trace: TrafficTrace, load: float, until_s: float, rng: Random) -> I
         at_s += rng.expovariate(load)
         if at_s > until_s:
             return
+        if profile is not None and rng.random() >= profile.part(at_s):
+            continue
         if not order:  # every session of the trace once before any repeats
             order = list(trace.sessions)
             rng.shuffle(order)
@@ -137,6 +186,8 @@ def _poisson(trace: TrafficTrace, load: float, until_s: float, rng: Random) -> I
         live = (
             n for n, time_s in enumerate(session.times_s) if at_s + time_s >= 0 and not session.turns[n].is_sub_agent
         )
-        turn = next(live, None)
-        if turn is not None:
-            yield SessionStart(at_s + session.times_s[turn], session, base, turn)
+        turn = next(live, len(session.turns))
+        past_s = max((at_s + time_s for time_s in session.times_s if at_s + time_s < 0), default=0.0)
+        yield SessionStart(
+            past_s if turn == len(session.turns) else at_s + session.times_s[turn], session, base, turn, past_s
+        )

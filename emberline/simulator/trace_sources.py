@@ -1,15 +1,18 @@
-"""Where traces come from: files in two published formats, and synthetic traffic of the same shape.
+"""Where traces come from: files in three published formats, and synthetic traffic of the same shape.
 
 `claude_code`: coding-agent sessions with long prompts that grow turn by turn and think time between the turns; block
 ids of 64 tokens, local to a session. Published at github.com/callanjfox/kv-cache-tester, traces/ (Apache-2.0).
 `mooncake`: chat requests over an hour with their arrival times; block ids of 512 tokens. Published at
 github.com/kvcache-ai/Mooncake, FAST25-release/traces/conversation_trace.jsonl (Apache-2.0).
+`azure`: requests of an hour with their arrival times and lengths alone, so that none shares a prefix. Published at
+github.com/Azure/AzurePublicDataset, AzureLLMInferenceTrace_{code,conv}.csv of 2023 (CC-BY).
 The synthetic traces have the medians and spreads of these (lengths, turns, think time, sharing), so that everything
 runs without the files; figures should be stated for the originals.
 """
 
 import gzip
 from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
 from math import exp, log
 from pathlib import Path
 from random import Random
@@ -20,6 +23,8 @@ from emberline.protocol.errors import BadInput
 from emberline.simulator.trace import Runs, SegmentIndex, TraceSession, TraceTurn, TrafficTrace, run_lengths
 
 MOONCAKE_BLOCK_TOKENS = 512
+MICROSECONDS = len("2023-11-16 18:17:03.979960")  # of a time: more digits are left out
+AZURE_HEADER = b"TIMESTAMP,ContextTokens,GeneratedTokens"
 AGENT_KINDS = 12  # concurrent versions of tools and system prompt
 AGENT_COMMON_TOKENS = 15_000  # of tools and system prompt
 CHAT_REQUESTS_PER_S = 3.4
@@ -34,11 +39,15 @@ def open_trace(name: str, seed: int, context_len: int) -> TrafficTrace:
     if not path.is_file():
         known = ", ".join(SYNTHETIC)
         raise BadInput(
-            f"there is no trace {name!r}: give a file (.jsonl or .jsonl.gz), or one of {known}", param="trace"
+            f"there is no trace {name!r}: give a file (.jsonl or .csv, or either as .gz), or one of {known}",
+            param="trace",
         )
     try:
-        first = msgspec.json.decode(next(_read_lines(path), b"{}"), type=dict)
-        if "hash_ids" in first:
+        line = next(_read_lines(path), b"{}")
+        first = {} if line.startswith(AZURE_HEADER) else msgspec.json.decode(line, type=dict)
+        if line.startswith(AZURE_HEADER):
+            trace = build_azure_trace(_read_lines(path), context_len)
+        elif "hash_ids" in first:
             rows = msgspec.json.Decoder(MooncakeRow)
             trace = build_mooncake_trace([rows.decode(line) for line in _read_lines(path)], context_len)
         elif "requests" in first:
@@ -46,7 +55,8 @@ def open_trace(name: str, seed: int, context_len: int) -> TrafficTrace:
             trace = build_agent_trace([sessions.decode(line) for line in _read_lines(path)], context_len)
         else:
             raise BadInput(
-                f"{name} has neither Mooncake's rows (hash_ids) nor agents' sessions (requests)", param="trace"
+                f"{name} has neither Mooncake's rows (hash_ids), agents' sessions (requests) nor Azure's columns",
+                param="trace",
             )
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
         raise BadInput(f"{name} cannot be read: {error}", param="trace") from None
@@ -72,6 +82,7 @@ class RecordedRequest(msgspec.Struct, rename={"prompt": "in", "output": "out"}):
     output: int = 0
     h: list[tuple[int, int]] = []
     think_time: float | None = None
+    stop: str | None = None  # "tool_use": it ended with tool calls
     api_time: float | None = None
     requests: list["RecordedRequest"] = []  # of a sub-agent
 
@@ -164,7 +175,15 @@ def _agent_session(
 
 def _turn(request: RecordedRequest, segments: SegmentIndex, wait_s: float, is_sub_agent: bool = False) -> TraceTurn:
     path, lengths = segments.path(request.h)
-    return TraceTurn(path, lengths, request.prompt, max(1, request.output), wait_s, is_sub_agent=is_sub_agent)
+    return TraceTurn(
+        path,
+        lengths,
+        request.prompt,
+        max(1, request.output),
+        wait_s,
+        called_tools=request.stop == "tool_use",
+        is_sub_agent=is_sub_agent,
+    )
 
 
 # --- Mooncake's conversations ----------------------------------------------------------------------------------------
@@ -196,6 +215,31 @@ def build_mooncake_trace(rows: Iterable[MooncakeRow], context_len: int) -> Traff
         second = row.hash_ids[1] if len(row.hash_ids) > 1 else row.hash_ids[0]  # all conversations share the first
         sessions.append(TraceSession((turn,), row.timestamp / 1e3, group=second + 1))
     return TrafficTrace("mooncake", MOONCAKE_BLOCK_TOKENS, sessions, len(segments), True, n_skipped)
+
+
+# --- Azure's requests ------------------------------------------------------------------------------------------------
+
+
+def build_azure_trace(lines: Iterable[bytes], context_len: int) -> TrafficTrace:
+    """From the header on. Each request has blocks of its own."""
+    rows: list[MooncakeRow] = []
+    first_s, next_id = None, 0
+    for number, line in enumerate(lines, start=1):
+        if number == 1:
+            continue
+        try:
+            time, n_prompt, n_output = line.decode().strip().split(",")
+            at_s = datetime.fromisoformat(time[:MICROSECONDS]).replace(tzinfo=UTC).timestamp()
+            prompt, output = int(n_prompt), int(n_output)
+        except ValueError:
+            raise BadInput(f"line {number} is not a time, prompt tokens and output tokens", param="trace") from None
+        first_s = at_s if first_s is None else first_s
+        ids = range(next_id, next_id + -(-prompt // MOONCAKE_BLOCK_TOKENS))
+        next_id = ids.stop
+        rows.append(MooncakeRow(1e3 * (at_s - first_s), prompt, output, list(ids)))
+    trace = build_mooncake_trace(rows, context_len)
+    trace.name = "azure"
+    return trace
 
 
 # --- synthetic traffic -----------------------------------------------------------------------------------------------

@@ -6,17 +6,24 @@ Identical steps are fused into one event, which is exact as long as nothing else
 """
 
 from collections import deque
+from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from typing import Protocol
 
+from emberline.engine.step_loop import MIN_RATED_TOKENS, smoothed
+from emberline.kv.tiers.eviction_order import EvictionOrder
+from emberline.kv.tiers.fetch_policy import ComputeQueue
+from emberline.kv.tiers.retention import Retention
 from emberline.protocol.block_hash import BLOCK_TOKENS
 from emberline.protocol.frames import EngineLoad, WorkerRole
 from emberline.simulator.coefficients import Coefficients, PrefillPolicy
-from emberline.simulator.kv_cache import OnKVChange, SimKVCache
+from emberline.simulator.kv_cache import OnKVChange, OracleOrder, SimKVCache
 from emberline.simulator.request import SimRequest, SimSequence
+from emberline.simulator.tiers import RetentionName, Segment, SimFetch, SimTier, TierSpec, WorkerTiers, make_order
 from emberline.simulator.virtual_clock import VirtualClock
 
 MAX_FUSED_PREFILL_STEPS = 8  # with equal chunks of one prompt
+REMEMBERED_FILLS = 4  # a cache of this size, filled so often since, has nothing left of an old request
 
 
 class WorkerListener(Protocol):
@@ -40,12 +47,30 @@ class SimWorker:
         block_tokens: int,
         role: WorkerRole = "both",
         kv_changed: OnKVChange | None = None,
+        retention: RetentionName = "learned",
+        tiers: Sequence[TierSpec] = (),
+        shared: Sequence[SimTier] = (),
     ) -> None:
         assert model.context_len <= model.kv_tokens, "the KV cache must hold one full context"
         self.name, self.role, self.model = name, role, model
         self.block_tokens = block_tokens
         capacity = model.kv_tokens // block_tokens
-        self.cache = SimKVCache(capacity, kv_changed) if kv_changed else SimKVCache(capacity)
+        self._kv_changed = kv_changed
+        self._orders: list[EvictionOrder] = []
+        self._retention_name: RetentionName = retention
+        self._retention = None if retention == "lru" else Retention(sample=1)
+        of_tiers: RetentionName = "oracle" if retention == "oracle" else "lru"
+        own = [
+            SimTier(spec, spec.tokens // block_tokens, clock, self._order(spec.tokens // block_tokens, of_tiers))
+            for spec in tiers
+        ]
+        if own:  # the last one holds the most: the worker has what that one has
+            own[-1].changed, self._kv_changed = kv_changed, None
+        self.cache = self._empty_cache(capacity)
+        self._tiers: WorkerTiers | None = None
+        if own or shared:
+            self._tiers = WorkerTiers([*own, *shared], name, block_tokens, model.kv_bytes, clock)
+        self._prefill_rate = 0.0  # tokens per second in prefill-heavy steps, as the engine measures it
         self.busy_s = 0.0
         self.computed = self.cached = self.n_steps = self.n_preempted = self.n_output = 0
         self._prefill_policy, self._clock, self._listener = prefill_policy, clock, listener
@@ -66,13 +91,52 @@ class SimWorker:
         self._end_s = 0.0  # when it comes
         self._hung_s: float | None = None  # since when nothing moves
 
+    def _order(self, n_blocks: int, name: RetentionName) -> EvictionOrder:
+        order = make_order(name, n_blocks, self._retention or Retention())
+        self._orders.append(order)
+        return order
+
+    def _empty_cache(self, capacity: int) -> SimKVCache:
+        order = self._order(capacity, self._retention_name)
+        return SimKVCache(capacity, self._kv_changed, order) if self._kv_changed else SimKVCache(capacity, order=order)
+
     @property
     def n_running(self) -> int:
         return len(self._prefilling) + len(self._awaiting_kv) + self._n_decoding
 
     @property
+    def n_present(self) -> int:
+        """Sequences, those that wait included."""
+        return self.n_running + len(self._waiting)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.n_present
+
+    @property
     def is_hung(self) -> bool:
         return self._hung_s is not None
+
+    def present(self, segment: int) -> int:
+        """Blocks of the segment that its KV events tell of."""
+        own = self._tiers.own if self._tiers is not None else ()
+        return own[-1].present(segment) if own else self.cache.present(segment)
+
+    def remember(self, request: SimRequest, superseded: Sequence[Segment], n_after: int) -> None:
+        """It answered the request before the simulation began, and has what it would have stored, with segments of
+        earlier turns that the request no longer contains; then it stored n_after blocks of other requests."""
+        seq = SimSequence(request, 0, request.n_prompt, request.n_output)
+        prompt = [*zip(request.path, request.lengths)]
+        self._begin_turn(seq, self.cache.match(request.path, request.lengths)[0])
+        if n_after < REMEMBERED_FILLS * self.cache.capacity:
+            for segment, length in prompt:
+                self.cache.reserve(length)
+                self.cache.reserve(self.cache.publish(segment, length, held_before=False) - length)
+            self.cache.release(request.path, len(request.path), seq.conversation)
+        self._end_turn(seq)
+        if self._tiers is not None:
+            self._tiers.remember(superseded, None, n_after)
+            self._tiers.remember(prompt, seq.conversation, n_after)
 
     def busy_at(self, now_s: float) -> float:
         """Seconds of computing up to now, including the running step."""
@@ -92,6 +156,21 @@ class SimWorker:
             output_tokens=self.n_output,
             preemptions=self.n_preempted,
         )
+
+    @property
+    def prefill_rate(self) -> float:
+        """As the engine reports it; 0: not measured yet."""
+        return self._prefill_rate
+
+    def decode_rate(self, interval_s: float) -> float:
+        """Output tokens per second at which a step without prefill takes that long, for contexts as long as those that
+        decode now; 0: none does."""
+        if not self._n_decoding:
+            return 0.0
+        model = self.model
+        row_s = model.row_s + model.context_s * self._context / self._n_decoding
+        rows = min((interval_s - model.step_s) / row_s, model.max_running)
+        return max(0.0, rows / interval_s)
 
     def submit(self, request: SimRequest, n_output: int, awaits_kv: bool = False) -> SimSequence:
         """After a failover, `request.n_written` tokens of the reply are part of what is to be computed."""
@@ -142,14 +221,17 @@ class SimWorker:
         self._pending.clear()
         self._n_decoding = self._context = self._reply_tokens = self._prefill_tokens = 0
         self._is_running, self._event = False, self._event + 1
-        self.cache = SimKVCache(self.cache.capacity, self.cache.changed)
+        self.cache = self._empty_cache(self.cache.capacity)
         return [seq.request for seq in sequences]
 
     def kv_arrived(self, seq: SimSequence) -> None:
         """The KV transfer of the prompt's full blocks is complete; the remaining tokens are computed here."""
+        self._arrived(seq, (seq.n_prompt - 1) // BLOCK_TOKENS * BLOCK_TOKENS)
+
+    def _arrived(self, seq: SimSequence, n_tokens: int) -> None:
+        """The KV of the first n_tokens of the prompt is there, from another worker or from tiers."""
         self._awaiting_kv.remove(seq)
-        before, seq.done = seq.done, max(seq.done, (seq.n_prompt - 1) // BLOCK_TOKENS * BLOCK_TOKENS)
-        assert before <= seq.done
+        seq.done = max(seq.done, n_tokens)
         self._prefill_tokens += seq.n_prompt - seq.done
         self._publish(seq)
         self._prefilling.append(seq)
@@ -212,6 +294,8 @@ class SimWorker:
         self.busy_s += seconds
         self.n_steps += steps
         self._listener.on_step(self, seconds / steps, steps * n)
+        if (n_prompt := sum(k for _, k in self._chunks)) >= MIN_RATED_TOKENS and seconds > 0:
+            self._prefill_rate = smoothed(self._prefill_rate, steps * n_prompt / seconds)
         if n:
             self._context += n * steps
             self.n_output += n * steps
@@ -248,6 +332,7 @@ class SimWorker:
             new = self.cache.publish(segment, blocks, held_before=False)
             self.cache.reserve(new - blocks)
             self.cache.release((segment,), 1)
+        self._end_turn(seq)
         self._release(seq)
         self._listener.on_finish(self, seq)
 
@@ -300,22 +385,22 @@ class SimWorker:
         place = 0
         while place < len(waiting) and self.n_running < self.model.max_running:
             seq = waiting[place]
-            if not seq.awaits_kv and not budget.left:
+            if not seq.awaits_kv and not budget.left and self._tiers is None:
                 return chunks
-            admitted = self._admit(seq)
+            admitted = self._admit(seq, bool(budget.left))
             if admitted is None:
                 place += 1  # its next segment is being computed for another sequence
                 continue
             if not admitted:
                 return chunks
             del waiting[place]
-            if seq.awaits_kv:
+            if seq in self._awaiting_kv:
                 continue
             if n := budget.take(seq.done, seq.n_prompt - seq.done):
                 chunks.append((seq, n))
         return chunks
 
-    def _admit(self, seq: SimSequence) -> bool | None:
+    def _admit(self, seq: SimSequence, may_compute: bool) -> bool | None:
         """Hold the cached prefix and reserve blocks for the rest. False: no room. None: more will be cached soon."""
         request, cache, size = seq.request, self.cache, self.block_tokens
         n_matched, n_blocks = cache.match(request.path, request.lengths)
@@ -326,6 +411,10 @@ class SimWorker:
         spare = -(-self.n_running * BLOCK_TOKENS // size)
         if need + spare > cache.room - cache.idle_blocks(request.path, n_matched) and self.n_running:
             return False
+        fetch = self._fetch(seq, n_blocks)
+        if fetch is None and not may_compute and not seq.awaits_kv:
+            return False
+        self._begin_turn(seq, n_full)
         cache.hold(request.path, n_matched)
         cache.reserve(need)
         seq.n_held, seq.n_full, seq.reserved = n_matched, n_full, need
@@ -337,24 +426,63 @@ class SimWorker:
             self._listener.on_prefill(self, seq, 0)
             return True
         self._prefill_tokens += expected - seq.done
+        n_cached = seq.done if fetch is None else n_blocks * size + fetch.n_tokens
         if not request.n_preempted and not request.n_failovers:
-            self.cached += seq.done
-            request.cached_tokens += seq.done
-        self._prefilling.append(seq)
+            self.cached += n_cached
+            request.cached_tokens += n_cached
+            request.fetched = None if fetch is None else fetch.by_tier
         for segment in request.path[n_full:]:
             self._pending.setdefault(segment, seq)
+        if fetch is None:
+            self._prefilling.append(seq)
+        else:
+            self._prefill_tokens -= seq.n_prompt - seq.done
+            self._awaiting_kv.add(seq)
+            self._clock.at(fetch.arrival_s, self._arrived, seq, min(n_cached, seq.n_prompt - 1))
         self._listener.on_prefill(self, seq, 0)
         return True
+
+    def _fetch(self, seq: SimSequence, n_blocks: int) -> SimFetch | None:
+        if self._tiers is None or seq.awaits_kv:
+            return None
+        request = seq.request
+        before = self._prefill_tokens - (seq.n_prompt - seq.done)
+        compute = ComputeQueue(self._prefill_rate, max(0, before), self.n_running > 0)
+        return self._tiers.fetch(request.path, request.lengths, n_blocks, seq.n_prompt, compute)
+
+    def _begin_turn(self, seq: SimSequence, n_full: int) -> None:
+        request, retention = seq.request, self._retention
+        if retention is not None and seq.conversation is None:
+            retention.now_s = self._clock.now_s
+            session, owner = b"%d" % request.session, b"%d" % request.tenant
+            seq.conversation = retention.begin(owner, session, _keys(request.path), n_full)
+        if self._tiers is not None:
+            n_shared = 0 if seq.conversation is None else seq.conversation.n_shared
+            self._tiers.use(request.path, n_shared, seq.conversation)
+
+    def _end_turn(self, seq: SimSequence) -> None:
+        request, retention = seq.request, self._retention
+        if retention is None or seq.conversation is None:
+            return
+        retention.now_s = self._clock.now_s
+        retention.end(seq.conversation, _keys(request.path))
+        if request.called_tools:
+            retention.ended_with_tool_calls(seq.conversation)
+        for order in self._orders:
+            if isinstance(order, OracleOrder):
+                order.next_use_s[seq.conversation] = self._clock.now_s + request.next_s
 
     def _publish(self, seq: SimSequence) -> None:
         """Share the segments that are now computed in full."""
         request, n = seq.request, seq.n_full
+        stored: list[Segment] = []
         while n < len(request.path):
             length = request.lengths[n]
             end = (seq.full_blocks + length) * self.block_tokens
             if end > seq.done and not (n == len(request.path) - 1 and seq.done == seq.n_prompt):
                 break
             held = n < seq.n_held
+            stored.append((request.path[n], length))
             seq.reserved -= self.cache.publish(request.path[n], length, held)
             seq.n_held += not held
             seq.full_blocks += length
@@ -362,6 +490,8 @@ class SimWorker:
                 del self._pending[request.path[n]]
             n += 1
         seq.n_full = n
+        if self._tiers is not None and stored:
+            self._tiers.store(stored, seq.conversation)
 
     def _release_reserved(self, seq: SimSequence) -> None:
         """Blocks whose content another sequence published, or that the reply now accounts for."""
@@ -373,7 +503,7 @@ class SimWorker:
             if self._pending.get(segment) is seq:
                 del self._pending[segment]
         self._release_reserved(seq)
-        self.cache.release(seq.request.path, seq.n_held)
+        self.cache.release(seq.request.path, seq.n_held, seq.conversation)
         seq.n_held = -1
 
     def _preempt(self) -> None:
@@ -392,5 +522,11 @@ class SimWorker:
         self._release(last)
         n_prompt = last.request.n_prompt + last.written
         again = SimSequence(last.request, last.rank, n_prompt, last.n_output, written=last.written)
+        again.conversation = last.conversation
         self._prefill_tokens += again.n_prompt
         self._waiting.appendleft(again)
+
+
+def _keys(path: Sequence[int]) -> list[bytes]:
+    """Content keys of segments: each names all that comes before it."""
+    return [segment.to_bytes(8, "little") for segment in path]

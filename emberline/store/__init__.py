@@ -4,10 +4,21 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from emberline.protocol.errors import BadInput
-from emberline.store.database import BulkQuery, Database, Query, Rows, Sql, Statement, Transaction, Value
+from emberline.store.database import BulkQuery, Database, ProcessLock, Query, Rows, Sql, Statement, Transaction, Value
 from emberline.store.sqlite import SqliteStore
 
-__all__ = ["BulkQuery", "Database", "Query", "Rows", "Sql", "SqliteStore", "Statement", "Transaction", "Value"]
+__all__ = [
+    "BulkQuery",
+    "Database",
+    "ProcessLock",
+    "Query",
+    "Rows",
+    "Sql",
+    "SqliteStore",
+    "Statement",
+    "Transaction",
+    "Value",
+]
 
 
 async def open_store(where: str | Path) -> Database:

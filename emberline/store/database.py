@@ -51,6 +51,20 @@ Statement = Query | BulkQuery | tuple[str, Sequence[Value]]
 Transaction = Generator[Statement, Rows, T]
 
 
+class ProcessLock(Protocol):
+    """Held by one process at a time, of all that use the database, until it lets go of it or dies."""
+
+    async def try_hold(self) -> bool:
+        """Whether this process has it now. Asking is cheap, and also how the holder learns that it has lost it. False,
+        too, while the database cannot be reached."""
+
+    async def is_held(self) -> bool:
+        """Whether this process has had it ever since `try_hold` gave it: asked of the database, and not tried again. A
+        holder asks before it does what only one process may."""
+
+    async def release(self) -> None: ...
+
+
 class Database(Protocol):
     async def write(self, sql: str, params: Sequence[Value] = ()) -> Rows:
         """Run one statement; return its RETURNING rows once it is durable. Concurrent writes share a commit."""
@@ -69,6 +83,9 @@ class Database(Protocol):
 
     def listen(self, channel: str, poll_s: float = 5.0) -> Subscription:
         """Subscribe to a channel; about every `poll_s` without a notification the payload "" is delivered."""
+
+    def lock(self, name: str) -> ProcessLock:
+        """Not held yet."""
 
     def now_us(self) -> int:
         """Unix time by the clock that leases and deadlines are compared with: it never jumps."""

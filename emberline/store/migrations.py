@@ -9,6 +9,13 @@ import sqlite3
 from collections.abc import Iterator
 
 from emberline.protocol.errors import Unavailable
+from emberline.store.cluster_tables import (
+    BLOB_TABLES,
+    CLUSTER_TABLES,
+    MEMBER_COLUMNS,
+    PLANNER_TABLES,
+    RATE_TABLES,
+)
 from emberline.store.database import Sql
 from emberline.store.gateway_tables import GATEWAY_TABLES
 from emberline.store.usage_tables import METERING
@@ -381,6 +388,11 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "CREATE INDEX provider_keys_by_version ON provider_keys (version, provider)",
     ),
     GATEWAY_TABLES,
+    CLUSTER_TABLES,
+    BLOB_TABLES,
+    RATE_TABLES,
+    PLANNER_TABLES,
+    MEMBER_COLUMNS,
 )
 
 

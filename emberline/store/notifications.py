@@ -35,6 +35,10 @@ class Subscription:
         self._pending[payload] = None
         self._arrived.set()
 
+    def skip(self) -> None:
+        """Forget what has arrived: the consumer reads the whole state now."""
+        self._pending.clear()
+
     def __aiter__(self) -> "Subscription":
         return self
 

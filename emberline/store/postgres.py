@@ -25,6 +25,7 @@ from emberline.store import migrations
 from emberline.store.clock import SteadyClock, uptime_us
 from emberline.store.database import (
     BulkQuery,
+    ProcessLock,
     Query,
     Rows,
     Sql,
@@ -40,6 +41,8 @@ from emberline.store.notifications import Notifier, PostgresListener, Subscripti
 
 try:
     import asyncpg  # type: ignore[import-untyped]
+
+    from emberline.store.advisory_lock import AdvisoryLock
 except ImportError as missing:
     raise BadInput("a PostgreSQL store needs the driver: pip install 'emberline[postgres]'") from missing
 
@@ -165,6 +168,7 @@ class PostgresStore:
     def __init__(self, url: str) -> None:
         self._writing = _ConnectionPool(url, WRITERS + 2)  # two for notifications and the clock
         self._reading = _ConnectionPool(url, READERS)
+        self._url = url
         self._notifier = Notifier()
         self._listener = PostgresListener(lambda: _connect(url), self._notifier)
         self._queue: deque[_Write | _Run] = deque()
@@ -237,6 +241,9 @@ class PostgresStore:
     def listen(self, channel: str, poll_s: float = 5.0) -> Subscription:
         self._listener.add(channel)
         return self._notifier.subscribe(channel, poll_s)
+
+    def lock(self, name: str) -> ProcessLock:
+        return AdvisoryLock(self._url, name)
 
     def now_us(self) -> int:
         """The server's clock, continued by this machine's uptime: processes on many machines agree."""

@@ -19,6 +19,7 @@ from emberline.protocol.errors import Unavailable
 from emberline.store.clock import SteadyClock
 from emberline.store.database import (
     BulkQuery,
+    ProcessLock,
     Query,
     Rows,
     Statement,
@@ -54,6 +55,19 @@ _DATABASE_ERRORS = {
 class _Write(NamedTuple):
     work: Callable[[], Transaction[Any]]
     done: "asyncio.Future[Any]"
+
+
+class SoleProcess:
+    """A lock where one process has the database for itself."""
+
+    async def try_hold(self) -> bool:
+        return True
+
+    async def is_held(self) -> bool:
+        return True
+
+    async def release(self) -> None:
+        pass
 
 
 class SqliteStore:
@@ -116,6 +130,9 @@ class SqliteStore:
 
     def listen(self, channel: str, poll_s: float = 5.0) -> Subscription:
         return self._notifier.subscribe(channel, poll_s)
+
+    def lock(self, name: str) -> ProcessLock:
+        return SoleProcess()
 
     def now_us(self) -> int:
         return self._clock.now_us()

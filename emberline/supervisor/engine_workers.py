@@ -18,8 +18,11 @@ from emberline.balancer.endpoint import Endpoint
 from emberline.config import EngineConfig
 from emberline.engine import cpu_share
 from emberline.engine.memory import default_kv_bytes
+from emberline.protocol.credential import VARIABLE as CREDENTIAL_VARIABLE
 from emberline.protocol.errors import BadInput
 from emberline.protocol.frames import WorkerRole
+from emberline.protocol.kv_store import StoreSettings
+from emberline.protocol.parallel_layout import Layout
 from emberline.supervisor import machine
 from emberline.supervisor.process import ProcessGroup, ProcessSpec, SupervisedProcess
 
@@ -39,7 +42,7 @@ class WorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
     model: str  # the id it serves
     path: Path  # of the weights
     device: str
-    gpu: str | None  # the one that is visible to it
+    gpu: str | None  # what is visible to it: one, or one for each rank, separated by commas
     kv_bytes: int  # 0: the worker decides, from its GPU's free memory
     memory_share: float = 1.0  # of its GPU, for weights, KV cache and everything else
     threads: int  # 0: the worker decides
@@ -48,12 +51,42 @@ class WorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
     cores: tuple[int, ...] = ()  # CPU affinity; empty: any
 
 
+class TierSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The KV cache tiers of every worker, below its device pool."""
+
+    host_bytes: int | None  # None: the worker decides
+    disk_bytes: int
+    disk_path: Path
+    encrypt: bool = False  # the blocks on disk
+    store: StoreSettings | None = None  # of the cluster's pool
+    key: bytes  # of the tags of stored blocks
+
+    def __repr__(self) -> str:
+        return f"TierSettings(host_bytes={self.host_bytes}, disk_bytes={self.disk_bytes}, key=…)"
+
+
+class JoinSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How a worker joins a cluster; see emberline/engine/announcer.py."""
+
+    cores: tuple[str, ...]  # URLs
+    credential: str  # as text
+    address: str = "tcp:127.0.0.1:0"  # to listen at; cores must reach it
+    advertise: str = ""  # where cores reach it, if not there
+    region: str = ""
+    account: str = ""
+
+    def __repr__(self) -> str:
+        return f"JoinSettings(cores={self.cores}, address={self.address!r}, credential=…)"
+
+
 def plan_workers(
     config: EngineConfig, models: Mapping[str, Path], first: int = 0, kv_bytes: int = 0
 ) -> list[WorkerPlan]:
-    """Workers for each model's weights: one per GPU, or one on a CPU; these divide the memory, and share the
-    cores by need. `first`: the number of the first one; `kv_bytes` of each, where the configuration leaves it open."""
-    gpus = machine.gpus() if config.device != "cpu" else []
+    """Workers for each model's weights: one per GPU (or per as many as it has ranks), or one on a CPU; these divide
+    the memory, and share the cores by need. `first`: the number of the first one; `kv_bytes` of each, where the
+    configuration leaves it open."""
+    layout = layout_of(config)
+    gpus = _gpu_sets(config, layout)
     if config.device == "cuda" and not gpus:
         raise BadInput(
             "no CUDA device to run on: `emberline doctor` tells what is missing; use --device cpu", param="device"
@@ -80,7 +113,8 @@ def plan_workers(
                     kv_bytes=config.kv_bytes or (0 if gpus else kv_bytes),
                     memory_share=share / max(1, -(-len(roles) // max(1, len(gpus)))),
                     threads=config.threads or (0 if gpus else threads),
-                    shares_cpu=not (config.threads or gpus or core_sets) and number < cpu_share.MAX_WORKERS,
+                    shares_cpu=not (config.threads or gpus or core_sets or layout.n_ranks > 1)
+                    and number < cpu_share.MAX_WORKERS,
                     role=role,
                     cores=core_sets[len(plans)] if core_sets else (),
                 )
@@ -108,8 +142,24 @@ def _memory_shares(config: EngineConfig, n_models: int) -> list[float]:
 
 
 def workers_per_model(config: EngineConfig) -> int:
+    return len(_roles(config, len(_gpu_sets(config, layout_of(config)))))
+
+
+def layout_of(config: EngineConfig) -> Layout:
+    """How each worker is divided. BadInput: the numbers do not fit each other."""
+    layout = Layout(tp=config.tp, pp=config.pp, ep=config.ep, dcp=config.dcp)
+    layout.check()
+    return layout
+
+
+def _gpu_sets(config: EngineConfig, layout: Layout) -> list[str]:
+    """The GPUs of each worker that fits on this machine, one for each of its ranks."""
     gpus = machine.gpus() if config.device != "cpu" else []
-    return len(_roles(config, len(gpus)))
+    n = layout.n_ranks
+    if gpus and len(gpus) < n:
+        there = f"this machine has {len(gpus)}" if len(gpus) > 1 else "this machine has one"
+        raise BadInput(f"{layout.name} needs {n} GPUs, one for each rank, and {there}", param="tp")
+    return [",".join(gpus[at : at + n]) for at in range(0, len(gpus) - n + 1, n)]
 
 
 def _roles(config: EngineConfig, n_gpus: int) -> list[WorkerRole]:
@@ -134,11 +184,18 @@ def _core_sets(n_workers: int) -> list[tuple[int, ...]]:
 class EngineWorkers(ProcessGroup):
     """The planned workers, and the endpoints at which the balancer reaches them."""
 
-    def __init__(self, plans: Sequence[WorkerPlan], config: EngineConfig, make_spec: MakeSpec | None = None) -> None:
+    def __init__(
+        self,
+        plans: Sequence[WorkerPlan],
+        config: EngineConfig,
+        make_spec: MakeSpec | None = None,
+        tiers: TierSettings | None = None,
+    ) -> None:
         self.folder = runtime_folder()
         self.endpoints: dict[str, list[Endpoint]] = {}  # by model, of all workers that were ever planned
         self._config = config
         self._make_spec = make_spec or worker_spec
+        self._tiers = tiers
         self._specs: dict[str, ProcessSpec] = {}  # by name
         self._paths: dict[str, Path] = {}  # of the planned models' weights
         cpu_share.create(self.folder / CPU_SHARE)
@@ -151,8 +208,16 @@ class EngineWorkers(ProcessGroup):
         token = secrets.token_hex(32)
         endpoint = Endpoint(name=plan.name, address=f"unix:{socket}", token=token, role=plan.role, models=(plan.model,))
         self.endpoints.setdefault(plan.model, []).append(endpoint)
-        self._specs[plan.name] = self._make_spec(plan, self._config, socket, token)
+        spec = self._make_spec(plan, self._config, socket, token)
+        self._specs[plan.name] = spec if self._tiers is None else with_tiers(spec, self._tiers)
         self._paths[plan.model] = plan.path
+
+    def join(self, plan: WorkerPlan, config: EngineConfig, settings: JoinSettings) -> SupervisedProcess:
+        """One more worker, not started yet, which joins the cluster instead of being dialed at an endpoint."""
+        spec = self._make_spec(plan, config, self.folder / f"{plan.name}.sock", "")
+        process = SupervisedProcess(joining(spec if self._tiers is None else with_tiers(spec, self._tiers), settings))
+        self.processes.append(process)
+        return process
 
     async def load(self, model: str, path: Path, kv_bytes: int) -> list[Endpoint]:
         """Start the workers of one more model; returns when all are ready. ProcessFailed: it cannot be loaded. A model
@@ -212,27 +277,78 @@ def worker_spec(plan: WorkerPlan, config: EngineConfig, socket: Path, token: str
     """The command line of a worker; see emberline/engine/worker.py."""
     arguments = ["--model", str(plan.path), "--name", plan.model, "--socket", str(socket), "--device", plan.device]
     for flag, value in (
-        ("--kv-bytes", plan.kv_bytes),
         ("--memory-share", plan.memory_share if plan.gpu is not None and plan.memory_share < 1 else 0),
         ("--threads", plan.threads),
+    ):
+        if value:
+            arguments += [flag, str(value)]
+    arguments += engine_arguments(config, plan.kv_bytes)
+    if plan.shares_cpu:
+        arguments += ["--cpu-share", f"{socket.with_name(CPU_SHARE)}:{plan.number}"]
+    for key in ("tp", "pp", "dcp"):
+        if getattr(config, key) > 1:
+            arguments += [f"--{key}", str(getattr(config, key))]
+    if config.ep:
+        arguments.append("--ep")
+    if config.tp * config.pp > 1:
+        arguments += ["--step-timeout", f"{config.step_timeout_s:g}"]
+    arguments += ["--role", plan.role, "--id", plan.name]
+    if plan.cores:
+        arguments += ["--cores", ",".join(map(str, plan.cores))]
+        arguments += ["--prefill-nice", str(PREFILL_NICE)]
+    env = {"EMBERLINE_WORKER_TOKEN": token}
+    if plan.gpu is not None:
+        env["CUDA_VISIBLE_DEVICES"] = plan.gpu
+    return ProcessSpec(name=plan.name, module="emberline.engine.worker", arguments=tuple(arguments), env=env)
+
+
+def engine_arguments(config: EngineConfig, kv_bytes: int) -> list[str]:
+    """Flags of any worker, wherever it runs. `kv_bytes` 0: it decides itself."""
+    arguments = []
+    for flag, value in (
+        ("--kv-bytes", kv_bytes),
         ("--max-running", config.max_running),
         ("--token-budget", config.token_budget),
     ):
         if value:
             arguments += [flag, str(value)]
-    if plan.shares_cpu:
-        arguments += ["--cpu-share", f"{socket.with_name(CPU_SHARE)}:{plan.number}"]
     if config.deterministic:
         arguments.append("--deterministic")
-    arguments += ["--role", plan.role, "--id", plan.name]
-    if plan.cores:
-        arguments += ["--cores", ",".join(map(str, plan.cores))]
-        if plan.role == "prefill":
-            arguments += ["--nice", str(PREFILL_NICE)]
-    env = {"EMBERLINE_WORKER_TOKEN": token}
-    if plan.gpu is not None:
-        env["CUDA_VISIBLE_DEVICES"] = plan.gpu
-    return ProcessSpec(name=plan.name, module="emberline.engine.worker", arguments=tuple(arguments), env=env)
+    if config.speculation != "auto":
+        arguments += ["--speculation", config.speculation]
+    if config.draft_head:
+        arguments += ["--draft-head", str(Path(config.draft_head).expanduser().absolute())]
+    if config.draft_model:
+        arguments += ["--draft-model", str(Path(config.draft_model).expanduser().absolute())]
+    return arguments
+
+
+def with_tiers(spec: ProcessSpec, tiers: TierSettings) -> ProcessSpec:
+    """The same worker with KV cache tiers; see emberline/engine/tiers/opening.py."""
+    arguments = list(spec.arguments)
+    if tiers.host_bytes is not None:
+        arguments += ["--kv-host-bytes", str(tiers.host_bytes)]
+    if tiers.disk_bytes:
+        arguments += ["--kv-disk-bytes", str(tiers.disk_bytes), "--kv-disk-path", str(tiers.disk_path)]
+        arguments += ["--kv-disk-encrypt"] * tiers.encrypt
+    if tiers.store is not None:
+        arguments += ["--kv-store", tiers.store.url]
+    env = {**spec.env, "EMBERLINE_KV_KEY": tiers.key.hex()}
+    return msgspec.structs.replace(spec, arguments=tuple(arguments), env=env)
+
+
+def joining(spec: ProcessSpec, settings: JoinSettings) -> ProcessSpec:
+    """The same worker as a member of a cluster. One that has left it, and so ends, is not restarted."""
+    arguments = list(spec.arguments)
+    arguments[arguments.index("--socket") + 1] = settings.address
+    for url in settings.cores:
+        arguments += ["--join", url]
+    for flag in ("advertise", "region", "account"):
+        if value := getattr(settings, flag):
+            arguments += [f"--{flag}", value]
+    env = {name: value for name, value in spec.env.items() if name != "EMBERLINE_WORKER_TOKEN"}
+    env[CREDENTIAL_VARIABLE] = settings.credential
+    return msgspec.structs.replace(spec, arguments=tuple(arguments), env=env, may_end=True)
 
 
 def _short_name(model: str) -> str:

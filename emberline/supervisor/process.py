@@ -46,6 +46,7 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     arguments: tuple[str, ...] = ()
     env: Mapping[str, str] = {}  # in addition to the inherited environment
     fds: tuple[int, ...] = ()  # open file descriptors to inherit
+    may_end: bool = False  # with status 0, by itself: it is not restarted then
     input: bytes = b""  # for its standard input, at every start: secrets, which are kept in no file
 
 
@@ -86,6 +87,11 @@ class SupervisedProcess:
     async def wait_ready(self) -> None:
         await asyncio.shield(self._ready)
 
+    async def wait_ended(self) -> None:
+        """Until it is neither running nor restarted any more."""
+        assert self._task is not None
+        await asyncio.wait([self._task])
+
     def kill(self, why: str) -> None:
         """SIGKILL its whole process group; it is restarted as after any death."""
         log.error("killing %s: %s", self.name, why)
@@ -118,6 +124,9 @@ class SupervisedProcess:
                     return
                 if not self._ready.done():
                     self._ready.set_exception(ProcessFailed(f"{self.name} {_describe_exit(code)}: {self._reason()}"))
+                    return
+                if self.spec.may_end and code == 0:
+                    log.info("%s has ended", self.name)
                     return
                 if time.monotonic() - started_s > HEALTHY_S:
                     backoff_s = MIN_BACKOFF_S

@@ -16,6 +16,8 @@ import msgspec
 
 from emberline import log
 from emberline.engine import process
+from emberline.engine.alive_file import open_alive_file
+from emberline.engine.announcer import open_joining
 from emberline.engine.scheduler.limits import Limits
 from emberline.engine.scheduler.plan import Admission, Masks, Row, Sampled, StepPlan
 from emberline.engine.scheduler.scheduler import Scheduler
@@ -24,7 +26,8 @@ from emberline.engine.step_loop import StepLoop
 from emberline.kv.block_pool import blocks_of
 from emberline.kv.cache import KVCache
 from emberline.kv.host_memory import HostMemory, shared_pages
-from emberline.kv.transfer.manager import TransferManager, host_transfers
+from emberline.kv.transfer.host_transfers import host_transfers
+from emberline.kv.transfer.manager import TransferManager
 from emberline.protocol import block_hash as blockhash
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.block_hash import BLOCK_TOKENS, KVGroup
@@ -125,6 +128,9 @@ class _ScriptedStep:
         if self._error is not None:
             raise self._error
         return self._sampled
+
+    def drafts(self) -> Sequence[bytes]:
+        return ()
 
 
 class ScriptedRunner:
@@ -242,7 +248,7 @@ def build(args: argparse.Namespace, drop_connection: Callable[[str], None]) -> t
         token_budget=args.token_budget,
     )
     transfers, stamps = None, None
-    if args.role != "both":
+    if args.role != "both" or args.check_kv:
         pages = shared_pages(n_blocks * layout.block_bytes)
         memory = HostMemory([memoryview(pages.buffer)], [layout.block_bytes], [pages.descriptor])
         engine = process.mooncake_engine(memory, args)
@@ -273,15 +279,22 @@ def main(argv: list[str] | None = None) -> int:
     log.setup("standin")
     parent = process.Parent()
     try:
-        token = process.join_token(args.socket)
+        joining, alive_file = open_joining(args), open_alive_file(args.alive_file)
+        token = process.join_token(args.socket) if joining is None else joining.token
+        if joining is not None:
+            joining.release, joining.version = args.release or joining.release, args.protocol or joining.version
         loop, info = build(args, lambda request_id: server.disconnect(request_id))
         with process.listening(args.socket) as (listener, address):
-            server = Server(listener, loop, info, token)
+            secure = None if joining is None else joining.secure(loop.transfers)
+            server = Server(listener, loop, info, token, secure, alive_file)
+            if args.protocol:
+                server.versions = (args.protocol, args.protocol)
             _log.info("serving %s", info.model, extra={"address": address, "kv_tokens": info.kv_tokens})
-            process.serve(server, parent, {"model": info.model, "address": address, "kv_tokens": info.kv_tokens})
+            facts = {"model": info.model, "address": address, "kv_tokens": info.kv_tokens}
+            announcer = None if joining is None else joining.announcer(info, address)
+            return process.serve(server, parent, facts, announcer)
     except Exception as error:
         return process.fail(error)
-    return 0
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -295,6 +308,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--eos-ids", type=int, nargs="*", default=[2], metavar="ID")
     parser.add_argument("--kv-tokens", type=process.positive, default=1 << 20, metavar="N")
     parser.add_argument("--head-dim", type=process.positive, default=1, metavar="N", help="64 bytes per block each")
+    parser.add_argument("--release", default="", help="of Emberline, that it says it is")
+    parser.add_argument("--protocol", type=int, default=0, metavar="N", help="the one version that it speaks")
+    parser.add_argument("--check-kv", action="store_true", help="have KV with role both, too, and check its content")
     return parser.parse_args(argv)
 
 

@@ -2,7 +2,7 @@
 
 Limits of one rendering:
 - work: every loop iteration, call and filter counts as one unit, and so do every 16 characters written to the output,
-  to blocks, macros and variables (MAX_WORK). The deadline is checked each time (MAX_SECONDS).
+  to blocks, macros and variables (MAX_WORK). The processor time is checked each time (MAX_SECONDS).
 - size: of every text, list and number that an operator, literal, filter or call creates, including nested values
   (MAX_CHARS, MAX_ITEMS, MAX_BITS); checked beforehand where a result can be larger than its operands.
 Not bounded is the time of one built-in operation on values within these sizes (a sort, a comparison): a few seconds.
@@ -54,14 +54,14 @@ class _Budget(threading.local):
 
     def begin(self) -> None:
         self.work = 0
-        self.deadline = time.monotonic() + MAX_SECONDS
+        self.clock_s, self.cpu_s = time.monotonic() + MAX_SECONDS, time.thread_time() + MAX_SECONDS  # limits
         self.weights: dict[int, tuple[object, int]] = {}  # by id; the reference keeps the id from being reused
 
     def spend(self, work: int) -> None:
         self.work += work
         if self.work > MAX_WORK:
             raise TemplateLimit(f"it did more than {MAX_WORK} steps")
-        if time.monotonic() > self.deadline:
+        if time.monotonic() > self.clock_s and time.thread_time() > self.cpu_s:  # the first is cheaper to ask
             raise TemplateLimit(f"it ran for more than {MAX_SECONDS} seconds")
 
 

@@ -9,7 +9,7 @@ import msgspec
 from emberline.balancer.route_request import RouteRequest
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.errors import Unsupported
-from emberline.protocol.request import GenerateRequest, Message, SamplingParams, Tool
+from emberline.protocol.request import GenerateRequest, Message, SamplingParams, Speculation, Tool
 
 if TYPE_CHECKING:
     from emberline.upstream.providers.access import Access
@@ -84,6 +84,8 @@ def continuation_fields(kind: str) -> dict[str, Any]:
 
 def check_known(name: str, kind: str) -> None:
     """Refuse a field outside OpenAI's API that this kind of server does not know."""
+    if name == "speculation":
+        raise Unsupported("`speculation` is for models of this server's own engines; leave it out", param=name)
     if name in _EXTRAS_OF.get(kind, ()):
         return
     if kind not in _ENGINES or (name in _VLLM_ONLY and kind != "vllm"):
@@ -101,6 +103,8 @@ def body_of(request: GenerateRequest, kind: str) -> dict[str, Any]:
         fields["n"] = request.n
     if request.continue_final:
         fields |= continuation_fields(kind)
+    if request.speculation != Speculation():
+        check_known("speculation", kind)
     return fields | _sampling(request, kind) | _tools(request) | _output(request, kind) | _thinking(request, kind)
 
 

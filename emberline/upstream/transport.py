@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from msgspec import Raw
 
-from emberline.balancer.route_request import Fault, Route, RouteRequest
+from emberline.balancer.route_request import Fault, Route, RouteRequest, client_of
 from emberline.protocol.errors import BadInput, EmberlineError, EngineLost, Unavailable
 from emberline.protocol.events import Usage
 from emberline.protocol.price import Price, format_amount
@@ -125,7 +125,7 @@ class UpstreamTransport(Generic[T]):
         request = self._request
         self.began = False
         self.cached_tokens = route.cached_tokens
-        decode = self._clients[route.decode]
+        decode = client_of(self._clients, route.decode)
         kind, resumed = decode.config.kind, self._continuation
         self.provider = decode.name if isinstance(decode, ProviderClient) else kind
         if not request.stream:

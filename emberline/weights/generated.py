@@ -2,7 +2,9 @@
 
 The weights' bytes are windows of a few megabytes of random numbers, each at an offset of its own, so that a terabyte
 costs no memory and is the same in every process with the same seed. Their distribution keeps activations of unit size
-through all layers; routers are random, and which experts the tokens share is not controlled.
+through all layers, and has no mean: hidden states of different tokens stay independent, so that random routers send
+them to as many experts as uniform routing would. (4-bit codes of 0 to 15 have a mean of -0.5; through a gated
+activation it adds to every dimension alike, layer by layer, until all tokens choose the same few experts.)
 """
 
 import math
@@ -18,7 +20,7 @@ from numpy.lib.stride_tricks import as_strided
 from emberline.weights.checkpoint import Checkpoint
 from emberline.weights.hf_config import read_config
 from emberline.weights.model_config import BadCheckpoint, Fields, ModelConfig
-from emberline.weights.quantization import join_quantized, quantization_fields, read_quantization
+from emberline.weights.quantization import Quantization, join_quantized, quantization_fields, read_quantization
 from emberline.weights.tensor_names import module_name
 from emberline.weights.tensor_shapes import expected_shapes
 from emberline.weights.tensors import Bytes, CheckpointFiles, Shape, Weight
@@ -32,23 +34,53 @@ _BIASED = ("qwen2", "gpt_oss")  # architectures whose q, k and v have biases, wh
 
 def generate_checkpoint(document: dict[str, Any], seed: int) -> Checkpoint:
     """A checkpoint of the model and in the format that a config.json describes."""
-    config, quantization = read_config(document, {}), read_quantization(document)
-    if config.architecture in _BIASED:
-        config = msgspec.structs.replace(config, qkv_bias=True)
-    tensors = {tensor.name: tensor for tensor in _generate(config, document, _Pools(seed))}
-    weights = join_quantized(tensors, quantization)
+    config, tensors = generate_tensors(document, seed)
+    weights = join_quantized({tensor.name: tensor for tensor in tensors}, read_quantization(document))
     fingerprint = blake2b(b"generated %d " % seed + msgspec.json.encode(document), digest_size=16).hexdigest()
     return Checkpoint(CheckpointFiles(config, weights, lambda: None), fingerprint)
 
 
-def _generate(config: ModelConfig, document: dict[str, Any], pools: "_Pools") -> Iterator[Weight]:
+def generate_tensors(document: dict[str, Any], seed: int) -> tuple[ModelConfig, Iterator[Weight]]:
+    """The tensors of that checkpoint's files, with canonical names; `tensor_names.hf_name` tells those in the files."""
+    config = generated_config(document)
+    file_format, pools = FileFormat.of(document, config), Pools(seed)
+    shapes = expected_shapes(config)
+    return config, (tensor for name, shape in shapes for tensor in _generate(name, shape, file_format, pools))
+
+
+def generated_config(document: dict[str, Any]) -> ModelConfig:
+    config = read_config(document, {})
+    return msgspec.structs.replace(config, qkv_bias=True) if config.architecture in _BIASED else config
+
+
+class FileFormat(NamedTuple):
+    """What the tensors of the checkpoint's files follow from."""
+
+    document: dict[str, Any]
+    config: ModelConfig
+    quantization: Quantization | None
+
+    @classmethod
+    def of(cls, document: dict[str, Any], config: ModelConfig) -> "FileFormat":
+        return cls(document, config, read_quantization(document))
+
+    def scheme(self, name: str, shape: Shape) -> "Scheme | None":
+        return scheme_of(module_name(name, self.config), self.document) if _is_matrix(name, shape) else None
+
+
+def generate_weight(name: str, shape: Shape, file_format: FileFormat, pools: "Pools") -> Weight:
+    """One weight of that checkpoint."""
+    tensors = {tensor.name: tensor for tensor in _generate(name, shape, file_format, pools)}
+    return join_quantized(tensors, file_format.quantization)[name]
+
+
+def _generate(name: str, shape: Shape, file_format: FileFormat, pools: "Pools") -> Iterator[Weight]:
     """The tensors of a file: of a quantized matrix its codes and scales."""
-    for name, shape in expected_shapes(config):
-        scheme = scheme_of(module_name(name, config), document) if _is_matrix(name, shape) else None
-        if scheme is None:
-            yield Weight(name, shape, "bf16", pools.window(name, shape, _deviation(name, shape)))
-        else:
-            yield from _quantized(name.removesuffix(".weight"), shape, scheme, pools)
+    scheme = file_format.scheme(name, shape)
+    if scheme is None:
+        yield Weight(name, shape, "bf16", pools.window(name, shape, _deviation(name, shape)))
+    else:
+        yield from _quantized(name.removesuffix(".weight"), shape, scheme, pools)
 
 
 def _is_matrix(name: str, shape: Shape) -> bool:
@@ -110,7 +142,7 @@ def _texts(fields: Fields, key: str) -> list[str]:
     return found
 
 
-def _quantized(module: str, shape: Shape, scheme: Scheme, pools: "_Pools") -> Iterator[Weight]:
+def _quantized(module: str, shape: Shape, scheme: Scheme, pools: "Pools") -> Iterator[Weight]:
     """Codes that are random bytes, with scales that give their values the deviation of other weights."""
     rows, cols = shape
     deviation = cols**-0.5
@@ -121,13 +153,13 @@ def _quantized(module: str, shape: Shape, scheme: Scheme, pools: "_Pools") -> It
         name = f"{module}.weight_scale_inv" if scheme.per == "block" else f"{module}.weight_scale"
         yield Weight(name, scales, "f32", pools.constant(scales, deviation, np.float32))
         return
-    codes = pools.bytes(module, rows, cols // 2)
+    codes = pools.codes(module, rows, cols // 2)
     yield Weight(f"{module}.weight_packed", (rows, cols // 2), "u8", codes)
     scales = (rows, cols // scheme.group)
-    if scheme.kind == "int4":  # codes of 0 to 15 less 8: a deviation of 4.6
-        yield Weight(f"{module}.weight_scale", scales, "bf16", pools.constant(scales, deviation / 4.6, np.uint16))
-    else:  # of MXFP4's values the deviation is 2.9
-        exponent = 127 + round(math.log2(deviation / 2.9))
+    if scheme.kind == "int4":  # codes of 1 to 15 less 8: a deviation of 4.3
+        yield Weight(f"{module}.weight_scale", scales, "bf16", pools.constant(scales, deviation / 4.3, np.uint16))
+    else:  # of MXFP4's values the deviation is 3
+        exponent = 127 + round(math.log2(deviation / 3))
         yield Weight(f"{module}.weight_scale", scales, "u8", np.broadcast_to(np.uint8(exponent), scales))
 
 
@@ -138,7 +170,7 @@ def _deviation(name: str, shape: Shape) -> float:
     return 1.0 if name.startswith("token_embd") else shape[-1] ** -0.5
 
 
-class _Pools:
+class Pools:
     """Random bytes to take windows of, one pool for each distribution."""
 
     def __init__(self, seed: int) -> None:
@@ -153,10 +185,12 @@ class _Pools:
             return np.full((rows, row_bytes // 2), value, np.uint16).view(np.uint8)
         return self._strided(name, self._normal(deviation), rows, row_bytes)
 
-    def bytes(self, name: str, rows: int, row_bytes: int) -> Bytes:
-        if "bytes" not in self._pools:
-            self._pools["bytes"] = np.random.default_rng(self._seed).integers(0, 256, _POOL_BYTES, np.uint8)
-        return self._strided(name, self._pools["bytes"], rows, row_bytes)
+    def codes(self, name: str, rows: int, row_bytes: int) -> Bytes:
+        """Two codes of 4 bits a byte, none of them 0: as many values above zero as below, of INT4 and of MXFP4."""
+        if "codes" not in self._pools:
+            low, high = np.random.default_rng(self._seed).integers(1, 16, (2, _POOL_BYTES), np.uint8)
+            self._pools["codes"] = low | high << np.uint8(4)
+        return self._strided(name, self._pools["codes"], rows, row_bytes)
 
     def fp8(self, name: str, rows: int, cols: int) -> Bytes:
         """Codes of e4m3 for numbers of unit deviation."""
@@ -189,3 +223,22 @@ class _Pools:
         step = min(_ROW_STEP, last // max(1, rows - 1) & ~1)
         start %= last - step * (rows - 1) + 1
         return as_strided(pool[start & ~1 :], (rows, row_bytes), (step, 1), writeable=False)
+
+
+class ZeroPools(Pools):
+    """Zeros in place of random bytes, at no cost: for what asks for sizes only."""
+
+    def _strided(self, name: str, pool: Bytes, rows: int, row_bytes: int) -> Bytes:
+        return np.broadcast_to(np.uint8(0), (rows, row_bytes))
+
+    def _normal(self, deviation: float) -> Bytes:
+        return _NOTHING
+
+    def codes(self, name: str, rows: int, row_bytes: int) -> Bytes:
+        return self._strided(name, _NOTHING, rows, row_bytes)
+
+    def fp8(self, name: str, rows: int, cols: int) -> Bytes:
+        return self._strided(name, _NOTHING, rows, cols)
+
+
+_NOTHING = np.empty(0, np.uint8)

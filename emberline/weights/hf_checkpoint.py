@@ -3,6 +3,7 @@
 import math
 import mmap
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -84,6 +85,21 @@ class SafetensorsFile:
             self._map.close()
 
 
+def write_safetensors(path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...], bytes]]) -> None:
+    """Tensors as dtype, shape and bytes, by name. The largest items come first, so that all are aligned."""
+    ordered = sorted(tensors.items(), key=lambda item: (-len(item[1][2]) // max(1, math.prod(item[1][1])), item[0]))
+    header, end = {}, 0
+    for name, (dtype, shape, data) in ordered:
+        header[name] = SafeTensor(dtype, shape, (end, end + len(data)))
+        end += len(data)
+    encoded = msgspec.json.encode(header)
+    encoded += b" " * (-len(encoded) % 8)
+    with path.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for _, (_, _, data) in ordered:
+            file.write(data)
+
+
 _INDEX = "model.safetensors.index.json"
 
 
@@ -131,7 +147,15 @@ def _shards(folder: Path) -> list[str]:
     for name in weight_map.values():
         if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+\.safetensors", name):
             raise BadCheckpoint(f"{_INDEX} names {str(name)[:80]!r}, not a safetensors file of this folder")
-    return sorted(set(weight_map.values()))
+    names = sorted(set(weight_map.values()))
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        shown = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
+        raise BadCheckpoint(
+            f"{len(missing)} of the {len(names)} files that {_INDEX} names are not in {folder.name}: {shown};"
+            " download them again"
+        )
+    return names
 
 
 def _weights(file: SafetensorsFile, config: ModelConfig) -> list[Weight]:

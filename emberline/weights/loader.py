@@ -70,7 +70,7 @@ class WeightLoader:
         """Start reading everything scheduled, on threads."""
         if self._read_ahead is not None:
             self._read_ahead.stop()
-        pieces = sorted(self._pieces, key=lambda piece: (piece.path, piece.offset))
+        pieces = self._in_order()
         jobs: list[Callable[[_Reader], None]] = [lambda reader, p=piece: reader.copy(p) for piece in pieces]  # type: ignore[misc]
         jobs += [lambda reader, w=weight, t=target: reader.convert(w, t) for weight, target in self._conversions]  # type: ignore[misc]
         self._n_bytes = sum(piece.target.nbytes for piece in pieces)
@@ -85,6 +85,16 @@ class WeightLoader:
 
         self._pool = ThreadPoolExecutor(N_THREADS, "weights")
         self._reading = [self._pool.submit(run, job) for job in jobs]
+
+    def _in_order(self) -> list[FilePiece]:
+        """By file and offset, but those that were read ahead evenly among the others, so that the drive never waits."""
+        ahead: list[FilePiece] = []
+        others: list[FilePiece] = []
+        for piece in sorted(self._pieces, key=lambda piece: (piece.path, piece.offset)):
+            read = self._read_ahead is not None and self._read_ahead.expect(*piece[:2], piece.target.nbytes)
+            (ahead if read else others).append(piece)
+        place = {id(piece): (n + 0.5) / len(part) for part in (ahead, others) for n, piece in enumerate(part)}
+        return sorted(ahead + others, key=lambda piece: place[id(piece)])
 
     def __enter__(self) -> "WeightLoader":
         return self

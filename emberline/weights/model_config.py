@@ -42,6 +42,11 @@ class MoEConfig(msgspec.Struct, frozen=True, kw_only=True):
     biases: bool = False  # of the router and the experts
     activation: str = "silu"  # or "gelu_tanh"; "swiglu_clamped": GPT-OSS's
 
+    @property
+    def first_expert(self) -> int:
+        """Of a rank that has some of them (`rank_checkpoint`); the router knows all."""
+        return 0
+
 
 class QueryTemperature(msgspec.Struct, frozen=True):
     """Queries at position p are multiplied by 1 + scale * ln(1 + floor((p + 1) / floor_tokens))."""

@@ -1,4 +1,4 @@
-"""The part of a checkpoint that one rank of a tensor-parallel group loads: slices of its tensors, by a table.
+"""The part of a checkpoint that one rank loads: slices of its tensors, by a table, of the layers of its stage.
 
 A rank computes some of the heads and some of each MLP's width, so the outputs of all ranks add up to the layer's:
 
@@ -7,6 +7,8 @@ A rank computes some of the heads and some of each MLP's width, so the outputs o
     whole    norms, the router, and MLA's first projections, whose latent every head reads
 
 Experts are divided by width, like an MLP, or by expert. A slice is a view of the mapped file: nothing else is read.
+Of a pipeline's stages the first has the embedding, the last the norm behind all layers and the head, which may be the
+embedding again.
 """
 
 from collections.abc import Iterable
@@ -16,9 +18,10 @@ from typing import Literal, NamedTuple
 import msgspec
 import numpy as np
 
+from emberline.protocol.parallel_layout import nearest_divisors
 from emberline.weights.checkpoint import Checkpoint
 from emberline.weights.model_config import BadCheckpoint, ModelConfig, MoEConfig
-from emberline.weights.tensors import Weight
+from emberline.weights.tensors import FORMATS, Weight
 
 ExpertsBy = Literal["width", "expert"]
 
@@ -39,7 +42,8 @@ class Rank(NamedTuple):
     def part(self, size: int, what: str) -> tuple[int, int]:
         """Start and stop of this rank's share; raises BadCheckpoint where it does not divide."""
         if size % self.of:
-            raise BadCheckpoint(f"{what}: {size} cannot be divided among {self.of} ranks")
+            works = nearest_divisors(size, self.of)
+            raise BadCheckpoint(f"{what}: {size} cannot be divided among {self.of} ranks, but among {works}")
         return self.number * size // self.of, (self.number + 1) * size // self.of
 
     def vocabulary(self, size: int) -> tuple[int, int]:
@@ -54,28 +58,51 @@ class Rank(NamedTuple):
         return self.part(n, "KV heads")
 
 
+class _SomeExperts(MoEConfig, frozen=True, kw_only=True):
+    """Of a rank: not a field of a checkpoint's own configuration, of which its fingerprint is made."""
+
+    before: int  # experts on the ranks before
+
+    @property
+    def first_expert(self) -> int:
+        return self.before
+
+
 class RankCheckpoint:
     """A checkpoint as rank `rank` sees it: its configuration is that of a smaller model."""
 
-    def __init__(self, source: Checkpoint, rank: Rank, experts_by: ExpertsBy = "width") -> None:
+    def __init__(
+        self, source: Checkpoint, rank: Rank, experts_by: ExpertsBy = "width", layers: range | None = None
+    ) -> None:
         self.config = rank_config(source.config, rank, experts_by)
         self.has = source.has
+        self.layers = range(source.config.n_layers) if layers is None else layers
         self._source, self._rank, self._experts_by = source, rank, experts_by
         self._whole: ModelConfig = source.config
+
+    def _of_stage(self, name: str) -> bool:
+        first, last = self.layers.start == 0, self.layers.stop == self._whole.n_layers
+        if name.startswith("blk."):
+            return int(name.split(".", 2)[1]) in self.layers
+        if name.startswith("token_embd."):
+            return first or (last and not self.has("output.weight"))
+        return last
 
     @property
     def names(self) -> Iterable[str]:
         """Those of the source that the rank has a part of, as the rank numbers its experts."""
         first, stop = self._own_experts
         for name in self._source.names:
-            part, expert, suffix = _split(name)
+            part, expert, suffix = split_name(name)
+            if not self._of_stage(name):
+                continue
             if expert is None:
                 yield name
             elif first <= expert < stop:
                 yield f"{part}.{expert - first}.{suffix}"
 
     def weight(self, name: str) -> Weight:
-        part, expert, suffix = _split(name)
+        part, expert, suffix = split_name(name)
         if expert is not None:
             name = f"{part}.{expert + self._own_experts[0]}.{suffix}"
         weight, kind = self._source.weight(name), part.rpartition(".")[2]
@@ -92,8 +119,20 @@ class RankCheckpoint:
         if kind in _COLUMNS or (by_width and kind in _EXPERT_COLUMNS):
             if suffix == "bias":
                 return weight if self._rank.number == 0 else _zeros(weight)  # the ranks' outputs are added up
-            return weight.slice(1, *self._rank.part(weight.shape[1], f"columns of {name!r}"))
+            return self._columns(weight, name)
         return weight
+
+    def _columns(self, weight: Weight, name: str) -> Weight:
+        start, stop = self._rank.part(weight.shape[1], f"columns of {name!r}")
+        try:
+            return weight.slice(1, start, stop)
+        except BadCheckpoint as error:
+            block = getattr(weight, "group", 0) or FORMATS[weight.kind].block
+            works = nearest_divisors(weight.shape[1] // block, self._rank.of)
+            raise BadCheckpoint(
+                f"{error}: it cannot be divided among {self._rank.of} ranks, but among {works}; experts can also be "
+                f"spread whole (--ep)"
+            ) from None
 
     @property
     def _own_experts(self) -> tuple[int, int]:
@@ -112,6 +151,8 @@ def rank_config(config: ModelConfig, rank: Rank, experts_by: ExpertsBy = "width"
 
     def moe_share(moe: MoEConfig) -> MoEConfig:
         by_width = experts_by == "width"
+        if not by_width:
+            moe = _SomeExperts(**msgspec.structs.asdict(moe), before=rank.part(moe.experts, "experts")[0])
         return msgspec.structs.replace(
             moe,
             experts=moe.experts if by_width else share(moe.experts, "experts"),
@@ -129,7 +170,7 @@ def rank_config(config: ModelConfig, rank: Rank, experts_by: ExpertsBy = "width"
     )
 
 
-def _split(name: str) -> tuple[str, int | None, str]:
+def split_name(name: str) -> tuple[str, int | None, str]:
     """Name without its suffix, the expert's number if it is one's, and the suffix."""
     part, _, suffix = name.rpartition(".")
     before, _, last = part.rpartition(".")

@@ -8,6 +8,7 @@ import ctypes
 import mmap
 import os
 import threading
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
@@ -52,7 +53,8 @@ class ReadAhead:
 
     def __init__(self, paths: Iterable[Path], limit_bytes: int) -> None:
         self._todo = iter(_pieces(paths, limit_bytes))
-        self._done: dict[tuple[Path, int], NDArray[np.uint8]] = {}
+        self._done: dict[tuple[Path, int], tuple[mmap.mmap, int]] = {}  # a piece's memory, and its length
+        self._expected: Counter[tuple[Path, int]] = Counter()  # copies to come from each piece
         self._lock = threading.Lock()
         self._stopped = False
         self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(N_THREADS)]
@@ -65,22 +67,55 @@ class ReadAhead:
         for thread in self._threads:
             thread.join()
 
-    def release(self) -> None:
-        """Free the memory, on a thread: it takes a second that nobody need wait for."""
-        threading.Thread(target=self._done.clear, daemon=True).start()
+    def expect(self, path: Path, offset: int, n_bytes: int) -> bool:
+        """Whether a file's bytes were read; if so, they are to be copied once.
+
+        Memory is freed with the last copy from it that is expected: all of it at the end takes a second.
+        """
+        pieces = self._find(path, offset, offset + n_bytes)
+        for start, _ in pieces or []:
+            self._expected[path, start] += 1
+        return pieces is not None
 
     def copy(self, path: Path, offset: int, to: NDArray[np.uint8]) -> bool:
         """Copy a file's bytes from `offset` into `to`; False if not all of them were read."""
         end = offset + len(to)
-        first = offset - offset % PIECE_BYTES
-        pieces = [(start, self._done.get((path, start))) for start in range(first, end, PIECE_BYTES)]
-        if any(piece is None or start + len(piece) < min(end, start + PIECE_BYTES) for start, piece in pieces):
+        pieces = self._find(path, offset, end)
+        if pieces is None:
             return False
-        for start, piece in pieces:
-            assert piece is not None
+        for start, (memory, n) in pieces:
             a, b = max(offset, start), min(end, start + PIECE_BYTES)
-            np.copyto(to[a - offset : b - offset], piece[a - start : b - start])
+            np.copyto(to[a - offset : b - offset], np.frombuffer(memory, np.uint8, n)[a - start : b - start])
+            with self._lock:
+                self._expected[path, start] -= 1
+                last = self._expected[path, start] == 0
+            if last:
+                self._free(path, start)
         return True
+
+    def _find(self, path: Path, offset: int, end: int) -> list[tuple[int, tuple[mmap.mmap, int]]] | None:
+        """The pieces that hold a file's bytes, each with the offset of its first; None if not all were read."""
+        found: list[tuple[int, tuple[mmap.mmap, int]]] = []
+        for start in range(offset - offset % PIECE_BYTES, end, PIECE_BYTES):
+            piece = self._done.get((path, start))
+            if piece is None or start + piece[1] < min(end, start + PIECE_BYTES):
+                return None
+            found.append((start, piece))
+        return found
+
+    def _free(self, path: Path, start: int) -> None:
+        memory, _ = self._done.pop((path, start))
+        with suppress(BufferError):  # a view of it is in some traceback
+            memory.close()
+
+    def release(self) -> None:
+        """Free what nobody copied, on a thread."""
+
+        def free() -> None:
+            for path, start in list(self._done):
+                self._free(path, start)
+
+        threading.Thread(target=free, daemon=True).start()
 
     def _run(self) -> None:
         opened: dict[Path, int] = {}
@@ -97,7 +132,7 @@ class ReadAhead:
                 with suppress(OSError, AttributeError):
                     memory.madvise(mmap.MADV_HUGEPAGE)
                 n = os.preadv(opened[path], [memory], offset)
-                self._done[path, offset] = np.frombuffer(memory, np.uint8, n)
+                self._done[path, offset] = memory, n
         except (OSError, AttributeError):
             return  # no O_DIRECT here, or a read error: the loader reads again and reports it
         finally:

@@ -101,12 +101,18 @@ def canonical(key: str, config: ModelConfig) -> str | None:
 def module_name(name: str, config: ModelConfig) -> str:
     """The Hugging Face module of a canonical tensor `blk.N.….weight`, as patterns of quantized checkpoints name it."""
     if not name.startswith("blk."):
-        return "lm_head" if name.startswith("output.") else "model.embed_tokens"
+        return {"output": "lm_head", "output_norm": "model.norm"}.get(name.partition(".")[0], "model.embed_tokens")
     _, layer, part, *rest = name.split(".")
     parts = {canonical: module for module, canonical in _PARTS.get(config.architecture, _DENSE).items()}
     fused = {"ffn_gate_exps": "mlp.experts.*.gate_proj", "ffn_up_exps": "mlp.experts.*.up_proj"}
     module = parts.get(part) or fused.get(part, "mlp.experts.*.down_proj")
     return f"model.layers.{layer}.{module.replace('*', rest[0])}"
+
+
+def hf_name(name: str, config: ModelConfig) -> str:
+    """The tensor that `canonical` names so, in a checkpoint with a tensor for each expert."""
+    separator = "_" if ".exp_probs_b." in name else "."  # `e_score_correction_bias` is a parameter of the router
+    return module_name(name, config) + separator + name.rpartition(".")[2]
 
 
 @lru_cache(4096)  # a model has few forms of names, and hundreds of thousands of names

@@ -254,7 +254,7 @@ class Weight:
         if fmt.unpack is None or len(self.shape) != 2:
             return None
         if fmt.group != GROUP:
-            return _requantize(self.dense())
+            return requantize(self.dense())
         rows, cols = self.shape
         codes, scale, offset = fmt.unpack(self._rows().reshape(-1, fmt.block_bytes))
         groups = (rows, cols // GROUP)
@@ -293,7 +293,7 @@ class Weight:
         return out
 
 
-def _requantize(dense: Floats) -> Affine:
+def requantize(dense: Floats) -> Affine:
     """Float32 [rows, cols] to 8 bits, each group of GROUP spanning its own minimum to maximum."""
     rows, cols = dense.shape
     grouped = dense.reshape(rows, cols // GROUP, GROUP)

@@ -1,6 +1,6 @@
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -13,10 +13,11 @@ from emberline.accounts.account import Limits, parse_budget
 from emberline.accounts.account_service import AccountService, KeyGrant
 from emberline.accounts.api_key import key_digest
 from emberline.accounts.audit_log import Actor
+from emberline.accounts.key_directory import KeyDirectory
 from emberline.accounts.secret import Secret
 from emberline.protocol.errors import BadInput, Conflict, NotFound
 from emberline.protocol.price import format_amount
-from emberline.store import BulkQuery, Database, open_store
+from emberline.store import BulkQuery, Database, Rows, Value, open_store
 from tests.databases import DatabaseLocation
 
 SECRET = Secret("s" * 32)
@@ -123,6 +124,33 @@ async def test_changes_reach_the_directory_of_another_process(
     async with asyncio.timeout(60):
         while (found := other.directory.key(issued.record.id)) is None or found.revoked_us is None:
             await asyncio.sleep(0.02)
+    await other.close()
+    await store.close()
+
+
+async def test_a_key_that_is_created_while_the_directory_is_read_is_known_at_once(
+    accounts: AccountService, database: DatabaseLocation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = await database.open()
+    other = KeyDirectory(store, poll_s=60.0)
+    await other.open()
+    has_read, go_on, read = asyncio.Event(), asyncio.Event(), store.read
+
+    async def slowly(sql: str, params: Sequence[Value] = ()) -> Rows:
+        found = await read(sql, params)
+        has_read.set()
+        await go_on.wait()
+        return found
+
+    monkeypatch.setattr(store, "read", slowly)
+    reading = asyncio.create_task(other.refresh())
+    await has_read.wait()
+    issued = await accounts.create_key(ALICE, "acme")
+    catching_up = asyncio.create_task(other.catch_up())
+    await asyncio.sleep(0)
+    go_on.set()
+    await asyncio.gather(reading, catching_up)
+    assert other.key(issued.record.id) is not None
     await other.close()
     await store.close()
 

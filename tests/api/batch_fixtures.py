@@ -95,7 +95,7 @@ def lines_in(answer: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(line) for line in answer.content.splitlines()]
 
 
-async def until(ready: Any, timeout_s: float = 10.0) -> Any:
+async def until(ready: Any, timeout_s: float = 60.0) -> Any:
     """The first true result of `ready`, which is polled."""
     async with asyncio.timeout(timeout_s):
         while not (found := await ready()):

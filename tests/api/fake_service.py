@@ -17,7 +17,7 @@ from emberline.catalog.aliases import AliasTable
 from emberline.catalog.model_card import SPEECH_RECOGNITION, Capabilities, ModelCard, PathSource
 from emberline.jobs.webhooks.service import WebhookService
 from emberline.protocol.answer import Encoded, StoredResponse
-from emberline.protocol.errors import MalformedModelId, ModelNotFound
+from emberline.protocol.errors import BadInput, MalformedModelId, ModelNotFound
 from emberline.protocol.events import (
     ChoiceDone,
     Completed,
@@ -29,10 +29,12 @@ from emberline.protocol.events import (
     ToolCallStarted,
     Usage,
 )
+from emberline.protocol.member import Challenge, Signed
 from emberline.protocol.price import Price
 from emberline.protocol.rate_limits import RateLimits
 from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal, SamplingDefaults, SpeechRequest
 from emberline.protocol.speech import TimedWord, Transcript, TranscriptSegment
+from emberline.service.cluster import ClusterStatus
 from emberline.service.event_log import MemoryEventLogs
 from emberline.service.gateway.service import GatewayService
 from emberline.service.health import Health
@@ -239,7 +241,7 @@ class FakeService:
         raise ModelNotFound(f"No such model {model_id} or task", param="model")
 
     async def health(self) -> Health:
-        load = {"running": 1, "waiting": 0, "kv_used_blocks": 5, "kv_total_blocks": 100}
+        load = {"running": 1, "waiting": 0, "kv_used_blocks": 5, "kv_total_blocks": 100, "tiers": ()}
         load |= {"output_tokens": 7, "cached_tokens": 8}
         engine = {"name": "smollm2-0", "model": MODEL, "ok": self.ok, "problem": "", "device": "cpu", "load": load}
         engine |= {"state": "ready", "in_flight": 1}
@@ -259,6 +261,21 @@ class FakeService:
     async def change_workers(self, change: WorkerChange) -> list[str]:
         self.changes.append(change)
         return ["smollm2-0"]
+
+    async def join_challenge(self) -> Challenge:
+        return Challenge("challenge", "cluster")
+
+    async def announce(self, signed: Signed) -> Signed:
+        raise BadInput("not an announcement of a worker")
+
+    async def cluster_status(self) -> ClusterStatus:
+        return ClusterStatus(id="cluster", region="", release="0.2.0", members=[])
+
+    async def scaling_plan(self, model: str, limit: int) -> dict[str, Any]:
+        return {"models": [], "asked": [model, limit]}
+
+    async def set_scaling_bounds(self, model: str, changes: dict[str, Any] | None) -> dict[str, Any] | None:
+        return changes
 
     async def status(self, query: StatusQuery) -> Status:
         return Status(

@@ -344,4 +344,7 @@ def test_cloudflare_errors(to_cloudflare: cloudflare.Cloudflare, service: FakeSe
 def test_curl_without_a_content_type(server: Loopback, service: FakeService) -> None:
     headers = {"authorization": f"Bearer {KEY}", "content-type": "application/x-www-form-urlencoded"}
     url = f"{server.url}/client/v4/accounts/acme/ai/run/{MODEL}"
-    assert httpx.post(url, content='{"prompt": "Hi"}', headers=headers).json()["result"]["response"] == "Hello!"
+    assert (
+        httpx.post(url, content='{"prompt": "Hi"}', headers=headers, timeout=60).json()["result"]["response"]
+        == "Hello!"
+    )

@@ -94,7 +94,7 @@ class Walk(NamedTuple):
         return until(lambda: self.openai.batches.retrieve(batch.id), lambda found: found.status in over)
 
 
-def until(look: Callable[[], T], ready: Callable[[T], Any] = bool, limit_s: float = 40) -> T:
+def until(look: Callable[[], T], ready: Callable[[T], Any] = bool, limit_s: float = 90) -> T:
     end_s = time.monotonic() + limit_s
     while not ready(found := look()):
         assert time.monotonic() < end_s, found
@@ -105,7 +105,7 @@ def until(look: Callable[[], T], ready: Callable[[T], Any] = bool, limit_s: floa
 @pytest.fixture(scope="module")
 def walk(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Walk]:
     home = make_home(smollm2, tmp_path_factory.mktemp("walk"))
-    (home / "emberline.toml").write_text('[webhooks]\nallowed_networks = ["127.0.0.0/8"]\ntimeout_s = 2\n')
+    (home / "emberline.toml").write_text('[webhooks]\nallowed_networks = ["127.0.0.0/8"]\ntimeout_s = 5\n')
     receiver = Receiver()
     thread = threading.Thread(target=receiver.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
@@ -171,10 +171,10 @@ def test_webhooks_that_go_wrong(walk: Walk) -> None:
     where = f"/v1/webhook_endpoints/{ends['/gone']['id']}"
     gone = until(lambda: walk.http.get(where).json(), lambda found: not found["enabled"])
     assert "410" in gone["disabled_reason"]
-    for path, said in (("/redirect", "302"), ("/hang", "2 s")):
+    for path, said in (("/redirect", "302"), ("/hang", "5 s")):
         (delivery,) = logs[path]
         assert delivery["finished_at"] is None
-        assert delivery["next_attempt_at"] > time.time()
+        assert delivery["next_attempt_at"] > delivery["attempts"][0]["started_at"]
         assert said in json.dumps(delivery["attempts"])
     assert len(walk.receiver.at("/ok")) == n_ok, "a redirect is not followed"
     for end in ends.values():
@@ -239,7 +239,7 @@ def test_workers_ai_with_cloudflare_s_client_and_events(walk: Walk) -> None:
     assert [item["id"] for item in found["responses"]] == [0, 1, 2, 3]
     assert found["usage"]["total_tokens"] > 0
     got = until(lambda: walk.receiver.at("/cf"), lambda got: len(got) >= 2)
-    told = [json.loads(one.body) for one in got]
+    told = sorted((json.loads(one.body) for one in got), key=lambda one: one["type"])
     assert [one["type"].rpartition(".")[2] for one in told] == ["queued", "succeeded"]
     assert told[1]["source"] == {"type": "workersAi.model", "modelName": MODEL}
     assert told[1]["payload"] == {"requestId": queued["request_id"]}
@@ -266,7 +266,7 @@ def test_anthropic_s_client(walk: Walk) -> None:
 
 
 def test_cancel_a_running_job_and_a_batch(walk: Walk) -> None:
-    long = {"max_tokens": 4000, "ignore_eos": True, "min_tokens": 4000}
+    long = {"max_tokens": 8000, "ignore_eos": True, "min_tokens": 8000}
     batch = walk.submit([line("a"), line("b", **long), line("c", **long)])
     until(lambda: walk.openai.batches.retrieve(batch.id).request_counts.completed == 1)
     walk.http.post(f"/v1/batches/{batch.id}/cancel", params={"line": 1}, json={})
@@ -311,7 +311,7 @@ def emberline(walk: Walk, *arguments: str) -> "subprocess.CompletedProcess[str]"
         [sys.executable, "-m", "emberline.cli.main", *arguments, "--port", port],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         env={**os.environ, "EMBERLINE_HOME": str(walk.home)},
     )
 
@@ -329,7 +329,7 @@ def test_the_command_line(walk: Walk, tmp_path: Path) -> None:
     assert len(answers) == 20
     assert "JSON" in emberline(walk, "batch", "results", batch_id, "--errors").stdout
     assert batch_id in emberline(walk, "batch", "ls").stdout
-    slow = {"max_tokens": 4000, "ignore_eos": True, "min_tokens": 4000}
+    slow = {"max_tokens": 8000, "ignore_eos": True, "min_tokens": 8000}
     file.write_text("\n".join(json.dumps(line(f"c{n}", **slow)) for n in range(30)))
     batch_id = emberline(walk, "batch", "submit", str(file)).stdout.strip()
     until(lambda: walk.http.get("/api/queue").json()["waiting"])

@@ -15,7 +15,10 @@ from emberline.protocol.errors import EmberlineError
 from emberline.service.gateway.service import GatewayService
 from tests.api.fake_service import KEY, MODEL, FakeService, client_of
 
-OPEN = {"/", "/assets/{asset}", "/operations", "/favicon.ico", "/health", "/openapi.json"}
+OPEN = {"/", "/assets/{asset}", "/operations", "/favicon.ico", "/health", "/openapi.json"} | {
+    "/api/cluster/challenge",  # a worker proves itself by its join key
+    "/api/cluster/announce",
+}
 
 
 def url(route: Route) -> str:

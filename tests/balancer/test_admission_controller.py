@@ -6,7 +6,7 @@ import pytest
 from emberline.balancer.admission_controller import KV_KEYS_AT_ONCE, AdmissionController
 from emberline.balancer.admission_queue import WORKER_WAIT_S
 from emberline.balancer.balancer import Balancer
-from emberline.balancer.endpoint import Capacity
+from emberline.balancer.endpoint import Capacity, Endpoint, WorkerListener
 from emberline.protocol.errors import Unavailable
 from emberline.protocol.frames import EngineLoad, KVEvents
 from tests.balancer.balancing import endpoint, nothing_left, open_ids, request
@@ -21,6 +21,13 @@ class Clock:
         return self.now_s
 
 
+class Connection:
+    listener: WorkerListener | None = None
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+
+
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
@@ -29,6 +36,7 @@ def clock() -> Clock:
 @pytest.fixture
 def admission(clock: Clock) -> AdmissionController:
     admission = AdmissionController(Balancer(), clock)
+    admission.watch(Connection(endpoint("e0")))
     admission.joined(endpoint("e0"), Capacity(max_running=1), EngineLoad())
     return admission
 
@@ -51,7 +59,7 @@ async def test_a_request_that_waits_when_the_last_worker_dies_is_refused_in_time
 
 
 def n_matched(admission: AdmissionController, keys: bytes) -> int:
-    match = admission.balancer._index.match(keys)
+    match = admission.balancer.index.match(keys)
     return match[0][0] if match else 0
 
 
@@ -60,7 +68,7 @@ async def test_a_large_snapshot_is_applied_over_several_iterations_of_the_event_
 ) -> None:
     keys, late = Random(1).randbytes(BLOCK * 10 * KV_KEYS_AT_ONCE), Random(2).randbytes(BLOCK * 3)
     admission.kv_events("e0", KVEvents(stored=keys, whole=True))
-    assert len(admission.balancer._index) == KV_KEYS_AT_ONCE
+    assert len(admission.balancer.index) == KV_KEYS_AT_ONCE
     admission.kv_events("e0", KVEvents(stored=late, removed=keys[-BLOCK:]))  # in order: after the snapshot
     n_iterations = 0
     while n_matched(admission, late) < 3:

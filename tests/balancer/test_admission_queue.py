@@ -343,8 +343,8 @@ def test_a_job_that_was_granted_room_comes_also_when_the_worker_was_drained_sinc
 def test_requests_of_a_model_that_cannot_be_loaded_are_refused_with_the_reason() -> None:
     balancer = fleet()
     first, second = (balancer.enqueue(request(wait_s=600.0), at_s) for at_s in (1.0, 2.0))
-    assert balancer.waiting_since_s(first.request.model) == 1.0
-    assert balancer.waiting_since_s("another") is None
+    assert balancer.waiting_of(first.request.model) == [first, second]
+    assert balancer.waiting_of("another") == []
     balancer.refuse_waiting("another", Unavailable("not this one"))
     assert balancer.dispatch(2.0) == []
     balancer.refuse_waiting(first.request.model, Unavailable("the weights are damaged"))

@@ -19,14 +19,14 @@ def end(balancer: Balancer, name: str, outcome: Any, times: int, now_s: float = 
     others = [worker for worker in balancer._workers.values() if worker.name != name and worker.connected]
     for other in others:
         other.drained = True
-    balancer._pool("m").refresh()
+    balancer.pool_of("m").refresh()
     for _ in range(times):
         wanted = request(tokens=10)
         assert send(balancer, wanted, now_s).decode == name
         balancer.ended(wanted.id, now_s, outcome, 5)
     for other in others:
         other.drained = False
-    balancer._pool("m").refresh()
+    balancer.pool_of("m").refresh()
 
 
 # --- whose fault it is -----------------------------------------------------------------------------------------------

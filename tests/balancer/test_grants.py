@@ -42,7 +42,7 @@ class Bench:
         for worker in self.workers:
             worker.capacity = Capacity(max_running=1000)
             worker.drained = worker is not e0
-        self.balancer._pool(MODEL).refresh()
+        self.balancer.pool_of(MODEL).refresh()
         for _ in range(n):
             wanted = request(tokens=1)
             self.balancer.enqueue(wanted, self.now_s)
@@ -52,7 +52,7 @@ class Bench:
         for worker in self.workers:
             worker.capacity = self.capacity
             worker.drained = False
-        self.balancer._pool(MODEL).refresh()
+        self.balancer.pool_of(MODEL).refresh()
         assert e0.in_flight.active == len(self.requests)
 
     def end(self, n: int = 1) -> None:

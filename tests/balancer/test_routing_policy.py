@@ -10,6 +10,7 @@ from emberline.balancer.ledger import InFlightLoad
 from emberline.balancer.routing_policy import CACHE_LOSS, MAX_CACHE_LOSS_S, LowestCost, RoutingInput
 from emberline.protocol.block_hash import BLOCK_TOKENS
 from emberline.protocol.errors import Unavailable
+from emberline.protocol.frames import EngineLoad
 from tests.balancer.balancing import endpoint, fleet, keys, nothing_left, request, send, serve
 
 SYSTEM = ("system", 900)  # 14,400 tokens that all sessions share
@@ -135,7 +136,7 @@ def test_the_lower_bound_of_cold_workers_changes_no_choice(n: int) -> None:
     for tokens in (1, 14_401, 15_000, 19_201):
         for backlog_us in (0, 10_000, 1_000_000, 10_000_000):
             workers[2 % n].in_flight.work_us = backlog_us
-            need = balancer._routing_input(request(chain, tokens=tokens), balancer._pool("m"), workers)
+            need = balancer._routing_input(request(chain, tokens=tokens), balancer.pool_of("m"), workers)
             quick = policy.choose(workers, need, 1.0)
             cold = RoutingInput(need.tokens, need.n, need.match, 1 << 30, need.session64, need.output_tokens)
             assert policy.choose(workers, cold, 1.0) is quick
@@ -192,6 +193,16 @@ def test_round_robin_and_least_loaded() -> None:
     assert [send(balancer, request()).decode for _ in range(6)] == ["e0", "e1", "e2"] * 2
     balancer = fleet(*["both"] * 3, policy="least_loaded")
     assert Counter(send(balancer, request()).decode for _ in range(9)) == {"e0": 3, "e1": 3, "e2": 3}
+
+
+def test_least_loaded_prefers_the_idle_worker_that_was_busy_least() -> None:
+    balancer = fleet(*["both"] * 3, policy="least_loaded")
+    for name, busy_s in (("e0", 60.0), ("e1", 20.0), ("e2", 40.0)):
+        balancer.report(name, EngineLoad(running=1, steps=1), 100.0)
+        balancer.report(name, EngineLoad(steps=2), 100.0 + busy_s)
+    for worker in balancer._workers.values():
+        assert 0 < worker.busy_share(10_000.0) < worker.busy_share(200.0) < 0.2
+    assert [send(balancer, request(), 200.0).decode for _ in range(3)] == ["e1", "e2", "e0"]
 
 
 # --- prefill and decode apart ----------------------------------------------------------------------------------------

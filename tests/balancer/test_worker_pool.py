@@ -13,7 +13,7 @@ def fail(balancer: Balancer, name: str, now_s: float) -> None:
 
 
 def candidates(balancer: Balancer) -> list[str]:
-    return [worker.name for worker in balancer._pool(MODEL).candidates(())[0]]
+    return [worker.name for worker in balancer.pool_of(MODEL).candidates(())[0]]
 
 
 @pytest.mark.parametrize(("n_workers", "n_ejected"), [(1, 0), (2, 1), (3, 1), (5, 2)])

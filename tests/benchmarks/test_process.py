@@ -17,7 +17,7 @@ while True: time.sleep(0.01)
 
 def test_measures_and_stops_the_whole_tree(tmp_path: Path) -> None:
     with Process([sys.executable, "-c", PARENT], tmp_path / "log") as server:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while server.pss_bytes() < 45_000_000 and time.monotonic() < deadline:
             time.sleep(0.05)
         tree = server.tree()
@@ -33,7 +33,7 @@ def test_measures_and_stops_the_whole_tree(tmp_path: Path) -> None:
 
 def test_reports_why_a_server_exited(tmp_path: Path) -> None:
     with Process([sys.executable, "-c", "raise SystemExit('no such model')"], tmp_path / "log") as server:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while _alive(server.pid) and time.monotonic() < deadline:
             time.sleep(0.02)
         with pytest.raises(ServerDied, match="no such model"):
@@ -44,8 +44,9 @@ def test_cpu_time_of_others_is_separate(tmp_path: Path) -> None:
     spin = [sys.executable, "-c", "while True: pass"]
     with Process(spin, tmp_path / "server"), Process(spin, tmp_path / "other") as measured:
         others = Interference(measured)
-        before_s = cpu_s(measured.pid)
-        time.sleep(0.5)
+        before_s, deadline = cpu_s(measured.pid), time.monotonic() + 60
+        while (others.share <= 0.05 or cpu_s(measured.pid) <= before_s) and time.monotonic() < deadline:
+            time.sleep(0.5)
         assert others.share > 0.05  # the other process, which spins
         assert cpu_s(measured.pid) > before_s
 

@@ -143,7 +143,7 @@ async def test_changes_stay_and_configured_aliases_do_not_change(database: Datab
     told: list[AliasTable] = []
     follower.on_change = told.append
     await aliases.change("later", {"m": 1})
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while "later" not in follower.table.aliases:
             await follower.refresh()
     assert told

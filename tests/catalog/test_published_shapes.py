@@ -24,10 +24,15 @@ PARAMETERS = {
     "kimi-k2.5": 1026,
     "llama-3.1-70b": 70.6,
     "llama-3.1-8b": 8.03,
+    "llama-3.3-70b": 70.6,
     "llama-4-scout": 107.8,
     "mixtral-8x7b": 46.7,
+    "qwen2.5-7b": 7.62,
+    "qwen2.5-72b": 72.7,
+    "qwen2.5-coder-32b": 32.76,
     "qwen3-235b-a22b": 235.1,
     "qwen3-30b-a3b": 30.5,
+    "qwq-32b": 32.76,
 }
 
 

@@ -152,7 +152,7 @@ def test_a_killed_pull_leaves_no_model_and_no_lock(index: StandIn, store: ModelS
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, str(store.root.parent), msgspec.json.encode(card)], start_new_session=True
     )
-    assert index.stalled.wait(30)
+    assert index.stalled.wait(120)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     assert store.staging(card.id).exists()  # the killed pull could not tidy up

@@ -16,7 +16,7 @@ def emberline(*words: str, home: Path, stdin: str = "", **env: str) -> subproces
         input=stdin,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
         env={**environ, "EMBERLINE_HOME": str(home), **env},
     )
@@ -41,7 +41,7 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self.master, text.encode())
 
-    def expect(self, text: str, limit_s: float = 20.0) -> None:
+    def expect(self, text: str, limit_s: float = 60.0) -> None:
         end_s = time.monotonic() + limit_s
         while text not in self.seen:
             ready, _, _ = select.select([self.master], [], [], max(0.0, end_s - time.monotonic()))
@@ -50,6 +50,6 @@ class Terminal:
         self.seen = self.seen.partition(text)[2]
 
     def close(self) -> int:
-        code = self.process.wait(20)
+        code = self.process.wait(60)
         os.close(self.master)
         return code

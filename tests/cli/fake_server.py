@@ -15,6 +15,14 @@ QUEUE = {
 }
 
 
+CACHE = {
+    "name": "model-0",
+    "model": "model",
+    "device": {"used_blocks": 3, "total_blocks": 100},
+    "tiers": [{"name": "disk", "blocks": 7, "hits": 1, "misses": 1, "state": "degraded: the disk is full"}],
+}
+
+
 class FakeServer(ThreadingHTTPServer):
     """Streams `deltas` with `pause_s` between them to every chat. Its batch advances by two requests at each poll."""
 
@@ -29,6 +37,8 @@ class FakeServer(ThreadingHTTPServer):
         self.headers: list[dict[str, str]] = []
         self.disconnected = threading.Event()  # a client went away in the middle of an answer
         self.output_tokens = 0
+        self.tiers: list[dict[str, Any]] = []
+        self.drafts: list[list[Any]] = []
         self.model_states: list[dict[str, Any]] = []
         self.n_done = 0  # of the batch
         self.status: dict[str, Any] = {}
@@ -50,7 +60,7 @@ class FakeServer(ThreadingHTTPServer):
             "device": "cpu",
             "backend": "native",
             "kv_tokens": 64,
-            "load": {**load, "output_tokens": self.output_tokens},
+            "load": {**load, "output_tokens": self.output_tokens, "tiers": self.tiers, "drafts": self.drafts},
         }
         return {"ok": True, "engines": [engine], "model_states": self.model_states}
 
@@ -85,7 +95,12 @@ class _Handler(BaseHTTPRequestHandler):
             "/v1/batches/batch_1": self.server.batch,
             "/v1/batches?limit=20": lambda: {"data": [self.server.batch()], "has_more": False},
             "/v1/files/file-out/content": lambda: RESULTS,
+            "/api/cache": lambda: {"workers": [CACHE]},
+            "/api/cache/export?session=s": lambda: b"exported",
         }
+        if self.server.error is not None and self.path.startswith("/api/cache"):
+            status, message = self.server.error
+            return self._reply(status, {"error": {"message": message}})
         path = self.path if self.path in bodies else self.path.partition("?")[0]
         self._reply(200, bodies[path]())
 
@@ -106,6 +121,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._reply(200, {"replayed": 1})
         elif self.path.startswith("/api/models/"):
             self._reply(200, {"model": MODEL, "state": "loaded"})
+        elif self.path == "/api/cache/purge":
+            self._reply(200, {"blocks": 5, "workers": {}})
+        elif self.path == "/api/cache/import":
+            self._reply(200, {"blocks": 4, "worker": "model-0"})
         elif self.path.startswith("/api/workers/"):
             self._reply(200, {"workers": [{"name": "model-0", "state": "draining", "in_flight": 2}]})
         else:

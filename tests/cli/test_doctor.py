@@ -89,7 +89,8 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "gcc" in found.fix
 
 
-def test_port_in_use(tmp_path: Path) -> None:
+def test_port_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("emberline.cli.http_client.PROBE_TIMEOUT_S", 0.2)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

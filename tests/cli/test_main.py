@@ -19,13 +19,7 @@ from emberline.config import resolve
 from emberline.protocol.errors import BadInput
 from tests.catalog.tiny_models import gguf_bytes
 from tests.cli.console import emberline
-
-
-@pytest.fixture
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
+from tests.soak.server_process import free_port
 
 
 @pytest.mark.parametrize("words", [["--help"], ["-h"], []])
@@ -94,15 +88,16 @@ def test_truncated_model_is_refused(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_ps_without_a_server(tmp_path: Path, free_port: str) -> None:
-    done = emberline("ps", "--port", free_port, home=tmp_path)
+def test_ps_without_a_server(tmp_path: Path) -> None:
+    port = str(free_port())
+    done = emberline("ps", "--port", port, home=tmp_path)
     assert done.returncode == 1
-    assert f"http://127.0.0.1:{free_port}" in done.stderr
+    assert f"http://127.0.0.1:{port}" in done.stderr
     assert "emberline serve" in done.stderr
 
 
-def test_run_refuses_an_empty_prompt(tmp_path: Path, free_port: str) -> None:
-    done = emberline("run", home=tmp_path, stdin="  \n", EMBERLINE_PORT=free_port)
+def test_run_refuses_an_empty_prompt(tmp_path: Path) -> None:
+    done = emberline("run", home=tmp_path, stdin="  \n", EMBERLINE_PORT=str(free_port()))
     assert done.returncode == 2
     assert "the prompt is empty" in done.stderr
 

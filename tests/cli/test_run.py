@@ -174,6 +174,26 @@ def test_ps(tmp_path: Path, fake_server: FakeServer) -> None:
     assert 50 < report["engines"][0]["output_tokens_per_s"] <= 100
 
 
+def test_ps_shows_tiers(tmp_path: Path, fake_server: FakeServer) -> None:
+    used = {"used_bytes": 3 << 20, "capacity_bytes": 1 << 30, "hits": 3, "misses": 1}
+    fake_server.tiers = [
+        {"name": "host", **used, "read_rate": 2.0 * (1 << 30), "oldest_s": 20.0},
+        {"name": "pool", "state": "degraded: no answer"},
+    ]
+    done = emberline("ps", "--port", fake_server.port, home=tmp_path)
+    *_, head, host, pool = done.stdout.splitlines()
+    assert head.split() == ["WORKER", "TIER", "STATE", "USED", "OF", "HIT", "RATIO", "READS", "OLDEST"]
+    assert host.split() == ["model-0", "host", "ok", "3.0", "MiB", "1.0", "GiB", "75", "%", "2.0", "GiB/s", "20", "s"]
+    assert "degraded: no answer" in pool
+
+
+def test_ps_shows_drafts(tmp_path: Path, fake_server: FakeServer) -> None:
+    fake_server.drafts = [["suffix", [10, 8], [9, 4]]]
+    *_, head, row = emberline("ps", "--port", fake_server.port, home=tmp_path).stdout.splitlines()
+    assert head.split()[:5] == ["WORKER", "DRAFTER", "DRAFTED", "ACCEPTED", "SHARE"]
+    assert row.split() == ["model-0", "suffix", "18", "13", "72", "%", "90", "%", "50", "%"]
+
+
 def test_bench(tmp_path: Path, fake_server: FakeServer) -> None:
     done = emberline("bench", "--json", "--input-words", "9", "--port", fake_server.port, home=tmp_path)
     runs = json.loads(done.stdout)["runs"]

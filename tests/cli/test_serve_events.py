@@ -48,7 +48,7 @@ async def test_events_reach_the_webhook_and_every_stream(
     flags = {
         "server.port": 0,
         "server.http_workers": http_workers,
-        "server.drain_timeout_s": 25,
+        "server.drain_timeout_s": 60,
         "webhooks.allowed_networks": "127.0.0.0/8",
     }
     config = resolve(flags, {}, tmp_path)
@@ -60,9 +60,9 @@ async def test_events_reach_the_webhook_and_every_stream(
     with bind(config.server) as listener:
         entry = pull(DEFAULT_MODEL, ModelStore(tmp_path))
         serving = asyncio.create_task(serve(config, [entry], listener, announce, stop))
-        await asyncio.wait([serving, ready], timeout=60, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([serving, ready], timeout=120, return_when=asyncio.FIRST_COMPLETED)
         url, received = ready.result(), asyncio.Queue[str]()
-        async with receiving() as receiver, httpx.AsyncClient() as client:
+        async with receiving() as receiver, httpx.AsyncClient(timeout=60) as client:
             made = (await client.post(f"{url}/v1/webhook_endpoints", json={"url": receiver.url})).json()
             streams = [asyncio.create_task(read_stream(f"{url}/v1/events", received)) for _ in range(N_STREAMS)]
             async with asyncio.timeout(60):
@@ -79,7 +79,7 @@ async def test_events_reach_the_webhook_and_every_stream(
             assert "emberline_webhook_deliveries_pending " in metrics
             began_s = time.monotonic()
             stop.set()
-            await asyncio.wait_for(serving, 60)
-            assert time.monotonic() - began_s < 20
+            await asyncio.wait_for(serving, 120)
+            assert time.monotonic() - began_s < 50
             await asyncio.gather(*streams)
         assert len(receiver.got) == 1

@@ -24,7 +24,7 @@ RUN = f"/client/v4/accounts/acme/ai/run/{DEFAULT_MODEL}?queueRequest=true"
 
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not await condition():
             await asyncio.sleep(0.05)
 
@@ -43,13 +43,13 @@ async def test_keys_in_every_http_worker(smollm2: Path, tmp_path: Path, monkeypa
     with bind(config.server) as listener:
         entry = pull(DEFAULT_MODEL, ModelStore(tmp_path))
         serving = asyncio.create_task(serve(config, [entry], listener, announce, stop))
-        await asyncio.wait([serving, ready], timeout=60, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([serving, ready], timeout=120, return_when=asyncio.FIRST_COMPLETED)
         started = ready.result()
         operator = ServerAddress.of(config)  # made after the start: the server has created the root secret
         operator = ServerAddress(started.host, started.port, None, operator.secret)
         await use_keys(operator)
         stop.set()
-        await asyncio.wait_for(serving, 30)
+        await asyncio.wait_for(serving, 60)
 
 
 async def use_keys(operator: ServerAddress) -> None:
@@ -59,7 +59,7 @@ async def use_keys(operator: ServerAddress) -> None:
     created = await admin("POST", "/api/keys", {"account": "acme"})
     other = await admin("POST", "/api/keys", {"account": "acme", "models": ["gpt-*"]})
     alias = await admin("POST", "/api/keys", {"account": "acme", "models": ["SmolLM2"]})
-    clients = [httpx.AsyncClient(base_url=operator.url, timeout=30) for _ in range(N_CONNECTIONS)]
+    clients = [httpx.AsyncClient(base_url=operator.url, timeout=60) for _ in range(N_CONNECTIONS)]
     key = {"authorization": f"Bearer {created['key']}"}
 
     async def statuses(**headers: str) -> set[int]:

@@ -30,6 +30,18 @@ def test_a_table_and_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         assert sum(element.tag.endswith("polyline") for element in root) == 2
 
 
+def test_the_planner_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    planned = [*SMALL, "--workers", "1", "--swing", "2", "--planner", "--min-replicas", "2", "--max-replicas", "3"]
+    assert main(["simulate", *planned]) == 0
+    out = capsys.readouterr().out
+    assert "GPU-hours" in out
+    assert "min_replicas 2" in out
+    assert main(["simulate", *planned, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["plans"][0]["decisions"][0]["action"] == "start"
+    assert report["runs"][0]["gpu_hours"] > 0
+
+
 def test_help_names_every_policy(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["simulate", "--help"])

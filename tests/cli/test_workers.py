@@ -40,3 +40,11 @@ def test_errors_are_one_line(tmp_path: Path, fake_server: FakeServer, command: s
     url = ["tcp://h:1"] if command == "join" else []
     done = emberline(command, "x", *url, "--port", fake_server.port, home=tmp_path)
     assert (done.returncode, done.stderr) == (1, "emberline: no worker is called x; there are model-0\n")
+
+
+def test_a_role_is_set(tmp_path: Path, fake_server: FakeServer) -> None:
+    for wait in ((), ("--wait",)):
+        done = emberline("cluster", "role", "model-0", "decode", *wait, "--port", fake_server.port, home=tmp_path)
+        assert (done.returncode, done.stdout) == (0, "model-0 has the role decode\n")
+    body = {"name": "model-0", "role": "decode"}
+    assert posted(fake_server) == [("/api/workers/role", {**body, "wait_s": wait_s}) for wait_s in (0.0, 30.0)]

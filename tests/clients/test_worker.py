@@ -3,7 +3,6 @@
 import json
 import platform
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import httpx
 import pytest
 
 from tests.clients.conftest import ANSWER, HERE, LIMIT_S, TEXT, Run, last_json
+from tests.soak.server_process import free_port
 
 EXAMPLE = HERE.parent.parent / "examples" / "worker"
 MODEL = "@cf/huggingfacetb/smollm2-135m-instruct"
@@ -67,13 +67,6 @@ def wait_until_up(worker: Started, process: subprocess.Popen[bytes], log: Path) 
         else:
             return worker
     raise AssertionError(f"the Worker did not start:\n{log.read_text()}")
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ import asyncio
 import json
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -27,6 +26,7 @@ from emberline.service import Service
 from emberline.service.core import LocalCore
 from tests.service.conftest import engine, open_one, say, service, text_model
 from tests.service.test_service import ask, events_of
+from tests.soak.server_process import free_port
 
 __all__ = ["engine", "open_one", "say", "service", "text_model"]
 
@@ -115,12 +115,6 @@ def running(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
             process.wait(20)
         except subprocess.TimeoutExpired:
             process.kill()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def until_answered(url: str, log: Path) -> None:

@@ -28,4 +28,4 @@ def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     assert line, "the server did not start; its log is above"
     yield json.loads(line)["url"]
     process.terminate()
-    assert process.wait(30) == 0
+    assert process.wait(60) == 0

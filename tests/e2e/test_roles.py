@@ -46,7 +46,7 @@ class DisaggregatedServer:
 
 
 def engines(url: str) -> list[dict[str, Any]]:
-    with urllib.request.urlopen(f"{url}/api/ps", timeout=20) as answer:
+    with urllib.request.urlopen(f"{url}/api/ps", timeout=PATIENCE_S) as answer:
         found: list[dict[str, Any]] = json.load(answer)["engines"]
     return found
 
@@ -54,7 +54,7 @@ def engines(url: str) -> list[dict[str, Any]]:
 def _pid(parent: int, role: str) -> int:
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            words = (folder / "cmdline").read_bytes().decode().split("\0")
+            words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
             status = (folder / "stat").read_text().rpartition(")")[2].split()
         except OSError:
             continue
@@ -164,8 +164,15 @@ def test_the_same_tokens_as_one_worker(server: str, disaggregated: Disaggregated
         wanted = ask(server, **body)
         assert (told.texts, told.finishes) == (wanted.texts, wanted.finishes)
         assert told.usage[0]["completion_tokens"] == wanted.usage[0]["completion_tokens"]
-    pushed = disaggregated.engine("prefill")["load"]["blocks_pushed"]
-    assert pushed == disaggregated.engine("decode")["load"]["blocks_received"] > 2 * 300 // 16
+
+    def blocks() -> tuple[int, int]:
+        """Pushed and received, as far as the workers have told."""
+        return (
+            disaggregated.engine("prefill")["load"]["blocks_pushed"],
+            disaggregated.engine("decode")["load"]["blocks_received"],
+        )
+
+    wait_until(lambda: (found := blocks())[0] == found[1] > 2 * 300 // 16, "all that was pushed was received")
 
 
 def test_a_second_turn_reports_tokens_cached_by_the_prefill_worker(
@@ -192,16 +199,17 @@ def test_a_decode_worker_that_is_killed_breaks_no_stream(server: str, disaggrega
     for body in asked[:3]:
         body["ignore_eos"] = True
     wanted = [ask(server, **body) for body in asked]
-    n_before = disaggregated.engine("decode")["load"]["output_tokens"]
+    going: list[Future[StreamRecord]] = []
+
+    def all_run_or_have_ended() -> bool:
+        load = disaggregated.engine("decode")["load"]
+        return (load["output_tokens"] - n_before > 20 and load["running"] >= 4) or all(each.done() for each in going)
+
     with ThreadPoolExecutor(len(asked)) as pool:
-        going: list[Future[StreamRecord]] = [pool.submit(ask, disaggregated.url, **body) for body in asked]
-        wait_until(
-            lambda: (
-                disaggregated.engine("decode")["load"]["output_tokens"] - n_before > 20
-                and disaggregated.engine("decode")["load"]["running"] >= 4
-            ),
-            "all of them run",
-        )
+        while all(each.done() for each in going):  # again, where this process was too slow to see them run
+            n_before = disaggregated.engine("decode")["load"]["output_tokens"]
+            going = [pool.submit(ask, disaggregated.url, **body) for body in asked]
+            wait_until(all_run_or_have_ended, "all of them run")
         disaggregated.kill("decode")
         told = [each.result(PATIENCE_S) for each in going]
     for body, got, want in zip(asked, told, wanted):
@@ -246,7 +254,8 @@ def test_what_ps_and_metrics_tell(disaggregated: DisaggregatedServer) -> None:
     port = str(urlsplit(disaggregated.url).port)
     words = [sys.executable, "-m", "emberline.cli.main", "ps", "--port", port]
     rows = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()[1:]
-    assert [[word for word in row.split() if word in ("prefill", "decode", "ok")] for row in rows] == [
+    found = [[word for word in row.split() if word in ("prefill", "decode", "ok")] for row in rows]
+    assert [words for words in found if words] == [  # drafts come behind the workers
         ["prefill", "ok"],
         ["decode", "ok"],
     ]
@@ -277,5 +286,5 @@ def test_a_remote_worker_may_connect_later(server: str, remote: RemoteWorkerServ
         assert (engines(url)[0]["role"], engines(url)[0]["problem"]) == ("both", "")
     finally:
         worker.terminate()
-        worker.wait(30)
+        worker.wait(60)
     wait_until(lambda: not engines(url)[0]["ok"], "its end is seen")

@@ -36,7 +36,7 @@ def ready(smollm2: Path, tmp_path: Path) -> Iterator[dict[str, Any]]:
     assert line, "the server did not start; its log is above"
     yield json.loads(line)
     process.terminate()
-    assert process.wait(30) == 0
+    assert process.wait(60) == 0
 
 
 class Stream(threading.Thread):
@@ -64,7 +64,7 @@ class Stream(threading.Thread):
 
 
 def engines_of(url: str) -> list[dict[str, Any]]:
-    return list(httpx.get(f"{url}/api/ps").json()["engines"])
+    return list(httpx.get(f"{url}/api/ps", timeout=60).json()["engines"])
 
 
 def wait_until(condition: Any, limit_s: float) -> None:
@@ -82,7 +82,7 @@ def test_streams_of_a_stopped_worker_move_within_seconds_and_it_is_restarted(rea
         stream.join()
         alone.append(stream.text)
     streams = [Stream(url, n) for n in range(N_STREAMS)]
-    wait_until(lambda: all(stream.times_s for stream in streams), 60)
+    wait_until(lambda: all(stream.times_s for stream in streams), 120)
     stopped = next(engine["name"] for engine in engines_of(url) if engine["in_flight"])
     pid = ready["workers"][int(stopped.rpartition("-")[2])]["pid"]
     os.kill(pid, signal.SIGSTOP)
@@ -90,5 +90,5 @@ def test_streams_of_a_stopped_worker_move_within_seconds_and_it_is_restarted(rea
         stream.join()
     assert [stream.text for stream in streams] == alone
     assert max(stream.longest_gap_s for stream in streams) < MOVED_WITHIN_S
-    assert not Path(f"/proc/{pid}").exists(), "it was killed"
-    wait_until(lambda: all(engine["ok"] for engine in engines_of(url)), 60)
+    wait_until(lambda: not Path(f"/proc/{pid}").exists(), 60)  # it was killed
+    wait_until(lambda: all(engine["ok"] for engine in engines_of(url)), 120)

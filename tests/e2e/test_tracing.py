@@ -10,7 +10,8 @@ import pytest
 
 from tests.cli.console import emberline
 from tests.collector import Collector, collector
-from tests.deploy.test_prometheus import free_port, running, until_answered
+from tests.deploy.test_prometheus import running, until_answered
+from tests.soak.server_process import free_port
 
 __all__ = ["collector"]
 

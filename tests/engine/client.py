@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import contextmanager
 
@@ -22,7 +23,7 @@ class Client:
         else:
             host, _, port = rest.rpartition(":")
             self.sock = socket.create_connection((host, int(port)))
-        self.sock.settimeout(20)
+        self.sock.settimeout(300)  # a decode engine waits a minute for an offer
         self._buffer = FrameBuffer()
         self._messages = []
         self.steps = []
@@ -49,9 +50,20 @@ class Client:
             self._messages += map(frames.from_engine_decoder.decode, self._buffer.feed(data))
         return self._messages.pop(0)
 
+    def fileno(self):
+        return self.sock.fileno()
+
+    @property
+    def has_messages(self):
+        """That `receive` returns without the socket."""
+        return bool(self._messages)
+
     def step(self):
         while isinstance(message := self.receive(), Heartbeat | KVEvents):
             pass
+        return self.take(message)
+
+    def take(self, message):
         assert isinstance(message, Step)
         self.steps.append(message)
         for delta in message.deltas:
@@ -78,10 +90,12 @@ class Client:
 
 
 def start(module, *args, token="secret"):
-    """The process, and what its ready line says."""
+    """The process, and what its ready line says. Its log is a file: a pipe that nobody reads fills up."""
     env = {**os.environ, "EMBERLINE_WORKER_TOKEN": token, "EMBERLINE_LOG_FORMAT": "json"}
     command = [sys.executable, "-m", module, *map(str, args)]
-    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with tempfile.NamedTemporaryFile() as log:
+        process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=log, text=True)
+        process.stderr = open(log.name)  # noqa: SIM115
     line = process.stdout.readline()
     return process, json.loads(line or "{}")
 
@@ -98,7 +112,7 @@ def engine(module, *args, token="secret"):
         process.communicate()
 
 
-def wait_until(true, limit_s=10.0):
+def wait_until(true, limit_s=60.0):
     end = time.monotonic() + limit_s
     while not true():
         assert time.monotonic() < end, "it did not happen in time"

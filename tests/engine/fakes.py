@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from emberline.engine.scheduler.limits import Limits
 from emberline.engine.scheduler.plan import StepPlan
 from emberline.engine.scheduler.scheduler import Scheduler
+from emberline.engine.speculation.verification import accepted_run
 from emberline.kv.block_pool import NULL_BLOCK
 from emberline.kv.cache import KVCache
 from emberline.protocol.block_hash import KVGroup
@@ -111,7 +112,7 @@ class FakeRunner:
             self.broken |= {row.slot for row in plan.rows}
             self.failed = True
             return Handle(error)
-        return Handle([drawn for row in plan.rows if (drawn := self._row(row)) is not None])
+        return Handle([drawn for row in plan.rows for drawn in self._row(row)])
 
     def _error(self, plan):
         error, self.fail_next = self.fail_next, None
@@ -129,26 +130,32 @@ class FakeRunner:
             table.extend(new)
             table[:n_passed] = [NULL_BLOCK] * n_passed
         assert not row.follows or not row.token_ids
-        for position, token in enumerate([self.last[row.slot]] if row.follows else unpack(row.token_ids), row.start):
+        known = [self.last[row.slot]] if row.follows else unpack(row.token_ids)
+        for position, token in enumerate(known + unpack(row.draft_ids), row.start):
             for g, table in enumerate(tables):
-                assert len(table) == -(-row.end // 16)
+                assert len(table) >= -(-row.stop // 16)
                 before = self._entry(g, table, position - 1)[1] if position else len(self.requests[row.slot].salt)
                 state = mix(before, token)
                 self.blocks[g][table[position // 16]][position % 16] = (token, state)
                 assert table[position // 16] != NULL_BLOCK
         if not row.samples:
-            return None
+            assert not row.draft_ids
+            return []
         if self.requests[row.slot].id in self.nan_ids:
             self.last[row.slot] = 0
-            return Drawn(-1)
+            return [Drawn(-1)] * (1 + row.n_drafts)
+        drawn = [self._draw(row, tables, end) for end in range(row.end, row.stop + 1)]
+        self.last[row.slot] = [drawn[0], *accepted_run(drawn[0], drawn[1:], row.draft_ids)][-1].token_id
+        return drawn
+
+    def _draw(self, row, tables, end):
         views = []
         for g, table in enumerate(tables):
-            first = 0 if self.layouts[g].window is None else max(0, row.end - self.layouts[g].window)
-            views.append([self._entry(g, table, position) for position in range(first, row.end)])
+            first = 0 if self.layouts[g].window is None else max(0, end - self.layouts[g].window)
+            views.append([self._entry(g, table, position) for position in range(first, end)])
         token = next_token(views, self.vocab)
         if token in row.banned:
             token = next(t for t in range(self.vocab) if t not in row.banned)
-        self.last[row.slot] = token
         return Drawn(token)
 
     def _entry(self, g, table, position):
@@ -180,12 +187,19 @@ class LateHandle:
 
 
 def scheduler_of(
-    layouts=(FULL,), n_blocks=64, context_len=512, max_running=4, token_budget=32, listener=None, transfers=None
+    layouts=(FULL,),
+    n_blocks=64,
+    context_len=512,
+    max_running=4,
+    token_budget=32,
+    listener=None,
+    transfers=None,
+    speculation=None,
 ):
     sizes = [n_blocks] * len(layouts) if isinstance(n_blocks, int) else n_blocks
     cache = KVCache(layouts, sizes, chunk=token_budget, listener=listener)
     limits = Limits(min(context_len, cache.capacity), VOCAB, (EOS,), max_running, token_budget)
-    return Scheduler(cache, limits, "fake", transfers=transfers), cache
+    return Scheduler(cache, limits, "fake", transfers=transfers, speculation=speculation), cache
 
 
 def request(id, prompt_ids, priority=1, salt=b"", deadline_s=None, session=None, **sampling):

@@ -44,6 +44,10 @@ class Watcher(Client):
             self.take(self.receive())
 
 
+def is_watched(engine):
+    return any(connection.subscribed for connection in tuple(engine.server._connections))
+
+
 def cut(keys):
     made = [keys[at : at + DIGEST_BYTES] for at in range(0, len(keys), DIGEST_BYTES)]
     assert len(set(made)) == len(made)
@@ -99,12 +103,12 @@ def test_a_subscriber_that_does_not_read_is_disconnected_and_steps_continue(tmp_
     engine = Engine(tmp_path / "a.sock", n_blocks=4000, token_budget=512)
     with Watcher(engine.address) as slow, Client(engine.address) as client:
         rng = random.Random(1)
-        wait_until(lambda: any(c.subscribed for c in engine.server._connections))
+        wait_until(lambda: is_watched(engine))
         for n in range(400):
             prompt = [rng.randrange(VOCAB) for _ in range(500)]
             client.submit(request(f"{n}", prompt, max_tokens=1))
             client.finish(f"{n}")
-            if not any(c.subscribed for c in engine.server._connections):
+            if not is_watched(engine):
                 break
         else:
             raise AssertionError("it was never dropped")

@@ -18,7 +18,18 @@ from emberline.engine.socket_server import Server
 from emberline.engine.step_loop import StepLoop
 from emberline.protocol import frames
 from emberline.protocol.errors import BadInput
-from emberline.protocol.frames import Abort, Drain, EngineInfo, Heartbeat, Hello, Refused, Submit, WatchKV, Welcome
+from emberline.protocol.frames import (
+    Abort,
+    Drain,
+    EngineInfo,
+    Heartbeat,
+    Hello,
+    Refused,
+    Step,
+    Submit,
+    WatchKV,
+    Welcome,
+)
 from tests.engine.client import Client, wait_until
 from tests.engine.fakes import EOS, FULL, VOCAB, FakeRunner, expected, request, scheduler_of
 from tests.examples import n_examples
@@ -33,14 +44,15 @@ def framed(payload):
 class Engine:
     """A server in a thread. `pause` delays its steps."""
 
-    def __init__(self, path, idle_task=None, **setup):
+    def __init__(self, path, idle_task=None, transfers=(), **setup):
         self.scheduler, self.cache = scheduler_of(**{"n_blocks": 400, "context_len": 4000, **setup})
         self.runner = FakeRunner(self.cache)
         self.go = threading.Event()
         self.go.set()
         launch = self.runner.launch
-        self.runner.launch = lambda plan: self.go.wait(20) and launch(plan)
+        self.runner.launch = lambda plan: self.go.wait(60) and launch(plan)
         self.info = EngineInfo(model="fake", fingerprint="fake", context_len=4000, vocab_size=VOCAB, eos_ids=(EOS,))
+        self.info = msgspec.structs.replace(self.info, transfers=transfers)
         self._listening = listening(str(path))
         listener, self.address = self._listening.__enter__()
         self.server = Server(listener, StepLoop(self.scheduler, self.runner, idle_task=idle_task), self.info, "secret")
@@ -74,7 +86,8 @@ def test_hello_is_answered_with_engine_info(engine):
         assert client.greeting.load.kv_total_blocks == 399
 
 
-def test_one_step_frame_carries_all_deltas_of_a_step(engine):
+def test_one_step_frame_carries_all_deltas_of_a_step(engine, monkeypatch):
+    monkeypatch.setattr(server_module, "HEARTBEAT_S", 60.0)  # no empty steps in between
     with Client(engine.address) as client, Client(engine.address) as other:
         client.submit(*(request(f"r{n}", [n + 1] * 5, max_tokens=6) for n in range(3)))
         other.submit(request("x", [5, 5], max_tokens=6))
@@ -131,8 +144,7 @@ def test_a_lost_connection_aborts_its_requests(engine):
         other.submit(request("c", [3], max_tokens=200))
         client.close()
         other.finish("c")
-    wait_until(lambda: engine.cache.n_used == 0)
-    assert not engine.scheduler.busy
+    wait_until(lambda: engine.cache.n_used == 0 and not engine.scheduler.busy)
 
 
 @pytest.mark.parametrize(
@@ -160,6 +172,7 @@ def test_a_malformed_frame_closes_that_connection_alone(engine, payload):
 @pytest.mark.parametrize(
     ("hello", "kind"),
     [(Hello("wrong"), "unauthorized"), (Hello(""), "unauthorized"), (Hello("ключ"), "unauthorized"),
+     (Hello("secret", version=frames.OLDEST_VERSION - 1), "bad_input"),
      (Hello("secret", version=99), "bad_input")],
 )  # fmt: skip
 def test_a_wrong_hello_is_refused(engine, hello, kind):
@@ -172,10 +185,54 @@ def test_a_wrong_hello_is_refused(engine, hello, kind):
             client.receive()
 
 
+def test_a_role_changes_while_a_request_runs_and_the_prefix_cache_stays(tmp_path):
+    engine = Engine(tmp_path / "engine.sock", transfers=("tcp",))
+    prompt = [1, 2, 3, 4] * 16
+    roles = []
+    engine.server.on_role = roles.append
+    with (
+        Client(engine.address) as core,
+        Client(engine.address) as other,
+        Client(engine.address, version=frames.OLDEST_VERSION) as older,
+    ):
+        core.submit(request("first", prompt, max_tokens=2))
+        core.finish("first")
+        engine.go.clear()
+        core.submit(request("runs", [5, 1, 2], max_tokens=8))
+        wait_until(lambda: engine.scheduler.busy)
+        other.send(frames.SetRole("prefill"))
+        other.send(frames.SetRole("prefill"))  # which it has
+        engine.go.set()
+        for client in (other, older):
+            while not isinstance(message := client.receive(), Welcome):
+                assert isinstance(message, Step | Heartbeat)
+            assert message.info.role == "prefill"
+        while not isinstance(message := core.receive(), Welcome):
+            core.take(message)
+        assert message.info.role == "prefill"
+        assert core.finish("runs").finish in ("length", "stop")
+        core.submit(request("again", prompt, max_tokens=2))
+        assert core.finish("again").usage.cached_tokens >= 48
+    with Client(engine.address) as later:
+        assert later.greeting.info.role == "prefill"
+    assert roles == ["prefill"]
+    engine.stop()
+
+
+def test_a_role_that_needs_kv_transfers_is_not_taken_without_them(engine):
+    with Client(engine.address) as client:
+        client.send(frames.SetRole("decode"))
+        client.submit(request("a", [1], max_tokens=1))
+        client.finish("a")  # frames are handled in order
+    with Client(engine.address) as later:
+        assert later.greeting.info.role == "both"
+
+
 def test_other_frames_before_hello_close_the_connection(engine):
     for message in (Submit([request("a", [1])]), Abort(["a"]), Drain(0), Submit([request("a", [1] * 20_000)])):
         with Client(engine.address, greet=False) as client:
-            client.send(message)
+            with contextlib.suppress(ConnectionError):  # of a long one only the beginning may be read
+                client.send(message)
             with pytest.raises(ConnectionError):
                 client.receive()
     assert not engine.scheduler.busy
@@ -195,8 +252,8 @@ def test_other_frames_before_hello_close_the_connection(engine):
 def test_no_bytes_without_a_token_disturb_the_engine(engine, data):
     with Client(engine.address) as client, Client(engine.address, greet=False) as attacker:
         client.submit(request("a", [1], max_tokens=300))
-        attacker.sock.sendall(data)
         with contextlib.suppress(ConnectionError):  # Python decides how deep a frame may be nested; or it is refused
+            attacker.sock.sendall(data)
             assert isinstance(attacker.receive(), Refused)
         assert client.finish("a").finish == "length"
 
@@ -214,6 +271,7 @@ def test_every_byte_string_is_survived(engine, payload, greeted):
 
 def test_of_many_connections_without_hello_the_oldest_is_closed(engine, monkeypatch):
     monkeypatch.setattr(server_module, "MAX_UNGREETED", 3)
+    monkeypatch.setattr(server_module, "HELLO_TIMEOUT_S", 60.0)
     silent = [Client(engine.address, greet=False) for _ in range(5)]
     for client in silent[:2]:
         with pytest.raises(ConnectionError):
@@ -235,8 +293,7 @@ def test_a_client_that_does_not_read_is_disconnected(engine, monkeypatch):
     with Client(engine.address) as slow, Client(engine.address) as client:
         slow.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         slow.submit(*(request("x" * 50_000 + str(n), [1], **LONG) for n in range(4)))
-        wait_until(lambda: len(engine.server._connections) == 1)
-        assert not engine.scheduler.busy
+        wait_until(lambda: len(engine.server._connections) == 1 and not engine.scheduler.busy)
         client.submit(request("a", [1]))
         assert client.finish("a").finish == "length"
 
@@ -303,7 +360,7 @@ def beat_of(client, is_wanted):
 
 
 def test_idle_tasks_run_after_a_while_without_requests(tmp_path, monkeypatch):
-    monkeypatch.setattr(server_module, "IDLE_S", 0.2)
+    monkeypatch.setattr(server_module, "IDLE_S", 60.0)
     idle_s = []
 
     def idle_task():
@@ -311,6 +368,7 @@ def test_idle_tasks_run_after_a_while_without_requests(tmp_path, monkeypatch):
         return len(idle_s) < 3
 
     engine = Engine(tmp_path / "engine.sock", idle_task)
+    monkeypatch.setattr(server_module, "IDLE_S", 0.2)
     try:
         with Client(engine.address) as client:
             client.submit(request("a", [1, 2], max_tokens=3))
@@ -331,7 +389,7 @@ def test_drain_finishes_running_requests_and_refuses_new_ones(engine):
         client.submit(request("a", [1], max_tokens=50))
         wait_until(lambda: engine.scheduler.busy)
         client.send(WatchKV())
-        client.send(Drain(20))
+        client.send(Drain(60))
         client.submit(request("b", [1]))
         engine.go.set()
         assert client.finish("b").error.kind == "unavailable"

@@ -107,6 +107,7 @@ class Stage:
             script="",
             journal=None,
             role="both",
+            check_kv=False,
             head_dim=1,
             **setup,
         )

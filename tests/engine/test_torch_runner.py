@@ -4,6 +4,7 @@ from math import inf, prod
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from emberline.engine.scheduler.limits import Limits
 from emberline.engine.scheduler.scheduler import Scheduler
@@ -12,7 +13,8 @@ from emberline.engine.torch_runner import TorchRunner, allocate_pool
 from emberline.kv import host_memory as pages_module
 from emberline.kv.cache import KVCache
 from emberline.protocol.block_hash import KVGroup
-from emberline.protocol.token_ids import unpack
+from emberline.protocol.request import ThinkingLimit
+from emberline.protocol.token_ids import pack, unpack
 from tests.engine.fakes import VOCAB, expected, mix, next_token, request
 
 FULL = KVGroup("full", (0, 2), 1, 4, "float32")
@@ -43,8 +45,10 @@ class TorchFake:
             for pool, table in zip(kv, step.block_tables):
                 assert table.is_contiguous()
                 self._write(pool, table[r].tolist(), step, starts[r], last)
-            if last in samples:
-                logits[samples.index(last), next_token(self._views(kv, step, r, end))] = 9.0
+            for token in range(starts[r], last + 1):
+                if token in samples:
+                    token_end = end - (last - token)
+                    logits[samples.index(token), next_token(self._views(kv, step, r, token_end))] = 9.0
         return logits
 
     def _write(self, pool, table, step, first, last):
@@ -159,6 +163,25 @@ def test_sampling_parameters_reach_the_sampler(monkeypatch):
     seen.clear()
     run(loop, request("c", [1], max_tokens=2))
     assert [row[3:5] for row in seen] == [(None, None)] * 2
+
+
+def test_forced_tokens_of_several_rows_count_for_penalties(monkeypatch):
+    seen = []
+
+    def sample(logits, rows):
+        from emberline.kernels import sampling
+
+        seen.extend(row.output_ids.tolist() for row in rows)
+        return sampling.sample(logits, rows)
+
+    monkeypatch.setattr("emberline.engine.torch_runner.sample", sample)
+    loop = loop_of(TorchFake(), max_running=1, token_budget=4)
+    forced = [1, 2, 3, 4, 5, 6, 1, 2, 3]
+    limit = ThinkingLimit(4, (), pack(forced))
+    asked = replace(request("a", [1, 2, 3], max_tokens=20, presence_penalty=0.001), thinking_limit=limit)
+    output = tokens(run(loop, asked)["a"])
+    assert output[4 : 4 + len(forced)] == forced
+    assert seen == [output[:n] for n in range(20) if not 4 <= n < 4 + len(forced)]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

@@ -8,7 +8,7 @@ import pytest
 
 from emberline.protocol.token_ids import unpack
 from emberline.text.text_model import TextModel
-from tests.engine.client import Client, engine, start
+from tests.engine.client import Client, engine, start, wait_until
 from tests.engine.fakes import request
 
 WORKER = "emberline.engine.worker"
@@ -60,17 +60,17 @@ def test_the_same_tokens_alone_cached_in_a_batch_and_after_preemption(worker, te
     with Client(worker[1]) as client:
         alone = []
         for n, ids in enumerate(prompts):
-            client.submit(ask(f"alone{n}", ids, temperature=temperature, salt=salt, max_tokens=40))
+            client.submit(ask(f"alone{n}", ids, temperature=temperature, salt=salt, max_tokens=60))
             assert client.finish(f"alone{n}").usage.cached_tokens == 0
             alone.append(client.tokens(f"alone{n}"))
         before = client.steps[-1].load.preemptions
-        again = [ask(f"again{n}", ids, temperature=temperature, max_tokens=40) for n, ids in enumerate(prompts)]
+        again = [ask(f"again{n}", ids, temperature=temperature, max_tokens=60) for n, ids in enumerate(prompts)]
         client.submit(*again)
         client.finish(*(each.id for each in again))
         assert client.steps[-1].load.preemptions > before
         assert [client.tokens(each.id) for each in again] == alone
         turn = prompts[3] + alone[3]
-        client.submit(ask("before", prompts[3], temperature=temperature, salt=salt, max_tokens=40))
+        client.submit(ask("before", prompts[3], temperature=temperature, salt=salt, max_tokens=60))
         client.finish("before")
         client.submit(ask("turn", turn, temperature=temperature, salt=salt, max_tokens=8))
         client.finish("turn")
@@ -109,10 +109,12 @@ def test_idle_costs_no_cpu(worker):
             fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
             return int(fields[11]) + int(fields[12])
 
-        time.sleep(0.5)
-        before = cpu_ticks()
-        time.sleep(0.5)
-        assert cpu_ticks() <= before + 1  # of a hundredth of a second: a thread wakes once a second
+        def is_idle():
+            before = cpu_ticks()
+            time.sleep(0.5)
+            return cpu_ticks() <= before + 1  # of a hundredth of a second: a thread wakes once a second
+
+        wait_until(is_idle)  # what follows a request, and another test, may take a while on a busy machine
 
 
 @pytest.mark.parametrize("flags", [("--kv-bytes", 1000), ("--token-budget", 4), ("--device", "abacus")])

@@ -10,6 +10,7 @@ from emberline.kv.block_pool import (
     blocks_of,
     capacity,
     peak_blocks,
+    running_blocks,
     split_bytes,
 )
 from emberline.kv.prefix_index import first_visible
@@ -19,11 +20,7 @@ from emberline.protocol.errors import BadInput
 
 def free_blocks(pool):
     """In order of reuse."""
-    blocks, block = [], pool._next[NULL_BLOCK]
-    while block != NULL_BLOCK:
-        blocks.append(block)
-        block = pool._next[block]
-    return blocks
+    return pool.settled(pool.n_free, but=set()) if not pool._fence.in_flight else [block for block, _ in pool._free]
 
 
 def test_every_block_but_the_null_block_is_allocated():
@@ -170,4 +167,26 @@ def test_kv_bytes_are_used_and_never_exceeded(kv_bytes, max_running, chunk):
 
 def test_a_window_group_gets_fewer_blocks_when_memory_is_plentiful():
     n_full, n_window = split_bytes([FULL, WINDOW], 100_000_000, 64, max_running=8)
+    assert n_window - 1 == (n_full - 1) * 4 // 128, "a window of 3 blocks, and one more, of every 2,048 tokens"
+    wide = KVGroup("wide", (2, 3, 4), kv_heads=2, head_dim=8, dtype="float16", window=8192)
+    n_full, n_window = split_bytes([FULL, wide], 100_000_000, 64, max_running=8)
     assert n_window - 1 == (n_full - 1) // 4
+
+
+def test_a_narrow_window_needs_little_for_many_sequences_and_large_steps():
+    """GPT-OSS-20B's groups with 256 sequences and steps of 8,192 tokens."""
+    full = KVGroup("full", tuple(range(12)), kv_heads=8, head_dim=64, dtype="bfloat16")
+    window = KVGroup("window", tuple(range(12, 24)), kv_heads=8, head_dim=64, dtype="bfloat16", window=128)
+    n_full, n_window = split_bytes([full, window], 100 << 30, 8192, 256)
+    assert n_window < n_full // 10
+    assert n_window > 256 * 10 + 2 * 512
+    assert capacity(window, n_window - 1, 8192) == UNBOUNDED
+
+
+@given(st.lists(st.tuples(st.integers(1, 200), st.integers(1, 40)), min_size=1, max_size=6), st.integers(1, 64))
+def test_running_sequences_fit_their_windows(sequences, window):
+    """Whatever they have, a step's tokens are shared by all: two steps' new blocks and a window each are enough."""
+    layout = KVGroup("window", (0,), 1, 1, "float16", window=window)
+    chunk = sum(new for _, new in sequences)
+    held = sum(blocks_of(before + new) - first_visible(before, window, False) for before, new in sequences)
+    assert held <= running_blocks(layout, chunk, len(sequences))

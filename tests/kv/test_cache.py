@@ -3,7 +3,7 @@ from hypothesis import strategies as st
 
 from emberline.kv.block_pool import NULL_BLOCK
 from emberline.kv.cache import KVCache
-from emberline.kv.prefix_index import first_visible
+from emberline.kv.prefix_index import NO_OWNER, first_visible
 from emberline.protocol import block_hash as blockhash
 from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.token_ids import pack
@@ -18,12 +18,14 @@ class Record:
     def __init__(self):
         self.keys = {}
 
-    def stored(self, group, key, block):
-        assert (group.name, key) not in self.keys
-        self.keys[group.name, key] = block
+    def stored(self, group, keys, blocks):
+        for key, block in zip(keys, blocks, strict=True):
+            assert (group.name, key) not in self.keys
+            self.keys[group.name, key] = block
 
-    def evicted(self, group, key, block):
-        assert self.keys.pop((group.name, key)) == block
+    def evicted(self, group, keys, blocks):
+        for key, block in zip(keys, blocks, strict=True):
+            assert self.keys.pop((group.name, key)) == block
 
 
 def keys_of(ids, salt=b""):
@@ -32,9 +34,9 @@ def keys_of(ids, salt=b""):
     return keys
 
 
-def fill(cache, ids, chunk=16):
+def fill(cache, ids, chunk=16, owner=NO_OWNER):
     """Compute a sequence to its end, as a scheduler would, and return its table."""
-    keys, table = keys_of(ids), cache.table()
+    keys, table = keys_of(ids), cache.table(owner)
     n_hit = cache.match(keys, (len(ids) - 1) // 16)
     cache.take_hit(table, keys, n_hit)
     for start in range(16 * n_hit, len(ids), chunk):
@@ -186,3 +188,22 @@ def test_all_blocks_are_freed_and_hits_are_correct(requests, layouts, n_blocks):
     for table in running:
         cache.release(table)
     assert cache.n_used == 0
+
+
+def test_purge_forgets_the_content_of_an_owner_or_of_a_session():
+    record = Record()
+    cache = KVCache([FULL, WINDOW], [30, 30], chunk=16, listener=record)
+    owners = [(b"A", b"x"), (b"A", b"y"), (b"B", b"x"), (b"A", b"x")]
+    tables = [fill(cache, range(100 * n, 100 * n + 40), owner=owner) for n, owner in enumerate(owners)]
+    cache.release(tables.pop())
+    assert cache.purge(b"A", b"x") == 8, "of a sequence that runs, and of one that has ended"
+    for n, n_hit in enumerate((0, 2, 2, 0)):
+        assert cache.match(keys_of(range(100 * n, 100 * n + 40)), 2) == n_hit
+    assert cache.purge(b"A") == 4
+    assert len(record.keys) == 4
+    assert cache.purge(None) == 4
+    assert not record.keys
+    for table in tables:
+        cache.release(table)
+    assert cache.n_used == 0
+    assert cache.match(keys_of(range(40)), 2) == 0

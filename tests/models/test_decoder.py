@@ -1,13 +1,16 @@
 """How a decoder is put together from the blocks that an architecture chooses: KV groups, and one layer of each kind."""
 
+import pytest
 import torch
 
 from emberline.kernels.backend import MLP, LatentAttention, Layer, MoE
+from emberline.kernels.cpu.native_backend import NativeBackend
 from emberline.kernels.reference import TorchBackend
 from emberline.models.attention import grouped_query_attention, latent_attention
 from emberline.models.decoder import Decoder
 from emberline.models.feed_forward import mlp, moe
 from emberline.models.layer_weights import LayerWeights
+from emberline.models.llama import llama
 from emberline.weights.model_config import LatentConfig, ModelConfig, MoEConfig
 from tests.models.random_checkpoint import RandomCheckpoint
 from tests.models.step_inputs import all_logits, pools, step
@@ -79,3 +82,23 @@ def test_chunks_of_a_prompt_compute_what_the_whole_prompt_does() -> None:
             inputs = step([(ids[start:stop], start)], torch.tensor([[3, 0, 4, 1]]), len(model.kv_groups))
             parts.append(model.forward(inputs, kv))
         torch.testing.assert_close(torch.cat(parts), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", [TorchBackend, NativeBackend], ids=["torch", "native"])
+def test_hidden_states_are_tapped_where_a_shorter_model_ends(backend) -> None:
+    config = ModelConfig(
+        architecture="llama", vocab_size=61, hidden_size=32, n_layers=4, n_heads=2, n_kv_heads=1, head_dim=16,
+        mlp_size=48, context_len=64, norm_eps=1e-5, rope_theta=10000.0,
+    )  # fmt: skip
+    model = Decoder(RandomCheckpoint(config), backend(), llama)
+    inputs = step([([5, 6, 7, 8], 0)], torch.tensor([[1]]), 1)
+    want = model.forward(inputs, pools(model, 2))
+    taps = (0, 1, 3, 4)
+    for _ in range(2):
+        got, hidden = model.forward_tapped(inputs, pools(model, 2), taps)
+        assert torch.equal(got, want)
+        assert len(hidden) == len(taps)
+    layers = model.layers
+    for tap, states in zip(taps, hidden):
+        model.layers = layers[:tap]
+        assert torch.equal(model._run_layers(inputs, pools(model, 2)), states)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from emberline.kv.transfer import messages
 from emberline.protocol import frames
-from emberline.protocol.frames import Abort, FrameBuffer, FrameError, Hello, Submit
+from emberline.protocol.frames import Abort, CalledTools, FrameBuffer, FrameError, Hello, Submit
 from emberline.protocol.request import EngineRequest, SamplingParams
 from emberline.service import core_protocol
 from tests.examples import n_examples
@@ -28,6 +28,7 @@ SAMPLES = [
     Hello("token", peer="p"),
     Submit([EngineRequest(id="r", prompt_ids=b"\1\0\0\0", sampling=SamplingParams(seed=1, logit_bias={3: 1.0}))]),
     Abort(["a", "b"]),
+    CalledTools(["a"]),
     frames.Vocabulary([b"a", b"b"], {0: "<s>"}),
     frames.Step([], frames.EngineLoad(running=1)),
     messages.Grant("t", 1, [{0: 1}]),

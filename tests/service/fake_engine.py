@@ -1,25 +1,32 @@
 """A fake engine in the event loop of the test: real frames over a real socket, no model."""
 
 import asyncio
+import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
+
 from emberline.balancer.endpoint import Endpoint
 from emberline.protocol import token_ids as tokens
-from emberline.protocol.errors import ErrorInfo, Unauthorized
+from emberline.protocol.errors import BadInput, ErrorInfo, Unauthorized
 from emberline.protocol.events import FinishReason, TokenDelta, TokenLogprobs, Usage
 from emberline.protocol.frames import (
+    VERSION,
     Abort,
+    CalledTools,
     Drain,
     EngineInfo,
     EngineLoad,
     Heartbeat,
     Hello,
     Refused,
+    SetRole,
     Step,
     Submit,
     Vocabulary,
     Welcome,
+    WorkerRole,
     to_engine_decoder,
 )
 from emberline.protocol.request import EngineRequest
@@ -40,10 +47,12 @@ class FakeEngine:
         self.waited_s = 0.0  # in its queue, as it says
         self.submitted: list[EngineRequest] = []
         self.aborted: list[str] = []
+        self.called_tools: list[str] = []  # requests that did, as the client said
         self.vocabularies: list[Vocabulary] = []
         self.before_vocabulary: list[str] = []  # requests that arrived before the first vocabulary
         self.links: set[_Link] = set()
         self.drained = False
+        self.versions = (VERSION,)  # of the protocol, that it speaks
         self.steps = 0
         self.heartbeat: Heartbeat | None = Heartbeat()  # None: it hangs
         self._beating: asyncio.Task[None] | None = None
@@ -59,15 +68,22 @@ class FakeEngine:
             | info
         )
         self._server: asyncio.AbstractServer | None = None
+        self._listener: socket.socket | None = None
+
+    def listen(self) -> None:
+        """On a free TCP port, from now on."""
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        address = f"tcp:127.0.0.1:{self._listener.getsockname()[1]}"
+        self.endpoint = msgspec.structs.replace(self.endpoint, address=address)
 
     async def start(self) -> "FakeEngine":
-        path, host, port = self.endpoint.split()
+        path, _, _ = self.endpoint.split()
         loop = asyncio.get_running_loop()
         if path is not None:
             Path(path).unlink(missing_ok=True)
             self._server = await loop.create_unix_server(lambda: _Link(self), path)
         else:
-            self._server = await loop.create_server(lambda: _Link(self), host, port)
+            self._server = await loop.create_server(lambda: _Link(self), sock=self._listener)
         return self
 
     def beat_every(self, seconds: float) -> None:
@@ -91,6 +107,11 @@ class FakeEngine:
         for link in links:
             link.drop("killed")
         await asyncio.gather(*(link.closed for link in links))
+
+    def set_role(self, role: WorkerRole) -> None:
+        self.info = msgspec.structs.replace(self.info, role=role)
+        for link in self.links:
+            link.send(Welcome(self.info, EngineLoad(steps=self.steps)))
 
     def step(self, *deltas: TokenDelta) -> None:
         self.steps += 1
@@ -140,17 +161,23 @@ class _Link(Link):
             if engine.script is not None:
                 for request in message.requests:
                     self._tasks.add(asyncio.ensure_future(engine.play(request)))
+        elif isinstance(message, CalledTools):
+            engine.called_tools += message.ids
         elif isinstance(message, Abort):
             engine.aborted += message.ids
         elif isinstance(message, Drain):
             engine.drained = True
+        elif isinstance(message, SetRole):
+            engine.set_role(message.role)
         elif isinstance(message, Vocabulary):
             if not engine.vocabularies:
                 engine.before_vocabulary = [request.id for request in engine.submitted]
             engine.vocabularies.append(message)
 
     def _greet(self, hello: Hello) -> None:
-        if hello.token == self._engine.endpoint.token:
+        if hello.version not in self._engine.versions:
+            self.send(Refused(ErrorInfo(BadInput.kind, f"not version {hello.version}")))
+        elif hello.token == self._engine.endpoint.token:
             self._engine.links.add(self)
             self.send(Welcome(self._engine.info, EngineLoad()))
         else:

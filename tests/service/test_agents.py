@@ -145,7 +145,8 @@ async def test_no_tool_is_called_when_none_may_be(real: Service) -> None:
 
 
 async def test_five_calls_find_what_came_before_in_the_cache(real: Service) -> None:
-    system = "You are a careful assistant that works for a weather station. Call one function at a time. " * 4
+    # So long that one block, which may not be cached yet, is less than a tenth of it.
+    system = "You are a careful assistant that works for a weather station. Call one function at a time. " * 6
     request = ask(
         messages=(Message("system", system), Message("user", "Is it warmer in Oslo or in Rome?")),
         tools=(WEATHER, ADD),

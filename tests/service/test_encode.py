@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -23,9 +24,11 @@ from emberline.models.encoder import PackedTexts
 from emberline.protocol.errors import BadInput, EmberlineError, Forbidden
 from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal
 from emberline.service import Served, Service, open_service
+from emberline.service.core import LocalCore
 from emberline.text.text_encoder import TextEncoder
 from emberline.weights.task_config import task_of
 from tests.encoders import MAX_LEN, VOCABULARY, EncoderThread, tiny_bert
+from tests.service.conftest import PATIENCE_S
 from tests.service.test_service import row_of, rows
 
 TOLERANCE = 1e-5
@@ -254,17 +257,43 @@ async def test_requests_move_from_a_lost_engine(folders: dict[str, Path], tmp_pa
 
 
 async def test_many_clients_and_a_long_list(folders: dict[str, Path], tmp_path: Path) -> None:
-    async with open_client(folders["embedder"], tmp_path) as (_, service, model):
+    """The clients come while the list is computed, and have their answers before the rest of it is."""
+    folder, n_clients, n_texts = folders["embedder"], 40, 2048
+    engine = EncoderThread(folder, tmp_path / "e.sock")
+    begun, all_there, answered = threading.Event(), threading.Event(), threading.Event()
+    compute, n_of_clients = engine.model.hidden, 0
 
-        async def ask(name: str, texts: tuple[str, ...]) -> int:
-            try:
-                return (await service.encode(EncodeRequest(id=name, model=model, texts=texts), Principal(name))).n_rows
-            except EmberlineError as error:
-                raise AssertionError(error.message) from error
+    def hidden(texts: PackedTexts) -> torch.Tensor:
+        nonlocal n_of_clients
+        begun.set()
+        assert all_there.wait(PATIENCE_S)
+        if n_of_clients == n_clients:
+            answered.wait(PATIENCE_S)
+        n_of_clients += sum(n != len(ids_of("abc def")) for n in texts.lens)
+        return compute(texts)
 
-        whole = asyncio.create_task(ask("list", ("abc def",) * 2048))
-        found = await asyncio.gather(*(ask(f"c{n}", ("x" * (n % 20 + 1),)) for n in range(40)))
-        assert found == [1] * 40
-        assert not whole.done()  # others did not wait for it
-        assert await whole == 2048
-        assert await rows(service) == 41
+    engine.model.hidden = hidden  # type: ignore[method-assign]
+    service = await open_service([served(folder, engine)], data_dir=tmp_path)
+    assert await service.ready(60)
+    assert isinstance(service.core, LocalCore)
+
+    async def ask(name: str, texts: tuple[str, ...]) -> int:
+        try:
+            request = EncodeRequest(id=name, model=folder.name, texts=texts)
+            return (await service.encode(request, Principal(name))).n_rows
+        except EmberlineError as error:
+            raise AssertionError(error.message) from error
+
+    whole = asyncio.create_task(ask("list", ("abc def",) * n_texts))
+    assert await asyncio.to_thread(begun.wait, PATIENCE_S)
+    clients = [asyncio.create_task(ask(f"c{n}", ("x" * (n % 5 + 1),))) for n in range(n_clients)]
+    async with asyncio.timeout(PATIENCE_S):
+        while len(list(service.core.admission.balancer.ledger)) <= n_clients:
+            await asyncio.sleep(0.001)
+    all_there.set()
+    assert await asyncio.gather(*clients) == [1] * n_clients
+    assert not whole.done()  # others did not wait for it
+    answered.set()
+    assert await whole == n_texts
+    assert await rows(service) == n_clients + 1
+    await service.close()

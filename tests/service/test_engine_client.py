@@ -9,9 +9,9 @@ import pytest
 
 from emberline.balancer.endpoint import Capacity, Endpoint
 from emberline.protocol import token_ids as tokens
-from emberline.protocol.errors import ErrorInfo, Unavailable
+from emberline.protocol.errors import Conflict, ErrorInfo, Unavailable
 from emberline.protocol.events import TokenDelta
-from emberline.protocol.frames import EngineLoad, Heartbeat, KVEvents, Step, Vocabulary, encode
+from emberline.protocol.frames import OLDEST_VERSION, VERSION, EngineLoad, Heartbeat, KVEvents, Step, Vocabulary, encode
 from emberline.protocol.request import EngineRequest, SamplingParams
 from emberline.service.engine_client import EngineClient
 from tests.service.fake_engine import FakeEngine
@@ -150,10 +150,8 @@ async def test_a_protocol_violation_closes_the_connection(
 
 
 async def test_tcp_options() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
     engine = FakeEngine(Path("unused"))
-    engine.endpoint = Endpoint(name="e0", address=f"tcp:127.0.0.1:{port}", token="join")
+    engine.listen()
     await engine.start()
     client = EngineClient(engine.endpoint)
     client.start()
@@ -225,9 +223,11 @@ class Listener:
 
     def __init__(self) -> None:
         self.told: list[str] = []
+        self.roles: list[str] = []
 
     def joined(self, endpoint: Endpoint, capacity: Capacity, load: EngineLoad) -> None:
         self.told.append("joined")
+        self.roles.append(endpoint.role)
 
     def reported(self, name: str, load: EngineLoad) -> None: ...
 
@@ -243,6 +243,7 @@ async def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
     monkeypatch.setattr("emberline.service.engine_client.CHECK_S", 0.01)
     monkeypatch.setattr("emberline.balancer.stall_detector.SILENT_S", 0.3)
     monkeypatch.setattr("emberline.balancer.stall_detector.MIN_STALL_S", 0.3)
+    monkeypatch.setattr("emberline.balancer.stall_detector.MAX_GAP_S", 0.02)  # this process may have to wait for a core
     engine = await FakeEngine(tmp_path / "w.sock", heartbeat_s=0.05).start()
     engine.beat_every(0.05)
     client = EngineClient(engine.endpoint)
@@ -355,3 +356,58 @@ async def test_a_hung_engine_without_heartbeats_fails_its_streams(
         async with asyncio.timeout(PATIENCE_S):
             await stream.next()
     assert "no step" in client.problem or client.connected  # again
+
+
+async def test_a_role_is_set_again_after_a_restart_and_the_balancer_learns_it(tmp_path: Path) -> None:
+    engine = await FakeEngine(tmp_path / "e.sock", role="decode", transfers=("tcp",)).start()
+    client = EngineClient(engine.endpoint)
+    client.listener = told = Listener()
+    client.start()
+    assert await client.wait_connected(PATIENCE_S)
+    client.check_role("prefill")
+    client.set_role("prefill")
+    await until(lambda: engine.info.role == client.role == "prefill")
+    assert told.roles == ["decode", "prefill"]
+    await engine.die()
+    await until(lambda: not client.connected)
+    engine.info = msgspec.structs.replace(engine.info, role="decode")  # as it is started
+    await engine.start()
+    await until(lambda: len(told.roles) == 4)
+    assert told.roles == ["decode", "prefill", "decode", "prefill"]
+    await client.close()
+    await engine.die()
+
+
+async def test_an_engine_of_the_previous_version_is_spoken_to_in_it(tmp_path: Path) -> None:
+    engine = FakeEngine(tmp_path / "old.sock", transfers=("tcp",), role="decode")
+    engine.versions = (OLDEST_VERSION,)
+    await engine.start()
+    for known in (0, OLDEST_VERSION):
+        client = EngineClient(msgspec.structs.replace(engine.endpoint, version=known))
+        client.start()
+        assert await client.wait_connected(PATIENCE_S)
+        assert client.version == OLDEST_VERSION
+        with pytest.raises(Conflict, match=r"older release.*upgrade"):
+            client.check_role("prefill")
+        client.set_role("prefill")  # not sent: it would not know the message
+        stream = client.stream([request()])
+        engine.step(TokenDelta("r1", b"\1\0\0\0", "stop"))
+        assert await stream.next()
+        assert engine.info.role == "decode"
+        if not known:  # its endpoint may be a newer release later
+            await engine.die()
+            engine.versions = (VERSION,)
+            await engine.start()
+            await until(lambda client=client: client.connected and client.version == VERSION)
+            await until(lambda client=client: client.role == "prefill")
+            await engine.die()
+            engine.versions, engine.info = (OLDEST_VERSION,), msgspec.structs.replace(engine.info, role="decode")
+            await engine.start()
+        await client.close()
+    await engine.die()
+
+
+async def test_an_engine_that_does_not_transfer_kv_serves_both_stages(engine: FakeEngine, client: EngineClient) -> None:
+    with pytest.raises(Conflict, match="does not receive KV"):
+        client.check_role("decode")
+    client.check_role("both")

@@ -102,7 +102,7 @@ async def test_logs_are_removed_when_their_time_is_over(monkeypatch: pytest.Monk
     await logs.open(new(grace_s=0.02))
     await logs.open(new("b", grace_s=0.02))
     logs.append("a", [b"0"], done=True)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while len(logs):
             await asyncio.sleep(0.01)
     with pytest.raises(NoSuchStream):

@@ -30,15 +30,18 @@ async def test_a_connected_idle_engine_is_healthy(service: Service) -> None:
 async def test_a_stalled_engine_is_not_healthy(
     service: Service, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("emberline.balancer.worker.STALLED_S", 0.05)
-    await asyncio.sleep(0.06)
-    assert (await service.health()).ok  # idle for longer than that
+    with monkeypatch.context() as patch:
+        patch.setattr("emberline.balancer.worker.STALLED_S", 0.05)
+        await asyncio.sleep(0.06)
+        assert (await service.health()).ok  # idle for longer than that
     engine.script = None
     task = asyncio.create_task(events_of(service, ask()))
     (sent,) = await engine.submission()
     assert (await service.health()).ok
-    await asyncio.sleep(0.06)
-    health = await service.health()
+    with monkeypatch.context() as patch:
+        patch.setattr("emberline.balancer.worker.STALLED_S", 0.05)
+        await asyncio.sleep(0.06)
+        health = await service.health()
     assert not health.ok
     assert "no step" in health.detail["engines"][0]["problem"]
     engine.step(TokenDelta(sent.id, tokens.pack([EOS]), "stop"))
@@ -95,7 +98,9 @@ async def test_one_of_two_engines_is_enough(tmp_path: Path, open_one: Opener) ->
     engines = [await FakeEngine(tmp_path / f"{name}.sock", name=name).start() for name in ("a", "b")]
     service = await open_one(*engines)
     await engines[0].die()
-    await asyncio.sleep(0.05)
+    async with asyncio.timeout(PATIENCE_S):
+        while all(engine["ok"] for engine in (await service.health()).detail["engines"]):
+            await asyncio.sleep(0.001)
     health = await service.health()
     assert health.ok
     assert sorted(engine["ok"] for engine in health.detail["engines"]) == [False, True]

@@ -8,12 +8,15 @@ from pathlib import Path
 import pytest
 
 from emberline.balancer.endpoint import Endpoint
+from emberline.balancer.route_request import Route, RouteRequest
 from emberline.config import EndpointConfig
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.errors import BadInput, Conflict, NotFound, Unavailable
 from emberline.protocol.events import TokenDelta
+from emberline.protocol.frames import Welcome
 from emberline.service import Service, open_core_server, open_http_worker
 from emberline.service.core import LocalCore
+from emberline.service.engine_client import EngineClient
 from emberline.service.membership import Members, WorkerChange, WorkerConnections
 from emberline.service.remote_core import RemoteCore
 from emberline.service.served_models import ServedModels
@@ -23,7 +26,7 @@ from emberline.upstream.client import UpstreamConfig
 from emberline.upstream.models import UpstreamModels
 from tests.service.conftest import MODEL, PATIENCE_S, Opener, offer
 from tests.service.fake_engine import EOS, FakeEngine, Script
-from tests.service.test_service import ask, events_of, text_of
+from tests.service.test_service import ask, events_of, row_of, text_of
 
 
 def config_of(engine: FakeEngine, **more: object) -> EndpointConfig:
@@ -116,9 +119,58 @@ async def test_a_worker_leaves_when_its_last_request_has_ended(
     busy.step(TokenDelta(busy.submitted[0].id, tokens.pack([EOS]), "stop"))
     await running
     await until(lambda: left == [busy.endpoint.name])
-    assert busy.drained, "it was asked to end"
+    await until(lambda: busy.drained)  # it was asked to end
     assert await states(service) == {idle.endpoint.name: "ready"}
     await change(service, "join", config=config_of(busy))  # and comes back
+    await wait_for_states(service, {"e0": "ready", "e1": "ready"})
+
+
+async def test_a_request_goes_elsewhere_when_its_worker_was_removed_before_it_was_sent(
+    engine: FakeEngine, other: FakeEngine, open_one: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = await open_one(engine, other)
+    assert isinstance(service.core, LocalCore)
+    membership, admit = service.core.membership, service.core.admit
+    assert membership is not None
+    routes: list[str] = []
+
+    async def admit_and_remove(request: RouteRequest) -> Route:
+        route = await admit(request)
+        routes.append(route.decode)
+        if len(routes) == 1:
+            await membership.drop_engine(route.decode)
+        return route
+
+    monkeypatch.setattr(service.core, "admit", admit_and_remove)
+    request = ask()
+    text = text_of(await events_of(service, request))
+    assert text == {"e0": "Other!", "e1": "Hello!"}[routes[0]]
+    assert sorted(routes) == ["e0", "e1"]
+    assert (await row_of(service, request)).status == "finished"
+    assert len(engine.submitted + other.submitted) == 1
+
+
+async def test_a_worker_that_speaks_while_it_is_removed_is_not_added_again(
+    engine: FakeEngine, other: FakeEngine, open_one: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it had sent is read until its connection is closed. It would take its name from its next run."""
+    service = await open_one(engine, other)
+    assert isinstance(service.core, LocalCore)
+    membership = service.core.membership
+    assert membership is not None
+    removed = membership._connections.engines["e1"]
+    close, link, info = removed.close, removed._link, removed.info
+    assert link is not None
+    assert info is not None
+
+    async def speak_and_close() -> None:
+        removed.changed(link, Welcome(info, removed.load))
+        await close()
+
+    monkeypatch.setattr(removed, "close", speak_and_close)
+    await membership.drop_engine("e1")
+    assert service.core.admission.worker_names() == ["e0"]
+    await change(service, "join", config=config_of(other))
     await wait_for_states(service, {"e0": "ready", "e1": "ready"})
 
 
@@ -134,13 +186,19 @@ async def test_a_worker_joins_and_serves(service: Service, engine: FakeEngine, o
 async def test_a_worker_that_cannot_serve_does_not_join(
     service: Service, other: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("emberline.service.membership.JOIN_TIMEOUT_S", 0.2)
     with pytest.raises(BadInput, match="not served here"):
         await change(service, "join", config=config_of(other, models=("unknown",)))
-    with pytest.raises(Unavailable, match="cannot be reached"):
-        await change(service, "join", config=config_of(other, url=f"unix:{tmp_path}/nothing"))
-    with pytest.raises(Unavailable, match="wrong token"):
-        await change(service, "join", config=config_of(other, key="guess"))
+
+    async def not_longer_than_known(self: EngineClient, timeout_s: float) -> bool:
+        await until(lambda: self.problem != "not connected yet")
+        return self.connected
+
+    with monkeypatch.context() as patch:
+        patch.setattr(EngineClient, "wait_connected", not_longer_than_known)
+        with pytest.raises(Unavailable, match="cannot be reached"):
+            await change(service, "join", config=config_of(other, url=f"unix:{tmp_path}/nothing"))
+        with pytest.raises(Unavailable, match="wrong token"):
+            await change(service, "join", config=config_of(other, key="guess"))
     with pytest.raises(BadInput, match=r"tcp://host:port"):
         await change(service, "join", config=config_of(other, url="http://h"))
     different = await FakeEngine(tmp_path / "e2.sock", name="e2", fingerprint="0" * 32).start()
@@ -241,11 +299,12 @@ async def test_http_workers_follow(
     assert await change(http_worker, "join", config=config_of(other)) == ["e1"]
     await change(http_worker, "leave", "e0")
     await wait_for_states(http_worker, {"e1": "ready"})
+    await until(lambda: list(http_worker._engines) == ["e1"])  # it follows the core a moment later
+    assert await http_worker._engines["e1"].wait_connected(PATIENCE_S)  # as the core is already
     assert text_of(await events_of(http_worker, ask())) == "Other!"
-    assert list(http_worker._engines) == ["e1"]
     restarted = await open_http_worker([offer(text_model, engine)], core_socket=tmp_path / "core.sock")
     await until(lambda: list(restarted._engines) == ["e1"])
-    assert await restarted.ready(PATIENCE_S)
+    assert await restarted._engines["e1"].wait_connected(PATIENCE_S)
     assert text_of(await events_of(restarted, ask())) == "Other!"
     for each in (http_worker, restarted):
         await each.close()

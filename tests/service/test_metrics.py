@@ -3,10 +3,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
+from emberline.balancer.balancer import Balancer
+from emberline.balancer.endpoint import Capacity, Endpoint
 from emberline.protocol.errors import BadInput
 from emberline.protocol.events import Completed
+from emberline.protocol.frames import DraftStats, EngineLoad, TierStats
 from emberline.service import Service
+from emberline.service.draft_metrics import draft_metrics
 from emberline.service.metrics import Histogram
+from emberline.service.tier_metrics import tier_metrics
 from tests.service.fake_engine import FakeEngine
 from tests.service.test_service import ask, events_of
 
@@ -55,6 +60,7 @@ async def test_prometheus_text(service: Service, engine: FakeEngine) -> None:
     assert samples["gen_ai_client_token_usage_sum", *sorted((*genai, "input"))] == 2 * n_prompt
     assert samples["gen_ai_client_token_usage_sum", *sorted((*genai, "output"))] == 2 * 7
     assert samples["emberline_cached_tokens_total", model] == 8
+    assert samples["emberline_cached_tokens_by_tier_total", model, "device"] == 8
     assert samples["vllm:prefix_cache_hits_total", model] == 8
 
 
@@ -71,3 +77,46 @@ def test_histograms_add_up(values: list[float], more: list[tuple[float, int]]) -
         assert float(name) == bound
         assert cumulative == sum(value <= bound for value in every)
     assert one.counts.total == pytest.approx(sum(every))
+
+
+def test_metrics_of_speculative_decoding() -> None:
+    drafts = (DraftStats("grammar", (10, 8), (10, 7)), DraftStats("suffix", (5, 5, 4), (3, 1, 0)))
+    balancer = Balancer()
+    balancer.join(Endpoint(name="e0", address="unix:/e0", models=("m",)), Capacity(), 0.0)
+    balancer.report("e0", EngineLoad(drafts=drafts), 0.0)
+    found = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in draft_metrics(balancer.snapshot(0.0))
+        for sample in family.samples
+    }
+    assert found["emberline_spec_decode_num_drafted_tokens_total", "m", "e0", "grammar", "1"] == 8
+    assert found["emberline_spec_decode_num_accepted_tokens_total", "m", "e0", "suffix", "0"] == 3
+    assert found["vllm:spec_decode_num_draft_tokens_total", "m", "e0"] == 32
+    assert found["vllm:spec_decode_num_accepted_tokens_total", "m", "e0"] == 21
+    assert found["vllm:spec_decode_num_drafts_total", "m", "e0"] == 15
+    assert found["vllm:spec_decode_num_accepted_tokens_per_pos_total", "m", "e0", "0"] == 13
+
+
+def test_metrics_of_tiers() -> None:
+    tiers = (
+        TierStats("host", used_bytes=10, capacity_bytes=100, blocks=2, hits=3, misses=1, read_rate=5.0),
+        TierStats("pool", state="degraded: the master does not answer", oldest_s=7.0, extra={"refused": 2.0}),
+    )
+    balancer = Balancer()
+    balancer.join(Endpoint(name="e0", address="unix:/e0", models=("m",)), Capacity(), 0.0)
+    balancer.report("e0", EngineLoad(tiers=tiers), 0.0)
+    found = {
+        (sample.name, sample.labels["tier"]): sample.value
+        for family in tier_metrics(balancer.snapshot(0.0))
+        for sample in family.samples
+        if sample.labels["engine"] == "e0" and sample.labels["model"] == "m"
+    }
+    prefix = "emberline_kv_tier_"
+    assert found[f"{prefix}used_bytes", "host"] == 10
+    assert found[f"{prefix}capacity_bytes", "host"] == 100
+    assert found[f"{prefix}hits_total", "host"] == 3
+    assert found[f"{prefix}misses_total", "host"] == 1
+    assert found[f"{prefix}read_bytes_per_second", "host"] == 5
+    assert (found[f"{prefix}ok", "host"], found[f"{prefix}ok", "pool"]) == (1, 0)
+    assert found[f"{prefix}oldest_seconds", "pool"] == 7
+    assert found[f"{prefix}refused_total", "pool"] == 2

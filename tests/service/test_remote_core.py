@@ -321,9 +321,11 @@ async def test_load_reports_and_refusals_reach_the_core(
             await events_of(http_worker, ask(n=0))
         remote(http_worker)._send_notice()
         await http_worker.health()  # answered after the notice
-        metrics = (await service.metrics()).decode()
-        assert 'emberline_requests_refused_total{error="bad_input"} 1.0' in metrics
-        assert 'vllm:num_requests_running{engine="e0",model_name="@cf/test/bytes"} 1.0' in metrics
+        assert b'emberline_requests_refused_total{error="bad_input"} 1.0' in await service.metrics()
+        running = b'vllm:num_requests_running{engine="e0",model_name="@cf/test/bytes"} 1.0'
+        async with asyncio.timeout(PATIENCE_S):  # the core has a connection of its own to the engine
+            while running not in await service.metrics():
+                await asyncio.sleep(0.001)
     await settled(http_worker)
 
 

@@ -1,7 +1,7 @@
 """Responses that are kept: for how long, for whom, and what of a chain survives what."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -13,7 +13,7 @@ from emberline.protocol.answer import StoredResponse
 from emberline.protocol.errors import TooLarge, Unavailable
 from emberline.service import Service, open_core_server, open_http_worker, responses
 from emberline.service.responses import DatabaseResponses
-from emberline.store import Database, SqliteStore
+from emberline.store import Database, Rows, SqliteStore, Value
 from emberline.text.text_model import TextModel
 from tests.databases import DatabaseLocation
 from tests.examples import n_examples
@@ -162,10 +162,19 @@ async def test_a_conversation_has_a_limit(kept: DatabaseResponses, monkeypatch: 
 async def test_store_errors_do_not_stop_the_cleanup(
     store: Database, now_us: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = DatabaseResponses(store, max_bytes=1_000)
+    kept, read, n_read = DatabaseResponses(store, max_bytes=1_000), store.read, 0
+
+    async def counted(sql: str, params: Sequence[Value] = ()) -> Rows:
+        nonlocal n_read
+        found = await read(sql, params)
+        n_read += 1
+        return found
+
+    monkeypatch.setattr(store, "read", counted)
     await kept.open()
-    await asyncio.sleep(0.01)
-    read = store.read
+    async with asyncio.timeout(60):
+        while n_read < 2:  # until the first cleanup is over
+            await asyncio.sleep(0.001)
 
     async def broken(*args: object) -> list[tuple[str]]:
         monkeypatch.setattr(store, "read", read)

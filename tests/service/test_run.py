@@ -8,7 +8,15 @@ import pytest
 
 from emberline.accounts.usage_row import UsageRow
 from emberline.balancer.route_request import Fault, Route, RouteRequest
-from emberline.protocol.errors import BadInput, DeadlineExceeded, EmberlineError, EngineLost, Internal, Unavailable
+from emberline.protocol.errors import (
+    BadInput,
+    DeadlineExceeded,
+    EmberlineError,
+    EngineLost,
+    Internal,
+    Unavailable,
+    WorkerRemoved,
+)
 from emberline.protocol.events import Usage
 from emberline.protocol.trace_context import TraceContext, TraceDetails
 from emberline.service.core import RequestEnd
@@ -146,6 +154,12 @@ async def test_failover_continues_the_output_and_blames_each_worker_once() -> No
     assert core.first_tokens == [5, 5]  # of every attempt that began
     end = await ended(core)
     assert (end.row.status, end.lost) == ("finished", ())
+
+
+async def test_a_worker_that_was_removed_before_the_attempt_is_not_blamed() -> None:
+    core, transport = FakeCore(), FakeTransport([WorkerRemoved("w0")], ["a"], retryable=False)
+    assert await output_of(run_of(core, transport)) == "a"
+    assert [(request.avoid, request.lost) for request in core.requests] == [((), ()), (("w0",), ())]
 
 
 async def test_failovers_are_bounded_while_no_token_comes() -> None:

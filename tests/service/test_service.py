@@ -99,9 +99,23 @@ def in_flight(service: Service) -> int:
     return sum(r.request.n for r in service.core.admission.balancer.ledger if r.phase != "waiting")
 
 
+async def until_admission_knows(service: Service, *requests: GenerateRequest) -> None:
+    """They run or wait for room."""
+    assert isinstance(service.core, LocalCore)
+    async with asyncio.timeout(PATIENCE_S):
+        while any(service.core.admission.find(request.id) is None for request in requests):
+            await asyncio.sleep(0.001)
+
+
 async def settled(service: Service) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while service._running:
+            await asyncio.sleep(0.001)
+
+
+async def until_aborted(engine: FakeEngine, *ids: str) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while engine.aborted != list(ids):
             await asyncio.sleep(0.001)
 
 
@@ -200,8 +214,7 @@ async def test_a_stop_string_ends_the_text_and_the_work(
     events = await events_of(service, request)
     assert text_of(events) == "one"
     assert events[-2] == ChoiceDone(0, "stop", ", tw")
-    await asyncio.sleep(0.01)
-    assert engine.aborted == [request.id]
+    await until_aborted(engine, request.id)
     assert (await row_of(service, request)).output_tokens >= len("one, tw")
     engine.script = say("ends like a sto")
     events = await events_of(service, ask(sampling={"stop": ("stop",)}))
@@ -267,6 +280,21 @@ async def test_a_reply_continues_the_last_message(
     for messages in ((Message("user", "x"),), (Message("user", "x"), Message("system", "y"))):
         with pytest.raises(BadInput, match="must be the assistant's"):
             await events_of(service, ask(messages=messages, continue_final=True))
+
+
+async def test_a_reply_ends_with_the_token_that_completes_a_stop_string(
+    service: Service, engine: FakeEngine, say: Callable[..., Script]
+) -> None:
+    """However many tokens come at once: usage and log-probabilities are those of single tokens."""
+    engine.script = say("one, two, three")
+    for engine.burst in (1, 2, 5, 9):
+        request = ask(sampling={"stop": ("wo",), "logprobs": 0})
+        events = await events_of(service, request)
+        assert text_of(events) == "one, t"
+        assert (await row_of(service, request)).output_tokens == len("one, two")
+        deltas = [event for event in events if isinstance(event, TextDelta)]
+        assert "".join(entry.token for each in deltas for entry in each.logprobs or []) == "one, two"
+        assert len(deltas) <= -(-len("one, two") // engine.burst) + 1
 
 
 async def test_stop_strings_wait_for_min_tokens(
@@ -343,8 +371,7 @@ async def test_a_choice_that_fails_ends_the_others(service: Service, engine: Fak
     engine.step(TokenDelta(second.id, tokens.pack([71]), "error", error=ErrorInfo("internal", "invalid numbers")))
     with pytest.raises(Internal, match="invalid numbers"):
         await task
-    await asyncio.sleep(0.01)
-    assert engine.aborted == [third.id]  # what had ended is left alone
+    await until_aborted(engine, third.id)  # what had ended is left alone
     row = await row_of(service, request)
     assert (row.status, row.output_tokens) == ("failed", 4)
     assert await rows(service) == 1
@@ -360,7 +387,7 @@ async def test_a_choice_that_stops_early_leaves_the_others_alone(service: Servic
     engine.step(TokenDelta(first.id, tokens.pack([70])), TokenDelta(second.id, tokens.pack([ord("h") - 33 + 3])))
     engine.step(TokenDelta(first.id, finish="cancelled"), TokenDelta(second.id, tokens.pack([EOS]), "stop"))
     events = await task
-    assert engine.aborted == [first.id]
+    await until_aborted(engine, first.id)
     assert [text_of(events, index) for index in range(2)] == ["f", "h"]
     done = [event for event in events if isinstance(event, ChoiceDone)]
     assert done == [ChoiceDone(0, "stop", "g"), ChoiceDone(1, "stop")]
@@ -391,8 +418,7 @@ async def test_aclose_cancels_the_work(service: Service, engine: FakeEngine) -> 
     engine.step(TokenDelta(request.id, tokens.pack([70]), usage=Usage(prompt_tokens=9)))
     await started
     await events.aclose()
-    await asyncio.sleep(0.01)
-    assert engine.aborted == [request.id]
+    await until_aborted(engine, request.id)
     row = await row_of(service, request)
     assert (row.status, row.output_tokens) == ("cancelled", 1)
     assert in_flight(service) == 0
@@ -408,7 +434,7 @@ async def test_a_cancelled_task_cancels_the_work(service: Service, engine: FakeE
         await task
     row = await row_of(service, request)
     assert (row.status, row.output_tokens, row.first_token_us) == ("cancelled", 0, None)
-    assert engine.aborted == [request.id]
+    await until_aborted(engine, request.id)
 
 
 @pytest.mark.parametrize(
@@ -615,8 +641,10 @@ async def test_the_engine_dies_in_the_middle_for_good(
 async def test_admission_has_a_bound(tmp_path: Path, open_one: Opener, say: Callable[..., Script]) -> None:
     engine = await FakeEngine(tmp_path / "e.sock", max_running=1).start()
     service = await open_one(engine, max_waiting=2)
-    tasks = [asyncio.create_task(events_of(service, ask())) for _ in range(3)]
+    requests = [ask() for _ in range(3)]
+    tasks = [asyncio.create_task(events_of(service, request)) for request in requests]
     await engine.submission(1)
+    await until_admission_knows(service, *requests)
     with pytest.raises(Overloaded) as refused:
         await events_of(service, ask())
     assert refused.value.retry_after_s
@@ -638,7 +666,9 @@ async def test_a_request_may_rather_be_refused_than_wait(
     with pytest.raises(Overloaded) as refused:
         await events_of(service, ask(reject_if_busy=True))
     assert refused.value.retry_after_s
-    second = asyncio.create_task(events_of(service, ask()))
+    waiting = ask()
+    second = asyncio.create_task(events_of(service, waiting))
+    await until_admission_knows(service, waiting)
     await engine.die()
     engine.script = say("at last")
     await engine.start()  # accepted is accepted: having lost its engine, it waits like any other
@@ -649,21 +679,21 @@ async def test_a_request_may_rather_be_refused_than_wait(
 async def test_deadlines(service: Service, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("emberline.service.engine_transport.DEADLINE_GRACE_S", 0.0)
     engine.script = None  # it never answers
-    request = ask(deadline_s=1.0)  # reaches the engine before
+    request = ask(deadline_s=3.0)  # reaches the engine before
     with pytest.raises(DeadlineExceeded):
         await events_of(service, request)
-    assert 0 < (engine.submitted[0].deadline_s or 0) <= 1.0
+    assert 0 < (engine.submitted[0].deadline_s or 0) <= 3.0
     assert (await row_of(service, request)).status == "failed"
-    assert engine.aborted == [request.id]
+    await until_aborted(engine, request.id)
 
 
 async def test_a_deadline_also_ends_the_wait_for_a_lost_engine(service: Service, engine: FakeEngine) -> None:
     engine.script = None
-    task = asyncio.create_task(events_of(service, ask(deadline_s=1.0)))
+    task = asyncio.create_task(events_of(service, ask(deadline_s=3.0)))
     await engine.submission()
     await engine.die()
     with pytest.raises((DeadlineExceeded, Unavailable)):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             await task
 
 
@@ -714,9 +744,7 @@ async def test_a_request_that_is_cancelled_before_its_first_token_is_billed_noth
     await engine.submission(n)
     waiting = ask("waits for room")
     task = asyncio.create_task(events_of(service, waiting))
-    assert isinstance(service.core, LocalCore)
-    while service.core.admission.find(waiting.id) is None:
-        await asyncio.sleep(0)
+    await until_admission_knows(service, waiting)
     for leaving in (task, *running):
         leaving.cancel()
         await asyncio.wait([leaving])
@@ -926,3 +954,15 @@ async def test_images_are_refused_by_a_model_of_this_machine(service: Service) -
     with pytest.raises(Unsupported, match="takes no images") as refused:
         await events_of(service, request)
     assert refused.value.param == "messages[0].images"
+
+
+async def test_a_request_for_a_connected_worker_does_not_look_for_providers(service: Service) -> None:
+    asked: list[str] = []
+    assert isinstance(service.core, LocalCore)
+
+    async def know_model(model: str) -> None:  # it may read the store, and wait before
+        asked.append(model)
+
+    service.core.know_model = know_model
+    await events_of(service, ask())
+    assert not asked

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from emberline.protocol.token_ids import pack
-from emberline.service.sessions import BLOCK_BYTES, ENTRY_BYTES, Sessions
+from emberline.service.sessions import BLOCK_BYTES, ENTRY_BYTES, SessionOwner, Sessions
 from tests.examples import n_examples
 
 BLOCK_IDS = BLOCK_BYTES // 4
@@ -137,3 +137,19 @@ class AgainstADictionary(RuleBasedStateMachine):
 
 AgainstADictionary.TestCase.settings = settings(max_examples=n_examples(20), stateful_step_count=20, deadline=None)
 TestAgainstADictionary = AgainstADictionary.TestCase
+
+
+def test_recent_conversations_are_the_longest_of_each_newest_first() -> None:
+    sessions = Sessions()
+    owner = SessionOwner(b"salt", "s1")
+    for n_ids in (2000, 3000, 4000):  # three turns
+        sessions.add("a", "m", b"talk%d" % n_ids, pack(list(range(n_ids))), 1, b"", owner)
+    sessions.add("b", "m", b"same ids", pack(list(range(2000))), 1, b"")
+    sessions.add("a", "other", b"of another model", pack([1]), 1, b"")
+    sessions.add("a", "m", b"short", pack([5, 6]), 1, b"")
+    found = sessions.recent("m", 10)()
+    assert [len(each.ids) // 4 for each in found] == [2, 2000, 4000]
+    assert (found[-1].ids, found[-1].salt, found[-1].session) == (pack(list(range(4000))), *owner)
+    assert len(sessions.recent("m", 1)()) == 1
+    sessions.find("a", "m", [b"talk2000"])  # it goes on from an earlier turn
+    assert [len(each.ids) // 4 for each in sessions.recent("m", 10)()] == [2000, 2, 2000, 4000]

@@ -2,6 +2,7 @@ import time
 from contextlib import aclosing
 
 import msgspec
+import pytest
 
 from emberline.balancer.ledger import InFlightRequest
 from emberline.balancer.route_request import RouteRequest
@@ -41,16 +42,17 @@ async def test_a_request_is_listed_with_its_phase_and_then_as_ended(service: Ser
 
 
 async def test_an_http_worker_gets_the_status_of_the_core(
-    service: Service, http_worker: Service, server: CoreServer
+    service: Service, http_worker: Service, server: CoreServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await events_of(http_worker, ask())
     core = service.core
     assert isinstance(core, LocalCore)
     core.history.close_point()
+    monkeypatch.setattr(core.history, "close_point", lambda: None)  # its own task closes no more
     ours, theirs = await service.status(StatusQuery()), await http_worker.status(StatusQuery())
     assert theirs.series == ours.series
     assert theirs.recent == ours.recent
-    assert theirs.series["requests"] == [1]
+    assert sum(n or 0 for n in theirs.series["requests"]) == 1  # one point has it; the task may have closed others
 
 
 async def test_ten_thousand_requests_in_flight_cost_little(service: Service) -> None:

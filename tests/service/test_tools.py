@@ -102,6 +102,17 @@ async def test_calls_are_events(tell: Tell, name: str, burst: int) -> None:
     assert grammar.decode(engine.submitted[0].grammar).rules
 
 
+async def test_the_engine_is_told_which_turns_ended_with_tool_calls(tell: Tell) -> None:
+    service, engine = await tell("qwen", model("qwen").tool_format.write([PARIS]), "It rains.")
+    for _ in range(2):
+        await events_of(service, ask(tools=(WEATHER,)))
+    called, _ = await engine.submission(2)
+    async with asyncio.timeout(PATIENCE_S):
+        while not engine.called_tools:
+            await asyncio.sleep(0.001)
+    assert engine.called_tools == [called.id]
+
+
 async def test_a_tool_that_was_not_declared_is_text(tell: Tell) -> None:
     service, _ = await tell("qwen", model("qwen").tool_format.write([ToolCall("", "rm", "{}")]))
     events = await events_of(service, ask(tools=(WEATHER,)))

@@ -154,7 +154,7 @@ def test_latency_target_lowers_inter_token_latency() -> None:
 
 def test_the_balancer_runs_with_the_settings_of_production() -> None:
     """The cost model is not that of the simulated workers: only its scale is measured."""
-    router = _Simulation(agents(), config())._fleet.routers[0]
+    router = _Simulation(agents(), config())._make_router()
     assert isinstance(router, EmberlineRouter)
     assert router.balancer._settings == with_fields(Settings(), block_tokens=256)
 

@@ -66,6 +66,21 @@ def test_chats_keep_arrivals_and_share_blocks(tmp_path: Path) -> None:
     assert third.n_output == 1  # a reply has a token at least
 
 
+def test_azures_requests_share_nothing(tmp_path: Path) -> None:
+    rows = "2023-11-16 18:17:03.9799600,1500,10\n2023-11-16 18:17:05.4799600,600,8\n2023-11-16 18:17:06.0000000,9000,1"
+    path = tmp_path / "azure.csv"
+    path.write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\n{rows}")
+    trace = open_trace(str(path), 1, 8192)
+    assert (trace.name, trace.shared, trace.n_turns, trace.left_out) == ("azure", True, 2, 1)
+    first, second = (session.turns[0] for session in trace.sessions)
+    assert [round(session.start_s, 3) for session in trace.sessions] == [0.0, 1.5]
+    assert (blocks(first), first.n_output, blocks(second), second.n_output) == (3, 10, 2, 8)
+    assert not {*first.path} & {*second.path}
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,many,10")
+    with pytest.raises(BadInput, match="line 2"):
+        open_trace(str(path), 1, 8192)
+
+
 def test_agents_share_tools_and_system_prompt_and_end_at_the_context_limit(tmp_path: Path) -> None:
     trace = open_trace(write(tmp_path / "agents.jsonl.gz", [AGENT, {**AGENT, "id": "b"}]), 1, 8192)
     assert (trace.shared, trace.block_tokens, len(trace.sessions), trace.left_out) == (False, 64, 2, 2)

@@ -1,5 +1,6 @@
 """The server under test, restarted whenever it dies, and the thread that kills its processes."""
 
+import contextlib
 import json
 import os
 import random
@@ -20,9 +21,11 @@ HTTP_WORKERS = ("tests.soak.http_worker",)
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Not one that the kernel gives to connections of others before it is used, or to one that is to be refused."""
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", random.SystemRandom().randrange(10_000, 32_000)))
+            return int(probe.getsockname()[1])
 
 
 class Server:

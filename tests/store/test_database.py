@@ -87,14 +87,14 @@ async def test_listeners_are_notified_and_poll(store: Database) -> None:
     await asyncio.wait_for(ready.wait(), 60)  # the first look
     await store.notify("other", "y")
     await store.notify("news", "x")
-    await asyncio.wait_for(listener, 10)
+    await asyncio.wait_for(listener, 60)
     assert "y" not in heard
 
 
 async def test_the_store_clock_advances(store: Database) -> None:
     first = store.now_us()
     await asyncio.sleep(0.05)
-    assert 40_000 < store.now_us() - first < 5_000_000
+    assert 40_000 < store.now_us() - first < 60_000_000
 
 
 async def test_close_keeps_queued_writes(database: DatabaseLocation) -> None:

@@ -46,7 +46,7 @@ async def ask(folder: Path) -> list[str]:
     reader, writer = await asyncio.open_unix_connection(str(folder / "large.sock"))
     writer.write(b"x")
     try:
-        return (await asyncio.wait_for(reader.read(), 20)).decode().split()
+        return (await asyncio.wait_for(reader.read(), 60)).decode().split()
     except ConnectionResetError:
         return []
     finally:

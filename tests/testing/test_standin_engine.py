@@ -57,10 +57,9 @@ def test_scripted_latency(address):
         began = time.monotonic()
         client.submit(request("a", [1, 3, 4], max_tokens=3, session="standin:ttft_ms=80,itl_ms=30"))
         client.step()
-        first = time.monotonic()
+        assert time.monotonic() - began >= 0.08
         client.finish("a")
-        assert first - began >= 0.08
-        assert time.monotonic() - first >= 0.055
+        assert time.monotonic() - began >= 0.08 + 0.055
 
 
 def test_faults_of_one_request(address):
@@ -125,10 +124,10 @@ def test_tcp_on_a_free_port(monkeypatch):
 def test_a_signal_drains_and_exits_zero(tmp_path, number):
     path = tmp_path / "a.sock"
     with engine(STANDIN, "--socket", path, "--script", "itl_ms=20") as (process, address), Client(address) as client:
-        client.submit(request("a", list(range(3, 30)), max_tokens=20))
+        client.submit(request("a", list(range(3, 30)), max_tokens=200))
         client.step()
         process.send_signal(number)
-        time.sleep(0.05)
+        wait_until(lambda: client.step().load.draining)
         client.submit(request("b", [1]))
         assert client.finish("b").error.kind == "unavailable"
         assert client.finish("a").finish == "length"
@@ -147,7 +146,7 @@ def test_idle_engine_stops_at_once_and_second_signal_aborts(tmp_path):
         client.submit(request("a", list(range(3, 30)), max_tokens=2000))
         client.step()
         process.send_signal(signal.SIGINT)
-        time.sleep(0.1)
+        wait_until(lambda: client.step().load.draining)
         process.send_signal(signal.SIGINT)
         assert client.finish("a").error.kind == "unavailable"
         assert process.wait(60) == 0
@@ -166,10 +165,12 @@ def test_idle_costs_no_cpu(tmp_path):
             status = Path(f"/proc/{process.pid}/status").read_text()
             return int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
 
-        time.sleep(0.2)
-        before = ticks(), switches()
-        time.sleep(0.5)
-        assert (ticks(), switches()) == before
+        def is_idle():
+            before = ticks(), switches()
+            time.sleep(0.5)
+            return (ticks(), switches()) == before
+
+        wait_until(is_idle)  # the heartbeats of other threads add up to a tick now and then
 
 
 @pytest.mark.parametrize("state", ["idle", "stopped", "hanging"])

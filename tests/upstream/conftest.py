@@ -56,7 +56,10 @@ class Bench:
         return [cost for (cost,) in await self._store.read("SELECT cost_pico FROM usage")]
 
     async def rows(self) -> list[UsageRow]:
-        await asyncio.sleep(0.05)
+        """Of every request, once all have ended: a row is durable once its request is finalized."""
+        async with asyncio.timeout(PATIENCE_S):
+            while self.service._running:
+                await asyncio.sleep(0.01)
         rows = await self._store.read(
             "SELECT id, status, input_tokens, output_tokens, cached_by_tier FROM usage ORDER BY id"
         )

@@ -107,7 +107,11 @@ async def test_a_reply_that_ends_with_its_connection(server: Server) -> None:
     pool.close()
 
 
-async def test_a_connection_that_was_closed_while_idle_is_not_an_error(server: Server) -> None:
+async def test_a_connection_that_was_closed_while_idle_is_not_an_error(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_client, "CLOSED_S", 60.0)
+
     async def once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if server.n_connections == 1 and server.body == b"second":
             return writer.close()  # as a server whose keep-alive has just run out

@@ -23,13 +23,17 @@ class Publisher:
 
     def __init__(self, folder: Path) -> None:
         self._context = zmq_asyncio.Context()
-        self._pub = self._context.socket(zmq.PUB)
+        self._pub = self._context.socket(zmq.XPUB)  # which hears of subscriptions
         self._router = self._context.socket(zmq.ROUTER)
         self.address, self.replay = f"ipc://{folder}/pub", f"ipc://{folder}/replay"
         self._pub.bind(self.address)
         self._router.bind(self.replay)
         self.sent: list[bytes] = []
         self._task = asyncio.create_task(self._serve_replays())
+
+    async def subscribed(self) -> None:
+        """Until somebody is: what is published before is lost."""
+        assert await asyncio.wait_for(self._pub.recv(), 60) == b"\1"
 
     def block(self, number: int) -> bytes:
         parent = number - 1 if number else None
@@ -88,7 +92,7 @@ async def until(true: Callable[[], bool]) -> None:
 @pytest.fixture(params=[True, False], ids=["replayed", "forgotten"])
 async def follower(publisher: Publisher, request: pytest.FixtureRequest) -> AsyncIterator[Follower]:
     made = Follower(publisher, request.param)
-    await asyncio.sleep(0.2)  # a subscription takes a moment
+    await publisher.subscribed()
     yield made
     made.task.cancel()
     await asyncio.gather(made.task, return_exceptions=True)

@@ -69,7 +69,7 @@ async def test_random_faults(bench: Opener, kind: str, transfer: str, seed: int)
             return await client(made, number, random.Random(f"{seed}/{number}"))
 
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             ends = await asyncio.gather(*(one(number) for number in range(60)))
     finally:
         faults.cancel()

@@ -4,11 +4,13 @@ import json
 import subprocess
 import sys
 
+import msgspec
 import numpy as np
 import pytest
 
 from emberline.models.registry import load_model
-from emberline.weights.generated import generate_checkpoint
+from emberline.weights.generated import generate_checkpoint, generate_tensors
+from emberline.weights.tensor_names import canonical, hf_name
 from emberline.weights.tensor_shapes import check_tensors
 
 LLAMA = dict(
@@ -110,3 +112,42 @@ def test_matrices_are_quantized_as_the_configuration_says(quantization, kinds):
 def test_quantized_weights_load_on_a_cpu():
     model = load_model(generate_checkpoint(QWEN_MOE | dict(quantization_config=INT4), 0), "cpu")
     assert model.backend == "torch"
+
+
+def test_tokens_choose_as_many_experts_as_uniform_routing_would():
+    """Through experts of 4 bits, whose codes would add a common direction to all tokens if they had a mean."""
+    n_experts, top_k, layers, rows = 64, 8, 6, 12
+    values = QWEN_MOE | dict(
+        num_experts=n_experts, hidden_size=1024, moe_intermediate_size=256, num_hidden_layers=layers,
+        num_attention_heads=8, head_dim=128, vocab_size=4000,
+    )  # fmt: skip
+    made = generate_checkpoint(values | dict(quantization_config=INT4), 0)
+    x = made.weight("token_embd.weight").dense()[np.random.default_rng(0).choice(4000, rows, replace=False)]
+    touched = []
+    for layer in range(layers):
+        normed = x / np.sqrt((x**2).mean(1, keepdims=True))
+        chosen = np.argsort(-normed @ made.weight(f"blk.{layer}.ffn_gate_inp.weight").dense().T, 1)[:, :top_k]
+        touched.append(len(np.unique(chosen)))
+        for expert in np.unique(chosen):
+            gate, up, down = (
+                made.weight(f"blk.{layer}.ffn_{part}_exps.{expert}.weight").dense() for part in ("gate", "up", "down")
+            )
+            tokens = (chosen == expert).any(1)
+            gated = normed[tokens] @ gate.T
+            x[tokens] += (gated / (1 + np.exp(-gated)) * (normed[tokens] @ up.T)) @ down.T
+    assert np.mean(touched[-3:]) > 0.93 * n_experts * (1 - (1 - top_k / n_experts) ** rows)
+
+
+@pytest.mark.parametrize("values", [LLAMA, QWEN_MOE | dict(quantization_config=INT4)])
+def test_tensors_have_the_names_of_published_checkpoints(values):
+    config, tensors = generate_tensors(values, 0)
+    names = [tensor.name for tensor in tensors]
+    assert [canonical(hf_name(name, config), config) for name in names] == names
+
+
+def test_a_router_s_correction_is_named_as_it_is_published():
+    config, _ = generate_tensors(QWEN_MOE, 0)
+    config = msgspec.structs.replace(config, architecture="deepseek_v3")
+    published = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert hf_name("blk.1.exp_probs_b.bias", config) == published
+    assert canonical(published, config) == "blk.1.exp_probs_b.bias"

@@ -115,6 +115,19 @@ def test_sharded_checkpoint_equals_single_file(tmp_path: Path) -> None:
         np.testing.assert_array_equal(one.weight(name).dense(), many.weight(name).dense())
 
 
+def test_missing_shards_are_named(tmp_path: Path) -> None:
+    save(tmp_path, "llama", shard="20KB")
+    shards = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert len(shards) > 4
+    (tmp_path / shards[1]).unlink()
+    with pytest.raises(BadCheckpoint, match=f"1 of the {len(shards)} files that .* names are not in .*: {shards[1]};"):
+        open_checkpoint(tmp_path)
+    for name in shards[2:]:
+        (tmp_path / name).unlink()
+    with pytest.raises(BadCheckpoint, match=f"{len(shards) - 1} of the .*, …; download them again"):
+        open_checkpoint(tmp_path)
+
+
 def test_bfloat16_reaches_torch_unchanged(tmp_path: Path) -> None:
     tensors = save(tmp_path, "llama", dtype=torch.bfloat16)
     weight = open_checkpoint(tmp_path).weight("blk.0.attn_q.weight")

@@ -106,7 +106,7 @@ def read_all(files, limit=1 << 30):
 
 
 def bytes_read(ahead):
-    return sum(map(len, ahead._done.values()))
+    return sum(n for _, n in ahead._done.values())
 
 
 @pytest.fixture
@@ -133,6 +133,7 @@ def test_loader_uses_read_ahead_bytes(tmp_path, uncached):
     loader.fill(weight, target)
     loader.finish()
     assert torch.equal(target, torch.from_numpy(values))
+    assert bytes_read(ahead) == 0, "freed with the last copy"
 
 
 def test_loader_reads_what_exceeded_the_read_ahead_limit(tmp_path, uncached):

@@ -177,7 +177,7 @@ def test_the_vocabulary_need_not_divide() -> None:
 @pytest.mark.parametrize(
     ("changes", "of", "experts_by", "message"),
     [
-        ({}, 3, "width", "KV heads: 8 cannot be divided among 3 ranks"),
+        ({}, 3, "width", "KV heads: 8 cannot be divided among 3 ranks, but among 2 or 4"),
         ({"mlp_size": 66}, 4, "width", "width of the MLP: 66 cannot be divided among 4 ranks"),
         ({"moe": msgspec.structs.replace(EXPERTS, experts=6)}, 4, "expert", "experts: 6 cannot be divided"),
     ],
@@ -188,3 +188,11 @@ def test_what_does_not_divide_is_refused(
     source = checkpoint(msgspec.structs.replace(DEEPSEEK, **changes))
     with pytest.raises(BadCheckpoint, match=message):
         RankCheckpoint(source, Rank(0, of), experts_by)
+
+
+def test_columns_are_divided_between_groups() -> None:
+    weights = {"blk.0.ffn_down.weight": random_weight("q8_0", 32, 6)}
+    source = Checkpoint(CheckpointFiles(DEEPSEEK, weights, lambda: None))
+    assert RankCheckpoint(source, Rank(1, 2)).weight("blk.0.ffn_down.weight").shape == (32, 96)
+    with pytest.raises(BadCheckpoint, match="blocks of 32: it cannot be divided among 4 ranks, but among 3 or 6"):
+        RankCheckpoint(source, Rank(1, 4)).weight("blk.0.ffn_down.weight")

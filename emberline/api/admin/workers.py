@@ -1,17 +1,25 @@
 """Endpoints for operators: workers join, leave and drain while the server runs."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 from emberline.api.http.body import read_json
 from emberline.api.http.call import Call, Reply, json_reply
 from emberline.config import EndpointConfig
+from emberline.protocol.frames import WorkerRole
 from emberline.service.membership import WorkerChange
+
+MAX_WAIT_S = 60.0
 
 
 class WorkerName(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     name: str  # as `emberline ps` shows it
+
+
+class WorkerRoleChange(WorkerName, kw_only=True):
+    role: WorkerRole
+    wait_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_WAIT_S)] = 0.0  # for what it ran in its former role
 
 
 class LeavingWorker(WorkerName, kw_only=True):
@@ -19,6 +27,7 @@ class LeavingWorker(WorkerName, kw_only=True):
 
 
 _name_decoder = msgspec.json.Decoder(WorkerName)
+_role_decoder = msgspec.json.Decoder(WorkerRoleChange)
 _leave_decoder = msgspec.json.Decoder(LeavingWorker)
 _join_decoder = msgspec.json.Decoder(EndpointConfig)
 
@@ -30,6 +39,12 @@ async def drain(call: Call) -> Reply:
 
 async def undrain(call: Call) -> Reply:
     return await _rest(call, "undrain")
+
+
+async def role(call: Call) -> Reply:
+    """The worker serves prefill, decode or both from now on; its weights stay loaded, and its cache stays."""
+    body = await read_json(call, _role_decoder)
+    return await _change(call, WorkerChange(action="role", name=body.name, role=body.role, wait_s=body.wait_s))
 
 
 async def leave(call: Call) -> Reply:
@@ -44,7 +59,12 @@ async def join(call: Call) -> Reply:
     return await _change(call, WorkerChange(action="join", name=body.name, config=body))
 
 
-async def _rest(call: Call, action: Literal["drain", "undrain"]) -> Reply:
+async def restart(call: Call) -> Reply:
+    """The worker finishes what it has and ends, with a status that says to start it again."""
+    return await _rest(call, "restart")
+
+
+async def _rest(call: Call, action: Literal["drain", "undrain", "restart"]) -> Reply:
     body = await read_json(call, _name_decoder)
     return await _change(call, WorkerChange(action=action, name=body.name))
 

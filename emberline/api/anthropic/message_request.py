@@ -10,6 +10,7 @@ from emberline.api.common.messages import join_text
 from emberline.api.common.response_format import RequestedFormat
 from emberline.api.common.sampling_fields import (
     Probability,
+    SpeculationField,
     StopStrings,
     TokenCount,
     clamp_top_p,
@@ -24,8 +25,20 @@ from emberline.protocol.request import GenerateRequest, Message, OutputFormat, R
 from emberline.service.validation import MAX_TOKENS, MAX_TOOLS
 
 
+class CacheControl(msgspec.Struct):
+    """How long the client wants the conversation kept in the cache; of several the longest counts."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+    @property
+    def ttl_s(self) -> int:
+        return 3_600 if self.ttl == "1h" else 300
+
+
 class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
     text: str
+    cache_control: CacheControl | None = None
 
 
 class OnlyTextBlock(msgspec.Struct):
@@ -33,18 +46,21 @@ class OnlyTextBlock(msgspec.Struct):
 
     type: Literal["text"]
     text: str
+    cache_control: CacheControl | None = None
 
 
 class ToolUse(msgspec.Struct, tag_field="type", tag="tool_use"):
     id: str
     name: str
     input: dict[str, Any] = {}
+    cache_control: CacheControl | None = None
 
 
 class ToolResult(msgspec.Struct, tag_field="type", tag="tool_result"):
     tool_use_id: str
     content: str | list[OnlyTextBlock] | None = None
     is_error: bool | None = None
+    cache_control: CacheControl | None = None
 
 
 class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
@@ -74,6 +90,7 @@ class AnthropicTool(msgspec.Struct):
     input_schema: dict[str, Any] | None = None
     type: Annotated[str | None, Meta(extra_json_schema={"enum": ["custom", None]})] = None
     strict: bool | None = None
+    cache_control: CacheControl | None = None
 
 
 class AnthropicToolChoice(msgspec.Struct):
@@ -103,6 +120,15 @@ class CountRequest(NoSamplingFields, kw_only=True):
     thinking: Thinking | None = None
     output_format: OutputSchema | None = None
     output_config: OutputConfig | None = None
+    cache_control: CacheControl | None = None
+
+    @property
+    def cache_ttl_s(self) -> int:
+        """The longest that some part of the request asks for."""
+        blocks = [block for turn in self.messages if not isinstance(turn.content, str) for block in turn.content]
+        system = self.system if isinstance(self.system, list) else []
+        found = (getattr(part, "cache_control", None) for part in (self, *system, *(self.tools or ()), *blocks))
+        return max((control.ttl_s for control in found if control is not None), default=0)
 
     @property
     def hides_thinking(self) -> bool:
@@ -126,12 +152,14 @@ class CountRequest(NoSamplingFields, kw_only=True):
             sampling=self.sampling(),
             left_to_model=left_to_model(self),
             session=session,
+            cache_ttl_s=self.cache_ttl_s,
             continue_final=continue_final,
             tools=tools.tools,
             tool_choice=tools.choice,
             parallel_tool_calls=not (self.tool_choice and self.tool_choice.disable_parallel_tool_use),
             output=output,
             reasoning=self.thinking.reasoning(effort) if self.thinking else Reasoning(effort=effort),
+            speculation=SpeculationField.setting(self.speculation),
         )
         message_fields = [field for _, field in messages]
         return request, FieldNames(
@@ -178,6 +206,7 @@ class MessagesRequest(CountRequest, kw_only=True):
     stop_sequences: StopStrings | None = None
     metadata: AnthropicMetadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
+    speculation: SpeculationField | None = None
 
     def to_request(self, request_id: str, session: str | None = None) -> tuple[GenerateRequest, FieldNames]:
         session = session_name(session, self.metadata.user_id if self.metadata else None)

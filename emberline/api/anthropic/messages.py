@@ -6,7 +6,7 @@ import msgspec
 
 from emberline.api.anthropic.message_request import CountRequest, MessagesRequest
 from emberline.api.anthropic.upstream_passthrough import anthropic_card, forward_message
-from emberline.api.common.answer import collect, cost_field, json_arguments
+from emberline.api.common.answer import collect, cost_field, drafts_field, json_arguments, tiers_field
 from emberline.api.http.body import decode, read_model_body
 from emberline.api.http.call import Call, Reply, encode, json_reply
 from emberline.api.http.errors import Dialect, HeaderList, error_body
@@ -56,8 +56,10 @@ def _usage_body(usage: Usage) -> Json:
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.cached_tokens,
+        **tiers_field(usage, "cache_read_input_tokens"),
         "output_tokens": usage.completion_tokens,
         **cost_field(usage),
+        **drafts_field(usage),
     }
     if usage.reasoning_tokens:
         body["output_tokens_details"] = {"thinking_tokens": usage.reasoning_tokens}

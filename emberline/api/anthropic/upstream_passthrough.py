@@ -17,7 +17,7 @@ from emberline.api.http.sse import named_event
 from emberline.catalog.model_card import ModelCard
 from emberline.protocol.errors import EmberlineError
 from emberline.protocol.request import Priority, alias_caller
-from emberline.upstream.request import MESSAGES, UpstreamRequest
+from emberline.upstream.request import MESSAGES, UpstreamRequest, check_known
 
 _VERSION = re.compile(r"\d{4}-\d{2}-\d{2}")
 _BETAS = re.compile(r"[A-Za-z0-9,_ .-]{1,1000}")
@@ -31,6 +31,7 @@ class _Body(msgspec.Struct, kw_only=True):
     messages: Raw
     max_tokens: Annotated[int, Meta(ge=0)]
     stream: bool | None = None
+    speculation: Raw | None = None  # of our own engines
 
 
 _body = msgspec.json.Decoder(_Body)
@@ -54,6 +55,8 @@ def anthropic_card(call: Call, raw: bytes) -> ModelCard | None:
 
 async def forward_message(call: Call, card: ModelCard, raw: bytes, headers: HeaderList) -> Reply | None:
     body = decode(raw, _body)
+    if body.speculation is not None:
+        check_known("speculation", "anthropic")
     call.service.check_scope(call.principal, card)
     upstream = call.service.upstream
     model, access = upstream.target(card, call.principal)

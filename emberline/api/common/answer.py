@@ -24,9 +24,10 @@ def usage_body(usage: Usage) -> dict[str, Any]:
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.total_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens, **tiers_field(usage, "cached_tokens")},
         "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         **cost_field(usage),
+        **drafts_field(usage),
     }
 
 
@@ -35,6 +36,20 @@ def cost_field(usage: Usage) -> dict[str, Any]:
     if (cost := usage.cost) is None:
         return {}
     return {"cost": None if cost.pico is None else msgspec.Raw(format_amount(cost.pico).encode())}
+
+
+def drafts_field(usage: Usage) -> dict[str, Any]:
+    """What speculative decoding gave; nothing if the client has not asked for it."""
+    if (drafts := usage.drafts) is None:
+        return {}
+    return {"speculation": {"draft_tokens": drafts.drafted, "accepted_tokens": drafts.accepted}}
+
+
+def tiers_field(usage: Usage, name: str) -> dict[str, Any]:
+    """Which tiers of the KV cache the cached tokens came from; nothing if all were on the device. `name`: of the field
+    beside it."""
+    tiers = usage.cached_below_device
+    return {f"{name}_by_tier": tiers} if tiers else {}
 
 
 def logprobs_body(tokens: list[TextLogprob]) -> dict[str, Any]:

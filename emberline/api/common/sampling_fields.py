@@ -6,10 +6,11 @@
 from hashlib import blake2b
 from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import Meta
 
 from emberline.api.common.unsupported_fields import PeerFields
-from emberline.protocol.request import MODEL_DEFAULTS, Priority, SamplingParams
+from emberline.protocol.request import MAX_DRAFT_TOKENS, MODEL_DEFAULTS, Priority, SamplingParams, Speculation
 from emberline.service.validation import (
     MAX_BAD_WORDS,
     MAX_BIASES,
@@ -46,6 +47,7 @@ LogitBias = Annotated[
     dict[Annotated[str, Meta(pattern="^[0-9]{1,9}$")], Annotated[float, Meta(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]],
     Meta(max_length=MAX_BIASES),
 ]
+CacheRetention = Literal["in_memory", "in-memory", "24h"]
 ServiceTier = Literal["auto", "default", "flex", "priority"]
 Metadata = Annotated[dict[str, Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
 
@@ -56,6 +58,17 @@ PRIORITY = {
     "flex": Priority.FLEX,
     "priority": Priority.PRIORITY,
 }
+
+
+class SpeculationField(msgspec.Struct, forbid_unknown_fields=True):
+    """Our extension: how much of speculative decoding a request wants, and whether its usage tells what it gave."""
+
+    max_draft_tokens: Annotated[int, Meta(ge=0, le=MAX_DRAFT_TOKENS)] | None = None
+    report: bool = False
+
+    @staticmethod
+    def setting(asked: "SpeculationField | None") -> Speculation:
+        return Speculation() if asked is None else Speculation(asked.max_draft_tokens, asked.report)
 
 
 class SamplingFields(PeerFields, kw_only=True):
@@ -82,7 +95,9 @@ class SamplingFields(PeerFields, kw_only=True):
     n: NumChoices | None = None
     user: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: CacheRetention | None = None
     service_tier: ServiceTier | None = None
+    speculation: SpeculationField | None = None
 
     def sampling(self, default_temperature: float, logprobs: int | None = None) -> SamplingParams:
         return SamplingParams(
@@ -106,6 +121,10 @@ class SamplingFields(PeerFields, kw_only=True):
         )
 
     @property
+    def cache_ttl_s(self) -> int:
+        return cache_ttl_s(self.prompt_cache_retention)
+
+    @property
     def left_to_model(self) -> tuple[str, ...]:
         return left_to_model(self)
 
@@ -127,6 +146,11 @@ class SamplingFields(PeerFields, kw_only=True):
 def left_to_model(body: Any) -> tuple[str, ...]:
     """The sampling parameters of the body that the client has not set, or cannot set in this API."""
     return tuple(name for name in MODEL_DEFAULTS if getattr(body, name, None) is None)
+
+
+def cache_ttl_s(retention: str | None) -> int:
+    """How long the client wants its KV kept; 0: it does not say."""
+    return 86_400 if retention == "24h" else 300 if retention is not None else 0
 
 
 def clamp_top_p(top_p: float | None) -> float:

@@ -84,8 +84,8 @@ IGNORED = {
     "stream_options": "streams that cannot leave the usage out always have it",
     # Hints about speed: the answer is the same without them.
     "prediction": "OpenAI's predicted output",
-    "prompt_cache_retention": "prefixes are cached while there is room",
-    "cache_control": "Anthropic's; prefixes are cached by themselves",
+    "prompt_cache_retention": "OpenAI's; in its APIs it is a hint for retention",
+    "cache_control": "Anthropic's; in its API it is a hint for retention. Prefixes are cached by themselves",
     "cache_prompt": "llama.cpp's; prefixes are cached by themselves",
     "id_slot": "llama.cpp's; slots are assigned by the scheduler",
     "keep_alive": "Ollama's; `[models] keep_alive_s` decides how long models stay loaded",
@@ -329,3 +329,4 @@ class NoSamplingFields(PeerFields, kw_only=True):
     guided_grammar: UnsupportedField = None
     guided_whitespace_pattern: UnsupportedField = None
     structured_outputs: UnsupportedField = None
+    speculation: UnsupportedField = None

@@ -33,9 +33,12 @@ if TYPE_CHECKING:  # the API needs the types of what it is given, not their impo
     from emberline.catalog.model_card import ModelCard
     from emberline.jobs.queue.queue import Queue
     from emberline.jobs.webhooks.service import WebhookService
+    from emberline.protocol.member import Challenge, Signed
+    from emberline.service.cluster import ClusterStatus
     from emberline.service.event_log import EventLogs
     from emberline.service.gateway.service import GatewayService
     from emberline.service.health import Health
+    from emberline.service.kv_cache import KVCacheAdmin
     from emberline.service.membership import WorkerChange
     from emberline.service.responses import ResponseStore
     from emberline.service.status import Status, StatusQuery
@@ -154,6 +157,22 @@ class Backend(Protocol):
     async def change_workers(self, change: "WorkerChange") -> list[str]:
         """Workers join, leave or drain; returns their names."""
 
+    async def join_challenge(self) -> "Challenge": ...
+
+    async def announce(self, signed: "Signed") -> "Signed":
+        """A worker announces itself to the cluster."""
+
+    async def cluster_status(self) -> "ClusterStatus": ...
+
+    async def scaling_plan(self, model: str, limit: int) -> dict[str, Any]:
+        """What the planner saw, did and why, of one model, or of all (empty)."""
+
+    async def set_scaling_bounds(self, model: str, changes: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Returns those in effect. `changes` None: those of the configuration count again."""
+
+    @property
+    def kv_cache(self) -> "KVCacheAdmin": ...
+
     def model_state(self, model_id: str) -> str:
         """Of a model that the server loads and unloads; empty for others."""
 
@@ -259,6 +278,15 @@ class Call:
         return self._auth.needs_key
 
     @property
+    def shares_kv(self) -> bool:
+        """Accounts share cached KV: it is not known whose it is."""
+        return self._auth.shares_kv
+
+    def salt_of(self, account: str) -> bytes:
+        """Of an account's cached KV."""
+        return self._auth.salt_of(account)
+
+    @property
     def trusted(self) -> bool:
         """Whether the caller of an open route is an admin."""
         try:
@@ -355,6 +383,14 @@ class Call:
         return next((value for name in _SESSION_HEADERS if (value := self.headers.get(name))), None)
 
     @property
+    def session_final(self) -> bool:
+        """Whether the client says that its session ends with this request."""
+        value = self.headers.get("x-session-final") or "false"
+        if value not in ("true", "false"):
+            raise BadInput("`x-session-final` must be true or false", param="x-session-final")
+        return value == "true"
+
+    @property
     def traceparent(self) -> str:
         """Of the trace that the request belongs to, for work that it queues; empty: none."""
         trace = trace_context.current.get()
@@ -390,6 +426,8 @@ class Call:
         return self.enum_param(name, ("true", "false"), "true" if default else "false") == "true"
 
     def generate(self, request: GenerateRequest) -> Events:
+        if self.session_final:
+            request = msgspec.structs.replace(request, session_final=True)
         if self.gateway is not None:
             return self.gateway.generate(request, self._admitted, self._completed)
         return self.service.generate(request, self.principal, on_admit=self._admitted, on_complete=self._completed)

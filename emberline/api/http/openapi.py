@@ -101,7 +101,10 @@ def _responses(route: Route) -> dict[str, Any]:
 
 def _content_types(route: Route) -> list[str]:
     special = {"/": ["text/html"], "/operations": ["text/html"], "/metrics": ["text/plain"]}
+    special["/api/cache/export"] = ["application/octet-stream"]
     special["/assets/{asset}"] = ["text/javascript", "text/css", "image/svg+xml"]
+    if route.path.endswith("/events"):
+        return ["application/json", "text/event-stream"]
     if route.body is not None or route.dialect is Dialect.GATEWAY:
         return ["application/json", "application/x-ndjson" if route.dialect is Dialect.OLLAMA else "text/event-stream"]
     return special.get(route.path, ["application/json"])

@@ -59,6 +59,7 @@ APIS = {
     "ai-api": "models",
     "binding": "run",
     "gateways": "gateways",
+    "cache": "cache",
 }
 API_NAMES = tuple(dict.fromkeys(APIS.values()))
 

@@ -109,6 +109,7 @@ class TextRequest(ModelRequest, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     template: UnsupportedField = None
+    speculation: UnsupportedField = None
     truncate: bool | None = None  # a conversation that does not fit is refused, not cut
     shift: bool | None = None
 

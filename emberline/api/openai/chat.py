@@ -9,7 +9,7 @@ from msgspec import Meta
 from emberline.api.common.answer import logprobs_body, usage_body
 from emberline.api.common.chat_fields import ChatFields
 from emberline.api.common.messages import ChatMessage, canonical_messages
-from emberline.api.common.sampling_fields import TopLogprobs, session_name
+from emberline.api.common.sampling_fields import SpeculationField, TopLogprobs, session_name
 from emberline.api.common.tools import (
     DeclaredFunctions,
     FunctionCallField,
@@ -88,8 +88,10 @@ class ChatRequest(ChatFields, kw_only=True):
             left_to_model=self.left_to_model,
             n=self.n or 1,
             session=session_name(session, self.prompt_cache_key, self.user),
+            cache_ttl_s=self.cache_ttl_s,
             priority=self.priority_class,
             reject_if_busy=self.reject_if_busy,
+            speculation=SpeculationField.setting(self.speculation),
             **fields,
         )
         return request, names

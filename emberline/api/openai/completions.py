@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from emberline.api.common.answer import MIN_LOGPROB, usage_body
 from emberline.api.common.response_format import GenerationFields
-from emberline.api.common.sampling_fields import TokenId, session_name
+from emberline.api.common.sampling_fields import SpeculationField, TokenId, session_name
 from emberline.api.common.unsupported_fields import TrueField, refuse_unsupported, unsupported
 from emberline.api.http.call import Events
 from emberline.api.http.errors import Dialect, FieldNames
@@ -18,7 +18,7 @@ from emberline.api.openai.chat import ChunkStream, StreamOptions, UsageOptions
 from emberline.protocol import token_ids
 from emberline.protocol.answer import Answer, AnswerChoice
 from emberline.protocol.errors import BadInput
-from emberline.protocol.events import Completed, Cost, Started, TextEvent, TextLogprob, Usage
+from emberline.protocol.events import Completed, Cost, DraftUsage, Started, TextEvent, TextLogprob, Usage
 from emberline.protocol.request import GenerateRequest
 
 MAX_PROMPTS = 128
@@ -54,8 +54,10 @@ class CompletionRequest(GenerationFields, kw_only=True):
                 left_to_model=self.left_to_model,
                 n=self.n or 1,
                 session=session,
+                cache_ttl_s=self.cache_ttl_s,
                 priority=self.priority_class,
                 reject_if_busy=self.reject_if_busy,
+                speculation=SpeculationField.setting(self.speculation),
                 output=output,
             )
             for number, prompt in enumerate(self._prompts())
@@ -181,7 +183,13 @@ def _total(usages: list[Usage]) -> Usage:
         reasoning_tokens=sum(usage.reasoning_tokens for usage in usages),
         cached_by_tier=cached,
         cost=_total_cost(usages),
+        drafts=_total_drafts(usages),
     )
+
+
+def _total_drafts(usages: list[Usage]) -> DraftUsage | None:
+    found = [usage.drafts for usage in usages if usage.drafts is not None]
+    return DraftUsage(sum(each.drafted for each in found), sum(each.accepted for each in found)) if found else None
 
 
 def _total_cost(usages: list[Usage]) -> Cost | None:

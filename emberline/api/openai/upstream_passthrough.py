@@ -54,7 +54,7 @@ _OPENAI_FIELDS = frozenset(  # known to any OpenAI-compatible server; the others
 )
 
 
-_OURS = ("usage", "options", "rejectIfBusy")  # fields that are for this server
+_OURS = ("usage", "options", "rejectIfBusy", "speculation")  # fields that are for this server
 
 
 class PassthroughBody(SamplingFields, kw_only=True):
@@ -241,6 +241,8 @@ def _upstream_request(
     upstream = call.service.upstream
     model, access = upstream.target(card, call.principal)
     takes_any = upstream.takes_any_field(card, access)
+    if body.speculation is not None:
+        check_known("speculation", upstream.kind_of(card, access))
     n_images = body.check(fetches=takes_any)
     fields = _all_fields(raw) if takes_any else body.upstream_fields(upstream.kind_of(card, access))
     fields |= {"model": model, **upstream.cache_salt(card, call.principal)}

@@ -43,7 +43,13 @@ _USAGE = {
         "prompt_tokens": {"type": "integer"},
         "completion_tokens": {"type": "integer"},
         "total_tokens": {"type": "integer"},
-        "prompt_tokens_details": {"type": "object", "properties": {"cached_tokens": {"type": "integer"}}},
+        "prompt_tokens_details": {
+            "type": "object",
+            "properties": {
+                "cached_tokens": {"type": "integer"},
+                "cached_tokens_by_tier": {"type": "object", "additionalProperties": {"type": "integer"}},
+            },
+        },
     },
 }
 _TOOL_CALL = {

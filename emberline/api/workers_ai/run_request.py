@@ -7,7 +7,7 @@ from msgspec import Meta
 
 from emberline.api.common.chat_fields import ChatFields
 from emberline.api.common.messages import ChatMessage, canonical_messages
-from emberline.api.common.sampling_fields import session_name
+from emberline.api.common.sampling_fields import SpeculationField, session_name
 from emberline.api.common.unsupported_fields import UnsupportedField, unsupported
 from emberline.api.http.errors import FieldNames
 from emberline.protocol.errors import BadInput
@@ -61,8 +61,10 @@ class RunRequest(ChatFields, kw_only=True):
             sampling=self.sampling(DEFAULT_TEMPERATURE),
             left_to_model=self.left_to_model,
             session=session_name(session, self.prompt_cache_key, self.user),
+            cache_ttl_s=self.cache_ttl_s,
             priority=self.priority_class,
             reject_if_busy=self.reject_if_busy or bool(self.options and self.options.reject_if_busy),
+            speculation=SpeculationField.setting(self.speculation),
             **fields,
         )
         return request, names

@@ -1,10 +1,13 @@
 """The rows of a plan in device order, the buffers that upload them, and prefixes that decode rows share."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from msgspec import structs
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -19,8 +22,15 @@ from emberline.engine.gpu.shapes import (
 )
 from emberline.engine.gpu.slots import Slots
 from emberline.engine.gpu.stream import Upload
-from emberline.engine.scheduler.plan import Row, StepPlan
-from emberline.kernels.decode_inputs import HEADER_ROWS, LAST_SAMPLED, NO_BLOCK, PADDING, DecodeInputs, SlotState
+from emberline.engine.scheduler.plan import Masks, Row, StepPlan
+from emberline.kernels.decode_inputs import (
+    LAST_SAMPLED,
+    NO_BLOCK,
+    PADDING,
+    DecodeInputs,
+    SlotState,
+    header_rows,
+)
 from emberline.kernels.gpu.workspace import PrefillChunk, StepShape
 from emberline.models.decoder import StepInputs
 from emberline.protocol.block_hash import BLOCK_TOKENS
@@ -80,6 +90,7 @@ class StepBatch:
     order: list[int] = field(default_factory=list)  # their indices among the samples of the step, without padding
     logprobs: list[int | None] | None = None  # what each of them wants; None: none wants any
     masked: bool = False  # some row has a grammar, and waits for its mask
+    left_out: list[int] | None = None  # drafts of each sampling row, where the step does not verify them
 
     @property
     def n_samples(self) -> int:
@@ -88,7 +99,34 @@ class StepBatch:
     def sample_indices(self, n_decodes: int) -> list[int]:
         """`order`, with the decode rows padded to n_decodes."""
         d = len(self.decodes)
-        return self.order if n_decodes == d else [n if n < d else n - d + n_decodes for n in self.order]
+        return (
+            self.order if n_decodes == d or not self.chunks else [n if n < d else n - d + n_decodes for n in self.order]
+        )
+
+    def verify(self, n_tokens: int) -> None:
+        """All its rows decode, padded to n_tokens each: from here on slots, order and logprobs are those of draws."""
+        n_draws = [1 + row.n_drafts for row in self.decodes]
+        self.order = [r * n_tokens + i for r, n in enumerate(n_draws) for i in range(n)]
+        self.slots = [slot for slot, n in zip(self.slots, n_draws) for _ in range(n)]
+        if self.logprobs is not None:
+            self.logprobs = [wanted for wanted, n in zip(self.logprobs, n_draws) for _ in range(n)]
+
+    def leave_out_drafts(self, plan: StepPlan) -> None:
+        """The step draws once for each row."""
+        self.left_out = [row.n_drafts for row in plan.rows if row.samples]
+        # Blocks for drafts are uploaded with the table: a packet has only that of the row's own token.
+        self.decodes = [
+            structs.replace(row, draft_ids=b"", blocks=None) if row.draft_ids else row for row in self.decodes
+        ]
+
+    def own_masks(self, masks: Masks) -> Masks:
+        """Those of the draws that the step makes, by their indices among these."""
+        if self.left_out is None:
+            return masks
+        firsts = accumulate((1 + n for n in self.left_out[:-1]), initial=0)  # of each row's draws
+        index = {first: n for n, first in enumerate(firsts)}
+        kept = [(n, place) for n, place in enumerate(masks.rows) if place in index]
+        return Masks([index[place] for _, place in kept], masks.bits[[n for n, _ in kept]])
 
     @property
     def n_tokens(self) -> int:
@@ -115,40 +153,65 @@ class StepBatch:
         return batch
 
 
+class VerifyShape(NamedTuple):
+    """The layout of a step that verifies drafts: the key of its CUDA graph."""
+
+    n_rows: int
+    n_tokens: int  # of each row: its own, and drafts
+
+
 class DecodeBuffers:
     """The fixed buffers that captured decode steps read and write."""
 
-    def __init__(self, max_rows: int, n_groups: int, width: int, device: torch.device) -> None:
+    def __init__(
+        self, max_rows: int, n_groups: int, width: int, device: torch.device, verified: Sequence[VerifyShape] = ()
+    ) -> None:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         self._n_groups = n_groups
-        self._upload = Upload((HEADER_ROWS + 2 * n_groups) * max_rows, device)
-        self._packet = zeros((HEADER_ROWS + 2 * n_groups) * max_rows)
-        self._starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
-        self._samples = torch.arange(max_rows, device=device)
+        shapes = [VerifyShape(max_rows, 1), *verified]
+        n_words = max((header_rows(n) + 2 * n_groups) * rows for rows, n in shapes)
+        n_tokens = max(rows * n for rows, n in shapes)
+        self._upload = Upload(n_words, device)
+        self._packet = zeros(n_words)
+        self._starts = {
+            n: torch.arange(0, (max_rows + 1) * n, n, dtype=torch.int32, device=device) for n in {s[1] for s in shapes}
+        }
+        self._samples = torch.arange(n_tokens, device=device)
         self._sharing = Upload(max_rows + 2, device)
         self._shared = zeros(max_rows + 2)
         self.inputs = DecodeInputs(
-            zeros(max_rows), zeros(max_rows), zeros(max_rows), zeros(max_rows), zeros(n_groups, max_rows, width)
+            zeros(n_tokens),
+            zeros(n_tokens),
+            zeros(n_tokens),
+            zeros(max_rows),
+            zeros(n_groups, max_rows, width),
+            zeros(n_tokens),
         )
 
-    def packet(self, n_rows: int) -> Tensor:
-        return self._packet[: (HEADER_ROWS + 2 * self._n_groups) * n_rows].view(-1, n_rows)
+    def packet(self, n_rows: int, n_tokens: int = 1) -> Tensor:
+        return self._packet[: (header_rows(n_tokens) + 2 * self._n_groups) * n_rows].view(-1, n_rows)
 
-    def send(self, rows: list[Row], n_rows: int) -> None:
-        """Queue the packet of these rows, padded to n_rows."""
-        n, n_words = len(rows), (HEADER_ROWS + 2 * self._n_groups) * n_rows
+    def send(self, rows: list[Row], n_rows: int, n_tokens: int = 1) -> None:
+        """Queue the packet of these rows, padded to n_rows of n_tokens."""
+        header = header_rows(n_tokens)
+        n, n_words = len(rows), (header + 2 * self._n_groups) * n_rows
         columns = self._upload.array()[:n_words].reshape(-1, n_rows)
         columns[0, :n] = [row.slot for row in rows]
         columns[1, :n] = [row.start for row in rows]
         columns[2, :n] = [LAST_SAMPLED if row.follows else token_of(row) for row in rows]
-        columns[HEADER_ROWS:] = NO_BLOCK
+        if n_tokens > 1:
+            columns[3, :n] = [row.n_drafts for row in rows]
+            drafts = b"".join([row.draft_ids.ljust(4 * n_tokens - 4, b"\0") for row in rows])
+            columns[4:header, :n] = np.frombuffer(drafts, "<u4").reshape(n, n_tokens - 1).T
+            columns[3:header, n:] = 0
+        columns[header:] = NO_BLOCK
         grown = [(r, row.blocks) for r, row in enumerate(rows) if row.blocks is not None]
         for g in range(self._n_groups):
-            columns[HEADER_ROWS + self._n_groups + g, :n] = [row.passed[g] for row in rows]
+            columns[header + self._n_groups + g, :n] = [row.passed[g] for row in rows]
             if grown:
-                columns[HEADER_ROWS + g, [r for r, _ in grown]] = [blocks[g][0] for _, blocks in grown]
+                columns[header + g, [r for r, _ in grown]] = [blocks[g][0] for _, blocks in grown]
         columns[1, n:], columns[0, n:], columns[2, n:] = PADDING, 0, 0
         self._upload.send(n_words, self._packet)
 
@@ -162,17 +225,17 @@ class DecodeBuffers:
     def shared(self, n_rows: int) -> tuple[Tensor, Tensor]:
         return self._shared[:2], self._shared[2 : 2 + n_rows]
 
-    def step(self, n_rows: int, cascade: bool) -> StepInputs:
+    def step(self, n_rows: int, cascade: bool, n_tokens: int = 1) -> StepInputs:
         shared, shares = self.shared(n_rows) if cascade else (None, None)
-        to = self.inputs
+        to, n = self.inputs, n_rows * n_tokens
         return StepInputs(
-            token_ids=to.token_ids[:n_rows],
-            positions=to.positions[:n_rows],
-            query_starts=self._starts[: n_rows + 1],
+            token_ids=to.token_ids[:n],
+            positions=to.positions[:n],
+            query_starts=self._starts[n_tokens][: n_rows + 1],
             context_lens=to.context_lens[:n_rows],
             block_tables=[table[:n_rows] for table in to.tables],
-            sample_tokens=self._samples[:n_rows],
-            shape=StepShape(n_rows, shared_prefix=shared, prefix_lens=shares),
+            sample_tokens=self._samples[:n],
+            shape=StepShape(n_rows, shared_prefix=shared, prefix_lens=shares, row_tokens=n_tokens),
         )
 
 
@@ -273,6 +336,9 @@ class MixedBuffers:
         step_shape = StepShape(shape.n_decodes, longest_query, prefix, shares, chunks)
         n_samples = shape.n_rows if batch is None else batch.n_samples
         return StepInputs(token_ids, positions, starts, contexts, tables, samples[:n_samples].long(), step_shape)
+
+    def row_slots(self, shape: MixedShape) -> Tensor:
+        return self._buffer[shape.slices[4]]
 
     def sampled_rows(self, shape: MixedShape, batch: StepBatch | None) -> SampledRows:
         slots, positions = (self._buffer[each] for each in shape.slices[-2:])

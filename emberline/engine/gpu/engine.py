@@ -4,52 +4,26 @@ import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from emberline.engine.gpu.memory_budget import (
-    DeviceMemoryBudget,
-    device_memory_budget,
-    reserve_bytes,
-    runner_state_bytes,
-)
+from emberline.engine.gpu.memory_budget import DeviceMemoryBudget, device_memory_budget
+from emberline.engine.gpu.rank_memory import StepMemory, bound_context, weight_bytes
 from emberline.engine.gpu.runner import GpuRunner
-from emberline.engine.gpu.shapes import CHUNK_ROWS, GPU_SHAPES, MAX_GRAPH_TOKENS
+from emberline.engine.gpu.shapes import GPU_SHAPES, most_drafts
 from emberline.engine.gpu.slots import SlotSampler
-from emberline.engine.gpu.step_time import tensor_bytes
 from emberline.engine.scheduler.latency_target import LatencyTarget
 from emberline.engine.scheduler.limits import Limits
-from emberline.kernels.backend import LatentAttention, MoE
 from emberline.kernels.gpu import decode_inputs as inputs
+from emberline.kernels.gpu import draft_chain as chain
 from emberline.kernels.gpu import sampler as sampling
-from emberline.kernels.gpu.matmul import workspace_needs
 from emberline.kernels.gpu.sampler_table import SamplerTable
-from emberline.kernels.gpu.workspace import Workspace, WorkspaceSizes
 from emberline.models.decoder import Decoder
+from emberline.models.draft_head import GpuDraftHead
+from emberline.models.draft_model import DraftModel
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class StepMemory:
-    """Bytes that steps take beside weights and KV cache, known before anything is allocated."""
-
-    sizes: WorkspaceSizes
-    workspace: int
-    state: int  # tables and buffers by slot, including the sampler
-    reserve: int  # allocated later: CUDA graphs, libraries, results of attention
-
-    @classmethod
-    def of(cls, model: Decoder, limits: Limits) -> "StepMemory":
-        n_rows, n_groups = limits.max_running + CHUNK_ROWS, len(model.kv_groups)
-        n_tokens = max(limits.token_budget, MAX_GRAPH_TOKENS)
-        sizes = WorkspaceSizes.of(model, n_tokens, n_rows, n_rows, **workspace_needs(model.matrices))
-        state = runner_state_bytes(limits, n_groups) + SamplerTable.bytes(limits.max_running, limits.vocab_size)
-        result = max(2 * attn.output_dim + 4 * attn.heads for attn in model.attentions)  # bf16; float32 log-sum-exp
-        latent = sum(isinstance(attn, LatentAttention) for attn in model.attentions)
-        experts = sum(isinstance(block, MoE) for block in model.feed_forwards)
-        dense_layers = len(model.layers) + 0.6 * (latent + experts)  # each has about five launches more
-        return cls(sizes, Workspace.bytes(sizes), state, reserve_bytes(limits, n_groups, result, dense_layers))
 
 
 @dataclass(slots=True)
@@ -61,29 +35,60 @@ class GpuEngine:
     sampler: SlotSampler
     memory: DeviceMemoryBudget
     prefill: LatencyTarget
+    speculates: bool = False  # steps may verify drafts
+    head: GpuDraftHead | DraftModel | None = None
 
     @classmethod
     def open(
-        cls, model: Decoder, limits: Limits, device: str, kv_bytes: int | None, memory_share: float = 1.0
+        cls,
+        model: Decoder,
+        limits: Limits,
+        device: str,
+        kv_bytes: int | None,
+        memory_share: float = 1.0,
+        speculates: bool = False,
+        head: GpuDraftHead | DraftModel | None = None,
     ) -> "GpuEngine":
         """`limits` of the model; the KV cache may reduce its context further. `memory_share`: of the device."""
         weights = torch.cuda.memory_allocated(device)
-        step = StepMemory.of(model, limits)
+        limits = bound_context(limits, model, torch.cuda.mem_get_info(device)[0])
+        step = StepMemory.of(model, limits, speculates, head)
         model.kernels.reserve(step.sizes)
-        sampler = SamplerTable(limits.max_running, limits.vocab_size, device, max_rows=step.sizes.max_rows)
+        if isinstance(head, DraftModel):
+            head.decoder.kernels.reserve(step.draft_sizes)
+        sampler = SamplerTable(limits.max_running, limits.vocab_size, device, max_rows=step.sizes.max_samples)
         free, total = torch.cuda.mem_get_info(device)
         allocated = torch.cuda.memory_reserved(device)
         memory = device_memory_budget(
-            total, free, weights, step.workspace, step.state, step.reserve, allocated, kv_bytes, memory_share
+            total,
+            free,
+            weights,
+            step.workspace,
+            step.state,
+            step.reserve + step.collectives,
+            allocated,
+            kv_bytes,
+            memory_share,
         )
         _log.info("%s", memory.table())
-        return cls(model, device, sampler, memory, LatencyTarget(GPU_SHAPES))
+        prefill = LatencyTarget(GPU_SHAPES, most_drafts=partial(most_drafts, max_rows=limits.max_running))
+        return cls(model, device, sampler, memory, prefill, speculates, head)
 
     def runner(
         self, n_blocks: Sequence[int], limits: Limits, graphs: bool = True, pools: Sequence[torch.Tensor] | None = None
     ) -> GpuRunner:
         return GpuRunner(
-            self.model, n_blocks, limits, self.device, _Kernels(), self.sampler, self.prefill, graphs, pools
+            self.model,
+            n_blocks,
+            limits,
+            self.device,
+            _Kernels(),
+            self.sampler,
+            self.prefill,
+            graphs,
+            pools,
+            self.speculates,
+            self.head,
         )
 
 
@@ -92,16 +97,30 @@ class _Kernels:
 
     prepare = staticmethod(inputs.prepare)
     keep = staticmethod(inputs.keep)
+    accept = staticmethod(inputs.accept)
     sample = staticmethod(sampling.sample_batch)
+    carry = staticmethod(chain.carry)
+    keep_accepted = staticmethod(chain.keep_accepted)
+    begin_chain = staticmethod(chain.begin_chain)
+    draw_drafts = staticmethod(chain.draw_drafts)
 
 
 def check_fits(model: Decoder, limits: Limits, device: str, kv_bytes: int | None, memory_share: float = 1.0) -> None:
     """Raise BadInput, saying by how much, if the device cannot hold the model, whose tensors may be without memory."""
-    step, weights = StepMemory.of(model, limits), tensor_bytes([model.layers, model.matrices])
+    weights = weight_bytes(model)
     free, total = torch.cuda.mem_get_info(device)
+    step = StepMemory.of(model, bound_context(limits, model, total - weights), speculates=True)
     allocated = torch.cuda.memory_reserved(device)
     device_memory_budget(
-        total, free, weights, step.workspace, step.state, step.reserve, allocated, kv_bytes, memory_share
+        total,
+        free,
+        weights,
+        step.workspace,
+        step.state,
+        step.reserve + step.collectives,
+        allocated,
+        kv_bytes,
+        memory_share,
     )
 
 

@@ -42,7 +42,9 @@ def runner_state_bytes(limits: Limits, n_groups: int) -> int:
     return tables + tokens * 8 + n_rows * 1024 + (1 << 20)
 
 
-def reserve_bytes(limits: Limits, n_groups: int, result_bytes: int, dense_layers: float = 32) -> int:
+def reserve_bytes(
+    limits: Limits, n_groups: int, result_bytes: int, dense_layers: float = 32, speculates: bool = False
+) -> int:
     """What steps allocate beyond workspace and state: graphs, tables of mixed steps, results of cuDNN's attention.
 
     `result_bytes`: of a token, in one layer. `dense_layers`: that have as many launches as the model's layers.
@@ -50,8 +52,13 @@ def reserve_bytes(limits: Limits, n_groups: int, result_bytes: int, dense_layers
     n_rows = limits.max_running + CHUNK_ROWS
     tables = 2 * n_groups * n_rows * table_width(limits.context_len) * 4
     results = 2 * limits.token_budget * result_bytes
-    graphs = max_graphs(limits.max_running) * int(_GRAPH_BYTES * max(1.0, dense_layers / 32))
+    graphs = max_graphs(limits.max_running, speculates) * graph_bytes(max(32.0, dense_layers))
     return _LIBRARY_BYTES + graphs + tables + results
+
+
+def graph_bytes(dense_layers: float) -> int:
+    """Of a CUDA graph with so many layers."""
+    return int(_GRAPH_BYTES * dense_layers / 32)
 
 
 def device_memory_budget(

@@ -8,6 +8,7 @@ result:  sleeps until the event
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -21,34 +22,72 @@ from emberline.engine.gpu.batch import (
     SampledRows,
     SharedPrefix,
     StepBatch,
+    VerifyShape,
     find_shared_prefix,
 )
+from emberline.engine.gpu.draft_chain import ChainKernels, ChainOfDrafts, ChainShape
+from emberline.engine.gpu.draft_model_chain import open_chain, pool_blocks
 from emberline.engine.gpu.graphs import CudaGraphs
-from emberline.engine.gpu.shapes import CHUNK_ROWS, all_decode_rows, decode_rows, graph_tokens, table_width
-from emberline.engine.gpu.slots import Slots, SlotSampler
-from emberline.engine.gpu.stream import SampledToken, StepOutputs, device_event, sampled_tensors
+from emberline.engine.gpu.shapes import (
+    CHUNK_ROWS,
+    MAX_GRAPH_TOKENS,
+    MAX_VERIFY_ROWS,
+    VERIFY_TOKENS,
+    all_decode_rows,
+    all_verify_shapes,
+    decode_rows,
+    graph_tokens,
+    max_draws,
+    table_width,
+    verify_shape,
+)
+from emberline.engine.gpu.slots import Slot, Slots, SlotSampler
+from emberline.engine.gpu.stream import SampledToken, StepOutputs, UrgentWait, device_event, sampled_tensors
 from emberline.engine.scheduler.limits import Limits
 from emberline.engine.scheduler.plan import DeviceLost, Masks, Row, StepPlan
 from emberline.engine.scheduler.prefill_policy import PrefillPolicy, StepWork
+from emberline.engine.speculation.verification import accepted_run
 from emberline.engine.torch_runner import Model, allocate_pool
 from emberline.kernels.decode_inputs import PADDING, DecodeInputs, SlotState
 from emberline.kv.block_pool import NULL_BLOCK
 from emberline.models.decoder import StepInputs
+from emberline.models.draft_head import GpuDraftHead
+from emberline.models.draft_model import DraftModel
+from emberline.protocol.token_ids import pack
 
 MIN_SHARING = 4  # decode rows from which on a shared prefix is searched
 MIN_SAVED_BYTES = 1 << 30  # reads per step, below which cascade attention costs more than it saves; measured on an H200
+TIMED_REPLAYS = 3  # of a step whose time is measured
 MAX_IN_FLIGHT = 3  # steps with output buffers of their own
 _log = logging.getLogger(__name__)
 _DEVICE_ERRORS = ("CUDA error", "Triton Error [CUDA]", "CUBLAS_STATUS_EXECUTION_FAILED")
 
 
-class Kernels(Protocol):
+class Kernels(ChainKernels, Protocol):
     """The launches around a forward pass. `kernels.decode_inputs` and `kernels.sampling` are their references."""
 
-    def prepare(self, packet: Tensor, state: SlotState, to: DecodeInputs) -> None: ...
-    def keep(self, tokens: Tensor, slots: Tensor, state: SlotState) -> None: ...
+    def prepare(self, packet: Tensor, state: SlotState, to: DecodeInputs, n_tokens: int = 1) -> None: ...
+    def keep(self, tokens: Tensor, slots: Tensor, positions: Tensor, state: SlotState) -> None: ...
     def sample(
-        self, logits: Tensor, table: Any, slots: Tensor, positions: Tensor, out: Any, guided: bool = False
+        self,
+        logits: Tensor,
+        table: Any,
+        slots: Tensor,
+        positions: Tensor,
+        out: Any,
+        guided: bool = False,
+        token_ids: Tensor | None = None,
+        n_draws: int = 1,
+    ) -> None: ...
+    def accept(
+        self,
+        draws: Tensor,
+        inputs: DecodeInputs,
+        table: Any,
+        state: SlotState,
+        n_rows: int,
+        n_tokens: int,
+        guided: bool = False,
     ) -> None: ...
 
 
@@ -57,14 +96,18 @@ class _Launched:
     batch: StepBatch
     outputs: StepOutputs
     work: StepWork | None  # None: its duration is not typical
-    n_decodes: int  # decode rows among the samples, padding included
+    n_decodes: int  # draws of decode rows, padding included
     sample: Callable[[], None] | None  # still to be done, once the masks are there
+    drafting: list[int]  # slots behind which a draft head drafts, in the order of the plan
+    depth: int  # of its drafts; 0: none
+    verifies: bool = False  # what the next step drafts depends on its result: the device waits for it to be read
+    penalized: list[tuple[Row, Slot, int]] | None = None  # its rows that sample, where any has penalties
 
 
 class StepKind(NamedTuple):
     """The key of a CUDA graph."""
 
-    shape: int | MixedShape  # int: rows of a step that only decodes
+    shape: int | VerifyShape | MixedShape  # int: rows of a step that only decodes
     cascade: bool = False  # cascade attention over a shared prefix
 
     def holds(self, other: "StepKind") -> bool:
@@ -73,7 +116,7 @@ class StepKind(NamedTuple):
         if isinstance(mine, int) or isinstance(theirs, int):
             fits = isinstance(mine, int) and isinstance(theirs, int) and mine >= theirs
         else:
-            fits = all(size >= needed for size, needed in zip(mine, theirs))
+            fits = type(mine) is type(theirs) and all(size >= needed for size, needed in zip(mine, theirs))
         return fits and self.cascade <= other.cascade
 
     @property
@@ -81,6 +124,8 @@ class StepKind(NamedTuple):
         """Orders the kinds that hold a step."""
         if isinstance(self.shape, int):
             return self.shape, 0, not self.cascade
+        if isinstance(self.shape, VerifyShape):
+            return self.shape.n_rows * self.shape.n_tokens, 0, False
         return self.shape.n_tokens, self.shape.n_decodes, not self.cascade
 
 
@@ -105,6 +150,9 @@ class GpuStep:
             raise fatal(self._launched)
         return self._runner.read(self._launched)
 
+    def drafts(self) -> Sequence[bytes]:
+        return () if isinstance(self._launched, Exception) else self._runner.read_drafts(self._launched)
+
 
 class GpuRunner:
     """Owns the KV pools, the slots and the fixed buffers. Everything is queued on one stream, in plan order."""
@@ -120,27 +168,43 @@ class GpuRunner:
         prefill: PrefillPolicy | None = None,
         graphs: bool = True,
         pools: Sequence[Tensor] | None = None,
+        speculates: bool = False,
+        head: GpuDraftHead | DraftModel | None = None,
     ) -> None:
+        """The KV groups of a draft head or model come last, with a block of each slot that the cache does not know."""
         self._model, self._kernels, self._prefill = model, kernels, prefill
         self._device = torch.device(device)
         if self._device.type == "cuda":
             stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             torch.cuda.synchronize(self._device)  # weights and workspace were created on another stream
             torch.cuda.set_stream(stream)  # the default one cannot be captured
-        made = (allocate_pool(layout, n, self._device) for layout, n in zip(model.kv_groups, n_blocks))
+        kv_groups = model.kv_groups if head is None else (*model.kv_groups, *head.kv_groups)
+        sizes = pool_blocks(n_blocks, rows := limits.max_running, head)
+        made = (allocate_pool(layout, n, self._device) for layout, n in zip(kv_groups, sizes))
         self._kv = list(made if pools is None else pools)  # given where other processes write them
+        self._model_kv = self._kv[: len(model.kv_groups)]
         first = model.kv_groups[0]
         self._block_bytes = first.block_bytes if first.window is None and first.planes == 2 else 0  # 0: never cascade
         self.graph_tokens = graph_tokens(any(group.planes == 1 for group in model.kv_groups))
-        rows, groups = limits.max_running, len(self._kv)
-        width = table_width(limits.context_len)
+        groups = len(self._kv)
+        self._verified = [VerifyShape(*shape) for shape in all_verify_shapes(rows)] if speculates else []
+        n_draws = max_draws(rows) if speculates else rows + CHUNK_ROWS
+        # Padding behind the drafts of a row reaches beyond its context.
+        width = table_width(limits.context_len + (VERIFY_TOKENS[-1] if speculates else 0))
         self._max_rows = rows
         self._slots = Slots(rows, groups, width, sampler, self._device)
-        self._decode = DecodeBuffers(rows, groups, width, self._device)
+        self._decode = DecodeBuffers(rows, groups, width, self._device, self._verified)
         self._mixed = MixedBuffers(limits.token_budget, rows, width, self._device)
-        self._sampled = sampled_tensors(rows + CHUNK_ROWS, self._device)
-        self._outputs = [StepOutputs(rows + CHUNK_ROWS, self._device) for _ in range(MAX_IN_FLIGHT)]
+        self._sampled = sampled_tensors(n_draws, self._device)
+        self._outputs = [StepOutputs(n_draws, rows, self._device) for _ in range(MAX_IN_FLIGHT)]
+        self.draft_models = [head.decoder] if isinstance(head, DraftModel) else []
+        self._chain: ChainOfDrafts | None = None
+        if head is not None:
+            most = max(limits.token_budget, MAX_GRAPH_TOKENS, n_draws)
+            self._chain = open_chain(head, self._kv, n_blocks, self._slots, kernels, most)
+        self._chains = CudaGraphs[ChainShape](self._device, graphs)
         self._n_launched = 0
+        self._urgent = UrgentWait()
         self._graphs = CudaGraphs[StepKind](self._device, graphs)
         self._padded: dict[StepKind, StepKind] = {}  # kinds that are not captured, and the captured one to use instead
         self._typical = False  # the last step was replayed in its own shape: others like it take as long
@@ -154,27 +218,33 @@ class GpuRunner:
 
     @property
     def n_graphs(self) -> int:
-        return len(self._graphs)
+        return len(self._graphs) + len(self._chains)
 
     # --- preparation ahead of requests --------------------------------------------------------------------------------
 
-    def step_kinds(self) -> list[StepKind]:
+    def step_kinds(self) -> list[StepKind | ChainShape]:
         """Every kind of step that CUDA graphs are for, the most common first."""
         decodes, mixed = all_decode_rows(self._max_rows), MixedShape.all_padded(self._max_rows, self.graph_tokens)
         sharing = [n for n in decodes if MIN_SHARING <= n <= 64] if self._block_bytes else []
         mixed_sharing = [shape for shape in mixed if 16 < shape.n_decodes <= 64] if self._block_bytes else []
-        plain: list[int | MixedShape] = [*mixed[:1], *decodes, *mixed[1:]]  # a first prompt, decoding, all else
+        # A first prompt, decoding, all else.
+        plain: list[int | VerifyShape | MixedShape] = [*mixed[:1], *decodes, *self._verified, *mixed[1:]]
         shared: list[int | MixedShape] = [*sharing, *mixed_sharing]
-        return [*map(StepKind, plain), *(StepKind(shape, cascade=True) for shape in shared)]
+        chains = [] if self._chain is None else ChainShape.all(self._max_rows, self._chain.depths)
+        return [*chains, *map(StepKind, plain), *(StepKind(shape, cascade=True) for shape in shared)]
 
     @torch.inference_mode()
-    def capture(self, kind: StepKind) -> None:
+    def capture(self, kind: StepKind | ChainShape) -> None:
         """Capture a step of padding rows. It reads weights, even before they are loaded, and writes the null block."""
-        if kind in self._graphs or not self._graphs.has_room:
+        known = kind in self._chains if isinstance(kind, ChainShape) else kind in self._graphs
+        if known or not self._graphs.has_room:
             return
         try:
             self._send_padding(kind)
-            self._graphs.capture(kind, lambda: self._body(kind))
+            if isinstance(kind, ChainShape):
+                self._chains.capture(kind, lambda: self._run_chain(kind))
+            else:
+                self._graphs.capture(kind, lambda: self._body(kind))
         except Exception as error:  # then steps are padded further, or run eagerly
             if isinstance(lost := fatal(error), DeviceLost):
                 raise lost from error
@@ -183,10 +253,16 @@ class GpuRunner:
         self._clear_null_block()
 
     @torch.inference_mode()
-    def run_padding(self, kind: StepKind) -> None:
+    def run_padding(self, kind: StepKind | ChainShape) -> None:
         """Run every kernel of such steps, those that sample behind a mask included, on padding rows."""
         self._send_padding(kind)
+        if isinstance(kind, ChainShape):
+            self._run_chain(kind)
+            return
         logits = self._body(kind)
+        if isinstance(kind.shape, VerifyShape):
+            self._sample_drafts(logits, kind.shape, guided=True)
+            return
         padding = torch.full((len(logits),), PADDING, dtype=torch.int32, device=self._device)
         self._sample(logits, padding, padding, guided=True)
 
@@ -197,16 +273,38 @@ class GpuRunner:
         shape = MixedShape.exact(batch)
         longest = self._mixed.send(batch, shape, self._slots.spare)
         inputs = self._mixed.inputs(shape, self._slots.state, batch, longest)
-        self._mixed_body(inputs, self._mixed.sampled_rows(shape, batch))
+        self._mixed_body(inputs, self._mixed.row_slots(shape), self._mixed.sampled_rows(shape, batch))
         self._clear_null_block()
+
+    @torch.inference_mode()
+    def time_padding(self, kind: StepKind) -> float | None:
+        """Seconds that a captured step of padding rows takes, which reads weights and no cache; None: not captured."""
+        if kind not in self._graphs:
+            return None
+        began, done = device_event(self._device), device_event(self._device)
+        self._send_padding(kind)
+        self._graphs.replay(kind)
+        began.record()
+        for _ in range(TIMED_REPLAYS):
+            self._graphs.replay(kind)
+        done.record()
+        done.wait()
+        seconds = done.seconds_since(began)
+        self._clear_null_block()
+        return None if seconds is None else seconds / TIMED_REPLAYS
 
     def _clear_null_block(self) -> None:
         for pool in self._kv:  # without weights what was computed may be NaN
             pool[NULL_BLOCK].zero_()
 
-    def _send_padding(self, kind: StepKind) -> None:
-        if isinstance(kind.shape, int):
+    def _send_padding(self, kind: StepKind | ChainShape) -> None:
+        if isinstance(kind, ChainShape):
+            assert self._chain is not None
+            self._chain.send([], kind.n_rows)
+        elif isinstance(kind.shape, int):
             self._decode.send([], kind.shape)
+        elif isinstance(kind.shape, VerifyShape):
+            self._decode.send([], *kind.shape)
         else:
             self._mixed.send(StepBatch(), kind.shape, self._slots.spare)
 
@@ -236,22 +334,41 @@ class GpuRunner:
         slots = self._slots
         for admission in plan.admissions:
             slots.admit(admission)
+        if self._chain is not None and plan.admissions:
+            self._chain.forget([admission.slot for admission in plan.admissions])
         batch = StepBatch.of(plan, slots)
-        upload = bool(batch.chunks)
+        drafting = batch.slots if plan.depth else []
+        verify = self._verify_kind(batch, plan) if plan.n_drafting else None
+        if plan.n_drafting and verify is None:
+            batch.leave_out_drafts(plan)
+        upload, counts = bool(batch.chunks), False
         for row, slot in zip(plan.rows, slots.of(plan.rows)):  # most of them have nothing new but a token
             if row.blocks is not None:
-                slots.grow(row, row.blocks, upload=upload)
+                slots.grow(row, row.blocks, upload=upload or (verify is None and bool(row.draft_ids)))
             if row.passed != slot.passed:
                 slots.leave_window(row, slot, upload=upload)
             if slot.ids is not None:
                 slots.recount(row, slot)
+                counts = True
             if row.banned != slot.banned:
                 slots.ban(row, slot)
         slots.upload()
-        n_decodes, sample = self._launch_mixed(batch) if batch.chunks else self._launch_decode(batch)
+        if verify is not None:
+            n_decodes, sample = self._launch_verify(batch, *verify)
+        else:
+            n_decodes, sample = self._launch_mixed(batch) if batch.chunks else self._launch_decode(batch)
         typical = self._typical or (bool(batch.chunks) and batch.n_tokens > self.graph_tokens)
+        work = StepWork.of(len(batch.decodes), batch.chunks, 0 if verify is None else plan.n_drafts)
         return _Launched(
-            batch, outputs, StepWork.of(len(batch.decodes), batch.chunks) if typical else None, n_decodes, sample
+            batch,
+            outputs,
+            work if typical else None,
+            n_decodes,
+            sample,
+            drafting,
+            plan.depth,
+            bool(verify and plan.n_awaited),
+            [(r, s, s.n_told) for r, s in zip(plan.rows, slots.of(plan.rows)) if r.samples] if counts else None,
         )
 
     def finish(self, launched: _Launched, masks: Masks | None) -> None:
@@ -259,11 +376,12 @@ class GpuRunner:
         batch = launched.batch
         with torch.inference_mode():
             if launched.sample is not None:
-                self._slots.allow(batch.slots, masks)
+                self._slots.allow(batch.slots, None if masks is None else batch.own_masks(masks))
                 self._slots.sampler.upload()
                 launched.sample()
             n_rows = launched.n_decodes + len(batch.chunks)
-            launched.outputs.fetch(self._sampled, n_rows, batch.logprobs is not None)
+            drafts = self._draft(launched)
+            launched.outputs.fetch(self._sampled, n_rows, batch.logprobs is not None, drafts)
 
     def wait(self) -> None:
         """Until the device has done all that was launched; raises DeviceLost if it cannot."""
@@ -273,14 +391,31 @@ class GpuRunner:
 
     def read(self, launched: _Launched) -> list[SampledToken]:
         outputs = launched.outputs
-        tokens = outputs.read(launched.batch.sample_indices(launched.n_decodes), launched.batch.logprobs)
+        indices = launched.batch.sample_indices(launched.n_decodes)
+        tokens = outputs.read(indices, launched.batch.logprobs, self._urgent if launched.verifies else None)
         if (
             self._prefill is not None
             and launched.work is not None
             and (seconds := outputs.done.seconds_since(outputs.began)) is not None
         ):
             self._prefill.observe(launched.work, seconds)
+        if (left_out := launched.batch.left_out) is not None:
+            none = SampledToken(-1)
+            tokens = [each for token, n in zip(tokens, left_out) for each in (token, *[none] * n)]
+        if launched.penalized is not None:
+            draws = iter(tokens)
+            for row, slot, n_told in launched.penalized:
+                first, others = next(draws), list(islice(draws, row.n_drafts))
+                if slot.ids is not None and slot.n_told == n_told and first.token_id >= 0:
+                    drawn = [first, *accepted_run(first, others, row.draft_ids)]
+                    at = len(slot.ids) if row.n_ahead else 4 * row.end  # then the host knows the rows before it
+                    slot.ids[at:] = pack([each.token_id for each in drawn])
         return tokens
+
+    def read_drafts(self, launched: _Launched) -> list[bytes]:
+        """Once the step was read."""
+        found = launched.outputs.drafts(len(launched.drafting), launched.depth) if launched.depth else []
+        return [pack(ids) if min(ids) >= 0 else b"" for ids in found]
 
     # --- decode -----------------------------------------------------------------------------------------------------
 
@@ -303,13 +438,21 @@ class GpuRunner:
         shape, cascade = kind
         if isinstance(shape, int):
             return self._decode_body(shape, cascade)
+        if isinstance(shape, VerifyShape):
+            return self._verify_body(shape)
         shared = self._decode.shared(shape.n_decodes) if cascade else None
         inputs = self._mixed.inputs(shape, self._slots.state, None, 0, shared)
-        return self._mixed_body(inputs, self._mixed.sampled_rows(shape, None))
+        return self._mixed_body(inputs, self._mixed.row_slots(shape), self._mixed.sampled_rows(shape, None))
+
+    def _forward(self, inputs: StepInputs, slots: Tensor, n_tokens: int = 1) -> Tensor:
+        """slots: of each row, or of each token where drafts are verified."""
+        if self._chain is None:
+            return self._model.forward(inputs, self._kv)
+        return self._model.forward(inputs, self._model_kv, self._chain.reading(slots, n_tokens))
 
     def _decode_body(self, n_rows: int, cascade: bool) -> Tensor:
         self._kernels.prepare(self._decode.packet(n_rows), self._slots.state, self._decode.inputs)
-        logits = self._model.forward(self._decode.step(n_rows, cascade), self._kv)
+        logits = self._forward(self._decode.step(n_rows, cascade), self._decode.inputs.slots[:n_rows])
         self._sample_decode(logits)
         return logits
 
@@ -334,6 +477,78 @@ class GpuRunner:
                 self._decode.send_shared(self._shared)
         return self._shared is not None
 
+    # --- drafts -----------------------------------------------------------------------------------------------------
+
+    def _verify_kind(self, batch: StepBatch, plan: StepPlan) -> tuple[StepKind, StepKind] | None:
+        """The kind of step to run and the one wanted; None: drafts are left out. Beside chunks, and before a shape that
+        holds them is captured."""
+        most = 1 + max(row.n_drafts for row in plan.rows)
+        shape = verify_shape(len(batch.decodes), most, self._max_rows)
+        if batch.chunks or shape is None or not self._verified:
+            return None
+        wanted = StepKind(VerifyShape(*shape))
+        kind = self._prepared(wanted)
+        return (kind, wanted) if kind in self._graphs or not self._graphs.enabled else None
+
+    def _launch_verify(
+        self, batch: StepBatch, kind: StepKind, wanted: StepKind
+    ) -> tuple[int, Callable[[], None] | None]:
+        shape = kind.shape
+        assert isinstance(shape, VerifyShape)
+        batch.verify(shape.n_tokens)
+        self._decode.send(batch.decodes, *shape)
+        logits = self._run(kind, wanted)
+        n_draws = len(batch.decodes) * shape.n_tokens
+        return n_draws, (lambda: self._sample_drafts(logits, shape, guided=True)) if batch.masked else None
+
+    def _verify_body(self, shape: VerifyShape) -> Tensor:
+        n_rows, n_tokens = shape
+        self._kernels.prepare(self._decode.packet(*shape), self._slots.state, self._decode.inputs, n_tokens)
+        slots = self._decode.inputs.slots[: n_rows * n_tokens]
+        logits = self._forward(self._decode.step(n_rows, False, n_tokens), slots, n_tokens)
+        self._sample_drafts(logits, shape)
+        return logits
+
+    def _sample_drafts(self, logits: Tensor, shape: VerifyShape, guided: bool = False) -> None:
+        to, n, slots = self._decode.inputs, len(logits), self._slots
+        sampled = self._sampled.first(n)
+        self._kernels.sample(
+            logits,
+            slots.sampler,
+            to.slots[:n],
+            to.draw_positions[:n],
+            sampled,
+            guided,
+            token_ids=to.token_ids,
+            n_draws=shape.n_tokens,
+        )
+        self._kernels.accept(sampled.token_ids, to, slots.sampler, slots.state, *shape, guided)
+        if self._chain is not None:
+            self._chain.keep_accepted(to.slots[:n], to.positions[:n], shape.n_tokens)
+
+    def _draft(self, launched: _Launched) -> Tensor | None:
+        """Drafts of what follows the tokens that a step has drawn; not before a chain is captured."""
+        n_rows = len(launched.drafting)
+        if self._chain is None or not 0 < n_rows <= MAX_VERIFY_ROWS:
+            launched.depth = 0
+            return None
+        kind = ChainShape.of(n_rows, launched.depth, self._max_rows, self._chain.depths)
+        if self._chains.enabled and kind not in self._chains:
+            held = (each for each in self._chains if each.n_rows >= n_rows)
+            found = min(held, key=lambda each: (each.n_rows, abs(each.depth - kind.depth)), default=None)
+            if found is None:
+                launched.depth = 0
+                return None
+            kind = found
+        launched.depth = min(launched.depth, kind.depth)
+        self._chain.send(launched.drafting, kind.n_rows)
+        drafts = self._chains.replay(kind) if kind in self._chains else self._run_chain(kind)
+        return drafts[:n_rows]
+
+    def _run_chain(self, shape: ChainShape) -> Tensor:
+        assert self._chain is not None
+        return self._chain.run(shape)
+
     # --- chunks -----------------------------------------------------------------------------------------------------
 
     def _launch_mixed(self, batch: StepBatch) -> tuple[int, Callable[[], None] | None]:
@@ -351,11 +566,11 @@ class GpuRunner:
             longest = self._mixed.send(batch, shape, self._slots.spare)
             inputs = self._mixed.inputs(shape, self._slots.state, batch, longest)
             rows = self._mixed.sampled_rows(shape, batch)
-            logits, self._typical = self._mixed_body(inputs, rows), False
+            logits, self._typical = self._mixed_body(inputs, self._mixed.row_slots(shape), rows), False
         return shape.n_decodes, (lambda: self._sample(logits, *rows, guided=True)) if batch.masked else None
 
-    def _mixed_body(self, inputs: StepInputs, rows: SampledRows) -> Tensor:
-        logits = self._model.forward(inputs, self._kv)
+    def _mixed_body(self, inputs: StepInputs, row_slots: Tensor, rows: SampledRows) -> Tensor:
+        logits = self._forward(inputs, row_slots)
         if len(rows.slots):
             self._sample(logits, *rows)
         return logits
@@ -364,7 +579,7 @@ class GpuRunner:
         """Slots with a grammar are sampled apart from the others, once their masks are there."""
         sampled = self._sampled.first(len(slots))
         self._kernels.sample(logits, self._slots.sampler, slots, positions, sampled, guided)
-        self._kernels.keep(sampled.token_ids, slots, self._slots.state)
+        self._kernels.keep(sampled.token_ids, slots, positions, self._slots.state)
 
 
 def fatal(error: Exception) -> Exception:

@@ -1,6 +1,7 @@
 """The sizes to which steps are rounded up, so that few CUDA graphs are needed. No torch."""
 
 from bisect import bisect_left
+from functools import cache
 
 from emberline.engine.scheduler.latency_target import ShapePolicy
 
@@ -10,6 +11,10 @@ LATENT_GRAPH_TOKENS = 256  # the same for MLA, whose larger chunks are faster by
 PROMPT_MULTIPLE = 8192  # prompts are cut at multiples of it where possible: attention plans for them exist
 CHUNK_ROWS = 32  # chunks in a captured step, one of them padding
 GPU_SHAPES = ShapePolicy(TILE, MAX_GRAPH_TOKENS, CHUNK_ROWS - 1, PROMPT_MULTIPLE)  # as the prefill policy sees it
+
+VERIFY_TOKENS = (2, 3, 5, 9, 16)  # of each row of a step that verifies drafts
+MAX_VERIFY_ROWS = 128
+MIN_DRAWS = 160  # that such a step may have, however few sequences run
 
 _ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 _MIXED_ROWS = (16, 64, 128, 256, 512)
@@ -49,10 +54,44 @@ def all_mixed_decode_rows(max_rows: int) -> list[int]:
     return _all_sizes(_MIXED_ROWS, max_rows)
 
 
-def max_graphs(max_rows: int) -> int:
+def max_draws(max_rows: int) -> int:
+    """Of a step: one of each row, or several of each of fewer rows."""
+    return max(max_rows + CHUNK_ROWS, MIN_DRAWS)
+
+
+@cache
+def all_verify_shapes(max_rows: int) -> tuple[tuple[int, int], ...]:
+    """Rows and tokens of each row, of the steps that verify drafts."""
+    sizes = [rows for rows in all_decode_rows(max_rows) if rows <= MAX_VERIFY_ROWS]
+    most = {n: max_draws(max_rows) if n <= 5 else MIN_DRAWS for n in VERIFY_TOKENS}
+    return tuple((rows, n) for rows in sizes for n in VERIFY_TOKENS if rows * n <= most[n])
+
+
+def timed_verify_shapes(max_rows: int) -> list[tuple[int, int]]:
+    """Those whose times tell what drafts cost, with the plain steps of as many rows."""
+    found = [(rows, n) for rows, n in all_verify_shapes(max_rows) if rows in (1, 4, 16, 64) and n in (3, 5, 9)]
+    return [*((rows, 1) for rows in sorted({rows for rows, _ in found})), *found]
+
+
+@cache
+def verify_shape(rows: int, n_tokens: int, max_rows: int) -> tuple[int, int] | None:
+    """The smallest of these shapes that holds so many rows and tokens."""
+    fitting = ((r, n) for r, n in all_verify_shapes(max_rows) if r >= rows and n >= n_tokens)
+    return min(fitting, key=lambda shape: shape[0] * shape[1], default=None)
+
+
+@cache
+def most_drafts(rows: int, max_rows: int) -> int:
+    """Of a row in a step of so many."""
+    padded = decode_rows(rows, max_rows)
+    return max((n - 1 for r, n in all_verify_shapes(max_rows) if r == padded), default=0)
+
+
+def max_graphs(max_rows: int, speculates: bool = False) -> int:
     """No fewer than the shapes of steps that are captured, with and without cascade attention."""
     n_decodes, n_mixed = len(all_decode_rows(max_rows)), len(all_mixed_decode_rows(max_rows))
-    return 2 * n_decodes + (n_mixed + 1) * (MAX_GRAPH_TOKENS // TILE)
+    n_verifying = len(all_verify_shapes(max_rows)) if speculates else 0
+    return 2 * n_decodes + (n_mixed + 1) * (MAX_GRAPH_TOKENS // TILE) + n_verifying
 
 
 def is_essential(n_decodes: int, n_tokens: int | None, max_rows: int, largest: int = MAX_GRAPH_TOKENS) -> bool:

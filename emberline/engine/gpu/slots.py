@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from emberline.engine.gpu.stream import Upload
 from emberline.engine.scheduler.plan import Admission, Masks, Row
 from emberline.engine.torch_runner import sampler_row
-from emberline.kernels.decode_inputs import SlotState
+from emberline.kernels.decode_inputs import MAX_DRAFTS, SlotState
 from emberline.kernels.sampling import SamplerRow
 from emberline.kv.block_pool import NULL_BLOCK, blocks_of
 
@@ -36,6 +36,8 @@ class Slot:
     sampler: SamplerRow
     ids: bytearray | None  # prompt and output as far as the host knows them, kept only for penalties
     banned: tuple[int, ...] = ()
+    n_told: int = 0  # rows whose tokens the host gave
+    uncounted: bool = False  # the device lacks tokens of its rows that did not sample
 
 
 class Slots:
@@ -46,6 +48,9 @@ class Slots:
         self.state = SlotState(
             torch.zeros(n_slots + 1, dtype=torch.int32, device=device),
             torch.zeros(n_groups, n_slots + 1, width, dtype=torch.int32, device=device),
+            torch.zeros(n_slots + 1, dtype=torch.int32, device=device),
+            torch.zeros(n_slots + 1, dtype=torch.int32, device=device),
+            torch.zeros(n_slots + 1, MAX_DRAFTS, dtype=torch.int32, device=device),
         )
         self.spare = n_slots  # for padding: its table has null blocks only
         self.n_admitted = 0
@@ -83,7 +88,7 @@ class Slots:
 
     def grow(self, row: Row, blocks: list[list[int]], *, upload: bool) -> None:
         """Append to a row's block table; upload it too, unless the step's packet contains it."""
-        first = blocks_of(row.start)
+        first = blocks_of(row.stop) - len(blocks[0])
         for g, added in enumerate(blocks):
             if len(added) == 1:  # decoding: many rows gain one block in the same step, and a slice takes much longer
                 self.tables[g, row.slot, first] = added[0]
@@ -104,9 +109,12 @@ class Slots:
         """The device counts the tokens it samples; forced tokens must be uploaded."""
         if slot.ids is None or row.follows:
             return
-        del slot.ids[4 * row.start :]
-        slot.ids += row.token_ids
-        if row.samples and row.start >= slot.n_prompt and len(row.token_ids) > 4:
+        slot.n_told += 1
+        del slot.ids[4 * row.start :]  # drafts that were accepted stay
+        slot.ids += row.token_ids + row.draft_ids
+        slot.uncounted |= row.start >= slot.n_prompt and (len(row.token_ids) > 4 or not row.samples)
+        if row.samples and slot.uncounted:
+            slot.uncounted = False
             slot.sampler.output_ids = np.frombuffer(bytes(slot.ids[4 * slot.n_prompt :]), "<u4")
             slot.banned = ()
             self.sampler.set(row.slot, slot.sampler)

@@ -1,5 +1,6 @@
 """Asynchronous copies between host and device, and the events to wait for. On a CPU everything is synchronous."""
 
+import time
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from emberline.engine.scheduler.plan import DeviceLost
+from emberline.kernels.decode_inputs import MAX_DRAFTS
 
 
 class DeviceEvent(Protocol):
@@ -24,9 +26,9 @@ class DeviceEvent(Protocol):
 
 
 class CudaEvent:
-    def __init__(self) -> None:
+    def __init__(self, spins: bool = False) -> None:
         # "blocking" sleeps instead of spinning: the next step is queued already, so waking up late costs nothing
-        self._event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+        self._event = torch.cuda.Event(enable_timing=not spins, blocking=not spins)  # type: ignore[no-untyped-call]
 
     def record(self) -> None:
         self._event.record()
@@ -52,8 +54,9 @@ class HostEvent:
         return None
 
 
-def device_event(device: torch.device) -> DeviceEvent:
-    return CudaEvent() if device.type == "cuda" else HostEvent()
+def device_event(device: torch.device, spins: bool = False) -> DeviceEvent:
+    """`spins`: to wait for it takes a processor and no time to wake up; it has no time of its own."""
+    return CudaEvent(spins) if device.type == "cuda" else HostEvent()
 
 
 def pinned(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -119,10 +122,29 @@ def sampled_tensors(n_rows: int, device: torch.device) -> SampledTensors:
     )
 
 
-class StepOutputs:
-    """The sampled tokens of one step, copied to pinned host memory."""
+class UrgentWait:
+    """Waits for steps whose result the device itself waits for: sleeps for most of the time that the last ones took,
+    then spins. To be woken up takes as long as to plan the next step."""
 
-    def __init__(self, n_rows: int, device: torch.device) -> None:
+    SLEPT = 0.8  # of the expected time
+    SHORTEST_S = 0.0005  # that is slept
+
+    def __init__(self) -> None:
+        self._expected_s = 0.0  # the shortest of late: what other work delayed is no measure
+
+    def wait(self, event: DeviceEvent) -> None:
+        began_s = time.perf_counter()
+        if (sleep_s := self.SLEPT * self._expected_s) >= self.SHORTEST_S:
+            time.sleep(sleep_s)
+        event.wait()
+        took_s = time.perf_counter() - began_s
+        self._expected_s = min(took_s, 1.02 * self._expected_s) if self._expected_s else took_s
+
+
+class StepOutputs:
+    """The sampled tokens of one step and the drafts behind them, copied to pinned host memory."""
+
+    def __init__(self, n_rows: int, n_drafting: int, device: torch.device) -> None:
         n_top = n_rows * MAX_TOP
         self._host = SampledTensors(
             pinned(n_rows, torch.int32, device),
@@ -130,18 +152,32 @@ class StepOutputs:
             pinned(n_top, torch.int32, device).view(n_rows, MAX_TOP),
             pinned(n_top, torch.float32, device).view(n_rows, MAX_TOP),
         )
+        self._drafts = pinned(n_drafting * MAX_DRAFTS, torch.int32, device).view(n_drafting, MAX_DRAFTS)
         self.began: DeviceEvent = device_event(device)
         self.done: DeviceEvent = device_event(device)
+        self._ready: DeviceEvent = device_event(device, spins=True)
 
-    def fetch(self, sampled: SampledTensors, n: int, logprobs: bool) -> None:
-        """Queue the copy of the first n rows."""
+    def fetch(self, sampled: SampledTensors, n: int, logprobs: bool, drafts: Tensor | None = None) -> None:
+        """Queue the copy of the first n rows, and of drafts [rows, MAX_DRAFTS]."""
+        if drafts is not None:
+            self._drafts[: len(drafts)].copy_(drafts, non_blocking=True)
         names = ("token_ids", "logprob", "top_ids", "top_logprobs") if logprobs else ("token_ids",)
         for name in names:
             getattr(self._host, name)[:n].copy_(getattr(sampled, name)[:n], non_blocking=True)
         self.done.record()
+        self._ready.record()  # behind it, so that a wait for both wakes up once
 
-    def read(self, order: list[int], logprobs: list[int | None] | None) -> list[SampledToken]:
+    def drafts(self, n: int, depth: int) -> list[list[int]]:
+        """Of the first n rows, once they were read."""
+        found: list[list[int]] = self._drafts[:n, :depth].tolist()
+        return found
+
+    def read(
+        self, order: list[int], logprobs: list[int | None] | None, urgent: UrgentWait | None = None
+    ) -> list[SampledToken]:
         """Wait, then the tokens in this order of rows; `logprobs`: how many alternatives each wants."""
+        if urgent is not None:
+            urgent.wait(self._ready)
         self.done.wait()
         token_ids = self._host.token_ids.tolist()
         if logprobs is None:

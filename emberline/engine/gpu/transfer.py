@@ -1,5 +1,6 @@
 """KV transfer between devices: pools that other processes may write, and copies on a stream of their own."""
 
+import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,12 +13,14 @@ from emberline.kernels.gpu.elementwise import copy_blocks
 from emberline.kv.transfer import cuda_ipc
 from emberline.kv.transfer.connection import PeerConnection
 from emberline.kv.transfer.cuda_ipc import CudaIpcReceiveTransport, DeviceSpan
-from emberline.kv.transfer.manager import TransferManager
 from emberline.kv.transfer.messages import TransportOpened
-from emberline.kv.transfer.transport import BlockCopy, ReceiveTransport, SendTransport, TransportUnavailable
+from emberline.kv.transfer.rank_transfers import RankTransfers
+from emberline.kv.transfer.transport import BlockCopy, ReceiveTransport, SendTransport, Target, TransportUnavailable
 from emberline.protocol.block_hash import KVGroup
 
 MAX_COPIES = 1024  # blocks per launch
+
+_log = logging.getLogger(__name__)
 
 
 def exported_pools(
@@ -35,12 +38,21 @@ def exported_pools(
 
 
 def device_transfers(
-    fingerprint: str, layouts: Sequence[KVGroup], pools: Sequence[Tensor], spans: Sequence[DeviceSpan]
-) -> TransferManager:
-    """For pools in device memory: sends from them, and receives into them where they are exported (`spans`)."""
+    fingerprint: str,
+    layouts: Sequence[KVGroup],
+    pools: Sequence[Tensor],
+    spans: Sequence[DeviceSpan],
+    must_receive: bool = True,
+) -> RankTransfers:
+    """For pools in device memory: sends from them, and receives into them where they are exported (`spans`).
+    TransportUnavailable: they cannot be, and `must_receive`."""
     words = [pool_words(pool, layout) for pool, layout in zip(pools, layouts)]
 
-    def open_transport(name: str, opened: TransportOpened, connection: PeerConnection) -> SendTransport:
+    def open_transport(
+        name: str, opened: TransportOpened, connection: PeerConnection, target: Target | None
+    ) -> SendTransport:
+        if target is not None:
+            raise TransportUnavailable("CUDA IPC sends whole blocks: give both workers the same layout")
         if name != cuda_ipc.CUDA_IPC:
             raise TransportUnavailable(f"unknown transport {name!r}")
         device = words[0].device
@@ -58,8 +70,13 @@ def device_transfers(
 
     receive: list[ReceiveTransport] = []
     if spans:
-        receive.append(CudaIpcReceiveTransport(spans, [pool.nbytes for pool in pools]))
-    return TransferManager(fingerprint, layouts, None, receive, (cuda_ipc.CUDA_IPC,), open_transport)
+        try:
+            receive.append(CudaIpcReceiveTransport(spans, [pool.nbytes for pool in pools]))
+        except TransportUnavailable as error:
+            if must_receive:
+                raise
+            _log.warning("this worker cannot receive KV, so its role cannot change: %s", error)
+    return RankTransfers(fingerprint, layouts, None, receive, (cuda_ipc.CUDA_IPC,), open_transport)
 
 
 class CudaIpcSendTransport:

@@ -28,6 +28,7 @@ class GrammarGuide:
         self._lock = lock
         self._matcher = Matcher(prototype, vocabulary.n_tokens)
         self._closer = Closer(automaton, vocabulary)
+        self._vocabulary = vocabulary
         self._n_untracked = 0  # tokens that only the matcher could follow (see TooComplex)
         self.n_words = vocabulary.n_words
         self.digest = digest
@@ -70,6 +71,14 @@ class GrammarGuide:
     def fits(self, room: int) -> bool:
         with self._lock:
             return not self._n_untracked and self._closer.fits(room)
+
+    def forced(self) -> list[int]:
+        """The tokens that must follow, or the usual ones of the text that must; empty where several texts may."""
+        with self._lock:
+            ids: list[int] = []
+            for piece in self._matcher.forced():
+                ids += [piece] if isinstance(piece, int) else self._vocabulary.tokenize(piece)
+            return ids
 
     def closing(self) -> list[int]:
         """The tokens that complete the reply. Only valid if `fits` returned True."""

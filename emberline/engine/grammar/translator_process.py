@@ -70,6 +70,7 @@ class TranslatorProcess:
         self._received = frames.FrameBuffer()
 
     def start(self) -> None:
+        """OSError: it does not start."""
         if self._child is None:
             here, there = socket.socketpair()
             # No join token, no keys: it gets nothing of ours but the way to the package.
@@ -78,13 +79,20 @@ class TranslatorProcess:
                 command = [sys.executable, "-m", "emberline.engine.grammar.translator_process"]
                 self._child = subprocess.Popen(command, stdin=there.fileno(), stdout=subprocess.DEVNULL, env=env)
             self._sock, self._received = here, frames.FrameBuffer()
-            self._receive(time.monotonic() + START_S)
+            try:
+                self._receive(time.monotonic() + START_S)
+            except OSError:  # what it says later would be taken for an answer
+                self.kill()
+                raise
 
     def translate(self, encoded: bytes) -> Translation:
         """Raises BadInput where the grammar is at fault."""
         for _ in range(ATTEMPTS):
             try:
                 self.start()
+            except OSError:
+                continue
+            try:
                 until_s = time.monotonic() + LIMIT_S
                 assert self._sock is not None
                 self._sock.settimeout(LIMIT_S)

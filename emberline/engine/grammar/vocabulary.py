@@ -1,6 +1,7 @@
 """The model's vocabulary for llguidance, and for tokenizing completions in as few tokens as possible."""
 
 import hashlib
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -8,6 +9,8 @@ import msgspec
 from emberline.protocol.frames import Vocabulary as Frame
 
 MAX_PIECE_BYTES = 32  # of a token used in completions
+MAX_FORCED_BYTES = 96  # of a text that is tokenized as the model would
+MAX_CACHED_TEXTS = 4096
 
 
 class Vocabulary:
@@ -22,6 +25,7 @@ class Vocabulary:
         for token_id, text in enumerate(self.tokens):
             if 0 < len(text) <= MAX_PIECE_BYTES:
                 self._ids.setdefault(text, token_id)
+        self._tokenized: dict[bytes, list[int]] = {}  # texts that grammars force, which are few
         self._lengths = sorted({len(text) for text in self._ids}, reverse=True)
         self.bytes = frozenset(text[0] for text in self._ids if len(text) == 1)  # bytes with a token of their own
 
@@ -29,6 +33,30 @@ class Vocabulary:
     def n_words(self) -> int:
         """32-bit words of a mask; the last bit is llguidance's own end token, which no model has."""
         return (self.n_tokens + 32) // 32
+
+    def tokenize(self, text: bytes) -> list[int]:
+        """The tokens that a byte-pair encoding gives a text: the pair of the smallest token id is merged first, since
+        ids are in the order of merges. A guess, where a vocabulary is numbered otherwise. Long texts are cut."""
+        text = text[:MAX_FORCED_BYTES]
+        found = self._tokenized.get(text)
+        if found is None:
+            if len(self._tokenized) >= MAX_CACHED_TEXTS:
+                self._tokenized.clear()
+            found = self._tokenized[text] = self._merge(text)
+        return found
+
+    def _merge(self, text: bytes) -> list[int]:
+        pieces = [text[i : i + 1] for i in range(len(text))]
+        if not all(piece in self._ids for piece in pieces):
+            return self.spell(text) or []
+        while len(pieces) > 1:
+            merged = [self._ids.get(a + b) for a, b in pairwise(pieces)]
+            best = min((token_id for token_id in merged if token_id is not None), default=None)
+            if best is None:
+                break
+            at = merged.index(best)
+            pieces[at : at + 2] = [pieces[at] + pieces[at + 1]]
+        return [self._ids[piece] for piece in pieces]
 
     def spell(self, text: bytes) -> list[int] | None:
         """The fewest tokens that spell a text; None where some byte has no token."""

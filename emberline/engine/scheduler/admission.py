@@ -1,14 +1,19 @@
 """Admission of waiting sequences: a slot, a cached prefix, and blocks for the rest of the prompt."""
 
+from itertools import takewhile
+
 from emberline.engine.scheduler.plan import Admission, StepPlan
 from emberline.engine.scheduler.queues import Queues
 from emberline.engine.scheduler.sequence import NO_SLOT, Sequence
+from emberline.engine.tiers.coordinator import TierCoordinator, Verdict
 from emberline.engine.transfer.coordinator import TransferCoordinator
 from emberline.kv.cache import KVCache
+from emberline.kv.tiers.fetch_policy import ComputeQueue
 from emberline.protocol.block_hash import BLOCK_TOKENS
 from emberline.protocol.frames import EngineLoad
 
 KEYS_AT_ONCE = 16  # blocks that are hashed ahead of a cache lookup
+MAX_DECISIONS = 8  # of a step: waiting sequences that tiers are asked for
 
 
 class AdmissionPolicy:
@@ -18,22 +23,37 @@ class AdmissionPolicy:
     A sequence whose next block is being computed for another one waits a step, and finds that block in the cache.
     """
 
-    def __init__(self, cache: KVCache, queues: Queues, transfers: TransferCoordinator, totals: EngineLoad) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        queues: Queues,
+        transfers: TransferCoordinator,
+        totals: EngineLoad,
+        tiers: TierCoordinator | None = None,
+    ) -> None:
         self._cache = cache
         self._queues = queues
         self._transfers = transfers
         self._totals = totals
+        self._tiers = tiers
         self.now_s = 0.0  # of the step that is planned
+        self.tokens_per_s = 0.0  # of prompts, as measured; 0: unknown
         self._computing: dict[int, set[bytes]] = {}  # content keys of blocks that a plan in flight computes, by plan
         self._refused = (-1, -1)  # (number, cache.n_releases) of the sequence that did not fit, and when
+        self._no_room = (-1, -1)  # the same of the sequence whose KV was to be fetched
         self._n_releases = -1  # cache.n_releases when transfers were last granted; -1: with steps in flight
 
     def match(self, seq: Sequence) -> int:
         """Blocks of the sequence in the cache. Keys are computed as far as those reach, and a few more."""
         keys, most = seq.keys, seq.max_cached
+        version, limit, n_hit = seq.matched
+        if (version, limit) == (self._cache.version, most):
+            return n_hit
         while len(keys) < most and (not keys or self._cache.may_go_on(keys[-1])):
             seq.extend_keys(len(keys) + KEYS_AT_ONCE)
-        return self._cache.match(seq.keys, seq.max_cached)
+        n_hit = self._cache.match(seq.keys, most)
+        seq.matched = self._cache.version, most, n_hit
+        return n_hit
 
     def n_known(self, seq: Sequence) -> int:
         """Tokens that need not be computed any more."""
@@ -54,6 +74,8 @@ class AdmissionPolicy:
         if not self.fits(seq, n_hit):
             self._refused = (seq.number, self._cache.n_releases)
             return False
+        if self._tiers is not None and self._tiers.waits(seq, n_hit) and not self._decide(self._tiers, seq, n_hit):
+            return True
         self._queues.dequeue(seq)
         self._take_hit(seq, n_hit)
         if not seq.in_transfer:
@@ -68,6 +90,11 @@ class AdmissionPolicy:
         self._cache.release(seq.table)
         self._queues.vacate(seq)
 
+    def preempted(self, seq: Sequence) -> None:
+        """It waits again. What is evicted of it meanwhile may come from a tier."""
+        if self._tiers is not None:
+            self._tiers.preempted(seq)
+
     def grant_transfers(self, now_s: float) -> None:
         """Reserve blocks for offered prompts, in rank order; not ahead of a waiting sequence that does not fit."""
         self._n_releases = -1 if self._cache.fence.in_flight else self._cache.n_releases
@@ -76,8 +103,45 @@ class AdmissionPolicy:
             if first is not None and first.rank < seq.rank and self._refused == (first.number, self._cache.n_releases):
                 return
             seq.extend_keys()
-            if not self._transfers.incoming.grant(seq, [n + 1 for n in self._reserved()], now_s):
+            if not self._transfers.incoming.grant(seq, self.reserved_for_running(), now_s):
                 return
+
+    def prefetch(self) -> None:
+        """Begin to fetch the cached prefixes of waiting sequences from tiers, in rank order, as far as they fit."""
+        if self._tiers is None or not (undecided := self._tiers.undecided()):
+            return
+        first, n_releases = self._queues.waiting[0], self._cache.n_releases
+        for seq in undecided[:MAX_DECISIONS]:
+            if (seq.number, n_releases) in (self._no_room, self._refused):
+                return
+            if first.rank < seq.rank and self._refused == (first.number, n_releases):
+                return
+            if seq.job is None:
+                self._decide(self._tiers, seq, self.match(seq))
+
+    def _decide(self, tiers: TierCoordinator, seq: Sequence, n_hit: int) -> bool:
+        """Fetch what the device pool lacks of a waiting sequence? True: no, it may be admitted."""
+        if n_hit >= seq.max_cached or not seq.fetches_left:
+            tiers.decide_to_compute(seq, n_hit)
+            return True
+        key = seq.keys[n_hit]
+        if tiers.is_fetching(key) or any(key in keys for keys in self._computing.values()):
+            return False
+        if not self.fits(seq, n_hit):
+            self._no_room = (seq.number, self._cache.n_releases)
+            return False
+        seq.extend_keys(seq.max_cached)
+        verdict = tiers.consider(seq, n_hit, self.reserved_for_running(), self.compute_queue(seq), self.now_s)
+        if verdict is Verdict.FETCH:
+            self._queues.dequeue(seq)
+        return verdict is Verdict.COMPUTE
+
+    def compute_queue(self, seq: Sequence) -> ComputeQueue:
+        """What the sequence has to expect if its prompt is computed."""
+        queues = self._queues
+        n_before = sum(other.n_prefill for other in queues.running)
+        n_before += sum(other.n_tokens for other in takewhile(lambda other: other.rank < seq.rank, queues.waiting))
+        return ComputeQueue(self.tokens_per_s, n_before, len(queues.waiting) + len(queues.running) > 1)
 
     @property
     def may_grant(self) -> bool:
@@ -93,7 +157,12 @@ class AdmissionPolicy:
 
     def _take_hit(self, seq: Sequence, n_hit: int) -> None:
         """Give a sequence its cached prefix. A prefill-only one that has all of it needs no slot."""
-        self._cache.take_hit(seq.table, seq.keys, n_hit)
+        if seq.table.conversation is None:
+            n_found = n_hit - sum((seq.fetched or {}).values())  # fetched blocks may well be its own
+            begin = self._cache.retention.begin
+            seq.table.conversation = begin(seq.root_key, seq.session_digest, seq.keys, max(0, n_found))
+        fetched = None if self._tiers is None else self._tiers.take_fetched(seq)
+        self._cache.take_hit(seq.table, seq.keys, n_hit, fetched)
         seq.n_computed = n_hit * BLOCK_TOKENS
         if seq.cached_by_tier is None:
             seq.waited_s = max(0.0, self.now_s - seq.arrived_s)
@@ -101,8 +170,16 @@ class AdmissionPolicy:
             if seq.n_received:
                 received = min(BLOCK_TOKENS * self._transfers.incoming.n_received_blocks(seq), seq.n_computed)
             own = min(seq.n_computed, seq.n_prompt) - received
-            seq.cached_by_tier = {"device": own, "pushed": received} if received else {"device": own}
             self._totals.cached_tokens += own
+            seq.cached_by_tier = {"pushed": received} if received else {}
+            for tier, n_blocks in (seq.fetched or {}).items():
+                seq.cached_by_tier[tier] = min(own, n_blocks * BLOCK_TOKENS)
+                own -= seq.cached_by_tier[tier]
+            seq.cached_by_tier["device"] = own
+        if self._tiers is not None:
+            self._tiers.admitted(seq, n_hit)
+            if seq.n_received:
+                self._tiers.published(seq, 0, n_hit)
         if seq.n_received:
             self._transfers.incoming.leave(seq)  # its own table holds the received blocks now
             seq.n_received = 0
@@ -112,6 +189,10 @@ class AdmissionPolicy:
             if n_hit == seq.n_transferable:
                 self._cache.release(seq.table)
                 seq.n_computed, seq.in_transfer = 0, True
+
+    def reserved_for_running(self) -> list[int]:
+        """Blocks of each group that whoever takes some for others than running sequences must leave."""
+        return [n + 1 for n in self._reserved()]
 
     def _reserved(self) -> list[int]:
         """Blocks of each group that running sequences still need for the tokens they have, and one more for each."""

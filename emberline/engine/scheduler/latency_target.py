@@ -66,9 +66,12 @@ class LatencyTarget(BatchTimeLimit):
     little longer is as good.
     """
 
-    def __init__(self, shape: ShapePolicy, target_s: float = TARGET_S) -> None:
+    def __init__(
+        self, shape: ShapePolicy, target_s: float = TARGET_S, most_drafts: Callable[[int], int] | None = None
+    ) -> None:
         super().__init__(shape.tile)
         self._shape = shape
+        self._most_drafts = most_drafts or super().most_drafts
         self._target_s = target_s
         self._fits: dict[int, dict[int, DurationFit]] = {}  # by power of two of the decodes, then by tiles
         self._decode_s: dict[int, float] = {}  # of steps without chunks, by power of two of the decodes
@@ -78,17 +81,17 @@ class LatencyTarget(BatchTimeLimit):
         self._n_observed = 0
 
     def observe(self, work: StepWork, seconds: float) -> None:
-        bucket = work.n_decodes.bit_length()
+        bucket = work.n_decoded.bit_length()
         super().observe(work, seconds)
         if not work.n_tokens:
             smooth(self._decode_s, bucket, seconds)
-            self._decode_n[bucket] = work.n_decodes
+            self._decode_n[bucket] = work.n_decoded
             return
         if not work.n_decodes:
             if work.n_tokens >= EFFICIENT_TOKENS:
                 smooth(self._prefill_s, 0, seconds / work.n_tokens)
             return
-        tiles = self._shape.tiles(work.n_decodes + work.n_tokens)
+        tiles = self._shape.tiles(work.n_decoded + work.n_tokens)
         small = tiles * self._shape.tile <= self._shape.max_graph_tokens  # else errors per token add up
         if self._prefill_s and small and bucket not in self._decode_s:
             self._mixed_decode_s[bucket] = seconds - work.n_tokens * self._prefill_s[0]
@@ -111,14 +114,21 @@ class LatencyTarget(BatchTimeLimit):
         most = super().chunk(work, context, most, slack, limit_s)
         if not work.n_decodes or slack >= NO_TARGET:
             return most
-        tile, scheduled = self._shape.tile, work.n_decodes + work.n_tokens
-        tiles = self._tiles(work.n_decodes, context, self._step_target_s(work.n_decodes, slack))
+        tile, scheduled = self._shape.tile, work.n_decoded + work.n_tokens
+        tiles = self._tiles(work.n_decoded, context, self._step_target_s(work.n_decoded, slack))
         tiles = min(tiles, self._shape.max_graph_tokens // tile)
         least = scheduled // tile + 1 if not work.n_tokens else 0  # the first prompt always makes progress
         return min(most, max(0, max(tiles, least) * tile - scheduled))
 
     def n_decodes(self, limit_s: float) -> float:
         return inf  # one more makes hardly a difference on a GPU
+
+    def most_drafts(self, n_rows: int) -> int:
+        return self._most_drafts(n_rows)
+
+    @property
+    def drafts_beside_prompts(self) -> bool:
+        return False  # prompts fill the device: every draft would cost as much as one of their tokens
 
     def align(self, work: StepWork, start: int, n: int) -> int:
         end = (start + n) // self._shape.prompt_multiple * self._shape.prompt_multiple

@@ -7,7 +7,7 @@ import numpy as np
 
 from emberline.protocol.block_hash import BLOCK_TOKENS, DIGEST_BYTES
 from emberline.protocol.errors import BadInput, ContextExceeded
-from emberline.protocol.request import EngineRequest, SamplingParams, ThinkingLimit
+from emberline.protocol.request import MAX_DRAFT_TOKENS, EngineRequest, SamplingParams, ThinkingLimit
 
 MAX_BAD_WORDS = 512  # in all their spellings; with biases and stop tokens they fit into a GPU sampler's table
 
@@ -36,6 +36,11 @@ class Limits:
         if (largest := int(np.frombuffer(request.prompt_ids, "<u4").max())) >= self.vocab_size:
             raise BadInput(f"token id {largest} is not in the vocabulary of {self.vocab_size}", param="prompt")
         self._check_sampling(request.sampling)
+        most = request.speculation.max_draft_tokens
+        if most is not None and not 0 <= most <= MAX_DRAFT_TOKENS:
+            raise BadInput(
+                f"max_draft_tokens must be between 0 and {MAX_DRAFT_TOKENS}, not {most}", param="speculation"
+            )
         self._check_resumed(request)
         if request.keys and len(request.keys) != n_prompt // BLOCK_TOKENS * DIGEST_BYTES:
             raise BadInput(

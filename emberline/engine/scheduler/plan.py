@@ -26,7 +26,10 @@ class Admission:
     blocks: list[list[int]]  # per group: the block table it starts with, from the prefix cache
 
 
-class Row(msgspec.Struct, gc=False):
+UNKNOWN_DRAFT = b"\xff\xff\xff\xff"  # in place of a draft's id: the one that the device has left in the slot
+
+
+class Row(msgspec.Struct, gc=False, array_like=True):
     """New tokens of one sequence: the last of its context, whose KV goes into its blocks.
 
     Hundreds are created per step: a msgspec struct without gc is created in C and ignored by the garbage collector.
@@ -42,26 +45,43 @@ class Row(msgspec.Struct, gc=False):
     banned: tuple[int, ...] = ()  # token ids that must not be sampled
     admission: int = 0  # serial number of the admission that gave it the slot
     follows: bool = False  # its one new token is the one the slot sampled last, which may be known to the device alone
+    draft_ids: bytes = b""  # u32 LE; tokens that may follow: computed with the others, each verified by a draw
+    n_ahead: int = 0  # drafts of rows in flight, on which its position depends: it is up to so many lower
 
     @property
     def end(self) -> int:
+        """The position after its tokens, which is that of the first draw; drafts come behind it."""
         return self.start + 1 if self.follows else self.start + len(self.token_ids) // 4
+
+    @property
+    def n_drafts(self) -> int:
+        return len(self.draft_ids) >> 2
+
+    @property
+    def stop(self) -> int:
+        """The position after its drafts: so far its blocks reach."""
+        return self.end + self.n_drafts
 
 
 @dataclass(slots=True)
 class StepPlan:
     admissions: list[Admission] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
-    n_tokens: int = 0
+    n_tokens: int = 0  # drafts included
+    n_drafts: int = 0
+    n_drafting: int = 0  # rows that have drafts
+    n_awaited: int = 0  # of these, rows of sequences that have no other row before it was absorbed
+    depth: int = 0  # tokens that a draft head proposes behind each row that samples; 0: none
+    masked: bool = False  # a grammar restricts what rows may sample: masks come after the launch
     n_preempted: int = 0  # running sequences whose blocks were taken for these rows
     number: int = 0  # steps are launched in this order
 
 
 @dataclass(slots=True)
 class Masks:
-    """Which tokens may be sampled, for the sampling rows that have a grammar."""
+    """Which tokens may be sampled, for the draws of the rows that have a grammar."""
 
-    rows: list[int]  # their indices among the rows of the plan that sample
+    rows: list[int]  # indices of these draws among all draws of the plan; those of one row follow each other
     bits: NDArray[np.uint32]  # [rows, words]; bit i % 32 of word i // 32: token i is allowed
 
 
@@ -92,6 +112,9 @@ class Guide(Protocol):
     def rollback(self, n: int) -> None:
         """Undo the last n accepted tokens."""
 
+    def forced(self) -> list[int]:
+        """The tokens that must follow, or the usual ones of the text that must; empty where several texts may."""
+
     def fits(self, room: int) -> bool:
         """Whether the output can be completed with `room` tokens more."""
 
@@ -120,7 +143,10 @@ class DeviceLost(Exception):
 
 
 class Sampled(Protocol):
-    """The token sampled for a row. A negative id: the model produced invalid numbers."""
+    """One draw: the token sampled after a row's tokens, or after one of its drafts.
+
+    A negative id: the model produced invalid numbers, or the draft before it was left out or not masked in time.
+    """
 
     @property
     def token_id(self) -> int: ...
@@ -139,7 +165,12 @@ class Handle(Protocol):
         """Once, after the launch: sample. Masks are computed while the forward pass runs."""
 
     def result(self) -> Sequence[Sampled]:
-        """Blocks; one entry per row that samples, in the order of the plan. Raises what the step raised."""
+        """Blocks; the draws of the rows that sample, in the order of the plan: one, and one more per draft. Those
+        behind a draft that was not drawn mean nothing. Raises what the step raised."""
+
+    def drafts(self) -> Sequence[bytes]:
+        """After `result`: what a draft head proposes behind the last token of each row that samples (u32 LE), in the
+        order of the plan; empty unless the plan has asked for it."""
 
 
 class Runner(Protocol):

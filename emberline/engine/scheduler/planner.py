@@ -6,7 +6,7 @@ from math import inf
 from emberline.engine import token_rules
 from emberline.engine.scheduler.admission import AdmissionPolicy
 from emberline.engine.scheduler.limits import Limits
-from emberline.engine.scheduler.plan import Row, StepPlan
+from emberline.engine.scheduler.plan import UNKNOWN_DRAFT, Row, StepPlan
 from emberline.engine.scheduler.prefill_policy import (
     NO_TARGET,
     DecodingSequences,
@@ -16,6 +16,7 @@ from emberline.engine.scheduler.prefill_policy import (
 )
 from emberline.engine.scheduler.queues import BATCH_DECODE_S, BatchYielding, PreemptionPolicy, Queues, by_rank
 from emberline.engine.scheduler.sequence import NO_SLOT, Sequence
+from emberline.engine.speculation.verification import Speculation
 from emberline.kv.cache import KVCache
 from emberline.protocol.block_hash import BLOCK_TOKENS
 from emberline.protocol.frames import EngineLoad
@@ -37,7 +38,12 @@ class StepPlanner:
         prefill: PrefillPolicy,
         batch_class: BatchYielding,
         totals: EngineLoad,
+        speculation: Speculation | None = None,
+        micro_batches: int = 1,
     ) -> None:
+        """micro_batches: steps in flight that have different sequences, one for each stage of a pipeline."""
+        self._speculation = speculation
+        self._micro_batches = micro_batches
         self._cache = cache
         self._limits = limits
         self._queues = queues
@@ -51,10 +57,14 @@ class StepPlanner:
         self._backlog = 0  # prompt tokens to compute, of running and waiting sequences
         self._n_suspects = 0  # sequences in the step being planned that it may fail for
         self._max_suspects = inf
+        self._most_drafts = 0  # of a row of the step being planned
         self._none_passed = [0] * len(cache.groups)
 
     def plan(self) -> StepPlan:
-        plan, queues = StepPlan(), self._queues
+        plan, queues, speculation = StepPlan(), self._queues, self._speculation
+        if speculation is not None:
+            plan.depth = speculation.begin_step(len(queues.running))
+            self._most_drafts = self._draft_limit()
         self._batch_class.promote(queues, self._totals.steps)
         self._displace()
         paused = self._batch_class.pauses(queues)
@@ -62,20 +72,25 @@ class StepPlanner:
         resting = self._batch_class.resting(queues, most_decodes) if most_decodes < inf else ()
         prefills = []
         self._decoding, self._n_suspects = DecodingSequences(), 0
+        pipelined = self._micro_batches > 1
+        most_rows = -(-len(queues.running) // self._micro_batches) if pipelined else inf
         for seq in tuple(queues.running):
             if seq.slot == NO_SLOT or (paused and seq.effective_class == Priority.BATCH):
                 continue  # preempted for one before it, or yields
             n_due = seq.n_due
             if not n_due:
                 continue  # a prefill-only sequence that is planned to its end
-            if n_due > 1:
+            if n_due > 1 and not self._is_short(plan, seq):
                 prefills.append(seq)
                 continue
             self._decoding.add(seq)
-            if seq.number in resting:
+            if seq.number in resting or (seq.n_drafting and not (self._most_drafts and self._runs_ahead(seq))):
                 continue
+            if pipelined and (seq.n_sampling or len(plan.rows) >= most_rows):
+                continue  # it is in another micro-batch, or will be in the next one
             if (not seq.n_sampling or _can_run_ahead(seq)) and not (seq.suspicion and self._holds_back(seq)):
-                self._add_row(plan, seq, 1)
+                draft_ids = b"" if speculation is None else self._drafts(plan, seq, n_due, speculation)
+                self._add_row(plan, seq, n_due, draft_ids)
         self._plan_prefills(plan, prefills)
         if plan.rows:
             self._totals.steps += 1
@@ -99,7 +114,7 @@ class StepPlanner:
             return
         self._burst.prompts(self._totals.steps)
         self._backlog = queues.waiting_tokens + sum(seq.n_prefill for seq in prefills if seq.slot != NO_SLOT)
-        work = StepWork(self._decoding.n)
+        work = StepWork(self._decoding.n, n_drafts=plan.n_drafts)
         budget = self._limits.token_budget
         if any(seq.suspicion == 2 for seq in prefills):
             budget = min(budget, max(MAX_RETRY_TOKENS, plan.n_tokens + BLOCK_TOKENS))
@@ -159,15 +174,68 @@ class StepPlanner:
                 return inf
         return max(1.0, self._queues.waiting_tokens / LONG_QUEUE)
 
-    def _add_row(self, plan: StepPlan, seq: Sequence, n: int) -> bool:
-        """Plan the next n tokens of a running sequence. False: it was preempted itself."""
-        start, end = seq.n_computed, seq.n_computed + n
-        while (blocks := self._cache.grow(seq.table, start, end)) is None:
+    def _is_short(self, plan: StepPlan, seq: Sequence) -> bool:
+        """Whether it decodes, and has a few tokens more than the sampled one: those that its grammar forced."""
+        n_more = seq.n_due - 1
+        room = self._limits.token_budget - plan.n_tokens + len(plan.rows) - len(self._queues.running)
+        return seq.n_output > 1 and seq.n_appended == n_more <= room and self._prefill.drafts_beside_prompts
+
+    def _draft_limit(self) -> int:
+        running, waiting = self._queues.running, self._queues.waiting
+        if not self._prefill.drafts_beside_prompts and (
+            (waiting and self._queues.free_slots) or any(seq.n_due > 1 for seq in running)
+        ):
+            return 0
+        return self._prefill.most_drafts(len(running))
+
+    def _drafts(self, plan: StepPlan, seq: Sequence, n_due: int, speculation: Speculation) -> bytes:
+        """What the sequence's next row, of n_due tokens, drafts. Where that row follows a token that is still being
+        sampled, the first proposed token stands for that one: if it is another, the drafts behind it will hardly be
+        accepted."""
+        if seq.suspicion or seq.slow_guide or (seq.effective_class == Priority.BATCH and self._batch_class.is_limited):
+            return b""
+        most = min(
+            self._most_drafts,
+            seq.n_output_left - seq.n_sampling - seq.n_drafting - 1,
+            self._limits.token_budget - plan.n_tokens - (n_due - 1) + len(plan.rows) - len(self._queues.running),
+        )
+        if seq.limits_thinking and (limit := seq.request.thinking_limit) is not None:
+            most = min(most, limit.most - seq.n_output - seq.n_sampling - 1)
+        if most <= 0:
+            return b""
+        if seq.n_sampling and speculation.runs_ahead:
+            n_chained = min(most, seq.n_chained) if self._runs_ahead(seq) else 0
+            return speculation.propose_ahead(seq, n_chained) * UNKNOWN_DRAFT if n_chained else b""
+        draft_ids = speculation.propose(seq, most + seq.n_sampling)[4 * seq.n_sampling :]
+        return token_rules.evenly_banned(seq, draft_ids) if draft_ids and seq.may_ban else draft_ids
+
+    def _runs_ahead(self, seq: Sequence) -> bool:
+        """Whether it can have a row whose position only the device knows: what it samples depends on nothing else."""
+        return (
+            self._speculation is not None
+            and self._speculation.runs_ahead
+            and seq.guide is None
+            and not (seq.may_ban or seq.limits_thinking or seq.suspicion)
+        )
+
+    def _add_row(self, plan: StepPlan, seq: Sequence, n: int, draft_ids: bytes = b"") -> bool:
+        """Plan the next n tokens of a running sequence. False: it was preempted itself, or has to wait."""
+        n_ahead = seq.n_drafting
+        start, end = seq.n_computed + n_ahead, seq.n_computed + n_ahead + n
+        n_drafts = len(draft_ids) >> 2
+        blocks = self._cache.grow(seq.table, start, end + n_drafts)
+        if blocks is None and n_drafts:
+            draft_ids, n_drafts = b"", 0
+            blocks = self._cache.grow(seq.table, start, end)
+        if blocks is None and n_ahead:
+            return False
+        while blocks is None:
             victim = self._preemption.victim(self._queues.running, self._totals.steps)
             plan.n_preempted += 1
             self.preempt(victim)
             if victim is seq:
                 return False
+            blocks = self._cache.grow(seq.table, start, end)
         samples = n == seq.n_due and not seq.prefill_only
         follows = seq.n_sampling > 0
         plan.rows.append(
@@ -182,11 +250,19 @@ class StepPlanner:
                 banned=token_rules.banned(seq) if seq.may_ban else (),
                 admission=seq.admission,
                 follows=follows,
+                draft_ids=draft_ids,
+                n_ahead=n_ahead,
             )
         )
-        plan.n_tokens += n
-        seq.n_computed = end
+        plan.n_tokens += n + n_drafts
+        if n_drafts:
+            plan.n_drafts += n_drafts
+            plan.n_drafting += 1
+            plan.n_awaited += not self._runs_ahead(seq)
+            seq.n_drafting += n_drafts
+        seq.n_computed += n
         seq.n_sampling += samples
+        seq.n_chained = plan.depth
         seq.planned_step = self._totals.steps
         self._n_suspects += seq.suspicion > 0
         if start < seq.n_prompt:
@@ -224,9 +300,10 @@ class StepPlanner:
     def preempt(self, seq: Sequence) -> None:
         """Back to waiting, in its old rank. Its full blocks stay cached until others need the room."""
         self._admission.release(seq)
-        seq.n_computed = seq.n_sampling = 0
+        seq.n_computed = seq.n_sampling = seq.n_drafting = seq.n_accepted = 0
         self._totals.preemptions += 1
         self._queues.enqueue(seq, self._totals.steps)
+        self._admission.preempted(seq)
 
 
 def _can_run_ahead(seq: Sequence) -> bool:
@@ -241,4 +318,4 @@ def _can_run_ahead(seq: Sequence) -> bool:
     limit = seq.request.thinking_limit if seq.limits_thinking else None
     if limit is not None and seq.n_output + seq.n_sampling >= limit.most:
         return False
-    return not seq.slow_guide and seq.n_sampling < seq.n_output_left
+    return not seq.slow_guide and seq.n_sampling + seq.n_drafting < seq.n_output_left

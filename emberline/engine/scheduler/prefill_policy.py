@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 from emberline.engine.scheduler.plan import Row
 from emberline.engine.scheduler.sequence import Sequence
-from emberline.protocol.request import Priority
+from emberline.protocol.request import MAX_DRAFT_TOKENS, Priority
 
+MAX_DRAFTS = MAX_DRAFT_TOKENS  # of a row: its tokens then span no more than two blocks, and take one new one at most
 MIN_CHUNK = 16  # tokens that a chunk under a time limit has at least
 NO_TARGET = 4.0  # slack from which on a chunk ignores the latency target
 _GAIN = 0.2  # of a new measurement
@@ -28,10 +29,11 @@ class StepWork:
     n_tokens: int = 0  # prompt tokens
     attended: int = 0  # sum of the context lengths that the prompt tokens attend to
     start: int = 0  # context length at which the first chunk begins
+    n_drafts: int = 0  # of the decoding sequences
 
     @classmethod
-    def of(cls, n_decodes: int, chunks: Iterable[Row]) -> "StepWork":
-        work = cls(n_decodes)
+    def of(cls, n_decodes: int, chunks: Iterable[Row], n_drafts: int = 0) -> "StepWork":
+        work = cls(n_decodes, n_drafts=n_drafts)
         for row in chunks:
             work.add(row.end - row.start, row.end)
         return work
@@ -42,6 +44,11 @@ class StepWork:
             self.start = end - n_tokens
         self.n_tokens += n_tokens
         self.attended += n_tokens * (end - n_tokens // 2)
+
+    @property
+    def n_decoded(self) -> int:
+        """Tokens of the decoding sequences: one of each, and their drafts."""
+        return self.n_decodes + self.n_drafts
 
     @property
     def context(self) -> int:
@@ -71,6 +78,15 @@ class PrefillPolicy:
     def n_decodes(self, limit_s: float) -> float:
         """Sequences that lengthen a step by `limit_s`."""
         return inf
+
+    def most_drafts(self, n_rows: int) -> int:
+        """Of each row in a step that decodes so many sequences."""
+        return MAX_DRAFTS
+
+    @property
+    def drafts_beside_prompts(self) -> bool:
+        """Whether a step that computes prompts also verifies drafts."""
+        return True
 
     def align(self, work: StepWork, start: int, n: int) -> int:
         """How many of the next n tokens to take from a prompt that has more than n left."""
@@ -130,9 +146,9 @@ class BatchTimeLimit(PrefillPolicy):
 
     def observe(self, work: StepWork, seconds: float) -> None:
         if not work.n_tokens:
-            self._decodes.add(work.n_decodes, seconds)
+            self._decodes.add(work.n_decoded, seconds)
         elif work.n_tokens >= self._min_chunk // 2:
-            prefill_s = max(seconds / 4, seconds - self._decodes.of(work.n_decodes))
+            prefill_s = max(seconds / 4, seconds - self._decodes.of(work.n_decoded))
             smooth(self._token_s, _octave(work.context), prefill_s / work.n_tokens)
 
 

@@ -1,23 +1,29 @@
 """The scheduler: requests in, plans out, results absorbed. Pure Python: no torch, no I/O, no clock of its own."""
 
 import logging
+from collections import OrderedDict
 from collections.abc import Iterable
+from itertools import islice
 from math import inf
 
 import msgspec
 
 from emberline.engine import token_rules
 from emberline.engine.grammar import masks as masking
-from emberline.engine.grammar.masks import GuideJobs
+from emberline.engine.grammar.masks import DraftMasks, GuideJobs
 from emberline.engine.scheduler.admission import AdmissionPolicy
 from emberline.engine.scheduler.limits import Limits
-from emberline.engine.scheduler.plan import Guides, Masks, Sampled, StepPlan
+from emberline.engine.scheduler.plan import Guides, Masks, Row, Sampled, StepPlan
 from emberline.engine.scheduler.planner import StepPlanner
 from emberline.engine.scheduler.prefill_policy import PrefillPolicy
 from emberline.engine.scheduler.queues import BatchYielding, Queues, n_batch
 from emberline.engine.scheduler.sequence import NO_SLOT, Sequence
+from emberline.engine.speculation.verification import Speculation, accepted_run
+from emberline.engine.tiers.coordinator import TierCoordinator
 from emberline.engine.transfer.coordinator import TransferCoordinator
 from emberline.kv.cache import KVCache
+from emberline.kv.tiers.messages import TierPort
+from emberline.kv.tiers.retention import Conversation
 from emberline.kv.transfer.notices import TransferPort
 from emberline.protocol.block_hash import BLOCK_TOKENS
 from emberline.protocol.errors import BadInput, DeadlineExceeded, EmberlineError, ErrorInfo, Internal
@@ -25,6 +31,8 @@ from emberline.protocol.events import FinishReason, TokenDelta, TokenLogprobs
 from emberline.protocol.frames import EngineLoad, Vocabulary
 from emberline.protocol.request import EngineRequest
 from emberline.protocol.token_ids import pack
+
+MAX_ENDED = 1024  # requests of which the client may yet tell that they called tools
 
 _log = logging.getLogger(__name__)
 
@@ -43,25 +51,41 @@ class Scheduler:
         grammars: Guides | None = None,
         prefill: PrefillPolicy | None = None,
         transfers: TransferPort | None = None,
+        speculation: Speculation | None = None,
+        tiers: TierPort | None = None,
+        micro_batches: int = 1,
     ) -> None:
         assert limits.context_len <= cache.capacity, "a lone sequence must be able to reach the end of its context"
         self.limits = limits
         self.cache = cache
         self.n_submitted = 0
-        self._fingerprint = fingerprint
+        self.fingerprint = fingerprint
         self._grammars = grammars  # None: grammars are ignored
         self._compiling: list[Sequence] = []  # those whose grammar is being compiled; they are waiting, too
-        self._guides = GuideJobs(limits.eos_ids)
         self._by_id: dict[str, Sequence] = {}
         self._by_number: dict[int, Sequence] = {}
+        self._ended: OrderedDict[str, Conversation] = OrderedDict()  # of the last requests, which may have called tools
         self._next_deadline_s = inf
         self._totals = EngineLoad(kv_total_blocks=cache.n_total)
         self._queues = Queues(limits.max_running)
         self._transfers = TransferCoordinator(cache, transfers, fingerprint)
-        self._admission = AdmissionPolicy(cache, self._queues, self._transfers, self._totals)
+        self._tiers = None if tiers is None else TierCoordinator(cache, tiers)
+        self._admission = AdmissionPolicy(cache, self._queues, self._transfers, self._totals, self._tiers)
         self._batch_class = BatchYielding()
+        self._speculation = speculation
+        prefill = prefill or PrefillPolicy()
+        drafts = speculation is not None
+        self._guides = GuideJobs(limits.eos_ids, drafts, appends=drafts and prefill.drafts_beside_prompts)
         self._planner = StepPlanner(
-            cache, limits, self._queues, self._admission, prefill or PrefillPolicy(), self._batch_class, self._totals
+            cache,
+            limits,
+            self._queues,
+            self._admission,
+            prefill,
+            self._batch_class,
+            self._totals,
+            speculation,
+            micro_batches,
         )
 
     @property
@@ -71,15 +95,21 @@ class Scheduler:
     @property
     def blocked(self) -> bool:
         """Busy, but nothing can be computed before a grammar is compiled or a transfer advances."""
-        if not self.busy or self._queues.running:
+        if not self.busy or self._queues.running or self.has_fetch_work:
             return False
-        n_compiling = sum(not seq.in_transfer for seq in self._compiling)
+        n_compiling = sum(seq.waits for seq in self._compiling)
         return len(self._queues.waiting) == n_compiling and not self._admission.may_grant
+
+    @property
+    def has_fetch_work(self) -> bool:
+        """Whether the next step goes on with a fetch that is too long for one."""
+        return self._tiers is not None and self._tiers.has_work
 
     @property
     def wake_s(self) -> float:
         """While blocked: when a step is due even if no notice comes. While a grammar is compiled, now."""
-        return 0.0 if self._compiling else min(self._next_deadline_s, self._transfers.wake_s)
+        tiers_s = inf if self._tiers is None else self._tiers.wake_s
+        return 0.0 if self._compiling else min(self._next_deadline_s, self._transfers.wake_s, tiers_s)
 
     def load(self) -> EngineLoad:
         load, queues = msgspec.structs.replace(self._totals), self._queues
@@ -88,7 +118,16 @@ class Scheduler:
         load.waiting_tokens = queues.waiting_tokens + sum(seq.n_prefill for seq in queues.running)
         load.kv_used_blocks = self.cache.n_used
         self._transfers.report(load)
+        if self._tiers is not None:
+            self._tiers.report(load)
+        if self._speculation is not None:
+            load.drafts = self._speculation.stats
         return load
+
+    def purge(self, owner: bytes | None, session: bytes) -> int:
+        """Forget what the device pool has cached of an owner, of one of its sessions, or (None) of all; the number of
+        blocks. Sequences that run keep their blocks, which are not found by others any more."""
+        return self.cache.purge(owner, session)
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -100,7 +139,8 @@ class Scheduler:
         self._transfers.check(request)
         guided = request.grammar and self._grammars is not None and request.push is None
         pending = self._grammars.request(request.grammar) if guided and self._grammars is not None else None
-        seq = Sequence(request, self.n_submitted, self.limits, self._fingerprint, self.cache.table(), now_s, pending)
+        seq = Sequence(request, self.n_submitted, self.limits, self.fingerprint, self.cache.table(), now_s, pending)
+        seq.table.owner = seq.root_key, seq.session_digest
         seq.arrival_step = self._totals.steps
         seq.limits_thinking = token_rules.limits_thinking(seq)
         self.n_submitted += 1
@@ -111,7 +151,12 @@ class Scheduler:
             self._compiling.append(seq)
         self._transfers.begin(seq, now_s)
         if not seq.in_transfer:
-            self._queues.enqueue(seq, self._totals.steps)
+            self._enqueue(seq)
+
+    def _enqueue(self, seq: Sequence) -> None:
+        self._queues.enqueue(seq, self._totals.steps)
+        if self._tiers is not None:
+            self._tiers.enqueued(seq)
 
     def abort(self, request_id: str) -> TokenDelta | None:
         """The terminal delta, or None when there is no such request (any more)."""
@@ -120,6 +165,11 @@ class Scheduler:
 
     def abort_all(self, error: EmberlineError) -> list[TokenDelta]:
         return [self._fail(seq, error) for seq in tuple(self._by_number.values())]
+
+    def called_tools(self, request_id: str) -> None:
+        """The reply of a sequence that has ended was tool calls. Unknown ids are of no conversation that is kept."""
+        if (conversation := self._ended.pop(request_id, None)) is not None:
+            self.cache.retention.ended_with_tool_calls(conversation)
 
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
         """What tokens stand for, which grammars need to know."""
@@ -130,9 +180,16 @@ class Scheduler:
 
     def advance(self, now_s: float) -> list[TokenDelta]:
         """Before a plan: deadlines, progress of KV transfers and grammars. Ends sequences that failed."""
-        self._admission.now_s = now_s
+        self._admission.now_s = self.cache.retention.now_s = now_s
         self._batch_class.advance(self._queues, now_s)
-        return self._expire(now_s) + self._poll_transfers(now_s) + self._poll_grammars()
+        deltas = self._expire(now_s) + self._poll_transfers(now_s) + self._poll_grammars()
+        if self._tiers is not None:
+            self._poll_tiers(self._tiers, now_s)
+        return deltas
+
+    def set_prefill_rate(self, tokens_per_s: float) -> None:
+        """As measured: prompt tokens per second."""
+        self._admission.tokens_per_s = tokens_per_s
 
     def plan(self) -> StepPlan:
         number = self.cache.fence.next_step()
@@ -149,10 +206,32 @@ class Scheduler:
 
     def masks(self, plan: StepPlan) -> Masks | None:
         """What the grammars of the plan's rows allow next; None when no row has one."""
+        if plan.n_drafting:
+            self._follow_drafts(plan)
         return masking.masks(plan, self._by_number)
+
+    def _follow_drafts(self, plan: StepPlan) -> None:
+        """Let the grammars of the plan's rows go along their drafts, as far as a step may wait for that."""
+        found = ((self._by_number.get(row.number), row) for row in plan.rows if row.draft_ids)
+        following = [
+            (seq, row.draft_ids)
+            for seq, row in found
+            if seq is not None and seq.admission == row.admission and seq.mask is not None and not seq.slow_guide
+        ]
+        for seq, draft_ids in following:
+            self._guides.follow(seq, draft_ids)
+        self._guides.wait([seq for seq, _ in following])
+        for seq, _ in following:
+            assert seq.job is not None
+            if seq.job.done and seq.job.error is None:
+                seq.draft_masks = self._guides.result(seq).bits
+            else:
+                self._planner.preempt(seq)  # what the step samples for it is ignored
 
     def launched(self, plan: StepPlan) -> None:
         """While the device is busy: hash the blocks that the plan computes, and the one behind them."""
+        if self._speculation is not None:
+            self._speculation.launched()
         if plan.n_tokens == len(plan.rows):
             return
         for row in plan.rows:
@@ -170,26 +249,53 @@ class Scheduler:
         samples, by_number = iter(sampled), self._by_number
         for row in plan.rows:
             sample = next(samples) if row.samples else None
+            drafts = list(islice(samples, row.n_drafts)) if row.draft_ids else None
             seq = by_number.get(row.number)
             if seq is None or seq.admission != row.admission:
                 continue
             seq.n_sampling -= row.samples
             seq.suspicion = 0
             if sample is not None and sample.token_id < 0:
+                if self._tiers is not None:
+                    self._tiers.discarded(seq)
                 self.cache.discard(seq.table)
                 deltas.append(self._fail(seq, Internal("the model produced invalid numbers")))
                 continue
-            if (n_blocks := row.end // BLOCK_TOKENS) > seq.table.n_published:
-                seq.extend_keys(n_blocks)
-                self.cache.publish(seq.table, seq.keys, n_blocks)
+            end = seq.n_tokens if row.n_ahead else row.end
+            if (n_blocks := end // BLOCK_TOKENS) > seq.table.n_published:
+                self._publish(seq, n_blocks)
             if sample is None:
-                deltas += self._send_kv(seq, row.end) if seq.prefill_only else ()
-            elif seq.guide is None:
+                deltas += self._send_kv(seq, end) if seq.prefill_only else ()
+            elif seq.guide is None and not drafts:
                 deltas.append(self._append(seq, *token_rules.take(seq, _entry(sample), self.limits.eos_ids)))
             else:
-                self._guides.take(seq, _entry(sample))
-                guided.append(seq)
+                run = [_entry(sample)]
+                if drafts:
+                    run += self._verify(seq, row, sample, drafts)
+                if seq.guide is None:
+                    deltas.append(self._append(seq, *token_rules.take_run(seq, run, self.limits.eos_ids)))
+                else:
+                    self._guides.take(seq, run)
+                    guided.append(seq)
         return deltas + self._take_guided(guided) if guided else deltas
+
+    def measured(self, plan: StepPlan, seconds: float) -> None:
+        """An absorbed step took so long, from the end of the one before it."""
+        if self._speculation is not None:
+            self._speculation.measured(plan, seconds)
+
+    def take_drafts(self, plan: StepPlan, sampled: Iterable[Sampled], drafts: Iterable[bytes]) -> None:
+        """Before `absorb`: what a draft head proposes behind the last token that each sampling row has drawn."""
+        draws = iter(sampled)
+        for row, ids in zip((row for row in plan.rows if row.samples), drafts):
+            first, others = next(draws), list(islice(draws, row.n_drafts))
+            seq = self._by_number.get(row.number)
+            if seq is not None and seq.admission == row.admission:
+                end = seq.n_tokens if row.n_ahead else row.end
+                seq.proposed_at = end + 1 + len(accepted_run(first, others, row.draft_ids))
+                seq.proposed_ids = ids
+                if not ids and first.token_id >= 0 and self._speculation is not None:
+                    self._speculation.head_failed()
 
     def retry(self, plan: StepPlan, error: EmberlineError) -> list[TokenDelta]:
         """The step could not be computed: its sequences are computed again; the one that it fails for ends."""
@@ -226,8 +332,14 @@ class Scheduler:
             if seq.in_transfer and seq.number in self._by_number:
                 seq.in_transfer = False
                 seq.n_received = 0 if seq.prefill_only else BLOCK_TOKENS * seq.n_transferable
-                self._queues.enqueue(seq, self._totals.steps)
+                self._enqueue(seq)
         return deltas
+
+    def _poll_tiers(self, tiers: TierCoordinator, now_s: float) -> None:
+        """Queue sequences whose KV was fetched from tiers, and begin to fetch that of others."""
+        for seq in tiers.poll(now_s, self._admission.compute_queue, self._admission.reserved_for_running):
+            self._queues.enqueue(seq, self._totals.steps)
+        self._admission.prefetch()
 
     def _poll_grammars(self) -> list[TokenDelta]:
         """Bind grammars that are compiled now; take in tokens that no step has waited for."""
@@ -237,7 +349,7 @@ class Scheduler:
                 self._guides.bind(seq)
         for seq in self._guides.ended():
             if seq.pending_guide is None:
-                deltas.append(self._take_job(seq))
+                deltas += self._take_job(seq)
                 continue
             try:
                 self._guides.result(seq)
@@ -250,23 +362,37 @@ class Scheduler:
 
     # --- after a step -----------------------------------------------------------------------------------------------
 
+    def _verify(self, seq: Sequence, row: Row, first: Sampled, others: list[Sampled]) -> list[TokenLogprobs]:
+        """The draws that count, of those after a row's drafts."""
+        run = accepted_run(first, others, row.draft_ids)
+        seq.n_drafting -= row.n_drafts
+        seq.n_accepted = len(run)
+        if self._speculation is not None:
+            self._speculation.verified(seq, row.n_drafts, len(run))
+        return [_entry(sample) for sample in run]
+
     def _take_guided(self, seqs: list[Sequence]) -> list[TokenDelta]:
         """What the grammars say to sampled tokens, as far as it is known in time for the next step."""
         self._guides.wait(seqs)
-        deltas = [self._take_job(seq) for seq in seqs if seq.job is not None and seq.job.done]
+        deltas = [delta for seq in seqs if seq.job is not None and seq.job.done for delta in self._take_job(seq)]
         for seq in seqs:
             if seq.job is not None and seq.n_sampling:
                 self._planner.preempt(seq)  # a step in flight samples for it without a mask: that is ignored
         return deltas
 
-    def _take_job(self, seq: Sequence) -> TokenDelta:
+    def _take_job(self, seq: Sequence) -> list[TokenDelta]:
         try:
-            entries, finish = self._guides.result(seq)
+            result = self._guides.result(seq)
         except EmberlineError as error:
-            return self._fail(seq, error)
+            return [self._fail(seq, error)]
+        if isinstance(result, DraftMasks):  # too late: its row was ignored
+            return []
+        entries, finish = result
+        if seq.n_appended and self._speculation is not None:
+            self._speculation.appended(seq, seq.n_appended)
         if seq.slot == NO_SLOT:
             self._queues.waiting_tokens += len(entries)
-        return self._append(seq, entries, finish)
+        return [self._append(seq, entries, finish)]
 
     def _append(self, seq: Sequence, entries: list[TokenLogprobs], finish: FinishReason | None) -> TokenDelta:
         one = len(entries) == 1  # the common case, and quicker
@@ -275,13 +401,33 @@ class Scheduler:
         if first:
             seq.first_token_step = self._totals.steps
         seq.ids += packed
+        if seq.n_accepted:
+            self._keep_drafts(seq)
         self._totals.output_tokens += len(entries)
         logprobs = entries if seq.request.sampling.logprobs is not None and entries else None
         if finish is not None:
             return self._end(seq, finish, packed, logprobs)
         if first:
             return TokenDelta(seq.id, packed, None, seq.usage(), logprobs, None, seq.waited_s)
-        return TokenDelta(seq.id, packed, None, None, logprobs)
+        usage = seq.usage() if seq.request.speculation.report else None
+        return TokenDelta(seq.id, packed, None, usage, logprobs)
+
+    def _keep_drafts(self, seq: Sequence) -> None:
+        """The output has gained its accepted drafts, which are computed. Over all others others are computed."""
+        n_accepted, seq.n_accepted = seq.n_accepted, 0
+        if seq.slot == NO_SLOT:
+            return  # preempted meanwhile
+        seq.n_computed += n_accepted
+        if (n_blocks := seq.n_computed // BLOCK_TOKENS) > seq.table.n_published:
+            self._publish(seq, n_blocks)
+
+    def _publish(self, seq: Sequence, n_blocks: int) -> None:
+        """The first n_blocks of the sequence are computed."""
+        first = seq.table.n_published
+        seq.extend_keys(n_blocks)
+        self.cache.publish(seq.table, seq.keys, n_blocks)
+        if self._tiers is not None:
+            self._tiers.published(seq, first, n_blocks)
 
     def _send_kv(self, seq: Sequence, n_computed: int) -> list[TokenDelta]:
         """Send the computed blocks of a prefill-only sequence; with the last of them it gives up its slot."""
@@ -306,15 +452,31 @@ class Scheduler:
         """The only way out: everything the sequence held is given back, and its terminal delta is made."""
         del self._by_id[seq.id], self._by_number[seq.number]
         self._batch_class.ended(seq)
+        if self._speculation is not None:
+            self._speculation.ended(seq)
         self._guides.drop(seq)
         if seq.pending_guide is not None:
             self._compiling.remove(seq)
+        self._end_turn(seq)
         if seq.slot != NO_SLOT:
             self._admission.release(seq)
-        elif not seq.in_transfer:
+        elif seq.waits:
             self._queues.dequeue(seq)
         self._transfers.leave(seq)
+        if self._tiers is not None:
+            self._tiers.leave(seq)
         return TokenDelta(seq.id, token_ids, finish, seq.usage(), logprobs, error)
+
+    def _end_turn(self, seq: Sequence) -> None:
+        """Tell retention, before the blocks of the sequence are released."""
+        request, conversation = seq.request, seq.table.conversation
+        if conversation is None:
+            return
+        keys = seq.keys[: max(seq.table.n_published, seq.n_prompt // BLOCK_TOKENS)]
+        self.cache.retention.end(conversation, keys, request.cache_ttl_s, request.session_final)
+        self._ended[seq.id] = conversation
+        if len(self._ended) > MAX_ENDED:
+            self._ended.popitem(last=False)
 
 
 def _entry(sample: Sampled) -> TokenLogprobs:

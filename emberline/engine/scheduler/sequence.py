@@ -13,7 +13,7 @@ from emberline.engine.scheduler.plan import Guide, PendingGuide
 from emberline.kv.cache import BlockTable
 from emberline.protocol import block_hash
 from emberline.protocol.block_hash import BLOCK_TOKENS
-from emberline.protocol.events import Usage
+from emberline.protocol.events import DraftUsage, Usage
 from emberline.protocol.request import EngineRequest, Priority
 
 NO_SLOT = -1
@@ -47,9 +47,19 @@ class Sequence:
     keys: list[bytes] = field(init=False)  # content keys of the full blocks of ids, as far as they are computed
     effective_class: Priority = field(init=False)  # its priority class, or a better one once it has starved
     in_transfer: bool = False  # neither waiting nor running: its KV is transferred (engine/transfer)
+    fetching: bool = False  # neither waiting nor running: its KV is read from tiers (engine/tiers)
+    fetches_left: int = 2  # before it is admitted again
+    matched: tuple[int, int, int] = (-1, 0, 0)  # the cache's version, the limit, and the prefix hit that was found
+    decided_hit: int = -1  # blocks that the device pool had, or was to get, when a fetch was last considered
+    fetched: dict[str, int] | None = None  # blocks that its last fetch brought, by tier
     n_received: int = 0  # tokens whose KV was received from another engine and is held for it
     n_computed: int = 0  # tokens whose KV is in the table, or will be when the planned steps are done
-    n_sampling: int = 0  # tokens that steps in flight sample
+    n_sampling: int = 0  # tokens that steps in flight sample, at least
+    n_drafting: int = 0  # drafts of its rows in flight, with which it samples more
+    n_chained: int = 0  # tokens that a draft head on the device proposes behind its last planned row
+    proposed_ids: bytes = b""  # u32 LE; what a draft head proposes behind its first `proposed_at` tokens
+    proposed_at: int = 0
+    n_accepted: int = 0  # drafts whose KV is in the table, as tokens that its output is about to gain
     slot: int = NO_SLOT
     admission: int = -1  # serial number of its stay in the slot
     cached_by_tier: dict[str, int] | None = None  # set at first admission
@@ -60,6 +70,11 @@ class Sequence:
     limits_thinking: bool = False  # the thinking limit may still apply
     suspicion: int = 1  # 0: a step with it succeeded; 1: it has not been in one; 2: one with it failed since
     mask: NDArray[np.uint32] | None = None  # which tokens its grammar allows next
+    draft_masks: list[NDArray[np.uint32]] = field(default_factory=list)  # and after each draft of its row in flight
+    forced_ids: bytes = b""  # u32 LE; the usual tokens of the text that its grammar forces next, for a drafter
+    n_appended: int = 0  # tokens of the last job's result of which its grammar left one each: they were not drawn
+    n_drafted: int = 0  # draft tokens verified so far
+    n_drafts_accepted: int = 0  # of those
     job: GuideJob | None = None  # its guide takes in a token, or is bound: it is not planned until that is done
     slow_guide: bool = False  # by the last job; no step waits for the next one
     guide_cpu_s: float = 0.0  # of all jobs
@@ -84,6 +99,11 @@ class Sequence:
         self.keys = block_hash.split(request.keys)
 
     @property
+    def session_digest(self) -> bytes:
+        """Of the client's name of the session; empty without one."""
+        return block_hash.session_digest(self.request.session)
+
+    @property
     def prefill_only(self) -> bool:
         """The full blocks of its prompt are computed and sent to a decode worker; nothing is sampled."""
         return self.request.push is not None
@@ -97,6 +117,11 @@ class Sequence:
     def max_cached(self) -> int:
         """Blocks that a prefix hit may have: at least one token must be computed, for its logits."""
         return (self.n_tokens - (not self.prefill_only)) // BLOCK_TOKENS
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is in the waiting queue, provided that it has no slot."""
+        return not (self.in_transfer or self.fetching)
 
     @property
     def n_prefill(self) -> int:
@@ -116,6 +141,11 @@ class Sequence:
     def n_due(self) -> int:
         """Tokens to compute, those still being sampled included."""
         return (len(self.ids) >> 2) + self.n_sampling - self.n_computed
+
+    @property
+    def may_append(self) -> bool:
+        """Whether tokens may join the output without a draw: no probabilities are reported, and drafts are allowed."""
+        return self.request.sampling.logprobs is None and self.request.speculation.max_draft_tokens != 0
 
     @property
     def n_uncached(self) -> int:
@@ -139,4 +169,5 @@ class Sequence:
             prompt_tokens=self.n_prompt,
             completion_tokens=0 if self.prefill_only else self.n_output,
             cached_by_tier=dict(self.cached_by_tier or {}),
+            drafts=DraftUsage(self.n_drafted, self.n_drafts_accepted) if self.request.speculation.report else None,
         )

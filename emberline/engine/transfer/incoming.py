@@ -3,7 +3,9 @@
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import groupby
 from math import inf
+from operator import itemgetter
 
 from emberline.engine.scheduler.sequence import Sequence
 from emberline.kv.cache import BlockTable, KVCache, unwindowed_group
@@ -148,7 +150,7 @@ class IncomingTransfers:
     def grant(self, seq: Sequence, reserved: list[int], now_s: float) -> bool:
         """Take the blocks that the sequence lacks and let the sender write them. False: no room."""
         transfer = self._by_transfer[seq.request.awaits]
-        table = self._cache.reserve(seq.keys, transfer.n_blocks, reserved)
+        table = self._cache.reserve(seq.keys, transfer.n_blocks, reserved, seq.table.owner)
         if table is None:
             return False
         lacking = self._cache.lacking(table)
@@ -235,9 +237,9 @@ class IncomingTransfers:
         transfer = self._by_epoch.get(notice.epoch)
         if transfer is None or transfer.table is None:
             return  # revoked meanwhile
-        for group, j in notice.items:
-            transfer.missing.remove((group, j))
-            self._cache.publish_received(transfer.table, transfer.seq.keys, group, j)
+        transfer.missing.difference_update(notice.items)
+        for group, items in groupby(sorted(notice.items), key=itemgetter(0)):
+            self._cache.publish_received(transfer.table, transfer.seq.keys, group, [j for _, j in items])
         self.n_received += len(notice.items)
         transfer.n_received += sum(group == self._counted_group for group, _ in notice.items)
         transfer.progress_s = transfer.received_s = now_s

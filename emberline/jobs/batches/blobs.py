@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncIterable, AsyncIterator, Iterator
 from hashlib import blake2b
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 from emberline.protocol.errors import TooLarge, Unavailable
 
@@ -22,7 +22,27 @@ _READ_BYTES = 1 << 20
 _TEMPORARY = ".part-"
 
 
+class Blobs(Protocol):
+    """Where blobs are. A name is the hash of the content."""
+
+    async def put(self, data: bytes) -> str: ...
+
+    async def put_stream(self, chunks: AsyncIterable[bytes], max_bytes: int) -> tuple[str, int]: ...
+
+    async def get(self, name: str) -> bytes: ...
+
+    def stream(self, name: str) -> AsyncIterator[bytes]: ...
+
+    async def unused_since(self, grace_s: float) -> list[str]:
+        """Names of blobs that were neither stored nor renewed since; whether rows refer to them is not known here."""
+
+    async def discard(self, name: str, grace_s: float) -> None:
+        """Remove the blob unless it was renewed in the meantime."""
+
+
 class BlobStore:
+    """In a folder. Implements Blobs."""
+
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         try:
@@ -42,7 +62,7 @@ class BlobStore:
                 async for chunk in chunks:
                     n_bytes += len(chunk)
                     if n_bytes > max_bytes:
-                        raise TooLarge(f"the file is larger than {max_bytes:,} bytes", param="file")
+                        raise too_large(max_bytes)
                     digest.update(chunk)
                     await asyncio.to_thread(file.write, chunk)
                 await asyncio.to_thread(_sync, file)
@@ -80,6 +100,12 @@ class BlobStore:
                 return False
             path.unlink(missing_ok=True)
             return True
+
+    async def unused_since(self, grace_s: float) -> list[str]:
+        return await asyncio.to_thread(lambda: list(self.old(grace_s)))
+
+    async def discard(self, name: str, grace_s: float) -> None:
+        await asyncio.to_thread(self.remove, name, grace_s)
 
     def _put(self, data: bytes) -> str:
         name = blake2b(data, digest_size=32).hexdigest()
@@ -124,6 +150,10 @@ class BlobStore:
         with (self._folder / ".lock").open("ab") as file:
             fcntl.flock(file, how)
             yield
+
+
+def too_large(max_bytes: int) -> TooLarge:
+    return TooLarge(f"the file is larger than {max_bytes:,} bytes", param="file")
 
 
 def _modified(path: Path) -> float:

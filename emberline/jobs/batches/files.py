@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from emberline.jobs.batches.blobs import BlobStore
+from emberline.jobs.batches.blobs import Blobs
 from emberline.jobs.limits import QueueLimits
 from emberline.protocol.errors import NotFound, TooLarge
 from emberline.store import Database, Query, Transaction, Value
@@ -55,7 +55,7 @@ async def check_storage(store: Database, account: str, limits: QueueLimits, para
 
 
 class FileStore:
-    def __init__(self, store: Database, blobs: BlobStore, limits: QueueLimits) -> None:
+    def __init__(self, store: Database, blobs: Blobs, limits: QueueLimits) -> None:
         self._store = store
         self._blobs = blobs
         self._limits = limits

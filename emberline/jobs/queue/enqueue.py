@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from emberline.jobs.batches.blobs import BlobStore
+from emberline.jobs.batches.blobs import Blobs
 from emberline.jobs.batches.files import add_stored_bytes
 from emberline.jobs.limits import INSERT_CHUNK, UPDATE_CHUNK, QueueLimits
 from emberline.jobs.queue import sql
@@ -34,12 +34,12 @@ class EncodedJob(msgspec.Struct, frozen=True):
 
 
 async def encode_jobs(
-    batch_id: str, first: int, jobs: Sequence[NewJob], blobs: BlobStore, limits: QueueLimits
+    batch_id: str, first: int, jobs: Sequence[NewJob], blobs: Blobs, limits: QueueLimits
 ) -> list[EncodedJob]:
     return [await _encode(batch_id, number, job, blobs, limits) for number, job in enumerate(jobs, first)]
 
 
-async def _encode(batch_id: str, number: int, job: NewJob, blobs: BlobStore, limits: QueueLimits) -> EncodedJob:
+async def _encode(batch_id: str, number: int, job: NewJob, blobs: Blobs, limits: QueueLimits) -> EncodedJob:
     custom_id = job.custom_id.replace("\0", "\N{REPLACEMENT CHARACTER}")  # not allowed in PostgreSQL's text
     if job.request is None or job.error is not None:
         return _invalid(number, custom_id, job, job.error or ErrorInfo("bad_input", "the line has no request"))

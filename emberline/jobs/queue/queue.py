@@ -16,7 +16,8 @@ import msgspec
 
 from emberline.accounts.usage_row import UsageRow
 from emberline.jobs.batches.batch import Batch, BatchStatus, NewBatch, batch_from_row
-from emberline.jobs.batches.blobs import BlobStore
+from emberline.jobs.batches.blobs import Blobs, BlobStore
+from emberline.jobs.batches.database_blobs import DatabaseBlobs
 from emberline.jobs.batches.files import FileStore, check_storage
 from emberline.jobs.batches.idempotency_keys import IdempotencyKeys
 from emberline.jobs.limits import INSERT_CHUNK, QueueLimits
@@ -42,7 +43,7 @@ from emberline.protocol.errors import (
     Unavailable,
 )
 from emberline.protocol.request import GenerateRequest
-from emberline.store import Database, Query
+from emberline.store import Database, Query, SqliteStore
 from emberline.store.notifications import Subscription
 
 BLOBS = "blobs"
@@ -57,7 +58,9 @@ log = logging.getLogger("emberline.queue")
 
 async def open_queue(store: Database, data_dir: Path, limits: QueueLimits | None = None) -> "Queue":
     """The queue over an open store, with its sweeper running. Close it before the store."""
-    queue = Queue(store, BlobStore(data_dir / BLOBS), limits or QueueLimits())
+    folder = BlobStore(data_dir / BLOBS)
+    blobs = folder if isinstance(store, SqliteStore) else DatabaseBlobs(store, folder)
+    queue = Queue(store, blobs, limits or QueueLimits())
     queue.start_sweeping()
     return queue
 
@@ -65,7 +68,7 @@ async def open_queue(store: Database, data_dir: Path, limits: QueueLimits | None
 class Queue(QueueReader):
     """What can be read of the queue, and everything that changes it."""
 
-    def __init__(self, store: Database, blobs: BlobStore, limits: QueueLimits) -> None:
+    def __init__(self, store: Database, blobs: Blobs, limits: QueueLimits) -> None:
         super().__init__(store, blobs, limits)
         self.files = FileStore(store, blobs, limits)
         self.idempotency_keys = IdempotencyKeys(store, limits)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from emberline.jobs.batches.batch import Batch, batch_from_row
-from emberline.jobs.batches.blobs import BlobStore
+from emberline.jobs.batches.blobs import Blobs
 from emberline.jobs.limits import QueueLimits
 from emberline.jobs.queue import sql
 from emberline.jobs.queue.completion import MINUTE_US
@@ -59,7 +59,7 @@ class QueuePosition(msgspec.Struct, frozen=True):
 
 
 class QueueReader:
-    def __init__(self, store: Database, blobs: BlobStore, limits: QueueLimits) -> None:
+    def __init__(self, store: Database, blobs: Blobs, limits: QueueLimits) -> None:
         self.blobs = blobs
         self.limits = limits
         self._store = store

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from emberline.jobs.batches.batch import Batch, batch_from_row
-from emberline.jobs.batches.blobs import BlobStore
+from emberline.jobs.batches.blobs import Blobs
 from emberline.jobs.batches.files import FileStore, add_stored_bytes
 from emberline.jobs.limits import INSERT_CHUNK, UPDATE_CHUNK, QueueLimits
 from emberline.jobs.queue import sql
@@ -46,7 +46,7 @@ def killed_outcome(key: JobKey, epoch: int, owner: str, kills: int, now_us: int,
 
 
 class Sweeper:
-    def __init__(self, store: Database, blobs: BlobStore, files: FileStore, limits: QueueLimits) -> None:
+    def __init__(self, store: Database, blobs: Blobs, files: FileStore, limits: QueueLimits) -> None:
         self._store = store
         self._blobs = blobs
         self._files = files
@@ -152,9 +152,9 @@ class Sweeper:
         await self._store.write(sql.DELETE_OLD_KEYS, (now_us,))
         await self._store.write(sql.DELETE_OLD_WORKERS, (now_us - 60 * MINUTE_US,))
         grace_s = self._limits.blob_grace_s
-        for name in await asyncio.to_thread(lambda: list(self._blobs.old(grace_s))):
+        for name in await self._blobs.unused_since(grace_s):
             if not await self._store.read(sql.BLOB_REFERENCES, (name, name, name)):
-                await asyncio.to_thread(self._blobs.remove, name, grace_s)
+                await self._blobs.discard(name, grace_s)
 
     async def delete_batch(self, batch_id: str, ended: int, status: str) -> None:
         """Delete a batch with its jobs, if it still is in this status."""

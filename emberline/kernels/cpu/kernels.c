@@ -3,6 +3,7 @@
 #include "gemm.h"
 #include "pool.h"
 #include "sampling.h"
+#include "suffix_index.h"
 #include <stdlib.h>
 
 typedef struct {

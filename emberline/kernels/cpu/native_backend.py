@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from emberline.kernels.backend import MLP, GroupedQueryAttention, Layer, Rope, WeightSource
+from emberline.kernels.collectives import ALONE, ParallelGroups
 from emberline.kernels.cpu.build import load_library
 from emberline.protocol.block_hash import BLOCK_TOKENS, KVGroup
 
@@ -115,7 +116,10 @@ class NativeBackend:
     kv_dtype = "float16"
     kv_keys = "channel"
 
-    def __init__(self, threads: int | None = None, target: str | None = None) -> None:
+    def __init__(self, threads: int | None = None, target: str | None = None, groups: ParallelGroups = ALONE) -> None:
+        """groups: stages of a pipeline, but no tensor parallelism: a call computes whole layers."""
+        assert groups.tp.size == 1
+        self.groups = groups
         self._lib = load_library(target)
         self._declare()
         self._stacks: dict[int, tuple[Any, Any, Any]] = {}  # by id of the layer list: pointers, structs, list
@@ -208,7 +212,13 @@ class NativeBackend:
             stack = self._stacks[id(layers)] = (pointers, structs, layers)  # kept alive: pointers and id stay valid
         self._lib.em_layers(stack[0], len(layers), context.step, context.caches, x.data_ptr())
 
-    def embed(self, matrix: PackedMatrix, ids: Tensor, factor: float) -> Tensor:
+    def buffer(self, name: str, *shape: int) -> Tensor:
+        return torch.empty(shape)
+
+    def gather_logits(self, logits: Tensor, sizes: Sequence[int]) -> Tensor:
+        return logits
+
+    def embed(self, matrix: PackedMatrix, ids: Tensor, factor: float, first: int = 0) -> Tensor:
         out = torch.empty(ids.shape[0], matrix.struct.cols)
         self._lib.em_embedding(matrix.struct, ids.data_ptr(), ids.shape[0], factor, out.data_ptr())
         return out

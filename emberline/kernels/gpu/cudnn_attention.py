@@ -22,6 +22,7 @@ from emberline.protocol.block_hash import BLOCK_TOKENS
 
 ROUND_CHUNK, ROUND_CONTEXT = 2048, 4096  # multiples of these get exact plans
 HEAD_DIMS = (64, 128)
+EXPANDED_DIMS = ((192, 128), (256, 256))  # of keys and values of MLA's heads; others were not tried
 
 os.environ.setdefault("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "1")  # read at the first cuDNN attention
 
@@ -30,6 +31,10 @@ name, has_plans = "cudnn", True
 
 def supports(attn: GroupedQueryAttention) -> bool:
     return not INTERPRETED and attn.head_dim in HEAD_DIMS
+
+
+def supports_expanded(q_dim: int, v_dim: int) -> bool:
+    return not INTERPRETED and (q_dim, v_dim) in EXPANDED_DIMS
 
 
 def new_kv(memory: Tensor, attn: GroupedQueryAttention, tokens: int, alone: bool) -> tuple[Tensor, Tensor]:

@@ -18,9 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from emberline.kernels.backend import GroupedQueryAttention
-from emberline.kernels.gpu.launch import SM_COUNT, cdiv, launch_options, next_power_of_two, pdl_launch_early, pdl_wait
+from emberline.kernels.gpu.launch import cdiv, launch_options, next_power_of_two, pdl_launch_early, pdl_wait, sm_count
 from emberline.kernels.gpu.rope import norm_and_rotate, query_key_ops, scale_queries, temperature_args
-from emberline.kernels.gpu.split_kv import DecodeSplits, normalized
+from emberline.kernels.gpu.split_kv import DecodeSplits, merge_partials, normalized
 
 LOG2_E = 1.4426950408889634
 
@@ -58,13 +58,14 @@ def attend_tile(q, k, v, mask, row_max, denom, out, scale):
 
 @triton.jit
 def attend_range(
-    q, table, keys, values, begin, end, d, scale, block_stride,
+    q, table, keys, values, begin, end, visible, d, scale, block_stride,
     QUERIES: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    ALIGNED: tl.constexpr, LOCAL: tl.constexpr = 0,
 ):  # fmt: skip
     """Attention over tokens begin .. end - 1: each query's maximum (base 2), denominator and unnormalized output.
 
-    ALIGNED: `begin` is the start of a block, so that a tile of 16 tokens is one block.
+    ALIGNED: `begin` is the start of a block, so that a tile of 16 tokens is one block. LOCAL: of these tokens each
+    query sees those from `visible` on.
     """
     row_max = tl.full([QUERIES], float("-inf"), tl.float32)
     denom = tl.zeros([QUERIES], tl.float32)
@@ -81,35 +82,10 @@ def attend_range(
         load_mask = mask[:, None] & (d < DIM)[None, :]
         k = tl.load(keys + offsets, mask=load_mask, other=0.0)
         v = tl.load(values + offsets, mask=load_mask, other=0.0)
-        row_max, denom, out = attend_tile(q, k, v, mask[None, :], row_max, denom, out, scale)
-    return row_max, denom, out
-
-
-@triton.jit
-def _merge_partials(
-    partial, stats, first, split_stride, n_splits, head, g, d, row_max, denom, out,
-    DIM: tl.constexpr, GROUP: tl.constexpr, MERGE_WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Merge n_splits partial results, at first, first + split_stride, .., MERGE_WIDTH at a time; each [heads, DIM]."""
-    s = tl.arange(0, MERGE_WIDTH)
-    for start in range(0, n_splits, MERGE_WIDTH):
-        split_mask = (start + s) < n_splits
-        offsets = ((first + (start + s) * split_stride) * tl.num_programs(0) + head).to(tl.int64) * GROUP
-        offsets = offsets[:, None] + g[None, :]  # [MERGE_WIDTH, heads]
-        mask = split_mask[:, None] & (g < GROUP)[None, :]
-        split_max = tl.load(stats + offsets * 2, mask=mask, other=float("-inf"), cache_modifier=".cg")
-        split_denom = tl.load(stats + offsets * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg")
-        split_out = tl.load(
-            partial + offsets[:, :, None] * DIM + d[None, None, :],
-            mask=mask[:, :, None] & (d < DIM)[None, None, :], other=0.0, cache_modifier=".cg",
-        )  # fmt: skip
-        new_max = tl.maximum(row_max, tl.max(split_max, 0))
-        safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weight = tl.exp2(split_max - safe_max[None, :])
-        rescale = tl.exp2(row_max - safe_max)
-        denom = denom * rescale + tl.sum(weight * split_denom, 0)
-        out = out * rescale[:, None] + tl.sum(weight[:, :, None] * split_out, 0)
-        row_max = new_max
+        seen = mask[None, :]
+        if LOCAL:
+            seen = seen & (token[None, :] >= visible[:, None])
+        row_max, denom, out = attend_tile(q, k, v, seen, row_max, denom, out, scale)
     return row_max, denom, out
 
 
@@ -150,7 +126,7 @@ def _decode_attention(
         values = keys + kv_heads * (16 * DIM)
 
         row_max, denom, acc = attend_range(
-            q, table, keys, values, begin, end, d, scale, block_stride, QUERIES, DIM, PAD, TILE, STAGES, ALIGNED
+            q, table, keys, values, begin, end, 0, d, scale, block_stride, QUERIES, DIM, PAD, TILE, STAGES, ALIGNED
         )
 
         if split == n_splits - 1:  # the newest token
@@ -185,12 +161,12 @@ def _decode_attention(
                 merged_max = tl.full([GROUP_PAD], float("-inf"), tl.float32)
                 merged_denom = tl.zeros([GROUP_PAD], tl.float32)
                 merged = tl.zeros([GROUP_PAD, PAD], tl.float32)
-                merged_max, merged_denom, merged = _merge_partials(
+                merged_max, merged_denom, merged = merge_partials(
                     partial, stats, index - split, 1, n_splits, head, s, d,
                     merged_max, merged_denom, merged, DIM, GROUP, MERGE_WIDTH,
                 )  # fmt: skip
                 if SHARED:
-                    merged_max, merged_denom, merged = _merge_partials(
+                    merged_max, merged_denom, merged = merge_partials(
                         prefix_partial, prefix_stats, row, n_rows, n_prefix, head, s, d,
                         merged_max, merged_denom, merged, DIM, GROUP, MERGE_WIDTH,
                     )  # fmt: skip
@@ -236,7 +212,7 @@ def decode_attention(
 def n_prefix_splits(rows: int, heads: int, kv_heads: int) -> int:
     """How many splits the prefix is divided into: about two programs per SM, at most 16."""
     tiles = cdiv(rows * (heads // kv_heads), _prefix_tile_queries(rows * (heads // kv_heads)))
-    return max(1, min(16, 2 * SM_COUNT // (tiles * kv_heads)))
+    return max(1, min(16, 2 * sm_count() // (tiles * kv_heads)))
 
 
 def _prefix_tile_queries(n: int) -> int:
@@ -273,7 +249,7 @@ def _shared_prefix_attention(
         keys = pool + head * (16 * DIM)
         values = keys + kv_heads * (16 * DIM)
         row_max, denom, acc = attend_range(
-            q, table, keys, values, begin, end, d, scale, block_stride, QUERIES, DIM, PAD, TILE, STAGES, True
+            q, table, keys, values, begin, end, 0, d, scale, block_stride, QUERIES, DIM, PAD, TILE, STAGES, True
         )
         out_index = ((split * n_rows + row) * kv_heads + head) * GROUP + m % GROUP
         tl.store(partial + out_index[:, None] * DIM + d[None, :], acc, mask=mask)

@@ -124,6 +124,22 @@ def int4_values(halves, AT: tl.constexpr):
 
 
 @triton.jit
+def biased_int4_values(halves, AT: tl.constexpr):
+    """Code AT of each int16 half-word plus 128, bfloat16: without the instruction that subtracts."""
+    if _INTERPRETED:
+        return ((halves >> (4 * AT)) & 15).to(tl.float32) + 128.0
+    SHIFT: tl.constexpr = ["0", "4", "8", "12"][AT]
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 t; shr.b32 t, $1, " + SHIFT + "; lop3.b32 $0, t, 0x000F000F, 0x43004300, 0xEA; }",
+        "=r,r",
+        [halves],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
 def mxfp4_values(halves, AT: tl.constexpr):
     """Code AT of each int16 half-word as e2m1, bfloat16: sign to bit 15, the others to bits 6..8, times 2^126."""
     if _INTERPRETED:
@@ -189,3 +205,14 @@ def slice_scale(first, second, AT: tl.constexpr, WORDS_PER_TILE: tl.constexpr, M
     if _INTERPRETED:
         return ((word >> (16 * IN_WORD)) << 16).to(tl.float32, bitcast=True)
     return ((word >> (16 * IN_WORD)) & 0xFFFF).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def wide_slice_scale(first, second, AT: tl.constexpr, WORDS_PER_TILE: tl.constexpr, MXFP4: tl.constexpr):
+    """`slice_scale` as float32, to multiply accumulators."""
+    if MXFP4:
+        return (((first >> (8 * AT)) & 0xFF) << 23).to(tl.float32, bitcast=True)
+    IN_WORD: tl.constexpr = AT % 2 if WORDS_PER_TILE == 2 else AT // 2
+    word = second if WORDS_PER_TILE == 2 and AT >= 2 else first
+    bits = word & -65536 if IN_WORD else word << 16
+    return bits.to(tl.float32, bitcast=True)

@@ -111,21 +111,30 @@ def embedding_reference(weight: Tensor, ids: Tensor, factor: float) -> Tensor:
     return weight[ids.long()] * factor
 
 
-@triton.jit
-def _embedding(weight, ids, out, width, factor, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["first", "rows"])
+def _embedding(weight, ids, out, width, factor, first, rows, SOME: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = col < width
     row = tl.load(ids + token).to(tl.int64)
-    value = tl.load(weight + row * width + col, mask=ok, other=0.0).to(tl.float32)
+    exists = ok
+    if SOME:
+        row -= first
+        exists = col < tl.where((row >= 0) & (row < rows), width, 0)
+    value = tl.load(weight + row * width + col, mask=exists, other=0.0).to(tl.float32)
     tl.store(out + token * width + col, (value * factor).to(out.dtype.element_ty), mask=ok)
 
 
-def embedding(weight: Tensor, ids: Tensor, factor: float, out: Tensor) -> None:
-    """weight: [vocab, width], ids: int32 [tokens], out: [tokens, width]."""
+def embedding(weight: Tensor, ids: Tensor, factor: float, out: Tensor, first: int | None = None) -> None:
+    """weight: [vocab, width], ids: int32 [tokens], out: [tokens, width].
+
+    first: the weight's rows are those of the ids from `first` on; other ids give zeros.
+    """
     tokens, width = out.shape
     if tokens:
-        _embedding[(tokens, cdiv(width, 1024))](weight, ids, out, width, factor, BLOCK=1024)
+        _embedding[(tokens, cdiv(width, 1024))](
+            weight, ids, out, width, factor, first or 0, len(weight), SOME=first is not None, BLOCK=1024
+        )
 
 
 @triton.jit

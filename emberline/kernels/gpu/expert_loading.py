@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator"
 """Loading experts: each expert's tensors of a checkpoint into one tensor of all, at the drive's speed.
 
-The file's bytes are read into the memory of the kernels' layout, which is never smaller, and rearranged there when all
-are read. For 4-bit codes that is one launch for all experts, in place: a tile of 128 columns is 64 bytes in both.
+The file's bytes are read into the memory of the kernels' layout, which is never smaller, and rearranged when all are
+read, some experts at a time.
 """
 
 from collections.abc import Callable
@@ -14,11 +14,18 @@ import triton.language as tl
 from torch import Tensor
 
 from emberline.kernels.backend import WeightSource
-from emberline.kernels.gpu.dequantize import HALVES, TILE, pack_nibbles, pack_scales, scale_words_per_tile
-from emberline.kernels.gpu.expert_matrix import FP8_BLOCK, ExpertMatrix
+from emberline.kernels.gpu.dequantize import HALVES, TILE, pack_nibbles, pack_scales
+from emberline.kernels.gpu.expert_matrix import (
+    FP8_BLOCK,
+    ROW_BLOCK,
+    ExpertMatrix,
+    divide_codes,
+    divide_words,
+    empty_packed,
+)
 from emberline.kernels.gpu.launch import cdiv
 
-_EXPERTS = 16  # rearranged at a time: bounds the temporary memory
+_EXPERTS = 4  # rearranged at a time: bounds the temporary memory
 _PROGRAM_TILES = 64  # of a program
 
 
@@ -32,13 +39,11 @@ def load_expert_matrix(
         raise ValueError(f"experts differ: {sorted(formats)}, {sorted(shapes)}")
     (kind, group), k = formats.pop(), experts[0][0].shape[1]
     if kind in ("int4", "mxfp4"):
-        weight, scale = _load_packed(experts, kind, group, k, device)
-    elif kind == "fp8":
-        kind = "fp8_blocks" if group else kind
+        return _load_packed(experts, kind, group, k, bias, device)
+    if kind == "fp8":
         weight, scale = _load_fp8(experts, bool(group), k, device)
-    else:
-        return ExpertMatrix("dense", k, _stack(experts, experts, k, dtype, device), bias=bias)
-    return ExpertMatrix(kind, k, weight, scale, group, bias)
+        return ExpertMatrix("fp8_blocks" if group else kind, k, weight, scale, group, bias)
+    return ExpertMatrix("dense", k, _stack(experts, experts, k, dtype, device), bias=bias)
 
 
 def _format(weight: Any) -> tuple[str, int]:
@@ -57,11 +62,14 @@ def _stack(experts: list[list[Any]], parts: list[list[Any]], cols: int, dtype: t
     return stacked
 
 
-def _load_packed(experts: list[list[Any]], kind: str, group: int, k: int, device: str) -> tuple[Tensor, Tensor]:
+def _load_packed(
+    experts: list[list[Any]], kind: str, group: int, k: int, bias: Tensor | None, device: str
+) -> ExpertMatrix:
     rows = [weight.shape[0] for weight in experts[0]]
-    n_experts, n, tiles = len(experts), sum(rows), cdiv(k, TILE)
-    codes = torch.empty(n_experts, n, tiles * HALVES, dtype=torch.int16, device=device)
-    scale = torch.empty(n_experts, tiles * scale_words_per_tile(kind, group), n, dtype=torch.int32, device=device)
+    n_experts, n = len(experts), sum(rows)
+    matrix = empty_packed(kind, n_experts, n, k, group, bias, device)
+    codes, scale = matrix.weight, matrix.scale
+    assert scale is not None
     scale_dtype = torch.uint8 if kind == "mxfp4" else torch.bfloat16
     raw = _first_bytes(codes, n, k // 2)
     raw_scale = _first_bytes(scale, n, k // group * scale_dtype.itemsize).view(scale_dtype)
@@ -72,16 +80,17 @@ def _load_packed(experts: list[list[Any]], kind: str, group: int, k: int, device
             weight.row_scale.into(scale_part)
 
     def repack() -> None:
-        if k % TILE == 0:
-            interleave_codes(codes)
         for start in range(0, n_experts, _EXPERTS):
             some = slice(start, start + _EXPERTS)
-            scale[some] = pack_scales(raw_scale[some].clone(), kind, group)
+            given = raw[some].clone()
             if k % TILE:  # a row of the layout is longer than one of the file
-                codes[some] = pack_nibbles(raw[some].clone(), kind)
+                codes[some] = divide_codes(pack_nibbles(given, kind))
+            else:
+                interleave_codes(given, codes[some])
+            scale[some] = divide_words(pack_scales(raw_scale[some].clone(), kind, group))
 
     experts[0][0].when_read(repack)
-    return codes, scale
+    return matrix
 
 
 def _first_bytes(memory: Tensor, rows: int, row_bytes: int) -> Tensor:
@@ -125,22 +134,29 @@ def _fp8_scales(weights: list[Any]) -> Tensor:
 
 
 @triton.jit
-def _interleave(codes, n_tiles, TILES: tl.constexpr):
+def _interleave(
+    raw, codes, n_tiles, row_tiles, n, blocks, ROWS: tl.constexpr, HALVES_: tl.constexpr, TILES: tl.constexpr
+):
     """Half-word h of a tile: codes 32 i + h; in the file codes 2 j and 2 j + 1 are byte j."""
     tile = tl.program_id(0).to(tl.int64) * TILES + tl.arange(0, TILES)
-    half = tl.arange(0, 32)
+    half = tl.arange(0, HALVES_)
     mask = (tile < n_tiles)[:, None]
-    bytes_ptrs = codes.to(tl.pointer_type(tl.uint8)) + (tile * 64)[:, None] + (half // 2)[None, :]
+    bytes_ptrs = raw + (tile * (2 * HALVES_))[:, None] + (half // 2)[None, :]
     shift = ((half % 2) * 4)[None, :]
-    halves = tl.zeros([TILES, 32], tl.int32)
+    halves = tl.zeros([TILES, HALVES_], tl.int32)
     for i in tl.static_range(4):
         code = (tl.load(bytes_ptrs + 16 * i, mask=mask, other=0).to(tl.int32) >> shift) & 15
         halves |= code << (4 * i)
-    tl.debug_barrier()  # every thread has read before one writes
-    tl.store(codes + (tile * 32)[:, None] + half[None, :], halves.to(tl.int16), mask=mask)
+    expert, row, column = tile // row_tiles // n, tile // row_tiles % n, tile % row_tiles
+    to = ((expert * blocks + row // ROWS) * row_tiles + column) * ROWS + row % ROWS
+    tl.store(codes + (to * HALVES_)[:, None] + half[None, :], halves.to(tl.int16), mask=mask)
 
 
-def interleave_codes(halves: Tensor) -> None:
-    """Put 4-bit codes that lie as in a file into the layout of `dequantize.pack_nibbles`, in place. Contiguous."""
-    n_tiles = halves.numel() // HALVES
-    _interleave[(cdiv(n_tiles, _PROGRAM_TILES),)](halves, n_tiles, TILES=_PROGRAM_TILES)
+def interleave_codes(raw: Tensor, codes: Tensor) -> None:
+    """Codes as they lie in a file, uint8 [experts, n, k / 2], to the layout of an `ExpertMatrix`. k: whole tiles."""
+    (experts, n, row_bytes), blocks = raw.shape, codes.shape[1]
+    row_tiles = row_bytes // (2 * HALVES)
+    n_tiles = experts * n * row_tiles
+    _interleave[(cdiv(n_tiles, _PROGRAM_TILES),)](
+        raw, codes, n_tiles, row_tiles, n, blocks, ROWS=ROW_BLOCK, HALVES_=HALVES, TILES=_PROGRAM_TILES
+    )

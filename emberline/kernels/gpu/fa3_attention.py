@@ -37,6 +37,10 @@ def supports(attn: GroupedQueryAttention) -> bool:
     return attn.head_dim in HEAD_DIMS
 
 
+def supports_expanded(q_dim: int, v_dim: int) -> bool:
+    return (q_dim, v_dim) == (192, 128) or (q_dim == v_dim and q_dim in HEAD_DIMS)
+
+
 def new_kv(memory: Tensor, attn: GroupedQueryAttention, tokens: int, alone: bool) -> tuple[Tensor, Tensor] | None:
     """The ends of both halves of the memory, where the context before a lone chunk can be gathered in front of it.
 

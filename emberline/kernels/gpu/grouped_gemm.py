@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from emberline.kernels.gpu.dequantize import fp8_values
+from emberline.kernels.gpu.dequantize import biased_int4_values, code_values, fp8_values, wide_slice_scale
 from emberline.kernels.gpu.elementwise import activation_fn
-from emberline.kernels.gpu.expert_matrix import FORMATS, PACKED, ExpertMatrix
+from emberline.kernels.gpu.expert_matrix import FORMATS, PACKED, ROW_BLOCK, ExpertMatrix
 from emberline.kernels.gpu.launch import (
     INTERPRETED,
     cdiv,
@@ -24,6 +24,7 @@ from emberline.kernels.gpu.launch import (
     pdl_launch_early,
     pdl_launch_late,
     pdl_wait,
+    sm_count,
 )
 from emberline.kernels.gpu.moe_routing import BLOCK_FIELDS, Permutation
 from emberline.kernels.gpu.packed_gemm import weight_slice
@@ -117,45 +118,78 @@ def _dense_product(
 
 
 @triton.jit
+def _packed_offsets(expert, row, rows, tiles, WORDS: tl.constexpr, BLOCK: tl.constexpr):
+    """Of the first tile's codes and scale words of each row: see `expert_matrix`."""
+    block = expert * tl.cdiv(rows, BLOCK) + row // BLOCK
+    return block * (tiles * 32 * BLOCK) + row % BLOCK * 32, block * (tiles * WORDS * BLOCK) + row % BLOCK
+
+
+@triton.jit
+def _unscaled_slice(halves, AT: tl.constexpr, MXFP4: tl.constexpr, BIASED: tl.constexpr):
+    """Columns 32 AT .. 32 AT + 31 of a tile, [rows, 32]; BIASED: plus 136."""
+    if BIASED:
+        return biased_int4_values(halves, AT)
+    else:
+        return code_values(halves, AT, MXFP4)
+
+
+@triton.jit
 def _packed_product(
     x_ptrs, exists, codes, scale, expert, row, n, k,
     MXFP4: tl.constexpr, WORDS: tl.constexpr, GATE: tl.constexpr, EVEN: tl.constexpr,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """As `_dense_product`, for 4-bit codes with WORDS words of scales per tile of 128 columns: see `dequantize`."""
+    """As `_dense_product`, for 4-bit codes with WORDS words of scales per tile of 128 columns: see `dequantize`.
+
+    For few tokens scales multiply accumulators, which are fewer than weights. A tile of many rows also takes INT4's -8
+    from them: the product of codes plus 128 with x begins at that of -136 with x, which all rows share.
+    """
+    BIASED: tl.constexpr = TOKENS <= 16 and ROWS >= 128 and not MXFP4
     tiles = tl.cdiv(k, 128)
-    stride = n * (2 if GATE else 1)
+    rows = n * (2 if GATE else 1)
     half = tl.arange(0, 32)
-    code_ptrs = codes + (expert * stride + row)[:, None] * (tiles * 32) + half[None, :]
-    up_ptrs = code_ptrs + n.to(tl.int64) * (tiles * 32)
-    scale_ptrs = scale + expert * stride * (tiles * WORDS) + row
-    up_scale_ptrs = scale_ptrs + n
+    at, scale_at = _packed_offsets(expert, row, rows, tiles, WORDS, BLOCK)
+    up_at, up_scale_at = _packed_offsets(expert, row + n, rows, tiles, WORDS, BLOCK)
+    code_ptrs, scale_ptrs = codes + at[:, None] + half[None, :], scale + scale_at
+    up_ptrs, up_scale_ptrs = codes + up_at[:, None] + half[None, :], scale + up_scale_at
     dtype: tl.constexpr = x_ptrs.dtype.element_ty
+    less = tl.full([ROWS, 32], -136.0, dtype)
+    start = tl.zeros([ROWS, TOKENS], tl.float32)
     acc = tl.zeros([ROWS, TOKENS], tl.float32)
     acc_up = tl.zeros([ROWS, TOKENS], tl.float32)
     for tile in tl.range(0, tiles, num_stages=STAGES):
-        halves = tl.load(code_ptrs + tile * 32)
-        word = (tile * WORDS) * stride
+        halves = tl.load(code_ptrs + tile * (32 * BLOCK))
+        word = tile * (WORDS * BLOCK)
         first = tl.load(scale_ptrs + word)
         second = first
         if WORDS == 2:
-            second = tl.load(scale_ptrs + word + stride)
+            second = tl.load(scale_ptrs + word + BLOCK)
         if GATE:
-            up_halves = tl.load(up_ptrs + tile * 32)
+            up_halves = tl.load(up_ptrs + tile * (32 * BLOCK))
             up_first = tl.load(up_scale_ptrs + word)
             up_second = up_first
             if WORDS == 2:
-                up_second = tl.load(up_scale_ptrs + word + stride)
+                up_second = tl.load(up_scale_ptrs + word + BLOCK)
         for i in tl.static_range(4):
             col = tile * 128 + i * 32 + half
             mask = exists[:, None]
             if not EVEN:
                 mask = exists[:, None] & (col < k)[None, :]
             x_slice = tl.trans(tl.load(x_ptrs[:, None] + col[None, :], mask=mask, other=0.0))
-            acc = tl.dot(weight_slice(halves, first, second, i, WORDS, MXFP4, dtype), x_slice, acc)
-            if GATE:
-                up = weight_slice(up_halves, up_first, up_second, i, WORDS, MXFP4, dtype)
-                acc_up = tl.dot(up, x_slice, acc_up)
+            if TOKENS > 16:
+                acc = tl.dot(weight_slice(halves, first, second, i, WORDS, MXFP4, dtype), x_slice, acc)
+                if GATE:
+                    up = weight_slice(up_halves, up_first, up_second, i, WORDS, MXFP4, dtype)
+                    acc_up = tl.dot(up, x_slice, acc_up)
+            else:
+                if BIASED:
+                    start = tl.dot(less, x_slice)
+                values = _unscaled_slice(halves, i, MXFP4, BIASED).to(dtype)
+                acc += tl.dot(values, x_slice, start) * wide_slice_scale(first, second, i, WORDS, MXFP4)[:, None]
+                if GATE:
+                    values = _unscaled_slice(up_halves, i, MXFP4, BIASED).to(dtype)
+                    up_scale = wide_slice_scale(up_first, up_second, i, WORDS, MXFP4)
+                    acc_up += tl.dot(values, x_slice, start) * up_scale[:, None]
     return acc, acc_up
 
 
@@ -214,9 +248,12 @@ def _grouped_gemm(
     x, codes, scale, bias, weights, out, lists, blocks, n_blocks, capacity, n, k, first_row, n_out,
     FORMAT: tl.constexpr, WORDS: tl.constexpr, SLOTS: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
     WEIGHT: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    TOKENS: tl.constexpr, STAGES: tl.constexpr, FIELDS: tl.constexpr, PDL: tl.constexpr,
+    TOKENS: tl.constexpr, STAGES: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """FORMAT: index into FORMATS. SLOTS: pairs of a token if x has a row per token; 1 if it has one per pair."""
+    """FORMAT: index into FORMATS. SLOTS: pairs of a token if x has a row per token; 1 if it has one per pair.
+
+    BLOCK: rows of a block of 4-bit matrices.
+    """
     pdl_launch_early(PDL)
     n_tiles = tl.cdiv(n_out, ROWS)
     tile, block = tl.program_id(0) % n_tiles, tl.program_id(0) // n_tiles
@@ -233,7 +270,7 @@ def _grouped_gemm(
         elif FORMAT <= 2:
             acc, acc_up = _packed_product(
                 x_ptrs, exists, codes, scale, expert, safe_row, n, k, FORMAT == 2, WORDS, GATE, EVEN, ROWS,
-                TOKENS, STAGES,
+                TOKENS, STAGES, BLOCK,
             )  # fmt: skip
         else:
             acc, acc_up = _fp8_product(
@@ -284,7 +321,7 @@ def grouped_gemm(
         to.lists.shape[1], n, k, first_row, n_out, FORMAT=FORMATS.index(experts.kind), WORDS=experts.words_per_tile,
         SLOTS=to.slots if len(x) == to.tokens else 1, GATE=gate, BIAS=experts.bias is not None, WEIGHT=weight,
         EVEN=k % cols == 0, ROWS=tile.rows, COLS=cols,
-        TOKENS=to.block_tokens, STAGES=tile.stages, FIELDS=BLOCK_FIELDS, PDL=2 * pdl,
+        TOKENS=to.block_tokens, STAGES=tile.stages, BLOCK=ROW_BLOCK, FIELDS=BLOCK_FIELDS, PDL=2 * pdl,
         **launch_options(pdl, num_warps=tile.warps, num_stages=tile.stages),
     )  # fmt: skip
 
@@ -334,17 +371,17 @@ def block_tokens(kind: str, tokens: int, slots: int, experts: int) -> int:
     return 16 if average <= 12 else 32 if average <= 24 else 64 if average <= 96 else 128
 
 
-def grouped_tile(kind: str, block: int, gated: bool) -> GroupedTile:
+def grouped_tile(kind: str, block: int, gated: bool, rows: int) -> GroupedTile:
     """Measured on an H200 with Kimi K2.5's shape (INT4) and GLM-4.7-Flash's (BF16): docs/design/mixture-of-experts.md.
 
-    Few tokens: as many bytes in flight as two or three programs per SM can have. Many: tiles that reuse both operands;
-    a gate doubles the accumulators.
+    rows: of the matrices of all blocks. Few tokens: as many bytes in flight as two or three programs per SM can have.
+    Many: tiles that reuse both operands; a gate doubles the accumulators.
     """
     if INTERPRETED:
-        return GroupedTile(64, 64, 2, 4)
+        return GroupedTile(128 if rows % 128 == 0 else 64, 64, 2, 4)
     if kind in PACKED:
-        if block <= 32:
-            return GroupedTile(128, 128, 4, 4)
+        if block <= 32:  # the experts of one or two tokens would not give each SM two large tiles
+            return GroupedTile(128, 128, 4, 4) if rows >= 256 * sm_count() else GroupedTile(32, 128, 5, 2)
         return (
             GroupedTile(128, 128, 3, 4) if gated and block == 64 else GroupedTile(128, 128, 4 if block == 64 else 3, 8)
         )

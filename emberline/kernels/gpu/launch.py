@@ -7,6 +7,7 @@ only then does the end of a kernel imply that all earlier kernels have ended.
 PDL is 0 (off), 1 (the next kernel may start as soon as this one has) or 2 (once this one has finished reading).
 """
 
+import logging
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,8 +22,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from emberline.kernels.gpu.compile_server import CompileServer
 
+_log = logging.getLogger(__name__)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _compiling = False
+_prepared = False
 SM_COUNT = 2 if INTERPRETED else 132  # of an H200
 
 
@@ -48,9 +51,18 @@ def compiling_only(server: CompileServer | None = None) -> Iterator[None]:
     global _compiling
     kernel_class = triton.JITFunction
     run = kernel_class.run
+    compile_kernel = triton.compile if server is None else server.compile
+
+    def compile_and_build(source, **more):
+        if _prepared:
+            _warn_of(source)
+        kernel = compile_kernel(source, **more)
+        triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)  # by a C compiler, to a file
+        return kernel
 
     def compile_only(self, *args, grid, warmup, **kwargs):
-        self.compile = triton.compile if server is None else server.compile
+        _ = self.device_caches[triton.runtime.driver.active.get_current_device()]  # its first use sets `compile`
+        self.compile = compile_and_build
         return run(self, *args, grid=grid, warmup=True, **kwargs)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool, triton.AsyncCompileMode(pool):
@@ -59,6 +71,19 @@ def compiling_only(server: CompileServer | None = None) -> Iterator[None]:
             yield
         finally:
             kernel_class.run, _compiling = run, False
+
+
+def warn_of_compiling() -> None:
+    """From now on, log the kernels that steps still have to compile: requests wait for them."""
+    global _prepared
+    _prepared = True
+
+
+def _warn_of(source: Any) -> None:
+    aligned = sorted(source.fn.arg_names[path[0]] for path in source.attrs)  # as Triton specialized it
+    constants = {source.fn.arg_names[path[0]]: str(value) for path, value in source.constants.items()}
+    facts = {"aligned": ", ".join(aligned), "constants": constants}
+    _log.warning("kernel %s was not prepared: a step waits until it is compiled", source.name, extra=facts)
 
 
 def is_compiling() -> bool:

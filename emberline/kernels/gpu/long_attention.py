@@ -23,6 +23,9 @@ class LongAttention(Protocol):
         ...
 
     def supports(self, attn: GroupedQueryAttention) -> bool: ...
+    def supports_expanded(self, q_dim: int, v_dim: int) -> bool:
+        """Whether `forward` takes MLA's heads, whose values are narrower than their keys."""
+        ...
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, out: Tensor | None = None

@@ -181,7 +181,8 @@ class Matmul:
 
     deterministic: batch-invariant kernels only, so that a token's result does not depend on the rest of the batch.
     pdl: use programmatic dependent launch. For one token only the projection after attention starts early, while
-    attention waits for the KV cache; for more tokens every kernel does, and lets its successor start once it has read.
+    attention waits for the KV cache, and all that have quantized weights; for more tokens every kernel does, and lets
+    its successor start once it has read.
     """
 
     def __init__(self, workspace: Workspace, deterministic: bool, pdl: bool) -> None:
@@ -213,7 +214,7 @@ class Matmul:
         elif isinstance(matrix, PackedMatrix):
             self._packed(x, matrix, out, fusion)
         elif isinstance(matrix, FP8Matrix):
-            self._fp8(x, matrix, out, fusion, after_attention)
+            self._fp8(x, matrix, out, fusion)
         else:
             self._dense(x, matrix, out, fusion, after_attention)
 
@@ -276,12 +277,12 @@ class Matmul:
             add=fusion.add, pdl=2 * self._pdl,
         )  # fmt: skip
 
-    def _fp8(self, x: Tensor, matrix: FP8Matrix, out: Tensor, fusion: Fusion, after_attention: bool) -> None:
+    def _fp8(self, x: Tensor, matrix: FP8Matrix, out: Tensor, fusion: Fusion) -> None:
         (m, n), k, workspace, gated = out.shape, matrix.shape[1], self._workspace, bool(fusion.gate)
         if m == 1 and k <= MAX_GEMV_COLS and k % 16 == 0:
             fp8_gemv(
                 x, matrix, out, fp8_gemv_tile(n, k, gated), norm=fusion.norm, eps=fusion.eps, gate=fusion.gate,
-                add=fusion.add, pdl=self._pdl and after_attention,
+                add=fusion.add, pdl=self._pdl,
             )  # fmt: skip
             return
         if self._takes_fp8_rows(matrix, m):

@@ -1,10 +1,11 @@
 # mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator"
 """A mixture of experts of a layer: norm, shared experts, router, experts, all in the workspace's memory.
 
-norm ── shared experts ──────────────────────────────────▶ residual
-   └─── router ── permutation ── gate, up ── down ── sum ─▶ residual
+norm ── router ── permutation ── gate, up ── down ── sum ─▶ residual
+   └─── shared experts ────────────────────────────────────▶ residual
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,12 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 from emberline.kernels.backend import MLP, MoE
+from emberline.kernels.collectives import Collectives
 from emberline.kernels.gpu.elementwise import add_norm
-from emberline.kernels.gpu.expert_matrix import PACKED
 from emberline.kernels.gpu.grouped_gemm import EXPERT_GATES, block_tokens, combine_pairs, grouped_gemm, grouped_tile
-from emberline.kernels.gpu.matmul import GATES, DenseMatrix, Fusion, Matmul
-from emberline.kernels.gpu.moe_routing import Permutation, make_permutation, route_tokens
-from emberline.kernels.gpu.workspace import Workspace, mlp_tokens, result_columns
+from emberline.kernels.gpu.matmul import GATES, MAX_WHOLE_ROW, DenseMatrix, Fusion, Matmul
+from emberline.kernels.gpu.moe_routing import Permutation, make_permutation, norm_and_route, route_tokens
+from emberline.kernels.gpu.workspace import BESIDE_TOKENS, Workspace, mlp_tokens, result_columns
 
 NULL_BLOCK = 0  # of a KV pool: padding refers to it
 _DETERMINISTIC_BLOCK = 64
@@ -51,56 +52,110 @@ def mark_valid(step: Any, valid: Tensor) -> Tensor:
     return valid[:tokens]
 
 
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """A second stream for the shared experts of a few tokens, beside the routed ones; in a captured step a branch.
+
+    What its kernels write has memory of its own. They are launched without PDL.
+    """
+
+    workspace: Workspace
+    matmul: Matmul
+    stream: torch.cuda.Stream
+
+    @classmethod
+    def of(cls, workspace: Workspace) -> "Beside":
+        own = workspace.beside()
+        return cls(own, Matmul(own, False, False), torch.cuda.Stream(priority=-1))
+
+    def add_shared(self, shared: MLP, normed: Tensor, x: Tensor, add: bool = True) -> None:
+        """Behind what the current stream has launched."""
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            _add_shared(shared, normed, x, self.workspace, self.matmul, add)
+
+    def join(self) -> None:
+        torch.cuda.current_stream().wait_stream(self.stream)
+
+
 def run_moe(
-    moe: MoE, x: Tensor, valid: Tensor, workspace: Workspace, matmul: Matmul, *, deterministic: bool, pdl: bool
+    moe: MoE, x: Tensor, valid: Tensor, workspace: Workspace, matmul: Matmul, *, deterministic: bool, pdl: bool,
+    beside: Beside | None = None, tp: Collectives | None = None, added: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Add the experts' outputs to the residual x [tokens, hidden]; valid: 0 for padding, which no expert computes.
 
-    deterministic: one size of blocks and tiles, so that a token's result does not depend on the batch.
+    deterministic: one size of blocks and tiles, so that a token's result does not depend on the batch. tp: the ranks
+    that have the other experts, or the rest of each; the sum of all outputs is added. added: what the block before
+    leaves to be added to x first, in the same launch as the norm.
     """
+    if not 1 < len(x) <= BESIDE_TOKENS or moe.shared is None or not isinstance(moe.shared.down, DenseMatrix):
+        beside = None
     assert moe.post_norm is None, "no architecture has a norm behind experts"
-    normed = workspace.take("normed", *x.shape)
-    add_norm(x, None, moe.norm, normed, moe.eps, pdl=pdl)
-    if moe.shared is not None:
-        _add_shared(moe.shared, normed, x, workspace, matmul)
-    # One token of 4-bit experts is a program per SM; started early they share SMs, and it takes 108 instead of 93 µs.
-    pdl = pdl and (len(x) > 1 or moe.gate_up.kind not in PACKED)
-    to = _permute(moe, normed, valid, workspace, matmul, _DETERMINISTIC_BLOCK if deterministic else None, pdl)
-    _add_routed(moe, normed, x, to, workspace, pdl)
+    normed, out = workspace.take("normed", *x.shape), x
+    if tp is not None:
+        out = workspace.take("block_output", *x.shape)  # where `added` is, until the norm
+    to = _permutation(moe, len(x), workspace, _DETERMINISTIC_BLOCK if deterministic else None)
+    logits = workspace.take("router_logits", len(x), len(moe.router), dtype=torch.float32)
+    counts, correction = workspace.expert_counts, moe.correction_bias
+    if len(x) == 1 and x.shape[1] <= MAX_WHOLE_ROW and not deterministic:
+        if added is not None:
+            add_norm(x, added, None, None, moe.eps, pdl=pdl)
+        norm_and_route(
+            x, moe.norm, moe.eps, moe.router, moe.router_bias, normed, logits, moe.routing, to, counts,
+            correction=correction, valid=valid, first_expert=moe.first_expert, pdl=pdl,
+        )  # fmt: skip
+    else:
+        add_norm(x, added, moe.norm, normed, moe.eps, pdl=pdl)
+        if beside is not None and moe.shared is not None:
+            beside.add_shared(moe.shared, normed, out, tp is None)
+        matmul(normed, DenseMatrix(moe.router, moe.router_bias), logits, Fusion())
+        route_tokens(
+            logits, moe.routing, to, counts, correction=correction, valid=valid, first_expert=moe.first_expert, pdl=pdl
+        )
+    if moe.shared is not None and beside is None:
+        _add_shared(moe.shared, normed, out, workspace, matmul, tp is None)
+    if moe.shared is None and tp is not None:
+        out.zero_()
+    _add_routed(moe, normed, out, to, workspace, pdl, beside)
+    if tp is not None:
+        tp.all_reduce(out)
+        add_norm(x, out, None, None, moe.eps, pdl=False)
 
 
-def _add_shared(shared: MLP, normed: Tensor, x: Tensor, workspace: Workspace, matmul: Matmul) -> None:
+def _add_shared(
+    shared: MLP, normed: Tensor, x: Tensor, workspace: Workspace, matmul: Matmul, add: bool = True
+) -> None:  # fmt: skip
+    """add: to what x holds."""
     n = mlp_tokens(len(x))
     for given, to in zip(torch.split(normed, n), torch.split(x, n), strict=True):
         activated = workspace.take("activated", len(given), shared.down.shape[1])
         matmul(given, shared.gate_up, activated, Fusion(gate=GATES.index(shared.activation)))
-        matmul(activated, shared.down, to, Fusion(add=True))
+        matmul(activated, shared.down, to, Fusion(add=add))
 
 
-def _permute(
-    moe: MoE, normed: Tensor, valid: Tensor, workspace: Workspace, matmul: Matmul, block: int | None, pdl: bool
-) -> Permutation:
-    tokens, n_experts, slots = len(normed), moe.down.shape[0], moe.routing.slots
-    logits = workspace.take("router_logits", tokens, len(moe.router), dtype=torch.float32)
-    matmul(normed, DenseMatrix(moe.router, moe.router_bias), logits, Fusion())
-    block = block or block_tokens(moe.gate_up.kind, tokens, slots, n_experts)
-    memory = workspace.region("permutation", torch.int32)
-    to = make_permutation(memory, tokens, slots, n_experts, block)
-    route_tokens(logits, moe.routing, to, workspace.expert_counts, correction=moe.correction_bias, valid=valid, pdl=pdl)
-    return to
+def _permutation(moe: MoE, tokens: int, workspace: Workspace, block: int | None) -> Permutation:
+    n_experts, slots = moe.down.shape[0], moe.routing.slots
+    block = block or block_tokens(moe.gate_up.kind, tokens, slots, max(n_experts, len(moe.router)))
+    return make_permutation(workspace.region("permutation", torch.int32), tokens, slots, n_experts, block)
 
 
-def _add_routed(moe: MoE, normed: Tensor, x: Tensor, to: Permutation, workspace: Workspace, pdl: bool) -> None:
+def _add_routed(
+    moe: MoE, normed: Tensor, x: Tensor, to: Permutation, workspace: Workspace, pdl: bool, beside: Beside | None
+) -> None:
     pairs, (_, hidden, width) = to.tokens * to.slots, moe.down.shape
     activated = workspace.take("expert_activated", pairs, width)
     grouped_gemm(
-        normed, moe.gate_up, activated, to, grouped_tile(moe.gate_up.kind, to.block_tokens, True),
+        normed, moe.gate_up, activated, to,
+        grouped_tile(moe.gate_up.kind, to.block_tokens, True, to.max_blocks * width),
         gate=EXPERT_GATES.index(moe.activation), weight=2 if moe.weight_on_input else 0, pdl=pdl,
     )  # fmt: skip
-    tile, columns = grouped_tile(moe.down.kind, to.block_tokens, False), result_columns(pairs, hidden, x.element_size())
+    columns = result_columns(pairs, hidden, x.element_size())
+    tile = grouped_tile(moe.down.kind, to.block_tokens, False, to.max_blocks * columns)
     for first in range(0, hidden, columns):
         part = x[:, first : first + columns]
         results = workspace.take("expert_results", pairs, part.shape[1])
         weight = 0 if moe.weight_on_input else 1
         grouped_gemm(activated, moe.down, results, to, tile, weight=weight, first_row=first, pdl=pdl)
-        combine_pairs(results, to, part, pdl=pdl)
+        if beside is not None:
+            beside.join()  # both add to the residual
+        combine_pairs(results, to, part, pdl=pdl and beside is None)

@@ -5,9 +5,13 @@ Each program scores the experts of one token, selects the best and appends the t
 last program to finish divides the lists into blocks of pairs for the grouped GEMM. A list has room for every token, so
 a pair's place needs no prefix sum over the other experts. The order of a list varies between runs; no result depends on
 it, because a pair's row of a product does not depend on the rows beside it.
+
+For one token `norm_and_route` does that together with the norm and the router before it: three launches in one, whose
+last program to finish makes the choice.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -20,6 +24,7 @@ from emberline.kernels.gpu.launch import (
     next_power_of_two,
     pdl_launch_early,
     pdl_wait,
+    sm_count,
 )
 from emberline.kernels.moe import MAX_EXPERTS, Routing
 
@@ -81,11 +86,19 @@ def make_permutation(memory: Tensor, tokens: int, slots: int, experts: int, bloc
 
 
 @triton.jit
-def _sortable(score, index, COUNT: tl.constexpr):
-    """int64 keys that compare as (score, then the smaller index)."""
+def _sortable(score):
+    """int32 that compares as the score does: integers are reduced over a warp in one instruction."""
     bits = score.to(tl.float32).to(tl.int32, bitcast=True)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (ordered.to(tl.int64) << 16) | (COUNT - 1 - index).to(tl.int64)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _first_best(keys, index, AXIS: tl.constexpr, COUNT: tl.constexpr):
+    """Index of the largest key, the smallest index of equal ones."""
+    best = tl.max(keys, AXIS)
+    if AXIS == 1:
+        best = best[:, None]
+    return tl.min(tl.where(keys == best, index, COUNT), AXIS)
 
 
 @triton.jit
@@ -94,59 +107,68 @@ def _exclude_groups(choice, expert, GROUPS: tl.constexpr, TOP_GROUPS: tl.constex
     PER_GROUP: tl.constexpr = EXPERTS // GROUPS
     scores = tl.reshape(choice, [GROUPS, PER_GROUP])
     member = tl.arange(0, PER_GROUP)[None, :]
-    keys = _sortable(scores, member, PER_GROUP)
-    first = tl.max(keys, 1)
+    first = _first_best(_sortable(scores), member, 1, PER_GROUP)
     best = tl.max(scores, 1)
-    second = tl.max(tl.where(keys == first[:, None], float("-inf"), scores), 1)
+    second = tl.max(tl.where(member == first[:, None], float("-inf"), scores), 1)
     group = tl.arange(0, GROUPS)
-    left = _sortable(best + second, group, GROUPS)
+    left = _sortable(best + second)
     chosen = tl.zeros([GROUPS], tl.int32)
     for _ in tl.static_range(TOP_GROUPS):
-        top = tl.max(left, 0)
-        chosen = tl.where(left == top, 1, chosen)
-        left = tl.where(left == top, -(2**62), left)
+        top = _first_best(left, group, 0, GROUPS)
+        chosen = tl.where(group == top, 1, chosen)
+        left = tl.where(group == top, -(2**31), left)
     return tl.reshape(tl.where(chosen[:, None] != 0, scores, float("-inf")), [EXPERTS])
 
 
-@triton.jit(do_not_specialize=["n_tokens", "capacity", "first_expert", "n_local"])
-def _route(
-    logits, correction, valid, ids, weights, lists, counts, blocks, n_blocks,
+@triton.jit
+def _score(logit, largest, total, SIGMOID: tl.constexpr):
+    if SIGMOID:
+        return 1.0 / (1.0 + tl.exp(-logit))
+    else:
+        return tl.exp(logit - largest) / total
+
+
+@triton.jit
+def _permute_token(
+    row, token, correction, valid, ids, weights, lists, counts, blocks, n_blocks,
     n_tokens, n_experts, capacity, first_expert, n_local, scale,
     TOP_K: tl.constexpr, N_SHARED: tl.constexpr, SLOTS: tl.constexpr, EXPERTS: tl.constexpr, LOCAL: tl.constexpr,
     GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr,
-    CORRECTED: tl.constexpr, MASKED: tl.constexpr, BLOCK_TOKENS: tl.constexpr, FIELDS: tl.constexpr, PDL: tl.constexpr,
+    CORRECTED: tl.constexpr, MASKED: tl.constexpr, BLOCK_TOKENS: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """counts: int32 [n_local + 1], zero before the launch and after it; the last one counts the programs."""
-    pdl_launch_early(PDL)
-    token = tl.program_id(0)
+    """Choose the experts of a token by its row of logits; the program of the last token makes the blocks.
+
+    counts: int32 [n_local + 1], zero before the launch and after it; the last one counts the tokens.
+    """
     expert = tl.arange(0, EXPERTS)
     exists = expert < n_experts
-    pdl_wait(PDL)
-    logit = tl.load(logits + token.to(tl.int64) * n_experts + expert, mask=exists, other=float("-inf"))
-    if SIGMOID:
-        score = 1.0 / (1.0 + tl.exp(-logit))
-    else:
-        unnormalized = tl.exp(logit - tl.max(logit, 0))
-        score = unnormalized / tl.sum(unnormalized, 0)
-    choice = score
+    logit = tl.load(row + expert, mask=exists, other=float("-inf"), cache_modifier=".cg")
+    largest, total = 0.0, 1.0
+    if not SIGMOID:
+        largest = tl.max(logit, 0)
+        total = tl.sum(tl.exp(logit - largest), 0)
+    choice = _score(logit, largest, total, SIGMOID)
     if CORRECTED:
         choice += tl.load(correction + expert, mask=exists, other=0.0)
     choice = tl.where(exists, choice, float("-inf"))
     if GROUPS > 1:  # then EXPERTS is n_experts
         choice = _exclude_groups(choice, expert, GROUPS, TOP_GROUPS, EXPERTS)
-    left = tl.where(exists, _sortable(choice, expert, EXPERTS), -(2**62))
+    left = tl.where(exists, _sortable(choice), -(2**31))
     slot = tl.arange(0, SLOTS)
     chosen = tl.where(slot < TOP_K, -1, n_experts + slot - TOP_K)
-    weight = tl.zeros([SLOTS], tl.float32)
     for i in tl.static_range(TOP_K):
-        top = tl.max(left, 0)
-        picked = left == top
-        chosen = tl.where(slot == i, EXPERTS - 1 - (top & 0xFFFF).to(tl.int32), chosen)
-        weight = tl.where(slot == i, tl.sum(tl.where(picked, score, 0.0), 0), weight)
-        left = tl.where(picked, -(2**62), left)
+        top = _first_best(left, expert, 0, EXPERTS)
+        chosen = tl.where(slot == i, top, chosen)
+        left = tl.where(expert == top, -(2**31), left)
+    # Read again: to find them in the registers of all threads takes longer.
+    routed = slot < TOP_K
+    weight = _score(
+        tl.load(row + chosen, mask=routed, other=float("-inf"), cache_modifier=".cg"), largest, total, SIGMOID
+    )
+    weight = tl.where(routed, weight, 0.0)
     if NORMALIZE:
         weight = weight / (tl.sum(weight, 0) + 1e-20)
-    weight = tl.where(slot < TOP_K, weight * scale, 1.0)
+    weight = tl.where(routed, weight * scale, 1.0)
     used = slot < TOP_K + N_SHARED
     local = chosen - first_expert
     mine = used & (local >= 0) & (local < n_local)
@@ -173,6 +195,62 @@ def _route(
             tl.store(to + 2, tl.minimum(count - nth * BLOCK_TOKENS, BLOCK_TOKENS), mask=nth < of_expert)
 
 
+@triton.jit(do_not_specialize=["n_tokens", "capacity", "first_expert", "n_local"])
+def _route(
+    logits, correction, valid, ids, weights, lists, counts, blocks, n_blocks,
+    n_tokens, n_experts, capacity, first_expert, n_local, scale,
+    TOP_K: tl.constexpr, N_SHARED: tl.constexpr, SLOTS: tl.constexpr, EXPERTS: tl.constexpr, LOCAL: tl.constexpr,
+    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr,
+    CORRECTED: tl.constexpr, MASKED: tl.constexpr, BLOCK_TOKENS: tl.constexpr, FIELDS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    pdl_launch_early(PDL)
+    token = tl.program_id(0)
+    pdl_wait(PDL)
+    _permute_token(
+        logits + token.to(tl.int64) * n_experts, token, correction, valid, ids, weights, lists, counts, blocks,
+        n_blocks, n_tokens, n_experts, capacity, first_expert, n_local, scale, TOP_K, N_SHARED, SLOTS, EXPERTS, LOCAL,
+        GROUPS, TOP_GROUPS, SIGMOID, NORMALIZE, CORRECTED, MASKED, BLOCK_TOKENS, FIELDS,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["capacity", "first_expert", "n_local"])
+def _norm_and_route(
+    x, norm, router, bias, normed, logits, correction, valid, ids, weights, lists, counts, blocks, n_blocks,
+    width, eps, n_experts, capacity, first_expert, n_local, scale,
+    BIAS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    TOP_K: tl.constexpr, N_SHARED: tl.constexpr, SLOTS: tl.constexpr, EXPERTS: tl.constexpr, LOCAL: tl.constexpr,
+    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr,
+    CORRECTED: tl.constexpr, MASKED: tl.constexpr, BLOCK_TOKENS: tl.constexpr, FIELDS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """counts: as in `_permute_token`, and one more, which counts the programs. The last program chooses."""
+    pdl_launch_early(PDL)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    col = tl.arange(0, WIDTH)
+    row_mask, col_mask = row < n_experts, col < width
+    weight = tl.load(
+        router + row[:, None] * width + col[None, :], mask=row_mask[:, None] & col_mask[None, :], other=0.0
+    )
+    scales = tl.load(norm + col, mask=col_mask, other=0.0)
+    pdl_wait(PDL)
+    value = tl.load(x + col, mask=col_mask, other=0.0).to(tl.float32)
+    value *= tl.rsqrt(tl.sum(value * value) / width + eps)
+    rounded = (value * scales).to(normed.dtype.element_ty)
+    if tl.program_id(0) == 0:
+        tl.store(normed + col, rounded, mask=col_mask)
+    logit = tl.sum(weight.to(tl.float32) * rounded.to(tl.float32)[None, :], 1)
+    if BIAS:
+        logit += tl.load(bias + row, mask=row_mask, other=0.0)
+    tl.store(logits + row, logit, mask=row_mask)
+    tl.debug_barrier()  # all threads have stored before the program is counted
+    if tl.atomic_add(counts + n_local + 1, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        tl.store(counts + n_local + 1, 0)
+        _permute_token(
+            logits, 0, correction, valid, ids, weights, lists, counts, blocks, n_blocks, 1, n_experts, capacity,
+            first_expert, n_local, scale, TOP_K, N_SHARED, SLOTS, EXPERTS, LOCAL, GROUPS, TOP_GROUPS, SIGMOID,
+            NORMALIZE, CORRECTED, MASKED, BLOCK_TOKENS, FIELDS,
+        )  # fmt: skip
+
+
 def route_tokens(
     logits: Tensor, routing: Routing, to: Permutation, counts: Tensor, *, correction: Tensor | None = None,
     valid: Tensor | None = None, first_expert: int = 0, pdl: bool = False,
@@ -184,19 +262,52 @@ def route_tokens(
     ones included.
     """
     tokens, n_experts = logits.shape
-    n_local = len(to.lists)
-    experts = max(2, next_power_of_two(n_experts))
-    assert n_experts + routing.n_shared <= MAX_EXPERTS
-    assert routing.n_groups == 1 or experts == n_experts
     if not tokens:
         to.n_blocks.zero_()
         return
     _route[(tokens,)](
         logits, logits if correction is None else correction, logits if valid is None else valid, to.ids, to.weights,
-        to.lists, counts, to.blocks, to.n_blocks, tokens, n_experts, to.lists.shape[1], first_expert, n_local,
-        routing.scale, TOP_K=routing.top_k, N_SHARED=routing.n_shared, SLOTS=max(2, next_power_of_two(routing.slots)),
-        EXPERTS=experts, LOCAL=next_power_of_two(n_local + 1), GROUPS=routing.n_groups, TOP_GROUPS=routing.top_groups,
-        SIGMOID=routing.scoring == "sigmoid", NORMALIZE=routing.normalize, CORRECTED=correction is not None,
-        MASKED=valid is not None, BLOCK_TOKENS=to.block_tokens, FIELDS=BLOCK_FIELDS, PDL=int(pdl),
-        **launch_options(pdl, num_warps=1 if experts <= 256 else 2),
+        to.lists, counts, to.blocks, to.n_blocks, tokens, n_experts, to.lists.shape[1], first_expert, len(to.lists),
+        routing.scale, **_constants(routing, n_experts, to), CORRECTED=correction is not None,
+        MASKED=valid is not None, PDL=int(pdl), **launch_options(pdl, num_warps=1),
     )  # fmt: skip
+
+
+def norm_and_route(
+    x: Tensor, norm: Tensor, eps: float, router: Tensor, bias: Tensor | None, normed: Tensor, logits: Tensor,
+    routing: Routing, to: Permutation, counts: Tensor, *, correction: Tensor | None = None,
+    valid: Tensor | None = None, first_expert: int = 0, pdl: bool = False,
+) -> None:  # fmt: skip
+    """One token: RMS norm, router and `route_tokens` in one launch. x, normed: [1, width]; router: [experts, width].
+
+    counts: int32 zeros, two more than the experts; reset to zero.
+    """
+    (n_experts, width), sms = router.shape, sm_count()
+    rows = next_power_of_two(cdiv(n_experts, sms))
+    columns = next_power_of_two(width)
+    _norm_and_route[(cdiv(n_experts, rows),)](
+        x, norm, router, logits if bias is None else bias, normed, logits, logits if correction is None else correction,
+        logits if valid is None else valid, to.ids, to.weights, to.lists, counts, to.blocks, to.n_blocks, width, eps,
+        n_experts, to.lists.shape[1], first_expert, len(to.lists), routing.scale, BIAS=bias is not None, ROWS=rows,
+        WIDTH=columns, **_constants(routing, n_experts, to), CORRECTED=correction is not None,
+        MASKED=valid is not None, PDL=int(pdl), **launch_options(pdl, num_warps=8 if columns >= 4096 else 4),
+    )  # fmt: skip
+
+
+def _constants(routing: Routing, n_experts: int, to: Permutation) -> dict[str, Any]:
+    experts = max(2, next_power_of_two(n_experts))
+    assert n_experts + routing.n_shared <= MAX_EXPERTS
+    assert routing.n_groups == 1 or experts == n_experts
+    return {
+        "TOP_K": routing.top_k,
+        "N_SHARED": routing.n_shared,
+        "SLOTS": max(2, next_power_of_two(routing.slots)),
+        "EXPERTS": experts,
+        "LOCAL": next_power_of_two(len(to.lists) + 1),
+        "GROUPS": routing.n_groups,
+        "TOP_GROUPS": routing.top_groups,
+        "SIGMOID": routing.scoring == "sigmoid",
+        "NORMALIZE": routing.normalize,
+        "BLOCK_TOKENS": to.block_tokens,
+        "FIELDS": BLOCK_FIELDS,
+    }

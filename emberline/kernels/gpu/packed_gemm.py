@@ -163,9 +163,12 @@ def packed_gemm_tile(m: int, n: int, k: int, gated: bool) -> PackedGemmTile | No
     tokens = min(128, max(8, next_power_of_two(m)))
     if INTERPRETED:
         return PackedGemmTile(64, max(16, tokens), 1, 2, 4)
-    rows, stages, warps = (128, 3, 8) if tokens == 128 else (64, 4, 4) if tokens > 8 else (64, 6, 4)
+    rows, stages, warps = (64, 4, 4) if tokens > 8 else (64, 6, 4)
+    if tokens == 128:  # not gated, two programs fit on an SM: one decodes while the other multiplies
+        rows, stages, warps = (128, 3, 8) if gated else (64, 3, 4)
     tiles, splits = cdiv(n, rows) * cdiv(m, tokens), 1
-    enough = sm_count() if tokens == 128 else 3 * sm_count()
+    # Large tiles decode as long as they load: two thirds of the places on the SMs (two each) are enough.
+    enough = 4 * sm_count() // 3 if tokens == 128 else 3 * sm_count()
     while not gated and tiles * splits < enough and k >= 2048 * splits:
         splits *= 2
     return PackedGemmTile(rows, tokens, splits, stages, warps)

@@ -38,7 +38,7 @@ def _tile_queries(tile: PrefillTile, group: int) -> int:
 def prefill_scratch_floats(heads: int, kv_heads: int, head_dim: int) -> int:
     """Workspace for the partial results of any step."""
     queries = _tile_queries(prefill_tile(head_dim), heads // kv_heads)
-    return split_kv.MAX_WORK_ITEMS * split_kv.split_floats(queries, next_power_of_two(head_dim))
+    return split_kv.work_item_room() * split_kv.split_floats(queries, next_power_of_two(head_dim))
 
 
 def plan_prefill_splits(

@@ -54,12 +54,21 @@ def _noise(state, position, ids):
 
 
 @triton.jit
-def _adjust_logits(source, raw, ids, mask, state, slot, MAX_EDITS: tl.constexpr):
-    """Apply penalties, bias and bans, then the grammar mask; disallowed tokens become -inf."""
-    _, edit_ids, edit_values, masks, counts, words, vocab = source
+def _adjust_logits(source, raw, ids, mask, row, state, slot, MAX_EDITS: tl.constexpr, DRAFTS: tl.constexpr):
+    """Apply penalties, bias and bans, then the grammar mask; disallowed tokens become -inf.
+
+    DRAFTS: rows are draws, several of each slot; a draw counts the drafts before it and has a mask of its own.
+    """
+    _, edit_ids, edit_values, masks, counts, words, vocab, token_ids, n_draws = source
     x = raw
+    draw = 0
+    if DRAFTS:
+        draw = row % n_draws
     if tl.load(state + 8) != 0:
         count = tl.load(counts + slot.to(tl.int64) * vocab + ids, mask=mask, other=0).to(tl.int32)
+        if DRAFTS:
+            for n in range(draw):
+                count += (ids == tl.load(token_ids + row - n)).to(tl.int32)
         repetition = _float(state, 3)
         x = tl.where(count > 0, tl.where(x > 0, tl.math.div_rn(x, repetition), x * repetition), x)
         n_sampled = count & 16383
@@ -69,19 +78,19 @@ def _adjust_logits(source, raw, ids, mask, state, slot, MAX_EDITS: tl.constexpr)
         x = tl.where(ids == tl.load(edit_ids + edit), x + tl.load(edit_values + edit), x)
     grammar_mask = tl.load(state + 10)
     if grammar_mask > 0:
-        word = tl.load(masks + (grammar_mask - 1).to(tl.int64) * words + ids // 32, mask=mask, other=0)
+        word = tl.load(masks + (grammar_mask - 1 + draw).to(tl.int64) * words + ids // 32, mask=mask, other=0)
         x = tl.where(((word >> (ids % 32)) & 1) != 0, x, float("-inf"))
     return tl.where(mask, x, float("-inf"))
 
 
 @triton.jit
-def _load_chunk(source, row, slot, state, start, CHUNK: tl.constexpr, MAX_EDITS: tl.constexpr):
+def _load_chunk(source, row, slot, state, start, CHUNK: tl.constexpr, MAX_EDITS: tl.constexpr, DRAFTS: tl.constexpr):
     """Ids, raw logits and adjusted logits of one chunk of a row."""
     ids = start + tl.arange(0, CHUNK)
     vocab = source[6]
     mask = ids < vocab
     raw = tl.load(source[0] + row.to(tl.int64) * vocab + ids, mask=mask, other=float("-inf")).to(tl.float32)
-    return ids, raw, _adjust_logits(source, raw, ids, mask, state, slot, MAX_EDITS)
+    return ids, raw, _adjust_logits(source, raw, ids, mask, row, state, slot, MAX_EDITS, DRAFTS)
 
 
 @triton.jit
@@ -114,18 +123,19 @@ def _ranks_before(x, ids, pivot, pivot_id):
     return (x > pivot) | ((x == pivot) & (ids < pivot_id))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_draws"])
 def _scan(
-    logits, slots, positions, states, edit_ids, edit_values, masks, counts, chunk_stats, chunk_tops, span_max, n_listed,
-    vocab, words, FIELDS: tl.constexpr, CHUNK_STATS: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr,
-    MAX_EDITS: tl.constexpr, MAX_TOP: tl.constexpr, MAX_LISTED_K: tl.constexpr, GUIDED: tl.constexpr,
+    logits, slots, positions, token_ids, n_draws, states, edit_ids, edit_values, masks, counts, chunk_stats, chunk_tops,
+    span_max, n_listed, vocab, words, FIELDS: tl.constexpr, CHUNK_STATS: tl.constexpr, CHUNK: tl.constexpr,
+    SPAN: tl.constexpr, MAX_EDITS: tl.constexpr, MAX_TOP: tl.constexpr, MAX_LISTED_K: tl.constexpr,
+    GUIDED: tl.constexpr, DRAFTS: tl.constexpr,
 ):  # fmt: skip
     row, chunk = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots + row)
     state = states + tl.maximum(slot, 0) * FIELDS
     if (slot >= 0) & ((tl.load(state + 13) != 0) == GUIDED):
-        source = (logits, edit_ids, edit_values, masks, counts, words, vocab)
-        ids, raw, x = _load_chunk(source, row, slot, state, chunk * CHUNK, CHUNK, MAX_EDITS)
+        source = (logits, edit_ids, edit_values, masks, counts, words, vocab, token_ids, n_draws)
+        ids, raw, x = _load_chunk(source, row, slot, state, chunk * CHUNK, CHUNK, MAX_EDITS, DRAFTS)
         n_nan = tl.sum((x != x).to(tl.int32), 0)
         best, best_id = _best(x, ids)
         stats = chunk_stats + (row * tl.num_programs(1) + chunk) * CHUNK_STATS
@@ -188,12 +198,13 @@ def _top_k_bound(span_max, row, chunks, best, top_k, CHUNKS: tl.constexpr, SPANS
     return low
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_draws"])
 def _list_candidates(
-    logits, slots, states, edit_ids, edit_values, masks, counts, chunk_stats, span_max, n_listed, candidates,
-    candidate_ids, vocab, words, chunks, FIELDS: tl.constexpr, CHUNK_STATS: tl.constexpr, CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr, CHUNKS_PER_PROGRAM: tl.constexpr, SPAN: tl.constexpr, CANDIDATES: tl.constexpr,
-    MAX_EDITS: tl.constexpr, MAX_LISTED_K: tl.constexpr, GUIDED: tl.constexpr,
+    logits, slots, token_ids, n_draws, states, edit_ids, edit_values, masks, counts, chunk_stats, span_max, n_listed,
+    candidates, candidate_ids, vocab, words, chunks, FIELDS: tl.constexpr, CHUNK_STATS: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PER_PROGRAM: tl.constexpr, SPAN: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    MAX_EDITS: tl.constexpr, MAX_LISTED_K: tl.constexpr, GUIDED: tl.constexpr, DRAFTS: tl.constexpr,
 ):  # fmt: skip
     row, first = tl.program_id(0), tl.program_id(1) * CHUNKS_PER_PROGRAM
     slot = tl.load(slots + row)
@@ -213,12 +224,12 @@ def _list_candidates(
                 min_p = _float(state, 2)
                 lowest = tl.where(min_p > 0, best + tl.log(min_p) - 0.001, pivot)
                 pivot = tl.maximum(pivot, lowest)
-            source = (logits, edit_ids, edit_values, masks, counts, words, vocab)
+            source = (logits, edit_ids, edit_values, masks, counts, words, vocab, token_ids, n_draws)
             for chunk in range(first, tl.minimum(first + CHUNKS_PER_PROGRAM, chunks)):
                 stats = chunk_stats + (row * chunks + chunk) * CHUNK_STATS
                 n, weight = tl.zeros([], tl.int32), tl.zeros([], tl.float32)
                 if tl.load(stats) * scale >= pivot:
-                    ids, _, x = _load_chunk(source, row, slot, state, chunk * CHUNK, CHUNK, MAX_EDITS)
+                    ids, _, x = _load_chunk(source, row, slot, state, chunk * CHUNK, CHUNK, MAX_EDITS, DRAFTS)
                     x = x * scale
                     ahead = _ranks_before(x, ids, pivot, pivot_id)
                     n = tl.sum(ahead.to(tl.int32), 0)
@@ -303,6 +314,7 @@ def _sample_listed(
 def _full_pass(
     source, row, slot, state, first_stats, best, scale, pivot, pivot_id, min_p, position, DRAW: tl.constexpr,
     LISTED: tl.constexpr, CHUNK_STATS: tl.constexpr, CHUNK: tl.constexpr, MAX_EDITS: tl.constexpr,
+    DRAFTS: tl.constexpr,
 ):  # fmt: skip
     """Over a whole row: count and mass of the tokens that rank before the pivot, and the sample from them.
 
@@ -313,7 +325,7 @@ def _full_pass(
     best_noisy, best_value = tl.full([], float("-inf"), tl.float32), tl.full([], float("-inf"), tl.float32)
     best_id = tl.full([], 2147483647, tl.int32)
     for start in range(0, source[6], CHUNK):
-        ids, _, x = _load_chunk(source, row, slot, state, start, CHUNK, MAX_EDITS)
+        ids, _, x = _load_chunk(source, row, slot, state, start, CHUNK, MAX_EDITS, DRAFTS)
         x = x * scale
         ahead = _ranks_before(x, ids, pivot, pivot_id) & (x >= best - 30.0)
         likelihood = tl.exp(x - best)
@@ -347,8 +359,9 @@ def _from_float_order(order):
 
 @triton.jit
 def _top_k_mass(
-    source, row, slot, state, first_stats, best, scale, top_k, CHUNK: tl.constexpr, MAX_EDITS: tl.constexpr
-):
+    source, row, slot, state, first_stats, best, scale, top_k,
+    CHUNK: tl.constexpr, MAX_EDITS: tl.constexpr, DRAFTS: tl.constexpr,
+):  # fmt: skip
     """Mass of the k best, by bisection in some thirty passes: for a large k, or many equal logits."""
     below, above = _float_order(best - 30.0) - 1, _float_order(best)  # fewer than top_k exceed `above`
     n_above = tl.zeros([], tl.int32)
@@ -357,7 +370,7 @@ def _top_k_mass(
         middle = ((above.to(tl.int64) + below.to(tl.int64)) >> 1).to(tl.int32)
         count, mass_above, _i, _x = _full_pass(
             source, row, slot, state, first_stats, best, scale, _from_float_order(middle), -1, 0.0, 0, False, 0, 0,
-            CHUNK, MAX_EDITS,
+            CHUNK, MAX_EDITS, DRAFTS,
         )  # fmt: skip
         if count < top_k:
             above, n_above, mass = middle, count, mass_above
@@ -370,7 +383,7 @@ def _top_k_mass(
 def _sample_filtered(
     source, row, slot, state, first_stats, stat_ptrs, chunk_mask, n_listed, best, scale, position, values_at, ids_at,
     CHUNK_STATS: tl.constexpr, CHUNK: tl.constexpr, CANDIDATES: tl.constexpr, MAX_RANKED: tl.constexpr,
-    MAX_EDITS: tl.constexpr, MAX_LISTED_K: tl.constexpr,
+    MAX_EDITS: tl.constexpr, MAX_LISTED_K: tl.constexpr, DRAFTS: tl.constexpr,
 ):  # fmt: skip
     """The sample of a row with filters. first_stats, stat_ptrs: of its first and of all its chunks."""
     top_k, top_p, min_p = tl.load(state + 6), _float(state, 1), _float(state, 2)
@@ -403,12 +416,12 @@ def _sample_filtered(
             )  # fmt: skip
         else:
             if nested:
-                mass = _top_k_mass(source, row, slot, state, first_stats, best, scale, top_k, CHUNK, MAX_EDITS)
+                mass = _top_k_mass(source, row, slot, state, first_stats, best, scale, top_k, CHUNK, MAX_EDITS, DRAFTS)
             mass_limit = top_p.to(tl.float64) * mass
             while ~kept:
                 n_before, mass_before, next_id, next_value = _full_pass(
                     source, row, slot, state, first_stats, best, scale, value, sampled_id, min_p, position, True,
-                    MAX_LISTED_K, CHUNK_STATS, CHUNK, MAX_EDITS,
+                    MAX_LISTED_K, CHUNK_STATS, CHUNK, MAX_EDITS, DRAFTS,
                 )  # fmt: skip
                 kept = ((top_k == 0) | (n_before < top_k)) & ((top_p >= 1) | (mass_before < mass_limit))
                 kept = (kept & (tl.exp(value - best) >= min_p) & (value >= best - 30.0)) | (n_before == 0)
@@ -417,13 +430,13 @@ def _sample_filtered(
     return sampled_id
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_draws"])
 def _finish(
-    logits, slots, positions, states, edit_ids, edit_values, masks, counts, chunk_stats, chunk_tops, n_listed,
-    candidates, candidate_ids, token_ids, logprob, top_ids, top_logprobs, vocab, words, chunks,
+    logits, slots, positions, token_ids_in, n_draws, states, edit_ids, edit_values, masks, counts, chunk_stats,
+    chunk_tops, n_listed, candidates, candidate_ids, token_ids, logprob, top_ids, top_logprobs, vocab, words, chunks,
     FIELDS: tl.constexpr, CHUNK_STATS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
     CANDIDATES: tl.constexpr, MAX_RANKED: tl.constexpr, MAX_EDITS: tl.constexpr, MAX_TOP: tl.constexpr,
-    TOPS: tl.constexpr, MAX_LISTED_K: tl.constexpr, GUIDED: tl.constexpr,
+    TOPS: tl.constexpr, MAX_LISTED_K: tl.constexpr, GUIDED: tl.constexpr, DRAFTS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     slot = tl.load(slots + row)
@@ -442,20 +455,21 @@ def _finish(
         elif (temperature > 0) & (tl.load(state + 6) != 1):
             if _has_filter(state):
                 scale = tl.math.div_rn(1.0, temperature)
-                source = (logits, edit_ids, edit_values, masks, counts, words, vocab)
+                source = (logits, edit_ids, edit_values, masks, counts, words, vocab, token_ids_in, n_draws)
                 sampled_id = _sample_filtered(
                     source, row, slot, state, chunk_stats + row * chunks * CHUNK_STATS, stat_ptrs, c < chunks,
                     tl.load(n_listed + row), best * scale, scale, tl.load(positions + row),
                     candidates + row * CANDIDATES, candidate_ids + row * CANDIDATES, CHUNK_STATS, CHUNK, CANDIDATES,
-                    MAX_RANKED, MAX_EDITS, MAX_LISTED_K,
+                    MAX_RANKED, MAX_EDITS, MAX_LISTED_K, DRAFTS,
                 )  # fmt: skip
             else:
                 sampled_id, _value = _unfiltered_sample(stat_ptrs, c < chunks)
         tl.store(token_ids + row, sampled_id)
-        if (tl.load(state + 8) != 0) & (sampled_id >= 0):
-            count = counts + slot.to(tl.int64) * vocab + tl.maximum(sampled_id, 0)
-            old_count = tl.load(count)
-            tl.store(count, tl.where((old_count & 16383) == 16383, old_count, old_count + 1))
+        if not DRAFTS:  # else `accept` counts  # noqa: SIM102
+            if (tl.load(state + 8) != 0) & (sampled_id >= 0):
+                count = counts + slot.to(tl.int64) * vocab + tl.maximum(sampled_id, 0)
+                old_count = tl.load(count)
+                tl.store(count, tl.where((old_count & 16383) == 16383, old_count, old_count + 1))
         n_top = tl.load(state + 7)
         if (n_top >= 0) & (sampled_id >= 0):
             peaks = tl.load(stat_ptrs + 4, mask=c < chunks, other=float("-inf"))
@@ -478,12 +492,15 @@ def _finish(
 
 
 def sample_batch(
-    logits: Tensor, table: SamplerTable, slots: Tensor, positions: Tensor, out: SampledBatch, guided: bool = False
-) -> None:
+    logits: Tensor, table: SamplerTable, slots: Tensor, positions: Tensor, out: SampledBatch, guided: bool = False,
+    token_ids: Tensor | None = None, n_draws: int = 1,
+) -> None:  # fmt: skip
     """Sample one token per row with the parameters of its slot. logits: [rows, vocab], any float dtype, not modified.
 
     slots: int32 [rows], -1 for padding; positions: [rows], index of the sampled token in its sequence. guided: for the
-    slots that have a grammar, whose masks come later than the logits, instead of the slots that have none.
+    slots that have a grammar, whose masks come later than the logits, instead of the slots that have none. n_draws:
+    rows of a slot, one after the other; `token_ids` are then the tokens after which they are drawn, drafts but for the
+    first of each slot, and what is drawn is not counted for penalties.
     """
     rows, vocab = logits.shape
     assert vocab == table.vocab
@@ -493,23 +510,24 @@ def sample_batch(
     words, chunks = table.masks.shape[1], table.chunks
     wide = next_power_of_two(chunks)
     state = (table.state, table.edit_ids, table.edit_values, table.masks, table.counts)
+    draws = (slots if token_ids is None else token_ids, n_draws)
     lists = (table.n_listed, table.candidates, table.candidate_ids)
     fixed = dict(
         FIELDS=table.state.shape[1], CHUNK_STATS=CHUNK_STATS, CHUNK=CHUNK, MAX_EDITS=MAX_EDITS,
-        MAX_LISTED_K=MAX_LISTED_K, GUIDED=guided,
+        MAX_LISTED_K=MAX_LISTED_K, GUIDED=guided, DRAFTS=n_draws > 1,
     )  # fmt: skip
     _scan[(rows, chunks)](
-        logits, slots, positions, *state, table.chunk_stats, table.chunk_tops, table.span_max, table.n_listed, vocab,
-        words, SPAN=SPAN, MAX_TOP=MAX_TOP, **fixed, **launch_options(False, num_warps=16, maxnreg=64),
+        logits, slots, positions, *draws, *state, table.chunk_stats, table.chunk_tops, table.span_max, table.n_listed,
+        vocab, words, SPAN=SPAN, MAX_TOP=MAX_TOP, **fixed, **launch_options(False, num_warps=16, maxnreg=64),
     )  # fmt: skip
     per_program = 1 if rows <= 8 else 4  # chunks; each program first reads the stats of its whole row
     _list_candidates[(rows, cdiv(chunks, per_program))](
-        logits, slots, *state, table.chunk_stats, table.span_max, *lists, vocab, words, chunks,
+        logits, slots, *draws, *state, table.chunk_stats, table.span_max, *lists, vocab, words, chunks,
         CHUNKS=wide, CHUNKS_PER_PROGRAM=per_program, SPAN=SPAN, CANDIDATES=CANDIDATES, **fixed,
         **launch_options(False, num_warps=16, maxnreg=64),
     )  # fmt: skip
     _finish[(rows,)](
-        logits, slots, positions, *state, table.chunk_stats, table.chunk_tops, *lists,
+        logits, slots, positions, *draws, *state, table.chunk_stats, table.chunk_tops, *lists,
         out.token_ids, out.logprob, out.top_ids, out.top_logprobs, vocab, words, chunks,
         CHUNKS=wide, CANDIDATES=CANDIDATES, MAX_RANKED=MAX_RANKED, MAX_TOP=MAX_TOP,
         TOPS=next_power_of_two(chunks * MAX_TOP), **fixed, **launch_options(False, num_warps=16),

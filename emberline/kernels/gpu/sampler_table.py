@@ -65,7 +65,7 @@ class SamplerTable:
         self.state = self._zeros(n_slots, FIELDS, dtype=torch.int32)
         self.edit_ids = self._zeros(n_slots, MAX_EDITS, dtype=torch.int32)
         self.edit_values = self._zeros(n_slots, MAX_EDITS, dtype=torch.float32)
-        self.masks = self._zeros(n_slots, -(-vocab // 32), dtype=torch.int32)
+        self.masks = self._zeros(max(n_slots, self.max_rows), -(-vocab // 32), dtype=torch.int32)
         self.counts = self._zeros(n_slots, vocab, dtype=torch.int16)
         # Scratch of a launch: per row and chunk, then per row.
         self.chunk_stats = self._zeros(self.max_rows, self.chunks, CHUNK_STATS, dtype=torch.float32)
@@ -76,11 +76,12 @@ class SamplerTable:
         self.candidates = self._zeros(self.max_rows, CANDIDATES, dtype=torch.float32)
 
     @staticmethod
-    def bytes(n_slots: int, vocab: int) -> int:
+    def bytes(n_slots: int, vocab: int, max_rows: int | None = None) -> int:
         """Device memory of a table."""
-        per_slot = FIELDS + 2 * MAX_EDITS + -(-vocab // 32)
+        per_slot = FIELDS + 2 * MAX_EDITS
         per_row = -(-vocab // CHUNK) * (CHUNK_STATS + CHUNK // SPAN + 2 * MAX_TOP) + 2 * CANDIDATES + 1
-        return n_slots * (4 * per_slot + 2 * vocab) + (n_slots + SPARE_ROWS) * 4 * per_row
+        per_row += -(-vocab // 32)
+        return n_slots * (4 * per_slot + 2 * vocab) + (max_rows or n_slots + SPARE_ROWS) * 4 * per_row
 
     def _zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)
@@ -117,14 +118,15 @@ class SamplerTable:
             self._edit(slot)
 
     def allow(self, slots: Sequence[int], bits: NDArray[np.uint32]) -> None:
-        """For the next launch only: slot slots[i] samples a token whose bit is set in bits[i]."""
+        """For the next launch only: slot slots[i] samples a token whose bit is set in bits[i]. The masks of several
+        draws of a slot follow each other."""
         n, words = len(slots), self.masks.shape[1]
         numbers = np.zeros((n, words), np.uint32)
         numbers[:, : bits.shape[1]] = bits[:, :words]
         self._send(self.masks[:n], numbers.view(np.int32))
         self._clear_masks()
-        for index, slot in enumerate(slots):
-            self._host[slot, MASK] = index + 1
+        for index in range(n - 1, -1, -1):  # the first of a slot's masks stays
+            self._host[slots[index], MASK] = index + 1
         self._masked = list(slots)
         self._changed = True
 

@@ -15,21 +15,35 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from emberline.kernels.gpu.launch import SM_COUNT, cdiv
+from emberline.kernels.gpu.launch import cdiv, sm_count
 
 # A decode split: row, split, n_splits, first token, end, context. A work item: row, query tile of the row, split,
 # n_splits, key tiles per split. Both are padded to one memory sector.
 DECODE_SPLIT_FIELDS = WORK_ITEM_FIELDS = 8
-TARGET_PROGRAMS = 6 * SM_COUNT  # decode splits times KV heads, where the contexts are long enough
 MIN_DECODE_SPLIT = 64  # tokens
 MAX_SPLIT_TOKENS = 1024  # new tokens of a step; larger steps fill the SMs, and use the workspace otherwise
 MAX_SPLITS = 8  # of a query tile; a power of two
-MAX_WORK_ITEMS = 6 * SM_COUNT  # times KV heads: how many partial results the workspace holds
 MIN_SPLIT_TILES = 4  # key tiles of a split: 512 keys at a head dimension of 128
 WORK_ITEM_COST = 4.0  # of launching, storing and merging a work item, in key tiles
 
 # Attention is over all earlier tokens, over a sliding window of them, or over those of the token's own chunk.
 FULL, WINDOW, CHUNK = 0, 1, 2
+
+
+def target_programs(rows: int, queries: int = 0) -> int:
+    """Decode splits times KV heads, where the contexts are long enough.
+
+    queries: rows of a program's tile where rows of the step have several tokens, else 0. Of those as many programs as
+    run at once: a warp for 16 queries takes all registers that a thread can have, which leaves room for eight on an SM.
+    """
+    if not queries:
+        return 6 * sm_count()
+    return max(1, min(6 if rows > 1 else 2, 128 // queries)) * sm_count()
+
+
+def work_item_room() -> int:
+    """Work items times KV heads: how many partial results of prefill the workspace holds."""
+    return 6 * sm_count()
 
 
 def locality(window: int | None, chunk: int | None) -> tuple[int, int]:
@@ -74,7 +88,7 @@ def split_floats(queries: int, pad: int) -> int:
 def max_work_items(tokens: int, n_rows: int, per_tile: int, kv_heads: int) -> int:
     """Upper bound per KV head for `tokens` new tokens in `n_rows` rows; 0: too many to split."""
     tiles = cdiv(tokens, per_tile)
-    unsplit, limit = tiles + n_rows - 1, MAX_WORK_ITEMS // kv_heads
+    unsplit, limit = tiles + n_rows - 1, work_item_room() // kv_heads
     return 0 if tokens > MAX_SPLIT_TOKENS or unsplit > limit else max(unsplit, min(MAX_SPLITS * tiles, limit))
 
 
@@ -176,7 +190,7 @@ def plan_work_items(
     limit = min(n, scratch.partials.numel() // partial_floats // kv_heads, scratch.counters.numel() // kv_heads)
     _plan_work_items[(cdiv(n, 32),)](
         table, query_starts, context_lens, first_row, query_starts.shape[0] - 1 - first_row, n, kv_heads, limit, splits,
-        local[1], LOCAL=local[0], TOKENS=tile_tokens, KEYS=tile_keys, ROWS=64, SMS=SM_COUNT,
+        local[1], LOCAL=local[0], TOKENS=tile_tokens, KEYS=tile_keys, ROWS=64, SMS=sm_count(),
         MAX_SPLITS=MAX_SPLITS, MIN_TILES=MIN_SPLIT_TILES, ITEM_COST=WORK_ITEM_COST, ITEMS=32,
     )  # fmt: skip
     return PrefillSplits(table, scratch)
@@ -263,33 +277,67 @@ class DecodeSplits:
         return self.table.shape[0]
 
 
-def max_decode_splits(rows: int, kv_heads: int) -> int:
+def max_decode_splits(rows: int, kv_heads: int, queries: int = 0) -> int:
     """Upper bound: the last split of every row, and as many full ones as the target allows."""
-    return rows + cdiv(TARGET_PROGRAMS, kv_heads) if rows else 0
+    return rows + cdiv(target_programs(rows, queries), kv_heads) if rows else 0
 
 
 @triton.jit
-def _lengths(context_lens, prefix_lens, rows, row, local_size, SHARED: tl.constexpr, LOCAL: tl.constexpr):
-    """Context length, first token to read, and number of cached tokens to read, without the newest."""
+def merge_partials(
+    partial, stats, first, split_stride, n_splits, head, g, d, row_max, denom, out,
+    DIM: tl.constexpr, GROUP: tl.constexpr, MERGE_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Merge n_splits partial results of the queries g, at first, first + split_stride, .., MERGE_WIDTH at a time.
+
+    partial: [splits, KV heads, GROUP, DIM], unnormalized; stats: [splits, KV heads, GROUP, 2], maximum (base 2) and
+    denominator.
+    """
+    s = tl.arange(0, MERGE_WIDTH)
+    for start in range(0, n_splits, MERGE_WIDTH):
+        split_mask = (start + s) < n_splits
+        offsets = ((first + (start + s) * split_stride) * tl.num_programs(0) + head).to(tl.int64) * GROUP
+        offsets = offsets[:, None] + g[None, :]  # [MERGE_WIDTH, heads]
+        mask = split_mask[:, None] & (g < GROUP)[None, :]
+        split_max = tl.load(stats + offsets * 2, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        split_denom = tl.load(stats + offsets * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg")
+        split_out = tl.load(
+            partial + offsets[:, :, None] * DIM + d[None, None, :],
+            mask=mask[:, :, None] & (d < DIM)[None, None, :], other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
+        new_max = tl.maximum(row_max, tl.max(split_max, 0))
+        safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weight = tl.exp2(split_max - safe_max[None, :])
+        rescale = tl.exp2(row_max - safe_max)
+        denom = denom * rescale + tl.sum(weight * split_denom, 0)
+        out = out * rescale[:, None] + tl.sum(weight[:, :, None] * split_out, 0)
+        row_max = new_max
+    return row_max, denom, out
+
+
+@triton.jit
+def _lengths(context_lens, prefix_lens, rows, row, n_drafts, local_size, SHARED: tl.constexpr, LOCAL: tl.constexpr):
+    """Context length without drafts, first token to read, and number of cached tokens to read, without the newest."""
     mask = row < rows
-    context = tl.load(context_lens + row, mask=mask, other=0)
+    context = tl.maximum(tl.load(context_lens + row, mask=mask, other=0) - n_drafts, 0)
     first = first_visible(tl.maximum(context - 1, 0), local_size, LOCAL)
     if SHARED:
         first = tl.load(prefix_lens + row, mask=mask, other=0)
     return context, first, tl.maximum(context - 1 - first, 0)
 
 
-@triton.jit(do_not_specialize=["rows", "max_splits"])
+@triton.jit(do_not_specialize=["rows", "n_drafts", "max_splits", "merge_cost"])
 def _plan_decode_splits(
-    context_lens, prefix_lens, table, rows, max_splits, kv_heads, local_size, target,
+    context_lens, prefix_lens, table, rows, n_drafts, max_splits, kv_heads, local_size, target, merge_cost,
     SHARED: tl.constexpr, LOCAL: tl.constexpr, MIN: tl.constexpr, ROWS: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
-    total = 0
+    total, longest = 0, 0
     for start in range(0, rows, ROWS):
         other_row = start + tl.arange(0, ROWS)
-        _, _, n_keys = _lengths(context_lens, prefix_lens, rows, other_row, local_size, SHARED, LOCAL)
+        _, _, n_keys = _lengths(context_lens, prefix_lens, rows, other_row, n_drafts, local_size, SHARED, LOCAL)
         total += tl.sum(n_keys)
-    target_len = tl.maximum(tl.cdiv(total * kv_heads, target), MIN)
+        longest = tl.maximum(longest, tl.max(n_keys))
+    balanced = tl.sqrt(1.0 * longest * merge_cost).to(tl.int32)
+    target_len = tl.maximum(tl.maximum(tl.cdiv(total * kv_heads, target), balanced), MIN)
     target_len = tl.cdiv(target_len, MIN) * MIN
     item = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
     row = tl.zeros([ITEMS], tl.int32)
@@ -297,7 +345,7 @@ def _plan_decode_splits(
     carry = 0
     for start in range(0, rows, ROWS):
         other_row = start + tl.arange(0, ROWS)
-        context, _, n_keys = _lengths(context_lens, prefix_lens, rows, other_row, local_size, SHARED, LOCAL)
+        context, _, n_keys = _lengths(context_lens, prefix_lens, rows, other_row, n_drafts, local_size, SHARED, LOCAL)
         n_splits = tl.where(context > 0, tl.maximum(tl.cdiv(n_keys, target_len), 1), 0)
         ends = carry + tl.cumsum(n_splits, 0)
         is_past = (ends[None, :] <= item[:, None]) & (other_row < rows)[None, :]
@@ -307,7 +355,7 @@ def _plan_decode_splits(
     exists = item < carry
     ok = exists & (item < max_splits)
     context, first, n_keys = _lengths(
-        context_lens, prefix_lens, rows, tl.where(exists, row, 0), local_size, SHARED, LOCAL
+        context_lens, prefix_lens, rows, tl.where(exists, row, 0), n_drafts, local_size, SHARED, LOCAL
     )
     n_splits = tl.maximum(tl.cdiv(n_keys, target_len), 1)
     split = item - splits_before
@@ -325,19 +373,23 @@ def _plan_decode_splits(
 
 
 def plan_decode_splits(
-    context_lens: Tensor, rows: int, kv_heads: int, local: tuple[int, int], prefix_lens: Tensor | None, out: Tensor
-) -> DecodeSplits:
-    """Splits of the first `rows` rows. A row's last split ends before its newest token, which is not yet cached.
+    context_lens: Tensor, rows: int, kv_heads: int, local: tuple[int, int], prefix_lens: Tensor | None, out: Tensor,
+    n_tokens: int = 1, queries: int = 0,
+) -> DecodeSplits:  # fmt: skip
+    """Splits of the first `rows` rows. A row's last split ends before its n_tokens newest, which are not yet cached.
 
     local: the attention's `locality`. prefix_lens: tokens of each row that cascade attention reads. out: memory for the
-    table.
+    table. queries: as in `target_programs`.
+
+    One program merges a row's splits for a KV head, and reads `queries` results of each, which takes as long as to
+    attend to queries / 2 tokens more. Splits of sqrt(length * queries / 2) tokens make the sum of both shortest.
     """
-    n = max_decode_splits(rows, kv_heads)
+    n = max_decode_splits(rows, kv_heads, queries)
     table = out[: n * DECODE_SPLIT_FIELDS].view(n, DECODE_SPLIT_FIELDS)
     if rows:
         _plan_decode_splits[(cdiv(n, 32),)](
-            context_lens, context_lens if prefix_lens is None else prefix_lens, table, rows, n, kv_heads, local[1],
-            TARGET_PROGRAMS, SHARED=prefix_lens is not None, LOCAL=local[0], MIN=MIN_DECODE_SPLIT,
-            ROWS=256, ITEMS=32,
+            context_lens, context_lens if prefix_lens is None else prefix_lens, table, rows, n_tokens - 1, n, kv_heads,
+            local[1], target_programs(rows, queries), queries // 2, SHARED=prefix_lens is not None, LOCAL=local[0],
+            MIN=MIN_DECODE_SPLIT, ROWS=256, ITEMS=32,
         )  # fmt: skip
     return DecodeSplits(table)

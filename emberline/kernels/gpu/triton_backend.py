@@ -11,6 +11,7 @@ from torch import Tensor
 from emberline.kernels.backend import (
     MLP,
     Attention,
+    FeedForward,
     GroupedQueryAttention,
     LatentAttention,
     Layer,
@@ -18,6 +19,7 @@ from emberline.kernels.backend import (
     Rope,
     WeightSource,
 )
+from emberline.kernels.collectives import ALONE, ParallelGroups
 from emberline.kernels.gpu.decode_attention import decode_attention, shared_prefix_attention
 from emberline.kernels.gpu.elementwise import add_norm, embedding
 from emberline.kernels.gpu.expert_loading import load_expert_matrix
@@ -27,12 +29,15 @@ from emberline.kernels.gpu.launch import INTERPRETED, supports_pdl
 from emberline.kernels.gpu.long_attention import MIN_TOKENS, is_long, long_attention
 from emberline.kernels.gpu.matmul import GATES, DenseMatrix, Fusion, Matmul, Matrix, dequantize_matrix_rows
 from emberline.kernels.gpu.mla.block import LatentPlan, attend_latents, plan_latent
-from emberline.kernels.gpu.moe_block import mark_valid, run_moe
+from emberline.kernels.gpu.mla.prefill import warm_up_expanded
+from emberline.kernels.gpu.mla.shares import LatentShares
+from emberline.kernels.gpu.moe_block import Beside, mark_valid, run_moe
 from emberline.kernels.gpu.prefill_attention import plan_prefill_splits, prefill_attention
 from emberline.kernels.gpu.quantized_gemm import pack_quantized
 from emberline.kernels.gpu.quantized_loading import load_quantized
 from emberline.kernels.gpu.rope import rope_and_cache, rotary_table
 from emberline.kernels.gpu.split_kv import DecodeSplits, PrefillSplits, locality, plan_decode_splits
+from emberline.kernels.gpu.verify_attention import verifies, verify_attention, verify_queries
 from emberline.kernels.gpu.workspace import LatentShape, PrefillChunk, StepShape, Workspace, WorkspaceSizes, mlp_tokens
 from emberline.protocol.block_hash import KVGroup
 
@@ -57,8 +62,13 @@ class TritonBackend:
     name = "triton"
     kv_keys = "token"
 
-    def __init__(self, device: str = "cuda", dtype: torch.dtype | None = None, *, deterministic: bool = False) -> None:
-        self.device = device
+    def __init__(
+        self, device: str = "cuda", dtype: torch.dtype | None = None, *, deterministic: bool = False,
+        groups: ParallelGroups = ALONE,
+    ) -> None:  # fmt: skip
+        self.device, self.groups = device, groups
+        self._tp = groups.tp if groups.tp.size > 1 else None
+        self._shares = LatentShares(groups.dcp) if groups.dcp.size > 1 else None
         self.dtype = dtype or (torch.float32 if INTERPRETED else torch.bfloat16)
         self.kv_dtype = str(self.dtype).removeprefix("torch.")
         self._deterministic = deterministic
@@ -67,6 +77,7 @@ class TritonBackend:
         self.long_plans = True  # a library may use plans: cuDNN takes a second to make one it was not prepared for
         self._workspace: Workspace  # set by `reserve`, as is _matmul
         self._matmul: Matmul
+        self._beside: Beside | None = None
 
     @property
     def _long_usable(self) -> bool:
@@ -78,11 +89,13 @@ class TritonBackend:
         """Allocate the workspace. Must be called once, before the first step."""
         self._workspace = Workspace(sizes, self.device, self.dtype)
         self._matmul = Matmul(self._workspace, self._deterministic, self._pdl)
+        if sizes.experts is not None and self._pdl and not self._deterministic:
+            self._beside = Beside.of(self._workspace)
 
     def load_matrix(
         self, weights: list[WeightSource], bias: list[WeightSource] | None = None, *, gated: bool = False
     ) -> Matrix:
-        stacked_bias = None if bias is None else torch.cat([b.tensor(self.dtype, self.device) for b in bias])
+        stacked_bias = None if bias is None else self._load_biases([bias])[0]
         if all(w.kind in QUANTIZED_KINDS for w in weights):
             matrix = load_quantized(weights, stacked_bias, self.device)
             if matrix is not None:
@@ -107,31 +120,56 @@ class TritonBackend:
     def load_experts(
         self, experts: list[list[WeightSource]], bias: list[list[WeightSource]] | None = None, *, gated: bool = False
     ) -> ExpertMatrix:
-        biases = None
-        if bias is not None:
-            biases = torch.stack([torch.cat([b.tensor(self.dtype, self.device) for b in each]) for each in bias])
+        biases = None if bias is None else self._load_biases(bias)
         return load_expert_matrix(experts, biases, self.dtype, self.device)
+
+    def _load_biases(self, bias: list[list[WeightSource]]) -> Tensor:
+        """Each list as one vector: [lists, rows]. (torch.cat imports a compiler for tensors without memory.)"""
+        rows = [part.shape[0] for part in bias[0]]
+        stacked = torch.empty(len(bias), sum(rows), dtype=self.dtype, device=self.device)
+        for parts, vector in zip(bias, stacked, strict=True):
+            for part, target in zip(parts, torch.split(vector, rows), strict=True):
+                target.copy_(part.tensor(self.dtype, self.device))
+        return stacked
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
-    def begin_step(self, step: Any, kv: list[Tensor], groups: tuple[KVGroup, ...], ropes: list[Rope]) -> TritonStep:
+    def begin_step(
+        self, step: Any, kv: list[Tensor], groups: tuple[KVGroup, ...], ropes: list[Rope], first_group: int = 0
+    ) -> TritonStep:
+        """first_group: number of the first of the groups in the workspace."""
         shape, workspace = step.shape or _shape_of(step), self._workspace
-        rows = 0 if self._deterministic else shape.decode_rows
         context = TritonStep(step, shape, kv, [], {}, {}, {}, self._mark_valid(step))
         for i, (group, rope) in enumerate(zip(groups, ropes, strict=True)):
-            context.rotary.append(rotary_table(step.positions, rope, workspace.region(f"rotary{i}")))
-            attention = workspace.sizes.attentions[i]
+            n = first_group + i
+            context.rotary.append(rotary_table(step.positions, rope, workspace.region(f"rotary{n}")))
+            attention = workspace.sizes.attentions[n]
             if isinstance(attention, LatentShape):
-                library = None if self._deterministic or INTERPRETED or not self._long_usable else self._long
-                context.latent[i] = plan_latent(workspace, i, attention, step, shape, library, self._deterministic)
+                library = self._long if self._long_usable and self._expands(attention.q_dim, attention.v_dim) else None
+                context.latent[i] = plan_latent(
+                    workspace, n, attention, step, shape, library, self._deterministic, self._shares
+                )
                 continue
             prefix_lens = shape.prefix_lens if group.window is None else None
-            memory = workspace.region(f"decode_splits{i}", torch.int32)
+            memory = workspace.region(f"decode_splits{n}", torch.int32)
+            per_kv_head, n_tokens = attention.heads // attention.kv_heads, shape.row_tokens
+            rows = self._split_rows(shape, per_kv_head)
+            queries = verify_queries(n_tokens, per_kv_head) if n_tokens > 1 else 0
             context.decode_splits[i] = plan_decode_splits(
-                step.context_lens, rows, group.kv_heads, _locality(group), prefix_lens, memory
+                step.context_lens, rows, group.kv_heads, _locality(group), prefix_lens, memory, n_tokens, queries
             )
-            context.prefill_splits[i] = self._plan_prefill(i, step, shape, group)
+            context.prefill_splits[i] = self._plan_prefill(n, step, shape, group)
         return context
+
+    def _split_rows(self, shape: StepShape, group: int) -> int:
+        """Decode rows whose attention is by split-KV; the others are computed as chunks are."""
+        if self._deterministic or (shape.row_tokens > 1 and not verifies(shape.row_tokens, group)):
+            return 0
+        return shape.decode_rows
+
+    def _expands(self, q_dim: int, v_dim: int) -> bool:
+        """Whether chunks of MLA attend expanded, by the library; if not, absorbed like decode rows."""
+        return not self._deterministic and not INTERPRETED and self._long.supports_expanded(q_dim, v_dim)
 
     def _mark_valid(self, step: Any) -> Tensor | None:
         if self._workspace.sizes.experts is None:
@@ -149,13 +187,34 @@ class TritonBackend:
             workspace.prefill_scratch,
         )  # fmt: skip
 
-    def embed(self, matrix: Matrix, ids: Tensor, factor: float) -> Tensor:
-        out = self._workspace.take("residual", len(ids), matrix.shape[1])
+    def embed(self, matrix: Matrix, ids: Tensor, factor: float, first: int = 0, out: Tensor | None = None) -> Tensor:
+        if out is None:
+            out = self._workspace.take("residual", len(ids), matrix.shape[1])
         if isinstance(matrix, DenseMatrix):
-            embedding(matrix.weight, ids, factor, out)
-        else:
+            embedding(matrix.weight, ids, factor, out, None if self._tp is None else first)
+        elif self._tp is None:
             dequantize_matrix_rows(matrix, out, ids=ids, factor=factor)
+        else:
+            own = ids - first
+            exists = (own >= 0) & (own < matrix.shape[0])
+            dequantize_matrix_rows(matrix, out, ids=own * exists, factor=factor)
+            out.mul_(exists[:, None])
+        if self._tp is not None:
+            self._tp.all_reduce(out)
         return out
+
+    def buffer(self, name: str, *shape: int) -> Tensor:
+        return self._workspace.take(name, *shape, dtype=torch.float32 if name == "logits" else None)
+
+    def gather_logits(self, logits: Tensor, sizes: Sequence[int]) -> Tensor:
+        assert self._tp is not None
+        n, widest = len(logits), max(sizes)
+        if logits.shape[1] < widest:
+            logits = torch.nn.functional.pad(logits, (0, widest - logits.shape[1]))
+        parts = self._workspace.take("all_logits", len(sizes), n, widest, dtype=torch.float32)
+        self._tp.all_gather(logits, parts)
+        out = self._workspace.take("logits", n, sum(sizes), dtype=torch.float32)
+        return torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], dim=1, out=out)
 
     def norm_linear(self, x: Tensor, matrix: Matrix, norm: Tensor, eps: float) -> Tensor:
         out = self._workspace.take("logits", len(x), matrix.shape[0], dtype=torch.float32)
@@ -165,60 +224,107 @@ class TritonBackend:
     def run_layers(self, layers: Sequence[Layer], x: Tensor, context: TritonStep) -> None:
         for layer in layers:
             if isinstance(layer.attention, LatentAttention):
-                self._latent_attention(layer.attention, x, context)
+                added = self._latent_attention(layer.attention, x, context, layer.feed_forward)
             else:
-                self._grouped_query_attention(layer.attention, x, context)
+                added = self._grouped_query_attention(layer.attention, x, context, layer.feed_forward)
             if isinstance(layer.feed_forward, MoE):
                 assert context.valid is not None
                 run_moe(
                     layer.feed_forward, x, context.valid, self._workspace, self._matmul,
-                    deterministic=self._deterministic, pdl=self._pdl,
+                    deterministic=self._deterministic, pdl=self._pdl, beside=self._beside, tp=self._tp,
+                    added=added,
                 )  # fmt: skip
                 continue
-            for part in torch.split(x, mlp_tokens(len(x))):
-                self._mlp(layer.feed_forward, part)
+            self.mlp(layer.feed_forward, x)
 
-    def _latent_attention(self, attn: LatentAttention, x: Tensor, context: TritonStep) -> None:
+    def _latent_attention(
+        self, attn: LatentAttention, x: Tensor, context: TritonStep, following: FeedForward
+    ) -> Tensor | None:
         group = attn.kv_group
         attended = attend_latents(
             attn, x, self._workspace, self._matmul, context.latent[group], context.step, context.rotary[group],
             context.kv[group][:, attn.layer_index], self._long, self._pdl,
         )  # fmt: skip
-        self._linear_add(attended, attn.output, x, attn.post_norm, attn.eps, after_attention=True)
+        return self._add_attended(attended, attn, x, following)
 
-    def _grouped_query_attention(self, attn: GroupedQueryAttention, x: Tensor, context: TritonStep) -> None:
+    def _grouped_query_attention(
+        self, attn: GroupedQueryAttention, x: Tensor, context: TritonStep, following: FeedForward
+    ) -> Tensor | None:
         qkv = self._workspace.take("qkv", len(x), attn.qkv.shape[0])
         self._matmul(x, attn.qkv, qkv, Fusion(attn.norm, attn.eps))
-        attended = self._workspace.take("normed", len(x), attn.output_dim)
-        # One name for both: cuDNN's output of the last layer is freed before the next is allocated.
-        attended = self._attend(qkv, attended, attn, context)
-        self._linear_add(attended, attn.output, x, attn.post_norm, attn.eps, after_attention=True)
+        attended = self.attention(qkv, attn, context)
+        return self._add_attended(attended, attn, x, following)
 
-    def _linear_add(
+    def _add_attended(self, attended: Tensor, attn: Attention, x: Tensor, following: FeedForward) -> Tensor | None:
+        """Add the output projection to the residual; or return its sum over all ranks for experts, which add it in the
+        launch of their norm."""
+        if self._tp is None or attn.post_norm is not None or not isinstance(following, MoE):
+            self.linear_add(attended, attn.output, x, attn.post_norm, attn.eps, after_attention=True)
+            return None
+        out = self._workspace.take("block_output", *x.shape)
+        self._matmul(attended, attn.output, out, Fusion(), True)
+        self._tp.all_reduce(out)
+        return out
+
+    def linear_add(
         self, x: Tensor | FP8Rows, matrix: Any, residual: Tensor, post_norm: Tensor | None, eps: float,
         after_attention: bool = False,
     ) -> None:  # fmt: skip
-        if post_norm is None:
+        if post_norm is None and self._tp is None:
             self._matmul(x, matrix, residual, Fusion(add=True), after_attention)
             return
-        out = self._workspace.take("gate_up", *residual.shape)
+        out = self._workspace.take("block_output", *residual.shape)
         self._matmul(x, matrix, out, Fusion(), after_attention)
+        if self._tp is not None:
+            self._tp.all_reduce(out)
         add_norm(residual, out, None, None, eps, post=post_norm, pdl=self._pdl)
 
-    def _mlp(self, mlp: MLP, x: Tensor) -> None:
+    def mlp(self, mlp: MLP, residual: Tensor) -> None:
         fusion = Fusion(mlp.norm, mlp.eps, gate=GATES.index(mlp.activation))
-        activated = self._matmul.gated(x, mlp.gate_up, fusion, mlp.down)
-        self._linear_add(activated, mlp.down, x, mlp.post_norm, mlp.eps)
+        for x in torch.split(residual, mlp_tokens(len(residual))):
+            activated = self._matmul.gated(x, mlp.gate_up, fusion, mlp.down)
+            self.linear_add(activated, mlp.down, x, mlp.post_norm, mlp.eps)
 
     # --- attention ----------------------------------------------------------------------------------------------------
+
+    def attention(self, qkv: Tensor, attn: GroupedQueryAttention, context: TritonStep) -> Tensor:
+        return self._attend(qkv, self._workspace.take("normed", len(qkv), attn.output_dim), attn, context)
+
+    def joint_qkv(
+        self, embeds: Tensor, embed_norm: Tensor, of_embeds: Any, hidden: Tensor, attn: GroupedQueryAttention
+    ) -> Tensor:
+        """q, k and v of a draft head, whose attention reads two normed inputs."""
+        qkv = self._workspace.take("qkv", len(hidden), attn.qkv.shape[0])
+        self._matmul(embeds, of_embeds, qkv, Fusion(embed_norm, attn.eps))
+        self._matmul(hidden, attn.qkv, qkv, Fusion(attn.norm, attn.eps, add=True))
+        return qkv
+
+    def write_kv(self, qkv: Tensor, attn: GroupedQueryAttention, context: TritonStep) -> None:
+        """Only the part of attention that writes the cache, for rows of any length."""
+        step, pool = context.step, context.kv[attn.kv_group][:, attn.layer_index]
+        queries = self._workspace.take("queries", len(qkv), attn.heads * attn.head_dim)
+        rope_and_cache(
+            qkv, queries, attn, context.rotary[attn.kv_group], pool, step.block_tables[attn.kv_group],
+            step.query_starts, step.positions, pdl=self._pdl,
+        )  # fmt: skip
+
+    def rotate_only(self, step: Any, pool: Tensor, rope: Rope, group: int) -> TritonStep:
+        """What `write_kv` needs of `begin_step`. group: number of the KV group in the workspace."""
+        rotary = rotary_table(step.positions, rope, self._workspace.region(f"rotary{group}"))
+        return TritonStep(step, step.shape, [pool], [rotary], {}, {}, {}, None)
 
     def _attend(self, qkv: Tensor, out: Tensor, attn: GroupedQueryAttention, context: TritonStep) -> Tensor:
         """Attention of all rows; returns `out`, or another tensor that holds the result."""
         shape, workspace = context.shape, self._workspace
         pool, tables = context.kv[attn.kv_group][:, attn.layer_index], context.step.block_tables[attn.kv_group]
         rotary = context.rotary[attn.kv_group]
-        n_decodes = 0 if self._deterministic else shape.decode_rows
-        if n_decodes:
+        n_decodes = self._split_rows(shape, attn.heads // attn.kv_heads)
+        if n_decodes and shape.row_tokens > 1:
+            verify_attention(
+                qkv, out, attn, rotary, pool, tables, context.decode_splits[attn.kv_group], workspace.verify_partials,
+                workspace.row_counters, shape.row_tokens, pdl=self._pdl,
+            )  # fmt: skip
+        elif n_decodes:
             prefix = None
             if shape.shared_prefix is not None and shape.prefix_lens is not None and _is_full(attn):
                 n_splits = shared_prefix_attention(
@@ -285,6 +391,11 @@ class TritonBackend:
             pool = kv[attn.kv_group][:, attn.layer_index]
             prefill_attention(queries, out, attn, pool, zeros, zeros[0, :2], zeros[0, :1], 1, pdl=self._pdl)
             yield True
+        latent = next((attn for attn in attentions if isinstance(attn, LatentAttention)), None)
+        q_dim = 0 if latent is None else latent.nope_dim + latent.rope_dim
+        if latent is not None and latent.q_b is not None and self._expands(q_dim, latent.v_dim):
+            queries = workspace.take("queries", tokens, latent.heads, q_dim)
+            yield from warm_up_expanded(queries, latent, self._long, workspace.region("expanded", self.dtype))
         long = next((attn for attn in grouped if is_long(self._long, attn, tokens)), None)
         if long is None or self._deterministic:
             return

@@ -6,6 +6,7 @@ residual | normed, attention out | qkv, queries | KV of new tokens or latents, p
                                  | logits, after the last layer                         |
 """
 
+from copy import copy
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -13,20 +14,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from emberline.kernels.backend import MLP, Attention, GroupedQueryAttention, MoE
+from emberline.kernels.backend import MLP, Attention, GroupedQueryAttention, Layer, MoE
 from emberline.kernels.gpu import long_attention, prefill_attention, split_kv
 from emberline.kernels.gpu.decode_attention import n_prefix_splits
 from emberline.kernels.gpu.launch import cdiv
 from emberline.kernels.gpu.mla import splits as latent_splits
-from emberline.kernels.gpu.mla.attention import latent_tile, partial_floats, tile_tokens
+from emberline.kernels.gpu.mla.attention import LSE_ROOM, latent_tile, partial_floats, tile_tokens
 from emberline.kernels.gpu.mla.prefill import expanded_elements
 from emberline.kernels.gpu.moe_routing import permutation_ints
+from emberline.kernels.gpu.verify_attention import verify_partial_floats
 
 ABSORBED_TOKENS = 1024  # of MLA; no captured step has more
 MLP_TOKENS = 2048  # for which an MLP's intermediates are computed at a time
 RESULT_BYTES = 256 << 20  # of the experts' results, computed at a time before they are summed
 PARTIAL_FLOATS = 4 << 20  # for split-K matmuls
 COUNTERS = 1 << 16
+BESIDE_TOKENS = 32  # of a step whose shared experts are computed on a second stream
+BESIDE_FLOATS = 1 << 20  # for its split-K matmuls
 DEQUANTIZED_BYTES = 32 << 20  # of a quantized matrix, dequantized at a time for cuBLAS
 _ALIGN = 256
 
@@ -58,10 +62,16 @@ class LatentShape(NamedTuple):
     kv_lora: int
     rope_dim: int
     v_dim: int
+    shares: int = 1  # ranks that divide the tokens of a block, each of which attends for the heads of all
+
+    @property
+    def attended_heads(self) -> int:
+        return self.heads * self.shares
 
 
 class ExpertsShape(NamedTuple):
-    experts: int
+    experts: int  # of this rank
+    scored: int  # by the router
     slots: int  # experts of a token
     width: int
 
@@ -81,6 +91,8 @@ class WorkspaceSizes:
     quantized: bool = False  # some matrices are, in whatever format
     experts: ExpertsShape | None = None
     fp8: bool = False  # some matrices multiply FP8 activations
+    verified: tuple[tuple[int, int], ...] = ()  # rows, and tokens of each, of steps that verify drafts
+    tp: int = 1  # ranks that divide the blocks, whose outputs are summed
 
     @property
     def absorbed_tokens(self) -> int:
@@ -90,17 +102,23 @@ class WorkspaceSizes:
     @classmethod
     def of(
         cls, model: Any, max_tokens: int, max_rows: int, max_samples: int, item: int = 2, quantized: bool = False,
-        fp8: bool = False,
+        fp8: bool = False, verified: tuple[tuple[int, int], ...] = (), head: Layer | None = None,
     ) -> "WorkspaceSizes":  # fmt: skip
-        """Of a `models.decoder.Decoder`."""
-        shapes = {attn.kv_group: _attention_shape(attn) for attn in model.attentions}
+        """Of a `models.decoder.Decoder`. head: the layer of its draft head, whose KV group comes last."""
+        layout = model.shard.layout
+        shapes = {attn.kv_group: _attention_shape(attn, layout.dcp) for attn in model.attentions}
+        groups = [shapes[group] for group in range(len(model.kv_groups))]
+        if head is not None:
+            groups.append(_attention_shape(head.attention, layout.dcp))
         experts = [block for block in model.feed_forwards if isinstance(block, MoE)]
         dense = [block for block in model.feed_forwards if isinstance(block, MLP)]
+        if head is not None and isinstance(head.feed_forward, MLP):
+            dense.append(head.feed_forward)
         dense += [block.shared for block in experts if block.shared is not None]
         return cls(
             model.config.hidden_size,
             model.config.vocab_size,
-            tuple(shapes[group] for group in range(len(model.kv_groups))),
+            tuple(groups),
             max((block.down.shape[1] for block in dense), default=0),
             max_tokens,
             max_rows,
@@ -109,19 +127,22 @@ class WorkspaceSizes:
             quantized,
             ExpertsShape(*map(max, zip(*map(_experts_shape, experts), strict=True))) if experts else None,
             fp8,
+            verified,
+            layout.tp,
         )
 
 
-def _attention_shape(attn: Attention) -> AttentionShape | LatentShape:
+def _attention_shape(attn: Attention, shares: int) -> AttentionShape | LatentShape:
     if isinstance(attn, GroupedQueryAttention):
         return AttentionShape(attn.heads, attn.kv_heads, attn.head_dim)
     q_rows = attn.qkv_a.shape[0] - attn.kv_lora - attn.rope_dim
-    return LatentShape(attn.heads, q_rows, attn.nope_dim + attn.rope_dim, attn.kv_lora, attn.rope_dim, attn.v_dim)
+    q_dim = attn.nope_dim + attn.rope_dim
+    return LatentShape(attn.heads, q_rows, q_dim, attn.kv_lora, attn.rope_dim, attn.v_dim, shares)
 
 
 def _experts_shape(moe: MoE) -> ExpertsShape:
     experts, _, width = moe.down.shape
-    return ExpertsShape(experts, moe.routing.slots, width)
+    return ExpertsShape(experts, len(moe.router), moe.routing.slots, width)
 
 
 class _Regions:
@@ -161,12 +182,18 @@ def _layout(s: WorkspaceSizes) -> dict[str, tuple[int, int]]:
     if latent:
         _add_latent(regions, s, latent, attention)
     # The feed-forward block runs after attention and reuses its memory.
-    both = max(min(s.max_tokens, MLP_TOKENS) * 2 * s.mlp, s.max_tokens * s.hidden)  # or an output awaiting its norm
+    both = max(min(s.max_tokens, MLP_TOKENS) * 2 * s.mlp, s.max_tokens * s.hidden)
     after = regions.add("gate_up", both * s.item, layer)
     regions.add("activated", min(s.max_tokens, MLP_TOKENS) * s.mlp * s.item, after)
+    if s.tp == 1:
+        regions.add("block_output", tokens * s.hidden, layer)  # of a block, awaiting its norm: over gate and up
+    else:
+        regions.add("block_output", tokens * s.hidden)  # awaiting those of other ranks
     if s.experts is not None:
         _add_experts(regions, s, s.experts, layer)
-    regions.add("logits", s.max_samples * s.vocab * 4, layer)
+    after = regions.add("logits", s.max_samples * s.vocab * 4, layer)
+    if s.tp > 1:
+        regions.add("all_logits", s.max_samples * cdiv(s.vocab, s.tp) * s.tp * 4, after)
     regions.add("matmul", PARTIAL_FLOATS * 4)
     regions.add("dequantized", DEQUANTIZED_BYTES if s.quantized else 0)
     if s.fp8:
@@ -181,14 +208,20 @@ def _layout(s: WorkspaceSizes) -> dict[str, tuple[int, int]]:
         if isinstance(shape, AttentionShape):
             fields, n_splits = split_kv.DECODE_SPLIT_FIELDS, split_kv.max_decode_splits(s.max_rows, shape.kv_heads)
             regions.add(f"decode_splits{group}", n_splits * fields * 4)
-            regions.add(f"work_items{group}", split_kv.MAX_WORK_ITEMS * split_kv.WORK_ITEM_FIELDS * 4)
+            regions.add(f"work_items{group}", split_kv.work_item_room() * split_kv.WORK_ITEM_FIELDS * 4)
         else:
             regions.add(f"latent_items{group}", _latent_items(s, shape) * latent_splits.ITEM_FIELDS * 4)
     kv_heads = max((shape.kv_heads for shape in grouped), default=0)
     regions.add("counters", (COUNTERS + s.max_rows * kv_heads) * 4)
-    regions.add("work_item_counters", split_kv.MAX_WORK_ITEMS * 4)
+    regions.add("work_item_counters", split_kv.work_item_room() * 4)
     if s.experts is not None:
-        regions.add("expert_counts", (s.experts.experts + 1) * 4)
+        # Not over other memory: shared experts are computed between the choice of experts and its use.
+        regions.add("permutation", permutation_ints(s.max_tokens, s.experts.slots, s.experts.experts) * 4)
+        regions.add("expert_counts", (s.experts.experts + 2) * 4)
+        regions.add("beside_gate_up", BESIDE_TOKENS * 2 * s.mlp * s.item)
+        regions.add("beside_activated", BESIDE_TOKENS * s.mlp * s.item)
+        regions.add("beside_matmul", BESIDE_FLOATS * 4)
+        regions.add("beside_counters", COUNTERS * 4)
         regions.add("valid", s.max_tokens * 4)
     return regions.found
 
@@ -210,33 +243,42 @@ def _add_decode_splits(regions: _Regions, s: WorkspaceSizes, shapes: set[Attenti
     prefix_rows = max(n_prefix_splits(rows, *shape[:2]) * rows for rows in row_counts for shape in shapes)
     regions.add("prefix_partial", prefix_rows * queries * 4)
     regions.add("prefix_stats", prefix_rows * heads * 2 * 4)
+    groups = [(shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim) for shape in shapes]
+    partials = [verify_partial_floats(*step, *group) for step in s.verified for group in groups]
+    regions.add("verify_partials", max(partials, default=0) * 4)
 
 
 def _add_latent(regions: _Regions, s: WorkspaceSizes, shapes: set[LatentShape], at: int) -> None:
     tokens = s.absorbed_tokens * s.item
-    expanded = ((x.heads, x.q_dim, x.v_dim, x.kv_lora) for x in shapes)
-    regions.add("expanded", max(expanded_elements(*shape, s.item) for shape in expanded) * s.item, at)
+    elements = (expanded_elements(x.heads, x.q_dim, x.v_dim, x.kv_lora, s.item, x.rope_dim, x.shares) for x in shapes)
+    regions.add("expanded", max(elements) * s.item, at)
     after = regions.add("absorbed", tokens * max(x.heads * (x.kv_lora + x.rope_dim) for x in shapes), at)
     after = regions.add("latents", tokens * max(x.heads * x.kv_lora for x in shapes), after)
+    if any(x.shares > 1 for x in shapes):
+        after = regions.add(
+            "all_queries", tokens * max(x.attended_heads * (x.kv_lora + x.rope_dim) for x in shapes), after
+        )
+        part = tokens * max(x.attended_heads * (x.kv_lora + LSE_ROOM) for x in shapes)
+        after = regions.add("received_parts", part, regions.add("parts", part, after))
     floats = 0
     for shape in shapes:
-        for n_tokens in (1, tile_tokens(shape.heads)):
-            tile = latent_tile(n_tokens * shape.heads)
-            padded = cdiv(n_tokens * shape.heads, tile.queries) * tile.queries
-            floats = max(floats, latent_splits.MAX_PARTIALS * partial_floats(padded, shape.kv_lora))
+        heads = shape.attended_heads
+        for n_tokens in (1, tile_tokens(heads)):
+            tile = latent_tile(n_tokens * heads, shape.kv_lora, shape.rope_dim, shape.shares)
+            padded = cdiv(n_tokens * heads, tile.queries) * tile.queries
+            floats = max(floats, latent_splits.partial_room() * partial_floats(padded, shape.kv_lora))
     regions.add("latent_partials", floats * 4, after)
 
 
 def _latent_items(s: WorkspaceSizes, shape: LatentShape) -> int:
     """Of a step that only decodes, or of one with chunks."""
-    chunks = latent_splits.max_items(s.absorbed_tokens, s.max_rows, tile_tokens(shape.heads))
+    chunks = latent_splits.max_items(s.absorbed_tokens, s.max_rows, tile_tokens(shape.attended_heads))
     return max(latent_splits.max_items(s.max_rows, s.max_rows, 1), chunks)
 
 
 def _add_experts(regions: _Regions, s: WorkspaceSizes, shape: ExpertsShape, at: int) -> None:
     pairs = s.max_tokens * shape.slots
-    at = regions.add("router_logits", s.max_tokens * shape.experts * 4, at)
-    at = regions.add("permutation", permutation_ints(s.max_tokens, shape.slots, shape.experts) * 4, at)
+    regions.add("router_logits", s.max_tokens * shape.scored * 4, at)  # their choice is made before all below
     at = regions.add("expert_activated", pairs * shape.width * s.item, at)
     most = max(RESULT_BYTES, pairs * 256 * s.item)  # see `result_columns`
     regions.add("expert_results", min(pairs * s.hidden * s.item, most), at)
@@ -260,8 +302,16 @@ class Workspace:
             self.prefill_scratch = split_kv.SplitScratch(self.region("prefill_partials"), work_item_counters)
             self.decode_partial, self.decode_stats = self.region("decode_partial"), self.region("decode_stats")
             self.prefix_partial, self.prefix_stats = self.region("prefix_partial"), self.region("prefix_stats")
+            self.verify_partials = self.region("verify_partials")
         if sizes.experts is not None:
             self.expert_counts = self.region("expert_counts", torch.int32).zero_()
+
+    def beside(self) -> "Workspace":
+        """The same memory, but for what a second stream's products of up to BESIDE_TOKENS tokens write."""
+        other = copy(self)
+        other._regions = self._regions | {name: self._regions[f"beside_{name}"] for name in ("gate_up", "activated")}
+        other.matmul, other.counters = self.region("beside_matmul"), self.region("beside_counters", torch.int32).zero_()
+        return other
 
     def region(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         """A whole region as a flat tensor."""
@@ -296,3 +346,4 @@ class StepShape:
     shared_prefix: Tensor | None = None  # int32 [2]: a row whose block table begins with the prefix, and its length
     prefix_lens: Tensor | None = None  # int32 [rows]: the prefix's length for rows that have it, else 0
     chunks: list[PrefillChunk] | None = None  # None: known only on the device, as in a captured graph
+    row_tokens: int = 1  # of each decode row; more: drafts are verified, and there are no chunks

@@ -5,6 +5,7 @@ import contextlib
 import os
 import selectors
 import socket
+import ssl
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -41,6 +42,20 @@ class PeerConnection:
         """File descriptors can be sent."""
         return self._sock.family == socket.AF_UNIX
 
+    @property
+    def local_host(self) -> str:
+        """The address by which this machine reaches the other side."""
+        return "127.0.0.1" if self.local else str(self._sock.getsockname()[0])
+
+    @property
+    def peer_host(self) -> str:
+        """The address of the other machine; empty: it is this one."""
+        host = "" if self.local else str(self._sock.getpeername()[0])
+        return "" if host == "::1" or host.startswith("127.") else host
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
     def set_timeout(self, seconds: float | None) -> None:
         """Of each read and write; a connection that exceeds it is lost. None: without limit, as at first."""
         self._sock.settimeout(seconds)
@@ -52,12 +67,13 @@ class PeerConnection:
 
     def wait(self, block: bool = True, timeout_s: float | None = None) -> bool:
         """Until a message can be read (True), `wake` is called, or the timeout expires."""
-        ready = {key.fileobj for key, _ in self._selector.select(timeout_s if block else 0)}
+        unread = isinstance(self._sock, ssl.SSLSocket) and self._sock.pending() > 0  # of a record that was begun
+        ready = {key.fileobj for key, _ in self._selector.select(timeout_s if block and not unread else 0)}
         if self._wake_reader in ready:
             with contextlib.suppress(BlockingIOError):
                 while self._wake_reader.recv(4096):
                     pass
-        return self._sock in ready
+        return unread or self._sock in ready
 
     def send(self, message: msgspec.Struct, descriptors: Sequence[int] = ()) -> None:
         frame = frames.encode(message)
@@ -77,13 +93,13 @@ class PeerConnection:
         except OSError as error:
             raise PeerConnectionLost(str(error)) from None
 
-    def receive(self, decoder: msgspec.msgpack.Decoder[T]) -> T:
+    def receive(self, decoder: msgspec.msgpack.Decoder[T], max_bytes: int = MAX_MESSAGE_BYTES) -> T:
         """The next message."""
         header = bytearray(frames.LENGTH.size)
         self.read_into(memoryview(header))
         (length,) = frames.LENGTH.unpack(header)
-        if length > MAX_MESSAGE_BYTES:
-            raise PeerConnectionLost(f"a message of {length} bytes, the maximum is {MAX_MESSAGE_BYTES}")
+        if length > max_bytes:
+            raise PeerConnectionLost(f"a message of {length} bytes, the maximum is {max_bytes}")
         payload = bytearray(length)
         self.read_into(memoryview(payload))
         try:
@@ -108,7 +124,7 @@ class PeerConnection:
     def shutdown(self) -> None:
         """From any thread: a pending read or write raises PeerConnectionLost."""
         with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)  # an SSL socket's own would forget the encryption
         self.wake()
 
     def close(self) -> None:

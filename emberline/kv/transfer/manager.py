@@ -1,30 +1,20 @@
 """All KV transfers of an engine: its connections to other engines, and one queue of notices for the step loop."""
 
-import contextlib
 import logging
 import socket
-import threading
-from collections import deque
+import ssl
 from collections.abc import Sequence
+from typing import Any
 
 from emberline.kv.host_memory import HostMemory
+from emberline.kv.notice_queue import NoticeQueue
 from emberline.kv.transfer.connection import PeerConnection
-from emberline.kv.transfer.messages import Denied, Grant, Item, Offer, Revoke, TransportOpened
-from emberline.kv.transfer.mooncake import MOONCAKE, MooncakeEngine, MooncakeReceiveTransport, MooncakeSendTransport
+from emberline.kv.transfer.messages import Denied, Grant, Item, Offer, Revoke
 from emberline.kv.transfer.notices import BlocksReleased, Notice, SendAcked, SenderLost, SendRejected
 from emberline.kv.transfer.receiver import Receiver
 from emberline.kv.transfer.sender import Sender, TransportOpener
-from emberline.kv.transfer.transport import (
-    SHARED_MEMORY,
-    TCP,
-    ReceiveTransport,
-    SendTransport,
-    SharedMemoryReceiveTransport,
-    SharedMemorySendTransport,
-    TcpReceiveTransport,
-    TcpSendTransport,
-    TransportUnavailable,
-)
+from emberline.kv.transfer.slices import Slices, block_runs
+from emberline.kv.transfer.transport import ReceiveTransport, Target
 from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.request import Push
 
@@ -47,15 +37,13 @@ class TransferManager:
         self._layouts = tuple(layouts)
         self._memory, self._receive_transports = memory, receive_transports
         self._send_transports, self._open_transport = send_transports, open_transport
-        self._notices: deque[Notice] = deque()
-        self._senders: dict[tuple[str, str, str], Sender] = {}  # by address, our name and ticket there
+        self._notices: NoticeQueue[Any] = NoticeQueue()  # `Notice`; in rank 0 also `RankNotice`
+        self.wakeup, self.clear_wakeup = self._notices.wakeup, self._notices.clear_wakeup
+        self._senders: dict[tuple[str, str, str, bool], Sender] = {}  # by address, our name and ticket there, and parts
         self._by_number: dict[int, Sender] = {}
         self._receivers: dict[int, Receiver] = {}
         self._n_peers = 0
-        self.wakeup, self._wakeup_writer = socket.socketpair()  # `wakeup` is readable when there are notices
-        self.wakeup.setblocking(False)
-        self._wakeup_writer.setblocking(False)
-        self._notified = threading.Event()
+        self.tls: ssl.SSLContext | None = None  # with this engine's certificate, to send KV to other machines
 
     @property
     def receives_by(self) -> tuple[str, ...]:
@@ -67,63 +55,67 @@ class TransferManager:
         return bool(self._notices)
 
     def notices(self) -> list[Notice]:
-        """In order. The wake-up is cleared first, so that none is missed."""
-        self.clear_wakeup()
-        self._notified.clear()
-        taken = []
-        while self._notices:
-            notice = self._notices.popleft()
+        """In order."""
+        taken = self._notices.take()
+        for notice in taken:
             if isinstance(notice, SendAcked | SendRejected):
                 self._by_number.pop(notice.number, None)
             elif isinstance(notice, SenderLost):
                 self._receivers.pop(notice.peer, None)
-            taken.append(notice)
         return taken
-
-    def clear_wakeup(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while self.wakeup.recv(4096):
-                pass
 
     def close(self) -> None:
         """Close all connections; transfers in progress are lost."""
         for sender in self._senders.values():
             sender.stop()
-        for receiver in self._receivers.values():
+        for receiver in list(self._receivers.values()):
             receiver.stop()
-        self.wakeup.close()
-        self._wakeup_writer.close()
-
-    def _notify(self, notice: Notice) -> None:
-        """From any thread. The first of many wakes the step loop."""
-        self._notices.append(notice)
-        if not self._notified.is_set():
-            self._notified.set()
-            with contextlib.suppress(OSError):  # full: it is awake; closed: the engine ends
-                self._wakeup_writer.send(b"\0")
+        self._notices.close()
 
     # --- sending ----------------------------------------------------------------------------------------------------
 
     def offer(self, number: int, push: Push, n_blocks: int, key: bytes) -> None:
+        self._offer(number, push, n_blocks, key)
+
+    def offer_part(
+        self, number: int, push: Push, n_blocks: int, key: bytes, rank: int, ranks: tuple[Slices, ...], to: Slices
+    ) -> None:
+        """What this rank of several has of each block, to a rank at the push's address that has the slices `to`."""
+        runs = block_runs(self._layouts, to)
+        target = None if runs is None else Target(runs, [layout.block_bytes for layout in to])
+        self._offer(number, push, n_blocks, key, rank, ranks, target)
+
+    def _offer(
+        self,
+        number: int,
+        push: Push,
+        n_blocks: int,
+        key: bytes,
+        rank: int = 0,
+        ranks: tuple[Slices, ...] = (),
+        target: Target | None = None,
+    ) -> None:
         tags, block_bytes = zip(*((layout.tag, layout.block_bytes) for layout in self._layouts))
-        offer = Offer(push.transfer, self._fingerprint, tags, block_bytes, n_blocks, key)
-        to = (push.address, push.sender, push.ticket)
+        offer = Offer(push.transfer, self._fingerprint, tags, block_bytes, n_blocks, key, rank, ranks)
+        to = (push.address, push.sender, push.ticket, bool(ranks))
+        why = ""
         for _ in range(2):  # reconnect once
             sender = self._senders.get(to)
             if sender is None or sender.lost:
                 self._senders = {other: each for other, each in self._senders.items() if not each.lost}
                 sender = self._senders[to] = Sender(
-                    push, self._send_transports, self._open_transport, block_bytes, self._notify
+                    push, self._send_transports, self._open_transport, block_bytes, self._notices.put, self.tls, target
                 )
             if sender.offer(number, offer):
                 self._by_number[number] = sender
                 return
-        self._notify(SendRejected(number, f"no connection to {push.address}"))
+            why = sender.why_lost
+        self._notices.put(SendRejected(number, f"no connection to {push.address}: {why}"))
 
     def send(self, number: int, items: Sequence[tuple[Item, int]]) -> None:
         sender = self._by_number.get(number)
         if sender is None:
-            self._notify(BlocksReleased(number, [item for item, _ in items]))
+            self._notices.put(BlocksReleased(number, [item for item, _ in items]))
         else:
             sender.send(number, items)
 
@@ -134,11 +126,13 @@ class TransferManager:
 
     # --- receiving --------------------------------------------------------------------------------------------------
 
-    def accept(self, sock: socket.socket, name: str) -> None:
+    def accept(self, sock: socket.socket | PeerConnection, name: str) -> None:
         """Take over the connection of an engine that was greeted and will send KV."""
         self._n_peers += 1
-        connection = PeerConnection(sock)
-        receiver = Receiver(self._n_peers, name, connection, self._memory, self._receive_transports, self._notify)
+        connection = sock if isinstance(sock, PeerConnection) else PeerConnection(sock)
+        receiver = Receiver(
+            self._n_peers, name, connection, self._memory, self._receive_transports, self._notices.put, self._layouts
+        )
         self._receivers[receiver.number] = receiver
         _log.info("a sender of KV has connected", extra={"peer": name})
         receiver.start()
@@ -156,27 +150,3 @@ class TransferManager:
         receiver = self._receivers.get(peer)
         if receiver is not None:  # else `SenderLost` is among the notices that are being handled
             receiver.command(command)
-
-
-def host_transfers(
-    fingerprint: str, layouts: Sequence[KVGroup], memory: HostMemory, mooncake: MooncakeEngine | None = None
-) -> TransferManager:
-    """For pools in host memory: sends by all transports; receives by shared memory if its pools are shared."""
-
-    def open_transport(transport: str, opened: TransportOpened, connection: PeerConnection) -> SendTransport:
-        if transport == SHARED_MEMORY:
-            return SharedMemorySendTransport(memory, connection.take_descriptors(opened.n_descriptors))
-        if transport == TCP:
-            return TcpSendTransport(memory, connection)
-        if transport == MOONCAKE and mooncake is not None:
-            return MooncakeSendTransport(mooncake, opened)
-        raise TransportUnavailable(f"unknown transport {transport!r}")
-
-    receive_transports: list[ReceiveTransport] = [TcpReceiveTransport()]
-    send_transports = [SHARED_MEMORY, TCP]
-    if mooncake is not None:
-        receive_transports.insert(0, MooncakeReceiveTransport(mooncake))
-        send_transports.append(MOONCAKE)
-    if memory.descriptors:
-        receive_transports.insert(0, SharedMemoryReceiveTransport(memory))
-    return TransferManager(fingerprint, layouts, memory, receive_transports, send_transports, open_transport)

@@ -20,6 +20,8 @@ An item is a pair (KV group, index of the block in the prompt).
 
 import msgspec
 
+from emberline.protocol.block_hash import KVGroup
+
 Item = tuple[int, int]
 
 
@@ -40,6 +42,8 @@ class Offer(msgspec.Struct, tag="offer", frozen=True):
     block_bytes: tuple[int, ...]  # of each group
     n_blocks: int  # of the prompt, in every group without a window
     key: bytes  # content key of the last of them, and so of all: the end of the chain
+    rank: int = 0  # of the sender, in its group
+    ranks: tuple[tuple[KVGroup, ...], ...] = ()  # what each rank of the sender's group has; empty: whole blocks, of one
 
 
 class Grant(msgspec.Struct, tag="grant"):

@@ -13,44 +13,44 @@ from emberline.kv.transfer.messages import Item, Offer
 from emberline.protocol.request import Push
 
 
-class OfferGranted(msgspec.Struct, frozen=True):
+class OfferGranted(msgspec.Struct, frozen=True, tag=True):
     number: int  # of the sequence
     wanted: list[set[int]]  # per group: the blocks that the receiver lacks
 
 
-class BlocksReleased(msgspec.Struct, frozen=True):
+class BlocksReleased(msgspec.Struct, frozen=True, tag=True):
     """The sender does not read these blocks any more, whether they were delivered or not."""
 
     number: int
     items: Sequence[Item]
 
 
-class SendAcked(msgspec.Struct, frozen=True):
+class SendAcked(msgspec.Struct, frozen=True, tag=True):
     number: int
 
 
-class SendRejected(msgspec.Struct, frozen=True):
+class SendRejected(msgspec.Struct, frozen=True, tag=True):
     number: int
     message: str
 
 
-class OfferReceived(msgspec.Struct, frozen=True):
+class OfferReceived(msgspec.Struct, frozen=True, tag=True):
     peer: int  # the connection, not the name: two engines may have one name
     offer: Offer
 
 
-class BlocksReceived(msgspec.Struct, frozen=True):
+class BlocksReceived(msgspec.Struct, frozen=True, tag=True):
     epoch: int
     items: Sequence[Item]
 
 
-class LeaseRenewed(msgspec.Struct, frozen=True):
+class LeaseRenewed(msgspec.Struct, frozen=True, tag=True):
     """No block was received, but the sender is alive and computes."""
 
     epoch: int
 
 
-class SenderGaveUp(msgspec.Struct, frozen=True):
+class SenderGaveUp(msgspec.Struct, frozen=True, tag=True):
     """The sender writes no more, and has not written all."""
 
     peer: int
@@ -59,13 +59,14 @@ class SenderGaveUp(msgspec.Struct, frozen=True):
     message: str
 
 
-class EpochReleased(msgspec.Struct, frozen=True):
+class EpochReleased(msgspec.Struct, frozen=True, tag=True):
     """The blocks of a revoked epoch are not written any more."""
 
     epoch: int
+    peer: int = 0
 
 
-class SenderLost(msgspec.Struct, frozen=True):
+class SenderLost(msgspec.Struct, frozen=True, tag=True):
     """Its connection is lost: it writes nothing any more."""
 
     peer: int
@@ -98,6 +99,13 @@ class ReceiverPort(Protocol):
 
     def revoke(self, peer: int, epoch: int) -> None:
         """Answered by `EpochReleased`, or by `SenderLost`."""
+
+
+class RankNotice(msgspec.Struct, frozen=True):
+    """Of another rank of this group: numbers of transfers and peers are that rank's."""
+
+    rank: int
+    notice: Notice
 
 
 class TransferPort(SenderPort, ReceiverPort, Protocol):

@@ -12,7 +12,9 @@ from emberline.kv.transfer import messages, notices
 from emberline.kv.transfer.connection import PeerConnection, PeerConnectionLost
 from emberline.kv.transfer.messages import Denied, Grant, Item, Revoke
 from emberline.kv.transfer.notices import Notice
+from emberline.kv.transfer.slices import Run, SliceMismatch, block_runs
 from emberline.kv.transfer.transport import TCP, ReceiveTransport
+from emberline.protocol.block_hash import KVGroup
 
 _log = logging.getLogger(__name__)
 
@@ -35,8 +37,11 @@ class Receiver:
         memory: HostMemory | None,
         transports: Sequence[ReceiveTransport],
         notify: Callable[[Notice], None],
+        layouts: Sequence[KVGroup] = (),
     ) -> None:
         self.number = number
+        self._layouts = tuple(layouts)
+        self._runs: Sequence[Sequence[Run]] | None = None  # what this sender has of each block; None: all of it
         self.name = name
         self._connection = connection
         self._memory = memory
@@ -59,7 +64,8 @@ class Receiver:
 
     def stop(self) -> None:
         self._connection.shutdown()
-        self._thread.join(5)
+        if self._thread.is_alive():  # else it has ended, or ends as soon as it is started
+            self._thread.join(5)
 
     def _run(self) -> None:
         try:
@@ -89,7 +95,7 @@ class Receiver:
             self._ack_if_complete(command.epoch)
         elif isinstance(command, Revoke):
             if self._live.pop(command.epoch, None) is None:  # it is complete or has failed
-                self._notify(notices.EpochReleased(command.epoch))
+                self._notify(notices.EpochReleased(command.epoch, self.number))
                 return
             self._revoking.add(command.epoch)
             self._connection.send(command)
@@ -109,6 +115,8 @@ class Receiver:
         elif isinstance(message, messages.BlockData):
             self._read_blocks(message)
         elif isinstance(message, messages.Offer):
+            if message.ranks:
+                self._runs = self._runs_of(message)
             self._notify(notices.OfferReceived(self.number, message))
         elif isinstance(message, messages.OpenTransport):
             self._open(message)
@@ -121,7 +129,16 @@ class Receiver:
             assert isinstance(message, messages.RevokeAck)
             if message.epoch in self._revoking:
                 self._revoking.remove(message.epoch)
-                self._notify(notices.EpochReleased(message.epoch))
+                self._notify(notices.EpochReleased(message.epoch, self.number))
+
+    def _runs_of(self, offer: messages.Offer) -> Sequence[Sequence[Run]] | None:
+        """Of a rank of several. A connection is of one rank, so all its offers say the same."""
+        if not 0 <= offer.rank < len(offer.ranks):
+            raise PeerConnectionLost(f"there is no rank {offer.rank} of {len(offer.ranks)}")
+        try:
+            return block_runs(offer.ranks[offer.rank], self._layouts)
+        except SliceMismatch:
+            return [()] * len(self._layouts)  # it is not granted
 
     def _on_failed(self, message: messages.SendFailed) -> None:
         """The epoch that ends is the one granted to this transfer on this connection, by our own record."""
@@ -160,12 +177,19 @@ class Receiver:
         for g, j in message.items:
             if not 0 <= g < len(self._memory.block_bytes):
                 raise PeerConnectionLost(f"there is no KV group {g}")
+            runs = None if self._runs is None else self._runs[g]
             if epoch is None:
-                self._discard(self._memory.block_bytes[g])
+                n_bytes = self._memory.block_bytes[g] if runs is None else sum(run.n_bytes for run in runs)
+                self._discard(n_bytes)
             elif (g, j) not in epoch.targets:
                 raise PeerConnectionLost(f"the sender sends block {(g, j)}, which was not granted")
             else:
-                self._connection.read_into(self._memory.block(g, epoch.targets[g, j]))
+                block = self._memory.block(g, epoch.targets[g, j])
+                if runs is None:
+                    self._connection.read_into(block)
+                else:
+                    for run in runs:
+                        self._connection.read_into(block[run.target : run.target + run.n_bytes])
                 epoch.read.add((g, j))
 
     @property

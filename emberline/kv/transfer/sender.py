@@ -2,6 +2,7 @@
 
 import logging
 import socket
+import ssl
 import threading
 import time
 from collections import deque
@@ -12,9 +13,9 @@ from emberline.kv.transfer import messages, notices
 from emberline.kv.transfer.connection import PeerConnection, PeerConnectionLost
 from emberline.kv.transfer.messages import Grant, Item, Offer
 from emberline.kv.transfer.notices import Notice
-from emberline.kv.transfer.transport import BlockCopy, SendTransport, TransportUnavailable, host_id
+from emberline.kv.transfer.transport import BlockCopy, SendTransport, Target, TransportUnavailable, host_id
 from emberline.protocol import frames
-from emberline.protocol.frames import Hello, Refused, Welcome
+from emberline.protocol.frames import VERSION, Hello, Refused, Welcome
 from emberline.protocol.request import Push
 
 CONNECT_TIMEOUT_S = 5.0
@@ -24,7 +25,7 @@ KEEP_ALIVE_S = 2.0  # between two keep-alives; a prefill chunk may take far long
 _log = logging.getLogger(__name__)
 
 # Opens the named transport after the receiver's answer; raises TransportUnavailable.
-TransportOpener = Callable[[str, messages.TransportOpened, PeerConnection], SendTransport]
+TransportOpener = Callable[[str, messages.TransportOpened, PeerConnection, Target | None], SendTransport]
 
 
 @dataclass(slots=True)
@@ -64,8 +65,13 @@ class Sender:
         open_transport: TransportOpener,
         block_bytes: Sequence[int],
         notify: Callable[[Notice], None],
+        tls: ssl.SSLContext | None = None,
+        target: Target | None = None,
     ) -> None:
+        self._target = target
         self.lost = False
+        self.why_lost = ""
+        self._tls = tls  # with this engine's certificate
         self._push = push
         self._transports, self._open_transport, self._block_bytes = transports, open_transport, block_bytes
         self._notify = notify
@@ -147,7 +153,7 @@ class Sender:
         if self._connection is not None:
             self._connection.close()
         with self._lock:
-            self.lost = True
+            self.lost, self.why_lost = True, str(why)
             commands, self._commands = self._commands, deque()
         for command in commands:
             if isinstance(command, _SendCommand):
@@ -163,9 +169,9 @@ class Sender:
     # --- the connection ---------------------------------------------------------------------------------------------
 
     def _connect(self) -> PeerConnection:
-        connection = self._connection = PeerConnection(_dial(self._push.address))
+        connection = self._connection = PeerConnection(self._dial())
         connection.set_timeout(GREETING_TIMEOUT_S)
-        connection.send(Hello(self._push.ticket, peer=self._push.sender))
+        connection.send(Hello(self._push.ticket, min(VERSION, self._push.version), peer=self._push.sender))
         greeting = connection.receive(frames.from_engine_decoder)
         if isinstance(greeting, Refused):
             raise PeerConnectionLost(greeting.error.message)
@@ -174,6 +180,19 @@ class Sender:
         self._transport = self._open(connection, greeting.info.transfers)
         connection.set_timeout(None)
         return connection
+
+    def _dial(self) -> socket.socket:
+        sock = _dial(self._push.address)
+        if not self._push.tls_host:
+            return sock
+        if self._tls is None:
+            sock.close()
+            raise PeerConnectionLost("the decode engine uses TLS, and this engine has no certificate")
+        try:
+            return self._tls.wrap_socket(sock, server_hostname=self._push.tls_host)
+        except OSError:
+            sock.close()
+            raise
 
     def _open(self, connection: PeerConnection, accepted: Sequence[str]) -> SendTransport:
         """The first transport of the receiver's list that both sides support."""
@@ -187,7 +206,7 @@ class Sender:
                 continue
             if not isinstance(answer, messages.TransportOpened):
                 raise PeerConnectionLost(f"it answered OpenTransport with {type(answer).__name__}")
-            transport = self._open_transport(name, answer, connection)
+            transport = self._open_transport(name, answer, connection, self._target)
             _log.info("sending KV to %s by %s", self._push.address, name)
             return transport
         raise TransportUnavailable(why)

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 from emberline.kv.host_memory import HostMemory
 from emberline.kv.transfer.connection import PeerConnection
 from emberline.kv.transfer.messages import BlockData, Item
+from emberline.kv.transfer.slices import Run
 
 TCP = "tcp"
 SHARED_MEMORY = "shm"
@@ -23,6 +24,13 @@ class BlockCopy(NamedTuple):
     @property
     def group(self) -> int:
         return self.item[0]
+
+
+class Target(NamedTuple):
+    """A rank of the receiver that has other slices of each block than we have."""
+
+    runs: Sequence[Sequence[Run]]  # per group: what we have of its blocks
+    block_bytes: Sequence[int]  # of its blocks
 
 
 class TransportUnavailable(Exception):
@@ -72,13 +80,20 @@ class TcpSendTransport:
 
     batch_bytes = 4 << 20
 
-    def __init__(self, memory: HostMemory, connection: PeerConnection) -> None:
+    def __init__(self, memory: HostMemory, connection: PeerConnection, target: Target | None = None) -> None:
         self._memory = memory
         self._connection = connection
+        self._runs = None if target is None else target.runs
 
     def write(self, epoch: int, copies: Sequence[BlockCopy]) -> None:
         self._connection.send(BlockData(epoch, [copy.item for copy in copies]))
-        self._connection.send_bytes([self._memory.block(copy.group, copy.source) for copy in copies])
+        self._connection.send_bytes([part for copy in copies for part in self._parts(copy)])
+
+    def _parts(self, copy: BlockCopy) -> list[memoryview]:
+        block = self._memory.block(copy.group, copy.source)
+        if self._runs is None:
+            return [block]
+        return [block[run.source : run.source + run.n_bytes] for run in self._runs[copy.group]]
 
     def close(self) -> None:
         pass
@@ -105,21 +120,25 @@ class SharedMemorySendTransport:
 
     batch_bytes = 16 << 20
 
-    def __init__(self, memory: HostMemory, descriptors: Sequence[int]) -> None:
+    def __init__(self, memory: HostMemory, descriptors: Sequence[int], target: Target | None = None) -> None:
         if len(descriptors) != len(memory.block_bytes):
             for descriptor in descriptors:
                 os.close(descriptor)
             raise TransportUnavailable(f"{len(descriptors)} pools are shared, {len(memory.block_bytes)} are needed")
         self._memory = memory
         self._descriptors = list(descriptors)
+        whole = Target([[Run(0, 0, n)] for n in memory.block_bytes], memory.block_bytes)
+        self._runs, self._target_bytes = whole if target is None else target
 
     def write(self, epoch: int, copies: Sequence[BlockCopy]) -> None:
         for copy in copies:
-            view = self._memory.block(copy.group, copy.source)
-            offset = copy.target * len(view)
-            while view:
-                n = os.pwrite(self._descriptors[copy.group], view, offset)
-                view, offset = view[n:], offset + n
+            block = self._memory.block(copy.group, copy.source)
+            first = copy.target * self._target_bytes[copy.group]
+            for source, target, n_bytes in self._runs[copy.group]:
+                view, offset = block[source : source + n_bytes], first + target
+                while view:
+                    n = os.pwrite(self._descriptors[copy.group], view, offset)
+                    view, offset = view[n:], offset + n
 
     def close(self) -> None:
         for descriptor in self._descriptors:

@@ -31,6 +31,7 @@ _SWEEP = "DELETE FROM gateway_counters WHERE until_us <= ?"
 
 log = logging.getLogger("emberline.gateway")
 _Key = tuple[str, str, str, int]  # account, gateway, name, begin of the window
+_OTHERS = "/…"  # ends the name of a count that stands for several
 
 
 class _Count(msgspec.Struct):
@@ -46,6 +47,7 @@ class CounterTable:
         self._n_of_account: collections.Counter[str] = collections.Counter()
         self._changed: set[_Key] = set()  # whose `new` is not 0
         self._pruned_s = time.monotonic()
+        self._sync_lock = asyncio.Lock()  # else one could read the store before another one's counts are there
         self._syncing: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
@@ -76,14 +78,14 @@ class CounterTable:
         account, gateway, name, begin_us = key
         if key not in self._counts and self._n_of_account[account] >= MAX_ACCOUNT_COUNTS:
             rule, kind, *_ = name.split("/")
-            key = account, gateway, f"{rule}/{kind}/…", begin_us
+            key = account, gateway, f"{rule}/{kind}{_OTHERS}", begin_us
         return key, until_us
 
     def _count(self, key: _Key, until_us: int) -> _Count:
         count = self._counts.get(key)
         if count is None:
             count = self._counts[key] = _Count(until_us)
-            self._n_of_account[key[0]] += 1
+            self._n_of_account[key[0]] += not _is_shared(key)
         return count
 
     async def _sync_often(self) -> None:
@@ -106,20 +108,24 @@ class CounterTable:
     async def sync(self) -> None:
         """Add what is new to the store, and take over what is there."""
         assert self._store is not None
+        async with self._sync_lock:
+            await self._sync(self._store)
+
+    async def _sync(self, store: Database) -> None:
         now_us = time.time_ns() // 1000
         sent = {key: self._counts[key].new for key in self._changed if key in self._counts}
         self._changed = set()
         if sent:
             rows = [(*key, self._counts[key].until_us, amount) for key, amount in sent.items()]
             try:
-                await self._store.transaction([BulkQuery(_ADD, rows), (_SWEEP, (now_us,))])
+                await store.transaction([BulkQuery(_ADD, rows), (_SWEEP, (now_us,))])
             except BaseException:
                 self._changed |= sent.keys()
                 raise
         for key, added in sent.items():
             self._counts[key].new -= added
             self._counts[key].stored += added
-        rows_there = await self._store.read(_CURRENT, (now_us,))
+        rows_there = await store.read(_CURRENT, (now_us,))
         for number, (account, gateway, name, begin_us, until_us, amount) in enumerate(rows_there):
             if number % _ROWS_AT_ONCE == _ROWS_AT_ONCE - 1:
                 await asyncio.sleep(0)
@@ -128,13 +134,18 @@ class CounterTable:
             assert isinstance(until_us, int)
             assert isinstance(amount, int)
             key = (str(account), str(gateway), name, begin_us)
-            if key in self._counts or self._n_of_account[key[0]] < MAX_ACCOUNT_COUNTS or name.endswith("/…"):
+            if key in self._counts or self._n_of_account[key[0]] < MAX_ACCOUNT_COUNTS or _is_shared(key):
                 self._count(key, until_us).stored = amount
         if time.monotonic() - self._pruned_s >= _PRUNE_S:
             self._pruned_s = time.monotonic()
             self._counts = {key: count for key, count in self._counts.items() if count.until_us > now_us}
-            self._n_of_account = collections.Counter(account for account, *_ in self._counts)
+            self._n_of_account = collections.Counter(key[0] for key in self._counts if not _is_shared(key))
             self._changed &= self._counts.keys()
+
+
+def _is_shared(key: _Key) -> bool:
+    """It does not take the place of one of MAX_ACCOUNT_COUNTS: else processes would keep different ones."""
+    return key[2].endswith(_OTHERS)
 
 
 def _key(account: str, gateway: str, counter: Counter) -> tuple[_Key, int]:

@@ -17,7 +17,7 @@ import msgspec
 
 from emberline.protocol.answer import Answer, Encoded
 from emberline.protocol.errors import EmberlineError
-from emberline.protocol.request import EncodeRequest, GenerateRequest, Priority
+from emberline.protocol.request import EncodeRequest, GenerateRequest, Priority, Speculation
 from emberline.store import BulkQuery, Database, Query
 from emberline.store.database import Statement
 from emberline.store.notifications import Subscription
@@ -58,7 +58,7 @@ class CachedReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 _decoder = msgspec.msgpack.Decoder(CachedReply)
-# What does not change a reply: who asks, when, and how urgent it is.
+# What does not change a reply: who asks, when, how urgent it is, and how it is computed and cached.
 _NEUTRAL: dict[str, Any] = {
     "id": "",
     "session": None,
@@ -66,6 +66,11 @@ _NEUTRAL: dict[str, Any] = {
     "deadline_s": None,
     "reject_if_busy": False,
     "api": "",
+}
+_NEUTRAL_GENERATE: dict[str, Any] = _NEUTRAL | {
+    "speculation": Speculation(),
+    "cache_ttl_s": 0,
+    "session_final": False,
 }
 
 
@@ -80,7 +85,8 @@ def request_digest(
     ask."""
     kind = type(request).__name__
     if custom_key is None:
-        neutral = msgspec.structs.replace(request, model="", **_NEUTRAL)
+        same = _NEUTRAL_GENERATE if isinstance(request, GenerateRequest) else _NEUTRAL
+        neutral = msgspec.structs.replace(request, model="", **same)
         content = msgspec.json.encode(neutral, order="deterministic")
     else:
         content = custom_key.encode("utf-8", "surrogatepass")

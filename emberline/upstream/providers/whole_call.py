@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from emberline.balancer.route_request import Fault, Route
+from emberline.balancer.route_request import Fault, Route, client_of
 from emberline.protocol.errors import BadInput, EmberlineError, EngineLost
 from emberline.protocol.events import Usage
 from emberline.protocol.trace_context import TraceContext, TraceDetails, current
@@ -81,7 +81,7 @@ class WholeCall(Generic[T]):
         return result
 
     async def open(self, route: Route, attempt: int, deadline_s: float | None) -> None:
-        client = self._clients[route.decode]
+        client = client_of(self._clients, route.decode)
         assert isinstance(client, ProviderClient)
         self._client, self.provider = client, client.name
 

@@ -226,7 +226,7 @@ async def test_long_poll(client: httpx.AsyncClient, db: Database) -> None:
     await asyncio.sleep(0.1)
     await emit_event(db, "batch_1", account="local")
     (event,) = (await waiting).json()["data"]
-    assert asyncio.get_running_loop().time() - began < 5
+    assert asyncio.get_running_loop().time() - began < 25
     assert (event["type"], event["data"], event["object"]) == ("batch.completed", {"id": "batch_1"}, "event")
     assert (await client.get(f"/v1/events?after={event['id']}&wait=1")).json()["data"] == []
 
@@ -236,7 +236,7 @@ async def test_another_process_s_events_are_seen(app: ASGIApp, client: httpx.Asy
     waiting = asyncio.create_task(client.get("/v1/events?wait=30"))
     await asyncio.sleep(0.1)
     await emit_event(other, "batch_1", account="local")
-    assert len((await asyncio.wait_for(waiting, 5)).json()["data"]) == 1
+    assert len((await asyncio.wait_for(waiting, 25)).json()["data"]) == 1
     await other.close()
 
 

@@ -11,6 +11,8 @@ async def test_changes_reach_the_service(service: FakeService) -> None:
         for action, body in {
             "drain": {"name": "w"},
             "undrain": {"name": "w"},
+            "restart": {"name": "w"},
+            "role": {"name": "w", "role": "prefill", "wait_s": 3},
             "leave": {"name": "w", "stop": True},
             "join": described,
         }.items():
@@ -20,6 +22,8 @@ async def test_changes_reach_the_service(service: FakeService) -> None:
     assert service.changes == [
         WorkerChange(action="drain", name="w"),
         WorkerChange(action="undrain", name="w"),
+        WorkerChange(action="restart", name="w"),
+        WorkerChange(action="role", name="w", role="prefill", wait_s=3),
         WorkerChange(action="leave", name="w", stop=True),
         WorkerChange(action="join", name="gpu2", config=config),
     ]
@@ -40,6 +44,9 @@ async def test_bad_changes_are_refused(service: FakeService) -> None:
         for action, body in (
             ("drain", {}),
             ("drain", {"name": "w", "force": True}),
+            ("role", {"name": "w"}),
+            ("role", {"name": "w", "role": "chef"}),
+            ("role", {"name": "w", "role": "decode", "wait_s": 1e9}),
             ("join", {"name": "gpu2"}),
             ("join", {"name": "a b", "url": "http://h"}),
             ("join", {"name": "a", "url": "http://h", "kind": "abacus"}),

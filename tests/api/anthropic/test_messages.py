@@ -110,6 +110,7 @@ async def test_canonical_request(client: httpx.AsyncClient, service: FakeService
     assert answer.status_code == 200, answer.text
     assert service.requests[0] == GenerateRequest(
         api="messages",
+        cache_ttl_s=300,
         id=answer.headers["x-request-id"],
         model=MODEL,
         messages=(
@@ -191,3 +192,36 @@ async def test_errors_name_the_field(client: httpx.AsyncClient, change: dict, na
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "invalid_request_error"
     assert named in answer.json()["error"]["message"]
+
+
+HOUR, MINUTES = {"type": "ephemeral", "ttl": "1h"}, {"type": "ephemeral"}
+
+
+@pytest.mark.parametrize(
+    ("change", "ttl_s"),
+    [
+        ({}, 0),
+        ({"cache_control": MINUTES}, 300),
+        ({"cache_control": HOUR}, 3600),
+        ({"system": [{"type": "text", "text": "S", "cache_control": HOUR}], "cache_control": MINUTES}, 3600),
+        ({"tools": [TOOL | {"cache_control": HOUR}]}, 3600),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi", "cache_control": HOUR}]}]}, 3600),
+    ],
+)
+async def test_cache_control_is_a_hint(
+    client: httpx.AsyncClient, service: FakeService, change: dict[str, object], ttl_s: int
+) -> None:
+    answer = await client.post("/v1/messages", json=BODY | change, headers={"x-session-final": "true"})
+    assert answer.status_code == 200
+    assert service.requests[0].cache_ttl_s == ttl_s
+    assert service.requests[0].session_final
+
+
+@pytest.mark.parametrize("bad", [{"type": "forever"}, {"type": "ephemeral", "ttl": "2h"}, {"ttl": "1h"}])
+async def test_malformed_cache_control_is_refused_by_name(
+    client: httpx.AsyncClient, service: FakeService, bad: dict[str, str]
+) -> None:
+    answer = await client.post("/v1/messages", json=BODY | {"cache_control": bad})
+    assert answer.status_code == 400
+    assert "cache_control" in answer.text
+    assert not service.requests

@@ -10,12 +10,15 @@ from hypothesis import strategies as st
 
 from emberline.protocol.events import (
     ChoiceDone,
+    DraftUsage,
     ReasoningDelta,
     TextDelta,
     TextEvent,
     ToolCallDelta,
     ToolCallStarted,
+    Usage,
 )
+from emberline.protocol.request import Speculation
 from tests.api.fake_service import MODEL, FakeService, client_of, says
 from tests.examples import n_examples
 
@@ -172,3 +175,46 @@ def test_native(events: list[TextEvent]) -> None:
     result = whole["result"]
     del result["usage"]
     assert native_whole(data(streamed)) == result
+
+
+async def test_usage_says_which_tiers_cached_tokens_came_from() -> None:
+    usage = Usage(prompt_tokens=100, completion_tokens=3, cached_by_tier={"pool": 64, "host": 0, "device": 16})
+    service = FakeService(says(TextDelta(0, "Hello"), ChoiceDone(0, "stop"), usage=usage))
+    tiers = {"pool": 64, "device": 16}
+    async with client_of(service) as client:
+        chat = (await client.post("/v1/chat/completions", json=CHAT)).json()["usage"]
+        run = (await client.post(RUN, json={"messages": CHAT["messages"]})).json()["result"]["usage"]
+        anthropic = (await client.post("/v1/messages", json={**CHAT, "max_tokens": 5})).json()["usage"]
+        response = (await client.post("/v1/responses", json={"model": MODEL, "input": "Hi"})).json()["usage"]
+    for details in (chat["prompt_tokens_details"], run["prompt_tokens_details"], response["input_tokens_details"]):
+        assert (details["cached_tokens"], details["cached_tokens_by_tier"]) == (80, tiers)
+    assert (anthropic["cache_read_input_tokens"], anthropic["cache_read_input_tokens_by_tier"]) == (80, tiers)
+    assert anthropic["input_tokens"] == 20
+    assert Usage(cached_by_tier={"device": 8, "pool": 0}).cached_below_device == {}
+
+
+async def test_a_request_may_limit_speculation_and_ask_what_it_gave() -> None:
+    usage = Usage(prompt_tokens=100, completion_tokens=30, drafts=DraftUsage(40, 20))
+    service = FakeService(says(TextDelta(0, "Hello"), ChoiceDone(0, "stop"), usage=usage))
+    asked = {"speculation": {"max_draft_tokens": 4, "report": True}}
+    async with client_of(service) as client:
+        chat = (await client.post("/v1/chat/completions", json={**CHAT, **asked})).json()["usage"]
+        run = (await client.post(RUN, json={"prompt": "Hi", **asked})).json()["result"]["usage"]
+        bodies = {
+            "/v1/completions": {"model": MODEL, "prompt": "Hi"},
+            "/v1/messages": CHAT,
+            "/v1/responses": {"model": MODEL, "input": "Hi"},
+        }
+        others = [(await client.post(path, json={**body, **asked})).json()["usage"] for path, body in bodies.items()]
+        for path, body in bodies.items():
+            more = await client.post(path, json={**body, "speculation": {"max_draft_tokens": 16}})
+            assert more.status_code == 400
+            assert "max_draft_tokens" in more.text
+        refused = await client.post("/v1/chat/completions", json={**CHAT, "speculation": {"max_draft_tokens": 16}})
+        unknown = await client.post("/v1/chat/completions", json={**CHAT, "speculation": {"tree": True}})
+    for told in (chat, run, *others):
+        assert told["speculation"] == {"draft_tokens": 40, "accepted_tokens": 20}
+    assert [request.speculation for request in service.requests] == [Speculation(4, report=True)] * 5
+    assert (refused.status_code, unknown.status_code) == (400, 400)
+    assert "max_draft_tokens" in refused.text
+    assert "tree" in unknown.text

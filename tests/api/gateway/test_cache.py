@@ -145,7 +145,7 @@ async def test_errors_and_truncated_streams_are_not_cached(bench: Opener, script
 async def test_a_reply_outlives_the_process(bench: Opener) -> None:
     gateway = await bench(CACHED)
     await gateway.ask()
-    end_s = asyncio.get_running_loop().time() + 30
+    end_s = asyncio.get_running_loop().time() + 60
     while not await gateway.store.read("SELECT digest FROM gateway_cache"):
         assert asyncio.get_running_loop().time() < end_s
         await asyncio.sleep(0.01)

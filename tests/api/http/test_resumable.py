@@ -59,7 +59,7 @@ def start(service: FakeService, path: str = "/v1/chat/completions", **headers: s
 
 
 async def eventually(check: Any) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not check():
             await asyncio.sleep(0.01)
 
@@ -143,7 +143,7 @@ async def test_after_the_grace_period_the_request_is_cancelled(
 async def test_a_reader_keeps_the_request_alive(service: FakeService, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resumable, "_IDLE_CHECK_S", 0.01)
     monkeypatch.setattr(resumable, "_WAIT_S", 0.02)
-    monkeypatch.setattr(resumable, "grace_period_s", lambda call: 5)
+    monkeypatch.setattr(resumable, "grace_period_s", lambda call: 60)
     service.script = paced = Paced()
     wire = start(service)
     await wire.until_sent(b": waiting\n\n: waiting\n\n")

@@ -5,6 +5,7 @@ import json
 import math
 import re
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import pytest
@@ -265,6 +266,28 @@ async def test_error_forms(client: httpx.AsyncClient) -> None:
     assert both.json()["error"] == answer.json()["error"]
     assert both.json()["errors"][0]["code"] == 5007
     assert both.json()["success"] is False
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
+        ("completions", {"prompt": "Hi"}),
+        ("responses", {"input": "Hi"}),
+    ],
+)
+async def test_retention_hints(client: httpx.AsyncClient, service: FakeService, path: str, body: Any) -> None:
+    for retention, ttl_s in (("24h", 86_400), ("in_memory", 300), ("in-memory", 300), (None, 0)):
+        asked = body | {"model": MODEL, "prompt_cache_retention": retention}
+        answer = await client.post(f"/v1/{path}", json=asked, headers={"x-session-final": "true"})
+        assert answer.status_code == 200
+        assert (service.requests[-1].cache_ttl_s, service.requests[-1].session_final) == (ttl_s, True)
+    n = len(service.requests)
+    answer = await client.post(f"/v1/{path}", json=body | {"model": MODEL, "prompt_cache_retention": "1w"})
+    assert (answer.status_code, "prompt_cache_retention" in answer.text) == (400, True)
+    answer = await client.post(f"/v1/{path}", json=body | {"model": MODEL}, headers={"x-session-final": "maybe"})
+    assert (answer.status_code, "x-session-final" in answer.text) == (400, True)
+    assert len(service.requests) == n
 
 
 async def test_sessions_first_wins(client: httpx.AsyncClient, service: FakeService) -> None:

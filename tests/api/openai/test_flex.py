@@ -60,7 +60,7 @@ def is_free(http: httpx.Client) -> bool:
 
 
 def until(what: Any) -> None:
-    end_s = time.monotonic() + 30
+    end_s = time.monotonic() + 60
     while not what():
         assert time.monotonic() < end_s
         time.sleep(0.02)

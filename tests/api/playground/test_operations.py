@@ -14,7 +14,7 @@ from emberline.api.http.call import ASGIApp, Receive, Scope, Send
 from emberline.jobs.queue.queue import Queue, open_queue
 from emberline.protocol.errors import ErrorInfo
 from emberline.service.history import FIELDS, N_POINTS, STEP_S
-from emberline.service.status import EndedRequest, RequestStatus, Status, StatusQuery, WorkerStatus
+from emberline.service.status import EndedRequest, RequestStatus, Status, StatusQuery, TierStatus, WorkerStatus
 from emberline.store import open_store
 from tests.api.fake_service import KEY, MODEL, SECRET, FakeService, app_of
 from tests.api.playground.browser import Stage
@@ -61,7 +61,9 @@ class Loaded(FakeService):
     def _worker(self, name: str, role: str) -> WorkerStatus:
         counts = dict.fromkeys(WorkerStatus.__struct_fields__, 5)
         named = {"name": name, "model": MODEL, "role": role, "state": self.state, "problem": "", "device": "cpu"}
-        return WorkerStatus(**(counts | named | {"ok": True, "kv_used": 0.95, "hit_ratio": 0.5, "max_running": 64}))
+        tier = dict.fromkeys(TierStatus.__struct_fields__, 5) | {"name": "disk", "state": HOSTILE, "hit_ratio": 0.5}
+        others = {"ok": True, "kv_used": 0.95, "hit_ratio": 0.5, "max_running": 64, "tiers": [TierStatus(**tier)]}
+        return WorkerStatus(**(counts | named | others))
 
     def _request(self, n: int) -> RequestStatus:
         counts = dict.fromkeys(RequestStatus.__struct_fields__, n)

@@ -60,7 +60,7 @@ def test_a_real_model_with_keys(stage: Stage, smollm2: Path, tmp_path: Path) -> 
         cached = page.locator(".metrics .good").last.inner_text()
         assert int(cached.split()[0]) >= 32
         admin.post(f"/api/keys/{key['id']}/revoke").raise_for_status()
-        while any(httpx.get(f"{url}/v1/models", headers=user).status_code != 401 for _ in range(8)):
+        while any(httpx.get(f"{url}/v1/models", headers=user, timeout=60).status_code != 401 for _ in range(8)):
             time.sleep(0.1)  # until each of the HTTP workers knows
         ask(page, "Are you there?")
         page.wait_for_selector("dialog:has-text('no longer accepts this key')")

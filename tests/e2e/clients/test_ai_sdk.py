@@ -25,7 +25,7 @@ def test_text_streamed_is_text_whole(server: str, sdk: Sdk) -> None:
     whole = sdk.ask("generateText", server, QUESTION, maxOutputTokens=24)
     streamed = sdk.ask("streamText", server, QUESTION, maxOutputTokens=24)
     assert "".join(streamed["pieces"]) == streamed["text"] == whole["text"]
-    assert len(streamed["pieces"]) > 10
+    assert len(streamed["pieces"]) > 4
     assert streamed["finishReason"] == whole["finishReason"] == "length"
     assert streamed["usage"]["output"] == whole["usage"]["output"] == 24
     assert streamed["usage"]["cached"] > 0

@@ -14,6 +14,7 @@ from tests.e2e.clients.scripted_server import scripted_server
 from tests.e2e.clients.sdk import Sdk
 
 BLOCK = 16  # tokens of the prefix cache
+ATTEMPTS = 8
 ODD = 'Zür"ich\\ \n\t🌤'  # arguments that must survive being JSON in a string in JSON, in pieces
 SCRIPT = reply_script(
     text_reply("I have no reply for this."),
@@ -59,9 +60,13 @@ def test_two_calls_at_once(ask: Ask, task: str) -> None:
 
 
 def test_arguments_come_as_they_are_written(ask: Ask) -> None:
-    got = ask("streamAgent", "Tell me the weather in two cities.")
-    calls = [call for step in got["steps"] for call in step["calls"]]
-    assert set(got["written"]) == {call["id"] for call in calls}
-    for call in calls:
-        assert json.loads("".join(got["written"][call["id"]])) == call["input"]
-        assert len(got["written"][call["id"]]) > 3
+    """A busy machine may send tokens that were written one by one together, but not every time."""
+    for _ in range(ATTEMPTS):
+        got = ask("streamAgent", "Tell me the weather in two cities.")
+        calls = [call for step in got["steps"] for call in step["calls"]]
+        assert set(got["written"]) == {call["id"] for call in calls}
+        for call in calls:
+            assert json.loads("".join(got["written"][call["id"]])) == call["input"]
+        if all(len(pieces) > 3 for pieces in got["written"].values()):
+            return
+    pytest.fail(f"arguments came in few pieces {ATTEMPTS} times: {got['written']}")

@@ -22,7 +22,9 @@ class HostTable:
         self.banned[slot] = ids
 
     def allow(self, slots, bits):
-        self.allowed = dict(zip(slots, bits))
+        self.allowed = {}
+        for slot, mask in zip(slots, bits):
+            self.allowed.setdefault(slot, []).append(mask)
 
     def upload(self):
         self.n_uploads += 1
@@ -40,8 +42,9 @@ class HostKernels:
 
     def __init__(self):
         self.sampled_rows = []
+        self.n_accepted = 0
 
-    def sample(self, logits, table, slots, positions, out, guided=False):
+    def sample(self, logits, table, slots, positions, out, guided=False, token_ids=None, n_draws=1):
         assert not table.set_now, "sampled before it was uploaded"
         if not guided:
             out.token_ids.fill_(-7)
@@ -49,17 +52,21 @@ class HostKernels:
             if slot < 0 or table.rows[slot].guided != guided:
                 continue
             history = table.outputs[slot]
+            drafts = [] if token_ids is None else token_ids[r - r % n_draws + 1 : r + 1].tolist()
+            if history is not None and drafts:
+                history = history + drafts  # a copy: `accept` says what was drawn
+            masks = table.allowed.get(slot)
             row = replace(
                 table.rows[slot],
                 position=position,
                 banned=table.banned[slot],
-                allowed=table.allowed.get(slot),
+                allowed=None if masks is None else masks[r % n_draws],
                 output_ids=None if history is None else np.array(history, np.uint32),
             )
             self.sampled_rows.append(row)
             [sampled] = reference_sample(logits[r : r + 1].clone(), [row])
             out.token_ids[r] = sampled.token_id
-            if history is not None:
+            if history is not None and n_draws == 1:
                 history.append(sampled.token_id)
             if sampled.logprob is not None:
                 out.logprob[r] = sampled.logprob
@@ -67,6 +74,18 @@ class HostKernels:
                     out.top_ids[r, n], out.top_logprobs[r, n] = token_id, logprob
         if guided:
             table.allowed = {}
+
+    def accept(self, draws, to, table, state, n_rows, n_tokens, guided=False):
+        real = [to.slots[row * n_tokens].item() for row in range(n_rows)]
+        mine = [slot >= 0 and table.rows[slot].guided == guided for slot in real]
+        masked = replace(to, slots=to.slots.clone())
+        for row in range(n_rows):
+            if not mine[row]:
+                masked.slots[row * n_tokens : (row + 1) * n_tokens] = -1
+        for slot, counted in zip(real, inputs.accept(draws, masked, state, n_rows, n_tokens)):
+            self.n_accepted += max(0, len(counted) - 1)
+            if counted and table.outputs[slot] is not None:
+                table.outputs[slot] += counted
 
 
 def as_int32(values):

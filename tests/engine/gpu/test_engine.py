@@ -3,12 +3,14 @@
 import pytest
 import torch
 
+from emberline.engine.gpu.batch import VerifyShape
 from emberline.engine.scheduler.limits import Limits
 from emberline.engine.scheduler.scheduler import Scheduler
 from emberline.engine.step_loop import StepLoop
 from emberline.kv.cache import KVCache
 from emberline.weights.model_config import ModelConfig
 from tests.engine.fakes import request
+from tests.engine.speculation.standin import StandinSpeculation, output_of
 from tests.engine.test_torch_runner import tokens
 
 pytestmark = pytest.mark.gpu
@@ -72,7 +74,7 @@ class Source:
         return RandomWeight(name, shapes.get(part, (c.hidden_size,)))
 
 
-def engine_of(deterministic=False, graphs=True, n_blocks=600, steps_in_flight=2):
+def engine_of(deterministic=False, graphs=True, n_blocks=600, steps_in_flight=2, speculation=None):
     from emberline.engine.gpu.engine import GpuEngine
     from emberline.kernels.gpu.triton_backend import TritonBackend
     from emberline.models.decoder import Decoder
@@ -80,10 +82,15 @@ def engine_of(deterministic=False, graphs=True, n_blocks=600, steps_in_flight=2)
 
     model = Decoder(Source(), TritonBackend("cuda", deterministic=deterministic), qwen3)
     limits = Limits(CONFIG.context_len, CONFIG.vocab_size, (0,), 16, 1024)
-    engine = GpuEngine.open(model, limits, "cuda", 64 << 20)
+    engine = GpuEngine.open(model, limits, "cuda", 64 << 20, speculates=speculation is not None)
     cache = KVCache(model.kv_groups, [n_blocks], chunk=limits.token_budget)
     runner = engine.runner([n_blocks], limits, graphs=graphs)
-    return StepLoop(Scheduler(cache, limits, "gpu", prefill=engine.prefill), runner, steps_in_flight), engine
+    if speculation is not None:
+        for kind in runner.step_kinds():
+            if isinstance(kind.shape, VerifyShape):  # until they are captured, drafts are left out
+                runner.capture(kind)
+    scheduler = Scheduler(cache, limits, "gpu", prefill=engine.prefill, speculation=speculation)
+    return StepLoop(scheduler, runner, steps_in_flight), engine
 
 
 def prompts(n, seed=0):
@@ -111,6 +118,18 @@ def test_deterministic_tokens_in_any_batch_with_and_without_graphs(temperature):
     loop, _ = engine_of(deterministic=True)
     for wanted in asked:
         assert run(loop, wanted)[wanted.id] == together[wanted.id]
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_drafts_change_no_token_in_deterministic_mode(graphs):
+    how = [{"temperature": 0.0}, {"temperature": 0.8}, {"temperature": 0.8, "presence_penalty": 0.5, "logprobs": 2}]
+    asked = [request(f"r{n}", ids, max_tokens=60, seed=n, **how[n % 3]) for n, ids in enumerate(prompts(7))]
+    plain = run(engine_of(deterministic=True)[0], *asked)
+    for wrong in (0, 4):
+        drafts = StandinSpeculation(lambda seq: plain[seq.id][len(output_of(seq)) :], wrong, CONFIG.vocab_size)
+        loop, _ = engine_of(deterministic=True, graphs=graphs, speculation=drafts, n_blocks=2048 // 16 + 1)
+        assert run(loop, *asked) == plain
+        assert drafts.n_accepted > 100
 
 
 def test_preemption_changes_no_token():

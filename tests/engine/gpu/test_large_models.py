@@ -49,8 +49,8 @@ def engine_of(name, deterministic=False, graphs=True):
     runner = engine.runner([1500], limits, graphs=graphs)
     if graphs:
         preparation = StepPreparation(model, runner, limits)
-        preparation.first()
-        preparation.finish_essential()
+        preparation.begin()
+        preparation.finish()
     return StepLoop(Scheduler(cache, limits, "gpu", prefill=engine.prefill), runner, 2), engine
 
 

@@ -26,6 +26,7 @@ BURSTS = (("burst", 64, 40), ("one", 1, 5), ("few", 5, 700), ("many", 250, 60), 
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_a_first_burst_meets_no_step_that_is_not_prepared(tmp_path, monkeypatch):
     """A quantized model with an empty kernel cache, right after its start: bursts of many sizes, eager steps."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
@@ -33,7 +34,9 @@ def test_a_first_burst_meets_no_step_that_is_not_prepared(tmp_path, monkeypatch)
 
     path = tmp_path / "random.gguf"
     write_gguf(path, SMOLLM2_135M | {"block_count": 6})
-    args = worker._parse(["--model", str(path), "--socket", "unused", "--device", "cuda", "--kv-bytes", str(2 << 30)])
+    args = worker.parse_arguments(
+        ["--model", str(path), "--socket", "unused", "--device", "cuda", "--kv-bytes", str(2 << 30)]
+    )
     loop, _, _ = worker.build(args)
     compiled, n_graphs = [], loop._runner.n_graphs
     before = triton.knobs.runtime.jit_cache_hook
@@ -78,6 +81,7 @@ def test_random_gguf_files_can_be_read(tmp_path):
 
 class RecordingRunner:
     pools = ()
+    draft_models = ()
     n_graphs = 0
 
     graph_tokens = MAX_GRAPH_TOKENS
@@ -95,6 +99,9 @@ class RecordingRunner:
     def run_padding(self, kind):
         self.compiled.append(kind)
 
+    def wait(self):
+        pass
+
     def run_eager_padding(self, chunks):
         self.eager.append((len(chunks), self.kernels.long_plans))
 
@@ -109,7 +116,7 @@ def plans(error):
 def preparation_of(compile_error=None, plan_error=None, attentions=()):
     kernels = SimpleNamespace(warm_up=lambda attentions, pools: plans(plan_error), long_plans=True)
     blocks = {"attentions": attentions, "feed_forwards": ()}
-    model = SimpleNamespace(kernels=kernels, distinct_layers=nullcontext, **blocks)
+    model = SimpleNamespace(kernels=kernels, distinct_layers=nullcontext, kv_groups=(), **blocks)
     runner = RecordingRunner(kernels)
     if compile_error is not None:
         runner.run_padding = raiser(compile_error)
@@ -120,8 +127,8 @@ def test_kernels_of_every_size_are_compiled_for_a_model_of_latents():
     preparation, runner = preparation_of(attentions=(object.__new__(LatentAttention),))
     runner.graph_tokens = 256
     runner.run_eager_padding = lambda chunks: runner.eager.append(sum(n for _, n in chunks))
-    preparation.first()
-    preparation.finish_essential()
+    preparation.begin()
+    preparation.finish()
     assert {512, 1024, 2048, 4096, 8192} <= set(runner.eager)
     assert 64 * 16 in runner.eager
     assert any(n % 2 for n in runner.eager), "libraries do not multiply every number of rows"
@@ -137,10 +144,10 @@ def raiser(error):
 def test_essential_steps_come_before_requests_and_the_others_when_idle():
     preparation, runner = preparation_of()
     kinds = runner.step_kinds()
-    preparation.first()
-    assert runner.captured == runner.compiled == kinds[:1]
-    preparation.finish_essential()
+    preparation.begin()
     compiled = [(64, False), *[(1, False)] * 2, *[(1, True)] * 2]
+    assert runner.eager == compiled
+    preparation.finish()
     assert runner.eager == [*compiled, (64, False)], "the last one is not only compiled"
     essential = [kind for kind in kinds if not kind.cascade and kind.shape not in (2, 4)]
     assert runner.captured == essential
@@ -155,15 +162,27 @@ def test_essential_steps_come_before_requests_and_the_others_when_idle():
     assert runner.kernels.long_plans
 
 
+def test_steps_that_verify_drafts_are_timed_when_idle():
+    told = []
+    made, runner = preparation_of()
+    preparation = StepPreparation(made._model, runner, Limits(8192, 100, (0,), 80, 8192), timed=told.append)
+    runner.time_padding = lambda kind: None if kind.shape == (4, 9) else 0.004
+    while preparation.next():
+        pass
+    (step_s,) = told
+    assert {(1, 1), (1, 5), (16, 1), (16, 5)} <= set(step_s)
+    assert (4, 9) not in step_s
+
+
 def test_a_kernel_that_cannot_be_compiled_does_not_prevent_the_start(caplog):
     preparation, runner = preparation_of(ValueError("no such tile"))
-    preparation.first()
-    preparation.finish_essential()
+    preparation.begin()
+    preparation.finish()
     assert "no such tile" in caplog.text
     assert len(runner.captured) == 4
     preparation, _ = preparation_of(RuntimeError("CUDA error: an illegal memory access was encountered"))
     with pytest.raises(DeviceLost):
-        preparation.first()
+        preparation.begin()
 
 
 def test_attention_that_cannot_be_planned_does_not_end_the_engine(caplog):
@@ -183,9 +202,11 @@ def test_attention_that_cannot_be_planned_does_not_end_the_engine(caplog):
 def test_kernels_are_compiled_without_being_launched(monkeypatch):
     ran = []
     monkeypatch.setattr(triton.JITFunction, "run", lambda self, *args, grid, warmup, **kwargs: ran.append(warmup))
+    driver = SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: 0))
+    monkeypatch.setattr(triton.runtime, "driver", driver)
     before = triton.JITFunction.run
     with compiling_only():
-        triton.JITFunction.run(SimpleNamespace(), grid=(1,), warmup=False)
+        triton.JITFunction.run(SimpleNamespace(device_caches=[None]), grid=(1,), warmup=False)
         assert is_compiling()
     assert ran == [True]
     assert not is_compiling()

@@ -6,13 +6,22 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from emberline.engine.gpu import runner as gpu_runner
 from emberline.engine.gpu.batch import MixedShape, StepBatch
 from emberline.engine.gpu.graphs import CudaGraphs
 from emberline.engine.gpu.runner import GpuRunner, StepKind
+from emberline.engine.gpu.shapes import (
+    GPU_SHAPES,
+    all_verify_shapes,
+    is_essential,
+    max_draws,
+    most_drafts,
+    verify_shape,
+)
 from emberline.engine.gpu.shapes import decode_rows as bucket
-from emberline.engine.gpu.shapes import is_essential
+from emberline.engine.scheduler.latency_target import LatencyTarget
 from emberline.engine.scheduler.limits import Limits
 from emberline.engine.scheduler.plan import Admission, DeviceLost, Masks, Row, StepPlan
 from emberline.engine.scheduler.scheduler import Scheduler
@@ -21,38 +30,51 @@ from emberline.kernels import decode_inputs as inputs
 from emberline.kernels.decode_inputs import LAST_SAMPLED, PADDING, DecodeInputs, SlotState
 from emberline.kv.cache import KVCache
 from emberline.models.decoder import StepInputs
+from emberline.protocol.request import ThinkingLimit
 from emberline.protocol.token_ids import pack
 from tests.engine.fakes import VOCAB, expected, request
 from tests.engine.gpu.host_sampler import HostKernels, HostTable, as_int32
+from tests.engine.speculation.standin import StandinSpeculation, output_of
 from tests.engine.test_torch_runner import FULL, WINDOW, TorchFake, run, tokens
 
 
 class Padded(TorchFake):
     """Also takes padding rows: they must reach no block but the null block."""
 
-    def forward(self, step, kv):
+    def owned(self, step, r, tokens):
+        """The row's tokens that have blocks: padding behind its drafts may have none."""
+        assert all(int(step.context_lens[r]) <= 16 * table.shape[1] for table in step.block_tables)
+        positions = step.positions.tolist()
+        return [t for t in tokens if all(int(table[r, positions[t] // 16]) for table in step.block_tables)]
+
+    def forward(self, step, kv, taps=None):
         shape, starts, contexts = step.shape, step.query_starts.tolist(), step.context_lens.tolist()
         for chunk in shape.chunks or ():
             assert (chunk.start, chunk.n) == (starts[chunk.row], starts[chunk.row + 1] - starts[chunk.row])
             assert chunk.context == contexts[chunk.row]
-        real, kept = [], []
+        real, kept, lengths = [], [], []
         for r, context in enumerate(contexts):
-            owner = any(int(table[r, (context - 1) // 16]) for table in step.block_tables) if context else False
-            assert r >= shape.decode_rows or starts[r + 1] - starts[r] == (1 if context or not shape.max_query else 0)
+            first = context - (starts[r + 1] - starts[r]) if shape.row_tokens > 1 else context - 1
+            owner = any(int(table[r, first // 16]) for table in step.block_tables) if context else False
+            has_tokens = context or not shape.max_query
+            assert r >= shape.decode_rows or starts[r + 1] - starts[r] == (shape.row_tokens if has_tokens else 0)
             if owner:
                 real.append(r)
-                kept += range(starts[r], starts[r + 1])
+                own = range(starts[r], starts[r + 1])
+                own = own if shape.row_tokens == 1 else self.owned(step, r, own)
+                kept += own
+                lengths.append(len(own))
             elif context:  # padding: it has the remaining tokens, and reaches only the null block
                 assert r == len(contexts) - 1
                 assert not any(table[r].any() for table in step.block_tables)
         place = {token: n for n, token in enumerate(kept)}
-        lengths = [starts[r + 1] - starts[r] for r in real]
+        ends = [sum(lengths[: n + 1]) for n in range(len(lengths))]
         wanted = step.sample_tokens.tolist()
         compact = StepInputs(
             step.token_ids[kept],
             step.positions[kept],
-            as_int32([sum(lengths[:n]) for n in range(len(lengths) + 1)]),
-            step.context_lens[real],
+            as_int32([0, *ends]),
+            as_int32([int(step.positions[kept[end - 1]]) + 1 for end in ends]),
             [table[real].contiguous() for table in step.block_tables],
             torch.tensor(sorted({place[token] for token in wanted if token in place}), dtype=torch.int64),
         )
@@ -65,15 +87,18 @@ class Padded(TorchFake):
         return out
 
 
-def loop_of(model, n_blocks=40, graphs=True, steps_in_flight=2, **limits):
+def loop_of(model, n_blocks=40, graphs=True, steps_in_flight=2, speculation=None, **limits):
     limits = Limits(
         **{"context_len": 200, "vocab_size": VOCAB, "eos_ids": (0,), "max_running": 4, "token_budget": 32} | limits
     )
     sizes = [n_blocks] * len(model.kv_groups)
     cache = KVCache(model.kv_groups, sizes, chunk=limits.token_budget)
     kernels, table = HostKernels(), HostTable()
-    runner = GpuRunner(model, sizes, limits, "cpu", kernels, table, graphs=graphs)
-    return StepLoop(Scheduler(cache, limits, "fake"), runner, steps_in_flight), kernels
+    speculates = speculation is not None
+    runner = GpuRunner(model, sizes, limits, "cpu", kernels, table, graphs=graphs, speculates=speculates)
+    policy = LatencyTarget(GPU_SHAPES, most_drafts=lambda rows: most_drafts(rows, limits.max_running))
+    scheduler = Scheduler(cache, limits, "fake", prefill=policy if speculates else None, speculation=speculation)
+    return StepLoop(scheduler, runner, steps_in_flight), kernels
 
 
 @pytest.mark.parametrize("layouts", [(FULL,), (FULL, WINDOW)], ids=["full", "window"])
@@ -224,23 +249,29 @@ def test_every_bucket_holds_its_rows():
 
 def decode_inputs(rows, groups, width):
     return DecodeInputs(
-        *(torch.full((rows,), 9, dtype=torch.int32) for _ in range(4)), as_int32([9]).repeat(groups, rows, width)
+        *(torch.full((rows,), 9, dtype=torch.int32) for _ in range(4)),
+        as_int32([9]).repeat(groups, rows, width),
+        torch.full((rows,), 9, dtype=torch.int32),
     )
 
 
 def test_prepare_applies_changes_and_builds_inputs():
-    state = SlotState(as_int32([70, 71, 72]), torch.arange(1, 13, dtype=torch.int32).view(1, 3, 4))
+    tables = torch.arange(1, 13, dtype=torch.int32).view(1, 3, 4)
+    state = SlotState(
+        as_int32([70, 71, 72]), tables, as_int32([5, 6, 31]), as_int32([0, 0, 0]), as_int32([[0] * 8] * 3)
+    )
     to = decode_inputs(4, 1, 4)
     packet = as_int32([[2, 0, 0], [32, 17, PADDING], [LAST_SAMPLED, 5, 0], [40, -1, -1], [2, 0, 0]])
     inputs.prepare(packet, state, to)
     assert to.slots[:3].tolist() == [2, 0, -1]
     assert to.token_ids[:3].tolist() == [72, 5, 0]
-    assert to.positions[:3].tolist() == [32, 17, 0]
-    assert to.context_lens[:3].tolist() == [33, 18, 0]
-    assert to.tables[0, :3, :3].tolist() == [[9, 0, 40], [1, 2, 3], [0, 0, 0]]
+    assert to.positions[:3].tolist() == [31, 17, 0]  # of the first the device knows more than the packet
+    assert to.context_lens[:3].tolist() == [32, 18, 0]
+    assert to.tables[0, :3, :3].tolist() == [[9, 0, 40], [1, 2, 0], [0, 0, 0]]
     assert state.tables[0, 2].tolist() == [9, 0, 40, 12]
-    inputs.keep(as_int32([3, -1, 8]), to.slots[:3], state)
+    inputs.keep(as_int32([3, -1, 8]), to.slots[:3], to.context_lens[:3], state)
     assert state.last_tokens.tolist() == [0, 71, 3]
+    assert state.positions.tolist() == [18, 6, 32]
 
 
 @pytest.mark.parametrize(
@@ -298,6 +329,20 @@ def test_a_failed_step_ends_when_the_device_has_done_what_was_launched_of_it(mon
     with pytest.raises(ZeroDivisionError):
         step.result()
     assert done == ["record", "wait"]
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+@pytest.mark.parametrize("token_budget", [3, 4, 32])  # of 3: the last row of forced tokens has one
+def test_penalties_remember_what_came_before_forced_tokens(steps_in_flight, token_budget):
+    loop, kernels = loop_of(Padded(), 40, True, steps_in_flight, token_budget=token_budget, max_running=2)
+    forced = [1, 2, 3, 4, 5, 6, 1, 2, 3]
+    asked = request("a", [1, 2, 3], max_tokens=20, presence_penalty=0.001, seed=5)
+    limit = ThinkingLimit(4, (), pack(forced))
+    output = tokens(run(loop, structs.replace(asked, thinking_limit=limit))["a"])
+    assert output[4 : 4 + len(forced)] == forced
+    rows = {row.position: row for row in kernels.sampled_rows if row.seed == 5}
+    for position, row in rows.items():
+        assert sorted(row.output_ids.tolist()) == sorted(output[: position - 3])
 
 
 def test_forced_tokens_count_for_penalties():
@@ -451,3 +496,85 @@ def test_padded_shapes_are_among_the_common_steps():
             batch.chunks = [Row(0, 0, 0, bytes(4), None, [0], False)] * (n_chunks - 1)
             batch.chunks.append(Row(0, 0, 0, bytes(4 * (n_tokens - n_chunks + 1)), None, [0], False))
             assert MixedShape.of(batch, most) in sizes
+
+
+def replayed(plain, wrong):
+    def oracle(seq):
+        return plain[seq.id][len(output_of(seq)) :]
+
+    return StandinSpeculation(oracle, wrong, VOCAB)
+
+
+@pytest.mark.parametrize("layouts", [(FULL,), (FULL, WINDOW)], ids=["full", "window"])
+@pytest.mark.parametrize(("steps_in_flight", "wrong"), [(1, 0), (2, 0), (2, 4)])
+def test_drafts_change_no_token(layouts, steps_in_flight, wrong):
+    """Through preemption, with penalties and seeds: what was drawn is counted on the device alone."""
+    how = [
+        {"temperature": 0.0},
+        {"temperature": 3.0, "seed": 5, "presence_penalty": 0.9, "logprobs": 2},
+        {"temperature": 2.0, "seed": 6, "repetition_penalty": 1.5, "min_tokens": 20, "stop_ids": (3,)},
+        {"temperature": 4.0, "seed": 7, "frequency_penalty": 0.5, "ignore_eos": False, "min_tokens": 9},
+    ]
+    asked = [request(f"r{n}", [n + 1, 2, 3] * (4 + n), max_tokens=50, **each) for n, each in enumerate(how)]
+    loop, _ = loop_of(Padded(layouts))
+    plain = {id: tokens(deltas) for id, deltas in run(loop, *asked).items()}
+    speculation = replayed(plain, wrong)
+    loop, kernels = loop_of(Padded(layouts), 8, True, steps_in_flight, speculation, context_len=90, max_running=3)
+    drafted = run(loop, *asked)
+    assert {id: tokens(deltas) for id, deltas in drafted.items()} == plain
+    assert loop.load.preemptions > 0
+    assert kernels.n_accepted >= speculation.n_accepted > 20
+    entries = [entry for delta in drafted["r1"] for entry in delta.logprobs]
+    assert [entry.token_id for entry in entries] == plain["r1"]
+    assert all(len(entry.top) == 2 for entry in entries)
+
+
+def test_drafts_are_left_out_beside_prompts_and_before_a_shape_is_captured():
+    """The scheduler does not plan them beside prompts; a runner that gets them all the same draws once."""
+    ids = [1, 2, 3]
+    answer = expected(ids, request("x", ids, max_tokens=3).sampling, (FULL,), 200)[0]
+    runner = runner_of()  # it has no shapes for drafts
+    first = runner.launch(StepPlan([admitted(2, ids)], [Row(0, 2, 0, pack(ids), [[5]], [0], True)], 3))
+    assert drawn(first) == answer[:1]
+    drafts = pack([answer[1]] * 14)
+    row = Row(0, 2, 3, pack(answer[:1]), [[6]], [0], True, draft_ids=drafts)
+    assert drawn(runner.launch(StepPlan([], [row], 15, n_drafts=14, n_drafting=1))) == [answer[1], *[-1] * 14]
+    row = Row(0, 2, 4, pack(answer[1:2]), None, [0], True)
+    assert drawn(runner.launch(StepPlan([], [row], 1))) == [answer[2]]
+    assert runner._slots.tables[0, 2, :2].tolist() == [5, 6]
+
+
+def test_shapes_of_steps_that_verify_drafts():
+    for most in (1, 3, 64, 256):
+        shapes = all_verify_shapes(most)
+        assert all(rows * n <= max_draws(most) for rows, n in shapes)
+        for rows in range(1, min(most, 128) + 1):
+            fewest = most_drafts(rows, most)
+            assert fewest == 0 or verify_shape(rows, 1 + fewest, most) is not None
+    assert (most_drafts(1, 256), most_drafts(8, 256), most_drafts(16, 256)) == (15, 15, 8)
+    assert verify_shape(3, 4, 256) == (4, 5)
+    assert verify_shape(129, 2, 256) is None
+
+
+@pytest.mark.parametrize("speculates", [True, False])
+def test_masks_of_draws_reach_them(speculates):
+    """Where drafts are left out, those of each row's first draw."""
+    model = Padded()
+    limits = Limits(200, VOCAB, (0,), 4, 32)
+    table = HostTable()
+    runner = GpuRunner(model, [40], limits, "cpu", HostKernels(), table, graphs=True, speculates=speculates)
+    plan = StepPlan()
+    for slot in range(3):
+        admission = admitted(slot, [1, slot])
+        if slot:
+            admission.request = msgspec_replace(admission.request, grammar=b"g")
+        plan.admissions.append(admission)
+        plan.rows.append(Row(slot, slot, 0, pack([1, slot]), [[slot + 1]], [0], True))
+    runner.launch(plan).sample(Masks([1, 2], np.full((2, 1), 127, np.uint32)))
+    drafts = [[1, 2], [3], [2]]
+    rows = [Row(n, n, 2, pack([4]), None, [0], True, draft_ids=pack(ids)) for n, ids in enumerate(drafts)]
+    bits = np.array([[1 << 3], [1 << 6], [1 << 2], [1 << 5]], np.uint32)
+    step = runner.launch(StepPlan([], rows, 7, n_drafts=4, n_drafting=3))
+    step.sample(Masks([3, 4, 5, 6], bits))
+    ids = [draw.token_id for draw in step.result()][3:]
+    assert ids == ([3, 6, 2, 5] if speculates else [3, -1, 2, -1])

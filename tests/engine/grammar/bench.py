@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from emberline.engine.grammar import guide_jobs, masks
 from emberline.engine.grammar.compiler import MatcherCompiler
 from emberline.engine.grammar.grammar_automaton import Automaton
 from emberline.engine.scheduler.limits import Limits
@@ -49,10 +50,10 @@ class Taste:
             self.requests[admission.slot] = admission.request
         return _Handle(self, [row for row in plan.rows if row.samples])
 
-    def draw(self, row, allowed):
+    def draw(self, row, allowed, position=None):
         request = self.requests[row.slot]
         name, _, seed = (request.session or "none:0").partition(":")
-        rng = np.random.default_rng([row.end, int(seed)])
+        rng = np.random.default_rng([row.end if position is None else position, int(seed)])
         taste = set(TASTES[name])
         liked = [t for t in allowed if t in taste and t not in row.banned]
         if liked and rng.random() < 0.9:
@@ -66,28 +67,34 @@ class _Handle:
 
     def sample(self, masks=None):
         bits = dict(zip(masks.rows, masks.bits)) if masks is not None else {}
-        for place, row in enumerate(self.rows):
+        draws = [(row, row.end + n) for row in self.rows for n in range(1 + row.n_drafts)]
+        for place, (row, position) in enumerate(draws):
             allowed = range(self.runner.vocab)
             if place in bits:
                 mask = np.unpackbits(bits[place].view(np.uint8), bitorder="little")[: self.runner.vocab]
                 allowed = mask.nonzero()[0].tolist()
-            self.drawn.append(Drawn(self.runner.draw(row, allowed)))
+            if position == row.end:
+                self.drawn.append(Drawn(self.runner.draw(row, allowed)))
+            else:
+                self.drawn.append(Drawn(self.runner.draw(row, allowed, position) if allowed else -1))
 
     def result(self):
         return self.drawn
 
 
 class Bench:
-    def __init__(self, n_blocks=200, max_running=4, token_budget=64, grammars=None, runner=None):
+    def __init__(
+        self, n_blocks=200, max_running=4, token_budget=64, grammars=None, runner=None, speculation=None, in_flight=1
+    ):
         cache = KVCache((FULL,), [n_blocks], chunk=token_budget)
         limits = Limits(min(2000, cache.capacity), VOCAB, (END_ID,), max_running, token_budget)
         if grammars is None:
             grammars = MatcherCompiler(VOCAB)
             grammars.learn(frame(WORDS))
         self.cache = cache
-        self.scheduler = Scheduler(cache, limits, "fake", grammars)
+        self.scheduler = Scheduler(cache, limits, "fake", grammars, speculation=speculation)
         self.runner = runner or Taste()
-        self.loop = StepLoop(self.scheduler, self.runner)
+        self.loop = StepLoop(self.scheduler, self.runner, in_flight)
         self.deltas = {}
 
     def submit(self, id, grammar, taste="none", prompt=(1, 2, 3), thinking=None, priority=1, **sampling):
@@ -120,6 +127,12 @@ class Bench:
 
     def end(self, id):
         return self.deltas[id][-1]
+
+
+def let_steps_wait(monkeypatch):
+    """For grammars, however busy the machine is: one that is late costs steps."""
+    monkeypatch.setattr(guide_jobs, "STEP_WAIT_S", 60.0)
+    monkeypatch.setattr(masks, "SLOW_CPU_S", 60.0)
 
 
 def valid(grammar, tokens, prefix=False):

@@ -5,7 +5,7 @@ import pytest
 from emberline.engine.grammar.compiler import MatcherCompiler
 from emberline.engine.step_loop import StepLoop
 from tests.engine.client import wait_until
-from tests.engine.grammar.bench import TASTES, VOCAB, Bench
+from tests.engine.grammar.bench import TASTES, VOCAB, Bench, let_steps_wait
 from tests.engine.grammar.samples import ALL, WORDS, frame
 
 
@@ -35,8 +35,9 @@ def test_replies_are_the_same(grammars, taste, n_blocks):
     assert two == one
 
 
-def test_a_grammar_costs_no_extra_steps(grammars):
+def test_a_grammar_costs_no_extra_steps(grammars, monkeypatch):
     """Its rows follow like others: what it allows is asked when the token before is known, after the launch."""
+    let_steps_wait(monkeypatch)
 
     def steps(steps_in_flight):
         bench = Bench(grammars=grammars)

@@ -35,7 +35,6 @@ def worker(smollm2, tmp_path_factory):
 @pytest.fixture
 def client(worker, text):
     with Client(worker) as connected:
-        connected.sock.settimeout(120)
         connected.send(text.vocabulary)
         yield connected
 

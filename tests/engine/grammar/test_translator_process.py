@@ -7,7 +7,7 @@ import pytest
 from emberline.engine.grammar import translator_process
 from emberline.engine.grammar.lark import to_lark
 from emberline.engine.grammar.translator_process import TranslatorProcess
-from emberline.protocol.errors import BadInput
+from emberline.protocol.errors import BadInput, Internal
 from emberline.protocol.grammar import Grammar, Rule, Sequence, Text, Token, encode
 from tests.engine.grammar.samples import ALL, SPECIAL
 
@@ -55,3 +55,15 @@ def test_a_process_that_died_is_started_again(process):
     process.start()
     os.kill(process._child.pid, 9)
     assert process.translate(encode(ALL["json"])).source
+
+
+def test_one_that_starts_too_late_is_replaced_and_not_the_fault_of_a_grammar(monkeypatch):
+    process = TranslatorProcess()
+    monkeypatch.setattr(translator_process, "START_S", -1.0)
+    with pytest.raises(TimeoutError):
+        process.start()
+    with pytest.raises(Internal):
+        process.translate(encode(ALL["json"]))
+    monkeypatch.undo()
+    assert process.translate(encode(ALL["json"])).source == to_lark(ALL["json"])
+    process.kill()

@@ -702,3 +702,66 @@ def test_the_first_delta_tells_how_long_the_sequence_waited():
     first, *others = bench.deltas["r"]
     assert first.waited_s == 2.5
     assert not any(delta.waited_s for delta in others)
+
+
+def returning(bench, now, *requests, tools=()):
+    """Run requests to their ends at a time; then the client tells which of them called tools."""
+    for one in requests:
+        bench.scheduler.submit(one, now)
+    while bench.loop.busy:
+        bench.step(now)
+    for id in tools:
+        bench.scheduler.called_tools(id)
+
+
+def test_a_session_that_called_tools_is_still_cached_when_an_idle_one_is_evicted():
+    bench = Bench(n_blocks=33)
+    tool, user, third = A[:112], B[:112], [(3 * n) % VOCAB for n in range(396)]
+    returning(bench, 0.0, request("tool", tool, session="a"), tools=["tool", "unknown"])
+    returning(bench, 5.0, request("user", user, session="b"))
+    returning(bench, 10.0, request("third", third, session="c"))
+    returning(bench, 15.0, request("tool2", tool, session="a"), request("user2", user, session="b"))
+    assert bench.deltas["tool2"][0].usage.cached_by_tier == {"device": 96}
+    assert bench.deltas["user2"][0].usage.cached_by_tier == {"device": 0}
+
+
+def test_hints_of_a_request_reach_retention():
+    bench = Bench(n_blocks=65)
+    first, kept = request("a", A[:64], session="a"), request("b", B[:64], session="b")
+    returning(bench, 0.0, msgspec.structs.replace(kept, cache_ttl_s=3600), first)
+    returning(bench, 1.0, msgspec.structs.replace(request("a2", A[:64], session="a"), session_final=True))
+    (order,) = [group.pool._free for group in bench.cache.groups]
+    keys = [bench.cache.groups[0].index.key(block) for block, _ in order]
+    cached = [key for key in keys if key is not None]
+    hinted = set(blockhash.split(blockhash.chain(blockhash.root("fake", b""), pack(B[:64]))))
+    assert set(cached[-4:]) == hinted
+    assert sum(order._charged.values()) == 4
+
+
+def test_the_ids_of_ended_requests_are_forgotten(monkeypatch):
+    monkeypatch.setattr("emberline.engine.scheduler.scheduler.MAX_ENDED", 2)
+    bench = Bench()
+    for n in range(5):
+        returning(bench, float(n), request(f"r{n}", A[:40], session="a"))
+    assert list(bench.scheduler._ended) == ["r3", "r4"]
+
+
+def test_a_purge_takes_what_was_computed_for_its_owner_alone():
+    bench = Bench(n_blocks=65)
+    returning(
+        bench, 0.0, request("a", A[:64], session="a", salt=b"one"), request("b", B[:64], session="b", salt=b"one")
+    )
+    returning(bench, 1.0, request("c", A[:64], session="a", salt=b"two"))
+    one, two = (blockhash.root("fake", salt) for salt in (b"one", b"two"))
+    digest = blockhash.session_digest("a")
+    assert len(bench.cache.groups[0].index) == 12
+    assert bench.scheduler.purge(one, digest) == 4
+    returning(bench, 2.0, request("b2", B[:64], session="b", salt=b"one"))
+    returning(
+        bench, 2.0, request("c2", A[:64], session="a", salt=b"two"), request("a2", A[:64], session="a", salt=b"one")
+    )
+    cached = {id: bench.deltas[id][0].usage.cached_by_tier["device"] for id in ("a2", "b2", "c2")}
+    assert cached == {"a2": 0, "b2": 48, "c2": 48}
+    assert bench.scheduler.purge(two, b"") == 4
+    assert bench.scheduler.purge(None, b"") == 8
+    assert not len(bench.cache.groups[0].index)

@@ -74,8 +74,8 @@ setups = st.fixed_dictionaries(
 class InvariantChecker:
     """Runs a scenario and checks the invariants after every step."""
 
-    def __init__(self, setup, steps_in_flight=1):
-        self.scheduler, self.cache = scheduler_of(**setup)
+    def __init__(self, setup, steps_in_flight=1, speculation=None):
+        self.scheduler, self.cache = scheduler_of(**setup, speculation=speculation)
         self.runner = FakeRunner(self.cache)
         self.loop = StepLoop(self.scheduler, self.runner, steps_in_flight)
         self.accepted = {}
@@ -101,7 +101,8 @@ class InvariantChecker:
         for plan in self.runner.plans[steps:]:
             limits = self.scheduler.limits
             assert all(row.start < row.end for row in plan.rows)
-            assert plan.n_tokens == sum(row.end - row.start for row in plan.rows) <= limits.token_budget
+            assert plan.n_tokens == sum(row.stop - row.start for row in plan.rows) <= limits.token_budget
+            assert plan.n_drafts == sum(row.n_drafts for row in plan.rows)
             assert len(plan.rows) == len({row.slot for row in plan.rows}) <= limits.max_running
         done = len(self.runner.plans) > steps or len(self.loop._in_flight) < in_flight
         assert done or not self.loop.busy or not was_busy, "work to do and nothing done"

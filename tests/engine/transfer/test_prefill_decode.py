@@ -12,14 +12,14 @@ from emberline.text.text_model import TextModel
 from tests.engine.client import Client, engine
 from tests.engine.grammar.test_real_model import request as structured
 
-WORKER = "emberline.engine.worker"
+WORKER = "tests.engine.transfer.patient_worker"
 STORY = (
     "Once upon a time there was a lighthouse keeper who lived alone on a small island. Every evening he climbed the "
     "stairs and lit the lamp, and every morning he put it out again. One day a ship came by that nobody had expected, "
 )
 
 
-def halves(request, address, transfer, token="secret"):
+def halves(request, address, transfer, token="secret", ranks=()):
     """The request for the prefill engine, and the one for the decode engine."""
     prefill = EngineRequest(
         id=f"{request.id}-p",
@@ -28,7 +28,7 @@ def halves(request, address, transfer, token="secret"):
         salt=request.salt,
         session=request.session,
         keys=request.keys,
-        push=Push(transfer=transfer, address=address, ticket=transfer_ticket(token, "sender")),
+        push=Push(transfer=transfer, address=address, ticket=transfer_ticket(token, "sender"), ranks=ranks),
     )
     return prefill, msgspec.structs.replace(request, awaits=transfer)
 

@@ -65,12 +65,15 @@ class TransferChecker:
         side.tokens[wanted.id] = []
         self.ids.append((side, wanted.id))
 
-    def pair(self, prompt, how):
+    def pair(self, prompt, how, **sampling):
         priority, decode_first, mismatch = how
         id = f"r{len(self.ids)}"
         push = Push(transfer=f"t-{id}", address="", ticket=mismatch)
         halves = [
-            (self.wire.decode, msgspec.structs.replace(request(id, prompt, priority), awaits=push.transfer)),
+            (
+                self.wire.decode,
+                msgspec.structs.replace(request(id, prompt, priority, **sampling), awaits=push.transfer),
+            ),
             (
                 self.wire.prefill,
                 EngineRequest(

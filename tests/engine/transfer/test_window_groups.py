@@ -13,7 +13,7 @@ from emberline.engine.socket_server import Server
 from emberline.engine.step_loop import StepLoop
 from emberline.engine.torch_runner import TorchRunner
 from emberline.kv.cache import KVCache
-from emberline.kv.transfer.manager import host_transfers
+from emberline.kv.transfer.host_transfers import host_transfers
 from emberline.protocol.frames import Drain, EngineInfo
 from tests.engine.client import Client
 from tests.engine.fakes import VOCAB, expected, request
@@ -47,7 +47,7 @@ def serving(address, layouts, shared):
         with Client(at) as client:
             yield client, at
             client.send(Drain(0))
-            thread.join(20)
+            thread.join(60)
         assert not thread.is_alive()
 
 

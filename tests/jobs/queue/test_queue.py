@@ -512,7 +512,7 @@ async def test_wait_for_change_is_notified(queue: Queue) -> None:
     await asyncio.sleep(0.3)
     (lease,) = await queue.claim("w", MODEL, 1)
     await queue.complete(lease, answer())
-    await asyncio.wait_for(waiting, 5)
+    await asyncio.wait_for(waiting, 25)
     await asyncio.wait_for(queue.wait_for_change(batch.id, 0.05), 60)
 
 

@@ -44,7 +44,9 @@ async def run_and_kill(place: DatabaseLocation, folder: Path, run: int, after_s:
     root = Path(__file__).parents[3]
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, cwd=root)
     assert process.stdout is not None
-    first = await process.stdout.readline()
+    first = b""
+    while b"submitted" not in first or b"completed" not in first:
+        first += await process.stdout.readline()
     await asyncio.sleep(after_s)
     os.kill(process.pid, signal.SIGKILL)
     said = (first + await process.stdout.read()).decode().splitlines()

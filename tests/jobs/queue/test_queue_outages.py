@@ -126,7 +126,7 @@ async def test_results_survive_a_database_outage(
 
 async def retry_unavailable(look: Callable[[], Awaitable[Any]]) -> Any:
     """Repeat while the store is unavailable."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while True:
             with contextlib.suppress(Unavailable):
                 return await look()

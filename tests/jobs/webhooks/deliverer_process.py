@@ -9,7 +9,7 @@ from tests.jobs.webhooks.helpers import webhook_service
 
 async def main(where: str) -> None:
     store = await open_store(where)
-    async with webhook_service(store, timeout_s=15.0):
+    async with webhook_service(store, timeout_s=55.0):
         print("ready", flush=True)
         await asyncio.Event().wait()
 

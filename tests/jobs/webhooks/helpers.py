@@ -18,31 +18,32 @@ LOOPBACK = ("127.0.0.0/8",)
 
 
 class ShiftedClock:
-    """A database whose clock runs ahead by `ahead_s`."""
+    """A database whose clock stands still but for `ahead_s`."""
 
     def __init__(self, db: Database) -> None:
         self._db = db
+        self._began_us = db.now_us()
         self.ahead_s = 0.0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._db, name)
 
     def now_us(self) -> int:
-        return self._db.now_us() + int(self.ahead_s * 1e6)
+        return self._began_us + int(self.ahead_s * 1e6)
 
     def skip_to(self, log: list[DeliveryRecord]) -> None:
         """Move to the next due delivery, unless an attempt is running: its lease must not end."""
         waiting = [item for item in log if item.delivery.state == "pending"]
         if all(a.status or a.problem for item in waiting for a in item.attempts) and waiting:
             due_us = min(item.delivery.ready_us for item in waiting)
-            self.ahead_s += max(0.0, (due_us - self.now_us()) / 1e6)
+            self.ahead_s += max(0.0, (due_us - self.now_us()) / 1e6 + 0.001)
 
 
 @asynccontextmanager
 async def webhook_service(
     db: Database, *, deliver: bool = True, resolve: Resolve | None = None, **settings: Any
 ) -> AsyncIterator[WebhookService]:
-    settings = {"allow": LOOPBACK, "poll_s": 0.1, "timeout_s": 1.0} | settings
+    settings = {"allow": LOOPBACK, "poll_s": 0.1, "timeout_s": 30.0} | settings
     webhooks = WebhookService(db, SECRET, WebhookSettings(**settings), resolve)
     if deliver:
         webhooks.deliver()
@@ -82,3 +83,10 @@ async def wait_for_records(
         while not ready(found := await delivery_records(webhooks, endpoint)):
             await asyncio.sleep(0.02)
     return found
+
+
+async def wait_for_counts(webhooks: WebhookService, **expected: int) -> None:
+    """The deliverer counts an attempt after it has written it down."""
+    async with asyncio.timeout(60):
+        while any(webhooks.deliverer.counts[name] != n for name, n in expected.items()):
+            await asyncio.sleep(0.02)

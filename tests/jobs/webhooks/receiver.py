@@ -31,7 +31,7 @@ class Receiver:
     def ids(self) -> list[str]:
         return [got.headers["webhook-id"] for got in self.got]
 
-    async def until(self, n: int, timeout_s: float = 10) -> None:
+    async def until(self, n: int, timeout_s: float = 60) -> None:
         async with asyncio.timeout(timeout_s), self.arrived:
             await self.arrived.wait_for(lambda: len(self.got) >= n)
 

@@ -20,6 +20,7 @@ from tests.jobs.webhooks.helpers import (
     create_endpoint,
     delivery_records,
     emit_event,
+    wait_for_counts,
     wait_for_records,
     webhook_service,
 )
@@ -52,7 +53,7 @@ async def test_delivered_and_verified(db: ShiftedClock) -> None:
         assert item.event is not None
         assert got.headers["webhook-id"] == item.event.id == json.loads(got.body)["id"]
         assert (item.delivery.state, [a.status for a in item.attempts]) == ("delivered", [200])
-        assert webhooks.deliverer.counts["delivered"] == 1
+        await wait_for_counts(webhooks, delivered=1)
 
 
 async def test_workers_ai_delivery_form(db: ShiftedClock) -> None:
@@ -93,11 +94,13 @@ async def test_workers_ai_delivery_form(db: ShiftedClock) -> None:
     ],
 )
 async def test_failed_attempts_are_retried(db: ShiftedClock, answer: Instruction, problem: str) -> None:
-    async with receiving(answer, then=204) as receiver, webhook_service(db) as webhooks:
+    limit_s = 1.0 if answer == HANG else 30.0
+    async with receiving(answer, then=204) as receiver, webhook_service(db, timeout_s=limit_s) as webhooks:
         endpoint = await create_endpoint(webhooks, receiver.url)
         await emit_event(db, "batch_1")
         (item,) = await wait_for_records(webhooks, endpoint, attempted(1))
         assert (item.delivery.state, item.attempts[0].problem) == ("pending", problem)
+        webhooks.deliverer._timeout_s = 30.0
         assert 4 < (item.delivery.ready_us - db.now_us()) / 1e6 <= 5.5
         assert (await webhooks.endpoints.get("acme", endpoint.id)).failing_since_us is not None
         db.ahead_s += 6
@@ -154,9 +157,9 @@ async def test_retry_schedule_until_exhausted_then_replay(db: ShiftedClock) -> N
         (item,) = await wait_for_records(webhooks, endpoint, settled)
         assert (item.delivery.state, len(item.attempts)) == ("failed", 10)
         assert 75 * 3600 < (db.now_us() - began_us) / 1e6 < 85 * 3600
+        await wait_for_counts(webhooks, failed=10, exhausted=1, delivered=0, disabled=0)
         await asyncio.sleep(0.3)
         assert len(receiver.got) == 10
-        assert webhooks.deliverer.counts == {"failed": 10, "exhausted": 1}
 
         assert await webhooks.deliveries.replay(endpoint) == 1
         (item,) = await wait_for_records(webhooks, endpoint, settled)
@@ -205,7 +208,7 @@ async def test_failing_for_days_disables_the_endpoint(db: ShiftedClock) -> None:
         await wait_for_records(webhooks, endpoint, settled)
         found = await webhooks.endpoints.get("acme", endpoint.id)
         assert (found.enabled, found.disabled_reason) == (0, "every delivery has failed for 2 days")
-        assert webhooks.deliverer.counts["disabled"] == 1
+        await wait_for_counts(webhooks, disabled=1)
 
 
 async def test_dns_rebinding_is_blocked(db: ShiftedClock) -> None:
@@ -260,13 +263,14 @@ async def test_secret_rotation(db: ShiftedClock) -> None:
 
 
 async def test_a_hanging_endpoint_does_not_block_others(db: ShiftedClock) -> None:
-    async with receiving(then=HANG) as stuck, receiving() as well, webhook_service(db, timeout_s=20.0) as webhooks:
+    async with receiving(then=HANG) as stuck, receiving() as well, webhook_service(db) as webhooks:
         await create_endpoint(webhooks, stuck.url)
         endpoint = await create_endpoint(webhooks, well.url)
         for n in range(30):
             await emit_event(db, f"batch_{n}")
         log = await wait_for_records(webhooks, endpoint, lambda log: len(log) == 30 and settled(log))
         assert {item.delivery.state for item in log} == {"delivered"}
+        await stuck.until(MAX_PER_ENDPOINT)
         assert len(stuck.got) == MAX_PER_ENDPOINT
 
 

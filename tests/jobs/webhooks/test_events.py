@@ -24,7 +24,7 @@ async def test_a_feed_reader_misses_nothing(database: DatabaseLocation) -> None:
                 event.number for event in await webhooks.feed.wait("acme", seen[-1] if seen else 0, 10, limit=7)
             )
 
-    async with webhook_service(stores[0], deliver=False) as webhooks, asyncio.timeout(30):
+    async with webhook_service(stores[0], deliver=False) as webhooks, asyncio.timeout(60):
         following = asyncio.create_task(follow())
         await asyncio.gather(*(emit_event(stores[n % 3], f"batch_{n}") for n in range(60)))
         await following
@@ -137,5 +137,5 @@ async def test_a_cancellation_together_with_a_notification_is_not_lost(ticks: in
         await asyncio.sleep(0)
     for task in tasks:
         task.cancel()
-    done, _ = await asyncio.wait(tasks, timeout=1)
+    done, _ = await asyncio.wait(tasks, timeout=60)
     assert len(done) == 2

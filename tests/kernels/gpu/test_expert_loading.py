@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 
 from emberline.kernels.gpu.dequantize import pack_nibbles
 from emberline.kernels.gpu.expert_loading import interleave_codes, load_expert_matrix
+from emberline.kernels.gpu.expert_matrix import divide_codes, empty_packed
 from emberline.weights.loader import WeightLoader
 from emberline.weights.quantized_weight import QuantizedWeight
 from emberline.weights.tensors import FileLocation, Weight
@@ -84,11 +85,14 @@ def test_experts_keep_every_number(kind: str, k: int, order: bool, deferred: boo
     torch.testing.assert_close(matrix.dense().cpu(), torch.from_numpy(want), rtol=1e-6, atol=1e-6)
 
 
-def test_codes_are_interleaved_in_place() -> None:
-    raw = torch.from_numpy(random_bytes(70, 192)).to(DEVICE)
-    want = pack_nibbles(raw, "int4")
-    interleave_codes(raw.view(torch.int16))
-    assert torch.equal(raw.view(torch.int16), want)
+@pytest.mark.parametrize("n", [24, 128, 130])
+def test_codes_are_divided_into_blocks_of_rows(n: int) -> None:
+    raw = torch.from_numpy(random_bytes(2, n, 192)).to(DEVICE)
+    codes = empty_packed("int4", 2, n, 384, 32, None, DEVICE).weight
+    want = divide_codes(pack_nibbles(raw, "int4"))
+    interleave_codes(raw, codes)
+    for got, expected in zip(codes.transpose(2, 3), want.transpose(2, 3), strict=True):
+        assert torch.equal(got.flatten(0, 1)[:n], expected.flatten(0, 1)[:n])
 
 
 def test_experts_that_differ_are_refused() -> None:

@@ -5,6 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from emberline.kernels.gpu import fp8_gemm as gemm_module
 from emberline.kernels.gpu.elementwise import gated_activation_reference
 from emberline.kernels.gpu.fp8_gemm import (
     FP8GemmTile,
@@ -117,3 +118,24 @@ def test_rows_are_dequantized(row_block: int) -> None:
     ids = torch.tensor([3, 39, 3], dtype=torch.int32, device=DEVICE)
     dequantize_fp8_rows(matrix, out[:3], ids=ids)
     assert error(out[:3], matrix.dense()[ids.long()]) < LIMIT
+
+
+# µs on an H200 by tile (rows, columns, tokens, splits): what the choice must come close to. m, n, k: of Llama 8B.
+MEASURED = {
+    (48, 6144, 4096): {(64, 256, 64, 2): 17.6, (128, 128, 64, 2): 13.1, (64, 256, 64, 1): 14.2, (64, 128, 64, 2): 14.8},
+    (48, 4096, 4096): {(64, 256, 64, 2): 10.4, (64, 128, 64, 4): 11.0, (128, 128, 64, 4): 11.2},
+    (48, 4096, 14336): {(64, 256, 64, 2): 23.9, (128, 128, 64, 4): 23.2, (64, 128, 64, 4): 23.5},
+    (128, 6144, 4096): {(128, 128, 128, 4): 27.7, (64, 128, 64, 1): 12.8, (64, 256, 128, 1): 13.3},
+    (128, 4096, 4096): {(128, 128, 128, 4): 19.0, (64, 256, 64, 1): 9.5, (64, 128, 64, 2): 10.9},
+    (128, 4096, 14336): {(128, 128, 128, 4): 33.4, (64, 256, 64, 1): 24.5, (64, 128, 64, 2): 24.5},
+    (256, 6144, 4096): {(128, 128, 128, 2): 32.3, (128, 128, 128, 1): 15.5, (64, 128, 128, 1): 16.0},
+    (256, 4096, 4096): {(128, 128, 128, 2): 19.9, (64, 128, 64, 1): 12.4, (64, 256, 128, 1): 12.6},
+    (256, 4096, 14336): {(128, 128, 128, 2): 42.4, (128, 128, 64, 2): 32.8, (64, 128, 128, 2): 34.8},
+}
+
+
+def test_the_chosen_tile_is_close_to_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm_module, "sm_count", lambda: 132)
+    for shape, times in MEASURED.items():
+        tile = gemm_module._fastest_tile(*shape)
+        assert times[tile.rows, tile.cols, tile.tokens, tile.splits] <= 1.1 * min(times.values()), shape

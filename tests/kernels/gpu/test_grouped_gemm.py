@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from emberline.kernels.gpu.dequantize import pack_nibbles, pack_scales
-from emberline.kernels.gpu.expert_matrix import FP8_BLOCK, ExpertMatrix
+from emberline.kernels.gpu.expert_matrix import FP8_BLOCK, ExpertMatrix, packed_experts
 from emberline.kernels.gpu.grouped_gemm import EXPERT_GATES, GroupedTile, combine_pairs, grouped_gemm
 from emberline.kernels.gpu.moe_routing import Permutation, make_permutation, permutation_ints, route_tokens
 from emberline.kernels.moe import Routing, TorchExperts, route, run_experts
@@ -26,16 +26,17 @@ def permutation(tokens: int, experts: int, routing: Routing, block: int, valid: 
 
 
 def run(
-    x: torch.Tensor, to: Permutation, gate_up: ExpertMatrix, down: ExpertMatrix, activation: str, on_input: bool
-) -> torch.Tensor:
+    x: torch.Tensor, to: Permutation, gate_up: ExpertMatrix, down: ExpertMatrix, activation: str, on_input: bool,
+    tile: GroupedTile = TILE,
+) -> torch.Tensor:  # fmt: skip
     pairs, (_, hidden, width) = to.tokens * to.slots, down.shape
     activated = torch.full((pairs, width), torch.nan, dtype=DTYPE, device=DEVICE)
-    grouped_gemm(x, gate_up, activated, to, TILE, gate=EXPERT_GATES.index(activation), weight=2 * on_input)
+    grouped_gemm(x, gate_up, activated, to, tile, gate=EXPERT_GATES.index(activation), weight=2 * on_input)
     residual = noise(len(x), hidden, seed=11)
     out = residual.clone()
     for first, last in ((0, 64), (64, hidden)):  # of the columns, a part at a time
         results = torch.full((pairs, last - first), torch.nan, dtype=DTYPE, device=DEVICE)
-        grouped_gemm(activated, down, results, to, TILE, weight=int(not on_input), first_row=first)
+        grouped_gemm(activated, down, results, to, tile, weight=int(not on_input), first_row=first)
         combine_pairs(results, to, out[:, first:last])
     return out.double() - residual.double()
 
@@ -82,11 +83,11 @@ def quantized(kind: str, experts: int, n: int, k: int, seed: int) -> ExpertMatri
     if kind.startswith("int4"):
         group = int(kind.removeprefix("int4-"))
         words = pack_scales(scales(experts, n, k // group).bfloat16(), "int4", group)
-        return ExpertMatrix("int4", k, pack_nibbles(bytes_of(experts, n, k // 2), "int4"), words, group)
+        return packed_experts("int4", k, pack_nibbles(bytes_of(experts, n, k // 2), "int4"), words, group)
     if kind == "mxfp4":
         words = pack_scales((bytes_of(experts, n, k // 32) % 4 + 121).to(torch.uint8), kind, 32)
         codes = pack_nibbles(bytes_of(experts, n, k // 2), kind)
-        return ExpertMatrix(kind, k, codes, words, 32)
+        return packed_experts(kind, k, codes, words, 32)
     codes = bytes_of(experts, n, k)
     codes = torch.where(codes & 127 == 127, 0, codes)  # not NaN
     if kind == "fp8":
@@ -94,14 +95,16 @@ def quantized(kind: str, experts: int, n: int, k: int, seed: int) -> ExpertMatri
     return ExpertMatrix(kind, k, codes, scales(experts, -(-n // FP8_BLOCK), -(-k // FP8_BLOCK)) * 0.01)
 
 
+# Scales multiply accumulators, those of codes or of codes plus 136, or weights.
+@pytest.mark.parametrize(("block", "rows"), [(16, 64), (16, 128), (32, 64)])
 @pytest.mark.parametrize("kind", ["int4-32", "int4-128", "mxfp4", "fp8", "fp8_blocks"])
-def test_quantized_experts(kind: str) -> None:
+def test_quantized_experts(kind: str, block: int, rows: int) -> None:
     tokens, experts, routing = 5, 3, Routing(2, "sigmoid", scale=2.0)
     hidden, width = (160, 96) if kind == "mxfp4" else (256, 128)  # MXFP4: rows that end within a tile, as GPT-OSS has
     gate_up = quantized(kind, experts, 2 * width, hidden, 1)
     down = quantized(kind, experts, hidden, width, 2)
     x = noise(tokens, hidden, seed=1)
-    to = permutation(tokens, experts, routing, 16, None)
+    to = permutation(tokens, experts, routing, block, None)
     ids, weights = route(noise(tokens, experts, seed=7).float(), routing)
     want = run_experts(x.float(), ids, weights, TorchExperts(gate_up.dense()), TorchExperts(down.dense()), "silu")
-    assert error(run(x, to, gate_up, down, "silu", False), want) < LIMIT
+    assert error(run(x, to, gate_up, down, "silu", False, GroupedTile(rows, 64, 2, 4)), want) < LIMIT

@@ -1,6 +1,7 @@
 """A mixture of experts on the GPU against the reference backend, padding and deterministic mode included."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +13,11 @@ from emberline.kernels.backend import MLP, MoE
 from emberline.kernels.gpu import workspace as workspace_module
 from emberline.kernels.gpu.expert_matrix import ExpertMatrix
 from emberline.kernels.gpu.matmul import DenseMatrix, Matmul
-from emberline.kernels.gpu.moe_block import mark_valid, run_moe
+from emberline.kernels.gpu.moe_block import _add_shared, mark_valid, run_moe
 from emberline.kernels.gpu.workspace import AttentionShape, ExpertsShape, Workspace, WorkspaceSizes
 from emberline.kernels.moe import Routing, TorchExperts
 from emberline.kernels.reference import TorchBackend, TorchMatrix
+from emberline.protocol.parallel_layout import Layout
 from tests.kernels.gpu.batches import DEVICE, DTYPE, LIMIT, error, noise
 
 HIDDEN, WIDTH, EXPERTS = 64, 32, 8
@@ -57,8 +59,29 @@ def blocks(name: str) -> tuple[MoE, MoE]:
     )
 
 
-def run(moe: MoE, x: Tensor, valid: Tensor | None = None, deterministic: bool = False) -> Tensor:
-    experts = ExpertsShape(len(moe.gate_up.weight), moe.routing.slots, WIDTH)
+class SecondStream:
+    """A stand-in for `Beside`, which needs a GPU: the second stream's kernels run at once, or as late as they may."""
+
+    def __init__(self, workspace: Workspace, late: bool) -> None:
+        self._workspace, self._late = workspace.beside(), late
+        self._matmul = Matmul(self._workspace, False, False)
+        self._waiting: list[tuple[MLP, Tensor, Tensor]] = []
+
+    def add_shared(self, *args: Any) -> None:
+        self._waiting.append(args)
+        if not self._late:
+            self.join()
+
+    def join(self) -> None:
+        while self._waiting:
+            *tensors, add = self._waiting.pop()
+            _add_shared(*tensors, self._workspace, self._matmul, add)
+
+
+def run(
+    moe: MoE, x: Tensor, valid: Tensor | None = None, deterministic: bool = False, late: bool | None = None
+) -> Tensor:
+    experts = ExpertsShape(len(moe.gate_up.weight), len(moe.router), moe.routing.slots, WIDTH)
     sizes = WorkspaceSizes(
         HIDDEN, 32, (AttentionShape(2, 1, 32),), WIDTH, 40, 4, 4, DTYPE.itemsize, experts=experts
     )  # fmt: skip
@@ -66,7 +89,8 @@ def run(moe: MoE, x: Tensor, valid: Tensor | None = None, deterministic: bool = 
     out = x.clone()
     valid = torch.ones(len(x), dtype=torch.int32, device=DEVICE) if valid is None else valid
     matmul = Matmul(workspace, deterministic, False)
-    run_moe(moe, out, valid, workspace, matmul, deterministic=deterministic, pdl=False)
+    beside: Any = None if late is None else SecondStream(workspace, late)
+    run_moe(moe, out, valid, workspace, matmul, deterministic=deterministic, pdl=False, beside=beside)
     assert not workspace.expert_counts.any()
     return out
 
@@ -80,6 +104,15 @@ def test_block(name: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     want = x.clone()
     TorchBackend(DEVICE, DTYPE).moe(theirs, want)
     assert error(run(ours, x) - x, want - x) < 3 * LIMIT
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_shared_experts_on_a_second_stream(late: bool) -> None:
+    ours, theirs = blocks("shared")
+    x = noise(7, HIDDEN, seed=9)
+    want = x.clone()
+    TorchBackend(DEVICE, DTYPE).moe(theirs, want)
+    assert error(run(ours, x, late=late) - x, want - x) < 3 * LIMIT
 
 
 def test_padding_touches_no_expert() -> None:
@@ -117,5 +150,6 @@ def test_the_workspace_holds_the_largest_of_different_layers() -> None:
     """A checkpoint may have the shared experts of some layers in another format, and so not with the routed ones."""
     config = SimpleNamespace(hidden_size=HIDDEN, vocab_size=100)
     layers = [blocks(name)[0] for name in ("plain", "stored")]
-    model = SimpleNamespace(config=config, attentions=[], kv_groups=(), feed_forwards=layers)
-    assert WorkspaceSizes.of(model, 16, 4, 4).experts == ExpertsShape(EXPERTS + 1, 3, WIDTH)
+    whole = SimpleNamespace(layout=Layout())
+    model = SimpleNamespace(config=config, attentions=[], kv_groups=(), feed_forwards=layers, shard=whole)
+    assert WorkspaceSizes.of(model, 16, 4, 4).experts == ExpertsShape(EXPERTS + 1, EXPERTS, 3, WIDTH)

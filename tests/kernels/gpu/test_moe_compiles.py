@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 from emberline.kernels.gpu.expert_loading import _interleave
 from emberline.kernels.gpu.grouped_gemm import _combine_pairs, _grouped_gemm
 from emberline.kernels.gpu.moe_block import _mark_valid
-from emberline.kernels.gpu.moe_routing import _route
+from emberline.kernels.gpu.moe_routing import _norm_and_route, _route
 
 
 def compiled(kernel, types, **constants):
@@ -27,7 +27,7 @@ def compiled(kernel, types, **constants):
     triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
 
 
-compiled(_interleave, ["*i16", "i32"], TILES=64)
+compiled(_interleave, ["*u8", "*i16", *["i32"] * 4], ROWS=64, HALVES_=32, TILES=64)
 compiled(_combine_pairs, ["*bf16", "*i32", "*bf16", "i32", "i32"], SLOTS=8, COLS=1024, PDL=1)
 compiled(_mark_valid, [*["*i32"] * 5, "i32", "i32"], NULL=0, ROWS=128)
 shapes = {"TOP_K": 8, "SLOTS": 16, "LOCAL": 512, "BLOCK_TOKENS": 16, "FIELDS": 4, "PDL": 1}
@@ -35,22 +35,25 @@ routing = ["*fp32", "*fp32", "*i32", "*i32", "*fp32", *["*i32"] * 4, *["i32"] * 
 for groups, experts, shared in ((8, 256, 0), (1, 64, 1)):
     more = {"SIGMOID": 1, "NORMALIZE": 1, "GROUPS": groups, "TOP_GROUPS": 1, "EXPERTS": experts, "N_SHARED": shared}
     compiled(_route, routing, **shapes, **more, CORRECTED=1, MASKED=1)
+    one = ["*bf16", "*fp32", "*bf16", "*fp32", "*bf16", "*fp32", *routing[1:9], "i32", "fp32", *["i32"] * 4, "fp32"]
+    compiled(_norm_and_route, one, **shapes, **more, CORRECTED=1, MASKED=1, BIAS=1, ROWS=2, WIDTH=2048)
 for number, (codes, scale, words) in enumerate(
     (("*bf16", "*bf16", 0), ("*i16", "*i32", 2), ("*i16", "*i32", 1), ("*u8", "*fp32", 0), ("*u8", "*fp32", 0))
 ):
     types = ["*bf16", codes, scale, "*bf16", "*fp32", "*bf16", *["*i32"] * 3, *["i32"] * 5]
-    tile = {"ROWS": 64, "COLS": 128, "TOKENS": 16, "STAGES": 3, "FIELDS": 4, "PDL": 2}
+    tile = {"COLS": 128, "TOKENS": 16, "STAGES": 3, "BLOCK": 64, "FIELDS": 4, "PDL": 2}
     more = {"FORMAT": number, "WORDS": words, "SLOTS": 8, "GATE": 1, "BIAS": 1, "WEIGHT": 2, "EVEN": 0}
-    compiled(_grouped_gemm, types, **tile, **more)
+    for rows in (64, 128) if codes == "*i16" else (64,):
+        compiled(_grouped_gemm, types, ROWS=rows, **tile, **more)
 print("compiled")
 """
 LATENTS = """
-from emberline.kernels.gpu.mla import attention, projections, splits
+from emberline.kernels.gpu.mla import attention, hopper, projections, splits
 
 ANYWHERE = {"positions", "query_starts", "context_lens"}  # a part of a step's rows or tokens begins anywhere
 for kernel in (
     attention._latent_attention, attention._merge_partials, projections._absorb_queries, projections._rotate_and_cache,
-    splits._plan,
+    splits._plan, hopper._latent_attention_hopper,
 ):
     found = [param for param in kernel.params if param.name in ANYWHERE]
     assert found and all(param.do_not_specialize for param in found), kernel.fn.__name__

@@ -1,5 +1,7 @@
 """Sampling on the device against the CPU sampler: the same logits give the same tokens."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ import triton.language as tl
 
 from emberline.kernels.gpu.sampler import _sample_ranked, sample_batch
 from emberline.kernels.gpu.sampler_table import SampledBatch, SamplerTable, sample_reference
-from emberline.kernels.sampling import INVALID, SamplerRow
+from emberline.kernels.sampling import INVALID, SamplerRow, sample
 from tests.kernels.gpu.batches import DEVICE, everyday
 
 VOCAB = 4500  # two chunks, the second partial; more than MAX_RANKED
@@ -207,3 +209,31 @@ def test_a_sample_does_not_depend_on_the_order_of_the_candidates() -> None:
         rank = ids.tolist().index(choose(1.0, np.arange(n)))
         borderline = float(np.float32(mass[:rank].sum() / mass[:top_k].sum()))  # it is kept or not by a hair
         assert len({choose(borderline, random.permutation(n)) for _ in range(6)}) == 1
+
+
+def test_draws_after_drafts_count_them_and_have_masks_of_their_own() -> None:
+    """Several rows of a slot, against the CPU sampler with the drafts in its history."""
+    n_draws, drafts = 3, [[7, 7], [9, 11]]
+    base = dict(temperature=0.8, top_p=0.9, repetition_penalty=1.4, frequency_penalty=0.7, presence_penalty=0.3)
+    output = np.array([5, 7], np.uint32)
+    shared = [SamplerRow(**base, seed=s, prompt_ids=output[:1], output_ids=output, guided=s == 2) for s in (1, 2)]
+    values = logits(2 * n_draws)
+    masks = np.random.default_rng(3).integers(0, 2**32, (n_draws, -(-VOCAB // 32)), dtype=np.uint32)
+    table = SamplerTable(4, VOCAB, DEVICE)
+    for slot, row in enumerate(shared):
+        table.set(slot, row)
+    table.allow([1] * n_draws, masks)
+    table.upload()
+    to = dict(dtype=torch.int32, device=DEVICE)
+    slots, positions = torch.tensor([0] * 3 + [1] * 3, **to), torch.tensor([20, 21, 22, 30, 31, 32], **to)
+    tokens = torch.tensor([1, *drafts[0], 1, *drafts[1]], **to)
+    before, out = table.counts.clone(), SampledBatch.empty(6, DEVICE)
+    for guided in (False, True):
+        sample_batch(values, table, slots, positions, out, guided, token_ids=tokens, n_draws=n_draws)
+    assert torch.equal(table.counts, before)
+    for r in range(6):
+        slot, draw = divmod(r, n_draws)
+        history = np.array([*output, *drafts[slot][:draw]], np.uint32)
+        allowed = masks[draw] if slot else None
+        row = replace(shared[slot], position=int(positions[r]), output_ids=history, allowed=allowed)
+        assert out.token_ids[r].item() == sample(values[r : r + 1].clone(), [row])[0].token_id

@@ -40,7 +40,7 @@ def scratch_for(attn: GroupedQueryAttention, n_partials: int, queries: int = TIL
 
 @pytest.fixture(autouse=True)
 def room_for_many_work_items(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split_kv, "MAX_WORK_ITEMS", 2000)
+    monkeypatch.setattr(split_kv, "work_item_room", lambda: 2000)
 
 
 def run(q: Tensor, attn: GroupedQueryAttention, b: Batch, scratch: SplitScratch | None, splits: int = 0) -> Tensor:

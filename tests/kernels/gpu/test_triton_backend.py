@@ -164,7 +164,9 @@ def test_chunks_attend_to_expanded_latents(name: str, monkeypatch: pytest.Monkey
     model = triton_model(*MODELS[name])
     monkeypatch.setattr(triton_backend, "INTERPRETED", False)
     monkeypatch.setattr(mla_prefill, "MIN_TOKENS", 4)  # a chunk of three tokens attends absorbed
-    monkeypatch.setattr(model._backend, "_long", SimpleNamespace(has_plans=False, forward=forward))
+    monkeypatch.setattr(
+        model._backend, "_long", SimpleNamespace(has_plans=False, forward=forward, supports_expanded=lambda *dims: True)
+    )
     assert_close(run(model, shaped=True), run(reference_model(*MODELS[name])))
     assert {17, 4} <= set(calls)
 
@@ -185,8 +187,8 @@ SPLIT_SWEEP = [(name, deterministic) for deterministic in (False, True) for name
 @pytest.mark.parametrize(("name", "deterministic"), everyday(SPLIT_SWEEP, [("gemma", False)]))
 def test_split_kv_prefill(name: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU with many SMs, in tiles so small that a few tokens are several splits."""
-    monkeypatch.setattr(split_kv, "SM_COUNT", 132)
-    monkeypatch.setattr(split_kv, "MAX_WORK_ITEMS", 6 * 132)
+    monkeypatch.setattr(split_kv, "sm_count", lambda: 132)
+    monkeypatch.setattr(split_kv, "work_item_room", lambda: 6 * 132)
     monkeypatch.setattr(split_kv, "MIN_SPLIT_TILES", 1)
     monkeypatch.setattr(prefill_attention, "prefill_tile", lambda dim: PrefillTile(32, 16, 2, 4))
     kernel, is_split = prefill_attention.prefill_attention, []
@@ -223,7 +225,7 @@ def test_cascade_attention_of_a_shared_prefix() -> None:
 
 
 def test_workspace_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split_kv, "MAX_WORK_ITEMS", 6 * 132)
+    monkeypatch.setattr(split_kv, "work_item_room", lambda: 6 * 132)
     llama8b = WorkspaceSizes(4096, 128256, (AttentionShape(32, 8, 128),), 14336, 8192, max_rows=256, max_samples=256)
     assert Workspace.bytes(llama8b) < 0.75 * 2**30
     ends = {name: start + size for name, (start, size) in _layout(llama8b).items()}

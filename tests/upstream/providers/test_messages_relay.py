@@ -42,6 +42,16 @@ async def test_the_body_and_the_message_are_untouched(gateway: Opener, provider_
     assert [row[1:5] for row in await made.rows()] == [("finished", 100, 60, 9)] * 2
 
 
+async def test_drafts_are_not_asked_of_anthropic(gateway: Opener, provider_server: StartProvider) -> None:
+    server = await provider_server("anthropic")
+    made = await gateway(configured("anthropic", server))
+    for path in ("/v1/messages", "/v1/chat/completions"):
+        refused = await made.post(path, {**BODY, "tools": [], "speculation": {"max_draft_tokens": 0}})
+        assert refused.status_code == 400, refused.text
+        assert "`speculation`" in refused.text
+    assert server.requests == []
+
+
 async def test_cost_errors_and_counting(gateway: Opener, provider_server: StartProvider) -> None:
     server = await provider_server("anthropic", prompt_tokens=100)
     made = await gateway(configured("anthropic", server))

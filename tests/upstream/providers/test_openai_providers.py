@@ -13,6 +13,7 @@ from emberline.service.answer import collect_answer
 from emberline.service.request_context import JobContext
 from emberline.testing.openai_script import ServerScript, StandinPrompt
 from emberline.testing.standin_openai import StandinServer
+from emberline.upstream.providers.registry import KNOWN, KnownProvider
 from tests.upstream.providers.conftest import KEY, SAYS, Opener, events, said
 
 MODEL = "acme/gpt-test"
@@ -69,6 +70,29 @@ async def test_every_other_api(gateway: Opener, openai_server: StartServer) -> N
     rows = await made.rows()
     assert [(row[0], row[1]) for row in rows] == [(MODEL, "finished")] * 5
     assert {request["model"] for request in server.requests} == {"gpt-test"}
+
+
+@pytest.mark.parametrize("hosted", [False, True])  # a hosted one gets all fields that a client sends
+async def test_drafts_are_not_asked_of_a_provider(
+    gateway: Opener, openai_server: StartServer, monkeypatch: pytest.MonkeyPatch, hosted: bool
+) -> None:
+    server = await openai_server()
+    monkeypatch.setitem(KNOWN, "acme", KnownProvider(f"{server.url}/v1"))
+    made = await gateway(ProviderConfig(name="acme", key=KEY) if hosted else acme(server))
+    bodies = {
+        "/v1/chat/completions": {"messages": SAYS},
+        "/v1/completions": {"prompt": "once"},
+        "/v1/messages": {"messages": SAYS, "max_tokens": 100},
+        "/v1/responses": {"input": "Hi"},
+    }
+    for path, body in bodies.items():
+        refused = await made.post(path, {"model": MODEL, **body, "speculation": {"report": True}})
+        assert refused.status_code == 400, refused.text
+        assert "`speculation`" in refused.text, path
+    assert server.requests == []
+    ignored = await made.post("/v1/chat/completions", {"model": MODEL, "messages": SAYS, "speculation": None})
+    assert ignored.status_code == 200, ignored.text
+    assert "speculation" not in server.requests[0]
 
 
 async def test_listed_models_and_names_in_any_case(gateway: Opener, openai_server: StartServer) -> None:

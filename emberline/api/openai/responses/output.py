@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from emberline.api.common.answer import cost_field, logprobs_body
+from emberline.api.common.answer import cost_field, drafts_field, logprobs_body, tiers_field
 from emberline.api.http.errors import Dialect, FieldNames, codes
 from emberline.api.http.sse import EventEncoder, named_event, random_padding
 from emberline.api.openai.responses.items import Status, item_id, seal
@@ -251,11 +251,16 @@ class ResponseStream(EventEncoder):
 def _usage_body(usage: Usage) -> Json:
     return {
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "input_tokens_details": {
+            "cached_tokens": usage.cached_tokens,
+            **tiers_field(usage, "cached_tokens"),
+            "cache_write_tokens": 0,
+        },
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.total_tokens,
         **cost_field(usage),
+        **drafts_field(usage),
     }
 
 

@@ -8,12 +8,15 @@ from msgspec import Meta
 from emberline.api.common.chat_fields import Effort
 from emberline.api.common.sampling_fields import (
     PRIORITY,
+    CacheRetention,
     Metadata,
     Probability,
     ServiceTier,
+    SpeculationField,
     Temperature,
     TokenCount,
     TopLogprobs,
+    cache_ttl_s,
     clamp_top_p,
     left_to_model,
     session_name,
@@ -90,7 +93,9 @@ class ResponsesRequest(NoSamplingFields, kw_only=True):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: CacheRetention | None = None
     service_tier: ServiceTier | None = None
+    speculation: SpeculationField | None = None
     context_management: UnsupportedField = None
     max_tokens: UnsupportedField = None
 
@@ -140,6 +145,7 @@ class ResponsesRequest(NoSamplingFields, kw_only=True):
             sampling=self._sampling(),
             left_to_model=left_to_model(self),
             session=session_name(session, self.prompt_cache_key, self.safety_identifier, self.user, first),
+            cache_ttl_s=cache_ttl_s(self.prompt_cache_retention),
             priority=priority,
             reject_if_busy=priority is Priority.FLEX and not self.background,
             tools=tools.toolset.tools,
@@ -147,6 +153,7 @@ class ResponsesRequest(NoSamplingFields, kw_only=True):
             parallel_tool_calls=self.parallel_tool_calls is not False,
             output=self.text.format.output() if self.text and self.text.format else None,
             reasoning=Reasoning(enabled=False if effort == "none" else None, effort=effort),
+            speculation=SpeculationField.setting(self.speculation),
         )
         names = FieldNames(output="text.format.schema", tools=tools.toolset.fields, messages=message_fields)
         return request, names
@@ -171,6 +178,7 @@ class ResponsesRequest(NoSamplingFields, kw_only=True):
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "previous_response_id": self.previous_response_id,
             "prompt_cache_key": self.prompt_cache_key,
+            "prompt_cache_retention": self.prompt_cache_retention,
             "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary or reasoning.generate_summary},
             "safety_identifier": self.safety_identifier,
             "service_tier": PRIORITY[self.service_tier].name.lower(),

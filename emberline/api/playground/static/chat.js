@@ -24,13 +24,16 @@ export function Transcript({ pane, label, openModels }) {
     let follows = true;
     let before = 0;
     const onScroll = () => {
-      // Only a reader scrolls up: what is far from the end otherwise has grown since.
-      if (node.scrollTop < before) follows = false;
-      if (node.scrollHeight - node.scrollTop - node.clientHeight < NEAR_END_PX) follows = true;
+      // Only a reader scrolls up, or down to the end again. A page that became shorter leaves him at its very end.
+      const below = node.scrollHeight - node.scrollTop - node.clientHeight;
+      if (node.scrollTop < before) follows = below < 1;
+      else if (node.scrollTop > before && below < NEAR_END_PX) follows = true;
       before = node.scrollTop;
     };
     const observer = new ResizeObserver(() => {
-      if (follows && !pane.conversation.isEmpty) node.scrollTop = node.scrollHeight;
+      if (!follows || pane.conversation.isEmpty) return;
+      node.scrollTop = node.scrollHeight;
+      before = node.scrollTop; // the scroll event of this is not the reader's
     });
     // Drawing may have moved to the end before the scroll event of a small step up arrives.
     const onReach = (event) => {

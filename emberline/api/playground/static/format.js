@@ -6,6 +6,14 @@ export const number = (value) => (value == null ? "–" : NUMBER.format(value));
 
 export const percent = (share) => (share == null ? "–" : `${(100 * share).toFixed(share < 0.1 && share > 0 ? 1 : 0)} %`);
 
+export function bytes(n) {
+  if (n == null) return "–";
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let at = 0;
+  for (; n >= 1024 && at < units.length - 1; at++) n /= 1024;
+  return `${n.toFixed(at && n < 100 ? 1 : 0)} ${units[at]}`;
+}
+
 export function duration(ms) {
   if (ms == null) return "–";
   if (ms < 1000) return `${ms.toFixed(ms > 0 && ms < 10 ? 1 : 0)} ms`;

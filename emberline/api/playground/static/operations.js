@@ -3,7 +3,7 @@
 import { Accounts } from "./accounts.js";
 import { postJson, session } from "./api.js";
 import { Histogram, Meter, TimeSeries } from "./charts.js";
-import { age, duration, number, percent } from "./format.js";
+import { age, bytes, duration, number, percent } from "./format.js";
 import { Queue } from "./queue.js";
 import { server } from "./server_status.js";
 import { SignIn } from "./sign_in.js";
@@ -78,6 +78,7 @@ function Load() {
       ${chart("Errors per step of 10 s", { failed: series.failed ?? [], refused: series.refused ?? [] }, number)}
     </section>
     ${pools(now.workers).map(([name, workers]) => html`<${Workers} key=${name} title=${name} workers=${workers} />`)}
+    <${Tiers} workers=${now.workers} />
     <${Table} title="Models" caption="since the core started" head=${["Model", "Requests", "Failed", "Prompt tokens", "Cached", "Output tokens"]}
       rows=${now.models.map((model) => [visible(model.id), number(sum(model.requests)), number(model.requests.failed ?? 0), number(model.input_tokens), html`<${Meter} share=${model.hit_ratio} />`, number(model.output_tokens)])} />`;
 }
@@ -118,6 +119,20 @@ function Workers({ title, workers }) {
   return html`
     ${problem && html`<p class="problem" role="alert">${visible(problem)}</p>`}
     <${Table} title=${title} head=${["Worker", "State", "Running", "Waiting", "KV cache", "Tokens/s", "Cached", "KV transfers", ""]} rows=${workers.map(row)} />`;
+}
+
+/** Host memory, disk and the pool below the device's KV cache; nothing where no worker has any. */
+function Tiers({ workers }) {
+  const rows = workers.flatMap((worker) => (worker.tiers ?? []).map((tier) => [
+    visible(worker.name),
+    html`<${Cells} first=${visible(tier.name)} second=${html`<span class=${`badge ${tier.state === "ok" ? "good" : "bad"}`}>${visible(tier.state)}</span>`} />`,
+    html`<${Meter} share=${tier.capacity_bytes ? tier.used_bytes / tier.capacity_bytes : null} text=${`${bytes(tier.used_bytes)} of ${bytes(tier.capacity_bytes)}`} />`,
+    number(tier.blocks),
+    percent(tier.hit_ratio),
+    tier.read_rate ? `${bytes(tier.read_rate)}/s` : "–",
+    tier.oldest_s ? age(tier.oldest_s) : "–",
+  ]));
+  return rows.length ? html`<${Table} title="KV cache tiers" caption="a pool's size is that of the whole pool" head=${["Worker", "Tier", "Used", "Blocks", "Hit ratio", "Reads", "Oldest"]} rows=${rows} />` : null;
 }
 
 function Tile({ name, value, note }) {

@@ -1,6 +1,7 @@
 """Latent attention of a layer: its projections and kernels in the workspace's memory, and their plan for a step.
 
 Decode rows and the chunks of captured steps attend absorbed; other chunks expanded, where a library for that is there.
+Under decode context parallelism (`shares`) a rank plans with the tokens that it has.
 """
 
 from dataclasses import dataclass
@@ -10,13 +11,22 @@ import torch
 from torch import Tensor
 
 from emberline.kernels.backend import LatentAttention
+from emberline.kernels.context_parallel import TokenShare
 from emberline.kernels.gpu.launch import cdiv
 from emberline.kernels.gpu.long_attention import LongAttention
 from emberline.kernels.gpu.matmul import Fusion, Matmul
 from emberline.kernels.gpu.mla import prefill
-from emberline.kernels.gpu.mla.attention import LatentTile, latent_attention, latent_tile, partial_floats, tile_tokens
+from emberline.kernels.gpu.mla.attention import (
+    LSE_ROOM,
+    LatentTile,
+    latent_attention,
+    latent_tile,
+    partial_floats,
+    tile_tokens,
+)
 from emberline.kernels.gpu.mla.prefill import attend_expanded
 from emberline.kernels.gpu.mla.projections import absorb_queries, project_values, rotate_and_cache
+from emberline.kernels.gpu.mla.shares import LatentShares, merge_shares
 from emberline.kernels.gpu.mla.splits import ITEM_FIELDS, LatentSplits, max_items, plan_latent_splits
 from emberline.kernels.gpu.workspace import LatentShape, PrefillChunk, StepShape, Workspace
 
@@ -40,12 +50,16 @@ class LatentPlan:
     absorbed: list[AbsorbedRows]
     expanded: list[PrefillChunk]
     deterministic: bool
+    shares: LatentShares | None = None
 
 
 class _Planner:
-    def __init__(self, workspace: Workspace, group: int, shape: LatentShape, step: Any, deterministic: bool) -> None:
+    def __init__(
+        self, workspace: Workspace, group: int, shape: LatentShape, step: Any, deterministic: bool,
+        shares: LatentShares | None,
+    ) -> None:  # fmt: skip
         self._workspace, self._group, self._shape = workspace, group, shape
-        self._step, self._deterministic = step, deterministic
+        self._step, self._deterministic, self._shares = step, deterministic, shares
         self.found: list[AbsorbedRows] = []
 
     def add(self, rows: slice, tokens: slice, *, decodes_only: bool = False) -> None:
@@ -61,9 +75,10 @@ class _Planner:
     def _add(self, rows: slice, tokens: slice, starts: Tensor, contexts: Tensor, decodes_only: bool) -> None:
         """deterministic: keys are not split, and every step has the same tiles."""
         shape, n = self._shape, tokens.stop - tokens.start
-        per_tile = 1 if decodes_only and not self._deterministic else tile_tokens(shape.heads)
-        tile = latent_tile(per_tile * shape.heads)
-        head_tiles = cdiv(per_tile * shape.heads, tile.queries)
+        heads, kept = shape.attended_heads, contexts if self._shares is None else self._shares.contexts(contexts)
+        per_tile = 1 if decodes_only and not self._deterministic else tile_tokens(heads)
+        tile = latent_tile(per_tile * heads, shape.kv_lora, shape.rope_dim, shape.shares)
+        head_tiles = cdiv(per_tile * heads, tile.queries)
         floats = partial_floats(head_tiles * tile.queries, shape.kv_lora)
         max_partials = 0 if self._deterministic else self._workspace.region("latent_partials").numel() // floats
         memory = self._workspace.region(f"latent_items{self._group}", torch.int32)
@@ -72,7 +87,7 @@ class _Planner:
                 max_items(n, len(contexts), per_tile) * ITEM_FIELDS, dtype=torch.int32, device=memory.device
             )
         splits = plan_latent_splits(
-            starts, contexts, n, head_tiles, per_tile, tile.keys, tile.programs_per_sm, max_partials, memory
+            starts, kept, n, head_tiles, per_tile, tile.keys, tile.programs_per_sm, max_partials, memory
         )
         tables = self._step.block_tables[self._group][rows]
         self.found.append(AbsorbedRows(tokens, tables, starts, contexts, splits, tile))
@@ -80,14 +95,15 @@ class _Planner:
 
 def plan_latent(
     workspace: Workspace, group: int, shape: LatentShape, step: Any, step_shape: StepShape,
-    library: LongAttention | None, deterministic: bool,
+    library: LongAttention | None, deterministic: bool, shares: LatentShares | None = None,
 ) -> LatentPlan:  # fmt: skip
-    """library: for chunks that attend expanded; None: there is none."""
-    planner, limit = _Planner(workspace, group, shape, step, deterministic), workspace.sizes.absorbed_tokens
+    """library: for chunks that attend expanded; None: there is none. shares: of each block's tokens."""
+    planner = _Planner(workspace, group, shape, step, deterministic, shares)
+    limit = workspace.sizes.absorbed_tokens
     if not step_shape.max_query or step_shape.chunks is None:
         every = slice(0, len(step.context_lens)), slice(0, len(step.token_ids))
-        planner.add(*every, decodes_only=not step_shape.max_query)
-        return LatentPlan(planner.found, [], deterministic)
+        planner.add(*every, decodes_only=not step_shape.max_query and step_shape.row_tokens == 1)
+        return LatentPlan(planner.found, [], deterministic, shares)
     if step_shape.decode_rows:
         rows = slice(0, step_shape.decode_rows)
         planner.add(rows, rows, decodes_only=True)
@@ -114,7 +130,7 @@ def plan_latent(
                 add_together()
             together.append(chunk)
     add_together()
-    return LatentPlan(planner.found, expanded, deterministic)
+    return LatentPlan(planner.found, expanded, deterministic, shares)
 
 
 def attend_latents(
@@ -122,7 +138,7 @@ def attend_latents(
     rotary: tuple[Tensor, Tensor], pool: Tensor, library: LongAttention, pdl: bool,
 ) -> Tensor:  # fmt: skip
     """The heads' outputs for the residual x: [tokens, heads * v_dim]. Writes the new tokens' rows of the cache."""
-    tokens, width = len(x), attn.kv_lora + attn.rope_dim
+    tokens, width, shares = len(x), attn.kv_lora + attn.rope_dim, plan.shares
     projected = workspace.take("qkv", tokens, attn.qkv_a.shape[0])
     matmul(x, attn.qkv_a, projected, Fusion(attn.norm, attn.eps))
     q, kv = projected[:, :-width], projected[:, -width:]
@@ -130,7 +146,7 @@ def attend_latents(
         queries = workspace.take("queries", tokens, attn.q_b.shape[0])
         matmul(q, attn.q_b, queries, Fusion(attn.q_norm, attn.eps))
         q = queries
-    out = workspace.take("normed", tokens, attn.output_dim)
+    out, own = workspace.take("normed", tokens, attn.output_dim), TokenShare() if shares is None else shares.own
     for rows in plan.absorbed:
         new, n = rows.tokens, rows.tokens.stop - rows.tokens.start
         absorbed = workspace.take("absorbed", n, attn.heads, width)
@@ -138,20 +154,34 @@ def attend_latents(
         angles = rotary[0][new], rotary[1][new]
         one_tile = plan.deterministic
         absorb_queries(
-            q[new], kv[new], absorbed, attn, angles, pool, *of_rows, step.positions[new], one_tile=one_tile, pdl=pdl
-        )
+            q[new], kv[new], absorbed, attn, angles, pool, *of_rows, step.positions[new], one_tile=one_tile, pdl=pdl,
+            share=own,
+        )  # fmt: skip
         latents = workspace.take("latents", n, attn.heads, attn.kv_lora)
         scratch = workspace.region("latent_partials")
-        latent_attention(absorbed, latents, attn.scale, pool, *of_rows, rows.splits, rows.tile, scratch, pdl=pdl)
+        if shares is None:
+            latent_attention(absorbed, latents, attn.scale, pool, *of_rows, rows.splits, rows.tile, scratch, pdl=pdl)
+        else:
+            sizes = (own.size, n, attn.heads)
+            everyone = shares.group.all_gather(absorbed, workspace.take("all_queries", *sizes, width))
+            parts, received = (
+                workspace.take(name, *sizes, attn.kv_lora + LSE_ROOM) for name in ("parts", "received_parts")
+            )
+            latent_attention(
+                everyone, parts, attn.scale, pool, *of_rows, rows.splits, rows.tile, scratch, pdl=False, share=own
+            )
+            merge_shares(shares.group.exchange(parts, received), latents)
         project_values(latents, attn.v_up, out[new], one_tile=one_tile, pdl=pdl)
     tables = step.block_tables[attn.kv_group]
     for chunk in plan.expanded:
         new = slice(chunk.start, chunk.start + chunk.n)
         angles = rotary[0][new], rotary[1][new]
-        rotate_and_cache(q[new], kv[new], attn, angles, pool, tables[chunk.row], step.positions[new], pdl=pdl)
+        rotate_and_cache(
+            q[new], kv[new], attn, angles, pool, tables[chunk.row], step.positions[new], pdl=pdl, share=own
+        )
         attend_expanded(
             _by_head(q[new], attn.heads), attn, library, pool, tables[chunk.row], chunk.context,
-            workspace.region("expanded", x.dtype), _by_head(out[new], attn.heads),
+            workspace.region("expanded", x.dtype), _by_head(out[new], attn.heads), shares,
         )  # fmt: skip
     return out
 

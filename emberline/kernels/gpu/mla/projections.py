@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from emberline.kernels.backend import LatentAttention
+from emberline.kernels.context_parallel import WHOLE_BLOCKS, TokenShare
 from emberline.kernels.gpu.launch import cdiv, launch_options, next_power_of_two, pdl_launch_early, pdl_wait
-from emberline.protocol.block_hash import BLOCK_TOKENS
 
 
 @triton.jit
@@ -41,10 +41,13 @@ def _find_row(token, query_starts, n_rows, ROWS: tl.constexpr):
 
 @triton.jit
 def _cache_latent(
-    kv, norm, cosine, sine, pool, table, positions, token, kv_stride, block_stride, eps, LATENT: tl.constexpr,
-    LATENT_PAD: tl.constexpr, ROPE: tl.constexpr, ROPE_PAD: tl.constexpr,
+    kv, norm, cosine, sine, pool, table, positions, token, kv_stride, block_stride, eps, first_token,
+    LATENT: tl.constexpr, LATENT_PAD: tl.constexpr, ROPE: tl.constexpr, ROPE_PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Norm of one token's latent and RoPE of its key, written to the cache of the row with this block table."""
+    """Norm of one token's latent and RoPE of its key, written to the cache of the row with this block table.
+
+    A rank may have BLOCK tokens of each block only, from `first_token` on.
+    """
     d, r = tl.arange(0, LATENT_PAD), tl.arange(0, ROPE_PAD)
     source = kv + token.to(tl.int64) * kv_stride
     x = tl.load(source + d, mask=d < LATENT, other=0.0).to(tl.float32)
@@ -54,18 +57,27 @@ def _cache_latent(
     half = token.to(tl.int64) * (ROPE // 2)
     key = _rotated(source + LATENT + one, cosine + half + one, sine + half + one, one < 1, r, ROPE)
     position = tl.load(positions + token)
-    slot = pool + tl.load(table + position // 16).to(tl.int64) * block_stride + (position % 16) * (LATENT + ROPE)
+    within = position % 16
+    latent_mask, key_mask = d < LATENT, (r < ROPE)[None, :]
+    if BLOCK < 16:
+        within -= first_token
+        kept = (within >= 0) & (within < BLOCK)
+        latent_mask, key_mask = d < tl.where(kept, LATENT, 0), (r < tl.where(kept, ROPE, 0))[None, :]
+    slot = pool + tl.load(table + position // 16).to(tl.int64) * block_stride + within * (LATENT + ROPE)
     dtype = pool.dtype.element_ty
-    tl.store(slot + d, latent.to(dtype), mask=d < LATENT)
-    tl.store(slot + LATENT + r[None, :] + one, key.to(dtype), mask=(r < ROPE)[None, :])
+    tl.store(slot + d, latent.to(dtype), mask=latent_mask)
+    tl.store(slot + LATENT + r[None, :] + one, key.to(dtype), mask=key_mask)
 
 
-@triton.jit(do_not_specialize=["tokens", "n_rows", "table_stride", "query_starts", "context_lens", "positions"])
+@triton.jit(
+    do_not_specialize=["tokens", "n_rows", "table_stride", "query_starts", "context_lens", "positions", "first_token"]
+)
 def _absorb_queries(
     q, k_up, out, kv, norm, cosine, sine, pool, tables, query_starts, context_lens, positions, tokens, n_rows,
-    q_stride, kv_stride, up_head_stride, up_stride, block_stride, table_stride, eps, HEADS: tl.constexpr,
+    q_stride, kv_stride, up_head_stride, up_stride, block_stride, table_stride, eps, first_token, HEADS: tl.constexpr,
     NOPE: tl.constexpr, NOPE_TILE: tl.constexpr, LATENT: tl.constexpr, LATENT_PAD: tl.constexpr, ROPE: tl.constexpr,
-    ROPE_PAD: tl.constexpr, TOKENS: tl.constexpr, DIMS: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+    ROPE_PAD: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, DIMS: tl.constexpr, ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     first = tl.program_id(1) * TOKENS
@@ -106,25 +118,26 @@ def _absorb_queries(
             if tl.load(context_lens + row) > 0:  # else padding
                 _cache_latent(
                     kv, norm, cosine, sine, pool, tables + row * table_stride.to(tl.int64), positions, first + within,
-                    kv_stride, block_stride, eps, LATENT, LATENT_PAD, ROPE, ROPE_PAD,
+                    kv_stride, block_stride, eps, first_token, LATENT, LATENT_PAD, ROPE, ROPE_PAD, BLOCK,
                 )  # fmt: skip
 
 
 def absorb_queries(
     q: Tensor, kv: Tensor, out: Tensor, attn: LatentAttention, rotary: tuple[Tensor, Tensor], pool: Tensor,
     tables: Tensor, query_starts: Tensor, context_lens: Tensor, positions: Tensor, one_tile: bool = False,
-    pdl: bool = False,
+    pdl: bool = False, share: TokenShare = WHOLE_BLOCKS,
 ) -> None:  # fmt: skip
     """Queries of all tokens of `q` [tokens, heads * (nope + rope)] to `out` [tokens, heads, latent + rope].
 
     kv: [tokens, latent + rope], not yet normed or rotated: written to the cache `pool`, [blocks, 1, 1, BLOCK_TOKENS,
     latent + rope]; rows with a context of 0 are padding. q and kv may be columns of a wider tensor.
-    one_tile: the same for any number of tokens, so that no result depends on it.
+    one_tile: the same for any number of tokens, so that no result depends on it. share: which tokens of a block the
+    pool has.
     """
     tokens = len(q)
     if not tokens:
         return
-    _check(attn, pool)
+    _check(attn, pool, share)
     tile = 16 if tokens <= 16 and not one_tile else 64
     pad = next_power_of_two(attn.kv_lora)
     dims = min(128, max(16, pad))
@@ -133,18 +146,18 @@ def absorb_queries(
     _absorb_queries[grid](
         q, attn.k_up, out, kv, attn.kv_norm, *rotary, pool, tables, query_starts, context_lens, positions, tokens,
         query_starts.shape[0] - 1, q.stride(0), kv.stride(0), attn.k_up.stride(0), attn.k_up.stride(1), pool.stride(0),
-        tables.stride(0), attn.eps, HEADS=attn.heads, NOPE=attn.nope_dim,
+        tables.stride(0), attn.eps, share.span[0], HEADS=attn.heads, NOPE=attn.nope_dim, BLOCK=share.tokens,
         NOPE_TILE=max(16, min(64, next_power_of_two(attn.nope_dim))), LATENT=attn.kv_lora, LATENT_PAD=pad,
         ROPE=attn.rope_dim, ROPE_PAD=max(16, next_power_of_two(attn.rope_dim)), TOKENS=tile, DIMS=dims, ROWS=128,
         PDL=int(pdl), **launch_options(pdl, num_warps=4),
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["positions"])
+@triton.jit(do_not_specialize=["positions", "first_token"])
 def _rotate_and_cache(
-    q, kv, norm, cosine, sine, pool, table, positions, q_stride, kv_stride, block_stride, eps, HEADS: tl.constexpr,
-    HEADS_PAD: tl.constexpr, NOPE: tl.constexpr, LATENT: tl.constexpr, LATENT_PAD: tl.constexpr, ROPE: tl.constexpr,
-    ROPE_PAD: tl.constexpr, PDL: tl.constexpr,
+    q, kv, norm, cosine, sine, pool, table, positions, q_stride, kv_stride, block_stride, eps, first_token,
+    HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, NOPE: tl.constexpr, LATENT: tl.constexpr, LATENT_PAD: tl.constexpr,
+    ROPE: tl.constexpr, ROPE_PAD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_launch_early(PDL)
     pdl_wait(PDL)
@@ -156,23 +169,24 @@ def _rotate_and_cache(
     tl.debug_barrier()  # every thread has read before any writes
     tl.store(heads + r[None, :], rotated.to(q.dtype.element_ty), mask=(h < HEADS) & (r < ROPE)[None, :])
     _cache_latent(
-        kv, norm, cosine, sine, pool, table, positions, token, kv_stride, block_stride, eps, LATENT, LATENT_PAD, ROPE,
-        ROPE_PAD,
+        kv, norm, cosine, sine, pool, table, positions, token, kv_stride, block_stride, eps, first_token, LATENT,
+        LATENT_PAD, ROPE, ROPE_PAD, BLOCK,
     )  # fmt: skip
 
 
 def rotate_and_cache(
     q: Tensor, kv: Tensor, attn: LatentAttention, rotary: tuple[Tensor, Tensor], pool: Tensor, table: Tensor,
-    positions: Tensor, pdl: bool = False,
+    positions: Tensor, pdl: bool = False, share: TokenShare = WHOLE_BLOCKS,
 ) -> None:  # fmt: skip
     """Tokens of one row, whose block table is `table`: RoPE of `q` in place, and their rows of the cache.
 
     Other tensors as in `absorb_queries`.
     """
-    _check(attn, pool)
+    _check(attn, pool, share)
     _rotate_and_cache[(len(q),)](
         q, kv, attn.kv_norm, *rotary, pool, table, positions, q.stride(0), kv.stride(0), pool.stride(0), attn.eps,
-        HEADS=attn.heads, HEADS_PAD=next_power_of_two(attn.heads), NOPE=attn.nope_dim, LATENT=attn.kv_lora,
+        share.span[0], BLOCK=share.tokens, HEADS=attn.heads, HEADS_PAD=next_power_of_two(attn.heads),
+        NOPE=attn.nope_dim, LATENT=attn.kv_lora,
         LATENT_PAD=next_power_of_two(attn.kv_lora), ROPE=attn.rope_dim, ROPE_PAD=next_power_of_two(attn.rope_dim),
         PDL=int(pdl), **launch_options(pdl, num_warps=4),
     )  # fmt: skip
@@ -220,8 +234,8 @@ def project_values(x: Tensor, v_up: Tensor, out: Tensor, one_tile: bool = False,
     )  # fmt: skip
 
 
-def _check(attn: LatentAttention, pool: Tensor) -> None:
+def _check(attn: LatentAttention, pool: Tensor, share: TokenShare) -> None:
     width = attn.kv_lora + attn.rope_dim
     assert pool.stride()[3:] == (width, 1), "the rows of a block lie one after another"
-    assert pool.shape[3] == BLOCK_TOKENS
+    assert pool.shape[3] == share.tokens
     assert attn.k_up.stride(2) == attn.v_up.stride(2) == 1

@@ -13,13 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from emberline.kernels.gpu.launch import INTERPRETED, SM_COUNT, cdiv, launch_options
+from emberline.kernels.gpu.launch import INTERPRETED, cdiv, launch_options, sm_count
 
 # A work item: row, query tile of the row, split, n_splits, key tiles per split, first partial result of the query tile.
 # Field 6 of entry i belongs to no item: it is the first item of the i-th query tile that is split, or -1.
 ITEM_FIELDS = 8  # padded to one memory sector
 MAX_SPLITS = 8 if INTERPRETED else 256  # of a query tile; a power of two
-MAX_PARTIALS = 2 * SM_COUNT  # partial results of a step
 ITEM_COST = 4.0  # of reading queries, storing and merging a partial result, in key tiles
 
 
@@ -33,13 +32,18 @@ class LatentSplits:
     n_split_tiles: int  # at most
 
 
+def partial_room() -> int:
+    """Partial results of a step that the workspace holds."""
+    return 2 * sm_count()
+
+
 def max_query_tiles(tokens: int, rows: int, tile_tokens: int) -> int:
     """Upper bound for `tokens` new tokens in `rows` rows."""
     return min(tokens, cdiv(tokens, tile_tokens) + rows - 1)
 
 
 def max_items(tokens: int, rows: int, tile_tokens: int) -> int:
-    return max_query_tiles(tokens, rows, tile_tokens) + MAX_PARTIALS if tokens else 0
+    return max_query_tiles(tokens, rows, tile_tokens) + partial_room() if tokens else 0
 
 
 @triton.jit
@@ -125,12 +129,12 @@ def plan_latent_splits(
     each of all `head_tiles`. out: memory for the table.
     """
     n_rows = query_starts.shape[0] - 1
-    max_partials = min(max_partials, MAX_PARTIALS)
+    max_partials = min(max_partials, partial_room())
     n = max_items(tokens, n_rows, tile_tokens)
     table = out[: n * ITEM_FIELDS].view(n, ITEM_FIELDS)
     if n:
         _plan[(cdiv(n, 32),)](
-            table, query_starts, context_lens, n_rows, n, head_tiles, max_partials, programs_per_sm * SM_COUNT,
+            table, query_starts, context_lens, n_rows, n, head_tiles, max_partials, programs_per_sm * sm_count(),
             TOKENS=tile_tokens, KEYS=tile_keys, ROWS=32, MAX_SPLITS=MAX_SPLITS,
             ITEM_COST=ITEM_COST, ITEMS=32, **launch_options(False, num_warps=8),
         )  # fmt: skip

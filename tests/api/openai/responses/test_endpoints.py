@@ -129,6 +129,7 @@ async def test_the_answer(client: httpx.AsyncClient, service: FakeService, base:
         "parallel_tool_calls": True,
         "previous_response_id": None,
         "prompt_cache_key": None,
+        "prompt_cache_retention": None,
         "reasoning": {"effort": None, "summary": None},
         "safety_identifier": None,
         "service_tier": "default",

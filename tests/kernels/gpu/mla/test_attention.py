@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from emberline.kernels.backend import LatentAttention
 from emberline.kernels.gpu.launch import cdiv
 from emberline.kernels.gpu.mla import splits as latent_splits
-from emberline.kernels.gpu.mla.attention import LatentTile, latent_attention, partial_floats
+from emberline.kernels.gpu.mla.attention import LatentTile, latent_attention, latent_tile, partial_floats, tile_tokens
 from emberline.kernels.gpu.mla.projections import absorb_queries, project_values
 from emberline.kernels.gpu.mla.splits import ITEM_FIELDS, LatentSplits, max_items, plan_latent_splits
 from tests.examples import n_examples
@@ -52,8 +52,8 @@ def run(
 
 @pytest.fixture
 def many_sms(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(latent_splits, "SM_COUNT", 132)
-    monkeypatch.setattr(latent_splits, "MAX_PARTIALS", 24)
+    monkeypatch.setattr(latent_splits, "sm_count", lambda: 132)
+    monkeypatch.setattr(latent_splits, "partial_room", lambda: 24)
     monkeypatch.setattr(latent_splits, "ITEM_COST", 0.5)
 
 
@@ -117,8 +117,8 @@ def test_any_rows_with_any_scratch(
     b, reference = (latent_batch([n for n, _ in rows], [n + c if n else 0 for n, c in rows], attn) for _ in range(2))
     q, kv = new_tokens(b, attn)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(latent_splits, "SM_COUNT", 132)
-        patch.setattr(latent_splits, "MAX_PARTIALS", 24)
+        patch.setattr(latent_splits, "sm_count", lambda: 132)
+        patch.setattr(latent_splits, "partial_room", lambda: 24)
         patch.setattr(latent_splits, "ITEM_COST", item_cost)
         got, _ = run(q, kv, attn, b, tile_tokens=tile_tokens, max_partials=max_partials)
     assert error(got, mla_reference(q, kv, attn, reference)) < LIMIT
@@ -147,16 +147,23 @@ def test_a_plan_covers_every_key_once(many_sms: None) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("hopper", [False, True])
 @pytest.mark.parametrize("heads", [16, 20, 64, 128])
-@pytest.mark.parametrize(("rows", "context"), [(1, 4000), (7, 576), (64, 300)])
-def test_production_shapes(heads: int, rows: int, context: int) -> None:
-    from emberline.kernels.gpu.mla.attention import latent_tile
-
+@pytest.mark.parametrize(("rows", "context", "new"), [(1, 4000, 1), (7, 576, 1), (64, 300, 1), (1, 1, 1), (3, 500, 7)])
+def test_production_shapes(heads: int, rows: int, context: int, new: int, hopper: bool) -> None:
     attn = latent_layer(heads, 512, 128, 64, 128)
-    b, reference = (latent_batch([1] * rows, [max(1, context - 37 * r) for r in range(rows)], attn) for _ in range(2))
+    contexts = [max(new, context - 37 * r) for r in range(rows)]
+    b, reference = (latent_batch([new] * rows, contexts, attn) for _ in range(2))
     q, kv = new_tokens(b, attn)
-    got, _ = run(q, kv, attn, b, latent_tile(heads), max_partials=264)
-    assert error(got, mla_reference(q, kv, attn, reference)) < LIMIT
+    per_tile = 1 if new == 1 else tile_tokens(heads)
+    tile = latent_tile(per_tile * heads, 512, 64)
+    if tile.hopper != hopper:
+        tile = LatentTile(64, 64, 2, 8) if tile.hopper else pytest.skip("needs a Hopper GPU")
+    want = mla_reference(q, kv, attn, reference)
+    got = [run(q, kv, attn, b, tile, per_tile, max_partials=264)[0] for _ in range(3)]
+    assert error(got[0], want) < LIMIT
+    assert torch.equal(got[0], got[1])
+    assert torch.equal(got[0], got[2])
 
 
 def test_project_values_of_many_tokens() -> None:

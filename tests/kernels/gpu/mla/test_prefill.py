@@ -8,9 +8,15 @@ import torch
 
 pytest.importorskip("triton")
 
-from emberline.kernels.gpu import fa3_attention
+from emberline.kernels.gpu import cudnn_attention, fa3_attention
 from emberline.kernels.gpu.long_attention import long_attention
-from emberline.kernels.gpu.mla.prefill import attend_expanded, expand_latents, expanded_elements, expanded_tokens
+from emberline.kernels.gpu.mla.prefill import (
+    attend_expanded,
+    expand_latents,
+    expanded_elements,
+    expanded_tokens,
+    warm_up_expanded,
+)
 from emberline.kernels.gpu.mla.projections import rotate_and_cache
 from tests.kernels.gpu.batches import DEVICE, LIMIT, error, noise
 from tests.kernels.gpu.mla.layers import cached_rows, latent_batch, latent_layer, mla_reference, new_tokens, rotary
@@ -47,6 +53,30 @@ def test_expanded_keys_and_values() -> None:
     assert error(k[..., :24], want) < LIMIT
     assert torch.equal(k[..., 24:], rows[:, None, 32:].to(k.dtype).expand(-1, 5, -1))
     assert error(v, torch.einsum("tl,hdl->thd", rows[:, :32], attn.v_up.float())) < LIMIT
+
+
+@pytest.mark.parametrize("has_plans", [True, False])
+def test_a_library_that_plans_is_run_at_every_length_before_prompts_come(has_plans: bool) -> None:
+    attn, seen = latent_layer(3), []
+
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> None:
+        assert (q.shape[1:], k.shape[1:], v.shape[1:]) == ((3, 40), (3, 40), (3, 24))
+        assert len(k) == len(v)
+        seen.append((len(q), len(k), causal))
+
+    memory = noise(300 * (attn.kv_lora + attn.heads * (attn.nope_dim + attn.rope_dim + attn.v_dim)))
+    library: Any = SimpleNamespace(forward=forward, has_plans=has_plans)
+    assert all(warm_up_expanded(noise(128, 3, 40), attn, library, memory))
+    causal = [(64, 64, True), (128, 128, True)]
+    assert seen == ([*causal, *((n, m, False) for n in (64, 128) for m in (64, 128, 256))] if has_plans else causal[:1])
+
+
+def test_heads_that_no_library_takes_attend_absorbed() -> None:
+    for library in cudnn_attention, fa3_attention:
+        assert not library.supports_expanded(40, 24)
+    assert fa3_attention.supports_expanded(192, 128)
+    assert fa3_attention.supports_expanded(256, 256)
+    assert not fa3_attention.supports_expanded(256, 128)
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ from emberline.protocol.errors import BadInput
 from emberline.text.grammar.builder import Builder
 from emberline.text.grammar.json_schema.compile import schema_expression
 
-LIMIT_S = 5.0  # a loaded machine's; alone each takes well under one
+LIMIT_S = 5.0  # of CPU time; alone each takes well under one
 
 
 def nested(depth: int) -> Any:
@@ -51,10 +51,10 @@ HUGE = {
 
 @pytest.mark.parametrize("name", HUGE)
 def test_too_much_is_refused_soon(name: str) -> None:
-    started = time.monotonic()
+    started = time.process_time()
     with pytest.raises(BadInput) as caught:
         build(HUGE[name])
-    assert time.monotonic() - started < LIMIT_S
+    assert time.process_time() - started < LIMIT_S
     assert "contradict" not in caught.value.message
 
 
@@ -70,9 +70,9 @@ FINE = {
 
 @pytest.mark.parametrize("name", FINE)
 def test_large_but_harmless(name: str) -> None:
-    started = time.monotonic()
+    started = time.process_time()
     build(FINE[name])
-    assert time.monotonic() - started < LIMIT_S
+    assert time.process_time() - started < LIMIT_S
 
 
 def build(schema: Any) -> None:

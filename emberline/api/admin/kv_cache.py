@@ -1,0 +1,111 @@
+"""Endpoints for cached KV: statistics, purge, export and import. A key acts for its own account, an admin for any."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from emberline.api.http.body import body_chunks, read_json
+from emberline.api.http.call import Call, Reply, json_reply
+from emberline.api.http.sse import send_bytes
+from emberline.protocol.errors import BadInput, Conflict, Forbidden
+from emberline.protocol.frames import TierStats
+
+MAX_FILE_BYTES = 1 << 40
+MAX_SESSION_CHARS = 1024
+PIECE_BYTES = 1 << 20
+OCTETS = b"application/octet-stream"
+
+EXPORT_QUERY = {"account": {"type": "string"}, "session": {"type": "string"}, "model": {"type": "string"}}
+IMPORT_QUERY = {"account": {"type": "string"}, "worker": {"type": "string"}}
+
+
+class Purge(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What to forget: one session of an account, an account, or (for admins) everything."""
+
+    account: str | None = None  # default: the caller's
+    session: str | None = None
+    everything: bool = False
+
+
+_purge_decoder = msgspec.json.Decoder(Purge)
+
+
+async def show(call: Call) -> Reply:
+    """The tiers of every engine worker."""
+    engines = (await call.service.health()).detail.get("engines", ())
+    return json_reply({"workers": [_worker(engine) for engine in engines if engine["load"]["kv_total_blocks"]]})
+
+
+async def purge(call: Call) -> Reply:
+    body = await read_json(call, _purge_decoder)
+    if body.everything:
+        if not call.principal.is_admin:
+            raise Forbidden("only an admin may purge the KV cache of all accounts")
+        if body.account is not None or body.session is not None:
+            raise BadInput(
+                "`everything` is purged of all accounts: leave `account` and `session` out", param="everything"
+            )
+        call.audit_target = "everything"
+        return json_reply(_purged(await call.service.kv_cache.purge(None, None)))
+    salt = _salt(call, body.account)
+    if call.shares_kv and (body.session is None or not call.principal.is_admin):
+        raise Conflict("accounts share the KV cache here ([kv] share_between_accounts): an admin may purge everything")
+    session = None if body.session is None else _session(body.session)
+    call.audit_target = f"account {body.account or call.principal.account}" + (f" session {session}" if session else "")
+    return json_reply(_purged(await call.service.kv_cache.purge(salt, session)))
+
+
+async def export(call: Call) -> None:
+    """A session's KV as a file."""
+    salt, session = _salt(call, call.query.get("account")), _session(call.query.get("session", ""))
+    model = call.query.get("model")
+    if model is not None:
+        model = call.service.resolve(model).id
+    async with call.service.kv_cache.export(salt, session, model) as (path, _):
+        await send_bytes(call, _pieces(path), OCTETS)
+
+
+async def import_(call: Call) -> Reply:
+    """Take in a file that `export` has sent."""
+    salt, cache = _salt(call, call.query.get("account")), call.service.kv_cache
+    async with cache.upload() as path:
+        with path.open("xb") as file:
+            async for chunk in body_chunks(call, MAX_FILE_BYTES):
+                await asyncio.to_thread(file.write, chunk)
+        return json_reply(await cache.import_file(path, salt, call.query.get("worker")))
+
+
+def _salt(call: Call, account: str | None) -> bytes:
+    """Of the account's cached KV, if the caller may act for it."""
+    if account is None or account == call.principal.account:
+        return call.principal.salt
+    if not call.principal.is_admin:
+        raise Forbidden(f"this key belongs to account {call.principal.account} and may not act for account {account}")
+    return call.salt_of(account)
+
+
+def _session(text: str) -> str:
+    if not 0 < len(text) <= MAX_SESSION_CHARS:
+        raise BadInput(f"`session` must have 1 to {MAX_SESSION_CHARS} characters", param="session")
+    return text
+
+
+def _purged(found: dict[str, dict[str, int]]) -> dict[str, Any]:
+    return {"blocks": sum(sum(tiers.values()) for tiers in found.values()), "workers": found}
+
+
+def _worker(engine: dict[str, Any]) -> dict[str, Any]:
+    load = engine["load"]
+    device = {"used_blocks": load["kv_used_blocks"], "total_blocks": load["kv_total_blocks"]}
+    tiers = [msgspec.structs.asdict(msgspec.convert(tier, TierStats, from_attributes=True)) for tier in load["tiers"]]
+    return {"name": engine["name"], "model": engine["model"], "device": device, "tiers": tiers}
+
+
+async def _pieces(path: Path) -> AsyncIterator[bytes]:
+    file: BinaryIO = path.open("rb")
+    with file:
+        while piece := await asyncio.to_thread(file.read, PIECE_BYTES):
+            yield piece

@@ -1,0 +1,214 @@
+"""Which drafts a step verifies: asks the drafters, lets the length policy choose, and counts what became of them."""
+
+import logging
+from collections import deque
+from collections.abc import Mapping
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from emberline.engine.scheduler.plan import StepPlan
+from emberline.engine.scheduler.sequence import Sequence
+from emberline.engine.speculation import suffix_index
+from emberline.engine.speculation.drafter import MAX_CELLS, Drafter
+from emberline.engine.speculation.grammar_drafter import GrammarDrafter
+from emberline.engine.speculation.head_drafter import HeadDrafter, ModelDrafter
+from emberline.engine.speculation.length_policy import LengthPolicy
+from emberline.engine.speculation.suffix_drafter import DEFAULT_BYTES, SuffixDrafter
+from emberline.protocol.errors import BadInput
+from emberline.protocol.frames import DraftStats
+
+AUTO, OFF = "auto", "off"
+SETTINGS = (AUTO, OFF, "suffix", "grammar", HeadDrafter.name, ModelDrafter.name)
+AUTO_ON_GPU = False
+CPU_MARGINAL, GPU_MARGINAL = 0.4, 0.02  # see LengthPolicy; on a GPU until it has measured its steps
+GPU_WAIT_S = 0.0005  # that a GPU waits for the host, which plans a step with drafts late; before it was measured
+_FADE = 0.9  # weight of a sequence's earlier drafts, with every new one
+_LEAST_TRUST, _MOST_TRUST = 0.2, 1.3
+_log = logging.getLogger(__name__)
+
+
+class _InFlight(NamedTuple):
+    """A draft that is being verified."""
+
+    cells: list[int]
+    n_guessed: int  # leading tokens of it that its row does not have
+    expected: float  # tokens of it that the policy expects to be drawn
+
+
+@dataclass(slots=True)
+class _Drafting:
+    """What is known of a sequence's drafts."""
+
+    in_flight: deque[_InFlight] = field(default_factory=deque)
+    n_expected: float = 0.0  # of earlier drafts, weighted
+    n_accepted: float = 0.0
+
+    @property
+    def trust(self) -> float:
+        """How much better or worse the sequence's drafts fare than others in the same situations."""
+        return min(_MOST_TRUST, max(_LEAST_TRUST, (self.n_accepted + 1) / (self.n_expected + 1)))
+
+
+def open_speculator(
+    setting: str, device: str, max_bytes: int = DEFAULT_BYTES, head: HeadDrafter | None = None
+) -> "Speculator | None":
+    """With the drafters of a setting: all that there are, none, or the one that it names. head: what the runner has, a
+    head or a draft model."""
+    drafters: list[Drafter] = []
+    if setting == AUTO and device != "cpu" and not AUTO_ON_GPU:
+        setting = HeadDrafter.name if head is None else head.name
+    if setting in (AUTO, GrammarDrafter.name):
+        drafters.append(GrammarDrafter())
+    if setting in (AUTO, SuffixDrafter.name):
+        if suffix_index.available():
+            drafters.append(SuffixDrafter(max_bytes))
+        elif setting != AUTO:
+            raise BadInput("suffix decoding needs a C compiler: install gcc (or set CC)", param="speculation")
+    if head is not None and setting in (AUTO, head.name):
+        drafters.append(head)
+    if not drafters:
+        return None
+    if device == "cpu":
+        return Speculator(drafters, CPU_MARGINAL)
+    return Speculator(drafters, GPU_MARGINAL, GPU_WAIT_S, on_device=True)
+
+
+class Speculator:
+    """Implements `verification.Speculation`. Drafters are given in the order of how sure they are; a later one goes on
+    where an earlier one ends."""
+
+    def __init__(self, drafters: Many[Drafter], marginal: float, fixed_s: float = 0.0, on_device: bool = False) -> None:
+        """on_device: a draft head leaves its drafts there."""
+        self._drafters = tuple(drafters)
+        kinds = [isinstance(drafter, GrammarDrafter) for drafter in drafters]
+        self._grammar = kinds.index(True) if True in kinds else 0  # whom appended tokens are counted for
+        self._head = next((n for n, drafter in enumerate(drafters) if isinstance(drafter, HeadDrafter)), None)
+        self._depth = max((drafter.depth for drafter in drafters if isinstance(drafter, HeadDrafter)), default=0)
+        self.runs_ahead = on_device and self._head == 0 and len(drafters) == 1
+        self._policy = LengthPolicy(self._prior, marginal, 0.0 if self.runs_ahead else fixed_s)
+        self._drafting: dict[int, _Drafting] = {}  # by sequence number
+        self._counts: dict[int, tuple[list[int], list[int]]] = {}  # drafted and accepted by position, by drafter
+        self._stats: tuple[DraftStats, ...] | None = ()
+        self._drafts = False  # the step being planned may draft
+        self._n_accepted = 0  # since the last step time
+        self._verified: list[tuple[list[int], int, int]] = []  # cells, those guessed, drafts accepted: to be counted
+
+    def calibrate(self, step_s: Mapping[tuple[int, int], float]) -> None:
+        """As `LengthPolicy.calibrate`."""
+        self._policy.calibrate(step_s)
+
+    def begin_step(self, n_running: int) -> int:
+        self._drafts = self._policy.begin_step(n_running)
+        if not self._drafts:
+            return 0
+        for drafter in self._drafters:
+            drafter.begin_step()
+        if self._head is None:
+            return 0
+        return self._policy.depth([self._head * MAX_CELLS + n for n in range(self._depth)])
+
+    def propose(self, seq: Sequence, n: int) -> bytes:
+        allowed = seq.request.speculation.max_draft_tokens
+        if allowed is not None:
+            n = min(n, allowed + seq.n_sampling)
+        if not self._drafts or n <= seq.n_sampling:
+            return b""
+        ids, cells = b"", list[int]()
+        for number, drafter in enumerate(self._drafters):
+            found = drafter.propose(seq, n - len(cells), ids)
+            if found is not None and (cells or _may_follow(seq, found.ids)):
+                ids += found.ids
+                cells += [cell + MAX_CELLS * number for cell in found.cells]
+                if len(cells) >= n:
+                    break
+        if len(cells) <= seq.n_sampling:
+            return b""
+        return ids[: 4 * (seq.n_sampling + self._choose(seq, cells, seq.n_sampling))]
+
+    def propose_ahead(self, seq: Sequence, n: int) -> int:
+        allowed = seq.request.speculation.max_draft_tokens
+        n = n if allowed is None else min(n, allowed)
+        return self._choose(seq, list(range(n)), 0) if self._drafts and n else 0
+
+    def _choose(self, seq: Sequence, cells: list[int], n_guessed: int) -> int:
+        state = self._drafting.get(seq.number) or _Drafting()
+        n_chosen, expected = self._policy.choose(cells, n_guessed, state.trust)
+        if n_chosen:
+            if not seq.n_drafting:
+                state.in_flight.clear()  # what was never verified
+            state.in_flight.append(_InFlight(cells, n_guessed, expected))
+            self._drafting[seq.number] = state
+        return n_chosen
+
+    def head_failed(self) -> None:
+        if self._head is not None:
+            kind = "model" if isinstance(self._drafters[self._head], ModelDrafter) else "head"
+            self._head, self.runs_ahead = None, False
+            _log.error("the draft %s gives invalid numbers: it is not used any more", kind)
+
+    def verified(self, seq: Sequence, n_drafted: int, n_accepted: int) -> None:
+        state = self._drafting.get(seq.number)
+        if state is None or not state.in_flight:
+            return
+        cells, guessed, expected = state.in_flight.popleft()
+        self._n_accepted += n_accepted
+        seq.n_drafted += n_drafted
+        seq.n_drafts_accepted += n_accepted
+        state.n_expected = _FADE * state.n_expected + expected
+        state.n_accepted = _FADE * state.n_accepted + n_accepted
+        self._verified.append((cells[: guessed + n_drafted], guessed, n_accepted))
+
+    def launched(self) -> None:
+        for cells, guessed, n_accepted in self._verified:
+            # Where no draft was drawn, the guess may have been wrong: the first of all is taken to be.
+            self._policy.rates.add(cells, guessed + n_accepted if n_accepted or not guessed else 0)
+            self._count([cell // MAX_CELLS for cell in cells[guessed:]], n_accepted)
+        self._verified.clear()
+
+    def appended(self, seq: Sequence, n: int) -> None:
+        seq.n_drafted += n
+        seq.n_drafts_accepted += n
+        self._count([self._grammar] * n, n)
+
+    def _count(self, drafters: list[int], n_accepted: int) -> None:
+        """Draft tokens of a row, by the drafter of each."""
+        for position, drafter in enumerate(drafters):
+            drafted, accepted = self._counts.setdefault(drafter, ([], []))
+            while len(drafted) <= position:
+                drafted.append(0)
+                accepted.append(0)
+            drafted[position] += 1
+            accepted[position] += position < n_accepted
+        self._stats = None
+
+    def ended(self, seq: Sequence) -> None:
+        self._drafting.pop(seq.number, None)
+        for drafter in self._drafters:
+            drafter.ended(seq)
+
+    def measured(self, plan: StepPlan, seconds: float) -> None:
+        n_rows, n_accepted = len(plan.rows), self._n_accepted
+        self._n_accepted = 0
+        if plan.n_tokens - plan.n_drafts == n_rows:  # it has no prompts
+            self._policy.measured(n_rows, plan.n_drafting, plan.n_drafts, n_rows + n_accepted, seconds)
+
+    @property
+    def stats(self) -> tuple[DraftStats, ...]:
+        """Totals by drafter and position."""
+        self.launched()
+        if self._stats is None:
+            self._stats = tuple(
+                DraftStats(self._drafters[number].name, tuple(drafted), tuple(accepted))
+                for number, (drafted, accepted) in sorted(self._counts.items())
+            )
+        return self._stats
+
+    def _prior(self, cell: int) -> float:
+        return self._drafters[cell // MAX_CELLS].prior(cell % MAX_CELLS)
+
+
+def _may_follow(seq: Sequence, ids: bytes) -> bool:
+    """Whether the first of the tokens may be sampled next, as far as the sequence's grammar is concerned."""
+    token_id = int.from_bytes(ids[:4], "little")
+    return seq.mask is None or bool(seq.mask[token_id >> 5] >> (token_id & 31) & 1)

@@ -1,0 +1,151 @@
+"""Suffix decoding: what followed the last tokens before, in the sequence itself or in earlier replies of its tenant.
+
+Agents repeat themselves: files they edit, diffs, JSON, commands. A sequence has an index over its prompt and reply, a
+tenant one over its recent replies. A tenant is the root of the content keys: the model and the account's salt, as for
+the prefix cache, so nothing is ever proposed across accounts. Indexes are bounded in bytes together, and the least
+recently used ones go first. Indexing a long prompt is spread over steps.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from emberline.engine.scheduler.sequence import Sequence
+from emberline.engine.speculation.drafter import Draft
+from emberline.engine.speculation.suffix_index import (
+    CONTEXT_BYTES,
+    MAX_DRAFT,
+    MAX_MATCH,
+    MAX_TOKENS,
+    TOKEN_BYTES,
+    SuffixIndex,
+    SuffixMatcher,
+)
+
+DEFAULT_BYTES = 64 << 20
+STEP_TOKENS = 8192  # that a step indexes, of all sequences: about 0.4 ms
+TENANT_TOKENS = 1 << 17
+REPLY_ROOM = 4096  # tokens that an index has for the reply; a longer one displaces the begin of the prompt
+LEAD_TOKENS = 16  # of the prompt before a reply, so that the first tokens of a reply have something to match
+
+_MATCHES = (1, 2, 3, 4, 6, 8, 16, 32)  # lower bounds of the match lengths that are told apart
+_SHARES = (0.99, 0.6)  # of the occurrences that go on like this, above which a token is another cell
+_MATCH_CELL = [3 * (sum(at >= bound for bound in _MATCHES) - 1) for at in range(MAX_MATCH + MAX_DRAFT)]
+_PRIORS = (0.25, 0.45, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8)  # where all occurrences agree; by match length
+
+
+@dataclass(slots=True)
+class _Entry:
+    index: SuffixIndex
+    n_indexed: int = 0  # tokens of the sequence that were appended, or skipped
+    used_step: int = 0
+
+
+class SuffixDrafter:
+    name = "suffix"
+
+    def __init__(self, max_bytes: int = DEFAULT_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._matcher = SuffixMatcher(match_cells=_MATCH_CELL, shares=_SHARES)
+        self._entries: OrderedDict[int | bytes, _Entry] = OrderedDict()  # by sequence number or tenant; LRU
+        self._evicted: set[int] = set()  # sequences that have lost their index: it is not built again
+        self._step = 0
+        self._left = STEP_TOKENS  # to index in this step
+        self.n_bytes = 0
+
+    def begin_step(self) -> None:
+        self._step += 1
+        self._left = STEP_TOKENS
+
+    def propose(self, seq: Sequence, most: int, after: bytes = b"") -> Draft | None:
+        own, tenant = self._of_sequence(seq), self._entries.get(seq.root_key)
+        n_new = 0 if own is None else self._n_new(own, seq)
+        if tenant is not None:
+            self._touch(seq.root_key, tenant)
+        elif own is None:
+            return None
+        index = None if own is None else own.index
+        other = None if tenant is None else tenant.index
+        found = self._matcher.draft(bytes(seq.ids[-CONTEXT_BYTES:]), after, most, n_new, index, other)
+        return None if found is None else Draft(*found)
+
+    def prior(self, cell: int) -> float:
+        return _PRIORS[cell // 3] * (1.0, 0.7, 0.4)[cell % 3]
+
+    def ended(self, seq: Sequence) -> None:
+        """Its reply is remembered for its tenant."""
+        self._drop(seq.number)
+        self._evicted.discard(seq.number)
+        n_output = min(seq.n_output, TENANT_TOKENS // 4)
+        if not n_output or seq.prefill_only:
+            return
+        entry = self._entries.get(seq.root_key)
+        if entry is not None and entry.index.n_tokens > MAX_TOKENS - TENANT_TOKENS:
+            self._drop(seq.root_key)
+            entry = None
+        if entry is None:
+            entry = self._allocate(seq.root_key, min(TENANT_TOKENS, self._most_tokens))
+        if entry is not None:
+            lead = LEAD_TOKENS if n_output == seq.n_output else 0
+            entry.index.extend(bytes(seq.ids[-4 * (n_output + lead) :]), end=True)
+
+    def forget(self, tenant: bytes) -> None:
+        """Drop what is known of a tenant's earlier replies."""
+        self._drop(tenant)
+
+    @property
+    def _most_tokens(self) -> int:
+        """Of one index: a quarter of the memory, as a power of two."""
+        return 1 << max(10, (self._max_bytes // 4 // TOKEN_BYTES).bit_length() - 1)
+
+    def _of_sequence(self, seq: Sequence) -> _Entry | None:
+        entry = self._entries.get(seq.number)
+        if entry is not None:
+            self._touch(seq.number, entry)
+            return entry
+        if seq.number in self._evicted:
+            return None
+        n_tokens = min(seq.n_tokens + min(seq.n_output_left, REPLY_ROOM), self._most_tokens)
+        entry = self._allocate(seq.number, n_tokens)
+        if entry is None:
+            self._evicted.add(seq.number)
+        else:  # what the ring would drop again is left out
+            entry.n_indexed = max(0, seq.n_tokens - entry.index.size)
+        return entry
+
+    def _n_new(self, entry: _Entry, seq: Sequence) -> int:
+        """How many of the last tokens are left to index. Where these are more than the context has, they are indexed
+        here, as far as a step may; the draft then is from what is known."""
+        n, n_tokens = seq.n_tokens - entry.n_indexed, seq.n_tokens
+        if n <= MAX_MATCH and n <= self._left:
+            entry.n_indexed = n_tokens
+            self._left -= n
+            return n
+        n = min(n, self._left)
+        if n > 0:
+            entry.index.extend(bytes(memoryview(seq.ids)[4 * entry.n_indexed : 4 * (entry.n_indexed + n)]))
+            entry.n_indexed += n
+            self._left -= n
+        return 0
+
+    def _touch(self, key: int | bytes, entry: _Entry) -> None:
+        entry.used_step = self._step
+        self._entries.move_to_end(key)
+
+    def _allocate(self, key: int | bytes, n_tokens: int) -> _Entry | None:
+        """None where the memory is taken by indexes that this step or the last one has used."""
+        entry = _Entry(SuffixIndex(n_tokens), used_step=self._step)
+        while self.n_bytes + entry.index.n_bytes > self._max_bytes:
+            oldest = next(iter(self._entries), None)
+            if oldest is None or self._entries[oldest].used_step >= self._step - 1:
+                return None
+            self._drop(oldest)
+            if isinstance(oldest, int):
+                self._evicted.add(oldest)
+        self._entries[key] = entry
+        self.n_bytes += entry.index.n_bytes
+        return entry
+
+    def _drop(self, key: int | bytes) -> None:
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            self.n_bytes -= entry.index.n_bytes

@@ -1,0 +1,151 @@
+"""A suffix index: finds where the last tokens of a sequence occurred before, and proposes what followed them there.
+
+The index itself is C (`kernels/cpu/suffix_index.h`): a ring of tokens with two hash chains, over the last four and
+the last token. Appending a token takes constant time, and an index never grows beyond its size. One thread at a time.
+"""
+
+import ctypes
+import logging
+import weakref
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+from emberline.kernels.cpu.build import BuildError, library_path
+
+MAX_MATCH = 64  # tokens of the context that are compared
+MAX_DRAFT = 64
+TOKEN_BYTES = 20  # of the ring and both chains
+MIN_SIZE = 1024  # tokens
+MAX_TOKENS = 2**32 - 2  # that one index can number
+CONTEXT_BYTES = 4 * MAX_MATCH
+
+_log = logging.getLogger(__name__)
+
+
+class _Request(ctypes.Structure):
+    """`suffix_request` in suffix_index.h."""
+
+    _fields_ = [
+        ("index", ctypes.c_void_p * 2),
+        ("most", ctypes.c_int64),
+        ("factor", ctypes.c_float),
+        ("min_probability", ctypes.c_float),
+        ("shares", ctypes.c_float * 2),
+        ("match_cell", ctypes.c_uint8 * (MAX_MATCH + MAX_DRAFT)),
+        ("match", ctypes.c_int32),
+        ("draft", ctypes.c_uint32 * MAX_DRAFT),
+        ("probability", ctypes.c_float * MAX_DRAFT),
+        ("cell", ctypes.c_uint8 * MAX_DRAFT),
+    ]
+
+
+class Continuation(NamedTuple):
+    ids: bytes  # u32 LE
+    probabilities: list[float]  # of all tokens up to each, by how often they followed; falling
+    match_len: int  # tokens
+
+
+@cache
+def _native() -> Any:
+    """Keeps the interpreter's lock: a call takes microseconds, and to get it back could take a switch interval."""
+    try:
+        lib = ctypes.PyDLL(str(library_path()))
+    except (BuildError, OSError) as error:
+        _log.warning("%s; no suffix decoding", error)
+        return None
+    lib.em_suffix_new.argtypes, lib.em_suffix_new.restype = [ctypes.c_uint64], ctypes.c_void_p
+    lib.em_suffix_free.argtypes, lib.em_suffix_free.restype = [ctypes.c_void_p], None
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    lib.em_suffix_extend.argtypes = [pointer, ctypes.c_char_p, number, ctypes.c_int32]
+    lib.em_suffix_extend.restype = None
+    lib.em_suffix_propose.argtypes = [pointer, pointer, ctypes.c_char_p, number, number, number]
+    lib.em_suffix_propose.restype = number
+    return lib
+
+
+def available() -> bool:
+    """Whether this host could compile it."""
+    return _native() is not None
+
+
+class SuffixIndex:
+    """The last `size` tokens of the texts appended to it. `n_bytes` is what it may take."""
+
+    def __init__(self, n_tokens: int) -> None:
+        self.size = max(MIN_SIZE, 1 << (n_tokens - 1).bit_length())
+        self.n_tokens = 0  # appended so far
+        self._lib = _native()
+        address = self._lib.em_suffix_new(self.size)
+        if not address:
+            raise MemoryError(f"no memory for a suffix index of {self.size} tokens")
+        self.address: int = address
+        weakref.finalize(self, self._lib.em_suffix_free, address)
+
+    @property
+    def n_bytes(self) -> int:
+        return TOKEN_BYTES * self.size
+
+    def extend(self, ids: bytes, end: bool = False) -> None:
+        """Append tokens (u32 LE) to the last text; `end`: that ends with them."""
+        n = len(ids) // 4
+        assert self.n_tokens + n < MAX_TOKENS, "positions are 32-bit numbers"
+        self._lib.em_suffix_extend(self.address, ids, n, end)
+        self.n_tokens += n + end
+
+
+class SuffixMatcher:
+    """Asks up to two indexes for a continuation. Holds the buffers of the call.
+
+    factor: a match of m tokens is continued by factor · m tokens at most. A draft ends where less than
+    min_probability of the occurrences went on like it. match_cells: the first of three cells of a token, by the length
+    of the match before it; shares: of the occurrences that go on like this, below which it is the second, the third.
+    """
+
+    def __init__(
+        self,
+        factor: float = 2.0,
+        min_probability: float = 0.2,
+        match_cells: Sequence[int] = (0,) * (MAX_MATCH + MAX_DRAFT),
+        shares: tuple[float, float] = (0.0, 0.0),
+    ) -> None:
+        self._lib = _native()
+        self._request = _Request(
+            factor=factor,
+            min_probability=min_probability,
+            match_cell=(ctypes.c_uint8 * (MAX_MATCH + MAX_DRAFT))(*match_cells),
+            shares=(ctypes.c_float * 2)(*shares),
+        )
+        self._address = ctypes.addressof(self._request)
+        self._draft = memoryview(self._request.draft).cast("B")
+        self._cell = memoryview(self._request.cell).cast("B")
+        self._probability: Any = memoryview(self._request.probability).cast("B").cast("f")
+
+    def propose(self, context: bytes | bytearray, most: int, *indexes: SuffixIndex) -> Continuation | None:
+        """What followed the end of the context (u32 LE) before. The first index is preferred where both say as much."""
+        n = self._ask(bytes(context[-CONTEXT_BYTES:]), most, indexes[0], indexes[1] if len(indexes) > 1 else None, 0, 0)
+        if not n:
+            return None
+        return Continuation(bytes(self._draft[: 4 * n]), self._probability[:n].tolist(), self._request.match)
+
+    def draft(
+        self, tail: bytes, after: bytes, most: int, n_new: int, own: SuffixIndex | None, other: SuffixIndex | None
+    ) -> tuple[bytes, list[int]] | None:
+        """Append the last n_new tokens of the tail to `own`, and continue tail and `after`: token ids and their cells.
+
+        One call into C for a sequence: it is made between two steps, while the device waits.
+        """
+        if own is not None:
+            own.n_tokens += n_new
+        n = self._ask(tail + after, most, own, other, len(after) >> 2, n_new)
+        return (bytes(self._draft[: 4 * n]), list(self._cell[:n])) if n else None
+
+    def _ask(
+        self, context: bytes, most: int, own: SuffixIndex | None, other: SuffixIndex | None, n_after: int, n_new: int
+    ) -> int:
+        request = self._request
+        address = None if own is None else own.address
+        request.index[0], request.index[1] = address, None if other is None else other.address
+        request.most = most
+        n: int = self._lib.em_suffix_propose(self._address, address, context, len(context) >> 2, n_after, n_new)
+        return n

@@ -1,0 +1,138 @@
+"""The tiers that a worker is started with: its flags, and the threads and files behind them."""
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from emberline.engine.cache_control import StoredCache
+from emberline.engine.memory import default_host_tier_bytes, free_host_bytes
+from emberline.kv.tiers.disk.block_cipher import CipherUnavailable, derived_key
+from emberline.kv.tiers.disk.disk_folder import model_folder
+from emberline.kv.tiers.disk.disk_tier import DiskTier
+from emberline.kv.tiers.host import HostTier, Segment, padded
+from emberline.kv.tiers.manager import TierManager
+from emberline.kv.tiers.mover import BlockMover
+from emberline.kv.tiers.pool.pool_tier import open_pool
+from emberline.kv.tiers.rank_tiers import RankTiers
+from emberline.kv.tiers.tier import Tier
+from emberline.protocol.block_hash import KVGroup
+from emberline.protocol.errors import BadInput
+from emberline.protocol.kv_store import StoreSettings
+
+KEY_VARIABLE = "EMBERLINE_KV_KEY"
+STAGE_BYTES = 256 << 20  # of host memory for blocks on their way to other tiers, where there is no host tier
+MIN_STAGED_BLOCKS = 16
+SPARED_BYTES = 4 << 30  # of host memory that a tier of the default size leaves free
+HOST_RATE, PINNED_RATE = 4e9, 25e9  # bytes per second of copies to the device pool, until they are measured
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--kv-host-bytes",
+        type=_size,
+        metavar="N",
+        help="KV cache in host memory, below a GPU's; default: a share of it",
+    )
+    add("--kv-disk-bytes", type=_size, default=0, metavar="N", help="KV cache on disk, below that; default: none")
+    add("--kv-disk-path", type=Path, metavar="DIR", help="where; the key of its blocks' tags is in " + KEY_VARIABLE)
+    add("--kv-disk-encrypt", action="store_true", help="encrypt the blocks there, under a key derived from that one")
+    add("--kv-store", type=StoreSettings.parse, metavar="URL", help="the cluster's KV pool: mooncake://HOST:PORT")
+
+
+def open_tiers(
+    args: argparse.Namespace,
+    fingerprint: str,
+    layouts: Sequence[KVGroup],
+    mover: BlockMover,
+    allocate: Callable[[int], Segment] | None = None,
+    n_ranks: int = 1,
+) -> TierManager | None:
+    """None: there are none. `allocate`: pinned memory for a GPU; BadInput: a tier cannot be opened.
+
+    Of several ranks each has an even part of what the worker was given, for its own slices of each block.
+    """
+    tiers: list[Tier] = []
+    if args.kv_disk_bytes:
+        tiers.append(_open_disk(args, fingerprint, layouts, n_ranks))
+    if args.kv_store is not None:
+        tiers.append(open_pool(args.kv_store, tagging_key()))
+    sizes = [layout.block_bytes for layout in layouts]
+    least = MIN_STAGED_BLOCKS * sum(map(padded, set(sizes)))
+    host_bytes = (args.kv_host_bytes or 0) // n_ranks
+    if args.kv_host_bytes is None and allocate is not None and n_ranks == 1:
+        host_bytes = default_host_tier_bytes()
+        allocate = _SpareMemory(allocate, needed=max(STAGE_BYTES, least) if tiers else 0)
+    if not host_bytes and not tiers:
+        return None
+    if args.kv_host_bytes is None and host_bytes < least:
+        host_bytes = 0
+    if host_bytes and host_bytes < least:
+        raise BadInput(
+            f"{host_bytes} bytes of host memory hold too few KV blocks of this model; give at least {least}",
+            param="kv_host_bytes",
+        )
+    host = HostTier(host_bytes or max(STAGE_BYTES, least), sizes, keep=bool(host_bytes), allocate=allocate)
+    manager = RankTiers if n_ranks > 1 and args.rank == 0 else TierManager
+    return manager(layouts, mover, host, tiers, PINNED_RATE if allocate is not None else HOST_RATE)
+
+
+class _SpareMemory:
+    """Memory that nobody has asked for: it is not taken from others who need it. `needed`: bytes that stage the blocks
+    of tiers that were asked for."""
+
+    def __init__(self, allocate: Callable[[int], Segment], needed: int) -> None:
+        self._allocate, self._needed = allocate, needed
+
+    def __call__(self, n_bytes: int) -> Segment:
+        if self._needed <= 0 and free_host_bytes() < n_bytes + SPARED_BYTES:
+            raise MemoryError("the rest is left to other processes; --kv-host-bytes says how much to take")
+        self._needed -= n_bytes
+        return self._allocate(n_bytes)
+
+
+def _open_disk(args: argparse.Namespace, fingerprint: str, layouts: Sequence[KVGroup], n_ranks: int) -> DiskTier:
+    if args.kv_disk_path is None:
+        raise BadInput("--kv-disk-bytes needs --kv-disk-path, a folder", param="kv_disk_path")
+    try:
+        folder = model_folder(args.kv_disk_path, fingerprint)
+        if n_ranks > 1:  # which keep different slices, of which a folder has those of one
+            folder = folder.with_name(f"{folder.name}-rank{args.rank}of{n_ranks}")
+        key = tagging_key()
+        cipher_key = derived_key(key) if args.kv_disk_encrypt else None
+        return DiskTier(folder, layouts, args.kv_disk_bytes // n_ranks, key, cipher_key, fingerprint)
+    except CipherUnavailable as error:
+        raise BadInput(str(error), param="kv_disk_encrypt") from None
+    except OSError as error:
+        raise BadInput(f"the KV cache on disk cannot be opened: {error}", param="kv_disk_path") from None
+
+
+def stored_cache(
+    args: argparse.Namespace, fingerprint: str, layouts: Sequence[KVGroup], tiers: TierManager | None
+) -> StoredCache:
+    """The same tiers as operators purge, export and import them."""
+    key = tagging_key() if tiers is not None and os.environ.get(KEY_VARIABLE) else None
+    return StoredCache(fingerprint, layouts, tiers, key, args.kv_disk_path if args.kv_disk_bytes else None)
+
+
+def tagging_key() -> bytes:
+    """The key of the tags of stored blocks, which whoever starts the worker derives."""
+    text = os.environ.get(KEY_VARIABLE, "")
+    try:
+        key = bytes.fromhex(text)
+    except ValueError:
+        key = b""
+    if len(key) < 16:
+        raise BadInput(
+            f"a worker that stores KV blocks needs a key for their tags in {KEY_VARIABLE}: `openssl rand -hex 32`",
+            param=KEY_VARIABLE,
+        )
+    return key
+
+
+def _size(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError("must not be negative")
+    return value

@@ -1,0 +1,63 @@
+"""Blocks on their way from the device pool to the tiers: saved when they are published, not when they are evicted."""
+
+from emberline.engine.scheduler.sequence import Sequence
+from emberline.kv.cache import KVCache
+from emberline.kv.tiers.messages import BlocksCopied, SavedBlock, TierPort
+from emberline.kv.tiers.tier import BlockId, BlockMeta, layout_tag
+
+MAX_PINNED_SHARE = 8  # at most one in so many blocks of the device pool is referenced because it is being saved
+
+
+class BlockSaver:
+    """A block that waits to be saved is not referenced: if it is evicted before, it is not saved."""
+
+    def __init__(self, cache: KVCache, port: TierPort) -> None:
+        self._cache = cache
+        self._port = port
+        self._layouts = [group.layout for group in cache.groups]
+        self._tags = [layout_tag(layout) for layout in self._layouts]
+        self._waiting: dict[tuple[int, bytes], BlockMeta] = {}  # by group and content key, in order
+        self._n_pinned = 0
+        self._max_pinned = max(4, cache.n_total // MAX_PINNED_SHARE)
+
+    def published(self, seq: Sequence, first: int, end: int) -> None:
+        """The blocks first .. end - 1 of the sequence's table are in the prefix index."""
+        session = seq.session_digest
+        for g, (group, held) in enumerate(zip(self._cache.groups, seq.table.groups)):
+            for j in range(max(first, held.n_passed), end):
+                key = seq.keys[j]
+                if key in group.index and group.index.block(key) == held.blocks[j]:
+                    self._waiting[g, key] = block_meta(seq, session, j)
+        self.dispatch()
+
+    def dispatch(self) -> None:
+        """Hand over as many blocks as may be read at once."""
+        if not self._waiting:
+            return
+        room = self._port.room()
+        batch: list[SavedBlock] = []
+        while self._waiting and room > 0 and self._n_pinned < self._max_pinned:
+            g, key = next(iter(self._waiting))
+            meta = self._waiting.pop((g, key))
+            group = self._cache.groups[g]
+            if key not in group.index:
+                continue  # evicted meanwhile
+            block = group.index.block(key)
+            self._cache.pin(g, block)
+            self._n_pinned += 1
+            room -= self._layouts[g].block_bytes
+            batch.append(SavedBlock(g, block, BlockId(key, self._tags[g]), meta))
+        if batch:
+            self._port.save(batch)
+
+    def copied(self, notice: BlocksCopied) -> None:
+        for g in range(len(self._layouts)):
+            self._cache.unpin_all(g, [saved.block for saved in notice.blocks if saved.group == g])
+        self._n_pinned -= len(notice.blocks)
+        self.dispatch()
+
+
+def block_meta(seq: Sequence, session: bytes, j: int) -> BlockMeta:
+    parent = seq.keys[j - 1] if j else seq.root_key
+    conversation = seq.table.conversation
+    return BlockMeta(owner=seq.root_key, session=session, position=j, parent=parent, conversation=conversation)

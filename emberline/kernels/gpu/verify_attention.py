@@ -1,0 +1,166 @@
+# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator"
+"""Paged attention of decode rows with several tokens each, as steps that verify drafts have: split-KV, one launch.
+
+As `decode_attention`, with the tokens of a row folded into its group of query heads: a program reads one split of one
+row's cache for one KV head, all query heads that share it, and all the row's tokens. The new tokens are taken from the
+QKV projection: the row's last split rotates them, writes them to the cache, and attends to them causally.
+"""
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from emberline.kernels.backend import GroupedQueryAttention
+from emberline.kernels.gpu.decode_attention import LOG2_E, attend_range, attend_tile
+from emberline.kernels.gpu.launch import launch_options, next_power_of_two, pdl_launch_early, pdl_wait
+from emberline.kernels.gpu.rope import norm_and_rotate, query_key_ops, scale_queries, temperature_args
+from emberline.kernels.gpu.split_kv import (
+    DecodeSplits,
+    first_visible,
+    locality,
+    max_decode_splits,
+    merge_splits,
+    normalized,
+    split_floats,
+)
+
+MAX_TOKENS = 16  # of a row
+MAX_QUERIES = 128  # tokens times query heads of a KV head
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyTile:
+    tokens: int  # of the cache
+    stages: int
+    warps: int
+
+
+def verify_tile(rows: int, queries: int, head_dim: int) -> VerifyTile:
+    """A warp has 16 queries, the least that tensor cores multiply: two warps with the same ones would multiply them
+    twice. One row is latency-bound: larger tiles, and more warps that load them and merge its splits. Of many stages
+    half load the block table ahead of the cache."""
+    if head_dim > 128:
+        return VerifyTile(32, 2, 8)
+    if rows == 1 and queries <= 64:
+        return VerifyTile(64, 4, 8)
+    return VerifyTile(16 if queries == 16 else 32, 6, queries // 16)
+
+
+def verify_queries(n_tokens: int, group: int) -> int:
+    """Rows of a program's tile of queries."""
+    return max(16, next_power_of_two(n_tokens * group))
+
+
+def verifies(n_tokens: int, group: int) -> bool:
+    """Whether the kernel computes rows of so many tokens."""
+    return 1 < n_tokens <= MAX_TOKENS and verify_queries(n_tokens, group) <= MAX_QUERIES
+
+
+def verify_partial_floats(rows: int, n_tokens: int, kv_heads: int, group: int, head_dim: int) -> int:
+    """Workspace for partial results."""
+    queries = verify_queries(n_tokens, group)
+    size = split_floats(queries, next_power_of_two(head_dim))
+    return max_decode_splits(rows, kv_heads, queries) * kv_heads * size
+
+
+@triton.jit(do_not_specialize=["n_tokens", "local_size"])
+def _verify_attention(
+    qkv, out, cosine, sine, q_weight, k_weight, pool, tables, splits, partial, counters, sinks, n_tokens, scale, eps,
+    temperature, interval, local_size, block_stride, table_stride,
+    GROUP: tl.constexpr, QUERIES: tl.constexpr, NEW: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
+    TILE: tl.constexpr, OPS: tl.constexpr, STAGES: tl.constexpr, ALIGNED: tl.constexpr, LOCAL: tl.constexpr,
+    SINKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    head, index = tl.program_id(0), tl.program_id(1)
+    kv_heads = tl.num_programs(0)
+    pdl_wait(PDL)
+    pdl_launch_early(PDL)
+    entry = splits + index * 8
+    row = tl.load(entry)
+    if row >= 0:
+        split, n_splits = tl.load(entry + 1), tl.load(entry + 2)
+        begin, end, context = tl.load(entry + 3), tl.load(entry + 4), tl.load(entry + 5)
+        d = tl.arange(0, PAD)
+        m = tl.arange(0, QUERIES)
+        i, g = m // GROUP, m % GROUP
+        first_token = row.to(tl.int64) * n_tokens
+        width = (GROUP + 2) * kv_heads * DIM
+        query_mask = i < n_tokens
+        token = first_token + tl.where(query_mask, i, 0)
+        dim_mask = (d < DIM)[None, :]
+        rotary = (token * (DIM // 2))[:, None]
+        q = norm_and_rotate(
+            qkv + (token * width + (head * GROUP + g) * DIM)[:, None], q_weight, cosine + rotary, sine + rotary,
+            query_mask[:, None], d, eps, DIM, OPS,
+        )  # fmt: skip
+        position = context - 1 + i
+        q = scale_queries(q, position[:, None], temperature, interval, OPS)
+        visible = first_visible(position, local_size, LOCAL)
+        table = tables + row.to(tl.int64) * table_stride
+        keys = pool + head * (16 * DIM)
+        values = keys + kv_heads * (16 * DIM)
+
+        row_max, denom, acc = attend_range(
+            q, table, keys, values, begin, end, visible, d, scale, block_stride, QUERIES, DIM, PAD, TILE, STAGES,
+            ALIGNED, LOCAL,
+        )  # fmt: skip
+
+        if split == n_splits - 1:  # the new tokens
+            j = tl.arange(0, NEW)
+            new_mask = j < n_tokens
+            new_token = first_token + tl.where(new_mask, j, 0)
+            new_rotary = (new_token * (DIM // 2))[:, None]
+            k_ptrs = qkv + (new_token * width + (GROUP * kv_heads + head) * DIM)[:, None]
+            k_new = norm_and_rotate(
+                k_ptrs, k_weight, cosine + new_rotary, sine + new_rotary, new_mask[:, None], d, eps, DIM, OPS
+            )
+            v_new = tl.load(k_ptrs + kv_heads * DIM + d[None, :], mask=new_mask[:, None] & dim_mask, other=0.0)
+            new_position = context - 1 + j
+            new_block = tl.load(table + new_position // 16, mask=new_mask, other=0).to(tl.int64)
+            new_slots = (new_block * block_stride + (new_position % 16) * DIM)[:, None] + d[None, :]
+            tl.store(keys + new_slots, k_new.to(pool.dtype.element_ty), mask=new_mask[:, None] & dim_mask)
+            tl.store(values + new_slots, v_new.to(pool.dtype.element_ty), mask=new_mask[:, None] & dim_mask)
+            causal = (j[None, :] <= i[:, None]) & new_mask[None, :]
+            if LOCAL:
+                causal = causal & (new_position[None, :] >= visible[:, None])
+            row_max, denom, acc = attend_tile(q, k_new, v_new, causal, row_max, denom, acc, scale)
+
+        out_ptrs = out + (token * GROUP * kv_heads * DIM + (head * GROUP + g) * DIM)[:, None] + d[None, :]
+        out_mask = query_mask[:, None] & dim_mask
+        if n_splits == 1:
+            result = normalized(acc, row_max, denom, sinks, head * GROUP + g, query_mask, SINKS)
+            tl.store(out_ptrs, result.to(out.dtype.element_ty), mask=out_mask)
+        else:
+            first = (index - split) * kv_heads + head
+            row_counters = counters + (row * kv_heads + head - first)  # one counter for each row and KV head
+            merge_splits(
+                acc, row_max, denom, out_ptrs, out_mask, partial, row_counters, first, split, n_splits, kv_heads, sinks,
+                head * GROUP + g, QUERIES, PAD, SINKS,
+            )  # fmt: skip
+
+
+def verify_attention(
+    qkv: Tensor, out: Tensor, attn: GroupedQueryAttention, rotary: tuple[Tensor, Tensor], pool: Tensor, tables: Tensor,
+    splits: DecodeSplits, partial: Tensor, counters: Tensor, n_tokens: int, pdl: bool = False,
+    tile: VerifyTile | None = None,
+) -> None:  # fmt: skip
+    """Attention of rows of n_tokens each, row r having those from r * n_tokens on; out: [tokens, heads * dim].
+
+    Writes k and v of the new tokens to the cache. splits: planned with n_tokens and `verify_queries`. partial: of
+    `verify_partial_floats`. counters: int32 zeros, reset to zero.
+    """
+    group = attn.heads // attn.kv_heads
+    queries, norm = verify_queries(n_tokens, group), attn.q_norm is not None
+    local, size = locality(attn.window, attn.chunk)
+    tile = tile or verify_tile(len(qkv) // n_tokens, queries, attn.head_dim)
+    pad = next_power_of_two(attn.head_dim)
+    _verify_attention[(attn.kv_heads, splits.n)](
+        qkv, out, *rotary, attn.q_norm if norm else qkv, attn.k_norm if norm else qkv, pool, tables, splits.table,
+        partial, counters, qkv if attn.sinks is None else attn.sinks, n_tokens, attn.scale * LOG2_E, attn.eps,
+        *temperature_args(attn), size, pool.stride(0), tables.stride(0),
+        GROUP=group, QUERIES=queries, NEW=MAX_TOKENS, DIM=attn.head_dim, PAD=pad, TILE=tile.tokens,
+        OPS=query_key_ops(attn), STAGES=tile.stages, LOCAL=local, SINKS=attn.sinks is not None, PDL=int(pdl),
+        ALIGNED=attn.window is None and (attn.chunk or 0) % 16 == 0, **launch_options(pdl, num_warps=tile.warps),
+    )  # fmt: skip

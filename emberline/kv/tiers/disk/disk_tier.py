@@ -1,0 +1,354 @@
+"""The disk tier: blocks in one block file per layout, in a folder that one process has for itself.
+
+A worker takes the first folder below its model's that no other process has locked, so two workers of one model have
+two folders, and a worker that restarts finds what it or another one left. Everything in a folder may be deleted at any
+time: the tier notices and starts anew.
+"""
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from math import inf
+from pathlib import Path
+
+import msgspec
+
+from emberline.kv.tiers.block_tag import BlockTagger
+from emberline.kv.tiers.disk.block_cipher import BlockCipher
+from emberline.kv.tiers.disk.block_file import BlockFile, Run
+from emberline.kv.tiers.disk.direct_file import PAGE, IoThreads, padded
+from emberline.kv.tiers.disk.disk_folder import FolderFormat, TierFolder
+from emberline.kv.tiers.disk.drive_health import NO_ROOM, DriveHealth
+from emberline.kv.tiers.retention import Conversation, Retention
+from emberline.kv.tiers.tier import BlockId, BlockMeta, TierStats, layout_tag
+from emberline.kv.tiers.tier_events import TierChanges
+from emberline.protocol.block_hash import KVGroup
+from emberline.protocol.errors import BadInput
+
+READ_THREADS, WRITE_THREADS = 8, 2
+AGE_S = 30.0  # between two looks for the oldest block, which takes milliseconds
+CHECK_S = 1.0  # between two looks whether the files are still there
+FULL_PAUSE_S = 10.0  # after the disk was full
+WARN_S = 60.0  # between two warnings about damaged blocks
+MIN_RATED_BYTES = 1 << 20  # of a read: less says nothing about the drive's rate
+_RATE_GAIN = 0.2
+
+_log = logging.getLogger(__name__)
+
+
+class DiskTier:
+    """`base`: the folder of its model. `key`: the tagging key; blocks that were written under another one are
+    discarded at start, as are those of another encryption key."""
+
+    name = "disk"
+    remote = False
+
+    def __init__(
+        self,
+        base: Path,
+        groups: Sequence[KVGroup],
+        capacity_bytes: int,
+        key: bytes,
+        cipher_key: bytes | None = None,
+        fingerprint: str = "",
+    ) -> None:
+        self._base = base
+        self._fingerprint = fingerprint
+        self._layouts = {layout_tag(group): group.block_bytes for group in groups}
+        self._slot_bytes = sum(PAGE + padded(n_bytes) for n_bytes in self._layouts.values())
+        self._n_slots = capacity_bytes // self._slot_bytes
+        if not self._n_slots:
+            raise BadInput(
+                f"{capacity_bytes} bytes of disk hold no KV block of this model; give at least {self._slot_bytes}",
+                param="kv_disk_bytes",
+            )
+        self._key, self._cipher_key = key, cipher_key
+        self._tagger = BlockTagger(key)
+        self._cipher = BlockCipher(cipher_key) if cipher_key is not None else None
+        self._health = DriveHealth(f"the KV cache on disk ({base})")
+        self._readers = IoThreads(READ_THREADS - 1, "kv-disk-read")  # the caller is one more
+        self._writers = IoThreads(WRITE_THREADS - 1, "kv-disk-write")
+        self._mutation = threading.RLock()  # held while blocks are written, purged or files opened
+        self._files: dict[bytes, BlockFile] = {}
+        self._folder: TierFolder | None = None
+        self._format: FolderFormat | None = None
+        self._checked_s = 0.0
+        self._full_until_s = 0.0
+        self._full = ""
+        self._warn_s = 0.0
+        self._oldest_s, self._aged_s = 0.0, -inf  # Unix time of the block least recently used; when it was looked up
+        self._stats = TierStats("disk", capacity_bytes=self._n_slots * self._slot_bytes)
+        self._stats_lock = threading.Lock()
+        self._evicted = 0  # by files that are gone
+        self.changes: TierChanges | None = None
+        self._retention: Retention | None = None
+        self._available()
+
+    # --- asked by the step loop ------------------------------------------------------------------------------------
+
+    def holds(self, ids: Sequence[BlockId]) -> list[bool]:
+        if not self._health.usable:
+            self._health.check()
+            return [False] * len(ids)
+        indexed = {tag: file.index.slots for tag, file in self._files.items()}
+        nothing: dict[bytes, int] = {}
+        return [key in indexed.get(tag, nothing) for key, tag in ids]
+
+    def held(self) -> list[BlockId]:
+        return [BlockId(key, tag) for tag, file in self._files.items() for key in list(file.index.slots)]
+
+    def look_up(self, ids: Sequence[BlockId]) -> None:
+        """All is known."""
+
+    def stats(self) -> TierStats:
+        self._health.check()
+        stats, files = self._stats, list(self._files.values())
+        stats.blocks = sum(len(file.index) for file in files)
+        stats.used_bytes = sum(len(file.index) * file.slot_bytes for file in files)
+        stats.evicted = self._evicted + sum(file.index.evicted for file in files)
+        state = self._health.state
+        stats.state = f"degraded: {self._full}" if state == "ok" and self._full else state
+        stats.oldest_s = max(0.0, time.time() - self._oldest_s) if self._oldest_s else 0.0
+        return msgspec.structs.replace(stats)
+
+    # --- asked by the tier's threads -------------------------------------------------------------------------------
+
+    def read(self, ids: Sequence[BlockId], buffers: Sequence[memoryview]) -> list[bool]:
+        """Returns when the drive has answered: until then the buffers are in use."""
+        found = [False] * len(ids)
+        if self._available():
+            began_s = time.perf_counter()
+            wanted: dict[bytes, list[tuple[int, bytes, memoryview]]] = {}
+            for at, ((key, tag), buffer) in enumerate(zip(ids, buffers)):
+                wanted.setdefault(tag, []).append((at, key, buffer.cast("B")))
+            files = self._files
+            known = [(files[tag], blocks) for tag, blocks in wanted.items() if tag in files]
+            tasks = [
+                partial(self._read_run, file, run, found) for file, blocks in known for run in file.located(blocks)
+            ]
+            self._readers.run_all(tasks)
+            self._count_read(ids, found, time.perf_counter() - began_s)
+        else:
+            self._count_read(ids, found, 0.0)
+        return found
+
+    def write(self, ids: Sequence[BlockId], buffers: Sequence[memoryview], metas: Sequence[BlockMeta]) -> None:
+        n_new = 0
+        with self._mutation:
+            n_written = 0
+            wanted: dict[bytes, dict[bytes, tuple[bytes, memoryview, BlockMeta]]] = {}
+            for (key, tag), buffer, meta in zip(ids, buffers, metas):
+                if tag in self._layouts:
+                    wanted.setdefault(tag, {})[key] = key, buffer.cast("B"), meta
+            if self._available():
+                for tag, blocks in wanted.items():
+                    file = self._files[tag]
+                    self.touch([BlockId(key, tag) for key in blocks])
+                    missing = [block for key, block in blocks.items() if key not in file.index.slots]
+                    n_new += len(missing)
+                    n_written += self._write_blocks(file, missing)
+            else:
+                n_new = sum(map(len, wanted.values()))
+            if time.monotonic() >= self._aged_s + AGE_S:
+                self._aged_s = time.monotonic()
+                oldest = [file.oldest_s() for file in self._files.values()]
+                self._oldest_s = min((at_s for at_s in oldest if at_s), default=0.0)
+        with self._stats_lock:
+            self._stats.dropped += n_new - n_written
+
+    def touch(self, ids: Sequence[BlockId], conversation: Conversation | None = None) -> None:
+        for tag, keys in _by_tag(ids).items():
+            if (file := self._files.get(tag)) is not None:
+                with file.lock:
+                    file.index.touch(keys, conversation)
+
+    def follow(self, retention: Retention) -> None:
+        self._retention = retention
+        for file in self._files.values():
+            with file.lock:
+                file.index.order.follow(retention)
+
+    def retire(self, owner: bytes, session: bytes, first: int) -> None:
+        for file in self._files.values():
+            with file.lock:
+                file.index.retire(owner, session, first)
+
+    def remove(self, ids: Sequence[BlockId]) -> None:
+        with self._mutation:
+            for tag, keys in _by_tag(ids).items():
+                if (file := self._files.get(tag)) is not None:
+                    self._try(partial(file.remove, keys))
+
+    def purge(self, owner: bytes | None = None, session: bytes | None = None) -> int:
+        """Unlike the others it raises OSError: whoever purges must know that something may be left."""
+        with self._mutation:
+            if not self._files:
+                self._open()
+            return sum(file.purge(owner, session) for file in self._files.values())
+
+    def chains(self, owner: bytes, session: bytes | None) -> list[tuple[BlockId, BlockMeta]]:
+        """The blocks of a session, or of all sessions of an owner, with those before them in their chains."""
+        found: list[tuple[BlockId, BlockMeta]] = []
+        for tag, file in self._files.items():
+            with file.lock:
+                found += [(BlockId(key, tag), meta) for key, meta in file.index.chains(owner, session)]
+        return found
+
+    def close(self) -> None:
+        with self._mutation:
+            self._readers.close()
+            self._writers.close()
+            files, self._files = self._files, {}
+            folder, self._folder = self._folder, None
+            if folder is None or self._format is None:
+                return
+            if all(map(self._try, [file.close for file in files.values()])):
+                self._try(partial(folder.write_format, msgspec.structs.replace(self._format, clean=True)))
+
+    # --- one run of neighbouring slots -----------------------------------------------------------------------------
+
+    def _read_run(self, file: BlockFile, run: Run, found: list[bool]) -> None:
+        try:
+            with self._health.call():
+                verified = file.read(run)
+        except OSError:
+            self._try(partial(file.remove, run.keys))
+            return
+        for at, good in zip(run.at, verified):
+            found[at] = good
+        if not all(verified) and time.monotonic() >= self._warn_s:
+            self._warn_s = time.monotonic() + WARN_S
+            _log.warning("blocks of the KV cache on disk did not verify and are recomputed (%s)", file.file.path)
+
+    def _write_blocks(self, file: BlockFile, blocks: list[tuple[bytes, memoryview, BlockMeta]]) -> int:
+        """How many were written."""
+        written: list[int] = []
+        if not blocks:
+            return 0
+        may_grow = time.monotonic() >= self._full_until_s
+        try:
+            runs = file.reserve(blocks, may_grow)
+        except OSError as error:
+            self._write_failed(error)
+            may_grow = False
+            try:  # the space that it has can still be used
+                runs = file.reserve(blocks, may_grow)
+            except OSError as again:
+                return self._write_failed(again)
+
+        def write(run: Run) -> None:
+            try:
+                with self._health.call():
+                    file.write(run)
+                written.append(len(run.keys))
+            except OSError as error:
+                self._write_failed(error, counted=True)  # by the call
+
+        self._writers.run_all([partial(write, run) for run in runs])
+        if may_grow and sum(written) == len(blocks):
+            self._full = ""
+        with self._stats_lock:
+            self._stats.written_bytes += sum(written) * file.block_bytes
+        return sum(written)
+
+    def _write_failed(self, error: OSError, counted: bool = False) -> int:
+        if error.errno in NO_ROOM:
+            if not self._full:
+                _log.warning("the disk of the KV cache is full (%s): it cannot grow for now", self._base)
+            self._full = "the disk is full"
+            self._full_until_s = time.monotonic() + FULL_PAUSE_S
+        elif not counted:
+            self._health.failed(error)
+        return 0
+
+    def _try(self, call: Callable[[], object]) -> bool:
+        try:
+            call()
+        except OSError as error:
+            self._health.failed(error)
+            return False
+        return True
+
+    def _count_read(self, ids: Sequence[BlockId], found: list[bool], took_s: float) -> None:
+        n_bytes = sum(self._layouts[tag] for (_, tag), good in zip(ids, found) if good)
+        with self._stats_lock:
+            stats = self._stats
+            stats.hits += sum(found)
+            stats.misses += len(found) - sum(found)
+            stats.read_bytes += n_bytes
+            if n_bytes >= MIN_RATED_BYTES and took_s:
+                rate = n_bytes / took_s
+                stats.read_rate += (rate - stats.read_rate) * (_RATE_GAIN if stats.read_rate else 1.0)
+
+    # --- files -----------------------------------------------------------------------------------------------------
+
+    def _available(self) -> bool:
+        """Whether the drive may be asked now; opens the files where they are not, or not there any more."""
+        if not self._health.usable:
+            self._health.check()
+            return False
+        now_s = time.monotonic()
+        if self._files and now_s < self._checked_s + CHECK_S:
+            return True
+        if not self._mutation.acquire(blocking=not self._files):
+            return True  # blocks are being written: look next time
+        try:
+            self._checked_s = now_s
+            if self._files and self._folder is not None:
+                if self._folder.is_linked and all(file.is_linked for file in self._files.values()):
+                    return True
+                _log.warning("files of the KV cache on disk were removed (%s): it starts anew", self._folder.path)
+            self._open()
+        except OSError as error:
+            self._health.failed(error, lasting=True)
+            return False
+        finally:
+            self._mutation.release()
+        return True
+
+    def _open(self) -> None:
+        for file in self._files.values():
+            self._evicted += file.index.evicted
+            if self._retention is not None:
+                self._retention.remove_listener(file.index.order)
+        self._files, self._folder = {}, None
+        began_s = time.perf_counter()
+        folder = TierFolder.take(self._base)
+        known = folder.read_format()
+        new = FolderFormat.of(self._fingerprint, self._layouts, self._n_slots, self._key, self._cipher_key)
+        same = known is not None and known.is_compatible(new)
+        if folder.keep_only(self._layouts if same else ()) and not same:
+            _log.warning("the KV cache in %s was written by another version or key: it is discarded", folder.path)
+        folder.write_format(new)
+        trusted = known is not None and known.is_trusted(new.boot)
+        opened = {
+            tag: BlockFile(folder.path, tag, n_bytes, self._n_slots, self._tagger, self._cipher, trusted)
+            for tag, n_bytes in self._layouts.items()
+        }
+        for tag, file in opened.items():
+            file.index.on_change = partial(_on_change, weakref.ref(self), tag)  # a cycle would keep the folder locked
+            if self._retention is not None:
+                file.index.order.follow(self._retention)
+        self._files, self._folder, self._format = opened, folder, new
+        if self.changes is not None:
+            self.changes.reset()
+        n_blocks = sum(len(file.index) for file in opened.values())
+        took_ms = round(1000 * (time.perf_counter() - began_s))
+        facts = {"blocks": n_blocks, "took_ms": took_ms, "direct": all(file.file.direct for file in opened.values())}
+        _log.info("KV cache on disk: %s", folder.path, extra=facts)
+
+
+def _on_change(of: "weakref.ref[DiskTier]", tag: bytes, key: bytes, stored: bool) -> None:
+    tier = of()
+    if tier is not None and tier.changes is not None:
+        (tier.changes.stored if stored else tier.changes.removed)((BlockId(key, tag),))
+
+
+def _by_tag(ids: Iterable[BlockId]) -> dict[bytes, list[bytes]]:
+    found: dict[bytes, list[bytes]] = {}
+    for key, tag in ids:
+        found.setdefault(tag, []).append(key)
+    return found

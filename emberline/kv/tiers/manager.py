@@ -1,0 +1,469 @@
+"""The tiers of an engine: their threads, the copies between them and the device pool, and what a fetch has to expect.
+
+    device pool ──saver──▶ host memory ──writers──▶ disk, pool
+    device pool ◀─loader── host memory ◀──readers── disk, pool
+
+Blocks are saved when they are published and fetched when a sequence needs them, in batches. Every block passes through
+a slot of the host tier, which keeps it there if it has the room.
+"""
+
+import contextlib
+import errno
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby, islice, repeat
+from math import inf
+from queue import SimpleQueue
+from typing import cast
+
+from emberline.kv.cache import unwindowed_group
+from emberline.kv.notice_queue import NoticeQueue
+from emberline.kv.tiers.fetch_policy import TierQueue
+from emberline.kv.tiers.host import HostTier, Slot
+from emberline.kv.tiers.messages import BlocksCopied, BlocksFetched, Item, LookedUp, Notice, SavedBlock, WantedBlock
+from emberline.kv.tiers.mover import BlockCopy, BlockMover, Ticket
+from emberline.kv.tiers.rates import ReadRate
+from emberline.kv.tiers.retention import Conversation, Retention
+from emberline.kv.tiers.tier import BlockId, Retained, Tier, layout_tag
+from emberline.kv.tiers.tier_events import TierChanges
+from emberline.kv.tiers.tier_worker import TierWorker
+from emberline.protocol.block_hash import KVGroup
+from emberline.protocol.frames import TierStats
+
+BATCH_BYTES = 32 << 20  # of one copy between host memory and the device
+SAVING_BYTES = 256 << 20  # of the device pool that are being saved at once
+LOADS_IN_FLIGHT = 2
+STATS_S = 1.0  # age at which statistics are made anew
+FLUSH_S = 10.0  # for blocks on their way to be written when the engine ends
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, frozen=True)
+class _Touched:
+    keys: Sequence[bytes]
+    conversation: Conversation | None
+
+
+@dataclass(slots=True, frozen=True)
+class _Retired:
+    owner: bytes
+    session: bytes
+    first: int
+
+
+@dataclass(slots=True, frozen=True)
+class _Removed:
+    keys: Sequence[bytes]
+
+
+_Command = _Touched | _Retired | _Removed
+
+
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """Blocks on their way to the device pool."""
+
+    number: int
+    cancelled: bool = False
+    writing: set[Item] = field(default_factory=set)  # device blocks that are written now
+
+
+class TierManager:
+    """A `messages.TierPort`. `host` is the first tier, or only stages for the others."""
+
+    n_ranks = 1  # whose slices these tiers and others like them keep
+
+    def __init__(
+        self, layouts: Sequence[KVGroup], mover: BlockMover, host: HostTier, tiers: Sequence[Tier], host_rate: float
+    ) -> None:
+        self._host, self._mover = host, mover
+        self._sizes = [layout.block_bytes for layout in layouts]
+        self._tags = [layout_tag(layout) for layout in layouts]
+        self._tiers: dict[str, Tier] = {tier.name: tier for tier in tiers}
+        self._all: list[Tier] = [host, *tiers] if host.keeps else list(tiers)
+        self.names = tuple(tier.name for tier in self._all)
+        self.remote = any(tier.remote for tier in tiers)
+        self._notices: NoticeQueue[Notice] = NoticeQueue()
+        self.wakeup, self.clear_wakeup = self._notices.wakeup, self._notices.clear_wakeup
+        told = layout_tag(unwindowed_group(layouts))
+        self.changes: list[TierChanges] = []
+        for tier in self._all:
+            tier.changes = TierChanges(tier.name, told, tier.held, self._tier_changed)
+            self.changes.append(tier.changes)
+        self._lock = threading.Lock()  # guards fetches, and what is loaded for them
+        self._fetches: dict[int, Fetch] = {}
+        self._saving_bytes = 0  # changed by the step loop's thread only
+        self._n_unsaved = 0  # blocks for which host memory had no room
+        self._max_saving = min(SAVING_BYTES, host.capacity_bytes // 4)
+        self._load_rate = ReadRate(host_rate)
+        self._saves: SimpleQueue[Sequence[SavedBlock] | _Command | threading.Event | None] = SimpleQueue()
+        self._loads: SimpleQueue[tuple[Fetch, list[tuple[WantedBlock, Slot]]] | None] = SimpleQueue()
+        self._wanted: SimpleQueue[tuple[Fetch, Iterable[WantedBlock]] | None] = SimpleQueue()
+        self._workers = {name: TierWorker(tier, host) for name, tier in self._tiers.items()}
+        self._stats: tuple[TierStats, ...] = ()
+        self._stats_s = 0.0
+        self._stats_stale = False
+        self._threads = [
+            threading.Thread(target=target, name=f"kv-{name}", daemon=True)
+            for name, target in (("fetch", self._divide_all), ("save", self._save_all), ("load", self._load_all))
+        ]
+        host.start_allocating()
+        for thread in self._threads:
+            thread.start()
+
+    # --- the step loop's side ---------------------------------------------------------------------------------------
+
+    @property
+    def has_notices(self) -> bool:
+        return bool(self._notices)
+
+    def notices(self) -> list[Notice]:
+        taken = self._notices.take()
+        for notice in taken:
+            if isinstance(notice, BlocksCopied):
+                self._saving_bytes -= sum(self._sizes[block.group] for block in notice.blocks)
+        return taken
+
+    def room(self) -> int:
+        return self._max_saving - self._saving_bytes
+
+    def save(self, blocks: Sequence[SavedBlock]) -> None:
+        self._saving_bytes += sum(self._sizes[block.group] for block in blocks)
+        self._saves.put(blocks)
+
+    def follow(self, retention: Retention) -> None:
+        for tier in self._all:
+            if isinstance(tier, Retained):
+                tier.follow(retention)
+
+    def used(self, keys: Sequence[bytes], conversation: Conversation | None) -> None:
+        self._saves.put(_Touched(keys, conversation))
+
+    def retire(self, owner: bytes, session: bytes, first: int) -> None:
+        self._saves.put(_Retired(owner, session, first))
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        self._saves.put(_Removed(keys))
+
+    def find(self, tag: bytes, keys: Sequence[bytes]) -> list[str | None]:
+        if self._host.capacity_bytes < max(self._sizes):  # none could be allocated: nothing passes
+            return [None] * len(keys)
+        ids = cast("list[BlockId]", list(zip(keys, repeat(tag))))  # which are equal, and sooner made
+        first, *others = self._all
+        found = [first.name if held else None for held in first.holds(ids)]
+        for tier in others:
+            if None not in found:
+                break
+            found = [tier.name if held and known is None else known for known, held in zip(found, tier.holds(ids))]
+        return found
+
+    def look_up(self, number: int, ids: Sequence[BlockId]) -> None:
+        workers = [worker for worker in self._workers.values() if worker.tier.remote]
+        left = [len(workers)]
+
+        def done() -> None:
+            with self._lock:
+                left[0] -= 1
+                last = not left[0]
+            if last:
+                self._notices.put(LookedUp(number))
+
+        for worker in workers:
+            worker.look_up(ids, done)
+
+    def fetch(self, number: int, blocks: Iterable[WantedBlock]) -> None:
+        with self._lock:
+            fetch = self._fetches.setdefault(number, Fetch(number))
+        self._wanted.put((fetch, blocks))
+
+    def _divide_all(self) -> None:
+        """Divide fetches into batches, for those who read and load them."""
+        while (entry := self._wanted.get()) is not None:
+            try:
+                self._divide(*entry)
+            except Exception:
+                _log.exception("a fetch could not be begun")  # it will miss its deadline
+
+    def _divide(self, fetch: Fetch, blocks: Iterable[WantedBlock]) -> None:
+        for tier, run in groupby(blocks, key=lambda block: block.tier):
+            for batch in self._batches(run):
+                if fetch.cancelled:
+                    return
+                if tier == self._host.name:
+                    self._load_held(fetch, batch)
+                else:
+                    self._workers[tier].read(
+                        [block.id for block in batch], self._size(batch), _Cancelled(fetch), self._read(fetch, batch)
+                    )
+
+    def cancel(self, number: int) -> Sequence[Item]:
+        with self._lock:
+            fetch = self._fetches.pop(number, None)
+            if fetch is None:
+                return ()
+            fetch.cancelled = True
+            return tuple(fetch.writing)
+
+    def queues(self) -> tuple[dict[str, TierQueue], TierQueue]:
+        load = self._load_rate.queue()
+        return {name: self._workers[name].queue() if name in self._workers else load for name in self.names}, load
+
+    def _tier_changed(self) -> None:
+        self._stats_stale = True
+        self._notices.wake()
+
+    @property
+    def report_s(self) -> float:
+        """When statistics are to be asked for again; inf: they are not known to have changed."""
+        return self._stats_s + STATS_S if self._stats_stale else inf
+
+    def stats(self) -> tuple[TierStats, ...]:
+        now_s = time.monotonic()
+        if now_s >= self._stats_s + STATS_S:
+            self._stats_s, self._stats_stale = now_s, False
+            made = []
+            for tier in self._all:
+                stats, worker = tier.stats(), self._workers.get(tier.name)
+                stats.read_rate = (self._load_rate if worker is None else worker.rate).rate
+                stats.dropped += self._n_unsaved if worker is None else worker.n_dropped
+                made.append(stats)
+            self._stats = tuple(made)
+        return self._stats
+
+    def flush(self, limit_s: float = FLUSH_S) -> bool:
+        """Wait until what was saved and fetched by now is where it belongs; False: it took longer. Not from the step
+        loop's thread."""
+        until_s = time.monotonic() + limit_s
+
+        def left_s() -> float:
+            return max(0.0, until_s - time.monotonic())
+
+        with self._lock:
+            fetches = list(self._fetches)
+        saved = threading.Event()
+        self._saves.put(saved)
+        if not saved.wait(left_s()):
+            return False
+        while any(number in self._fetches for number in fetches) and left_s():
+            time.sleep(0.01)
+        if not all(worker.wait_read(left_s()) for worker in self._workers.values()):  # which faster tiers keep, too
+            return False
+        barriers = [threading.Event() for _ in self._workers]
+        for worker, barrier in zip(self._workers.values(), barriers):
+            worker.flush(barrier)
+        return all(barrier.wait(left_s()) for barrier in barriers)
+
+    def purge(self, owner: bytes | None, session: bytes | None) -> dict[str, int]:
+        """Forget blocks in every tier: of an owner, of one of its sessions, or all; the number of blocks by tier.
+
+        Blocking. OSError: something may be left.
+        """
+        if not self.flush():
+            raise OSError(errno.ETIMEDOUT, "a tier of the KV cache does not answer")
+        purged = {tier.name: tier.purge(owner, session) for tier in self.all_tiers}
+        self._stats_s = 0.0  # the next report tells it
+        return purged
+
+    @property
+    def all_tiers(self) -> Sequence[Tier]:
+        """Fastest first."""
+        return self._all
+
+    def close(self) -> None:
+        """Write what was saved, within FLUSH_S, and close the tiers."""
+        until_s = time.monotonic() + FLUSH_S
+        for queue in (self._wanted, self._saves, self._loads):
+            queue.put(None)
+        for thread in self._threads:
+            thread.join(max(0.0, until_s - time.monotonic()))
+        for worker in self._workers.values():
+            worker.stop(until_s)
+        self._host.close()
+        self._notices.close()
+
+    def _size(self, blocks: Sequence[WantedBlock]) -> int:
+        return self._sizes[blocks[0].item[0]]
+
+    def _batches(self, blocks: Iterable[WantedBlock]) -> Iterator[list[WantedBlock]]:
+        """Of blocks of one size."""
+        for group, run in groupby(blocks, key=lambda block: block.item[0]):
+            n = max(1, BATCH_BYTES // self._sizes[group])
+            while batch := list(islice(run, n)):
+                yield batch
+
+    # --- fetching ---------------------------------------------------------------------------------------------------
+
+    def _load_held(self, fetch: Fetch, batch: list[WantedBlock]) -> None:
+        """Load blocks that the host tier holds."""
+        slots = self._host.find([block.id for block in batch])
+        found = [(block, slot) for block, slot in zip(batch, slots) if slot is not None]
+        if found:
+            self._queue_load(fetch, found)
+        self._fall_back(fetch, [block for block, slot in zip(batch, slots) if slot is None])
+
+    def _fall_back(self, fetch: Fetch, blocks: Sequence[WantedBlock]) -> None:
+        """Read blocks of one size, which a tier did not have after all, from the next one that has them."""
+        left = list(blocks)
+        if not left or fetch.cancelled:
+            return
+        names = [tier.name for tier in self._all]
+        tried = names.index(left[0].tier) + 1 if left[0].tier in names else len(names)
+        for tier in self._all[tried:]:
+            held = tier.holds([block.id for block in left])
+            again = [block._replace(tier=tier.name) for block, has in zip(left, held) if has]
+            left = [block for block, has in zip(left, held) if not has]
+            if again:
+                ids = [block.id for block in again]
+                self._workers[tier.name].read(ids, self._size(again), _Cancelled(fetch), self._read(fetch, again))
+        if left:
+            self._notices.put(BlocksFetched(fetch.number, (), [block.item for block in left]))
+
+    def _read(self, fetch: Fetch, batch: list[WantedBlock]) -> Callable[[int, Sequence[Slot], Sequence[bool]], None]:
+        """What to do with a part of a batch that was read from another tier: the first index, its slots, and which
+        are valid. The references to the slots are passed on."""
+
+        def done(first: int, slots: Sequence[Slot], valid: Sequence[bool]) -> None:
+            blocks = batch[first : first + len(valid)]
+            found = [(block, slot) for block, slot, ok in zip(blocks, slots, valid) if ok]
+            self._host.drop([slot for slot, ok in zip(slots, valid) if not ok])
+            self._fall_back(fetch, [block for block, ok in zip(blocks, valid) if not ok])
+            if found:
+                read = [slot for _, slot in found]
+                self._host.hold(read)
+                self._queue_load(fetch, found)
+                self._promote([block for block, _ in found], read)
+                self._host.drop(read)
+
+        return done
+
+    def _promote(self, blocks: Sequence[WantedBlock], slots: Sequence[Slot]) -> None:
+        """Keep blocks that were read from one tier in the faster ones, too."""
+        ids, metas = [block.id for block in blocks], [block.meta for block in blocks]
+        self._host.put(ids, slots, metas)
+        for name, worker in self._workers.items():
+            if name == blocks[0].tier:
+                return
+            worker.write(ids, slots, metas)
+
+    def _queue_load(self, fetch: Fetch, found: list[tuple[WantedBlock, Slot]]) -> None:
+        self._load_rate.queued(sum(len(slot.buffer) for _, slot in found))
+        self._loads.put((fetch, found))
+
+    def _load_all(self) -> None:
+        loading: deque[tuple[Ticket | None, Fetch, list[tuple[WantedBlock, Slot]]]] = deque()
+        while True:
+            if loading and (len(loading) == LOADS_IN_FLIGHT or self._loads.empty()):
+                self._finish_load(*loading.popleft())
+                continue
+            entry = self._loads.get()
+            if entry is None:
+                return
+            fetch, found = entry
+            with self._lock:
+                wanted = not fetch.cancelled
+                if wanted:
+                    fetch.writing.update(block.item for block, _ in found)
+            if not wanted:
+                self._load_rate.dropped(sum(len(slot.buffer) for _, slot in found))
+                self._host.drop([slot for _, slot in found])
+                continue
+            self._load_rate.begin()
+            ticket: Ticket | None = None
+            try:
+                ticket = self._mover.load([BlockCopy(block.item[0], block.block, slot) for block, slot in found])
+            except Exception:
+                _log.exception("blocks could not be copied to the device")
+            loading.append((ticket, fetch, found))
+
+    def _finish_load(self, ticket: Ticket | None, fetch: Fetch, found: list[tuple[WantedBlock, Slot]]) -> None:
+        items = [block.item for block, _ in found]
+        try:
+            if ticket is not None:
+                ticket.wait()
+        except Exception:
+            _log.exception("blocks could not be copied to the device")
+            ticket = None
+        self._load_rate.done(sum(len(slot.buffer) for _, slot in found))
+        self._host.drop([slot for _, slot in found])
+        with self._lock:
+            fetch.writing.difference_update(items)
+        fetched, missing = (items, []) if ticket else ([], items)
+        self._notices.put(BlocksFetched(fetch.number, fetched, missing, found[0][0].tier))
+
+    # --- saving -----------------------------------------------------------------------------------------------------
+
+    def _save_all(self) -> None:
+        while (entry := self._saves.get()) is not None:
+            if isinstance(entry, threading.Event):
+                entry.set()
+                continue
+            if isinstance(entry, _Retired):
+                for tier in self._all:
+                    tier.retire(entry.owner, entry.session, entry.first)
+                continue
+            if isinstance(entry, _Touched | _Removed):
+                ids = [BlockId(key, tag) for tag in self._tags for key in entry.keys]
+                for tier in self._all:
+                    with contextlib.suppress(Exception):
+                        if isinstance(entry, _Touched):
+                            tier.touch(ids, entry.conversation)
+                        else:
+                            tier.remove(ids)
+                continue
+            copied: list[tuple[SavedBlock, Slot]] = []
+            try:
+                copied = self._copy_out(entry)
+            except Exception:
+                _log.exception("blocks could not be saved")
+            self._notices.put(BlocksCopied(entry))
+            self._distribute(copied)
+
+    def _copy_out(self, blocks: Sequence[SavedBlock]) -> list[tuple[SavedBlock, Slot]]:
+        """Copy blocks that some tier lacks into slots of host memory."""
+        ids = [block.id for block in blocks]
+        lacked = [not all(held) for held in zip(*(tier.holds(ids) for tier in self._all))]
+        copied: list[tuple[SavedBlock, Slot]] = []
+        for group in range(len(self._sizes)):
+            wanted = [block for block, lacks in zip(blocks, lacked) if lacks and block.group == group]
+            n = max(1, BATCH_BYTES // self._sizes[group])
+            for start in range(0, len(wanted), n):
+                part = wanted[start : start + n]
+                slots = self._host.take(self._sizes[group], len(part), wait_s=0.05)
+                self._n_unsaved += len(part) - len(slots)
+                if not slots:
+                    continue  # all are in use: what is not saved now is lost when the device evicts it
+                pairs = list(zip(part, slots))
+                try:
+                    self._mover.save([BlockCopy(group, block.block, slot) for block, slot in pairs]).wait()
+                except Exception:
+                    self._host.drop(slots)
+                    _log.exception("blocks could not be copied to host memory")
+                    continue
+                copied += pairs
+        return copied
+
+    def _distribute(self, copied: list[tuple[SavedBlock, Slot]]) -> None:
+        """Hand saved blocks to the tiers; drops the references to the slots."""
+        if not copied:
+            return
+        blocks, slots = [block for block, _ in copied], [slot for _, slot in copied]
+        ids, metas = [block.id for block in blocks], [block.meta for block in blocks]
+        self._host.put(ids, slots, metas)
+        for worker in self._workers.values():
+            worker.write(ids, slots, metas)
+        self._host.drop(slots)
+
+
+class _Cancelled:
+    """Whether a fetch is cancelled, as a function."""
+
+    def __init__(self, fetch: Fetch) -> None:
+        self._fetch = fetch
+
+    def __call__(self) -> bool:
+        return self._fetch.cancelled

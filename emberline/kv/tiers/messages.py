@@ -1,0 +1,112 @@
+"""The interface between the step loop and the threads of the tiers: commands in, notices out. No call blocks.
+
+The step loop owns the blocks of the device pool (engine/tiers). Threads own the tiers and host memory (`manager.py`).
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from emberline.kv.tiers.fetch_policy import TierQueue
+from emberline.kv.tiers.retention import Conversation, Retention
+from emberline.kv.tiers.tier import BlockId, BlockMeta
+from emberline.protocol.frames import TierStats
+
+Item = tuple[int, int]  # KV group and index in a sequence's chain
+
+
+class SavedBlock(NamedTuple):
+    """A block to save. It is referenced, and not written, until `BlocksCopied` names it."""
+
+    group: int
+    block: int
+    id: BlockId
+    meta: BlockMeta
+
+
+class WantedBlock(NamedTuple):
+    """A block to fetch into a reserved one of the device pool."""
+
+    item: Item
+    block: int
+    id: BlockId
+    meta: BlockMeta
+    tier: str
+
+
+@dataclass(slots=True, frozen=True)
+class BlocksCopied:
+    """The blocks of one `save` are not read any more."""
+
+    blocks: Sequence[SavedBlock]
+
+
+@dataclass(slots=True, frozen=True)
+class BlocksFetched:
+    """Blocks of a fetch are in the device pool, or will not be: a tier does not have them after all.
+
+    Of a cancelled fetch: the blocks that were being written are not written any more.
+    """
+
+    number: int
+    fetched: Sequence[Item]
+    missing: Sequence[Item] = ()
+    tier: str = ""  # that `fetched` came from; empty: where they were looked for
+
+
+@dataclass(slots=True, frozen=True)
+class LookedUp:
+    """Remote tiers have been asked what they hold of a sequence."""
+
+    number: int
+
+
+Notice = BlocksCopied | BlocksFetched | LookedUp
+
+
+class TierPort(Protocol):
+    """Used by the step loop's thread."""
+
+    names: tuple[str, ...]  # of the tiers, fastest first
+    remote: bool  # some tier must be asked before `find`
+
+    def notices(self) -> list[Notice]: ...
+
+    def room(self) -> int:
+        """Bytes that `save` may take now; small or negative: later."""
+
+    def save(self, blocks: Sequence[SavedBlock]) -> None:
+        """Answered by one `BlocksCopied`."""
+
+    def find(self, tag: bytes, keys: Sequence[bytes]) -> list[str | None]:
+        """The fastest tier that holds each block, of one layout."""
+
+    def look_up(self, number: int, ids: Sequence[BlockId]) -> None:
+        """Ask remote tiers; answered by `LookedUp`."""
+
+    def fetch(self, number: int, blocks: Iterable[WantedBlock]) -> None:
+        """Begin a fetch, or add blocks to it. Answered by `BlocksFetched` until each block is named, unless it is
+        cancelled. The blocks are iterated over by another thread."""
+
+    def cancel(self, number: int) -> Sequence[Item]:
+        """End a fetch, complete or not: the blocks that are being written at this moment, which `BlocksFetched` will
+        name. Others are not written. Fetches have numbers of their own, which are not used again."""
+
+    def follow(self, retention: Retention) -> None:
+        """What tiers keep follows this retention from now on."""
+
+    def used(self, keys: Sequence[bytes], conversation: Conversation | None) -> None:
+        """Blocks with these content keys were found in the device pool, for a turn of this conversation: tiers keep
+        them as if they were read."""
+
+    def retire(self, owner: bytes, session: bytes, first: int) -> None:
+        """The session has ended: tiers evict its blocks from this position on first, also those that an earlier process
+        has written."""
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """The content of blocks with these keys is invalid: forget it."""
+
+    def queues(self) -> tuple[dict[str, TierQueue], TierQueue]:
+        """What a fetch has to expect of each tier, and of the copies into the device pool."""
+
+    def stats(self) -> tuple[TierStats, ...]: ...

@@ -1,0 +1,1 @@
+"""The pool tier: one Mooncake Store for all workers of a cluster."""

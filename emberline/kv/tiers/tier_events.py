@@ -1,0 +1,81 @@
+"""KV events of tiers: what each gains and loses, for those who route requests."""
+
+import threading
+from collections.abc import Callable, Iterable
+
+from emberline.protocol.frames import KVEvents
+
+KEYS_PER_FRAME = 60_000  # frames stay below 1 MB
+
+Id = tuple[bytes, bytes]  # a `tier.BlockId`: content key and layout tag
+
+
+class TierChanges:
+    """The net change of one tier between two calls of `take`, while somebody wants to know. Blocks of one layout are
+    told: a prompt that has those has the others.
+
+    The tier calls `stored`, `removed` and `reset` from any thread; `wake` is called at the first change after a `take`.
+    """
+
+    def __init__(self, tier: str, tag: bytes, held: Callable[[], Iterable[Id]], wake: Callable[[], None]) -> None:
+        self._tier, self._tag, self._held, self._wake = tier, tag, held, wake
+        self._lock = threading.Lock()  # guards what follows
+        self._stored: dict[bytes, None] = {}  # in order
+        self._removed: dict[bytes, None] = {}
+        self._watched = self._reset = False
+
+    def stored(self, ids: Iterable[Id]) -> None:
+        self._note(ids, self._stored, self._removed)
+
+    def removed(self, ids: Iterable[Id]) -> None:
+        self._note(ids, self._removed, self._stored)
+
+    def reset(self) -> None:
+        """The tier holds something else altogether: all of it is told anew."""
+        with self._lock:
+            self._reset = self._watched
+        self._wake()
+
+    def watch(self) -> list[KVEvents]:
+        """What the tier holds; from now on `take` returns the changes, of which some may be told already."""
+        with self._lock:
+            self._watched, self._reset = True, False
+        first, *others = _frames_of([key for key, tag in self._held() if tag == self._tag]) or [b""]
+        whole = KVEvents(stored=first, whole=True, tier=self._tier)
+        return [whole, *(KVEvents(stored=part, tier=self._tier) for part in others)]
+
+    def unwatch(self) -> None:
+        with self._lock:
+            self._watched = self._reset = False
+            self._stored.clear()
+            self._removed.clear()
+
+    def take(self) -> list[KVEvents]:
+        if not (self._stored or self._removed or self._reset):
+            return []
+        with self._lock:
+            stored, removed, reset = list(self._stored), list(self._removed), self._reset
+            self._stored.clear()
+            self._removed.clear()
+        if reset:
+            return self.watch()
+        frames = [KVEvents(removed=part, tier=self._tier) for part in _frames_of(removed)]
+        return frames + [KVEvents(stored=part, tier=self._tier) for part in _frames_of(stored)]
+
+    def _note(self, ids: Iterable[Id], noted: dict[bytes, None], opposite: dict[bytes, None]) -> None:
+        if not self._watched:
+            return
+        with self._lock:
+            was_empty = not self._stored and not self._removed
+            for key, tag in ids:
+                if key in opposite:
+                    del opposite[key]
+                elif tag == self._tag:
+                    noted[key] = None
+            wakes = was_empty and bool(noted)
+        if wakes:
+            self._wake()
+
+
+def _frames_of(keys: list[bytes]) -> list[bytes]:
+    return [b"".join(keys[start : start + KEYS_PER_FRAME]) for start in range(0, len(keys), KEYS_PER_FRAME)]

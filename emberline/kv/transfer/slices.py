@@ -1,0 +1,110 @@
+"""Which bytes of a block one rank has that another one needs, and which ranks of two groups send to which.
+
+A rank has a slice of every block: some layers, KV heads and tokens (`KVGroup`). Ranks of groups that are divided alike
+have the same slices, and whole blocks go from one to the other; else a block goes in runs of bytes.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import product
+from typing import NamedTuple
+
+from emberline.protocol.block_hash import KVGroup
+
+Slices = tuple[KVGroup, ...]  # of one rank: per KV group
+
+
+class SliceMismatch(Exception):
+    """The blocks of two engines cannot be made from each other; the text says why."""
+
+
+class Run(NamedTuple):
+    """Contiguous bytes, in a block of the sender and in one of the receiver."""
+
+    source: int
+    target: int
+    n_bytes: int
+
+
+@lru_cache(256)
+def runs(source: KVGroup, target: KVGroup) -> tuple[Run, ...]:
+    """What `target` has of `source`, in ascending order. SliceMismatch: they are of other models, or not comparable."""
+    if source.keys != target.keys:  # the C kernels store keys by channel; with --tp a CPU computes without them
+        raise SliceMismatch(
+            f"keys are stored by {source.keys} there, by {target.keys} here: give both --tp, or neither"
+        )
+    for field in ("name", "head_dim", "dtype", "window", "chunked", "planes"):
+        if getattr(source, field) != getattr(target, field):
+            raise SliceMismatch(f"{field} {getattr(source, field)} there, {getattr(target, field)} here")
+    if source.tokens != target.tokens and source.keys != "token":
+        raise SliceMismatch("keys that are stored by channel cannot be divided by tokens")
+    layers = [layer for layer in source.layers if layer in target.layers]
+    heads = _common((source.first_head, source.first_head + source.kv_heads),
+                    (target.first_head, target.first_head + target.kv_heads))  # fmt: skip
+    tokens = _common(source.tokens, target.tokens)
+    found: list[Run] = []
+    for layer, plane, head in product(layers, range(source.planes), heads) if tokens else ():
+        at = (_offset(source, layer, plane, head, tokens.start), _offset(target, layer, plane, head, tokens.start))
+        n_bytes = len(tokens) * _row_bytes(source)
+        last = found[-1] if found else Run(-1, -1, 0)
+        if (last.source + last.n_bytes, last.target + last.n_bytes) == at:
+            found[-1] = Run(last.source, last.target, last.n_bytes + n_bytes)
+        else:
+            found.append(Run(at[0], at[1], n_bytes))
+    return tuple(found)
+
+
+def block_runs(sender: Slices, receiver: Slices) -> tuple[tuple[Run, ...], ...] | None:
+    """Per group; None: both have the same slices, whole blocks are sent."""
+    if sender == receiver:
+        return None
+    if len(sender) != len(receiver):
+        raise SliceMismatch(f"{len(sender)} KV groups there, {len(receiver)} here")
+    return tuple(runs(source, target) for source, target in zip(sender, receiver))
+
+
+@lru_cache(64)
+def routes(senders: tuple[Slices, ...], receivers: tuple[Slices, ...]) -> tuple[tuple[int, int], ...]:
+    """Which rank sends to which: pairs (sender, receiver). Of ranks that hold the same, one sends to each receiver.
+
+    SliceMismatch: some receiver would lack a part of its blocks.
+    """
+    alike: dict[Slices, list[int]] = {}
+    for rank, slices in enumerate(senders):
+        alike.setdefault(slices, []).append(rank)
+    found: list[tuple[int, int]] = []
+    for receiver, wanted in enumerate(receivers):
+        n_bytes = [0] * len(wanted)
+        for slices, ranks in alike.items():
+            parts = block_runs(slices, wanted)
+            sizes = (
+                [group.block_bytes for group in wanted]
+                if parts is None
+                else [sum(run.n_bytes for run in each) for each in parts]
+            )
+            if any(sizes):
+                n_bytes = [sum(pair) for pair in zip(n_bytes, sizes)]
+                found.append((ranks[receiver % len(ranks)], receiver))
+        for group, n in zip(wanted, n_bytes):
+            if n != group.block_bytes:
+                raise SliceMismatch(f"{n} of the {group.block_bytes} bytes of {group.tag} are sent")
+    return tuple(found)
+
+
+def as_tuples(ranks: Sequence[Sequence[KVGroup]]) -> tuple[Slices, ...]:
+    return tuple(map(tuple, ranks))
+
+
+def _common(one: tuple[int, int], other: tuple[int, int]) -> range:
+    return range(max(one[0], other[0]), min(one[1], other[1]))
+
+
+def _row_bytes(group: KVGroup) -> int:
+    """Of one token of one head."""
+    return group.head_dim * (4 if group.dtype == "float32" else 2)
+
+
+def _offset(group: KVGroup, layer: int, plane: int, head: int, token: int) -> int:
+    """Of a token in a block: [layers, planes, kv_heads, tokens, head_dim]."""
+    at = (group.layers.index(layer) * group.planes + plane) * group.kv_heads + head - group.first_head
+    return (at * (group.tokens[1] - group.tokens[0]) + token - group.tokens[0]) * _row_bytes(group)

@@ -1,0 +1,1 @@
+"""Emberline on many machines."""

@@ -1,0 +1,208 @@
+"""The choice of the draft length, on simulated devices: it pays, or it stays out of the way."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from emberline.engine.speculation.length_policy import AcceptanceRates, DraftTimes, LengthPolicy, PlainTimes
+from emberline.engine.speculation.speculator import GPU_MARGINAL, GPU_WAIT_S
+
+
+class Simulation:
+    """n_rows sequences; each has a draft of 8 tokens with a probability, whose tokens are accepted with another."""
+
+    def __init__(self, step_s, n_rows, accepts, has_draft=1.0, overhead_s=0.0, marginal=0.3, noise=0.03, seed=1):
+        self.policy = LengthPolicy(lambda cell: 0.5, marginal)
+        self.step_s, self.n_rows, self.accepts = step_s, n_rows, accepts
+        self.has_draft, self.overhead_s, self.noise = has_draft, overhead_s, noise
+        self.random = random.Random(seed)
+        self.n_tokens = self.n_drafted = self.n_accepted = 0
+        self.seconds = 0.0
+
+    def step(self):
+        drafts = []
+        if self.policy.begin_step(self.n_rows):
+            for _ in range(self.n_rows):
+                if self.random.random() < self.has_draft:
+                    n, _ = self.policy.choose([0] * 8)
+                    drafts += [[0] * n] if n else []
+        n_drafts = sum(map(len, drafts))
+        n_output = self.n_rows
+        for each in drafts:
+            n = 0
+            while n < len(each) and self.random.random() < self.accepts:
+                n += 1
+            self.policy.rates.add(each, n)
+            n_output += n
+            self.n_accepted += n
+        longest = max(map(len, drafts), default=0)
+        seconds = self.took_s(n_drafts, longest) + (self.overhead_s if drafts else 0)
+        seconds *= 1 + self.noise * self.random.uniform(-1, 1)
+        self.policy.measured(self.n_rows, len(drafts), n_drafts, n_output, seconds)
+        self.n_tokens += n_output
+        self.n_drafted += n_drafts
+        self.seconds += seconds
+
+    def run(self, n):
+        for _ in range(n):
+            self.step()
+        return self
+
+    def took_s(self, n_drafts, longest):
+        return self.step_s(self.n_rows + n_drafts)
+
+    @property
+    def speedup(self):
+        return self.n_tokens / self.seconds * self.took_s(0, 0) / self.n_rows
+
+
+def gpu(n_tokens):
+    """Flat until 300 tokens, then compute-bound."""
+    return 0.006 + 0.00002 * max(0, n_tokens - 300)
+
+
+def cpu(n_tokens):
+    return 0.003 + 0.002 * n_tokens
+
+
+@pytest.mark.parametrize("accepts", [0.0, 0.3, 0.8])
+@pytest.mark.parametrize("n_rows", [1, 8, 64])
+@pytest.mark.parametrize(
+    ("device", "overhead_s", "marginal"),
+    [(gpu, 0.0, 0.003), (gpu, 0.0015, 0.003), (gpu, 0.0015, 0.5), (cpu, 0.0002, 0.3)],
+)
+def test_never_much_slower_than_without(device, overhead_s, marginal, n_rows, accepts):
+    run = Simulation(device, n_rows, accepts, overhead_s=overhead_s, marginal=marginal)
+    assert run.run(1000 if n_rows < 64 else 300).speedup > 0.98
+
+
+def test_a_fixed_cost_of_drafting_is_shared_by_the_rows():
+    """A step with drafts waits for the host; with many rows that draft it pays all the same."""
+    assert Simulation(gpu, 64, 0.8, overhead_s=0.0015, marginal=0.003).run(400).speedup > 1.8
+
+
+def test_long_drafts_where_tokens_are_free():
+    run = Simulation(gpu, 1, 0.8, marginal=0.01).run(600)
+    assert run.n_drafted / 600 > 6
+    assert run.speedup > 0.9 * sum(0.8**n for n in range(9))
+
+
+def test_a_cpu_verifies_likely_tokens_alone():
+    likely, unlikely = Simulation(cpu, 1, 0.9).run(600), Simulation(cpu, 1, 0.2).run(600)
+    assert likely.speedup > 1.5
+    assert unlikely.n_drafted < 0.1 * likely.n_drafted
+
+
+def test_no_drafts_in_a_compute_bound_step():
+    run = Simulation(gpu, 256, 0.3).run(100)
+    assert run.n_drafted / 100 < 150
+    full = Simulation(lambda n: 0.001 * n, 64, 0.5).run(400)
+    assert full.n_drafted / 400 < 10
+
+
+def test_acceptance_that_changes_is_noticed():
+    run = Simulation(cpu, 1, 0.95).run(400)
+    before = run.n_drafted
+    run.accepts = 0.0
+    run.run(200)
+    late = run.n_drafted
+    run.run(400)
+    assert before > 1000
+    assert run.n_drafted - late < 100
+    run.accepts = 0.95
+    run.run(3000)
+    assert run.speedup > 1.2
+
+
+@given(st.lists(st.tuples(st.integers(1, 100), st.floats(-0.01, 1.0)), min_size=1, max_size=60))
+def test_drafts_never_shorten_a_step(measured):
+    times = DraftTimes(0.001)
+    for n_drafts, seconds in measured:
+        times.add(n_drafts, seconds)
+        assert times.fixed_s >= 0
+        assert times.token_s >= 0
+
+
+def test_what_drafts_cost_is_learned():
+    times, plain = DraftTimes(0.01), PlainTimes()
+    for n in range(200):
+        times.add(n % 9 + 1, 0.003 + 0.0005 * (n % 9 + 1))
+        plain.add(n % 20 + 1, 0.002 * (n % 20 + 1))
+    assert times.fixed_s == pytest.approx(0.003, rel=0.1)
+    assert times.token_s == pytest.approx(0.0005, rel=0.1)
+    assert plain.of(10) == pytest.approx(0.02, rel=0.1)
+    assert plain.of(64) is None
+
+
+def test_rates_follow_what_is_measured():
+    rates = AcceptanceRates(lambda cell: 0.5)
+    assert rates.rate(3) == 0.5
+    for _ in range(50):
+        rates.add([3, 4, 5], 1)
+    assert rates.rate(3) > 0.9
+    assert rates.rate(4) < 0.1
+    assert rates.rate(5) == 0.5  # never reached
+    for _ in range(200):
+        rates.add([3], 0)
+    assert rates.rate(3) < 0.1
+
+
+@given(st.integers(1, 200), st.lists(st.integers(0, 5), min_size=1, max_size=15), st.floats(0.0, 1.0))
+def test_a_choice_is_within_the_draft(n_rows, cells, trust):
+    policy = LengthPolicy(lambda cell: 0.2 * cell, 0.1)
+    policy.measured(n_rows, 0, 0, n_rows, 0.01)
+    assert policy.begin_step(n_rows)
+    n, gain = policy.choose(cells, trust=trust)
+    assert 0 <= gain <= n <= len(cells)
+    assert policy.choose(cells, n_guessed=len(cells)) == (0, 0.0)
+
+
+# Seconds of a step of a model of 8B parameters on an H200, by rows: drafts of each row to seconds.
+H200 = {
+    1: {0: 0.004003, 2: 0.004319, 4: 0.004390, 8: 0.004535},
+    4: {0: 0.004377, 2: 0.004475, 4: 0.004785, 8: 0.005209},
+    16: {0: 0.004555, 2: 0.005105, 4: 0.005843, 8: 0.006881},
+    256: {0: 0.0122, 2: 0.0254, 4: 0.0407, 8: 0.0732},  # compute-bound
+}
+HOST_WAIT_S = 0.001
+
+
+class OnH200(Simulation):
+    """Every row of a step has as many tokens as the one with the longest draft."""
+
+    def __init__(self, n_rows, accepts, **more):
+        super().__init__(None, n_rows, accepts, overhead_s=HOST_WAIT_S, marginal=GPU_MARGINAL, **more)
+        self.policy = LengthPolicy(lambda cell: 0.6, GPU_MARGINAL, GPU_WAIT_S)
+        timed = {(rows, 1 + n): s for rows, by in H200.items() if rows <= 64 for n, s in by.items()}
+        self.policy.calibrate(timed)
+
+    def took_s(self, n_drafts, longest):
+        return H200[self.n_rows][min(n for n in (0, 2, 4, 8) if n >= longest)]
+
+
+@pytest.mark.parametrize("accepts", [0.0, 0.2, 0.5])
+@pytest.mark.parametrize("has_draft", [0.1, 1.0])
+@pytest.mark.parametrize("n_rows", list(H200))
+def test_auto_on_a_gpu_is_never_slower_than_off(n_rows, has_draft, accepts):
+    """What `AUTO_ON_GPU` waits for: with the step times of the card it is to be turned on for."""
+    run = OnH200(n_rows, accepts, has_draft=has_draft)
+    assert run.run(1500 if n_rows < 64 else 300).speedup > 0.98
+
+
+@pytest.mark.parametrize(("n_rows", "least"), [(1, 1.8), (4, 1.8), (16, 1.4)])
+def test_likely_drafts_pay_on_a_gpu(n_rows, least):
+    assert OnH200(n_rows, 0.85).run(1000).speedup > least
+
+
+def test_measured_steps_say_what_drafts_cost():
+    policy = LengthPolicy(lambda cell: 0.4, 0.001, 0.0)
+    policy.calibrate({(16, 1): 0.004, (16, 3): 0.008, (16, 5): 0.012, (1, 5): 0.004})
+    policy.measured(16, 0, 0, 16, 0.004)
+    assert policy.begin_step(16)
+    assert policy.choose([0] * 4) == (0, 0.0)  # a token takes half as long as those of a plain step
+    free = LengthPolicy(lambda cell: 0.4, 0.001, 0.0)
+    free.measured(16, 0, 0, 16, 0.004)
+    assert free.begin_step(16)
+    assert free.choose([0] * 4)[0] == 4

@@ -1,0 +1,139 @@
+"""Drafts change no token, whoever proposes them: hypothesis against the plain path."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+
+from emberline.engine.speculation.verification import accepted_run
+from emberline.protocol.token_ids import pack, unpack
+from tests.engine.fakes import FULL, Drawn, expected, request
+from tests.engine.scheduler.test_scheduler_properties import InvariantChecker, arrivals, play, setups
+from tests.engine.speculation.standin import StandinSpeculation, output_of
+from tests.engine.transfer.test_transfer_properties import TransferChecker, layouts, prompts
+from tests.engine.transfer.test_transfer_properties import setups as transfer_setups
+from tests.examples import n_examples
+
+
+@given(st.lists(st.integers(-1, 3), min_size=1, max_size=6), st.data())
+def test_draws_count_as_long_as_they_are_the_drafts(ids, data):
+    drafts = data.draw(st.lists(st.integers(0, 3), min_size=len(ids) - 1, max_size=len(ids) - 1))
+    kept = accepted_run(Drawn(ids[0]), [Drawn(token) for token in ids[1:]], pack(drafts))
+    n = len(kept)
+    assert [draw.token_id for draw in kept] == ids[1 : 1 + n]
+    assert ids[:n] == drafts[:n]
+    assert min(ids[1 : 1 + n], default=0) >= 0
+    if n < len(drafts):
+        assert ids[n] != drafts[n] or ids[n + 1] < 0
+
+
+def speculation_of(checker_setup, wrong):
+    """Knows what the fake model will say."""
+    layouts = checker_setup["layouts"]
+
+    def oracle(seq):
+        sampling = seq.request.sampling
+        prompt = unpack(seq.request.prompt_ids)
+        ids, _ = expected(prompt, sampling, layouts, 10_000 if sampling.max_tokens else 120, salt=seq.request.salt)
+        done = output_of(seq)
+        return ids[len(done) :] if ids[: len(done)] == done else []
+
+    return StandinSpeculation(oracle, wrong)
+
+
+@settings(max_examples=n_examples(100), deadline=None)
+@given(st.lists(arrivals, min_size=1, max_size=7), setups, st.integers(1, 3), st.sampled_from([0, 1, 2, 5]))
+def test_every_request_ends_once_with_the_right_tokens(crowd, setup, steps_in_flight, wrong):
+    speculation = speculation_of(setup, wrong)
+    checker = InvariantChecker(setup, steps_in_flight, speculation)
+    play(checker, crowd)
+    assert sorted(speculation.ended_ids) == sorted(checker.accepted)
+
+
+@settings(max_examples=n_examples(40), deadline=None)
+@given(st.lists(arrivals, min_size=1, max_size=7), setups, st.integers(1, 3), st.sets(st.integers(0, 80), max_size=8))
+def test_the_same_while_steps_fail_now_and_then(crowd, setup, steps_in_flight, failing):
+    play(InvariantChecker(setup, steps_in_flight, speculation_of(setup, 5)), crowd, failing)
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+@pytest.mark.parametrize(("wrong", "most_steps"), [(0, 20), (1, 62)])
+def test_right_drafts_save_steps_and_wrong_ones_cost_none(steps_in_flight, wrong, most_steps):
+    setup = {"layouts": (FULL,), "n_blocks": 64, "context_len": 512}
+    speculation = speculation_of(setup, wrong)
+    checker = InvariantChecker(setup, steps_in_flight, speculation)
+    scheduler = checker.scheduler
+    scheduler.submit(request("a", [1, 2, 3], max_tokens=60), 0.0)
+    n_tokens = 0
+    while checker.loop.busy:
+        n_tokens += sum(len(delta.token_ids) // 4 for delta in checker.loop.step(0.0))
+    assert n_tokens == 60
+    assert len(checker.runner.plans) <= most_steps + steps_in_flight
+    assert speculation.n_verified > 3
+    assert speculation.n_accepted == (0 if wrong else speculation.n_drafted)
+
+
+def test_published_blocks_end_with_the_accepted_tokens():
+    """Another request that begins with the same tokens finds them in the cache, and nothing else."""
+    setup = {"layouts": (FULL,), "n_blocks": 64, "context_len": 512}
+    checker = InvariantChecker(setup, 1, speculation_of(setup, 3))
+    first = request("a", list(range(7)) * 2, max_tokens=70)
+    checker.scheduler.submit(first, 0.0)
+    output = []
+    while checker.loop.busy:
+        output += [t for delta in checker.loop.step(0.0) for t in unpack(delta.token_ids)]
+    prompt = list(range(7)) * 2 + output
+    checker.scheduler.submit(request("b", prompt, max_tokens=30), 0.0)
+    deltas = []
+    while checker.loop.busy:
+        deltas += checker.loop.step(0.0)
+    assert deltas[0].usage.cached_tokens >= (len(prompt) - 2) // 16 * 16
+    ids = [t for delta in deltas for t in unpack(delta.token_ids)]
+    assert ids == expected(prompt, request("b", prompt, max_tokens=30).sampling, (FULL,), 512)[0]
+
+
+@pytest.mark.parametrize("n_resumed", [1, 15, 16, 40, 59])
+def test_a_reply_is_resumed_with_drafts(n_resumed):
+    """Failover: another engine has sampled the first tokens."""
+    setup = {"layouts": (FULL,), "n_blocks": 64, "context_len": 512}
+    sampling = {"max_tokens": 60, "min_tokens": 30, "ignore_eos": False}
+    ids, finish = expected([1, 2, 3], request("a", [1], **sampling).sampling, (FULL,), 512)
+    n_resumed = min(n_resumed, len(ids) - 1)
+    checker = InvariantChecker(setup, 2, speculation_of(setup, 4))
+    resumed = structs.replace(request("a", [1, 2, 3], **sampling), output_ids=pack(ids[:n_resumed]))
+    checker.scheduler.submit(resumed, 0.0)
+    deltas = []
+    while checker.loop.busy:
+        deltas += checker.loop.step(0.0)
+    assert [t for delta in deltas for t in unpack(delta.token_ids)] == ids[n_resumed:]
+    assert (deltas[-1].finish, deltas[-1].usage.completion_tokens) == (finish, len(ids))
+
+
+@settings(max_examples=n_examples(30), deadline=None)
+@given(
+    layouts,
+    transfer_setups,
+    transfer_setups,
+    st.lists(prompts, min_size=1, max_size=5),
+    st.sampled_from([0, 3]),
+)
+def test_the_same_where_another_engine_has_computed_the_prompt(layouts, prefill, decode, wanted, wrong):
+    """Disaggregation: drafts follow a prompt whose KV was received."""
+    speculation = speculation_of({"layouts": layouts}, wrong)
+    checker = TransferChecker(layouts, prefill, {**decode, "speculation": speculation})
+    for n, prompt in enumerate(wanted):
+        checker.pair(prompt, (n % 3, n % 2 == 0, ""), max_tokens=25)
+    checker.finish()
+    checker.check()
+    assert {delta.finish for delta in checker.wire.decode.ended.values()} <= {"stop", "length"}
+
+
+def test_drafts_behind_a_received_prompt_are_accepted():
+    setup = {"n_blocks": 24, "max_running": 2, "token_budget": 64, "steps_in_flight": 2}
+    speculation = speculation_of({"layouts": (FULL,)}, 0)
+    checker = TransferChecker((FULL,), setup, {**setup, "speculation": speculation})
+    for _ in range(3):
+        checker.pair(list(range(7)) * 7, (1, True, ""), max_tokens=30)
+    checker.finish()
+    checker.check()
+    assert speculation.n_accepted > 20

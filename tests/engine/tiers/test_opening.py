@@ -1,0 +1,85 @@
+"""The tiers that a worker is started with, by its flags and the key in its environment."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from emberline.engine.tiers import opening
+from emberline.engine.tiers.opening import KEY_VARIABLE, add_arguments, open_tiers, stored_cache
+from emberline.kv.host_memory import HostMemory
+from emberline.kv.tiers.host import Segment, plain_segment
+from emberline.kv.tiers.mover import HostMover
+from emberline.kv.tiers.tier import BlockMeta
+from emberline.protocol.errors import BadInput
+from emberline.protocol.frames import CacheCommand
+from tests.kv.tiers.disk.disk_blocks import GROUP, block_id, content
+
+MOVER = HostMover(HostMemory([memoryview(bytearray(4 * GROUP.block_bytes))], [GROUP.block_bytes]))
+
+
+def parse(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(words)
+
+
+@pytest.mark.parametrize("encrypts", [False, True])
+def test_blocks_on_disk_are_encrypted_if_asked_for(tmp_path: Path, encrypts: bool, monkeypatch) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, "ab" * 32)
+    flags = ["--kv-disk-bytes", "1000000", "--kv-disk-path", str(tmp_path), *["--kv-disk-encrypt"] * encrypts]
+    args = parse(*flags)
+    tiers = open_tiers(args, "model", [GROUP], MOVER)
+    assert tiers is not None
+    (disk,) = tiers.all_tiers
+    disk.write([block_id(1)], [memoryview(bytearray(content(1)))], [BlockMeta()])
+    buffer = memoryview(bytearray(GROUP.block_bytes))
+    assert disk.read([block_id(1)], [buffer]) == [True]
+    assert buffer == content(1)
+    stored = b"".join(path.read_bytes() for path in tmp_path.rglob("*.blocks"))
+    assert (content(1) in stored) == (not encrypts)
+    assert stored_cache(args, "model", [GROUP], tiers).run(CacheCommand(1, "purge")) == {"disk": 1, "unused": 0}
+    tiers.close()
+
+
+def test_a_worker_that_stores_blocks_needs_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    with pytest.raises(BadInput, match=KEY_VARIABLE):
+        open_tiers(parse("--kv-disk-bytes", "1000000", "--kv-disk-path", str(tmp_path)), "model", [GROUP], MOVER)
+    assert open_tiers(parse(), "model", [GROUP], MOVER) is None
+
+
+def test_a_gpu_has_a_host_tier_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = [12 << 30]
+    made: list[int] = []
+    monkeypatch.setattr(opening, "default_host_tier_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(opening, "free_host_bytes", lambda: free[0])
+
+    def allocate(n_bytes: int) -> Segment:
+        made.append(n_bytes)
+        return plain_segment(n_bytes)
+
+    tiers = open_tiers(parse(), "model", [GROUP], MOVER, allocate)
+    assert tiers is not None
+    assert tiers.names == ("host",)
+    tiers.close()
+    assert open_tiers(parse("--kv-host-bytes", "0"), "model", [GROUP], MOVER, allocate) is None
+    assert open_tiers(parse(), "model", [GROUP], MOVER) is None, "on a CPU"
+    free[0] = opening.SPARED_BYTES
+    with pytest.raises(MemoryError, match="--kv-host-bytes"):
+        opening._SpareMemory(allocate, needed=0)(4096)
+
+
+def test_a_disk_that_was_asked_for_has_its_staging_area_however_little_memory_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, "ab" * 32)
+    monkeypatch.setattr(opening, "STAGE_BYTES", 1 << 20)
+    monkeypatch.setattr(opening, "free_host_bytes", lambda: opening.SPARED_BYTES)
+    flags = ["--kv-disk-bytes", "1000000", "--kv-disk-path", str(tmp_path)]
+    for default_bytes in (0, 2 << 20):
+        monkeypatch.setattr(opening, "default_host_tier_bytes", lambda n=default_bytes: n)
+        tiers = open_tiers(parse(*flags), "model", [GROUP], MOVER, plain_segment)
+        assert tiers is not None
+        assert tiers._host.take(GROUP.block_bytes, 1, wait_s=30.0)
+        tiers.close()

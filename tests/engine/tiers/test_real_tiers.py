@@ -1,0 +1,220 @@
+"""Real threads, memory and files: a returning session comes from a tier with the same tokens, whatever that does."""
+
+import argparse
+import random
+import threading
+import time
+
+import pytest
+
+from emberline.engine.scheduler.limits import Limits
+from emberline.engine.scheduler.scheduler import Scheduler
+from emberline.engine.step_loop import StepLoop
+from emberline.engine.tiers.opening import add_arguments, open_tiers
+from emberline.engine.torch_runner import TorchRunner
+from emberline.kv.cache import KVCache
+from emberline.kv.tiers.host import HostTier
+from emberline.kv.tiers.manager import TierManager
+from emberline.kv.tiers.mover import HostMover
+from emberline.protocol.errors import BadInput
+from emberline.protocol.frames import TierStats
+from emberline.protocol.token_ids import unpack
+from tests.engine.fakes import VOCAB, expected, request
+from tests.engine.test_torch_runner import FULL, WINDOW, TorchFake
+
+LIMITS = Limits(context_len=300, vocab_size=VOCAB, eos_ids=(0,), max_running=4, token_budget=48)
+LAYOUTS = {"full": (FULL,), "window": (FULL, WINDOW), "window first": (WINDOW, FULL)}
+N_BLOCKS = 24
+WAIT_S = 60.0
+
+
+class Engine:
+    """A step loop over small pools, with the tiers that `open_tiers` or a test makes."""
+
+    def __init__(self, layouts, make_tiers):
+        self.layouts, sizes = layouts, [N_BLOCKS] * len(layouts)
+        runner = TorchRunner(TorchFake(layouts), sizes, LIMITS)
+        self.cache = KVCache(layouts, sizes, chunk=LIMITS.token_budget)
+        self.tiers = make_tiers(layouts, HostMover(runner.memory))
+        self.loop = StepLoop(Scheduler(self.cache, LIMITS, "fake", tiers=self.tiers), runner, tiers=self.tiers)
+        self.serial = 0
+
+    def ask(self, *prompts):
+        """Tokens checked; the tiers that the prompts came from."""
+        wanted = {}
+        for prompt in prompts:
+            self.serial += 1
+            wanted[f"r{self.serial}"] = prompt
+            self.loop.submit(request(f"r{self.serial}", prompt, temperature=0.0, max_tokens=5), time.monotonic())
+        tokens, usages = {id: [] for id in wanted}, {}
+        until_s = time.monotonic() + WAIT_S
+        while len(usages) < len(wanted):
+            assert time.monotonic() < until_s, "a request did not end"
+            for delta in self.loop.step(time.monotonic()):
+                tokens[delta.id] += unpack(delta.token_ids)
+                if delta.finish is not None:
+                    assert delta.finish == "length"
+                    usages[delta.id] = delta.usage.cached_by_tier
+            time.sleep(0.0005)
+        for id, prompt in wanted.items():
+            ids, _ = expected(prompt, request("x", prompt, max_tokens=5).sampling, self.layouts, 300)
+            assert tokens[id] == ids
+        return list(usages.values())
+
+    def settle(self):
+        """Until everything that was published is saved and written."""
+        until_s = time.monotonic() + WAIT_S
+        while self.cache.n_used or self.tiers._saving_bytes:
+            assert time.monotonic() < until_s
+            self.loop.step(time.monotonic())
+            time.sleep(0.001)
+        assert self.tiers.flush(WAIT_S)  # what is copied is told before it is handed to the tiers
+
+
+def prompts(n=2, length=250):
+    rng = random.Random(7)
+    return [[rng.randrange(1, VOCAB) for _ in range(length)] for _ in range(n)]
+
+
+def arguments(*flags):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(list(flags))
+
+
+@pytest.fixture
+def opened(tmp_path, monkeypatch):
+    monkeypatch.setenv("EMBERLINE_KV_KEY", "22" * 32)
+    monkeypatch.setattr("emberline.kv.tiers.fetch_policy.UNRATED_S", WAIT_S)  # this machine may be busy
+    made = []
+
+    def make(layouts, *flags):
+        args = arguments(*flags)
+        made.append(Engine(layouts, lambda layouts, mover: open_tiers(args, "fake", layouts, mover)))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.tiers.close()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("tier", ["host", "disk", "both"])
+def test_a_session_that_was_evicted_comes_from_a_tier(opened, tmp_path, name, tier):
+    host = ("--kv-host-bytes", str(8 << 20)) if tier != "disk" else ()
+    disk = ("--kv-disk-bytes", str(16 << 20), "--kv-disk-path", str(tmp_path)) if tier != "host" else ()
+    engine = opened(LAYOUTS[name], *host, *disk)
+    session, other = prompts()
+    for prompt in (session, other):
+        assert engine.ask(prompt) == [{"device": 0}]
+        engine.settle()
+    [cached] = engine.ask(session)
+    assert sum(cached.values()) == 240
+    assert cached["host" if host else "disk"] >= 100
+    engine.settle()
+    stats = {each.name: each for each in engine.tiers.stats()}
+    assert stats[tier if tier != "both" else "disk"].blocks > 0
+
+
+def test_the_disk_tier_is_warm_after_a_restart(opened, tmp_path):
+    flags = ("--kv-disk-bytes", str(16 << 20), "--kv-disk-path", str(tmp_path))
+    session = prompts()[0]
+    first = opened((FULL, WINDOW), *flags)
+    first.ask(session)
+    first.settle()
+    first.tiers.close()
+    second = opened((FULL, WINDOW), *flags)
+    [cached] = second.ask(session)
+    assert cached == {"disk": 240, "device": 0}
+
+
+def test_many_sessions_at_once(opened, tmp_path):
+    engine = opened((FULL,), "--kv-host-bytes", str(8 << 20))
+    rng = random.Random(2)
+    heads = prompts(5, 120)
+    for _ in range(6):
+        some = [rng.choice(heads) + [rng.randrange(1, VOCAB) for _ in range(rng.randrange(1, 60))] for _ in range(4)]
+        engine.ask(*some)
+    engine.settle()
+    assert engine.loop.load.fetching == 0
+
+
+class BadTier:
+    """Says that it holds every block that was ever written to it, and then does what it is told to."""
+
+    name, remote = "disk", False
+
+    def __init__(self, behavior):
+        self.behavior, self.ids = behavior, set()
+        self.released = threading.Event()
+
+    def holds(self, ids):
+        if self.behavior == "holds":
+            return [True] * len(ids)
+        return [id in self.ids for id in ids]
+
+    def held(self):
+        return list(self.ids)
+
+    def look_up(self, ids):
+        pass
+
+    def touch(self, ids):
+        raise RuntimeError("broken")
+
+    def read(self, ids, buffers):
+        for buffer in buffers:
+            buffer[:] = b"\xff" * len(buffer)
+        if self.behavior == "hangs":
+            self.released.wait(WAIT_S)
+        if self.behavior == "raises":
+            raise RuntimeError("broken")
+        if self.behavior == "too few":
+            return [True]
+        return [False] * len(ids)
+
+    def write(self, ids, buffers, metas):
+        if self.behavior == "writing hangs":
+            self.released.wait(WAIT_S)
+        self.ids.update(ids)
+        if self.behavior == "raises":
+            raise RuntimeError("broken")
+
+    def stats(self):
+        return TierStats(self.name)
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize("behavior", ["garbage", "raises", "too few", "holds", "hangs", "writing hangs"])
+def test_no_tier_can_do_harm(behavior):
+    tier = BadTier(behavior)
+
+    def make(layouts, mover):
+        sizes = [layout.block_bytes for layout in layouts]
+        return TierManager(layouts, mover, HostTier(4 << 20, sizes, keep=False), [tier], 1e9)
+
+    engine = Engine((FULL, WINDOW), make)
+    session, other = prompts()
+    for prompt in (session, other, session, other):
+        engine.loop.scheduler.set_prefill_rate(1000.0)  # else a fetch may take a second
+        engine.ask(prompt)
+    assert engine.loop.load.fetching == 0
+    tier.released.set()
+    engine.settle()
+    assert engine.cache.n_used == 0
+    engine.tiers.close()
+
+
+def test_flags_that_cannot_work_are_refused(tmp_path, monkeypatch):
+    monkeypatch.delenv("EMBERLINE_KV_KEY", raising=False)
+    disk = ("--kv-disk-bytes", str(16 << 20), "--kv-disk-path", str(tmp_path))
+    for flags, problem in (
+        (disk[:2], "--kv-disk-path"),
+        (disk, "EMBERLINE_KV_KEY"),
+        (("--kv-host-bytes", "5000"), "at least"),
+    ):
+        with pytest.raises(BadInput, match=problem):
+            open_tiers(arguments(*flags), "fake", (FULL,), mover=None)
+    assert open_tiers(arguments(), "fake", (FULL,), mover=None) is None

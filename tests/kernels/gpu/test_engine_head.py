@@ -1,0 +1,135 @@
+"""A draft head in the GPU engine, interpreted where there is no GPU: tokens as without it, drafts as on a CPU."""
+
+import msgspec
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from emberline.engine.gpu.engine import _Kernels  # noqa: E402
+from emberline.engine.gpu.runner import GpuRunner  # noqa: E402
+from emberline.engine.gpu.shapes import (  # noqa: E402
+    CHUNK_ROWS,
+    GPU_SHAPES,
+    MAX_GRAPH_TOKENS,
+    all_verify_shapes,
+    max_draws,
+    most_drafts,
+)
+from emberline.engine.scheduler.latency_target import LatencyTarget  # noqa: E402
+from emberline.engine.scheduler.limits import Limits  # noqa: E402
+from emberline.engine.scheduler.scheduler import Scheduler  # noqa: E402
+from emberline.engine.speculation.head_drafter import HeadDrafter  # noqa: E402
+from emberline.engine.step_loop import StepLoop  # noqa: E402
+from emberline.engine.torch_runner import TorchRunner  # noqa: E402
+from emberline.kernels.gpu.sampler_table import SamplerTable  # noqa: E402
+from emberline.kernels.gpu.triton_backend import TritonBackend  # noqa: E402
+from emberline.kernels.gpu.workspace import WorkspaceSizes  # noqa: E402
+from emberline.kernels.reference import TorchBackend  # noqa: E402
+from emberline.kv.cache import KVCache  # noqa: E402
+from emberline.models.decoder import Decoder  # noqa: E402
+from emberline.models.draft_head import DraftHead, GpuDraftHead  # noqa: E402
+from emberline.models.eagle3 import Eagle3Config, Eagle3Head  # noqa: E402
+from emberline.models.llama import llama  # noqa: E402
+from tests.engine.fakes import request  # noqa: E402
+from tests.engine.speculation.test_head_runner import EagerSpeculator  # noqa: E402
+from tests.engine.test_torch_runner import tokens  # noqa: E402
+from tests.kernels.gpu.test_engine import CONFIG, DEVICE  # noqa: E402
+from tests.models.random_checkpoint import RandomCheckpoint  # noqa: E402
+
+TARGET = msgspec.structs.replace(CONFIG, n_layers=2)
+LIMITS = Limits(256, 97, (0,), 2, 48)
+
+
+class Watched(EagerSpeculator):
+    """Notes what was drafted behind which tokens."""
+
+    def __init__(self, on_device):
+        super().__init__([HeadDrafter()], 0.0, on_device=on_device)
+        self.seen, self.proposed, self.n_drafts, self.n_drafts_accepted = {}, {}, 0, 0
+
+    def verified(self, seq, n_drafted, n_accepted):
+        self.n_drafts += n_drafted
+        self.n_drafts_accepted += n_accepted
+        super().verified(seq, n_drafted, n_accepted)
+
+    def ended(self, seq):
+        super().ended(seq)
+        for at, ids in self.proposed.pop(seq.number, {}).items():
+            self.seen[seq.id, at] = ids
+
+    def note(self, seq, at, ids):
+        self.proposed.setdefault(seq.number, {})[at] = ids
+
+
+def head_of():
+    torch.manual_seed(2)
+    head = Eagle3Head(msgspec.structs.replace(Eagle3Config.of(TARGET, 30), taps=(0, 1, 2)))
+    head.d2t.copy_(torch.arange(30) * 2)  # ids 0, 3, 6 …
+    return head
+
+
+def generate(runner, groups, prefill, steps_in_flight, temperature):
+    cache = KVCache(groups, [40] * len(groups), chunk=LIMITS.token_budget)
+    speculation = Watched(steps_in_flight > 1) if len(groups) > 1 else None
+    scheduler = Scheduler(cache, LIMITS, "x", speculation=speculation, prefill=prefill)
+    take_drafts = scheduler.take_drafts
+
+    def take_and_note(plan, sampled, drafts):
+        """Tokens are the same in all engines: a position says behind which of them something was drafted."""
+        take_drafts(plan, sampled, drafts)
+        for row in plan.rows if speculation is not None else ():
+            seq = scheduler._by_number.get(row.number)
+            if seq is not None and row.samples:
+                speculation.note(seq, seq.proposed_at, seq.proposed_ids)
+
+    scheduler.take_drafts = take_and_note
+    loop = StepLoop(scheduler, runner, steps_in_flight)
+    generator = torch.Generator().manual_seed(3)
+    deltas = {}
+    for n in range(2):  # the second is prefilled in two chunks, the last in a step that also decodes
+        ids = torch.randint(1, 97, (7 + 45 * n,), generator=generator).tolist()
+        loop.submit(request(f"r{n}", ids, max_tokens=10, temperature=temperature, seed=n), 0.0)
+        deltas[f"r{n}"] = []
+    while loop.busy:
+        for delta in loop.step(0.0):
+            deltas[delta.id].append(delta)
+    return {id: tokens(each) for id, each in deltas.items()}, speculation
+
+
+def gpu_engine(deterministic=False, head=None):
+    model = Decoder(
+        RandomCheckpoint(TARGET, scale=0.2), TritonBackend(DEVICE, torch.float32, deterministic=deterministic), llama
+    )
+    drafting = None if head is None else GpuDraftHead(head, model)
+    n_rows, n_draws, shapes = LIMITS.max_running + CHUNK_ROWS, max_draws(2), all_verify_shapes(2)
+    layer = None if drafting is None else drafting.layer
+    sizes = WorkspaceSizes.of(model, MAX_GRAPH_TOKENS, n_rows, n_draws, item=4, verified=shapes, head=layer)
+    model.kernels.reserve(sizes)
+    table = SamplerTable(2, 97, DEVICE, max_rows=n_draws)
+    groups = model.kv_groups if drafting is None else (*model.kv_groups, drafting.kv_group)
+    blocks = [40] * len(groups)
+    runner = GpuRunner(
+        model, blocks, LIMITS, DEVICE, _Kernels(), table, graphs=False, speculates=head is not None, head=drafting
+    )
+    policy = LatencyTarget(GPU_SHAPES, most_drafts=lambda rows: most_drafts(rows, 2))
+    return runner, groups, policy
+
+
+@pytest.mark.slow  # the runner and the kernels have everyday tests of their own
+def test_tokens_are_those_without_a_head_and_drafts_those_of_the_cpu():
+    temperature = 0.7
+    model = Decoder(RandomCheckpoint(TARGET, scale=0.2), TorchBackend(DEVICE, torch.float32), llama)
+    plain, _ = generate(TorchRunner(model, [40], LIMITS, DEVICE), model.kv_groups, None, 1, temperature)
+    head = head_of()
+    drafting = DraftHead(head, model)
+    groups = (*model.kv_groups, drafting.kv_group)
+    runner = TorchRunner(model, [40, 40], LIMITS, DEVICE, head=drafting)
+    on_cpu, of_cpu = generate(runner, groups, None, 1, temperature)
+    assert on_cpu == plain
+    found, of_gpu = generate(*gpu_engine(head=head), 2, temperature)
+    assert found == plain
+    assert of_gpu.n_drafts > 8
+    common = of_cpu.seen.keys() & of_gpu.seen.keys()
+    assert len(common) > 2
+    assert all(of_cpu.seen[key] == of_gpu.seen[key] for key in common)

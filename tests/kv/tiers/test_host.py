@@ -1,0 +1,170 @@
+"""The host tier: slots, references, and the least recently used block that makes room."""
+
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from emberline.kv.tiers import host
+from emberline.kv.tiers.host import HostTier, Segment, plain_segment
+from emberline.kv.tiers.tier import BlockId, BlockMeta
+from tests.examples import n_examples
+
+SIZE = 8192
+
+
+def tier_of(n_blocks=8, sizes=(SIZE,), **more):
+    tier = HostTier(n_blocks * SIZE, sizes, **more)
+    tier.allocate_all()
+    return tier
+
+
+def block_id(n):
+    return BlockId(n.to_bytes(16, "little"), b"t")
+
+
+def content(n, size=SIZE):
+    return memoryview(bytearray(n.to_bytes(2, "little") * (size // 2)))
+
+
+@settings(max_examples=n_examples(60), deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["write", "read", "touch", "remove"]), st.integers(0, 12)), max_size=60))
+def test_it_returns_what_was_written_and_evicts_the_least_recently_used(actions):
+    tier, model = tier_of(8), {}
+    for action, n in actions:
+        if action == "write":
+            tier.write([block_id(n)], [content(n)], [BlockMeta()])
+            model[n] = model.pop(n, None)
+            while len(model) > 8:
+                del model[next(iter(model))]
+        elif action == "read":
+            buffer = memoryview(bytearray(SIZE))
+            assert tier.read([block_id(n)], [buffer]) == [n in model]
+            if n in model:
+                model[n] = model.pop(n)
+                assert buffer == content(n)
+        elif action == "touch":
+            tier.touch([block_id(n)])
+            if n in model:
+                model[n] = model.pop(n)
+        else:
+            tier.remove([block_id(n)])
+            model.pop(n, None)
+        if action == "write":  # a block that was there is not written again, nor is it newer
+            tier.touch([block_id(n)])
+        assert tier.holds([block_id(i) for i in range(13)]) == [i in model for i in range(13)]
+        assert tier.stats().blocks == len(model)
+
+
+def test_blocks_in_use_are_not_evicted():
+    tier = tier_of(4)
+    for n in range(4):
+        tier.write([block_id(n)], [content(n)], [BlockMeta()])
+    held = tier.find([block_id(0), block_id(1)])
+    taken = tier.take(SIZE, 4)
+    assert len(taken) == 2
+    assert tier.take(SIZE, 1) == []
+    assert [slot.buffer for slot in held] == [content(0), content(1)]
+    tier.drop(held)
+    assert len(tier.take(SIZE, 4)) == 2
+
+
+def test_every_block_size_has_room():
+    tier = tier_of(8, sizes=(SIZE, 4096, 1000))
+    slots = [tier.take(size, 1)[0] for size in (SIZE, 4096, 1000)]
+    assert [len(slot.buffer) for slot in slots] == [SIZE, 4096, 1000]
+    assert all(slot.address % 4096 == 0 for slot in slots)
+
+
+def test_taking_waits_for_a_slot():
+    tier = tier_of(1)
+    (slot,) = tier.take(SIZE, 1)
+    threading.Timer(0.02, tier.drop, [[slot]]).start()
+    assert tier.take(SIZE, 1, wait_s=60) == [slot]
+
+
+def test_a_purge_leaves_nothing():
+    tier = tier_of(4)
+    metas = [BlockMeta(owner=b"a", session=b"1"), BlockMeta(owner=b"a", session=b"2"), BlockMeta(owner=b"b")]
+    for n, meta in enumerate(metas):
+        tier.write([block_id(n)], [content(n + 1)], [meta])
+    (in_use,) = tier.find([block_id(0)])
+    assert tier.purge(owner=b"a", session=b"1") == 1
+    assert in_use.buffer == content(1)
+    tier.drop([in_use])
+    assert not any(in_use.buffer)
+    assert tier.purge(owner=b"a") == 1
+    assert tier.holds([block_id(n) for n in range(3)]) == [False, False, True]
+    assert tier.purge() == 1
+
+
+def test_memory_that_cannot_be_allocated_degrades_it():
+    segments = []
+
+    def allocate(n_bytes) -> Segment:
+        if segments:
+            raise MemoryError("no more")
+        segments.append(plain_segment(n_bytes))
+        return segments[-1]
+
+    tier = tier_of(16, allocate=allocate)
+    assert "degraded" in tier.stats().state
+    assert tier.stats().capacity_bytes == len(segments[0].buffer)
+    assert tier.take(SIZE, 1)
+
+
+def test_a_stage_keeps_nothing():
+    tier = tier_of(4, keep=False)
+    slots = tier.take(SIZE, 4)
+    tier.put([block_id(n) for n in range(4)], slots, [BlockMeta()] * 4)
+    tier.drop(slots)
+    assert tier.holds([block_id(0)]) == [False]
+    assert len(tier.take(SIZE, 9)) == 4
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_slot_dropped_too_often_is_an_error(n):
+    tier = tier_of(4)
+    slots = tier.take(SIZE, n)
+    tier.drop(slots)
+    with pytest.raises(AssertionError):
+        tier.drop(slots)
+
+
+def test_memory_is_allocated_ahead_of_its_use(monkeypatch):
+    monkeypatch.setattr(host, "AHEAD_BYTES", 2 * SIZE)
+    monkeypatch.setattr(host, "SEGMENT_BYTES", SIZE)
+    made = []
+
+    def allocate(n_bytes) -> Segment:
+        made.append(n_bytes)
+        return plain_segment(n_bytes)
+
+    tier = HostTier(8 * SIZE, [SIZE], allocate=allocate)
+    thread = threading.Thread(target=tier.allocate_ahead, daemon=True)
+    thread.start()
+    n_written = 0
+    while n_written < 8:
+        slots = tier.take(SIZE, 1, wait_s=60.0)
+        tier.put([block_id(n_written)], slots, [BlockMeta()])
+        tier.drop(slots)
+        n_written += 1
+        assert len(made) <= n_written + 2, "what is not used stays free"
+    assert tier.holds([block_id(n) for n in range(8)]) == [True] * 8, "nothing is evicted while there is room to come"
+    assert len(made) == 8
+    thread.join(60)
+    assert not thread.is_alive()
+    tier.take(SIZE, 1, wait_s=60.0)
+    assert tier.stats().evicted == 1
+
+
+def test_allocation_ends_when_the_tier_is_closed(monkeypatch):
+    monkeypatch.setattr(host, "AHEAD_BYTES", SIZE)
+    monkeypatch.setattr(host, "SEGMENT_BYTES", SIZE)
+    tier = HostTier(8 * SIZE, [SIZE])
+    thread = threading.Thread(target=tier.allocate_ahead, daemon=True)
+    thread.start()
+    tier.close()
+    thread.join(60)
+    assert not thread.is_alive()

@@ -1,0 +1,216 @@
+"""The tier manager: blocks pass through host memory, and what came from a slow tier stays in the faster ones."""
+
+import threading
+import time
+
+import pytest
+
+from emberline.kv.host_memory import HostMemory
+from emberline.kv.tiers.host import HostTier, plain_segment
+from emberline.kv.tiers.manager import TierManager
+from emberline.kv.tiers.messages import BlocksCopied, BlocksFetched, LookedUp, SavedBlock, WantedBlock
+from emberline.kv.tiers.mover import HostMover
+from emberline.kv.tiers.tier import BlockId, BlockMeta, layout_tag
+from emberline.protocol.block_hash import KVGroup
+
+GROUP = KVGroup("full", (0,), 2, 32, "float32")
+N_BLOCKS = 20
+
+
+class MemoryTier(HostTier):
+    """A host tier that plays another one."""
+
+    def __init__(self, name, remote=False):
+        super().__init__(1 << 20, [GROUP.block_bytes])
+        self.allocate_all()
+        self.name, self.remote = name, remote
+        self.looked_up = []
+
+    def look_up(self, ids):
+        self.looked_up += ids
+
+
+@pytest.fixture
+def tiers():
+    memory = HostMemory([memoryview(bytearray(N_BLOCKS * GROUP.block_bytes))], [GROUP.block_bytes])
+    for block in range(N_BLOCKS):
+        memory.block(0, block)[:] = bytes([block]) * GROUP.block_bytes
+    host = HostTier(4 << 20, [GROUP.block_bytes])
+    manager = TierManager([GROUP], HostMover(memory), host, [MemoryTier("disk"), MemoryTier("pool", True)], 1e9)
+    yield manager, memory
+    manager.close()
+
+
+def ids(*numbers):
+    return [BlockId(bytes([n]) * 16, layout_tag(GROUP)) for n in numbers]
+
+
+def find(manager, *numbers):
+    return manager.find(layout_tag(GROUP), [key for key, _ in ids(*numbers)])
+
+
+def wait_for(manager, kind, n=1):
+    found, until_s = [], time.monotonic() + 60
+    while len(found) < n:
+        assert time.monotonic() < until_s
+        found += [notice for notice in manager.notices() if isinstance(notice, kind)]
+        time.sleep(0.001)
+    return found
+
+
+def save(manager, *numbers):
+    manager.save([SavedBlock(0, n, id, BlockMeta(owner=b"o", position=n)) for n, id in zip(numbers, ids(*numbers))])
+    wait_for(manager, BlocksCopied)
+    assert manager.flush(60)
+
+
+def fetch(manager, tier, blocks):
+    """Numbers of contents by the device blocks that they go to."""
+    manager.fetch(1, [WantedBlock((0, j), to, id, BlockMeta(), tier) for j, (to, id) in enumerate(blocks)])
+    fetched, missing, until_s = [], [], time.monotonic() + 60
+    while len(fetched) + len(missing) < len(blocks):
+        assert time.monotonic() < until_s
+        for notice in manager.notices():
+            if isinstance(notice, BlocksFetched):
+                fetched += notice.fetched
+                missing += notice.missing
+        time.sleep(0.001)
+    manager.cancel(1)
+    return sorted(fetched), sorted(missing)
+
+
+def test_a_saved_block_is_in_every_tier(tiers):
+    manager, _ = tiers
+    save(manager, 1, 2, 3)
+    assert find(manager, 1, 2, 3, 4) == ["host", "host", "host", None]
+    assert [tier.holds(ids(1, 2, 3, 4)) for tier in manager.all_tiers] == [[True, True, True, False]] * 3
+    assert manager.room() == manager._max_saving
+
+
+def test_a_copy_that_fails_leaves_its_slots_free(tiers, monkeypatch, caplog):
+    manager, _ = tiers
+    save(manager, 1)
+    host = manager.all_tiers[0]
+    n_free = sum(len(known.free) for known in host._classes.values())
+
+    def fail(copies):
+        raise RuntimeError("the device is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(manager._mover, "save", fail)
+        save(manager, 2, 3)
+    assert "the device is gone" in caplog.text
+    assert find(manager, 1, 2, 3) == ["host", None, None]
+    assert sum(len(known.free) for known in host._classes.values()) == n_free
+    save(manager, 2, 3)
+    assert find(manager, 2, 3) == ["host", "host"]
+
+
+def test_blocks_are_saved_although_memory_is_allocated_late():
+    memory = HostMemory([memoryview(bytearray(N_BLOCKS * GROUP.block_bytes))], [GROUP.block_bytes])
+    may_allocate = threading.Event()
+
+    def allocate(n_bytes):
+        assert may_allocate.wait(60)
+        return plain_segment(n_bytes)
+
+    host = HostTier(4 << 20, [GROUP.block_bytes], allocate=allocate)
+    manager = TierManager([GROUP], HostMover(memory), host, [], 1e9)
+    manager.save([SavedBlock(0, 1, ids(1)[0], BlockMeta(owner=b"o"))])
+    may_allocate.set()
+    wait_for(manager, BlocksCopied)
+    assert manager.flush(60)
+    assert find(manager, 1) == ["host"]
+    manager.close()
+
+
+@pytest.mark.parametrize("tier", ["host", "disk", "pool"])
+def test_a_block_comes_back_from_each_tier_and_stays_in_faster_ones(tiers, tier):
+    manager, memory = tiers
+    save(manager, 1, 2, 3)
+    names = list(manager.names)
+    for faster in manager.all_tiers[: names.index(tier)]:
+        faster.purge()
+    assert find(manager, 2) == [tier]
+    assert fetch(manager, tier, [(11, ids(3)[0]), (12, ids(2)[0]), (13, ids(9)[0])]) == ([(0, 0), (0, 1)], [(0, 2)])
+    assert [bytes(memory.block(0, block)[:1]) for block in (11, 12)] == [b"\x03", b"\x02"]
+    assert manager.flush(60)
+    assert find(manager, 2, 3) == ["host", "host"]
+    assert manager.all_tiers[1].holds(ids(2, 3)) == [True, True]
+
+
+def test_a_flush_waits_for_what_was_read_to_be_in_the_faster_tiers(tiers, monkeypatch):
+    """Else a purge could be over before, and leave it there."""
+    manager, _ = tiers
+    save(manager, 1)
+    manager.all_tiers[0].purge()
+    promote, go = manager._promote, threading.Event()
+    monkeypatch.setattr(manager, "_promote", lambda *read: go.wait(60) and promote(*read))
+    assert fetch(manager, "disk", [(11, ids(1)[0])]) == ([(0, 0)], [])
+    assert not manager.flush(0.2)
+    assert find(manager, 1) == ["disk"]
+    go.set()
+    assert manager.flush(60)
+    assert find(manager, 1) == ["host"]
+
+
+def test_what_the_host_tier_has_lost_comes_from_the_next_tier(tiers):
+    manager, memory = tiers
+    save(manager, 1, 2, 3, 4)
+    host, disk, _ = manager.all_tiers
+    host.remove(ids(2, 3))
+    disk.remove(ids(3))
+    blocks = [(11, ids(1)[0]), (12, ids(2)[0]), (13, ids(3)[0]), (14, ids(4)[0])]
+    manager.fetch(1, [WantedBlock((0, j), to, id, BlockMeta(), "host") for j, (to, id) in enumerate(blocks)])
+    came, until_s = {}, time.monotonic() + 60
+    while len(came) < 4:
+        assert time.monotonic() < until_s
+        came |= {item[1]: each.tier for each in wait_for(manager, BlocksFetched) for item in each.fetched}
+    assert came == {0: "host", 1: "disk", 2: "pool", 3: "host"}
+    assert [bytes(memory.block(0, 10 + n)[:1]) for n in range(1, 5)] == [bytes([n]) for n in range(1, 5)]
+    manager.cancel(1)
+    assert manager.flush(60)
+    assert find(manager, 2, 3) == ["host", "host"]
+
+
+def test_blocks_that_a_tier_could_not_take_are_counted(tiers):
+    manager, _ = tiers
+    manager._workers["disk"].n_dropped = 3
+    manager._stats_s = -1e9
+    assert [stats.dropped for stats in manager.stats()] == [0, 3, 0]
+
+
+def test_removed_content_is_gone_everywhere(tiers):
+    manager, _ = tiers
+    save(manager, 1, 2)
+    manager.remove([ids(1)[0].key])
+    assert manager.flush(60)
+    assert find(manager, 1, 2) == [None, "host"]
+
+
+def test_remote_tiers_are_asked(tiers):
+    manager, _ = tiers
+    assert manager.remote
+    manager.look_up(5, ids(1, 2))
+    assert wait_for(manager, LookedUp) == [LookedUp(5)]
+    assert manager.all_tiers[2].looked_up == ids(1, 2)
+
+
+def test_a_cancelled_fetch_writes_nothing_afterwards(tiers):
+    manager, memory = tiers
+    save(manager, *range(1, 10))
+    manager.fetch(7, [WantedBlock((0, j), 10 + j, id, BlockMeta(), "host") for j, id in enumerate(ids(*range(1, 10)))])
+    writing = {10 + j for _, j in manager.cancel(7)}
+    now = {block: bytes(memory.block(0, block)) for block in range(10, 19)}
+    assert manager.flush(60)
+    fetch(manager, "host", [(1, ids(1)[0])])  # behind the cancelled one
+    done = {10 + j for notice in manager.notices() if isinstance(notice, BlocksFetched) for _, j in notice.fetched}
+    for block in set(range(10, 19)) - writing - done:
+        assert bytes(memory.block(0, block)) == now[block]
+
+
+def test_what_to_expect_of_each_tier(tiers):
+    manager, _ = tiers
+    queues, mover = manager.queues()
+    assert set(queues) == {"host", "disk", "pool"}
+    assert all(queue.rate > 0 and queue.queued_bytes == 0 for queue in (*queues.values(), mover))

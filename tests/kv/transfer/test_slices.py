@@ -1,0 +1,90 @@
+"""Slices of blocks: what one rank has of another's, for any two layouts of one model."""
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from emberline.kv.transfer.slices import SliceMismatch, block_runs, routes, runs
+from emberline.protocol.block_hash import BLOCK_TOKENS, KVGroup
+
+GROUP = KVGroup("full", (0, 1, 2, 3), kv_heads=4, head_dim=2, dtype="bfloat16")
+LATENT = KVGroup("full", (0, 1, 2, 3), kv_heads=1, head_dim=6, dtype="bfloat16", planes=1)
+
+
+def divided(group, tp=1, pp=1, dcp=1):
+    """The slices of every rank of a layout, rank = stage * tp + tp_rank, as the model's shards make them."""
+    ranks = []
+    for stage in range(pp):
+        n = len(group.layers) // pp
+        for rank in range(tp):
+            n_heads = max(1, group.kv_heads // tp)
+            n_tokens = BLOCK_TOKENS // dcp
+            ranks.append((
+                msgspec.structs.replace(
+                    group,
+                    layers=group.layers[stage * n : (stage + 1) * n],
+                    kv_heads=n_heads,
+                    first_head=rank * group.kv_heads // tp,
+                    tokens=(rank % dcp * n_tokens, (rank % dcp + 1) * n_tokens),
+                ),
+            ))  # fmt: skip
+    return tuple(ranks)
+
+
+def whole_block(group, seed=1):
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, 1 << 16, group.block_shape).astype(np.uint16)
+
+
+def part(block, group, whole):
+    first = whole.layers.index(group.layers[0])
+    heads = slice(group.first_head, group.first_head + group.kv_heads)
+    return np.ascontiguousarray(block[first : first + len(group.layers), :, heads, slice(*group.tokens)])
+
+
+def layouts(latent):
+    if latent:
+        return st.sampled_from([{"tp": t, "pp": p, "dcp": d} for t in (1, 2, 4) for p in (1, 2) for d in (1, t)])
+    return st.sampled_from([{"tp": t, "pp": p} for t in (1, 2, 4, 8) for p in (1, 2, 4)])
+
+
+@given(st.booleans(), st.data())
+def test_every_byte_of_every_rank_is_sent_once(latent, data):
+    whole = LATENT if latent else GROUP
+    senders, receivers = (divided(whole, **data.draw(layouts(latent))) for _ in range(2))
+    block = whole_block(whole)
+    written = [np.zeros(each[0].block_bytes, np.uint8) for each in receivers]
+    times = [np.zeros(each[0].block_bytes, int) for each in receivers]
+    for sender, receiver in routes(senders, receivers):
+        ours = part(block, senders[sender][0], whole).view(np.uint8).reshape(-1)
+        for run in runs(senders[sender][0], receivers[receiver][0]):
+            target = slice(run.target, run.target + run.n_bytes)
+            written[receiver][target] = ours[run.source : run.source + run.n_bytes]
+            times[receiver][target] += 1
+    for receiver, (got, n) in enumerate(zip(written, times)):
+        assert (n == 1).all()
+        assert got.tobytes() == part(block, receivers[receiver][0], whole).tobytes()
+
+
+def test_ranks_that_are_divided_alike_send_whole_blocks_to_each_other():
+    alike = divided(GROUP, tp=2, pp=2)
+    assert routes(alike, alike) == ((0, 0), (1, 1), (2, 2), (3, 3))
+    assert block_runs(alike[1], alike[1]) is None
+
+
+def test_of_ranks_that_hold_the_same_each_sends_to_another():
+    assert routes(divided(LATENT, tp=4), divided(LATENT, tp=2)) == ((0, 0), (1, 1))
+
+
+def test_what_cannot_be_made_is_refused_with_the_reason():
+    with pytest.raises(SliceMismatch, match="head_dim 2 there, 4 here"):
+        routes(divided(GROUP), divided(msgspec.structs.replace(GROUP, head_dim=4)))
+    with pytest.raises(SliceMismatch, match="512 of the 1024 bytes of full"):
+        routes(divided(GROUP, pp=2)[:1], divided(GROUP, tp=2))
+    turned = msgspec.structs.replace(LATENT, keys="channel")
+    with pytest.raises(SliceMismatch, match="stored by channel"):
+        routes(divided(turned, tp=2), divided(turned, tp=2, dcp=2))
+    with pytest.raises(SliceMismatch, match="1 KV groups there, 2 here"):
+        routes(divided(GROUP), (divided(GROUP)[0] * 2,))

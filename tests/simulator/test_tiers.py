@@ -1,0 +1,89 @@
+"""Tiers in the simulator: what is evicted from the device comes back from them, with the engine's own policies."""
+
+from dataclasses import replace
+
+import pytest
+from msgspec.structs import replace as with_fields
+
+from emberline.protocol.errors import BadInput
+from emberline.simulator.coefficients import load
+from emberline.simulator.experiment import SimulationConfig, SimulationResult
+from emberline.simulator.simulation import simulate
+from emberline.simulator.tiers import TierSpec
+from emberline.simulator.trace import TrafficTrace
+from emberline.simulator.trace_sources import synthetic_agents
+
+HOST = TierSpec("host", 6_000_000, 50e9)
+DISK = TierSpec("disk", 40_000_000, 3e9)
+POOL = TierSpec("pool", 6_000_000, 50e9, 0.002, shared=True)
+MODEL = with_fields(load("h200-llama-8b"), kv_tokens=400_000)
+CONFIG = SimulationConfig(
+    model=MODEL, load=0.006, workers=2, warmup_s=250.0, measured_s=150.0, session_affinity=True, drain_s=60.0
+)
+
+
+@pytest.fixture(scope="module")
+def trace() -> TrafficTrace:
+    return synthetic_agents(3, MODEL.context_len, 60)
+
+
+@pytest.fixture(scope="module")
+def device_only(trace: TrafficTrace) -> SimulationResult:
+    return simulate(trace, CONFIG)
+
+
+def p90_s(result: SimulationResult) -> float:
+    return float(result.figures()["ttft_p90_s"])
+
+
+def test_tiers_raise_hits_and_lower_ttft(trace: TrafficTrace, device_only: SimulationResult) -> None:
+    tiered = simulate(trace, replace(CONFIG, tiers=(HOST, DISK)))
+    assert tiered.hit_ratio > device_only.hit_ratio + 0.02
+    assert tiered.hit_ratio > tiered.ideal_hit_ratio - 0.02
+    assert p90_s(tiered) < p90_s(device_only)
+    assert tiered.hits_by_tier()["host"] > 0.01
+    assert tiered.figures() == simulate(trace, replace(CONFIG, tiers=(HOST, DISK))).figures()
+
+
+def test_a_slow_tier_makes_no_request_slower_than_none(trace: TrafficTrace, device_only: SimulationResult) -> None:
+    slow = simulate(trace, replace(CONFIG, tiers=(TierSpec("disk", 40_000_000, 2e8),)))
+    assert p90_s(slow) <= 1.1 * p90_s(device_only)
+
+
+def test_a_shared_pool_needs_no_affinity(trace: TrafficTrace, device_only: SimulationResult) -> None:
+    config = replace(CONFIG, policy="least_loaded", session_affinity=False)
+    pooled, alone = simulate(trace, replace(config, tiers=(POOL,))), simulate(trace, config)
+    assert pooled.hit_ratio > 0.95 * device_only.hit_ratio
+    assert pooled.hit_ratio > alone.hit_ratio + 0.1
+
+
+def test_history_stands_for_hours_before_the_simulation(trace: TrafficTrace) -> None:
+    config = replace(CONFIG, warmup_s=10.0, measured_s=60.0, tiers=(HOST, DISK))
+    cold, warm = simulate(trace, config), simulate(trace, replace(config, history_s=4 * 3600.0))
+    assert warm.ideal_hit_ratio > cold.ideal_hit_ratio + 0.05
+    assert warm.hit_ratio > warm.ideal_hit_ratio - 0.02, "the router knows where each session's cache is"
+    assert p90_s(warm) < p90_s(cold)
+
+
+def test_history_fills_small_tiers_so_that_old_sessions_come_from_the_drive(trace: TrafficTrace) -> None:
+    small = TierSpec("host", 500_000, 50e9)
+    config = replace(CONFIG, warmup_s=10.0, measured_s=60.0, tiers=(small, DISK), history_s=4 * 3600.0)
+    assert simulate(trace, config).hits_by_tier()["disk"] > 0.05
+
+
+def test_history_with_a_compared_policy_is_refused() -> None:
+    with pytest.raises(BadInput, match="history"):
+        replace(CONFIG, policy="dynamo", history_s=60.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("retention", ["lru", "oracle"])
+def test_other_orders_of_eviction(trace: TrafficTrace, device_only: SimulationResult, retention: str) -> None:
+    result = simulate(trace, replace(CONFIG, retention=retention))
+    assert abs(result.hit_ratio - device_only.hit_ratio) < 0.1
+    assert result.hits_by_tier() == {}
+
+
+def test_tiers_with_faults_are_refused() -> None:
+    with pytest.raises(BadInput, match="tiers"):
+        replace(CONFIG, tiers=(HOST,), faults=1)
