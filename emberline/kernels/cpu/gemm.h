@@ -166,24 +166,32 @@ INLINE void tile(const int BITS, const int n, const uint8_t *panel, quantized ac
 }
 
 #else
-#if defined(__AVX2__)
-INLINE __m256i dot_bytes(__m256i total, __m256i weights, __m256i act) { // unsigned weights below 16: no saturation
-    __m256i pairs = _mm256_maddubs_epi16(weights, act);
-    return _mm256_add_epi32(total, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+#if defined(__AVX512BW__) || (defined(__AVX2__) && WIDTH == 8)
+#define BYTE_DOTS
+typedef uint8_t bytes __attribute__((vector_size(4 * WIDTH)));
+
+INLINE veci dot_bytes(veci total, bytes weights, veci act) { // unsigned weights below 16: no saturation
+#if WIDTH == 16
+    __m512i pairs = _mm512_maddubs_epi16((__m512i)weights, (__m512i)act);
+    return total + (veci)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+#else
+    __m256i pairs = _mm256_maddubs_epi16((__m256i)weights, (__m256i)act);
+    return total + (veci)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#endif
 }
 #endif
 
 INLINE veci step_dot(const int BITS, veci total, const uint8_t *weights, int high, const int8_t *act) {
-#if defined(__AVX2__)
+#if defined(BYTE_DOTS)
     int32_t four;
+    bytes w;
     memcpy(&four, act, 4);
-    __m256i a = _mm256_set1_epi32(four), nibble = _mm256_set1_epi8(15);
-    __m256i w = _mm256_loadu_si256((const __m256i *)weights);
-    __m256i upper = _mm256_and_si256(_mm256_srli_epi16(w, 4), nibble), lower = _mm256_and_si256(w, nibble);
-    if (BITS == 4) return (veci)dot_bytes((__m256i)total, high ? upper : lower, a);
+    memcpy(&w, weights, sizeof w);
+    veci a = (veci){0} + four;
+    bytes upper = w >> 4, lower = w & 15;
+    if (BITS == 4) return dot_bytes(total, high ? upper : lower, a);
     // by nibbles, so that the 16-bit pairs cannot saturate
-    __m256i sixteens = _mm256_slli_epi32(dot_bytes(_mm256_setzero_si256(), upper, a), 4);
-    return (veci)_mm256_add_epi32(dot_bytes((__m256i)total, lower, a), sixteens);
+    return dot_bytes(total, lower, a) + (dot_bytes((veci){0}, upper, a) << 4);
 #else
     for (int r = 0; r < WIDTH; r++)
         for (int k = 0; k < 4; k++) {
