@@ -126,7 +126,7 @@ class Sequence:
     @property
     def n_prefill(self) -> int:
         """Tokens to compute before the next one is sampled."""
-        return self.n_due if self.prefill_only else self.n_due - 1
+        return self.n_due if self.prefill_only else max(0, self.n_due - 1)  # none: its grammar is late
 
     @property
     def rank(self) -> tuple[int, int]:

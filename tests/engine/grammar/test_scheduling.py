@@ -1,6 +1,7 @@
 """Requests with grammars through the scheduler: valid, within max_tokens, each to one end."""
 
 import json
+import threading
 import time
 
 import numpy as np
@@ -320,6 +321,31 @@ def test_one_that_waits_for_its_grammar_displaces_nobody():
     slow.ready = True
     bench.finish()
     assert bench.scheduler.load().preemptions == 1
+    assert bench.tokens("bound") == [97, 98]
+
+
+def test_a_grammar_that_is_late_leaves_no_tokens_to_compute():
+    """Its sequence has a slot, and nothing to do until the grammar has taken what was drawn."""
+    accepts, may_accept = threading.Event(), threading.Event()
+
+    class Late(Fake):
+        def accept(self, token_id):
+            accepts.set()
+            assert may_accept.wait(60)
+            return super().accept(token_id)
+
+    slow = Slow(Late())
+    bench = Bench(grammars=slow)
+    bench.submit("bound", "json")
+    slow.ready = True
+    give_up = time.monotonic() + 60
+    while not accepts.is_set():
+        assert time.monotonic() < give_up
+        bench.step()
+    load = bench.scheduler.load()
+    assert (load.running, load.waiting_tokens) == (1, 0)
+    may_accept.set()
+    bench.finish()
     assert bench.tokens("bound") == [97, 98]
 
 
