@@ -78,7 +78,7 @@ def bandwidth() -> dict[str, Any]:
     own = torch.randint(-(2**31), 2**31 - 1, (N_BLOCKS, LLAMA_8B.block_bytes // 4), dtype=torch.int32, device="cuda")
     words = pool_words(own, LLAMA_8B)
     [(pointer, size)] = opened_pools(TransportOpened(handles), 1)
-    target = peer_words(pointer, size, words)
+    target = peer_words(pointer, size, LLAMA_8B.block_bytes, words.device)
     transport = CudaIpcSendTransport([words], [target], [])
     rng = random.Random(1)
     sources, targets = (rng.sample(range(1, N_BLOCKS), max(SIZES)) for _ in range(2))

@@ -9,16 +9,18 @@ from torch import Tensor
 
 from emberline.engine.gpu.stream import device_event, pinned
 from emberline.engine.torch_runner import pool_shape
-from emberline.kernels.gpu.elementwise import copy_blocks
+from emberline.kernels.gpu.elementwise import COPY_WORDS, copy_block_runs, copy_blocks
 from emberline.kv.transfer import cuda_ipc
 from emberline.kv.transfer.connection import PeerConnection
 from emberline.kv.transfer.cuda_ipc import CudaIpcReceiveTransport, DeviceSpan
 from emberline.kv.transfer.messages import TransportOpened
 from emberline.kv.transfer.rank_transfers import RankTransfers
+from emberline.kv.transfer.slices import Run
 from emberline.kv.transfer.transport import BlockCopy, ReceiveTransport, SendTransport, Target, TransportUnavailable
 from emberline.protocol.block_hash import KVGroup
 
 MAX_COPIES = 1024  # blocks per launch
+WORD_BYTES = 8  # of int64
 
 _log = logging.getLogger(__name__)
 
@@ -51,18 +53,18 @@ def device_transfers(
     def open_transport(
         name: str, opened: TransportOpened, connection: PeerConnection, target: Target | None
     ) -> SendTransport:
-        if target is not None:
-            raise TransportUnavailable("CUDA IPC sends whole blocks: give both workers the same layout")
         if name != cuda_ipc.CUDA_IPC:
             raise TransportUnavailable(f"unknown transport {name!r}")
+        runs = None if target is None else [word_runs(each) for each in target.runs]
+        block_bytes = [layout.block_bytes for layout in layouts] if target is None else target.block_bytes
         device = words[0].device
         torch.cuda.set_device(device)
         torch.zeros(1, device=device)  # makes the device's context current in this thread
         opened_at = cuda_ipc.opened_pools(opened, len(words))
         pointers = [pointer for pointer, _ in opened_at]
         try:
-            targets = [peer_words(pointer, size, own) for (pointer, size), own in zip(opened_at, words)]
-            return CudaIpcSendTransport(words, targets, pointers)
+            targets = [peer_words(pointer, size, n, device) for (pointer, size), n in zip(opened_at, block_bytes)]
+            return CudaIpcSendTransport(words, targets, pointers, runs)
         except Exception:
             for pointer in pointers:
                 cuda_ipc.close_handle(pointer)
@@ -80,14 +82,24 @@ def device_transfers(
 
 
 class CudaIpcSendTransport:
-    """`write` returns when the copies are done: only then may the receiver read."""
+    """`write` returns when the copies are done: only then may the receiver read.
+
+    runs: per group, what we have of the receiver's blocks (`word_runs`); None: both have the same slices.
+    """
 
     batch_bytes = 1 << 30  # about a millisecond
 
-    def __init__(self, sources: Sequence[Tensor], targets: Sequence[Tensor], opened: Sequence[int]) -> None:
+    def __init__(
+        self,
+        sources: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        opened: Sequence[int],
+        runs: Sequence[Tensor] | None = None,
+    ) -> None:
         self._sources, self._targets = sources, targets
         self._opened = opened  # pointers to close
         self._device = sources[0].device
+        self._runs = None if runs is None else [each.to(self._device) for each in runs]
         self._stream = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
         self._pairs = pinned(2 * MAX_COPIES, torch.int32, self._device)
         self._uploaded = torch.zeros(2 * MAX_COPIES, dtype=torch.int32, device=self._device)
@@ -110,7 +122,10 @@ class CudaIpcSendTransport:
             first = 0
             for group, (source, target) in enumerate(zip(self._sources, self._targets)):
                 n = sum(copy.group == group for copy in copies)
-                copy_blocks(source, target, pairs[first : first + n])
+                if self._runs is None:
+                    copy_blocks(source, target, pairs[first : first + n])
+                else:
+                    copy_block_runs(source, target, pairs[first : first + n], self._runs[group])
                 first += n
             self._done.record()
         self._done.wait()
@@ -124,15 +139,26 @@ class CudaIpcSendTransport:
 
 def pool_words(pool: Tensor, layout: KVGroup) -> Tensor:
     """A pool as int64 [blocks, words]."""
-    return pool.view(-1).view(torch.int64).view(-1, layout.block_bytes // 8)
+    return pool.view(-1).view(torch.int64).view(-1, layout.block_bytes // WORD_BYTES)
 
 
-def peer_words(pointer: int, size: int, own: Tensor) -> Tensor:
-    """A pool of the receiver, in the shape of our own: its memory, not a copy."""
-    n_words = own.shape[1]
-    if size % (8 * n_words):
-        raise TransportUnavailable(f"a pool of {size} bytes does not consist of blocks of {8 * n_words}")
-    words = torch.as_tensor(DeviceSpan(pointer, size), device=own.device)
+def peer_words(pointer: int, size: int, block_bytes: int, device: torch.device) -> Tensor:
+    """A pool of the receiver as int64 [blocks, words]: its memory, not a copy."""
+    if size % block_bytes or block_bytes % WORD_BYTES:
+        raise TransportUnavailable(f"a pool of {size} bytes has no blocks of {block_bytes}, in words of {WORD_BYTES}")
+    words = torch.as_tensor(DeviceSpan(pointer, size), device=device)
     if words.data_ptr() != pointer:  # of memory on another device torch makes a copy, and writes would end there
         raise TransportUnavailable("the pool of the other engine is on another device: give both workers the same one")
-    return words.view(torch.int64).view(-1, n_words)
+    return words.view(torch.int64).view(-1, block_bytes // WORD_BYTES)
+
+
+def word_runs(runs: Sequence[Run]) -> Tensor:
+    """Runs in words, for `copy_block_runs`: int32 [n, 3]. Long ones are divided, so that programs share them."""
+    if any(number % WORD_BYTES for run in runs for number in run):
+        raise TransportUnavailable(f"CUDA IPC sends words of {WORD_BYTES} bytes, and the two layouts divide them")
+    parts = [
+        (run.source // WORD_BYTES + at, run.target // WORD_BYTES + at, min(COPY_WORDS, run.n_bytes // WORD_BYTES - at))
+        for run in runs
+        for at in range(0, run.n_bytes // WORD_BYTES, COPY_WORDS)
+    ]
+    return torch.tensor(parts, dtype=torch.int32).view(-1, 3)

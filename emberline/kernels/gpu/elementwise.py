@@ -160,3 +160,45 @@ def copy_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
 
 def copy_blocks_reference(source: Tensor, target: Tensor, pairs: Tensor) -> None:
     target[pairs[:, 1].long()] = source[pairs[:, 0].long()]
+
+
+@triton.jit
+def _copy_block_runs(
+    source, target, pairs, runs, n_runs, source_words, target_words, WORDS: tl.constexpr, PER_BLOCK: tl.constexpr
+):
+    pair, part = tl.program_id(0), tl.program_id(1)
+    source_block = source + tl.load(pairs + 2 * pair).to(tl.int64) * source_words
+    target_block = target + tl.load(pairs + 2 * pair + 1).to(tl.int64) * target_words
+    word = tl.arange(0, WORDS)
+    for run in range(part, n_runs, PER_BLOCK):
+        ok = word < tl.load(runs + 3 * run + 2)
+        value = tl.load(source_block + tl.load(runs + 3 * run) + word, mask=ok)
+        tl.store(target_block + tl.load(runs + 3 * run + 1) + word, value, mask=ok)
+
+
+def copy_block_runs(source: Tensor, target: Tensor, pairs: Tensor, runs: Tensor) -> None:
+    """Copy parts of KV blocks between pools, both int64 [blocks, words], whose blocks may have other sizes.
+
+    pairs: as for `copy_blocks`. runs: int32 [n, 3], (first word in a source block, first in a target block, words); at
+    most COPY_WORDS words each.
+    """
+    assert source.dtype == target.dtype == torch.int64
+    if len(pairs) and len(runs):
+        _copy_block_runs[len(pairs), PROGRAMS_PER_BLOCK](
+            source,
+            target,
+            pairs,
+            runs,
+            len(runs),
+            source.shape[1],
+            target.shape[1],
+            COPY_WORDS,
+            PROGRAMS_PER_BLOCK,
+            num_warps=8,
+        )
+
+
+def copy_block_runs_reference(source: Tensor, target: Tensor, pairs: Tensor, runs: Tensor) -> None:
+    for source_first, target_first, n in runs.tolist():
+        values = source[pairs[:, 0].long(), source_first : source_first + n]
+        target[pairs[:, 1].long(), target_first : target_first + n] = values

@@ -1,11 +1,32 @@
-"""KV from process to process on a CUDA device."""
+"""KV from process to process on a CUDA device, and between ranks that have other slices of each block."""
 
+import ctypes
+import json
+import threading
+from contextlib import ExitStack, contextmanager, nullcontext
+
+import numpy as np
 import pytest
 import torch
 
+pytest.importorskip("triton")
 from emberline.engine.gpu import transfer
-from emberline.engine.gpu.transfer import CudaIpcSendTransport, peer_words
+from emberline.engine.gpu.transfer import (
+    CudaIpcSendTransport,
+    device_transfers,
+    exported_pools,
+    peer_words,
+    pool_words,
+    word_runs,
+)
+from emberline.kernels.gpu.elementwise import COPY_WORDS
+from emberline.kv.transfer import cuda_ipc
+from emberline.kv.transfer.slices import Run, routes
 from emberline.kv.transfer.transport import BlockCopy, TransportUnavailable
+from emberline.protocol.frames import transfer_ranks
+from tests.engine.client import Client, wait_until
+from tests.engine.client import engine as process
+from tests.kv.transfer.rank_groups import GROUP, LAYOUTS, N_BLOCKS, Group, check_received, pair, part
 
 
 @pytest.mark.gpu
@@ -17,12 +38,18 @@ def test_blocks_are_intact_in_the_other_process():
 
 def test_memory_of_another_device_is_refused(monkeypatch):
     """torch copies it to our device, where writes would be lost; here host memory stands for both devices."""
-    theirs, own = torch.zeros(64, dtype=torch.uint8), torch.zeros(2, 4, dtype=torch.int64)
+    theirs, device = torch.zeros(64, dtype=torch.uint8), torch.device("cpu")
     monkeypatch.setattr(torch, "as_tensor", lambda span, device: theirs)
-    assert peer_words(theirs.data_ptr(), 64, own).data_ptr() == theirs.data_ptr()
+    assert peer_words(theirs.data_ptr(), 64, 32, device).data_ptr() == theirs.data_ptr()
     monkeypatch.setattr(torch, "as_tensor", lambda span, device: theirs.clone())
     with pytest.raises(TransportUnavailable, match="another device"):
-        peer_words(theirs.data_ptr(), 64, own)
+        peer_words(theirs.data_ptr(), 64, 32, device)
+
+
+@pytest.mark.parametrize(("size", "block_bytes"), [(64, 48), (64, 4)])
+def test_pools_that_do_not_consist_of_blocks_are_refused(size, block_bytes):
+    with pytest.raises(TransportUnavailable, match=f"no blocks of {block_bytes}"):
+        peer_words(0, size, block_bytes, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("target", [-1, 3])
@@ -32,3 +59,173 @@ def test_blocks_outside_the_pool_of_the_receiver_are_not_written(target, monkeyp
     send._sources = send._targets = [torch.zeros(3, 4, dtype=torch.int64)]
     with pytest.raises(TransportUnavailable, match="outside its pool"):
         send.write(1, [BlockCopy((0, 0), 1, target)])
+
+
+def test_runs_are_in_words_that_one_program_copies():
+    most = 8 * COPY_WORDS
+    runs = [Run(16, 0, 24), Run(64, 24, most), Run(most + 64, 2 * most, most + 8)]
+    assert word_runs(runs).tolist() == [
+        [2, 0, 3],
+        [8, 3, COPY_WORDS],
+        [COPY_WORDS + 8, 2 * COPY_WORDS, COPY_WORDS],
+        [2 * COPY_WORDS + 8, 3 * COPY_WORDS, 1],
+    ]
+    assert word_runs([]).shape == (0, 3)
+
+
+@pytest.mark.parametrize("runs", [Run(4, 0, 8), Run(0, 4, 8), Run(0, 0, 12)])
+def test_runs_that_divide_words_are_refused(runs):
+    """Two ranks may write neighboring runs at once."""
+    with pytest.raises(TransportUnavailable, match="words of 8 bytes"):
+        word_runs([runs])
+
+
+class DeviceGroup(Group):
+    """A rank group of one process whose pools are on one device."""
+
+    device = "cpu"
+
+    def open_rank(self, slices, shared):
+        pools, spans = exported_pools(slices, [N_BLOCKS] * len(slices), self.device)
+        return pool_words(pools[0], slices[0]), device_transfers("fake", slices, pools, spans)
+
+    def fill(self, block, content):
+        for words, expected in zip(self.pools, self._words(content)):
+            words[block] = expected.to(words.device)
+
+    def has(self, block, content):
+        return all(
+            torch.equal(words[block].cpu(), expected) for words, expected in zip(self.pools, self._words(content))
+        )
+
+    def others_are_zero(self, *blocks):
+        others = [block for block in range(N_BLOCKS) if block not in blocks]
+        return not any(words[others].any() for words in self.pools)
+
+    def _words(self, content):
+        slices = (part(content, group, self.whole) for (group,) in self.slices)
+        return [torch.from_numpy(each.reshape(-1).view(np.int64)) for each in slices]
+
+
+@pytest.fixture
+def closed(monkeypatch):
+    """Addresses that were closed. A process cannot open its own memory by CUDA IPC: its handles are addresses here."""
+    pointers = []
+    monkeypatch.setattr(cuda_ipc, "export", lambda pointer: pointer.to_bytes(64, "little"))
+    monkeypatch.setattr(cuda_ipc, "open_handle", lambda raw: int.from_bytes(raw, "little"))
+    monkeypatch.setattr(cuda_ipc, "close_handle", pointers.append)
+    return pointers
+
+
+@pytest.fixture
+def host_as_device(monkeypatch):
+    """Host memory stands for a device's; streams and events do nothing."""
+    memory = []
+
+    def allocate(n_bytes):
+        memory.append(np.zeros(n_bytes, np.uint8))
+        return memory[-1].ctypes.data
+
+    def as_tensor(span, device):
+        (n_bytes,) = span.__cuda_array_interface__["shape"]
+        return torch.from_numpy(np.ctypeslib.as_array((ctypes.c_uint8 * n_bytes).from_address(span.pointer)))
+
+    one = threading.Lock()  # Triton's interpreter runs one kernel at a time
+
+    def locked(kernel):
+        def call(*arguments):
+            with one:
+                kernel(*arguments)
+
+        return call
+
+    class Stream:
+        def __init__(self, device, priority):
+            pass
+
+        def synchronize(self):
+            pass
+
+    monkeypatch.setattr(cuda_ipc, "allocate", allocate)
+    monkeypatch.setattr(torch, "as_tensor", as_tensor)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    for name in ("stream", "device"):
+        monkeypatch.setattr(torch.cuda, name, lambda each: nullcontext())
+    for name in ("set_device", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda device=None: None)
+    for name in ("copy_blocks", "copy_block_runs"):
+        monkeypatch.setattr(transfer, name, locked(getattr(transfer, name)))
+
+
+def check_slices(whole, senders, receivers, folder, closed):
+    with ExitStack() as closing:
+        sender, receiver, push = pair(whole, senders, receivers, folder, closing, kind=DeviceGroup)
+        check_received(sender, receiver, push)
+        assert receiver.others_are_zero(5, 2)
+        assert not closed
+    wait_until(lambda: len(closed) == len(routes(sender.slices, receiver.slices)))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU")
+@pytest.mark.parametrize(("whole", "senders", "receivers"), LAYOUTS)
+def test_every_rank_receives_its_slices(tmp_path, closed, host_as_device, whole, senders, receivers):
+    check_slices(whole, senders, receivers, tmp_path, closed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("whole", "senders", "receivers"), LAYOUTS)
+def test_every_rank_receives_its_slices_on_a_gpu(tmp_path, closed, monkeypatch, whole, senders, receivers):
+    monkeypatch.setattr(DeviceGroup, "device", "cuda:0")
+    check_slices(whole, senders, receivers, tmp_path, closed)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU")
+def test_equal_layouts_send_whole_blocks(tmp_path, closed, host_as_device, monkeypatch):
+    monkeypatch.setattr(transfer, "copy_block_runs", pytest.fail)
+    check_slices(GROUP, {"tp": 2}, {"tp": 2}, tmp_path, closed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("first", "second"), [((), ("--tp", "2")), (("--tp", "2"), ())], ids=["1to2", "2to1"])
+def test_workers_of_other_layouts_continue_each_other_s_prompts(tmp_path, monkeypatch, first, second):
+    """Real workers on one GPU: the tokens of one rank."""
+    from benchmarks.gpu.rank_processes import ONE_GPU, TINY
+    from tests.engine.parallel.test_rank_worker import request, run
+    from tests.engine.transfer.test_prefill_decode import halves
+
+    for name, value in ONE_GPU.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    requests = [
+        request(f"r{n}", [(7 * n + 3 * at) % 4000 + 2 for at in range(50 + 30 * n)], max_tokens=16) for n in range(3)
+    ]
+
+    @contextmanager
+    def worker(name, *flags):
+        common = ("--device", "cuda", "--random-weights", "1", "--deterministic", "--speculation", "off")
+        limits = ("--kv-bytes", 256 << 20, "--memory-share", "0.2", "--max-running", "4", "--token-budget", "256")
+        place = ("--model", tmp_path, "--socket", tmp_path / name)
+        with (
+            process("emberline.engine.worker", *place, *common, *limits, *flags) as (_, address),
+            Client(address) as client,
+        ):
+            yield address, client
+
+    with worker("one") as (_, one):
+        expected = run(one, *requests)
+    with (
+        worker("p", "--role", "prefill", *first) as (_, prefill),
+        worker("d", "--role", "decode", *second) as (address, decode),
+    ):
+        assert decode.greeting.info.transfers == (cuda_ipc.CUDA_IPC,)
+        ranks = transfer_ranks(prefill.greeting.info, decode.greeting.info)
+        for each in requests:
+            sent, awaited = halves(each, address, f"t-{each.id}", ranks=ranks)
+            decode.submit(awaited)
+            prefill.submit(sent)
+        decode.finish(*(each.id for each in requests))
+        for each, tokens in zip(requests, expected):
+            assert decode.deltas[each.id][-1].error is None
+            assert decode.tokens(each.id) == tokens
+            n_pushed = (len(each.prompt_ids) // 4 - 1) // 16 * 16
+            assert decode.deltas[each.id][0].usage.cached_by_tier == {"device": 0, "pushed": n_pushed}

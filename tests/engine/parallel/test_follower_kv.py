@@ -19,7 +19,7 @@ from emberline.kv.transfer.host_transfers import host_transfers
 from emberline.kv.transfer.notices import LeaseRenewed
 from emberline.protocol import frames
 from emberline.protocol.frames import EngineInfo, Hello, Refused, Welcome, transfer_ticket
-from tests.kv.transfer.test_slices import GROUP
+from tests.kv.transfer.rank_groups import GROUP
 
 INFO = EngineInfo(model="m", fingerprint="fake", context_len=1, vocab_size=1, eos_ids=(), transfers=("tcp",))
 

@@ -13,7 +13,7 @@ from emberline.kv.tiers.messages import BlocksCopied, BlocksFetched, SavedBlock,
 from emberline.kv.tiers.mover import HostMover
 from emberline.kv.tiers.rank_tiers import FollowerTiers, RankTiers
 from emberline.kv.tiers.tier import BlockId, BlockMeta, layout_tag
-from tests.kv.transfer.test_slices import GROUP, divided, part, whole_block
+from tests.kv.transfer.rank_groups import GROUP, divided, part, whole_block
 
 N_BLOCKS = 20
 KEY = bytes(32)

@@ -3,99 +3,21 @@
 import time
 from contextlib import ExitStack
 
-import msgspec
 import pytest
 
-from emberline.engine.parallel.follower_kv import FollowerKV, KVListener
-from emberline.engine.parallel.messages import KVCommand, KVReport
-from emberline.kv.host_memory import HostMemory, private_pages, shared_pages
-from emberline.kv.transfer.host_transfers import host_transfers
 from emberline.kv.transfer.messages import Offer
 from emberline.kv.transfer.notices import (
     BlocksReceived,
-    BlocksReleased,
     EpochReleased,
-    OfferGranted,
     OfferReceived,
-    SendAcked,
     SenderGaveUp,
     SenderLost,
     SendRejected,
 )
 from emberline.kv.transfer.rank_commands import dialed
-from emberline.protocol.frames import EngineInfo, transfer_ticket
+from emberline.protocol.frames import transfer_ticket
 from emberline.protocol.request import Push, RankEndpoint
-from tests.kv.transfer.test_slices import GROUP, LATENT, divided, part, whole_block
-
-N_BLOCKS = 8
-
-
-class Member:
-    """What a follower knows of its group."""
-
-    def __init__(self, rank, slices, leader):
-        self.rank, self.slices, self._leader = rank, slices, leader
-
-    def send(self, report):
-        encoded = msgspec.msgpack.encode(report)  # as it reaches rank 0
-        self._leader.report(self.rank, msgspec.msgpack.decode(encoded, type=KVReport).transfers)
-
-
-class Group:
-    """A rank group whose ranks are threads of this process: rank 0 tells the others directly what to do."""
-
-    def __init__(self, whole, layout, folder, name, closing, shared=False):
-        self.whole, self.slices = whole, divided(whole, **layout)
-        self.pools, self.ranks, self.endpoints = [], [], []
-        for rank, slices in enumerate(self.slices):
-            pages = [(shared_pages if shared else private_pages)(N_BLOCKS * group.block_bytes) for group in slices]
-            descriptors = [page.descriptor for page in pages] if shared else []
-            views = [memoryview(page.buffer) for page in pages]
-            memory = HostMemory(views, [group.block_bytes for group in slices], descriptors)
-            manager = host_transfers("fake", slices, memory)
-            listener = KVListener(str(folder / f"{name}{rank}"), closing)
-            info = EngineInfo(
-                model="m", fingerprint="fake", context_len=1, vocab_size=1, eos_ids=(), transfers=manager.receives_by
-            )
-            listener.serve(manager, info, "secret")
-            self.pools.append(memory)
-            self.ranks.append(manager)
-            self.endpoints.append(RankEndpoint(listener.address, slices))
-            if rank == 0:
-                closing.callback(manager.close)
-        self.leader = self.ranks[0]
-        self.followers = [
-            FollowerKV(Member(rank, self.slices, self.leader), manager, None, self.slices[rank])
-            for rank, manager in enumerate(self.ranks[1:], 1)
-        ]
-        for follower in self.followers:
-            closing.callback(follower.close)
-        if self.followers:
-            self.leader.form(self.slices, self._tell)
-
-    def _tell(self, command):
-        encoded = msgspec.msgpack.encode(KVCommand(0, command))
-        for follower in self.followers:
-            follower.execute(msgspec.msgpack.decode(encoded, type=KVCommand).command)
-
-    def expect(self, kind):
-        """All notices until there is one of a kind: that one is moved to the end."""
-        found, until_s = [], time.monotonic() + 60
-        while not any(isinstance(each, kind) for each in found):
-            assert time.monotonic() < until_s, f"no {kind} among {found}"
-            found += self.leader.notices()
-            time.sleep(0.001)
-        return sorted(found, key=lambda each: isinstance(each, kind))
-
-    def fill(self, block, content):
-        for memory, (group,) in zip(self.pools, self.slices):
-            memory.block(0, block)[:] = part(content, group, self.whole).tobytes()
-
-    def has(self, block, content):
-        return all(
-            bytes(memory.block(0, block)) == part(content, group, self.whole).tobytes()
-            for memory, (group,) in zip(self.pools, self.slices)
-        )
+from tests.kv.transfer.rank_groups import GROUP, LATENT, LAYOUTS, Group, check_received, divided, granted, pair
 
 
 @pytest.fixture
@@ -104,65 +26,10 @@ def closing():
         yield stack
 
 
-def pair(whole, senders, receivers, folder, closing, shared=False):
-    sender = Group(whole, senders, folder, "s", closing)
-    receiver = Group(whole, receivers, folder, "r", closing, shared)
-    divided_push = len(sender.ranks) > 1 or len(receiver.ranks) > 1
-    push = Push(
-        transfer="t",
-        address=receiver.endpoints[0].address,
-        ticket=transfer_ticket("secret", "sender"),
-        ranks=tuple(receiver.endpoints) if divided_push else (),
-    )
-    return sender, receiver, push
-
-
-def granted(sender, receiver, push, blocks, epoch=1):
-    """Offer and grant; the peer as the receiver's step loop knows it."""
-    sender.leader.offer(7, push, 2, b"key")
-    *_, offered = receiver.expect(OfferReceived)
-    assert offered.offer.tags == tuple(group.tag for group in receiver.slices[0])
-    receiver.leader.grant(offered.peer, "t", epoch, [blocks])
-    *_, told = sender.expect(OfferGranted)
-    assert told.wanted == [set(blocks)]
-    return offered.peer
-
-
-LAYOUTS = [
-    (GROUP, {"tp": 1}, {"tp": 1}),
-    (GROUP, {"tp": 2}, {"tp": 2}),
-    (GROUP, {"tp": 2}, {"tp": 1}),
-    (GROUP, {"tp": 1}, {"tp": 2}),
-    (GROUP, {"tp": 8}, {"tp": 2}),
-    (GROUP, {"pp": 2}, {"tp": 2}),
-    (GROUP, {"tp": 2, "pp": 2}, {"tp": 4}),
-    (LATENT, {"tp": 2}, {"tp": 2, "dcp": 2}),
-    (LATENT, {"tp": 4, "dcp": 4}, {"tp": 2, "pp": 2, "dcp": 2}),
-]
-
-
 @pytest.mark.parametrize("shared", [True, False], ids=["shm", "tcp"])
 @pytest.mark.parametrize(("whole", "senders", "receivers"), LAYOUTS)
 def test_every_rank_receives_its_slices(tmp_path, closing, whole, senders, receivers, shared):
-    sender, receiver, push = pair(whole, senders, receivers, tmp_path, closing, shared)
-    contents = [whole_block(whole, seed) for seed in (1, 2)]
-    sender.fill(3, contents[0])
-    sender.fill(1, contents[1])
-    granted(sender, receiver, push, {0: 5, 1: 2})
-    sender.leader.send(7, [((0, 0), 3)])
-    sender.leader.send(7, [((0, 1), 1)])
-    received = []
-    while len(received) < 2:
-        said = [each for each in receiver.expect(BlocksReceived) if isinstance(each, BlocksReceived)]
-        received += [item for each in said for item in each.items]
-    assert sorted(received) == [(0, 0), (0, 1)]
-    assert receiver.has(5, contents[0])
-    assert receiver.has(2, contents[1])
-    said = sender.expect(SendAcked)
-    released = [item for each in said if isinstance(each, BlocksReleased) for item in each.items]
-    assert sorted(released) == [(0, 0), (0, 1)]
-    assert not sender.leader._outgoing
-    assert not receiver.leader._incoming
+    check_received(*pair(whole, senders, receivers, tmp_path, closing, shared))
 
 
 @pytest.mark.parametrize(("senders", "receivers"), [({"tp": 2}, {"tp": 1}), ({"tp": 2}, {"tp": 2})])

@@ -7,41 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberline.kv.transfer.slices import SliceMismatch, block_runs, routes, runs
-from emberline.protocol.block_hash import BLOCK_TOKENS, KVGroup
-
-GROUP = KVGroup("full", (0, 1, 2, 3), kv_heads=4, head_dim=2, dtype="bfloat16")
-LATENT = KVGroup("full", (0, 1, 2, 3), kv_heads=1, head_dim=6, dtype="bfloat16", planes=1)
-
-
-def divided(group, tp=1, pp=1, dcp=1):
-    """The slices of every rank of a layout, rank = stage * tp + tp_rank, as the model's shards make them."""
-    ranks = []
-    for stage in range(pp):
-        n = len(group.layers) // pp
-        for rank in range(tp):
-            n_heads = max(1, group.kv_heads // tp)
-            n_tokens = BLOCK_TOKENS // dcp
-            ranks.append((
-                msgspec.structs.replace(
-                    group,
-                    layers=group.layers[stage * n : (stage + 1) * n],
-                    kv_heads=n_heads,
-                    first_head=rank * group.kv_heads // tp,
-                    tokens=(rank % dcp * n_tokens, (rank % dcp + 1) * n_tokens),
-                ),
-            ))  # fmt: skip
-    return tuple(ranks)
-
-
-def whole_block(group, seed=1):
-    rng = np.random.default_rng(seed)
-    return rng.integers(0, 1 << 16, group.block_shape).astype(np.uint16)
-
-
-def part(block, group, whole):
-    first = whole.layers.index(group.layers[0])
-    heads = slice(group.first_head, group.first_head + group.kv_heads)
-    return np.ascontiguousarray(block[first : first + len(group.layers), :, heads, slice(*group.tokens)])
+from tests.kv.transfer.rank_groups import GROUP, LATENT, divided, part, whole_block
 
 
 def layouts(latent):
