@@ -65,7 +65,8 @@ def block_runs(sender: Slices, receiver: Slices) -> tuple[tuple[Run, ...], ...] 
 
 @lru_cache(64)
 def routes(senders: tuple[Slices, ...], receivers: tuple[Slices, ...]) -> tuple[tuple[int, int], ...]:
-    """Which rank sends to which: pairs (sender, receiver). Of ranks that hold the same, one sends to each receiver.
+    """Which rank sends to which: pairs (sender, receiver). Of ranks that hold the same, one sends to each receiver: the
+    one of its own number where it can, since groups that share GPUs have these two on the same one.
 
     SliceMismatch: some receiver would lack a part of its blocks.
     """
@@ -84,7 +85,7 @@ def routes(senders: tuple[Slices, ...], receivers: tuple[Slices, ...]) -> tuple[
             )
             if any(sizes):
                 n_bytes = [sum(pair) for pair in zip(n_bytes, sizes)]
-                found.append((ranks[receiver % len(ranks)], receiver))
+                found.append((receiver if receiver in ranks else ranks[receiver % len(ranks)], receiver))
         for group, n in zip(wanted, n_bytes):
             if n != group.block_bytes:
                 raise SliceMismatch(f"{n} of the {group.block_bytes} bytes of {group.tag} are sent")

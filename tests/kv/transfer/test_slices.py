@@ -40,6 +40,14 @@ def test_ranks_that_are_divided_alike_send_whole_blocks_to_each_other():
     assert block_runs(alike[1], alike[1]) is None
 
 
+@pytest.mark.parametrize("dcp", [1, 2, 4])
+def test_of_ranks_that_hold_the_same_the_one_of_the_same_number_sends(dcp):
+    """On GPUs no other reaches the receiver's."""
+    same = tuple((rank, rank) for rank in range(4))
+    assert routes(divided(LATENT, tp=4, dcp=dcp), divided(LATENT, tp=4, dcp=dcp)) == same
+    assert routes(divided(LATENT, tp=4), divided(LATENT, tp=4, dcp=dcp)) == same
+
+
 def test_of_ranks_that_hold_the_same_each_sends_to_another():
     assert routes(divided(LATENT, tp=4), divided(LATENT, tp=2)) == ((0, 0), (1, 1))
 
