@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -170,8 +171,10 @@ def test_ps(tmp_path: Path, fake_server: FakeServer) -> None:
         "TOKENS/S",
     ]
     assert row.split()[:9] == [MODEL, "model-0", "cpu", "native", "ok", "1", "2", "25", "%"]
+    began_s = time.monotonic()
     report = json.loads(emberline("ps", "--json", "--port", fake_server.port, home=tmp_path).stdout)
-    assert 50 < report["engines"][0]["output_tokens_per_s"] <= 100
+    took_s = time.monotonic() - began_s
+    assert round(100 / took_s, 1) <= report["engines"][0]["output_tokens_per_s"] <= 100
 
 
 def test_ps_shows_tiers(tmp_path: Path, fake_server: FakeServer) -> None:

@@ -49,7 +49,7 @@ def ready(home: Path) -> Iterator[dict[str, Any]]:
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
-            env={**os.environ, "EMBERLINE_HOME": str(home)},
+            env={**os.environ, "EMBERLINE_HOME": str(home), "EMBERLINE_SERVER_DRAIN_TIMEOUT_S": "300"},
         )
     assert process.stdout is not None
     yield {**json.loads(process.stdout.readline() or "{}"), "process": process}

@@ -42,6 +42,7 @@ cached_input = 0.001
 output = 0.005
 """
 SHARE = 0.5  # of what all requests would cost is in the budget
+REST_S = 60.0  # within which every request is billed
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +124,6 @@ class Soak:
             raise killer.problem
         self.server.wait_ready()
         left_pico = self._spend_the_rest()
-        time.sleep(2)  # HTTP workers of a core that was killed may have answered: the next one is still starting
-        self.server.wait_ready()
         status = self.server.stop()
         if status:
             self.problems.append(f"the last stop was not clean: {status}")
@@ -199,18 +198,24 @@ class Soak:
 
     def _spend_the_rest(self) -> int:
         """When all has come to rest, a request that may cost all that is left is accepted, and one of more is not."""
-        left_pico = self.cap_pico - self._billed_pico()
+        end_s = time.monotonic() + REST_S
         body, n_input = self._bodies[0]
-        room = (left_pico - n_input * INPUT) // OUTPUT
-        for n_output, fits in ((room + 1, False), (room, True)):
-            if not 1 <= n_output < CONTEXT - n_input:
-                continue
-            ended = self._ask({**body, "max_tokens": n_output}, n_input, streamed=False)
-            if ended.is_refused == fits or (fits and not ended.record.n_done):
-                said = f"{ended.record.problem or 'accepted'}"
-                self.problems.append(f"{left_pico} is left, and a request of {ended.worst_pico} at most: {said}")
-            self.ended.append(ended)
-        return left_pico
+        while True:
+            left_pico = self.cap_pico - self._billed_pico()
+            room, at_rest = (left_pico - n_input * INPUT) // OUTPUT, True
+            for n_output, fits in ((room + 1, False), (room, True)):
+                if not 1 <= n_output < CONTEXT - n_input:
+                    continue
+                ended = self._ask({**body, "max_tokens": n_output}, n_input, streamed=False)
+                self.ended.append(ended)
+                if fits and ended.is_refused and time.monotonic() < end_s:
+                    at_rest = False  # a client that left is billed a moment later
+                elif ended.is_refused == fits or (fits and not ended.record.n_done):
+                    said = f"{ended.record.problem or 'accepted'}"
+                    self.problems.append(f"{left_pico} is left, and a request of {ended.worst_pico} at most: {said}")
+            if at_rest:
+                return left_pico
+            time.sleep(0.2)
 
     # --- audit -------------------------------------------------------------------------------------------------------
 

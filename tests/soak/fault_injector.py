@@ -134,11 +134,10 @@ class FaultInjector(threading.Thread):
         return killed
 
     def _kill_core(self) -> bool:
-        killed_s = time.monotonic()
+        killed_s, n_starts = time.monotonic(), self._server.n_starts
         if not self._kill("core"):
             return False
-        time.sleep(0.2)
-        self._server.wait_ready()
+        self._server.wait_restarted(n_starts)
         self.disconnects_s.append((killed_s, time.monotonic()))  # its HTTP workers end when they notice
         return True
 

@@ -66,6 +66,16 @@ class Server:
                 raise TimeoutError(f"the server does not come back; its log is {self._log}")
             time.sleep(0.05)
 
+    def wait_restarted(self, n_starts: int) -> None:
+        """Until one is ready that was started after the first `n_starts`. The HTTP workers of a killed core may still
+        answer for a moment; the next one starts when they have left the port."""
+        end_s = time.monotonic() + START_S
+        while self.n_starts == n_starts:
+            if time.monotonic() > end_s:
+                raise TimeoutError(f"the server is not started again; its log is {self._log}")
+            time.sleep(0.02)
+        self.wait_ready()
+
     @property
     def ready(self) -> bool:
         try:
@@ -168,7 +178,7 @@ class Killer(threading.Thread):
 
     def _kill_one(self) -> None:
         time.sleep(self._rng.expovariate(1 / self._mean_s))
-        kind = self._rng.choice(self._kinds)
+        kind, n_starts = self._rng.choice(self._kinds), self._server.n_starts
         pids = self._server.pids(kind)
         if not pids:
             return
@@ -179,8 +189,7 @@ class Killer(threading.Thread):
         self.killed[kind] += 1
         self.moments_us.append(time.time_ns() // 1000)
         if kind == "core":
-            time.sleep(0.2)
-            self._server.wait_ready()
+            self._server.wait_restarted(n_starts)
 
 
 def command(script: str, standin_flags: str, port: int, http_workers: int) -> list[str]:
