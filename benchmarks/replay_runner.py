@@ -43,4 +43,16 @@ class _Replayed:
 
     def result(self) -> Sequence[Sampled]:
         self._handle.result()
-        return [Draw(token_id) for token_id in self._token_ids]
+        draws, first = [Draw(token_id) for token_id in self._token_ids], 0
+        for n_drafts in self._left_out:  # of each row: a GPU has drawn once for it, and verified nothing
+            draws[first + 1 : first + 1 + n_drafts] = [Draw(-1)] * n_drafts
+            first += 1 + n_drafts
+        return draws
+
+    def drafts(self) -> Sequence[bytes]:
+        return ()  # a draft head's would follow what the model has drawn
+
+    @property
+    def _left_out(self) -> Sequence[int]:
+        batch = getattr(getattr(self._handle, "_launched", None), "batch", None)
+        return getattr(batch, "left_out", None) or ()

@@ -32,6 +32,7 @@ from emberline.kernels.gpu.quantized_gemm import QuantizedMatrix, dequantize_ref
 from emberline.kernels.gpu.rope import rope_and_cache, rope_and_cache_reference, rotary_table
 from emberline.kernels.gpu.sampler import sample_batch
 from emberline.kernels.gpu.sampler_table import SampledBatch, SamplerTable, sample_reference
+from emberline.kernels.gpu.verify_attention import verify_attention, verify_partial_floats, verify_queries
 from emberline.kernels.gpu.workspace import AttentionShape, Workspace, WorkspaceSizes
 from emberline.kernels.reference import attend, rms_norm
 from emberline.kernels.sampling import SamplerRow
@@ -202,8 +203,10 @@ def _rope(card: Card) -> Rope:
 
 def _attention(card: Card, scale: int) -> Iterator[Case]:
     for n_rows, context in ((1, 576), (8, 576), (64, 576), (128 // scale, 1024), (4, 8192)):
-        yield _decode(card, scale, n_rows, context // scale, 0)
-    yield _decode(card, scale, 32 // scale, 4096 // scale + 100, 4096 // scale)
+        yield decode_case(card, scale, n_rows, context // scale)
+    yield decode_case(card, scale, 32 // scale, 4096 // scale + 100, 4096 // scale)
+    for n_rows, n_tokens, context in ((1, 5, 576), (4, 9, 4096), (16, 3, 4096), (32 // scale, 5, 576)):
+        yield verify_case(card, scale, n_rows, n_tokens, context // scale)
     yield _rope_and_cache(card, scale)
     for n in (128, 512, 608, 1024):
         yield _chunk(card, scale, n // scale, 8192 // scale, long=False)
@@ -212,7 +215,7 @@ def _attention(card: Card, scale: int) -> Iterator[Case]:
         yield _chunk(card, scale, 1500, 6500, long=True)
 
 
-def _decode(card: Card, scale: int, n_rows: int, context: int, shared: int) -> Case:
+def decode_case(card: Card, scale: int, n_rows: int, context: int, shared: int = 0) -> Case:
     cache = Cache.of(card, scale, n_rows, context, shared)
     attn = cache.attn
 
@@ -250,6 +253,39 @@ def _decode(card: Card, scale: int, n_rows: int, context: int, shared: int) -> C
     tokens = n_rows * context - max(0, n_rows - 1) * shared
     name = f"decode, {n_rows} × {context}" + (f", {shared} shared" if shared else "")
     return Case(name, run, lambda: out, want, tokens * 2 * attn.kv_heads * 128 * card.dtype.itemsize)
+
+
+def verify_case(card: Card, scale: int, n_rows: int, n_tokens: int, context: int) -> Case:
+    """Rows of n_tokens each, as of a step that verifies drafts; the context has them."""
+    cache = Cache.of(card, scale, n_rows, context)
+    attn, n = cache.attn, n_rows * n_tokens
+    group = attn.heads // attn.kv_heads
+    positions = card.ints([context - n_tokens + t for _ in range(n_rows) for t in range(n_tokens)])
+    qkv = card.noise(n, (attn.heads + 2 * attn.kv_heads) * 128)
+    rotary = rotary_table(positions, _rope(card), torch.empty(n * 128, device=card.device))
+    queries = verify_queries(n_tokens, group)
+    memory = card.ints([0] * split_kv.max_decode_splits(n_rows, attn.kv_heads, queries) * split_kv.DECODE_SPLIT_FIELDS)
+    local = (split_kv.FULL, 0)
+    splits = split_kv.plan_decode_splits(cache.lens, n_rows, attn.kv_heads, local, None, memory, n_tokens, queries)
+    partial = torch.empty(verify_partial_floats(n_rows, n_tokens, attn.kv_heads, group, 128), device=card.device)
+    out = card.noise(n, attn.heads * 128).fill_(torch.nan)
+    counters = card.ints([0] * (n_rows * attn.kv_heads))
+
+    def run(i: int) -> None:
+        pool = cache.pool[:, i % LAYERS]
+        verify_attention(qkv, out, attn, rotary, pool, cache.tables, splits, partial, counters, n_tokens)
+
+    def want() -> Tensor:
+        starts = card.ints(range(0, n + 1, n_tokens))
+        q = rope_and_cache_reference(qkv, attn, rotary, cache.pool[:, 0], cache.tables, starts, positions)
+        rows = [
+            attend(each, *cache.keys_values(r, context), attn.scale, context - n_tokens)
+            for r, each in enumerate(q.split(n_tokens))
+        ]
+        return torch.cat(rows).flatten(1)
+
+    n_bytes = n_rows * context * 2 * attn.kv_heads * 128 * card.dtype.itemsize
+    return Case(f"verify, {n_rows} × {n_tokens} of {context}", run, lambda: out, want, n_bytes)
 
 
 def _rope_and_cache(card: Card, scale: int) -> Case:

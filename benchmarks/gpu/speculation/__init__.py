@@ -1,0 +1,1 @@
+"""Speculative decoding on a GPU: `python -m benchmarks.gpu.speculation`."""
