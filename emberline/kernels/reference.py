@@ -38,6 +38,17 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1).to(x.dtype)
 
 
+def visible(positions: Tensor, context_len: int, window: int | None = None, chunk: int | None = None) -> Tensor:
+    """Which of a context's tokens those at these positions see: bool [positions, context_len]."""
+    query, key = positions[:, None], torch.arange(context_len, device=positions.device)[None]
+    seen = key <= query
+    if window is not None:
+        seen &= key > query - window
+    if chunk is not None:
+        seen &= key // chunk == query // chunk
+    return seen
+
+
 def attend(
     q: Tensor,
     k: Tensor,
@@ -53,14 +64,8 @@ def attend(
     group = heads // k.shape[1]
     k, v = (t.repeat_interleave(group, dim=1).float() for t in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.float(), k) * scale
-    query = torch.arange(first, first + n, device=q.device)[:, None]
-    key = torch.arange(k.shape[0], device=q.device)[None]
-    visible = key <= query
-    if window is not None:
-        visible &= key > query - window
-    if chunk is not None:
-        visible &= key // chunk == query // chunk
-    scores = scores.masked_fill(~visible, -torch.inf)
+    query = torch.arange(first, first + n, device=q.device)
+    scores = scores.masked_fill(~visible(query, k.shape[0], window, chunk), -torch.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, n, 1)], dim=-1)
     weights = scores.softmax(-1)[..., : k.shape[0]]
@@ -221,10 +226,16 @@ class TorchBackend:
         if attn.temperature is not None:
             steps = torch.floor((context.step.positions.float() + 1) / attn.temperature.interval)
             q = (q * (1 + attn.temperature.scale * torch.log1p(steps))[:, None, None]).to(q.dtype)
+        return self.attend_to_cache(q, k, v, attn, context).flatten(1)
+
+    def attend_to_cache(
+        self, q: Tensor, k: Tensor, v: Tensor, attn: GroupedQueryAttention, context: TorchStep
+    ) -> Tensor:
+        """Attention of q [tokens, heads, dim], whose own k and v [tokens, kv_heads, dim] join the cache first."""
         out = torch.empty_like(q)
         for new, (keys, values), first in self._cached(attn, torch.stack([k, v], dim=1), context):
             out[new] = attend(q[new], keys, values, attn.scale, first, attn.window, attn.chunk, attn.sinks)
-        return out.flatten(1)
+        return out
 
     def latent_attention(self, attn: LatentAttention, residual: Tensor, context: TorchStep) -> None:
         """Absorbed: queries are projected to the latent space, where all heads attend to the cached rows as one key

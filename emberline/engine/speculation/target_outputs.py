@@ -6,13 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from emberline.engine.speculation.eagle_training import TargetOutputs
 from emberline.engine.step_loop import StepLoop
 from emberline.engine.torch_runner import allocate_pool
 from emberline.engine.worker import build, parse_arguments
-from emberline.kernels.reference import TorchBackend
+from emberline.kernels.backend import GroupedQueryAttention
+from emberline.kernels.reference import TorchBackend, TorchStep, visible
 from emberline.kv.block_pool import blocks_of
 from emberline.models.decoder import Decoder, StepInputs
 from emberline.models.registry import ARCHITECTURES
@@ -55,9 +57,29 @@ def _share_of(device: str) -> list[str]:
     return ["--memory-share", "0.3"] if device.startswith("cuda") else []
 
 
+class SequencesBackend(TorchBackend):
+    """Of steps whose rows are whole sequences of one length: attention of all of them at once, without the cache."""
+
+    def attend_to_cache(
+        self, q: Tensor, k: Tensor, v: Tensor, attn: GroupedQueryAttention, context: TorchStep
+    ) -> Tensor:
+        if attn.sinks is not None:
+            return super().attend_to_cache(q, k, v, attn, context)
+        n = len(context.context_lens)
+        length = len(q) // n
+        assert context.context_lens == [length] * n, "whole sequences of one length"
+        local = attn.window is not None or attn.chunk is not None
+        mask = visible(context.step.positions[:length], length, attn.window, attn.chunk) if local else None
+        q, k, v = (each.reshape(n, length, *each.shape[1:]).transpose(1, 2) for each in (q, k, v))
+        out: Tensor = F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=not local, scale=attn.scale, enable_gqa=True
+        )
+        return out.transpose(1, 2).flatten(0, 1)
+
+
 def plain_model(checkpoint: Checkpoint, device: str) -> Decoder:
-    """The target in plain PyTorch, whose matrices are tensors."""
-    backend = TorchBackend(device)
+    """The target in plain PyTorch, whose matrices are tensors; for `run_target`."""
+    backend = SequencesBackend(device)
     return Decoder(checkpoint, backend, ARCHITECTURES[checkpoint.config.architecture])
 
 
