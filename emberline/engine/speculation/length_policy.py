@@ -14,6 +14,7 @@ _PRIOR_WEIGHT = 4.0  # draft tokens that a prior counts as
 _CAUTION = 0.95  # of the expected gain counts: measurements are never exact
 _TIME_GAIN = 0.1  # of a new step time
 _TIME_MEMORY = 0.97  # weight of earlier measurements of what drafts cost, with every new one
+_PASS_GAIN = 0.2  # of a new measurement of a draft head's passes
 _PROBE_STEPS = 150  # whose drafts were all refused; the drafts of the next one are tried: they may pay by now
 _PROBE_TOKENS = 2  # of each of these
 _REFRESH_STEPS = 64  # drafting steps between two without drafts, which tell what those cost today
@@ -86,7 +87,7 @@ class DraftTimes:
         mean_x, mean_y = self._x / self._n, self._y / self._n
         variance = self._xx / self._n - mean_x * mean_x
         slope = (self._xy / self._n - mean_x * mean_y) / variance if variance > 0.01 else self.token_s
-        self.token_s = min(max(0.0, slope), max(0.0, mean_y / mean_x))
+        self.token_s = min(max(0.0, slope), max(0.0, mean_y / max(mean_x, 1e-9)))
         self.fixed_s = max(0.0, mean_y - self.token_s * mean_x)
 
 
@@ -103,6 +104,7 @@ class LengthPolicy:
         self._marginal, self._first_fixed_s = marginal, fixed_s
         self._plain = PlainTimes()
         self._drafts: dict[int, DraftTimes] = {}  # by power of two of the rows
+        self._passes: dict[int, float] = {}  # seconds that a pass of the draft head takes; likewise
         # Of the step being planned:
         self._expected = 0.0  # tokens that it gives so far
         self._step_s = 0.0  # what it takes so far
@@ -172,13 +174,13 @@ class LengthPolicy:
 
     def depth(self, cells: list[int]) -> int:
         """How many tokens a draft head is to propose behind every row of this step, for the next one to verify: as many
-        as pay if all rows draft."""
-        n, fixed_s = self._n_rows, self._fixed_s * max(1.0, self._n_drafting)
+        as pay if all rows draft, its own passes included. (In `choose` these are spent already.)"""
+        n, fixed_s, pass_s = self._n_rows, self._fixed_s * max(1.0, self._n_drafting), self._pass_s(self._n_rows)
         best, best_n, gain, likely = 1.0 / self._plain_s, 0, 0.0, _CAUTION
         for depth, cell in enumerate(cells, 1):
             likely *= self.rates.rate(cell)
             gain += likely
-            per_s = (1 + gain) / (self._plain_s + fixed_s + n * depth * self._token_s)
+            per_s = (1 + gain) / (self._plain_s + fixed_s + depth * (pass_s + n * self._token_s))
             if per_s > best:
                 best, best_n = per_s, depth
         if not best_n:
@@ -186,22 +188,37 @@ class LengthPolicy:
             return _PROBE_TOKENS if self._n_refused >= _PROBE_STEPS - 1 else 0
         return min(len(cells), best_n + 1)  # one more: else its acceptance is never measured
 
-    def measured(self, n_rows: int, n_drafting: int, n_drafts: int, n_output: int, seconds: float) -> None:
-        """A step without prompts took so long, until the next one could begin, and gave n_output tokens."""
+    def measured(
+        self, n_rows: int, n_drafting: int, n_drafts: int, n_output: int, seconds: float, depth: int = 0
+    ) -> None:
+        """A step without prompts took so long, until the next one could begin, and gave n_output tokens. depth: of what
+        a draft head has proposed behind it, in this time. With that it is none without drafts, even if it verified
+        none."""
         if not n_rows or seconds <= 0:
             return
-        if not n_drafts:
+        if not n_drafts and not depth:
             self._since_plain = 0
             self._plain.add(n_rows, seconds)
             return
-        self._n_refused, self._refused = 0, False
         self._since_plain += 1
-        self._n_drafting += 0.1 * (n_drafting - self._n_drafting)
+        if n_drafts:
+            self._n_refused, self._refused = 0, False
+            self._n_drafting += 0.1 * (n_drafting - self._n_drafting)
         plain_s = self._plain.of(n_rows)
         if plain_s is not None:
             seconds = min(seconds, 4 * plain_s * (1 + n_drafts / n_rows))  # something was compiled
-            self._draft_times(n_rows, plain_s).add(n_drafts, seconds - plain_s)
+            if n_drafts:
+                own_s = seconds - plain_s - depth * self._pass_s(n_rows)
+                self._draft_times(n_rows, plain_s).add(n_drafts, own_s)
+            else:
+                pass_s, size = max(0.0, seconds - plain_s) / depth, n_rows.bit_length()
+                self._passes[size] = (known := self._passes.get(size, pass_s)) + _PASS_GAIN * (pass_s - known)
             self._judge(n_output / n_rows, seconds / plain_s)
+
+    def _pass_s(self, n_rows: int) -> float:
+        """Of a draft head, for each token that it proposes behind so many rows."""
+        nearest = min(self._passes, key=lambda size: abs(size - n_rows.bit_length()), default=None)
+        return 0.0 if nearest is None else self._passes[nearest]
 
     def _draft_times(self, n_rows: int, plain_s: float) -> DraftTimes:
         size = n_rows.bit_length()

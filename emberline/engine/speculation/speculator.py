@@ -191,7 +191,8 @@ class Speculator:
         n_rows, n_accepted = len(plan.rows), self._n_accepted
         self._n_accepted = 0
         if plan.n_tokens - plan.n_drafts == n_rows:  # it has no prompts
-            self._policy.measured(n_rows, plan.n_drafting, plan.n_drafts, n_rows + n_accepted, seconds)
+            n_output = n_rows + n_accepted
+            self._policy.measured(n_rows, plan.n_drafting, plan.n_drafts, n_output, seconds, plan.depth)
 
     @property
     def stats(self) -> tuple[DraftStats, ...]:

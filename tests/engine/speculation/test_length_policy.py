@@ -206,3 +206,67 @@ def test_measured_steps_say_what_drafts_cost():
     free.measured(16, 0, 0, 16, 0.004)
     assert free.begin_step(16)
     assert free.choose([0] * 4)[0] == 4
+
+
+class WithHead(Simulation):
+    """A draft head proposes behind every row, which takes pass_s for each token; the next step verifies."""
+
+    def __init__(self, n_rows, accepts, plain_s, token_s, pass_s, noise=0.03, seed=1):
+        super().__init__(
+            lambda n_tokens: plain_s + token_s * (n_tokens - n_rows), n_rows, accepts, noise=noise, seed=seed
+        )
+        self.policy, self.pass_s = LengthPolicy(lambda cell: 0.6, GPU_MARGINAL), pass_s
+        self.policy.calibrate({(n_rows, n): self.step_s(n * n_rows) for n in (1, 3, 5)})
+        self.n_proposed = self.n_passes = 0
+
+    def step(self):
+        depth, drafts = 0, []
+        if self.policy.begin_step(self.n_rows):
+            depth = self.policy.depth([0, 1, 2, 3])
+            for _ in range(self.n_rows if self.n_proposed else 0):
+                n, _ = self.policy.choose(list(range(self.n_proposed)))
+                drafts += [n] if n else []
+        self.n_proposed, n_output = depth, self.n_rows
+        for n in drafts:
+            accepted = next((i for i in range(n) if self.random.random() >= self.accepts), n)
+            self.policy.rates.add(list(range(n)), accepted)
+            n_output += accepted
+        seconds = self.step_s(self.n_rows + sum(drafts)) + depth * self.pass_s
+        seconds *= 1 + self.noise * self.random.uniform(-1, 1)
+        self.policy.measured(self.n_rows, len(drafts), sum(drafts), n_output, seconds, depth)
+        self.n_tokens += n_output
+        self.n_drafted += sum(drafts)
+        self.n_passes += depth
+        self.seconds += seconds
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("n_rows", "accepts", "token_s", "pass_s", "least"),
+    [
+        (1, 0.6, 1e-5, 1e-4, 1.35),
+        (8, 0.6, 5e-6, 2e-4, 1.12),
+        (32, 0.6, 3e-6, 3e-4, 1.05),
+        (32, 0.5, 6e-6, 1.2e-4, 1.03),
+        (32, 0.35, 6e-6, 1.2e-4, 0.99),
+        (32, 0.5, 6e-6, 5e-4, 0.98),
+        (32, 0.0, 6e-6, 5e-4, 0.98),
+    ],
+)
+def test_a_heads_own_passes_count(n_rows, accepts, token_s, pass_s, least, seed):
+    assert WithHead(n_rows, accepts, 0.001, token_s, pass_s, seed=seed).run(1500).speedup > least
+
+
+def test_a_head_that_does_not_pay_is_left_alone():
+    run = WithHead(32, 0.5, 0.001, 6e-6, 5e-4).run(1500)
+    assert run.n_drafted < 32 * 100
+    assert run.n_passes < 100
+
+
+def test_a_step_with_a_heads_passes_is_none_without_drafts():
+    policy = LengthPolicy(lambda cell: 0.5, 0.01)
+    policy.measured(8, 0, 0, 8, 0.001)
+    for _ in range(50):
+        policy.measured(8, 0, 0, 8, 0.002, depth=2)
+    assert policy._plain.of(8) == pytest.approx(0.001)
+    assert policy._pass_s(8) == pytest.approx(0.0005)
