@@ -44,7 +44,7 @@ class Sizes:
 class FixedDrafts:
     """Implements `verification.Speculation`: n draft tokens behind every row, whether they pay or not."""
 
-    runs_ahead = False
+    drafts, runs_ahead = True, False
     stats: tuple[DraftStats, ...] = ()
 
     def __init__(self, n: int = 0) -> None:

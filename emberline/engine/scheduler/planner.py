@@ -57,14 +57,16 @@ class StepPlanner:
         self._backlog = 0  # prompt tokens to compute, of running and waiting sequences
         self._n_suspects = 0  # sequences in the step being planned that it may fail for
         self._max_suspects = inf
-        self._most_drafts = 0  # of a row of the step being planned
+        self._most_drafts: int | None = 0  # of a row of the step being planned; None: not known yet
         self._none_passed = [0] * len(cache.groups)
 
     def plan(self) -> StepPlan:
         plan, queues, speculation = StepPlan(), self._queues, self._speculation
         if speculation is not None:
             plan.depth = speculation.begin_step(len(queues.running))
-            self._most_drafts = self._draft_limit()
+            self._most_drafts = None
+            if not speculation.drafts:
+                speculation = None
         self._batch_class.promote(queues, self._totals.steps)
         self._displace()
         paused = self._batch_class.pauses(queues)
@@ -84,7 +86,7 @@ class StepPlanner:
                 prefills.append(seq)
                 continue
             self._decoding.add(seq)
-            if seq.number in resting or (seq.n_drafting and not (self._most_drafts and self._runs_ahead(seq))):
+            if seq.number in resting or (seq.n_drafting and not (self._draft_limit() and self._runs_ahead(seq))):
                 continue
             if pipelined and (seq.n_sampling or len(plan.rows) >= most_rows):
                 continue  # it is in another micro-batch, or will be in the next one
@@ -181,6 +183,11 @@ class StepPlanner:
         return seq.n_output > 1 and seq.n_appended == n_more <= room and self._prefill.drafts_beside_prompts
 
     def _draft_limit(self) -> int:
+        if self._most_drafts is None:
+            self._most_drafts = self._count_most_drafts()
+        return self._most_drafts
+
+    def _count_most_drafts(self) -> int:
         running, waiting = self._queues.running, self._queues.waiting
         if not self._prefill.drafts_beside_prompts and (
             (waiting and self._queues.free_slots) or any(seq.n_due > 1 for seq in running)
@@ -195,7 +202,7 @@ class StepPlanner:
         if seq.suspicion or seq.slow_guide or (seq.effective_class == Priority.BATCH and self._batch_class.is_limited):
             return b""
         most = min(
-            self._most_drafts,
+            self._draft_limit(),
             seq.n_output_left - seq.n_sampling - seq.n_drafting - 1,
             self._limits.token_budget - plan.n_tokens - (n_due - 1) + len(plan.rows) - len(self._queues.running),
         )

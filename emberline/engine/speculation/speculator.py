@@ -23,6 +23,7 @@ SETTINGS = (AUTO, OFF, "suffix", "grammar", HeadDrafter.name, ModelDrafter.name)
 AUTO_ON_GPU = False
 CPU_MARGINAL, GPU_MARGINAL = 0.4, 0.02  # see LengthPolicy; on a GPU until it has measured its steps
 GPU_WAIT_S = 0.0005  # that a GPU waits for the host, which plans a step with drafts late; before it was measured
+_WAITING_STEPS = 4  # for which what a head has proposed may wait at a sequence
 _FADE = 0.9  # weight of a sequence's earlier drafts, with every new one
 _LEAST_TRUST, _MOST_TRUST = 0.2, 1.3
 _log = logging.getLogger(__name__)
@@ -90,7 +91,8 @@ class Speculator:
         self._drafting: dict[int, _Drafting] = {}  # by sequence number
         self._counts: dict[int, tuple[list[int], list[int]]] = {}  # drafted and accepted by position, by drafter
         self._stats: tuple[DraftStats, ...] | None = ()
-        self._drafts = False  # the step being planned may draft
+        self.drafts = False  # the step being planned may draft
+        self._n_unasked = 0  # steps since the last one behind which the head was to propose
         self._n_accepted = 0  # since the last step time
         self._verified: list[tuple[list[int], int, int]] = []  # cells, those guessed, drafts accepted: to be counted
 
@@ -99,20 +101,23 @@ class Speculator:
         self._policy.calibrate(step_s)
 
     def begin_step(self, n_running: int) -> int:
-        self._drafts = self._policy.begin_step(n_running)
-        if not self._drafts:
+        self.drafts = self._policy.begin_step(n_running)
+        if not self.drafts:
             return 0
         for drafter in self._drafters:
             drafter.begin_step()
         if self._head is None:
             return 0
-        return self._policy.depth([self._head * MAX_CELLS + n for n in range(self._depth)])
+        depth = self._policy.depth([self._head * MAX_CELLS + n for n in range(self._depth)])
+        self._n_unasked = 0 if depth else self._n_unasked + 1
+        self.drafts = len(self._drafters) > 1 or self._n_unasked <= _WAITING_STEPS
+        return depth
 
     def propose(self, seq: Sequence, n: int) -> bytes:
         allowed = seq.request.speculation.max_draft_tokens
         if allowed is not None:
             n = min(n, allowed + seq.n_sampling)
-        if not self._drafts or n <= seq.n_sampling:
+        if not self.drafts or n <= seq.n_sampling:
             return b""
         ids, cells = b"", list[int]()
         for number, drafter in enumerate(self._drafters):
@@ -129,7 +134,7 @@ class Speculator:
     def propose_ahead(self, seq: Sequence, n: int) -> int:
         allowed = seq.request.speculation.max_draft_tokens
         n = n if allowed is None else min(n, allowed)
-        return self._choose(seq, list(range(n)), 0) if self._drafts and n else 0
+        return self._choose(seq, list(range(n)), 0) if self.drafts and n else 0
 
     def _choose(self, seq: Sequence, cells: list[int], n_guessed: int) -> int:
         state = self._drafting.get(seq.number) or _Drafting()

@@ -22,6 +22,10 @@ class Speculation(Protocol):
         """A step is planned, in which so many sequences may have a row. Returns how many tokens a draft head is to
         propose behind each of them; 0: none, or there is no head. A draft model is asked like a head."""
 
+    @property
+    def drafts(self) -> bool:
+        """Whether the step being planned may have drafts. Else nothing else is asked for it."""
+
     def propose(self, seq: Sequence, n: int) -> bytes:
         """Up to n token ids (u32 LE) that may follow `seq.ids`; none where drafting would not pay."""
 

@@ -12,7 +12,7 @@ class StandinSpeculation:
         self.n_drafted = self.n_accepted = self.n_verified = self.n_appended = 0
         self.ended_ids = []
 
-    runs_ahead = False
+    drafts, runs_ahead = True, False
 
     def begin_step(self, n_running):
         return 0

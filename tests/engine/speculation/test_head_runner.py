@@ -31,7 +31,7 @@ class EagerSpeculator(Speculator):
 
     def begin_step(self, n_running):
         super().begin_step(n_running)
-        self._drafts = True
+        self.drafts = True
         return MAX_DEPTH if self._head is not None else 0
 
     def propose(self, seq, n):

@@ -231,3 +231,19 @@ def test_the_default_model_writes_the_same(smollm2):
     assert drafted == plain
     assert loop.load.cached_tokens > 0
     assert sum(accepted for _, accepted in totals(loop).values()) > 0
+
+
+def test_where_a_head_is_not_asked_no_row_is():
+    """What a head has proposed waits for a few steps; a step that may have no drafts costs its planning nothing."""
+    speculator = Speculator([HeadDrafter()], 0.02, on_device=True)
+    policy, depths = speculator._policy, iter([2, 0, 0, 0, 0, 0, 0, 1])
+    assert not speculator.drafts
+    policy.begin_step, policy.depth = lambda n_rows: True, lambda cells: next(depths)
+    asked = []
+    for _ in range(8):
+        speculator.begin_step(4)
+        asked.append(speculator.drafts)
+    assert asked == [True] * 5 + [False] * 2 + [True]
+    policy.begin_step = lambda n_rows: False
+    assert speculator.begin_step(4) == 0
+    assert not speculator.drafts
