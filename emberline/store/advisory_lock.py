@@ -23,6 +23,9 @@ _SETTINGS = {  # the server drops the session of a machine that was cut off afte
     "tcp_keepalives_count": "3",
 }
 
+# The last is raised between the server's last message and the end of its connection.
+_ERRORS = (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError)
+
 log = logging.getLogger("emberline.store")
 
 
@@ -44,7 +47,7 @@ class AdvisoryLock:
                     await self._connection.execute("SELECT 1")
                 else:
                     self._held = bool(await self._connection.fetchval(_TRY, self._name))
-        except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
+        except _ERRORS as error:
             log.warning("the lock %s cannot be asked for: %s", self._name, error or type(error).__name__)
             self._drop()
         return self._held
@@ -56,7 +59,7 @@ class AdvisoryLock:
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 await connection.execute("SELECT 1")  # the session lives, and so it has the lock
-        except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
+        except _ERRORS as error:
             log.warning("the lock %s is lost: %s", self._name, error or type(error).__name__)
             self._drop()
             return False
@@ -67,7 +70,7 @@ class AdvisoryLock:
         if connection is not None:
             try:
                 await connection.close(timeout=TIMEOUT_S)
-            except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError):
+            except _ERRORS:
                 connection.terminate()
 
     def _drop(self) -> None:

@@ -145,6 +145,29 @@ async def test_a_stopped_process_loses_the_lock(database: DatabaseLocation, monk
         await store.close()
 
 
+@pytest.mark.parametrize("ask", ["is_held", "try_hold"])
+async def test_a_lock_is_lost_with_the_last_message_of_its_session(database: DatabaseLocation, ask: str) -> None:
+    """The connection is still open when it comes."""
+    if database.kind == "sqlite":
+        return
+    store = await database.open()
+    lock = store.lock("planner")
+    try:
+        async with asyncio.timeout(60):
+            while not await lock.try_hold():
+                pass
+        assert isinstance(lock, advisory_lock.AdvisoryLock)
+        connection = lock._connection
+        fields = b"SFATAL\0C57P05\0Mterminating connection due to idle-session timeout\0\0"
+        connection._protocol.data_received(b"E" + (len(fields) + 4).to_bytes(4, "big") + fields)
+        assert not connection.is_closed()
+        assert not await getattr(lock, ask)()
+        assert connection.is_closed()
+    finally:
+        await lock.release()
+        await store.close()
+
+
 HOLDER = """
 import asyncio, sys
 from emberline.store import open_store
