@@ -107,6 +107,7 @@ class ResponseCache:
         self._n_bytes = 0
         self._pending: dict[tuple[str, str], tuple[int, bytes]] = {}
         self._n_pending_bytes = 0
+        self._writing = asyncio.Lock()  # else a purge could be followed by a write of what it has removed
         self._purged: object = None  # when, as the store said last
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -174,10 +175,11 @@ class ResponseCache:
         """Forget all replies of an account."""
         for key in [key for key in self._memory if key[0] == account]:
             self._forget(key)
-        self._pending = {key: value for key, value in self._pending.items() if key[0] != account}
+        self._keep_pending({key: value for key, value in self._pending.items() if key[0] != account})
         if self._store is not None:
-            mark = (*_MARK, _NEVER_US, self._store.now_us(), 0, b"")
-            await self._store.transaction([Query(_PURGE, (account,)), Query(_PUT, mark)])
+            async with self._writing:
+                mark = (*_MARK, _NEVER_US, self._store.now_us(), 0, b"")
+                await self._store.transaction([Query(_PURGE, (account,)), Query(_PUT, mark)])
             await self._store.notify(CHANNEL)
 
     async def _follow_purges(self, subscription: Subscription) -> None:
@@ -222,18 +224,25 @@ class ResponseCache:
 
     async def _flush(self) -> None:
         assert self._store is not None
+        async with self._writing:
+            await self._write_pending(self._store)
+
+    async def _write_pending(self, store: Database) -> None:
         written, now_us = dict(self._pending), time.time_ns() // 1000
         if not written:
             return
         rows = [(*key, until_us, now_us, len(reply), reply) for key, (until_us, reply) in written.items()]
         try:
-            await self._store.transaction([BulkQuery(_PUT, rows)])
+            await store.transaction([BulkQuery(_PUT, rows)])
         except EmberlineError as error:
             log.warning("cached replies were not stored: %s", error.message)
         except Exception:
             log.exception("cached replies were not stored")
-        self._pending = {key: value for key, value in self._pending.items() if written.get(key) is not value}
-        self._n_pending_bytes = sum(len(reply) for _, reply in self._pending.values())
+        self._keep_pending({key: value for key, value in self._pending.items() if written.get(key) is not value})
+
+    def _keep_pending(self, pending: dict[tuple[str, str], tuple[int, bytes]]) -> None:
+        self._pending = pending
+        self._n_pending_bytes = sum(len(reply) for _, reply in pending.values())
 
     async def _sweep_often(self) -> None:
         while True:

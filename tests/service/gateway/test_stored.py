@@ -1,5 +1,6 @@
 """What gateways keep in the store, on both databases: cached replies, counters, settings and log rows."""
 
+import asyncio
 import time
 from typing import Any
 
@@ -25,6 +26,7 @@ from emberline.upstream.gateway.routing import Counter
 from tests.databases import DatabaseLocation
 
 HOUR_US = 3_600_000_000
+CENTURY_S = 36_525 * 86_400  # a window that ends in no test
 TEXTS = st.text(max_size=8)
 REQUESTS = st.builds(
     GenerateRequest,
@@ -151,6 +153,36 @@ async def test_a_purge_reaches_every_process(store: Database) -> None:
     await two.close()
 
 
+async def test_nothing_purged_is_written_afterwards(store: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, begun, may_write, write = ResponseCache(store), asyncio.Event(), asyncio.Event(), store.transaction
+
+    async def write_late(*args: Any) -> Any:
+        begun.set()
+        await may_write.wait()
+        return await write(*args)
+
+    cache.put("acme", "d1", reply())
+    monkeypatch.setattr(store, "transaction", write_late)
+    flushing = asyncio.create_task(cache._flush())
+    await begun.wait()
+    monkeypatch.setattr(store, "transaction", write)
+    purging = asyncio.create_task(cache.purge("acme"))
+    await asyncio.wait([purging], timeout=0.1)
+    may_write.set()
+    await asyncio.gather(flushing, purging)
+    assert await cache.get("acme", "d1") is None
+
+
+async def test_a_purge_makes_room_for_what_waits_to_be_written(store: Database) -> None:
+    cache = ResponseCache(store)
+    for number in range(60):
+        cache.put("acme", f"d{number}", reply("x" * (1 << 18)))
+    await cache.purge("acme")
+    cache.put("acme", "new", reply())
+    await cache.close()
+    assert await ResponseCache(store).get("acme", "new") is not None
+
+
 async def test_what_waits_to_be_written_is_bounded(store: Database) -> None:
     cache = ResponseCache(store)
     for number in range(60):
@@ -168,25 +200,25 @@ async def test_values_without_end_share_a_count(store: Database, monkeypatch: py
     for table in tables:
         await table.open()
         for number in range(30):
-            table.add("acme", "g", Counter(f"r#0/rate/{number}", 86_400, 5), 1)
-            table.add("acme", "g", Counter(f"r#0/rate/{number}", 86_400, 5), 1)
-        table.add("other", "g", Counter("r#0/rate/1", 86_400, 5), 1)
+            table.add("acme", "g", Counter(f"r#0/rate/{number}", CENTURY_S, 5), 1)
+            table.add("acme", "g", Counter(f"r#0/rate/{number}", CENTURY_S, 5), 1)
+        table.add("other", "g", Counter("r#0/rate/1", CENTURY_S, 5), 1)
         await table.sync()
     for table in tables:
         await table.sync()
         assert len(table._counts) <= 12
         for number in range(10):  # whatever order they have in the store, both keep the same
-            assert table.has_room("acme", "g", Counter(f"r#0/rate/{number}", 86_400, 5))
-            assert not table.has_room("acme", "g", Counter(f"r#0/rate/{number}", 86_400, 4)), "of both processes"
-        assert not table.has_room("acme", "g", Counter("r#0/rate/99", 86_400, 5))
-        assert table.has_room("acme", "g", Counter("r#0/budget/99", 86_400, 5))
-        assert table.has_room("other", "g", Counter("r#0/rate/99", 86_400, 5))
+            assert table.has_room("acme", "g", Counter(f"r#0/rate/{number}", CENTURY_S, 5))
+            assert not table.has_room("acme", "g", Counter(f"r#0/rate/{number}", CENTURY_S, 4)), "of both processes"
+        assert not table.has_room("acme", "g", Counter("r#0/rate/99", CENTURY_S, 5))
+        assert table.has_room("acme", "g", Counter("r#0/budget/99", CENTURY_S, 5))
+        assert table.has_room("other", "g", Counter("r#0/rate/99", CENTURY_S, 5))
         await table.close()
 
 
 async def test_processes_share_their_counts(store: Database) -> None:
     one, two = CounterTable(store), CounterTable(store)
-    counter = Counter("r#0/rate", 86_400, 5)
+    counter = Counter("r#0/rate", CENTURY_S, 5)
     for table in (one, two):
         await table.open()
     for _ in range(3):
@@ -208,7 +240,7 @@ async def test_processes_share_their_counts(store: Database) -> None:
 
 
 async def test_counts_never_exceed_what_the_store_holds(store: Database) -> None:
-    counter = Counter("r#0/budget", 86_400, 1 << 50)
+    counter = Counter("r#0/budget", CENTURY_S, 1 << 50)
     for _ in range(12):
         table = CounterTable(store)
         await table.open()
