@@ -3,6 +3,7 @@
 import json
 import time
 import urllib.request
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
@@ -15,6 +16,13 @@ def load(server: str) -> dict[str, int]:
         return json.load(answer)["detail"]["engines"][0]["load"]
 
 
+def wait_until(condition: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.02)
+
+
 def test_a_client_that_leaves_stops_its_work(server: str) -> None:
     client = openai.OpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0)
     stream = client.chat.completions.create(
@@ -24,13 +32,9 @@ def test_a_client_that_leaves_stops_its_work(server: str) -> None:
         extra_body={"ignore_eos": True},
     )
     next(iter(stream))
-    assert load(server)["running"] == 1
+    wait_until(lambda: load(server)["running"] == 1)
     stream.close()
-    deadline = time.monotonic() + 60
-    while load(server)["running"] and time.monotonic() < deadline:
-        time.sleep(0.02)
-    after = load(server)
-    assert (after["running"], after["kv_used_blocks"]) == (0, 0)
+    wait_until(lambda: (now := load(server))["running"] == now["kv_used_blocks"] == 0)
 
 
 def test_concurrent_requests_get_the_same_tokens_as_alone(server: str) -> None:

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 N_STREAMS = 4
-MOVED_WITHIN_S = 12.0
+MOVED_WITHIN_S = 60.0  # about 6 on an idle machine; without heartbeats, it would be 300
 BODY = {"model": "smollm2", "max_tokens": 80, "ignore_eos": True, "temperature": 0, "stream": True}
 
 
@@ -90,5 +90,5 @@ def test_streams_of_a_stopped_worker_move_within_seconds_and_it_is_restarted(rea
         stream.join()
     assert [stream.text for stream in streams] == alone
     assert max(stream.longest_gap_s for stream in streams) < MOVED_WITHIN_S
-    wait_until(lambda: not Path(f"/proc/{pid}").exists(), 60)  # it was killed
+    wait_until(lambda: not Path(f"/proc/{pid}").exists(), 120)  # it was killed
     wait_until(lambda: all(engine["ok"] for engine in engines_of(url)), 120)
