@@ -134,7 +134,9 @@ async def test_the_request_timeout_is_to_the_first_byte(bench: Opener) -> None:
     assert tried == [(A, "provider_timeout"), (B, "provider_timeout")]
     gateway.servers["b"].script = WORKS
     query = {"model": MODEL, "messages": SAYS}
-    steps = [{"provider": name, "endpoint": "chat/completions", "query": query} for name in ("a", "b")]
+    steps: list[dict[str, Any]] = [
+        {"provider": name, "endpoint": "chat/completions", "query": query} for name in ("a", "b")
+    ]
     steps[0]["config"] = {"requestTimeout": 100}
     answer = await gateway.client.post("/v1/local/default", json=steps)
     assert answer.headers["cf-aig-model"] == B
