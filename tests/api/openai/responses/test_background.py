@@ -258,12 +258,14 @@ async def test_idempotency(client: httpx.AsyncClient, batches: BatchService, mon
 async def test_deleting_a_response_ends_its_streams(service: FakeService, batches: BatchService) -> None:
     async with client_of(service, batches=batches) as client:
         response = await made(client)
-        watching = asyncio.create_task(streamed(client, response["id"]))
+        wire = Wire(app_of(service, batches=batches), f"/v1/responses/{response['id']}", b"", method="GET")
+        wire.scope["query_string"] = b"stream=true"
+        await wire.until_sent(b"response.queued")
         (lease,) = await batches.queue.claim("w", MODEL, 1)
         await batches.queue.complete(lease, Answer([AnswerChoice([TextPart("x")])], Usage()))
         await client.delete(f"/v1/responses/{response['id']}")
-        events = await asyncio.wait_for(watching, 60)
-        assert events[-1]["type"] in ("response.completed", "response.cancelled")
+        await asyncio.wait_for(wire.task, 60)
+        assert events_in(wire.body.decode())[-1]["type"] in ("response.completed", "response.cancelled")
 
 
 # --- flex -------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """A background response streamed by the official client while the server is killed repeatedly."""
 
 import itertools
-import time
 from pathlib import Path
 from typing import Any
 
@@ -60,17 +59,11 @@ def test_no_event_is_lost_or_repeated(home: Path) -> None:
 
 
 def test_events_are_sent_as_generated(home: Path) -> None:
+    """They arrive long before the end, which nobody waits for."""
     with serving(home, SCRIPT, 8, "--http-workers", "2") as server:
         client = client_of(server)
-        arrivals_s: list[float] = []
-        events = client.responses.create(**ASK, background=True, stream=True)
+        events = client.responses.create(**ASK | {"max_output_tokens": 5000}, background=True, stream=True)
         made: Any = next(iter(events))
-        for event in events:
-            if event.type == "response.output_text.delta":
-                arrivals_s.append(time.monotonic())
-                if len(arrivals_s) == 3:
-                    assert client.responses.retrieve(made.response.id).status == "in_progress"
-    assert len(arrivals_s) > 8
-    assert arrivals_s[-1] - arrivals_s[0] > N_TOKENS * 0.020 / 2
-    gaps_s = sorted(after - before for before, after in itertools.pairwise(arrivals_s))
-    assert gaps_s[len(gaps_s) // 2] < 5
+        deltas = (event for event in events if event.type == "response.output_text.delta")
+        assert len(list(itertools.islice(deltas, 9))) == 9
+        assert client.responses.retrieve(made.response.id).status == "in_progress"
