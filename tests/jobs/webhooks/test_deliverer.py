@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -123,13 +124,14 @@ async def test_a_2xx_status_counts_whatever_follows(db: ShiftedClock, answer: In
 
 
 async def test_connection_refused(db: ShiftedClock) -> None:
-    async with webhook_service(db) as webhooks:
-        async with receiving() as receiver:
-            url = receiver.url
-        endpoint = await create_endpoint(webhooks, url)
-        await emit_event(db, "batch_1")
-        (item,) = await wait_for_records(webhooks, endpoint, attempted(1))
-        assert item.attempts[0].problem.startswith("cannot connect: ")
+    with socket.socket() as deaf:  # it has the port, and does not listen
+        deaf.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{deaf.getsockname()[1]}/hook"
+        async with webhook_service(db) as webhooks:
+            endpoint = await create_endpoint(webhooks, url)
+            await emit_event(db, "batch_1")
+            (item,) = await wait_for_records(webhooks, endpoint, attempted(1))
+            assert item.attempts[0].problem.startswith("cannot connect: ")
 
 
 @pytest.mark.parametrize(("answer", "least_s", "most_s"), [(RETRY_LATER, 119, 121), (RETRY_SOON, 4.5, 5.5)])
@@ -263,7 +265,7 @@ async def test_secret_rotation(db: ShiftedClock) -> None:
 
 
 async def test_a_hanging_endpoint_does_not_block_others(db: ShiftedClock) -> None:
-    async with receiving(then=HANG) as stuck, receiving() as well, webhook_service(db) as webhooks:
+    async with receiving(then=HANG) as stuck, receiving() as well, webhook_service(db, timeout_s=59) as webhooks:
         await create_endpoint(webhooks, stuck.url)
         endpoint = await create_endpoint(webhooks, well.url)
         for n in range(30):
