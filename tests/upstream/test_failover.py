@@ -95,9 +95,9 @@ async def test_failover_of_a_prefill_server(bench: Opener, kind: str, transfer: 
     made = await bench(
         *(("p1", kind, "prefill"), ("p2", kind, "prefill"), ("d", kind, "decode")),
         transfer=transfer,
-        p1=ServerScript(times=1, handoff_wait_s=0.5, **fault),  # type: ignore[arg-type]
-        p2=ServerScript(times=1, handoff_wait_s=0.5, **fault),  # type: ignore[arg-type]
-        d=ServerScript(handoff_wait_s=0.5),
+        p1=ServerScript(times=1, handoff_wait_s=3.0, **fault),  # type: ignore[arg-type]
+        p2=ServerScript(times=1, handoff_wait_s=3.0, **fault),  # type: ignore[arg-type]
+        d=ServerScript(handoff_wait_s=3.0),
     )
     # Both are scripted to fail once: whichever is chosen fails, and so may the other.
     found = await answer(made, request())
@@ -405,7 +405,7 @@ async def test_no_server_is_an_error(bench: Opener) -> None:
 
 @pytest.mark.parametrize("kind", ["vllm", "openai"])
 async def test_a_server_without_a_configured_limit_gets_hundreds_of_requests_at_once(bench: Opener, kind: str) -> None:
-    made = await bench(("a", kind, "both"), ("b", kind, "both"), a=ServerScript(itl_ms=60), b=ServerScript(itl_ms=60))
+    made = await bench(("a", kind, "both"), ("b", kind, "both"), a=ServerScript(itl_ms=1000), b=ServerScript(itl_ms=1000))
     tasks = [
         asyncio.create_task(collect(made.service.forward(forwarded(f"r{number}", stream=number % 4 == 0))))
         for number in range(200)
@@ -501,9 +501,9 @@ async def test_a_stream_is_resumed_by_token_ids_where_the_server_gives_them(benc
 
 
 async def test_a_deadline_ends_a_slow_reply(bench: Opener) -> None:
-    made = await bench(("a", "vllm", "both"), a=ServerScript(itl_ms=50))
+    made = await bench(("a", "vllm", "both"), a=ServerScript(itl_ms=500))
     with pytest.raises(DeadlineExceeded):
-        await answer(made, request(deadline_s=0.4))
+        await answer(made, request(deadline_s=2.0))
     assert [row[1] for row in await made.rows()] == ["failed"]
     assert await made.idle()
     await until(lambda: made.standins["a"].running == 0)

@@ -80,7 +80,8 @@ async def test_random_faults(bench: Opener, kind: str, transfer: str, seed: int)
     finished = [row for row in rows if row[1] == "finished"]
     assert len(finished) >= ends.count("answered")
     for standin in made.standins.values():
-        standin.script = ServerScript(handoff_wait_s=0.3)
+        standin.script = ServerScript()
+        standin.handoffs.wait_s = standin.script.handoff_wait_s
         assert standin.violations == []
         assert standin.handoffs.reused == []
     for server in made.clients.values():
