@@ -405,7 +405,9 @@ async def test_no_server_is_an_error(bench: Opener) -> None:
 
 @pytest.mark.parametrize("kind", ["vllm", "openai"])
 async def test_a_server_without_a_configured_limit_gets_hundreds_of_requests_at_once(bench: Opener, kind: str) -> None:
-    made = await bench(("a", kind, "both"), ("b", kind, "both"), a=ServerScript(itl_ms=1000), b=ServerScript(itl_ms=1000))
+    made = await bench(
+        ("a", kind, "both"), ("b", kind, "both"), a=ServerScript(itl_ms=1000), b=ServerScript(itl_ms=1000)
+    )
     tasks = [
         asyncio.create_task(collect(made.service.forward(forwarded(f"r{number}", stream=number % 4 == 0))))
         for number in range(200)
