@@ -19,11 +19,18 @@ from emberline.service.request_context import JobContext
 from emberline.text.text_model import TextModel
 from tests.service.fake_engine import EOS, FakeEngine, Script
 
-from .conftest import ALICE, MODEL, Opener
+from .conftest import ALICE, MODEL, PATIENCE_S, Opener
 
 
 def queued(name: str = "b-0") -> GenerateRequest:
     return GenerateRequest(id=name, model=MODEL, messages=(Message("user", "Hi"),), priority=Priority.BATCH)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """What a cancelled request held is given back after it has ended."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.001)
 
 
 def ledger_of(service: Service) -> UsageLedger:
@@ -93,7 +100,7 @@ async def test_jobs_do_not_block_requests(engine: FakeEngine, service: Service) 
     for run in (*runs, asked):
         run.cancel()
     await asyncio.gather(*runs, asked, return_exceptions=True)
-    assert active() == (0, 0)
+    await until(lambda: active() == (0, 0))
 
 
 async def test_the_late_end_of_an_expired_attempt_leaves_the_next_one_on_record(
@@ -104,6 +111,9 @@ async def test_the_late_end_of_an_expired_attempt_leaves_the_next_one_on_record(
     assert isinstance(service.core, LocalCore)
     core, rows = service.core, []
 
+    def n_active() -> int:
+        return core.admission.snapshot().workers[0].batch_active
+
     def attempt(number: int) -> "asyncio.Future[object]":
         context = JobContext("e0", rows.append, attempt=number)
         return asyncio.ensure_future(collect_answer(service.generate(queued(), ALICE, context)))
@@ -112,14 +122,14 @@ async def test_the_late_end_of_an_expired_attempt_leaves_the_next_one_on_record(
     await engine.submission()
     second = attempt(2)
     await engine.submission(2)
-    assert core.admission.snapshot().workers[0].batch_active == 2
+    assert n_active() == 2
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
-    assert [row.id for row in rows] == ["b-0.1"]
-    assert core.admission.snapshot().workers[0].batch_active == 1
+    await until(lambda: n_active() < 2)
+    assert ([row.id for row in rows], n_active()) == (["b-0.1"], 1)
     second.cancel()
     await asyncio.gather(second, return_exceptions=True)
-    assert core.admission.snapshot().workers[0].batch_active == 0
+    await until(lambda: n_active() == 0)
 
 
 async def test_a_job_resumes_behind_its_transcript(engine: FakeEngine, service: Service, text_model: TextModel) -> None:
