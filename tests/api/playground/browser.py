@@ -19,8 +19,9 @@ from tests.api.fake_service import FakeService, Script, app_of, hello
 from tests.api.loopback import on_loopback
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, Locator, LocatorAssertions, Page
 
+PATIENCE_MS = 60_000  # machines that run tests are busy
 CHROMIUM = os.environ.get("EMBERLINE_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
 
 
@@ -29,16 +30,32 @@ def launch() -> Iterator["Browser"]:
     sync_api = pytest.importorskip("playwright.sync_api", reason="needs Playwright: `make pages` installs it")
     if CHROMIUM is None:
         pytest.skip("needs Chromium: `make pages` installs it from the system's packages")
+    sync_api.expect.set_options(timeout=PATIENCE_MS)
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"], timeout=3 * PATIENCE_MS
+        )
         try:
             yield browser
         finally:
             browser.close()
 
 
+def expect(locator: "Locator") -> "LocatorAssertions":
+    """Playwright's assertions, which wait until they hold. They read `textContent`: `innerText` is empty until the
+    browser has drawn what `content-visibility` lets it put off."""
+    from playwright.sync_api import expect
+
+    return expect(locator)
+
+
+# The page asks for the models again every 15 s; here `poll()` does it, when a test says so.
+POLL_BY_HAND = "window.setInterval = (poll) => { window.poll = poll; return 1; }"
+# What the page has begun to load or to run until the next frame is seen before it is left.
+DRAW_A_FRAME = "() => new Promise((drawn) => requestAnimationFrame(() => setTimeout(drawn)))"
 # A page that is left keeps its conversation for a reload.
 FORGET = "() => { sessionStorage.clear(); localStorage.clear(); Storage.prototype.setItem = () => {}; }"
+A_MODEL = ".model-button:not(:has-text('No model'))"
 
 
 class Wire:
@@ -64,7 +81,8 @@ class Stage:
         self.wire, self.url = wire, url
         self.faults: list[str] = []  # script errors, policy violations, dialogs, requests to elsewhere
         self.page = browser.new_page()
-        self.page.set_default_timeout(60_000)  # machines that run tests are busy
+        self.page.set_default_timeout(PATIENCE_MS)
+        self.page.add_init_script(POLL_BY_HAND)
         self.page.on("console", lambda message: message.type == "error" and self.faults.append(message.text))
         self.page.on("pageerror", lambda error: self.faults.append(f"error: {error}"))
         self.page.on("popup", lambda popup: self.faults.append(f"popup: {popup.url}"))
@@ -90,6 +108,7 @@ class Stage:
         finally:
             self.page.unroute_all()
             if self.page.url != "about:blank":
+                self.page.evaluate(DRAW_A_FRAME)
                 self.page.evaluate(FORGET)
                 self.page.goto("about:blank")
         assert [fault for fault in self.faults if not (failures and "Failed to load resource" in fault)] == []
@@ -100,11 +119,12 @@ class Site(NamedTuple):
     service: FakeService
 
     def open(self, width: int = 1280, height: int = 800, theme: Literal["light", "dark"] = "light") -> "Page":
-        """A first visit: nothing is stored."""
+        """A first visit: nothing is stored. Returns when there is a model to talk to, or a key is asked for."""
         page = self.stage.page
         page.set_viewport_size({"width": width, "height": height})
         page.emulate_media(color_scheme=theme)
         page.goto(self.stage.url)
+        page.wait_for_selector(f"{A_MODEL}, dialog.sign-in")
         return page
 
 
@@ -116,14 +136,31 @@ def open_stage() -> Iterator[Stage]:
 
 
 def ask(page: "Page", text: str) -> None:
+    """Sends a message, once the reply before it is complete."""
+    expect(page.locator(".composer [aria-label=Send]")).to_be_attached()
     page.fill("#prompt", text)
-    page.keyboard.press("Enter")
+    page.press("#prompt", "Enter")
+    expect(page.locator("#prompt")).to_have_value("")
 
 
 def reply(page: "Page") -> str:
     """The text of the last reply, once it is complete."""
     page.locator(".message.assistant:last-child .metrics").wait_for()
-    return page.locator(".message.assistant .markdown").last.inner_text()
+    return page.locator(".message.assistant .markdown").last.text_content() or ""
+
+
+def expect_drawn(page: "Page", selector: str, text: str) -> None:
+    """Waits until the browser has laid out the element with this text, not only put it into the document."""
+    page.wait_for_function(
+        "([selector, text]) => document.querySelector(selector)?.innerText.includes(text)", arg=[selector, text]
+    )
+
+
+def dismiss(page: "Page", focused: str) -> None:
+    """Closes a dialog with Escape, and waits until the focus is back where it was."""
+    page.keyboard.press("Escape")
+    expect(page.locator("dialog")).to_have_count(0)
+    expect(page.locator(focused)).to_be_focused()
 
 
 def writes(*pieces: str) -> Script:
