@@ -156,6 +156,13 @@ def expect_drawn(page: "Page", selector: str, text: str) -> None:
     )
 
 
+def module(page: "Page", name: str) -> str:
+    """The address of one of the page's modules, to import it."""
+    script = page.get_attribute("script[type=module]", "src")
+    assert script is not None
+    return f"{script.rpartition('/')[0]}/{name}"
+
+
 def dismiss(page: "Page", focused: str) -> None:
     """Closes a dialog with Escape, and waits until the focus is back where it was."""
     page.keyboard.press("Escape")

@@ -417,6 +417,18 @@ def test_leaving_the_page_ends_the_request(stage: Stage) -> None:
         expect(page.locator(".message.assistant .markdown")).to_have_text("begun")
 
 
+def test_models_that_appear_later(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    cards = [card("@cf/a/first", "a")]
+    monkeypatch.setattr(FakeService, "models", lambda self, *_: cards)
+    with stage.site() as here:
+        page = here.open()
+        page.keyboard.press("Alt+m")
+        expect(page.locator(".models bdi b")).to_have_text(["first"])
+        cards.append(card("@cf/a/second", "a"))
+        page.evaluate("() => poll()")
+        expect(page.locator(".models bdi b")).to_have_text(["first", "second"])
+
+
 def test_cost_and_states_of_models(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """At 1 and 4 per million tokens, 12 in (8 cached, at a tenth) and 3 out."""
     price = Price(input=1_000_000, output=4_000_000, cached_input=100_000)

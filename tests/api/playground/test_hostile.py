@@ -4,7 +4,7 @@ connections, revoked keys."""
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -22,10 +22,8 @@ from emberline.protocol.events import (
 )
 from emberline.protocol.request import GenerateRequest
 from tests.api.fake_service import KEY, FakeService, app_of, card
-from tests.api.playground.browser import Stage, ask, endless, reply, writes
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Page
+from tests.api.playground.browser import Stage, ask, dismiss, endless, expect, module, reply, writes
+from tests.cluster_processes import wait_until
 
 PAYLOADS = [
     "<script>alert(1)</script>",
@@ -77,13 +75,14 @@ def test_markup_in_output_names_and_arguments_is_text(stage: Stage, monkeypatch:
         page = here.open()
         page.wait_for_selector(".model-button:has-text('onerror')")
         page.keyboard.press("Alt+m")
-        assert page.locator(".models li").count() == len(names)
-        page.keyboard.press("Escape")
+        expect(page.locator(".models li")).to_have_count(len(names))
+        dismiss(page, "#prompt")
         ask(page, PAYLOADS[1])
         reply(page)
         page.click(".reasoning summary")
-        assert page.locator(".tool-call").count() == len(PAYLOADS)
-        assert "alert(1)" in page.inner_text(".transcript")
+        expect(page.locator(".reasoning .markdown")).to_contain_text("alert(1)")
+        expect(page.locator(".message.assistant > .markdown")).to_contain_text("alert(1)")
+        expect(page.locator(".tool-call")).to_have_count(len(PAYLOADS))
         found = page.evaluate(
             """() => ({
               elements: document.querySelectorAll("script:not([src]), iframe, object, base, form[action]").length,
@@ -119,8 +118,8 @@ def test_an_imported_conversation_is_not_trusted(stage: Stage, tmp_path: Path) -
     with stage.site() as here:
         page = here.open()
         page.set_input_files("input[aria-label='Conversation file']", path)
-        page.wait_for_selector(".message >> nth=5")
-        assert page.locator(".transcript img").count() == 0
+        expect(page.locator(".message")).to_have_count(len(PAYLOADS))
+        expect(page.locator(".transcript img")).to_have_count(0)
         plain = tmp_path / "plain.json"
         plain.write_text('{"__proto__": {"polluted": 1}, "format": "emberline.workspace", "panes": []}')
         page.set_input_files("input[aria-label='Conversation file']", plain)
@@ -128,14 +127,13 @@ def test_an_imported_conversation_is_not_trusted(stage: Stage, tmp_path: Path) -
         assert page.evaluate("() => ({}).polluted === undefined")
 
 
-def below_the_fold(page: "Page") -> float:
-    """How far the transcript is from its end, in pixels."""
-    return page.evaluate(
-        """() => {
-          const scroller = document.querySelector(".scroller");
-          return scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight;
-        }"""
-    )
+# How far the transcript is from its end, in pixels.
+BELOW = """() => {
+  const scroller = document.querySelector(".scroller");
+  return scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight;
+}"""
+AT_END = f"() => ({BELOW})() < 100"
+N_WORDS = "() => document.querySelector('.message.assistant .markdown').textContent.split(/\\s+/).length"
 
 
 LONG = [f"Sentence {n} of a **long** reply with `code` and [a link](https://ok.test/{n}). " for n in range(2600)]
@@ -159,8 +157,8 @@ def test_a_reply_of_200_kb(stage: Stage, pieces: list[str]) -> None:
         page.wait_for_selector(".message.assistant .metrics", timeout=120_000)
         text = page.evaluate("() => document.querySelector('.message.assistant .markdown').textContent")
         assert len(text) > 120_000
-        assert page.input_value("#prompt") == "meanwhile"
-        assert below_the_fold(page) < 100
+        expect(page.locator("#prompt")).to_have_value("meanwhile")
+        page.wait_for_function(AT_END)
 
 
 def test_a_model_that_never_stops(stage: Stage) -> None:
@@ -169,14 +167,33 @@ def test_a_model_that_never_stops(stage: Stage) -> None:
         ask(page, "Go")
         page.wait_for_selector("text=word400 ")
         page.keyboard.type("still here")
+        page.wait_for_function(AT_END)
         page.mouse.move(400, 400)
-        page.mouse.wheel(0, -3000)  # a reader who scrolled up is not pulled down
-        page.wait_for_selector("text=word800 ", state="attached")
-        assert below_the_fold(page) > 100
+        page.mouse.wheel(0, -3000)
+        page.wait_for_function(f"() => !({AT_END})()")
+        n_words = page.evaluate(N_WORDS)
+        page.wait_for_function(f"(n) => ({N_WORDS})() > n", arg=n_words + 400)
+        assert page.evaluate(BELOW) > 100, "a reader who scrolled up is not pulled down"
         page.click("[aria-label=Stop]")
         page.wait_for_selector(".metrics:has-text('stopped')")
-        assert here.service.open == 0
-        assert page.input_value("#prompt") == "still here"
+        wait_until(lambda: here.service.open == 0, "the server still generates")
+        expect(page.locator("#prompt")).to_have_value("still here")
+
+
+def test_a_message_that_is_sent_is_shown_with_its_reply(stage: Stage) -> None:
+    """Wherever the reader was, and though the reply is there before the scroll event."""
+    with stage.site(writes(*(f"Paragraph {n}.\n\n" for n in range(60)))) as here:
+        page = here.open()
+        ask(page, "Go")
+        reply(page)
+        page.wait_for_function(AT_END)
+        page.mouse.move(400, 400)
+        page.mouse.wheel(0, -3000)
+        page.wait_for_function(f"() => !({AT_END})()")
+        page.evaluate("() => addEventListener('scroll', (event) => event.stopImmediatePropagation(), true)")
+        ask(page, "Again")
+        expect(page.locator(".metrics")).to_have_count(2)
+        page.wait_for_function(AT_END)
 
 
 def test_a_lost_connection(stage: Stage) -> None:
@@ -188,17 +205,19 @@ def test_a_lost_connection(stage: Stage) -> None:
             stage.wire.cuts = True
             page.wait_for_selector(".message.assistant .problem:has-text('connection was lost')")
             stage.wire.cuts = False
-            assert "word30 " in (page.text_content(".message.assistant .markdown") or "")
+            expect(page.locator(".message.assistant .markdown")).to_contain_text("word30 ")
+            wait_until(lambda: here.service.open == 0, "the server still generates")
 
         ask(page, "Go")
         lose()
         here.service.script = writes("the rest.")
         page.click("text=Continue")
         page.wait_for_selector("text=the rest.")
-        assert "word30 " in (page.text_content(".message.assistant .markdown") or "")
+        expect(page.locator(".message.assistant .markdown")).to_contain_text("word30 ")
         assert here.service.requests[1].continue_final
         here.service.script = endless
         page.click("[aria-label=Regenerate]")
+        page.wait_for_selector(".branches:has-text('2 / 2')")
         lose()
         here.service.script = writes("all of it.")
         page.click("text=Retry")
@@ -220,18 +239,19 @@ def test_errors_of_the_server_are_shown(stage: Stage) -> None:
         page = here.open()
         ask(page, "Go")
         page.wait_for_selector(".problem:has-text('too many requests are waiting')")
-        assert "Try again in 7 s." in page.inner_text(".message .problem")
+        expect(page.locator(".message .problem")).to_contain_text("Try again in 7 s.")
         here.service.script = fails_late
         page.click("text=Retry")
         page.wait_for_selector(".problem:has-text('the engine is gone')")
-        assert page.inner_text(".message.assistant .markdown") == "partial"
+        expect(page.locator(".message.assistant .markdown")).to_have_text("partial")
 
 
 def test_sign_in_and_a_revoked_key(stage: Stage) -> None:
     with stage.site(key=KEY, failures=True) as here:
         page = here.open()
         page.wait_for_selector("dialog:has-text('API key')")
-        page.keyboard.press("Escape")  # there is nothing behind it
+        for _ in range(3):
+            page.keyboard.press("Escape")  # there is nothing behind it
         page.fill("input[type=password]", "wrong-key")
         page.keyboard.press("Enter")
         page.wait_for_selector("text=does not accept this key")
@@ -242,15 +262,16 @@ def test_sign_in_and_a_revoked_key(stage: Stage) -> None:
         assert reply(page) == "Hello!"
         assert page.evaluate("() => JSON.stringify(localStorage).length") == 2, "nothing is kept beyond the tab"
         page.keyboard.press("Alt+v")
-        code = page.inner_text(".sample code")
-        assert "$EMBERLINE_API_KEY" in code
+        expect(page.locator(".sample code")).to_contain_text("$EMBERLINE_API_KEY")
         assert KEY not in page.content()
-        page.keyboard.press("Escape")
+        dismiss(page, "#prompt")
         page.reload()
         page.wait_for_selector(".model-button:has-text('smollm2')")
         stage.wire.app = app_of(here.service, "another-key-than-before")  # revoked while the page is open
         ask(page, "Are you there?")
         page.wait_for_selector("dialog:has-text('no longer accepts this key')")
+        page.evaluate("() => poll()")
+        expect(page.locator("dialog")).to_contain_text("no longer accepts this key")
         assert page.evaluate("() => sessionStorage.getItem('emberline.key')") is None
         stage.wire.app = app_of(here.service, KEY)
         page.fill("input[type=password]", KEY)
@@ -263,14 +284,28 @@ def test_sign_in_and_a_revoked_key(stage: Stage) -> None:
         page.wait_for_selector("dialog:has-text('API key')")
 
 
-def heap_after_replies(stage: Stage, n_replies: int) -> dict[str, float]:
-    page = stage.page
-    for _ in range(n_replies):
-        ask(page, "Go")
-        reply(page)
-        page.keyboard.press("Alt+n")
-        page.locator(".welcome").wait_for()  # wait_for_selector would hold the element
-    client = page.context.new_cdp_session(page)
+def test_a_late_refusal_of_another_key(stage: Stage) -> None:
+    with stage.site(key=KEY, failures=True) as here:
+        page = here.open()
+        found = page.evaluate(
+            """async ([path, key]) => {
+              const { getJson, session } = await import(path);
+              const refused = [];
+              for (const [before, after] of [[null, key], ["an-earlier-key", key]]) {
+                session.set({ key: before });
+                const late = getJson("/v1/models").catch((error) => refused.push(error.status));
+                session.signIn(after, false);
+                await late;
+              }
+              return [refused, session.key, session.needed];
+            }""",
+            [module(page, "api.js"), KEY],
+        )
+        assert found == [[401, 401], KEY, False]
+
+
+def memory(stage: Stage) -> dict[str, float]:
+    client = stage.page.context.new_cdp_session(stage.page)
     client.send("HeapProfiler.collectGarbage")
     client.send("Performance.enable")
     found = {row["name"]: row["value"] for row in client.send("Performance.getMetrics")["metrics"]}
@@ -280,10 +315,24 @@ def heap_after_replies(stage: Stage, n_replies: int) -> dict[str, float]:
 
 def test_a_page_left_open_does_not_grow(stage: Stage) -> None:
     text = [f"Paragraph {n} with *words* and `code`.\n\n```js\nlet x = {n};\n```\n\n" for n in range(60)]
+    limits = {"Nodes": 200, "JSEventListeners": 50, "JSHeapUsedSize": 1 << 20}
     with stage.site(writes(*text)) as here:
-        here.open()
-        first = heap_after_replies(stage, 3)
-        second = heap_after_replies(stage, 8)
-        assert second["Nodes"] - first["Nodes"] < 200
-        assert second["JSEventListeners"] - first["JSEventListeners"] < 50
-        assert second["JSHeapUsedSize"] - first["JSHeapUsedSize"] < 1 << 20
+        page = here.open()
+
+        def talk(n_replies: int) -> None:
+            for _ in range(n_replies):
+                ask(page, "Go")
+                reply(page)
+                page.keyboard.press("Alt+n")
+                page.locator(".welcome").wait_for()  # wait_for_selector would hold the element
+
+        def grown() -> list[str]:
+            found = memory(stage)
+            return [
+                f"{name}: {found[name] - first[name]}" for name in limits if found[name] - first[name] >= limits[name]
+            ]
+
+        talk(3)
+        first = memory(stage)
+        talk(8)
+        wait_until(lambda: not grown(), "the page keeps what it no longer shows")  # timers end, garbage is collected

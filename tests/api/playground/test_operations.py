@@ -17,7 +17,7 @@ from emberline.service.history import FIELDS, N_POINTS, STEP_S
 from emberline.service.status import EndedRequest, RequestStatus, Status, StatusQuery, TierStatus, WorkerStatus
 from emberline.store import open_store
 from tests.api.fake_service import KEY, MODEL, SECRET, FakeService, app_of
-from tests.api.playground.browser import Stage
+from tests.api.playground.browser import DRAW_A_FRAME, Stage, expect, module
 from tests.jobs.queue.helpers import MODEL as JOB_MODEL
 from tests.jobs.queue.helpers import new_batch, new_jobs
 
@@ -138,14 +138,16 @@ def test_load_and_requests(stage: Stage) -> None:
     with operating(stage, service, app_of(service)) as page:
         page.wait_for_selector("text=Every model can be served.")
         for title in ("Prefill workers", "Decode workers", "Tokens per second", "Time to first token"):
-            assert page.get_by_text(title, exact=True).count() >= 1, title
-        assert "[31m" in page.inner_text("section[aria-label='Decode workers']"), "the name is shown, as text"
-        page.wait_for_function("() => document.querySelectorAll('.chart path.line').length === 15")
+            expect(page.get_by_text(title, exact=True).first).to_be_visible()
+        # The name is shown, as text.
+        expect(page.locator("section[aria-label='Decode workers']")).to_contain_text("[31m")
+        expect(page.locator(".chart path.line")).to_have_count(15)
         page.click("section[aria-label='Prefill workers'] >> text=Drain")
+        expect(page.locator("[aria-live=polite]")).to_have_text("prefill-0: drain")
+        assert [(change.action, change.name) for change in service.changes] == [("drain", "prefill-0")]
         page.click(".tabs >> text=Requests")
         page.wait_for_selector("text=req-59")
         page.wait_for_selector("text=done-99")
-        assert [(change.action, change.name) for change in service.changes] == [("drain", "prefill-0")]
         service.ok = False
         page.wait_for_selector(".banner.bad >> text=no worker can serve")
 
@@ -156,7 +158,7 @@ def test_an_open_page_does_not_grow(stage: Stage) -> None:
     with operating(stage, service, app_of(service)) as page:
         page.wait_for_selector("text=Every model can be served.")
         n_nodes = "() => document.querySelectorAll('*').length"
-        page.wait_for_function("() => document.querySelectorAll('path.line').length === 15")
+        expect(page.locator(".chart path.line")).to_have_count(15)
         before, polls = page.evaluate(n_nodes), service.polls
         refresh = """async (path) => {
             const { server } = await import(path);
@@ -164,7 +166,7 @@ def test_an_open_page_does_not_grow(stage: Stage) -> None:
             return server.series.time_s.length;
         }"""
         for _ in range(30):
-            assert page.evaluate(refresh, _module(page)) <= N_POINTS
+            assert page.evaluate(refresh, module(page, "server_status.js")) <= N_POINTS
         assert service.polls >= polls + 30
         assert abs(page.evaluate(n_nodes) - before) < 20
 
@@ -186,16 +188,10 @@ def test_refreshes_at_once_and_a_key_that_is_forgotten_meanwhile(stage: Stage) -
               await refreshing;
               return [times.length, new Set(times).size, server.now];
             }""",
-            _module(page),
+            module(page, "server_status.js"),
         )
         assert n_points == n_different == N_POINTS
         assert now is None, "what one key may see is not left for the next"
-
-
-def _module(page: "Page") -> str:
-    base = page.get_attribute("script[type=module]", "src")
-    assert base is not None
-    return base.replace("operations.js", "server_status.js")
 
 
 def test_dead_letters_keys_and_usage(stage: Stage, tmp_path: Path) -> None:
@@ -210,12 +206,12 @@ def test_dead_letters_keys_and_usage(stage: Stage, tmp_path: Path) -> None:
 
         page.click(".tabs >> text=Accounts")
         page.wait_for_selector("section[aria-label='Usage'] >> text=acme")
-        assert "60 %" in page.inner_text("section[aria-label='Usage']")
+        expect(page.locator("section[aria-label='Usage']")).to_contain_text("60 %")
         page.fill("input[name=account]", "acme")
         page.fill("input[name=name]", "laptop")
         page.fill("input[name=rpm]", "60")
         page.click("text=Create key")
-        key = page.inner_text(".secret code")
+        key = page.text_content(".secret code") or ""
         page.wait_for_selector("section[aria-label='API keys'] >> text=laptop")
 
         page.click("text=Sign out")
@@ -224,12 +220,90 @@ def test_dead_letters_keys_and_usage(stage: Stage, tmp_path: Path) -> None:
         page.click(".banner >> text=Sign in")
         sign_in(page, KEY)
         page.wait_for_selector("section[aria-label='API keys'] >> text=laptop")
-        assert page.locator(".secret").count() == 0, "a key is shown once"
+        expect(page.locator(".secret")).to_have_count(0)  # a key is shown once
+
+
+# Holds the first answer from `part` until `release` is called.
+HOLD = """(part) => {
+  const ask = window.fetch;
+  let held = false;
+  window.release = null;
+  window.fetch = async (path, options) => {
+    const answer = await ask(path, options);
+    if (held || !path.includes(part)) return answer;
+    held = true;
+    const text = await answer.text();
+    await new Promise((resolve) => (window.release = resolve));
+    return new Response(text, answer);
+  };
+}"""
+
+
+def hold(page: "Page", part: str, tab: str) -> None:
+    """Opens a tab, with the first answer from `part` held."""
+    page.evaluate(HOLD, part)
+    page.click(f".tabs >> text={tab}")
+    page.wait_for_function("() => window.release")
+
+
+def release(page: "Page") -> None:
+    page.evaluate("() => window.release()")
+    page.evaluate(DRAW_A_FRAME)
+
+
+def test_an_answer_that_another_has_overtaken_is_dropped(stage: Stage, tmp_path: Path) -> None:
+    service = Loaded()
+    with operating(stage, service, OpenedHere(service, tmp_path), failures=True) as page:
+        sign_in(page, KEY)
+        page.wait_for_selector("text=Every model can be served.")
+
+        hold(page, "/api/usage?by=account", "Accounts")
+        page.click("section[aria-label='Usage'] >> text=Model")
+        usage = page.locator("section[aria-label='Usage'] tbody")
+        expect(usage).to_contain_text(MODEL)
+        release(page)
+        assert MODEL in (usage.text_content() or "")
+
+        page.click(".tabs >> text=Load")
+        hold(page, "/api/keys?", "Accounts")
+        page.fill("input[name=account]", "acme")
+        page.fill("input[name=name]", "laptop")
+        page.click("text=Create key")
+        keys = page.locator("section[aria-label='API keys'] tbody")
+        expect(keys).to_contain_text("laptop")
+        release(page)
+        assert "laptop" in (keys.text_content() or "")
+
+        hold(page, "/api/queue?dead", "Queue")
+        replay = """async (path) => {
+          const { getJson, postJson } = await import(path);
+          const { dead: [{ batch }] } = await getJson("/api/queue?dead=1");
+          await postJson("/api/queue/replay", { batch });
+        }"""
+        with page.expect_response("**/api/queue?dead=200"):
+            page.evaluate(replay, module(page, "api.js"))
+        page.evaluate(DRAW_A_FRAME)
+        release(page)
+        assert "None" in (page.text_content("section[aria-label='Dead letters']") or "")
+
+
+def test_a_tab_that_is_chosen_as_soon_as_it_is_there(stage: Stage) -> None:
+    choose = """location.search === "?at-once" && new MutationObserver((_, observer) => {
+      if (!document.querySelector(".tabs")) return;
+      observer.disconnect();
+      location.hash = "requests";
+    }).observe(document, { childList: true, subtree: true })"""
+    service = Loaded()
+    with operating(stage, service, app_of(service)) as page:
+        page.add_init_script(choose)
+        page.goto(f"{stage.url}/operations?at-once")
+        page.wait_for_selector("text=req-59")
 
 
 def test_phone(stage: Stage) -> None:
     service = Loaded()
     with operating(stage, service, app_of(service)) as page:
         page.set_viewport_size({"width": 360, "height": 780})
-        page.wait_for_selector("text=Every model can be served.")
+        page.wait_for_function("() => innerWidth === 360")
+        expect(page.locator(".chart path.line")).to_have_count(15)
         assert page.evaluate("() => document.documentElement.scrollWidth") <= 360

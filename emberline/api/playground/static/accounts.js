@@ -4,7 +4,7 @@ import { getJson, postJson } from "./api.js";
 import { age, number } from "./format.js";
 import { server } from "./server_status.js";
 import { Cells, Table } from "./table.js";
-import { announce, Button, CopyButton, html, useEffect, useState, visible } from "./ui.js";
+import { announce, Button, CopyButton, html, useEffect, useRef, useState, visible } from "./ui.js";
 import { Usage } from "./usage.js";
 
 export function Accounts() {
@@ -25,7 +25,13 @@ function Keys() {
       setProblem(error.message);
     }
   };
-  const load = () => act(async () => setKeys((await getJson("/api/keys?limit=200")).data));
+  const latest = useRef(0); // number of the last load
+  const load = () =>
+    act(async () => {
+      const asked = ++latest.current;
+      const { data } = await getJson("/api/keys?limit=200");
+      if (asked === latest.current) setKeys(data);
+    });
   useEffect(() => void load(), []);
 
   const create = async (event) => {

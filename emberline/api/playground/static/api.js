@@ -53,9 +53,9 @@ export class ApiError extends Error {
 /** The stream broke before its end: what has arrived is all there is. */
 export class ConnectionLost extends ApiError {}
 
-async function request(path, options = {}) {
+async function request(path, { key = session.key, ...options } = {}) {
   const headers = { ...options.headers };
-  if (session.key) headers.authorization = `Bearer ${session.key}`;
+  if (key) headers.authorization = `Bearer ${key}`;
   let response;
   try {
     response = await fetch(path, { ...options, headers, credentials: "omit", redirect: "error" });
@@ -64,21 +64,22 @@ async function request(path, options = {}) {
     throw new ApiError("The server cannot be reached. Is it running?");
   }
   if (response.ok) return response;
-  throw await refusal(response);
+  throw await refusal(response, key);
 }
 
-async function refusal(response) {
+async function refusal(response, key) {
   const body = await response.json().catch(() => null);
   const error = body?.error ?? body?.errors?.[0] ?? {};
   const message = typeof error.message === "string" ? error.message : `The server answered ${response.status}.`;
-  if (response.status === 401) {
-    session.signOut(session.key ? "The server no longer accepts this key: it was revoked, has expired, or is wrong. Sign in again." : "");
+  // Not of a key that has been replaced meanwhile, or is being tried.
+  if (response.status === 401 && key === session.key) {
+    session.signOut(key ? "The server no longer accepts this key: it was revoked, has expired, or is wrong. Sign in again." : session.reason);
   }
   return new ApiError(message, response.status, error.code, Number(response.headers.get("retry-after")) || null);
 }
 
-export async function getJson(path) {
-  return (await request(path)).json();
+export async function getJson(path, options) {
+  return (await request(path, options)).json();
 }
 
 export async function getText(path) {

@@ -19,25 +19,25 @@ export function Transcript({ pane, label, openModels }) {
   useObservable(pane.conversation);
   const scroller = useRef();
   const inner = useRef();
+  const follow = useRef(true); // the end, as it moves
   useLayoutEffect(() => {
     const node = scroller.current;
-    let follows = true;
     let before = 0;
     const onScroll = () => {
       // Only a reader scrolls up, or down to the end again. A page that became shorter leaves him at its very end.
       const below = node.scrollHeight - node.scrollTop - node.clientHeight;
-      if (node.scrollTop < before) follows = below < 1;
-      else if (node.scrollTop > before && below < NEAR_END_PX) follows = true;
+      if (node.scrollTop < before) follow.current = below < 1;
+      else if (node.scrollTop > before && below < NEAR_END_PX) follow.current = true;
       before = node.scrollTop;
     };
     const observer = new ResizeObserver(() => {
-      if (!follows || pane.conversation.isEmpty) return;
+      if (!follow.current || pane.conversation.isEmpty) return;
       node.scrollTop = node.scrollHeight;
       before = node.scrollTop; // the scroll event of this is not the reader's
     });
     // Drawing may have moved to the end before the scroll event of a small step up arrives.
     const onReach = (event) => {
-      if (event.deltaY < 0 || event.type === "touchmove" || ["PageUp", "ArrowUp", "Home"].includes(event.key)) follows = false;
+      if (event.deltaY < 0 || event.type === "touchmove" || ["PageUp", "ArrowUp", "Home"].includes(event.key)) follow.current = false;
     };
     const listeners = { scroll: onScroll, wheel: onReach, touchmove: onReach, keydown: onReach };
     for (const [name, listener] of Object.entries(listeners)) node.addEventListener(name, listener, { passive: true });
@@ -46,7 +46,9 @@ export function Transcript({ pane, label, openModels }) {
   }, []);
   // What was just sent is shown, wherever the reader was.
   useLayoutEffect(() => {
-    if (!pane.conversation.isEmpty) scroller.current.scrollTop = scroller.current.scrollHeight;
+    if (pane.conversation.isEmpty) return;
+    follow.current = true; // the reply may be there before the scroll event is
+    scroller.current.scrollTop = scroller.current.scrollHeight;
   }, [pane.conversation.last]);
   const path = pane.conversation.path;
   return html`<section class="pane" aria-label=${label}>

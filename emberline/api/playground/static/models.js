@@ -1,6 +1,6 @@
 // The models that the server offers, and what each can do.
 
-import { getJson } from "./api.js";
+import { getJson, session } from "./api.js";
 import { Observable } from "./ui.js";
 
 const POLL_MS = 15_000;
@@ -10,6 +10,7 @@ class Models extends Observable {
   error = null;
   loaded = false;
   #timer = 0;
+  #latest = 0; // number of the last refresh
 
   get(id) {
     return this.all.find((model) => model.id === id || model.aliases.includes(id));
@@ -21,19 +22,21 @@ class Models extends Observable {
   }
 
   async refresh() {
+    const refresh = ++this.#latest;
+    let found;
     try {
       const { data } = await getJson("/v1/models");
-      this.all = data.map(describe);
-      this.set({ error: null, loaded: true });
+      found = { all: data.map(describe), error: null, loaded: true };
     } catch (error) {
-      this.set({ error });
+      found = { error };
     }
+    if (refresh === this.#latest) this.set(found);
   }
 
   /** Refreshes now, and then while the page is seen: a model's state may change at any time. */
   watch() {
     clearInterval(this.#timer);
-    this.#timer = setInterval(() => document.hidden || this.refresh(), POLL_MS);
+    this.#timer = setInterval(() => document.hidden || session.needed || this.refresh(), POLL_MS);
     return this.refresh();
   }
 }

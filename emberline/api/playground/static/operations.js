@@ -8,7 +8,7 @@ import { Queue } from "./queue.js";
 import { server } from "./server_status.js";
 import { SignIn } from "./sign_in.js";
 import { Cells, Table } from "./table.js";
-import { announce, Button, html, Icon, render, Shell, useEffect, useObservable, useState, visible } from "./ui.js";
+import { announce, Button, html, Icon, render, Shell, useLayoutEffect, useObservable, useState, visible } from "./ui.js";
 
 const PAGES = { load: ["Load", Load], requests: ["Requests", Requests], queue: ["Queue", Queue], accounts: ["Accounts", Accounts] };
 
@@ -16,7 +16,7 @@ function App() {
   useObservable(server);
   useObservable(session);
   const [page, setPage] = useState(chosen());
-  useEffect(() => {
+  useLayoutEffect(() => {
     const turn = () => setPage(chosen());
     addEventListener("hashchange", turn);
     return () => removeEventListener("hashchange", turn);

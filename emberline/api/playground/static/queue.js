@@ -5,7 +5,7 @@ import { Meter } from "./charts.js";
 import { age, number } from "./format.js";
 import { server } from "./server_status.js";
 import { Cells, Table } from "./table.js";
-import { announce, Button, html, useEffect, useState, visible } from "./ui.js";
+import { announce, Button, html, useEffect, useRef, useState, visible } from "./ui.js";
 
 const MAX_DEAD = 200;
 
@@ -13,9 +13,12 @@ export function Queue() {
   const queue = server.now.queue;
   const [dead, setDead] = useState([]);
   const [problem, setProblem] = useState(null);
+  const latest = useRef(0); // number of the last load
   const load = async () => {
+    const asked = ++latest.current;
     try {
-      setDead((await getJson(`/api/queue?dead=${MAX_DEAD}`)).dead);
+      const found = await getJson(`/api/queue?dead=${MAX_DEAD}`);
+      if (asked === latest.current) setDead(found.dead);
     } catch (error) {
       setProblem(error.message);
     }

@@ -10,12 +10,9 @@ export function SignIn({ onSignedIn }) {
   const [problem, setProblem] = useState(null);
   const submit = async (event) => {
     event.preventDefault();
-    const before = session.key;
-    session.key = key.trim();
     try {
-      await getJson("/v1/models");
+      await getJson("/v1/models", { key: key.trim() });
     } catch (error) {
-      session.key = before;
       session.reason = "";
       setProblem(error.status === 401 ? "The server does not accept this key." : error.message);
       return;

@@ -96,7 +96,14 @@ export function Dialog({ title, onClose, children, class: kind = "" }) {
       setTimeout(() => before?.isConnected && before.focus());
     };
   }, []);
-  return html`<dialog ref=${ref} class=${kind} aria-label=${title} onCancel=${(event) => (event.preventDefault(), onClose())}
+  // The browser closes it on a second Escape, whatever `cancel` says: a dialog that has to stay is shown again.
+  const onClosed = () => {
+    const dialog = ref.current;
+    if (!dialog) return; // closed by us
+    onClose();
+    setTimeout(() => dialog.isConnected && !dialog.open && dialog.showModal());
+  };
+  return html`<dialog ref=${ref} class=${kind} aria-label=${title} onCancel=${(event) => (event.preventDefault(), onClose())} onClose=${onClosed}
     onClick=${(event) => event.target === ref.current && onClose()}>
     <div class="dialog">
       <header><h2>${title}</h2><${Button} icon="close" label="Close" onClick=${onClose} /></header>

@@ -4,7 +4,7 @@ import { getJson, getText } from "./api.js";
 import { Bars } from "./charts.js";
 import { number, percent } from "./format.js";
 import { Table } from "./table.js";
-import { Button, downloadText, html, useEffect, useState, visible } from "./ui.js";
+import { Button, downloadText, html, useLayoutEffect, useState, visible } from "./ui.js";
 
 const GROUPS = { account: "Account", key: "Key", model: "Model" };
 
@@ -20,16 +20,24 @@ export function Usage() {
   const [group, setGroup] = useState("account");
   const [report, setReport] = useState(null);
   const [problem, setProblem] = useState(null);
-  const load = async (path, done) => {
-    try {
-      done(await getJson(path));
-      setProblem(null);
-    } catch (error) {
-      setProblem(error.message);
-    }
+  /** Returns how to drop the answer, which may come after another group was chosen. */
+  const load = (path, done) => {
+    let wanted = true;
+    const report = async () => {
+      try {
+        const found = await getJson(path);
+        if (!wanted) return;
+        done(found);
+        setProblem(null);
+      } catch (error) {
+        if (wanted) setProblem(error.message);
+      }
+    };
+    report();
+    return () => (wanted = false);
   };
-  useEffect(() => void load("/api/usage?by=day", setDays), []);
-  useEffect(() => void load(`/api/usage?by=${group}`, setReport), [group]);
+  useLayoutEffect(() => load("/api/usage?by=day", setDays), []);
+  useLayoutEffect(() => load(`/api/usage?by=${group}`, setReport), [group]);
   const save = async () => downloadText(await getText("/api/usage?by=day,account,key,model&format=csv"), "usage.csv", "text/csv");
 
   const total = report?.total;
