@@ -1,5 +1,6 @@
 """Speculative decoding on a GPU, its benchmark: every part on a small random model, without a GPU."""
 
+import gc
 import json
 from types import SimpleNamespace
 
@@ -16,7 +17,9 @@ from benchmarks.gpu.speculation import inputs
 from benchmarks.gpu.speculation.inputs import Recorded
 from benchmarks.gpu.speculation.parts import NoInputs, Setup
 from benchmarks.gpu.speculation.verification import FixedDrafts, VerifySteps, attention_share, with_ratios
+from emberline.engine.gpu import shapes
 from emberline.engine.gpu.batch import VerifyShape
+from emberline.engine.speculation import speculator
 from emberline.models.eagle3 import Eagle3Config, Eagle3Head, save_head
 from emberline.weights.checkpoint import open_checkpoint
 from tests.engine.fakes import VOCAB
@@ -26,6 +29,15 @@ SHAPE = {
     "block_count": 4, "context_length": 1024, "embedding_length": 64, "feed_forward_length": 96,
     "attention.head_count": 2, "attention.head_count_kv": 1,
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def restored(monkeypatch):
+    """What a benchmark sets for its own process."""
+    monkeypatch.setattr(speculator, "AUTO_ON_GPU", speculator.AUTO_ON_GPU)
+    monkeypatch.setattr(shapes, "MIN_DRAWS", shapes.MIN_DRAWS)
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

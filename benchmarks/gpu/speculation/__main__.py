@@ -45,9 +45,9 @@ class Part(NamedTuple):
 RANDOM_LEAST = 0.98
 PARTS = {
     "verify": Part(("grammar", "attention"), parts.verify),
-    "tools": Part(("off", "grammar", "auto"), parts.tools, {"1": 1.15}),
+    "tools": Part(("off", "grammar", "auto"), parts.tools, {"1": 1.4}),
     "auto": Part(("off", "auto"), parts.auto, {"": RANDOM_LEAST}),  # "": of everything
-    "head": Part(("off", "eagle3"), parts.head, {"1": 1.0, "8": 1.0, "32": 0.98}),
+    "head": Part(("off", "eagle3"), parts.head, {"1": 1.3, "8": 1.0, "32": 0.98}),
     "replies": Part(("off", "suffix"), parts.replies, {"1": 1.8, "16": 1.4}),
 }
 
@@ -191,6 +191,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("TOKENS is needed")
     if not args.make and not args.vllm and args.setting is None and args.tokens is None and "replies" in args.only:
         args.only.remove("replies")
+        if not args.only:
+            parser.error("TOKENS, with recorded replies, is needed: see --make")
         print("replies: left out, for want of TOKENS with recorded replies", flush=True)
     return args
 

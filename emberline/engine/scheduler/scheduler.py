@@ -286,7 +286,8 @@ class Scheduler:
 
     def take_drafts(self, plan: StepPlan, sampled: Iterable[Sampled], drafts: Iterable[bytes]) -> None:
         """Before `absorb`: what a draft head proposes behind the last token that each sampling row has drawn."""
-        draws = iter(sampled)
+        draws, drafts = iter(sampled), list(drafts)
+        plan.depth = max((len(ids) >> 2 for ids in drafts), default=0)  # a runner may have left out its head
         for row, ids in zip((row for row in plan.rows if row.samples), drafts):
             first, others = next(draws), list(islice(draws, row.n_drafts))
             seq = self._by_number.get(row.number)

@@ -14,7 +14,8 @@ _PRIOR_WEIGHT = 4.0  # draft tokens that a prior counts as
 _CAUTION = 0.95  # of the expected gain counts: measurements are never exact
 _TIME_GAIN = 0.1  # of a new step time
 _TIME_MEMORY = 0.97  # weight of earlier measurements of what drafts cost, with every new one
-_PASS_GAIN = 0.2  # of a new measurement of a draft head's passes
+_PASS_GAIN = 0.3  # of a new measurement of a draft head's passes
+_FIRST_PASS = 0.2  # of a step without drafts, which such a pass takes before it was measured
 _PROBE_STEPS = 150  # whose drafts were all refused; the drafts of the next one are tried: they may pay by now
 _PROBE_TOKENS = 2  # of each of these
 _REFRESH_STEPS = 64  # drafting steps between two without drafts, which tell what those cost today
@@ -192,8 +193,8 @@ class LengthPolicy:
         self, n_rows: int, n_drafting: int, n_drafts: int, n_output: int, seconds: float, depth: int = 0
     ) -> None:
         """A step without prompts took so long, until the next one could begin, and gave n_output tokens. depth: of what
-        a draft head has proposed behind it, in this time. With that it is none without drafts, even if it verified
-        none."""
+        a draft head has proposed behind it, in this time. Such a step does not count as one without drafts,
+        even if it verified none."""
         if not n_rows or seconds <= 0:
             return
         if not n_drafts and not depth:
@@ -211,8 +212,10 @@ class LengthPolicy:
                 own_s = seconds - plain_s - depth * self._pass_s(n_rows)
                 self._draft_times(n_rows, plain_s).add(n_drafts, own_s)
             else:
-                pass_s, size = max(0.0, seconds - plain_s) / depth, n_rows.bit_length()
-                self._passes[size] = (known := self._passes.get(size, pass_s)) + _PASS_GAIN * (pass_s - known)
+                first_s, size = _FIRST_PASS * plain_s, n_rows.bit_length()
+                known = self._passes.get(size, first_s)
+                pass_s = min(max(0.0, seconds - plain_s) / depth, 4 * max(known, first_s))
+                self._passes[size] = known + _PASS_GAIN * (pass_s - known)
             self._judge(n_output / n_rows, seconds / plain_s)
 
     def _pass_s(self, n_rows: int) -> float:

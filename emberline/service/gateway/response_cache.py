@@ -108,7 +108,7 @@ class ResponseCache:
         self._pending: dict[tuple[str, str], tuple[int, bytes]] = {}
         self._n_pending_bytes = 0
         self._writing = asyncio.Lock()  # else a purge could be followed by a write of what it has removed
-        self._purged: object = None  # when, as the store said last
+        self._purged: object = []  # when, as the store said last
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -173,14 +173,21 @@ class ResponseCache:
 
     async def purge(self, account: str) -> None:
         """Forget all replies of an account."""
-        for key in [key for key in self._memory if key[0] == account]:
-            self._forget(key)
+        self._forget_account(account)
         self._keep_pending({key: value for key, value in self._pending.items() if key[0] != account})
         if self._store is not None:
             async with self._writing:
-                mark = (*_MARK, _NEVER_US, self._store.now_us(), 0, b"")
+                await self.check_purged()
+                now_us = self._store.now_us()
+                mark = (*_MARK, _NEVER_US, now_us, 0, b"")
                 await self._store.transaction([Query(_PURGE, (account,)), Query(_PUT, mark)])
+                self._purged = [(now_us,)]
+            self._forget_account(account)  # again: it may have been read meanwhile
             await self._store.notify(CHANNEL)
+
+    def _forget_account(self, account: str) -> None:
+        for key in [key for key in self._memory if key[0] == account]:
+            self._forget(key)
 
     async def _follow_purges(self, subscription: Subscription) -> None:
         assert self._store is not None
@@ -193,13 +200,15 @@ class ResponseCache:
                 log.exception("whether replies were purged is not known")
 
     async def check_purged(self) -> None:
-        """Forget what is in memory if replies were purged, here or by another process: the rest is in the store."""
+        """Forget what is in memory and not yet written if another process has purged replies: the rest is in the
+        store."""
         assert self._store is not None
         purged = await self._store.read(_PURGED)
         if purged != self._purged:
             self._purged = purged
             self._memory.clear()
             self._n_bytes = 0
+            self._keep_pending({})
 
     def _remember(self, key: tuple[str, str], expires_us: int, encoded: bytes) -> None:
         self._forget(key)
@@ -228,11 +237,13 @@ class ResponseCache:
             await self._write_pending(self._store)
 
     async def _write_pending(self, store: Database) -> None:
-        written, now_us = dict(self._pending), time.time_ns() // 1000
-        if not written:
+        if not self._pending:
             return
-        rows = [(*key, until_us, now_us, len(reply), reply) for key, (until_us, reply) in written.items()]
+        written: dict[tuple[str, str], tuple[int, bytes]] = {}
         try:
+            await self.check_purged()
+            written, now_us = dict(self._pending), time.time_ns() // 1000
+            rows = [(*key, until_us, now_us, len(reply), reply) for key, (until_us, reply) in written.items()]
             await store.transaction([BulkQuery(_PUT, rows)])
         except EmberlineError as error:
             log.warning("cached replies were not stored: %s", error.message)

@@ -263,10 +263,17 @@ def test_a_head_that_does_not_pay_is_left_alone():
     assert run.n_passes < 100
 
 
+def test_a_first_pass_that_was_slow_is_soon_forgotten():
+    run = WithHead(1, 0.6, 0.001, 1e-5, 1e-4)
+    run.policy.measured(1, 0, 0, 1, 0.001)
+    run.policy.measured(1, 0, 0, 1, 0.5, depth=2)
+    assert run.run(300).n_drafted > 300
+
+
 def test_a_step_with_a_heads_passes_is_none_without_drafts():
     policy = LengthPolicy(lambda cell: 0.5, 0.01)
     policy.measured(8, 0, 0, 8, 0.001)
     for _ in range(50):
         policy.measured(8, 0, 0, 8, 0.002, depth=2)
     assert policy._plain.of(8) == pytest.approx(0.001)
-    assert policy._pass_s(8) == pytest.approx(0.0005)
+    assert policy._pass_s(8) == pytest.approx(0.0005, rel=0.01)

@@ -173,6 +173,15 @@ async def test_nothing_purged_is_written_afterwards(store: Database, monkeypatch
     assert await cache.get("acme", "d1") is None
 
 
+async def test_nothing_purged_elsewhere_is_written_afterwards(store: Database) -> None:
+    one, two = ResponseCache(store), ResponseCache(store)
+    two.put("acme", "d1", reply())
+    await one.purge("acme")
+    await two.close()
+    assert await two.get("acme", "d1") is None
+    assert await ResponseCache(store).get("acme", "d1") is None
+
+
 async def test_a_purge_makes_room_for_what_waits_to_be_written(store: Database) -> None:
     cache = ResponseCache(store)
     for number in range(60):

@@ -20,7 +20,7 @@ export function Queue() {
       const found = await getJson(`/api/queue?dead=${MAX_DEAD}`);
       if (asked === latest.current) setDead(found.dead);
     } catch (error) {
-      setProblem(error.message);
+      if (asked === latest.current) setProblem(error.message);
     }
   };
   useEffect(() => void load(), [queue?.dead]);

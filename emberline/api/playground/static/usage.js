@@ -23,7 +23,7 @@ export function Usage() {
   /** Returns how to drop the answer, which may come after another group was chosen. */
   const load = (path, done) => {
     let wanted = true;
-    const report = async () => {
+    const fetchReport = async () => {
       try {
         const found = await getJson(path);
         if (!wanted) return;
@@ -33,7 +33,7 @@ export function Usage() {
         if (wanted) setProblem(error.message);
       }
     };
-    report();
+    fetchReport();
     return () => (wanted = false);
   };
   useLayoutEffect(() => load("/api/usage?by=day", setDays), []);
