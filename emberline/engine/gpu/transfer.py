@@ -145,7 +145,7 @@ def pool_words(pool: Tensor, layout: KVGroup) -> Tensor:
 def peer_words(pointer: int, size: int, block_bytes: int, device: torch.device) -> Tensor:
     """A pool of the receiver as int64 [blocks, words]: its memory, not a copy."""
     if size % block_bytes or block_bytes % WORD_BYTES:
-        raise TransportUnavailable(f"a pool of {size} bytes does not consist of blocks of {block_bytes}")
+        raise TransportUnavailable(f"a pool of {size} bytes has no blocks of {block_bytes} in words of {WORD_BYTES}")
     words = torch.as_tensor(DeviceSpan(pointer, size), device=device)
     if words.data_ptr() != pointer:  # of memory on another device torch makes a copy, and writes would end there
         raise TransportUnavailable("the pool of the other engine is on another device: give both workers the same one")
