@@ -22,7 +22,7 @@ from emberline.kernels.gpu.launch import cdiv, sm_count
 DECODE_SPLIT_FIELDS = WORK_ITEM_FIELDS = 8
 MIN_DECODE_SPLIT = 64  # tokens
 MAX_SPLIT_TOKENS = 1024  # new tokens of a step; larger steps fill the SMs, and use the workspace otherwise
-MAX_SPLITS = 8  # of a query tile; a power of two
+MAX_SPLITS = 16  # of a query tile; a power of two
 MIN_SPLIT_TILES = 4  # key tiles of a split: 512 keys at a head dimension of 128
 WORK_ITEM_COST = 4.0  # of launching, storing and merging a work item, in key tiles
 
