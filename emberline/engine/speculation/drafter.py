@@ -4,6 +4,7 @@ Drafters that need a model of their own (a smaller model, a head over the target
 they computed ahead, beside the step, is what they propose.
 """
 
+from collections.abc import Sequence as Many
 from typing import NamedTuple, Protocol
 
 from emberline.engine.scheduler.sequence import Sequence
@@ -15,7 +16,7 @@ class Draft(NamedTuple):
     """Proposed tokens. A cell is the situation of a token, in which acceptance is measured: see `Drafter`."""
 
     ids: bytes  # u32 LE
-    cells: list[int]  # one per token
+    cells: Many[int]  # one per token
 
     @property
     def n_tokens(self) -> int:

@@ -7,6 +7,9 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from emberline.engine.scheduler.plan import StepPlan
 from emberline.engine.scheduler.sequence import Sequence
 from emberline.engine.speculation import suffix_index
@@ -82,6 +85,7 @@ class Speculator:
     def __init__(self, drafters: Many[Drafter], marginal: float, fixed_s: float = 0.0, on_device: bool = False) -> None:
         """on_device: a draft head leaves its drafts there."""
         self._drafters = tuple(drafters)
+        self._by_first_cell = tuple((MAX_CELLS * n, drafter) for n, drafter in enumerate(drafters))
         kinds = [isinstance(drafter, GrammarDrafter) for drafter in drafters]
         self._grammar = kinds.index(True) if True in kinds else 0  # whom appended tokens are counted for
         self._head = next((n for n, drafter in enumerate(drafters) if isinstance(drafter, HeadDrafter)), None)
@@ -120,11 +124,11 @@ class Speculator:
         if not self.drafts or n <= seq.n_sampling:
             return b""
         ids, cells = b"", list[int]()
-        for number, drafter in enumerate(self._drafters):
+        for first_cell, drafter in self._by_first_cell:
             found = drafter.propose(seq, n - len(cells), ids)
-            if found is not None and (cells or _may_follow(seq, found.ids)):
+            if found is not None and (cells or seq.mask is None or _may_follow(seq.mask, found.ids)):
                 ids += found.ids
-                cells += [cell + MAX_CELLS * number for cell in found.cells]
+                cells += [first_cell + cell for cell in found.cells]
                 if len(cells) >= n:
                     break
         if len(cells) <= seq.n_sampling:
@@ -137,13 +141,14 @@ class Speculator:
         return self._choose(seq, list(range(n)), 0) if self.drafts and n else 0
 
     def _choose(self, seq: Sequence, cells: list[int], n_guessed: int) -> int:
-        state = self._drafting.get(seq.number) or _Drafting()
-        n_chosen, expected = self._policy.choose(cells, n_guessed, state.trust)
+        state = self._drafting.get(seq.number)
+        n_chosen, expected = self._policy.choose(cells, n_guessed, 1.0 if state is None else state.trust)
         if n_chosen:
-            if not seq.n_drafting:
+            if state is None:
+                state = self._drafting[seq.number] = _Drafting()
+            elif not seq.n_drafting:
                 state.in_flight.clear()  # what was never verified
             state.in_flight.append(_InFlight(cells, n_guessed, expected))
-            self._drafting[seq.number] = state
         return n_chosen
 
     def head_failed(self) -> None:
@@ -214,7 +219,7 @@ class Speculator:
         return self._drafters[cell // MAX_CELLS].prior(cell % MAX_CELLS)
 
 
-def _may_follow(seq: Sequence, ids: bytes) -> bool:
+def _may_follow(mask: NDArray[np.uint32], ids: bytes) -> bool:
     """Whether the first of the tokens may be sampled next, as far as the sequence's grammar is concerned."""
     token_id = int.from_bytes(ids[:4], "little")
-    return seq.mask is None or bool(seq.mask[token_id >> 5] >> (token_id & 31) & 1)
+    return bool(mask[token_id >> 5] >> (token_id & 31) & 1)

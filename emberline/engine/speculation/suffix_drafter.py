@@ -6,7 +6,6 @@ the prefix cache, so nothing is ever proposed across accounts. Indexes are bound
 recently used ones go first. Indexing a long prompt is spread over steps.
 """
 
-from collections import OrderedDict
 from dataclasses import dataclass
 
 from emberline.engine.scheduler.sequence import Sequence
@@ -22,7 +21,8 @@ from emberline.engine.speculation.suffix_index import (
 )
 
 DEFAULT_BYTES = 64 << 20
-STEP_TOKENS = 8192  # that a step indexes, of all sequences: about 0.4 ms
+STEP_TOKENS = 8192  # of prompts that a step indexes, of all sequences: about 0.4 ms
+MOST = 16  # tokens of a draft that are looked up, however few of them a step may verify
 TENANT_TOKENS = 1 << 17
 REPLY_ROOM = 4096  # tokens that an index has for the reply; a longer one displaces the begin of the prompt
 LEAD_TOKENS = 16  # of the prompt before a reply, so that the first tokens of a reply have something to match
@@ -36,17 +36,23 @@ _PRIORS = (0.25, 0.45, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8)  # where all occurrences 
 @dataclass(slots=True)
 class _Entry:
     index: SuffixIndex
+    seq: Sequence | None = None  # None: of a tenant
     n_indexed: int = 0  # tokens of the sequence that were appended, or skipped
     used_step: int = 0
+    found_step: int = -1  # when it was looked up what may follow:
+    ids: bytes = b""  # u32 LE
+    cells: bytes = b""
 
 
 class SuffixDrafter:
+    """The first sequence that a step asks for has all others looked up that the last step asked for: in one call."""
+
     name = "suffix"
 
     def __init__(self, max_bytes: int = DEFAULT_BYTES) -> None:
         self._max_bytes = max_bytes
         self._matcher = SuffixMatcher(match_cells=_MATCH_CELL, shares=_SHARES)
-        self._entries: OrderedDict[int | bytes, _Entry] = OrderedDict()  # by sequence number or tenant; LRU
+        self._entries: dict[int | bytes, _Entry] = {}  # by sequence number or tenant
         self._evicted: set[int] = set()  # sequences that have lost their index: it is not built again
         self._step = 0
         self._left = STEP_TOKENS  # to index in this step
@@ -57,16 +63,18 @@ class SuffixDrafter:
         self._left = STEP_TOKENS
 
     def propose(self, seq: Sequence, most: int, after: bytes = b"") -> Draft | None:
-        own, tenant = self._of_sequence(seq), self._entries.get(seq.root_key)
-        n_new = 0 if own is None else self._n_new(own, seq)
-        if tenant is not None:
-            self._touch(seq.root_key, tenant)
-        elif own is None:
-            return None
-        index = None if own is None else own.index
-        other = None if tenant is None else tenant.index
-        found = self._matcher.draft(bytes(seq.ids[-CONTEXT_BYTES:]), after, most, n_new, index, other)
-        return None if found is None else Draft(*found)
+        own = self._entries.get(seq.number) or self._of_sequence(seq)
+        if own is not None:
+            own.used_step = self._step
+            if own.found_step != self._step:
+                self._look_up(own, seq)
+        if own is not None and not after and most <= MOST:
+            ids, cells = own.ids[: 4 * most], own.cells[:most]
+        else:
+            context = seq.ids[-CONTEXT_BYTES:] + after
+            request = [own.index.address if own else 0, self._tenant(seq), len(context) >> 2, len(after) >> 2, 0]
+            [(ids, cells)] = self._matcher.drafts(request, [context], most)
+        return Draft(ids, cells) if ids else None
 
     def prior(self, cell: int) -> float:
         return _PRIORS[cell // 3] * (1.0, 0.7, 0.4)[cell % 3]
@@ -98,10 +106,6 @@ class SuffixDrafter:
         return 1 << max(10, (self._max_bytes // 4 // TOKEN_BYTES).bit_length() - 1)
 
     def _of_sequence(self, seq: Sequence) -> _Entry | None:
-        entry = self._entries.get(seq.number)
-        if entry is not None:
-            self._touch(seq.number, entry)
-            return entry
         if seq.number in self._evicted:
             return None
         n_tokens = min(seq.n_tokens + min(seq.n_output_left, REPLY_ROOM), self._most_tokens)
@@ -109,33 +113,53 @@ class SuffixDrafter:
         if entry is None:
             self._evicted.add(seq.number)
         else:  # what the ring would drop again is left out
-            entry.n_indexed = max(0, seq.n_tokens - entry.index.size)
+            entry.seq, entry.n_indexed = seq, max(0, seq.n_tokens - entry.index.size)
         return entry
 
-    def _n_new(self, entry: _Entry, seq: Sequence) -> int:
-        """How many of the last tokens are left to index. Where these are more than the context has, they are indexed
-        here, as far as a step may; the draft then is from what is known."""
-        n, n_tokens = seq.n_tokens - entry.n_indexed, seq.n_tokens
-        if n <= MAX_MATCH and n <= self._left:
-            entry.n_indexed = n_tokens
-            self._left -= n
-            return n
-        n = min(n, self._left)
-        if n > 0:
+    def _tenant(self, seq: Sequence) -> int:
+        """The address of its tenant's index; 0: there is none."""
+        entry = self._entries.get(seq.root_key)
+        if entry is None:
+            return 0
+        entry.used_step = self._step
+        return entry.index.address
+
+    def _look_up(self, asked: _Entry, seq: Sequence) -> None:
+        """Index what sequences have gained, and find what may follow it: of the one that is asked for, and of those
+        that probably will be."""
+        self._catch_up(asked, seq)
+        step, due, requests, contexts = self._step, list[_Entry](), list[int](), list[bytearray]()
+        for entry in self._entries.values():
+            if entry.seq is None or entry.used_step < step - 1 or entry.found_step == step:
+                continue
+            ids = entry.seq.ids
+            n_new = (len(ids) >> 2) - entry.n_indexed
+            if n_new > MAX_MATCH:
+                if entry is not asked:
+                    continue
+                n_new = 0  # the draft is from what is known
+            entry.n_indexed += n_new
+            entry.index.n_tokens += n_new
+            context = ids[-CONTEXT_BYTES:]
+            due.append(entry)
+            requests += (entry.index.address, self._tenant(entry.seq), len(context) >> 2, 0, n_new)
+            contexts.append(context)
+        for entry, (entry.ids, entry.cells) in zip(due, self._matcher.drafts(requests, contexts, MOST)):
+            entry.found_step = step
+
+    def _catch_up(self, entry: _Entry, seq: Sequence) -> None:
+        """Index what a lookup does not: a prompt, as far as a step may."""
+        n = min(seq.n_tokens - entry.n_indexed, self._left)
+        if n > MAX_MATCH:
             entry.index.extend(bytes(memoryview(seq.ids)[4 * entry.n_indexed : 4 * (entry.n_indexed + n)]))
             entry.n_indexed += n
             self._left -= n
-        return 0
-
-    def _touch(self, key: int | bytes, entry: _Entry) -> None:
-        entry.used_step = self._step
-        self._entries.move_to_end(key)
 
     def _allocate(self, key: int | bytes, n_tokens: int) -> _Entry | None:
         """None where the memory is taken by indexes that this step or the last one has used."""
         entry = _Entry(SuffixIndex(n_tokens), used_step=self._step)
         while self.n_bytes + entry.index.n_bytes > self._max_bytes:
-            oldest = next(iter(self._entries), None)
+            oldest = min(self._entries, key=lambda key: self._entries[key].used_step, default=None)
             if oldest is None or self._entries[oldest].used_step >= self._step - 1:
                 return None
             self._drop(oldest)

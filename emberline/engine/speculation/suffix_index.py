@@ -7,6 +7,7 @@ the last token. Appending a token takes constant time, and an index never grows 
 import ctypes
 import logging
 import weakref
+from array import array
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -23,21 +24,31 @@ CONTEXT_BYTES = 4 * MAX_MATCH
 _log = logging.getLogger(__name__)
 
 
-class _Request(ctypes.Structure):
-    """`suffix_request` in suffix_index.h."""
+class _Policy(ctypes.Structure):
+    """`suffix_policy` in suffix_index.h."""
 
     _fields_ = [
-        ("index", ctypes.c_void_p * 2),
         ("most", ctypes.c_int64),
         ("factor", ctypes.c_float),
         ("min_probability", ctypes.c_float),
         ("shares", ctypes.c_float * 2),
         ("match_cell", ctypes.c_uint8 * (MAX_MATCH + MAX_DRAFT)),
+    ]
+
+
+class _Draft(ctypes.Structure):
+    """`suffix_draft` in suffix_index.h."""
+
+    _fields_ = [
+        ("n", ctypes.c_uint8),
         ("match", ctypes.c_int32),
         ("draft", ctypes.c_uint32 * MAX_DRAFT),
         ("probability", ctypes.c_float * MAX_DRAFT),
         ("cell", ctypes.c_uint8 * MAX_DRAFT),
     ]
+
+
+_DRAFT_BYTES, _IDS, _CELLS = ctypes.sizeof(_Draft), _Draft.draft.offset, _Draft.cell.offset
 
 
 class Continuation(NamedTuple):
@@ -59,8 +70,8 @@ def _native() -> Any:
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     lib.em_suffix_extend.argtypes = [pointer, ctypes.c_char_p, number, ctypes.c_int32]
     lib.em_suffix_extend.restype = None
-    lib.em_suffix_propose.argtypes = [pointer, pointer, ctypes.c_char_p, number, number, number]
-    lib.em_suffix_propose.restype = number
+    lib.em_suffix_propose.argtypes = [pointer, ctypes.c_char_p, number, ctypes.c_char_p, pointer]
+    lib.em_suffix_propose.restype = None
     return lib
 
 
@@ -110,42 +121,38 @@ class SuffixMatcher:
         shares: tuple[float, float] = (0.0, 0.0),
     ) -> None:
         self._lib = _native()
-        self._request = _Request(
+        self._policy = _Policy(
             factor=factor,
             min_probability=min_probability,
             match_cell=(ctypes.c_uint8 * (MAX_MATCH + MAX_DRAFT))(*match_cells),
             shares=(ctypes.c_float * 2)(*shares),
         )
-        self._address = ctypes.addressof(self._request)
-        self._draft = memoryview(self._request.draft).cast("B")
-        self._cell = memoryview(self._request.cell).cast("B")
-        self._probability: Any = memoryview(self._request.probability).cast("B").cast("f")
+        self._drafts = (_Draft * 1)()
 
     def propose(self, context: bytes | bytearray, most: int, *indexes: SuffixIndex) -> Continuation | None:
         """What followed the end of the context (u32 LE) before. The first index is preferred where both say as much."""
-        n = self._ask(bytes(context[-CONTEXT_BYTES:]), most, indexes[0], indexes[1] if len(indexes) > 1 else None, 0, 0)
-        if not n:
-            return None
-        return Continuation(bytes(self._draft[: 4 * n]), self._probability[:n].tolist(), self._request.match)
+        addresses = [index.address for index in indexes] + [0] * (2 - len(indexes))
+        context = bytes(context[-CONTEXT_BYTES:])
+        [(ids, _)] = self.drafts([*addresses, len(context) >> 2, 0, 0], [context], most)
+        found = self._drafts[0]
+        return Continuation(ids, found.probability[: found.n], found.match) if ids else None
 
-    def draft(
-        self, tail: bytes, after: bytes, most: int, n_new: int, own: SuffixIndex | None, other: SuffixIndex | None
-    ) -> tuple[bytes, list[int]] | None:
-        """Append the last n_new tokens of the tail to `own`, and continue tail and `after`: token ids and their cells.
+    def drafts(
+        self, requests: list[int], contexts: Sequence[bytes | bytearray], most: int
+    ) -> list[tuple[bytes, bytes]]:
+        """For each of many contexts (u32 LE), which end with what is to be continued: token ids, up to `most`, and
+        their cells, a byte each. requests: five numbers for each, see `suffix_request` in suffix_index.h.
 
-        One call into C for a sequence: it is made between two steps, while the device waits.
+        One call into C for a step: it is made between two steps, while the device waits.
         """
-        if own is not None:
-            own.n_tokens += n_new
-        n = self._ask(tail + after, most, own, other, len(after) >> 2, n_new)
-        return (bytes(self._draft[: 4 * n]), list(self._cell[:n])) if n else None
-
-    def _ask(
-        self, context: bytes, most: int, own: SuffixIndex | None, other: SuffixIndex | None, n_after: int, n_new: int
-    ) -> int:
-        request = self._request
-        address = None if own is None else own.address
-        request.index[0], request.index[1] = address, None if other is None else other.address
-        request.most = most
-        n: int = self._lib.em_suffix_propose(self._address, address, context, len(context) >> 2, n_after, n_new)
-        return n
+        n = len(contexts)
+        if n > len(self._drafts):
+            self._drafts = (_Draft * (2 * n))()
+        self._policy.most = most
+        policy, drafts = ctypes.addressof(self._policy), ctypes.addressof(self._drafts)
+        self._lib.em_suffix_propose(policy, array("q", requests).tobytes(), n, b"".join(contexts), drafts)
+        raw = ctypes.string_at(drafts, n * _DRAFT_BYTES)
+        return [
+            (raw[at + _IDS : at + _IDS + 4 * raw[at]], raw[at + _CELLS : at + _CELLS + raw[at]])
+            for at in range(0, n * _DRAFT_BYTES, _DRAFT_BYTES)
+        ]

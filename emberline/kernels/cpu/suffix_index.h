@@ -21,17 +21,27 @@ typedef struct {
 } suffix_index;
 
 typedef struct {
-    const suffix_index *index[2]; // or null
-    int64_t most;                 // draft tokens
-    float factor;                 // a match of m tokens allows factor * m draft tokens
-    float min_probability;        // of the whole draft up to a token
-    float shares[2];              // of the occurrences that go on like this, below which a token is another cell
+    int64_t most;          // draft tokens
+    float factor;          // a match of m tokens allows factor * m draft tokens
+    float min_probability; // of the whole draft up to a token
+    float shares[2];       // of the occurrences that go on like this, below which a token is another cell
     uint8_t match_cell[SUFFIX_MATCH + SUFFIX_DRAFT]; // by length of the match before a token: its first cell
-    int32_t match;                // out: length of the match
-    uint32_t draft[SUFFIX_DRAFT]; // out
-    float probability[SUFFIX_DRAFT]; // out: of the draft up to this token, by what followed the match before
-    uint8_t cell[SUFFIX_DRAFT];   // out: the situation of each token
+} suffix_policy;
+
+typedef struct {
+    suffix_index *index[2]; // or null
+    int64_t n_context;      // tokens of the text that is to be continued
+    int64_t n_after;        // its last tokens, which are not appended
+    int64_t n_new;          // the tokens before these, which are appended to the first index
 } suffix_request;
+
+typedef struct {
+    uint8_t n;     // tokens of the draft
+    int32_t match; // length of the match
+    uint32_t draft[SUFFIX_DRAFT];
+    float probability[SUFFIX_DRAFT]; // of the draft up to this token, by what followed the match before
+    uint8_t cell[SUFFIX_DRAFT];      // the situation of each token
+} suffix_draft;
 
 typedef struct {
     const suffix_index *index;
@@ -144,29 +154,37 @@ static int64_t suffix_follow(suffix_occurrence *alive, int64_t count, int64_t mo
     return n;
 }
 
-// Continues the longest match as it went on most often. Returns the length of the draft. First the n_new tokens before
-// the last n_after ones of the context are appended to the first index.
-int64_t em_suffix_propose(suffix_request *request, suffix_index *own, const uint32_t *context, int64_t n_context,
-                          int64_t n_after, int64_t n_new) {
-    if (n_new) em_suffix_extend(own, context + n_context - n_after - n_new, n_new, 0);
+// Continues the longest match as it went on most often.
+static void suffix_propose(const suffix_policy *policy, const suffix_request *request, const uint32_t *context,
+                           suffix_draft *to) {
     suffix_occurrence found[2 * SUFFIX_CANDIDATES];
     int64_t count = 0, longest = 0, kept = 0;
     for (int i = 0; i < 2; i++)
-        if (request->index[i]) count += suffix_find(request->index[i], context, n_context, found + count);
+        if (request->index[i]) count += suffix_find(request->index[i], context, request->n_context, found + count);
     for (int64_t i = 0; i < count; i++)
         if (found[i].match > longest) longest = found[i].match;
     for (int64_t i = 0; i < count; i++)
         if (found[i].match == longest) found[kept++] = found[i];
-    int64_t most = (int64_t)(request->factor * (float)longest);
-    if (most > request->most) most = request->most;
+    int64_t most = (int64_t)(policy->factor * (float)longest);
+    if (most > policy->most) most = policy->most;
     if (most > SUFFIX_DRAFT) most = SUFFIX_DRAFT;
-    request->match = (int32_t)longest;
-    int64_t n = suffix_follow(found, kept, most, request->min_probability, request->draft, request->probability);
+    to->match = (int32_t)longest;
+    to->n = (uint8_t)suffix_follow(found, kept, most, policy->min_probability, to->draft, to->probability);
     float before = 1.f;
-    for (int64_t i = 0; i < n; i++) {
-        float share = request->probability[i] / before;
-        before = request->probability[i];
-        request->cell[i] = (uint8_t)(request->match_cell[longest + i] + (share < request->shares[0]) + (share < request->shares[1]));
+    for (int i = 0; i < to->n; i++) {
+        float share = to->probability[i] / before;
+        before = to->probability[i];
+        to->cell[i] = (uint8_t)(policy->match_cell[longest + i] + (share < policy->shares[0]) + (share < policy->shares[1]));
     }
-    return n;
+}
+
+// The drafts of many sequences, whose contexts follow each other.
+void em_suffix_propose(const suffix_policy *policy, const suffix_request *requests, int64_t n_requests,
+                       const uint32_t *contexts, suffix_draft *to) {
+    for (const suffix_request *request = requests; request < requests + n_requests; request++) {
+        const uint32_t *after = contexts + request->n_context - request->n_after;
+        if (request->n_new) em_suffix_extend(request->index[0], after - request->n_new, request->n_new, 0);
+        suffix_propose(policy, request, contexts, to++);
+        contexts += request->n_context;
+    }
 }
