@@ -5,16 +5,16 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from emberline.engine.scheduler.plan import Guide
+from emberline.engine.scheduler.plan import Guide, Sampled
 from emberline.engine.scheduler.sequence import Sequence
 from emberline.protocol.errors import BadInput
 from emberline.protocol.events import FinishReason, TokenLogprobs
 from emberline.protocol.token_ids import unpack
 
-Taken = tuple[list[TokenLogprobs], FinishReason | None]  # the tokens that the output gains; why it ends, if it does
+Taken = tuple[list[Sampled], FinishReason | None]  # the tokens that the output gains; why it ends, if it does
 
 
-def take(seq: Sequence, entry: TokenLogprobs, eos_ids: tuple[int, ...], n_new: int = 0) -> Taken:
+def take(seq: Sequence, entry: Sampled, eos_ids: tuple[int, ...], n_new: int = 0) -> Taken:
     """Take in a sampled token, or what replaces it, and tokens that must follow it. Raises what a guide raises.
 
     n_new: tokens taken in before it that the sequence does not have yet.
@@ -27,10 +27,10 @@ def take(seq: Sequence, entry: TokenLogprobs, eos_ids: tuple[int, ...], n_new: i
     return entries, "length" if len(entries) >= seq.n_output_left - n_new else None
 
 
-def take_run(seq: Sequence, run: list[TokenLogprobs], eos_ids: tuple[int, ...]) -> Taken:
+def take_run(seq: Sequence, run: list[Sampled], eos_ids: tuple[int, ...]) -> Taken:
     """Take in accepted drafts and the token after them, as far as each still follows from those before it: the output
     may end within the run, or gain tokens that were not sampled. The other drafts are no longer accepted."""
-    taken: list[TokenLogprobs] = []
+    taken: list[Sampled] = []
     finish: FinishReason | None = None
     if seq.guide is None and not seq.limits_thinking:  # the common case, and quicker
         n_left, stop_ids = seq.n_output_left, seq.stop_ids
@@ -48,7 +48,7 @@ def take_run(seq: Sequence, run: list[TokenLogprobs], eos_ids: tuple[int, ...]) 
     return taken, finish
 
 
-def _take_guided(seq: Sequence, guide: Guide, entry: TokenLogprobs, eos_ids: tuple[int, ...], n_new: int) -> Taken:
+def _take_guided(seq: Sequence, guide: Guide, entry: Sampled, eos_ids: tuple[int, ...], n_new: int) -> Taken:
     token_id, n_left = entry.token_id, seq.n_output_left - n_new
     ends = token_id in seq.stop_ids or (guide.finished and token_id in eos_ids)
     if ends and guide.complete:
@@ -65,7 +65,7 @@ def _take_guided(seq: Sequence, guide: Guide, entry: TokenLogprobs, eos_ids: tup
     return entries, "length" if len(entries) >= n_left else None
 
 
-def _end_of_thinking(seq: Sequence, token_id: int, n_new: int) -> list[TokenLogprobs]:
+def _end_of_thinking(seq: Sequence, token_id: int, n_new: int) -> list[Sampled]:
     """The tokens that end the thinking when its limit is reached with this token; mostly none."""
     limit = seq.request.thinking_limit
     if not seq.limits_thinking or limit is None:
@@ -173,7 +173,7 @@ def limits_thinking(seq: Sequence) -> bool:
     return not any(output[at : at + len(ids)] == ids for at in range(max(1, limit.most), len(output)))
 
 
-def _forced(ids: list[int]) -> list[TokenLogprobs]:
+def _forced(ids: list[int]) -> list[Sampled]:
     """Tokens that were not sampled: their probability is 1."""
     return [TokenLogprobs(token_id, 0.0) for token_id in ids]
 

@@ -78,6 +78,7 @@ def _best_prefix_of(
 
 
 ALIGNED = 4  # int32 numbers
+_LAST_SAMPLED = LAST_SAMPLED.to_bytes(4, "little", signed=True)
 
 
 @dataclass(slots=True)
@@ -105,7 +106,7 @@ class StepBatch:
 
     def verify(self, n_tokens: int) -> None:
         """All its rows decode, padded to n_tokens each: from here on slots, order and logprobs are those of draws."""
-        n_draws = [1 + row.n_drafts for row in self.decodes]
+        n_draws = [1 + (len(row.draft_ids) >> 2) for row in self.decodes]
         self.order = [r * n_tokens + i for r, n in enumerate(n_draws) for i in range(n)]
         self.slots = [slot for slot, n in zip(self.slots, n_draws) for _ in range(n)]
         if self.logprobs is not None:
@@ -136,7 +137,7 @@ class StepBatch:
     def of(cls, plan: StepPlan, slots: Slots) -> "StepBatch":
         batch = cls()
         sampling = [row for row in plan.rows if row.samples]
-        batch.decodes = [row for row in sampling if row.follows or row.end - row.start == 1]
+        batch.decodes = [row for row in sampling if row.follows or len(row.token_ids) == 4]
         if len(batch.decodes) == len(plan.rows):
             batch.order = list(range(len(sampling)))
         else:
@@ -200,18 +201,19 @@ class DecodeBuffers:
         columns = self._upload.array()[:n_words].reshape(-1, n_rows)
         columns[0, :n] = [row.slot for row in rows]
         columns[1, :n] = [row.start for row in rows]
-        columns[2, :n] = [LAST_SAMPLED if row.follows else token_of(row) for row in rows]
+        ids = b"".join([row.token_ids or _LAST_SAMPLED for row in rows])
+        columns[2, :n] = np.frombuffer(ids, "<i4")
         if n_tokens > 1:
-            columns[3, :n] = [row.n_drafts for row in rows]
+            columns[3, :n] = [len(row.draft_ids) >> 2 for row in rows]
             drafts = b"".join([row.draft_ids.ljust(4 * n_tokens - 4, b"\0") for row in rows])
-            columns[4:header, :n] = np.frombuffer(drafts, "<u4").reshape(n, n_tokens - 1).T
+            columns[4:header, :n] = np.frombuffer(drafts, "<i4").reshape(n, n_tokens - 1).T
             columns[3:header, n:] = 0
         columns[header:] = NO_BLOCK
         grown = [(r, row.blocks) for r, row in enumerate(rows) if row.blocks is not None]
         for g in range(self._n_groups):
             columns[header + self._n_groups + g, :n] = [row.passed[g] for row in rows]
-            if grown:
-                columns[header + g, [r for r, _ in grown]] = [blocks[g][0] for _, blocks in grown]
+            for r, blocks in grown:
+                columns[header + g, r] = blocks[g][0]
         columns[1, n:], columns[0, n:], columns[2, n:] = PADDING, 0, 0
         self._upload.send(n_words, self._packet)
 

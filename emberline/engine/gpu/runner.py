@@ -482,7 +482,7 @@ class GpuRunner:
     def _verify_kind(self, batch: StepBatch, plan: StepPlan) -> tuple[StepKind, StepKind] | None:
         """The kind of step to run and the one wanted; None: drafts are left out. Beside chunks, and before a shape that
         holds them is captured."""
-        most = 1 + max(row.n_drafts for row in plan.rows)
+        most = 1 + (max([len(row.draft_ids) for row in plan.rows]) >> 2)
         shape = verify_shape(len(batch.decodes), most, self._max_rows)
         if batch.chunks or shape is None or not self._verified:
             return None
@@ -495,9 +495,9 @@ class GpuRunner:
     ) -> tuple[int, Callable[[], None] | None]:
         shape = kind.shape
         assert isinstance(shape, VerifyShape)
-        batch.verify(shape.n_tokens)
         self._decode.send(batch.decodes, *shape)
         logits = self._run(kind, wanted)
+        batch.verify(shape.n_tokens)  # behind the launch, which the device waits for
         n_draws = len(batch.decodes) * shape.n_tokens
         return n_draws, (lambda: self._sample_drafts(logits, shape, guided=True)) if batch.masked else None
 

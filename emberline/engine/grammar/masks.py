@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from emberline.engine import token_rules
 from emberline.engine.grammar.guide_jobs import BASE_CPU_S, SLOW_CPU_S, TOKEN_CPU_S, GuideThreads
-from emberline.engine.scheduler.plan import Guide, Masks, StepPlan
+from emberline.engine.scheduler.plan import Guide, Masks, Sampled, StepPlan
 from emberline.engine.scheduler.sequence import Sequence
 from emberline.protocol.errors import BadInput, EmberlineError, Internal
 from emberline.protocol.events import TokenLogprobs
@@ -50,7 +50,7 @@ class GuideJobs:
         slow = bool(seq.request.output_ids)  # to be accepted first
         self._start(seq, lambda: _bind(seq, pending.guide(), self._eos_ids, self._drafts), slow)
 
-    def take(self, seq: Sequence, run: list[TokenLogprobs]) -> None:
+    def take(self, seq: Sequence, run: list[Sampled]) -> None:
         """Tokens were sampled under the last masks."""
         # A row in flight samples the next token already; a draw also tells the probability that a client asked for.
         most = MAX_APPENDED if self._appends and not seq.n_sampling and seq.may_append else 0
@@ -160,7 +160,7 @@ def _follow(
 
 
 def _take(
-    seq: Sequence, run: list[TokenLogprobs], eos_ids: tuple[int, ...], drafts: bool, most: int
+    seq: Sequence, run: list[Sampled], eos_ids: tuple[int, ...], drafts: bool, most: int
 ) -> tuple[token_rules.Taken, NDArray[np.uint32] | None]:
     entries, finish = token_rules.take_run(seq, run, eos_ids)
     n_sampled, mask = len(entries), None

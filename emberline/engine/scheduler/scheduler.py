@@ -3,6 +3,7 @@
 import logging
 from collections import OrderedDict
 from collections.abc import Iterable
+from collections.abc import Sequence as Many
 from itertools import islice
 from math import inf
 
@@ -267,9 +268,9 @@ class Scheduler:
             if sample is None:
                 deltas += self._send_kv(seq, end) if seq.prefill_only else ()
             elif seq.guide is None and not drafts:
-                deltas.append(self._append(seq, *token_rules.take(seq, _entry(sample), self.limits.eos_ids)))
+                deltas.append(self._append(seq, *token_rules.take(seq, sample, self.limits.eos_ids)))
             else:
-                run = [_entry(sample)]
+                run = [sample]
                 if drafts:
                     run += self._verify(seq, row, sample, drafts)
                 if seq.guide is None:
@@ -363,14 +364,14 @@ class Scheduler:
 
     # --- after a step -----------------------------------------------------------------------------------------------
 
-    def _verify(self, seq: Sequence, row: Row, first: Sampled, others: list[Sampled]) -> list[TokenLogprobs]:
+    def _verify(self, seq: Sequence, row: Row, first: Sampled, others: list[Sampled]) -> Many[Sampled]:
         """The draws that count, of those after a row's drafts."""
         run = accepted_run(first, others, row.draft_ids)
-        seq.n_drafting -= row.n_drafts
+        seq.n_drafting -= len(others)
         seq.n_accepted = len(run)
         if self._speculation is not None:
-            self._speculation.verified(seq, row.n_drafts, len(run))
-        return [_entry(sample) for sample in run]
+            self._speculation.verified(seq, len(others), len(run))
+        return run
 
     def _take_guided(self, seqs: list[Sequence]) -> list[TokenDelta]:
         """What the grammars say to sampled tokens, as far as it is known in time for the next step."""
@@ -395,7 +396,7 @@ class Scheduler:
             self._queues.waiting_tokens += len(entries)
         return [self._append(seq, entries, finish)]
 
-    def _append(self, seq: Sequence, entries: list[TokenLogprobs], finish: FinishReason | None) -> TokenDelta:
+    def _append(self, seq: Sequence, entries: list[Sampled], finish: FinishReason | None) -> TokenDelta:
         one = len(entries) == 1  # the common case, and quicker
         packed = entries[0].token_id.to_bytes(4, "little") if one else pack([entry.token_id for entry in entries])
         first = seq.n_output == seq.n_resumed
@@ -405,7 +406,8 @@ class Scheduler:
         if seq.n_accepted:
             self._keep_drafts(seq)
         self._totals.output_tokens += len(entries)
-        logprobs = entries if seq.request.sampling.logprobs is not None and entries else None
+        wanted = seq.request.sampling.logprobs is not None and entries
+        logprobs = [_entry(entry) for entry in entries] if wanted else None
         if finish is not None:
             return self._end(seq, finish, packed, logprobs)
         if first:

@@ -23,19 +23,24 @@ _TRIAL_STEPS = 12  # drafting steps after which their gain is judged
 _FIRST_PAUSE, _LONGEST_PAUSE = 48, 1536  # steps without drafts after a loss; doubled with every further one
 
 
+class _Rates(dict[int, float]):
+    """By cell; the prior where nothing is known."""
+
+    def __init__(self, prior: Callable[[int], float]) -> None:
+        self._prior = prior
+
+    def __missing__(self, cell: int) -> float:
+        return self._prior(cell)
+
+
 class AcceptanceRates:
     """How often a draft token is drawn where all before it are, by cell; older drafts fade."""
 
     def __init__(self, prior: Callable[[int], float]) -> None:
         self._prior = prior
         self._seen: dict[int, tuple[float, float]] = {}  # accepted and all, weighted
-        self._rates: dict[int, float] = {}  # the share of these
-
-    def rate(self, cell: int) -> float:
-        found = self._rates.get(cell)
-        if found is None:
-            found = self._rates[cell] = self._prior(cell)
-        return found
+        self._rates = _Rates(prior)  # the share of these
+        self.rate = self._rates.__getitem__
 
     def add(self, cells: list[int], n_accepted: int) -> None:
         """Tokens behind the first that was not drawn tell nothing."""

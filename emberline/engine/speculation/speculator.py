@@ -47,11 +47,7 @@ class _Drafting:
     in_flight: deque[_InFlight] = field(default_factory=deque)
     n_expected: float = 0.0  # of earlier drafts, weighted
     n_accepted: float = 0.0
-
-    @property
-    def trust(self) -> float:
-        """How much better or worse the sequence's drafts fare than others in the same situations."""
-        return min(_MOST_TRUST, max(_LEAST_TRUST, (self.n_accepted + 1) / (self.n_expected + 1)))
+    trust: float = 1.0  # how much better or worse its drafts fare than others in the same situations
 
 
 def open_speculator(
@@ -167,6 +163,7 @@ class Speculator:
         seq.n_drafts_accepted += n_accepted
         state.n_expected = _FADE * state.n_expected + expected
         state.n_accepted = _FADE * state.n_accepted + n_accepted
+        state.trust = min(_MOST_TRUST, max(_LEAST_TRUST, (state.n_accepted + 1) / (state.n_expected + 1)))
         self._verified.append((cells[: guessed + n_drafted], guessed, n_accepted))
 
     def launched(self) -> None:
