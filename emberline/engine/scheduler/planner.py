@@ -58,7 +58,8 @@ class StepPlanner:
         self._backlog = 0  # prompt tokens to compute, of running and waiting sequences
         self._n_suspects = 0  # sequences in the step being planned that it may fail for
         self._max_suspects = inf
-        self._most_drafts: int | None = 0  # of a row of the step being planned; None: not known yet
+        self._has_prompts = False  # some running sequence is not decoding in the step being planned
+        self._most_drafts: int | None = 0  # of a row of that step; None: not known yet
         self._none_passed = [0] * len(cache.groups)
 
     def plan(self) -> StepPlan:
@@ -77,10 +78,12 @@ class StepPlanner:
         self._decoding, self._n_suspects = DecodingSequences(), 0
         pipelined = self._micro_batches > 1
         most_rows = -(-len(queues.running) // self._micro_batches) if pipelined else inf
-        for seq in tuple(queues.running):
+        running = tuple(queues.running)
+        n_dues = [seq.n_due for seq in running]
+        self._has_prompts = max(n_dues, default=0) > 1
+        for seq, n_due in zip(running, n_dues):
             if seq.slot == NO_SLOT or (paused and seq.effective_class == _BATCH):
                 continue  # preempted for one before it, or yields
-            n_due = seq.n_due
             if not n_due:
                 continue  # a prefill-only sequence that is planned to its end
             if n_due > 1 and not self._is_short(plan, seq):
@@ -189,12 +192,11 @@ class StepPlanner:
         return self._most_drafts
 
     def _count_most_drafts(self) -> int:
-        running, waiting = self._queues.running, self._queues.waiting
-        if not self._prefill.drafts_beside_prompts and (
-            (waiting and self._queues.free_slots) or any(seq.n_due > 1 for seq in running)
-        ):
+        queues = self._queues
+        has_prompts = self._has_prompts or bool(queues.waiting and queues.free_slots)
+        if has_prompts and not self._prefill.drafts_beside_prompts:
             return 0
-        return self._prefill.most_drafts(len(running))
+        return self._prefill.most_drafts(len(queues.running))
 
     def _drafts(self, plan: StepPlan, seq: Sequence, n_due: int, speculation: Speculation) -> bytes:
         """What the sequence's next row, of n_due tokens, drafts. Where that row follows a token that is still being
