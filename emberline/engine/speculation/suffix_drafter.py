@@ -55,6 +55,7 @@ class SuffixDrafter:
         self._entries: dict[int | bytes, _Entry] = {}  # by sequence number or tenant
         self._evicted: set[int] = set()  # sequences that have lost their index: it is not built again
         self._step = 0
+        self._looked_step = -1  # the last one in which many were looked up at once
         self._left = STEP_TOKENS  # to index in this step
         self.n_bytes = 0
 
@@ -72,7 +73,7 @@ class SuffixDrafter:
             ids, cells = own.ids[: 4 * most], own.cells[:most]
         else:
             context = seq.ids[-CONTEXT_BYTES:] + after
-            request = [own.index.address if own else 0, self._tenant(seq), len(context) >> 2, len(after) >> 2, 0]
+            request = [own.index.address if own else 0, self._tenant(seq), len(context) >> 2, 0]
             [(ids, cells)] = self._matcher.drafts(request, [context], most)
         return Draft(ids, cells) if ids else None
 
@@ -125,11 +126,13 @@ class SuffixDrafter:
         return entry.index.address
 
     def _look_up(self, asked: _Entry, seq: Sequence) -> None:
-        """Index what sequences have gained, and find what may follow it: of the one that is asked for, and of those
-        that probably will be."""
+        """Index what the sequence has gained, and find what may follow it; in a step's first call of all sequences that
+        will probably be asked for."""
         self._catch_up(asked, seq)
         step, due, requests, contexts = self._step, list[_Entry](), list[int](), list[bytearray]()
-        for entry in self._entries.values():
+        entries = [asked] if self._looked_step == step else self._entries.values()
+        self._looked_step = step
+        for entry in entries:
             if entry.seq is None or entry.used_step < step - 1 or entry.found_step == step:
                 continue
             ids = entry.seq.ids
@@ -142,9 +145,10 @@ class SuffixDrafter:
             entry.index.n_tokens += n_new
             context = ids[-CONTEXT_BYTES:]
             due.append(entry)
-            requests += (entry.index.address, self._tenant(entry.seq), len(context) >> 2, 0, n_new)
+            requests += (entry.index.address, self._tenant(entry.seq), len(context) >> 2, n_new)
             contexts.append(context)
-        for entry, (entry.ids, entry.cells) in zip(due, self._matcher.drafts(requests, contexts, MOST)):
+        for entry, found in zip(due, self._matcher.drafts(requests, contexts, MOST)):
+            entry.ids, entry.cells = found
             entry.found_step = step
 
     def _catch_up(self, entry: _Entry, seq: Sequence) -> None:

@@ -133,7 +133,7 @@ class SuffixMatcher:
         """What followed the end of the context (u32 LE) before. The first index is preferred where both say as much."""
         addresses = [index.address for index in indexes] + [0] * (2 - len(indexes))
         context = bytes(context[-CONTEXT_BYTES:])
-        [(ids, _)] = self.drafts([*addresses, len(context) >> 2, 0, 0], [context], most)
+        [(ids, _)] = self.drafts([*addresses, len(context) >> 2, 0], [context], most)
         found = self._drafts[0]
         return Continuation(ids, found.probability[: found.n], found.match) if ids else None
 
@@ -141,7 +141,7 @@ class SuffixMatcher:
         self, requests: list[int], contexts: Sequence[bytes | bytearray], most: int
     ) -> list[tuple[bytes, bytes]]:
         """For each of many contexts (u32 LE), which end with what is to be continued: token ids, up to `most`, and
-        their cells, a byte each. requests: five numbers for each, see `suffix_request` in suffix_index.h.
+        their cells, a byte each. requests: four numbers for each, see `suffix_request` in suffix_index.h.
 
         One call into C for a step: it is made between two steps, while the device waits.
         """

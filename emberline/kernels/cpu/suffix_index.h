@@ -31,8 +31,7 @@ typedef struct {
 typedef struct {
     suffix_index *index[2]; // or null
     int64_t n_context;      // tokens of the text that is to be continued
-    int64_t n_after;        // its last tokens, which are not appended
-    int64_t n_new;          // the tokens before these, which are appended to the first index
+    int64_t n_new;          // its last tokens, which are appended to the first index before
 } suffix_request;
 
 typedef struct {
@@ -182,9 +181,9 @@ static void suffix_propose(const suffix_policy *policy, const suffix_request *re
 void em_suffix_propose(const suffix_policy *policy, const suffix_request *requests, int64_t n_requests,
                        const uint32_t *contexts, suffix_draft *to) {
     for (const suffix_request *request = requests; request < requests + n_requests; request++) {
-        const uint32_t *after = contexts + request->n_context - request->n_after;
-        if (request->n_new) em_suffix_extend(request->index[0], after - request->n_new, request->n_new, 0);
+        const uint32_t *end = contexts + request->n_context;
+        if (request->n_new) em_suffix_extend(request->index[0], end - request->n_new, request->n_new, 0);
         suffix_propose(policy, request, contexts, to++);
-        contexts += request->n_context;
+        contexts = end;
     }
 }
