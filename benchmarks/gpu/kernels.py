@@ -263,20 +263,19 @@ def verify_case(card: Card, scale: int, n_rows: int, n_tokens: int, context: int
     positions = card.ints([context - n_tokens + t for _ in range(n_rows) for t in range(n_tokens)])
     qkv = card.noise(n, (attn.heads + 2 * attn.kv_heads) * 128)
     rotary = rotary_table(positions, _rope(card), torch.empty(n * 128, device=card.device))
-    queries = verify_queries(n_tokens, group)
+    queries, starts = verify_queries(group), card.ints(range(0, n + 1, n_tokens))
     memory = card.ints([0] * split_kv.max_decode_splits(n_rows, attn.kv_heads, queries) * split_kv.DECODE_SPLIT_FIELDS)
     local = (split_kv.FULL, 0)
-    splits = split_kv.plan_decode_splits(cache.lens, n_rows, attn.kv_heads, local, None, memory, n_tokens, queries)
-    partial = torch.empty(verify_partial_floats(n_rows, n_tokens, attn.kv_heads, group, 128), device=card.device)
+    splits = split_kv.plan_decode_splits(cache.lens, n_rows, attn.kv_heads, local, None, memory, starts, queries)
+    partial = torch.empty(verify_partial_floats(n_rows, attn.kv_heads, group, 128), device=card.device)
     out = card.noise(n, attn.heads * 128).fill_(torch.nan)
     counters = card.ints([0] * (n_rows * attn.kv_heads))
 
     def run(i: int) -> None:
         pool = cache.pool[:, i % LAYERS]
-        verify_attention(qkv, out, attn, rotary, pool, cache.tables, splits, partial, counters, n_tokens)
+        verify_attention(qkv, out, attn, rotary, pool, cache.tables, starts, splits, partial, counters)
 
     def want() -> Tensor:
-        starts = card.ints(range(0, n + 1, n_tokens))
         q = rope_and_cache_reference(qkv, attn, rotary, cache.pool[:, 0], cache.tables, starts, positions)
         rows = [
             attend(each, *cache.keys_values(r, context), attn.scale, context - n_tokens)

@@ -8,12 +8,14 @@ A packet is int32 [3 + 2 * groups, rows]:
 block table. Rows that pad the batch have PADDING for a position. With LAST_SAMPLED the device knows the position, and
 the packet's is the last one possible.
 
-A packet of a step that verifies drafts, of q tokens per row, has q rows more after the third: the number of the row's
-drafts, then its drafts, padded to q - 1; LAST_DRAFTED stands for the one that a chain of drafts has left in the slot.
-`accept` compares them with what was drawn.
+A packet of a step that verifies drafts has two rows more after the third: the number of the row's drafts, and the first
+of its tokens among those of the step. With it come the drafts, by token; LAST_DRAFTED stands for the one that a chain
+of drafts has left in the slot. A row may have more tokens than drafts, which pad the step. `accept` compares the drafts
+with what was drawn.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -26,6 +28,7 @@ MAX_DRAFTS = 8  # that a slot keeps
 PADDING = -1
 NO_BLOCK = -1  # in place of a block: the new token fits the row's last block
 HEADER_ROWS = 3  # of a packet, before the rows per KV group
+DRAFT_HEADER_ROWS = 5  # the same where drafts are verified
 
 
 @dataclass(slots=True)
@@ -41,42 +44,47 @@ class SlotState:
 
 @dataclass(slots=True)
 class DecodeInputs:
-    """Output buffers of `prepare`; a step uses their first rows. Those by token have q entries for each row."""
+    """Output buffers of `prepare`; a step uses their first entries."""
 
     slots: Tensor  # int32 [tokens]; PADDING for padding
     token_ids: Tensor  # int32 [tokens]
     positions: Tensor  # int32 [tokens]
-    context_lens: Tensor  # int32 [rows], q included; 0 for a padding row
+    context_lens: Tensor  # int32 [rows], all tokens of the row included; 0 for a padding row
     tables: Tensor  # int32 [groups, rows, width]; entries beyond the context are stale
-    draw_positions: Tensor  # int32 [tokens], of what is drawn after each; of steps that verify drafts
+    # Of steps that verify drafts:
+    draw_positions: Tensor  # int32 [tokens], of what is drawn after each
+    starts: Tensor  # int32 [rows + 1]: row r has tokens starts[r] : starts[r + 1]
+    offsets: Tensor  # int32 [tokens], of each in its row
 
 
-def header_rows(n_tokens: int) -> int:
-    """Of a packet with n_tokens per row, before the rows per KV group."""
-    return HEADER_ROWS if n_tokens == 1 else HEADER_ROWS + n_tokens
-
-
-def prepare(packet: Tensor, state: SlotState, to: DecodeInputs, n_tokens: int = 1) -> None:
-    """Apply the packet's changes to the state, and compute the step's inputs, of n_tokens per row."""
-    rows, groups, header = packet.shape[1], state.tables.shape[0], header_rows(n_tokens)
+def prepare(packet: Tensor, state: SlotState, to: DecodeInputs, drafts: Tensor | None = None) -> None:
+    """Apply the packet's changes to the state, and compute the step's inputs. drafts: int32 [tokens]."""
+    rows, groups, device = packet.shape[1], state.tables.shape[0], packet.device
     real, slots, follows = packet[1] != PADDING, packet[0].long(), packet[2] == LAST_SAMPLED
-    n_drafts = packet[3] if n_tokens > 1 else torch.zeros_like(packet[0])
     first = torch.where(real, torch.where(follows, state.positions[slots], packet[1]), 0)
     own = torch.where(follows, state.last_tokens[slots], packet[2])
-    drafts = [
-        torch.where(packet[3 + i] == LAST_DRAFTED, state.drafts[slots, min(i, MAX_DRAFTS) - 1], packet[3 + i])
-        for i in range(1, n_tokens)
-    ]
-    tokens = torch.stack([own, *drafts], 1)
-    index = torch.arange(n_tokens, dtype=torch.int32, device=packet.device)
-    exists, n = real[:, None] & (index <= n_drafts[:, None]), rows * n_tokens
-    to.slots[:n] = torch.where(exists, packet[0][:, None], PADDING).view(-1)
-    to.token_ids[:n] = torch.where(exists, tokens, 0).view(-1)
-    to.positions[:n] = (first[:, None] + index).view(-1)
-    to.draw_positions[:n] = to.positions[:n] + 1
-    to.context_lens[:rows] = torch.where(real, first + n_tokens, 0)
+    if drafts is None:
+        header, n_drafts, lengths = HEADER_ROWS, torch.zeros_like(packet[0]), torch.ones_like(packet[0])
+        to.slots[:rows] = torch.where(real, packet[0], PADDING)
+        to.token_ids[:rows] = torch.where(real, own, 0)
+        to.positions[:rows] = first
+    else:
+        header, n_drafts, n = DRAFT_HEADER_ROWS, packet[3], len(drafts)
+        starts = torch.cat([packet[4], torch.tensor([n], dtype=torch.int32, device=device)])
+        lengths = starts.diff()
+        row = torch.repeat_interleave(torch.arange(rows, device=device), lengths)
+        offset = torch.arange(n, dtype=torch.int32, device=device) - starts[row]
+        kept = state.drafts[slots[row], offset.clamp(1, MAX_DRAFTS).long() - 1]
+        ids = torch.where(offset == 0, own[row], torch.where(drafts == LAST_DRAFTED, kept, drafts))
+        exists = real[row] & (offset <= n_drafts[row])
+        to.slots[:n] = torch.where(exists, packet[0][row], PADDING)
+        to.token_ids[:n] = torch.where(exists, ids, 0)
+        to.positions[:n] = first[row] + offset
+        to.draw_positions[:n] = to.positions[:n] + 1
+        to.starts[: rows + 1], to.offsets[:n] = starts, offset
+    to.context_lens[:rows] = torch.where(real, first + lengths, 0)
     last_entry = (packet[1] + n_drafts) // BLOCK_TOKENS
-    entries = torch.arange(state.tables.shape[2], device=packet.device)
+    entries = torch.arange(state.tables.shape[2], device=device)
     for g in range(groups):
         blocks, passed, table = packet[header + g], packet[header + groups + g], state.tables[g]
         appends, passes = real & (blocks != NO_BLOCK), real & (passed > 0)
@@ -96,24 +104,23 @@ def keep(tokens: Tensor, slots: Tensor, positions: Tensor, state: SlotState) -> 
     state.positions[slots[real].long()] = positions[real]
 
 
-def accept(draws: Tensor, inputs: DecodeInputs, state: SlotState, n_rows: int, n_tokens: int) -> list[list[int]]:
+def accept(draws: Tensor, inputs: DecodeInputs, state: SlotState, n_rows: int) -> list[list[int]]:
     """What `keep` does, for a step that verifies drafts; the draws of each row that count.
 
     Draws count as long as the draw before is the draft; an invalid one ends them. See `speculation.verification`. Those
     that do not count are made invalid: the host may not know the drafts.
     """
     counted: list[list[int]] = []
-    for row in range(n_rows):
-        at = slice(row * n_tokens, (row + 1) * n_tokens)
-        slots, drafts = inputs.slots[at].tolist(), inputs.token_ids[at].tolist()[1:]
-        drawn = [draw for draw, slot in zip(draws[at].tolist(), slots) if slot != PADDING]
+    for first, stop in pairwise(inputs.starts[: n_rows + 1].tolist()):
+        slots, drafts = inputs.slots[first:stop].tolist(), inputs.token_ids[first:stop].tolist()[1:]
+        drawn = [draw for draw, slot in zip(draws[first:stop].tolist(), slots) if slot != PADDING]
         n = 0
         while n + 1 < len(drawn) and drawn[n] == drafts[n] and drawn[n + 1] >= 0:
             n += 1
         counted.append(drawn[: n + 1])
         if drawn:
             state.last_tokens[slots[0]] = max(0, drawn[n])
-            state.positions[slots[0]] = int(inputs.positions[row * n_tokens]) + 1 + n
+            state.positions[slots[0]] = int(inputs.positions[first]) + 1 + n
             state.n_accepted[slots[0]] = n
-            draws[at.start + n + 1 : at.stop] = -1
+            draws[first + n + 1 : stop] = -1
     return counted

@@ -41,31 +41,31 @@ class ChainInputs:
 
 
 def carry(
-    hidden: Tensor, starts: Tensor, slots: Tensor, positions: Tensor, carried: CarriedStates, out: Tensor, n_tokens: int
+    hidden: Tensor, starts: Tensor, slots: Tensor, positions: Tensor, carried: CarriedStates, out: Tensor, drafts: bool
 ) -> None:
     """out: the hidden state before each token, zeros where it is not known. Keeps that of each row's last token.
 
-    Row r has tokens starts[r] : starts[r + 1] and the slot slots[r * n_tokens]. With several tokens of each row nothing
-    is kept: `keep_accepted` does that once it is known which tokens count.
+    Row r has tokens starts[r] : starts[r + 1]. slots: by row. With drafts they are by token, and nothing is kept:
+    `keep_accepted` does that once it is known which tokens count.
     """
     out[1:] = hidden[:-1]
     bounds = starts.tolist()
     for r, (first, stop) in enumerate(pairwise(bounds)):
-        slot = int(slots[r * n_tokens])
         if first == stop:
             continue
+        slot = int(slots[first if drafts else r])
         known = slot >= 0 and int(carried.positions[slot]) == int(positions[first]) - 1
         out[first] = carried.hidden[slot] if known else 0
-        if slot >= 0 and n_tokens == 1:
+        if slot >= 0 and not drafts:
             carried.hidden[slot], carried.positions[slot] = hidden[stop - 1], positions[stop - 1]
 
 
 def keep_accepted(
-    hidden: Tensor, slots: Tensor, positions: Tensor, n_accepted: Tensor, carried: CarriedStates, n_tokens: int
+    hidden: Tensor, starts: Tensor, slots: Tensor, positions: Tensor, n_accepted: Tensor, carried: CarriedStates
 ) -> None:
-    """Of rows of n_tokens each: the hidden state of the last accepted token. n_accepted: by slot."""
-    for first in range(0, len(slots), n_tokens):
-        slot = int(slots[first])
+    """Of each row the hidden state of the last accepted token. slots: by token; n_accepted: by slot."""
+    for first, stop in pairwise(starts.tolist()):
+        slot = int(slots[first]) if first < stop else PADDING
         if slot >= 0:
             at = first + int(n_accepted[slot])
             carried.hidden[slot], carried.positions[slot] = hidden[at], positions[at]

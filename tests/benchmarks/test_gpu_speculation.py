@@ -162,7 +162,7 @@ def test_the_gpus_own_graphs_verify_the_drafts(batch, n_drafts, monkeypatch):
     found = VerifySteps(loop, VOCAB).time(batch, 80, n_drafts, n_steps=6)
     assert found.keys() == {"loop_ms", "graph_ms"}
     graphs = {kind.shape: graph.n_replays for kind, graph in loop._runner._graphs._captured.items() if graph.n_replays}
-    shape = VerifyShape(batch, 1 + n_drafts) if n_drafts else batch
+    shape = VerifyShape(batch, batch * (1 + n_drafts)) if n_drafts else batch
     assert graphs[shape] > 6 + 20, "its steps, and the replays that were timed"
     assert not loop.busy
 

@@ -152,7 +152,9 @@ class VerifySteps:
         assert n_tokens == batch * (1 + n_drafts) * n_steps, f"{n_tokens} tokens in {n_steps} steps"
         if self._is_gpu:
             shapes = {kind.shape for kind in self._kinds}
-            assert shapes == {(batch, 1 + n_drafts) if n_drafts else batch}, f"steps of other shapes: {shapes}"
+            assert shapes == {(batch, batch * (1 + n_drafts)) if n_drafts else batch}, (
+                f"steps of other shapes: {shapes}"
+            )
 
     def _replay_ms(self) -> float | None:
         """Of the graph of one more step, replayed with what that has uploaded: its rows name their tokens and

@@ -14,6 +14,7 @@ from torch import Tensor
 from emberline.engine.gpu.shapes import (
     CHUNK_ROWS,
     MAX_GRAPH_TOKENS,
+    MAX_ROW_TOKENS,
     TILE,
     all_mixed_decode_rows,
     mixed_decode_rows,
@@ -24,12 +25,13 @@ from emberline.engine.gpu.slots import Slots
 from emberline.engine.gpu.stream import Upload
 from emberline.engine.scheduler.plan import Masks, Row, StepPlan
 from emberline.kernels.decode_inputs import (
+    DRAFT_HEADER_ROWS,
+    HEADER_ROWS,
     LAST_SAMPLED,
     NO_BLOCK,
     PADDING,
     DecodeInputs,
     SlotState,
-    header_rows,
 )
 from emberline.kernels.gpu.workspace import PrefillChunk, StepShape
 from emberline.models.decoder import StepInputs
@@ -79,6 +81,7 @@ def _best_prefix_of(
 
 ALIGNED = 4  # int32 numbers
 _LAST_SAMPLED = LAST_SAMPLED.to_bytes(4, "little", signed=True)
+_OWN = bytes(4)  # among drafts, in the place of a row's own token
 
 
 @dataclass(slots=True)
@@ -104,10 +107,10 @@ class StepBatch:
             self.order if n_decodes == d or not self.chunks else [n if n < d else n - d + n_decodes for n in self.order]
         )
 
-    def verify(self, n_tokens: int) -> None:
-        """All its rows decode, padded to n_tokens each: from here on slots, order and logprobs are those of draws."""
+    def verify(self, starts: Sequence[int]) -> None:
+        """All its rows decode: from here on slots, order and logprobs are those of draws. starts: of rows' tokens."""
         n_draws = [1 + (len(row.draft_ids) >> 2) for row in self.decodes]
-        self.order = [r * n_tokens + i for r, n in enumerate(n_draws) for i in range(n)]
+        self.order = [at for first, n in zip(starts, n_draws) for at in range(first, first + n)]
         self.slots = [slot for slot, n in zip(self.slots, n_draws) for _ in range(n)]
         if self.logprobs is not None:
             self.logprobs = [wanted for wanted, n in zip(self.logprobs, n_draws) for _ in range(n)]
@@ -158,7 +161,18 @@ class VerifyShape(NamedTuple):
     """The layout of a step that verifies drafts: the key of its CUDA graph."""
 
     n_rows: int
-    n_tokens: int  # of each row: its own, and drafts
+    n_tokens: int  # of all rows: their own, drafts, and padding
+
+    def starts(self, rows: Sequence[Row]) -> list[int]:
+        """The first token of each row. The last rows have the tokens that pad the step, none too many of them."""
+        lengths = [1 + (len(row.draft_ids) >> 2) for row in rows] + [0] * (self.n_rows - len(rows))
+        left, r = self.n_tokens - sum(lengths), self.n_rows
+        while left:
+            r -= 1
+            more = min(left, MAX_ROW_TOKENS - lengths[r])
+            lengths[r] += more
+            left -= more
+        return list(accumulate(lengths[:-1], initial=0))
 
 
 class DecodeBuffers:
@@ -171,14 +185,11 @@ class DecodeBuffers:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         self._n_groups = n_groups
-        shapes = [VerifyShape(max_rows, 1), *verified]
-        n_words = max((header_rows(n) + 2 * n_groups) * rows for rows, n in shapes)
-        n_tokens = max(rows * n for rows, n in shapes)
+        n_tokens = max([max_rows, *(n for _, n in verified)])
+        n_words = (DRAFT_HEADER_ROWS + 2 * n_groups) * max_rows + n_tokens
         self._upload = Upload(n_words, device)
         self._packet = zeros(n_words)
-        self._starts = {
-            n: torch.arange(0, (max_rows + 1) * n, n, dtype=torch.int32, device=device) for n in {s[1] for s in shapes}
-        }
+        self._starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         self._samples = torch.arange(n_tokens, device=device)
         self._sharing = Upload(max_rows + 2, device)
         self._shared = zeros(max_rows + 2)
@@ -189,25 +200,37 @@ class DecodeBuffers:
             zeros(max_rows),
             zeros(n_groups, max_rows, width),
             zeros(n_tokens),
+            zeros(max_rows + 1),
+            zeros(n_tokens),
         )
 
-    def packet(self, n_rows: int, n_tokens: int = 1) -> Tensor:
-        return self._packet[: (header_rows(n_tokens) + 2 * self._n_groups) * n_rows].view(-1, n_rows)
+    def _words(self, n_rows: int, drafts: bool) -> int:
+        return ((DRAFT_HEADER_ROWS if drafts else HEADER_ROWS) + 2 * self._n_groups) * n_rows
 
-    def send(self, rows: list[Row], n_rows: int, n_tokens: int = 1) -> None:
-        """Queue the packet of these rows, padded to n_rows of n_tokens."""
-        header = header_rows(n_tokens)
-        n, n_words = len(rows), (header + 2 * self._n_groups) * n_rows
-        columns = self._upload.array()[:n_words].reshape(-1, n_rows)
+    def packet(self, n_rows: int, drafts: bool = False) -> Tensor:
+        return self._packet[: self._words(n_rows, drafts)].view(-1, n_rows)
+
+    def drafts(self, shape: VerifyShape) -> Tensor:
+        """By token; behind the packet."""
+        return self._packet[self._words(shape.n_rows, True) :][: shape.n_tokens]
+
+    def send(self, rows: list[Row], n_rows: int, n_tokens: int = 0, starts: Sequence[int] = ()) -> None:
+        """Queue the packet of these rows, padded to n_rows. starts: of steps that verify drafts, padded to n_tokens."""
+        header = DRAFT_HEADER_ROWS if n_tokens else HEADER_ROWS
+        n, n_words = len(rows), self._words(n_rows, bool(n_tokens))
+        array = self._upload.array()
+        columns = array[:n_words].reshape(-1, n_rows)
         columns[0, :n] = [row.slot for row in rows]
         columns[1, :n] = [row.start for row in rows]
         ids = b"".join([row.token_ids or _LAST_SAMPLED for row in rows])
         columns[2, :n] = np.frombuffer(ids, "<i4")
-        if n_tokens > 1:
-            columns[3, :n] = [len(row.draft_ids) >> 2 for row in rows]
-            drafts = b"".join([row.draft_ids.ljust(4 * n_tokens - 4, b"\0") for row in rows])
-            columns[4:header, :n] = np.frombuffer(drafts, "<i4").reshape(n, n_tokens - 1).T
-            columns[3:header, n:] = 0
+        if n_tokens:
+            columns[3, :n], columns[3, n:] = [len(row.draft_ids) >> 2 for row in rows], 0
+            columns[4] = starts
+            ends = [*starts[1:], n_tokens]
+            by_row = [(_OWN + row.draft_ids).ljust(4 * (end - at), b"\0") for row, at, end in zip(rows, starts, ends)]
+            drafts = b"".join(by_row).ljust(4 * n_tokens, b"\0")
+            array[n_words : n_words + n_tokens] = np.frombuffer(drafts, "<i4")
         columns[header:] = NO_BLOCK
         grown = [(r, row.blocks) for r, row in enumerate(rows) if row.blocks is not None]
         for g in range(self._n_groups):
@@ -215,7 +238,7 @@ class DecodeBuffers:
             for r, blocks in grown:
                 columns[header + g, r] = blocks[g][0]
         columns[1, n:], columns[0, n:], columns[2, n:] = PADDING, 0, 0
-        self._upload.send(n_words, self._packet)
+        self._upload.send(n_words + n_tokens, self._packet)
 
     def send_shared(self, shared: SharedPrefix) -> None:
         array, n = self._sharing.array(), len(shared.rows)
@@ -227,17 +250,18 @@ class DecodeBuffers:
     def shared(self, n_rows: int) -> tuple[Tensor, Tensor]:
         return self._shared[:2], self._shared[2 : 2 + n_rows]
 
-    def step(self, n_rows: int, cascade: bool, n_tokens: int = 1) -> StepInputs:
+    def step(self, n_rows: int, cascade: bool = False, n_tokens: int = 0) -> StepInputs:
+        """n_tokens: of all rows, of a step that verifies drafts."""
         shared, shares = self.shared(n_rows) if cascade else (None, None)
-        to, n = self.inputs, n_rows * n_tokens
+        to, n = self.inputs, n_tokens or n_rows
         return StepInputs(
             token_ids=to.token_ids[:n],
             positions=to.positions[:n],
-            query_starts=self._starts[n_tokens][: n_rows + 1],
+            query_starts=(to.starts if n_tokens else self._starts)[: n_rows + 1],
             context_lens=to.context_lens[:n_rows],
             block_tables=[table[:n_rows] for table in to.tables],
             sample_tokens=self._samples[:n],
-            shape=StepShape(n_rows, shared_prefix=shared, prefix_lens=shares, row_tokens=n_tokens),
+            shape=StepShape(n_rows, shared_prefix=shared, prefix_lens=shares, drafts=n_tokens > 0),
         )
 
 

@@ -31,11 +31,11 @@ class ChainKernels(Protocol):
 
     def carry(
         self, hidden: Tensor, starts: Tensor, slots: Tensor, positions: Tensor, carried: CarriedStates, out: Tensor,
-        n_tokens: int,
+        drafts: bool,
     ) -> None: ...  # fmt: skip
     def keep_accepted(
-        self, hidden: Tensor, slots: Tensor, positions: Tensor, n_accepted: Tensor, carried: CarriedStates,
-        n_tokens: int,
+        self, hidden: Tensor, starts: Tensor, slots: Tensor, positions: Tensor, n_accepted: Tensor,
+        carried: CarriedStates,
     ) -> None: ...  # fmt: skip
     def begin_chain(
         self, state: SlotState, carried: CarriedStates, group: int, first_scratch: int, to: ChainInputs
@@ -94,11 +94,11 @@ class ChainOfDrafts:
     def forget(self, slots: Sequence[int]) -> None:
         """Other sequences have taken these slots."""
 
-    def reading(self, slots: Tensor, n_tokens: int = 1) -> Taps:
-        """What takes in a step. slots: of row r at r * n_tokens."""
+    def reading(self, slots: Tensor, drafts: bool = False) -> Taps:
+        """What takes in a step. slots: of each row, or of each token where drafts are verified."""
         raise NotImplementedError
 
-    def keep_accepted(self, slots: Tensor, positions: Tensor, n_tokens: int) -> None:
+    def keep_accepted(self, starts: Tensor, slots: Tensor, positions: Tensor) -> None:
         """After the drafts of a step were verified; slots and positions by token."""
 
     def run(self, shape: ChainShape) -> Tensor:
@@ -111,8 +111,8 @@ class _Reading:
     """Takes in one step: a `models.decoder.Taps`."""
 
     chain: "DraftChain"
-    slots: Tensor  # int32, of row r at r * n_tokens
-    n_tokens: int  # of each row, where drafts are verified; else 1
+    slots: Tensor  # int32, of each row, or of each token
+    drafts: bool  # they are verified
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -122,7 +122,7 @@ class _Reading:
         self.chain.head.add_tap(n, residual, self.chain.hidden[: len(residual)])
 
     def end(self, step: StepInputs) -> None:
-        self.chain.write_entries(step, self.slots, self.n_tokens)
+        self.chain.write_entries(step, self.slots, self.drafts)
 
 
 class DraftChain(ChainOfDrafts):
@@ -153,18 +153,18 @@ class DraftChain(ChainOfDrafts):
         sent = self._forget.send(len(slots), self._forgotten)
         self._carried.positions.index_fill_(0, sent.long(), NOT_KNOWN)
 
-    def reading(self, slots: Tensor, n_tokens: int = 1) -> Taps:
-        return _Reading(self, slots, n_tokens)
+    def reading(self, slots: Tensor, drafts: bool = False) -> Taps:
+        return _Reading(self, slots, drafts)
 
-    def write_entries(self, step: StepInputs, slots: Tensor, n_tokens: int) -> None:
+    def write_entries(self, step: StepInputs, slots: Tensor, drafts: bool) -> None:
         n = len(step.token_ids)
         before = self._before[:n]
-        self._kernels.carry(self.hidden[:n], step.query_starts, slots, step.positions, self._carried, before, n_tokens)
+        self._kernels.carry(self.hidden[:n], step.query_starts, slots, step.positions, self._carried, before, drafts)
         self.head.write_entries(step, before, self._pool, self._embeds[:n])
 
-    def keep_accepted(self, slots: Tensor, positions: Tensor, n_tokens: int) -> None:
+    def keep_accepted(self, starts: Tensor, slots: Tensor, positions: Tensor) -> None:
         n_accepted = self._slots.state.n_accepted
-        self._kernels.keep_accepted(self.hidden[: len(slots)], slots, positions, n_accepted, self._carried, n_tokens)
+        self._kernels.keep_accepted(self.hidden[: len(slots)], starts, slots, positions, n_accepted, self._carried)
 
     def run(self, shape: ChainShape) -> Tensor:
         n, to, state = shape.n_rows, first_rows(self._inputs, shape.n_rows), self._slots.state

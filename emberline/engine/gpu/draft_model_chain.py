@@ -67,7 +67,7 @@ class DraftModelChain(ChainOfDrafts):
         """Beside the pools: of tables, and of token ids."""
         return 4 * max_running * (len(model.kv_groups) * table_width + 16) + 4 * model.vocab_size
 
-    def reading(self, slots: Tensor, n_tokens: int = 1) -> Taps:
+    def reading(self, slots: Tensor, drafts: bool = False) -> Taps:
         return _Following(self)
 
     def write_entries(self, step: StepInputs) -> None:

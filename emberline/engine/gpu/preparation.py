@@ -40,7 +40,7 @@ class StepPreparation:
         compile_server: CompileServer | None = None,
         timed: Callable[[Mapping[tuple[int, int], float]], None] | None = None,
     ) -> None:
-        """timed: learns what steps that verify drafts take, by rows and tokens of each, once they are captured."""
+        """timed: learns what steps that verify drafts take, by rows and tokens, once they are captured."""
         self._compile_server = compile_server
         self._model = model
         self._models = [model, *runner.draft_models]
@@ -131,7 +131,9 @@ class StepPreparation:
     def _time_next(self, timed: Callable[[Mapping[tuple[int, int], float]], None]) -> None:
         n_rows, n_tokens = self._to_time.popleft()
         try:
-            seconds = self._runner.time_padding(StepKind(n_rows if n_tokens == 1 else VerifyShape(n_rows, n_tokens)))
+            seconds = self._runner.time_padding(
+                StepKind(n_rows if n_tokens == n_rows else VerifyShape(n_rows, n_tokens))
+            )
         except Exception as error:  # then what drafts cost is learned from requests alone
             if isinstance(lost := fatal(error), DeviceLost):
                 raise lost from error

@@ -12,7 +12,7 @@ from torch import Tensor
 from emberline.engine.gpu.draft_chain import ChainShape, DraftChain
 from emberline.engine.gpu.draft_model_chain import MODEL_CHAIN_DEPTHS, DraftModelChain
 from emberline.engine.gpu.memory_budget import graph_bytes, reserve_bytes, runner_state_bytes
-from emberline.engine.gpu.shapes import CHUNK_ROWS, MAX_GRAPH_TOKENS, all_verify_shapes, max_draws, table_width
+from emberline.engine.gpu.shapes import CHUNK_ROWS, MAX_GRAPH_TOKENS, max_draws, table_width, verify_rows
 from emberline.engine.scheduler.limits import Limits
 from emberline.kernels.backend import LatentAttention, MoE
 from emberline.kernels.gpu.matmul import workspace_needs
@@ -50,10 +50,10 @@ class StepMemory:
         n_rows, n_groups = limits.max_running + CHUNK_ROWS, len(model.kv_groups)
         n_tokens = max(limits.token_budget, MAX_GRAPH_TOKENS)
         n_draws = max_draws(limits.max_running) if speculates else n_rows
-        verified = all_verify_shapes(limits.max_running) if speculates else ()
+        verified = verify_rows(limits.max_running) if speculates else 0
         layer = head.layer if isinstance(head, GpuDraftHead) else None
         sizes = WorkspaceSizes.of(
-            model, n_tokens, n_rows, n_draws, verified=verified, head=layer, **workspace_needs(model.matrices)
+            model, n_tokens, n_rows, n_draws, verify_rows=verified, head=layer, **workspace_needs(model.matrices)
         )
         sampler = SamplerTable.bytes(limits.max_running, limits.vocab_size, n_draws)
         state, chains, draft_sizes = sampler, 0, None
@@ -67,7 +67,13 @@ class StepMemory:
             state += DraftModelChain.state_bytes(head, limits.max_running, width)
             draft, n_samples = head.decoder, limits.max_running
             draft_sizes = WorkspaceSizes.of(
-                draft, n_tokens, n_rows, n_samples, verified=verified, head=None, **workspace_needs(draft.matrices)
+                draft,
+                n_tokens,
+                n_rows,
+                n_samples,
+                verify_rows=verified,
+                head=None,
+                **workspace_needs(draft.matrices),
             )
             dense_layers += _dense_layers(draft)
             depth = sum(shape.depth for shape in ChainShape.all(limits.max_running, MODEL_CHAIN_DEPTHS))

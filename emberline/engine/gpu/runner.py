@@ -31,8 +31,8 @@ from emberline.engine.gpu.graphs import CudaGraphs
 from emberline.engine.gpu.shapes import (
     CHUNK_ROWS,
     MAX_GRAPH_TOKENS,
+    MAX_ROW_TOKENS,
     MAX_VERIFY_ROWS,
-    VERIFY_TOKENS,
     all_decode_rows,
     all_verify_shapes,
     decode_rows,
@@ -66,7 +66,7 @@ _DEVICE_ERRORS = ("CUDA error", "Triton Error [CUDA]", "CUBLAS_STATUS_EXECUTION_
 class Kernels(ChainKernels, Protocol):
     """The launches around a forward pass. `kernels.decode_inputs` and `kernels.sampling` are their references."""
 
-    def prepare(self, packet: Tensor, state: SlotState, to: DecodeInputs, n_tokens: int = 1) -> None: ...
+    def prepare(self, packet: Tensor, state: SlotState, to: DecodeInputs, drafts: Tensor | None = None) -> None: ...
     def keep(self, tokens: Tensor, slots: Tensor, positions: Tensor, state: SlotState) -> None: ...
     def sample(
         self,
@@ -77,17 +77,10 @@ class Kernels(ChainKernels, Protocol):
         out: Any,
         guided: bool = False,
         token_ids: Tensor | None = None,
-        n_draws: int = 1,
+        offsets: Tensor | None = None,
     ) -> None: ...
     def accept(
-        self,
-        draws: Tensor,
-        inputs: DecodeInputs,
-        table: Any,
-        state: SlotState,
-        n_rows: int,
-        n_tokens: int,
-        guided: bool = False,
+        self, draws: Tensor, inputs: DecodeInputs, table: Any, state: SlotState, n_rows: int, guided: bool = False
     ) -> None: ...
 
 
@@ -125,7 +118,7 @@ class StepKind(NamedTuple):
         if isinstance(self.shape, int):
             return self.shape, 0, not self.cascade
         if isinstance(self.shape, VerifyShape):
-            return self.shape.n_rows * self.shape.n_tokens, 0, False
+            return self.shape.n_tokens, self.shape.n_rows, False
         return self.shape.n_tokens, self.shape.n_decodes, not self.cascade
 
 
@@ -190,7 +183,7 @@ class GpuRunner:
         self._verified = [VerifyShape(*shape) for shape in all_verify_shapes(rows)] if speculates else []
         n_draws = max_draws(rows) if speculates else rows + CHUNK_ROWS
         # Padding behind the drafts of a row reaches beyond its context.
-        width = table_width(limits.context_len + (VERIFY_TOKENS[-1] if speculates else 0))
+        width = table_width(limits.context_len + (MAX_ROW_TOKENS if speculates else 0))
         self._max_rows = rows
         self._slots = Slots(rows, groups, width, sampler, self._device)
         self._decode = DecodeBuffers(rows, groups, width, self._device, self._verified)
@@ -304,7 +297,7 @@ class GpuRunner:
         elif isinstance(kind.shape, int):
             self._decode.send([], kind.shape)
         elif isinstance(kind.shape, VerifyShape):
-            self._decode.send([], *kind.shape)
+            self._decode.send([], *kind.shape, kind.shape.starts([]))
         else:
             self._mixed.send(StepBatch(), kind.shape, self._slots.spare)
 
@@ -444,11 +437,11 @@ class GpuRunner:
         inputs = self._mixed.inputs(shape, self._slots.state, None, 0, shared)
         return self._mixed_body(inputs, self._mixed.row_slots(shape), self._mixed.sampled_rows(shape, None))
 
-    def _forward(self, inputs: StepInputs, slots: Tensor, n_tokens: int = 1) -> Tensor:
+    def _forward(self, inputs: StepInputs, slots: Tensor, drafts: bool = False) -> Tensor:
         """slots: of each row, or of each token where drafts are verified."""
         if self._chain is None:
             return self._model.forward(inputs, self._kv)
-        return self._model.forward(inputs, self._model_kv, self._chain.reading(slots, n_tokens))
+        return self._model.forward(inputs, self._model_kv, self._chain.reading(slots, drafts))
 
     def _decode_body(self, n_rows: int, cascade: bool) -> Tensor:
         self._kernels.prepare(self._decode.packet(n_rows), self._slots.state, self._decode.inputs)
@@ -482,8 +475,8 @@ class GpuRunner:
     def _verify_kind(self, batch: StepBatch, plan: StepPlan) -> tuple[StepKind, StepKind] | None:
         """The kind of step to run and the one wanted; None: drafts are left out. Beside chunks, and before a shape that
         holds them is captured."""
-        most = 1 + (max([len(row.draft_ids) for row in plan.rows]) >> 2)
-        shape = verify_shape(len(batch.decodes), most, self._max_rows)
+        n_rows = len(batch.decodes)
+        shape = verify_shape(n_rows, n_rows + plan.n_drafts, self._max_rows)
         if batch.chunks or shape is None or not self._verified:
             return None
         wanted = StepKind(VerifyShape(*shape))
@@ -495,17 +488,18 @@ class GpuRunner:
     ) -> tuple[int, Callable[[], None] | None]:
         shape = kind.shape
         assert isinstance(shape, VerifyShape)
-        self._decode.send(batch.decodes, *shape)
+        starts = shape.starts(batch.decodes)
+        self._decode.send(batch.decodes, *shape, starts)
         logits = self._run(kind, wanted)
-        batch.verify(shape.n_tokens)  # behind the launch, which the device waits for
-        n_draws = len(batch.decodes) * shape.n_tokens
-        return n_draws, (lambda: self._sample_drafts(logits, shape, guided=True)) if batch.masked else None
+        batch.verify(starts)  # behind the launch, which the device waits for
+        return batch.order[-1] + 1, (lambda: self._sample_drafts(logits, shape, guided=True)) if batch.masked else None
 
     def _verify_body(self, shape: VerifyShape) -> Tensor:
         n_rows, n_tokens = shape
-        self._kernels.prepare(self._decode.packet(*shape), self._slots.state, self._decode.inputs, n_tokens)
-        slots = self._decode.inputs.slots[: n_rows * n_tokens]
-        logits = self._forward(self._decode.step(n_rows, False, n_tokens), slots, n_tokens)
+        buffers = self._decode
+        self._kernels.prepare(buffers.packet(n_rows, True), self._slots.state, buffers.inputs, buffers.drafts(shape))
+        slots = buffers.inputs.slots[:n_tokens]
+        logits = self._forward(buffers.step(n_rows, n_tokens=n_tokens), slots, drafts=True)
         self._sample_drafts(logits, shape)
         return logits
 
@@ -520,11 +514,11 @@ class GpuRunner:
             sampled,
             guided,
             token_ids=to.token_ids,
-            n_draws=shape.n_tokens,
+            offsets=to.offsets,
         )
-        self._kernels.accept(sampled.token_ids, to, slots.sampler, slots.state, *shape, guided)
+        self._kernels.accept(sampled.token_ids, to, slots.sampler, slots.state, shape.n_rows, guided)
         if self._chain is not None:
-            self._chain.keep_accepted(to.slots[:n], to.positions[:n], shape.n_tokens)
+            self._chain.keep_accepted(to.starts[: shape.n_rows + 1], to.slots[:n], to.positions[:n])
 
     def _draft(self, launched: _Launched) -> Tensor | None:
         """Drafts of what follows the tokens that a step has drawn; not before a chain is captured."""

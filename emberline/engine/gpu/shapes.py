@@ -12,7 +12,8 @@ PROMPT_MULTIPLE = 8192  # prompts are cut at multiples of it where possible: att
 CHUNK_ROWS = 32  # chunks in a captured step, one of them padding
 GPU_SHAPES = ShapePolicy(TILE, MAX_GRAPH_TOKENS, CHUNK_ROWS - 1, PROMPT_MULTIPLE)  # as the prefill policy sees it
 
-VERIFY_TOKENS = (2, 3, 5, 9, 16)  # of each row of a step that verifies drafts
+VERIFY_TOKENS = (2, 3, 4, 5, 9, 16)  # of the rows of a step that verifies drafts, on average
+MAX_ROW_TOKENS = 16  # of one of them
 MAX_VERIFY_ROWS = 128
 MIN_DRAWS = 160  # that such a step may have, however few sequences run
 
@@ -59,32 +60,38 @@ def max_draws(max_rows: int) -> int:
     return max(max_rows + CHUNK_ROWS, MIN_DRAWS)
 
 
+def verify_rows(max_rows: int) -> int:
+    """The most of a step that verifies drafts."""
+    return min(max_rows, MAX_VERIFY_ROWS)
+
+
 @cache
 def all_verify_shapes(max_rows: int) -> tuple[tuple[int, int], ...]:
-    """Rows and tokens of each row, of the steps that verify drafts."""
+    """Rows and tokens of the steps that verify drafts."""
     sizes = [rows for rows in all_decode_rows(max_rows) if rows <= MAX_VERIFY_ROWS]
     most = {n: max_draws(max_rows) if n <= 5 else MIN_DRAWS for n in VERIFY_TOKENS}
-    return tuple((rows, n) for rows in sizes for n in VERIFY_TOKENS if rows * n <= most[n])
+    return tuple((rows, rows * n) for rows in sizes for n in VERIFY_TOKENS if rows * n <= most[n])
 
 
 def timed_verify_shapes(max_rows: int) -> list[tuple[int, int]]:
-    """Those whose times tell what drafts cost, with the plain steps of as many rows."""
-    found = [(rows, n) for rows, n in all_verify_shapes(max_rows) if rows in (1, 4, 16, 64) and n in (3, 5, 9)]
-    return [*((rows, 1) for rows in sorted({rows for rows, _ in found})), *found]
+    """Those whose times tell what drafts cost, with the plain steps of as many rows, which have a token of each."""
+    timed = [(rows, rows * n) for rows in (1, 4, 16, 64) for n in (3, 5, 9)]
+    found = [shape for shape in timed if shape in all_verify_shapes(max_rows)]
+    return [*((rows, rows) for rows in sorted({rows for rows, _ in found})), *found]
 
 
 @cache
 def verify_shape(rows: int, n_tokens: int, max_rows: int) -> tuple[int, int] | None:
     """The smallest of these shapes that holds so many rows and tokens."""
     fitting = ((r, n) for r, n in all_verify_shapes(max_rows) if r >= rows and n >= n_tokens)
-    return min(fitting, key=lambda shape: shape[0] * shape[1], default=None)
+    return min(fitting, key=lambda shape: (shape[1], shape[0]), default=None)
 
 
 @cache
 def most_drafts(rows: int, max_rows: int) -> int:
-    """Of a row in a step of so many."""
+    """Of all rows of a step together."""
     padded = decode_rows(rows, max_rows)
-    return max((n - 1 for r, n in all_verify_shapes(max_rows) if r == padded), default=0)
+    return max((n - rows for r, n in all_verify_shapes(max_rows) if r == padded), default=0)
 
 
 def max_graphs(max_rows: int, speculates: bool = False) -> int:

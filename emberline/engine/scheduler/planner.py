@@ -8,6 +8,7 @@ from emberline.engine.scheduler.admission import AdmissionPolicy
 from emberline.engine.scheduler.limits import Limits
 from emberline.engine.scheduler.plan import UNKNOWN_DRAFT, Row, StepPlan
 from emberline.engine.scheduler.prefill_policy import (
+    MAX_DRAFTS,
     NO_TARGET,
     DecodingSequences,
     PrefillBurst,
@@ -59,7 +60,7 @@ class StepPlanner:
         self._n_suspects = 0  # sequences in the step being planned that it may fail for
         self._max_suspects = inf
         self._has_prompts = False  # some running sequence is not decoding in the step being planned
-        self._most_drafts: int | None = 0  # of a row of that step; None: not known yet
+        self._most_drafts: int | None = 0  # of that step; None: not known yet
         self._none_passed = [0] * len(cache.groups)
 
     def plan(self) -> StepPlan:
@@ -205,7 +206,8 @@ class StepPlanner:
         if seq.suspicion or seq.slow_guide or (seq.effective_class == _BATCH and self._batch_class.is_limited):
             return b""
         most = min(
-            self._draft_limit(),
+            MAX_DRAFTS,
+            self._draft_limit() - plan.n_drafts,
             seq.n_output_left - seq.n_sampling - seq.n_drafting - 1,
             self._limits.token_budget - plan.n_tokens - (n_due - 1) + len(plan.rows) - len(self._queues.running),
         )

@@ -80,8 +80,8 @@ class PrefillPolicy:
         return inf
 
     def most_drafts(self, n_rows: int) -> int:
-        """Of each row in a step that decodes so many sequences."""
-        return MAX_DRAFTS
+        """Of all rows together, in a step that decodes so many sequences."""
+        return n_rows * MAX_DRAFTS
 
     @property
     def drafts_beside_prompts(self) -> bool:

@@ -14,6 +14,7 @@ _PRIOR_WEIGHT = 4.0  # draft tokens that a prior counts as
 _CAUTION = 0.95  # of the expected gain counts: measurements are never exact
 _TIME_GAIN = 0.1  # of a new step time
 _TIME_MEMORY = 0.97  # weight of earlier measurements of what drafts cost, with every new one
+_STEP_GAIN = 0.1  # of what the rows of a new step might draft
 _PASS_GAIN = 0.3  # of a new measurement of a draft head's passes
 _FIRST_PASS = 0.2  # of a step without drafts, which such a pass takes before it was measured
 _PROBE_STEPS = 150  # whose drafts were all refused; the drafts of the next one are tried: they may pay by now
@@ -114,23 +115,24 @@ class LengthPolicy:
         # Of the step being planned:
         self._expected = 0.0  # tokens that it gives so far
         self._step_s = 0.0  # what it takes so far
-        self._fixed_s = 0.0  # a row's share of the fixed cost of drafting
+        self._fixed_s = 0.0  # what the first row that drafts lengthens it by, beside its tokens
         self._token_s = 0.0  # of one more draft token
+        self._n_worth, self._worth = 0, 0.0  # draft tokens that pay without the fixed cost, and what they gain
         self._n_rows, self._plain_s = 0, 0.0
         self._probes = False  # it tries drafts that would not pay
         self._refused = False  # some draft does not pay
         # Of steps before it:
-        self._n_drafting = 1.0  # rows that draft in a step, of those with any: moving average
+        self._share, self._gain = 1.0, 1.0  # of such draft tokens, for each row: moving averages
         self._since_plain = 0  # drafting steps since one without
         self._n_refused = 0  # steps whose drafts were all refused, since the last one with drafts
         self._pause, self._resting = _FIRST_PAUSE, 0
         self._n_trial, self._gained, self._spent = 0, 0.0, 0.0  # drafting steps against plain ones
 
     def calibrate(self, step_s: Mapping[tuple[int, int], float]) -> None:
-        """step_s: what steps without a cache take, by rows and tokens of each; measured before any request."""
-        for n_rows in {rows for rows, n in step_s if n == 1}:
-            plain_s = step_s[n_rows, 1]
-            longer = [(rows * (n - 1), s - plain_s) for (rows, n), s in step_s.items() if rows == n_rows and n > 1]
+        """step_s: what steps without a cache take, by rows and tokens; measured before any request."""
+        for n_rows in {rows for rows, n in step_s if n == rows}:
+            plain_s = step_s[n_rows, n_rows]
+            longer = [(n - n_rows, s - plain_s) for (rows, n), s in step_s.items() if rows == n_rows < n]
             if longer and n_rows.bit_length() not in self._drafts:
                 token_s = max(0.0, sum(x * y for x, y in longer) / sum(x * x for x, _ in longer))
                 self._drafts[n_rows.bit_length()] = DraftTimes(token_s, self._first_fixed_s)
@@ -145,10 +147,15 @@ class LengthPolicy:
             return False
         self._n_refused += self._refused
         self._refused, self._probes = False, self._n_refused >= _PROBE_STEPS
+        if self._n_rows:
+            self._share += _STEP_GAIN * (self._n_worth / self._n_rows - self._share)
+            self._gain += _STEP_GAIN * (self._worth / self._n_rows - self._gain)
         times = self._draft_times(n_rows, plain_s)
-        self._n_rows, self._plain_s = n_rows, plain_s
+        self._n_rows, self._plain_s, self._n_worth, self._worth = n_rows, plain_s, 0, 0.0
         self._expected, self._step_s = float(n_rows), plain_s
-        self._fixed_s, self._token_s = times.fixed_s / max(1.0, self._n_drafting), times.token_s
+        self._fixed_s, self._token_s = times.fixed_s, times.token_s
+        if (1 + self._gain) * plain_s > plain_s + times.fixed_s + n_rows * self._share * times.token_s:
+            self._step_s, self._fixed_s = plain_s + times.fixed_s, 0.0  # the drafts of all rows pay for it together
         return True
 
     def choose(self, cells: list[int], n_guessed: int = 0, trust: float = 1.0) -> tuple[int, float]:
@@ -159,6 +166,7 @@ class LengthPolicy:
         """
         rate, token_s, expected = self.rates.rate, self._token_s, self._expected
         best, best_n, best_gain = self._expected / self._step_s, 0, 0.0
+        worth = best * token_s  # the least gain for which a token pays
         gain, likely, seconds = 0.0, _CAUTION * trust, self._step_s + self._fixed_s
         for cell in cells[:n_guessed]:
             likely *= rate(cell)
@@ -169,6 +177,9 @@ class LengthPolicy:
             per_s = (expected + gain) / seconds
             if per_s > best:
                 best, best_n, best_gain = per_s, n, gain
+            if likely > worth:
+                self._n_worth += 1
+                self._worth += likely
         if not best_n:
             self._refused = True
             if not self._probes:
@@ -176,12 +187,14 @@ class LengthPolicy:
             best_n = min(_PROBE_TOKENS, max(0, len(cells) - n_guessed))
         self._expected += best_gain
         self._step_s += self._fixed_s + best_n * self._token_s
+        self._fixed_s = 0.0
         return best_n, best_gain
 
     def depth(self, cells: list[int]) -> int:
         """How many tokens a draft head is to propose behind every row of this step, for the next one to verify: as many
         as pay if all rows draft, its own passes included. (In `choose` these are spent already.)"""
-        n, fixed_s, pass_s = self._n_rows, self._fixed_s * max(1.0, self._n_drafting), self._pass_s(self._n_rows)
+        n, pass_s = self._n_rows, self._pass_s(self._n_rows)
+        fixed_s = self._draft_times(n, self._plain_s).fixed_s
         best, best_n, gain, likely = 1.0 / self._plain_s, 0, 0.0, _CAUTION
         for depth, cell in enumerate(cells, 1):
             likely *= self.rates.rate(cell)
@@ -194,9 +207,7 @@ class LengthPolicy:
             return _PROBE_TOKENS if self._n_refused >= _PROBE_STEPS - 1 else 0
         return min(len(cells), best_n + 1)  # one more: else its acceptance is never measured
 
-    def measured(
-        self, n_rows: int, n_drafting: int, n_drafts: int, n_output: int, seconds: float, depth: int = 0
-    ) -> None:
+    def measured(self, n_rows: int, n_drafts: int, n_output: int, seconds: float, depth: int = 0) -> None:
         """A step without prompts took so long, until the next one could begin, and gave n_output tokens. depth: of what
         a draft head has proposed behind it, in this time. Such a step does not count as one without drafts,
         even if it verified none."""
@@ -209,7 +220,6 @@ class LengthPolicy:
         self._since_plain += 1
         if n_drafts:
             self._n_refused, self._refused = 0, False
-            self._n_drafting += 0.1 * (n_drafting - self._n_drafting)
         plain_s = self._plain.of(n_rows)
         if plain_s is not None:
             seconds = min(seconds, 4 * plain_s * (1 + n_drafts / n_rows))  # something was compiled

@@ -199,7 +199,7 @@ class Speculator:
         self._n_accepted = 0
         if plan.n_tokens - plan.n_drafts == n_rows:  # it has no prompts
             n_output = n_rows + n_accepted
-            self._policy.measured(n_rows, plan.n_drafting, plan.n_drafts, n_output, seconds, plan.depth)
+            self._policy.measured(n_rows, plan.n_drafts, n_output, seconds, plan.depth)
 
     @property
     def stats(self) -> tuple[DraftStats, ...]:

@@ -15,14 +15,14 @@ _ENTRIES = 1024  # block table entries copied by one program
 _IDS = 4096  # of the draft vocabulary, read at a time
 
 
-@triton.jit(do_not_specialize=["n_tokens"])
+@triton.jit
 def _carry(
-    hidden, starts, slots, positions, kept, kept_positions, out, width, n_tokens, BLOCK: tl.constexpr
+    hidden, starts, slots, positions, kept, kept_positions, out, width, DRAFTS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0)
     first, stop = tl.load(starts + row), tl.load(starts + row + 1)
-    slot = tl.load(slots + row * n_tokens)
     if stop > first:
+        slot = tl.load(slots + (first if DRAFTS else row))
         col = tl.arange(0, BLOCK)
         mask = col < width
         own = kept + tl.maximum(slot, 0).to(tl.int64) * width + col
@@ -30,19 +30,20 @@ def _carry(
         known = (slot >= 0) & (tl.load(kept_positions + tl.maximum(slot, 0)) == before)
         value = tl.where(known, tl.load(own, mask=mask, other=0.0), 0.0)
         tl.store(out + first.to(tl.int64) * width + col, value, mask=mask)
-        if (slot >= 0) & (n_tokens == 1):
+        if (slot >= 0) & (not DRAFTS):
             tl.debug_barrier()  # all have read
             last = (stop - 1).to(tl.int64)
             tl.store(own, tl.load(hidden + last * width + col, mask=mask, other=0.0), mask=mask)
             tl.store(kept_positions + slot, tl.load(positions + last))
 
 
-@triton.jit(do_not_specialize=["n_tokens"])
+@triton.jit
 def _keep_accepted(
-    hidden, slots, positions, n_accepted, kept, kept_positions, width, n_tokens, BLOCK: tl.constexpr
+    hidden, starts, slots, positions, n_accepted, kept, kept_positions, width, BLOCK: tl.constexpr
 ):  # fmt: skip
-    first = tl.program_id(0) * n_tokens
-    slot = tl.load(slots + first)
+    row = tl.program_id(0)
+    first = tl.load(starts + row)
+    slot = tl.load(slots + first, mask=tl.load(starts + row + 1) > first, other=-1)
     if slot >= 0:
         at = first + tl.load(n_accepted + slot)
         col = tl.arange(0, BLOCK)
@@ -121,22 +122,22 @@ def _draw_drafts(
 
 
 def carry(
-    hidden: Tensor, starts: Tensor, slots: Tensor, positions: Tensor, carried: CarriedStates, out: Tensor, n_tokens: int
+    hidden: Tensor, starts: Tensor, slots: Tensor, positions: Tensor, carried: CarriedStates, out: Tensor, drafts: bool
 ) -> None:
     width = hidden.shape[1]
     out[1:].copy_(hidden[:-1])
     _carry[(len(starts) - 1,)](
-        hidden, starts, slots, positions, carried.hidden, carried.positions, out, width, n_tokens,
+        hidden, starts, slots, positions, carried.hidden, carried.positions, out, width, DRAFTS=drafts,
         BLOCK=next_power_of_two(width), **launch_options(False, num_warps=4),
     )  # fmt: skip
 
 
 def keep_accepted(
-    hidden: Tensor, slots: Tensor, positions: Tensor, n_accepted: Tensor, carried: CarriedStates, n_tokens: int
+    hidden: Tensor, starts: Tensor, slots: Tensor, positions: Tensor, n_accepted: Tensor, carried: CarriedStates
 ) -> None:
     width = hidden.shape[1]
-    _keep_accepted[(len(slots) // n_tokens,)](
-        hidden, slots, positions, n_accepted, carried.hidden, carried.positions, width, n_tokens,
+    _keep_accepted[(len(starts) - 1,)](
+        hidden, starts, slots, positions, n_accepted, carried.hidden, carried.positions, width,
         BLOCK=next_power_of_two(width), **launch_options(False, num_warps=4),
     )  # fmt: skip
 

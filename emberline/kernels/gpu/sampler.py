@@ -59,11 +59,11 @@ def _adjust_logits(source, raw, ids, mask, row, state, slot, MAX_EDITS: tl.const
 
     DRAFTS: rows are draws, several of each slot; a draw counts the drafts before it and has a mask of its own.
     """
-    _, edit_ids, edit_values, masks, counts, words, vocab, token_ids, n_draws = source
+    _, edit_ids, edit_values, masks, counts, words, vocab, token_ids, offsets = source
     x = raw
     draw = 0
     if DRAFTS:
-        draw = row % n_draws
+        draw = tl.load(offsets + row)
     if tl.load(state + 8) != 0:
         count = tl.load(counts + slot.to(tl.int64) * vocab + ids, mask=mask, other=0).to(tl.int32)
         if DRAFTS:
@@ -123,9 +123,9 @@ def _ranks_before(x, ids, pivot, pivot_id):
     return (x > pivot) | ((x == pivot) & (ids < pivot_id))
 
 
-@triton.jit(do_not_specialize=["n_draws"])
+@triton.jit
 def _scan(
-    logits, slots, positions, token_ids, n_draws, states, edit_ids, edit_values, masks, counts, chunk_stats, chunk_tops,
+    logits, slots, positions, token_ids, offsets, states, edit_ids, edit_values, masks, counts, chunk_stats, chunk_tops,
     span_max, n_listed, vocab, words, FIELDS: tl.constexpr, CHUNK_STATS: tl.constexpr, CHUNK: tl.constexpr,
     SPAN: tl.constexpr, MAX_EDITS: tl.constexpr, MAX_TOP: tl.constexpr, MAX_LISTED_K: tl.constexpr,
     GUIDED: tl.constexpr, DRAFTS: tl.constexpr,
@@ -134,7 +134,7 @@ def _scan(
     slot = tl.load(slots + row)
     state = states + tl.maximum(slot, 0) * FIELDS
     if (slot >= 0) & ((tl.load(state + 13) != 0) == GUIDED):
-        source = (logits, edit_ids, edit_values, masks, counts, words, vocab, token_ids, n_draws)
+        source = (logits, edit_ids, edit_values, masks, counts, words, vocab, token_ids, offsets)
         ids, raw, x = _load_chunk(source, row, slot, state, chunk * CHUNK, CHUNK, MAX_EDITS, DRAFTS)
         n_nan = tl.sum((x != x).to(tl.int32), 0)
         best, best_id = _best(x, ids)
@@ -198,9 +198,9 @@ def _top_k_bound(span_max, row, chunks, best, top_k, CHUNKS: tl.constexpr, SPANS
     return low
 
 
-@triton.jit(do_not_specialize=["n_draws"])
+@triton.jit
 def _list_candidates(
-    logits, slots, token_ids, n_draws, states, edit_ids, edit_values, masks, counts, chunk_stats, span_max, n_listed,
+    logits, slots, token_ids, offsets, states, edit_ids, edit_values, masks, counts, chunk_stats, span_max, n_listed,
     candidates, candidate_ids, vocab, words, chunks, FIELDS: tl.constexpr, CHUNK_STATS: tl.constexpr,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PER_PROGRAM: tl.constexpr, SPAN: tl.constexpr,
     CANDIDATES: tl.constexpr,
@@ -224,7 +224,7 @@ def _list_candidates(
                 min_p = _float(state, 2)
                 lowest = tl.where(min_p > 0, best + tl.log(min_p) - 0.001, pivot)
                 pivot = tl.maximum(pivot, lowest)
-            source = (logits, edit_ids, edit_values, masks, counts, words, vocab, token_ids, n_draws)
+            source = (logits, edit_ids, edit_values, masks, counts, words, vocab, token_ids, offsets)
             for chunk in range(first, tl.minimum(first + CHUNKS_PER_PROGRAM, chunks)):
                 stats = chunk_stats + (row * chunks + chunk) * CHUNK_STATS
                 n, weight = tl.zeros([], tl.int32), tl.zeros([], tl.float32)
@@ -430,9 +430,9 @@ def _sample_filtered(
     return sampled_id
 
 
-@triton.jit(do_not_specialize=["n_draws"])
+@triton.jit
 def _finish(
-    logits, slots, positions, token_ids_in, n_draws, states, edit_ids, edit_values, masks, counts, chunk_stats,
+    logits, slots, positions, token_ids_in, offsets, states, edit_ids, edit_values, masks, counts, chunk_stats,
     chunk_tops, n_listed, candidates, candidate_ids, token_ids, logprob, top_ids, top_logprobs, vocab, words, chunks,
     FIELDS: tl.constexpr, CHUNK_STATS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
     CANDIDATES: tl.constexpr, MAX_RANKED: tl.constexpr, MAX_EDITS: tl.constexpr, MAX_TOP: tl.constexpr,
@@ -455,7 +455,7 @@ def _finish(
         elif (temperature > 0) & (tl.load(state + 6) != 1):
             if _has_filter(state):
                 scale = tl.math.div_rn(1.0, temperature)
-                source = (logits, edit_ids, edit_values, masks, counts, words, vocab, token_ids_in, n_draws)
+                source = (logits, edit_ids, edit_values, masks, counts, words, vocab, token_ids_in, offsets)
                 sampled_id = _sample_filtered(
                     source, row, slot, state, chunk_stats + row * chunks * CHUNK_STATS, stat_ptrs, c < chunks,
                     tl.load(n_listed + row), best * scale, scale, tl.load(positions + row),
@@ -493,14 +493,15 @@ def _finish(
 
 def sample_batch(
     logits: Tensor, table: SamplerTable, slots: Tensor, positions: Tensor, out: SampledBatch, guided: bool = False,
-    token_ids: Tensor | None = None, n_draws: int = 1,
+    token_ids: Tensor | None = None, offsets: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Sample one token per row with the parameters of its slot. logits: [rows, vocab], any float dtype, not modified.
 
     slots: int32 [rows], -1 for padding; positions: [rows], index of the sampled token in its sequence. guided: for the
-    slots that have a grammar, whose masks come later than the logits, instead of the slots that have none. n_draws:
-    rows of a slot, one after the other; `token_ids` are then the tokens after which they are drawn, drafts but for the
-    first of each slot, and what is drawn is not counted for penalties.
+    slots that have a grammar, whose masks come later than the logits, instead of the slots that have none. offsets:
+    where slots have several rows, one after the other, the number of each among those of its slot; `token_ids` are then
+    the tokens after which they are drawn, drafts but for the first of each slot, and what is drawn is not counted for
+    penalties.
     """
     rows, vocab = logits.shape
     assert vocab == table.vocab
@@ -510,11 +511,11 @@ def sample_batch(
     words, chunks = table.masks.shape[1], table.chunks
     wide = next_power_of_two(chunks)
     state = (table.state, table.edit_ids, table.edit_values, table.masks, table.counts)
-    draws = (slots if token_ids is None else token_ids, n_draws)
+    draws = tuple(slots if each is None else each for each in (token_ids, offsets))
     lists = (table.n_listed, table.candidates, table.candidate_ids)
     fixed = dict(
         FIELDS=table.state.shape[1], CHUNK_STATS=CHUNK_STATS, CHUNK=CHUNK, MAX_EDITS=MAX_EDITS,
-        MAX_LISTED_K=MAX_LISTED_K, GUIDED=guided, DRAFTS=n_draws > 1,
+        MAX_LISTED_K=MAX_LISTED_K, GUIDED=guided, DRAFTS=offsets is not None,
     )  # fmt: skip
     _scan[(rows, chunks)](
         logits, slots, positions, *draws, *state, table.chunk_stats, table.chunk_tops, table.span_max, table.n_listed,

@@ -30,15 +30,13 @@ WORK_ITEM_COST = 4.0  # of launching, storing and merging a work item, in key ti
 FULL, WINDOW, CHUNK = 0, 1, 2
 
 
-def target_programs(rows: int, queries: int = 0) -> int:
+def target_programs(queries: int = 0) -> int:
     """Decode splits times KV heads, where the contexts are long enough.
 
-    queries: rows of a program's tile where rows of the step have several tokens, else 0. Of those as many programs as
-    run at once: a warp for 16 queries takes all registers that a thread can have, which leaves room for eight on an SM.
+    queries: rows of a program's tile where rows of the step have several tokens, else 0. Of those one program per SM,
+    whatever the batch: its partial results are many, and merging them costs more than a second one would save.
     """
-    if not queries:
-        return 6 * sm_count()
-    return max(1, min(6 if rows > 1 else 2, 128 // queries)) * sm_count()
+    return sm_count() if queries else 6 * sm_count()
 
 
 def work_item_room() -> int:
@@ -279,7 +277,7 @@ class DecodeSplits:
 
 def max_decode_splits(rows: int, kv_heads: int, queries: int = 0) -> int:
     """Upper bound: the last split of every row, and as many full ones as the target allows."""
-    return rows + cdiv(target_programs(rows, queries), kv_heads) if rows else 0
+    return rows + cdiv(target_programs(queries), kv_heads) if rows else 0
 
 
 @triton.jit
@@ -315,25 +313,34 @@ def merge_partials(
 
 
 @triton.jit
-def _lengths(context_lens, prefix_lens, rows, row, n_drafts, local_size, SHARED: tl.constexpr, LOCAL: tl.constexpr):
+def _lengths(
+    context_lens, query_starts, prefix_lens, rows, row, local_size, DRAFTS: tl.constexpr, SHARED: tl.constexpr,
+    LOCAL: tl.constexpr,
+):  # fmt: skip
     """Context length without drafts, first token to read, and number of cached tokens to read, without the newest."""
     mask = row < rows
-    context = tl.maximum(tl.load(context_lens + row, mask=mask, other=0) - n_drafts, 0)
+    context = tl.load(context_lens + row, mask=mask, other=0)
+    if DRAFTS:
+        n_new = tl.load(query_starts + row + 1, mask=mask, other=0) - tl.load(query_starts + row, mask=mask, other=0)
+        context = tl.where(context > 0, context - n_new + 1, 0)
     first = first_visible(tl.maximum(context - 1, 0), local_size, LOCAL)
     if SHARED:
         first = tl.load(prefix_lens + row, mask=mask, other=0)
     return context, first, tl.maximum(context - 1 - first, 0)
 
 
-@triton.jit(do_not_specialize=["rows", "n_drafts", "max_splits", "merge_cost"])
+@triton.jit(do_not_specialize=["rows", "max_splits", "merge_cost"])
 def _plan_decode_splits(
-    context_lens, prefix_lens, table, rows, n_drafts, max_splits, kv_heads, local_size, target, merge_cost,
-    SHARED: tl.constexpr, LOCAL: tl.constexpr, MIN: tl.constexpr, ROWS: tl.constexpr, ITEMS: tl.constexpr,
+    context_lens, query_starts, prefix_lens, table, rows, max_splits, kv_heads, local_size, target, merge_cost,
+    DRAFTS: tl.constexpr, SHARED: tl.constexpr, LOCAL: tl.constexpr, MIN: tl.constexpr, ROWS: tl.constexpr,
+    ITEMS: tl.constexpr,
 ):  # fmt: skip
     total, longest = 0, 0
     for start in range(0, rows, ROWS):
         other_row = start + tl.arange(0, ROWS)
-        _, _, n_keys = _lengths(context_lens, prefix_lens, rows, other_row, n_drafts, local_size, SHARED, LOCAL)
+        _, _, n_keys = _lengths(
+            context_lens, query_starts, prefix_lens, rows, other_row, local_size, DRAFTS, SHARED, LOCAL
+        )
         total += tl.sum(n_keys)
         longest = tl.maximum(longest, tl.max(n_keys))
     balanced = tl.sqrt(1.0 * longest * merge_cost).to(tl.int32)
@@ -345,7 +352,9 @@ def _plan_decode_splits(
     carry = 0
     for start in range(0, rows, ROWS):
         other_row = start + tl.arange(0, ROWS)
-        context, _, n_keys = _lengths(context_lens, prefix_lens, rows, other_row, n_drafts, local_size, SHARED, LOCAL)
+        context, _, n_keys = _lengths(
+            context_lens, query_starts, prefix_lens, rows, other_row, local_size, DRAFTS, SHARED, LOCAL
+        )
         n_splits = tl.where(context > 0, tl.maximum(tl.cdiv(n_keys, target_len), 1), 0)
         ends = carry + tl.cumsum(n_splits, 0)
         is_past = (ends[None, :] <= item[:, None]) & (other_row < rows)[None, :]
@@ -355,7 +364,7 @@ def _plan_decode_splits(
     exists = item < carry
     ok = exists & (item < max_splits)
     context, first, n_keys = _lengths(
-        context_lens, prefix_lens, rows, tl.where(exists, row, 0), n_drafts, local_size, SHARED, LOCAL
+        context_lens, query_starts, prefix_lens, rows, tl.where(exists, row, 0), local_size, DRAFTS, SHARED, LOCAL
     )
     n_splits = tl.maximum(tl.cdiv(n_keys, target_len), 1)
     split = item - splits_before
@@ -374,12 +383,12 @@ def _plan_decode_splits(
 
 def plan_decode_splits(
     context_lens: Tensor, rows: int, kv_heads: int, local: tuple[int, int], prefix_lens: Tensor | None, out: Tensor,
-    n_tokens: int = 1, queries: int = 0,
+    query_starts: Tensor | None = None, queries: int = 0,
 ) -> DecodeSplits:  # fmt: skip
-    """Splits of the first `rows` rows. A row's last split ends before its n_tokens newest, which are not yet cached.
+    """Splits of the first `rows` rows. A row's last split ends before its new tokens, which are not yet cached.
 
     local: the attention's `locality`. prefix_lens: tokens of each row that cascade attention reads. out: memory for the
-    table. queries: as in `target_programs`.
+    table. query_starts: where rows may have several new tokens. queries: as in `target_programs`.
 
     One program merges a row's splits for a KV head, and reads `queries` results of each, which takes as long as to
     attend to queries / 2 tokens more. Splits of sqrt(length * queries / 2) tokens make the sum of both shortest.
@@ -388,8 +397,9 @@ def plan_decode_splits(
     table = out[: n * DECODE_SPLIT_FIELDS].view(n, DECODE_SPLIT_FIELDS)
     if rows:
         _plan_decode_splits[(cdiv(n, 32),)](
-            context_lens, context_lens if prefix_lens is None else prefix_lens, table, rows, n_tokens - 1, n, kv_heads,
-            local[1], target_programs(rows, queries), queries // 2, SHARED=prefix_lens is not None, LOCAL=local[0],
-            MIN=MIN_DECODE_SPLIT, ROWS=256, ITEMS=32,
+            context_lens, context_lens if query_starts is None else query_starts,
+            context_lens if prefix_lens is None else prefix_lens, table, rows, n, kv_heads, local[1],
+            target_programs(queries), queries // 2, DRAFTS=query_starts is not None, SHARED=prefix_lens is not None,
+            LOCAL=local[0], MIN=MIN_DECODE_SPLIT, ROWS=256, ITEMS=32,
         )  # fmt: skip
     return DecodeSplits(table)

@@ -152,18 +152,18 @@ class TritonBackend:
                 continue
             prefix_lens = shape.prefix_lens if group.window is None else None
             memory = workspace.region(f"decode_splits{n}", torch.int32)
-            per_kv_head, n_tokens = attention.heads // attention.kv_heads, shape.row_tokens
+            per_kv_head = attention.heads // attention.kv_heads
             rows = self._split_rows(shape, per_kv_head)
-            queries = verify_queries(n_tokens, per_kv_head) if n_tokens > 1 else 0
+            starts, queries = (step.query_starts, verify_queries(per_kv_head)) if shape.drafts else (None, 0)
             context.decode_splits[i] = plan_decode_splits(
-                step.context_lens, rows, group.kv_heads, _locality(group), prefix_lens, memory, n_tokens, queries
+                step.context_lens, rows, group.kv_heads, _locality(group), prefix_lens, memory, starts, queries
             )
             context.prefill_splits[i] = self._plan_prefill(n, step, shape, group)
         return context
 
     def _split_rows(self, shape: StepShape, group: int) -> int:
         """Decode rows whose attention is by split-KV; the others are computed as chunks are."""
-        if self._deterministic or (shape.row_tokens > 1 and not verifies(shape.row_tokens, group)):
+        if self._deterministic or (shape.drafts and not verifies(group)):
             return 0
         return shape.decode_rows
 
@@ -319,10 +319,10 @@ class TritonBackend:
         pool, tables = context.kv[attn.kv_group][:, attn.layer_index], context.step.block_tables[attn.kv_group]
         rotary = context.rotary[attn.kv_group]
         n_decodes = self._split_rows(shape, attn.heads // attn.kv_heads)
-        if n_decodes and shape.row_tokens > 1:
+        if n_decodes and shape.drafts:
             verify_attention(
-                qkv, out, attn, rotary, pool, tables, context.decode_splits[attn.kv_group], workspace.verify_partials,
-                workspace.row_counters, shape.row_tokens, pdl=self._pdl,
+                qkv, out, attn, rotary, pool, tables, context.step.query_starts, context.decode_splits[attn.kv_group],
+                workspace.verify_partials, workspace.row_counters, pdl=self._pdl,
             )  # fmt: skip
         elif n_decodes:
             prefix = None

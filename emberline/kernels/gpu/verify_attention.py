@@ -1,9 +1,10 @@
 # mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator"
-"""Paged attention of decode rows with several tokens each, as steps that verify drafts have: split-KV, one launch.
+"""Paged attention of decode rows with several tokens, as steps that verify drafts have: split-KV, one launch.
 
 As `decode_attention`, with the tokens of a row folded into its group of query heads: a program reads one split of one
-row's cache for one KV head, all query heads that share it, and all the row's tokens. The new tokens are taken from the
-QKV projection: the row's last split rotates them, writes them to the cache, and attends to them causally.
+row's cache for one KV head, all query heads that share it, and all the row's tokens, however many these are. The new
+tokens are taken from the QKV projection: the row's last split rotates them, writes them to the cache, and attends to
+them causally.
 """
 
 from dataclasses import dataclass
@@ -37,38 +38,36 @@ class VerifyTile:
     warps: int
 
 
-def verify_tile(rows: int, queries: int, head_dim: int) -> VerifyTile:
-    """A warp has 16 queries, the least that tensor cores multiply: two warps with the same ones would multiply them
-    twice. One row is latency-bound: larger tiles, and more warps that load them and merge its splits. Of many stages
-    half load the block table ahead of the cache."""
+def verify_tile(queries: int, head_dim: int) -> VerifyTile:
+    """A warp has 16 queries, the least that tensor cores multiply: more warps would multiply them twice, and still pay
+    where there are few, since they load the cache. Of many stages half load the block table ahead of it."""
     if head_dim > 128:
         return VerifyTile(32, 2, 8)
-    if rows == 1 and queries <= 64:
-        return VerifyTile(64, 4, 8)
-    return VerifyTile(16 if queries == 16 else 32, 6, queries // 16)
+    return VerifyTile(32, 6, max(4, queries // 16))
 
 
-def verify_queries(n_tokens: int, group: int) -> int:
-    """Rows of a program's tile of queries."""
-    return max(16, next_power_of_two(n_tokens * group))
+def verify_queries(group: int) -> int:
+    """Rows of a program's tile of queries: of as many tokens as a row may have. Smaller ones for rows that have fewer
+    would hardly be faster, since a program waits for the cache."""
+    return max(16, next_power_of_two(MAX_TOKENS * group))
 
 
-def verifies(n_tokens: int, group: int) -> bool:
-    """Whether the kernel computes rows of so many tokens."""
-    return 1 < n_tokens <= MAX_TOKENS and verify_queries(n_tokens, group) <= MAX_QUERIES
+def verifies(group: int) -> bool:
+    """Whether the kernel computes such rows, of so many query heads for a KV head."""
+    return verify_queries(group) <= MAX_QUERIES
 
 
-def verify_partial_floats(rows: int, n_tokens: int, kv_heads: int, group: int, head_dim: int) -> int:
+def verify_partial_floats(rows: int, kv_heads: int, group: int, head_dim: int) -> int:
     """Workspace for partial results."""
-    queries = verify_queries(n_tokens, group)
+    queries = verify_queries(group)
     size = split_floats(queries, next_power_of_two(head_dim))
     return max_decode_splits(rows, kv_heads, queries) * kv_heads * size
 
 
-@triton.jit(do_not_specialize=["n_tokens", "local_size"])
+@triton.jit(do_not_specialize=["local_size"])
 def _verify_attention(
-    qkv, out, cosine, sine, q_weight, k_weight, pool, tables, splits, partial, counters, sinks, n_tokens, scale, eps,
-    temperature, interval, local_size, block_stride, table_stride,
+    qkv, out, cosine, sine, q_weight, k_weight, pool, tables, query_starts, splits, partial, counters, sinks, scale,
+    eps, temperature, interval, local_size, block_stride, table_stride,
     GROUP: tl.constexpr, QUERIES: tl.constexpr, NEW: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
     TILE: tl.constexpr, OPS: tl.constexpr, STAGES: tl.constexpr, ALIGNED: tl.constexpr, LOCAL: tl.constexpr,
     SINKS: tl.constexpr, PDL: tl.constexpr,
@@ -85,7 +84,9 @@ def _verify_attention(
         d = tl.arange(0, PAD)
         m = tl.arange(0, QUERIES)
         i, g = m // GROUP, m % GROUP
-        first_token = row.to(tl.int64) * n_tokens
+        start = tl.load(query_starts + row)
+        n_tokens = tl.load(query_starts + row + 1) - start
+        first_token = start.to(tl.int64)
         width = (GROUP + 2) * kv_heads * DIM
         query_mask = i < n_tokens
         token = first_token + tl.where(query_mask, i, 0)
@@ -143,22 +144,22 @@ def _verify_attention(
 
 def verify_attention(
     qkv: Tensor, out: Tensor, attn: GroupedQueryAttention, rotary: tuple[Tensor, Tensor], pool: Tensor, tables: Tensor,
-    splits: DecodeSplits, partial: Tensor, counters: Tensor, n_tokens: int, pdl: bool = False,
+    query_starts: Tensor, splits: DecodeSplits, partial: Tensor, counters: Tensor, pdl: bool = False,
     tile: VerifyTile | None = None,
 ) -> None:  # fmt: skip
-    """Attention of rows of n_tokens each, row r having those from r * n_tokens on; out: [tokens, heads * dim].
+    """Attention of rows of up to MAX_TOKENS each; out: [tokens, heads * dim].
 
-    Writes k and v of the new tokens to the cache. splits: planned with n_tokens and `verify_queries`. partial: of
+    Writes k and v of the new tokens to the cache. splits: planned with query_starts and `verify_queries`. partial: of
     `verify_partial_floats`. counters: int32 zeros, reset to zero.
     """
     group = attn.heads // attn.kv_heads
-    queries, norm = verify_queries(n_tokens, group), attn.q_norm is not None
+    queries, norm = verify_queries(group), attn.q_norm is not None
     local, size = locality(attn.window, attn.chunk)
-    tile = tile or verify_tile(len(qkv) // n_tokens, queries, attn.head_dim)
+    tile = tile or verify_tile(queries, attn.head_dim)
     pad = next_power_of_two(attn.head_dim)
     _verify_attention[(attn.kv_heads, splits.n)](
-        qkv, out, *rotary, attn.q_norm if norm else qkv, attn.k_norm if norm else qkv, pool, tables, splits.table,
-        partial, counters, qkv if attn.sinks is None else attn.sinks, n_tokens, attn.scale * LOG2_E, attn.eps,
+        qkv, out, *rotary, attn.q_norm if norm else qkv, attn.k_norm if norm else qkv, pool, tables, query_starts,
+        splits.table, partial, counters, qkv if attn.sinks is None else attn.sinks, attn.scale * LOG2_E, attn.eps,
         *temperature_args(attn), size, pool.stride(0), tables.stride(0),
         GROUP=group, QUERIES=queries, NEW=MAX_TOKENS, DIM=attn.head_dim, PAD=pad, TILE=tile.tokens,
         OPS=query_key_ops(attn), STAGES=tile.stages, LOCAL=local, SINKS=attn.sinks is not None, PDL=int(pdl),

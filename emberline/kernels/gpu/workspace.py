@@ -91,7 +91,7 @@ class WorkspaceSizes:
     quantized: bool = False  # some matrices are, in whatever format
     experts: ExpertsShape | None = None
     fp8: bool = False  # some matrices multiply FP8 activations
-    verified: tuple[tuple[int, int], ...] = ()  # rows, and tokens of each, of steps that verify drafts
+    verify_rows: int = 0  # the most rows of a step that verifies drafts
     tp: int = 1  # ranks that divide the blocks, whose outputs are summed
 
     @property
@@ -102,7 +102,7 @@ class WorkspaceSizes:
     @classmethod
     def of(
         cls, model: Any, max_tokens: int, max_rows: int, max_samples: int, item: int = 2, quantized: bool = False,
-        fp8: bool = False, verified: tuple[tuple[int, int], ...] = (), head: Layer | None = None,
+        fp8: bool = False, verify_rows: int = 0, head: Layer | None = None,
     ) -> "WorkspaceSizes":  # fmt: skip
         """Of a `models.decoder.Decoder`. head: the layer of its draft head, whose KV group comes last."""
         layout = model.shard.layout
@@ -127,7 +127,7 @@ class WorkspaceSizes:
             quantized,
             ExpertsShape(*map(max, zip(*map(_experts_shape, experts), strict=True))) if experts else None,
             fp8,
-            verified,
+            verify_rows,
             layout.tp,
         )
 
@@ -244,8 +244,8 @@ def _add_decode_splits(regions: _Regions, s: WorkspaceSizes, shapes: set[Attenti
     regions.add("prefix_partial", prefix_rows * queries * 4)
     regions.add("prefix_stats", prefix_rows * heads * 2 * 4)
     groups = [(shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim) for shape in shapes]
-    partials = [verify_partial_floats(*step, *group) for step in s.verified for group in groups]
-    regions.add("verify_partials", max(partials, default=0) * 4)
+    partials = [verify_partial_floats(s.verify_rows, *group) for group in groups]
+    regions.add("verify_partials", max(partials) * 4)
 
 
 def _add_latent(regions: _Regions, s: WorkspaceSizes, shapes: set[LatentShape], at: int) -> None:
@@ -346,4 +346,4 @@ class StepShape:
     shared_prefix: Tensor | None = None  # int32 [2]: a row whose block table begins with the prefix, and its length
     prefix_lens: Tensor | None = None  # int32 [rows]: the prefix's length for rows that have it, else 0
     chunks: list[PrefillChunk] | None = None  # None: known only on the device, as in a captured graph
-    row_tokens: int = 1  # of each decode row; more: drafts are verified, and there are no chunks
+    drafts: bool = False  # decode rows may have several tokens: drafts are verified, and there are no chunks

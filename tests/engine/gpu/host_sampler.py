@@ -1,6 +1,7 @@
 """The device's sampler in NumPy: parameters by slot, and sampled tokens where penalties need them."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -44,7 +45,7 @@ class HostKernels:
         self.sampled_rows = []
         self.n_accepted = 0
 
-    def sample(self, logits, table, slots, positions, out, guided=False, token_ids=None, n_draws=1):
+    def sample(self, logits, table, slots, positions, out, guided=False, token_ids=None, offsets=None):
         assert not table.set_now, "sampled before it was uploaded"
         if not guided:
             out.token_ids.fill_(-7)
@@ -52,7 +53,8 @@ class HostKernels:
             if slot < 0 or table.rows[slot].guided != guided:
                 continue
             history = table.outputs[slot]
-            drafts = [] if token_ids is None else token_ids[r - r % n_draws + 1 : r + 1].tolist()
+            draw = 0 if offsets is None else int(offsets[r])
+            drafts = [] if token_ids is None else token_ids[r - draw + 1 : r + 1].tolist()
             if history is not None and drafts:
                 history = history + drafts  # a copy: `accept` says what was drawn
             masks = table.allowed.get(slot)
@@ -60,13 +62,13 @@ class HostKernels:
                 table.rows[slot],
                 position=position,
                 banned=table.banned[slot],
-                allowed=None if masks is None else masks[r % n_draws],
+                allowed=None if masks is None else masks[draw],
                 output_ids=None if history is None else np.array(history, np.uint32),
             )
             self.sampled_rows.append(row)
             [sampled] = reference_sample(logits[r : r + 1].clone(), [row])
             out.token_ids[r] = sampled.token_id
-            if history is not None and n_draws == 1:
+            if history is not None and offsets is None:
                 history.append(sampled.token_id)
             if sampled.logprob is not None:
                 out.logprob[r] = sampled.logprob
@@ -75,14 +77,15 @@ class HostKernels:
         if guided:
             table.allowed = {}
 
-    def accept(self, draws, to, table, state, n_rows, n_tokens, guided=False):
-        real = [to.slots[row * n_tokens].item() for row in range(n_rows)]
+    def accept(self, draws, to, table, state, n_rows, guided=False):
+        starts = to.starts.tolist()
+        real = [to.slots[first].item() if first < stop else -1 for first, stop in pairwise(starts[: n_rows + 1])]
         mine = [slot >= 0 and table.rows[slot].guided == guided for slot in real]
         masked = replace(to, slots=to.slots.clone())
         for row in range(n_rows):
             if not mine[row]:
-                masked.slots[row * n_tokens : (row + 1) * n_tokens] = -1
-        for slot, counted in zip(real, inputs.accept(draws, masked, state, n_rows, n_tokens)):
+                masked.slots[starts[row] : starts[row + 1]] = -1
+        for slot, counted in zip(real, inputs.accept(draws, masked, state, n_rows)):
             self.n_accepted += max(0, len(counted) - 1)
             if counted and table.outputs[slot] is not None:
                 table.outputs[slot] += counted

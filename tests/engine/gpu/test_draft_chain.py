@@ -53,10 +53,10 @@ class StandinChain:
     def forget(self, slots):
         pass
 
-    def reading(self, slots, n_tokens=1):
+    def reading(self, slots, drafts=False):
         return None
 
-    def keep_accepted(self, slots, positions, n_tokens):
+    def keep_accepted(self, starts, slots, positions):
         pass
 
     def send(self, slots, n_rows):

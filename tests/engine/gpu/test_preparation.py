@@ -166,12 +166,12 @@ def test_steps_that_verify_drafts_are_timed_when_idle():
     told = []
     made, runner = preparation_of()
     preparation = StepPreparation(made._model, runner, Limits(8192, 100, (0,), 80, 8192), timed=told.append)
-    runner.time_padding = lambda kind: None if kind.shape == (4, 9) else 0.004
+    runner.time_padding = lambda kind: None if kind.shape == (4, 36) else 0.004
     while preparation.next():
         pass
     (step_s,) = told
-    assert {(1, 1), (1, 5), (16, 1), (16, 5)} <= set(step_s)
-    assert (4, 9) not in step_s
+    assert {(1, 1), (1, 5), (16, 16), (16, 80)} <= set(step_s)
+    assert (4, 36) not in step_s
 
 
 def test_a_kernel_that_cannot_be_compiled_does_not_prevent_the_start(caplog):

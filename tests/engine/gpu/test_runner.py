@@ -6,10 +6,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec import structs
 
 from emberline.engine.gpu import runner as gpu_runner
-from emberline.engine.gpu.batch import MixedShape, StepBatch
+from emberline.engine.gpu.batch import MixedShape, StepBatch, VerifyShape
 from emberline.engine.gpu.graphs import CudaGraphs
 from emberline.engine.gpu.runner import GpuRunner, StepKind
 from emberline.engine.gpu.shapes import (
@@ -54,14 +56,16 @@ class Padded(TorchFake):
             assert chunk.context == contexts[chunk.row]
         real, kept, lengths = [], [], []
         for r, context in enumerate(contexts):
-            first = context - (starts[r + 1] - starts[r]) if shape.row_tokens > 1 else context - 1
+            n_own = starts[r + 1] - starts[r]
+            first = context - n_own if shape.drafts else context - 1
             owner = any(int(table[r, first // 16]) for table in step.block_tables) if context else False
             has_tokens = context or not shape.max_query
-            assert r >= shape.decode_rows or starts[r + 1] - starts[r] == (shape.row_tokens if has_tokens else 0)
+            assert r >= shape.decode_rows or n_own == bool(has_tokens) or (shape.drafts and n_own <= 16)
+            assert n_own or not context
             if owner:
                 real.append(r)
                 own = range(starts[r], starts[r + 1])
-                own = own if shape.row_tokens == 1 else self.owned(step, r, own)
+                own = self.owned(step, r, own) if shape.drafts else own
                 kept += own
                 lengths.append(len(own))
             elif context:  # padding: it has the remaining tokens, and reaches only the null block
@@ -251,7 +255,7 @@ def decode_inputs(rows, groups, width):
     return DecodeInputs(
         *(torch.full((rows,), 9, dtype=torch.int32) for _ in range(4)),
         as_int32([9]).repeat(groups, rows, width),
-        torch.full((rows,), 9, dtype=torch.int32),
+        *(torch.full((rows,), 9, dtype=torch.int32) for _ in range(3)),
     )
 
 
@@ -547,13 +551,27 @@ def test_drafts_are_left_out_beside_prompts_and_before_a_shape_is_captured():
 def test_shapes_of_steps_that_verify_drafts():
     for most in (1, 3, 64, 256):
         shapes = all_verify_shapes(most)
-        assert all(rows * n <= max_draws(most) for rows, n in shapes)
+        assert all(rows < n <= max_draws(most) for rows, n in shapes)
         for rows in range(1, min(most, 128) + 1):
-            fewest = most_drafts(rows, most)
-            assert fewest == 0 or verify_shape(rows, 1 + fewest, most) is not None
-    assert (most_drafts(1, 256), most_drafts(8, 256), most_drafts(16, 256)) == (15, 15, 8)
-    assert verify_shape(3, 4, 256) == (4, 5)
-    assert verify_shape(129, 2, 256) is None
+            n = most_drafts(rows, most)
+            assert n == 0 or verify_shape(rows, rows + n, most) is not None
+    assert (most_drafts(1, 256), most_drafts(8, 256), most_drafts(16, 256)) == (15, 120, 128)
+    assert verify_shape(3, 15, 256) == (4, 16)
+    assert verify_shape(129, 258, 256) is None
+
+
+@given(st.lists(st.integers(0, 15), min_size=1, max_size=32))
+def test_rows_of_a_step_that_verifies_drafts_have_room_for_theirs(n_drafts):
+    rows = [Row(n, n, 9, pack([4]), None, [0], True, draft_ids=bytes(4 * d)) for n, d in enumerate(n_drafts)]
+    shape = verify_shape(len(rows), len(rows) + sum(n_drafts), 256)
+    if shape is None:
+        assert sum(n_drafts) > most_drafts(len(rows), 256)
+        return
+    ends = [*VerifyShape(*shape).starts(rows), shape[1]]
+    lengths = [end - first for first, end in itertools.pairwise(ends)]
+    assert len(lengths) == shape[0]
+    assert all(0 <= n <= 16 for n in lengths)
+    assert all(n >= 1 + d for n, d in zip(lengths, n_drafts))
 
 
 @pytest.mark.parametrize("speculates", [True, False])

@@ -40,7 +40,7 @@ class Simulation:
         longest = max(map(len, drafts), default=0)
         seconds = self.took_s(n_drafts, longest) + (self.overhead_s if drafts else 0)
         seconds *= 1 + self.noise * self.random.uniform(-1, 1)
-        self.policy.measured(self.n_rows, len(drafts), n_drafts, n_output, seconds)
+        self.policy.measured(self.n_rows, n_drafts, n_output, seconds)
         self.n_tokens += n_output
         self.n_drafted += n_drafts
         self.seconds += seconds
@@ -152,7 +152,7 @@ def test_rates_follow_what_is_measured():
 @given(st.integers(1, 200), st.lists(st.integers(0, 5), min_size=1, max_size=15), st.floats(0.0, 1.0))
 def test_a_choice_is_within_the_draft(n_rows, cells, trust):
     policy = LengthPolicy(lambda cell: 0.2 * cell, 0.1)
-    policy.measured(n_rows, 0, 0, n_rows, 0.01)
+    policy.measured(n_rows, 0, n_rows, 0.01)
     assert policy.begin_step(n_rows)
     n, gain = policy.choose(cells, trust=trust)
     assert 0 <= gain <= n <= len(cells)
@@ -175,7 +175,7 @@ class OnH200(Simulation):
     def __init__(self, n_rows, accepts, **more):
         super().__init__(None, n_rows, accepts, overhead_s=HOST_WAIT_S, marginal=GPU_MARGINAL, **more)
         self.policy = LengthPolicy(lambda cell: 0.6, GPU_MARGINAL, GPU_WAIT_S)
-        timed = {(rows, 1 + n): s for rows, by in H200.items() if rows <= 64 for n, s in by.items()}
+        timed = {(rows, rows * (1 + n)): s for rows, by in H200.items() if rows <= 64 for n, s in by.items()}
         self.policy.calibrate(timed)
 
     def took_s(self, n_drafts, longest):
@@ -198,12 +198,12 @@ def test_likely_drafts_pay_on_a_gpu(n_rows, least):
 
 def test_measured_steps_say_what_drafts_cost():
     policy = LengthPolicy(lambda cell: 0.4, 0.001, 0.0)
-    policy.calibrate({(16, 1): 0.004, (16, 3): 0.008, (16, 5): 0.012, (1, 5): 0.004})
-    policy.measured(16, 0, 0, 16, 0.004)
+    policy.calibrate({(16, 16): 0.004, (16, 48): 0.008, (16, 80): 0.012, (1, 5): 0.004})
+    policy.measured(16, 0, 16, 0.004)
     assert policy.begin_step(16)
     assert policy.choose([0] * 4) == (0, 0.0)  # a token takes half as long as those of a plain step
     free = LengthPolicy(lambda cell: 0.4, 0.001, 0.0)
-    free.measured(16, 0, 0, 16, 0.004)
+    free.measured(16, 0, 16, 0.004)
     assert free.begin_step(16)
     assert free.choose([0] * 4)[0] == 4
 
@@ -216,7 +216,7 @@ class WithHead(Simulation):
             lambda n_tokens: plain_s + token_s * (n_tokens - n_rows), n_rows, accepts, noise=noise, seed=seed
         )
         self.policy, self.pass_s = LengthPolicy(lambda cell: 0.6, GPU_MARGINAL), pass_s
-        self.policy.calibrate({(n_rows, n): self.step_s(n * n_rows) for n in (1, 3, 5)})
+        self.policy.calibrate({(n_rows, n * n_rows): self.step_s(n * n_rows) for n in (1, 3, 5)})
         self.n_proposed = self.n_passes = 0
 
     def step(self):
@@ -233,7 +233,7 @@ class WithHead(Simulation):
             n_output += accepted
         seconds = self.step_s(self.n_rows + sum(drafts)) + depth * self.pass_s
         seconds *= 1 + self.noise * self.random.uniform(-1, 1)
-        self.policy.measured(self.n_rows, len(drafts), sum(drafts), n_output, seconds, depth)
+        self.policy.measured(self.n_rows, sum(drafts), n_output, seconds, depth)
         self.n_tokens += n_output
         self.n_drafted += sum(drafts)
         self.n_passes += depth
@@ -265,15 +265,15 @@ def test_a_head_that_does_not_pay_is_left_alone():
 
 def test_a_first_pass_that_was_slow_is_soon_forgotten():
     run = WithHead(1, 0.6, 0.001, 1e-5, 1e-4)
-    run.policy.measured(1, 0, 0, 1, 0.001)
-    run.policy.measured(1, 0, 0, 1, 0.5, depth=2)
+    run.policy.measured(1, 0, 1, 0.001)
+    run.policy.measured(1, 0, 1, 0.5, depth=2)
     assert run.run(300).n_drafted > 300
 
 
 def test_a_step_with_a_heads_passes_is_none_without_drafts():
     policy = LengthPolicy(lambda cell: 0.5, 0.01)
-    policy.measured(8, 0, 0, 8, 0.001)
+    policy.measured(8, 0, 8, 0.001)
     for _ in range(50):
-        policy.measured(8, 0, 0, 8, 0.002, depth=2)
+        policy.measured(8, 0, 8, 0.002, depth=2)
     assert policy._plain.of(8) == pytest.approx(0.001)
     assert policy._pass_s(8) == pytest.approx(0.0005, rel=0.01)

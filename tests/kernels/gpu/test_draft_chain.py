@@ -35,27 +35,27 @@ def assert_same(one, other):
     assert torch.equal(one.positions, other.positions)
 
 
-@pytest.mark.parametrize("n_tokens", [1, 3])
-def test_the_state_before_each_token(n_tokens):
+@pytest.mark.parametrize("drafts", [False, True])
+def test_the_state_before_each_token(drafts):
     """A row behind its carried state, one whose state is not known, one of padding, and one without tokens."""
-    starts = [0, 4, 5, 5, 8] if n_tokens == 1 else [0, 3, 6, 9, 12]
+    starts = [0, 3, 6, 8, 8, 11, 11] if drafts else [0, 4, 5, 5, 8]
     n = starts[-1]
-    positions = ints([10, 11, 12, 13, 0, 7, 8, 9] if n_tokens == 1 else [10, 11, 12, 0, 1, 2, 0, 1, 2, 7, 8, 9])
-    slots = [0, 2, 4, 1] if n_tokens == 1 else [0, 0, PADDING, 2, 2, 2, PADDING, -1, -1, 1, 1, PADDING]
+    positions = ints([10, 11, 12, 0, 1, 2, 0, 1, 7, 8, 9] if drafts else [10, 11, 12, 13, 0, 7, 8, 9])
+    slots = [0, 0, PADDING, 2, 2, 2, PADDING, -1, 1, 1, PADDING] if drafts else [0, 2, 4, 1]
     hidden = torch.randn(n, HIDDEN, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     kept = both_carried([9, 3, -2, 5, 0, NOT_KNOWN])
     outs = [torch.full((n, HIDDEN), 7.0, device=DEVICE) for _ in range(2)]
     for module, carried, out in zip((reference, kernels), kept, outs):
-        module.carry(hidden, ints(starts), ints(slots), positions, carried, out, n_tokens)
+        module.carry(hidden, ints(starts), ints(slots), positions, carried, out, drafts)
     assert torch.equal(*outs)
     assert_same(*kept)
     assert torch.equal(outs[0][1], hidden[0])
-    if n_tokens == 1:
+    if not drafts:
         assert torch.equal(kept[0].hidden[1], hidden[7])
     else:
         n_accepted = ints([1, 0, 2, 0, 0, 0])
         for module, carried in zip((reference, kernels), kept):
-            module.keep_accepted(hidden, ints(slots), positions, n_accepted, carried, n_tokens)
+            module.keep_accepted(hidden, ints(starts), ints(slots), positions, n_accepted, carried)
         assert_same(*kept)
         assert torch.equal(kept[0].hidden[0], hidden[1])
         assert kept[0].positions.tolist()[:3] == [11, 7, 2]

@@ -11,7 +11,6 @@ from emberline.engine.gpu.shapes import (  # noqa: E402
     CHUNK_ROWS,
     GPU_SHAPES,
     MAX_GRAPH_TOKENS,
-    all_verify_shapes,
     max_draws,
     most_drafts,
 )
@@ -110,8 +109,8 @@ def test_tokens_are_the_same_with_drafts(config, architecture, deterministic):
     expected = generate(lambda model: TorchRunner(model, [40], LIMITS, DEVICE), reference, 1, silent)
     backend = TritonBackend(DEVICE, torch.float32, deterministic=deterministic)
     model = Decoder(RandomCheckpoint(config, scale=0.2), backend, architecture)
-    n_rows, n_draws, shapes = LIMITS.max_running + CHUNK_ROWS, max_draws(4), all_verify_shapes(4)
-    model.kernels.reserve(WorkspaceSizes.of(model, MAX_GRAPH_TOKENS, n_rows, n_draws, item=4, verified=shapes))
+    n_rows, n_draws = LIMITS.max_running + CHUNK_ROWS, max_draws(4)
+    model.kernels.reserve(WorkspaceSizes.of(model, MAX_GRAPH_TOKENS, n_rows, n_draws, item=4, verify_rows=4))
     table = SamplerTable(4, 97, DEVICE, max_rows=n_draws)
     speculation = StandinSpeculation(lambda seq: expected[seq.id][len(output_of(seq)) :], 5, 97)
     policy = LatencyTarget(GPU_SHAPES, most_drafts=lambda rows: most_drafts(rows, 4))

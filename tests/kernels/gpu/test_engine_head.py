@@ -12,7 +12,6 @@ from emberline.engine.gpu.shapes import (  # noqa: E402
     CHUNK_ROWS,
     GPU_SHAPES,
     MAX_GRAPH_TOKENS,
-    all_verify_shapes,
     max_draws,
     most_drafts,
 )
@@ -102,9 +101,9 @@ def gpu_engine(deterministic=False, head=None):
         RandomCheckpoint(TARGET, scale=0.2), TritonBackend(DEVICE, torch.float32, deterministic=deterministic), llama
     )
     drafting = None if head is None else GpuDraftHead(head, model)
-    n_rows, n_draws, shapes = LIMITS.max_running + CHUNK_ROWS, max_draws(2), all_verify_shapes(2)
+    n_rows, n_draws = LIMITS.max_running + CHUNK_ROWS, max_draws(2)
     layer = None if drafting is None else drafting.layer
-    sizes = WorkspaceSizes.of(model, MAX_GRAPH_TOKENS, n_rows, n_draws, item=4, verified=shapes, head=layer)
+    sizes = WorkspaceSizes.of(model, MAX_GRAPH_TOKENS, n_rows, n_draws, item=4, verify_rows=2, head=layer)
     model.kernels.reserve(sizes)
     table = SamplerTable(2, 97, DEVICE, max_rows=n_draws)
     groups = model.kv_groups if drafting is None else (*model.kv_groups, drafting.kv_group)

@@ -213,26 +213,26 @@ def test_a_sample_does_not_depend_on_the_order_of_the_candidates() -> None:
 
 def test_draws_after_drafts_count_them_and_have_masks_of_their_own() -> None:
     """Several rows of a slot, against the CPU sampler with the drafts in its history."""
-    n_draws, drafts = 3, [[7, 7], [9, 11]]
+    drafts = [[7], [9, 11, 4]]
     base = dict(temperature=0.8, top_p=0.9, repetition_penalty=1.4, frequency_penalty=0.7, presence_penalty=0.3)
     output = np.array([5, 7], np.uint32)
     shared = [SamplerRow(**base, seed=s, prompt_ids=output[:1], output_ids=output, guided=s == 2) for s in (1, 2)]
-    values = logits(2 * n_draws)
-    masks = np.random.default_rng(3).integers(0, 2**32, (n_draws, -(-VOCAB // 32)), dtype=np.uint32)
+    values = logits(6)
+    masks = np.random.default_rng(3).integers(0, 2**32, (4, -(-VOCAB // 32)), dtype=np.uint32)
     table = SamplerTable(4, VOCAB, DEVICE)
     for slot, row in enumerate(shared):
         table.set(slot, row)
-    table.allow([1] * n_draws, masks)
+    table.allow([1] * 4, masks)
     table.upload()
     to = dict(dtype=torch.int32, device=DEVICE)
-    slots, positions = torch.tensor([0] * 3 + [1] * 3, **to), torch.tensor([20, 21, 22, 30, 31, 32], **to)
-    tokens = torch.tensor([1, *drafts[0], 1, *drafts[1]], **to)
+    slots, positions = torch.tensor([0] * 2 + [1] * 4, **to), torch.tensor([20, 21, 30, 31, 32, 33], **to)
+    tokens, offsets = torch.tensor([1, *drafts[0], 1, *drafts[1]], **to), torch.tensor([0, 1, 0, 1, 2, 3], **to)
     before, out = table.counts.clone(), SampledBatch.empty(6, DEVICE)
     for guided in (False, True):
-        sample_batch(values, table, slots, positions, out, guided, token_ids=tokens, n_draws=n_draws)
+        sample_batch(values, table, slots, positions, out, guided, token_ids=tokens, offsets=offsets)
     assert torch.equal(table.counts, before)
     for r in range(6):
-        slot, draw = divmod(r, n_draws)
+        slot, draw = int(slots[r]), int(offsets[r])
         history = np.array([*output, *drafts[slot][:draw]], np.uint32)
         allowed = masks[draw] if slot else None
         row = replace(shared[slot], position=int(positions[r]), output_ids=history, allowed=allowed)

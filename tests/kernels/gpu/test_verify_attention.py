@@ -20,38 +20,36 @@ CASES = {
     "large heads": lambda: attention(2, 1, 256),
     **VARIANTS,
 }
-N_TOKENS = {"plain": 5, "odd group": 3, "window": 9, "small window": 16, "large heads": 2}
+LENGTHS = {"plain": (5, 2, 1, 16, 3), "window": (9,) * 5, "small window": (16, 4, 1, 9, 16)}
 
 
-def run_verify(b, attn: GroupedQueryAttention, qkv, n_tokens: int):
-    rows, dim = len(b.context_lens), attn.head_dim
-    rotary = rotary_table(b.positions, rope(dim), torch.empty(rows * n_tokens * dim, device=DEVICE))
+def run_verify(b, attn: GroupedQueryAttention, qkv):
+    rows, dim, group = len(b.context_lens), attn.head_dim, attn.heads // attn.kv_heads
+    rotary = rotary_table(b.positions, rope(dim), torch.empty(b.tokens * dim, device=DEVICE))
     memory = ints([0] * max_decode_splits(rows, attn.kv_heads) * DECODE_SPLIT_FIELDS)
-    local, queries = locality(attn.window, attn.chunk), verify_queries(n_tokens, attn.heads // attn.kv_heads)
-    splits = plan_decode_splits(b.context_lens, rows, attn.kv_heads, local, None, memory, n_tokens, queries)
-    out, counters = nans(rows * n_tokens, attn.heads * dim).to(qkv.dtype), ints([0] * (rows * attn.kv_heads))
-    partial = nans(verify_partial_floats(rows, n_tokens, attn.kv_heads, attn.heads // attn.kv_heads, dim))
-    verify_attention(qkv, out, attn, rotary, b.pool[:, 1], b.tables, splits, partial, counters, n_tokens)
+    local, starts = locality(attn.window, attn.chunk), b.query_starts
+    splits = plan_decode_splits(b.context_lens, rows, attn.kv_heads, local, None, memory, starts, verify_queries(group))
+    out, counters = nans(b.tokens, attn.heads * dim).to(qkv.dtype), ints([0] * (rows * attn.kv_heads))
+    partial = nans(verify_partial_floats(rows, attn.kv_heads, group, dim))
+    verify_attention(qkv, out, attn, rotary, b.pool[:, 1], b.tables, starts, splits, partial, counters)
     assert not counters.any()
     return out
 
 
 @pytest.mark.parametrize("case", everyday(CASES, ["plain", "odd group", "window", "chunks", "sinks and a window"]))
 def test_rows_of_several_tokens(case: str) -> None:
-    attn, n_tokens = CASES[case](), N_TOKENS.get(case, 4)
-    contexts = [n_tokens, 0, n_tokens + 14, 64, 300]
-    b, reference = (batch([n_tokens] * len(contexts), contexts, attn) for _ in range(2))
+    attn, lengths = CASES[case](), LENGTHS.get(case, (4, 1, 2, 7, 3))
+    contexts = [lengths[0], 0, lengths[2] + 14, 64, 300]
+    b, reference = (batch(list(lengths), contexts, attn) for _ in range(2))
     qkv = noise(b.tokens, (attn.heads + 2 * attn.kv_heads) * attn.head_dim, seed=3)
     want = expected(qkv, attn, reference)
-    got = run_verify(b, attn, qkv, n_tokens)
-    real = (b.context_lens > 0).repeat_interleave(n_tokens)
+    got = run_verify(b, attn, qkv)
+    real = (b.context_lens > 0).repeat_interleave(torch.tensor(lengths, device=DEVICE))
     assert error(got[real], want[real]) < LIMIT
     assert got[~real].isnan().all()  # padding rows are not written
     assert error(b.pool[1:], reference.pool[1:]) < LIMIT
 
 
 def test_wide_groups_are_left_to_the_prefill_kernel() -> None:
-    assert verifies(16, 8)
-    assert not verifies(16, 16)
-    assert not verifies(1, 4)
-    assert not verifies(17, 1)
+    assert verifies(8)
+    assert not verifies(16)

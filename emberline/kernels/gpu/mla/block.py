@@ -102,7 +102,7 @@ def plan_latent(
     limit = workspace.sizes.absorbed_tokens
     if not step_shape.max_query or step_shape.chunks is None:
         every = slice(0, len(step.context_lens)), slice(0, len(step.token_ids))
-        planner.add(*every, decodes_only=not step_shape.max_query and step_shape.row_tokens == 1)
+        planner.add(*every, decodes_only=not step_shape.max_query and not step_shape.drafts)
         return LatentPlan(planner.found, [], deterministic, shares)
     if step_shape.decode_rows:
         rows = slice(0, step_shape.decode_rows)
