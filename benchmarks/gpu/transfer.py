@@ -42,11 +42,11 @@ def main() -> int:
 def receive() -> int:
     """The receiving process: exports a pool, then prints checksums of the blocks it is asked for."""
     from emberline.engine.gpu.transfer import exported_pools
-    from emberline.kv.transfer.cuda_ipc import CudaIpcReceiveTransport
+    from emberline.kv.transfer.cuda_ipc import CudaIpcReceiveTransport, new_probe
 
     pools, spans = exported_pools([LLAMA_8B], [N_BLOCKS], "cuda")
-    handles, _ = CudaIpcReceiveTransport(spans, [pools[0].nbytes]).handles()
-    print(json.dumps([handle.hex() for handle in handles]), flush=True)
+    opened, _ = CudaIpcReceiveTransport(spans, [pools[0].nbytes], new_probe("")).opened()
+    print(msgspec.json.encode(opened).decode(), flush=True)
     for line in sys.stdin:
         blocks = json.loads(line)
         print(json.dumps(_sums(pools[0], blocks)), flush=True)
@@ -74,10 +74,10 @@ def bandwidth() -> dict[str, Any]:
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     assert child.stdin is not None
-    handles = [bytes.fromhex(text) for text in json.loads(child.stdout.readline())]
+    opened = msgspec.json.decode(child.stdout.readline(), type=TransportOpened)
     own = torch.randint(-(2**31), 2**31 - 1, (N_BLOCKS, LLAMA_8B.block_bytes // 4), dtype=torch.int32, device="cuda")
     words = pool_words(own, LLAMA_8B)
-    [(pointer, size)] = opened_pools(TransportOpened(handles), 1)
+    [(pointer, size)] = opened_pools(opened, 1)
     target = peer_words(pointer, size, LLAMA_8B.block_bytes, words.device)
     transport = CudaIpcSendTransport([words], [target], [])
     rng = random.Random(1)

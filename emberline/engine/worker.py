@@ -395,8 +395,7 @@ def _step_loop(
     gpu_runner = engine.runner(n_blocks, limits, pools=pools)
     timed = None if speculation is None else speculation.calibrate
     preparation = StepPreparation(model, gpu_runner, limits, compile_server, timed)
-    must_receive = args.role == "decode"
-    transfers = device_transfers(fingerprint, kv_groups, gpu_runner.pools, spans, must_receive)
+    transfers = device_transfers(fingerprint, kv_groups, gpu_runner.pools, spans)
     mover, n_ranks = CudaMover(gpu_runner.pools, kv_groups), 1 if group is None else group.layout.n_ranks
     tiers = open_tiers(args, fingerprint, kv_groups, mover, PinnedAllocator(device), n_ranks)
     if isinstance(group, Member):

@@ -3,10 +3,12 @@
 import fcntl
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
+
+from emberline.kv.transfer.slices import Run
 
 MAX_HUGE_PAGE_BYTES = 4 << 20  # with 64 KB base pages huge pages have 512 MB: a block would cost one
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW  # truncation would kill a reader with SIGBUS
@@ -62,3 +64,9 @@ class HostMemory:
     def block(self, group: int, block: int) -> memoryview:
         n = self.block_bytes[group]
         return self.pools[group][block * n : (block + 1) * n]
+
+    def fill(self, group: int, block: int, runs: Sequence[Run] | None, read_into: Callable[[memoryview], None]) -> None:
+        """Read these parts of a block, in this order; None: all of it."""
+        view = self.block(group, block)
+        for _, first, n_bytes in [Run(0, 0, len(view))] if runs is None else runs:
+            read_into(view[first : first + n_bytes])

@@ -1,26 +1,48 @@
 """KV transfer between devices: pools that other processes may write, and copies on a stream of their own."""
 
 import logging
+import secrets
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from emberline.engine.gpu.staged_transfer import StagedPools, StagedTcpSendTransport
 from emberline.engine.gpu.stream import device_event, pinned
 from emberline.engine.torch_runner import pool_shape
 from emberline.kernels.gpu.elementwise import COPY_WORDS, copy_block_runs, copy_blocks
 from emberline.kv.transfer import cuda_ipc
 from emberline.kv.transfer.connection import PeerConnection
-from emberline.kv.transfer.cuda_ipc import CudaIpcReceiveTransport, DeviceSpan
+from emberline.kv.transfer.cuda_ipc import (
+    PROBE_BYTES,
+    PROBE_ROWS,
+    PROBE_WORDS,
+    CudaIpcReceiveTransport,
+    DeviceSpan,
+    new_probe,
+    probed_gpu,
+)
 from emberline.kv.transfer.messages import TransportOpened
 from emberline.kv.transfer.rank_transfers import RankTransfers
 from emberline.kv.transfer.slices import Run
-from emberline.kv.transfer.transport import BlockCopy, ReceiveTransport, SendTransport, Target, TransportUnavailable
+from emberline.kv.transfer.transport import (
+    TCP,
+    BlockCopy,
+    ReceiveTransport,
+    SendTransport,
+    Target,
+    TcpReceiveTransport,
+    TransportUnavailable,
+)
 from emberline.protocol.block_hash import KVGroup
 
 MAX_COPIES = 1024  # blocks per launch
 WORD_BYTES = 8  # of int64
+PROBE_ATTEMPTS = 3  # two senders may have chosen the same row
+
+_ADVICE = ": peer access between these GPUs does not work (an IOMMU or PCIe ACS may be in its way)"
 
 _log = logging.getLogger(__name__)
 
@@ -28,57 +50,94 @@ _log = logging.getLogger(__name__)
 def exported_pools(
     layouts: Sequence[KVGroup], n_blocks: Sequence[int], device: str
 ) -> tuple[list[Tensor], list[DeviceSpan]]:
-    """Zeroed pools in memory that can be exported to another process."""
+    """Zeroed pools in memory that can be exported to another process, with room for a probe behind each."""
     pools, spans = [], []
     with torch.cuda.device(device):
         torch.cuda.synchronize()  # creates the driver's context
         for layout, n in zip(layouts, n_blocks):
-            spans.append(DeviceSpan(cuda_ipc.allocate(n * layout.block_bytes), n * layout.block_bytes))
-            pool = torch.as_tensor(spans[-1], device=device).view(getattr(torch, layout.dtype))
-            pools.append(pool.zero_().view(pool_shape(layout, n)))
+            n_bytes = n * layout.block_bytes
+            spans.append(DeviceSpan(cuda_ipc.allocate(n_bytes + PROBE_BYTES), n_bytes + PROBE_BYTES))
+            pool = torch.as_tensor(spans[-1], device=device).zero_()[:n_bytes]
+            pools.append(pool.view(getattr(torch, layout.dtype)).view(pool_shape(layout, n)))
     return pools, spans
 
 
 def device_transfers(
-    fingerprint: str,
-    layouts: Sequence[KVGroup],
-    pools: Sequence[Tensor],
-    spans: Sequence[DeviceSpan],
-    must_receive: bool = True,
+    fingerprint: str, layouts: Sequence[KVGroup], pools: Sequence[Tensor], spans: Sequence[DeviceSpan]
 ) -> RankTransfers:
-    """For pools in device memory: sends from them, and receives into them where they are exported (`spans`).
-    TransportUnavailable: they cannot be, and `must_receive`."""
+    """For pools in device memory: sends from them, and receives into them where they can be exported (`spans`)."""
     words = [pool_words(pool, layout) for pool, layout in zip(pools, layouts)]
+    blocks = [each.view(torch.uint8) for each in words]
 
     def open_transport(
         name: str, opened: TransportOpened, connection: PeerConnection, target: Target | None
     ) -> SendTransport:
+        if name == TCP:
+            return StagedTcpSendTransport(blocks, connection, target)
         if name != cuda_ipc.CUDA_IPC:
             raise TransportUnavailable(f"unknown transport {name!r}")
-        runs = None if target is None else [word_runs(each) for each in target.runs]
-        block_bytes = [layout.block_bytes for layout in layouts] if target is None else target.block_bytes
-        device = words[0].device
-        torch.cuda.set_device(device)
-        torch.zeros(1, device=device)  # makes the device's context current in this thread
+        return _open_cuda_ipc(words, opened, target)
+
+    if not spans:
+        return RankTransfers(fingerprint, layouts, None, (), (cuda_ipc.CUDA_IPC, TCP), open_transport)
+    receive: list[ReceiveTransport] = []
+    try:
+        probe = new_probe(_gpu_uuid(words[0].device))
+        receive.append(CudaIpcReceiveTransport(spans, [pool.nbytes for pool in pools], probe))
+        _write_probe(spans, probe, words[0].device)
+    except TransportUnavailable as error:
+        _log.warning("this worker receives KV through host memory: %s", error)
+    receive.append(TcpReceiveTransport())
+    staged = StagedPools(blocks)
+    return RankTransfers(fingerprint, layouts, staged, receive, (cuda_ipc.CUDA_IPC, TCP), open_transport)
+
+
+def _gpu_uuid(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _is_on(device: torch.device, pointer: int) -> bool:
+    """Of memory on another device torch makes a copy, if it can."""
+    try:
+        return bool(torch.as_tensor(DeviceSpan(pointer, WORD_BYTES), device=device).data_ptr() == pointer)
+    except RuntimeError:
+        return False
+
+
+def _write_probe(spans: Sequence[DeviceSpan], probe: bytes, device: torch.device) -> None:
+    for span in spans:
+        torch.as_tensor(span, device=device)[-PROBE_BYTES:][: len(probe)] = torch.frombuffer(
+            bytearray(probe), dtype=torch.uint8
+        ).to(device)
+    torch.cuda.synchronize(device)
+
+
+def _open_cuda_ipc(words: Sequence[Tensor], opened: TransportOpened, target: Target | None) -> SendTransport:
+    """Also between two GPUs: the driver enables peer access where there is any, and a probe shows that it works."""
+    runs = None if target is None else [word_runs(each) for each in target.runs]
+    block_bytes = [each.shape[1] * WORD_BYTES for each in words] if target is None else target.block_bytes
+    device = words[0].device
+    torch.cuda.set_device(device)
+    torch.zeros(1, device=device)  # makes the device's context current in this thread
+    pointers: list[int] = []
+    try:
         opened_at = cuda_ipc.opened_pools(opened, len(words))
         pointers = [pointer for pointer, _ in opened_at]
-        try:
-            targets = [peer_words(pointer, size, n, device) for (pointer, size), n in zip(opened_at, block_bytes)]
-            return CudaIpcSendTransport(words, targets, pointers, runs)
-        except Exception:
-            for pointer in pointers:
-                cuda_ipc.close_handle(pointer)
-            raise
-
-    receive: list[ReceiveTransport] = []
-    if spans:
-        try:
-            receive.append(CudaIpcReceiveTransport(spans, [pool.nbytes for pool in pools]))
-        except TransportUnavailable as error:
-            if must_receive:
-                raise
-            _log.warning("this worker cannot receive KV, so its role cannot change: %s", error)
-    return RankTransfers(fingerprint, layouts, None, receive, (cuda_ipc.CUDA_IPC,), open_transport)
+        targets = [peer_words(pointer, size, n, device) for (pointer, size), n in zip(opened_at, block_bytes)]
+        transport = CudaIpcSendTransport(words, targets, pointers, runs)
+        for pointer, size in opened_at:
+            if opened.probe:
+                transport.check(peer_words(pointer + size, PROBE_BYTES, PROBE_WORDS * WORD_BYTES, device), opened.probe)
+            elif not _is_on(device, pointer):
+                raise TransportUnavailable("the other engine, of an older release, is on another GPU")
+        return transport
+    except Exception as error:
+        for pointer in pointers:
+            cuda_ipc.close_handle(pointer)
+        own, other = _gpu_uuid(device), probed_gpu(opened.probe)
+        if isinstance(error, TransportUnavailable) and other not in ("", own):
+            raise TransportUnavailable(f"{error} (from GPU {own} to GPU {other})") from None
+        raise
 
 
 class CudaIpcSendTransport:
@@ -105,6 +164,31 @@ class CudaIpcSendTransport:
         self._uploaded = torch.zeros(2 * MAX_COPIES, dtype=torch.int32, device=self._device)
         torch.cuda.synchronize(self._device)
         self._done = device_event(self._device)
+
+    def check(self, probe: Tensor, expected: bytes) -> None:
+        """By the kernel that copies blocks, and so by the same path: that we read what the receiver has written, and
+        then what we have written. TransportUnavailable: not.
+
+        probe: int64 [PROBE_ROWS, PROBE_WORDS], behind the blocks of a pool.
+        """
+
+        def copy(source: Tensor, target: Tensor, source_row: int, target_row: int) -> None:
+            copy_blocks(source, target, torch.tensor([(source_row, target_row)], dtype=torch.int32).to(self._device))
+
+        with torch.cuda.stream(self._stream), torch.inference_mode():
+            ours = torch.zeros(2, PROBE_WORDS, dtype=torch.int64, device=self._device)
+            copy(probe, ours, 0, 0)
+            if ours[0].cpu().numpy().tobytes() != expected:
+                raise TransportUnavailable(f"the memory of the other engine does not read as it was written{_ADVICE}")
+            for _ in range(PROBE_ATTEMPTS):
+                row = 1 + secrets.randbelow(PROBE_ROWS - 1)
+                written = torch.frombuffer(bytearray(secrets.token_bytes(len(expected))), dtype=torch.int64)
+                ours[0] = written.to(self._device)
+                copy(ours, probe, 0, row)
+                copy(probe, ours, row, 1)
+                if torch.equal(ours[1].cpu(), written):
+                    return
+        raise TransportUnavailable(f"what is written to the memory of the other engine does not arrive{_ADVICE}")
 
     def write(self, epoch: int, copies: Sequence[BlockCopy]) -> None:
         for start in range(0, len(copies), MAX_COPIES):
@@ -143,13 +227,13 @@ def pool_words(pool: Tensor, layout: KVGroup) -> Tensor:
 
 
 def peer_words(pointer: int, size: int, block_bytes: int, device: torch.device) -> Tensor:
-    """A pool of the receiver as int64 [blocks, words]: its memory, not a copy."""
+    """A pool of the receiver as int64 [blocks, words]: its memory, not a copy, for kernels on our device. It may be on
+    another one, even one that is not visible here: torch is not asked which, and would copy it."""
     if size % block_bytes or block_bytes % WORD_BYTES:
         raise TransportUnavailable(f"a pool of {size} bytes has no blocks of {block_bytes} in words of {WORD_BYTES}")
-    words = torch.as_tensor(DeviceSpan(pointer, size), device=device)
-    if words.data_ptr() != pointer:  # of memory on another device torch makes a copy, and writes would end there
-        raise TransportUnavailable("the pool of the other engine is on another device: give both workers the same one")
-    return words.view(torch.int64).view(-1, block_bytes // WORD_BYTES)
+    shape = size // block_bytes, block_bytes // WORD_BYTES
+    storage: Any = torch._C._construct_storage_from_data_pointer(pointer, device, size)
+    return torch.empty(0, dtype=torch.int64, device=device).set_(storage, 0, shape, (shape[1], 1))
 
 
 def word_runs(runs: Sequence[Run]) -> Tensor:

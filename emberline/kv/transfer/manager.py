@@ -6,7 +6,6 @@ import ssl
 from collections.abc import Sequence
 from typing import Any
 
-from emberline.kv.host_memory import HostMemory
 from emberline.kv.notice_queue import NoticeQueue
 from emberline.kv.transfer.connection import PeerConnection
 from emberline.kv.transfer.messages import Denied, Grant, Item, Offer, Revoke
@@ -14,7 +13,7 @@ from emberline.kv.transfer.notices import BlocksReleased, Notice, SendAcked, Sen
 from emberline.kv.transfer.receiver import Receiver
 from emberline.kv.transfer.sender import Sender, TransportOpener
 from emberline.kv.transfer.slices import Slices, block_runs
-from emberline.kv.transfer.transport import ReceiveTransport, Target
+from emberline.kv.transfer.transport import BlockSink, ReceiveTransport, Target
 from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.request import Push
 
@@ -28,7 +27,7 @@ class TransferManager:
         self,
         fingerprint: str,
         layouts: Sequence[KVGroup],
-        memory: HostMemory | None,
+        memory: BlockSink | None,  # for bytes that come over a connection
         receive_transports: Sequence[ReceiveTransport],
         send_transports: Sequence[str],
         open_transport: TransportOpener,

@@ -33,6 +33,7 @@ class OpenTransport(msgspec.Struct, tag="open"):
 class TransportOpened(msgspec.Struct, tag="opened"):
     handles: list[bytes] = []  # what the transport needs to reach the blocks, per group
     n_descriptors: int = 0  # file descriptors that came with this message
+    probe: bytes = b""  # of pools on a device: what lies behind the blocks of each (0.1 has none)
 
 
 class Offer(msgspec.Struct, tag="offer", frozen=True):

@@ -51,11 +51,9 @@ class MooncakeReceiveTransport:
     def __init__(self, engine: MooncakeEngine) -> None:
         self._engine = engine
 
-    def handles(self) -> tuple[list[bytes], list[int]]:
-        return [
-            self._engine.address.encode(),
-            *(p.to_bytes(_ADDRESS_BYTES, "little") for p, _ in self._engine.pools),
-        ], []
+    def opened(self) -> tuple[TransportOpened, list[int]]:
+        pools = [pointer.to_bytes(_ADDRESS_BYTES, "little") for pointer, _ in self._engine.pools]
+        return TransportOpened([self._engine.address.encode(), *pools]), []
 
 
 class MooncakeSendTransport:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from emberline.kv.host_memory import HostMemory
 from emberline.kv.transfer.manager import TransferManager
 from emberline.kv.transfer.messages import Item, Offer
 from emberline.kv.transfer.notices import (
@@ -46,7 +45,7 @@ from emberline.kv.transfer.rank_commands import (
 )
 from emberline.kv.transfer.sender import TransportOpener
 from emberline.kv.transfer.slices import SliceMismatch, Slices, routes
-from emberline.kv.transfer.transport import ReceiveTransport
+from emberline.kv.transfer.transport import BlockSink, ReceiveTransport
 from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.request import Push
 
@@ -87,7 +86,7 @@ class RankTransfers(TransferManager):
         self,
         fingerprint: str,
         layouts: Sequence[KVGroup],
-        memory: HostMemory | None,
+        memory: BlockSink | None,
         receive_transports: Sequence[ReceiveTransport],
         send_transports: Sequence[str],
         open_transport: TransportOpener,

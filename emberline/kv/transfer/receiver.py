@@ -7,13 +7,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from emberline.kv.host_memory import HostMemory
 from emberline.kv.transfer import messages, notices
 from emberline.kv.transfer.connection import PeerConnection, PeerConnectionLost
 from emberline.kv.transfer.messages import Denied, Grant, Item, Revoke
 from emberline.kv.transfer.notices import Notice
 from emberline.kv.transfer.slices import Run, SliceMismatch, block_runs
-from emberline.kv.transfer.transport import TCP, ReceiveTransport
+from emberline.kv.transfer.transport import TCP, BlockSink, ReceiveTransport
 from emberline.protocol.block_hash import KVGroup
 
 _log = logging.getLogger(__name__)
@@ -34,7 +33,7 @@ class Receiver:
         number: int,
         name: str,
         connection: PeerConnection,
-        memory: HostMemory | None,
+        memory: BlockSink | None,
         transports: Sequence[ReceiveTransport],
         notify: Callable[[Notice], None],
         layouts: Sequence[KVGroup] = (),
@@ -46,7 +45,8 @@ class Receiver:
         self._connection = connection
         self._memory = memory
         self._transports = {transport.name: transport for transport in transports}
-        self._transport: ReceiveTransport | None = None  # once the sender has opened one
+        self._transport: ReceiveTransport | None = None  # that the sender has opened last
+        self._offered = False  # by that transport: it stays
         self._notify = notify
         self._live: dict[int, _Epoch] = {}
         self._revoking: set[int] = set()
@@ -115,6 +115,7 @@ class Receiver:
         elif isinstance(message, messages.BlockData):
             self._read_blocks(message)
         elif isinstance(message, messages.Offer):
+            self._offered = True
             if message.ranks:
                 self._runs = self._runs_of(message)
             self._notify(notices.OfferReceived(self.number, message))
@@ -148,13 +149,14 @@ class Receiver:
 
     def _open(self, message: messages.OpenTransport) -> None:
         transport = self._transports.get(message.name)
-        handles, descriptors = transport.handles() if transport is not None else ([], [])
-        if transport is None or self._transport is not None or (descriptors and not self._connection.local):
-            reason = f"this engine does not receive KV by {message.name!r} on this connection"
-            self._connection.send(Denied("", reason))
-            return
-        self._transport = transport
-        self._connection.send(messages.TransportOpened(handles, len(descriptors)), descriptors)
+        if transport is not None and not self._offered:
+            opened, descriptors = transport.opened()
+            if not descriptors or self._connection.local:
+                self._transport = transport
+                self._connection.send(opened, descriptors)
+                return
+        reason = f"this engine does not receive KV by {message.name!r} on this connection"
+        self._connection.send(Denied("", reason))
 
     def _on_written(self, message: messages.BlocksWritten) -> None:
         epoch = self._live.get(message.epoch)
@@ -184,12 +186,7 @@ class Receiver:
             elif (g, j) not in epoch.targets:
                 raise PeerConnectionLost(f"the sender sends block {(g, j)}, which was not granted")
             else:
-                block = self._memory.block(g, epoch.targets[g, j])
-                if runs is None:
-                    self._connection.read_into(block)
-                else:
-                    for run in runs:
-                        self._connection.read_into(block[run.target : run.target + run.n_bytes])
+                self._memory.fill(g, epoch.targets[g, j], runs, self._connection.read_into)
                 epoch.read.add((g, j))
 
     @property

@@ -195,21 +195,28 @@ class Sender:
             raise
 
     def _open(self, connection: PeerConnection, accepted: Sequence[str]) -> SendTransport:
-        """The first transport of the receiver's list that both sides support."""
+        """The first transport of the receiver's list that both sides support and that reaches its blocks."""
         ours = ", ".join(self._transports) or "none"
-        why = f"it receives KV by {', '.join(accepted) or 'no transport'}, we send by {ours}"
+        failed, level = list[str](), logging.INFO
         for name in [name for name in accepted if name in self._transports]:
             connection.send(messages.OpenTransport(name, host_id()))
             answer = connection.receive(messages.to_sender)
             if isinstance(answer, messages.Denied):
-                why = answer.message
+                failed.append(answer.message)
                 continue
             if not isinstance(answer, messages.TransportOpened):
                 raise PeerConnectionLost(f"it answered OpenTransport with {type(answer).__name__}")
-            transport = self._open_transport(name, answer, connection, self._target)
-            _log.info("sending KV to %s by %s", self._push.address, name)
+            try:
+                transport = self._open_transport(name, answer, connection, self._target)
+            except TransportUnavailable as error:
+                failed.append(f"{name}: {error}")
+                level = logging.WARNING
+                continue
+            because = f", not by {'; '.join(failed)}" if level > logging.INFO else ""
+            _log.log(level, "sending KV to %s by %s%s", self._push.address, name, because)
             return transport
-        raise TransportUnavailable(why)
+        why = f"it receives KV by {', '.join(accepted) or 'no transport'}, we send by {ours}"
+        raise TransportUnavailable("; ".join(failed) or why)
 
     # --- commands ---------------------------------------------------------------------------------------------------
 

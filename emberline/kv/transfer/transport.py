@@ -1,13 +1,13 @@
 """Transports: how the bytes of a block get into the memory of another engine. Here TCP and shared memory."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from emberline.kv.host_memory import HostMemory
 from emberline.kv.transfer.connection import PeerConnection
-from emberline.kv.transfer.messages import BlockData, Item
+from emberline.kv.transfer.messages import BlockData, Item, TransportOpened
 from emberline.kv.transfer.slices import Run
 
 TCP = "tcp"
@@ -37,6 +37,23 @@ class TransportUnavailable(Exception):
     """This transport does not reach the other engine; the text says why. Another one may."""
 
 
+class BlockSource(Protocol):
+    """Blocks that are sent over a connection."""
+
+    def block(self, group: int, block: int) -> memoryview: ...
+
+
+class BlockSink(Protocol):
+    """Blocks that are received over a connection."""
+
+    @property
+    def block_bytes(self) -> Sequence[int]: ...  # of each group
+
+    def fill(self, group: int, block: int, runs: Sequence[Run] | None, read_into: Callable[[memoryview], None]) -> None:
+        """Write what `read_into` reads, in this order, to these parts of a block (None: all of it). Returns when it is
+        there."""
+
+
 class SendTransport(Protocol):
     """Used only by the thread that owns the connection."""
 
@@ -55,8 +72,8 @@ class ReceiveTransport(Protocol):
     name: str
     linger_s: float  # how long a sender may still write after its connection is lost
 
-    def handles(self) -> tuple[list[bytes], list[int]]:
-        """What a sender needs, per group, and the file descriptors that go along."""
+    def opened(self) -> tuple[TransportOpened, list[int]]:
+        """What a sender needs, and the file descriptors that go along."""
 
 
 def host_id() -> str:
@@ -71,8 +88,8 @@ class TcpReceiveTransport:
     name = TCP
     linger_s = 0.0
 
-    def handles(self) -> tuple[list[bytes], list[int]]:
-        return [], []
+    def opened(self) -> tuple[TransportOpened, list[int]]:
+        return TransportOpened(), []
 
 
 class TcpSendTransport:
@@ -80,7 +97,7 @@ class TcpSendTransport:
 
     batch_bytes = 4 << 20
 
-    def __init__(self, memory: HostMemory, connection: PeerConnection, target: Target | None = None) -> None:
+    def __init__(self, memory: BlockSource, connection: PeerConnection, target: Target | None = None) -> None:
         self._memory = memory
         self._connection = connection
         self._runs = None if target is None else target.runs
@@ -107,8 +124,9 @@ class SharedMemoryReceiveTransport:
         assert memory.descriptors
         self._memory = memory
 
-    def handles(self) -> tuple[list[bytes], list[int]]:
-        return [host_id().encode()], list(self._memory.descriptors)
+    def opened(self) -> tuple[TransportOpened, list[int]]:
+        descriptors = list(self._memory.descriptors)
+        return TransportOpened([host_id().encode()], len(descriptors)), descriptors
 
 
 class SharedMemorySendTransport:

@@ -1,7 +1,8 @@
-"""KV from process to process on a CUDA device, and between ranks that have other slices of each block."""
+"""KV from process to process on CUDA devices, and between ranks that have other slices of each block."""
 
 import ctypes
 import json
+import logging
 import threading
 from contextlib import ExitStack, contextmanager, nullcontext
 
@@ -21,9 +22,11 @@ from emberline.engine.gpu.transfer import (
 )
 from emberline.kernels.gpu.elementwise import COPY_WORDS
 from emberline.kv.transfer import cuda_ipc
+from emberline.kv.transfer.messages import TransportOpened
 from emberline.kv.transfer.slices import Run, routes
-from emberline.kv.transfer.transport import BlockCopy, TransportUnavailable
+from emberline.kv.transfer.transport import TCP, BlockCopy, TransportUnavailable
 from emberline.protocol.frames import transfer_ranks
+from emberline.supervisor import machine
 from tests.engine.client import Client, wait_until
 from tests.engine.client import engine as process
 from tests.kv.transfer.rank_groups import GROUP, LAYOUTS, N_BLOCKS, Group, check_received, pair, part
@@ -36,14 +39,14 @@ def test_blocks_are_intact_in_the_other_process():
     assert bandwidth()["identical"]
 
 
-def test_memory_of_another_device_is_refused(monkeypatch):
-    """torch copies it to our device, where writes would be lost; here host memory stands for both devices."""
-    theirs, device = torch.zeros(64, dtype=torch.uint8), torch.device("cpu")
-    monkeypatch.setattr(torch, "as_tensor", lambda span, device: theirs)
-    assert peer_words(theirs.data_ptr(), 64, 32, device).data_ptr() == theirs.data_ptr()
-    monkeypatch.setattr(torch, "as_tensor", lambda span, device: theirs.clone())
-    with pytest.raises(TransportUnavailable, match="another device"):
-        peer_words(theirs.data_ptr(), 64, 32, device)
+def test_memory_of_another_device_is_not_copied(monkeypatch):
+    """torch would copy it to our device, where writes would be lost; here host memory stands for both devices."""
+    monkeypatch.setattr(torch, "as_tensor", pytest.fail)
+    theirs = torch.arange(8)
+    words = peer_words(theirs.data_ptr(), 64, 32, torch.device("cpu"))
+    assert words.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    words[1, 2] = 9
+    assert theirs[6] == 9
 
 
 @pytest.mark.parametrize(("size", "block_bytes"), [(64, 48), (64, 4)])
@@ -146,6 +149,7 @@ def host_as_device(monkeypatch):
         def synchronize(self):
             pass
 
+    monkeypatch.setattr(transfer, "_gpu_uuid", lambda device: f"gpu-{threading.current_thread().name[:5]}")
     monkeypatch.setattr(cuda_ipc, "allocate", allocate)
     monkeypatch.setattr(torch, "as_tensor", as_tensor)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
@@ -157,38 +161,181 @@ def host_as_device(monkeypatch):
         monkeypatch.setattr(transfer, name, locked(getattr(transfer, name)))
 
 
-def check_slices(whole, senders, receivers, folder, closed):
+def check_slices(whole, senders, receivers, folder):
+    """How many handles were needed."""
     with ExitStack() as closing:
         sender, receiver, push = pair(whole, senders, receivers, folder, closing, kind=DeviceGroup)
         check_received(sender, receiver, push)
         assert receiver.others_are_zero(5, 2)
-        assert not closed
-    wait_until(lambda: len(closed) == len(routes(sender.slices, receiver.slices)))
+    return len(routes(sender.slices, receiver.slices))
+
+
+def check_slices_by_ipc(whole, senders, receivers, folder, closed, monkeypatch):
+    monkeypatch.setattr(transfer, "StagedTcpSendTransport", pytest.fail)
+    n_handles = check_slices(whole, senders, receivers, folder)
+    wait_until(lambda: len(closed) == n_handles)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU")
 @pytest.mark.parametrize(("whole", "senders", "receivers"), LAYOUTS)
-def test_every_rank_receives_its_slices(tmp_path, closed, host_as_device, whole, senders, receivers):
-    check_slices(whole, senders, receivers, tmp_path, closed)
+def test_every_rank_receives_its_slices(tmp_path, closed, host_as_device, monkeypatch, whole, senders, receivers):
+    check_slices_by_ipc(whole, senders, receivers, tmp_path, closed, monkeypatch)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("whole", "senders", "receivers"), LAYOUTS)
 def test_every_rank_receives_its_slices_on_a_gpu(tmp_path, closed, monkeypatch, whole, senders, receivers):
     monkeypatch.setattr(DeviceGroup, "device", "cuda:0")
-    check_slices(whole, senders, receivers, tmp_path, closed)
+    check_slices_by_ipc(whole, senders, receivers, tmp_path, closed, monkeypatch)
+
+
+def no_peer_access(raw):
+    raise TransportUnavailable("peer access is not supported between these two devices")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU")
+@pytest.mark.parametrize(("whole", "senders", "receivers"), LAYOUTS)
+def test_gpus_without_peer_access_send_through_host_memory(
+    tmp_path, closed, host_as_device, monkeypatch, caplog, whole, senders, receivers
+):
+    monkeypatch.setattr(cuda_ipc, "open_handle", no_peer_access)
+    caplog.set_level(logging.INFO)
+    check_slices(whole, senders, receivers, tmp_path)
+    (said, *_) = [record for record in caplog.records if record.message.startswith("sending KV")]
+    assert said.levelname == "WARNING"
+    assert "by tcp, not by cuda_ipc: peer access is not supported between these two devices" in said.message
+    assert "(from GPU gpu-kv-to to GPU gpu-MainT)" in said.message
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("whole", "senders", "receivers"), LAYOUTS)
+def test_slices_pass_through_host_memory_on_a_gpu(tmp_path, closed, monkeypatch, whole, senders, receivers):
+    monkeypatch.setattr(DeviceGroup, "device", "cuda:0")
+    monkeypatch.setattr(cuda_ipc, "open_handle", no_peer_access)
+    check_slices(whole, senders, receivers, tmp_path)
+    assert not closed
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU")
+def test_peer_access_that_reads_other_memory_is_not_used(tmp_path, closed, host_as_device, monkeypatch, caplog):
+    """The driver has opened the handle, but what it has mapped is not the receiver's memory."""
+    elsewhere = np.zeros(1 << 20, np.uint8)
+    monkeypatch.setattr(cuda_ipc, "open_handle", lambda raw: elsewhere.ctypes.data)
+    check_slices(GROUP, {"tp": 1}, {"tp": 1}, tmp_path)
+    assert "does not read as it was written" in caplog.text
+    assert closed == [elsewhere.ctypes.data]
+    assert not elsewhere.any()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU")
+def test_peer_access_that_loses_writes_is_not_used(tmp_path, closed, host_as_device, monkeypatch, caplog):
+    copy_blocks, n_tried = transfer.copy_blocks, []
+
+    def lossy(source, target, pairs):
+        if len(target) == cuda_ipc.PROBE_ROWS:
+            n_tried.append(pairs)
+        else:
+            copy_blocks(source, target, pairs)
+
+    monkeypatch.setattr(transfer, "copy_blocks", lossy)
+    check_slices(GROUP, {"tp": 1}, {"tp": 1}, tmp_path)
+    assert len(n_tried) == transfer.PROBE_ATTEMPTS
+    assert "does not arrive" in caplog.text
+    assert len(closed) == 1
+
+
+@pytest.mark.parametrize("on_ours", [True, False])
+def test_of_a_receiver_without_a_probe_only_our_own_gpu_is_opened(closed, host_as_device, monkeypatch, on_ours):
+    """As one of release 0.1 is."""
+    theirs = torch.zeros(8, dtype=torch.int64)
+    monkeypatch.setattr(torch, "as_tensor", lambda span, device: theirs if on_ours else theirs.clone())
+    handle = theirs.data_ptr().to_bytes(64, "little") + (64).to_bytes(8, "little")
+    opened = TransportOpened([cuda_ipc.host_id().encode(), handle])
+    ours = torch.zeros(2, 4, dtype=torch.int64)
+    if on_ours:
+        transfer._open_cuda_ipc([ours], opened, None).close()
+    else:
+        with pytest.raises(TransportUnavailable, match="of an older release, is on another GPU"):
+            transfer._open_cuda_ipc([ours], opened, None)
+    assert closed == [theirs.data_ptr()]
+
+
+class Driver:
+    """The driver's calls of CUDA IPC. `codes`: what each opening returns; the text is that of the last one."""
+
+    def __init__(self, codes):
+        self.codes, self.flags, self.closed = list(codes), [], []
+
+    def cuIpcOpenMemHandle_v2(self, pointer, handle, flags):
+        pointer._obj.value = 0x1000 * (len(self.flags) + 1)
+        self.flags.append(flags.value)
+        return self.codes.pop(0)
+
+    def cuIpcCloseMemHandle(self, pointer):
+        self.closed.append(pointer.value)
+
+    def cuGetErrorString(self, code, text):
+        text._obj.value = {205: b"mapping of buffer object failed", 217: b"peer access is not supported"}[code]
+
+
+def opened_by(monkeypatch, *codes):
+    driver = Driver(codes)
+    monkeypatch.setattr(cuda_ipc, "_driver", lambda: driver)
+    handles = [bytes([number]) * 64 + (640).to_bytes(8, "little") for number in range(len(codes))]
+    return driver, TransportOpened([cuda_ipc.host_id().encode(), *handles])
+
+
+def test_handles_are_opened_with_peer_access(monkeypatch):
+    """Their GPU may be another one, which this process does not see: the driver alone decides."""
+    driver, opened = opened_by(monkeypatch, 0, 0)
+    assert cuda_ipc.opened_pools(opened, 2) == [(0x1000, 640), (0x2000, 640)]
+    assert driver.flags == [1, 1]
+
+
+@pytest.mark.parametrize(("code", "text"), [(205, "mapping of buffer"), (217, "peer access is not supported")])
+def test_handles_before_one_that_cannot_be_opened_are_closed(monkeypatch, code, text):
+    driver, opened = opened_by(monkeypatch, 0, code)
+    with pytest.raises(TransportUnavailable, match=text):
+        cuda_ipc.opened_pools(opened, 2)
+    assert driver.closed == [0x1000]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU")
+def test_a_worker_whose_memory_cannot_be_exported_receives_through_host_memory(
+    tmp_path, closed, host_as_device, monkeypatch, caplog
+):
+    def refuse(pointer):
+        raise TransportUnavailable("this memory cannot be exported: operation not supported")
+
+    monkeypatch.setattr(cuda_ipc, "export", refuse)
+    check_slices(GROUP, {"tp": 1}, {"tp": 2}, tmp_path)
+    assert "receives KV through host memory: this memory cannot be exported" in caplog.text
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU")
 def test_equal_layouts_send_whole_blocks(tmp_path, closed, host_as_device, monkeypatch):
     monkeypatch.setattr(transfer, "copy_block_runs", pytest.fail)
-    check_slices(GROUP, {"tp": 2}, {"tp": 2}, tmp_path, closed)
+    check_slices_by_ipc(GROUP, {"tp": 2}, {"tp": 2}, tmp_path, closed, monkeypatch)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("first", "second"), [((), ("--tp", "2")), (("--tp", "2"), ())], ids=["1to2", "2to1"])
-def test_workers_of_other_layouts_continue_each_other_s_prompts(tmp_path, monkeypatch, first, second):
+@pytest.mark.parametrize(
+    ("first", "second"), [((), ()), ((), ("--tp", "2")), (("--tp", "2"), ())], ids=["1to1", "1to2", "2to1"]
+)
+def test_workers_of_any_layout_continue_each_other_s_prompts(tmp_path, monkeypatch, first, second):
     """Real workers on one GPU: the tokens of one rank."""
+    check_workers(tmp_path, monkeypatch, first, second)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_workers_on_two_gpus_continue_each_other_s_prompts(tmp_path, monkeypatch):
+    """As `emberline serve` starts them: neither sees the other's GPU."""
+    check_workers(tmp_path, monkeypatch, gpus=machine.gpus()[:2])
+
+
+def check_workers(tmp_path, monkeypatch, first=(), second=(), gpus=()):
+    """A prefill and a decode worker with these flags, on these GPUs or all that are visible."""
     from benchmarks.gpu.rank_processes import ONE_GPU, TINY
     from tests.engine.parallel.test_rank_worker import request, run
     from tests.engine.transfer.test_prefill_decode import halves
@@ -201,23 +348,26 @@ def test_workers_of_other_layouts_continue_each_other_s_prompts(tmp_path, monkey
     ]
 
     @contextmanager
-    def worker(name, *flags):
+    def worker(name, *flags, gpu=None):
+        if gpu is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpu)
         common = ("--device", "cuda", "--random-weights", "1", "--deterministic", "--speculation", "off")
         limits = ("--kv-bytes", 256 << 20, "--memory-share", "0.2", "--max-running", "4", "--token-budget", "256")
         place = ("--model", tmp_path, "--socket", tmp_path / name)
         with (
-            process("emberline.engine.worker", *place, *common, *limits, *flags) as (_, address),
+            process("emberline.engine.worker", *place, *common, *limits, *flags) as (started, address),
             Client(address) as client,
         ):
-            yield address, client
+            yield started, address, client
 
-    with worker("one") as (_, one):
+    p_gpu, d_gpu = gpus or (None, None)
+    with worker("one", gpu=p_gpu) as (*_, one):
         expected = run(one, *requests)
     with (
-        worker("p", "--role", "prefill", *first) as (_, prefill),
-        worker("d", "--role", "decode", *second) as (address, decode),
+        worker("p", "--role", "prefill", *first, gpu=p_gpu) as (sending, _, prefill),
+        worker("d", "--role", "decode", *second, gpu=d_gpu) as (_, address, decode),
     ):
-        assert decode.greeting.info.transfers == (cuda_ipc.CUDA_IPC,)
+        assert decode.greeting.info.transfers == (cuda_ipc.CUDA_IPC, TCP)
         ranks = transfer_ranks(prefill.greeting.info, decode.greeting.info)
         for each in requests:
             sent, awaited = halves(each, address, f"t-{each.id}", ranks=ranks)
@@ -229,3 +379,6 @@ def test_workers_of_other_layouts_continue_each_other_s_prompts(tmp_path, monkey
             assert decode.tokens(each.id) == tokens
             n_pushed = (len(each.prompt_ids) // 4 - 1) // 16 * 16
             assert decode.deltas[each.id][0].usage.cached_by_tier == {"device": 0, "pushed": n_pushed}
+        said = [line for line in sending.stderr if "sending KV to" in line]
+        assert said
+        assert all("by cuda_ipc" in line for line in said), said
