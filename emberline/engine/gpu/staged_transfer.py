@@ -23,11 +23,11 @@ class _Staging:
     def __init__(self, device: torch.device) -> None:
         torch.cuda.set_device(device)  # of this thread
         self._device = device
-        self._buffer = pinned(0, torch.uint8, device)
+        self._buffer: Tensor | None = None
         self.stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     def buffer(self, n_bytes: int) -> Tensor:
-        if len(self._buffer) < n_bytes:
+        if self._buffer is None or len(self._buffer) < n_bytes:
             self._buffer = pinned(n_bytes, torch.uint8, self._device)
         return self._buffer[:n_bytes]
 

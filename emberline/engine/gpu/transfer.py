@@ -131,13 +131,12 @@ def _open_cuda_ipc(words: Sequence[Tensor], opened: TransportOpened, target: Tar
             elif not _is_on(device, pointer):
                 raise TransportUnavailable("the other engine, of an older release, is on another GPU")
         return transport
-    except Exception as error:
+    except (TransportUnavailable, RuntimeError, ValueError) as error:  # these two of torch and Triton
         for pointer in pointers:
             cuda_ipc.close_handle(pointer)
         own, other = _gpu_uuid(device), probed_gpu(opened.probe)
-        if isinstance(error, TransportUnavailable) and other not in ("", own):
-            raise TransportUnavailable(f"{error} (from GPU {own} to GPU {other})") from None
-        raise
+        between = "" if other in ("", own) else f" (from GPU {own} to GPU {other})"
+        raise TransportUnavailable(f"{error}{between}") from None
 
 
 class CudaIpcSendTransport:

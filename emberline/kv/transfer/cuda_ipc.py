@@ -19,8 +19,8 @@ from emberline.kv.transfer.transport import TransportUnavailable, host_id
 
 CUDA_IPC = "cuda_ipc"
 LINGER_S = 2.0  # copies of a killed process may run until the driver has destroyed its context
-PROBE_WORDS = 8  # of 8 bytes: what a sender reads or writes at once
-PROBE_ROWS = 256  # the first is read; each sender writes one of the others
+PROBE_WORDS = 16  # of 8 bytes: what a sender reads or writes at once; a multiple of 16, as in most blocks
+PROBE_ROWS = 128  # the first is read; each sender writes one of the others
 PROBE_BYTES = 8 * PROBE_WORDS * PROBE_ROWS
 _HANDLE_BYTES = 64
 _GPU_BYTES = 40  # of a probe: the text of a UUID

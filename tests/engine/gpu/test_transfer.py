@@ -244,6 +244,17 @@ def test_peer_access_that_loses_writes_is_not_used(tmp_path, closed, host_as_dev
     assert len(closed) == 1
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU")
+def test_memory_that_kernels_cannot_access_is_not_used(tmp_path, closed, host_as_device, monkeypatch, caplog):
+    def refuse(source, target, pairs):
+        raise ValueError("Pointer argument cannot be accessed from Triton")
+
+    monkeypatch.setattr(transfer, "copy_blocks", refuse)
+    check_slices(GROUP, {"tp": 1}, {"tp": 1}, tmp_path)
+    assert "by tcp, not by cuda_ipc: Pointer argument cannot be accessed" in caplog.text
+    assert len(closed) == 1
+
+
 @pytest.mark.parametrize("on_ours", [True, False])
 def test_of_a_receiver_without_a_probe_only_our_own_gpu_is_opened(closed, host_as_device, monkeypatch, on_ours):
     """As one of release 0.1 is."""

@@ -5,9 +5,30 @@ import socket
 import pytest
 
 from emberline.kv.transfer.connection import PeerConnection
-from emberline.kv.transfer.messages import Grant, KeepAlive, Revoke, RevokeAck, SendFailed, to_sender
-from emberline.kv.transfer.notices import EpochReleased, LeaseRenewed, SenderGaveUp, SenderLost
+from emberline.kv.transfer.messages import (
+    Denied,
+    Grant,
+    KeepAlive,
+    Offer,
+    OpenTransport,
+    Revoke,
+    RevokeAck,
+    SendFailed,
+    TransportOpened,
+    to_sender,
+)
+from emberline.kv.transfer.notices import EpochReleased, LeaseRenewed, OfferReceived, SenderGaveUp, SenderLost
 from emberline.kv.transfer.receiver import Receiver
+
+
+class Transport:
+    linger_s = 0.0
+
+    def __init__(self, name):
+        self.name = name
+
+    def opened(self):
+        return TransportOpened([self.name.encode()]), []
 
 
 class Pair:
@@ -19,7 +40,8 @@ class Pair:
         self.notices = []
         self.sender = PeerConnection(there)
         self.sender.set_timeout(60)
-        self.receiver = Receiver(1, "p", PeerConnection(here), None, [], self.notices.append)
+        transports = [Transport("first"), Transport("second")]
+        self.receiver = Receiver(1, "p", PeerConnection(here), None, transports, self.notices.append)
         self.receiver.start()
 
     def grant(self, transfer, epoch):
@@ -57,3 +79,20 @@ def test_a_sender_releases_only_epochs_that_were_revoked(pair):
         pair.sender.send(RevokeAck(epoch))
     pair.close()
     assert pair.notices == [EpochReleased(8, 1)]
+
+
+def test_a_sender_that_cannot_use_a_transport_opens_another_until_it_offers(pair):
+    def open_transport(name):
+        pair.sender.send(OpenTransport(name))
+        return pair.sender.receive(to_sender)
+
+    assert open_transport("first") == TransportOpened([b"first"])
+    assert isinstance(open_transport("third"), Denied)
+    assert open_transport("second") == TransportOpened([b"second"])
+    assert pair.receiver._transport.name == "second"
+    offer = Offer("a", "f", (), (), 0, b"")
+    pair.sender.send(offer)
+    assert isinstance(open_transport("first"), Denied)
+    assert pair.receiver._transport.name == "second"
+    pair.close()
+    assert pair.notices == [OfferReceived(1, offer)]
