@@ -5,6 +5,7 @@ so clients reconnect without being told.
 """
 
 import asyncio
+import logging
 import os
 import secrets
 import shutil
@@ -30,6 +31,8 @@ PREFILL_NICE = 5  # on cores shared with HTTP: sending a computed token takes pr
 RETIRE_GRACE_S = 10.0
 CPU_SHARE = "cpu-share"  # the file by which workers share threads, beside their sockets
 _MAX_SOCKET_PATH = 90  # bytes; the system's limit is 104 or 108
+
+_log = logging.getLogger(__name__)
 
 MakeSpec = Callable[["WorkerPlan", EngineConfig, Path, str], ProcessSpec]
 
@@ -83,8 +86,8 @@ def plan_workers(
     config: EngineConfig, models: Mapping[str, Path], first: int = 0, kv_bytes: int = 0
 ) -> list[WorkerPlan]:
     """Workers for each model's weights: one per GPU (or per as many as it has ranks), or one on a CPU; these divide
-    the memory, and share the cores by need. `first`: the number of the first one; `kv_bytes` of each, where the
-    configuration leaves it open."""
+    the memory, and share the cores by need. More workers than GPUs share them. `first`: the number of the first one;
+    `kv_bytes` of each, where the configuration leaves it open."""
     layout = layout_of(config)
     gpus = _gpu_sets(config, layout)
     if config.device == "cuda" and not gpus:
@@ -92,6 +95,8 @@ def plan_workers(
             "no CUDA device to run on: `emberline doctor` tells what is missing; use --device cpu", param="device"
         )
     roles = _roles(config, len(gpus))
+    if config.prefill_workers and gpus:
+        _warn_of_placement(len(roles), len(gpus), layout)
     n_workers = len(roles) * len(models)
     kv_bytes = kv_bytes or (default_kv_bytes("cpu", n_workers) if n_workers else 0)
     pins = n_workers and config.prefill_workers and not gpus and not first
@@ -111,7 +116,7 @@ def plan_workers(
                     device="cuda" if gpus else "cpu",
                     gpu=gpus[index % len(gpus)] if gpus else None,
                     kv_bytes=config.kv_bytes or (0 if gpus else kv_bytes),
-                    memory_share=share / max(1, -(-len(roles) // max(1, len(gpus)))),
+                    memory_share=share / (len(roles[index % len(gpus) :: len(gpus)]) if gpus else len(roles)),
                     threads=config.threads or (0 if gpus else threads),
                     shares_cpu=not (config.threads or gpus or core_sets or layout.n_ranks > 1)
                     and number < cpu_share.MAX_WORKERS,
@@ -172,6 +177,16 @@ def _roles(config: EngineConfig, n_gpus: int) -> list[WorkerRole]:
     prefill: WorkerRole = "prefill"
     decode: WorkerRole = "decode"
     return [prefill] * config.prefill_workers + [decode] * config.decode_workers
+
+
+def _warn_of_placement(n_workers: int, n_sets: int, layout: Layout) -> None:
+    """Where prefill and decode workers share GPUs, or leave some unused. `n_sets`: of GPUs, one for each rank."""
+    where = "GPUs" if layout.n_ranks == 1 else f"sets of {layout.n_ranks} GPUs"
+    if n_workers > n_sets:
+        _log.warning("%d prefill and decode workers of a model share %d %s, and their memory", n_workers, n_sets, where)
+    elif n_workers < n_sets:
+        unused = n_sets - n_workers
+        _log.warning("%d prefill and decode workers of a model leave %d %s unused", n_workers, unused, where)
 
 
 def _core_sets(n_workers: int) -> list[tuple[int, ...]]:

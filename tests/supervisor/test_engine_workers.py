@@ -117,6 +117,24 @@ def test_prefill_and_decode_workers_get_disjoint_cores(monkeypatch: pytest.Monke
     ] == [()] * 3
 
 
+@pytest.mark.parametrize(
+    ("n_gpus", "n_decode", "gpus", "shares", "warning"),
+    [
+        (2, 1, ["0", "1"], [1, 1], ""),
+        (1, 1, ["0", "0"], [0.5, 0.5], "2 prefill and decode workers of a model share 1 GPUs"),
+        (2, 2, ["0", "1", "0"], [0.5, 1, 0.5], "3 prefill and decode workers of a model share 2 GPUs"),
+        (4, 1, ["0", "1"], [1, 1], "2 prefill and decode workers of a model leave 2 GPUs unused"),
+    ],
+)
+def test_prefill_and_decode_workers_have_gpus_in_turn(monkeypatch, caplog, n_gpus, n_decode, gpus, shares, warning):
+    """The memory of a GPU is divided by those that are on it, and not by those of another."""
+    monkeypatch.setattr(machine, "gpus", lambda: [str(index) for index in range(n_gpus)])
+    plans = plan_workers(EngineConfig(prefill_workers=1, decode_workers=n_decode), {"m": Path("/m")})
+    assert [plan.gpu for plan in plans] == gpus
+    assert [plan.memory_share for plan in plans] == shares
+    assert [record.message.startswith(warning) for record in caplog.records] == [True] * bool(warning)
+
+
 def test_models_on_one_gpu_have_explicit_or_even_shares_of_its_memory(monkeypatch):
     monkeypatch.setattr(machine, "gpus", lambda: ["0"])
 
