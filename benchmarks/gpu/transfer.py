@@ -1,12 +1,14 @@
-"""KV transfer between processes over CUDA IPC on one device: `python -m benchmarks.gpu.transfer [--model FOLDER]`.
+"""KV transfer between processes over CUDA IPC: `python -m benchmarks.gpu.transfer [--to GPU] [--model FOLDER]`.
 
-Bandwidth for scattered blocks of Llama-8B's shape, 2 MiB each, every block compared on the receiving side. With a
-model: the part of a 32k-token prompt's transfer that is not overlapped by its prefill, between two real workers.
+Bandwidth for scattered blocks of Llama-8B's shape, 2 MiB each, every block compared on the receiving side, which is on
+the same GPU or on another one (`--to`). With a model: the part of a 32k-token prompt's transfer that is not overlapped
+by its prefill, between two real workers.
 """
 
 import argparse
 import contextlib
 import json
+import os
 import random
 import subprocess
 import sys
@@ -30,7 +32,7 @@ def main() -> int:
     args = _parse()
     if args.receive:
         return receive()
-    figures = {"bandwidth": bandwidth()}
+    figures = {"bandwidth": bandwidth(args.to)}
     if args.model is not None:
         figures["hidden"] = hidden(args.model, args.work, args.tokens, args.repeat)
     print(json.dumps(figures, indent=1))
@@ -41,11 +43,10 @@ def main() -> int:
 
 def receive() -> int:
     """The receiving process: exports a pool, then prints checksums of the blocks it is asked for."""
-    from emberline.engine.gpu.transfer import exported_pools
-    from emberline.kv.transfer.cuda_ipc import CudaIpcReceiveTransport, new_probe
+    from emberline.engine.gpu.transfer import exported_pools, exporting
 
     pools, spans = exported_pools([LLAMA_8B], [N_BLOCKS], "cuda")
-    opened, _ = CudaIpcReceiveTransport(spans, [pools[0].nbytes], new_probe("")).opened()
+    opened, _ = exporting(pools, spans).opened()
     print(msgspec.json.encode(opened).decode(), flush=True)
     for line in sys.stdin:
         blocks = json.loads(line)
@@ -62,24 +63,24 @@ def _sums(pool: Any, blocks: list[int]) -> list[int]:
     return [int((words[block].long() * weights).sum()) for block in blocks]
 
 
-def bandwidth() -> dict[str, Any]:
+def bandwidth(to: str | None = None) -> dict[str, Any]:
+    """From the first GPU to `to`, as CUDA_VISIBLE_DEVICES names it; None: on the same one."""
     import torch
 
-    from emberline.engine.gpu.transfer import CudaIpcSendTransport, peer_words, pool_words
-    from emberline.kv.transfer.cuda_ipc import opened_pools
+    from emberline.engine.gpu.transfer import open_cuda_ipc, pool_words
     from emberline.kv.transfer.messages import TransportOpened
     from emberline.kv.transfer.transport import BlockCopy
 
     command = [sys.executable, "-m", "benchmarks.gpu.transfer", "--receive"]
-    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    env = None if to is None else {**os.environ, "CUDA_VISIBLE_DEVICES": to}
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
     assert child.stdout is not None
     assert child.stdin is not None
     opened = msgspec.json.decode(child.stdout.readline(), type=TransportOpened)
     own = torch.randint(-(2**31), 2**31 - 1, (N_BLOCKS, LLAMA_8B.block_bytes // 4), dtype=torch.int32, device="cuda")
     words = pool_words(own, LLAMA_8B)
-    [(pointer, size)] = opened_pools(opened, 1)
-    target = peer_words(pointer, size, LLAMA_8B.block_bytes, words.device)
-    transport = CudaIpcSendTransport([words], [target], [])
+    transport = open_cuda_ipc([words], opened)
+    [target] = transport.targets
     rng = random.Random(1)
     sources, targets = (rng.sample(range(1, N_BLOCKS), max(SIZES)) for _ in range(2))
     copies = [BlockCopy((0, j), source, put) for j, (source, put) in enumerate(zip(sources, targets))]
@@ -172,6 +173,7 @@ def _hand_over(prefill: Any, decode: Any, ids: list[int], transfer: str) -> floa
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.transfer", description=__doc__)
     parser.add_argument("--receive", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--to", metavar="GPU", help="of the receiving process, as CUDA_VISIBLE_DEVICES names it")
     parser.add_argument("--model", type=Path, help="a folder with an 8B's shape, as benchmarks.gpu writes it")
     parser.add_argument("--work", type=Path, default=Path("/tmp"), help="where logs go")
     parser.add_argument("--tokens", type=int, default=32_768)

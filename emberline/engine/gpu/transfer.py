@@ -76,15 +76,13 @@ def device_transfers(
             return StagedTcpSendTransport(blocks, connection, target)
         if name != cuda_ipc.CUDA_IPC:
             raise TransportUnavailable(f"unknown transport {name!r}")
-        return _open_cuda_ipc(words, opened, target)
+        return open_cuda_ipc(words, opened, target)
 
     if not spans:
         return RankTransfers(fingerprint, layouts, None, (), (cuda_ipc.CUDA_IPC, TCP), open_transport)
     receive: list[ReceiveTransport] = []
     try:
-        probe = new_probe(_gpu_uuid(words[0].device))
-        receive.append(CudaIpcReceiveTransport(spans, [pool.nbytes for pool in pools], probe))
-        _write_probe(spans, probe, words[0].device)
+        receive.append(exporting(pools, spans))
     except TransportUnavailable as error:
         _log.warning("this worker receives KV through host memory: %s", error)
     receive.append(TcpReceiveTransport())
@@ -104,15 +102,20 @@ def _is_on(device: torch.device, pointer: int) -> bool:
         return False
 
 
-def _write_probe(spans: Sequence[DeviceSpan], probe: bytes, device: torch.device) -> None:
+def exporting(pools: Sequence[Tensor], spans: Sequence[DeviceSpan]) -> CudaIpcReceiveTransport:
+    """For pools of `exported_pools`. TransportUnavailable: they cannot be exported."""
+    device = pools[0].device
+    probe = new_probe(_gpu_uuid(device))
+    written = torch.frombuffer(bytearray(probe), dtype=torch.uint8).to(device)
     for span in spans:
-        torch.as_tensor(span, device=device)[-PROBE_BYTES:][: len(probe)] = torch.frombuffer(
-            bytearray(probe), dtype=torch.uint8
-        ).to(device)
+        torch.as_tensor(span, device=device)[-PROBE_BYTES:][: len(probe)] = written
     torch.cuda.synchronize(device)
+    return CudaIpcReceiveTransport(spans, [pool.nbytes for pool in pools], probe)
 
 
-def _open_cuda_ipc(words: Sequence[Tensor], opened: TransportOpened, target: Target | None) -> SendTransport:
+def open_cuda_ipc(
+    words: Sequence[Tensor], opened: TransportOpened, target: Target | None = None
+) -> "CudaIpcSendTransport":
     """Also between two GPUs: the driver enables peer access where there is any, and a probe shows that it works."""
     runs = None if target is None else [word_runs(each) for each in target.runs]
     block_bytes = [each.shape[1] * WORD_BYTES for each in words] if target is None else target.block_bytes
@@ -154,7 +157,7 @@ class CudaIpcSendTransport:
         opened: Sequence[int],
         runs: Sequence[Tensor] | None = None,
     ) -> None:
-        self._sources, self._targets = sources, targets
+        self._sources, self.targets = sources, targets
         self._opened = opened  # pointers to close
         self._device = sources[0].device
         self._runs = None if runs is None else [each.to(self._device) for each in runs]
@@ -195,7 +198,7 @@ class CudaIpcSendTransport:
 
     def _write(self, copies: Sequence[BlockCopy]) -> None:
         copies = sorted(copies, key=lambda copy: copy.group)
-        if any(not 0 <= copy.target < len(self._targets[copy.group]) for copy in copies):
+        if any(not 0 <= copy.target < len(self.targets[copy.group]) for copy in copies):
             raise TransportUnavailable("the other engine granted a block outside its pool")
         numbers = np.array([(copy.source, copy.target) for copy in copies], np.int32)
         self._pairs[: numbers.size].numpy()[:] = numbers.reshape(-1)
@@ -203,7 +206,7 @@ class CudaIpcSendTransport:
             self._uploaded[: numbers.size].copy_(self._pairs[: numbers.size], non_blocking=True)
             pairs = self._uploaded[: numbers.size].view(-1, 2)
             first = 0
-            for group, (source, target) in enumerate(zip(self._sources, self._targets)):
+            for group, (source, target) in enumerate(zip(self._sources, self.targets)):
                 n = sum(copy.group == group for copy in copies)
                 if self._runs is None:
                     copy_blocks(source, target, pairs[first : first + n])
@@ -215,7 +218,7 @@ class CudaIpcSendTransport:
 
     def close(self) -> None:
         self._stream.synchronize()
-        self._targets = []
+        self.targets = []
         for pointer in self._opened:
             cuda_ipc.close_handle(pointer)
 

@@ -39,6 +39,15 @@ def test_blocks_are_intact_in_the_other_process():
     assert bandwidth()["identical"]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_blocks_are_intact_on_the_other_gpu():
+    """Which this process sees, and the other process does not see ours. GPUs without peer access fail here."""
+    from benchmarks.gpu.transfer import bandwidth
+
+    assert bandwidth(machine.gpus()[1])["identical"]
+
+
 def test_memory_of_another_device_is_not_copied(monkeypatch):
     """torch would copy it to our device, where writes would be lost; here host memory stands for both devices."""
     monkeypatch.setattr(torch, "as_tensor", pytest.fail)
@@ -59,7 +68,7 @@ def test_pools_that_do_not_consist_of_blocks_are_refused(size, block_bytes):
 def test_blocks_outside_the_pool_of_the_receiver_are_not_written(target, monkeypatch):
     monkeypatch.setattr(transfer, "copy_blocks", pytest.fail)
     send = CudaIpcSendTransport.__new__(CudaIpcSendTransport)
-    send._sources = send._targets = [torch.zeros(3, 4, dtype=torch.int64)]
+    send._sources = send.targets = [torch.zeros(3, 4, dtype=torch.int64)]
     with pytest.raises(TransportUnavailable, match="outside its pool"):
         send.write(1, [BlockCopy((0, 0), 1, target)])
 
@@ -264,10 +273,10 @@ def test_of_a_receiver_without_a_probe_only_our_own_gpu_is_opened(closed, host_a
     opened = TransportOpened([cuda_ipc.host_id().encode(), handle])
     ours = torch.zeros(2, 4, dtype=torch.int64)
     if on_ours:
-        transfer._open_cuda_ipc([ours], opened, None).close()
+        transfer.open_cuda_ipc([ours], opened).close()
     else:
         with pytest.raises(TransportUnavailable, match="of an older release, is on another GPU"):
-            transfer._open_cuda_ipc([ours], opened, None)
+            transfer.open_cuda_ipc([ours], opened)
     assert closed == [theirs.data_ptr()]
 
 
