@@ -280,8 +280,17 @@ def test_of_a_receiver_without_a_probe_only_our_own_gpu_is_opened(closed, host_a
     assert closed == [theirs.data_ptr()]
 
 
+TEXTS = {  # of handles that cannot be opened: without peer access, or in containers that do not share enough
+    101: "invalid device ordinal",
+    201: "invalid device context",
+    205: "mapping of buffer object failed",
+    217: "peer access is not supported between these two devices",
+    400: "invalid resource handle",
+}
+
+
 class Driver:
-    """The driver's calls of CUDA IPC. `codes`: what each opening returns; the text is that of the last one."""
+    """The driver's calls of CUDA IPC. `codes`: what each opening returns."""
 
     def __init__(self, codes):
         self.codes, self.flags, self.closed = list(codes), [], []
@@ -295,7 +304,7 @@ class Driver:
         self.closed.append(pointer.value)
 
     def cuGetErrorString(self, code, text):
-        text._obj.value = {205: b"mapping of buffer object failed", 217: b"peer access is not supported"}[code]
+        text._obj.value = TEXTS[code].encode()
 
 
 def opened_by(monkeypatch, *codes):
@@ -312,7 +321,7 @@ def test_handles_are_opened_with_peer_access(monkeypatch):
     assert driver.flags == [1, 1]
 
 
-@pytest.mark.parametrize(("code", "text"), [(205, "mapping of buffer"), (217, "peer access is not supported")])
+@pytest.mark.parametrize(("code", "text"), TEXTS.items())
 def test_handles_before_one_that_cannot_be_opened_are_closed(monkeypatch, code, text):
     driver, opened = opened_by(monkeypatch, 0, code)
     with pytest.raises(TransportUnavailable, match=text):
