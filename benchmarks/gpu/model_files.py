@@ -40,6 +40,25 @@ LLAMA_8B: dict[str, Any] = {
     "eos_token_id": 128001,
     "initializer_range": 0.02,
 }
+QWEN_CODER: dict[str, Any] = {  # Qwen2.5-Coder-1.5B-Instruct
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "initializer_range": 0.02,
+}
 
 
 def tensors(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:

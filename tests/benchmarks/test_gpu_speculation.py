@@ -1,9 +1,11 @@
 """Speculative decoding on a GPU, its benchmark: every part on a small random model, without a GPU."""
 
 import gc
+import itertools
 import json
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 
@@ -11,16 +13,19 @@ pytest.importorskip("triton")
 
 from benchmarks.gpu import kernels
 from benchmarks.gpu.large_models import Deadline
-from benchmarks.gpu.model_files import write_gguf
+from benchmarks.gpu.model_files import QWEN_CODER, write_gguf
 from benchmarks.gpu.speculation import __main__ as benchmark
-from benchmarks.gpu.speculation import inputs
-from benchmarks.gpu.speculation.inputs import Recorded
+from benchmarks.gpu.speculation import inputs, transcript
+from benchmarks.gpu.speculation.engine import Engine
+from benchmarks.gpu.speculation.inputs import CODER_SESSION, Coder, Recorded
 from benchmarks.gpu.speculation.parts import NoInputs, Setup
 from benchmarks.gpu.speculation.verification import FixedDrafts, VerifySteps, attention_share, with_ratios
 from emberline.engine.gpu import shapes
 from emberline.engine.gpu.batch import VerifyShape
 from emberline.engine.speculation import speculator
 from emberline.models.eagle3 import Eagle3Config, Eagle3Head, save_head
+from emberline.protocol.request import ToolCall
+from emberline.protocol.token_ids import unpack
 from emberline.weights.checkpoint import open_checkpoint
 from tests.engine.fakes import VOCAB
 from tests.engine.gpu.test_runner import Padded, loop_of
@@ -109,6 +114,75 @@ def test_recorded_replies_are_replayed(setup, tmp_path):
     without = setup._replace(inputs=None)
     with pytest.raises(NoInputs):
         measured(without, "replies", "suffix", tmp_path)
+
+
+# --- a coding agent's session ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def session(smollm2):
+    return transcript.record(smollm2, transcript.USER[:2], max_reply=24)
+
+
+def test_a_session_is_recorded(session, tmp_path):
+    assert [message.role for message in session.messages] == ["system", *["user", "assistant", "tool", "assistant"] * 2]
+    calls = [call for message in session.messages for call in message.tool_calls]
+    assert len(calls) == 2, "with every first reply to the user"
+    assert len(session.requests) == 4
+    assert all(request.grammar and 0 < len(reply) <= 24 for request, reply in session.requests)
+    inputs.write_session(session, tmp_path / "session.gz")
+    assert inputs.read_session(tmp_path / "session.gz") == session
+
+
+@pytest.mark.parametrize("setting", ["off", "auto"])
+def test_a_session_is_replayed(setup, session, tmp_path, setting):
+    both = msgspec.structs.replace(setup.inputs, coder=Coder(setup.inputs.vocabulary, session.requests))
+    figures = measured(setup._replace(inputs=both, coder=setup.model), "coder", setting, tmp_path)
+    assert figures["tokens_per_s"].keys() == {"1"}
+    assert figures["requests"] == 3
+    assert figures["tokens"] == sum(len(reply) - 1 for _, reply in session.requests[:3])
+    accepted = sum(sum(each["accepted"]) for each in figures["drafts"].values())
+    assert (accepted > 5) == (setting == "auto")
+    with pytest.raises(NoInputs, match="--coder-model"):
+        measured(setup, "coder", setting, tmp_path)
+
+
+def test_the_session_of_the_tree_is_one():
+    """Every prompt begins with the one before it and what was replied to that."""
+    requests = inputs.read_session(CODER_SESSION).requests
+    assert len(requests) >= 20
+    for (before, reply), (after, _) in itertools.pairwise(requests):
+        known = unpack(before.prompt_ids) + reply
+        assert unpack(after.prompt_ids)[: len(known)] == known
+
+
+def test_the_shape_of_the_coder_is_built(tmp_path):
+    config = QWEN_CODER | {"num_hidden_layers": 1, "vocab_size": 1024, "eos_token_id": 1, "bos_token_id": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    engine = Engine(tmp_path, "auto", "cpu", 1)
+    reply = list(range(20, 30))
+    assert engine.run([engine.work([3, 4, 5], reply)], 1).n_tokens == 9
+
+
+def test_tools_run_in_their_folder_alone(tmp_path):
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "test_a.py").write_text("def test_a():\n    assert 1 == 2\n")
+    project = transcript.Project(tmp_path / "project")
+
+    def run(name, **arguments):
+        return project.run(ToolCall("", name, json.dumps(arguments)))
+
+    assert "1 failed" in run("run_tests")
+    assert run("str_replace", path="test_a.py", old="= 2", new="= 1") == "test_a.py: replaced"
+    assert "1 passed" in run("run_tests")
+    assert run("write_file", path="b/../c.py", content="a\nb\n") == "b/../c.py: 2 lines written"
+    assert run("read_file", path="c.py") == "a\nb\n"
+    assert "not once" in run("str_replace", path="c.py", old="z", new="")
+    assert "outside the project" in run("write_file", path="../d.py", content="")
+    assert run("read_file", path="none.py").startswith("error: ")
+    assert run("read_file", where="c.py").startswith("error: ")
+    assert project.run(ToolCall("", "read_file", '{"path": "c')).startswith("error: ")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["project"]
 
 
 def test_settings_are_processes_whose_figures_are_kept(setup, tmp_path, capsys):

@@ -2,19 +2,21 @@
 
 verify   the time of a decode step with 0 to 8 draft tokens behind every row, against that without any; attention alone
 tools    50 tool calls with their grammars, one at a time: forced tokens
+coder    the session of a coding agent, written by Qwen2.5-Coder-1.5B (`transcript`): forced tokens and suffix decoding
 auto     replies of random tokens, which no draft fits, and recorded ones, 1 to 256 at a time: all drafters against none
 head     the draft head that comes with the package, on the default model and held-out prompts, 1, 8 and 32 at a time
 replies  recorded replies of agents, 1 and 16 at a time: suffix decoding
 
-All but `head` have a model of Llama 8B's shape with random weights. Where replies are recorded, it computes and draws
-as ever, then the recorded token takes the place of the one drawn (`benchmarks/replay_runner.py`). Prompts are computed
-before the clock starts: only decoding is measured. Each setting is a process of its own, since an engine takes all of
-the device's memory; what it has measured when its time is over is kept.
+All but `head` and `coder` have a model of Llama 8B's shape with random weights, `coder` one of Qwen2.5-Coder-1.5B's or,
+with `--coder-model`, that model. Where replies are recorded, it computes and draws as ever, then the recorded token
+takes the place of the one drawn (`benchmarks/replay_runner.py`). Prompts are computed before the clock starts: only
+decoding is measured. Each setting is a process of its own, since an engine takes all of the device's memory; what it
+has measured when its time is over is kept.
 
 TOKENS has the token ids of the requests. `--make` writes it where a tokenizer is, with `--trace` also recorded replies
-(as for `benchmarks.speculation`); without it the ids are made at the start, of all but these. With `--vllm` the
-recorded replies by vLLM, without speculation and with its n-grams; run that with a bundle of vLLM on PYTHONPATH, as
-`benchmarks.gpu --vllm` does.
+(as for `benchmarks.speculation`), with `--coder-model` also the session of `coder`. Without TOKENS the ids are made at
+the start, of all but the recorded replies. With `--vllm` the recorded replies by vLLM, without speculation and with its
+n-grams; run that with a bundle of vLLM on PYTHONPATH, as `benchmarks.gpu --vllm` does.
 """
 
 import argparse
@@ -46,6 +48,7 @@ RANDOM_LEAST = 0.98
 PARTS = {
     "verify": Part(("grammar", "attention"), parts.verify),
     "tools": Part(("off", "grammar", "auto"), parts.tools, {"1": 1.4}),
+    "coder": Part(("off", "auto"), parts.coder, {"1": 1.4}),
     "auto": Part(("off", "auto"), parts.auto, {"": RANDOM_LEAST}),  # "": of everything
     "head": Part(("off", "eagle3"), parts.head, {"1": 1.3, "8": 1.0, "32": 0.98}),
     "replies": Part(("off", "suffix"), parts.replies, {"1": 1.8, "16": 1.4}),
@@ -67,25 +70,26 @@ class Figures(dict[str, Any]):
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     if args.make:
-        inputs.write(inputs.make(args.trace, args.chat_model), args.tokens)
+        inputs.write(inputs.make(args.trace, args.chat_model, args.coder_model), args.tokens)
         return 0
     if args.setting is not None:
         [name] = args.only
-        setup = Setup(_model(args), args.chat_model, args.draft_head, _inputs(args), args.device, args.quick)
+        model, coder = _model(args.model, model_files.LLAMA_8B), _model(args.coder_model, model_files.QWEN_CODER)
+        setup = Setup(model, args.chat_model, args.draft_head, _inputs(args), args.device, args.quick, coder)
         PARTS[name].measure(setup, args.setting, Deadline(args.limit_s), Figures(args.json))
         return 0
     facts: dict[str, Any] = json.loads(args.json.read_text()) if args.json.exists() else {}
     if args.vllm:
         from benchmarks.gpu.speculation import vllm
 
-        facts["vllm"] = vllm.measure(_model(args), inputs.read(args.tokens).recorded)
+        facts["vllm"] = vllm.measure(_model(args.model, model_files.LLAMA_8B), inputs.read(args.tokens).recorded)
         args.json.write_text(json.dumps(facts, indent=1) + "\n")
         return 0
     failed = False
     with tempfile.TemporaryDirectory() as folder:
         if args.tokens is None and set(args.only) - {"verify"}:
             args.tokens = Path(folder) / "tokens"
-            inputs.write(inputs.make(gguf=args.chat_model), args.tokens)
+            inputs.write(inputs.make(None, args.chat_model, args.coder_model), args.tokens)
         for name in args.only:
             facts[name], deadline = {}, Deadline(args.limit_s)
             settings = [each for each in PARTS[name].settings if each != "attention" or args.device.startswith("cuda")]
@@ -107,7 +111,7 @@ def _run(name: str, setting: str, limit_s: float, args: argparse.Namespace, fold
     out = folder / f"{name}-{setting}.json"
     command = [sys.executable, "-m", "benchmarks.gpu.speculation", "--only", name, "--setting", setting]
     command += ["--json", str(out), "--limit-s", str(limit_s), "--device", args.device]
-    for flag in ("model", "chat_model", "draft_head"):
+    for flag in ("model", "chat_model", "draft_head", "coder_model"):
         if getattr(args, flag) is not None:
             command += [f"--{flag.replace('_', '-')}", str(getattr(args, flag))]
     command += ["--quick"] if args.quick else []
@@ -151,12 +155,12 @@ def _inputs(args: argparse.Namespace) -> inputs.Inputs | None:
     return None if args.tokens is None else inputs.read(args.tokens)
 
 
-def _model(args: argparse.Namespace) -> Path:
-    if args.model is not None:
-        return Path(args.model)
-    folder = Path(tempfile.gettempdir()) / "speculation-llama-8b"
+def _model(given: Path | None, config: dict[str, Any]) -> Path:
+    if given is not None:
+        return given
+    folder = Path(tempfile.gettempdir()) / f"speculation-{config['model_type']}-{config['hidden_size']}"
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(model_files.LLAMA_8B))
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
@@ -176,6 +180,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="a checkpoint (default: of Llama 8B's shape, with random weights)")
     parser.add_argument("--chat-model", type=Path, metavar="GGUF", help="for `head` (default: the default model)")
     parser.add_argument("--draft-head", type=Path, metavar="FOLDER", help="for `head` (default: the package's)")
+    parser.add_argument(
+        "--coder-model", type=Path, metavar="GGUF", help="for `coder` (default: of its shape, with random weights)"
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--quick", action="store_true", help="a short trial")
     parser.add_argument("--setting", help="measure this value of --speculation alone, in this process")
@@ -189,11 +196,15 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"{', '.join(sorted(unknown))}: there is no such part; there are {', '.join(PARTS)}")
     if (args.make or args.vllm) and args.tokens is None:
         parser.error("TOKENS is needed")
-    if not args.make and not args.vllm and args.setting is None and args.tokens is None and "replies" in args.only:
-        args.only.remove("replies")
+    if not args.make and not args.vllm and args.setting is None and args.tokens is None:
+        wanted = {"replies": "recorded replies", "coder": "a session"}
+        if args.coder_model is not None:
+            del wanted["coder"]
+        for name in [each for each in args.only if each in wanted]:
+            args.only.remove(name)
+            print(f"{name}: left out, for want of TOKENS with {wanted[name]}", flush=True)
         if not args.only:
-            parser.error("TOKENS, with recorded replies, is needed: see --make")
-        print("replies: left out, for want of TOKENS with recorded replies", flush=True)
+            parser.error("TOKENS is needed: see --make")
     return args
 
 

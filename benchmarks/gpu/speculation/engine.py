@@ -36,7 +36,7 @@ def build(model: Path, setting: str, device: str, max_running: int, *flags: str)
     """An engine whose every common step is prepared. `auto` has the drafters of a CPU on a GPU, too. A folder without
     weights gets random ones."""
     args = ["--model", str(model), "--socket", "unused", "--device", device, "--speculation", setting]
-    args += ["--max-running", str(max_running), *flags, *(["--threads", "1"] if device == "cpu" else [])]
+    args += ["--max-running", str(max_running), *(["--threads", "1"] if device == "cpu" else []), *flags]
     if model.is_dir() and not any(model.glob("*.safetensors")):
         args += ["--random-weights", "0"]
     speculator.AUTO_ON_GPU = True

@@ -6,13 +6,16 @@ import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from benchmarks.gpu.large_models import Deadline
 from benchmarks.gpu.speculation import verification
-from benchmarks.gpu.speculation.engine import Engine, Work
-from benchmarks.gpu.speculation.inputs import Inputs, Recorded
+from benchmarks.gpu.speculation.engine import Decoded, Engine, Work
+from benchmarks.gpu.speculation.inputs import Inputs, Recorded, ToolCall
 from benchmarks.gpu.speculation.verification import Sizes
 
 FEW = 24  # recorded requests that are replayed one at a time
+CODER_ROUNDS = 3  # each as an account of its own: suffix decoding knows nothing of the rounds before
 N_WORDS = (10_000, 50)  # of random replies: nothing to draft, and drafts that are found and always wrong
 
 
@@ -25,6 +28,7 @@ class Setup(NamedTuple):
     inputs: Inputs | None
     device: str = "cuda"
     quick: bool = False
+    coder: Path = Path()  # of Qwen2.5-Coder-1.5B's shape
 
 
 class NoInputs(Exception):
@@ -65,6 +69,39 @@ def tools(setup: Setup, setting: str, deadline: Deadline, figures: Any) -> None:
     figures.put("tokens_per_step", n_tokens / n_steps)
     figures.put("drafts", engine.drafts())
     assert (engine.n_drafted > 0) == (setting != "off"), f"{engine.n_drafted} draft tokens with {setting}"
+
+
+def coder(setup: Setup, setting: str, deadline: Deadline, figures: Any) -> None:
+    """The session of a coding agent with its grammars, request by request. Each round is as new to suffix decoding as
+    the session was to the server."""
+    session = _inputs(setup).coder
+    if session is None:
+        raise NoInputs("the file with token ids was made without --coder-model")
+    requests = session.requests[: 3 if setup.quick else None]
+    engine = Engine(setup.coder, setting, setup.device, 1)
+    engine.loop.set_vocabulary(session.vocabulary)
+    for each in requests[:2]:  # compiles the grammars: of a call, and of an answer without one
+        engine.run([_coder_work(each, b"warm up", most=1)], 1)
+    rounds = list[Decoded]()
+    for number in range(1 if setup.quick else CODER_ROUNDS):
+        if deadline.passed:
+            break
+        found = [engine.run([_coder_work(each, b"round %d" % number)], 1) for each in requests]
+        rounds.append(Decoded(*map(sum, zip(*found, strict=True))))
+        figures.put("tokens_per_s", {"1": statistics.median(each.tokens_per_s for each in rounds)})
+        figures.put("rounds", [each.tokens_per_s for each in rounds])
+        figures.put("tokens_per_step", [each.n_tokens / each.n_steps for each in rounds])
+        figures.put("drafts", engine.drafts())
+    figures.put("requests", len(requests))
+    figures.put("tokens", rounds[0].n_tokens)
+    assert (engine.n_drafted > 0) == (setting != "off"), f"{engine.n_drafted} draft tokens with {setting}"
+
+
+def _coder_work(call: ToolCall, salt: bytes, most: int | None = None) -> Work:
+    request, reply = call
+    replace = msgspec.structs.replace
+    sampling = request.sampling if most is None else replace(request.sampling, max_tokens=most)
+    return Work(replace(request, id=f"{request.id} {salt.decode()}", salt=salt, sampling=sampling), reply)
 
 
 def auto(setup: Setup, setting: str, deadline: Deadline, figures: Any) -> None:
