@@ -121,15 +121,13 @@ def test_recorded_replies_are_replayed(setup, tmp_path):
 
 @pytest.fixture(scope="module")
 def session(smollm2):
-    return transcript.record(smollm2, transcript.USER[:2], max_reply=24)
+    return transcript.record(smollm2, transcript.USER[:3], max_reply=40)
 
 
 def test_a_session_is_recorded(session, tmp_path):
-    assert [message.role for message in session.messages] == ["system", *["user", "assistant", "tool", "assistant"] * 2]
-    calls = [call for message in session.messages for call in message.tool_calls]
-    assert len(calls) == 2, "with every first reply to the user"
-    assert len(session.requests) == 4
-    assert all(request.grammar and 0 < len(reply) <= 24 for request, reply in session.requests)
+    assert [message.role for message in session.messages] == ["system", *["user", "assistant", "tool"] * 3]
+    assert len(session.requests) == 3
+    assert all(request.grammar and 0 < len(reply) <= 40 for request, reply in session.requests)
     inputs.write_session(session, tmp_path / "session.gz")
     assert inputs.read_session(tmp_path / "session.gz") == session
 
@@ -140,7 +138,7 @@ def test_a_session_is_replayed(setup, session, tmp_path, setting):
     figures = measured(setup._replace(inputs=both, coder=setup.model), "coder", setting, tmp_path)
     assert figures["tokens_per_s"].keys() == {"1"}
     assert figures["requests"] == 3
-    assert figures["tokens"] == sum(len(reply) - 1 for _, reply in session.requests[:3])
+    assert figures["tokens"] == sum(len(reply) - 1 for _, reply in session.requests)
     accepted = sum(sum(each["accepted"]) for each in figures["drafts"].values())
     assert (accepted > 5) == (setting == "auto")
     with pytest.raises(NoInputs, match="--coder-model"):
@@ -150,7 +148,7 @@ def test_a_session_is_replayed(setup, session, tmp_path, setting):
 def test_the_session_of_the_tree_is_one():
     """Every prompt begins with the one before it and what was replied to that."""
     requests = inputs.read_session(CODER_SESSION).requests
-    assert len(requests) >= 20
+    assert len(requests) >= 10
     for (before, reply), (after, _) in itertools.pairwise(requests):
         known = unpack(before.prompt_ids) + reply
         assert unpack(after.prompt_ids)[: len(known)] == known

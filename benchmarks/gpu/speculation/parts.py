@@ -80,8 +80,7 @@ def coder(setup: Setup, setting: str, deadline: Deadline, figures: Any) -> None:
     requests = session.requests[: 3 if setup.quick else None]
     engine = Engine(setup.coder, setting, setup.device, 1)
     engine.loop.set_vocabulary(session.vocabulary)
-    for each in requests[:2]:  # compiles the grammars: of a call, and of an answer without one
-        engine.run([_coder_work(each, b"warm up", most=1)], 1)
+    engine.run([_coder_work(requests[0], b"warm up", most=1)], 1)  # compiles the grammar
     rounds = list[Decoded]()
     for number in range(1 if setup.quick else CODER_ROUNDS):
         if deadline.passed:

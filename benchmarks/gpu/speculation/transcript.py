@@ -1,9 +1,10 @@
 """A coding agent's session, recorded token by token: `python -m benchmarks.gpu.speculation.transcript GGUF`.
 
 The model works on a small Python project with tools, asked for one change after the other by a user whose messages are
-written down here. It is served by the engine on this machine's CPU, with its own chat template, the grammar of its tool
-calls and greedy draws; the tools run in a temporary folder. What it writes is left as it is. Without
-GGUF it prints the session that is in the tree, `benchmarks/data/coder_session.gz`.
+written down here: a tool call for each. It is served by the engine on this machine's CPU, with its own chat template,
+the grammar of its tool calls and greedy draws; the tools run in a temporary folder. What it writes is left as it is.
+The project's code has no double quotes, since small models do not escape them. Without GGUF this prints the session
+that is in the tree, `benchmarks/data/coder_session.gz`.
 """
 
 import argparse
