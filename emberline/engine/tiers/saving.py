@@ -5,6 +5,7 @@ from emberline.kv.cache import KVCache
 from emberline.kv.tiers.messages import BlocksCopied, SavedBlock, TierPort
 from emberline.kv.tiers.tier import BlockId, BlockMeta, layout_tag
 
+PART_BYTES = 32 << 20  # that are handed over together, and released together when they are copied
 MAX_PINNED_SHARE = 8  # at most one in so many blocks of the device pool is referenced because it is being saved
 
 
@@ -31,11 +32,12 @@ class BlockSaver:
         self.dispatch()
 
     def dispatch(self) -> None:
-        """Hand over as many blocks as may be read at once."""
+        """Hand over as many blocks as may be read at once, in parts."""
         if not self._waiting:
             return
         room = self._port.room()
-        batch: list[SavedBlock] = []
+        part: list[SavedBlock] = []
+        part_bytes = 0
         while self._waiting and room > 0 and self._n_pinned < self._max_pinned:
             g, key = next(iter(self._waiting))
             meta = self._waiting.pop((g, key))
@@ -45,10 +47,15 @@ class BlockSaver:
             block = group.index.block(key)
             self._cache.pin(g, block)
             self._n_pinned += 1
-            room -= self._layouts[g].block_bytes
-            batch.append(SavedBlock(g, block, BlockId(key, self._tags[g]), meta))
-        if batch:
-            self._port.save(batch)
+            n_bytes = self._layouts[g].block_bytes
+            if part and part_bytes + n_bytes > PART_BYTES:
+                self._port.save(part)
+                part, part_bytes = [], 0
+            room -= n_bytes
+            part_bytes += n_bytes
+            part.append(SavedBlock(g, block, BlockId(key, self._tags[g]), meta))
+        if part:
+            self._port.save(part)
 
     def copied(self, notice: BlocksCopied) -> None:
         for g in range(len(self._layouts)):

@@ -16,10 +16,11 @@ from emberline.kv.tiers.retention import Conversation, Retention
 from emberline.kv.tiers.tier import BlockId, BlockMeta, TierStats
 from emberline.kv.tiers.tier_events import TierChanges
 
-SEGMENT_BYTES = 256 << 20
+SEGMENT_BYTES = 32 << 20  # while one is pinned, at 23 to 30 GB/s, the process launches no kernels
+MAX_SEGMENTS = 16_384  # larger ones rather than more: Linux allows a process 65,530 mappings
 PAGE_BYTES = 4096
 WRITE_WAIT_S = 1.0  # for a slot that is in use
-AHEAD_BYTES = 1 << 30  # that are allocated before they are used: pinning takes a third of a second for as many
+AHEAD_BYTES = 1 << 30  # that are allocated before they are used: pinning takes about 0.1 s for as many
 
 _log = logging.getLogger(__name__)
 
@@ -89,8 +90,9 @@ class HostTier:
         self.capacity_bytes, self.keeps = capacity_bytes, keep
         self._allocate = allocate or plain_segment
         self._without_room = sorted(set(sizes))  # block sizes that have no segment yet
-        share = capacity_bytes // (4 * len(self._without_room))
-        self._segment_bytes = min(SEGMENT_BYTES, max(share, padded(self._without_room[-1])))
+        share, largest = capacity_bytes // (4 * len(self._without_room)), padded(self._without_room[-1])
+        wanted = min(share, max(SEGMENT_BYTES, capacity_bytes // MAX_SEGMENTS))
+        self._segment_bytes = max(1, wanted // largest) * largest
         self._changed = threading.Condition()  # guards everything below
         self._blocks: dict[bytes, dict[bytes, Slot]] = {}  # by layout tag and content key
         self._classes = {size: SlotClass(max(1, capacity_bytes // padded(size))) for size in self._without_room}
@@ -175,7 +177,7 @@ class HostTier:
         with self._changed:
             while True:
                 left_s = until_s - time.monotonic()
-                lacks = len(self._classes[n_bytes].free) < n and not self._segments
+                lacks = self._n_free(n_bytes) < n
                 grows = self._grows and self._is_short and not self._stopped
                 if grows:
                     self._changed.notify_all()
@@ -186,6 +188,11 @@ class HostTier:
                 if taken or left_s <= 0 or self._stopped:
                     return taken
                 self._changed.wait(left_s)
+
+    def _n_free(self, n_bytes: int) -> int:
+        """Slots for blocks of n_bytes that hold none, those of segments to be divided included."""
+        unused = sum(len(segment.buffer) // padded(n_bytes) for segment in self._segments)
+        return len(self._classes[n_bytes].free) + unused
 
     def _take(self, n_bytes: int, n: int) -> list[Slot]:
         known = self._classes[n_bytes]

@@ -35,7 +35,7 @@ from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.frames import TierStats
 
 BATCH_BYTES = 32 << 20  # of one copy between host memory and the device
-SAVING_BYTES = 256 << 20  # of the device pool that are being saved at once
+SAVING_BYTES = 2 << 30  # of the device pool that are being saved at once: the blocks of a step, which come together
 LOADS_IN_FLIGHT = 2
 STATS_S = 1.0  # age at which statistics are made anew
 FLUSH_S = 10.0  # for blocks on their way to be written when the engine ends

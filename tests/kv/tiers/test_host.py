@@ -159,6 +159,38 @@ def test_memory_is_allocated_ahead_of_its_use(monkeypatch):
     assert tier.stats().evicted == 1
 
 
+@pytest.mark.parametrize(
+    ("capacity", "sizes", "segment"),
+    [
+        (64 << 30, [2 << 20], 32 << 20),
+        (64 << 30, [9 << 20], 27 << 20),  # a whole number of blocks
+        (64 << 30, [40 << 20], 40 << 20),  # one at least
+        (64 << 30, [5000, 3 << 20], 30 << 20),
+        (40 << 20, [2 << 20], 10 << 20),  # a quarter of all at most
+        (2 << 40, [2 << 20], 128 << 20),  # not too many
+    ],
+)
+def test_segments_have_room_for_blocks_of_every_size(capacity, sizes, segment):
+    tier = HostTier(capacity, sizes)
+    assert tier._segment_bytes == segment
+    assert all(tier._grow() for _ in sizes)
+    assert all(len(tier.take(size, 1)) == 1 for size in sizes)
+
+
+@pytest.mark.parametrize("n_blocks", [1, 2, 3])
+def test_nothing_is_evicted_for_a_batch_of_several_segments_that_are_being_allocated(monkeypatch, n_blocks):
+    monkeypatch.setattr(host, "SEGMENT_BYTES", n_blocks * SIZE)
+    n = 4 * n_blocks
+    tier = HostTier(n * SIZE, [SIZE])
+    tier._grow()
+    slots = tier.take(SIZE, 1)
+    tier.put([block_id(0)], slots, [BlockMeta()])
+    tier.drop(slots)
+    tier.start_allocating()
+    assert len(tier.take(SIZE, n - 1, wait_s=60.0)) == n - 1
+    assert tier.holds([block_id(0)]) == [True]
+
+
 def test_allocation_ends_when_the_tier_is_closed(monkeypatch):
     monkeypatch.setattr(host, "AHEAD_BYTES", SIZE)
     monkeypatch.setattr(host, "SEGMENT_BYTES", SIZE)

@@ -1,0 +1,95 @@
+"""Blocks on their way to the tiers: as fast as steps publish them, and referenced no longer than they are copied."""
+
+import time
+
+import pytest
+
+from emberline.engine.scheduler.limits import Limits
+from emberline.engine.scheduler.scheduler import Scheduler
+from emberline.engine.step_loop import StepLoop
+from emberline.engine.tiers.saving import MAX_PINNED_SHARE, PART_BYTES
+from emberline.kv.cache import KVCache
+from emberline.kv.tiers.host import HostTier
+from emberline.kv.tiers.manager import TierManager
+from emberline.kv.tiers.messages import BlocksCopied
+from emberline.protocol.block_hash import BLOCK_TOKENS, KVGroup
+from tests.engine.fakes import EOS, VOCAB, FakeRunner, request
+
+LLAMA_8B = KVGroup("full", tuple(range(32)), 8, 128, "bfloat16")  # 2 MiB a block
+BUDGET = 8192  # tokens of a step: 1 GiB
+WAIT_S = 60.0
+
+
+class InstantMover:
+    """Copies nothing: memory of this size is only reserved."""
+
+    def save(self, copies):
+        return self
+
+    def wait(self):
+        pass
+
+
+class Engine:
+    def __init__(self, n_blocks, host_bytes):
+        self.cache = KVCache([LLAMA_8B], [n_blocks], chunk=BUDGET)
+        self.host = HostTier(host_bytes, [LLAMA_8B.block_bytes])
+        self.tiers = TierManager([LLAMA_8B], InstantMover(), self.host, [], 1e9)
+        limits = Limits(4 * BUDGET, VOCAB, (EOS,), max_running=2, token_budget=BUDGET)
+        scheduler = Scheduler(self.cache, limits, "fake", tiers=self.tiers)
+        self.loop = StepLoop(scheduler, FakeRunner(self.cache), tiers=self.tiers)
+
+    def submit(self, n_tokens):
+        self.loop.submit(request("a", [n // 7 % 7 for n in range(n_tokens)], max_tokens=1), 0.0)
+
+    def step(self):
+        """A step, after which all that it has handed over is copied before the next one."""
+        self.loop.step(time.monotonic())
+        assert self.tiers.flush(WAIT_S)
+
+
+@pytest.fixture
+def engine(request):
+    made = Engine(*request.param)
+    yield made
+    made.tiers.close()
+
+
+@pytest.mark.parametrize("engine", [(16384, 16 << 30)], indirect=True)
+def test_all_blocks_of_a_step_are_saved_before_the_next_one(engine):
+    engine.submit(3 * BUDGET + 1)
+    for n_steps in range(1, 4):
+        engine.step()
+        assert engine.host.stats().blocks == n_steps * BUDGET // BLOCK_TOKENS
+    while engine.loop.busy:
+        engine.step()
+    assert engine.cache.n_used == 0
+    assert engine.tiers.room() == engine.tiers._max_saving
+
+
+@pytest.mark.parametrize(
+    ("engine", "most"),
+    [((2049, 16 << 30), 2048 // MAX_PINNED_SHARE), ((16384, 1 << 30), (1 << 28) // LLAMA_8B.block_bytes)],
+    indirect=["engine"],
+    ids=["device", "host"],
+)
+def test_a_part_of_the_pools_at_most_is_being_saved(engine, most):
+    """The rest is saved in later steps."""
+    saver = engine.loop.scheduler._tiers._saver
+    engine.submit(BUDGET + 1)
+    engine.step()
+    assert engine.host.stats().blocks == saver._n_pinned == most
+    while engine.loop.busy:
+        engine.step()
+        assert saver._n_pinned <= most
+    assert engine.host.stats().blocks == BUDGET // BLOCK_TOKENS
+
+
+@pytest.mark.parametrize("engine", [(16384, 16 << 30)], indirect=True)
+def test_parts_are_released_as_they_are_copied(engine):
+    engine.submit(BUDGET + 1)
+    engine.step()
+    taken = engine.tiers.notices()
+    parts = [notice.blocks for notice in taken if isinstance(notice, BlocksCopied)]
+    assert sum(map(len, parts)) == BUDGET // BLOCK_TOKENS
+    assert {len(part) * LLAMA_8B.block_bytes for part in parts} == {PART_BYTES}
