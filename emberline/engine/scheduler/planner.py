@@ -233,12 +233,15 @@ class StepPlanner:
     def _add_row(self, plan: StepPlan, seq: Sequence, n: int, draft_ids: bytes = b"") -> bool:
         """Plan the next n tokens of a running sequence. False: it was preempted itself, or has to wait."""
         n_ahead = seq.n_drafting
-        start, end = seq.n_computed + n_ahead, seq.n_computed + n_ahead + n
+        lowest = seq.n_computed  # position of the first token, if no draft in flight is accepted: its window counts
+        start, end = lowest + n_ahead, lowest + n_ahead + n
         n_drafts = len(draft_ids) >> 2
-        blocks = self._cache.grow(seq.table, start, end + n_drafts)
+        if n_ahead and end + n_drafts - lowest > self._limits.token_budget:
+            return False
+        blocks = self._cache.grow(seq.table, lowest, end + n_drafts)
         if blocks is None and n_drafts:
             draft_ids, n_drafts = b"", 0
-            blocks = self._cache.grow(seq.table, start, end)
+            blocks = self._cache.grow(seq.table, lowest, end)
         if blocks is None and n_ahead:
             return False
         while blocks is None:
@@ -247,7 +250,7 @@ class StepPlanner:
             self.preempt(victim)
             if victim is seq:
                 return False
-            blocks = self._cache.grow(seq.table, start, end)
+            blocks = self._cache.grow(seq.table, lowest, end)
         samples = n == seq.n_due and not seq.prefill_only
         follows = seq.n_sampling > 0
         plan.rows.append(

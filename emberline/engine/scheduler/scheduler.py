@@ -421,7 +421,8 @@ class Scheduler:
         if seq.slot == NO_SLOT:
             return  # preempted meanwhile
         seq.n_computed += n_accepted
-        if (n_blocks := seq.n_computed // BLOCK_TOKENS) > seq.table.n_published:
+        # Each row in flight computes one token of n_computed: the last one, or one behind a run that was cut short.
+        if (n_blocks := (seq.n_computed - seq.n_sampling) // BLOCK_TOKENS) > seq.table.n_published:
             self._publish(seq, n_blocks)
 
     def _publish(self, seq: Sequence, n_blocks: int) -> None:

@@ -7,29 +7,8 @@ from emberline.engine.gpu.draft_chain import CHAIN_DEPTHS, ChainShape
 from emberline.kernels.decode_inputs import MAX_DRAFTS
 from tests.engine.fakes import VOCAB, expected, mix, request
 from tests.engine.gpu.test_runner import Padded, loop_of
-from tests.engine.speculation.standin import StandinSpeculation
+from tests.engine.speculation.standin import DeviceSpeculation
 from tests.engine.test_torch_runner import FULL, WINDOW, run, tokens
-
-
-class DeviceSpeculation(StandinSpeculation):
-    """As a draft head on the device: it drafts by itself in every step, and the host asks for so many tokens of it."""
-
-    runs_ahead = True
-
-    def __init__(self, depth):
-        super().__init__(lambda seq: [])
-        self.depth, self.n_ahead = depth, 0
-
-    def begin_step(self, n_running):
-        return self.depth
-
-    def propose(self, seq, n):
-        fresh = seq.proposed_ids and seq.proposed_at == seq.n_tokens
-        return seq.proposed_ids[: 4 * n] if fresh else b""
-
-    def propose_ahead(self, seq, n):
-        self.n_ahead += 1
-        return n
 
 
 class StandinChain:

@@ -74,9 +74,9 @@ setups = st.fixed_dictionaries(
 class InvariantChecker:
     """Runs a scenario and checks the invariants after every step."""
 
-    def __init__(self, setup, steps_in_flight=1, speculation=None):
+    def __init__(self, setup, steps_in_flight=1, speculation=None, runner=FakeRunner):
         self.scheduler, self.cache = scheduler_of(**setup, speculation=speculation)
-        self.runner = FakeRunner(self.cache)
+        self.runner = runner(self.cache)
         self.loop = StepLoop(self.scheduler, self.runner, steps_in_flight)
         self.accepted = {}
         self.ended = {}

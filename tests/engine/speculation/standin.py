@@ -1,7 +1,15 @@
 """Stand-ins for drafters: right, wrong, or partly right drafts of any length, decided by a hash."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from msgspec import structs
+
+from emberline.engine.scheduler.plan import UNKNOWN_DRAFT, DeviceLost
+from emberline.engine.speculation.verification import known_tokens
+from emberline.protocol.request import SamplingParams
 from emberline.protocol.token_ids import pack, unpack
-from tests.engine.fakes import mix
+from tests.engine.fakes import VOCAB, Drawn, LateHandle, LateRunner, expected, mix
 
 
 class StandinSpeculation:
@@ -51,3 +59,83 @@ class StandinSpeculation:
 def output_of(seq):
     """The tokens that a sequence has so far."""
     return unpack(bytes(seq.ids[4 * seq.n_prompt :]))
+
+
+class DeviceSpeculation(StandinSpeculation):
+    """As a draft head on the device: it drafts by itself in every step, and the host asks for so many tokens of it."""
+
+    runs_ahead = True
+
+    def __init__(self, depth):
+        super().__init__(lambda seq: [])
+        self.depth, self.n_ahead = depth, 0
+
+    def begin_step(self, n_running):
+        return self.depth
+
+    def propose(self, seq, n):
+        fresh = seq.proposed_ids and seq.proposed_at == seq.n_tokens
+        return seq.proposed_ids[: 4 * n] if fresh else b""
+
+    def propose_ahead(self, seq, n):
+        self.n_ahead += 1
+        return n
+
+
+@dataclass
+class DraftingHandle(LateHandle):
+    drafts: Callable[[], list]
+
+    def result(self):
+        try:
+            return super().result()
+        except AssertionError as error:
+            raise DeviceLost(f"what no device could do: {error}") from error  # the step loop does not retry it
+
+
+class DraftingRunner(LateRunner):
+    """A fake device with a draft head, right but for about one token in `wrong`: drafts and the position of a row
+    whose predecessor is in flight are its own knowledge."""
+
+    def __init__(self, cache, wrong=0, context_len=120):
+        super().__init__(cache)
+        self.wrong, self.context_len = wrong, context_len
+        self.ends = {}  # by slot: the position of its next token
+        self.proposed = {}  # by slot
+        self.answers = {}  # by request id
+
+    def launch(self, plan):
+        def drafts():
+            return [self.proposed[row.slot][: 4 * plan.depth] for row in plan.rows if row.samples]
+
+        return DraftingHandle(super().launch(plan).compute, drafts)
+
+    def _row(self, row):
+        if row.n_ahead:
+            assert row.start - row.n_ahead <= self.ends[row.slot] <= row.start
+            row = structs.replace(row, start=self.ends[row.slot])
+        unknown = row.draft_ids.startswith(UNKNOWN_DRAFT)
+        if unknown:
+            row = structs.replace(row, draft_ids=self.proposed[row.slot][: len(row.draft_ids)])
+        drawn = super()._row(row)
+        if row.samples:
+            n_known = 1 if row.follows else len(row.token_ids) // 4
+            n_drawn = len(known_tokens(row, drawn)) - len(row.token_ids) // 4
+            if unknown:  # the host cannot tell which draws follow wrong drafts
+                drawn[n_drawn:] = [Drawn(-1)] * (len(drawn) - n_drawn)
+            self.ends[row.slot] = row.start + n_known + n_drawn - 1
+            self.proposed[row.slot] = pack(self._propose(row.slot))
+        return drawn
+
+    def _propose(self, slot, most=15):
+        asked, end = self.requests[slot], self.ends[slot]
+        prompt = unpack(asked.prompt_ids)
+        if asked.id not in self.answers:
+            sampling = SamplingParams(ignore_eos=True, max_tokens=asked.sampling.max_tokens)
+            self.answers[asked.id] = expected(prompt, sampling, self.layouts, self.context_len, salt=asked.salt)[0]
+        state, first = mix(end, len(prompt)), end + 1 - len(prompt)
+        ids = (self.answers[asked.id] + [0] * most)[first:][:most]
+        return [
+            (token + 1) % VOCAB if self.wrong and not mix(state, place) // 3 % self.wrong else token
+            for place, token in enumerate(ids)
+        ]
