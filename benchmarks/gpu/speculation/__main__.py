@@ -72,18 +72,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.make:
         inputs.write(inputs.make(args.trace, args.chat_model, args.coder_model), args.tokens)
         return 0
+    facts: dict[str, Any] = json.loads(args.json.read_text()) if args.json.exists() else {}
+    if args.vllm:
+        from benchmarks.gpu.speculation import vllm
+
+        facts["vllm"] = vllm.measure(
+            _model(args.model, model_files.LLAMA_8B), inputs.read(args.tokens).recorded, args.setting
+        )
+        args.json.write_text(json.dumps(facts, indent=1) + "\n")
+        return 0
     if args.setting is not None:
         [name] = args.only
         model, coder = _model(args.model, model_files.LLAMA_8B), _model(args.coder_model, model_files.QWEN_CODER)
         setup = Setup(model, args.chat_model, args.draft_head, _inputs(args), args.device, args.quick, coder)
         PARTS[name].measure(setup, args.setting, Deadline(args.limit_s), Figures(args.json))
-        return 0
-    facts: dict[str, Any] = json.loads(args.json.read_text()) if args.json.exists() else {}
-    if args.vllm:
-        from benchmarks.gpu.speculation import vllm
-
-        facts["vllm"] = vllm.measure(_model(args.model, model_files.LLAMA_8B), inputs.read(args.tokens).recorded)
-        args.json.write_text(json.dumps(facts, indent=1) + "\n")
         return 0
     failed = False
     with tempfile.TemporaryDirectory() as folder:
@@ -185,7 +187,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--quick", action="store_true", help="a short trial")
-    parser.add_argument("--setting", help="measure this value of --speculation alone, in this process")
+    parser.add_argument(
+        "--setting", help="measure this value of --speculation (of vLLM: off or ngram) alone, in this process"
+    )
     parser.add_argument("--vllm", action="store_true", help="measure vLLM instead")
     parser.add_argument(
         "--json", type=Path, default=Path("bench-gpu-speculation.json"), help="where to add the figures"

@@ -11,9 +11,11 @@ from benchmarks.gpu.speculation.parts import asked_for
 
 BATCHES = (1, 16)
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+SETTINGS = {"off": None, "ngram": NGRAMS}
 
 
-def measure(folder: Path, recorded: list[Recorded]) -> dict[str, Any]:
+def measure(folder: Path, recorded: list[Recorded], setting: str | None = None) -> dict[str, Any]:
+    """setting: of `SETTINGS`; None: both."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # draws are replaced in this process
     importlib.import_module("benchmarks.peers.vllm_gpu")  # stands in for modules that the bundle lacks
     import torch
@@ -45,7 +47,8 @@ def measure(folder: Path, recorded: list[Recorded]) -> dict[str, Any]:
 
     GPUModelRunner._sample = replayed
     rows: dict[str, Any] = {}
-    for name, speculation in (("off", None), ("ngram", NGRAMS)):
+    for name in SETTINGS if setting is None else (setting,):
+        speculation = SETTINGS[name]
         engine = LLM(
             str(folder), skip_tokenizer_init=True, load_format="dummy", max_model_len=8192, async_scheduling=False,
             max_num_seqs=max(BATCHES), gpu_memory_utilization=0.85, speculative_config=speculation,

@@ -1,4 +1,4 @@
-"""The kernels of a mixture of experts by the real compiler, for a GPU that need not be there.
+"""Kernels by the real compiler, for a GPU that need not be there: of a mixture of experts, and around drafts.
 
 The interpreter runs what a compiler rejects, such as a name that changes its type inside a branch.
 """
@@ -9,14 +9,10 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = """
+COMPILED = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from emberline.kernels.gpu.expert_loading import _interleave
-from emberline.kernels.gpu.grouped_gemm import _combine_pairs, _grouped_gemm
-from emberline.kernels.gpu.moe_block import _mark_valid
-from emberline.kernels.gpu.moe_routing import _norm_and_route, _route
 
 
 def compiled(kernel, types, **constants):
@@ -26,6 +22,12 @@ def compiled(kernel, types, **constants):
     source = ASTSource(kernel, signature, constants, divisible)
     triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
 
+"""
+EXPERTS = """
+from emberline.kernels.gpu.expert_loading import _interleave
+from emberline.kernels.gpu.grouped_gemm import _combine_pairs, _grouped_gemm
+from emberline.kernels.gpu.moe_block import _mark_valid
+from emberline.kernels.gpu.moe_routing import _norm_and_route, _route
 
 compiled(_interleave, ["*u8", "*i16", *["i32"] * 4], ROWS=64, HALVES_=32, TILES=64)
 compiled(_combine_pairs, ["*bf16", "*i32", "*bf16", "i32", "i32"], SLOTS=8, COLS=1024, PDL=1)
@@ -47,6 +49,35 @@ for number, (codes, scale, words) in enumerate(
         compiled(_grouped_gemm, types, ROWS=rows, **tile, **more)
 print("compiled")
 """
+DRAFTS = """
+from emberline.kernels.gpu.decode_inputs import _accept, _prepare
+from emberline.kernels.gpu.draft_chain import _carry, _keep_accepted
+from emberline.kernels.gpu.sampler import _scan
+from emberline.kernels.gpu.split_kv import _plan_decode_splits
+from emberline.kernels.gpu.verify_attention import _verify_attention
+
+for header, most in ((3, 1), (5, 16)):
+    inputs = [*["*i32"] * 14, *["i32"] * 5]
+    compiled(_prepare, inputs, HEADER=header, GROUPS=2, ENTRIES=1024, MAX_TOKENS=most, MAX_DRAFTS=8)
+counted = [*["*i32"] * 6, "*i16", *["*i32"] * 3, "i32"]
+compiled(_accept, counted, FIELDS=16, MAX_TOKENS=16, GUIDED=0)
+for drafts in (0, 1):
+    hidden = ["*bf16", *["*i32"] * 3, "*bf16", "*i32", "*bf16", "i32"]
+    compiled(_carry, hidden, DRAFTS=drafts, BLOCK=1024)
+    for shared in (0, 1):
+        splits = [*["*i32"] * 4, *["i32"] * 6]
+        compiled(_plan_decode_splits, splits, DRAFTS=drafts, SHARED=shared, LOCAL=0, MIN=64, ROWS=256, ITEMS=32)
+    scanned = ["*fp32", *["*i32"] * 5, "*i32", "*fp32", "*i32", "*i16", *["*fp32"] * 3, "*i32", "i32", "i32"]
+    limits = {"MAX_EDITS": 2048, "MAX_TOP": 20, "MAX_LISTED_K": 256, "CHUNK_STATS": 16, "CHUNK": 4096, "SPAN": 256}
+    compiled(_scan, scanned, FIELDS=16, **limits, GUIDED=0, DRAFTS=drafts)
+compiled(_keep_accepted, ["*bf16", *["*i32"] * 4, "*bf16", "*i32", "i32"], BLOCK=1024)
+cache = ["*bf16", *["*i32"] * 3, "*fp32", "*i32", "*bf16"]
+attention = ["*bf16", "*bf16", "*fp32", "*fp32", "*bf16", "*bf16", *cache, *["fp32"] * 3, *["i32"] * 4]
+for local in (0, 1):
+    tile = {"GROUP": 4, "QUERIES": 64, "NEW": 16, "DIM": 128, "PAD": 128, "TILE": 32, "STAGES": 6}
+    compiled(_verify_attention, attention, **tile, OPS=2, ALIGNED=1, LOCAL=local, SINKS=local, PDL=1)
+print("compiled")
+"""
 LATENTS = """
 from emberline.kernels.gpu.mla import attention, hopper, projections, splits
 
@@ -62,7 +93,10 @@ print("not specialized")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("program", "says"), [(PROGRAM, "compiled"), (LATENTS, "not specialized")])
+@pytest.mark.parametrize(
+    ("program", "says"),
+    [(COMPILED + EXPERTS, "compiled"), (COMPILED + DRAFTS, "compiled"), (LATENTS, "not specialized")],
+)
 def test_kernels_compile(tmp_path: Path, program: str, says: str) -> None:
     pytest.importorskip("triton")
     environment = {"TRITON_CACHE_DIR": str(tmp_path), "PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(sys.path)}
