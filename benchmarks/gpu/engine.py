@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from emberline.protocol import frames
+from emberline.protocol.events import TokenLogprobs
 from emberline.protocol.frames import FrameBuffer, Hello, Refused, Step, Submit, Vocabulary, Welcome
 from emberline.protocol.request import EngineRequest, SamplingParams, Speculation
 from emberline.protocol.token_ids import pack, unpack
@@ -32,6 +33,7 @@ class Reply:
     n_prompt: int
     times_s: list[float] = field(default_factory=list)  # of each token
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # if it was asked for them
     finish: str | None = None
     cached: int = 0
     by_tier: dict[str, int] = field(default_factory=dict)  # cached tokens
@@ -59,14 +61,25 @@ class Client:
         self._sock.sendall(frames.encode(Vocabulary(tokens)))
 
     def submit(
-        self, prompts: list[list[int]], n_out: int, temperature: float = 0.0, top_p: float = 1.0, grammar: bytes = b""
+        self,
+        prompts: list[list[int]],
+        n_out: int,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        grammar: bytes = b"",
+        logprobs: int | None = None,
     ) -> list[Reply]:
         """Without drafts, which would profit from the repetitions of random weights."""
         requests, replies = [], []
         for prompt in prompts:
             self._serial += 1
             sampling = SamplingParams(
-                max_tokens=n_out, ignore_eos=True, temperature=temperature, top_p=top_p, seed=self._serial
+                max_tokens=n_out,
+                ignore_eos=True,
+                temperature=temperature,
+                top_p=top_p,
+                seed=self._serial,
+                logprobs=logprobs,
             )
             request = EngineRequest(
                 id=f"r{self._serial}",
@@ -138,6 +151,7 @@ class Client:
             reply = self.replies[delta.id]
             ids = unpack(delta.token_ids)
             reply.tokens += ids
+            reply.logprobs += delta.logprobs or []
             reply.times_s += [now] * len(ids)
             if delta.usage is not None:
                 reply.cached = delta.usage.cached_tokens

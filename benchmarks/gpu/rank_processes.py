@@ -14,7 +14,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.engine import worker
+from benchmarks.gpu.engine import Reply, worker
+from benchmarks.reply_comparison import TOP, RepliesDiffer, compare
 
 SIZES = (2, 4, 8)  # processes
 ROWS = (1, 8, 64, 256, 585, 2340)  # of `HIDDEN` bf16: 14 KiB to 32 MiB
@@ -23,13 +24,15 @@ CHECKED = ((1, HIDDEN), (64, HIDDEN), (3, 33), (512, HIDDEN))
 LIMIT_S = 60.0  # of a group that hangs
 CALLS = 40  # in a CUDA graph
 COMMAND = ("-m", "benchmarks.gpu.rank_processes")
-N_OUT = 16
+N_OUT = 8  # few: near ties end the comparison of a reply
+TEMPERATURES = (0.0, 0.8)
 TINY = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 4096, "hidden_size": 512,
     "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
     "intermediate_size": 1024, "max_position_embeddings": 1024, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
     "tie_word_embeddings": False, "eos_token_id": 1, "hidden_act": "silu", "torch_dtype": "bfloat16",
 }  # fmt: skip
+TINY_TOLERANCE = 0.1  # of its logprobs: in bf16 sums in another order change them by 0.03, a wrong block of KV by 0.16
 ONE_GPU = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}  # several ranks of a worker may share it
 
 
@@ -113,22 +116,34 @@ def run_rank(rank: int, size: int, store_path: str) -> dict[str, Any]:
 
 
 def same_tokens(work: Path) -> dict[str, Any]:
-    """Greedy and sampled tokens of a worker of two ranks on one GPU, compared with those of one rank."""
+    """Greedy and sampled replies of a worker of two ranks on one GPU, compared with those of one rank."""
     model = work / "tiny-config"
     model.mkdir(parents=True, exist_ok=True)
     (model / "config.json").write_text(json.dumps(TINY))
     flags = ("--device", "cuda", "--random-weights", "1", "--deterministic", "--kv-bytes", str(1 << 30))
-    prompts = [[(7 * n + 3 * at) % 4000 + 2 for at in range(20 + 30 * n)] for n in range(4)]
-    tokens, seconds = {}, {}
+    prompts = [[(7 * n + 3 * at) % 4000 + 2 for at in range(20 + 30 * n)] for n in range(8)]
+    replies: dict[str, list[list[Reply]]] = {}
+    seconds: dict[str, float] = {}
     for name, more in (("one", ()), ("two", ("--tp", "2"))):
         log = work / f"{name}-rank.log"
         with worker(model, log, *flags, "--memory-share", "0.4", *more, env=ONE_GPU) as engine:
-            runs = [engine.client.generate(prompts, N_OUT, temperature) for temperature in (0.0, 0.8)]
-        tokens[name] = [reply.tokens for _, replies in runs for reply in replies]
+            runs = [engine.client.generate(prompts, N_OUT, each, logprobs=TOP) for each in TEMPERATURES]
+        replies[name] = [made for _, made in runs]
         seconds[name] = sum(took_s for took_s, _ in runs)
+    pairs = [
+        (one.logprobs, two.logprobs, temperature == 0)
+        for temperature, ones, twos in zip(TEMPERATURES, replies["one"], replies["two"], strict=True)
+        for one, two in zip(ones, twos, strict=True)
+    ]
+    n_tokens, why = 0, ""
+    try:
+        n_tokens = sum(compare(one, two, TINY_TOLERANCE, greedy) for one, two, greedy in pairs)
+    except RepliesDiffer as error:
+        why = str(error)
     return {
-        "same": tokens["one"] == tokens["two"],
-        "n_tokens": sum(map(len, tokens["one"])),
+        "same": not why and 2 * n_tokens >= len(pairs) * N_OUT,
+        "why": why,
+        "n_tokens": n_tokens,
         "one_rank_s": seconds["one"],
         "two_ranks_s": seconds["two"],
     }
