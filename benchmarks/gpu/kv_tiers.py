@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.gpu.engine import Worker, worker
+from benchmarks.gpu.engine import Reply, Worker, worker
 from benchmarks.gpu.model_files import LLAMA_8B
 from emberline.protocol import block_hash
 from emberline.protocol.block_hash import KVGroup
@@ -175,20 +175,30 @@ def session(engine: Worker, seed: int) -> EngineRequest:
 
 
 def returning(engine: Worker) -> dict[str, Any]:
-    """TTFT of new sessions, more than the device pool holds, and of the same ones when they return."""
-    fresh, again = [], []
-    for found, n_rounds in ((fresh, 1), (again, 1)):
-        for seed in list(range(N_SESSIONS)) * n_rounds:
-            reply = engine.client.begin(session(engine, seed))
-            engine.client.run()
-            found.append(reply)
+    """TTFT of new sessions, more than the device pool holds, and of the same ones when they return. What they draw
+    then is compared with what the step that only computes their last block draws from the device pool, as they were
+    computed: a step of another size rounds otherwise."""
+    client = engine.client
+
+    def ask(seed: int) -> Reply:
+        reply = client.begin(session(engine, seed))
+        client.run()
+        return reply
+
+    fresh, computed, again = [], [], []
+    for seed in range(N_SESSIONS):
+        fresh.append(ask(seed))
+        computed.append(ask(seed))
+    for seed in range(N_SESSIONS):
+        again.append(ask(seed))
     fetched = [reply for reply in again if reply.by_tier.get("host", 0) > 0.9 * N_TOKENS]
-    same = all(reply.tokens == fresh[n % N_SESSIONS].tokens for n, reply in enumerate(again))
+    same = [one.tokens == other.tokens for one, other in zip(again, computed, strict=True)]
     return {
         "recomputed_ttft_s": round(median(reply.ttft_s for reply in fresh), 4),
         "fetched_ttft_s": round(median(reply.ttft_s for reply in fetched), 4) if fetched else None,
         "all_s": [(round(reply.ttft_s, 4), reply.by_tier) for reply in again],
-        "same_tokens": same,
+        "same_tokens": all(same),
+        "as_in_one_step": all(one.tokens == other.tokens for one, other in zip(computed, fresh, strict=True)),
     }
 
 

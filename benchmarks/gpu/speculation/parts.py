@@ -115,10 +115,10 @@ def auto(setup: Setup, setting: str, deadline: Deadline, figures: Any) -> None:
         for batch in batches:
             if deadline.passed:
                 break
-            replies = [Recorded(rng.choices(words, k=100), rng.choices(words, k=length)) for _ in range(batch)]
             found = []
-            for _ in range(1 + repeats):
-                found.append(engine.run([engine.work(*each) for each in replies], batch).tokens_per_s)
+            for _ in range(1 + repeats):  # other ones every time: suffix decoding remembers replies
+                drawn = [(rng.choices(words, k=100), rng.choices(words, k=length)) for _ in range(batch)]
+                found.append(engine.run([engine.work(*each) for each in drawn], batch).tokens_per_s)
             rates[f"random tokens of {n_words}, batch {batch}"] = statistics.median(found[1:])
             figures.put("tokens_per_s", rates)
     recorded = [] if setup.inputs is None else setup.inputs.recorded

@@ -224,6 +224,7 @@ class LengthPolicy:
         if plain_s is not None:
             seconds = min(seconds, 4 * plain_s * (1 + n_drafts / n_rows))  # something was compiled
             if n_drafts:
+                self._bound_passes(n_rows, depth, seconds - plain_s)
                 own_s = seconds - plain_s - depth * self._pass_s(n_rows)
                 self._draft_times(n_rows, plain_s).add(n_drafts, own_s)
             else:
@@ -232,6 +233,14 @@ class LengthPolicy:
                 pass_s = min(max(0.0, seconds - plain_s) / depth, 4 * max(known, first_s))
                 self._passes[size] = known + _PASS_GAIN * (pass_s - known)
             self._judge(n_output / n_rows, seconds / plain_s)
+
+    def _bound_passes(self, n_rows: int, depth: int, seconds: float) -> None:
+        """Passes and drafts have lengthened a step by so much together: passes by no more. Alone they are measured
+        rarely, in steps behind plain ones."""
+        size = n_rows.bit_length()
+        known = self._passes.get(size)
+        if depth and known is not None and depth * known > max(0.0, seconds):
+            self._passes[size] = known + _PASS_GAIN * (max(0.0, seconds) / depth - known)
 
     def _pass_s(self, n_rows: int) -> float:
         """Of a draft head, for each token that it proposes behind so many rows."""
