@@ -385,7 +385,8 @@ def _step_loop(
     from emberline.engine.gpu.tiers import CudaMover, PinnedAllocator
     from emberline.engine.gpu.transfer import device_transfers, exported_pools
 
-    speculation = open_speculator(args.speculation, device, head=drafting.drafter)
+    n_ranks = model.shard.layout.n_ranks
+    speculation = open_speculator(args.speculation, device, head=drafting.drafter, n_ranks=n_ranks)
     limits, speculates = _limits(model.config, None, args), speculation is not None
     engine = GpuEngine.open(model, limits, device, args.kv_bytes, args.memory_share, speculates, head)
     n_blocks, cache, limits = caches(engine.memory.kv)

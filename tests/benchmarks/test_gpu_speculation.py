@@ -22,7 +22,6 @@ from benchmarks.gpu.speculation.parts import NoInputs, Setup
 from benchmarks.gpu.speculation.verification import FixedDrafts, VerifySteps, attention_share, with_ratios
 from emberline.engine.gpu import shapes
 from emberline.engine.gpu.batch import VerifyShape
-from emberline.engine.speculation import speculator
 from emberline.models.eagle3 import Eagle3Config, Eagle3Head, save_head
 from emberline.protocol.request import ToolCall
 from emberline.protocol.token_ids import unpack
@@ -39,7 +38,6 @@ SHAPE = {
 @pytest.fixture(autouse=True)
 def restored(monkeypatch):
     """What a benchmark sets for its own process."""
-    monkeypatch.setattr(speculator, "AUTO_ON_GPU", speculator.AUTO_ON_GPU)
     monkeypatch.setattr(shapes, "MIN_DRAWS", shapes.MIN_DRAWS)
     yield
     gc.unfreeze()

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from benchmarks.replay_runner import Replay
 from emberline.engine import worker
 from emberline.engine.scheduler.plan import Runner
-from emberline.engine.speculation import speculator
 from emberline.engine.step_loop import StepLoop
 from emberline.protocol.frames import EngineInfo
 from emberline.protocol.request import EngineRequest, SamplingParams
@@ -33,13 +32,11 @@ class Decoded(NamedTuple):
 
 
 def build(model: Path, setting: str, device: str, max_running: int, *flags: str) -> tuple[StepLoop, EngineInfo]:
-    """An engine whose every common step is prepared. `auto` has the drafters of a CPU on a GPU, too. A folder without
-    weights gets random ones."""
+    """An engine whose every common step is prepared. A folder without weights gets random ones."""
     args = ["--model", str(model), "--socket", "unused", "--device", device, "--speculation", setting]
     args += ["--max-running", str(max_running), *(["--threads", "1"] if device == "cpu" else []), *flags]
     if model.is_dir() and not any(model.glob("*.safetensors")):
         args += ["--random-weights", "0"]
-    speculator.AUTO_ON_GPU = True
     loop, info, _ = worker.build(worker.parse_arguments(args))
     assert isinstance(loop, StepLoop)
     while loop.has_idle_task:

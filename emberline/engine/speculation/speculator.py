@@ -23,7 +23,6 @@ from emberline.protocol.frames import DraftStats
 
 AUTO, OFF = "auto", "off"
 SETTINGS = (AUTO, OFF, "suffix", "grammar", HeadDrafter.name, ModelDrafter.name)
-AUTO_ON_GPU = False
 CPU_MARGINAL, GPU_MARGINAL = 0.4, 0.02  # see LengthPolicy; on a GPU until it has measured its steps
 GPU_WAIT_S = 0.0005  # that a GPU waits for the host, which plans a step with drafts late; before it was measured
 _WAITING_STEPS = 4  # for which what a head has proposed may wait at a sequence
@@ -51,13 +50,16 @@ class _Drafting:
 
 
 def open_speculator(
-    setting: str, device: str, max_bytes: int = DEFAULT_BYTES, head: HeadDrafter | None = None
+    setting: str, device: str, max_bytes: int = DEFAULT_BYTES, head: HeadDrafter | None = None, n_ranks: int = 1
 ) -> "Speculator | None":
     """With the drafters of a setting: all that there are, none, or the one that it names. head: what the runner has, a
-    head or a draft model."""
+    head or a draft model. n_ranks: of the worker."""
     drafters: list[Drafter] = []
-    if setting == AUTO and device != "cpu" and not AUTO_ON_GPU:
-        setting = HeadDrafter.name if head is None else head.name
+    if setting == AUTO and device != "cpu":
+        if head is not None:
+            setting = head.name  # alone: its drafts stay on the device, which then never waits for the host
+        elif n_ranks > 1:
+            return None  # what drafts cost such a worker was never measured
     if setting in (AUTO, GrammarDrafter.name):
         drafters.append(GrammarDrafter())
     if setting in (AUTO, SuffixDrafter.name):

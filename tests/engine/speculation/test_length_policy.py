@@ -186,7 +186,7 @@ class OnH200(Simulation):
 @pytest.mark.parametrize("has_draft", [0.1, 1.0])
 @pytest.mark.parametrize("n_rows", list(H200))
 def test_auto_on_a_gpu_is_never_slower_than_off(n_rows, has_draft, accepts):
-    """What `AUTO_ON_GPU` waits for: with the step times of the card it is to be turned on for."""
+    """With the step times of a card."""
     run = OnH200(n_rows, accepts, has_draft=has_draft)
     assert run.run(1500 if n_rows < 64 else 300).speedup > 0.98
 

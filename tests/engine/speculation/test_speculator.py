@@ -8,7 +8,6 @@ from msgspec import structs
 
 from emberline.engine import worker
 from emberline.engine.scheduler import scheduler as scheduling
-from emberline.engine.speculation import speculator as speculator_module
 from emberline.engine.speculation import suffix_index
 from emberline.engine.speculation.drafter import Draft
 from emberline.engine.speculation.grammar_drafter import GrammarDrafter
@@ -172,12 +171,16 @@ def test_drafters_go_on_where_others_end_and_are_counted_apart():
     assert first.ended_ids == second.ended_ids == ["a"]
 
 
-@pytest.mark.parametrize("on", [False, True])
-def test_auto_on_a_gpu_has_a_switch(monkeypatch, on):
-    """See `test_auto_on_a_gpu_is_never_slower_than_off`; a drafter by name needs no switch."""
-    monkeypatch.setattr(speculator_module, "AUTO_ON_GPU", on)
-    assert (open_speculator("auto", "cuda") is not None) == on
-    assert open_speculator("grammar", "cuda") is not None
+def test_auto_on_a_gpu_has_a_head_alone_or_what_needs_none():
+    def names(*args, **more):
+        made = open_speculator(*args, **more)
+        return None if made is None else [drafter.name for drafter in made._drafters]
+
+    assert names("auto", "cuda") == ["grammar", "suffix"]
+    assert names("auto", "cuda", head=HeadDrafter()) == ["eagle3"]
+    assert names("auto", "cuda", head=ModelDrafter()) == ["draft_model"]
+    assert names("auto", "cuda", n_ranks=2) is None
+    assert names("grammar", "cuda", n_ranks=2) == ["grammar"]
 
 
 def test_settings():
