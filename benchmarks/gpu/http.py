@@ -88,6 +88,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     folder, port = args.work / MODEL, free_port()
     if name == "emberline":
         command = ["-m", "emberline.cli.main", "serve", str(folder), "--port", str(port), "--max-running", "256"]
+        command += ["--speculation", "off"]  # drafts would profit from the repetitions of random weights
         env = {"EMBERLINE_HOME": str(args.work / "home")}
     else:
         command = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--served-model-name", MODEL]

@@ -386,7 +386,9 @@ def _step_loop(
     from emberline.engine.gpu.transfer import device_transfers, exported_pools
 
     n_ranks = model.shard.layout.n_ranks
-    speculation = open_speculator(args.speculation, device, head=drafting.drafter, n_ranks=n_ranks)
+    samples = args.role != "prefill" or args.join  # in a cluster, its role may change
+    setting = args.speculation if samples or args.speculation != AUTO else "off"
+    speculation = open_speculator(setting, device, head=drafting.drafter, n_ranks=n_ranks)
     limits, speculates = _limits(model.config, None, args), speculation is not None
     engine = GpuEngine.open(model, limits, device, args.kv_bytes, args.memory_share, speculates, head)
     n_blocks, cache, limits = caches(engine.memory.kv)
@@ -397,7 +399,7 @@ def _step_loop(
     timed = None if speculation is None else speculation.calibrate
     preparation = StepPreparation(model, gpu_runner, limits, compile_server, timed)
     transfers = device_transfers(fingerprint, kv_groups, gpu_runner.pools, spans)
-    mover, n_ranks = CudaMover(gpu_runner.pools, kv_groups), 1 if group is None else group.layout.n_ranks
+    mover = CudaMover(gpu_runner.pools, kv_groups)
     tiers = open_tiers(args, fingerprint, kv_groups, mover, PinnedAllocator(device), n_ranks)
     if isinstance(group, Member):
         kv = FollowerKV(group, transfers, tiers, kv_groups)

@@ -25,6 +25,7 @@ from emberline.protocol.block_hash import BLOCK_TOKENS
 LAST_SAMPLED = -1  # in place of a token id: the token that the slot sampled last
 LAST_DRAFTED = -1  # in place of a draft
 MAX_DRAFTS = 8  # that a slot keeps
+MAX_ROW_TOKENS = 16  # of a row, drafts included
 PADDING = -1
 NO_BLOCK = -1  # in place of a block: the new token fits the row's last block
 HEADER_ROWS = 3  # of a packet, before the rows per KV group

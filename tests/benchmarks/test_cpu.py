@@ -1,7 +1,6 @@
 """A whole run of benchmarks.cpu over fake servers."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,8 @@ from benchmarks import cpu, emberline_contender, report
 from benchmarks.contender import Contender, Setup
 from benchmarks.prompts import Prompts
 from tests.benchmarks.word_server import count
+from tests.engine.client import wait_until
+from tests.supervisor.test_process import alive
 
 SCRIPT = str(Path(__file__).with_name("word_server.py"))
 
@@ -80,5 +81,4 @@ asyncio.run(main())
         server_pid = int(bench.stdout.readline())
         bench.terminate()
         assert bench.wait(60) != 0
-    with pytest.raises(ProcessLookupError):
-        os.kill(server_pid, 0)
+    wait_until(lambda: not alive(server_pid))

@@ -14,7 +14,6 @@ from torch import Tensor
 from emberline.engine.gpu.shapes import (
     CHUNK_ROWS,
     MAX_GRAPH_TOKENS,
-    MAX_ROW_TOKENS,
     TILE,
     all_mixed_decode_rows,
     mixed_decode_rows,
@@ -28,6 +27,7 @@ from emberline.kernels.decode_inputs import (
     DRAFT_HEADER_ROWS,
     HEADER_ROWS,
     LAST_SAMPLED,
+    MAX_ROW_TOKENS,
     NO_BLOCK,
     PADDING,
     DecodeInputs,

@@ -31,7 +31,6 @@ from emberline.engine.gpu.graphs import CudaGraphs
 from emberline.engine.gpu.shapes import (
     CHUNK_ROWS,
     MAX_GRAPH_TOKENS,
-    MAX_ROW_TOKENS,
     MAX_VERIFY_ROWS,
     all_decode_rows,
     all_verify_shapes,
@@ -48,7 +47,7 @@ from emberline.engine.scheduler.plan import DeviceLost, Masks, Row, StepPlan
 from emberline.engine.scheduler.prefill_policy import PrefillPolicy, StepWork
 from emberline.engine.speculation.verification import accepted_run
 from emberline.engine.torch_runner import Model, allocate_pool
-from emberline.kernels.decode_inputs import PADDING, DecodeInputs, SlotState
+from emberline.kernels.decode_inputs import MAX_ROW_TOKENS, PADDING, DecodeInputs, SlotState
 from emberline.kv.block_pool import NULL_BLOCK
 from emberline.models.decoder import StepInputs
 from emberline.models.draft_head import GpuDraftHead

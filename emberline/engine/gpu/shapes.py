@@ -13,7 +13,6 @@ CHUNK_ROWS = 32  # chunks in a captured step, one of them padding
 GPU_SHAPES = ShapePolicy(TILE, MAX_GRAPH_TOKENS, CHUNK_ROWS - 1, PROMPT_MULTIPLE)  # as the prefill policy sees it
 
 VERIFY_TOKENS = (2, 3, 4, 5, 9, 16)  # of the rows of a step that verifies drafts, on average
-MAX_ROW_TOKENS = 16  # of one of them
 MAX_VERIFY_ROWS = 128
 MIN_DRAWS = 160  # that such a step may have, however few sequences run
 

@@ -25,6 +25,7 @@ from emberline.protocol.request import Priority
 
 MAX_RETRY_TOKENS = 1024  # of a step that retries; on a GPU it fits a CUDA graph, which allocates nothing
 LONG_QUEUE = 16_384  # waiting tokens beyond which the latency target is relaxed in favor of throughput
+ROOMY_SHARE = 4  # draft tokens for each row of a step, from which on a row may have twice its share
 _BATCH = Priority.BATCH  # asked of every row: a lookup in an Enum takes longer than all else that is
 
 
@@ -199,15 +200,26 @@ class StepPlanner:
             return 0
         return self._prefill.most_drafts(len(queues.running))
 
+    def _row_limit(self, plan: StepPlan) -> int:
+        """Draft tokens of the next row: its share of those that are left; where these are many, twice as many, as long
+        as one is left for each row after it."""
+        left, n_rows = self._draft_limit() - plan.n_drafts, max(1, len(self._queues.running) - len(plan.rows))
+        share = -(-left // n_rows)
+        return min(MAX_DRAFTS, share if share < ROOMY_SHARE else 2 * share, left - n_rows + 1)
+
     def _drafts(self, plan: StepPlan, seq: Sequence, n_due: int, speculation: Speculation) -> bytes:
         """What the sequence's next row, of n_due tokens, drafts. Where that row follows a token that is still being
         sampled, the first proposed token stands for that one: if it is another, the drafts behind it will hardly be
         accepted."""
-        if seq.suspicion or seq.slow_guide or (seq.effective_class == _BATCH and self._batch_class.is_limited):
+        if (
+            seq.prefill_only
+            or seq.suspicion
+            or seq.slow_guide
+            or (seq.effective_class == _BATCH and self._batch_class.is_limited)
+        ):
             return b""
         most = min(
-            MAX_DRAFTS,
-            self._draft_limit() - plan.n_drafts,
+            self._row_limit(plan),
             seq.n_output_left - seq.n_sampling - seq.n_drafting - 1,
             self._limits.token_budget - plan.n_tokens - (n_due - 1) + len(plan.rows) - len(self._queues.running),
         )

@@ -117,12 +117,13 @@ class LengthPolicy:
         self._step_s = 0.0  # what it takes so far
         self._fixed_s = 0.0  # what the first row that drafts lengthens it by, beside its tokens
         self._token_s = 0.0  # of one more draft token
+        self._asked = False  # some row of it has a draft to choose from
         self._n_worth, self._worth = 0, 0.0  # draft tokens that pay without the fixed cost, and what they gain
         self._n_rows, self._plain_s = 0, 0.0
         self._probes = False  # it tries drafts that would not pay
         self._refused = False  # some draft does not pay
         # Of steps before it:
-        self._share, self._gain = 1.0, 1.0  # of such draft tokens, for each row: moving averages
+        self._row_worth, self._row_gain = 1.0, 1.0  # the same for each row, of steps that were asked: moving averages
         self._since_plain = 0  # drafting steps since one without
         self._n_refused = 0  # steps whose drafts were all refused, since the last one with drafts
         self._pause, self._resting = _FIRST_PAUSE, 0
@@ -147,14 +148,15 @@ class LengthPolicy:
             return False
         self._n_refused += self._refused
         self._refused, self._probes = False, self._n_refused >= _PROBE_STEPS
-        if self._n_rows:
-            self._share += _STEP_GAIN * (self._n_worth / self._n_rows - self._share)
-            self._gain += _STEP_GAIN * (self._worth / self._n_rows - self._gain)
+        if self._asked:
+            self._row_worth += _STEP_GAIN * (self._n_worth / self._n_rows - self._row_worth)
+            self._row_gain += _STEP_GAIN * (self._worth / self._n_rows - self._row_gain)
         times = self._draft_times(n_rows, plain_s)
-        self._n_rows, self._plain_s, self._n_worth, self._worth = n_rows, plain_s, 0, 0.0
+        self._n_rows, self._plain_s = n_rows, plain_s
+        self._asked, self._n_worth, self._worth = False, 0, 0.0
         self._expected, self._step_s = float(n_rows), plain_s
         self._fixed_s, self._token_s = times.fixed_s, times.token_s
-        if (1 + self._gain) * plain_s > plain_s + times.fixed_s + n_rows * self._share * times.token_s:
+        if self._row_gain * plain_s > times.fixed_s + n_rows * self._row_worth * times.token_s:
             self._step_s, self._fixed_s = plain_s + times.fixed_s, 0.0  # the drafts of all rows pay for it together
         return True
 
@@ -167,6 +169,7 @@ class LengthPolicy:
         rate, token_s, expected = self.rates.rate, self._token_s, self._expected
         best, best_n, best_gain = self._expected / self._step_s, 0, 0.0
         worth = best * token_s  # the least gain for which a token pays
+        self._asked = True
         gain, likely, seconds = 0.0, _CAUTION * trust, self._step_s + self._fixed_s
         for cell in cells[:n_guessed]:
             likely *= rate(cell)

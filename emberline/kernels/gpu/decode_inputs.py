@@ -5,13 +5,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from emberline.kernels.decode_inputs import DRAFT_HEADER_ROWS, HEADER_ROWS, MAX_DRAFTS, DecodeInputs, SlotState
+from emberline.kernels.decode_inputs import (
+    DRAFT_HEADER_ROWS,
+    HEADER_ROWS,
+    MAX_DRAFTS,
+    MAX_ROW_TOKENS,
+    DecodeInputs,
+    SlotState,
+)
 from emberline.kernels.gpu.launch import launch_options
 from emberline.kernels.gpu.sampler_table import SamplerTable
 
 _MAX_PADDING = 64  # padding rows of a batch
 _ENTRIES = 1024  # block table entries copied by one program
-MAX_TOKENS = 16  # of a row
 
 
 @triton.jit(do_not_specialize=["rows", "n_tokens"])
@@ -124,7 +130,7 @@ def prepare(packet: Tensor, state: SlotState, to: DecodeInputs, drafts: Tensor |
         to.slots, to.token_ids, to.positions, to.draw_positions, to.starts, to.offsets, to.context_lens, to.tables,
         rows, rows if drafts is None else len(drafts), state.tables.stride(0), to.tables.stride(0), width,
         HEADER=HEADER_ROWS if plain else DRAFT_HEADER_ROWS, GROUPS=groups, ENTRIES=_ENTRIES,
-        MAX_TOKENS=1 if plain else MAX_TOKENS, MAX_DRAFTS=MAX_DRAFTS,
+        MAX_TOKENS=1 if plain else MAX_ROW_TOKENS, MAX_DRAFTS=MAX_DRAFTS,
     )  # fmt: skip
 
 
@@ -142,5 +148,5 @@ def accept(
     _accept[(n_rows,)](
         draws, inputs.starts, inputs.slots, inputs.token_ids, inputs.positions, table.state, table.counts,
         state.last_tokens, state.positions, state.n_accepted, table.vocab, FIELDS=table.state.shape[1],
-        MAX_TOKENS=MAX_TOKENS, GUIDED=guided, **launch_options(False, num_warps=1),
+        MAX_TOKENS=MAX_ROW_TOKENS, GUIDED=guided, **launch_options(False, num_warps=1),
     )  # fmt: skip

@@ -177,13 +177,14 @@ class TritonBackend:
         return mark_valid(step, self._workspace.region("valid", torch.int32))
 
     def _plan_prefill(self, index: int, step: Any, shape: StepShape, group: KVGroup) -> PrefillSplits | None:
-        if self._deterministic or not shape.max_query:
-            return None
         workspace, first = self._workspace, 0 if shape.chunks is None else shape.decode_rows
         heads = workspace.sizes.attentions[index].heads
+        decode_rows = self._split_rows(shape, heads // group.kv_heads)
+        if self._deterministic or not (shape.max_query or (shape.drafts and not decode_rows)):
+            return None
         return plan_prefill_splits(
             heads, group.kv_heads, group.head_dim, _locality(group), step.query_starts, step.context_lens,
-            len(step.token_ids) - first, shape.decode_rows, workspace.region(f"work_items{index}", torch.int32),
+            len(step.token_ids) - first, decode_rows, workspace.region(f"work_items{index}", torch.int32),
             workspace.prefill_scratch,
         )  # fmt: skip
 

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from emberline.kernels.backend import GroupedQueryAttention
+from emberline.kernels.decode_inputs import MAX_ROW_TOKENS
 from emberline.kernels.gpu.decode_attention import LOG2_E, attend_range, attend_tile
 from emberline.kernels.gpu.launch import launch_options, next_power_of_two, pdl_launch_early, pdl_wait
 from emberline.kernels.gpu.rope import norm_and_rotate, query_key_ops, scale_queries, temperature_args
@@ -27,7 +28,6 @@ from emberline.kernels.gpu.split_kv import (
     split_floats,
 )
 
-MAX_TOKENS = 16  # of a row
 MAX_QUERIES = 128  # tokens times query heads of a KV head
 
 
@@ -49,7 +49,7 @@ def verify_tile(queries: int, head_dim: int) -> VerifyTile:
 def verify_queries(group: int) -> int:
     """Rows of a program's tile of queries: of as many tokens as a row may have. Smaller ones for rows that have fewer
     would hardly be faster, since a program waits for the cache."""
-    return max(16, next_power_of_two(MAX_TOKENS * group))
+    return max(16, next_power_of_two(MAX_ROW_TOKENS * group))
 
 
 def verifies(group: int) -> bool:
@@ -147,7 +147,7 @@ def verify_attention(
     query_starts: Tensor, splits: DecodeSplits, partial: Tensor, counters: Tensor, pdl: bool = False,
     tile: VerifyTile | None = None,
 ) -> None:  # fmt: skip
-    """Attention of rows of up to MAX_TOKENS each; out: [tokens, heads * dim].
+    """Attention of rows of up to MAX_ROW_TOKENS each; out: [tokens, heads * dim].
 
     Writes k and v of the new tokens to the cache. splits: planned with query_starts and `verify_queries`. partial: of
     `verify_partial_floats`. counters: int32 zeros, reset to zero.
@@ -161,7 +161,7 @@ def verify_attention(
         qkv, out, *rotary, attn.q_norm if norm else qkv, attn.k_norm if norm else qkv, pool, tables, query_starts,
         splits.table, partial, counters, qkv if attn.sinks is None else attn.sinks, attn.scale * LOG2_E, attn.eps,
         *temperature_args(attn), size, pool.stride(0), tables.stride(0),
-        GROUP=group, QUERIES=queries, NEW=MAX_TOKENS, DIM=attn.head_dim, PAD=pad, TILE=tile.tokens,
+        GROUP=group, QUERIES=queries, NEW=MAX_ROW_TOKENS, DIM=attn.head_dim, PAD=pad, TILE=tile.tokens,
         OPS=query_key_ops(attn), STAGES=tile.stages, LOCAL=local, SINKS=attn.sinks is not None, PDL=int(pdl),
         ALIGNED=attn.window is None and (attn.chunk or 0) % 16 == 0, **launch_options(pdl, num_warps=tile.warps),
     )  # fmt: skip

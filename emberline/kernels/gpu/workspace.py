@@ -22,7 +22,7 @@ from emberline.kernels.gpu.mla import splits as latent_splits
 from emberline.kernels.gpu.mla.attention import LSE_ROOM, latent_tile, partial_floats, tile_tokens
 from emberline.kernels.gpu.mla.prefill import expanded_elements
 from emberline.kernels.gpu.moe_routing import permutation_ints
-from emberline.kernels.gpu.verify_attention import verify_partial_floats
+from emberline.kernels.gpu.verify_attention import verifies, verify_partial_floats
 
 ABSORBED_TOKENS = 1024  # of MLA; no captured step has more
 MLP_TOKENS = 2048  # for which an MLP's intermediates are computed at a time
@@ -244,8 +244,8 @@ def _add_decode_splits(regions: _Regions, s: WorkspaceSizes, shapes: set[Attenti
     regions.add("prefix_partial", prefix_rows * queries * 4)
     regions.add("prefix_stats", prefix_rows * heads * 2 * 4)
     groups = [(shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim) for shape in shapes]
-    partials = [verify_partial_floats(s.verify_rows, *group) for group in groups]
-    regions.add("verify_partials", max(partials) * 4)
+    partials = [verify_partial_floats(s.verify_rows, *group) for group in groups if verifies(group[1])]
+    regions.add("verify_partials", max(partials, default=0) * 4)
 
 
 def _add_latent(regions: _Regions, s: WorkspaceSizes, shapes: set[LatentShape], at: int) -> None:

@@ -20,7 +20,7 @@ SEGMENT_BYTES = 32 << 20  # while one is pinned, at 23 to 30 GB/s, the process l
 MAX_SEGMENTS = 16_384  # larger ones rather than more: Linux allows a process 65,530 mappings
 PAGE_BYTES = 4096
 WRITE_WAIT_S = 1.0  # for a slot that is in use
-AHEAD_BYTES = 1 << 30  # that are allocated before they are used: pinning takes about 0.1 s for as many
+AHEAD_BYTES = 1 << 30  # that are allocated before they are used: touching and pinning take about 0.1 s for as many
 
 _log = logging.getLogger(__name__)
 

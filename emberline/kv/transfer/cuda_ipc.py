@@ -121,6 +121,8 @@ def opened_pools(opened: TransportOpened, n_groups: int) -> list[tuple[int, int]
     pools: list[tuple[int, int]] = []
     try:
         for raw in opened.handles[1:]:
+            if len(raw) != _HANDLE_BYTES + 8:
+                raise TransportUnavailable(f"a handle of {len(raw)} bytes, where {_HANDLE_BYTES + 8} were expected")
             handle, size = raw[:_HANDLE_BYTES], int.from_bytes(raw[_HANDLE_BYTES:], "little")
             pools.append((open_handle(handle), size))
     except TransportUnavailable:

@@ -170,7 +170,7 @@ HOST_WAIT_S = 0.001
 
 
 class OnH200(Simulation):
-    """Every row of a step has as many tokens as the one with the longest draft."""
+    """Between measured steps the next longer one counts: their tokens are padded to it."""
 
     def __init__(self, n_rows, accepts, **more):
         super().__init__(None, n_rows, accepts, overhead_s=HOST_WAIT_S, marginal=GPU_MARGINAL, **more)
@@ -179,7 +179,7 @@ class OnH200(Simulation):
         self.policy.calibrate(timed)
 
     def took_s(self, n_drafts, longest):
-        return H200[self.n_rows][min(n for n in (0, 2, 4, 8) if n >= longest)]
+        return H200[self.n_rows][min(n for n in (0, 2, 4, 8) if n * self.n_rows >= n_drafts)]
 
 
 @pytest.mark.parametrize("accepts", [0.0, 0.2, 0.5])
@@ -194,6 +194,17 @@ def test_auto_on_a_gpu_is_never_slower_than_off(n_rows, has_draft, accepts):
 @pytest.mark.parametrize(("n_rows", "least"), [(1, 1.8), (4, 1.8), (16, 1.4)])
 def test_likely_drafts_pay_on_a_gpu(n_rows, least):
     assert OnH200(n_rows, 0.85).run(1000).speedup > least
+
+
+@pytest.mark.parametrize("n_prompts", [0, 10, 40])
+def test_steps_that_ask_for_no_drafts_change_nothing(n_prompts):
+    """As those that compute prompts: what rows might draft together is known when they decode again."""
+    run = OnH200(16, 0.6, has_draft=0.5)
+    for _ in range(60):
+        run.run(10)
+        for _ in range(n_prompts):
+            run.policy.begin_step(16)
+    assert run.speedup > 1.15
 
 
 def test_measured_steps_say_what_drafts_cost():

@@ -5,11 +5,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
+from emberline.engine.gpu.shapes import GPU_SHAPES
+from emberline.engine.scheduler.latency_target import LatencyTarget
+from emberline.engine.scheduler.limits import Limits
+from emberline.engine.scheduler.scheduler import Scheduler
 from emberline.engine.speculation.verification import accepted_run
+from emberline.engine.step_loop import StepLoop
+from emberline.kv.cache import KVCache
+from emberline.protocol.request import Push
 from emberline.protocol.token_ids import pack, unpack
-from tests.engine.fakes import FULL, Drawn, expected, request
+from tests.engine.fakes import FULL, VOCAB, Drawn, FakeRunner, expected, request
 from tests.engine.scheduler.test_scheduler_properties import InvariantChecker, arrivals, play, setups
 from tests.engine.speculation.standin import StandinSpeculation, output_of
+from tests.engine.transfer.fake_wire import Wire
 from tests.engine.transfer.test_transfer_properties import TransferChecker, layouts, prompts
 from tests.engine.transfer.test_transfer_properties import setups as transfer_setups
 from tests.examples import n_examples
@@ -137,3 +145,63 @@ def test_drafts_behind_a_received_prompt_are_accepted():
     checker.finish()
     checker.check()
     assert speculation.n_accepted > 20
+
+
+class Repeating(StandinSpeculation):
+    """Proposes as many tokens as it may, right or wrong; for prompts that are computed for others only, or for all."""
+
+    def __init__(self, only_pushed=False):
+        super().__init__(lambda seq: [])
+        self.only_pushed = only_pushed
+
+    def propose(self, seq, n):
+        return pack([1] * n) if seq.request.push is not None or not self.only_pushed else b""
+
+
+def planned_by(scheduler):
+    """The plans that it will make."""
+    plans, plan = [], scheduler._planner.plan
+
+    def noted():
+        plans.append(plan())
+        return plans[-1]
+
+    scheduler._planner.plan = noted
+    return plans
+
+
+def test_a_prompt_for_another_engine_drafts_nothing():
+    """Its last token alone is left for a step: the row samples nothing, so there is nothing to verify."""
+    wire = Wire({"token_budget": 32, "speculation": Repeating(True), "context_len": 400}, {"context_len": 400})
+    prefill = wire.prefill
+    plans = planned_by(prefill.scheduler)
+    prefill.scheduler.submit(request("decodes", [1, 2, 3], max_tokens=40), 0.0)
+    for _ in range(3):
+        prefill.loop.step(0.0)
+    pushed = structs.replace(
+        request("pushed", [3, 1, 4, 1, 5] * 6 + [2, 6, 3], max_tokens=9), push=Push(transfer="t", address="", ticket="")
+    )
+    prefill.scheduler.submit(pushed, 0.0)
+    for _ in range(4):
+        prefill.loop.step(0.0)
+    rows = [row for plan in plans for row in plan.rows]
+    assert any(len(row.token_ids) == 4 and not row.samples for row in rows), "its last token is not alone"
+    assert not any(row.n_drafts for row in rows)
+
+
+@pytest.mark.parametrize(("n_rows", "most"), [(4, 4), (4, 9), (8, 20), (3, 30)])
+def test_rows_share_what_a_step_may_draft(n_rows, most):
+    prefill = LatencyTarget(GPU_SHAPES, most_drafts=lambda rows: most)
+    cache = KVCache((FULL,), [200], chunk=128)
+    limits = Limits(512, VOCAB, (0,), n_rows, 128)
+    scheduler = Scheduler(cache, limits, "fake", prefill=prefill, speculation=Repeating())
+    plans = planned_by(scheduler)
+    loop = StepLoop(scheduler, FakeRunner(cache), 1)
+    for n in range(n_rows):
+        loop.submit(request(f"r{n}", [n % 6, 2, 3], max_tokens=60, ignore_eos=True), 0.0)
+    for _ in range(8):
+        loop.step(0.0)
+    drafted = [row.n_drafts for row in plans[-1].rows]
+    assert len(drafted) == n_rows
+    assert min(drafted) >= 1
+    assert sum(drafted) <= most
