@@ -203,7 +203,7 @@ def returning(engine: Worker) -> dict[str, Any]:
 
 
 def beside_streams(engine: Worker) -> dict[str, Any]:
-    """Inter-token p99 of 32 streams: alone, beside sessions that are in the device pool, and that are fetched. Their
+    """Inter-token p99 of 32 streams: alone, while sessions hit the device pool, and while they are fetched. Their
     requests are made before: meanwhile this process would not see the streams' tokens."""
     client = engine.client
     gaps: dict[str, list[float]] = {}

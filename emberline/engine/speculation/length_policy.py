@@ -115,7 +115,7 @@ class LengthPolicy:
         # Of the step being planned:
         self._expected = 0.0  # tokens that it gives so far
         self._step_s = 0.0  # what it takes so far
-        self._fixed_s = 0.0  # what the first row that drafts lengthens it by, beside its tokens
+        self._fixed_s = 0.0  # what the first row that drafts lengthens it by, in addition to its tokens
         self._token_s = 0.0  # of one more draft token
         self._asked = False  # some row of it has a draft to choose from
         self._n_worth, self._worth = 0, 0.0  # draft tokens that pay without the fixed cost, and what they gain
