@@ -59,6 +59,11 @@ GATES = ("", "silu", "gelu_tanh")
 MAX_SKINNY = 64  # tokens; above, cuBLAS
 MAX_GATED = 128  # tokens up to which gate and up use the skinny GEMM, whose activation is free
 MAX_WHOLE_ROW = 8192  # columns that one program can hold in registers
+# Products of a small model take as long as their launch: for a few tokens a GEMV, which may start before its input is
+# ready and reads the matrix for each of them from L2, is faster than a norm and a GEMM.
+MAX_GEMV_TOKENS = 5
+SMALL_BYTES = 1 << 20  # of a quantized matrix
+SMALL_DENSE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +168,8 @@ def quantized_gemv_tile(n: int, words: int, gated: bool) -> QuantizedGemvTile:
     rows = 2 if wide > 1024 else 4 if gated or wide > 512 else 8
     while rows > 1 and n // rows < 3 * sm_count():
         rows //= 2
+    if n * words * 4 * (1 + gated) <= SMALL_BYTES:  # programs take longer to start than to compute: few, of more warps
+        return QuantizedGemvTile(8 * rows, 4 * warps, 16 // warps)
     return QuantizedGemvTile(rows, warps, 16 // warps)
 
 
@@ -181,8 +188,8 @@ class Matmul:
 
     deterministic: batch-invariant kernels only, so that a token's result does not depend on the rest of the batch.
     pdl: use programmatic dependent launch. For one token only the projection after attention starts early, while
-    attention waits for the KV cache, and all that have quantized weights; for more tokens every kernel does, and lets
-    its successor start once it has read.
+    attention waits for the KV cache, and all that have quantized weights or small ones; for more tokens every kernel
+    does, and lets its successor start once it has read.
     """
 
     def __init__(self, workspace: Workspace, deterministic: bool, pdl: bool) -> None:
@@ -241,7 +248,7 @@ class Matmul:
             kernel: Any = gemv if isinstance(tile, GemvTile) else persistent_gemv
             kernel(
                 x, matrix.weight, out, tile, bias=matrix.bias, norm=fusion.norm, eps=fusion.eps, gate=fusion.gate,
-                add=fusion.add, pdl=self._pdl and after_attention,
+                add=fusion.add, pdl=self._pdl and (after_attention or matrix.weight.nbytes <= SMALL_DENSE_BYTES),
             )  # fmt: skip
         elif tile is not None and skinny_gemm_floats(n, m, tile, bool(fusion.gate)) <= workspace.matmul.numel():
             skinny_gemm(
@@ -253,9 +260,10 @@ class Matmul:
 
     def _quantized(self, x: Tensor, matrix: QuantizedMatrix, out: Tensor, fusion: Fusion) -> None:
         m, words, workspace = len(x), matrix.codes.shape[1], self._workspace
+        small = m <= MAX_GEMV_TOKENS and matrix.codes.nbytes <= SMALL_BYTES
         if m > MAX_SKINNY:
             self._unfused(x, matrix, out, fusion)
-        elif m == 1 and words <= MAX_GEMV_WORDS:
+        elif (m == 1 or small) and words <= MAX_GEMV_WORDS:
             quantized_gemv(
                 x, matrix, out, quantized_gemv_tile(out.shape[1], words, bool(fusion.gate)), norm=fusion.norm,
                 eps=fusion.eps, gate=fusion.gate, add=fusion.add, pdl=self._pdl,

@@ -234,14 +234,17 @@ def _dot_rows(
     return tl.sum(_sum_of_four_words(products, ROWS, WORDS) * scale + token_sums * offset, 1)
 
 
-@triton.jit(do_not_specialize=["of_256", "of_16"])
+@triton.jit(do_not_specialize=["x_stride", "of_256", "of_16"])
 def _quantized_gemv(
-    x, codes, affine, bias, norm, out, n, groups, of_256, of_16, eps,
+    x, codes, affine, bias, norm, out, n, groups, x_stride, of_256, of_16, eps,
     NORM: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr,
     BITS: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     CODES_PER_WORD: tl.constexpr = 32 // BITS
     pdl_launch_early(PDL)
+    token = tl.program_id(1)
+    x += token * x_stride
+    out += token * n
     word, quad = tl.arange(0, WORDS), tl.arange(0, WORDS // 4)
     width, k = groups * (32 // CODES_PER_WORD), groups * 32
     word_mask, quad_mask = word < width, quad < width // 4
@@ -293,11 +296,11 @@ def quantized_gemv(
     x: Tensor, matrix: QuantizedMatrix, out: Tensor, tile: QuantizedGemvTile, *, norm: Tensor | None = None,
     eps: float = 0.0, gate: int = 0, add: bool = False, pdl: int = 0,
 ) -> None:  # fmt: skip
-    """x: [1, k], out: [1, n]; as `gemm.persistent_gemv`."""
-    n, k = out.shape[1], x.shape[1]
-    _quantized_gemv[(min(cdiv(n, tile.rows), tile.per_sm * sm_count()),)](
+    """x: [m, k], out: [m, n]; as `gemm.persistent_gemv`. Each token's programs read the whole matrix."""
+    (m, n), k = out.shape, x.shape[1]
+    _quantized_gemv[(min(cdiv(n, tile.rows), tile.per_sm * sm_count()), m)](
         x, matrix.codes, matrix.affine, x if matrix.bias is None else matrix.bias, x if norm is None else norm, out,
-        n, k // 32, BITS_OF_256, BITS_OF_16, eps,
+        n, k // 32, x.stride(0), BITS_OF_256, BITS_OF_16, eps,
         NORM=norm is not None, BIAS=matrix.bias is not None, GATE=gate, ADD=add, BITS=matrix.bits, ROWS=tile.rows,
         WORDS=max(4, next_power_of_two(matrix.codes.shape[1])), PDL=int(pdl),
         **launch_options(bool(pdl), num_warps=tile.warps),

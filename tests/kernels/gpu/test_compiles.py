@@ -1,4 +1,4 @@
-"""Kernels by the real compiler, for a GPU that need not be there: of a mixture of experts, and around drafts.
+"""Kernels by the real compiler, for a GPU that need not be there: of experts, around drafts, and with assembly.
 
 The interpreter runs what a compiler rejects, such as a name that changes its type inside a branch.
 """
@@ -78,6 +78,20 @@ for local in (0, 1):
     compiled(_verify_attention, attention, **tile, OPS=2, ALIGNED=1, LOCAL=local, SINKS=local, PDL=1)
 print("compiled")
 """
+GEMV = """
+from emberline.kernels.gpu.fp8_gemm import _fp8_gemv
+from emberline.kernels.gpu.quantized_gemm import _quantized_gemv
+
+for gate in (0, 1):
+    shared = {"NORM": 1, "BIAS": 0, "GATE": gate, "ADD": 1 - gate, "PDL": 1}
+    for block in (0, 128):
+        types = ["*bf16", "*i32", "*fp32", "*bf16", "*fp32", "*bf16", "i32", "i32", "fp32"]
+        compiled(_fp8_gemv, types, **shared, ROW_BLOCK=block, ROWS=2, WORDS=1024)
+    for bits in (4, 8):
+        types = ["*bf16", "*i32", "*i32", "*bf16", "*fp32", "*bf16", *["i32"] * 5, "fp32"]
+        compiled(_quantized_gemv, types, **shared, BITS=bits, ROWS=8, WORDS=128)
+print("compiled")
+"""
 LATENTS = """
 from emberline.kernels.gpu.mla import attention, hopper, projections, splits
 
@@ -95,7 +109,12 @@ print("not specialized")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "says"),
-    [(COMPILED + EXPERTS, "compiled"), (COMPILED + DRAFTS, "compiled"), (LATENTS, "not specialized")],
+    [
+        (COMPILED + EXPERTS, "compiled"),
+        (COMPILED + DRAFTS, "compiled"),
+        (COMPILED + GEMV, "compiled"),
+        (LATENTS, "not specialized"),
+    ],
 )
 def test_kernels_compile(tmp_path: Path, program: str, says: str) -> None:
     pytest.importorskip("triton")

@@ -47,9 +47,35 @@ def test_gemv(row_block: int, n: int, k: int, norm: bool, bias: bool, gate: int,
     more = noise(n, seed=5) if bias else None
     matrix = fp8(n * (2 if gate else 1), k, row_block, more)
     x, out, weight = noise(1, k, seed=1), noise(1, n, seed=3), noise(k, seed=4).float() + 1 if norm else None
-    want = expected(x, matrix.dense(), out, weight, more, gate, add)
+    exact = expected(x, matrix.dense(), out, weight, more, gate, add)
+    want = expected(in_halves(x, weight, 1e-5), matrix.dense(), out, None, more, gate, add)
     fp8_gemv(x, matrix, out, FP8GemvTile(2, 4, 1), norm=weight, eps=1e-5, gate=gate, add=add)
     assert error(out, want) < LIMIT
+    assert error(out, exact) < max(LIMIT, 1e-3)
+
+
+def in_halves(x: torch.Tensor, norm: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """A token as the GEMV multiplies it: normed, in float16 whose largest is 16."""
+    x = x.float()
+    values = x if norm is None else x * norm
+    largest = values.abs().max()
+    halves = (values * (16 / largest)).half().double() * (largest / 16)
+    return halves if norm is None else halves * torch.rsqrt(x.square().mean() + eps)
+
+
+@pytest.mark.parametrize("factor", [1e-20, 1.0, 1e20])
+def test_gemv_of_largest_codes(factor: float) -> None:
+    """Sums of float16 do not overflow, however large the token, and however many of its values are the largest."""
+    matrix = FP8Matrix(torch.full((8, 512), 448.0, device=DEVICE).to(torch.float8_e4m3fn), torch.ones(8, device=DEVICE))
+    x, out = torch.full((1, 512), factor, dtype=DTYPE, device=DEVICE), torch.empty(1, 8, dtype=DTYPE, device=DEVICE)
+    fp8_gemv(x, matrix, out, FP8GemvTile(2, 4, 1))
+    assert error(out, x.double() @ matrix.dense().double().T) < LIMIT
+
+
+def test_gemv_of_zeros() -> None:
+    matrix, out = fp8(8, 256, 0), torch.full((1, 8), torch.nan, dtype=DTYPE, device=DEVICE)
+    fp8_gemv(torch.zeros(1, 256, dtype=DTYPE, device=DEVICE), matrix, out, FP8GemvTile(2, 4, 1))
+    assert not out.any()
 
 
 GEMM_SWEEP = [

@@ -101,11 +101,12 @@ def quantized(n: int, k: int, bits: int, bias: Tensor | None) -> tuple[Quantized
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(("norm", "bias", "gate", "add"), CASES)
-@pytest.mark.parametrize(("n", "k"), [(24, 96), (9, 256)])
-def test_quantized_gemv(n: int, k: int, norm: bool, bias: bool, gate: int, add: bool, bits: int) -> None:
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 24, 96), (1, 9, 256), (3, 9, 96)])
+def test_quantized_gemv(m: int, n: int, k: int, norm: bool, bias: bool, gate: int, add: bool, bits: int) -> None:
     more = noise(n, seed=5) if bias else None
     matrix, w = quantized(n * (2 if gate else 1), k, bits, more)
-    x, out, weight = noise(1, k, seed=1), noise(1, n, seed=3), noise(k, seed=4).float() + 1 if norm else None
+    x, out = noise(m, k + 32, seed=1)[:, :k], noise(m, n, seed=3)
+    weight = noise(k, seed=4).float() + 1 if norm else None
     want = expected(x, w, out, weight, more, gate, add)
     quantized_gemv(x, matrix, out, QuantizedGemvTile(4, 1, 1), norm=weight, eps=1e-5, gate=gate, add=add)
     assert error(out, want) < LIMIT
