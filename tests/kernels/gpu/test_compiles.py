@@ -1,4 +1,5 @@
-"""Kernels by the real compiler, for a GPU that need not be there: of a mixture of experts, and around drafts.
+"""Kernels by the real compiler, for a GPU that need not be there: of a mixture of experts, around drafts, and between
+stages of a pipeline.
 
 The interpreter runs what a compiler rejects, such as a name that changes its type inside a branch.
 """
@@ -78,6 +79,15 @@ for local in (0, 1):
     compiled(_verify_attention, attention, **tile, OPS=2, ALIGNED=1, LOCAL=local, SINKS=local, PDL=1)
 print("compiled")
 """
+STAGES = """
+from emberline.kernels.gpu.peer_stages import _recv, _send
+
+for kernel in (_send, _recv):
+    for item in ("*bf16", "*fp32"):
+        sizes = {"MAX_BYTES": 8 << 20, "DATA_AT": 256, "BLOCK": 2048}
+        compiled(kernel, [item, "*i64", "*i64", "i32"], RANK=1, **sizes)
+print("compiled")
+"""
 LATENTS = """
 from emberline.kernels.gpu.mla import attention, hopper, projections, splits
 
@@ -95,7 +105,12 @@ print("not specialized")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "says"),
-    [(COMPILED + EXPERTS, "compiled"), (COMPILED + DRAFTS, "compiled"), (LATENTS, "not specialized")],
+    [
+        (COMPILED + EXPERTS, "compiled"),
+        (COMPILED + DRAFTS, "compiled"),
+        (COMPILED + STAGES, "compiled"),
+        (LATENTS, "not specialized"),
+    ],
 )
 def test_kernels_compile(tmp_path: Path, program: str, says: str) -> None:
     pytest.importorskip("triton")
