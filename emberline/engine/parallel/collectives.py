@@ -50,7 +50,7 @@ def _cuda(
 ) -> tuple[OpenGroup, OpenStages]:
     """On one machine small messages go through memory that all ranks map; in deterministic mode all do, since NCCL's
     order of sums depends on the size of a message. Stages send by NCCL, which needs no GPU that reaches the others."""
-    from emberline.engine.parallel.nccl import NcclCollectives
+    from emberline.engine.parallel.nccl import NcclCollectives, NcclStages
     from emberline.engine.parallel.peer_memory import PeerMemory, PeerStages, has_own_device
 
     own = has_own_device(store, rank, range(layout.n_ranks), device)
@@ -65,7 +65,7 @@ def _cuda(
 
     def stages(name: str, number: int, size: int) -> Stages:
         if own:
-            return NcclCollectives(store, name, number, size, device, timeout_s)
+            return NcclStages(store, name, number, size, device, timeout_s)
         return PeerStages(store, name, number, size, device)
 
     return group, stages

@@ -1,12 +1,11 @@
 """Stages of a pipeline: the GPU runner's logic with ranks that are threads, and workers and memory of a real GPU."""
 
 import json
-import os
 import socket
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -26,14 +25,23 @@ from emberline.engine.scheduler.scheduler import Scheduler
 from emberline.engine.step_loop import StepLoop
 from emberline.kv.cache import KVCache
 from emberline.kv.transfer.connection import PeerConnection, PeerConnectionLost
+from emberline.protocol.frames import Vocabulary
+from emberline.protocol.grammar import encode
 from emberline.protocol.parallel_layout import Layout
 from emberline.protocol.token_ids import pack
 from emberline.testing.thread_collectives import thread_groups
+from tests.engine.client import Client, start
 from tests.engine.fakes import VOCAB, expected, request
+from tests.engine.gpu import stage_process
 from tests.engine.gpu.host_sampler import HostKernels, HostTable
 from tests.engine.gpu.test_runner import Padded
+from tests.engine.grammar.samples import PERSON
+from tests.engine.parallel import observed_worker
+from tests.engine.parallel.test_rank_worker import request as rank_request
+from tests.engine.parallel.test_rank_worker import run as run_ranks
 from tests.engine.test_torch_runner import FULL, WINDOW, run, tokens
 
+N_OUT = 8  # few: near ties end the comparison of a reply
 WAIT_S = 60.0  # of a rank that hangs
 
 
@@ -230,3 +238,73 @@ def test_masks_reach_the_last_stage_while_earlier_steps_are_reported():
                 handles.append(pipeline.runner.launch(StepPlan([], [row], 1, number=3, masked=True)))
             handles[-1].sample(Masks([0], np.array([[1 << token]], np.uint32)))
             assert [drawn.token_id for drawn in handles[-1].result()] == [token]
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_a_stage_on_a_gpu_is_two_messages_ahead(tmp_path):
+    """In CUDA graphs, and without the other stage: it may overwrite what it has sent."""
+    command = [sys.executable, "-m", stage_process.__name__]
+    ranks = [subprocess.Popen([*command, str(rank), str(tmp_path / "store")]) for rank in range(2)]
+    try:
+        assert [rank.wait(4 * stage_process.LIMIT_S) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", [("--pp", "2"), ("--pp", "3"), ("--tp", "2", "--pp", "2")], ids="".join)
+def test_pipelines_on_one_gpu_answer_as_one_rank(tmp_path, monkeypatch, layout):
+    """Real workers: the replies of one rank, structured output, a cached prefix, and a micro-batch for each stage."""
+    from benchmarks.gpu.rank_processes import ONE_GPU, TINY, TINY_TOLERANCE
+    from benchmarks.reply_comparison import TOP, compare
+
+    for name, value in ONE_GPU.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "config.json").write_text(json.dumps(TINY | {"num_hidden_layers": 6}))
+    prompts = [[(7 * n + 3 * at) % 4000 + 2 for at in range(20 + 30 * n)] for n in range(6)]
+    asked = [rank_request(f"r{n}", ids, max_tokens=N_OUT, logprobs=TOP) for n, ids in enumerate(prompts)]
+    more = [
+        rank_request("penalized", prompts[1], repetition_penalty=1.3, frequency_penalty=0.5, max_tokens=N_OUT),
+        *(
+            rank_request(f"structured {t}", prompts[0], temperature=t, seed=5, max_tokens=60, grammar=encode(PERSON))
+            for t in (0.0, 1.0)
+        ),
+    ]
+    cached = rank_request("cached", [*prompts[5][:100], 9, 9, 9], max_tokens=2)
+    words = [b"", b"", *(bytes([n]) for n in range(2, 256)), *(f"<{n}>".encode() for n in range(256, 4096))]
+
+    def replies(name, *flags):
+        """The first requests' logprobs, and the log."""
+        common = ("--device", "cuda", "--random-weights", "1", "--deterministic", "--speculation", "off")
+        limits = ("--kv-bytes", 128 << 20, "--memory-share", "0.1", "--max-running", "8", "--token-budget", "256")
+        place = ("--model", tmp_path, "--socket", tmp_path / name)
+        started, ready = start(observed_worker.__name__, *place, *common, *limits, *flags)
+        try:
+            assert ready.get("ready"), (ready, started.communicate()[1])
+            with Client(ready["address"]) as client:
+                client.send(Vocabulary(tokens=words, special={1: "</s>"}))
+                run_ranks(client, *asked)
+                run_ranks(client, *more)
+                for each in more[1:]:
+                    json.loads(b"".join(words[n] for n in client.tokens(each.id) if n != 1))
+                run_ranks(client, cached)
+                assert client.deltas["cached"][0].usage.cached_by_tier["device"] == 96
+            started.terminate()
+            assert started.wait(WAIT_S) == 0
+            told = [[entry for delta in client.deltas[each.id] for entry in delta.logprobs or ()] for each in asked]
+            return told, started.stderr.read()
+        finally:
+            started.kill()
+            started.communicate()
+
+    wanted, _ = replies("one")
+    found, log = replies("stages", *layout)
+    n_stages = int(layout[-1])
+    assert f"{observed_worker.IN_FLIGHT}{n_stages}\n" in log, "there are fewer micro-batches than stages"
+    n_compared = [compare(*pair, TINY_TOLERANCE) for pair in zip(wanted, found, strict=True)]
+    assert sum(n_compared) > len(asked) * N_OUT / 2

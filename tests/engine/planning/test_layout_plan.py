@@ -9,7 +9,7 @@ import torch
 from emberline.catalog.published_shapes import find_shape
 from emberline.engine import worker
 from emberline.engine.gpu import engine
-from emberline.engine.gpu.rank_memory import StepMemory, bound_context, weight_bytes
+from emberline.engine.gpu.rank_memory import NCCL_BYTES, StepMemory, bound_context, weight_bytes
 from emberline.engine.planning.hardware import GIB, GPUS, parse_gpus
 from emberline.engine.planning.layout_plan import DoesNotFit, Planner, StepTimes, Workload
 from emberline.engine.planning.step_time import StageWork
@@ -183,6 +183,11 @@ def test_a_draft_model_takes_what_was_planned():
     assert (step.workspace, step.state, step.reserve) == (
         stage.workspace_bytes, stage.state_bytes, stage.reserve_bytes,
     )  # fmt: skip
+
+
+def test_a_stage_has_a_communicator_for_each_neighbor(kimi):
+    plan = kimi.plan(Layout(pp=8), Workload())
+    assert [stage.collective_bytes // NCCL_BYTES for stage in plan.stages] == [1, 2, 2, 2, 2, 2, 2, 1]
 
 
 def test_stages_have_blocks_of_the_same_numbers(kimi):
