@@ -63,6 +63,7 @@ def main(rank: int, path: str) -> None:
     store.set_timeout(timedelta(seconds=LIMIT_S))
     torch.cuda.set_device(0)
     stages = PeerStages(store, "pp", rank, 2, "cuda:0")
+    torch.cuda.synchronize()  # its memory was set on another stream
     torch.cuda.set_stream(torch.cuda.Stream())  # the default one cannot be captured
     (second if rank else first)(stages, store)
     store.set(f"done/{rank}", "1")
