@@ -1,4 +1,4 @@
-"""Ranks as processes that share one GPU: all-reduces against a copy, and a worker of two ranks against one of one.
+"""Ranks as processes that share one GPU: all-reduces against a copy, and workers of several ranks against one of one.
 
 `python -m benchmarks.gpu.rank_processes RANK SIZE STORE` is one such process; `all_reduce` starts them.
 """
@@ -26,6 +26,7 @@ CALLS = 40  # in a CUDA graph
 COMMAND = ("-m", "benchmarks.gpu.rank_processes")
 N_OUT = 8  # few: near ties end the comparison of a reply
 TEMPERATURES = (0.0, 0.8)
+LAYOUTS = {"tp2": ("--tp", "2"), "pp2": ("--pp", "2"), "tp2 pp2": ("--tp", "2", "--pp", "2")}  # of workers
 TINY = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 4096, "hidden_size": 512,
     "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
@@ -115,8 +116,8 @@ def run_rank(rank: int, size: int, store_path: str) -> dict[str, Any]:
     return {str(rows * HIDDEN * 2 >> 10): against_copy(rows) for rows in ROWS}
 
 
-def same_tokens(work: Path) -> dict[str, Any]:
-    """Greedy and sampled replies of a worker of two ranks on one GPU, compared with those of one rank."""
+def same_tokens(work: Path, layout: str) -> dict[str, Any]:
+    """Greedy and sampled replies of a worker of several ranks on one GPU, compared with those of one rank."""
     model = work / "tiny-config"
     model.mkdir(parents=True, exist_ok=True)
     (model / "config.json").write_text(json.dumps(TINY))
@@ -124,20 +125,20 @@ def same_tokens(work: Path) -> dict[str, Any]:
     prompts = [[(7 * n + 3 * at) % 4000 + 2 for at in range(20 + 30 * n)] for n in range(8)]
     replies: dict[str, list[list[Reply]]] = {}
     seconds: dict[str, float] = {}
-    for name, more in (("one", ()), ("two", ("--tp", "2"))):
+    for name, more in (("one", ()), ("several", LAYOUTS[layout])):
         log = work / f"{name}-rank.log"
-        with worker(model, log, *flags, "--memory-share", "0.4", *more, env=ONE_GPU) as engine:
+        with worker(model, log, *flags, "--memory-share", "0.2", *more, env=ONE_GPU) as engine:
             runs = [engine.client.generate(prompts, N_OUT, each, logprobs=TOP) for each in TEMPERATURES]
         replies[name] = [made for _, made in runs]
         seconds[name] = sum(took_s for took_s, _ in runs)
     pairs = [
-        (one.logprobs, two.logprobs, temperature == 0)
-        for temperature, ones, twos in zip(TEMPERATURES, replies["one"], replies["two"], strict=True)
-        for one, two in zip(ones, twos, strict=True)
+        (one.logprobs, other.logprobs, temperature == 0)
+        for temperature, ones, others in zip(TEMPERATURES, replies["one"], replies["several"], strict=True)
+        for one, other in zip(ones, others, strict=True)
     ]
     n_tokens, why = 0, ""
     try:
-        n_tokens = sum(compare(one, two, TINY_TOLERANCE, greedy) for one, two, greedy in pairs)
+        n_tokens = sum(compare(one, other, TINY_TOLERANCE, greedy) for one, other, greedy in pairs)
     except RepliesDiffer as error:
         why = str(error)
     return {
@@ -145,7 +146,7 @@ def same_tokens(work: Path) -> dict[str, Any]:
         "why": why,
         "n_tokens": n_tokens,
         "one_rank_s": seconds["one"],
-        "two_ranks_s": seconds["two"],
+        "several_ranks_s": seconds["several"],
     }
 
 

@@ -5,7 +5,8 @@ PP2) and Llama 4 Scout (TP2). `alone`: one rank with generated weights and loopb
 memory limit of the GPU it is planned for, its step time by kind of layer and by kernel, and the efficiency of the
 division, which is 1/N of one GPU's time by the plan's roofline over the rank's measured time plus the plan's
 collectives. `all-reduce`: 2, 4 and 8 processes on the GPU, in CUDA graphs under MPS, against a copy of the same bytes.
-`worker`: a worker of two ranks on the GPU against one rank. Weights are random: memory and times are true, texts not.
+`worker`: workers of two and four ranks on the GPU against one rank. Weights are random: memory and times are true,
+texts not.
 """
 
 import argparse
@@ -61,7 +62,8 @@ def _measurements(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], 
                 for size in args.sizes:
                     yield f"all-reduce {size}", partial(rank_processes.all_reduce, size)
             if "worker" in args.parts:
-                yield "worker tp2", partial(rank_processes.same_tokens, args.work)
+                for layout in rank_processes.LAYOUTS:
+                    yield f"worker {layout}", partial(rank_processes.same_tokens, args.work, layout)
     if "plan" in args.parts:
         for name in args.cases or PLANNED:
             for rank in CASES[name].ranks:
@@ -147,8 +149,9 @@ def all_reduce_lines(case: str, found: dict[str, Any]) -> list[Line]:
 
 
 def worker_lines(case: str, found: dict[str, Any]) -> list[Line]:
-    text = f"{'the same' if found['same'] else 'others'}, {found['two_ranks_s']:.2f} s and {found['one_rank_s']:.2f}"
-    return [Line(f"{found['n_tokens']} tokens of two ranks and of one", text, "the same", found["same"])]
+    same = "the same" if found["same"] else "others"
+    text = f"{same}, {found['several_ranks_s']:.2f} s and {found['one_rank_s']:.2f}"
+    return [Line(f"{found['n_tokens']} tokens of {case} and of one rank", text, "the same", found["same"])]
 
 
 LINES: dict[str, Callable[[str, dict[str, Any]], list[Line]]] = {

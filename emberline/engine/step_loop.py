@@ -192,8 +192,9 @@ class StepLoop:
         plan.masked = self.scheduler.needs_masks(plan)
         handle = self._runner.launch(plan)
         masks = None
-        if plan.masked:  # what a grammar allows depends on the tokens of previous steps
-            while self._in_flight:
+        if plan.masked:
+            # What a grammar allows depends on the tokens of previous steps, where these sequences have any in flight.
+            while self._in_flight and any(row.follows for row in plan.rows):
                 deltas += self._absorb_oldest()
             masks = self.scheduler.masks(plan)
         handle.sample(masks)

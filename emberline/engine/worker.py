@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from emberline.engine.parallel.rank_runner import FollowerLoop
 
 CPU_DEFAULTS = {"max_running": 64, "token_budget": 512}
-GPU_STEPS_IN_FLIGHT = 2  # one is computed while the next is planned
 ENCODER_TOKENS, GPU_ENCODER_TOKENS = 1024, 16_384  # of a step: more makes others wait longer and computes no faster
 ENCODER_RUNNING = 256  # requests
 SPEECH_RUNNING = 4  # they take turns: more would only hold more decoded audio
@@ -338,7 +337,7 @@ def _step_loop(
     address: str = "",
 ) -> tuple["StepLoop | FollowerLoop", KVCache, Limits, "StepPreparation | None"]:
     from emberline.engine.parallel.follower_kv import FollowerKV
-    from emberline.engine.parallel.opening import follower_loop, lead_kv, leader_runner, stage_model
+    from emberline.engine.parallel.opening import follower_loop, lead_kv, leader_runner
     from emberline.engine.parallel.rank_group import Member
     from emberline.engine.torch_runner import TorchRunner
 
@@ -358,8 +357,7 @@ def _step_loop(
         n_blocks, cache, limits = caches((args.kv_bytes or default_kv_bytes(device)) // n_ranks)
         prefill = BatchTimeLimit()
         cpu_share = cpu_shares.open_share(args.cpu_share, args.threads, _thread_setter(model.backend))
-        computed = model if group is None else stage_model(model, group)
-        runner = TorchRunner(computed, n_blocks, limits, device, prefill, args.role != "both", cpu_share, head)
+        runner = TorchRunner(model, n_blocks, limits, device, prefill, args.role != "both", cpu_share, head)
         transfers, tiers = None, None
         if runner.memory is not None:
             mooncake = process.mooncake_engine(runner.memory, args)
@@ -403,18 +401,21 @@ def _step_loop(
     tiers = open_tiers(args, fingerprint, kv_groups, mover, PinnedAllocator(device), n_ranks)
     if isinstance(group, Member):
         kv = FollowerKV(group, transfers, tiers, kv_groups)
-        return follower_loop(group, gpu_runner, kv, GPU_STEPS_IN_FLIGHT, preparation.next), cache, limits, preparation
+        following = follower_loop(group, gpu_runner, kv, engine.steps_in_flight, preparation.next)
+        return following, cache, limits, preparation
     if group is not None:
         lead_kv(group, transfers, tiers)
-    compiler = MatcherCompiler(limits.vocab_size)
-    scheduler = Scheduler(cache, limits, fingerprint, compiler, engine.prefill, transfers, speculation, tiers)
+    compiler, n_stages = MatcherCompiler(limits.vocab_size), model.shard.layout.pp
+    scheduler = Scheduler(
+        cache, limits, fingerprint, compiler, engine.prefill, transfers, speculation, tiers, micro_batches=n_stages
+    )
     stored = stored_cache(args, fingerprint, kv_groups, tiers)
     if group is not None:
         leading = leader_runner(group, gpu_runner, samples_everywhere=True)
         idle_task = leading.idle_task(preparation.next)
-        loop = StepLoop(scheduler, leading, GPU_STEPS_IN_FLIGHT, idle_task, transfers, tiers, stored)
+        loop = StepLoop(scheduler, leading, engine.steps_in_flight, idle_task, transfers, tiers, stored)
         return loop, cache, limits, preparation
-    loop = StepLoop(scheduler, gpu_runner, GPU_STEPS_IN_FLIGHT, preparation.next, transfers, tiers, stored)
+    loop = StepLoop(scheduler, gpu_runner, engine.steps_in_flight, preparation.next, transfers, tiers, stored)
     return loop, cache, limits, preparation
 
 

@@ -242,8 +242,8 @@ class Backend(Protocol):
         """Embedding lookup: rows of the matrix times `factor`. Of several ranks, each has the rows from `first` on."""
         ...
 
-    def buffer(self, name: str, *shape: int) -> Tensor:
-        """Memory for what another stage computes: "residual" [tokens, hidden] or "logits" [samples, vocab]."""
+    def residual(self, n_tokens: int, hidden: int) -> Tensor:
+        """Memory for the hidden states that the stage before has computed."""
         ...
 
     def run_layers(self, layers: Sequence[Layer], x: Tensor, context: Any) -> None:

@@ -1,7 +1,8 @@
-"""What the ranks of a group say to each other during a step: sums, gathers and exchanges of tensors.
+"""What the ranks of a group say to each other during a step: sums, gathers and exchanges of tensors; and what the
+stages of a pipeline pass on.
 
 All ranks of a group call the same collectives in the same order, with tensors of the same shape and dtype. A transport
-is one class of this protocol: the two here are of one rank alone, those of real groups are in `engine.parallel`.
+is one class of these protocols: the two here are of one rank alone, those of real groups are in `engine.parallel`.
 
 Every rank gets bit-identical results, so that ranks which decide by them (sampling, routing) decide alike.
 """
@@ -35,14 +36,22 @@ class Collectives(Protocol):
         """x: [size, ...], slice r is for rank r. The result's slice r came from rank r: an all-to-all."""
         ...
 
-    def broadcast(self, x: Tensor, source: int) -> None:
-        """Replace x by that of rank `source`."""
+
+class Stages(Protocol):
+    """Stage `rank` of `size`. Each sends to the next only, contiguous tensors, which that receives in the same order;
+    on a GPU both are ordered by the current stream, which may wait for the other stage."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
 
     def send(self, x: Tensor, to: int) -> None:
-        """To rank `to`, which calls `recv`. May return before it does; x must then stay as it is until it has."""
+        """To stage `to`, which calls `recv`. What is queued behind it may overwrite x."""
 
     def recv(self, x: Tensor, source: int) -> None:
-        """Replace x by what rank `source` sends."""
+        """Replace x by what stage `source` sends."""
 
 
 class ParallelGroups(NamedTuple):
@@ -50,7 +59,7 @@ class ParallelGroups(NamedTuple):
 
     tp: Collectives  # of a stage: the ranks that divide heads, widths and experts
     dcp: Collectives  # ranks of the TP group, neighbors, that divide the tokens of the KV cache
-    pp: Collectives  # ranks of the same number in each stage: rank s is stage s
+    pp: Stages  # ranks of the same number in each stage: rank s is stage s
 
 
 class NoCollectives:
@@ -66,9 +75,6 @@ class NoCollectives:
 
     def exchange(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         return x if out is None else out.copy_(x)
-
-    def broadcast(self, x: Tensor, source: int) -> None:
-        pass
 
     def send(self, x: Tensor, to: int) -> None:
         raise CollectiveError("a group of one has nobody to send to")
@@ -97,9 +103,6 @@ class Loopback:
 
     def exchange(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         return x.clone() if out is None else out.copy_(x)
-
-    def broadcast(self, x: Tensor, source: int) -> None:
-        pass
 
     def send(self, x: Tensor, to: int) -> None:
         pass

@@ -150,8 +150,8 @@ class TorchBackend:
         self.groups.tp.all_reduce(rows)
         return rows
 
-    def buffer(self, name: str, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.float32 if name == "logits" else self.dtype, device=self.device)
+    def residual(self, n_tokens: int, hidden: int) -> Tensor:
+        return torch.empty(n_tokens, hidden, dtype=self.dtype, device=self.device)
 
     def gather_logits(self, logits: Tensor, sizes: Sequence[int]) -> Tensor:
         padded = F.pad(logits, (0, max(sizes) - logits.shape[1]))

@@ -136,7 +136,9 @@ class Decoder:
     def forward(self, step: StepInputs, kv: list[Tensor], taps: Taps | None = None) -> Tensor:
         """Logits, float32 [samples, vocab]. Writes what the new tokens leave in the cache into the blocks of `kv`.
 
-        All ranks of a layout call it with the same step, and all get the logits.
+        All ranks of a layout call it with the same steps in the same order. In a pipeline hidden states come from the
+        stage before and go to the next, and only the ranks of the last get logits, the others [0, vocab]: a stage goes
+        on with its next step, of other sequences, while those behind it compute this one.
         """
         if taps is not None:
             x = self._run_segments(step, kv, taps.taps, taps.take)
@@ -146,15 +148,13 @@ class Decoder:
             return self._logits(step, self._run_layers(step, kv))
         stages, hidden = self._backend.groups.pp, None
         if not self._is_first:
-            hidden = self._backend.buffer("residual", len(step.token_ids), self.config.hidden_size)
+            hidden = self._backend.residual(len(step.token_ids), self.config.hidden_size)
             stages.recv(hidden, stages.rank - 1)
         out = self.forward_stage(step, kv, hidden)
-        if not self._is_last:
-            stages.send(out, stages.rank + 1)
-            out = self._backend.buffer("logits", len(step.sample_tokens), self.config.vocab_size)
-        if len(out):
-            stages.broadcast(out, stages.size - 1)
-        return out
+        if self._is_last:
+            return out
+        stages.send(out, stages.rank + 1)
+        return out.new_empty(0, self.config.vocab_size, dtype=torch.float32)
 
     @torch.inference_mode()
     def forward_stage(self, step: StepInputs, kv: list[Tensor], hidden: Tensor | None) -> Tensor:

@@ -51,6 +51,11 @@ class Layout(msgspec.Struct, frozen=True):
         """The ranks that compute one stage together."""
         return range(stage * self.tp, (stage + 1) * self.tp)
 
+    @property
+    def sampling_rank(self) -> int:
+        """Whose samples count: the first of the last stage, which in a pipeline tells rank 0."""
+        return self.stage_ranks(self.pp - 1)[0]
+
     def check(self) -> None:
         """BadInput: the numbers do not fit each other."""
         for key in ("tp", "pp", "dcp"):

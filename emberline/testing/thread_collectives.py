@@ -52,9 +52,6 @@ class ThreadCollectives:
         assert len(x) == self.size
         return torch.stack([other[self.rank] for other in self._everyone(x)], out=out)
 
-    def broadcast(self, x: Tensor, source: int) -> None:
-        x.copy_(self._everyone(x)[source])
-
     def send(self, x: Tensor, to: int) -> None:
         self._meeting.mail[self.rank, to].put(x.clone())
 

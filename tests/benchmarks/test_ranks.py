@@ -83,7 +83,7 @@ def test_the_table_tells_what_was_asked_and_what_was_measured():
             "14": {"us": 4.5, "copy_us": 1.3, "ratio": 3.46}, "8190": {"us": 13, "copy_us": 10, "ratio": 1.3},
         },
         "all-reduce 4": {"14": {"us": 10.0, "copy_us": 1.3, "ratio": 7.7}},
-        "worker tp2": {"same": True, "n_tokens": 128, "one_rank_s": 0.1, "two_ranks_s": 0.2},
+        "worker tp2": {"same": True, "n_tokens": 128, "one_rank_s": 0.1, "several_ranks_s": 0.2},
         "alone kimi": {
             "kv_gib": 38.8, "kv_tokens": 400_000, "kv_off": -0.001, "weights_gib": 70.97, "weights_off": 0.0,
             "device_gib": 77.9, "limit_gib": 78.5, "prefill": {"2048 after 0": {"ms": 107.1, "planned_ms": 33.0}},
@@ -101,7 +101,7 @@ def test_the_table_tells_what_was_asked_and_what_was_measured():
     assert verdict("2 processes, 14 KiB") == "short"
     assert verdict("2 processes, 8190 KiB") == "ok"
     assert verdict("4 processes, 14 KiB").endswith("7.70×"), "nothing is asked of four"
-    assert verdict("128 tokens of two ranks") == "ok"
+    assert verdict("128 tokens of tp2 and of one rank") == "ok"
     assert verdict("kimi: KV of all ranks") == "ok"
     assert verdict("kimi: tokens of it") == "short"
     assert verdict("alone scout") == "failed"

@@ -195,11 +195,13 @@ def scheduler_of(
     listener=None,
     transfers=None,
     speculation=None,
+    micro_batches=1,
 ):
     sizes = [n_blocks] * len(layouts) if isinstance(n_blocks, int) else n_blocks
     cache = KVCache(layouts, sizes, chunk=token_budget, listener=listener)
     limits = Limits(min(context_len, cache.capacity), VOCAB, (EOS,), max_running, token_budget)
-    return Scheduler(cache, limits, "fake", transfers=transfers, speculation=speculation), cache
+    made = Scheduler(cache, limits, "fake", transfers=transfers, speculation=speculation, micro_batches=micro_batches)
+    return made, cache
 
 
 def request(id, prompt_ids, priority=1, salt=b"", deadline_s=None, session=None, **sampling):

@@ -7,22 +7,19 @@ from emberline.kernels.collectives import CollectiveError, Collectives, Parallel
 from emberline.testing.thread_collectives import ThreadCollectives, run_ranks, thread_groups
 
 
-def test_threads_sum_gather_exchange_and_broadcast() -> None:
+def test_threads_sum_gather_and_exchange() -> None:
     def run(groups: ParallelGroups) -> tuple[torch.Tensor, ...]:
         own: Collectives = groups.tp
         x = torch.full((2, 3), float(own.rank + 1))
         own.all_reduce(x)
         gathered = own.all_gather(torch.tensor([own.rank, 10 * own.rank]), torch.empty(3, 2, dtype=torch.int64))
         exchanged = own.exchange(torch.tensor([[100 * own.rank + to] for to in range(3)]))
-        said = torch.tensor([own.rank])
-        own.broadcast(said, 1)
-        return x, gathered, exchanged, said
+        return x, gathered, exchanged
 
-    for rank, (x, gathered, exchanged, said) in enumerate(run_ranks(thread_groups(tp=3), run)):
+    for rank, (x, gathered, exchanged) in enumerate(run_ranks(thread_groups(tp=3), run)):
         assert torch.equal(x, torch.full((2, 3), 6.0))
         assert gathered.tolist() == [[0, 0], [1, 10], [2, 20]]
         assert exchanged.flatten().tolist() == [rank, 100 + rank, 200 + rank]
-        assert said.tolist() == [1]
 
 
 def test_groups_of_a_layout() -> None:

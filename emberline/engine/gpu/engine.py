@@ -10,7 +10,7 @@ import torch
 
 from emberline.engine.gpu.memory_budget import DeviceMemoryBudget, device_memory_budget
 from emberline.engine.gpu.rank_memory import StepMemory, bound_context, weight_bytes
-from emberline.engine.gpu.runner import GpuRunner
+from emberline.engine.gpu.runner import STEPS_IN_FLIGHT, GpuRunner
 from emberline.engine.gpu.shapes import GPU_SHAPES, most_drafts
 from emberline.engine.gpu.slots import SlotSampler
 from emberline.engine.scheduler.latency_target import LatencyTarget
@@ -71,12 +71,19 @@ class GpuEngine:
             memory_share,
         )
         _log.info("%s", memory.table())
-        prefill = LatencyTarget(GPU_SHAPES, most_drafts=partial(most_drafts, max_rows=limits.max_running))
+        drafts, n_stages = partial(most_drafts, max_rows=limits.max_running), model.shard.layout.pp
+        prefill = LatencyTarget(GPU_SHAPES, most_drafts=drafts, n_stages=n_stages)
         return cls(model, device, sampler, memory, prefill, speculates, head)
+
+    @property
+    def steps_in_flight(self) -> int:
+        """In a pipeline as many as stages, each of other sequences: all stages compute at once."""
+        return max(STEPS_IN_FLIGHT, self.model.shard.layout.pp)
 
     def runner(
         self, n_blocks: Sequence[int], limits: Limits, graphs: bool = True, pools: Sequence[torch.Tensor] | None = None
     ) -> GpuRunner:
+        layout, position = self.model.shard.layout, self.model.shard.position
         return GpuRunner(
             self.model,
             n_blocks,
@@ -89,6 +96,8 @@ class GpuEngine:
             pools,
             self.speculates,
             self.head,
+            samples=layout.pp == 1 or layout.rank(position) == layout.sampling_rank,
+            steps_in_flight=self.steps_in_flight,
         )
 
 

@@ -21,8 +21,8 @@ from emberline.kernels.gpu.workspace import Workspace, WorkspaceSizes
 from emberline.models.decoder import Decoder
 from emberline.models.draft_head import GpuDraftHead
 from emberline.models.draft_model import DraftModel
+from emberline.models.shard import Shard
 from emberline.protocol.block_hash import BLOCK_TOKENS
-from emberline.protocol.parallel_layout import Layout
 
 NCCL_BYTES = 600 << 20  # of a communicator, which is made when it is first used; published, not measured
 PEER_BYTES = 17 << 20  # of a region that the other ranks of a group map
@@ -82,7 +82,7 @@ class StepMemory:
         reserve = reserve_bytes(limits, n_groups, result, dense_layers, speculates) + chains
         workspace = Workspace.bytes(sizes) + (0 if draft_sizes is None else Workspace.bytes(draft_sizes))
         state += runner_state_bytes(limits, n_groups)
-        return cls(sizes, workspace, state, reserve, collective_bytes(model.shard.layout), draft_sizes)
+        return cls(sizes, workspace, state, reserve, collective_bytes(model.shard), draft_sizes)
 
 
 def _dense_layers(model: Decoder) -> float:
@@ -92,10 +92,13 @@ def _dense_layers(model: Decoder) -> float:
     return len(model.layers) + 0.6 * (latent + experts)  # each has about five launches more
 
 
-def collective_bytes(layout: Layout) -> int:
-    """Of the groups that a rank belongs to: of its stage, of its share of tokens where that is not all, of stages."""
-    n_groups = (layout.tp > 1) + (1 < layout.dcp < layout.tp) + (layout.pp > 1)
-    return n_groups * (NCCL_BYTES + PEER_BYTES)
+def collective_bytes(shard: Shard) -> int:
+    """Of the groups that a rank belongs to, of its stage and of its share of tokens where that is not all, and of the
+    stages next to its own."""
+    layout, stage = shard.layout, shard.position.stage
+    n_groups = (layout.tp > 1) + (1 < layout.dcp < layout.tp)
+    n_neighbors = (stage > 0) + (stage < layout.pp - 1)
+    return n_groups * (NCCL_BYTES + PEER_BYTES) + n_neighbors * NCCL_BYTES
 
 
 def bound_context(limits: Limits, model: Decoder, room: int) -> Limits:

@@ -3,6 +3,8 @@
 launch:  changes -> packet -> inputs -> forward -> sample -> keep     queued, as one CUDA graph where possible
 sample:  sampling, if it had to wait for masks; then tokens -> pinned host memory -> event
 result:  sleeps until the event
+
+A rank of a pipeline that does not sample has the launch alone: tokens come with the plans.
 """
 
 import logging
@@ -57,7 +59,7 @@ from emberline.protocol.token_ids import pack
 MIN_SHARING = 4  # decode rows from which on a shared prefix is searched
 MIN_SAVED_BYTES = 1 << 30  # reads per step, below which cascade attention costs more than it saves; measured on an H200
 TIMED_REPLAYS = 3  # of a step whose time is measured
-MAX_IN_FLIGHT = 3  # steps with output buffers of their own
+STEPS_IN_FLIGHT = 2  # one is computed while the next is planned; a pipeline has one for each stage
 _log = logging.getLogger(__name__)
 _DEVICE_ERRORS = ("CUDA error", "Triton Error [CUDA]", "CUBLAS_STATUS_EXECUTION_FAILED")
 
@@ -162,9 +164,12 @@ class GpuRunner:
         pools: Sequence[Tensor] | None = None,
         speculates: bool = False,
         head: GpuDraftHead | DraftModel | None = None,
+        samples: bool = True,
+        steps_in_flight: int = STEPS_IN_FLIGHT,
     ) -> None:
-        """The KV groups of a draft head or model come last, with a block of each slot that the cache does not know."""
-        self._model, self._kernels, self._prefill = model, kernels, prefill
+        """The KV groups of a draft head or model come last, with a block of each slot that the cache does not know.
+        samples: not so ranks of a pipeline but one; steps_in_flight: that may be launched before the first is read."""
+        self._model, self._kernels, self._prefill, self._samples = model, kernels, prefill, samples
         self._device = torch.device(device)
         if self._device.type == "cuda":
             stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
@@ -188,7 +193,7 @@ class GpuRunner:
         self._decode = DecodeBuffers(rows, groups, width, self._device, self._verified)
         self._mixed = MixedBuffers(limits.token_budget, rows, width, self._device)
         self._sampled = sampled_tensors(n_draws, self._device)
-        self._outputs = [StepOutputs(n_draws, rows, self._device) for _ in range(MAX_IN_FLIGHT)]
+        self._outputs = [StepOutputs(n_draws, rows, self._device) for _ in range(steps_in_flight + 1)]
         self.draft_models = [head.decoder] if isinstance(head, DraftModel) else []
         self._chain: ChainOfDrafts | None = None
         if head is not None:
@@ -351,6 +356,8 @@ class GpuRunner:
             n_decodes, sample = self._launch_mixed(batch) if batch.chunks else self._launch_decode(batch)
         typical = self._typical or (bool(batch.chunks) and batch.n_tokens > self.graph_tokens)
         work = StepWork.of(len(batch.decodes), batch.chunks, 0 if verify is None else plan.n_drafts)
+        if not self._samples:
+            outputs.end()
         return _Launched(
             batch,
             outputs,
@@ -360,7 +367,9 @@ class GpuRunner:
             drafting,
             plan.depth,
             bool(verify and plan.n_awaited),
-            [(r, s, s.n_told) for r, s in zip(plan.rows, slots.of(plan.rows)) if r.samples] if counts else None,
+            [(r, s, s.n_told) for r, s in zip(plan.rows, slots.of(plan.rows)) if r.samples]
+            if counts and self._samples
+            else None,
         )
 
     def finish(self, launched: _Launched, masks: Masks | None) -> None:
@@ -382,8 +391,9 @@ class GpuRunner:
         done.wait()
 
     def read(self, launched: _Launched) -> list[SampledToken]:
+        """Nothing where the rank does not sample, once it has computed its part."""
         outputs = launched.outputs
-        indices = launched.batch.sample_indices(launched.n_decodes)
+        indices = launched.batch.sample_indices(launched.n_decodes) if self._samples else []
         tokens = outputs.read(indices, launched.batch.logprobs, self._urgent if launched.verifies else None)
         if (
             self._prefill is not None
@@ -503,6 +513,8 @@ class GpuRunner:
         return logits
 
     def _sample_drafts(self, logits: Tensor, shape: VerifyShape, guided: bool = False) -> None:
+        if not self._samples:
+            return
         to, n, slots = self._decode.inputs, len(logits), self._slots
         sampled = self._sampled.first(n)
         self._kernels.sample(
@@ -570,6 +582,8 @@ class GpuRunner:
 
     def _sample(self, logits: Tensor, slots: Tensor, positions: Tensor, guided: bool = False) -> None:
         """Slots with a grammar are sampled apart from the others, once their masks are there."""
+        if not self._samples:
+            return
         sampled = self._sampled.first(len(slots))
         self._kernels.sample(logits, self._slots.sampler, slots, positions, sampled, guided)
         self._kernels.keep(sampled.token_ids, slots, positions, self._slots.state)

@@ -26,7 +26,8 @@ class DeviceEvent(Protocol):
 
 
 class CudaEvent:
-    def __init__(self, spins: bool = False) -> None:
+    def __init__(self, device: torch.device, spins: bool = False) -> None:
+        self._device = device
         # "blocking" sleeps instead of spinning: the next step is queued already, so waking up late costs nothing
         self._event = torch.cuda.Event(enable_timing=not spins, blocking=not spins)  # type: ignore[no-untyped-call]
 
@@ -35,7 +36,8 @@ class CudaEvent:
 
     def wait(self) -> None:
         try:
-            self._event.synchronize()
+            with torch.cuda.device(self._device):  # the thread may have launched nothing there
+                self._event.synchronize()
         except RuntimeError as error:
             raise DeviceLost(str(error)) from error
 
@@ -56,7 +58,7 @@ class HostEvent:
 
 def device_event(device: torch.device, spins: bool = False) -> DeviceEvent:
     """`spins`: to wait for it takes a processor and no time to wake up; it has no time of its own."""
-    return CudaEvent(spins) if device.type == "cuda" else HostEvent()
+    return CudaEvent(device, spins) if device.type == "cuda" else HostEvent()
 
 
 def pinned(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -164,6 +166,10 @@ class StepOutputs:
         names = ("token_ids", "logprob", "top_ids", "top_logprobs") if logprobs else ("token_ids",)
         for name in names:
             getattr(self._host, name)[:n].copy_(getattr(sampled, name)[:n], non_blocking=True)
+        self.end()
+
+    def end(self) -> None:
+        """Nothing is queued for the step any more."""
         self.done.record()
         self._ready.record()  # behind it, so that a wait for both wakes up once
 

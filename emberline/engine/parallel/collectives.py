@@ -3,13 +3,14 @@
 from collections.abc import Callable, Sequence
 
 from emberline.engine.parallel.gloo import GlooCollectives, Store, open_store
-from emberline.kernels.collectives import Collectives, NoCollectives, ParallelGroups
+from emberline.kernels.collectives import Collectives, NoCollectives, ParallelGroups, Stages
 from emberline.protocol.errors import BadInput
 from emberline.protocol.parallel_layout import Layout
 
 _MEET_S = 120.0  # for all ranks to find each other
 
 OpenGroup = Callable[[str, int, int], Collectives]  # name, our number in it, its size
+OpenStages = Callable[[str, int, int], Stages]
 
 
 def open_collectives(
@@ -19,15 +20,15 @@ def open_collectives(
     meeting = open_store(store, layout.n_ranks, rank == 0, _MEET_S)
     if device.startswith("cuda"):
         one_machine = store.startswith("file:")
-        return open_groups(layout, rank, _cuda(meeting, layout, rank, device, timeout_s, one_machine, deterministic))
+        return open_groups(layout, rank, *_cuda(meeting, layout, rank, device, timeout_s, one_machine, deterministic))
 
-    def gloo(name: str, number: int, size: int) -> Collectives:
+    def gloo(name: str, number: int, size: int) -> GlooCollectives:
         return GlooCollectives(meeting, name, number, size, host, timeout_s, _MEET_S)
 
-    return open_groups(layout, rank, gloo)
+    return open_groups(layout, rank, gloo, gloo)
 
 
-def open_groups(layout: Layout, rank: int, opened: OpenGroup) -> ParallelGroups:
+def open_groups(layout: Layout, rank: int, opened: OpenGroup, stages: OpenStages) -> ParallelGroups:
     """The groups of one rank of a layout; those of one rank need no collectives."""
 
     def group(name: str, ranks: Sequence[int]) -> Collectives:
@@ -40,26 +41,31 @@ def open_groups(layout: Layout, rank: int, opened: OpenGroup) -> ParallelGroups:
     return ParallelGroups(
         tp=tp,  # all of whose ranks may divide the tokens, too: NCCL takes half a gigabyte for a group
         dcp=tp if layout.dcp == layout.tp else group(f"dcp{position.stage}.{first}", stage[first : first + layout.dcp]),
-        pp=group(f"pp{position.tp_rank}", range(position.tp_rank, layout.n_ranks, layout.tp)),
+        pp=NoCollectives() if layout.pp == 1 else stages(f"pp{position.tp_rank}", position.stage, layout.pp),
     )
 
 
 def _cuda(
     store: Store, layout: Layout, rank: int, device: str, timeout_s: float, one_machine: bool, deterministic: bool
-) -> OpenGroup:
+) -> tuple[OpenGroup, OpenStages]:
     """On one machine small messages go through memory that all ranks map; in deterministic mode all do, since NCCL's
-    order of sums depends on the size of a message."""
-    from emberline.engine.parallel.nccl import NcclCollectives
-    from emberline.engine.parallel.peer_memory import PeerMemory, has_own_device
+    order of sums depends on the size of a message. Stages send by NCCL, which needs no GPU that reaches the others."""
+    from emberline.engine.parallel.nccl import NcclCollectives, NcclStages
+    from emberline.engine.parallel.peer_memory import PeerMemory, PeerStages, has_own_device
 
     own = has_own_device(store, rank, range(layout.n_ranks), device)
-    if not own and (layout.pp > 1 or not one_machine):
-        raise BadInput("ranks that share a GPU can divide layers (--tp) on one machine only, for tests", param="pp")
+    if not own and not one_machine:
+        raise BadInput("ranks can share a GPU on one machine only, for tests", param="tp")
 
     def group(name: str, number: int, size: int) -> Collectives:
         nccl = NcclCollectives(store, name, number, size, device, timeout_s) if own else None
-        if nccl is not None and (not one_machine or name.startswith("pp")):
+        if nccl is not None and not one_machine:
             return nccl
         return PeerMemory(store, name, number, size, device, None if deterministic else nccl)
 
-    return group
+    def stages(name: str, number: int, size: int) -> Stages:
+        if own:
+            return NcclStages(store, name, number, size, device, timeout_s)
+        return PeerStages(store, name, number, size, device)
+
+    return group, stages

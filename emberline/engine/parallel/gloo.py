@@ -52,14 +52,6 @@ class GlooCollectives:
         taken = taken.to(x.device)
         return taken if out is None else out.copy_(taken)
 
-    def broadcast(self, x: Tensor, source: int) -> None:
-        options = _dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = source, 0
-        host = x.cpu()
-        self._wait(self._group.broadcast([host], options))
-        if host is not x:
-            x.copy_(host)
-
     def send(self, x: Tensor, to: int) -> None:
         while self._sending and self._sending[0][0].is_completed():
             self._wait(self._sending.popleft()[0])

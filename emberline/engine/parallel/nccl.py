@@ -1,8 +1,10 @@
-"""Collectives by NCCL, where every rank has a GPU of its own: torch's process group without its process-wide state.
+"""NCCL, where every rank has a GPU of its own: torch's process groups without their process-wide state.
 
-The group's calls are ordered by the current stream and are captured into CUDA graphs.
+A group's calls are ordered by the current stream and are captured into CUDA graphs.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch.distributed
 from torch import Tensor
 
 from emberline.kernels.collectives import CollectiveError
+from emberline.kernels.gpu.launch import is_compiling
 
 _dist: Any = torch.distributed  # its process groups have no types
 
@@ -20,15 +23,9 @@ class NcclCollectives:
 
     def __init__(self, store: Any, name: str, rank: int, size: int, device: str, timeout_s: float) -> None:
         self.rank, self.size = rank, size
-        options = _dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=timeout_s)
-        torch.cuda.set_device(device)
-        try:
-            self._group = _dist.ProcessGroupNCCL(_dist.PrefixStore(name, store), rank, size, options)
-            self.all_reduce(torch.zeros(1, device=device))  # opens the connections, which a graph cannot
-            torch.cuda.synchronize()
-        except RuntimeError as error:
-            raise CollectiveError(f"NCCL: rank {rank} of {size}: {error}") from None
+        self._group = _open(store, name, rank, size, device, timeout_s)
+        with _connecting(rank, size):
+            self.all_reduce(torch.zeros(1, device=device))
 
     def all_reduce(self, x: Tensor) -> None:
         self._group.allreduce([x]).wait()
@@ -43,13 +40,43 @@ class NcclCollectives:
         self._group.alltoall_base(out, x, [], []).wait()
         return out
 
-    def broadcast(self, x: Tensor, source: int) -> None:
-        options = _dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = source, 0
-        self._group.broadcast([x], options).wait()
+
+class NcclStages:
+    """Stage `rank` of `size` on `device`, with a communicator for each neighbor. A stage that sends waits, on the GPU,
+    until the next one receives: it is at most one step ahead."""
+
+    def __init__(self, store: Any, name: str, rank: int, size: int, device: str, timeout_s: float) -> None:
+        self.rank, self.size = rank, size
+        self._group = _open(store, name, rank, size, device, timeout_s)
+        x = torch.zeros(1, device=device)
+        with _connecting(rank, size):
+            if rank:
+                self.recv(x, rank - 1)
+            if rank < size - 1:
+                self.send(x, rank + 1)
 
     def send(self, x: Tensor, to: int) -> None:
-        self._group.send([x], to, 0).wait()
+        if not is_compiling():  # what stages compile need not be the same
+            self._group.send([x], to, 0).wait()
 
     def recv(self, x: Tensor, source: int) -> None:
-        self._group.recv([x], source, 0).wait()
+        if not is_compiling():
+            self._group.recv([x], source, 0).wait()
+
+
+def _open(store: Any, name: str, rank: int, size: int, device: str, timeout_s: float) -> Any:
+    options = _dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    torch.cuda.set_device(device)
+    with _connecting(rank, size):
+        return _dist.ProcessGroupNCCL(_dist.PrefixStore(name, store), rank, size, options)
+
+
+@contextmanager
+def _connecting(rank: int, size: int) -> Iterator[None]:
+    """Inside, connections are opened: a CUDA graph cannot."""
+    try:
+        yield
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        raise CollectiveError(f"NCCL: rank {rank} of {size}: {error}") from None

@@ -18,7 +18,6 @@ from emberline.engine.parallel.follower_kv import FollowerKV
 from emberline.engine.parallel.follower_processes import FollowerProcesses
 from emberline.engine.parallel.formation import FORM_S, Rendezvous, join_group
 from emberline.engine.parallel.messages import KVReport, RankFacts
-from emberline.engine.parallel.pipeline_stage import PipelineStage
 from emberline.engine.parallel.plan_channel import PlanWriter
 from emberline.engine.parallel.plan_ring import RingWriter, is_supported
 from emberline.engine.parallel.rank_group import Leader, Member, RankGroup
@@ -27,7 +26,6 @@ from emberline.engine.scheduler.plan import Runner
 from emberline.kv.tiers.manager import FLUSH_S, TierManager
 from emberline.kv.tiers.rank_tiers import RankTiers
 from emberline.kv.transfer.rank_transfers import RankTransfers
-from emberline.models.decoder import Decoder
 from emberline.models.shard import Shard, check_layout
 from emberline.protocol.errors import BadInput
 from emberline.protocol.parallel_layout import Layout, StageSplit
@@ -60,13 +58,9 @@ def open_group(
     return group, Shard.of(config, layout, group.position, group.groups, stages)
 
 
-def stage_model(model: Decoder, group: RankGroup) -> Decoder | PipelineStage:
-    """What a CPU's runner computes. On GPUs the model itself passes hidden states on, inside its CUDA graphs."""
-    return model if group.layout.pp == 1 else PipelineStage(model, group.groups.pp)
-
-
 def leader_runner(leader: Leader, runner: Runner, *, samples_everywhere: bool = False) -> LeaderRunner:
-    pipelined = leader.layout.pp > 1 and not samples_everywhere
+    """samples_everywhere: as GPUs do that are not stages of a pipeline."""
+    pipelined = leader.layout.pp > 1
     return LeaderRunner(leader, runner, pipelined=pipelined, followers_sample=pipelined or samples_everywhere)
 
 
@@ -77,11 +71,11 @@ def follower_loop(
     steps_in_flight: int = 1,
     prepare: Callable[[], bool] | None = None,
 ) -> FollowerLoop:
-    """`prepare`: of a GPU, where every rank samples. On CPUs it is the first of the last stage."""
-    if prepare is not None:
-        return FollowerLoop(member, runner, True, False, steps_in_flight, prepare, kv)
-    reports = member.layout.pp > 1 and member.is_last_stage and member.position.tp_rank == 0
-    return FollowerLoop(member, runner, samples=reports, reports=reports, kv=kv)
+    """`prepare`: of a GPU. Without stages every rank samples there."""
+    pipelined = member.layout.pp > 1
+    reports = pipelined and member.rank == member.layout.sampling_rank
+    samples = reports or (prepare is not None and not pipelined)
+    return FollowerLoop(member, runner, samples, reports, steps_in_flight, prepare, kv)
 
 
 def lead_kv(leader: Leader, transfers: RankTransfers, tiers: TierManager | None) -> None:

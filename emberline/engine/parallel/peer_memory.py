@@ -1,4 +1,4 @@
-"""Collectives between the GPUs of one machine: kernels over memory that every rank maps, by CUDA IPC.
+"""Between the GPUs of one machine: kernels over memory that every rank of a group maps, by CUDA IPC.
 
 They run inside CUDA graphs, and several ranks may share a GPU. Where each rank has a GPU of its own, NCCL takes what is
 larger than a message pays, and what stages of a pipeline send.
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from emberline.engine.parallel.nccl import NcclCollectives
 from emberline.kernels.collectives import CollectiveError
+from emberline.kernels.gpu import peer_stages
 from emberline.kernels.gpu.peer_collectives import (
     EXCHANGE,
     GATHER,
@@ -38,30 +39,8 @@ class PeerMemory:
         self._large = large
         limits = [most for ranks, most in ONE_SHOT_BYTES.items() if size <= ranks]
         self._one_shot_bytes = limits[0] if limits else MANY_RANKS_BYTES
-        self._device = torch.device(device)
         self._counts = new_counts(device)
-        try:
-            self._regions = torch.tensor(self._map_regions(store, name), dtype=torch.int64, device=device)
-        except TransportUnavailable as error:
-            raise CollectiveError(f"rank {rank} of {size} cannot map the memory of another rank: {error}") from None
-
-    def _map_regions(self, store: Any, name: str) -> list[int]:
-        """Addresses of all ranks' regions. Returns when every rank's is zeroed and mapped everywhere."""
-        n_bytes = region_bytes(self.size)
-        with torch.cuda.device(self._device):
-            torch.cuda.synchronize()  # creates the driver's context
-            own = cuda_ipc.allocate(n_bytes)
-            torch.as_tensor(cuda_ipc.DeviceSpan(own, n_bytes), device=self._device).zero_()
-            torch.cuda.synchronize()
-            store.set(f"{name}/region/{self.rank}", cuda_ipc.export(own))
-            addresses = [
-                own if rank == self.rank else cuda_ipc.open_handle(store.get(f"{name}/region/{rank}"))
-                for rank in range(self.size)
-            ]
-        store.set(f"{name}/mapped/{self.rank}", b"1")
-        for rank in range(self.size):
-            store.get(f"{name}/mapped/{rank}")
-        return addresses
+        self._regions = _map_regions(store, name, rank, size, device, region_bytes(size))
 
     def all_reduce(self, x: Tensor) -> None:
         if self._is_large(x):
@@ -103,28 +82,49 @@ class PeerMemory:
             to[:, start : start + most] = taken
         return out
 
-    def broadcast(self, x: Tensor, source: int) -> None:
-        if self._large is not None:
-            self._large.broadcast(x, source)
-        else:
-            x.copy_(self.all_gather(x)[source])
-
-    def send(self, x: Tensor, to: int) -> None:
-        self._stages().send(x, to)
-
-    def recv(self, x: Tensor, source: int) -> None:
-        self._stages().recv(x, source)
-
-    def _stages(self) -> NcclCollectives:
-        if self._large is None:
-            raise CollectiveError("stages of a pipeline need a GPU each: NCCL does not run twice on one")
-        return self._large
-
     def _is_large(self, x: Tensor) -> bool:
         return self._large is not None and x.numel() * x.element_size() > self._one_shot_bytes
 
     def _run(self, x: Tensor, out: Tensor, kind: int) -> None:
         peer_collective(x, out, self._regions, self._counts, self.rank, self.size, kind)
+
+
+class PeerStages:
+    """Stage `rank` of `size` on `device`, where stages share a GPU: NCCL does not run twice on one."""
+
+    def __init__(self, store: Any, name: str, rank: int, size: int, device: str) -> None:
+        self.rank, self.size = rank, size
+        self._sent, self._received = peer_stages.new_counts(device), peer_stages.new_counts(device)
+        self._regions = _map_regions(store, name, rank, size, device, peer_stages.region_bytes())
+
+    def send(self, x: Tensor, to: int) -> None:
+        assert to == self.rank + 1
+        peer_stages.send(x, self._regions, self._sent, self.rank)
+
+    def recv(self, x: Tensor, source: int) -> None:
+        assert source == self.rank - 1
+        peer_stages.recv(x, self._regions, self._received, self.rank)
+
+
+def _map_regions(store: Any, name: str, rank: int, size: int, device: str, n_bytes: int) -> Tensor:
+    """int64 [size], addresses of all ranks' regions. Returns when every rank's is zeroed and mapped everywhere."""
+    try:
+        with torch.cuda.device(device):
+            torch.cuda.synchronize()  # creates the driver's context
+            own = cuda_ipc.allocate(n_bytes)
+            torch.as_tensor(cuda_ipc.DeviceSpan(own, n_bytes), device=device).zero_()
+            torch.cuda.synchronize()
+            store.set(f"{name}/region/{rank}", cuda_ipc.export(own))
+            addresses = [
+                own if each == rank else cuda_ipc.open_handle(store.get(f"{name}/region/{each}"))
+                for each in range(size)
+            ]
+    except TransportUnavailable as error:
+        raise CollectiveError(f"rank {rank} of {size} cannot map the memory of another rank: {error}") from None
+    store.set(f"{name}/mapped/{rank}", b"1")
+    for each in range(size):
+        store.get(f"{name}/mapped/{each}")
+    return torch.tensor(addresses, dtype=torch.int64, device=device)
 
 
 def has_own_device(store: Any, rank: int, ranks: Sequence[int], device: str) -> bool:

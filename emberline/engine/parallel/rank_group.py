@@ -243,10 +243,6 @@ class Member:
     def position(self) -> Position:
         return self.layout.position(self.rank)
 
-    @property
-    def is_last_stage(self) -> bool:
-        return self.position.stage == self.layout.pp - 1
-
     def agree(self, kv_groups: Sequence[KVGroup], n_blocks: list[int], address: str = "") -> list[int]:
         """`address`: where this rank receives KV."""
         self._connection.send(Loaded(_names(kv_groups), n_blocks, tuple(kv_groups), address))

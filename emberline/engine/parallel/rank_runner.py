@@ -1,13 +1,15 @@
 """Runners of a rank group: rank 0's sends every plan to the followers and computes its own part; theirs follow it.
 
-Where tokens are sampled: on CPUs by rank 0, or in a pipeline by the first rank of the last stage, which tells rank 0.
-On GPUs every rank samples alike, from the same logits and seeds, because its next step may begin with that token before
-any host has seen it.
+Where tokens are sampled: in a pipeline by the first rank of the last stage, which tells rank 0; without stages, on CPUs
+by rank 0, and on GPUs by every rank alike, from the same logits and seeds, because its next step may begin with that
+token before any host has seen it. In a pipeline that step is one of other sequences.
 """
 
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from queue import SimpleQueue
+from threading import Thread
 
 import numpy as np
 
@@ -94,6 +96,34 @@ class LeaderRunner:
         return task
 
 
+class StepReports:
+    """A thread that tells rank 0 what was sampled as soon as it is: steps are launched meanwhile."""
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+        self._launched: SimpleQueue[tuple[StepPlan, Handle] | None] = SimpleQueue()
+        self._thread = Thread(target=self._report_all, name="step-reports", daemon=True)
+        self._thread.start()
+
+    def launched(self, plan: StepPlan, handle: Handle) -> None:
+        self._launched.put((plan, handle))
+
+    def close(self) -> None:
+        """Once all that was launched is reported."""
+        self._launched.put(None)
+        self._thread.join()
+
+    def _report_all(self) -> None:
+        while (launched := self._launched.get()) is not None:
+            plan, handle = launched
+            try:
+                drawn = [(each.token_id, each.logprob, each.top) for each in handle.result()]
+            except Exception as error:  # which ends the group
+                self._member.send(failure(error))
+                raise
+            self._member.send(StepResult(plan.number, drawn))
+
+
 @dataclass(slots=True)
 class FollowerLoop:
     """A follower's life: compute what rank 0 plans, until it ends the group. A step that fails here ends it, too."""
@@ -107,9 +137,11 @@ class FollowerLoop:
     kv: FollowerKV | None = None  # this rank's part of transfers
     transfers: None = None
     _in_flight: deque[tuple[StepPlan, Handle]] = field(default_factory=deque)
+    _reports: StepReports | None = field(init=False, default=None)
 
     def run(self, plans: PlanReader | None = None) -> None:
         plans = plans or self.member.start()
+        self._reports = StepReports(self.member) if self.reports else None
         try:
             while not isinstance(message := _next(plans), End):
                 if isinstance(message, Prepare) and self.prepare is not None:
@@ -120,21 +152,27 @@ class FollowerLoop:
                     self._command(message)
             while self._in_flight:
                 self._absorb_oldest()
+            if self._reports is not None:
+                self._reports.close()
             if self.kv is not None:
                 self.kv.close()
         except Exception as error:
-            self.member.send(RankFailed(f"{type(error).__name__}: {error}"))
+            self.member.send(failure(error))
             raise
 
     def _launch(self, plan: StepPlan, plans: PlanReader) -> None:
         handle = self.runner.launch(plan)
         if self.samples:
             handle.sample(self._masks(plans) if plan.masked else None)
+        if self._reports is not None:
+            self._reports.launched(plan, handle)
+            return
         self._in_flight.append((plan, handle))
         while len(self._in_flight) >= self.steps_in_flight:
             self._absorb_oldest()
 
     def _command(self, message: KVCommand) -> None:
+        """Steps up to that one have completed: rank 0 has absorbed what this rank has reported of them."""
         while self._in_flight and self._in_flight[0][0].number <= message.after:
             self._absorb_oldest()
         if self.kv is not None:
@@ -147,11 +185,11 @@ class FollowerLoop:
         return _masks(message)
 
     def _absorb_oldest(self) -> None:
-        plan, handle = self._in_flight.popleft()
-        sampled = handle.result()
-        if self.reports:
-            drawn = [(each.token_id, each.logprob, each.top) for each in sampled]
-            self.member.send(StepResult(plan.number, drawn))
+        self._in_flight.popleft()[1].result()
+
+
+def failure(error: Exception) -> RankFailed:
+    return RankFailed(f"{type(error).__name__}: {error}")
 
 
 def _next(plans: PlanReader) -> StepMessage:

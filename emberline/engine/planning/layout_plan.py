@@ -31,7 +31,6 @@ from emberline.weights.model_config import ModelConfig
 from emberline.weights.outline import TensorSource, layer_kinds
 from emberline.weights.stage_balance import ModelCost, balance_stages, predict_cost
 
-PIPELINED = False  # the engine's stages on GPUs wait for each other; on CPUs each has a micro-batch of its own
 DECODE_BATCHES = (1, 8, 32, 64, 256)
 DRIVE_GB_S = 3.0
 START_S = 2.3  # beyond reading the weights, with compiled kernels; measured
@@ -122,6 +121,12 @@ class _Stage(NamedTuple):
         return (*self.model.kv_groups, *(() if self.head is None else self.head.kv_groups))
 
     @property
+    def work(self) -> list[StageWork]:
+        """In every step, one after the other."""
+        models = [self.model, *([self.head.decoder] if isinstance(self.head, DraftModel) else [])]
+        return [StageWork(model) for model in models]
+
+    @property
     def draft_weights(self) -> int:
         return 0 if self.head is None else draft_weight_bytes(self.head)
 
@@ -201,9 +206,7 @@ class Planner:
                 f" {workload.request_tokens:,}",
                 short,
             )
-        works = [StageWork(part.model) for part in parts]
-        works += [StageWork(part.head.decoder) for part in parts if isinstance(part.head, DraftModel)]  # in every step
-        times = StepTimes(works, self.gpu, self.limits.token_budget, PIPELINED)
+        times = StepTimes([part.work for part in parts], self.gpu, self.limits.token_budget)
         kv_bytes = layout.tp * sum(stage.kv_bytes for stage in stages)
         most = max(1, min(self.limits.max_running, kv_tokens // workload.request_tokens))
         rates = _rate_matching(times, workload, replicas, most)
@@ -282,31 +285,36 @@ class PrefillSeconds(msgspec.Struct, frozen=True):
 
 
 class StepTimes:
-    """Steps of a group of ranks, from those of its stages."""
+    """Steps of a group of ranks, from those of its stages. Of these each has a micro-batch of its own."""
 
-    def __init__(self, stages: list[StageWork], gpu: Gpu, token_budget: int, pipelined: bool) -> None:
-        self._stages, self._gpu, self._budget, self._pipelined = stages, gpu, token_budget, pipelined
+    def __init__(self, stages: list[list[StageWork]], gpu: Gpu, token_budget: int) -> None:
+        self._stages, self._gpu, self._budget = stages, gpu, token_budget
 
     def decode(self, rows: int, context: int) -> StepSeconds:
-        """Pipelined, with as many micro-batches as stages: a sequence's next token comes when its batch has passed all
-        of them."""
-        n_batches = min(rows, len(self._stages)) if self._pipelined else 1
-        stages = [work.seconds(self._gpu, Step(ceil(rows / n_batches), 1, context)) for work in self._stages]
-        through = StepSeconds(*map(sum, zip(*stages, strict=True)))
-        slowest = max(stages, key=lambda each: each.total)
-        waiting = max(0.0, n_batches * slowest.total - through.total)
+        """A sequence's next token comes when its micro-batch has passed all stages, the slowest behind all others."""
+        n_batches = min(rows, len(self._stages))
+        stages = self._seconds(Step(ceil(rows / n_batches), 1, context))
+        through = _sum(stages)
+        waiting = max(0.0, n_batches * max(each.total for each in stages) - through.total)
         return StepSeconds(through.compute + waiting, through.collectives)
 
     def prefill(self, tokens: int) -> PrefillSeconds:
-        """In chunks of the token budget; pipelined, they follow each other through the stages."""
+        """In chunks of the token budget, which follow each other through the stages."""
         busy = through = 0.0
         for start in range(0, tokens, self._budget):
-            step = Step(1, min(self._budget, tokens - start), start)
-            seconds = [work.seconds(self._gpu, step).total for work in self._stages]
-            slowest = max(seconds) if self._pipelined else sum(seconds)
+            stages = self._seconds(Step(1, min(self._budget, tokens - start), start))
+            slowest = max(each.total for each in stages)
             busy += slowest
-            through = sum(seconds) - slowest
+            through = _sum(stages).total - slowest
         return PrefillSeconds(busy + through, busy)
+
+    def _seconds(self, step: Step) -> list[StepSeconds]:
+        """Of each stage."""
+        return [_sum([work.seconds(self._gpu, step) for work in stage]) for stage in self._stages]
+
+
+def _sum(parts: list[StepSeconds]) -> StepSeconds:
+    return StepSeconds(*map(sum, zip(*parts, strict=True)))
 
 
 def _rate_matching(times: StepTimes, workload: Workload, replicas: int, most: int) -> DecodeSplit:

@@ -67,9 +67,15 @@ class LatencyTarget(BatchTimeLimit):
     """
 
     def __init__(
-        self, shape: ShapePolicy, target_s: float = TARGET_S, most_drafts: Callable[[int], int] | None = None
+        self,
+        shape: ShapePolicy,
+        target_s: float = TARGET_S,
+        most_drafts: Callable[[int], int] | None = None,
+        n_stages: int = 1,
     ) -> None:
+        """n_stages: of a pipeline. The first one's steps are observed, and a token comes when all have computed."""
         super().__init__(shape.tile)
+        self._n_stages = n_stages
         self._shape = shape
         self._most_drafts = most_drafts or super().most_drafts
         self._target_s = target_s
@@ -81,7 +87,7 @@ class LatencyTarget(BatchTimeLimit):
         self._n_observed = 0
 
     def observe(self, work: StepWork, seconds: float) -> None:
-        bucket = work.n_decoded.bit_length()
+        bucket, seconds = work.n_decoded.bit_length(), self._n_stages * seconds
         super().observe(work, seconds)
         if not work.n_tokens:
             smooth(self._decode_s, bucket, seconds)

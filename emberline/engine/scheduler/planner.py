@@ -47,6 +47,7 @@ class StepPlanner:
         """micro_batches: steps in flight that have different sequences, one for each stage of a pipeline."""
         self._speculation = speculation
         self._micro_batches = micro_batches
+        self._n_in_flight = 0  # steps
         self._cache = cache
         self._limits = limits
         self._queues = queues
@@ -79,8 +80,8 @@ class StepPlanner:
         prefills = []
         self._decoding, self._n_suspects = DecodingSequences(), 0
         pipelined = self._micro_batches > 1
-        most_rows = -(-len(queues.running) // self._micro_batches) if pipelined else inf
         running = tuple(queues.running)
+        most_rows = self._micro_batch_rows(running) if pipelined else inf
         n_dues = [seq.n_due for seq in running]
         self._has_prompts = max(n_dues, default=0) > 1
         for seq, n_due in zip(running, n_dues):
@@ -102,7 +103,15 @@ class StepPlanner:
         self._plan_prefills(plan, prefills)
         if plan.rows:
             self._totals.steps += 1
+            self._n_in_flight += 1
         return plan
+
+    def _micro_batch_rows(self, running: tuple[Sequence, ...]) -> int:
+        """Decoding sequences of the next micro-batch: an equal part of all, and not so many of those that are in none
+        that too few are left for the others."""
+        n_free = sum(not seq.n_sampling for seq in running)
+        n_left = max(1, self._micro_batches - self._n_in_flight)
+        return min(-(-len(running) // self._micro_batches), -(-n_free // n_left))
 
     def _displace(self) -> None:
         """Let waiting sequences of a better class take the place of running ones of a worse class."""
@@ -304,6 +313,7 @@ class StepPlanner:
         suspect of the step if it has been retried already: it is the reason, and is left to the caller. Not so unless
         the step had `only_these` sequences: others of it have failed in a step before, which it was launched behind.
         """
+        self._n_in_flight -= 1
         suspects = [seq for seq in failed if seq.suspicion] or failed
         lone = suspects[0] if len(suspects) == 1 and only_these else None
         offender = lone if lone is not None and lone.suspicion == 2 else None
@@ -317,6 +327,7 @@ class StepPlanner:
 
     def succeeded(self) -> None:
         """A step was absorbed."""
+        self._n_in_flight -= 1
         if self._max_suspects < inf:
             doubled = 2 * self._max_suspects
             self._max_suspects = doubled if doubled < self._limits.max_running else inf

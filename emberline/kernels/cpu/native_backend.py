@@ -212,8 +212,8 @@ class NativeBackend:
             stack = self._stacks[id(layers)] = (pointers, structs, layers)  # kept alive: pointers and id stay valid
         self._lib.em_layers(stack[0], len(layers), context.step, context.caches, x.data_ptr())
 
-    def buffer(self, name: str, *shape: int) -> Tensor:
-        return torch.empty(shape)
+    def residual(self, n_tokens: int, hidden: int) -> Tensor:
+        return torch.empty(n_tokens, hidden)
 
     def gather_logits(self, logits: Tensor, sizes: Sequence[int]) -> Tensor:
         return logits

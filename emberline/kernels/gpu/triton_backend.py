@@ -204,8 +204,8 @@ class TritonBackend:
             self._tp.all_reduce(out)
         return out
 
-    def buffer(self, name: str, *shape: int) -> Tensor:
-        return self._workspace.take(name, *shape, dtype=torch.float32 if name == "logits" else None)
+    def residual(self, n_tokens: int, hidden: int) -> Tensor:
+        return self._workspace.take("residual", n_tokens, hidden)
 
     def gather_logits(self, logits: Tensor, sizes: Sequence[int]) -> Tensor:
         assert self._tp is not None

@@ -349,7 +349,9 @@ def test_equal_layouts_send_whole_blocks(tmp_path, closed, host_as_device, monke
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("first", "second"), [((), ()), ((), ("--tp", "2")), (("--tp", "2"), ())], ids=["1to1", "1to2", "2to1"]
+    ("first", "second"),
+    [((), ()), ((), ("--tp", "2")), (("--tp", "2"), ()), ((), ("--pp", "2")), (("--pp", "2"), ())],
+    ids=["1to1", "1to2", "2to1", "1to2stages", "2stagesto1"],
 )
 def test_workers_of_any_layout_continue_each_other_s_prompts(tmp_path, monkeypatch, first, second):
     """Real workers on one GPU: the replies of one rank."""

@@ -84,7 +84,15 @@ class _Handle:
 
 class Bench:
     def __init__(
-        self, n_blocks=200, max_running=4, token_budget=64, grammars=None, runner=None, speculation=None, in_flight=1
+        self,
+        n_blocks=200,
+        max_running=4,
+        token_budget=64,
+        grammars=None,
+        runner=None,
+        speculation=None,
+        in_flight=1,
+        micro_batches=1,
     ):
         cache = KVCache((FULL,), [n_blocks], chunk=token_budget)
         limits = Limits(min(2000, cache.capacity), VOCAB, (END_ID,), max_running, token_budget)
@@ -92,7 +100,9 @@ class Bench:
             grammars = MatcherCompiler(VOCAB)
             grammars.learn(frame(WORDS))
         self.cache = cache
-        self.scheduler = Scheduler(cache, limits, "fake", grammars, speculation=speculation)
+        self.scheduler = Scheduler(
+            cache, limits, "fake", grammars, speculation=speculation, micro_batches=micro_batches
+        )
         self.runner = runner or Taste()
         self.loop = StepLoop(self.scheduler, self.runner, in_flight)
         self.deltas = {}

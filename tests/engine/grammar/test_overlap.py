@@ -1,4 +1,4 @@
-"""Two steps in flight: replies with and without grammars, thinking limits too, are those of one step at a time."""
+"""Several steps in flight: replies with and without grammars, thinking limits too, are those of one step at a time."""
 
 import pytest
 
@@ -16,8 +16,8 @@ def grammars():
     return made
 
 
-def replies(grammars, taste, steps_in_flight, n_blocks):
-    bench = Bench(grammars=grammars, n_blocks=n_blocks)
+def replies(grammars, taste, steps_in_flight, n_blocks, micro_batches=1):
+    bench = Bench(grammars=grammars, n_blocks=n_blocks, micro_batches=micro_batches)
     bench.loop = StepLoop(bench.scheduler, bench.runner, steps_in_flight)
     for n, name in enumerate([None, *ALL, None]):
         thinking = (7, (5,), [9, 8]) if name is None and n else None
@@ -33,6 +33,33 @@ def test_replies_are_the_same(grammars, taste, n_blocks):
     one, _ = replies(grammars, taste, 1, n_blocks)
     two, _ = replies(grammars, taste, 2, n_blocks)
     assert two == one
+    stages, _ = replies(grammars, taste, 3, n_blocks, micro_batches=3)
+    assert stages == one
+
+
+def test_micro_batches_with_grammars_do_not_wait_for_each_other(grammars, monkeypatch):
+    let_steps_wait(monkeypatch)
+    bench = Bench(grammars=grammars, in_flight=2, micro_batches=2)
+    for n in range(2):
+        bench.submit(f"{n}", "json", "strings", max_tokens=30)
+    wait_until(lambda: bench.step() or not bench.scheduler._compiling)
+    launch, n_before = bench.runner.launch, []
+
+    def counted(plan):
+        handle = launch(plan)
+        sample = handle.sample
+
+        def sampled(masks=None):
+            if masks is not None:
+                n_before.append(len(bench.loop._in_flight))
+            sample(masks)
+
+        handle.sample = sampled
+        return handle
+
+    bench.runner.launch = counted
+    bench.finish()
+    assert max(n_before) == 1, "a step was absorbed before the next one had its masks"
 
 
 def test_a_grammar_costs_no_extra_steps(grammars, monkeypatch):

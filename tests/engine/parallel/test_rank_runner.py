@@ -28,6 +28,7 @@ class FakeStep:
 
     plan: StepPlan
     masks: list[Masks | None]
+    computed: threading.Event
     error: Exception | None = None
     sampled: list[Sampled] = field(default_factory=list)
 
@@ -36,6 +37,7 @@ class FakeStep:
         self.sampled = [ReportedToken(row.number, -0.5, [(1, -0.1)]) for row in self.plan.rows]
 
     def result(self) -> Sequence[Sampled]:
+        assert self.computed.wait(60.0)
         if self.error is not None:
             raise self.error
         return self.sampled
@@ -46,13 +48,21 @@ class FakeStep:
 
 @dataclass
 class FakeRunner:
+    """Its device has computed what was launched, unless `computed` is cleared."""
+
     error: Exception | None = None
     plans: list[StepPlan] = field(default_factory=list)
     masks: list[Masks | None] = field(default_factory=list)
+    launched: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    computed: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.computed.set()
 
     def launch(self, plan: StepPlan) -> FakeStep:
         self.plans.append(plan)
-        return FakeStep(plan, self.masks, self.error)
+        self.launched.release()
+        return FakeStep(plan, self.masks, self.computed, self.error)
 
 
 def plan(number: int, *, masked: bool = False) -> StepPlan:
@@ -124,6 +134,28 @@ def test_the_last_stage_tells_what_it_sampled() -> None:
         assert result.number == number
         pair.leader._results.put(result)  # as the watching thread does
         assert step.result() == [ReportedToken(7, -0.5, [(1, -0.1)]), ReportedToken(9, -0.5, [(1, -0.1)])]
+    pair.end()
+
+
+def test_the_last_stage_launches_while_it_computes() -> None:
+    last = FakeRunner()
+    last.computed.clear()
+    pair = Pair(Layout(pp=2), last, samples=True)
+    runner = LeaderRunner(pair.leader, FakeRunner(), pipelined=True, followers_sample=True)
+    for number in range(3):
+        runner.launch(plan(number))
+        assert last.launched.acquire(timeout=60.0), "it waits for a step before"
+    last.computed.set()
+    results = [pair.connection.receive(to_leader) for _ in range(3)]
+    assert [each.number for each in results if isinstance(each, StepResult)] == [0, 1, 2]
+    pair.end()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_last_stage_that_fails_says_so() -> None:
+    pair = Pair(Layout(pp=2), FakeRunner(error=RuntimeError("out of memory")), samples=True)
+    LeaderRunner(pair.leader, FakeRunner(), pipelined=True, followers_sample=True).launch(plan(0))
+    assert pair.connection.receive(to_leader) == RankFailed("RuntimeError: out of memory")
     pair.end()
 
 

@@ -19,6 +19,7 @@ from emberline.protocol.request import EngineRequest, SamplingParams
 from emberline.protocol.token_ids import pack
 from tests.engine.client import Client, start, wait_until
 from tests.engine.grammar.samples import PERSON
+from tests.engine.parallel import observed_worker
 from tests.soak.server_process import free_port
 
 WORKER = "emberline.engine.worker"
@@ -64,9 +65,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def worker(model: Path, socket: Path, *flags: str) -> Iterator[tuple[Any, dict[str, Any]]]:
+def worker(model: Path, socket: Path, *flags: str, program: str = WORKER) -> Iterator[tuple[Any, dict[str, Any]]]:
     common = ("--device", "cpu", "--random-weights", "1", "--kv-bytes", str(16 << 20), "--speculation", "off")
-    process, ready = start(WORKER, "--model", model, "--socket", socket, *common, *flags)
+    process, ready = start(program, "--model", model, "--socket", socket, *common, *flags)
     try:
         yield process, ready
     finally:
@@ -145,13 +146,16 @@ def test_two_ranks_answer_as_one_and_end_with_rank_0(model: Path, expected: Expe
 def test_a_pipeline_answers_as_one_rank_and_ends_when_a_stage_dies(
     model: Path, expected: Expected, tmp_path: Path
 ) -> None:
-    with worker(model, tmp_path / "two", "--pp", "2", "--step-timeout", "3600") as (process, ready):
+    flags = ("--pp", "2", "--step-timeout", "3600")
+    with worker(model, tmp_path / "two", *flags, program=observed_worker.__name__) as (process, ready):
         assert ready.get("ready"), ready
         check_features(ready["address"], expected)
         (follower,) = followers(process)
         os.kill(follower, signal.SIGKILL)
         assert process.wait(60) == 1
-        assert "rank 1 is gone: killed by signal 9" in process.stderr.read()
+        log = process.stderr.read()
+        assert f"{observed_worker.IN_FLIGHT}2\n" in log, "there is one micro-batch only"
+        assert "rank 1 is gone: killed by signal 9" in log
         assert not list(tmp_path.glob("emberline-ranks-*"))
 
 

@@ -9,7 +9,7 @@ import torch
 from emberline.catalog.published_shapes import find_shape
 from emberline.engine import worker
 from emberline.engine.gpu import engine
-from emberline.engine.gpu.rank_memory import StepMemory, bound_context, weight_bytes
+from emberline.engine.gpu.rank_memory import NCCL_BYTES, StepMemory, bound_context, weight_bytes
 from emberline.engine.planning.hardware import GIB, GPUS, parse_gpus
 from emberline.engine.planning.layout_plan import DoesNotFit, Planner, StepTimes, Workload
 from emberline.engine.planning.step_time import StageWork
@@ -185,6 +185,11 @@ def test_a_draft_model_takes_what_was_planned():
     )  # fmt: skip
 
 
+def test_a_stage_has_a_communicator_for_each_neighbor(kimi):
+    plan = kimi.plan(Layout(pp=8), Workload())
+    assert [stage.collective_bytes // NCCL_BYTES for stage in plan.stages] == [1, 2, 2, 2, 2, 2, 2, 1]
+
+
 def test_stages_have_blocks_of_the_same_numbers(kimi):
     plan = kimi.plan(Layout(pp=8), Workload())
     per_layer = {stage.kv_bytes / (stage.layers[1] - stage.layers[0]) for stage in plan.stages}
@@ -194,22 +199,27 @@ def test_stages_have_blocks_of_the_same_numbers(kimi):
 # --- times ------------------------------------------------------------------------------------------------------------
 
 
-def test_stages_on_gpus_wait_for_each_other(llama):
+def test_a_pipeline_computes_its_stages_at_once(llama):
     one, two = (llama.plan(Layout(pp=n), Workload(concurrency=64)) for n in (1, 2))
-    assert one.itl_ms < two.itl_ms < 1.05 * one.itl_ms
-    assert two.ttft_s == pytest.approx(one.ttft_s, rel=0.05)
+    assert one.itl_ms / 2 < two.itl_ms < one.itl_ms, "half of the sequences in each micro-batch, all of the weights"
+    assert two.ttft_s == pytest.approx(one.ttft_s, rel=0.05), "one chunk"
+    assert two.tokens_s > 1.3 * one.tokens_s
+    alone, staged = (llama.plan(Layout(pp=n), Workload(concurrency=1)) for n in (1, 2))
+    assert alone.itl_ms < staged.itl_ms < 1.05 * alone.itl_ms, "a sequence alone passes one stage after the other"
 
 
 def test_a_filled_pipeline_is_as_slow_as_its_slowest_stage(llama):
-    stages = [StageWork(lay_out(llama.source))] * 2
-    waiting, filled = (StepTimes(stages, llama.gpu, 8192, pipelined) for pipelined in (False, True))
-    half, whole = filled.decode(32, 4096).total / 2, waiting.decode(64, 4096).total / 2
-    assert half == pytest.approx(waiting.decode(16, 4096).total / 2), "a micro-batch of 16 in each stage"
-    assert half < whole
-    chunk = waiting.prefill(8192).ttft_s / 2
-    assert filled.prefill(8192).ttft_s == pytest.approx(2 * chunk)
-    assert filled.prefill(16_384).ttft_s < 0.8 * waiting.prefill(16_384).ttft_s
-    assert filled.prefill(8192).busy_s == pytest.approx(chunk)
+    work = StageWork(lay_out(llama.source))
+    one, two, uneven = (StepTimes(stages, llama.gpu, 8192) for stages in ([[work]], [[work]] * 2, [[work], [work] * 2]))
+    step = one.decode(16, 4096).total
+    assert two.decode(32, 4096).total == pytest.approx(2 * step), "a micro-batch of 16 in each stage"
+    assert two.decode(1, 4096).total == pytest.approx(2 * one.decode(1, 4096).total)
+    assert uneven.decode(32, 4096).total == pytest.approx(4 * step)
+    chunk = one.prefill(8192).ttft_s
+    assert two.prefill(8192).ttft_s == pytest.approx(2 * chunk)
+    assert two.prefill(8192).busy_s == pytest.approx(chunk)
+    assert two.prefill(16_384).busy_s == pytest.approx(one.prefill(16_384).ttft_s)
+    assert two.prefill(16_384).ttft_s < 0.8 * 2 * one.prefill(16_384).ttft_s
 
 
 def test_tensor_parallelism_pays_for_what_ranks_say(llama):

@@ -98,6 +98,19 @@ def test_an_outlier_has_no_lasting_effect():
     assert len(serve(policy, flat, 32, 8192)) <= len(usual) + 1
 
 
+def test_stages_of_a_pipeline_share_the_target():
+    """The first says how long its own part took: a token passes all of them."""
+
+    def longest(n_stages):
+        policy = LatencyTarget(GPU_SHAPES, n_stages=n_stages)
+        decodes(policy, flat, 32)
+        for _ in range(12):
+            served = serve(policy, flat, 32, 8192)
+        return max(seconds for _, seconds in served)
+
+    assert longest(2) < 1.25 * TARGET_S / 2 < longest(1) < 1.25 * TARGET_S
+
+
 def test_without_decodes_a_prompt_gets_the_whole_budget():
     assert LatencyTarget(GPU_SHAPES).chunk(StepWork(0), 0, 8192) == 8192
 

@@ -765,3 +765,53 @@ def test_a_purge_takes_what_was_computed_for_its_owner_alone():
     assert bench.scheduler.purge(two, b"") == 4
     assert bench.scheduler.purge(None, b"") == 8
     assert not len(bench.cache.groups[0].index)
+
+
+# --- micro-batches ----------------------------------------------------------------------------------------------------
+
+
+class Micro:
+    """A scheduler of a pipeline; steps are absorbed when the test says so."""
+
+    def __init__(self, n_stages, n_sequences):
+        self.scheduler, cache = scheduler_of(n_blocks=200, max_running=16, token_budget=64, micro_batches=n_stages)
+        self.runner, self.in_flight = FakeRunner(cache), []
+        for n in range(n_sequences):
+            self.scheduler.submit(request(f"r{n}", [n % VOCAB, n % 5], max_tokens=50 if n % 2 else 9), 0.0)
+
+    def launch(self):
+        """The sequences of the step."""
+        plan = self.scheduler.plan()
+        self.in_flight.append((plan, self.runner.launch(plan)))
+        return [row.number for row in plan.rows]
+
+    def absorb(self):
+        plan, handle = self.in_flight.pop(0)
+        self.scheduler.absorb(plan, handle.result())
+
+
+@pytest.mark.parametrize(
+    ("n_stages", "n_sequences", "sizes"),
+    [(2, 5, [3, 2]), (3, 4, [2, 1, 1]), (3, 2, [1, 1, 0]), (4, 16, [4, 4, 4, 4]), (4, 6, [2, 2, 1, 1])],
+)
+def test_every_stage_has_a_micro_batch_of_its_own(n_stages, n_sequences, sizes):
+    micro = Micro(n_stages, n_sequences)
+    assert len(micro.launch()) == n_sequences  # their prompts
+    micro.absorb()
+    batches = [micro.launch() for _ in range(n_stages)]
+    assert [len(batch) for batch in batches] == sizes
+    assert len({number for batch in batches for number in batch}) == n_sequences
+    for batch in batches:
+        micro.absorb()
+        assert micro.launch() == batch
+
+
+def test_micro_batches_are_even_again_after_sequences_have_ended():
+    micro = Micro(2, 8)
+    micro.launch()
+    for _ in range(12):  # every other sequence has ended by then
+        while len(micro.in_flight) < 2:
+            micro.launch()
+        micro.absorb()
+        micro.absorb()
+    assert [len(micro.launch()) for _ in range(2)] == [2, 2]

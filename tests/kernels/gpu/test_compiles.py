@@ -1,4 +1,5 @@
-"""Kernels by the real compiler, for a GPU that need not be there: of experts, around drafts, and with assembly.
+"""Kernels by the real compiler, for a GPU that need not be there: of experts, around drafts, between stages of a pipeline,
+and with assembly.
 
 The interpreter runs what a compiler rejects, such as a name that changes its type inside a branch.
 """
@@ -92,6 +93,15 @@ for gate in (0, 1):
         compiled(_quantized_gemv, types, **shared, BITS=bits, ROWS=8, WORDS=128)
 print("compiled")
 """
+STAGES = """
+from emberline.kernels.gpu.peer_stages import _recv, _send
+
+for kernel in (_send, _recv):
+    for item in ("*bf16", "*fp32"):
+        sizes = {"MAX_BYTES": 8 << 20, "DATA_AT": 256, "BLOCK": 2048}
+        compiled(kernel, [item, "*i64", "*i64", "i32"], RANK=1, **sizes)
+print("compiled")
+"""
 LATENTS = """
 from emberline.kernels.gpu.mla import attention, hopper, projections, splits
 
@@ -113,6 +123,7 @@ print("not specialized")
         (COMPILED + EXPERTS, "compiled"),
         (COMPILED + DRAFTS, "compiled"),
         (COMPILED + GEMV, "compiled"),
+        (COMPILED + STAGES, "compiled"),
         (LATENTS, "not specialized"),
     ],
 )
