@@ -122,7 +122,7 @@ class PrefixIndex:
         lost = self._versions[known.blocks] > known.version
         parts = [known.blocks[: lost.argmax()] if lost.any() else known.blocks]
         n = len(parts[0])
-        while n < limit:
+        while n < limit and keys[n] in self._blocks:
             some = keys[n : min(limit, n + LOOKED_UP_AT_ONCE)]
             found = np.fromiter(map(self._blocks.get, some, repeat(_NONE)), np.intp, len(some))
             n_found = len(found) if found.all() else int((found == _NONE).argmax())

@@ -50,6 +50,7 @@ class Sequence:
     fetching: bool = False  # neither waiting nor running: its KV is read from tiers (engine/tiers)
     fetches_left: int = 2  # before it is admitted again
     hit: PrefixHit = field(default_factory=PrefixHit)  # what the cache had of it when it was last asked
+    looked_up: bool = False  # the cache was asked for all of it; it is not admitted before
     decided_hit: int = -1  # blocks that the device pool had, or was to get, when a fetch was last considered
     fetched: dict[str, int] | None = None  # blocks that its last fetch brought, by tier
     n_received: int = 0  # tokens whose KV was received from another engine and is held for it
