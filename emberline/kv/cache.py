@@ -254,7 +254,8 @@ class KVCache:
             found.append((known, cached, taken))
         gained = []
         for group, held, (known, cached, taken) in zip(self.groups, table.groups, found):
-            group.pool.hold_all(_many(cached))
+            if cached:
+                group.pool.hold_all(_many(cached))
             group.pool.hold_all(_many(taken[::-1]))  # in the order of their chains
             self._evict(group, taken)
             first = len(held.blocks)
@@ -304,7 +305,10 @@ class KVCache:
         group.pool.drop(block, keep=group.index.key(block) is not None)
 
     def unpin_all(self, group_number: int, blocks: Sequence[int]) -> None:
-        self._drop_all(self.groups[group_number], blocks)
+        if len(blocks) == 1:  # of a sequence that decodes: common, and much sooner done
+            self.unpin(group_number, blocks[0])
+        elif blocks:
+            self._drop_all(self.groups[group_number], blocks)
 
     def _drop_all(
         self,
