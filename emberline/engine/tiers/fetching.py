@@ -297,7 +297,7 @@ class TierFetches:
     def look_up_arrived(self) -> None:
         """What has arrived is looked up step by step, so that a sequence is admitted without looking all of it up."""
         for fetch in self._by_number.values():
-            self._cache.match(fetch.seq.keys, fetch.n_reserved, fetch.seq.hit)
+            self._cache.match(fetch.seq.keys, fetch.match.n_hit + fetch.n_arrived, fetch.seq.hit)
 
     def _forget_keys(self, fetch: RunningFetch, indices: Iterable[int]) -> None:
         keys, number = fetch.seq.keys, fetch.number
