@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.gpu.engine import Reply, Worker, worker
+from benchmarks.gpu.engine import Reply, Worker, wait_until_prepared, worker
 from benchmarks.gpu.model_files import LLAMA_8B
 from emberline.protocol import block_hash
 from emberline.protocol.block_hash import KVGroup
@@ -130,7 +130,7 @@ def served(args: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
     log = args.work / "tiers.log"
     with worker(_model(args.work), log, *RANDOM, *_pool(POOL_TOKENS), "--kv-host-bytes", str(HOST_BYTES)) as engine:
-        warm_up(engine)
+        warm_up(engine, log)
         tell(found, "with_tier_tok_s", throughput(engine))
         tell(found, "sessions", returning(engine))
         tell(found, "beside_streams", beside_streams(engine))
@@ -141,8 +141,9 @@ def served(args: argparse.Namespace) -> dict[str, Any]:
 
 def plain(args: argparse.Namespace) -> dict[str, Any]:
     """The same worker without a tier."""
-    with worker(_model(args.work), args.work / "plain.log", *RANDOM, *_pool(POOL_TOKENS)) as engine:
-        warm_up(engine)
+    log = args.work / "plain.log"
+    with worker(_model(args.work), log, *RANDOM, *_pool(POOL_TOKENS)) as engine:
+        warm_up(engine, log)
         return {"without_tier_tok_s": throughput(engine)}
 
 
@@ -152,8 +153,10 @@ def tell(found: dict[str, Any], name: str, value: Any) -> None:
     print(json.dumps({name: value}), flush=True)
 
 
-def warm_up(engine: Worker) -> None:
-    """The kernels and CUDA graphs that are needed."""
+def warm_up(engine: Worker, log: Path) -> None:
+    """The kernels and CUDA graphs that are needed: requests that come one after the other leave no time to capture any,
+    and steps are padded to up to four times their size meanwhile."""
+    wait_until_prepared(engine, log)
     engine.client.generate([prompt_of(2000, N_TOKENS)], 4)
     engine.client.generate([prompt_of(3000 + n, 200) for n in range(N_STREAMS + 1)], 16)
     throughput(engine, 64)

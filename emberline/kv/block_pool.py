@@ -1,8 +1,13 @@
 """The block pool of one KV group: reference counts, eviction order, and how many blocks memory allows."""
 
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
+import numpy as np
+from numpy.typing import NDArray
+
+from emberline.kv.prefix_index import Blocks
 from emberline.kv.tiers.eviction_order import EvictionOrder
 from emberline.kv.tiers.retention import Conversation, Retention
 from emberline.protocol.block_hash import BLOCK_TOKENS, KVGroup
@@ -50,11 +55,12 @@ class BlockPool:
         self.n_total = n_blocks - 1
         self.n_free = self.n_total
         self.n_releases = 0  # how often a block became free; unchanged: no new room
-        self.refs = [0] * n_blocks
+        self.refs = array("i", [0]) * n_blocks
+        self._counts = np.frombuffer(self.refs, np.intc)  # the same memory
 
-    def n_unheld(self, blocks: Iterable[int]) -> int:
+    def n_unheld(self, blocks: Blocks) -> int:
         """How many of the blocks are free."""
-        return list(map(self.refs.__getitem__, blocks)).count(0)
+        return len(blocks) - int(np.count_nonzero(self._counts[blocks]))
 
     def take_all(self, n: int) -> list[int]:
         """The first n free blocks, with one reference each. The caller removes their old content from the index."""
@@ -72,42 +78,48 @@ class BlockPool:
 
     def hold(self, block: int) -> None:
         """One more reference; a free block is revived with its content."""
-        self.hold_all((block,))
+        assert block != NULL_BLOCK
+        if not self.refs[block]:
+            self._free.remove((block,))
+            self.n_free -= 1
+        self.refs[block] += 1
 
-    def hold_all(self, blocks: Sequence[int]) -> None:
-        """Hold many blocks at once: a long prompt has thousands, and the step loop waits for it."""
-        refs = self.refs
-        assert NULL_BLOCK not in blocks
-        revived = [block for block in blocks if not refs[block]]
-        for block in blocks:
-            refs[block] += 1
+    def hold_all(self, blocks: Blocks) -> None:
+        """The same for many different blocks, soonest in the order of their chains."""
+        assert blocks.all(), "nobody holds the null block"
+        counts = self._counts[blocks]
+        self._counts[blocks] = counts + 1
+        revived = blocks[counts == 0]
         self._free.remove(revived)
         self.n_free -= len(revived)
 
     def drop(self, block: int, keep: bool) -> None:
         """One reference less. At zero the block is free: reused last if `keep`, for its content is cached."""
-        self.drop_all((block,), (keep,))
+        left = self.refs[block] = self.refs[block] - 1
+        assert left >= 0, f"block {block} dropped more often than held"
+        if not left:
+            (self._free.add_plain if keep else self._free.add_empty)((block,), self._fence.planned)
+            self.n_free += 1
+            self.n_releases += 1
 
     def drop_all(
         self,
-        blocks: Iterable[int],
-        keep: Iterable[bool],
+        blocks: Blocks,
+        keep: NDArray[np.bool_],
         conversation: Conversation | None = None,
         shared: bool = False,
     ) -> None:
-        """In the order of eviction: a chain's last block first. `shared`: they are of a prefix of several sessions."""
-        refs, free, step = self.refs, self._free, self._fence.planned
-        kept: list[int] = []
-        empty: list[int] = []
-        for block, cached in zip(blocks, keep):
-            left = refs[block] = refs[block] - 1
-            if not left:
-                (kept if cached else empty).append(block)
-            assert left >= 0, f"block {block} dropped more often than held"
-        if empty:
+        """The same for many different blocks, in the order of eviction: a chain's last block first. `shared`: they are
+        of a prefix of several sessions."""
+        free, step = self._free, self._fence.planned
+        left = self._counts[blocks] - 1
+        assert (left >= 0).all(), "blocks dropped more often than held"
+        self._counts[blocks] = left
+        freed = left == 0
+        kept, empty = blocks[freed & keep][::-1], blocks[freed & ~keep]
+        if len(empty):
             free.add_empty(empty, step)
-        if kept:
-            kept.reverse()
+        if len(kept):
             if shared:
                 free.add_shared(kept, step)
             elif conversation is None:

@@ -4,6 +4,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+
 from emberline.kv.block_pool import (
     NULL_BLOCK,
     BlockPool,
@@ -13,7 +15,7 @@ from emberline.kv.block_pool import (
     one_sequence,
     peak_blocks,
 )
-from emberline.kv.prefix_index import NO_OWNER, Owner, PrefixIndex, first_visible
+from emberline.kv.prefix_index import NO_OWNER, Blocks, LeadingBlocks, Owner, PrefixIndex, first_visible
 from emberline.kv.tiers.retention import Conversation, Retention
 from emberline.protocol.block_hash import BLOCK_TOKENS, KVGroup
 from emberline.protocol.frames import KVEvents
@@ -49,6 +51,15 @@ class BlockTable:
     n_published: int = 0  # leading blocks that are in the prefix index
     conversation: Conversation | None = None  # that the sequence is a turn of, once it was admitted
     owner: Owner = NO_OWNER  # of what is published from it
+
+
+@dataclass(slots=True)
+class PrefixHit:
+    """The cached prefix of a sequence, looked up once however often it is asked for."""
+
+    n_blocks: int = 0
+    leading: list[LeadingBlocks] = field(default_factory=list)  # per group; of those with a window nothing is kept
+    asked: tuple[int, int] = (-1, 0)  # the cache's version and the limit; unchanged: so is n_blocks
 
 
 @dataclass(slots=True, frozen=True)
@@ -105,34 +116,47 @@ class KVCache:
     def table(self, owner: Owner = NO_OWNER) -> BlockTable:
         return BlockTable([GroupTable() for _ in self.groups], owner=owner)
 
-    def match(self, keys: Sequence[bytes], limit: int) -> int:
-        """How many of the first `limit` blocks need not be computed.
+    def match(self, keys: Sequence[bytes], limit: int, known: PrefixHit | None = None) -> PrefixHit:
+        """How many of the first `limit` blocks need not be computed. `known`: of the same sequence, to be continued.
 
         Groups without a window must have them all; a window group only those that the next token can see.
         """
+        hit = PrefixHit() if known is None else known
+        if hit.asked == (self.version, limit):
+            return hit
+        hit.leading = hit.leading or [LeadingBlocks() for _ in self.groups]
         n = min(limit, len(keys))
-        for group in self.groups:
+        for group, leading in zip(self.groups, hit.leading):
             if group.layout.window is None:
-                n = group.index.n_leading(keys, n)
+                n = group.index.n_leading(keys, n, leading)
         agreed = -1
         while agreed != n:
             agreed = n
             for group in self.groups:
                 if group.layout.window is not None:
                     n = group.index.n_windowed(keys, n, group.layout.window, group.layout.chunked)
-        return n
+        hit.n_blocks, hit.asked = n, (self.version, limit)
+        return hit
+
+    def _visible(self, group_number: int, keys: Sequence[bytes], hit: PrefixHit) -> Blocks:
+        """The blocks of a hit that the token behind it can see."""
+        assert hit.asked[0] == self.version, "the cache has changed since it was asked"
+        group = self.groups[group_number]
+        if group.layout.window is None:
+            return hit.leading[group_number].blocks[: hit.n_blocks]
+        return group.index.blocks(keys[group.first_visible(hit.n_blocks * BLOCK_TOKENS) : hit.n_blocks])
 
     def may_go_on(self, key: bytes) -> bool:
         """Whether a prefix hit can extend beyond the block with this key."""
         return all(key in group.index for group in self.groups if group.layout.window is None)
 
-    def fits(self, keys: Sequence[bytes], n_hit: int, n_tokens: int, reserved: Sequence[int]) -> bool:
-        """Whether n_tokens, the first n_hit blocks of them cached, fit and leave `reserved` blocks of each group."""
-        for group, n_reserved in zip(self.groups, reserved):
-            first = group.first_visible(n_hit * BLOCK_TOKENS)
-            n_revived = group.pool.n_unheld(group.index.blocks(keys[first:n_hit]))
+    def fits(self, keys: Sequence[bytes], hit: PrefixHit, n_tokens: int, reserved: Sequence[int]) -> bool:
+        """Whether n_tokens, the first of them cached, fit and leave `reserved` blocks of each group."""
+        n_new = blocks_of(n_tokens) - hit.n_blocks
+        for g, (group, n_reserved) in enumerate(zip(self.groups, reserved)):
+            n_revived = group.pool.n_unheld(self._visible(g, keys, hit))
             # Never more than the peak; but a shared block that leaves the window frees nothing for a new one.
-            n_taken = min(peak_blocks(group.layout, n_tokens, self._chunk), n_revived + blocks_of(n_tokens) - n_hit)
+            n_taken = min(peak_blocks(group.layout, n_tokens, self._chunk), n_revived + n_new)
             if n_taken + n_reserved > group.pool.n_free:
                 return False
         return True
@@ -144,22 +168,24 @@ class KVCache:
             for group, held in zip(self.groups, table.groups)
         ]
 
-    def take_hit(self, table: BlockTable, keys: Sequence[bytes], n_hit: int, fetched: BlockTable | None = None) -> None:
-        """Give an empty table the first n_hit blocks, which `match` has found.
+    def take_hit(
+        self, table: BlockTable, keys: Sequence[bytes], hit: PrefixHit, fetched: BlockTable | None = None
+    ) -> None:
+        """Give an empty table the blocks that `match` has found.
 
         `fetched`: a table of reserved blocks, whose references are taken over where they are to the same blocks; it is
         released otherwise.
         """
         for g, (group, held) in enumerate(zip(self.groups, table.groups)):
             assert not held.blocks, "a prefix hit fills an empty table"
-            held.n_passed = group.first_visible(n_hit * BLOCK_TOKENS)
-            known = [NULL_BLOCK] * held.n_passed + group.index.blocks(keys[held.n_passed : n_hit])
-            if fetched is not None and fetched.groups[g].blocks == known:
+            visible = self._visible(g, keys, hit)
+            held.n_passed = hit.n_blocks - len(visible)
+            held.blocks = [NULL_BLOCK] * held.n_passed + visible.tolist()
+            if fetched is not None and fetched.groups[g].blocks == held.blocks:
                 fetched.groups[g] = GroupTable()
             else:
-                group.pool.hold_all(known[held.n_passed :])
-            held.blocks = known
-        table.n_published = n_hit
+                group.pool.hold_all(visible)
+        table.n_published = hit.n_blocks
         if fetched is not None:
             self.release(fetched)
 
@@ -220,7 +246,7 @@ class KVCache:
             known = group.index.find(keys[len(held.blocks) : end])
             cached = [block for block in known if block is not None]
             n_lacking = len(known) - len(cached)
-            if n_lacking + group.pool.n_unheld(cached) + n_reserved > group.pool.n_free:
+            if n_lacking + group.pool.n_unheld(_many(cached)) + n_reserved > group.pool.n_free:
                 return None
             taken = group.pool.settled(n_lacking, but=set(cached))
             if len(taken) < n_lacking:
@@ -228,8 +254,9 @@ class KVCache:
             found.append((known, cached, taken))
         gained = []
         for group, held, (known, cached, taken) in zip(self.groups, table.groups, found):
-            group.pool.hold_all(cached)
-            group.pool.hold_all(taken[::-1])  # in the order of their chains
+            if cached:
+                group.pool.hold_all(_many(cached))
+            group.pool.hold_all(_many(taken[::-1]))  # in the order of their chains
             self._evict(group, taken)
             first = len(held.blocks)
             if not cached:  # the common case, and long
@@ -274,11 +301,26 @@ class KVCache:
         self.groups[group_number].pool.hold(block)
 
     def unpin(self, group_number: int, block: int) -> None:
-        self.unpin_all(group_number, (block,))
+        group = self.groups[group_number]
+        group.pool.drop(block, keep=group.index.key(block) is not None)
 
     def unpin_all(self, group_number: int, blocks: Sequence[int]) -> None:
-        group = self.groups[group_number]
-        group.pool.drop_all(blocks, group.index.indexed(blocks))
+        if len(blocks) == 1:  # of a sequence that decodes: common, and much sooner done
+            self.unpin(group_number, blocks[0])
+        elif blocks:
+            self._drop_all(self.groups[group_number], blocks)
+
+    def _drop_all(
+        self,
+        group: _Group,
+        blocks: Sequence[int],
+        conversation: Conversation | None = None,
+        shared: bool = False,
+    ) -> None:
+        """Drop references, in the order of eviction. NULL_BLOCK takes the place of one that was withdrawn."""
+        dropped = _many(blocks)
+        dropped = dropped[dropped != NULL_BLOCK]
+        group.pool.drop_all(dropped, group.index.indexed(dropped), conversation, shared)
 
     def release(self, table: BlockTable) -> None:
         """Drop all references, last blocks first, so that the ends of prefixes are evicted before their beginnings."""
@@ -286,9 +328,8 @@ class KVCache:
         n_shared = 0 if conversation is None else conversation.n_shared
         for group, held in zip(self.groups, table.groups):
             for start, end in ((max(n_shared, held.n_passed), None), (held.n_passed, max(n_shared, held.n_passed))):
-                blocks = [block for block in held.blocks[start:end] if block != NULL_BLOCK]  # NULL_BLOCK: withdrawn
-                blocks.reverse()
-                group.pool.drop_all(blocks, group.index.indexed(blocks), conversation, shared=end is not None)
+                if blocks := held.blocks[start:end]:
+                    self._drop_all(group, blocks[::-1], conversation, shared=end is not None)
             held.blocks, held.n_passed = [], 0
         table.n_published = 0
 
@@ -296,9 +337,7 @@ class KVCache:
         """Drop the references to the last n blocks of each group; True: there are none left."""
         for group, held in zip(self.groups, table.groups):
             first = max(held.n_passed, len(held.blocks) - n)
-            blocks = [block for block in held.blocks[first:] if block != NULL_BLOCK]
-            blocks.reverse()
-            group.pool.drop_all(blocks, group.index.indexed(blocks), table.conversation)
+            self._drop_all(group, held.blocks[first:][::-1], table.conversation)
             del held.blocks[first:]
         return all(len(held.blocks) == held.n_passed for held in table.groups)
 
@@ -348,6 +387,10 @@ class KVCache:
             for listener in self._listeners:
                 listener.stored(group.layout, new_keys, new_blocks)
         return new
+
+
+def _many(blocks: Sequence[int]) -> Blocks:
+    return np.array(blocks, np.intp)
 
 
 class EventSource(Protocol):

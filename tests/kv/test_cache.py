@@ -37,9 +37,9 @@ def keys_of(ids, salt=b""):
 def fill(cache, ids, chunk=16, owner=NO_OWNER):
     """Compute a sequence to its end, as a scheduler would, and return its table."""
     keys, table = keys_of(ids), cache.table(owner)
-    n_hit = cache.match(keys, (len(ids) - 1) // 16)
-    cache.take_hit(table, keys, n_hit)
-    for start in range(16 * n_hit, len(ids), chunk):
+    hit = cache.match(keys, (len(ids) - 1) // 16)
+    cache.take_hit(table, keys, hit)
+    for start in range(16 * hit.n_blocks, len(ids), chunk):
         end = min(start + chunk, len(ids))
         assert cache.grow(table, start, end) is not None
         cache.publish(table, keys, end // 16)
@@ -62,14 +62,14 @@ def test_a_second_sequence_shares_the_full_blocks_of_the_first():
 def test_a_hit_leaves_at_least_one_token_to_compute():
     cache = KVCache([FULL], [20], chunk=16)
     cache.release(fill(cache, range(32)))
-    assert cache.match(keys_of(range(32)), (32 - 1) // 16) == 1
-    assert cache.match(keys_of(range(33)), (33 - 1) // 16) == 2
+    assert cache.match(keys_of(range(32)), (32 - 1) // 16).n_blocks == 1
+    assert cache.match(keys_of(range(33)), (33 - 1) // 16).n_blocks == 2
 
 
 def test_another_salt_never_hits():
     cache = KVCache([FULL], [20], chunk=16)
     cache.release(fill(cache, range(33)))
-    assert cache.match(keys_of(range(33), b"other"), 2) == 0
+    assert cache.match(keys_of(range(33), b"other"), 2).n_blocks == 0
 
 
 def test_tails_are_evicted_before_beginnings_and_listeners_notified():
@@ -78,7 +78,7 @@ def test_tails_are_evicted_before_beginnings_and_listeners_notified():
     cache.release(fill(cache, range(64), chunk=64))
     assert len(record.keys) == 4
     other = fill(cache, range(100, 132))
-    assert cache.match(keys_of(range(64)), 4) == 2
+    assert cache.match(keys_of(range(64)), 4).n_blocks == 2
     assert {key for _, key in record.keys} == {*keys_of(range(64))[:2], *keys_of(range(100, 132))}
     cache.release(other)
 
@@ -111,8 +111,8 @@ def test_a_group_of_attention_chunks_keeps_the_blocks_of_one_chunk():
     assert table.groups[1].n_passed == 6
     cache.release(table)
     keys = keys_of([*range(96), 1])
-    assert cache.match(keys, 6) == 6, "after a whole chunk the group needs nothing"
-    cache.take_hit(again := cache.table(), keys, 6)
+    assert cache.match(keys, 6).n_blocks == 6, "after a whole chunk the group needs nothing"
+    cache.take_hit(again := cache.table(), keys, cache.match(keys, 6))
     assert [held.n_passed for held in again.groups] == [0, 6]
 
 
@@ -122,11 +122,11 @@ def test_a_window_group_needs_only_the_last_blocks_of_a_hit():
     keys = keys_of([*range(128), 1])
     window = cache.groups[1].index
     assert window.n_leading(keys, 8) == 0, "the first blocks are evicted in the window group"
-    assert cache.match(keys, 8) == 8
+    assert cache.match(keys, 8).n_blocks == 8
     table = cache.table()
-    cache.take_hit(table, keys, 8)
+    cache.take_hit(table, keys, cache.match(keys, 8))
     assert [held.n_passed for held in table.groups] == [0, first_visible(128, 24)]
-    assert cache.match(keys, 3) == 0, "no shorter prefix has its window left"
+    assert cache.match(keys, 3).n_blocks == 0, "no shorter prefix has its window left"
 
 
 def test_discarded_content_is_not_found_again():
@@ -134,7 +134,7 @@ def test_discarded_content_is_not_found_again():
     shared = fill(cache, range(33))
     other = fill(cache, range(33))
     cache.discard(other)
-    assert cache.match(keys_of(range(33)), 2) == 0
+    assert cache.match(keys_of(range(33)), 2).n_blocks == 0
     cache.release(shared)
     assert cache.n_used == 0
 
@@ -143,12 +143,12 @@ def test_fits_counts_shared_blocks_once_and_free_hits_as_taken():
     cache = KVCache([FULL], [6], chunk=64)  # 5 usable
     table = fill(cache, range(33))  # 3 blocks
     keys = keys_of([*range(32), *range(90, 122)])  # 64 tokens, 2 blocks shared
-    assert cache.fits(keys, 2, 64, [0])
-    assert not cache.fits(keys, 2, 64, [1])
-    assert not cache.fits(keys, 0, 64, [0])
+    assert cache.fits(keys, cache.match(keys, 2), 64, [0])
+    assert not cache.fits(keys, cache.match(keys, 2), 64, [1])
+    assert not cache.fits(keys, cache.match(keys, 0), 64, [0])
     cache.release(table)
-    assert cache.fits(keys, 2, 64, [1])
-    assert not cache.fits(keys, 2, 64, [2])
+    assert cache.fits(keys, cache.match(keys, 2), 64, [1])
+    assert not cache.fits(keys, cache.match(keys, 2), 64, [2])
 
 
 @settings(max_examples=n_examples(60), deadline=None)
@@ -198,7 +198,7 @@ def test_purge_forgets_the_content_of_an_owner_or_of_a_session():
     cache.release(tables.pop())
     assert cache.purge(b"A", b"x") == 8, "of a sequence that runs, and of one that has ended"
     for n, n_hit in enumerate((0, 2, 2, 0)):
-        assert cache.match(keys_of(range(100 * n, 100 * n + 40)), 2) == n_hit
+        assert cache.match(keys_of(range(100 * n, 100 * n + 40)), 2).n_blocks == n_hit
     assert cache.purge(b"A") == 4
     assert len(record.keys) == 4
     assert cache.purge(None) == 4
@@ -206,4 +206,4 @@ def test_purge_forgets_the_content_of_an_owner_or_of_a_session():
     for table in tables:
         cache.release(table)
     assert cache.n_used == 0
-    assert cache.match(keys_of(range(40)), 2) == 0
+    assert cache.match(keys_of(range(40)), 2).n_blocks == 0

@@ -2,7 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.kv.prefix_index import PrefixIndex, first_visible
+from emberline.kv import prefix_index
+from emberline.kv.prefix_index import LeadingBlocks, PrefixIndex, first_visible
 
 KEYS = [bytes([n]) * 16 for n in range(20)]
 
@@ -25,6 +26,34 @@ def test_leading_stops_at_the_first_gap():
         index.put(KEYS, range(1, 21), range(n, n + 1))
     assert index.n_leading(KEYS, 4) == 2
     assert index.n_leading(KEYS, 1) == 1
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["put", "remove", "ask"]), st.integers(0, 9), st.integers(0, 9)), max_size=40)
+)
+def test_what_was_found_before_is_continued_and_forgotten_when_its_block_has_other_content(operations):
+    """Keys come into any free block, also into one that had another of them before."""
+    index, known = PrefixIndex(11), LeadingBlocks()
+    for operation, n, limit in operations:
+        free = [block for block in range(1, 11) if index.key(block) is None]
+        if operation == "put" and free:
+            index.put(KEYS[n:], [free[limit % len(free)]], range(1))
+        elif operation == "remove":
+            index.remove([n + 1])
+        else:
+            found = index.n_leading(KEYS, limit, known)
+            assert found == index.n_leading(KEYS, limit)
+            assert known.blocks[:found].tolist() == [index.block(key) for key in KEYS[:found]]
+
+
+@pytest.mark.parametrize("n_indexed", [0, 1, 6, 7, 13, 20])
+def test_a_long_chain_is_looked_up_in_parts(monkeypatch, n_indexed):
+    monkeypatch.setattr(prefix_index, "LOOKED_UP_AT_ONCE", 6)
+    index, known = PrefixIndex(32), LeadingBlocks()
+    index.put(KEYS, range(1, 21), range(n_indexed))
+    for limit in (4, 12, 20):
+        assert index.n_leading(KEYS, limit, known) == min(n_indexed, limit)
+    assert known.blocks.tolist() == list(range(1, n_indexed + 1))
 
 
 @pytest.mark.parametrize(

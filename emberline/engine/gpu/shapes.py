@@ -106,12 +106,16 @@ def is_essential(n_decodes: int, n_tokens: int | None, max_rows: int, largest: i
     largest: `graph_tokens` of the model.
 
     Any step that fits a CUDA graph can be padded to one of these, in most cases to one of at most four times its size.
+    The end of a cached prompt beside up to 64 sequences that decode fits a tile, and more tokens cost them time; decode
+    rows cost next to nothing, so that the largest steps have one shape.
     """
     if n_tokens is None:
         return n_decodes in (1, 16, 64, max_rows)
     smallest = n_decodes == min(_MIXED_ROWS[0], max_rows)
-    sizes = (TILE, 512, largest) if smallest else (512, largest)
-    return n_tokens in sizes and (smallest or n_decodes in (64, max_rows))
+    sizes = {TILE, min(512, largest)} if smallest or n_decodes == 64 else set()
+    if smallest or n_decodes == max_rows:
+        sizes |= {512, largest}
+    return n_tokens in sizes
 
 
 def _round_up(n: int, sizes: tuple[int, ...]) -> int:

@@ -1,18 +1,20 @@
 """Admission of waiting sequences: a slot, a cached prefix, and blocks for the rest of the prompt."""
 
 from itertools import takewhile
+from math import inf
 
 from emberline.engine.scheduler.plan import Admission, StepPlan
 from emberline.engine.scheduler.queues import Queues
 from emberline.engine.scheduler.sequence import NO_SLOT, Sequence
 from emberline.engine.tiers.coordinator import TierCoordinator, Verdict
 from emberline.engine.transfer.coordinator import TransferCoordinator
-from emberline.kv.cache import KVCache
+from emberline.kv.cache import KVCache, PrefixHit
 from emberline.kv.tiers.fetch_policy import ComputeQueue
 from emberline.protocol.block_hash import BLOCK_TOKENS
 from emberline.protocol.frames import EngineLoad
 
 KEYS_AT_ONCE = 16  # blocks that are hashed ahead of a cache lookup
+LOOK_UPS = 1024  # of a step that others decode in: blocks of waiting sequences that are looked up, in some 0.2 ms
 MAX_DECISIONS = 8  # of a step: waiting sequences that tiers are asked for
 
 
@@ -43,24 +45,38 @@ class AdmissionPolicy:
         self._no_room = (-1, -1)  # the same of the sequence whose KV was to be fetched
         self._n_releases = -1  # cache.n_releases when transfers were last granted; -1: with steps in flight
 
-    def match(self, seq: Sequence) -> int:
-        """Blocks of the sequence in the cache. Keys are computed as far as those reach, and a few more."""
-        keys, most = seq.keys, seq.max_cached
-        version, limit, n_hit = seq.matched
-        if (version, limit) == (self._cache.version, most):
-            return n_hit
+    def look_up(self) -> None:
+        """Before a plan: find out what the cache has of sequences that have begun to wait, in rank order. Those with a
+        long prefix take several steps while others run, and cannot be admitted before."""
+        left = LOOK_UPS if self._queues.running else inf
+        for seq in self._queues.waiting:
+            if seq.looked_up:
+                continue
+            if left <= 0:
+                return
+            n_asked = seq.hit.asked[1]
+            limit = int(min(seq.max_cached, n_asked + left))
+            n_hit = self._match(seq, limit).n_blocks
+            seq.looked_up = n_hit < limit or limit == seq.max_cached
+            left -= max(1, n_hit - n_asked)
+
+    def match(self, seq: Sequence) -> PrefixHit:
+        """What the cache has of the sequence."""
+        return self._match(seq, seq.max_cached)
+
+    def _match(self, seq: Sequence, most: int) -> PrefixHit:
+        """Of its first blocks. Keys are computed as far as those in the cache reach, and a few more."""
+        keys = seq.keys
         while len(keys) < most and (not keys or self._cache.may_go_on(keys[-1])):
             seq.extend_keys(len(keys) + KEYS_AT_ONCE)
-        n_hit = self._cache.match(seq.keys, most)
-        seq.matched = self._cache.version, most, n_hit
-        return n_hit
+        return self._cache.match(keys, most, seq.hit)
 
     def n_known(self, seq: Sequence) -> int:
         """Tokens that need not be computed any more."""
-        return self.match(seq) * BLOCK_TOKENS if seq.slot == NO_SLOT else seq.n_computed
+        return self.match(seq).n_blocks * BLOCK_TOKENS if seq.slot == NO_SLOT else seq.n_computed
 
-    def fits(self, seq: Sequence, n_hit: int) -> bool:
-        return self._cache.fits(seq.keys, n_hit, seq.n_tokens, self._reserved())
+    def fits(self, seq: Sequence) -> bool:
+        return self._cache.fits(seq.keys, self.match(seq), seq.n_tokens, self._reserved())
 
     def try_admit(self, plan: StepPlan, seq: Sequence) -> bool:
         """Give a waiting sequence a slot, if it fits and need not wait a step. False: none behind it may pass."""
@@ -68,16 +84,16 @@ class AdmissionPolicy:
             return False
         if any(other.rank < seq.rank for other in self._transfers.incoming.ungranted()):
             return False
-        n_hit = self.match(seq)
+        n_hit = self.match(seq).n_blocks
         if n_hit < seq.max_cached and any(seq.keys[n_hit] in keys for keys in self._computing.values()):
             return True
-        if not self.fits(seq, n_hit):
+        if not self.fits(seq):
             self._refused = (seq.number, self._cache.n_releases)
             return False
         if self._tiers is not None and self._tiers.waits(seq, n_hit) and not self._decide(self._tiers, seq, n_hit):
             return True
         self._queues.dequeue(seq)
-        self._take_hit(seq, n_hit)
+        self._take_hit(seq)
         if not seq.in_transfer:
             self._queues.run(seq)
             output = bytes(memoryview(seq.ids)[4 * seq.n_prompt :])
@@ -116,8 +132,8 @@ class AdmissionPolicy:
                 return
             if first.rank < seq.rank and self._refused == (first.number, n_releases):
                 return
-            if seq.job is None:
-                self._decide(self._tiers, seq, self.match(seq))
+            if seq.job is None and seq.looked_up:
+                self._decide(self._tiers, seq, self.match(seq).n_blocks)
 
     def _decide(self, tiers: TierCoordinator, seq: Sequence, n_hit: int) -> bool:
         """Fetch what the device pool lacks of a waiting sequence? True: no, it may be admitted."""
@@ -127,7 +143,7 @@ class AdmissionPolicy:
         key = seq.keys[n_hit]
         if tiers.is_fetching(key) or any(key in keys for keys in self._computing.values()):
             return False
-        if not self.fits(seq, n_hit):
+        if not self.fits(seq):
             self._no_room = (seq.number, self._cache.n_releases)
             return False
         seq.extend_keys(seq.max_cached)
@@ -155,14 +171,16 @@ class AdmissionPolicy:
     def done(self, plan: StepPlan) -> None:
         self._computing.pop(id(plan), None)
 
-    def _take_hit(self, seq: Sequence, n_hit: int) -> None:
+    def _take_hit(self, seq: Sequence) -> None:
         """Give a sequence its cached prefix. A prefill-only one that has all of it needs no slot."""
+        hit = self.match(seq)
+        n_hit = hit.n_blocks
         if seq.table.conversation is None:
             n_found = n_hit - sum((seq.fetched or {}).values())  # fetched blocks may well be its own
             begin = self._cache.retention.begin
             seq.table.conversation = begin(seq.root_key, seq.session_digest, seq.keys, max(0, n_found))
         fetched = None if self._tiers is None else self._tiers.take_fetched(seq)
-        self._cache.take_hit(seq.table, seq.keys, n_hit, fetched)
+        self._cache.take_hit(seq.table, seq.keys, hit, fetched)
         seq.n_computed = n_hit * BLOCK_TOKENS
         if seq.cached_by_tier is None:
             seq.waited_s = max(0.0, self.now_s - seq.arrived_s)

@@ -117,7 +117,7 @@ class StepPlanner:
         """Let waiting sequences of a better class take the place of running ones of a worse class."""
         while (pair := self._preemption.displaced(self._queues)) is not None:
             first, last = pair
-            if self._queues.free_slots and self._admission.fits(first, self._admission.match(first)):
+            if self._queues.free_slots and self._admission.fits(first):
                 return
             self.preempt(last)
 

@@ -22,13 +22,14 @@ by_rank = attrgetter("rank")
 class Queues:
     def __init__(self, n_slots: int) -> None:
         self.running: list[Sequence] = []  # by rank
-        self.waiting: list[Sequence] = []  # by rank; some until their grammar is compiled or applied
+        self.waiting: list[Sequence] = []  # by rank; not all are `admissible` yet
         self.waiting_tokens = 0  # of the waiting sequences, without those whose KV was received
         self.free_slots = list(reversed(range(n_slots)))
         self._n_admitted = 0
 
     def admissible(self) -> Iterator[Sequence]:
-        return (seq for seq in self.waiting if seq.pending_guide is None and seq.job is None)
+        """Those whose prefix was looked up, and whose grammar is compiled and applied."""
+        return (seq for seq in self.waiting if seq.looked_up and seq.pending_guide is None and seq.job is None)
 
     def enqueue(self, seq: Sequence, step: int) -> None:
         insort(self.waiting, seq, key=by_rank)

@@ -193,6 +193,8 @@ class Scheduler:
         self._admission.tokens_per_s = tokens_per_s
 
     def plan(self) -> StepPlan:
+        self._admission.look_up()
+        self._admission.prefetch()
         number = self.cache.fence.next_step()
         plan = self._planner.plan()
         plan.number = number
@@ -338,10 +340,9 @@ class Scheduler:
         return deltas
 
     def _poll_tiers(self, tiers: TierCoordinator, now_s: float) -> None:
-        """Queue sequences whose KV was fetched from tiers, and begin to fetch that of others."""
+        """Queue sequences whose KV was fetched from tiers."""
         for seq in tiers.poll(now_s, self._admission.compute_queue, self._admission.reserved_for_running):
             self._queues.enqueue(seq, self._totals.steps)
-        self._admission.prefetch()
 
     def _poll_grammars(self) -> list[TokenDelta]:
         """Bind grammars that are compiled now; take in tokens that no step has waited for."""

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from emberline.engine.grammar.guide_jobs import GuideJob
 from emberline.engine.scheduler.limits import Limits
 from emberline.engine.scheduler.plan import Guide, PendingGuide
-from emberline.kv.cache import BlockTable
+from emberline.kv.cache import BlockTable, PrefixHit
 from emberline.protocol import block_hash
 from emberline.protocol.block_hash import BLOCK_TOKENS
 from emberline.protocol.events import DraftUsage, Usage
@@ -49,7 +49,8 @@ class Sequence:
     in_transfer: bool = False  # neither waiting nor running: its KV is transferred (engine/transfer)
     fetching: bool = False  # neither waiting nor running: its KV is read from tiers (engine/tiers)
     fetches_left: int = 2  # before it is admitted again
-    matched: tuple[int, int, int] = (-1, 0, 0)  # the cache's version, the limit, and the prefix hit that was found
+    hit: PrefixHit = field(default_factory=PrefixHit)  # what the cache had of it when it was last asked
+    looked_up: bool = False  # the cache was asked for all of it; it is not admitted before
     decided_hit: int = -1  # blocks that the device pool had, or was to get, when a fetch was last considered
     fetched: dict[str, int] | None = None  # blocks that its last fetch brought, by tier
     n_received: int = 0  # tokens whose KV was received from another engine and is held for it

@@ -132,6 +132,7 @@ class TierCoordinator:
                     ended.append(seq)
             elif (state := self._undecided.get(notice.number)) is not None:
                 state.answered = True
+        self._fetches.look_up_arrived()
         if now_s >= self._fetches.wake_s:
             for seq in self._fetches.late(now_s, compute):
                 seq.fetches_left = 0

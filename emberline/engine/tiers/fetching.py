@@ -294,6 +294,11 @@ class TierFetches:
             self._forget_keys(fetch, (item[1],) if item[0] == self._counted_group else ())
         return self._end(fetch) if fetch.is_complete else None
 
+    def look_up_arrived(self) -> None:
+        """What has arrived is looked up step by step, so that a sequence is admitted without looking all of it up."""
+        for fetch in self._by_number.values():
+            self._cache.match(fetch.seq.keys, fetch.match.n_hit + fetch.n_arrived, fetch.seq.hit)
+
     def _forget_keys(self, fetch: RunningFetch, indices: Iterable[int]) -> None:
         keys, number = fetch.seq.keys, fetch.number
         for key in [keys[j] for j in indices]:

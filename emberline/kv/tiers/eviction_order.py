@@ -2,8 +2,9 @@
 
     queue of a kind: run ⇄ run ⇄ …, least recently used first        run: head ⇄ first block ⇄ … ⇄ last block ⇄ head
 
-Blocks are numbers below `n_blocks` and in at most one run; links are two flat lists, so that a block costs the same to
-add, take out or evict however many there are. A run's last blocks are evicted before its first ones.
+Blocks are numbers below `n_blocks` and in at most one run; links are two flat arrays, so that a block costs the same to
+add, take out or evict however many there are, and many that are given as an array are linked in one call. A run's last
+blocks are evicted before its first ones.
 """
 
 from array import array
@@ -13,10 +14,12 @@ from collections.abc import Set as AbstractSet
 from heapq import merge
 from itertools import chain
 
+import numpy as np
+
+from emberline.kv.prefix_index import Blocks
 from emberline.kv.tiers.retention import HINTED_SHARE, OWNER_SHARE, Conversation, Kind, Retention
 
 SPARSE = 1 << 62
-MANY_BLOCKS = 1 << 20  # from which on links are stored as plain integers: slower, and a fifth of the memory
 LONG_HINT_S = 3600.0  # shorter ones act on tiers only: the device's cache is needed sooner
 _RATED = (Kind.SIDE, Kind.IDLE, Kind.TOOL)
 
@@ -71,7 +74,7 @@ class EvictionOrder:
 
     # --- blocks ------------------------------------------------------------------------------------------------------
 
-    def add(self, blocks: Iterable[int], conversation: Conversation, step: int = 0) -> None:
+    def add(self, blocks: Iterable[int] | Blocks, conversation: Conversation, step: int = 0) -> None:
         """Append blocks, in the order of the chain, to the run of their conversation."""
         self._apply_changes()
         run = self._of.get(conversation)
@@ -82,17 +85,17 @@ class EvictionOrder:
         self._append(run, blocks)
         self._requeue(run)
 
-    def add_shared(self, blocks: Iterable[int], step: int = 0) -> None:
+    def add_shared(self, blocks: Iterable[int] | Blocks, step: int = 0) -> None:
         """Append blocks of a prefix that several sessions have."""
         self._add_run(Kind.SHARED, blocks, step)
 
-    def add_plain(self, blocks: Iterable[int], step: int = 0, used_s: float | None = None) -> None:
+    def add_plain(self, blocks: Iterable[int] | Blocks, step: int = 0, used_s: float | None = None) -> None:
         """Append blocks of no known conversation. `used_s`: when, not before those that were appended before."""
         run = self._new_run(Kind.IDLE, None, step)
         run.used_s = run.used_s if used_s is None else used_s
         self._append(run, blocks)
 
-    def add_dead(self, blocks: Iterable[int], step: int = 0) -> None:
+    def add_dead(self, blocks: Iterable[int] | Blocks, step: int = 0) -> None:
         """Append blocks that will hardly be used again."""
         self._add_run(Kind.DEAD, blocks, step)
 
@@ -101,16 +104,29 @@ class EvictionOrder:
         if self._changes:
             self._apply_changes()
 
-    def add_empty(self, blocks: Iterable[int], step: int = 0) -> None:
+    def add_empty(self, blocks: Iterable[int] | Blocks, step: int = 0) -> None:
         """Append blocks without content, to the last such run if that is of the same step."""
         queue = self._queues[Kind.EMPTY]
         run = next(reversed(queue.values())) if queue else None
         self._append(run if run is not None and run.step == step else self._new_run(Kind.EMPTY, None, step), blocks)
 
-    def remove(self, blocks: Iterable[int]) -> None:
+    def remove(self, blocks: Iterable[int] | Blocks) -> None:
         """Soonest in the order of their chains: neighbors are taken out together."""
         following, preceding = self._next, self._prev
-        left = iter(blocks)
+        for first, last in self._neighbors(blocks):
+            before, after = preceding[first], following[last]
+            following[before], preceding[after] = after, before
+            if before == after:  # both are the head
+                self._drop(self._runs[before])
+
+    def _neighbors(self, blocks: Iterable[int] | Blocks) -> Iterator[tuple[int, int]]:
+        """First and last of the blocks that follow each other, here as in their runs."""
+        if isinstance(blocks, np.ndarray):
+            ends = np.flatnonzero(_view(self._next)[blocks[:-1]] != blocks[1:])
+            firsts, lasts = np.append(blocks[:1], blocks[ends + 1]), np.append(blocks[ends], blocks[-1:])
+            yield from zip(firsts.tolist(), lasts.tolist())
+            return
+        following, left = self._next, iter(blocks)
         block = next(left, None)
         while block is not None:
             first = last = block
@@ -121,10 +137,7 @@ class EvictionOrder:
                 last = block
             else:
                 block = None
-            before, after = preceding[first], following[last]
-            following[before], preceding[after] = after, before
-            if before == after:  # both are the head
-                self._drop(self._runs[before])
+            yield first, last
 
     def take(self, n: int) -> list[int]:
         """Remove and return the next n blocks to evict; there must be as many."""
@@ -213,19 +226,25 @@ class EvictionOrder:
         run.queue[head] = run
         return run
 
-    def _add_run(self, kind: Kind, blocks: Iterable[int], step: int) -> None:
+    def _add_run(self, kind: Kind, blocks: Iterable[int] | Blocks, step: int) -> None:
         self._append(self._new_run(kind, None, step), blocks)
 
-    def _append(self, run: Run, blocks: Iterable[int]) -> None:
+    def _append(self, run: Run, blocks: Iterable[int] | Blocks) -> None:
         following, preceding = self._next, self._prev
         head = run.head
         last = preceding[head]
         n = 0
-        for block in blocks:
-            following[last] = block
-            preceding[block] = last
-            last = block
-            n += 1
+        if isinstance(blocks, np.ndarray) and len(blocks):
+            _view(following)[blocks[:-1]], _view(preceding)[blocks[1:]] = blocks[1:], blocks[:-1]
+            first, n = int(blocks[0]), len(blocks)
+            following[last], preceding[first] = first, last
+            last = int(blocks[-1])
+        else:
+            for block in blocks:
+                following[last] = block
+                preceding[block] = last
+                last = block
+                n += 1
         following[last], preceding[head] = head, last
         run.n_blocks += n
         if last == head:
@@ -336,7 +355,11 @@ class EvictionOrder:
         return self._retention.times.rate(run.kind, self._retention.now_s - run.used_s)
 
 
-def _links(n_blocks: int, sparse: bool) -> "list[int] | array[int] | dict[int, int]":
-    if sparse:
-        return {}
-    return array("q", range(n_blocks)) if n_blocks >= MANY_BLOCKS else list(range(n_blocks))
+def _links(n_blocks: int, sparse: bool) -> "array[int] | dict[int, int]":
+    return {} if sparse else array("q", range(n_blocks))
+
+
+def _view(links: "array[int] | dict[int, int]") -> Blocks:
+    """The same memory, to be used at once: an array that somebody views cannot grow."""
+    assert isinstance(links, array), "sparse blocks are given one by one"
+    return np.frombuffer(links, np.int64)

@@ -455,6 +455,8 @@ def test_a_step_that_is_not_captured_yet_is_padded_to_one_that_is():
     n_graphs = runner.n_graphs
     assert n_graphs < 12
     assert all(runner._prepared(kind) in graphs for kind in runner.step_kinds())
+    beside = StepKind(MixedShape(64, 128, 32, True))
+    assert runner._prepared(beside) == beside, "the end of a cached prompt beside many streams is not padded"
     plan, later = StepPlan(), StepPlan()
     for slot in range(20):
         plan.admissions.append(admitted(slot, [1, 2, slot % 7]))

@@ -516,6 +516,39 @@ def test_a_shared_prefix_is_computed_once_with_steps_in_flight(monkeypatch, keys
     assert cached == {"r0": 0, "r1": 96, "r2": 96}
 
 
+def test_a_long_cached_prompt_is_looked_up_over_several_steps_while_others_decode(monkeypatch):
+    monkeypatch.setattr("emberline.engine.scheduler.admission.LOOK_UPS", 4)
+    bench = Bench(token_budget=256)
+    bench.submit("a", A, max_tokens=1)
+    assert bench.step() is not None, "nobody waits for the lookup of a lone prompt"
+    bench.finish()
+    bench.submit("stream", B[:5], max_tokens=40)
+    bench.step()
+    bench.submit("b", A, max_tokens=1)  # 12 blocks are cached
+    bench.submit("short", B[50:60], max_tokens=1)
+    rows = [[row.number for row in bench.step().rows] for _ in range(4)]
+    assert rows == [[1], [1], [1, 2], [1, 3]], "the stream is in each step, and nobody overtakes"
+    assert bench.deltas["b"][0].usage.cached_tokens == 192
+    assert bench.finish().tokens("b") == bench.tokens("a")
+
+
+def test_blocks_that_are_evicted_while_a_prompt_is_looked_up_are_computed_again(monkeypatch):
+    monkeypatch.setattr("emberline.engine.scheduler.admission.LOOK_UPS", 4)
+    bench = Bench(token_budget=256)
+    bench.submit("a", A, max_tokens=1)
+    bench.finish()
+    bench.submit("stream", B[:5], max_tokens=40)
+    bench.step()
+    bench.submit("b", A, max_tokens=1)
+    bench.step()
+    bench.step()
+    keys = blockhash.split(blockhash.chain(blockhash.root("fake", b""), pack(A)))
+    group = bench.cache.groups[0]
+    bench.cache._evict(group, [group.index.block(keys[5])])
+    assert bench.finish().deltas["b"][0].usage.cached_tokens == 5 * 16
+    assert bench.tokens("b") == bench.tokens("a")
+
+
 def test_a_new_prompt_is_hashed_after_the_launch(monkeypatch):
     hashed, at_launch = [], []
     blake2b = blockhash.blake2b

@@ -18,9 +18,10 @@ MAX_STEPS = 3000
 
 
 @pytest.fixture(scope="module", autouse=True)
-def prompts_are_hashed_block_by_block():
+def prompts_are_looked_up_block_by_block():
     with pytest.MonkeyPatch.context() as patch:  # else prompts are too short for more than one lookup
         patch.setattr("emberline.engine.scheduler.admission.KEYS_AT_ONCE", 1)
+        patch.setattr("emberline.engine.scheduler.admission.LOOK_UPS", 1)
         yield
 
 

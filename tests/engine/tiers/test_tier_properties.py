@@ -281,6 +281,6 @@ def test_blocks_in_the_middle_of_a_prefix_may_be_in_the_device_pool():
         while loop.busy or tier.saves:
             tier.act()
             usages += [delta.usage for delta in loop.step(0.0) if delta.finish is not None]
-        held = sorted(cache.groups[0].index.blocks(iter(cache.groups[0].index)))
+        held = sorted(cache.groups[0].index.blocks(list(cache.groups[0].index)).tolist())
         cache._evict(cache.groups[0], held[2:9])
     assert usages[1].cached_by_tier == {"host": 7 * 16, "device": 11 * 16}

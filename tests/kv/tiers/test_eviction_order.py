@@ -1,3 +1,4 @@
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -62,6 +63,21 @@ def test_every_block_that_was_added_and_not_removed_is_there_once(operations):
         )
         assert len(order._next) <= 2 * N + 8  # heads of runs are used again
     assert order.take(len(present)) and not order._runs if present else not order._runs
+
+
+@given(st.permutations(range(12)), st.integers(0, 12), st.permutations(range(12)), st.integers(0, 12))
+def test_blocks_in_an_array_are_linked_as_one_by_one(added, n_first, removed, n_removed):
+    """Several runs; blocks are removed in any order, across runs, and whole runs at once."""
+    found = []
+    for given_as in (list, lambda blocks: np.array(blocks, np.intp)):
+        order = EvictionOrder(12, Retention())
+        order.add_plain(given_as(added[:n_first]))
+        order.add_empty(given_as(added[n_first:]))
+        order.remove(given_as(removed[:n_removed]))
+        order.add_shared(given_as(removed[:n_removed]))
+        found.append([block for block, _ in order])
+    assert found[0] == found[1]
+    assert sorted(found[0]) == list(range(12))
 
 
 @given(st.lists(st.integers(1, 5), max_size=8), st.data())
