@@ -1,5 +1,5 @@
-"""Kernels by the real compiler, for a GPU that need not be there: of experts, around drafts, between stages of a pipeline,
-and with assembly.
+"""Kernels by the real compiler, for a GPU that need not be there: of experts, around drafts, between stages, and with
+assembly.
 
 The interpreter runs what a compiler rejects, such as a name that changes its type inside a branch.
 """
