@@ -30,7 +30,8 @@ SEED = 0
 _DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32, "fp8": torch.float8_e4m3fn, "u8": torch.uint8}
 _on_device: dict[int, tuple[Any, Any]] = {}  # by the address of a pool: the pool and its copy
 _load: list[str] = []  # what went wrong
-_chosen: dict[int, list[Any]] = {}  # by the number of a captured step's tokens: the ids of each layer's experts
+# By the number of a captured step's tokens: the ids of each layer's experts, and how many there are.
+_chosen: dict[int, list[tuple[Any, int]]] = {}
 
 
 def _cut(window: Any) -> Any:
@@ -103,7 +104,7 @@ _select_experts = BaseRouter._select_experts
 def _keep_chosen(self: Any, *args: Any, **kwargs: Any) -> Any:
     weights, ids = _select_experts(self, *args, **kwargs)
     if torch.cuda.is_current_stream_capturing():
-        _chosen.setdefault(len(ids), []).append(ids)
+        _chosen.setdefault(len(ids), []).append((ids, self.global_num_experts))
     return weights, ids
 
 
@@ -120,11 +121,14 @@ class CountsExperts:
     def forget_experts(self) -> None:
         with torch.inference_mode():  # the tensors are of one
             for each in _chosen.values():
-                for ids in each:
+                for ids, _ in each:
                     ids.fill_(0)
 
     def count_experts(self, tokens: int) -> float:
-        """Experts that the last step of so many tokens touched in a layer; 0 if none was replayed since `forget`."""
-        counts = [int(ids.unique().numel()) for ids in _chosen.get(tokens, [])]
-        touched = [count for count in counts if count > 1]
+        """Experts that the last step of so many tokens touched in a layer; 0 if none was replayed since `forget`.
+
+        Where another tensor has taken their memory after all, the numbers there are no experts, and do not count.
+        """
+        found = [(ids.unique(), n) for ids, n in _chosen.get(tokens, [])]
+        touched = [len(ids) for ids, n in found if len(ids) > 1 and 0 <= int(ids[0]) and int(ids[-1]) < n]
         return statistics.mean(touched) if touched else 0.0

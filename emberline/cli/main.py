@@ -56,8 +56,7 @@ _WITH_ACTIONS = ("batch", "model", "account", "key", "price", "provider", "gatew
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
-        print(_help())
-        return 0
+        return _with_error_messages(_print_help, argparse.Namespace())
     command = {"--version": "version", "-V": "version"}.get(words[0], words[0])
     if command not in COMMANDS:
         return _unknown(command)
@@ -69,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.set_defaults(command=command)
     if command == "version":
         parser.add_argument("--json", action="store_true", help="print JSON")
-        return _print_version(parser.parse_args(words[1:]))
+        return _with_error_messages(_print_version, parser.parse_args(words[1:]))
     module = importlib.import_module(f"emberline.cli.{_MODULES.get(command, command)}")
     module.add_arguments(parser)
     # Flags may stand between positional arguments, except where argparse has subcommands.
@@ -102,6 +101,11 @@ def _print_version(args: argparse.Namespace) -> int:
     from emberline import __version__
 
     print(json.dumps({"version": __version__}) if args.json else f"emberline {__version__}")
+    return 0
+
+
+def _print_help(args: argparse.Namespace) -> int:
+    print(_help(), flush=True)
     return 0
 
 
