@@ -198,7 +198,7 @@ def recorded(rng: random.Random) -> tuple[list[int], list[int]]:
 def measure(n_rows: int, n_steps: int, step_s: float, seed: int = 0) -> Figures:
     rng, device = random.Random(seed), Device(step_s)
     limits = Limits(context_len=4096, vocab_size=VOCAB, eos_ids=(0,), max_running=n_rows, token_budget=8192)
-    n_blocks = n_rows * limits.context_len // 16
+    n_blocks = 1 + n_rows * limits.context_len // 16
     cache = KVCache(Model.kv_groups, [n_blocks], chunk=limits.token_budget)
     prefill = LatencyTarget(GPU_SHAPES, most_drafts=lambda rows: most_drafts(rows, n_rows))
     runner, speculation = Recorded(limits, n_blocks, prefill, device), open_speculator("suffix", "cuda")

@@ -45,7 +45,7 @@ from emberline.engine.gpu.stream import SampledToken, StepOutputs, UrgentWait, d
 from emberline.engine.scheduler.limits import Limits
 from emberline.engine.scheduler.plan import DeviceLost, Masks, Row, StepPlan
 from emberline.engine.scheduler.prefill_policy import PrefillPolicy, StepWork
-from emberline.engine.speculation.verification import accepted_run
+from emberline.engine.speculation.verification import drawn_ids, n_accepted
 from emberline.engine.torch_runner import Model, allocate_pool
 from emberline.kernels.decode_inputs import MAX_ROW_TOKENS, PADDING, DecodeInputs, SlotState
 from emberline.kv.block_pool import NULL_BLOCK
@@ -395,13 +395,12 @@ class GpuRunner:
             none = SampledToken(-1)
             tokens = [each for token, n in zip(tokens, left_out) for each in (token, *[none] * n)]
         if launched.penalized is not None:
-            draws = iter(tokens)
+            draws = iter(drawn_ids(tokens))
             for row, slot, n_told in launched.penalized:
-                first, others = next(draws), list(islice(draws, row.n_drafts))
-                if slot.ids is not None and slot.n_told == n_told and first.token_id >= 0:
-                    drawn = [first, *accepted_run(first, others, row.draft_ids)]
+                drawn = list(islice(draws, 1 + row.n_drafts))
+                if slot.ids is not None and slot.n_told == n_told and drawn[0] >= 0:
                     at = len(slot.ids) if row.n_ahead else 4 * row.end  # then the host knows the rows before it
-                    slot.ids[at:] = pack([each.token_id for each in drawn])
+                    slot.ids[at:] = pack(drawn[: 1 + n_accepted(drawn, row.draft_ids)])
         return tokens
 
     def read_drafts(self, launched: _Launched) -> list[bytes]:

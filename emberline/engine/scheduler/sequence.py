@@ -54,6 +54,7 @@ class Sequence:
     fetched: dict[str, int] | None = None  # blocks that its last fetch brought, by tier
     n_received: int = 0  # tokens whose KV was received from another engine and is held for it
     n_computed: int = 0  # tokens whose KV is in the table, or will be when the planned steps are done
+    n_done: int = 0  # of these, as far as absorbed steps have computed them; full blocks of them can be published
     n_sampling: int = 0  # tokens that steps in flight sample, at least
     n_drafting: int = 0  # drafts of its rows in flight, with which it samples more
     n_chained: int = 0  # tokens that a draft head on the device proposes behind its last planned row
@@ -66,6 +67,8 @@ class Sequence:
     guide: Guide | None = None
     may_ban: bool = field(init=False)  # some tokens must not be sampled, at least for some time
     awaits_last: bool = field(init=False)  # which tokens are banned next depends on the last one
+    wants_logprobs: bool = field(init=False)
+    reports_drafts: bool = field(init=False)  # every delta says what became of drafts so far
     can_close: bool = False  # its grammar can be completed within max_tokens, and will be
     limits_thinking: bool = False  # the thinking limit may still apply
     suspicion: int = 1  # 0: a step with it succeeded; 1: it has not been in one; 2: one with it failed since
@@ -91,6 +94,7 @@ class Sequence:
         self.stop_ids = frozenset(sampling.stop_ids + (() if sampling.ignore_eos else limits.eos_ids))
         self.may_ban = sampling.min_tokens > 0 or bool(sampling.bad_ids)
         self.awaits_last = any(len(word) > 4 for word in sampling.bad_ids)
+        self.wants_logprobs, self.reports_drafts = sampling.logprobs is not None, request.speculation.report
         self.deadline_s = None if request.deadline_s is None else now_s + request.deadline_s
         self.ids = bytearray(request.prompt_ids + request.output_ids)
         if request.push is not None:
@@ -169,5 +173,5 @@ class Sequence:
             prompt_tokens=self.n_prompt,
             completion_tokens=0 if self.prefill_only else self.n_output,
             cached_by_tier=dict(self.cached_by_tier or {}),
-            drafts=DraftUsage(self.n_drafted, self.n_drafts_accepted) if self.request.speculation.report else None,
+            drafts=DraftUsage(self.n_drafted, self.n_drafts_accepted) if self.reports_drafts else None,
         )

@@ -96,7 +96,10 @@ class Speculator:
         self.drafts = False  # the step being planned may draft
         self._n_unasked = 0  # steps since the last one behind which the head was to propose
         self._n_accepted = 0  # since the last step time
-        self._verified: list[tuple[list[int], int, int]] = []  # cells, those guessed, drafts accepted: to be counted
+        # What `catch_up` counts:
+        self._verified: list[tuple[_Drafting, _InFlight, int, int]] = []  # and how many were drafted, and accepted
+        self._steps: list[tuple[StepPlan, int, float]] = []  # drafts accepted and seconds
+        self._ended: list[Sequence] = []
 
     def calibrate(self, step_s: Mapping[tuple[int, int], float]) -> None:
         """As `LengthPolicy.calibrate`."""
@@ -159,21 +162,30 @@ class Speculator:
         state = self._drafting.get(seq.number)
         if state is None or not state.in_flight:
             return
-        cells, guessed, expected = state.in_flight.popleft()
         self._n_accepted += n_accepted
         seq.n_drafted += n_drafted
         seq.n_drafts_accepted += n_accepted
-        state.n_expected = _FADE * state.n_expected + expected
-        state.n_accepted = _FADE * state.n_accepted + n_accepted
-        state.trust = min(_MOST_TRUST, max(_LEAST_TRUST, (state.n_accepted + 1) / (state.n_expected + 1)))
-        self._verified.append((cells[: guessed + n_drafted], guessed, n_accepted))
+        self._verified.append((state, state.in_flight.popleft(), n_drafted, n_accepted))
 
-    def launched(self) -> None:
-        for cells, guessed, n_accepted in self._verified:
+    def catch_up(self) -> None:
+        for state, (cells, guessed, expected), n_drafted, n_accepted in self._verified:
+            state.n_expected = _FADE * state.n_expected + expected
+            state.n_accepted = _FADE * state.n_accepted + n_accepted
+            state.trust = min(_MOST_TRUST, max(_LEAST_TRUST, (state.n_accepted + 1) / (state.n_expected + 1)))
+            cells = cells[: guessed + n_drafted]
             # Where no draft was drawn, the guess may have been wrong: the first of all is taken to be.
             self._policy.rates.add(cells, guessed + n_accepted if n_accepted or not guessed else 0)
             self._count([cell // MAX_CELLS for cell in cells[guessed:]], n_accepted)
+        for plan, n_accepted, seconds in self._steps:
+            n_rows = len(plan.rows)
+            if plan.n_tokens - plan.n_drafts == n_rows:  # it has no prompts
+                self._policy.measured(n_rows, plan.n_drafts, n_rows + n_accepted, seconds, plan.depth)
+        for seq in self._ended:
+            for drafter in self._drafters:
+                drafter.ended(seq)
         self._verified.clear()
+        self._steps.clear()
+        self._ended.clear()
 
     def appended(self, seq: Sequence, n: int) -> None:
         seq.n_drafted += n
@@ -193,20 +205,16 @@ class Speculator:
 
     def ended(self, seq: Sequence) -> None:
         self._drafting.pop(seq.number, None)
-        for drafter in self._drafters:
-            drafter.ended(seq)
+        self._ended.append(seq)
 
     def measured(self, plan: StepPlan, seconds: float) -> None:
-        n_rows, n_accepted = len(plan.rows), self._n_accepted
+        self._steps.append((plan, self._n_accepted, seconds))
         self._n_accepted = 0
-        if plan.n_tokens - plan.n_drafts == n_rows:  # it has no prompts
-            n_output = n_rows + n_accepted
-            self._policy.measured(n_rows, plan.n_drafts, n_output, seconds, plan.depth)
 
     @property
     def stats(self) -> tuple[DraftStats, ...]:
         """Totals by drafter and position."""
-        self.launched()
+        self.catch_up()
         if self._stats is None:
             self._stats = tuple(
                 DraftStats(self._drafters[number].name, tuple(drafted), tuple(accepted))
