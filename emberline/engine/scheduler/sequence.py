@@ -41,6 +41,7 @@ class Sequence:
     deadline_s: float | None = field(init=False)  # on the monotonic clock
     arrived_s: float = field(init=False)  # on the same clock
     waited_s: float = 0.0  # from its arrival to its first admission
+    prefill_only: bool = field(init=False)  # the full blocks of its prompt are computed and sent to a decode worker
     n_prompt: int = field(init=False)
     n_resumed: int = field(init=False)  # tokens of the reply that another engine sampled
     ids: bytearray = field(init=False)  # prompt and output, u32 LE
@@ -89,6 +90,7 @@ class Sequence:
         self.effective_class = request.priority
         self.seed = secrets.randbits(64) if sampling.seed is None else sampling.seed & _U64
         self.root_key = block_hash.root(fingerprint, request.salt)
+        self.prefill_only = request.push is not None  # nothing is sampled
         self.n_prompt, self.n_resumed = len(request.prompt_ids) // 4, len(request.output_ids) // 4
         self.max_tokens = limits.max_output(request)
         self.stop_ids = frozenset(sampling.stop_ids + (() if sampling.ignore_eos else limits.eos_ids))
@@ -97,7 +99,7 @@ class Sequence:
         self.wants_logprobs, self.reports_drafts = sampling.logprobs is not None, request.speculation.report
         self.deadline_s = None if request.deadline_s is None else now_s + request.deadline_s
         self.ids = bytearray(request.prompt_ids + request.output_ids)
-        if request.push is not None:
+        if self.prefill_only:
             self.n_resumed = 0
             self.ids = bytearray(request.prompt_ids[: 4 * BLOCK_TOKENS * self.n_transferable])
         self.keys = block_hash.split(request.keys)
@@ -106,11 +108,6 @@ class Sequence:
     def session_digest(self) -> bytes:
         """Of the client's name of the session; empty without one."""
         return block_hash.session_digest(self.request.session)
-
-    @property
-    def prefill_only(self) -> bool:
-        """The full blocks of its prompt are computed and sent to a decode worker; nothing is sampled."""
-        return self.request.push is not None
 
     @property
     def n_transferable(self) -> int:

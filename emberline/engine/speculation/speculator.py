@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 class _InFlight(NamedTuple):
     """A draft that is being verified."""
 
-    cells: list[int]
+    cells: Many[int]
     n_guessed: int  # leading tokens of it that its row does not have
     expected: float  # tokens of it that the policy expects to be drawn
 
@@ -124,24 +124,24 @@ class Speculator:
             n = min(n, allowed + seq.n_sampling)
         if not self.drafts or n <= seq.n_sampling:
             return b""
-        ids, cells = b"", list[int]()
+        ids, cells, n_sampling = b"", list[int](), seq.n_sampling
         for first_cell, drafter in self._by_first_cell:
             found = drafter.propose(seq, n - len(cells), ids)
             if found is not None and (cells or seq.mask is None or _may_follow(seq.mask, found.ids)):
                 ids += found.ids
-                cells += [first_cell + cell for cell in found.cells]
+                cells += [first_cell + cell for cell in found.cells] if first_cell else found.cells
                 if len(cells) >= n:
                     break
-        if len(cells) <= seq.n_sampling:
+        if len(cells) <= n_sampling:
             return b""
-        return ids[: 4 * (seq.n_sampling + self._choose(seq, cells, seq.n_sampling))]
+        return ids[: 4 * (n_sampling + self._choose(seq, cells, n_sampling))]
 
     def propose_ahead(self, seq: Sequence, n: int) -> int:
         allowed = seq.request.speculation.max_draft_tokens
         n = n if allowed is None else min(n, allowed)
         return self._choose(seq, list(range(n)), 0) if self.drafts and n else 0
 
-    def _choose(self, seq: Sequence, cells: list[int], n_guessed: int) -> int:
+    def _choose(self, seq: Sequence, cells: Many[int], n_guessed: int) -> int:
         state = self._drafting.get(seq.number)
         n_chosen, expected = self._policy.choose(cells, n_guessed, 1.0 if state is None else state.trust)
         if n_chosen:

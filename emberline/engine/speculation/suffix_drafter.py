@@ -55,7 +55,7 @@ class SuffixDrafter:
         self._entries: dict[int | bytes, _Entry] = {}  # by sequence number or tenant
         self._evicted: set[int] = set()  # sequences that have lost their index: it is not built again
         self._step = 0
-        self._looked_step = -1  # the last one in which many were looked up at once
+        self._looked_step = -1  # the last one in which anything was
         self._left = STEP_TOKENS  # to index in this step
         self.n_bytes = 0
 
@@ -129,23 +129,24 @@ class SuffixDrafter:
         """Index what the sequence has gained, and find what may follow it; in a step's first call of all sequences that
         will probably be asked for."""
         self._catch_up(asked, seq)
-        step, due, requests, contexts = self._step, list[_Entry](), list[int](), list[bytearray]()
-        entries = [asked] if self._looked_step == step else self._entries.values()
+        step, before, due = self._step, self._looked_step, list[_Entry]()
+        requests, contexts = list[int](), list[bytearray]()
         self._looked_step = step
-        for entry in entries:
-            if entry.seq is None or entry.used_step < step - 1 or entry.found_step == step:
+        for entry in [asked] if before == step else self._entries.values():
+            seq_of = entry.seq
+            if seq_of is None or entry.used_step < before or entry.found_step == step:
                 continue
-            ids = entry.seq.ids
+            ids, index = seq_of.ids, entry.index
             n_new = (len(ids) >> 2) - entry.n_indexed
             if n_new > MAX_MATCH:
                 if entry is not asked:
                     continue
                 n_new = 0  # the draft is from what is known
             entry.n_indexed += n_new
-            entry.index.n_tokens += n_new
+            index.n_tokens += n_new
             context = ids[-CONTEXT_BYTES:]
             due.append(entry)
-            requests += (entry.index.address, self._tenant(entry.seq), len(context) >> 2, n_new)
+            requests += (index.address, self._tenant(seq_of), len(context) >> 2, n_new)
             contexts.append(context)
         for entry, found in zip(due, self._matcher.drafts(requests, contexts, MOST)):
             entry.ids, entry.cells = found
