@@ -196,6 +196,7 @@ class GpuRunner:
             self._chain = open_chain(head, self._kv, n_blocks, self._slots, kernels, most)
         self._chains = CudaGraphs[ChainShape](self._device, graphs)
         self._n_launched = 0
+        self._unobserved: _Launched | None = None  # a step that was read, whose duration is not known to the policy yet
         self._urgent = UrgentWait()
         self._graphs = CudaGraphs[StepKind](self._device, graphs)
         self._padded: dict[StepKind, StepKind] = {}  # kinds that are not captured, and the captured one to use instead
@@ -317,6 +318,7 @@ class GpuRunner:
                 return GpuStep(self, self._launch(plan))
         except Exception as error:
             self._slots.forget(plan.rows)
+            self._unobserved = None  # its events will be those of another step
             return GpuStep(self, error)
 
     def _launch(self, plan: StepPlan) -> _Launched:
@@ -374,6 +376,9 @@ class GpuRunner:
             n_rows = launched.n_decodes + len(batch.chunks)
             drafts = self._draft(launched)
             launched.outputs.fetch(self._sampled, n_rows, batch.logprobs is not None, drafts)
+        if self._unobserved is not None:
+            self._observe(self._unobserved)
+            self._unobserved = None
 
     def wait(self) -> None:
         """Until the device has done all that was launched; raises DeviceLost if it cannot."""
@@ -385,12 +390,10 @@ class GpuRunner:
         outputs = launched.outputs
         indices = launched.batch.sample_indices(launched.n_decodes)
         tokens = outputs.read(indices, launched.batch.logprobs, self._urgent if launched.verifies else None)
-        if (
-            self._prefill is not None
-            and launched.work is not None
-            and (seconds := outputs.done.seconds_since(outputs.began)) is not None
-        ):
-            self._prefill.observe(launched.work, seconds)
+        if launched.verifies:
+            self._unobserved = launched  # behind the next launch, which the device waits for
+        else:
+            self._observe(launched)
         if (left_out := launched.batch.left_out) is not None:
             none = SampledToken(-1)
             tokens = [each for token, n in zip(tokens, left_out) for each in (token, *[none] * n)]
@@ -402,6 +405,14 @@ class GpuRunner:
                     at = len(slot.ids) if row.n_ahead else 4 * row.end  # then the host knows the rows before it
                     slot.ids[at:] = pack(drawn[: 1 + n_accepted(drawn, row.draft_ids)])
         return tokens
+
+    def _observe(self, launched: _Launched) -> None:
+        """Tell the prefill policy how long a step took that was read."""
+        outputs, work = launched.outputs, launched.work
+        if self._prefill is None or work is None:
+            return
+        if (seconds := outputs.done.seconds_since(outputs.began)) is not None:
+            self._prefill.observe(work, seconds)
 
     def read_drafts(self, launched: _Launched) -> list[bytes]:
         """Once the step was read."""

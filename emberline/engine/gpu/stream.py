@@ -83,8 +83,9 @@ class Upload:
 
     def send(self, n_words: int, to: Tensor) -> Tensor:
         """Queue the copy of the filled buffer; returns the device tensor."""
-        target = to[:n_words]
-        target.copy_(self._buffers[self._next][:n_words], non_blocking=True)
+        source = self._buffers[self._next]
+        target = to if n_words == len(to) else to[:n_words]  # a slice takes the host as long as a short copy
+        target.copy_(source if n_words == len(source) else source[:n_words], non_blocking=True)
         self._read[self._next].record()
         self._used[self._next] = True
         self._next = (self._next + 1) % len(self._buffers)
@@ -152,6 +153,8 @@ class StepOutputs:
             pinned(n_top, torch.int32, device).view(n_rows, MAX_TOP),
             pinned(n_top, torch.float32, device).view(n_rows, MAX_TOP),
         )
+        self._token_ids: NDArray[np.int32] = self._host.token_ids.numpy()
+        self._n = 0  # rows fetched
         self._drafts = pinned(n_drafting * MAX_DRAFTS, torch.int32, device).view(n_drafting, MAX_DRAFTS)
         self.began: DeviceEvent = device_event(device)
         self.done: DeviceEvent = device_event(device)
@@ -159,6 +162,7 @@ class StepOutputs:
 
     def fetch(self, sampled: SampledTensors, n: int, logprobs: bool, drafts: Tensor | None = None) -> None:
         """Queue the copy of the first n rows, and of drafts [rows, MAX_DRAFTS]."""
+        self._n = n
         if drafts is not None:
             self._drafts[: len(drafts)].copy_(drafts, non_blocking=True)
         names = ("token_ids", "logprob", "top_ids", "top_logprobs") if logprobs else ("token_ids",)
@@ -179,7 +183,7 @@ class StepOutputs:
         if urgent is not None:
             urgent.wait(self._ready)
         self.done.wait()
-        token_ids = self._host.token_ids.tolist()
+        token_ids = self._token_ids[: self._n].tolist()
         if logprobs is None:
             return [SampledToken(token_ids[i]) for i in order]
         return [self._with_logprobs(token_ids[i], i, k) for i, k in zip(order, logprobs)]
