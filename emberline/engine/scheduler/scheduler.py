@@ -65,7 +65,7 @@ class Scheduler:
         self._by_id: dict[str, Sequence] = {}
         self._by_number: dict[int, Sequence] = {}
         self._ended: OrderedDict[str, Conversation] = OrderedDict()  # of the last requests, which may have called tools
-        self._unpublished: list[Sequence] = []  # whose replies have full blocks since the last step
+        self._absorbed: list[Sequence] = []  # that had rows in steps absorbed since `catch_up`
         self._next_deadline_s = inf
         self._totals = EngineLoad(kv_total_blocks=cache.n_total)
         self._queues = Queues(limits.max_running)
@@ -246,7 +246,7 @@ class Scheduler:
         guided: list[Sequence] = []
         self._admission.done(plan)
         self._planner.succeeded()
-        token_ids, by_number, at = drawn_ids(sampled), self._by_number, 0
+        token_ids, by_number, absorbed, at = drawn_ids(sampled), self._by_number, self._absorbed, 0
         for row in plan.rows:
             first, draft_ids = at, row.draft_ids
             if row.samples:
@@ -255,8 +255,10 @@ class Scheduler:
             if seq is None or seq.admission != row.admission:
                 continue
             seq.suspicion = 0
+            absorbed.append(seq)
             if not row.samples:
-                self._computed(seq, row.end)
+                seq.n_done = row.end
+                self._admission.publish(seq)
                 deltas += self._send_kv(seq, row.end) if seq.prefill_only else ()
                 continue
             seq.n_sampling -= 1
@@ -267,7 +269,9 @@ class Scheduler:
                 self.cache.discard(seq.table)
                 deltas.append(self._fail(seq, Internal("the model produced invalid numbers")))
                 continue
-            self._computed(seq, seq.n_tokens if row.n_ahead else row.end, len(row.token_ids) > 4)
+            seq.n_done = seq.n_tokens if row.n_ahead else row.end
+            if len(row.token_ids) > 4:  # of a prompt: others may wait for its blocks
+                self._admission.publish(seq)
             end = first + 1 + (self._verify(seq, draft_ids, token_ids[first:at]) if draft_ids else 0)
             ids = token_ids[first:end]
             if seq.guide is not None:
@@ -280,21 +284,12 @@ class Scheduler:
                 deltas.append(self._append(seq, ids, sampled[first:end] if seq.wants_logprobs else ()))
         return deltas + self._take_guided(guided) if guided else deltas
 
-    def _computed(self, seq: Sequence, end: int, at_once: bool = True) -> None:
-        """The tokens of the sequence before `end` are computed. Full blocks of prompts are published at once: others
-        may wait for them, or are to be sent; those of replies by `catch_up`."""
-        seq.n_done = end
-        if end // BLOCK_TOKENS > seq.table.n_published:
-            if at_once:
-                self._admission.publish(seq)
-            else:
-                self._unpublished.append(seq)
-
     def catch_up(self) -> None:
-        """At the end of a step, while the device computes the next one: what no plan has to wait for."""
-        for seq in self._unpublished:
+        """At the end of a step, while the device computes the next one: what no plan has to wait for. Full blocks of
+        replies are published, as far as steps have computed them that were absorbed."""
+        for seq in self._absorbed:
             self._admission.publish(seq)
-        self._unpublished.clear()
+        self._absorbed.clear()
         if self._speculation is not None:
             self._speculation.catch_up()
 
@@ -412,6 +407,7 @@ class Scheduler:
             self._speculation.appended(seq, seq.n_appended)
         if seq.slot == NO_SLOT:
             self._queues.waiting_tokens += len(entries)
+        self._absorbed.append(seq)
         return [self._append(seq, [entry.token_id for entry in entries], entries, finish)]
 
     def _append(
@@ -423,8 +419,11 @@ class Scheduler:
         if first:
             seq.first_token_step = self._totals.steps
         seq.ids += packed
-        if seq.n_accepted:
-            self._keep_drafts(seq)
+        if n := seq.n_accepted:  # drafts that the output has gained, which are computed
+            seq.n_accepted = 0
+            if seq.slot != NO_SLOT:  # not preempted meanwhile
+                seq.n_computed += n
+                seq.n_done += n
         self._totals.output_tokens += len(ids)
         logprobs = [_entry(entry) for entry in entries] if seq.wants_logprobs and entries else None
         if finish is not None:
@@ -432,13 +431,6 @@ class Scheduler:
         if first:
             return TokenDelta(seq.id, packed, None, seq.usage(), logprobs, None, seq.waited_s)
         return TokenDelta(seq.id, packed, None, seq.usage() if seq.reports_drafts else None, logprobs)
-
-    def _keep_drafts(self, seq: Sequence) -> None:
-        """The output has gained its accepted drafts, which are computed. Over all others others are computed."""
-        n, seq.n_accepted = seq.n_accepted, 0
-        if seq.slot != NO_SLOT:  # not preempted meanwhile
-            seq.n_computed += n
-            self._computed(seq, seq.n_done + n, at_once=False)
 
     def _send_kv(self, seq: Sequence, n_computed: int) -> list[TokenDelta]:
         """Send the computed blocks of a prefill-only sequence; with the last of them it gives up its slot."""

@@ -5,8 +5,8 @@ from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -31,7 +31,7 @@ _LEAST_TRUST, _MOST_TRUST = 0.2, 1.3
 _log = logging.getLogger(__name__)
 
 
-class _InFlight(NamedTuple):
+class _InFlight(msgspec.Struct, gc=False):
     """A draft that is being verified."""
 
     cells: Many[int]
@@ -119,12 +119,12 @@ class Speculator:
         return depth
 
     def propose(self, seq: Sequence, n: int) -> bytes:
-        allowed = seq.request.speculation.max_draft_tokens
+        allowed, n_sampling = seq.request.speculation.max_draft_tokens, seq.n_sampling
         if allowed is not None:
-            n = min(n, allowed + seq.n_sampling)
-        if not self.drafts or n <= seq.n_sampling:
+            n = min(n, allowed + n_sampling)
+        if not self.drafts or n <= n_sampling:
             return b""
-        ids, cells, n_sampling = b"", list[int](), seq.n_sampling
+        ids, cells = b"", list[int]()
         for first_cell, drafter in self._by_first_cell:
             found = drafter.propose(seq, n - len(cells), ids)
             if found is not None and (cells or seq.mask is None or _may_follow(seq.mask, found.ids)):
@@ -168,11 +168,12 @@ class Speculator:
         self._verified.append((state, state.in_flight.popleft(), n_drafted, n_accepted))
 
     def catch_up(self) -> None:
-        for state, (cells, guessed, expected), n_drafted, n_accepted in self._verified:
-            state.n_expected = _FADE * state.n_expected + expected
+        for state, draft, n_drafted, n_accepted in self._verified:
+            guessed = draft.n_guessed
+            state.n_expected = _FADE * state.n_expected + draft.expected
             state.n_accepted = _FADE * state.n_accepted + n_accepted
             state.trust = min(_MOST_TRUST, max(_LEAST_TRUST, (state.n_accepted + 1) / (state.n_expected + 1)))
-            cells = cells[: guessed + n_drafted]
+            cells = draft.cells[: guessed + n_drafted]
             # Where no draft was drawn, the guess may have been wrong: the first of all is taken to be.
             self._policy.rates.add(cells, guessed + n_accepted if n_accepted or not guessed else 0)
             self._count([cell // MAX_CELLS for cell in cells[guessed:]], n_accepted)

@@ -64,13 +64,15 @@ class SuffixDrafter:
         self._left = STEP_TOKENS
 
     def propose(self, seq: Sequence, most: int, after: bytes = b"") -> Draft | None:
-        own = self._entries.get(seq.number) or self._of_sequence(seq)
+        own, step = self._entries.get(seq.number) or self._of_sequence(seq), self._step
         if own is not None:
-            own.used_step = self._step
-            if own.found_step != self._step:
+            own.used_step = step
+            if own.found_step != step:
                 self._look_up(own, seq)
         if own is not None and not after and most <= MOST:
-            ids, cells = own.ids[: 4 * most], own.cells[:most]
+            ids, cells = own.ids, own.cells
+            if len(cells) > most:
+                ids, cells = ids[: 4 * most], cells[:most]
         else:
             context = seq.ids[-CONTEXT_BYTES:] + after
             request = [own.index.address if own else 0, self._tenant(seq), len(context) >> 2, 0]
@@ -131,12 +133,13 @@ class SuffixDrafter:
         self._catch_up(asked, seq)
         step, before, due = self._step, self._looked_step, list[_Entry]()
         requests, contexts = list[int](), list[bytearray]()
+        root_key, tenant = b"", 0  # those of the last one: most are of few tenants
         self._looked_step = step
         for entry in [asked] if before == step else self._entries.values():
-            seq_of = entry.seq
-            if seq_of is None or entry.used_step < before or entry.found_step == step:
+            owner = entry.seq
+            if owner is None or entry.used_step < before or entry.found_step == step:
                 continue
-            ids, index = seq_of.ids, entry.index
+            ids, index = owner.ids, entry.index
             n_new = (len(ids) >> 2) - entry.n_indexed
             if n_new > MAX_MATCH:
                 if entry is not asked:
@@ -146,10 +149,11 @@ class SuffixDrafter:
             index.n_tokens += n_new
             context = ids[-CONTEXT_BYTES:]
             due.append(entry)
-            requests += (index.address, self._tenant(seq_of), len(context) >> 2, n_new)
+            if owner.root_key != root_key:
+                root_key, tenant = owner.root_key, self._tenant(owner)
+            requests += (index.address, tenant, len(context) >> 2, n_new)
             contexts.append(context)
-        for entry, found in zip(due, self._matcher.drafts(requests, contexts, MOST)):
-            entry.ids, entry.cells = found
+        for entry, (entry.ids, entry.cells) in zip(due, self._matcher.drafts(requests, contexts, MOST)):
             entry.found_step = step
 
     def _catch_up(self, entry: _Entry, seq: Sequence) -> None:
