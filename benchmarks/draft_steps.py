@@ -1,6 +1,6 @@
 """The host's time between two steps with drafts: `python -m benchmarks.draft_steps [--rows 16,32]`.
 
-A GPU that has verified drafts waits until the host has planned and launched the next step. Measured here, without a GPU:
+A GPU that has verified drafts waits until the host has planned and launched the next step. Measured here without one:
 the scheduler, step loop, suffix drafter and the GPU runner's own host code, on a device that computes nothing, takes a
 given time for every step and draws what was recorded. For each step that the next one had to wait for:
 
@@ -226,13 +226,18 @@ def measure(n_rows: int, n_steps: int, step_s: float, seed: int = 0) -> Figures:
         for delta in deltas:
             assert delta.error is None, delta.error
             n_open -= delta.finish is not None
-        if number > WARM_STEPS and before is not None and planned[0] is not before and before.n_drafts:
-            if device.launched_s > device.read_s and planned[0].n_drafts and not planned[0].admissions:
-                critical.append(1e6 * (device.launched_s - device.read_s))
-                deferred.append(1e6 * (returned_s - device.launched_s))
-                n_tokens += sum(len(delta.token_ids) // 4 for delta in deltas)
-                n_drafted_rows += len(before.rows)
+        if number > WARM_STEPS and before is not None and waited(before, planned[0], device):
+            critical.append(1e6 * (device.launched_s - device.read_s))
+            deferred.append(1e6 * (returned_s - device.launched_s))
+            n_tokens += sum(len(delta.token_ids) // 4 for delta in deltas)
+            n_drafted_rows += len(before.rows)
     return Figures(critical, deferred, n_tokens / n_drafted_rows)
+
+
+def waited(before: StepPlan, plan: StepPlan, device: Device) -> bool:
+    """Whether both steps have drafts, and the second was launched once the first was read; no sequence begins."""
+    is_new = plan is not before and device.launched_s > device.read_s
+    return is_new and bool(before.n_drafts and plan.n_drafts) and not plan.admissions
 
 
 def main() -> None:

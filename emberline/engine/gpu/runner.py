@@ -41,9 +41,9 @@ from emberline.engine.gpu.shapes import (
     verify_shape,
 )
 from emberline.engine.gpu.slots import Slot, Slots, SlotSampler
-from emberline.engine.gpu.stream import SampledToken, StepOutputs, UrgentWait, device_event, sampled_tensors
+from emberline.engine.gpu.stream import StepOutputs, UrgentWait, device_event, sampled_tensors
 from emberline.engine.scheduler.limits import Limits
-from emberline.engine.scheduler.plan import DeviceLost, Masks, Row, StepPlan
+from emberline.engine.scheduler.plan import DeviceLost, Masks, Row, SampledToken, StepPlan
 from emberline.engine.scheduler.prefill_policy import PrefillPolicy, StepWork
 from emberline.engine.speculation.verification import drawn_ids, n_accepted
 from emberline.engine.torch_runner import Model, allocate_pool
@@ -386,7 +386,7 @@ class GpuRunner:
         done.record()
         done.wait()
 
-    def read(self, launched: _Launched) -> list[SampledToken]:
+    def read(self, launched: _Launched) -> Sequence[SampledToken]:
         outputs = launched.outputs
         indices = launched.batch.sample_indices(launched.n_decodes)
         tokens = outputs.read(indices, launched.batch.logprobs, self._urgent if launched.verifies else None)

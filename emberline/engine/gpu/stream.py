@@ -1,16 +1,16 @@
 """Asynchronous copies between host and device, and the events to wait for. On a CPU everything is synchronous."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from emberline.engine.scheduler.plan import DeviceLost
+from emberline.engine.scheduler.plan import DeviceLost, Draws, SampledToken
 from emberline.kernels.decode_inputs import MAX_DRAFTS
 
 
@@ -108,12 +108,6 @@ class SampledTensors:
         return SampledTensors(self.token_ids[:n], self.logprob[:n], self.top_ids[:n], self.top_logprobs[:n])
 
 
-class SampledToken(msgspec.Struct, gc=False):
-    token_id: int
-    logprob: float | None = None
-    top: list[tuple[int, float]] = []
-
-
 def sampled_tensors(n_rows: int, device: torch.device) -> SampledTensors:
     return SampledTensors(
         torch.zeros(n_rows, dtype=torch.int32, device=device),
@@ -178,14 +172,14 @@ class StepOutputs:
 
     def read(
         self, order: list[int], logprobs: list[int | None] | None, urgent: UrgentWait | None = None
-    ) -> list[SampledToken]:
+    ) -> Sequence[SampledToken]:
         """Wait, then the tokens in this order of rows; `logprobs`: how many alternatives each wants."""
         if urgent is not None:
             urgent.wait(self._ready)
         self.done.wait()
         token_ids = self._token_ids[: self._n].tolist()
         if logprobs is None:
-            return [SampledToken(token_ids[i]) for i in order]
+            return Draws([token_ids[i] for i in order])
         return [self._with_logprobs(token_ids[i], i, k) for i, k in zip(order, logprobs)]
 
     def _with_logprobs(self, token_id: int, row: int, k: int | None) -> SampledToken:

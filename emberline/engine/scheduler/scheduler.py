@@ -183,7 +183,10 @@ class Scheduler:
         """Before a plan: deadlines, progress of KV transfers and grammars. Ends sequences that failed."""
         self._admission.now_s = self.cache.retention.now_s = now_s
         self._batch_class.advance(self._queues, now_s)
-        deltas = self._expire(now_s) + self._poll_transfers(now_s) + self._poll_grammars()
+        deltas = self._expire(now_s) if now_s >= self._next_deadline_s else []
+        deltas += self._poll_transfers(now_s)
+        if self._grammars is not None:
+            deltas += self._poll_grammars()
         if self._tiers is not None:
             self._poll_tiers(self._tiers, now_s)
         return deltas
@@ -323,8 +326,6 @@ class Scheduler:
     # --- before a plan ----------------------------------------------------------------------------------------------
 
     def _expire(self, now_s: float) -> list[TokenDelta]:
-        if now_s < self._next_deadline_s:
-            return []
         timed = [(seq, seq.deadline_s) for seq in self._by_number.values() if seq.deadline_s is not None]
         self._next_deadline_s = min((deadline_s for _, deadline_s in timed if deadline_s > now_s), default=inf)
         return [
@@ -334,8 +335,10 @@ class Scheduler:
         ]
 
     def _poll_transfers(self, now_s: float) -> list[TokenDelta]:
-        deltas = []
+        deltas: list[TokenDelta] = []
         update = self._transfers.poll(now_s)
+        if update is None:
+            return deltas
         for seq, error in update.ended:
             if seq.number in self._by_number:
                 deltas.append(self._end(seq, "stop") if error is None else self._fail(seq, error))

@@ -7,7 +7,7 @@ is drawn after accepted drafts is what would have been drawn without any. A draf
 from collections.abc import Sequence as Many
 from typing import Protocol
 
-from emberline.engine.scheduler.plan import UNKNOWN_DRAFT, Row, Sampled, StepPlan
+from emberline.engine.scheduler.plan import UNKNOWN_DRAFT, Draws, Row, Sampled, StepPlan
 from emberline.engine.scheduler.sequence import Sequence
 from emberline.protocol.frames import DraftStats
 from emberline.protocol.token_ids import unpack
@@ -78,7 +78,7 @@ def n_accepted(drawn: Many[int], draft_ids: bytes) -> int:
 
 
 def drawn_ids(draws: Many[Sampled]) -> list[int]:
-    return [draw.token_id for draw in draws]
+    return draws.token_ids if isinstance(draws, Draws) else [draw.token_id for draw in draws]
 
 
 def known_tokens(row: Row, draws: Many[Sampled]) -> list[int]:

@@ -14,7 +14,7 @@ from emberline.engine.step_loop import StepLoop
 from emberline.kv.cache import KVCache
 from emberline.protocol.request import Push
 from emberline.protocol.token_ids import pack, unpack
-from tests.engine.fakes import FULL, VOCAB, Drawn, FakeRunner, expected, request
+from tests.engine.fakes import FULL, VOCAB, FakeRunner, expected, request
 from tests.engine.scheduler.test_scheduler_properties import InvariantChecker, arrivals, play, setups
 from tests.engine.speculation.standin import StandinSpeculation, output_of
 from tests.engine.transfer.fake_wire import Wire
