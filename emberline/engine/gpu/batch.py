@@ -21,7 +21,7 @@ from emberline.engine.gpu.shapes import (
     mixed_tokens,
     table_width,
 )
-from emberline.engine.gpu.slots import Slots
+from emberline.engine.gpu.slots import Slot
 from emberline.engine.gpu.stream import Upload
 from emberline.engine.scheduler.plan import Masks, Row, StepPlan
 from emberline.kernels.decode_inputs import (
@@ -138,20 +138,22 @@ class StepBatch:
         return len(self.decodes) + sum(row.end - row.start for row in self.chunks)
 
     @classmethod
-    def of(cls, plan: StepPlan, slots: Slots) -> "StepBatch":
+    def of(cls, plan: StepPlan, slots: Sequence[Slot]) -> "StepBatch":
+        """slots: of the plan's rows."""
         batch = cls()
-        sampling = [row for row in plan.rows if row.samples]
-        batch.decodes = [row for row in sampling if row.follows or len(row.token_ids) == 4]
+        sampling, known = plan.rows, slots
+        batch.decodes = [row for row in sampling if row.samples and (row.follows or len(row.token_ids) == 4)]
         if len(batch.decodes) == len(plan.rows):
             batch.order = list(range(len(sampling)))
         else:
+            sampling = [row for row in plan.rows if row.samples]
+            known = [slot for row, slot in zip(plan.rows, slots) if row.samples]
             decodes = {id(row) for row in batch.decodes}
             batch.chunks = [row for row in plan.rows if id(row) not in decodes]
             ordered = [*batch.decodes, *(row for row in batch.chunks if row.samples)]
             indices = {id(row): n for n, row in enumerate(ordered)}
             batch.order = [indices[id(row)] for row in sampling]
         batch.slots = [row.slot for row in sampling]
-        known = slots.of(sampling)
         batch.masked = True in [slot.masked for slot in known]
         logprobs = [slot.logprobs for slot in known]
         batch.logprobs = logprobs if logprobs.count(None) < len(logprobs) else None
@@ -237,7 +239,7 @@ class DecodeBuffers:
             ends = [*starts[1:], n_tokens]
             by_row = [(_OWN + row.draft_ids).ljust(4 * (end - at), b"\0") for row, at, end in zip(rows, starts, ends)]
             words.frombytes(b"".join(by_row).ljust(4 * n_tokens, b"\0"))
-        self._upload.array()[: len(words)] = words
+        self._upload.words()[: len(words)] = words
         self._upload.send(self._n_words, self._packet)  # all of it, which is little
 
     def send_shared(self, shared: SharedPrefix) -> None:

@@ -330,13 +330,14 @@ class GpuRunner:
             slots.admit(admission)
         if self._chain is not None and plan.admissions:
             self._chain.forget([admission.slot for admission in plan.admissions])
-        batch = StepBatch.of(plan, slots)
+        known = slots.of(plan.rows)
+        batch = StepBatch.of(plan, known)
         drafting = batch.slots if plan.depth else []
         verify = self._verify_kind(batch, plan) if plan.n_drafting else None
         if plan.n_drafting and verify is None:
             batch.leave_out_drafts(plan)
         upload, counts = bool(batch.chunks), False
-        for row, slot in zip(plan.rows, slots.of(plan.rows)):  # most of them have nothing new but a token
+        for row, slot in zip(plan.rows, known):  # most of them have nothing new but a token
             if row.blocks is not None:
                 slots.grow(row, row.blocks, upload=upload or (verify is None and bool(row.draft_ids)))
             if row.passed != slot.passed:
@@ -362,7 +363,7 @@ class GpuRunner:
             drafting,
             plan.depth,
             bool(verify and plan.n_awaited),
-            [(r, s, s.n_told) for r, s in zip(plan.rows, slots.of(plan.rows)) if r.samples] if counts else None,
+            [(r, s, s.n_told) for r, s in zip(plan.rows, known) if r.samples] if counts else None,
         )
 
     def finish(self, launched: _Launched, masks: Masks | None) -> None:

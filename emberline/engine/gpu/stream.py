@@ -71,6 +71,7 @@ class Upload:
         self._device = device
         self._buffers = [pinned(n_words, torch.int32, device) for _ in range(depth)]
         self._arrays: list[NDArray[np.int32]] = [buffer.numpy() for buffer in self._buffers]
+        self._words = [memoryview(array) for array in self._arrays]
         self._read = [device_event(device) for _ in range(depth)]
         self._used = [False] * depth
         self._next = 0
@@ -80,6 +81,11 @@ class Upload:
         if self._used[self._next]:
             self._read[self._next].wait()
         return self._arrays[self._next]
+
+    def words(self) -> memoryview:
+        """The same as plain memory."""
+        self.array()
+        return self._words[self._next]
 
     def send(self, n_words: int, to: Tensor) -> Tensor:
         """Queue the copy of the filled buffer; returns the device tensor."""
@@ -176,7 +182,8 @@ class StepOutputs:
         """Wait, then the tokens in this order of rows; `logprobs`: how many alternatives each wants."""
         if urgent is not None:
             urgent.wait(self._ready)
-        self.done.wait()
+        else:
+            self.done.wait()
         token_ids = self._token_ids[: self._n].tolist()
         if logprobs is None:
             return Draws([token_ids[i] for i in order])

@@ -37,6 +37,7 @@ class Sequence:
     seed: int = field(init=False)
     root_key: bytes = field(init=False)  # of its chain of content keys
     max_tokens: int = field(init=False)  # of the reply, resumed tokens included
+    most_tokens: int = field(init=False)  # of prompt and reply
     stop_ids: frozenset[int] = field(init=False)  # end tokens included, unless ignored
     deadline_s: float | None = field(init=False)  # on the monotonic clock
     arrived_s: float = field(init=False)  # on the same clock
@@ -93,6 +94,7 @@ class Sequence:
         self.prefill_only = request.push is not None  # nothing is sampled
         self.n_prompt, self.n_resumed = len(request.prompt_ids) // 4, len(request.output_ids) // 4
         self.max_tokens = limits.max_output(request)
+        self.most_tokens = self.n_prompt + self.max_tokens
         self.stop_ids = frozenset(sampling.stop_ids + (() if sampling.ignore_eos else limits.eos_ids))
         self.may_ban = sampling.min_tokens > 0 or bool(sampling.bad_ids)
         self.awaits_last = any(len(word) > 4 for word in sampling.bad_ids)
@@ -159,7 +161,7 @@ class Sequence:
 
     @property
     def n_output_left(self) -> int:
-        return self.max_tokens + self.n_prompt - (len(self.ids) >> 2)
+        return self.most_tokens - (len(self.ids) >> 2)
 
     def extend_keys(self, n_blocks: int | None = None) -> None:
         """Compute the content keys of the first n_blocks blocks, or of all full ones."""
