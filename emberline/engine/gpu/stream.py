@@ -71,7 +71,7 @@ class Upload:
         self._device = device
         self._buffers = [pinned(n_words, torch.int32, device) for _ in range(depth)]
         self._arrays: list[NDArray[np.int32]] = [buffer.numpy() for buffer in self._buffers]
-        self._words = [memoryview(array) for array in self._arrays]
+        self._words = [array.data for array in self._arrays]
         self._read = [device_event(device) for _ in range(depth)]
         self._used = [False] * depth
         self._next = 0

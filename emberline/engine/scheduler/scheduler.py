@@ -272,15 +272,16 @@ class Scheduler:
                 self.cache.discard(seq.table)
                 deltas.append(self._fail(seq, Internal("the model produced invalid numbers")))
                 continue
-            seq.n_done = seq.n_tokens if row.n_ahead else row.end
-            if len(row.token_ids) > 4:  # of a prompt: others may wait for its blocks
+            n_tokens, n_own = len(seq.ids) >> 2, len(row.token_ids) >> 2
+            seq.n_done = n_tokens if row.n_ahead else row.start + (n_own or 1)
+            if n_own > 1:  # of a prompt: others may wait for its blocks
                 self._admission.publish(seq)
             end = first + 1 + (self._verify(seq, draft_ids, token_ids[first:at]) if draft_ids else 0)
             ids = token_ids[first:end]
             if seq.guide is not None:
                 self._guides.take(seq, list(sampled[first:end]))
                 guided.append(seq)
-            elif seq.limits_thinking or len(ids) >= seq.n_output_left or not seq.stop_ids.isdisjoint(ids):
+            elif seq.limits_thinking or n_tokens + len(ids) >= seq.most_tokens or not seq.stop_ids.isdisjoint(ids):
                 entries, finish = token_rules.take_run(seq, list(sampled[first:end]), self.limits.eos_ids)
                 deltas.append(self._append(seq, [entry.token_id for entry in entries], entries, finish))
             else:  # the common case: all of it joins the output, which goes on
