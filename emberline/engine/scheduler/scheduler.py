@@ -187,7 +187,7 @@ class Scheduler:
         deltas += self._poll_transfers(now_s)
         if self._grammars is not None:
             deltas += self._poll_grammars()
-        if self._tiers is not None:
+        if self._tiers is not None and self._tiers.busy:
             self._poll_tiers(self._tiers, now_s)
         return deltas
 
@@ -294,6 +294,8 @@ class Scheduler:
         for seq in self._absorbed:
             self._admission.publish(seq)
         self._absorbed.clear()
+        if self._tiers is not None and not self._tiers.busy:
+            self._poll_tiers(self._tiers, self._admission.now_s)
         if self._speculation is not None:
             self._speculation.catch_up()
 
