@@ -168,11 +168,12 @@ class StepLoop:
 
     def step(self, now_s: float) -> list[TokenDelta]:
         deltas: list[TokenDelta] = []
-        if self._in_flight and _is_awaited(self._in_flight[-1][0]):
+        awaited = bool(self._in_flight) and _is_awaited(self._in_flight[-1][0])
+        if awaited:
             while self._in_flight:
                 deltas += self._absorb_oldest()
         self.scheduler.cache.fence.set_oldest_in_flight(self._in_flight[0][0].number if self._in_flight else None)
-        deltas += self.scheduler.advance(now_s)
+        deltas += self.scheduler.advance(now_s, device_waits=awaited)
         plan = self.scheduler.plan()
         if plan.rows:
             deltas += self._launch(plan)

@@ -66,6 +66,7 @@ class Scheduler:
         self._by_number: dict[int, Sequence] = {}
         self._ended: OrderedDict[str, Conversation] = OrderedDict()  # of the last requests, which may have called tools
         self._absorbed: list[Sequence] = []  # that had rows in steps absorbed since `catch_up`
+        self._polls_late = False  # tiers are polled by `catch_up`
         self._next_deadline_s = inf
         self._totals = EngineLoad(kv_total_blocks=cache.n_total)
         self._queues = Queues(limits.max_running)
@@ -179,16 +180,19 @@ class Scheduler:
 
     # --- one step ---------------------------------------------------------------------------------------------------
 
-    def advance(self, now_s: float) -> list[TokenDelta]:
-        """Before a plan: deadlines, progress of KV transfers and grammars. Ends sequences that failed."""
+    def advance(self, now_s: float, device_waits: bool = False) -> list[TokenDelta]:
+        """Before a plan: deadlines, progress of KV transfers and grammars. Ends sequences that failed. device_waits:
+        what the plan does not depend on is left to `catch_up`."""
         self._admission.now_s = self.cache.retention.now_s = now_s
         self._batch_class.advance(self._queues, now_s)
         deltas = self._expire(now_s) if now_s >= self._next_deadline_s else []
         deltas += self._poll_transfers(now_s)
         if self._grammars is not None:
             deltas += self._poll_grammars()
-        if self._tiers is not None and self._tiers.busy:
-            self._poll_tiers(self._tiers, now_s)
+        if self._tiers is not None:
+            self._polls_late = device_waits and not self._tiers.busy
+            if not self._polls_late:
+                self._poll_tiers(self._tiers, now_s)
         return deltas
 
     def set_prefill_rate(self, tokens_per_s: float) -> None:
@@ -294,7 +298,8 @@ class Scheduler:
         for seq in self._absorbed:
             self._admission.publish(seq)
         self._absorbed.clear()
-        if self._tiers is not None and not self._tiers.busy:
+        if self._tiers is not None and self._polls_late:
+            self._polls_late = False
             self._poll_tiers(self._tiers, self._admission.now_s)
         if self._speculation is not None:
             self._speculation.catch_up()
