@@ -116,6 +116,7 @@ class ModelledEngine:
                         first.set_result(None)
                     if delta.finish is not None and not last.done():
                         last.set_result(None)
+            self._scheduler.catch_up()
             self.worker.load = self._scheduler.load()
 
 

@@ -130,5 +130,5 @@ class CountsExperts:
         Where another tensor has taken their memory after all, the numbers there are no experts, and do not count.
         """
         found = [(ids.unique(), n) for ids, n in _chosen.get(tokens, [])]
-        touched = [len(ids) for ids, n in found if len(ids) > 1 and 0 <= int(ids[0]) and int(ids[-1]) < n]
+        touched = [len(ids) for ids, n in found if len(ids) > 1 and int(ids[0]) >= 0 and int(ids[-1]) < n]
         return statistics.mean(touched) if touched else 0.0

@@ -168,16 +168,18 @@ class StepLoop:
 
     def step(self, now_s: float) -> list[TokenDelta]:
         deltas: list[TokenDelta] = []
-        if self._in_flight and _is_awaited(self._in_flight[-1][0]):
+        awaited = bool(self._in_flight) and _is_awaited(self._in_flight[-1][0])
+        if awaited:
             while self._in_flight:
                 deltas += self._absorb_oldest()
         self.scheduler.cache.fence.set_oldest_in_flight(self._in_flight[0][0].number if self._in_flight else None)
-        deltas += self.scheduler.advance(now_s)
+        deltas += self.scheduler.advance(now_s, device_waits=awaited)
         plan = self.scheduler.plan()
         if plan.rows:
             deltas += self._launch(plan)
         if len(self._in_flight) == self._steps_in_flight or (self._in_flight and not plan.rows):
             deltas += self._absorb_oldest()
+        self.scheduler.catch_up()
         self.in_step = bool(self._in_flight)
         goes_on = plan.rows or self._in_flight or self.scheduler.has_fetch_work
         self._stuck_at = -1 if goes_on else self.scheduler.n_submitted

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from emberline.engine.scheduler.limits import Limits
 from emberline.engine.scheduler.plan import StepPlan
 from emberline.engine.scheduler.scheduler import Scheduler
-from emberline.engine.speculation.verification import accepted_run
+from emberline.engine.speculation.verification import n_accepted
 from emberline.kv.block_pool import NULL_BLOCK
 from emberline.kv.cache import KVCache
 from emberline.protocol.block_hash import KVGroup
@@ -145,7 +145,7 @@ class FakeRunner:
             self.last[row.slot] = 0
             return [Drawn(-1)] * (1 + row.n_drafts)
         drawn = [self._draw(row, tables, end) for end in range(row.end, row.stop + 1)]
-        self.last[row.slot] = [drawn[0], *accepted_run(drawn[0], drawn[1:], row.draft_ids)][-1].token_id
+        self.last[row.slot] = drawn[n_accepted([each.token_id for each in drawn], row.draft_ids)].token_id
         return drawn
 
     def _draw(self, row, tables, end):

@@ -1,5 +1,6 @@
 """The rows of a plan in device order, the buffers that upload them, and prefixes that decode rows share."""
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -20,7 +21,7 @@ from emberline.engine.gpu.shapes import (
     mixed_tokens,
     table_width,
 )
-from emberline.engine.gpu.slots import Slots
+from emberline.engine.gpu.slots import Slot
 from emberline.engine.gpu.stream import Upload
 from emberline.engine.scheduler.plan import Masks, Row, StepPlan
 from emberline.kernels.decode_inputs import (
@@ -137,20 +138,22 @@ class StepBatch:
         return len(self.decodes) + sum(row.end - row.start for row in self.chunks)
 
     @classmethod
-    def of(cls, plan: StepPlan, slots: Slots) -> "StepBatch":
+    def of(cls, plan: StepPlan, slots: Sequence[Slot]) -> "StepBatch":
+        """slots: of the plan's rows."""
         batch = cls()
-        sampling = [row for row in plan.rows if row.samples]
-        batch.decodes = [row for row in sampling if row.follows or len(row.token_ids) == 4]
+        sampling, known = plan.rows, slots
+        batch.decodes = [row for row in sampling if row.samples and (row.follows or len(row.token_ids) == 4)]
         if len(batch.decodes) == len(plan.rows):
             batch.order = list(range(len(sampling)))
         else:
+            sampling = [row for row in plan.rows if row.samples]
+            known = [slot for row, slot in zip(plan.rows, slots) if row.samples]
             decodes = {id(row) for row in batch.decodes}
             batch.chunks = [row for row in plan.rows if id(row) not in decodes]
             ordered = [*batch.decodes, *(row for row in batch.chunks if row.samples)]
             indices = {id(row): n for n, row in enumerate(ordered)}
             batch.order = [indices[id(row)] for row in sampling]
         batch.slots = [row.slot for row in sampling]
-        known = slots.of(sampling)
         batch.masked = True in [slot.masked for slot in known]
         logprobs = [slot.logprobs for slot in known]
         batch.logprobs = logprobs if logprobs.count(None) < len(logprobs) else None
@@ -186,7 +189,7 @@ class DecodeBuffers:
 
         self._n_groups = n_groups
         n_tokens = max([max_rows, *(n for _, n in verified)])
-        n_words = (DRAFT_HEADER_ROWS + 2 * n_groups) * max_rows + n_tokens
+        n_words = self._n_words = (DRAFT_HEADER_ROWS + 2 * n_groups) * max_rows + n_tokens
         self._upload = Upload(n_words, device)
         self._packet = zeros(n_words)
         self._starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
@@ -216,29 +219,28 @@ class DecodeBuffers:
 
     def send(self, rows: list[Row], n_rows: int, n_tokens: int = 0, starts: Sequence[int] = ()) -> None:
         """Queue the packet of these rows, padded to n_rows. starts: of steps that verify drafts, padded to n_tokens."""
-        header = DRAFT_HEADER_ROWS if n_tokens else HEADER_ROWS
-        n, n_words = len(rows), self._words(n_rows, bool(n_tokens))
-        array = self._upload.array()
-        columns = array[:n_words].reshape(-1, n_rows)
-        columns[0, :n] = [row.slot for row in rows]
-        columns[1, :n] = [row.start for row in rows]
-        ids = b"".join([row.token_ids or _LAST_SAMPLED for row in rows])
-        columns[2, :n] = np.frombuffer(ids, "<i4")
+        n_padding = n_rows - len(rows)
+        zeros = [0] * n_padding
+        words = array("i", [row.slot for row in rows] + zeros)
+        words.extend([row.start for row in rows] + [PADDING] * n_padding)
+        words.frombytes(b"".join([row.token_ids or _LAST_SAMPLED for row in rows]) + bytes(4 * n_padding))
         if n_tokens:
-            columns[3, :n], columns[3, n:] = [len(row.draft_ids) >> 2 for row in rows], 0
-            columns[4] = starts
-            ends = [*starts[1:], n_tokens]
-            by_row = [(_OWN + row.draft_ids).ljust(4 * (end - at), b"\0") for row, at, end in zip(rows, starts, ends)]
-            drafts = b"".join(by_row).ljust(4 * n_tokens, b"\0")
-            array[n_words : n_words + n_tokens] = np.frombuffer(drafts, "<i4")
-        columns[header:] = NO_BLOCK
+            words.extend([len(row.draft_ids) >> 2 for row in rows] + zeros)
+            words.extend(starts)
         grown = [(r, row.blocks) for r, row in enumerate(rows) if row.blocks is not None]
         for g in range(self._n_groups):
-            columns[header + self._n_groups + g, :n] = [row.passed[g] for row in rows]
+            new = [NO_BLOCK] * n_rows
             for r, blocks in grown:
-                columns[header + g, r] = blocks[g][0]
-        columns[1, n:], columns[0, n:], columns[2, n:] = PADDING, 0, 0
-        self._upload.send(n_words + n_tokens, self._packet)
+                new[r] = blocks[g][0]
+            words.extend(new)
+        for g in range(self._n_groups):
+            words.extend([row.passed[g] for row in rows] + [NO_BLOCK] * n_padding)
+        if n_tokens:
+            ends = [*starts[1:], n_tokens]
+            by_row = [(_OWN + row.draft_ids).ljust(4 * (end - at), b"\0") for row, at, end in zip(rows, starts, ends)]
+            words.frombytes(b"".join(by_row).ljust(4 * n_tokens, b"\0"))
+        self._upload.words()[: len(words)] = words
+        self._upload.send(self._n_words, self._packet)  # all of it, which is little
 
     def send_shared(self, shared: SharedPrefix) -> None:
         array, n = self._sharing.array(), len(shared.rows)

@@ -43,11 +43,11 @@ from emberline.engine.gpu.shapes import (
     verify_shape,
 )
 from emberline.engine.gpu.slots import Slot, Slots, SlotSampler
-from emberline.engine.gpu.stream import SampledToken, StepOutputs, UrgentWait, device_event, sampled_tensors
+from emberline.engine.gpu.stream import StepOutputs, UrgentWait, device_event, sampled_tensors
 from emberline.engine.scheduler.limits import Limits
-from emberline.engine.scheduler.plan import DeviceLost, Masks, Row, StepPlan
+from emberline.engine.scheduler.plan import DeviceLost, Masks, Row, SampledToken, StepPlan
 from emberline.engine.scheduler.prefill_policy import PrefillPolicy, StepWork
-from emberline.engine.speculation.verification import accepted_run
+from emberline.engine.speculation.verification import drawn_ids, n_accepted
 from emberline.engine.torch_runner import Model, allocate_pool
 from emberline.kernels.decode_inputs import MAX_ROW_TOKENS, PADDING, DecodeInputs, SlotState
 from emberline.kv.block_pool import NULL_BLOCK
@@ -201,6 +201,7 @@ class GpuRunner:
             self._chain = open_chain(head, self._kv, n_blocks, self._slots, kernels, most)
         self._chains = CudaGraphs[ChainShape](self._device, graphs)
         self._n_launched = 0
+        self._unobserved: _Launched | None = None  # a step that was read, whose duration is not known to the policy yet
         self._urgent = UrgentWait()
         self._graphs = CudaGraphs[StepKind](self._device, graphs)
         self._padded: dict[StepKind, StepKind] = {}  # kinds that are not captured, and the captured one to use instead
@@ -322,6 +323,7 @@ class GpuRunner:
                 return GpuStep(self, self._launch(plan))
         except Exception as error:
             self._slots.forget(plan.rows)
+            self._unobserved = None  # its events will be those of another step
             return GpuStep(self, error)
 
     def _launch(self, plan: StepPlan) -> _Launched:
@@ -333,13 +335,14 @@ class GpuRunner:
             slots.admit(admission)
         if self._chain is not None and plan.admissions:
             self._chain.forget([admission.slot for admission in plan.admissions])
-        batch = StepBatch.of(plan, slots)
+        known = slots.of(plan.rows)
+        batch = StepBatch.of(plan, known)
         drafting = batch.slots if plan.depth else []
         verify = self._verify_kind(batch, plan) if plan.n_drafting else None
         if plan.n_drafting and verify is None:
             batch.leave_out_drafts(plan)
         upload, counts = bool(batch.chunks), False
-        for row, slot in zip(plan.rows, slots.of(plan.rows)):  # most of them have nothing new but a token
+        for row, slot in zip(plan.rows, known):  # most of them have nothing new but a token
             if row.blocks is not None:
                 slots.grow(row, row.blocks, upload=upload or (verify is None and bool(row.draft_ids)))
             if row.passed != slot.passed:
@@ -367,9 +370,7 @@ class GpuRunner:
             drafting,
             plan.depth,
             bool(verify and plan.n_awaited),
-            [(r, s, s.n_told) for r, s in zip(plan.rows, slots.of(plan.rows)) if r.samples]
-            if counts and self._samples
-            else None,
+            [(r, s, s.n_told) for r, s in zip(plan.rows, known) if r.samples] if counts and self._samples else None,
         )
 
     def finish(self, launched: _Launched, masks: Masks | None) -> None:
@@ -383,6 +384,9 @@ class GpuRunner:
             n_rows = launched.n_decodes + len(batch.chunks)
             drafts = self._draft(launched)
             launched.outputs.fetch(self._sampled, n_rows, batch.logprobs is not None, drafts)
+        if self._unobserved is not None:
+            self._observe(self._unobserved)
+            self._unobserved = None
 
     def wait(self) -> None:
         """Until the device has done all that was launched; raises DeviceLost if it cannot."""
@@ -390,29 +394,34 @@ class GpuRunner:
         done.record()
         done.wait()
 
-    def read(self, launched: _Launched) -> list[SampledToken]:
+    def read(self, launched: _Launched) -> Sequence[SampledToken]:
         """Nothing where the rank does not sample, once it has computed its part."""
         outputs = launched.outputs
         indices = launched.batch.sample_indices(launched.n_decodes) if self._samples else []
         tokens = outputs.read(indices, launched.batch.logprobs, self._urgent if launched.verifies else None)
-        if (
-            self._prefill is not None
-            and launched.work is not None
-            and (seconds := outputs.done.seconds_since(outputs.began)) is not None
-        ):
-            self._prefill.observe(launched.work, seconds)
+        if launched.verifies:
+            self._unobserved = launched  # behind the next launch, which the device waits for
+        else:
+            self._observe(launched)
         if (left_out := launched.batch.left_out) is not None:
             none = SampledToken(-1)
             tokens = [each for token, n in zip(tokens, left_out) for each in (token, *[none] * n)]
         if launched.penalized is not None:
-            draws = iter(tokens)
+            draws = iter(drawn_ids(tokens))
             for row, slot, n_told in launched.penalized:
-                first, others = next(draws), list(islice(draws, row.n_drafts))
-                if slot.ids is not None and slot.n_told == n_told and first.token_id >= 0:
-                    drawn = [first, *accepted_run(first, others, row.draft_ids)]
+                drawn = list(islice(draws, 1 + row.n_drafts))
+                if slot.ids is not None and slot.n_told == n_told and drawn[0] >= 0:
                     at = len(slot.ids) if row.n_ahead else 4 * row.end  # then the host knows the rows before it
-                    slot.ids[at:] = pack([each.token_id for each in drawn])
+                    slot.ids[at:] = pack(drawn[: 1 + n_accepted(drawn, row.draft_ids)])
         return tokens
+
+    def _observe(self, launched: _Launched) -> None:
+        """Tell the prefill policy how long a step took that was read."""
+        outputs, work = launched.outputs, launched.work
+        if self._prefill is None or work is None:
+            return
+        if (seconds := outputs.done.seconds_since(outputs.began)) is not None:
+            self._prefill.observe(work, seconds)
 
     def read_drafts(self, launched: _Launched) -> list[bytes]:
         """Once the step was read."""

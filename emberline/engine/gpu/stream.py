@@ -1,16 +1,16 @@
 """Asynchronous copies between host and device, and the events to wait for. On a CPU everything is synchronous."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from emberline.engine.scheduler.plan import DeviceLost
+from emberline.engine.scheduler.plan import DeviceLost, Draws, SampledToken
 from emberline.kernels.decode_inputs import MAX_DRAFTS
 
 
@@ -73,6 +73,7 @@ class Upload:
         self._device = device
         self._buffers = [pinned(n_words, torch.int32, device) for _ in range(depth)]
         self._arrays: list[NDArray[np.int32]] = [buffer.numpy() for buffer in self._buffers]
+        self._words = [array.data for array in self._arrays]
         self._read = [device_event(device) for _ in range(depth)]
         self._used = [False] * depth
         self._next = 0
@@ -83,10 +84,16 @@ class Upload:
             self._read[self._next].wait()
         return self._arrays[self._next]
 
+    def words(self) -> memoryview:
+        """The same as plain memory."""
+        self.array()
+        return self._words[self._next]
+
     def send(self, n_words: int, to: Tensor) -> Tensor:
         """Queue the copy of the filled buffer; returns the device tensor."""
-        target = to[:n_words]
-        target.copy_(self._buffers[self._next][:n_words], non_blocking=True)
+        source = self._buffers[self._next]
+        target = to if n_words == len(to) else to[:n_words]  # a slice takes the host as long as a short copy
+        target.copy_(source if n_words == len(source) else source[:n_words], non_blocking=True)
         self._read[self._next].record()
         self._used[self._next] = True
         self._next = (self._next + 1) % len(self._buffers)
@@ -107,12 +114,6 @@ class SampledTensors:
 
     def first(self, n: int) -> "SampledTensors":
         return SampledTensors(self.token_ids[:n], self.logprob[:n], self.top_ids[:n], self.top_logprobs[:n])
-
-
-class SampledToken(msgspec.Struct, gc=False):
-    token_id: int
-    logprob: float | None = None
-    top: list[tuple[int, float]] = []
 
 
 def sampled_tensors(n_rows: int, device: torch.device) -> SampledTensors:
@@ -154,6 +155,8 @@ class StepOutputs:
             pinned(n_top, torch.int32, device).view(n_rows, MAX_TOP),
             pinned(n_top, torch.float32, device).view(n_rows, MAX_TOP),
         )
+        self._token_ids: NDArray[np.int32] = self._host.token_ids.numpy()
+        self._n = 0  # rows fetched
         self._drafts = pinned(n_drafting * MAX_DRAFTS, torch.int32, device).view(n_drafting, MAX_DRAFTS)
         self.began: DeviceEvent = device_event(device)
         self.done: DeviceEvent = device_event(device)
@@ -161,6 +164,7 @@ class StepOutputs:
 
     def fetch(self, sampled: SampledTensors, n: int, logprobs: bool, drafts: Tensor | None = None) -> None:
         """Queue the copy of the first n rows, and of drafts [rows, MAX_DRAFTS]."""
+        self._n = n
         if drafts is not None:
             self._drafts[: len(drafts)].copy_(drafts, non_blocking=True)
         names = ("token_ids", "logprob", "top_ids", "top_logprobs") if logprobs else ("token_ids",)
@@ -180,14 +184,15 @@ class StepOutputs:
 
     def read(
         self, order: list[int], logprobs: list[int | None] | None, urgent: UrgentWait | None = None
-    ) -> list[SampledToken]:
+    ) -> Sequence[SampledToken]:
         """Wait, then the tokens in this order of rows; `logprobs`: how many alternatives each wants."""
         if urgent is not None:
             urgent.wait(self._ready)
-        self.done.wait()
-        token_ids = self._host.token_ids.tolist()
+        else:
+            self.done.wait()
+        token_ids = self._token_ids[: self._n].tolist()
         if logprobs is None:
-            return [SampledToken(token_ids[i]) for i in order]
+            return Draws([token_ids[i] for i in order])
         return [self._with_logprobs(token_ids[i], i, k) for i, k in zip(order, logprobs)]
 
     def _with_logprobs(self, token_id: int, row: int, k: int | None) -> SampledToken:

@@ -101,8 +101,19 @@ class AdmissionPolicy:
             plan.admissions.append(Admission(seq.slot, seq.request, seq.seed, output, blocks))
         return True
 
+    def publish(self, seq: Sequence) -> None:
+        """Add the full blocks of what is done of the sequence to the prefix index."""
+        first, n_blocks = seq.table.n_published, seq.n_done // BLOCK_TOKENS
+        if n_blocks > first:
+            seq.extend_keys(n_blocks)
+            self._cache.publish(seq.table, seq.keys, n_blocks)
+            if self._tiers is not None:
+                self._tiers.published(seq, first, n_blocks)
+
     def release(self, seq: Sequence) -> None:
         """Take a running sequence's slot and blocks back; its full blocks stay cached until others need the room."""
+        self.publish(seq)
+        seq.n_done = 0
         self._cache.release(seq.table)
         self._queues.vacate(seq)
 

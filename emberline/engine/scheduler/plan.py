@@ -5,7 +5,7 @@ A runner keeps state per slot. A plan says which sequence takes a slot, then onl
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, overload
 
 import msgspec
 import numpy as np
@@ -156,6 +156,34 @@ class Sampled(Protocol):
 
     @property
     def top(self) -> list[tuple[int, float]]: ...
+
+
+class SampledToken(msgspec.Struct, gc=False):
+    """A `Sampled`."""
+
+    token_id: int
+    logprob: float | None = None
+    top: list[tuple[int, float]] = []
+
+
+class Draws(Sequence[SampledToken]):
+    """Draws of a step in which nobody wants probabilities: their ids; an object is made of those that are looked at."""
+
+    __slots__ = ("token_ids",)
+
+    def __init__(self, token_ids: list[int]) -> None:
+        self.token_ids = token_ids
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @overload
+    def __getitem__(self, at: int) -> SampledToken: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[SampledToken]: ...
+    def __getitem__(self, at: int | slice) -> SampledToken | list[SampledToken]:
+        found = self.token_ids[at]
+        return [SampledToken(token_id) for token_id in found] if isinstance(found, list) else SampledToken(found)
 
 
 class Handle(Protocol):

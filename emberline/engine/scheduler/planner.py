@@ -61,29 +61,32 @@ class StepPlanner:
         self._backlog = 0  # prompt tokens to compute, of running and waiting sequences
         self._n_suspects = 0  # sequences in the step being planned that it may fail for
         self._max_suspects = inf
-        self._has_prompts = False  # some running sequence is not decoding in the step being planned
-        self._most_drafts: int | None = 0  # of that step; None: not known yet
+        self._most_drafts = 0  # of the step being planned
+        self._runs_ahead = False  # all drafts of it are the device's own
         self._none_passed = [0] * len(cache.groups)
 
     def plan(self) -> StepPlan:
         plan, queues, speculation = StepPlan(), self._queues, self._speculation
         if speculation is not None:
             plan.depth = speculation.begin_step(len(queues.running))
-            self._most_drafts = None
-            if not speculation.drafts:
-                speculation = None
-        self._batch_class.promote(queues, self._totals.steps)
-        self._displace()
+            self._runs_ahead = speculation.runs_ahead
+        if queues.waiting:
+            self._batch_class.promote(queues, self._totals.steps)
+            self._displace()
         paused = self._batch_class.pauses(queues)
         most_decodes = self._prefill.n_decodes(BATCH_DECODE_S) if self._batch_class.is_limited and not paused else inf
         resting = self._batch_class.resting(queues, most_decodes) if most_decodes < inf else ()
-        prefills = []
-        self._decoding, self._n_suspects = DecodingSequences(), 0
+        prefills: list[Sequence] = []
+        decoding: list[Sequence] = []
+        self._n_suspects = 0
         pipelined = self._micro_batches > 1
         running = tuple(queues.running)
         most_rows = self._micro_batch_rows(running) if pipelined else inf
         n_dues = [seq.n_due for seq in running]
-        self._has_prompts = max(n_dues, default=0) > 1
+        if speculation is not None:
+            self._most_drafts = self._count_most_drafts(max(n_dues, default=0) > 1)
+            if not self._most_drafts or not speculation.drafts:
+                speculation = None
         for seq, n_due in zip(running, n_dues):
             if seq.slot == NO_SLOT or (paused and seq.effective_class == _BATCH):
                 continue  # preempted for one before it, or yields
@@ -92,15 +95,16 @@ class StepPlanner:
             if n_due > 1 and not self._is_short(plan, seq):
                 prefills.append(seq)
                 continue
-            self._decoding.add(seq)
-            if seq.number in resting or (seq.n_drafting and not (self._draft_limit() and self._runs_ahead(seq))):
+            decoding.append(seq)
+            if seq.number in resting or (seq.n_drafting and not (self._most_drafts and self._can_draft_ahead(seq))):
                 continue
             if pipelined and (seq.n_sampling or len(plan.rows) >= most_rows):
                 continue  # it is in another micro-batch, or will be in the next one
             if (not seq.n_sampling or _can_run_ahead(seq)) and not (seq.suspicion and self._holds_back(seq)):
                 draft_ids = b"" if speculation is None else self._drafts(plan, seq, n_due, speculation)
-                self._add_row(plan, seq, n_due, draft_ids)
-        self._plan_prefills(plan, prefills)
+                self._add_row(plan, seq, n_due, n_due, draft_ids)
+        if prefills or queues.waiting:
+            self._plan_prefills(plan, prefills, decoding)
         if plan.rows:
             self._totals.steps += 1
             self._n_in_flight += 1
@@ -121,7 +125,7 @@ class StepPlanner:
                 return
             self.preempt(last)
 
-    def _plan_prefills(self, plan: StepPlan, prefills: list[Sequence]) -> None:
+    def _plan_prefills(self, plan: StepPlan, prefills: list[Sequence], decoding: list[Sequence]) -> None:
         """Spend the rest of the token budget on prompts by rank, whether they are running or still waiting."""
         queues, full = self._queues, bool(plan.n_preempted)
         if queues.waiting and queues.free_slots and not full:
@@ -129,6 +133,9 @@ class StepPlanner:
             prefills = sorted([*prefills, *waiting], key=by_rank)
         if not prefills:
             return
+        self._decoding = DecodingSequences()
+        for seq in decoding:
+            self._decoding.add(seq)
         self._burst.prompts(self._totals.steps)
         self._backlog = queues.waiting_tokens + sum(seq.n_prefill for seq in prefills if seq.slot != NO_SLOT)
         work = StepWork(self._decoding.n, n_drafts=plan.n_drafts)
@@ -150,7 +157,7 @@ class StepPlanner:
             start, n = seq.n_computed, seq.n_tokens - seq.n_computed
             if n > left:
                 n = self._prefill.align(work, start, left)
-            if self._add_row(plan, seq, n):
+            if self._add_row(plan, seq, n, seq.n_due):
                 work.add(n, seq.n_computed)
                 keys = seq.keys[start // BLOCK_TOKENS : seq.n_computed // BLOCK_TOKENS]
                 self._admission.computes(plan, keys)
@@ -197,66 +204,56 @@ class StepPlanner:
         room = self._limits.token_budget - plan.n_tokens + len(plan.rows) - len(self._queues.running)
         return seq.n_output > 1 and seq.n_appended == n_more <= room and self._prefill.drafts_beside_prompts
 
-    def _draft_limit(self) -> int:
-        if self._most_drafts is None:
-            self._most_drafts = self._count_most_drafts()
-        return self._most_drafts
-
-    def _count_most_drafts(self) -> int:
+    def _count_most_drafts(self, has_prompts: bool) -> int:
+        """has_prompts: some running sequence is not decoding."""
         queues = self._queues
-        has_prompts = self._has_prompts or bool(queues.waiting and queues.free_slots)
-        if has_prompts and not self._prefill.drafts_beside_prompts:
+        if (has_prompts or (queues.waiting and queues.free_slots)) and not self._prefill.drafts_beside_prompts:
             return 0
         return self._prefill.most_drafts(len(queues.running))
-
-    def _row_limit(self, plan: StepPlan) -> int:
-        """Draft tokens of the next row: its share of those that are left; where these are many, twice as many, as long
-        as one is left for each row after it."""
-        left, n_rows = self._draft_limit() - plan.n_drafts, max(1, len(self._queues.running) - len(plan.rows))
-        share = -(-left // n_rows)
-        return min(MAX_DRAFTS, share if share < ROOMY_SHARE else 2 * share, left - n_rows + 1)
 
     def _drafts(self, plan: StepPlan, seq: Sequence, n_due: int, speculation: Speculation) -> bytes:
         """What the sequence's next row, of n_due tokens, drafts. Where that row follows a token that is still being
         sampled, the first proposed token stands for that one: if it is another, the drafts behind it will hardly be
         accepted."""
         if (
-            seq.prefill_only
-            or seq.suspicion
+            seq.suspicion
             or seq.slow_guide
+            or seq.prefill_only
             or (seq.effective_class == _BATCH and self._batch_class.is_limited)
         ):
             return b""
+        n_sampling, n_rows = seq.n_sampling, len(self._queues.running) - len(plan.rows)  # this one and those after it
+        # Its share of those that are left; where these are many, twice as many, as long as one is left for each row.
+        left = self._most_drafts - plan.n_drafts
+        share = -(-left // n_rows) if n_rows > 1 else left
         most = min(
-            self._row_limit(plan),
-            seq.n_output_left - seq.n_sampling - seq.n_drafting - 1,
-            self._limits.token_budget - plan.n_tokens - (n_due - 1) + len(plan.rows) - len(self._queues.running),
+            MAX_DRAFTS,
+            share if share < ROOMY_SHARE else 2 * share,
+            left - max(1, n_rows) + 1,
+            seq.n_output_left - n_sampling - seq.n_drafting - 1,
+            self._limits.token_budget - plan.n_tokens - (n_due - 1) - n_rows,
         )
         if seq.limits_thinking and (limit := seq.request.thinking_limit) is not None:
-            most = min(most, limit.most - seq.n_output - seq.n_sampling - 1)
+            most = min(most, limit.most - seq.n_output - n_sampling - 1)
         if most <= 0:
             return b""
-        if seq.n_sampling and speculation.runs_ahead:
-            n_chained = min(most, seq.n_chained) if self._runs_ahead(seq) else 0
+        if n_sampling and speculation.runs_ahead:
+            n_chained = min(most, seq.n_chained) if self._can_draft_ahead(seq) else 0
             return speculation.propose_ahead(seq, n_chained) * UNKNOWN_DRAFT if n_chained else b""
-        draft_ids = speculation.propose(seq, most + seq.n_sampling)[4 * seq.n_sampling :]
+        draft_ids = speculation.propose(seq, most + n_sampling)
+        if n_sampling:
+            draft_ids = draft_ids[4 * n_sampling :]
         return token_rules.evenly_banned(seq, draft_ids) if draft_ids and seq.may_ban else draft_ids
 
-    def _runs_ahead(self, seq: Sequence) -> bool:
+    def _can_draft_ahead(self, seq: Sequence) -> bool:
         """Whether it can have a row whose position only the device knows: what it samples depends on nothing else."""
-        return (
-            self._speculation is not None
-            and self._speculation.runs_ahead
-            and seq.guide is None
-            and not (seq.may_ban or seq.limits_thinking or seq.suspicion)
-        )
+        return self._runs_ahead and seq.guide is None and not (seq.may_ban or seq.limits_thinking or seq.suspicion)
 
-    def _add_row(self, plan: StepPlan, seq: Sequence, n: int, draft_ids: bytes = b"") -> bool:
-        """Plan the next n tokens of a running sequence. False: it was preempted itself, or has to wait."""
-        n_ahead = seq.n_drafting
+    def _add_row(self, plan: StepPlan, seq: Sequence, n: int, n_due: int, draft_ids: bytes = b"") -> bool:
+        """Plan the next n of a running sequence's n_due tokens. False: it was preempted itself, or has to wait."""
+        n_ahead, n_sampling, n_drafts = seq.n_drafting, seq.n_sampling, len(draft_ids) >> 2
         lowest = seq.n_computed  # position of the first token, if no draft in flight is accepted: its window counts
         start, end = lowest + n_ahead, lowest + n_ahead + n
-        n_drafts = len(draft_ids) >> 2
         if n_ahead and end + n_drafts - lowest > self._limits.token_budget:
             return False
         blocks = self._cache.grow(seq.table, lowest, end + n_drafts)
@@ -272,32 +269,32 @@ class StepPlanner:
             if victim is seq:
                 return False
             blocks = self._cache.grow(seq.table, lowest, end)
-        samples = n == seq.n_due and not seq.prefill_only
-        follows = seq.n_sampling > 0
+        samples = n == n_due and not seq.prefill_only
+        follows = n_sampling > 0
         plan.rows.append(
-            Row(
-                number=seq.number,
-                slot=seq.slot,
-                start=start,
-                token_ids=b"" if follows else bytes(memoryview(seq.ids)[4 * start : 4 * end]),
-                blocks=blocks or None,
-                passed=[held.n_passed for held in seq.table.groups] if self._cache.windowed else self._none_passed,
-                samples=samples,
-                banned=token_rules.banned(seq) if seq.may_ban else (),
-                admission=seq.admission,
-                follows=follows,
-                draft_ids=draft_ids,
-                n_ahead=n_ahead,
+            Row(  # by position: keywords take as long as all else
+                seq.number,
+                seq.slot,
+                start,
+                b"" if follows else bytes(seq.ids[4 * start : 4 * end]),
+                blocks or None,
+                [held.n_passed for held in seq.table.groups] if self._cache.windowed else self._none_passed,
+                samples,
+                token_rules.banned(seq) if seq.may_ban else (),
+                seq.admission,
+                follows,
+                draft_ids,
+                n_ahead,
             )
         )
         plan.n_tokens += n + n_drafts
         if n_drafts:
             plan.n_drafts += n_drafts
             plan.n_drafting += 1
-            plan.n_awaited += not self._runs_ahead(seq)
-            seq.n_drafting += n_drafts
-        seq.n_computed += n
-        seq.n_sampling += samples
+            plan.n_awaited += not self._can_draft_ahead(seq)
+            seq.n_drafting = n_ahead + n_drafts
+        seq.n_computed = lowest + n
+        seq.n_sampling = n_sampling + samples
         seq.n_chained = plan.depth
         seq.planned_step = self._totals.steps
         self._n_suspects += seq.suspicion > 0

@@ -16,6 +16,7 @@ QUIET_S = 5.0
 MAX_PAUSED_STEPS = 16  # consecutive steps that running batch-class sequences yield to prompts of better classes
 STARVED_STEPS = 1000  # that a batch-class sequence waits for a slot before it is ranked with the default class
 
+_BATCH = Priority.BATCH  # a lookup in an Enum takes longer than what is asked of it in every step
 by_rank = attrgetter("rank")
 
 
@@ -81,8 +82,12 @@ class BatchYielding:
     def advance(self, queues: Queues, now_s: float) -> None:
         """Before a plan."""
         self._now_s = now_s
-        n_interactive = len(queues.running) - n_batch(queues.running) + len(queues.waiting) - n_batch(queues.waiting)
-        if n_interactive > (self._promoted is not None):
+        running, waiting = queues.running, queues.waiting
+        if self._promoted is None:  # the best classes come first
+            some = any(queue[0].effective_class != _BATCH for queue in (running, waiting) if queue)
+        else:
+            some = len(running) - n_batch(running) + len(waiting) - n_batch(waiting) > 1
+        if some:
             self._interactive_s = now_s
 
     def ended(self, seq: Sequence) -> None:
@@ -124,7 +129,7 @@ class BatchYielding:
     def pauses(self, queues: Queues) -> bool:
         """Whether batch-class sequences have no row in this step, because a better class has prompts to compute."""
         running = queues.running
-        if not running or running[-1].effective_class != Priority.BATCH:
+        if not running or running[-1].effective_class != _BATCH:
             self._n_paused = 0
             return False
         prompts = any(seq.n_due > 1 for seq in running if seq.effective_class != Priority.BATCH)

@@ -4,7 +4,6 @@ import logging
 from collections import OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
-from itertools import islice
 from math import inf
 
 import msgspec
@@ -14,12 +13,12 @@ from emberline.engine.grammar import masks as masking
 from emberline.engine.grammar.masks import DraftMasks, GuideJobs
 from emberline.engine.scheduler.admission import AdmissionPolicy
 from emberline.engine.scheduler.limits import Limits
-from emberline.engine.scheduler.plan import Guides, Masks, Row, Sampled, StepPlan
+from emberline.engine.scheduler.plan import Guides, Masks, Sampled, StepPlan
 from emberline.engine.scheduler.planner import StepPlanner
 from emberline.engine.scheduler.prefill_policy import PrefillPolicy
 from emberline.engine.scheduler.queues import BatchYielding, Queues, n_batch
 from emberline.engine.scheduler.sequence import NO_SLOT, Sequence
-from emberline.engine.speculation.verification import Speculation, accepted_run
+from emberline.engine.speculation.verification import Speculation, drawn_ids, n_accepted
 from emberline.engine.tiers.coordinator import TierCoordinator
 from emberline.engine.transfer.coordinator import TransferCoordinator
 from emberline.kv.cache import KVCache
@@ -66,6 +65,8 @@ class Scheduler:
         self._by_id: dict[str, Sequence] = {}
         self._by_number: dict[int, Sequence] = {}
         self._ended: OrderedDict[str, Conversation] = OrderedDict()  # of the last requests, which may have called tools
+        self._absorbed: list[Sequence] = []  # that had rows in steps absorbed since `catch_up`
+        self._polls_late = False  # tiers are polled by `catch_up`
         self._next_deadline_s = inf
         self._totals = EngineLoad(kv_total_blocks=cache.n_total)
         self._queues = Queues(limits.max_running)
@@ -179,13 +180,19 @@ class Scheduler:
 
     # --- one step ---------------------------------------------------------------------------------------------------
 
-    def advance(self, now_s: float) -> list[TokenDelta]:
-        """Before a plan: deadlines, progress of KV transfers and grammars. Ends sequences that failed."""
+    def advance(self, now_s: float, device_waits: bool = False) -> list[TokenDelta]:
+        """Before a plan: deadlines, progress of KV transfers and grammars. Ends sequences that failed. device_waits:
+        what the plan does not depend on is left to `catch_up`."""
         self._admission.now_s = self.cache.retention.now_s = now_s
         self._batch_class.advance(self._queues, now_s)
-        deltas = self._expire(now_s) + self._poll_transfers(now_s) + self._poll_grammars()
+        deltas = self._expire(now_s) if now_s >= self._next_deadline_s else []
+        deltas += self._poll_transfers(now_s)
+        if self._grammars is not None:
+            deltas += self._poll_grammars()
         if self._tiers is not None:
-            self._poll_tiers(self._tiers, now_s)
+            self._polls_late = device_waits and not self._tiers.busy
+            if not self._polls_late:
+                self._poll_tiers(self._tiers, now_s)
         return deltas
 
     def set_prefill_rate(self, tokens_per_s: float) -> None:
@@ -233,9 +240,7 @@ class Scheduler:
 
     def launched(self, plan: StepPlan) -> None:
         """While the device is busy: hash the blocks that the plan computes, and the one behind them."""
-        if self._speculation is not None:
-            self._speculation.launched()
-        if plan.n_tokens == len(plan.rows):
+        if plan.n_tokens - plan.n_drafts == len(plan.rows):
             return
         for row in plan.rows:
             if len(row.token_ids) > 4 and (seq := self._by_number.get(row.number)) is not None:
@@ -243,62 +248,81 @@ class Scheduler:
                 seq.extend_keys(end + 1)
                 self._admission.computes(plan, seq.keys[first:end])
 
-    def absorb(self, plan: StepPlan, sampled: Iterable[Sampled]) -> list[TokenDelta]:
-        """Take in the result of a step. Rows of sequences that ended meanwhile are ignored."""
+    def absorb(self, plan: StepPlan, sampled: Many[Sampled]) -> list[TokenDelta]:
+        """Take in the result of a step, as far as the next plan depends on it: `catch_up` does the rest. Rows of
+        sequences that ended meanwhile are ignored."""
         deltas: list[TokenDelta] = []
         guided: list[Sequence] = []
         self._admission.done(plan)
         self._planner.succeeded()
-        samples, by_number = iter(sampled), self._by_number
+        token_ids, by_number, absorbed, at = drawn_ids(sampled), self._by_number, self._absorbed, 0
         for row in plan.rows:
-            sample = next(samples) if row.samples else None
-            drafts = list(islice(samples, row.n_drafts)) if row.draft_ids else None
+            first, draft_ids = at, row.draft_ids
+            if row.samples:
+                at += 1 + (len(draft_ids) >> 2)
             seq = by_number.get(row.number)
             if seq is None or seq.admission != row.admission:
                 continue
-            seq.n_sampling -= row.samples
             seq.suspicion = 0
-            if sample is not None and sample.token_id < 0:
+            absorbed.append(seq)
+            if not row.samples:
+                seq.n_done = row.end
+                self._admission.publish(seq)
+                deltas += self._send_kv(seq, row.end) if seq.prefill_only else ()
+                continue
+            seq.n_sampling -= 1
+            if token_ids[first] < 0:
+                seq.n_done = 0
                 if self._tiers is not None:
                     self._tiers.discarded(seq)
                 self.cache.discard(seq.table)
                 deltas.append(self._fail(seq, Internal("the model produced invalid numbers")))
                 continue
-            end = seq.n_tokens if row.n_ahead else row.end
-            if (n_blocks := end // BLOCK_TOKENS) > seq.table.n_published:
-                self._publish(seq, n_blocks)
-            if sample is None:
-                deltas += self._send_kv(seq, end) if seq.prefill_only else ()
-            elif seq.guide is None and not drafts:
-                deltas.append(self._append(seq, *token_rules.take(seq, sample, self.limits.eos_ids)))
-            else:
-                run = [sample]
-                if drafts:
-                    run += self._verify(seq, row, sample, drafts)
-                if seq.guide is None:
-                    deltas.append(self._append(seq, *token_rules.take_run(seq, run, self.limits.eos_ids)))
-                else:
-                    self._guides.take(seq, run)
-                    guided.append(seq)
+            n_tokens, n_own = len(seq.ids) >> 2, len(row.token_ids) >> 2
+            seq.n_done = n_tokens if row.n_ahead else row.start + (n_own or 1)
+            if n_own > 1:  # of a prompt: others may wait for its blocks
+                self._admission.publish(seq)
+            end = first + 1 + (self._verify(seq, draft_ids, token_ids[first:at]) if draft_ids else 0)
+            ids = token_ids[first:end]
+            if seq.guide is not None:
+                self._guides.take(seq, list(sampled[first:end]))
+                guided.append(seq)
+            elif seq.limits_thinking or n_tokens + len(ids) >= seq.most_tokens or not seq.stop_ids.isdisjoint(ids):
+                entries, finish = token_rules.take_run(seq, list(sampled[first:end]), self.limits.eos_ids)
+                deltas.append(self._append(seq, [entry.token_id for entry in entries], entries, finish))
+            else:  # the common case: all of it joins the output, which goes on
+                deltas.append(self._append(seq, ids, sampled[first:end] if seq.wants_logprobs else ()))
         return deltas + self._take_guided(guided) if guided else deltas
+
+    def catch_up(self) -> None:
+        """At the end of a step, while the device computes the next one: what no plan has to wait for. Full blocks of
+        replies are published, as far as steps have computed them that were absorbed."""
+        for seq in self._absorbed:
+            self._admission.publish(seq)
+        self._absorbed.clear()
+        if self._tiers is not None and self._polls_late:
+            self._polls_late = False
+            self._poll_tiers(self._tiers, self._admission.now_s)
+        if self._speculation is not None:
+            self._speculation.catch_up()
 
     def measured(self, plan: StepPlan, seconds: float) -> None:
         """An absorbed step took so long, from the end of the one before it."""
         if self._speculation is not None:
             self._speculation.measured(plan, seconds)
 
-    def take_drafts(self, plan: StepPlan, sampled: Iterable[Sampled], drafts: Iterable[bytes]) -> None:
+    def take_drafts(self, plan: StepPlan, sampled: Many[Sampled], drafts: Iterable[bytes]) -> None:
         """Before `absorb`: what a draft head proposes behind the last token that each sampling row has drawn."""
-        draws, drafts = iter(sampled), list(drafts)
+        drawn, drafts, at = drawn_ids(sampled), list(drafts), 0
         plan.depth = max((len(ids) >> 2 for ids in drafts), default=0)  # a runner may have left out its head
         for row, ids in zip((row for row in plan.rows if row.samples), drafts):
-            first, others = next(draws), list(islice(draws, row.n_drafts))
+            first, at = at, at + 1 + row.n_drafts
             seq = self._by_number.get(row.number)
             if seq is not None and seq.admission == row.admission:
                 end = seq.n_tokens if row.n_ahead else row.end
-                seq.proposed_at = end + 1 + len(accepted_run(first, others, row.draft_ids))
+                seq.proposed_at = end + 1 + n_accepted(drawn[first:at], row.draft_ids)
                 seq.proposed_ids = ids
-                if not ids and first.token_id >= 0 and self._speculation is not None:
+                if not ids and drawn[first] >= 0 and self._speculation is not None:
                     self._speculation.head_failed()
 
     def retry(self, plan: StepPlan, error: EmberlineError) -> list[TokenDelta]:
@@ -312,8 +336,6 @@ class Scheduler:
     # --- before a plan ----------------------------------------------------------------------------------------------
 
     def _expire(self, now_s: float) -> list[TokenDelta]:
-        if now_s < self._next_deadline_s:
-            return []
         timed = [(seq, seq.deadline_s) for seq in self._by_number.values() if seq.deadline_s is not None]
         self._next_deadline_s = min((deadline_s for _, deadline_s in timed if deadline_s > now_s), default=inf)
         return [
@@ -323,8 +345,10 @@ class Scheduler:
         ]
 
     def _poll_transfers(self, now_s: float) -> list[TokenDelta]:
-        deltas = []
+        deltas: list[TokenDelta] = []
         update = self._transfers.poll(now_s)
+        if update is None:
+            return deltas
         for seq, error in update.ended:
             if seq.number in self._by_number:
                 deltas.append(self._end(seq, "stop") if error is None else self._fail(seq, error))
@@ -365,14 +389,14 @@ class Scheduler:
 
     # --- after a step -----------------------------------------------------------------------------------------------
 
-    def _verify(self, seq: Sequence, row: Row, first: Sampled, others: list[Sampled]) -> Many[Sampled]:
-        """The draws that count, of those after a row's drafts."""
-        run = accepted_run(first, others, row.draft_ids)
-        seq.n_drafting -= len(others)
-        seq.n_accepted = len(run)
+    def _verify(self, seq: Sequence, draft_ids: bytes, drawn: list[int]) -> int:
+        """How many of a row's drafts count, given its draws."""
+        n_drafts, n = len(drawn) - 1, n_accepted(drawn, draft_ids)
+        seq.n_drafting -= n_drafts
+        seq.n_accepted = n
         if self._speculation is not None:
-            self._speculation.verified(seq, len(others), len(run))
-        return run
+            self._speculation.verified(seq, n_drafts, n)
+        return n
 
     def _take_guided(self, seqs: list[Sequence]) -> list[TokenDelta]:
         """What the grammars say to sampled tokens, as far as it is known in time for the next step."""
@@ -395,44 +419,30 @@ class Scheduler:
             self._speculation.appended(seq, seq.n_appended)
         if seq.slot == NO_SLOT:
             self._queues.waiting_tokens += len(entries)
-        return [self._append(seq, entries, finish)]
+        self._absorbed.append(seq)
+        return [self._append(seq, [entry.token_id for entry in entries], entries, finish)]
 
-    def _append(self, seq: Sequence, entries: list[Sampled], finish: FinishReason | None) -> TokenDelta:
-        one = len(entries) == 1  # the common case, and quicker
-        packed = entries[0].token_id.to_bytes(4, "little") if one else pack([entry.token_id for entry in entries])
-        first = seq.n_output == seq.n_resumed
+    def _append(
+        self, seq: Sequence, ids: list[int], entries: Many[Sampled], finish: FinishReason | None = None
+    ) -> TokenDelta:
+        """entries: the same tokens as they were drawn, where their probabilities are wanted."""
+        packed = pack(ids)
+        first = seq.first_token_step == inf
         if first:
             seq.first_token_step = self._totals.steps
         seq.ids += packed
-        if seq.n_accepted:
-            self._keep_drafts(seq)
-        self._totals.output_tokens += len(entries)
-        wanted = seq.request.sampling.logprobs is not None and entries
-        logprobs = [_entry(entry) for entry in entries] if wanted else None
+        if n := seq.n_accepted:  # drafts that the output has gained, which are computed
+            seq.n_accepted = 0
+            if seq.slot != NO_SLOT:  # not preempted meanwhile
+                seq.n_computed += n
+                seq.n_done += n
+        self._totals.output_tokens += len(ids)
+        logprobs = [_entry(entry) for entry in entries] if seq.wants_logprobs and entries else None
         if finish is not None:
             return self._end(seq, finish, packed, logprobs)
         if first:
             return TokenDelta(seq.id, packed, None, seq.usage(), logprobs, None, seq.waited_s)
-        usage = seq.usage() if seq.request.speculation.report else None
-        return TokenDelta(seq.id, packed, None, usage, logprobs)
-
-    def _keep_drafts(self, seq: Sequence) -> None:
-        """The output has gained its accepted drafts, which are computed. Over all others others are computed."""
-        n_accepted, seq.n_accepted = seq.n_accepted, 0
-        if seq.slot == NO_SLOT:
-            return  # preempted meanwhile
-        seq.n_computed += n_accepted
-        # Each row in flight computes one token of n_computed: the last one, or one behind a run that was cut short.
-        if (n_blocks := (seq.n_computed - seq.n_sampling) // BLOCK_TOKENS) > seq.table.n_published:
-            self._publish(seq, n_blocks)
-
-    def _publish(self, seq: Sequence, n_blocks: int) -> None:
-        """The first n_blocks of the sequence are computed."""
-        first = seq.table.n_published
-        seq.extend_keys(n_blocks)
-        self.cache.publish(seq.table, seq.keys, n_blocks)
-        if self._tiers is not None:
-            self._tiers.published(seq, first, n_blocks)
+        return TokenDelta(seq.id, packed, None, seq.usage() if seq.reports_drafts else None, logprobs)
 
     def _send_kv(self, seq: Sequence, n_computed: int) -> list[TokenDelta]:
         """Send the computed blocks of a prefill-only sequence; with the last of them it gives up its slot."""
@@ -455,6 +465,7 @@ class Scheduler:
         error: ErrorInfo | None = None,
     ) -> TokenDelta:
         """The only way out: everything the sequence held is given back, and its terminal delta is made."""
+        self._admission.publish(seq)
         del self._by_id[seq.id], self._by_number[seq.number]
         self._batch_class.ended(seq)
         if self._speculation is not None:

@@ -37,10 +37,12 @@ class Sequence:
     seed: int = field(init=False)
     root_key: bytes = field(init=False)  # of its chain of content keys
     max_tokens: int = field(init=False)  # of the reply, resumed tokens included
+    most_tokens: int = field(init=False)  # of prompt and reply
     stop_ids: frozenset[int] = field(init=False)  # end tokens included, unless ignored
     deadline_s: float | None = field(init=False)  # on the monotonic clock
     arrived_s: float = field(init=False)  # on the same clock
     waited_s: float = 0.0  # from its arrival to its first admission
+    prefill_only: bool = field(init=False)  # the full blocks of its prompt are computed and sent to a decode worker
     n_prompt: int = field(init=False)
     n_resumed: int = field(init=False)  # tokens of the reply that another engine sampled
     ids: bytearray = field(init=False)  # prompt and output, u32 LE
@@ -55,6 +57,7 @@ class Sequence:
     fetched: dict[str, int] | None = None  # blocks that its last fetch brought, by tier
     n_received: int = 0  # tokens whose KV was received from another engine and is held for it
     n_computed: int = 0  # tokens whose KV is in the table, or will be when the planned steps are done
+    n_done: int = 0  # of these, as far as absorbed steps have computed them; full blocks of them can be published
     n_sampling: int = 0  # tokens that steps in flight sample, at least
     n_drafting: int = 0  # drafts of its rows in flight, with which it samples more
     n_chained: int = 0  # tokens that a draft head on the device proposes behind its last planned row
@@ -67,6 +70,8 @@ class Sequence:
     guide: Guide | None = None
     may_ban: bool = field(init=False)  # some tokens must not be sampled, at least for some time
     awaits_last: bool = field(init=False)  # which tokens are banned next depends on the last one
+    wants_logprobs: bool = field(init=False)
+    reports_drafts: bool = field(init=False)  # every delta says what became of drafts so far
     can_close: bool = False  # its grammar can be completed within max_tokens, and will be
     limits_thinking: bool = False  # the thinking limit may still apply
     suspicion: int = 1  # 0: a step with it succeeded; 1: it has not been in one; 2: one with it failed since
@@ -87,14 +92,17 @@ class Sequence:
         self.effective_class = request.priority
         self.seed = secrets.randbits(64) if sampling.seed is None else sampling.seed & _U64
         self.root_key = block_hash.root(fingerprint, request.salt)
+        self.prefill_only = request.push is not None  # nothing is sampled
         self.n_prompt, self.n_resumed = len(request.prompt_ids) // 4, len(request.output_ids) // 4
         self.max_tokens = limits.max_output(request)
+        self.most_tokens = self.n_prompt + self.max_tokens
         self.stop_ids = frozenset(sampling.stop_ids + (() if sampling.ignore_eos else limits.eos_ids))
         self.may_ban = sampling.min_tokens > 0 or bool(sampling.bad_ids)
         self.awaits_last = any(len(word) > 4 for word in sampling.bad_ids)
+        self.wants_logprobs, self.reports_drafts = sampling.logprobs is not None, request.speculation.report
         self.deadline_s = None if request.deadline_s is None else now_s + request.deadline_s
         self.ids = bytearray(request.prompt_ids + request.output_ids)
-        if request.push is not None:
+        if self.prefill_only:
             self.n_resumed = 0
             self.ids = bytearray(request.prompt_ids[: 4 * BLOCK_TOKENS * self.n_transferable])
         self.keys = block_hash.split(request.keys)
@@ -103,11 +111,6 @@ class Sequence:
     def session_digest(self) -> bytes:
         """Of the client's name of the session; empty without one."""
         return block_hash.session_digest(self.request.session)
-
-    @property
-    def prefill_only(self) -> bool:
-        """The full blocks of its prompt are computed and sent to a decode worker; nothing is sampled."""
-        return self.request.push is not None
 
     @property
     def n_transferable(self) -> int:
@@ -159,7 +162,7 @@ class Sequence:
 
     @property
     def n_output_left(self) -> int:
-        return self.max_tokens + self.n_prompt - (len(self.ids) >> 2)
+        return self.most_tokens - (len(self.ids) >> 2)
 
     def extend_keys(self, n_blocks: int | None = None) -> None:
         """Compute the content keys of the first n_blocks blocks, or of all full ones."""
@@ -170,5 +173,5 @@ class Sequence:
             prompt_tokens=self.n_prompt,
             completion_tokens=0 if self.prefill_only else self.n_output,
             cached_by_tier=dict(self.cached_by_tier or {}),
-            drafts=DraftUsage(self.n_drafted, self.n_drafts_accepted) if self.request.speculation.report else None,
+            drafts=DraftUsage(self.n_drafted, self.n_drafts_accepted) if self.reports_drafts else None,
         )

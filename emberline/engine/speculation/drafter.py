@@ -5,14 +5,16 @@ they computed ahead, beside the step, is what they propose.
 """
 
 from collections.abc import Sequence as Many
-from typing import NamedTuple, Protocol
+from typing import Protocol
+
+import msgspec
 
 from emberline.engine.scheduler.sequence import Sequence
 
 MAX_CELLS = 100  # that a drafter tells apart
 
 
-class Draft(NamedTuple):
+class Draft(msgspec.Struct, gc=False):
     """Proposed tokens. A cell is the situation of a token, in which acceptance is measured: see `Drafter`."""
 
     ids: bytes  # u32 LE

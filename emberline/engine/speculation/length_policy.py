@@ -6,7 +6,7 @@ policy takes the length that gives the most tokens per second, which is none whe
 may be wrong, it also compares what drafting steps have gained with steps without drafts, and pauses when they lose.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import log2
 
 _MEMORY = 64.0  # draft tokens after which older measurements of a cell have faded
@@ -43,7 +43,7 @@ class AcceptanceRates:
         self._rates = _Rates(prior)  # the share of these
         self.rate = self._rates.__getitem__
 
-    def add(self, cells: list[int], n_accepted: int) -> None:
+    def add(self, cells: Sequence[int], n_accepted: int) -> None:
         """Tokens behind the first that was not drawn tell nothing."""
         for place, cell in enumerate(cells[: n_accepted + 1]):
             accepted, total = self._seen.get(cell) or (_PRIOR_WEIGHT * self._prior(cell), _PRIOR_WEIGHT)
@@ -160,34 +160,37 @@ class LengthPolicy:
             self._step_s, self._fixed_s = plain_s + times.fixed_s, 0.0  # the drafts of all rows pay for it together
         return True
 
-    def choose(self, cells: list[int], n_guessed: int = 0, trust: float = 1.0) -> tuple[int, float]:
+    def choose(self, cells: Sequence[int], n_guessed: int = 0, trust: float = 1.0) -> tuple[int, float]:
         """How many tokens of a row's draft to verify, and how many are expected to be drawn.
 
         n_guessed: leading tokens that are being sampled already, and are not verified. trust: of the sequence, times
         the measured rates.
         """
         rate, token_s, expected = self.rates.rate, self._token_s, self._expected
-        best, best_n, best_gain = self._expected / self._step_s, 0, 0.0
+        best, best_n, best_gain = expected / self._step_s, 0, 0.0
         worth = best * token_s  # the least gain for which a token pays
         self._asked = True
-        gain, likely, seconds = 0.0, _CAUTION * trust, self._step_s + self._fixed_s
-        for cell in cells[:n_guessed]:
+        n, tokens, likely, seconds = 0, expected, _CAUTION * trust, self._step_s + self._fixed_s
+        if n_guessed:
+            for cell in cells[:n_guessed]:
+                likely *= rate(cell)
+            cells = cells[n_guessed:]
+        for cell in cells:
             likely *= rate(cell)
-        for n, cell in enumerate(cells[n_guessed:], 1):
-            likely *= rate(cell)
-            gain += likely
+            if likely <= worth:
+                break  # neither it nor what follows it raises the rate, which is no lower than at the start
+            n += 1
+            tokens += likely
             seconds += token_s
-            per_s = (expected + gain) / seconds
-            if per_s > best:
-                best, best_n, best_gain = per_s, n, gain
-            if likely > worth:
-                self._n_worth += 1
-                self._worth += likely
+            if tokens > best * seconds:
+                best, best_n, best_gain = tokens / seconds, n, tokens - expected
+        self._n_worth += n
+        self._worth += tokens - expected
         if not best_n:
             self._refused = True
             if not self._probes:
                 return 0, 0.0
-            best_n = min(_PROBE_TOKENS, max(0, len(cells) - n_guessed))
+            best_n = min(_PROBE_TOKENS, len(cells))
         self._expected += best_gain
         self._step_s += self._fixed_s + best_n * self._token_s
         self._fixed_s = 0.0

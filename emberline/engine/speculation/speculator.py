@@ -5,8 +5,8 @@ from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -31,10 +31,10 @@ _LEAST_TRUST, _MOST_TRUST = 0.2, 1.3
 _log = logging.getLogger(__name__)
 
 
-class _InFlight(NamedTuple):
+class _InFlight(msgspec.Struct, gc=False):
     """A draft that is being verified."""
 
-    cells: list[int]
+    cells: Many[int]
     n_guessed: int  # leading tokens of it that its row does not have
     expected: float  # tokens of it that the policy expects to be drawn
 
@@ -96,7 +96,10 @@ class Speculator:
         self.drafts = False  # the step being planned may draft
         self._n_unasked = 0  # steps since the last one behind which the head was to propose
         self._n_accepted = 0  # since the last step time
-        self._verified: list[tuple[list[int], int, int]] = []  # cells, those guessed, drafts accepted: to be counted
+        # What `catch_up` counts:
+        self._verified: list[tuple[_Drafting, _InFlight, int, int]] = []  # and how many were drafted, and accepted
+        self._steps: list[tuple[StepPlan, int, float]] = []  # drafts accepted and seconds
+        self._ended: list[Sequence] = []
 
     def calibrate(self, step_s: Mapping[tuple[int, int], float]) -> None:
         """As `LengthPolicy.calibrate`."""
@@ -116,29 +119,29 @@ class Speculator:
         return depth
 
     def propose(self, seq: Sequence, n: int) -> bytes:
-        allowed = seq.request.speculation.max_draft_tokens
+        allowed, n_sampling = seq.request.speculation.max_draft_tokens, seq.n_sampling
         if allowed is not None:
-            n = min(n, allowed + seq.n_sampling)
-        if not self.drafts or n <= seq.n_sampling:
+            n = min(n, allowed + n_sampling)
+        if not self.drafts or n <= n_sampling:
             return b""
         ids, cells = b"", list[int]()
         for first_cell, drafter in self._by_first_cell:
             found = drafter.propose(seq, n - len(cells), ids)
             if found is not None and (cells or seq.mask is None or _may_follow(seq.mask, found.ids)):
                 ids += found.ids
-                cells += [first_cell + cell for cell in found.cells]
+                cells += [first_cell + cell for cell in found.cells] if first_cell else found.cells
                 if len(cells) >= n:
                     break
-        if len(cells) <= seq.n_sampling:
+        if len(cells) <= n_sampling:
             return b""
-        return ids[: 4 * (seq.n_sampling + self._choose(seq, cells, seq.n_sampling))]
+        return ids[: 4 * (n_sampling + self._choose(seq, cells, n_sampling))]
 
     def propose_ahead(self, seq: Sequence, n: int) -> int:
         allowed = seq.request.speculation.max_draft_tokens
         n = n if allowed is None else min(n, allowed)
         return self._choose(seq, list(range(n)), 0) if self.drafts and n else 0
 
-    def _choose(self, seq: Sequence, cells: list[int], n_guessed: int) -> int:
+    def _choose(self, seq: Sequence, cells: Many[int], n_guessed: int) -> int:
         state = self._drafting.get(seq.number)
         n_chosen, expected = self._policy.choose(cells, n_guessed, 1.0 if state is None else state.trust)
         if n_chosen:
@@ -159,21 +162,31 @@ class Speculator:
         state = self._drafting.get(seq.number)
         if state is None or not state.in_flight:
             return
-        cells, guessed, expected = state.in_flight.popleft()
         self._n_accepted += n_accepted
         seq.n_drafted += n_drafted
         seq.n_drafts_accepted += n_accepted
-        state.n_expected = _FADE * state.n_expected + expected
-        state.n_accepted = _FADE * state.n_accepted + n_accepted
-        state.trust = min(_MOST_TRUST, max(_LEAST_TRUST, (state.n_accepted + 1) / (state.n_expected + 1)))
-        self._verified.append((cells[: guessed + n_drafted], guessed, n_accepted))
+        self._verified.append((state, state.in_flight.popleft(), n_drafted, n_accepted))
 
-    def launched(self) -> None:
-        for cells, guessed, n_accepted in self._verified:
+    def catch_up(self) -> None:
+        for state, draft, n_drafted, n_accepted in self._verified:
+            guessed = draft.n_guessed
+            state.n_expected = _FADE * state.n_expected + draft.expected
+            state.n_accepted = _FADE * state.n_accepted + n_accepted
+            state.trust = min(_MOST_TRUST, max(_LEAST_TRUST, (state.n_accepted + 1) / (state.n_expected + 1)))
+            cells = draft.cells[: guessed + n_drafted]
             # Where no draft was drawn, the guess may have been wrong: the first of all is taken to be.
             self._policy.rates.add(cells, guessed + n_accepted if n_accepted or not guessed else 0)
             self._count([cell // MAX_CELLS for cell in cells[guessed:]], n_accepted)
+        for plan, n_accepted, seconds in self._steps:
+            n_rows = len(plan.rows)
+            if plan.n_tokens - plan.n_drafts == n_rows:  # it has no prompts
+                self._policy.measured(n_rows, plan.n_drafts, n_rows + n_accepted, seconds, plan.depth)
+        for seq in self._ended:
+            for drafter in self._drafters:
+                drafter.ended(seq)
         self._verified.clear()
+        self._steps.clear()
+        self._ended.clear()
 
     def appended(self, seq: Sequence, n: int) -> None:
         seq.n_drafted += n
@@ -193,20 +206,16 @@ class Speculator:
 
     def ended(self, seq: Sequence) -> None:
         self._drafting.pop(seq.number, None)
-        for drafter in self._drafters:
-            drafter.ended(seq)
+        self._ended.append(seq)
 
     def measured(self, plan: StepPlan, seconds: float) -> None:
-        n_rows, n_accepted = len(plan.rows), self._n_accepted
+        self._steps.append((plan, self._n_accepted, seconds))
         self._n_accepted = 0
-        if plan.n_tokens - plan.n_drafts == n_rows:  # it has no prompts
-            n_output = n_rows + n_accepted
-            self._policy.measured(n_rows, plan.n_drafts, n_output, seconds, plan.depth)
 
     @property
     def stats(self) -> tuple[DraftStats, ...]:
         """Totals by drafter and position."""
-        self.launched()
+        self.catch_up()
         if self._stats is None:
             self._stats = tuple(
                 DraftStats(self._drafters[number].name, tuple(drafted), tuple(accepted))

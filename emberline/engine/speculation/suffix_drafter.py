@@ -55,7 +55,7 @@ class SuffixDrafter:
         self._entries: dict[int | bytes, _Entry] = {}  # by sequence number or tenant
         self._evicted: set[int] = set()  # sequences that have lost their index: it is not built again
         self._step = 0
-        self._looked_step = -1  # the last one in which many were looked up at once
+        self._looked_step = -1  # the last one in which anything was
         self._left = STEP_TOKENS  # to index in this step
         self.n_bytes = 0
 
@@ -64,13 +64,15 @@ class SuffixDrafter:
         self._left = STEP_TOKENS
 
     def propose(self, seq: Sequence, most: int, after: bytes = b"") -> Draft | None:
-        own = self._entries.get(seq.number) or self._of_sequence(seq)
+        own, step = self._entries.get(seq.number) or self._of_sequence(seq), self._step
         if own is not None:
-            own.used_step = self._step
-            if own.found_step != self._step:
+            own.used_step = step
+            if own.found_step != step:
                 self._look_up(own, seq)
         if own is not None and not after and most <= MOST:
-            ids, cells = own.ids[: 4 * most], own.cells[:most]
+            ids, cells = own.ids, own.cells
+            if len(cells) > most:
+                ids, cells = ids[: 4 * most], cells[:most]
         else:
             context = seq.ids[-CONTEXT_BYTES:] + after
             request = [own.index.address if own else 0, self._tenant(seq), len(context) >> 2, 0]
@@ -129,26 +131,29 @@ class SuffixDrafter:
         """Index what the sequence has gained, and find what may follow it; in a step's first call of all sequences that
         will probably be asked for."""
         self._catch_up(asked, seq)
-        step, due, requests, contexts = self._step, list[_Entry](), list[int](), list[bytearray]()
-        entries = [asked] if self._looked_step == step else self._entries.values()
+        step, before, due = self._step, self._looked_step, list[_Entry]()
+        requests, contexts = list[int](), list[bytearray]()
+        root_key, tenant = b"", 0  # those of the last one: most are of few tenants
         self._looked_step = step
-        for entry in entries:
-            if entry.seq is None or entry.used_step < step - 1 or entry.found_step == step:
+        for entry in [asked] if before == step else self._entries.values():
+            owner = entry.seq
+            if owner is None or entry.used_step < before or entry.found_step == step:
                 continue
-            ids = entry.seq.ids
+            ids, index = owner.ids, entry.index
             n_new = (len(ids) >> 2) - entry.n_indexed
             if n_new > MAX_MATCH:
                 if entry is not asked:
                     continue
                 n_new = 0  # the draft is from what is known
             entry.n_indexed += n_new
-            entry.index.n_tokens += n_new
+            index.n_tokens += n_new
             context = ids[-CONTEXT_BYTES:]
             due.append(entry)
-            requests += (entry.index.address, self._tenant(entry.seq), len(context) >> 2, n_new)
+            if owner.root_key != root_key:
+                root_key, tenant = owner.root_key, self._tenant(owner)
+            requests += (index.address, tenant, len(context) >> 2, n_new)
             contexts.append(context)
-        for entry, found in zip(due, self._matcher.drafts(requests, contexts, MOST)):
-            entry.ids, entry.cells = found
+        for entry, (entry.ids, entry.cells) in zip(due, self._matcher.drafts(requests, contexts, MOST)):
             entry.found_step = step
 
     def _catch_up(self, entry: _Entry, seq: Sequence) -> None:

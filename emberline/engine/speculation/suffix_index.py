@@ -48,6 +48,7 @@ class _Draft(ctypes.Structure):
     ]
 
 
+_NONE = (b"", b"")
 _DRAFT_BYTES, _IDS, _CELLS = ctypes.sizeof(_Draft), _Draft.draft.offset, _Draft.cell.offset
 
 
@@ -127,7 +128,12 @@ class SuffixMatcher:
             match_cell=(ctypes.c_uint8 * (MAX_MATCH + MAX_DRAFT))(*match_cells),
             shares=(ctypes.c_float * 2)(*shares),
         )
-        self._drafts = (_Draft * 1)()
+        self._policy_at = ctypes.addressof(self._policy)
+        self._make_room(1)
+
+    def _make_room(self, n: int) -> None:
+        self._drafts = (_Draft * n)()
+        self._drafts_at = ctypes.addressof(self._drafts)
 
     def propose(self, context: bytes | bytearray, most: int, *indexes: SuffixIndex) -> Continuation | None:
         """What followed the end of the context (u32 LE) before. The first index is preferred where both say as much."""
@@ -147,12 +153,12 @@ class SuffixMatcher:
         """
         n = len(contexts)
         if n > len(self._drafts):
-            self._drafts = (_Draft * (2 * n))()
+            self._make_room(2 * n)
         self._policy.most = most
-        policy, drafts = ctypes.addressof(self._policy), ctypes.addressof(self._drafts)
-        self._lib.em_suffix_propose(policy, array("q", requests).tobytes(), n, b"".join(contexts), drafts)
-        raw = ctypes.string_at(drafts, n * _DRAFT_BYTES)
+        contexts_at = b"".join(contexts)
+        self._lib.em_suffix_propose(self._policy_at, array("q", requests).tobytes(), n, contexts_at, self._drafts_at)
+        raw = ctypes.string_at(self._drafts_at, n * _DRAFT_BYTES)
         return [
-            (raw[at + _IDS : at + _IDS + 4 * raw[at]], raw[at + _CELLS : at + _CELLS + raw[at]])
+            (raw[at + _IDS : at + _IDS + 4 * k], raw[at + _CELLS : at + _CELLS + k]) if (k := raw[at]) else _NONE
             for at in range(0, n * _DRAFT_BYTES, _DRAFT_BYTES)
         ]

@@ -7,7 +7,7 @@ is drawn after accepted drafts is what would have been drawn without any. A draf
 from collections.abc import Sequence as Many
 from typing import Protocol
 
-from emberline.engine.scheduler.plan import UNKNOWN_DRAFT, Row, Sampled, StepPlan
+from emberline.engine.scheduler.plan import UNKNOWN_DRAFT, Draws, Row, Sampled, StepPlan
 from emberline.engine.scheduler.sequence import Sequence
 from emberline.protocol.frames import DraftStats
 from emberline.protocol.token_ids import unpack
@@ -46,33 +46,39 @@ class Speculation(Protocol):
     def appended(self, seq: Sequence, n: int) -> None:
         """So many tokens join the output without a draw: its grammar leaves one each."""
 
-    def launched(self) -> None:
-        """A step was launched: the time for what need not be done before it."""
+    def catch_up(self) -> None:
+        """At the end of every step, mostly while the device computes: what need not be done before a launch."""
 
     def ended(self, seq: Sequence) -> None:
-        """The sequence ends, with the tokens it has."""
+        """The sequence ends, with the tokens it has. It may be told so by `catch_up`."""
 
     def measured(self, plan: StepPlan, seconds: float) -> None:
-        """A step, whose drafts were verified, took so long, from the end of the one before it."""
+        """A step, whose drafts were just verified, took so long, from the end of the one before it."""
 
     @property
     def stats(self) -> tuple[DraftStats, ...]:
         """Draft tokens by drafter and position."""
 
 
-def accepted_run(first: Sampled, others: Many[Sampled], draft_ids: bytes) -> Many[Sampled]:
-    """Of the draws after each draft, those that count: as long as the draw before it is the draft.
+def n_accepted(drawn: Many[int], draft_ids: bytes) -> int:
+    """How many drafts of a row are accepted: as long as the draw before a draft is the draft. Of its draws, which are
+    one more than its drafts, as many count, and the first.
 
-    `first` is the draw before the first draft. A draw that is not valid ends the run: the next step draws it again. So
-    do draws behind a wrong draft whose id only the device knows.
+    A draw that is not valid ends the run: the next step draws it again. So do draws behind a wrong draft whose id only
+    the device knows.
     """
-    last = first.token_id
-    for n, (draft, draw) in enumerate(zip(unpack(draft_ids), others)):
-        token_id = draw.token_id
+    last, n = drawn[0], 0
+    for draft in unpack(draft_ids):
+        token_id = drawn[n + 1]
         if (last != draft and draft != _UNKNOWN) or token_id < 0:
-            return others[:n]
+            return n
         last = token_id
-    return others
+        n += 1
+    return n
+
+
+def drawn_ids(draws: Many[Sampled]) -> list[int]:
+    return draws.token_ids if isinstance(draws, Draws) else [draw.token_id for draw in draws]
 
 
 def known_tokens(row: Row, draws: Many[Sampled]) -> list[int]:
@@ -80,5 +86,6 @@ def known_tokens(row: Row, draws: Many[Sampled]) -> list[int]:
     draws: its own."""
     tokens = list(unpack(row.token_ids))
     if draws:
-        tokens += [drawn.token_id for drawn in (draws[0], *accepted_run(draws[0], draws[1:], row.draft_ids))]
+        drawn = drawn_ids(draws)
+        tokens += drawn[: 1 + n_accepted(drawn, row.draft_ids)]
     return tokens

@@ -58,6 +58,12 @@ class TierCoordinator:
         """Whether the next step has something to do for fetches, though no notice has come."""
         return self._looks_up or bool(self._notices) or self._fetches.has_work
 
+    @property
+    def busy(self) -> bool:
+        """Whether some sequence waits for tiers, so that the next plan depends on what they have done. They may save
+        blocks in any case."""
+        return bool(self._undecided or self._fetches) or self.has_work
+
     def undecided(self) -> list[Sequence]:
         """Waiting sequences for which it is not decided whether to fetch, by rank."""
         return sorted((each.seq for each in self._undecided.values()), key=lambda seq: seq.rank)

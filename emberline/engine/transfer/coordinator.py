@@ -78,9 +78,12 @@ class TransferCoordinator:
             seq.in_transfer = True
             self.incoming.expect(seq, now_s)
 
-    def poll(self, now_s: float) -> TransferUpdate:
-        """The effect of all notices and timeouts since the last call."""
-        for notice in self._port.notices():
+    def poll(self, now_s: float) -> TransferUpdate | None:
+        """The effect of all notices and timeouts since the last call; None: nothing is transferred."""
+        arrived, update = self._port.notices(), self._update
+        if not (arrived or self.incoming.busy or self.outgoing.busy or update.ended or update.ready or update.granted):
+            return None
+        for notice in arrived:
             if isinstance(notice, SenderNotice):
                 self._handle_sender(notice, now_s)
             else:

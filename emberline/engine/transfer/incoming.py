@@ -84,6 +84,10 @@ class IncomingTransfers:
         self.n_received = 0  # blocks
 
     @property
+    def busy(self) -> bool:
+        return bool(self._by_transfer or self._offers or self._given_up)
+
+    @property
     def wake_s(self) -> float:
         """When `expire` has something to do, unless a notice comes first."""
         limits = [each.progress_s + each.timeout_s for each in self._by_transfer.values()]

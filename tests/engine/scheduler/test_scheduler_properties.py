@@ -204,7 +204,7 @@ def test_only_requests_that_steps_fail_for_end_with_an_internal_error(crowd, set
 
 @settings(max_examples=n_examples(60), deadline=None)
 @given(st.lists(arrivals, min_size=2, max_size=6), setups, st.data())
-def test_an_abort_between_plan_and_absorb_ends_the_request_once(crowd, setup, data):
+def test_an_abort_at_any_moment_ends_the_request_once(crowd, setup, data):
     checker = InvariantChecker(setup)
     for n, arrival in enumerate(crowd):
         arrival.id, arrival.tokens, arrival.deadline, arrival.abort_after, arrival.nan = f"r{n}", [], None, 0, False
@@ -219,6 +219,8 @@ def test_an_abort_between_plan_and_absorb_ends_the_request_once(crowd, setup, da
             checker.take(filter(None, [checker.scheduler.abort(victim)]))
         if data.draw(st.integers(0, 15)) == 0:
             checker.take(checker.scheduler.abort_all(Internal("over")))
+        if data.draw(st.booleans()):
+            checker.scheduler.catch_up()
         checker.take(checker.scheduler.absorb(plan, handle.result()))
         checker.check_blocks()
     assert checker.ended.keys() == checker.accepted.keys()

@@ -46,7 +46,7 @@ class StandinSpeculation:
     def measured(self, plan, seconds):
         pass
 
-    def launched(self):
+    def catch_up(self):
         pass
 
     def appended(self, seq, n):

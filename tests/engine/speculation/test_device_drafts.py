@@ -17,9 +17,9 @@ DEPTH = 4
 class PublishChecker(InvariantChecker):
     """Also checks that what joins the prefix index is full, and computed by then: it may be saved or sent at once."""
 
-    def __init__(self, setup, steps_in_flight, wrong, depth=DEPTH):
-        self.speculation = DeviceSpeculation(depth)
-        super().__init__(setup, steps_in_flight, self.speculation, lambda cache: DraftingRunner(cache, wrong))
+    def __init__(self, setup, steps_in_flight, speculation, runner):
+        super().__init__(setup, steps_in_flight, speculation, runner)
+        self.speculation = speculation
         self.n_published = 0
         publish = self.cache.publish
 
@@ -37,16 +37,21 @@ class PublishChecker(InvariantChecker):
         self.cache.publish = check_and_publish
 
 
+def device_checker(setup, steps_in_flight, wrong, depth=DEPTH):
+    speculation = DeviceSpeculation(depth)
+    return PublishChecker(setup, steps_in_flight, speculation, lambda cache: DraftingRunner(cache, wrong))
+
+
 @settings(max_examples=n_examples(100), deadline=None)
 @given(st.lists(arrivals, min_size=1, max_size=7), setups, st.integers(1, 3), st.sampled_from([0, 1, 2, 5]))
 def test_every_request_ends_once_with_the_right_tokens(crowd, setup, steps_in_flight, wrong):
-    play(PublishChecker(setup, steps_in_flight, wrong), crowd)
+    play(device_checker(setup, steps_in_flight, wrong), crowd)
 
 
 @settings(max_examples=n_examples(40), deadline=None)
 @given(st.lists(arrivals, min_size=1, max_size=7), setups, st.integers(1, 3), st.sets(st.integers(0, 80), max_size=8))
 def test_the_same_while_steps_fail_now_and_then(crowd, setup, steps_in_flight, failing):
-    play(PublishChecker(setup, steps_in_flight, 5), crowd, failing)
+    play(device_checker(setup, steps_in_flight, 5), crowd, failing)
 
 
 def prompt_ending_at(n_output, length):
@@ -65,7 +70,7 @@ def test_a_reply_that_ends_within_accepted_drafts_publishes_no_more_than_its_blo
     n_accepted = 0
     for n_output in range(3, 11):  # at each place of a run, behind rows in flight or not
         prompt, ids = prompt_ending_at(n_output, total - n_output)
-        checker = PublishChecker({"token_budget": 64}, steps_in_flight, 0)
+        checker = device_checker({"token_budget": 64}, steps_in_flight, 0)
         for id in ("first", "again"):  # this one finds what was published
             checker.scheduler.submit(request(id, prompt, max_tokens=40, stop_ids=(ids[-1],)), 0.0)
             deltas = []

@@ -1,12 +1,14 @@
 """The choice of the draft length, on simulated devices: it pays, or it stays out of the way."""
 
 import random
+from itertools import accumulate
+from operator import mul
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.engine.speculation.length_policy import AcceptanceRates, DraftTimes, LengthPolicy, PlainTimes
+from emberline.engine.speculation.length_policy import _CAUTION, AcceptanceRates, DraftTimes, LengthPolicy, PlainTimes
 from emberline.engine.speculation.speculator import GPU_MARGINAL, GPU_WAIT_S
 
 
@@ -81,6 +83,29 @@ def test_never_much_slower_than_without(device, overhead_s, marginal, n_rows, ac
 def test_a_fixed_cost_of_drafting_is_shared_by_the_rows():
     """A step with drafts waits for the host; with many rows that draft it pays all the same."""
     assert Simulation(gpu, 64, 0.8, overhead_s=0.0015, marginal=0.003).run(400).speedup > 1.8
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 9), max_size=15), min_size=1, max_size=8),
+    st.floats(0.0, 0.003),
+    st.sampled_from([0.0, 0.001]),
+)
+def test_the_chosen_length_gives_the_most_tokens_per_second(rows, token_s, fixed_s):
+    """Of each row's draft, given the rows before it."""
+    policy = LengthPolicy(lambda cell: cell / 9, 0.0, fixed_s)
+    policy._drafts[len(rows).bit_length()] = DraftTimes(token_s, fixed_s)
+    policy.measured(len(rows), 0, len(rows), 0.005)
+    assert policy.begin_step(len(rows))
+    for cells in rows:
+        expected, step_s, fixed = policy._expected, policy._step_s, policy._fixed_s
+        likely = list(accumulate((cell / 9 for cell in cells), mul, initial=_CAUTION))[1:]
+        gains = list(accumulate(likely, initial=0.0))
+        rates = [expected / step_s] + [
+            (expected + gain) / (step_s + fixed + n * token_s) for n, gain in enumerate(gains[1:], 1)
+        ]
+        n, gain = policy.choose(cells)
+        assert rates[n] == pytest.approx(max(rates))
+        assert gain == pytest.approx(gains[n])
 
 
 def test_long_drafts_where_tokens_are_free():

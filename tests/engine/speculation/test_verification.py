@@ -8,15 +8,18 @@ from msgspec import structs
 from emberline.engine.gpu.shapes import GPU_SHAPES
 from emberline.engine.scheduler.latency_target import LatencyTarget
 from emberline.engine.scheduler.limits import Limits
+from emberline.engine.scheduler.plan import Draws
 from emberline.engine.scheduler.scheduler import Scheduler
-from emberline.engine.speculation.verification import accepted_run
+from emberline.engine.speculation.verification import drawn_ids, n_accepted
 from emberline.engine.step_loop import StepLoop
 from emberline.kv.cache import KVCache
+from emberline.protocol.block_hash import BLOCK_TOKENS
 from emberline.protocol.request import Push
 from emberline.protocol.token_ids import pack, unpack
-from tests.engine.fakes import FULL, VOCAB, Drawn, FakeRunner, expected, request
+from tests.engine.fakes import FULL, VOCAB, FakeRunner, LateRunner, expected, request
 from tests.engine.scheduler.test_scheduler_properties import InvariantChecker, arrivals, play, setups
 from tests.engine.speculation.standin import StandinSpeculation, output_of
+from tests.engine.speculation.test_device_drafts import PublishChecker, prompt_ending_at
 from tests.engine.transfer.fake_wire import Wire
 from tests.engine.transfer.test_transfer_properties import TransferChecker, layouts, prompts
 from tests.engine.transfer.test_transfer_properties import setups as transfer_setups
@@ -26,13 +29,18 @@ from tests.examples import n_examples
 @given(st.lists(st.integers(-1, 3), min_size=1, max_size=6), st.data())
 def test_draws_count_as_long_as_they_are_the_drafts(ids, data):
     drafts = data.draw(st.lists(st.integers(0, 3), min_size=len(ids) - 1, max_size=len(ids) - 1))
-    kept = accepted_run(Drawn(ids[0]), [Drawn(token) for token in ids[1:]], pack(drafts))
-    n = len(kept)
-    assert [draw.token_id for draw in kept] == ids[1 : 1 + n]
+    n = n_accepted(ids, pack(drafts))
     assert ids[:n] == drafts[:n]
     assert min(ids[1 : 1 + n], default=0) >= 0
     if n < len(drafts):
         assert ids[n] != drafts[n] or ids[n + 1] < 0
+
+
+def test_draws_without_probabilities_are_a_sequence_like_any_other():
+    draws = Draws([3, -1, 5])
+    assert drawn_ids(draws) == drawn_ids(list(draws)) == drawn_ids(draws[:]) == [3, -1, 5]
+    assert [draw.token_id for draw in draws[1:]] == [-1, 5]
+    assert (draws[2].token_id, draws[2].logprob, len(draws)) == (5, None, 3)
 
 
 def speculation_of(checker_setup, wrong):
@@ -53,7 +61,7 @@ def speculation_of(checker_setup, wrong):
 @given(st.lists(arrivals, min_size=1, max_size=7), setups, st.integers(1, 3), st.sampled_from([0, 1, 2, 5]))
 def test_every_request_ends_once_with_the_right_tokens(crowd, setup, steps_in_flight, wrong):
     speculation = speculation_of(setup, wrong)
-    checker = InvariantChecker(setup, steps_in_flight, speculation)
+    checker = PublishChecker(setup, steps_in_flight, speculation, LateRunner)
     play(checker, crowd)
     assert sorted(speculation.ended_ids) == sorted(checker.accepted)
 
@@ -61,7 +69,7 @@ def test_every_request_ends_once_with_the_right_tokens(crowd, setup, steps_in_fl
 @settings(max_examples=n_examples(40), deadline=None)
 @given(st.lists(arrivals, min_size=1, max_size=7), setups, st.integers(1, 3), st.sets(st.integers(0, 80), max_size=8))
 def test_the_same_while_steps_fail_now_and_then(crowd, setup, steps_in_flight, failing):
-    play(InvariantChecker(setup, steps_in_flight, speculation_of(setup, 5)), crowd, failing)
+    play(PublishChecker(setup, steps_in_flight, speculation_of(setup, 5), LateRunner), crowd, failing)
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
@@ -98,6 +106,55 @@ def test_published_blocks_end_with_the_accepted_tokens():
     assert deltas[0].usage.cached_tokens >= (len(prompt) - 2) // 16 * 16
     ids = [t for delta in deltas for t in unpack(delta.token_ids)]
     assert ids == expected(prompt, request("b", prompt, max_tokens=30).sampling, (FULL,), 512)[0]
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+@pytest.mark.parametrize("total", range(2 * BLOCK_TOKENS - 2, 2 * BLOCK_TOKENS + 3))
+def test_a_reply_that_ends_on_a_stop_token_within_its_drafts_ends_once(total, steps_in_flight):
+    """And all its full blocks are published, as far as they are computed: the last token may be no draft."""
+    setup = {"layouts": (FULL,), "n_blocks": 64, "context_len": 512, "token_budget": 64}
+    n_accepted = 0
+    for n_output in range(3, 11):
+        prompt, ids = prompt_ending_at(n_output, total - n_output)
+        checker = PublishChecker(setup, steps_in_flight, speculation_of({"layouts": (FULL,)}, 0), LateRunner)
+        # The drafter does not know of the stop token: it goes on behind it.
+        checker.speculation.oracle = lambda seq, prompt=prompt: expected(
+            prompt, request("a", prompt, max_tokens=40).sampling, (FULL,), 512
+        )[0][len(output_of(seq)) :]
+        checker.scheduler.submit(request("a", prompt, max_tokens=40, stop_ids=(ids[-1],)), 0.0)
+        deltas = []
+        while checker.loop.busy:
+            deltas += checker.loop.step(0.0)
+        assert [token for delta in deltas for token in unpack(delta.token_ids)] == ids
+        assert [delta.finish for delta in deltas if delta.finish is not None] == ["stop"]
+        assert checker.n_published in (total // BLOCK_TOKENS, (total - 1) // BLOCK_TOKENS)
+        assert checker.cache.n_used == 0
+        n_accepted += checker.speculation.n_accepted
+    assert n_accepted > 20
+
+
+def test_blocks_of_replies_are_published_behind_the_next_launch():
+    """While the device waits for that launch the host does nothing else; no step returns before it has caught up."""
+    setup = {"layouts": (FULL,), "n_blocks": 64, "context_len": 512}
+    checker = PublishChecker(setup, 2, speculation_of(setup, 0), LateRunner)
+    publish, happened = checker.cache.publish, []
+
+    def launch(plan):
+        happened.append("launch")
+        return LateRunner.launch(checker.runner, plan)
+
+    checker.runner.launch = launch
+    checker.cache.publish = lambda *args: (happened.append("publish"), publish(*args))
+    checker.scheduler.submit(request("a", [1, 2, 3], max_tokens=100), 0.0)
+    n_deferred = 0
+    while checker.loop.busy:
+        happened.clear()
+        checker.loop.step(0.0)
+        running = checker.scheduler._queues.running
+        assert all(seq.n_done // BLOCK_TOKENS <= seq.table.n_published for seq in running)
+        n_deferred += happened == ["launch", "publish"]
+        assert happened != ["publish", "launch"]
+    assert n_deferred >= 4
 
 
 @pytest.mark.parametrize("n_resumed", [1, 15, 16, 40, 59])

@@ -1,0 +1,259 @@
+"""The host's time between two steps with drafts: `python -m benchmarks.draft_steps [--rows 16,32]`.
+
+A GPU that has verified drafts waits until the host has planned and launched the next step. Measured here without one:
+the scheduler, step loop, suffix drafter and the GPU runner's own host code, on a device that computes nothing, takes a
+given time for every step and draws what was recorded. For each step that the next one had to wait for:
+
+critical  from its result until the next step is launched, while a GPU would wait
+deferred  from there until the step loop has returned: deltas, hashes, averages, while a GPU would compute
+
+Replies repeat pieces of their prompts, as those of agents do. What CUDA itself takes (copies, events, a graph's launch)
+is not in these figures.
+"""
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from emberline.engine.gpu.runner import GpuRunner, GpuStep, StepKind
+from emberline.engine.gpu.shapes import GPU_SHAPES, most_drafts
+from emberline.engine.scheduler.latency_target import LatencyTarget
+from emberline.engine.scheduler.limits import Limits
+from emberline.engine.scheduler.plan import Masks, Sampled, StepPlan
+from emberline.engine.scheduler.scheduler import Scheduler
+from emberline.engine.speculation.speculator import open_speculator
+from emberline.engine.step_loop import StepLoop
+from emberline.kernels.sampling import SamplerRow
+from emberline.kv.cache import KVCache
+from emberline.models.decoder import StepInputs
+from emberline.protocol.block_hash import KVGroup
+from emberline.protocol.request import EngineRequest, SamplingParams
+from emberline.protocol.token_ids import pack
+
+VOCAB, PROMPT, REPLY = 32_000, 1024, 400
+COPIED, OWN = (4, 40), (1, 6)  # lengths of the pieces of a reply: of its prompt, and new
+WARM_STEPS = 200  # in which the length policy learns what steps take
+KV = KVGroup("full", (0,), 1, 8, "float16")
+
+
+class Device:
+    """One step at a time: it is done so long after its launch, or after the one before it."""
+
+    def __init__(self, step_s: float) -> None:
+        self._step_s = step_s
+        self.launched_s = self.read_s = self.done_s = 0.0
+
+    def launch(self) -> None:
+        self.launched_s = time.perf_counter()
+        self.done_s = max(self.done_s, self.launched_s) + self._step_s
+
+
+class StepEnd:
+    """The event behind a step, in the place of a CUDA event that is spun for."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._done_s = 0.0
+
+    def record(self) -> None:
+        self._done_s = self._device.done_s
+
+    def wait(self) -> None:
+        while (now_s := time.perf_counter()) < self._done_s:
+            pass
+        self._device.read_s = now_s
+
+    def seconds_since(self, earlier: Any) -> float:
+        return 0.005
+
+
+class Graphs:
+    """In the place of CUDA graphs: every step is captured."""
+
+    enabled = has_room = True
+
+    def __init__(self, device: Device, result: torch.Tensor) -> None:
+        self._device, self._result = device, result
+
+    def __contains__(self, kind: StepKind) -> bool:
+        return True
+
+    def __iter__(self) -> Iterator[StepKind]:
+        return iter(())
+
+    def replay(self, kind: StepKind) -> torch.Tensor:
+        self._device.launch()
+        return self._result
+
+
+class NoSampler:
+    """Sampling parameters that nobody reads."""
+
+    def set(self, slot: int, row: SamplerRow) -> None: ...
+    def ban(self, slot: int, ids: tuple[int, ...]) -> None: ...
+    def allow(self, slots: list[int], bits: Any) -> None: ...
+    def upload(self) -> None: ...
+
+
+class NoKernels:
+    """What surrounds the forward pass of a step that is too large for a CUDA graph."""
+
+    def sample(self, *args: Any, **options: Any) -> None: ...
+    def keep(self, *args: Any) -> None: ...
+
+
+class Model:
+    kv_groups = (KV,)
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def forward(self, step: StepInputs, kv: Any) -> torch.Tensor:
+        self._device.launch()
+        return torch.zeros(len(step.sample_tokens), 1)
+
+
+class Recorded:
+    """A GPU runner whose device draws recorded replies."""
+
+    def __init__(self, limits: Limits, n_blocks: int, prefill: LatencyTarget, device: Device) -> None:
+        model, kernels = cast(Any, Model(device)), cast(Any, NoKernels())
+        runner = GpuRunner(model, [n_blocks], limits, "cpu", kernels, NoSampler(), prefill, speculates=True)
+        runner._graphs = Graphs(device, torch.zeros(1))  # type: ignore[assignment]
+        for outputs in runner._outputs:
+            outputs.done = StepEnd(device)
+            outputs._ready = StepEnd(device)
+        self._runner = runner
+        self._draws = runner._sampled.token_ids.numpy()
+        self._slots: dict[int, tuple[list[int], int]] = {}  # recorded reply and length of the prompt, by slot
+        self.replies: dict[str, list[int]] = {}
+
+    def launch(self, plan: StepPlan) -> "RecordedStep":
+        for admission in plan.admissions:
+            request = admission.request
+            self._slots[admission.slot] = self.replies[request.id], len(request.prompt_ids) // 4
+        return RecordedStep(self, self._runner.launch(plan), plan)
+
+    def draw(self, step: GpuStep, plan: StepPlan) -> None:
+        """What the device would have drawn by the time that the host reads it."""
+        launched = step._launched
+        assert not isinstance(launched, Exception), launched
+        drawn = [token for row in plan.rows if row.samples for token in self._row(row, launched.batch.left_out)]
+        self._draws[launched.batch.sample_indices(launched.n_decodes)] = drawn
+
+    def _row(self, row: Any, left_out: Any) -> list[int]:
+        reply, n_prompt = self._slots[row.slot]
+        at, n = row.end - n_prompt, 1 if left_out is not None else 1 + row.n_drafts
+        return (reply[at : at + n] + [0] * n)[:n]
+
+
+class RecordedStep:
+    def __init__(self, runner: Recorded, step: GpuStep, plan: StepPlan) -> None:
+        self._runner, self._step, self._plan = runner, step, plan
+
+    def sample(self, masks: Masks | None = None) -> None:
+        self._runner.draw(self._step, self._plan)
+        self._step.sample(masks)
+
+    def result(self) -> Sequence[Sampled]:
+        return self._step.result()
+
+    def drafts(self) -> Sequence[bytes]:
+        return ()
+
+
+class Figures(NamedTuple):
+    critical_us: list[float]
+    deferred_us: list[float]
+    tokens_per_row: float
+
+    def summary(self) -> dict[str, float]:
+        found = {"steps": len(self.critical_us), "tokens_per_row": round(self.tokens_per_row, 2)}
+        for name, values in (("critical_us", self.critical_us), ("deferred_us", self.deferred_us)):
+            found[name] = round(statistics.median(values), 1)
+            found[f"{name[:-3]}_p90_us"] = round(statistics.quantiles(values, n=10)[-1], 1)
+        return found
+
+
+def recorded(rng: random.Random) -> tuple[list[int], list[int]]:
+    """A prompt, and a reply of pieces of it."""
+    prompt = [rng.randrange(100, VOCAB) for _ in range(PROMPT)]
+    reply: list[int] = []
+    while len(reply) < REPLY:
+        at = rng.randrange(PROMPT)
+        reply += prompt[at : at + rng.randint(*COPIED)]
+        reply += [rng.randrange(100, VOCAB) for _ in range(rng.randint(*OWN))]
+    return prompt, reply[:REPLY]
+
+
+def measure(n_rows: int, n_steps: int, step_s: float, seed: int = 0) -> Figures:
+    rng, device = random.Random(seed), Device(step_s)
+    limits = Limits(context_len=4096, vocab_size=VOCAB, eos_ids=(0,), max_running=n_rows, token_budget=8192)
+    n_blocks = 1 + n_rows * limits.context_len // 16
+    cache = KVCache(Model.kv_groups, [n_blocks], chunk=limits.token_budget)
+    prefill = LatencyTarget(GPU_SHAPES, most_drafts=lambda rows: most_drafts(rows, n_rows))
+    runner, speculation = Recorded(limits, n_blocks, prefill, device), open_speculator("suffix", "cuda")
+    assert speculation is not None
+    scheduler = Scheduler(cache, limits, "benchmark", prefill=prefill, speculation=speculation)
+    loop = StepLoop(scheduler, runner, steps_in_flight=2)
+    critical, deferred, n_tokens, n_open, serial = list[float](), list[float](), 0, 0, 0
+    planned: deque[StepPlan] = deque(maxlen=1)
+    launch = runner.launch
+    runner.launch = lambda plan: (planned.append(plan), launch(plan))[1]  # type: ignore[method-assign]
+    gc.collect()
+    gc.freeze()
+    number = n_drafted_rows = 0
+    while len(critical) < n_steps:
+        while n_open < n_rows:
+            prompt, reply = recorded(rng)
+            runner.replies[str(serial)] = reply
+            sampling = SamplingParams(max_tokens=len(reply), temperature=0.0, ignore_eos=True)
+            loop.submit(EngineRequest(id=str(serial), prompt_ids=pack(prompt), sampling=sampling), time.monotonic())
+            n_open, serial = n_open + 1, serial + 1
+        before = planned[0] if planned else None
+        deltas = loop.step(time.monotonic())
+        returned_s = time.perf_counter()
+        number += 1
+        for delta in deltas:
+            assert delta.error is None, delta.error
+            n_open -= delta.finish is not None
+        if number > WARM_STEPS and before is not None and waited(before, planned[0], device):
+            critical.append(1e6 * (device.launched_s - device.read_s))
+            deferred.append(1e6 * (returned_s - device.launched_s))
+            n_tokens += sum(len(delta.token_ids) // 4 for delta in deltas)
+            n_drafted_rows += len(before.rows)
+    return Figures(critical, deferred, n_tokens / n_drafted_rows)
+
+
+def waited(before: StepPlan, plan: StepPlan, device: Device) -> bool:
+    """Whether both steps have drafts, and the second was launched once the first was read; no sequence begins."""
+    is_new = plan is not before and device.launched_s > device.read_s
+    return is_new and bool(before.n_drafts and plan.n_drafts) and not plan.admissions
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default="16,32", help="sequences at a time (16,32)")
+    parser.add_argument("--steps", type=int, default=600, help="to measure (600)")
+    parser.add_argument("--step-ms", type=float, default=3.0, help="that the device takes for one (3)")
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    args = parser.parse_args()
+    found = {}
+    for n_rows in map(int, args.rows.split(",")):
+        found[n_rows] = measure(n_rows, args.steps, args.step_ms / 1e3).summary()
+        print(f"{n_rows} rows: " + ", ".join(f"{name} {value}" for name, value in found[n_rows].items()), flush=True)
+    if args.json is not None:
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
