@@ -64,6 +64,7 @@ MAX_WHOLE_ROW = 8192  # columns that one program can hold in registers
 MAX_GEMV_TOKENS = 5
 SMALL_BYTES = 1 << 20  # of a quantized matrix
 SMALL_DENSE_BYTES = 8 << 20
+MAX_WARPS = 32  # of a program
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +169,8 @@ def quantized_gemv_tile(n: int, words: int, gated: bool) -> QuantizedGemvTile:
     rows = 2 if wide > 1024 else 4 if gated or wide > 512 else 8
     while rows > 1 and n // rows < 3 * sm_count():
         rows //= 2
-    if n * words * 4 * (1 + gated) <= SMALL_BYTES:  # programs take longer to start than to compute: few, of more warps
+    if n * words * 4 * (1 + gated) <= SMALL_BYTES and 4 * warps <= MAX_WARPS:
+        # Programs take longer to start than to compute: few, of more warps.
         return QuantizedGemvTile(8 * rows, 4 * warps, 16 // warps)
     return QuantizedGemvTile(rows, warps, 16 // warps)
 

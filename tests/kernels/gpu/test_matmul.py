@@ -7,6 +7,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from emberline.kernels.gpu import matmul as dispatch
 from emberline.kernels.gpu.elementwise import gated_activation_reference
 from emberline.kernels.gpu.gemm import (
     GemvTile,
@@ -17,8 +18,9 @@ from emberline.kernels.gpu.gemm import (
     skinny_gemm,
     skinny_gemm_floats,
 )
-from emberline.kernels.gpu.matmul import DenseMatrix, Fusion, Matmul
+from emberline.kernels.gpu.matmul import DenseMatrix, Fusion, Matmul, quantized_gemv_tile
 from emberline.kernels.gpu.quantized_gemm import (
+    MAX_GEMV_WORDS,
     QuantizedGemmTile,
     QuantizedGemvTile,
     QuantizedMatrix,
@@ -110,6 +112,18 @@ def test_quantized_gemv(m: int, n: int, k: int, norm: bool, bias: bool, gate: in
     want = expected(x, w, out, weight, more, gate, add)
     quantized_gemv(x, matrix, out, QuantizedGemvTile(4, 1, 1), norm=weight, eps=1e-5, gate=gate, add=add)
     assert error(out, want) < LIMIT
+
+
+@pytest.mark.parametrize("words", [4, 128, 1024, 2048, 2049, 4096, MAX_GEMV_WORDS])
+def test_a_program_of_a_quantized_gemv_has_no_more_warps_than_a_gpu_allows(
+    monkeypatch: pytest.MonkeyPatch, words: int
+) -> None:
+    monkeypatch.setattr(dispatch, "INTERPRETED", False)
+    monkeypatch.setattr(dispatch, "sm_count", lambda: 132)
+    for n in (1, 32, 256, 4096):
+        for gated in (False, True):
+            tile = quantized_gemv_tile(n, words, gated)
+            assert tile.warps <= 32, (n, gated, tile)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
