@@ -125,8 +125,10 @@ def test_the_peer_keeps_the_experts_of_captured_steps(peer, monkeypatch):
         sys.modules["vllm.model_executor.layers.fused_moe.router.base_router"].BaseRouter(),
         SimpleNamespace(),
     )
+    router.global_num_experts = 4
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    layers = [torch.tensor([[0, 1], [1, 2]]), torch.tensor([[0, 1], [2, 3]])]
+    overwritten = torch.tensor([[0, 1], [2, 4]])
+    layers = [torch.tensor([[0, 1], [1, 2]]), torch.tensor([[0, 1], [2, 3]]), overwritten]
     for ids in layers:
         router._select_experts(ids)
     assert peer.CountsExperts.count_experts(worker, 2) == 3.5

@@ -153,7 +153,8 @@ class SuffixDrafter:
                 root_key, tenant = owner.root_key, self._tenant(owner)
             requests += (index.address, tenant, len(context) >> 2, n_new)
             contexts.append(context)
-        for entry, (entry.ids, entry.cells) in zip(due, self._matcher.drafts(requests, contexts, MOST)):
+        for entry, found in zip(due, self._matcher.drafts(requests, contexts, MOST)):
+            entry.ids, entry.cells = found
             entry.found_step = step
 
     def _catch_up(self, entry: _Entry, seq: Sequence) -> None:
