@@ -78,22 +78,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _with_error_messages(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
     """Errors that the user can fix become one readable message; all others keep their traceback."""
-    from emberline.protocol.errors import EmberlineError
-
     try:
         return run(args)
-    except EmberlineError as error:
-        print(f"emberline: {error.message}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `emberline ls | head -1`
         sys.stderr.close()
         return 0
-    except OSError as error:
-        if error.filename is None:
+    except Exception as error:
+        from emberline.protocol.errors import EmberlineError  # help needs next to no imports
+
+        if isinstance(error, EmberlineError):
+            message = error.message
+        elif isinstance(error, OSError) and error.filename is not None:
+            message = f"cannot use {error.filename}: {error.strerror}"
+        else:
             raise
-        print(f"emberline: cannot use {error.filename}: {error.strerror}", file=sys.stderr)
+        print(f"emberline: {message}", file=sys.stderr)
         return 1
 
 
