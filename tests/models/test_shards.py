@@ -181,18 +181,21 @@ def test_quantized_weights_divided(name: str, layout: Layout, kind: str) -> None
     check_same(run_ranks(thread_groups(layout.tp, dcp=layout.dcp), run), want, layout.tp)
 
 
-def test_stages_on_the_cpu_kernels() -> None:
-    """A stage needs nothing of other ranks within a layer, so the C kernels compute it."""
+@pytest.mark.parametrize("threads", [1, 2])
+def test_stages_on_the_cpu_kernels(threads: int) -> None:
+    """A stage needs nothing of other ranks within a layer, so the C kernels compute it; two stages run concurrently."""
     source = checkpoint(CONFIGS["gemma3"])
-    want = generate(load_model(source, threads=1))
+    whole = load_model(source, threads=threads)
+    want, reference = generate(whole), generate(Decoder(source, TorchBackend(), ARCHITECTURES["gemma3"]))
 
     def run(groups: ParallelGroups) -> tuple[str, Any]:
-        model = load_model(source, threads=1, shard=shard_of(source.config, Layout(pp=2), groups))
+        model = load_model(source, threads=threads, shard=shard_of(source.config, Layout(pp=2), groups))
         return model.backend, generate(model, told=want[0])
 
     backends, found = zip(*run_ranks(thread_groups(pp=2), run), strict=True)
-    assert set(backends) == {load_model(source, threads=1).backend}
+    assert {whole.backend, *backends} == {"native"}
     check_same(list(found), want, 1)
+    check_same(list(found), reference, 1)
 
 
 def test_deterministic_mode_divided() -> None:

@@ -167,15 +167,8 @@ static void text_attention_task(void *arg, int64_t task) {
     const int64_t dim = l->head_dim, width = l->heads * dim, stride = 3 * width;
     const int64_t first = job->starts[task / l->heads], length = job->starts[task / l->heads + 1] - first;
     const int64_t head = task % l->heads * dim, blocks = (length + BLOCK - 1) / BLOCK;
-    static _Thread_local float *keys, *values;
-    static _Thread_local int64_t size;
-    if (blocks * BLOCK * dim > size) {
-        size = blocks * BLOCK * dim;
-        free(keys);
-        free(values);
-        if (posix_memalign((void **)&keys, 64, size * sizeof(float))) abort();
-        if (posix_memalign((void **)&values, 64, size * sizeof(float))) abort();
-    }
+    const size_t bytes = blocks * BLOCK * dim * sizeof(float);
+    float *keys = scratch(KEYS, bytes), *values = scratch(VALUES, bytes);
     for (int64_t t = 0; t < blocks * BLOCK; t++) {
         const float *k = job->qkv + (first + t) * stride + width + head;
         float *to = keys + t / BLOCK * dim * BLOCK + t % BLOCK;

@@ -32,16 +32,32 @@ typedef struct {
     mlp mlp;
 } layer;
 
-enum { INPUT, HIDDEN, OUTPUT, QUANTIZED_INPUT, QUANTIZED_HIDDEN, QKV, ATTENDED, SLOTS };
+enum { INPUT, HIDDEN, OUTPUT, QUANTIZED_INPUT, QUANTIZED_HIDDEN, QKV, ATTENDED, KEYS, VALUES, SLOTS };
 
-// Scratch memory by purpose; grows, never shrinks. Callers must not run concurrently.
+// Scratch memory of the calling thread by purpose; grows, never shrinks, is freed when the thread ends.
+static _Thread_local struct {
+    void *memory[SLOTS];
+    size_t size[SLOTS];
+} thread_scratch;
+static pthread_key_t scratch_key; // its value, the thread's `memory`, makes free_scratch run at the thread's end
+static pthread_once_t scratch_once = PTHREAD_ONCE_INIT;
+
+static void free_scratch(void *memory) {
+    for (int slot = 0; slot < SLOTS; slot++) free(((void **)memory)[slot]);
+}
+
+static void make_scratch_key(void) {
+    if (pthread_key_create(&scratch_key, free_scratch)) abort();
+}
+
 static void *scratch(int slot, size_t bytes) {
-    static void *memory[SLOTS];
-    static size_t size[SLOTS];
-    if (bytes > size[slot]) {
+    void **memory = thread_scratch.memory;
+    if (bytes > thread_scratch.size[slot]) {
+        pthread_once(&scratch_once, make_scratch_key);
+        if (pthread_setspecific(scratch_key, memory)) abort();
         free(memory[slot]);
         if (posix_memalign(&memory[slot], 64, bytes)) abort();
-        size[slot] = bytes;
+        thread_scratch.size[slot] = bytes;
     }
     return memory[slot];
 }

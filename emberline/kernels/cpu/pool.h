@@ -1,6 +1,7 @@
 // A thread pool without barriers. A job is divided into tasks that any thread may take, including the caller, which
 // continues as soon as all tasks are done. No thread waits for one that has no task, so a preempted core delays one task
 // and not the whole step, as a barrier would on small machines where the HTTP server shares the cores.
+// Threads may call concurrently: one job at a time has the workers, a caller that finds them taken runs its job alone.
 #pragma once
 #include <pthread.h>
 #include <sched.h>
@@ -19,6 +20,7 @@ static struct {
     void *arg;
     _Atomic uint64_t ticket; // job number << 32 | n_tasks << 16 | next task
     _Atomic uint32_t done;
+    atomic_flag taken; // by the caller whose job runs
     _Atomic int sleeping;
     _Atomic int threads; // including the caller
     int workers;         // started; those beyond `threads` are parked
@@ -26,6 +28,7 @@ static struct {
     pthread_cond_t wake;
     pthread_cond_t unpark;
 } pool = {.threads = 1,
+          .taken = ATOMIC_FLAG_INIT,
           .lock = PTHREAD_MUTEX_INITIALIZER,
           .wake = PTHREAD_COND_INITIALIZER,
           .unpark = PTHREAD_COND_INITIALIZER};
@@ -98,9 +101,9 @@ static void *worker_main(void *number_from_1) {
     return NULL;
 }
 
-// Calls fn(arg, 0) .. fn(arg, n_tasks - 1) on all available threads. One caller at a time.
+// Calls fn(arg, 0) .. fn(arg, n_tasks - 1) on all available threads.
 static void parallel_for(task_fn fn, void *arg, int64_t n_tasks) {
-    if (n_threads() == 1 || n_tasks == 1) {
+    if (n_threads() == 1 || n_tasks == 1 || atomic_flag_test_and_set_explicit(&pool.taken, memory_order_acquire)) {
         for (int64_t i = 0; i < n_tasks; i++) fn(arg, i);
         return;
     }
@@ -122,6 +125,7 @@ static void parallel_for(task_fn fn, void *arg, int64_t n_tasks) {
         if (!begin) begin = now_ns();
         else if (now_ns() - begin > SPIN_NS) sched_yield(); // the thread with the last task may need this core
     }
+    atomic_flag_clear_explicit(&pool.taken, memory_order_release);
 }
 
 // Units of work per task when `n` units are divided.
@@ -132,19 +136,18 @@ static int64_t task_size(int64_t n) {
     return size;
 }
 
-// Not while a job runs. A worker that is no longer wanted may still take tasks of the next job.
+// A worker that is no longer wanted may still take tasks of the job that runs, or of the next one.
 static void set_threads(int n) {
     n = n < 1 ? 1 : n > MAX_THREADS ? MAX_THREADS : n;
-    for (; pool.workers < n - 1; pool.workers++) {
+    pthread_mutex_lock(&pool.lock);
+    for (; pool.workers < n - 1; pool.workers++) { // one that starts before `threads` is set waits for the lock in park
         pthread_t thread;
-        atomic_store(&pool.threads, pool.workers + 2);
         if (pthread_create(&thread, NULL, worker_main, (void *)(intptr_t)(pool.workers + 1))) {
             n = pool.workers + 1;
             break;
         }
         pthread_detach(thread);
     }
-    pthread_mutex_lock(&pool.lock);
     atomic_store(&pool.threads, n);
     pthread_cond_broadcast(&pool.unpark);
     pthread_mutex_unlock(&pool.lock);
