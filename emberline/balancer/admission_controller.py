@@ -55,10 +55,11 @@ class AdmissionController:
         self._dispatch()
 
     def worker_names(self) -> list[str]:
-        return self.balancer.worker_names()
+        return list(self.balancer.workers)
 
     def in_flight_on(self, name: str) -> int:
-        return self.balancer.in_flight_on(name)
+        worker = self.balancer.workers.get(name)
+        return worker.in_flight.total if worker is not None else 0
 
     def requests_on(self, name: str) -> set[str]:
         """Ids of the requests that run on the worker: that it decodes, or whose prompt it still has to compute."""

@@ -6,6 +6,8 @@ method takes the time in monotonic seconds, so that the simulator runs the same 
 
 import logging
 from collections import Counter, defaultdict
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Literal
 
 import msgspec
@@ -53,13 +55,14 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 class Balancer:
     def __init__(self, settings: Settings = DEFAULTS) -> None:
         self.ledger = InFlightLedger()
-        self._settings = settings
+        self.settings = settings
         self._pools: defaultdict[str, WorkerPool] = defaultdict(lambda: WorkerPool(settings))
         self._workers: dict[str, Worker] = {}
+        self.workers: Mapping[str, Worker] = MappingProxyType(self._workers)  # by name, connected or not; read-only
         self.index = FleetPrefixIndex(settings.index_bytes)
         self._tiers = TierIndex(self.index)
-        self._tenants = Tenants()
-        self._queue = AdmissionQueue()
+        self.tenants = Tenants()
+        self.queue = AdmissionQueue()
         self._decided: list[InFlightRequest] = []  # what the next `dispatch` hands out
         self._freed: set[Worker] = set()  # workers that may have room for requests in their queues
         self._checked_s = float("-inf")
@@ -127,13 +130,6 @@ class Balancer:
         if (worker := self._workers.get(name)) is not None:
             worker.drained = False
             self._availability_changed(worker, now_s)
-
-    def worker_names(self) -> list[str]:
-        return list(self._workers)
-
-    def in_flight_on(self, name: str) -> int:
-        worker = self._workers.get(name)
-        return worker.in_flight.total if worker is not None else 0
 
     def report(self, name: str, load: EngineLoad, now_s: float) -> None:
         """A load report, straight from the worker."""
@@ -210,7 +206,7 @@ class Balancer:
         record = self.ledger.get(request.id)
         is_new = record is None
         if record is None:
-            tenant = self._tenants.enter(request.account)
+            tenant = self.tenants.enter(request.account)
             record = InFlightRequest(request, tenant, now_s, self._pool_name(request.model))
             self.ledger.add(record)
         else:
@@ -227,10 +223,10 @@ class Balancer:
     def dispatch(self, now_s: float) -> list[InFlightRequest]:
         """Requests that leave the queue now, each with its route or its error."""
         self._check(now_s)
-        if len(self._queue):
-            for record, error in self._queue.expired(now_s):
+        if len(self.queue):
+            for record, error in self.queue.expired(now_s):
                 self._refused(record, error, hand_out=True)
-            for record in self._queue.due(now_s):
+            for record in self.queue.due(now_s):
                 if (worker := self._workers.get(record.waits_for)) is not None:
                     self._freed.add(worker)
                 self._route(record, now_s)
@@ -242,20 +238,20 @@ class Balancer:
 
     def refuse_waiting(self, model: str, error: EmberlineError) -> None:
         """Requests that wait for this model cannot be served."""
-        for record in self._queue.waiting_of(model):
+        for record in self.queue.waiting_of(model):
             self._refused(record, error, hand_out=True)
 
     def waiting_of(self, model: str) -> list[InFlightRequest]:
-        return self._queue.waiting_of(self._pool_name(model))
+        return self.queue.waiting_of(self._pool_name(model))
 
     def cached_tokens(self, request: RouteRequest) -> int:
         """Of its prompt, on the worker that has the most."""
         match = self.index.match(request.keys)
-        return min(match[0][0] * self._settings.block_tokens, request.input_tokens) if match else 0
+        return min(match[0][0] * self.settings.block_tokens, request.input_tokens) if match else 0
 
     def wake_s(self, now_s: float) -> float | None:
         """When to call `dispatch` even if nothing has happened; None while no request waits."""
-        at_s = self._queue.wake_s()
+        at_s = self.queue.wake_s()
         return None if at_s is None else max(at_s, now_s)
 
     def dispatch_job(self, request: RouteRequest, now_s: float) -> Route:
@@ -265,7 +261,7 @@ class Balancer:
         if worker is None or not worker.takes_granted:
             raise Unavailable(f"engine {request.engine} takes no requests any more", retry_after_s=1)
         pool = self._pools[self._pool_name(request.model)]
-        need = self._routing_input(request, pool, [worker])
+        need = self.routing_input(request, pool, [worker])
         pair = pool.pair_with(worker, need, now_s)
         if pair is None:
             raise Unavailable(f"no prefill worker is connected for engine {request.engine}", retry_after_s=1)
@@ -304,9 +300,9 @@ class Balancer:
     def snapshot(self, now_s: float) -> Snapshot:
         return Snapshot(
             workers=[
-                worker.snapshot(len(self._queue.waiting_for(name)), now_s) for name, worker in self._workers.items()
+                worker.snapshot(len(self.queue.waiting_for(name)), now_s) for name, worker in self._workers.items()
             ],
-            waiting=dict(Counter(record.priority.name.lower() for record in self._queue)),
+            waiting=dict(Counter(record.priority.name.lower() for record in self.queue)),
             dispatched=sum(record.decode is not None for record in self.ledger),
             index_blocks=len(self.index),
         )
@@ -332,13 +328,13 @@ class Balancer:
         if self._route(record, now_s):
             return
         if request.reject_if_busy:
-            after_s = self._queue.retry_after_s(record.pool, now_s)
+            after_s = self.queue.retry_after_s(record.pool, now_s)
             raise Overloaded(f"{request.model} is busy, and the request must not wait", retry_after_s=after_s)
-        if is_new and self._queue.n_of(record.pool) > self._settings.max_waiting * max(1, len(decoders)):
-            last = self._queue.last_below(record)
+        if is_new and self.queue.n_of(record.pool) > self.settings.max_waiting * max(1, len(decoders)):
+            last = self.queue.last_below(record)
             if last is None:
-                raise self._queue.overloaded(record, now_s)
-            self._refused(last, self._queue.overloaded(last, now_s), hand_out=True)
+                raise self.queue.overloaded(record, now_s)
+            self._refused(last, self.queue.overloaded(last, now_s), hand_out=True)
 
     def _route(self, record: InFlightRequest, now_s: float, serving: Worker | None = None) -> bool:
         """Dispatch it if the best workers for it have room and no queue; else put it into the queue of the one that
@@ -346,9 +342,9 @@ class Balancer:
         request, pool = record.request, self._pools[record.pool]
         decoders, prefillers = pool.candidates((*request.avoid, *request.lost), request.account)
         if not decoders:
-            self._queue.hold(record, "", now_s)
+            self.queue.hold(record, "", now_s)
             return False
-        need = self._routing_input(request, pool, decoders)
+        need = self.routing_input(request, pool, decoders)
         pair = pool.decide(decoders, prefillers, need, now_s)
         if record.rank_s is None:
             record.rank_s = record.arrived_s + need.prefill_s(pair.prefill)
@@ -356,10 +352,10 @@ class Balancer:
         if blocker is None and request.reject_if_busy and pair.decode.has_queue(now_s):
             blocker = pair.decode
         if blocker is not None:
-            self._queue.hold(record, blocker.name, now_s)
+            self.queue.hold(record, blocker.name, now_s)
             return False
-        self._queue.remove(record)
-        self._queue.departed(record, now_s)
+        self.queue.remove(record)
+        self.queue.departed(record, now_s)
         route = self._charge(record, pair, need, now_s)
         cached = route.cached_tokens
         record.charge_tenant(need.tokens - cached + CACHED_TOKEN_COST * cached)
@@ -369,18 +365,19 @@ class Balancer:
     def _queued_before(self, pair: WorkerPair, record: InFlightRequest, serving: Worker | None) -> Worker | None:
         """The worker of the pair that has other requests in its queue, which a new one must not pass."""
         for worker in (pair.decode, pair.prefill):
-            queue = self._queue.waiting_for(worker.name)
+            queue = self.queue.waiting_for(worker.name)
             if worker is not serving and queue and (len(queue) > 1 or record not in queue):
                 return worker
         return None
 
     def _serve_queue(self, worker: Worker, now_s: float) -> None:
         """Dispatch from the worker's queue, in order, while it has room."""
-        while (record := self._queue.first(worker.name)) is not None:
+        while (record := self.queue.first(worker.name)) is not None:
             if not self._route(record, now_s, serving=worker) and record.waits_for == worker.name:
                 return
 
-    def _routing_input(self, request: RouteRequest, pool: WorkerPool, decoders: list[Worker]) -> RoutingInput:
+    def routing_input(self, request: RouteRequest, pool: WorkerPool, decoders: list[Worker]) -> RoutingInput:
+        """The facts about a request that a routing policy compares workers by."""
         match = self.index.match(request.keys)
         shared = shared_blocks(match, [worker.slot_bits for worker in decoders]) if match else 0
         return RoutingInput(
@@ -391,7 +388,7 @@ class Balancer:
             session_hash(request, shared),
             pool.replies.expected(request.max_tokens),
             request.n * pool.replies.predicted(request.max_tokens),
-            self._settings.block_tokens,
+            self.settings.block_tokens,
             passes_flex=request.priority in ("priority", "default"),
             is_job=bool(request.engine),
             fetch_token_s=self._tiers.min_token_s,
@@ -402,7 +399,7 @@ class Balancer:
         cached, record.fetch_s = need.available(prefill)
         record.uncached_tokens, record.total_tokens = need.tokens - cached, need.tokens
         record.reply_tokens = need.reply_tokens
-        record.work_us = int(self._settings.cost.work_s(record.uncached_tokens, need.tokens) * 1e6)
+        record.work_us = int(self.settings.cost.work_s(record.uncached_tokens, need.tokens) * 1e6)
         if need.match:
             self.index.used(keys, need.match[0][0])
         for worker in {decode, prefill}:
@@ -431,7 +428,7 @@ class Balancer:
         in_flight, reports = worker.in_flight, worker.reports
         own_share = reports.own_share(in_flight.prefill_tokens)
         self.ledger.prefilled(record)
-        cost, predicted_s = self._settings.cost, record.work_us * 1e-6
+        cost, predicted_s = self.settings.cost, record.work_us * 1e-6
         if cached_tokens is not None and 0 <= cached_tokens < record.total_tokens:
             predicted_s = cost.work_s(record.total_tokens - cached_tokens, record.total_tokens)
         if record.dispatched_s >= worker.last_prefill_s:  # it was not batched with another prompt
@@ -488,14 +485,14 @@ class Balancer:
         self._close(record)
 
     def _unqueue(self, record: InFlightRequest) -> None:
-        self._queue.remove(record)
+        self.queue.remove(record)
         if record in self._decided:
             self._decided.remove(record)
 
     def _close(self, record: InFlightRequest) -> None:
         self.ledger.remove(record)
         if record.tenant is not None:
-            self._tenants.leave(record.tenant)
+            self.tenants.leave(record.tenant)
 
     def _measure(self, record: InFlightRequest, output_tokens: int, now_s: float) -> None:
         assert record.route is not None
@@ -547,7 +544,7 @@ class Balancer:
 
     def _has_freed(self, worker: Worker) -> None:
         """Capacity of the worker was freed: the next `dispatch` serves its queue."""
-        if self._queue.waiting_for(worker.name):
+        if self.queue.waiting_for(worker.name):
             self._freed.add(worker)
 
     def _reset(self, worker: Worker, now_s: float) -> None:
@@ -566,17 +563,17 @@ class Balancer:
         worker.set_slots(self.index.take_slot(), None)
 
     def _reroute_queue(self, worker: Worker, now_s: float) -> None:
-        for record in sorted(self._queue.waiting_for(worker.name), key=lambda record: record.order):
+        for record in sorted(self.queue.waiting_for(worker.name), key=lambda record: record.order):
             self._route(record, now_s)
 
     def _route_unroutable(self, now_s: float) -> None:
         """A worker has connected: route the requests that waited for any worker of their model."""
-        for record in sorted(self._queue.waiting_for(""), key=lambda record: record.order):
+        for record in sorted(self.queue.waiting_for(""), key=lambda record: record.order):
             if self._pools[record.pool].candidates((), record.request.account)[0]:
                 self._route(record, now_s)
 
     def _add(self, endpoint: Endpoint, capacity: Capacity) -> Worker:
-        worker = Worker(endpoint, capacity, self._settings.cost, self.index.take_slot())
+        worker = Worker(endpoint, capacity, self.settings.cost, self.index.take_slot())
         self._workers[endpoint.name] = worker
         self._add_to_pools(worker, endpoint)
         return worker

@@ -26,6 +26,11 @@ class CircuitBreaker:
     def allows(self) -> bool:
         return self.state == "closed" or (self.state == "half_open" and not self.probing)
 
+    @property
+    def n_failures(self) -> int:
+        """Failed requests among the last OF_LAST, since the breaker last changed its state."""
+        return self._outcomes.count(False)
+
     def check(self, now_s: float) -> None:
         """Half-open the breaker once it has been open for long enough."""
         if self.state == "open" and now_s - self.opened_s >= OPEN_S:
@@ -45,7 +50,7 @@ class CircuitBreaker:
 
     def failed(self, now_s: float) -> None:
         self._outcomes.append(False)
-        if self.state == "half_open" or (self.state == "closed" and self._outcomes.count(False) >= FAILURES):
+        if self.state == "half_open" or (self.state == "closed" and self.n_failures >= FAILURES):
             self.state, self.opened_s, self.probing = "open", now_s, False
             self._outcomes.clear()
 

@@ -49,7 +49,8 @@ class FleetPrefixIndex:
         # Keys of `_held` in the order in which they were added or last visited. A key that was removed stays until the
         # hand comes; if it is added again meanwhile, it is here twice until then.
         self._order: deque[array[int]] = deque()
-        self._n_order = 0
+        self.n_ordered = 0  # keys in `_order`
+        self.n_visited = 0  # keys that the hand has come to since the start
         self._phase = 0  # of the hand: 0 or _PHASE
         self._round_left = 0  # parts of `_order` to visit until the round is complete
 
@@ -182,7 +183,7 @@ class FleetPrefixIndex:
 
     def _append(self, keys: list[int]) -> None:
         """Put keys behind all that the hand visits in this round."""
-        self._n_order += len(keys)
+        self.n_ordered += len(keys)
         for start in range(0, len(keys), VISITS):
             part = keys[start : start + VISITS]
             if len(self._order) > self._round_left and len(self._order[-1]) + len(part) <= VISITS:
@@ -195,7 +196,7 @@ class FleetPrefixIndex:
             return True
         return spare_used and (
             (self._stale | self._sweeping).bit_count() > MAX_STALE_SLOTS
-            or self._n_order > 2 * len(self._held) + 4 * VISITS  # most of them were removed
+            or self.n_ordered > 2 * len(self._held) + 4 * VISITS  # most of them were removed
         )
 
     def _visit(self, spare_used: bool) -> int:
@@ -206,7 +207,8 @@ class FleetPrefixIndex:
             return 0
         part = self._order.popleft()
         self._round_left -= 1
-        self._n_order -= len(part)
+        self.n_ordered -= len(part)
+        self.n_visited += len(part)
         held, live, phase = self._held, self._live, self._phase
         n_over = len(self) - self._max_keys
         kept = []

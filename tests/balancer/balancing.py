@@ -83,6 +83,6 @@ def nothing_left(balancer: Balancer, now_s: float) -> bool:
         not open_ids(balancer)
         and not snapshot.dispatched
         and not snapshot.waiting
-        and not len(balancer._queue)
-        and all(worker.in_flight == InFlightLoad() for worker in balancer._workers.values())
+        and not len(balancer.queue)
+        and all(worker.in_flight == InFlightLoad() for worker in balancer.workers.values())
     )

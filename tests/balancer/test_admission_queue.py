@@ -52,7 +52,7 @@ def test_a_short_prompt_may_pass_a_long_one_for_a_bounded_time() -> None:
     long = request(tokens=100_000, id="long")
     balancer.enqueue(long, 0.0)
     enqueue(balancer, 1.0, id="short")
-    seconds = balancer._workers["e0"].cost.prefill_s(100_000, 100_000) * balancer._workers["e0"].prefill_speed.scale
+    seconds = balancer.workers["e0"].cost.prefill_s(100_000, 100_000) * balancer.workers["e0"].prefill_speed.scale
     enqueue(balancer, 1.0 + seconds, id="late")
     assert drain(balancer, running, 2.0 + seconds) == ["short", "long", "late"]
 
@@ -135,7 +135,7 @@ def test_a_full_queue_rejects_with_retry_after_from_the_measured_rate() -> None:
 
 
 def fill_queue(balancer: Balancer, second: int) -> None:
-    while len(balancer._queue) < 10:
+    while len(balancer.queue) < 10:
         enqueue(balancer, float(second))
 
 
@@ -184,7 +184,7 @@ def test_a_waiting_request_is_routed_again() -> None:
     """The worker with its cache stays busy; a worker that joins takes it after a moment."""
     balancer, _ = full()
     waiting = enqueue(balancer)
-    balancer.join(endpoint("e1"), balancer._workers["e0"].capacity, 1.0)
+    balancer.join(endpoint("e1"), balancer.workers["e0"].capacity, 1.0)
     assert balancer.dispatch(1.0 + REROUTE_S) == [waiting]
     assert waiting.route is not None
     assert waiting.route.decode == "e1"
@@ -198,7 +198,7 @@ def test_without_workers_a_request_waits_for_as_long_as_it_may() -> None:
     patient, hasty = enqueue(balancer, 1.0, wait_s=10.0), enqueue(balancer, 1.0, wait_s=0.5)
     assert balancer.dispatch(1.6) == [hasty]
     assert isinstance(hasty.error, Unavailable)
-    balancer.join(endpoint("e0"), balancer._workers["e0"].capacity, 5.0)
+    balancer.join(endpoint("e0"), balancer.workers["e0"].capacity, 5.0)
     assert balancer.dispatch(5.0) == [patient]
     assert patient.route is not None
 
@@ -232,7 +232,7 @@ def test_requests_queued_when_the_last_worker_leaves_expire(leave: str) -> None:
 def test_a_worker_that_comes_back_in_time_takes_the_requests_it_left() -> None:
     balancer, running = full()
     queued = enqueue(balancer, 1.0)
-    capacity = balancer._workers["e0"].capacity
+    capacity = balancer.workers["e0"].capacity
     for left_s in (5.0, 5.0 + WORKER_WAIT_S):  # the second absence is waited for as long as the first
         balancer.disconnected("e0", left_s)
         balancer.ended(running, left_s, "engine_failed")
@@ -255,7 +255,7 @@ def test_a_request_whose_model_has_no_worker_does_not_hold_up_other_models() -> 
     mine = enqueue(balancer, 2.0, wait_s=10.0)
     balancer.join(endpoint("e0"), Capacity(max_running=16), 2.1)
     assert balancer.dispatch(2.1) == [mine]
-    assert list(balancer._queue) == [other]
+    assert list(balancer.queue) == [other]
 
 
 def test_a_deadline_outlasts_the_wait_for_a_worker() -> None:
@@ -278,12 +278,12 @@ def test_one_models_queue_does_not_refuse_another_models_requests() -> None:
     for i in range(10):
         enqueue(balancer, id=f"w{i}", priority="flex")
     first = enqueue(balancer, model="other")  # it waits: it is neither refused,
-    assert first in list(balancer._queue)
+    assert first in list(balancer.queue)
     for _ in range(9):
         enqueue(balancer, model="other")
     with pytest.raises(Overloaded, match="10 requests already wait for other"):
         enqueue(balancer, model="other")  # nor does a full queue shed another model's requests
-    assert len(balancer._queue) == 20
+    assert len(balancer.queue) == 20
 
 
 def test_after_a_second_failover_a_request_waits_as_long_as_after_the_first() -> None:
@@ -291,7 +291,7 @@ def test_after_a_second_failover_a_request_waits_as_long_as_after_the_first() ->
     wanted = request(tokens=10, wait_s=10.0)
     balancer.disconnected("e0", 1.0)
     record = balancer.enqueue(wanted, 1.0)
-    capacity = balancer._workers["e0"].capacity
+    capacity = balancer.workers["e0"].capacity
     other = balancer.enqueue(request(tokens=10, model="other", wait_s=9.0), 1.0)  # keeps the queue from being cleaned
     balancer.join(endpoint("e0"), capacity, 2.0)
     assert balancer.dispatch(2.0) == [record]
@@ -333,7 +333,7 @@ def test_a_job_that_was_granted_room_comes_also_when_the_worker_was_drained_sinc
     balancer = fleet("both")
     balancer.drain("e0", 0.0)
     assert balancer.dispatch_job(request(id="b", engine="e0", priority="batch"), 0.0).decode == "e0"
-    assert balancer.in_flight_on("e0") == 1
+    assert balancer.workers["e0"].in_flight.total == 1
     balancer.report("e0", EngineLoad(draining=True), 0.0)  # it would refuse
     with pytest.raises(Unavailable):
         balancer.dispatch_job(request(engine="e0", priority="batch"), 0.0)

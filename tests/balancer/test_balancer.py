@@ -16,7 +16,7 @@ def state(balancer: Balancer, name: str, now_s: float = 0.0) -> str:
 
 def end(balancer: Balancer, name: str, outcome: Any, times: int, now_s: float = 1.0) -> None:
     """Requests on one worker end with this outcome."""
-    others = [worker for worker in balancer._workers.values() if worker.name != name and worker.connected]
+    others = [worker for worker in balancer.workers.values() if worker.name != name and worker.connected]
     for other in others:
         other.drained = True
     balancer.pool_of("m").refresh()
@@ -76,7 +76,7 @@ def test_a_lost_connection_counts_as_one_failure() -> None:
             balancer.ended(request_id, 1.0, "engine_failed")
     assert state(balancer, "e0") == "down"
     assert balancer.snapshot(1.0).workers[0].problem == "it crashed"
-    balancer.join(endpoint("e0"), balancer._workers["e0"].capacity, 2.0)
+    balancer.join(endpoint("e0"), balancer.workers["e0"].capacity, 2.0)
     assert state(balancer, "e0") == "ready"
 
 
@@ -89,7 +89,7 @@ def test_a_lost_prefill_worker_is_blamed_and_the_decode_worker_is_not() -> None:
         route = send(balancer, moved, float(i))
         assert route.prefill not in ("", lost)
         balancer.ended(f"w{i}", float(i), "finished", 5)
-    blamed = {w.name: w.breaker._outcomes.count(False) for w in balancer._workers.values()}
+    blamed = {w.name: w.breaker.n_failures for w in balancer.workers.values()}
     assert blamed["e2"] == 0
     assert blamed["e0"] + blamed["e1"] == 4
     assert nothing_left(balancer, 20.0)
@@ -104,7 +104,7 @@ def test_failover_releases_the_old_worker_and_avoids_it() -> None:
     first = send(balancer, wanted).decode
     second = send(balancer, request(tokens=1000, id="q", lost=(first,)), 1.0).decode
     assert second != first
-    assert balancer._workers[first].in_flight == InFlightLoad()
+    assert balancer.workers[first].in_flight == InFlightLoad()
     balancer.ended("q", 2.0, "finished", 3)
     assert nothing_left(balancer, 2.0)
 
@@ -114,7 +114,7 @@ def test_a_removed_worker_has_no_load_and_gets_no_requests() -> None:
     there = [request(keys((f"k{i}", 10))) for i in range(8)]
     for wanted in there:
         send(balancer, wanted)
-    gone = balancer._workers["e0"]
+    gone = balancer.workers["e0"]
     balancer.remove("e0", 1.0)
     assert gone.in_flight == InFlightLoad()
     for wanted in there:
@@ -157,7 +157,7 @@ def test_a_draining_worker_finishes_its_requests() -> None:
     balancer.drain("e0", 1.0)
     assert state(balancer, "e0") == "draining"
     assert {serve(balancer, request(tokens=5), 2.0).decode for _ in range(9)} == {"e1"}
-    assert balancer._workers["e0"].in_flight.active == list(on.values()).count("e0") > 0
+    assert balancer.workers["e0"].in_flight.active == list(on.values()).count("e0") > 0
     for request_id in on:
         balancer.ended(request_id, 3.0, "finished", 1)
     assert nothing_left(balancer, 3.0)
@@ -191,9 +191,9 @@ def test_a_stalled_worker_is_avoided_until_it_progresses() -> None:
 
 def test_measured_speed_is_the_prior_of_unmeasured_workers() -> None:
     balancer = fleet("both", "both")
-    cost = balancer._workers["e0"].cost
+    cost = balancer.workers["e0"].cost
     home = serve(balancer, request(keys(("c", 1000))), 0.0, took_s=3 * cost.prefill_s(16_001, 16_001)).decode
-    first, other = balancer._workers[home], next(w for w in balancer._workers.values() if w.name != home)
+    first, other = balancer.workers[home], next(w for w in balancer.workers.values() if w.name != home)
     assert first.prefill_speed.scale == pytest.approx(3.0, rel=0.1)
     assert other.prefill_speed.scale == pytest.approx(3.0, rel=0.1)
 
@@ -201,7 +201,7 @@ def test_measured_speed_is_the_prior_of_unmeasured_workers() -> None:
 def test_the_cached_tokens_of_the_engine_correct_the_measured_speed() -> None:
     """Routing expected nothing to be cached; nearly all was."""
     balancer = fleet("both")
-    worker = balancer._workers["e0"]
+    worker = balancer.workers["e0"]
     for i in range(30):
         wanted = request(keys((f"k{i}", 2000)))
         send(balancer, wanted, 10.0 * i)

@@ -173,14 +173,13 @@ class Life(RuleBasedStateMachine):
     @invariant()
     def every_open_request_has_one_record(self) -> None:
         assert open_ids(self.balancer) == {*self.waiting, *self.running, *self.lost}
-        assert len(self.balancer._queue) == len(self.waiting)
-        queues = self.balancer._queue._queues
-        assert sum(map(len, queues.values())) == len(self.waiting)
-        assert not any(queue for name, queue in queues.items() if name and name not in self.balancer._workers)
+        assert len(self.balancer.queue) == len(self.waiting)
+        queues = [self.balancer.queue.waiting_for(name) for name in ("", *self.balancer.workers)]
+        assert sum(map(len, queues)) == len(self.waiting)  # none is in the queue of a worker that was removed
 
     @invariant()
     def loads_are_the_sums_of_the_records(self) -> None:
-        for worker in self.balancer._workers.values():
+        for worker in self.balancer.workers.values():
             account = worker.in_flight
             mine = [record for record in self.balancer.ledger if record.decode is account]
             assert {record.request.id for record in mine} <= set(self.running)
@@ -193,7 +192,7 @@ class Life(RuleBasedStateMachine):
             assert account.prefill_tokens == sum(charge.uncached_tokens for charge in account.pending.values())
             if not worker.connected:
                 assert account == InFlightLoad()
-        assert all(tenant.n_open >= 0 for tenant in self.balancer._tenants)
+        assert all(tenant.n_open >= 0 for tenant in self.balancer.tenants)
 
     def teardown(self) -> None:
         if not hasattr(self, "balancer"):

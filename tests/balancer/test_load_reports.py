@@ -48,9 +48,9 @@ def test_reported_progress_on_the_first_prompt_counts_until_it_is_done() -> None
     whole_s = wait_s(balancer, "e0", 0.0)
     balancer.report("e0", busy(2, 40_000), 1.0)
     assert wait_s(balancer, "e0", 1.0) == pytest.approx(whole_s * 2 / 3)
-    before = balancer._workers["e0"].in_flight.work_us
+    before = balancer.workers["e0"].in_flight.work_us
     balancer.first_token(first.id, 2.0)
-    worker = balancer._workers["e0"]
+    worker = balancer.workers["e0"]
     assert worker.in_flight.work_us == before // 2
     assert worker.reports.done_tokens == 0
 
@@ -124,7 +124,7 @@ def test_a_worker_that_reports_no_load_does_not_attract_all_requests() -> None:
     for i in range(40):
         now_s = i / 10
         balancer.report("e0", EngineLoad(), now_s)
-        account = balancer._workers["e1"].in_flight
+        account = balancer.workers["e1"].in_flight
         balancer.report("e1", busy(account.active, account.prefill_tokens), now_s)
         sent[send(balancer, request(keys((f"k{i}", 100))), now_s).decode] += 1
     assert 15 <= sent["e0"] <= 25

@@ -42,11 +42,11 @@ def test_a_conversation_moves_when_waiting_costs_more_than_recomputing(crowd: fl
     def moves(backlog: float) -> bool:
         balancer = fleet("both", "both", ahead_s=1e9, kv_tokens=1_000_000)
         home = serve(balancer, request(chain)).decode
-        for worker in balancer._workers.values():
+        for worker in balancer.workers.values():
             worker.prefill_speed = SpeedEstimate()
-            worker._recent_tokens, worker._recent_at_s = 1e6 * crowd, 20.0
+            worker.dispatched(round(1e6 * (crowd - worker.cache_pressure(20.0))), 20.0)
         again_s = worker.cost.prefill_s(3900 * 16 + 1, 3900 * 16 + 1)
-        balancer._workers[home].in_flight.work_us = int(backlog * again_s * 1e6)
+        balancer.workers[home].in_flight.work_us = int(backlog * again_s * 1e6)
         return send(balancer, request(chain), 20.0).decode != home
 
     assert not moves(0.0)
@@ -62,9 +62,9 @@ def test_leaving_a_cache_costs_a_multiple_of_its_prefill(n_blocks: int, more_s: 
     def moves(backlog_s: float) -> bool:
         balancer = fleet("both", "both", ahead_s=1e9)
         home = serve(balancer, request(chain)).decode
-        for worker in balancer._workers.values():
+        for worker in balancer.workers.values():
             worker.prefill_speed = SpeedEstimate()
-        balancer._workers[home].in_flight.work_us = int(backlog_s * 1e6)
+        balancer.workers[home].in_flight.work_us = int(backlog_s * 1e6)
         return send(balancer, request(chain), 20.0).decode != home
 
     n, cost = n_blocks * BLOCK_TOKENS + 1, DEFAULTS.cost
@@ -77,8 +77,8 @@ def test_leaving_a_cache_costs_a_multiple_of_its_prefill(n_blocks: int, more_s: 
 def test_dispatched_prompts_count_as_cached_at_once() -> None:
     """Prompts with the same prefix follow the first one, unless another worker is faster without the prefix."""
     balancer = fleet(*["both"] * 8, ahead_s=1e9, kv_tokens=1_000_000)
-    for worker in balancer._workers.values():
-        worker._recent_tokens = 1e6
+    for worker in balancer.workers.values():
+        worker.dispatched(1_000_000, 0.0)
     chain = keys(("tree", 2000))
     routes = [send(balancer, request(chain + keys((f"leaf{i}", 3)))) for i in range(6)]
     assert len({route.decode for route in routes}) == 1
@@ -118,7 +118,7 @@ def test_a_slower_worker_gets_fewer_requests() -> None:
     balancer = fleet("both", "both", ahead_s=1e9, max_running=64)
     for _ in range(10):  # e0 is measured to be four times as slow
         for name, scale in (("e0", 4.0), ("e1", 1.0)):
-            balancer._workers[name].prefill_speed.add(scale, 1.0)
+            balancer.workers[name].prefill_speed.add(scale, 1.0)
     homes = Counter(send(balancer, request(keys((f"k{i}", 500))), 0.0).decode for i in range(50))
     assert homes["e1"] > 2.5 * homes["e0"] > 0
 
@@ -128,7 +128,7 @@ def test_the_lower_bound_of_cold_workers_changes_no_choice(n: int) -> None:
     """The choice is the same as with the costs of all workers."""
     balancer = fleet(*["both"] * n, ahead_s=1e9)
     chain = keys(SYSTEM, ("s", 300))
-    workers = list(balancer._workers.values())
+    workers = list(balancer.workers.values())
     for i, worker in enumerate(workers):
         balancer.stored(worker.name, chain[: 16 * (900 + (300 * (i % 5 == 2)))], 0.0)
         worker.in_flight.work_us = 97_000 * (i * 7 % 11)
@@ -136,7 +136,7 @@ def test_the_lower_bound_of_cold_workers_changes_no_choice(n: int) -> None:
     for tokens in (1, 14_401, 15_000, 19_201):
         for backlog_us in (0, 10_000, 1_000_000, 10_000_000):
             workers[2 % n].in_flight.work_us = backlog_us
-            need = balancer._routing_input(request(chain, tokens=tokens), balancer.pool_of("m"), workers)
+            need = balancer.routing_input(request(chain, tokens=tokens), balancer.pool_of("m"), workers)
             quick = policy.choose(workers, need, 1.0)
             cold = RoutingInput(need.tokens, need.n, need.match, 1 << 30, need.session64, need.output_tokens)
             assert policy.choose(workers, cold, 1.0) is quick
@@ -159,7 +159,7 @@ def test_a_session_name_may_be_large_and_arbitrary() -> None:
 
 def test_affinity_without_a_session_hashes_the_first_unshared_block() -> None:
     balancer = fleet(*["both"] * 8, policy="affinity")
-    for name in balancer._workers:
+    for name in balancer.workers:
         balancer.stored(name, keys(SYSTEM), 0.0)
     homes = [
         {serve_without_events(balancer, keys(SYSTEM, (f"s{s}", 30 + 10 * turn)), 100.0 * turn) for turn in range(3)}
@@ -200,7 +200,7 @@ def test_least_loaded_prefers_the_idle_worker_that_was_busy_least() -> None:
     for name, busy_s in (("e0", 60.0), ("e1", 20.0), ("e2", 40.0)):
         balancer.report(name, EngineLoad(running=1, steps=1), 100.0)
         balancer.report(name, EngineLoad(steps=2), 100.0 + busy_s)
-    for worker in balancer._workers.values():
+    for worker in balancer.workers.values():
         assert 0 < worker.busy_share(10_000.0) < worker.busy_share(200.0) < 0.2
     assert [send(balancer, request(), 200.0).decode for _ in range(3)] == ["e1", "e2", "e0"]
 
@@ -213,7 +213,7 @@ def test_a_long_prompt_uses_a_prefill_worker_and_charges_both() -> None:
     wanted = request(keys(("c", 500)))
     route = send(balancer, wanted)
     assert (route.prefill, route.decode) == ("e0", "e1")
-    prefill, decode = (balancer._workers[name].in_flight for name in ("e0", "e1"))
+    prefill, decode = (balancer.workers[name].in_flight for name in ("e0", "e1"))
     assert prefill.prefill_tokens == 8001
     assert prefill.active == 0
     assert decode.prefill_tokens == 0
@@ -312,8 +312,8 @@ def test_prefill_and_decode_workers_both_keep_their_caches() -> None:
 def test_two_workers_with_one_name_are_refused() -> None:
     balancer = fleet("both")
     with pytest.raises(Exception, match="two endpoints are called e0: unix:/e0 and tcp:other:1"):
-        balancer.join(endpoint("e0", address="tcp:other:1"), balancer._workers["e0"].capacity, 1.0)
-    assert balancer._workers["e0"].endpoint.address == "unix:/e0"
+        balancer.join(endpoint("e0", address="tcp:other:1"), balancer.workers["e0"].capacity, 1.0)
+    assert balancer.workers["e0"].endpoint.address == "unix:/e0"
 
 
 def test_a_worker_that_was_never_measured_gets_requests_of_a_fast_fleet() -> None:

@@ -19,7 +19,7 @@ TOKENS = 32_001
 def tiered(n_workers: int = 4, *tiers: TierStats, **settings: object) -> Balancer:
     """Workers that report these tiers."""
     balancer = fleet(*["both"] * n_workers, ahead_s=1e9, **settings)  # type: ignore[arg-type]
-    for name in balancer.worker_names():
+    for name in balancer.workers:
         balancer.resize(name, Capacity(max_running=16, kv_token_bytes=TOKEN_BYTES))
         balancer.report(name, EngineLoad(tiers=tiers), 0.0)
     return balancer
@@ -107,8 +107,8 @@ def test_a_conversation_leaves_a_busy_worker_when_the_pool_has_it() -> None:
         balancer = tiered(2, *tiers)
         home = serve(balancer, request(CHAIN)).decode
         balancer.stored(home, CHAIN, 0.0, "pool")
-        balancer._workers[home].in_flight.work_us = 2_500_000
-        for worker in balancer._workers.values():
+        balancer.workers[home].in_flight.work_us = 2_500_000
+        for worker in balancer.workers.values():
             worker.prefill_speed.scale = 1.0
         assert (send(balancer, request(CHAIN), 1.0).decode != home) == moves
 
@@ -118,7 +118,7 @@ def test_fetched_prompts_do_not_measure_the_workers_speed() -> None:
     balancer.stored("e0", CHAIN, 0.0, "pool")
     wanted = request(CHAIN)
     send(balancer, wanted)
-    work_us = balancer._workers["e0"].in_flight.work_us
+    work_us = balancer.workers["e0"].in_flight.work_us
     assert work_us < 1e6 * DEFAULTS.cost.work_s(TOKENS, TOKENS) / 100, "what is fetched is no work"
     balancer.first_token(wanted.id, 3.0, 32_000)
-    assert balancer._workers["e0"].prefill_speed.n == 0
+    assert balancer.workers["e0"].prefill_speed.n == 0

@@ -24,7 +24,7 @@ class Engines:
     def submit(self, name: str, request_id: str, uncached: int, chain: bytes, core: Balancer, now_s: float) -> None:
         begin_s = max(now_s, self.free_s[name])
         self.waits.append(begin_s - now_s)
-        self.free_s[name] = begin_s + core._settings.cost.prefill_s(uncached, uncached)
+        self.free_s[name] = begin_s + core.settings.cost.prefill_s(uncached, uncached)
         self.queues[name].append((self.free_s[name], uncached, request_id, chain, core))
         self.deepest = max(self.deepest, len(self.queues[name]))
 

@@ -156,7 +156,7 @@ def test_the_balancer_runs_with_the_settings_of_production() -> None:
     """The cost model is not that of the simulated workers: only its scale is measured."""
     router = _Simulation(agents(), config())._make_router()
     assert isinstance(router, EmberlineRouter)
-    assert router.balancer._settings == with_fields(Settings(), block_tokens=256)
+    assert router.balancer.settings == with_fields(Settings(), block_tokens=256)
 
 
 def test_no_request_is_lost_when_workers_die_hang_and_return() -> None:

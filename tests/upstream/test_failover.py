@@ -232,7 +232,7 @@ async def test_a_moved_prompt_is_pending_on_the_new_server_until_its_first_token
     made.standins[other].script = ServerScript(itl_ms=20, ttft_ms=200)
     await until(lambda: made.standins[other].running == 1)
     (record,) = ledger
-    (old, new) = (made.core.admission.balancer._workers[name] for name in (first, other))
+    (old, new) = (made.core.admission.balancer.workers[name] for name in (first, other))
     assert record.phase == "prefill"
     assert (list(old.in_flight.pending), old.in_flight.active, old.in_flight.prefill_tokens) == ([], 0, 0)
     assert (list(new.in_flight.pending), new.in_flight.active) == (["r1"], 1)

@@ -157,4 +157,4 @@ async def test_models_that_clients_make_up_take_no_room(gateway: Opener, openai_
     for number in range(3):
         await made.post("/v1/chat/completions", {"model": f"acme/none-{number}", "messages": SAYS})
     assert set(balancer._pools) == {"acme/*"}
-    assert set(balancer._queue._pools) == {"acme/*"}
+    assert set(balancer.queue._pools) == {"acme/*"}
