@@ -140,6 +140,7 @@ class StandinServer:
         self.cache = StandinPrefixCache()
         self.handoffs = KVHandoffs(self.script.lease_s, self.script.handoff_wait_s)
         self.headers: dict[str, str] = {}  # of the newest request
+        self.received: list[HttpRequest] = []  # every POST, as it came; the newest last
         self.n_asked = 0  # requests, also those that fail
         self.requests: list[dict[str, Any]] = []  # bodies, with the request id as "_id"; the newest last
         self.violations: list[str] = []  # of the protocol, by the balancer
@@ -176,6 +177,9 @@ class StandinServer:
     # --- routes ------------------------------------------------------------------------------------------------------
 
     async def _handle(self, request: HttpRequest, connection: HttpConnection) -> None:
+        if request.method == "POST":
+            self.received.append(request)
+            del self.received[:-1000]
         try:
             await self._route(request, connection)
         except HttpError as error:

@@ -51,6 +51,7 @@ class StandinProvider:
     def __init__(self, script: ProviderScript | None = None) -> None:
         self.script = script or ProviderScript()
         self.requests: list[Json] = []
+        self.received: list[HttpRequest] = []  # every POST, as it came; the newest last
         self.headers: dict[str, str] = {}  # of the newest request
         self.port = 0
         self._server: asyncio.AbstractServer | None = None
@@ -66,7 +67,7 @@ class StandinProvider:
         listener = socket.create_server(("127.0.0.1", port), backlog=1024)
         self.port = listener.getsockname()[1]
         self._server = await asyncio.get_running_loop().create_server(
-            lambda: HttpConnection(self._handle, self._connections), sock=listener
+            lambda: HttpConnection(self._record_and_handle, self._connections), sock=listener
         )
         return self
 
@@ -76,6 +77,12 @@ class StandinProvider:
         for connection in tuple(self._connections):
             connection.transport.abort()
         await asyncio.sleep(0)
+
+    async def _record_and_handle(self, request: HttpRequest, connection: HttpConnection) -> None:
+        if request.method == "POST":
+            self.received.append(request)
+            del self.received[:-1000]
+        await self._handle(request, connection)
 
     async def _handle(self, request: HttpRequest, connection: HttpConnection) -> None:
         script = self.script

@@ -1,0 +1,213 @@
+"""A golden exchange: what a case sends, and everything that can be seen of it from outside."""
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import parse_qs
+
+import httpx
+
+from tests.golden.events import merge_deltas, parse_events
+from tests.golden.server import ADMIN_KEY, PATIENCE_S, Stage
+
+Json = Any
+Run = Callable[["Client"], Awaitable[None]]
+
+# Headers whose values follow from the connection, not from the request.
+CONNECTION_HEADERS = frozenset({"date", "content-length", "host", "connection", "transfer-encoding", "accept-encoding"})
+QUIET_PATHS = frozenset({"/health", "/metrics", "/api/ps", "/api/status"})  # the server does not log them
+SETTLE_S = 1.0  # without a change, after which a record is taken as it is
+LONGEST_TEXT = 2000  # characters of a recorded text; a longer one is cut
+
+
+@dataclass(frozen=True)
+class Case:
+    """One golden file. `limits` are those of the case's account, `key` fields of its API key."""
+
+    name: str  # GROUP/NAME, the path of its file
+    run: Run
+    limits: Json = None
+    key: Json = None
+
+    @property
+    def account(self) -> str:
+        """Every case has an account of its own, and so a prefix cache, limits, gateways and usage of its own."""
+        return self.name.replace("/", "-")
+
+
+class Client:
+    """Sends the requests of one case with its account's key, and records each exchange."""
+
+    def __init__(self, stage: Stage, http: httpx.AsyncClient, case: Case) -> None:
+        self.stage = stage
+        self.account = case.account
+        self.key = ""
+        self.last: httpx.Response
+        self._http = http
+        self._case = case
+        self._exchanges: list[Json] = []
+        self._request_ids: list[str] = []
+
+    async def open(self) -> None:
+        """Create the account and its key."""
+        account = {"id": self.account, **(self._case.limits or {})}
+        made = await self.admin("POST", "/api/accounts", account)
+        assert made.status_code == 200, made.text
+        made = await self.admin(
+            "POST", "/api/keys", {"account": self.account, "name": "golden", **(self._case.key or {})}
+        )
+        assert made.status_code == 200, made.text
+        self.key = made.json()["key"]
+
+    async def admin(self, method: str, path: str, body: Json = None) -> httpx.Response:
+        """Send a request of the operator that prepares the case and is not recorded."""
+        headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+        return await self._http.request(method, path, json=body, headers=headers)
+
+    async def post(self, path: str, body: Json = None, **options: Any) -> Json:
+        return await self.send("POST", path, body, **options)
+
+    async def get(self, path: str, **options: Any) -> Json:
+        return await self.send("GET", path, **options)
+
+    async def send(
+        self,
+        method: str,
+        path: str,
+        body: Json = None,
+        *,
+        script: str = "",
+        say: str = "",
+        headers: dict[str, str] | None = None,
+        key: str | None = None,
+        content: bytes | None = None,
+        files: Json = None,
+        shown_path: str = "",
+        record: bool = True,
+    ) -> Json:
+        """Send a request and record it; its body, or its events if it was streamed.
+
+        `script` is the stand-in engine's for this request, `say` the text that it generates; `key` is another key than
+        the account's, or none if empty. `shown_path` is recorded in place of a path that differs between runs.
+        """
+        sent = dict(headers or {})
+        if say:
+            script = f"say={'.'.join(map(str, self.stage.token_ids(say)))},{script}".rstrip(",")
+        if script:
+            sent["x-session-affinity"] = f"standin:{script}"
+        key = self.key if key is None else key
+        auth = {"authorization": f"Bearer {key}"} if key else {}
+        given: Json = {"content": content} if content is not None else {"files": files} if files else {"json": body}
+        response = await self._http.request(method, path, headers=auth | sent, **given)
+        self.last = response
+        if record and "x-request-id" in response.headers and path.partition("?")[0] not in QUIET_PATHS:
+            self._request_ids.append(response.headers["x-request-id"])
+        request = {"method": method, "path": shown_path or path, "headers": sent or None}
+        request["body"] = body if content is None else _shortened(content.decode("utf-8", "replace"))
+        answer, shown = _read(response)
+        reply = {"status": response.status_code, "headers": _headers(response.headers.multi_items()), **shown}
+        if record:
+            self._exchanges.append({"request": _without_none(request), "response": reply})
+        return answer
+
+    def note(self, name: str, value: Json) -> None:
+        """Record something else that is seen from outside, in its place among the exchanges."""
+        self._exchanges.append({name: value})
+
+    async def settled(self, is_over: Callable[[Json], bool]) -> Json:
+        """The whole record, as soon as `is_over` accepts it or it has not changed for a while.
+
+        The server answers a failed request before it has written the usage row and the log lines.
+        """
+        for request_id in self._request_ids:
+            await self._logged(request_id)
+        record, changed_s = self.record(), time.monotonic()
+        while not is_over(record) and time.monotonic() < changed_s + SETTLE_S:
+            await asyncio.sleep(0.005)
+            before, record = record, self.record()
+            changed_s = changed_s if record == before else time.monotonic()
+        return record
+
+    def record(self) -> Json:
+        """Everything that is seen so far."""
+        upstream = [
+            {"server": name, **_received(request)}
+            for name, standin in self.stage.standins.items()
+            for request in standin.received
+        ]
+        return _without_empty({"exchanges": self._exchanges, "upstream": upstream, **self.ledger()})
+
+    def ledger(self) -> Json:
+        """The usage rows of the account, and the log lines of its requests: in order, apart for each logger."""
+        by_request = map(self.stage.log.lines, self._request_ids)
+        lines = [line for found in by_request for line in sorted(found, key=lambda line: line["logger"])]
+        return _without_empty({"usage": self.stage.usage_rows(self.account), "log": lines})
+
+    async def _logged(self, request_id: str) -> None:
+        """Wait for the line that ends a request."""
+        end_s = time.monotonic() + PATIENCE_S
+        while not any("ms" in line for line in self.stage.log.lines(request_id)):
+            assert time.monotonic() < end_s, f"request {request_id} was not logged"
+            await asyncio.sleep(0.002)
+
+
+def one(name: str, path: str, body: Json = None, *, method: str = "POST", **options: Any) -> Case:
+    """A case of one request."""
+    limits, key = options.pop("limits", None), options.pop("account_key", None)
+
+    async def run(client: Client) -> None:
+        await client.send(method, path, body, **options)
+
+    return Case(name, run, limits, key)
+
+
+def whole_and_streamed(name: str, path: str, body: Json, **options: Any) -> Iterable[Case]:
+    """Two cases: the request as it is, and streamed."""
+    yield one(f"{name}-whole", path, body, **options)
+    yield one(f"{name}-streamed", path, {**body, "stream": True}, **options)
+
+
+def _read(response: httpx.Response) -> tuple[Json, Json]:
+    """The decoded body, and the part of the record that shows it."""
+    kind = response.headers.get("content-type", "").partition(";")[0]
+    if kind == "text/event-stream":
+        events = parse_events(response.text)
+        return events, {"events": merge_deltas(events)}
+    if kind in ("application/x-ndjson", "application/jsonl"):
+        lines = [json.loads(line) for line in response.text.splitlines()]
+        return lines, {"lines": merge_deltas(lines)}
+    if kind == "application/json" and response.content:
+        body = response.json()
+        return body, {"body": body}
+    return response.text, ({"text": _shortened(response.text)} if response.content else {})
+
+
+def _received(request: Any) -> Json:
+    """A request as a stand-in has received it."""
+    path, _, query = request.path.partition("?")
+    shown = {"method": request.method, "path": path, "query": parse_qs(query) or None}
+    shown["headers"] = _headers(request.headers.items())
+    try:
+        shown["body"] = json.loads(request.body)
+    except ValueError:
+        shown["body"] = _shortened(request.body.decode("utf-8", "replace"))
+    return _without_none(shown)
+
+
+def _headers(items: Iterable[tuple[str, str]]) -> Json:
+    return {name: value for name, value in items if name not in CONNECTION_HEADERS}
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]}… ({len(text)} characters)"
+
+
+def _without_empty(fields: Json) -> Json:
+    return {name: value for name, value in fields.items() if value}
+
+
+def _without_none(fields: Json) -> Json:
+    return {name: value for name, value in fields.items() if value is not None}

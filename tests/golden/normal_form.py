@@ -1,0 +1,63 @@
+"""The one normaliser of golden files: replaces what differs between two runs, and nothing else.
+
+A placeholder keeps identity: the same id in a file gets the same placeholder, wherever it occurs.
+"""
+
+import re
+from typing import Any
+
+from emberline import __version__
+
+Json = Any
+
+# Values that are replaced because of their name, wherever it occurs as a key.
+TIMES = frozenset({"time", "created", "created_at", "created_us", "finished_us", "first_token_us", "completed_at"})
+DURATIONS = frozenset(
+    {"ms", "ttft_ms", "duration_ms", "waited_ms", "retry-after-ms"}
+    | {"total_duration", "load_duration", "prompt_eval_duration", "eval_duration"}
+    | {"x-ratelimit-reset-requests", "x-ratelimit-reset-tokens"}
+)
+DIGESTS = frozenset({"head"})  # of the audit log, which all cases share
+# Ids are random: UUIDs with or without hyphens, and those of keys, tool calls and budget leases.
+ID = re.compile(
+    r"(?<![0-9A-Za-z])(?:[0-9a-f]{8}-?[0-9a-f]{4}-?[0-9a-f]{4}-?[0-9a-f]{4}-?[0-9a-f]{12}"
+    r"|(?<=key_)[0-9a-f]{16}|(?<=call_)[0-9a-f]{24}|[0-9a-f]{16}(?=\.\d+$))(?![0-9A-Za-z])"
+)
+PATTERNS = (
+    (re.compile(r"127\.0\.0\.1:\d+"), "127.0.0.1:<port>"),
+    (re.compile(re.escape(__version__)), "<version>"),
+    (re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|\+00:00)?"), "<time>"),
+    (re.compile(r"retry in \d+ s"), "retry in <duration>"),
+)
+LONG_WAIT_S = 30  # a Retry-After beyond it counts down to a moment
+
+
+class Normaliser:
+    """Replaces the volatile values of one golden file."""
+
+    def __init__(self) -> None:
+        self._ids: dict[str, str] = {}
+
+    def __call__(self, value: Json, name: str = "") -> Json:
+        if isinstance(value, dict):
+            return {self._text(key): self(item, key) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self(item, name) for item in value]
+        if name in TIMES and value:
+            return "<time>"
+        if name in DURATIONS and value is not None:
+            return "<duration>"
+        if name in DIGESTS:
+            return "<digest>"
+        if name == "retry-after" and int(value) > LONG_WAIT_S:
+            return "<duration>"
+        return self._text(value) if isinstance(value, str) else value
+
+    def _text(self, text: str) -> str:
+        for pattern, placeholder in PATTERNS:
+            text = pattern.sub(placeholder, text)
+        return ID.sub(self._placeholder, text)
+
+    def _placeholder(self, found: re.Match[str]) -> str:
+        """The name of an id in this file; a UUID has the same one with and without hyphens."""
+        return self._ids.setdefault(found[0].replace("-", ""), f"<id {len(self._ids) + 1}>")
