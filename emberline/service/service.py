@@ -215,6 +215,11 @@ class Service:
         await self.core.load_model(card.id, action)
         return card
 
+    @property
+    def n_running(self) -> int:
+        """Number of requests that are not finalized yet."""
+        return len(self._running)
+
     # --- lifecycle ---------------------------------------------------------------------------------------------------
 
     async def ready(self, timeout_s: float) -> bool:

@@ -141,6 +141,7 @@ class ServerScript(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """How the server replies and fails. `…_after` counts tokens of the reply before the fault; -1 is never."""
 
     tokens: int = 50  # maximum per reply
+    says: str = ""  # reply with these words, whatever the prompt; empty: with words that follow from the prompt
     canned: bool = False  # the same precomputed bytes for every request: for load tests
     ttft_ms: float = 0.0
     itl_ms: float = 0.0
@@ -166,6 +167,13 @@ class ServerScript(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     unhealthy: bool = False  # /health, /metrics and the like fail
     dead_engine: bool = False  # only /health does
     slots: int = 0  # sequences computed at once, others wait; 0: any number
+
+    def words(self, prompt: StandinPrompt, limit: int) -> list[str]:
+        """The reply to a prompt as words of one token each, at most `limit` of them."""
+        limit = min(prompt.n_replied + limit, self.tokens)
+        if self.says:
+            return self.says.split()[prompt.n_replied : limit]
+        return list(prompt.words(limit))
 
     @property
     def has_fault(self) -> bool:

@@ -332,14 +332,14 @@ class StandinCompletion:
         if self._script.ttft_ms:
             await asyncio.sleep(self._script.ttft_ms / 1000)
         limit = self._body.get("max_completion_tokens") or self._body.get("max_tokens") or self._script.tokens
-        words = list(self._prompt.words(min(self._prompt.n_replied + limit, self._script.tokens)))
+        words = self._script.words(self._prompt, limit)
         if self._body.get("stream"):
             await self._stream(words)
         else:
             self._reply(words)
 
     def reply_at_once(self) -> None:
-        words = list(self._prompt.words(self._script.tokens))
+        words = self._script.words(self._prompt, self._script.tokens)
         if not self._body.get("stream"):
             return self._reply(words)
         self._connection.begin_stream()

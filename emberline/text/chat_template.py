@@ -10,7 +10,7 @@ from jinja2 import Template, TemplateError, meta
 
 from emberline.protocol.errors import BadInput
 from emberline.protocol.request import Message, ToolCall
-from emberline.text.template_sandbox import MAX_CHARS, BoundedEnvironment, TemplateLimit, TemplateRefusal
+from emberline.text.template_sandbox import BoundedEnvironment, TemplateLimit, TemplateRefusal
 from emberline.text.tool_calls.formats import ToolCallFormat, family_ids, tool_result_text
 from emberline.weights.model_config import BadCheckpoint
 
@@ -153,12 +153,18 @@ _environment = BoundedEnvironment()
 
 
 class ChatTemplate:
-    """`tokens`: the special tokens that a template may refer to (bos_token, eos_token, …)."""
+    """A model's chat template. `tokens` are the special tokens that it may refer to (bos_token, eos_token, …)."""
 
-    def __init__(self, source: str | None, tokens: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        source: str | None,
+        tokens: Mapping[str, str] | None = None,
+        environment: BoundedEnvironment = _environment,
+    ) -> None:
+        self._environment = environment
         self.source = PLAIN if source is None else source
         self.stops = PLAIN_STOPS if source is None else ()
-        self._template = _compiled(self.source)
+        self._template = _compiled(self.source, environment)
         self.variables = _variables(self.source)  # that it reads
         self._roles = Roles(self.source)
         self._tokens = dict(tokens or {})
@@ -191,7 +197,7 @@ class ChatTemplate:
         raise BadInput(refusal.message, param="messages")
 
     def _render(self, turns: list[Turn], values: dict[str, Any]) -> str:
-        _environment.budget.begin()
+        self._environment.budget.begin()
         try:
             text = self._template.render(values, messages=turns)
         except TemplateRefusal as error:
@@ -202,8 +208,8 @@ class ChatTemplate:
             raise _Refused(f"the model's chat template cannot render these messages: {error}"[:1000]) from None
         except (RecursionError, MemoryError):
             raise BadInput("the model's chat template was stopped: it went too deep", param="messages") from None
-        if len(text) > MAX_CHARS:
-            raise BadInput(f"the rendered messages are longer than {MAX_CHARS} characters", param="messages")
+        if len(text) > (most := self._environment.limits.chars):
+            raise BadInput(f"the rendered messages are longer than {most} characters", param="messages")
         return text
 
 
@@ -221,12 +227,12 @@ def _attempts(turns: list[Turn]) -> Iterator[list[Turn]]:
 
 
 @lru_cache(maxsize=64)
-def _compiled(source: str) -> Template:
+def _compiled(source: str, environment: BoundedEnvironment) -> Template:
     if len(source) > MAX_SOURCE_CHARS:
         raise BadCheckpoint(f"the chat template is longer than {MAX_SOURCE_CHARS} characters")
-    _environment.budget.begin()
+    environment.budget.begin()
     try:
-        return _environment.from_string(source)
+        return environment.from_string(source)
     except (TemplateError, SyntaxError, RecursionError, MemoryError, ValueError) as error:
         raise BadCheckpoint(f"the chat template does not compile: {error}") from None
 

@@ -2,9 +2,9 @@
 
 Limits of one rendering:
 - work: every loop iteration, call and filter counts as one unit, and so do every 16 characters written to the output,
-  to blocks, macros and variables (MAX_WORK). The processor time is checked each time (MAX_SECONDS).
-- size: of every text, list and number that an operator, literal, filter or call creates, including nested values
-  (MAX_CHARS, MAX_ITEMS, MAX_BITS); checked beforehand where a result can be larger than its operands.
+  to blocks, macros and variables (`work`). The processor time is checked each time (`seconds`).
+- size: every text, list and number that an operator, literal, filter or call creates, including nested values, is
+  bounded (`chars`, `items`, MAX_BITS). It is checked beforehand where a result can be larger than its operands.
 Not bounded is the time of one built-in operation on values within these sizes (a sort, a comparison): a few seconds.
 """
 
@@ -17,16 +17,13 @@ from functools import wraps
 from json import dumps
 from typing import Any, NoReturn
 
+import msgspec
 from jinja2 import TemplateError, nodes, pass_context
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_CHARS = 16 << 20
-MAX_ITEMS = 1 << 20
-MAX_WORK = 4_000_000
-MAX_SECONDS = 2.0
 MAX_BITS = 4096
 MAX_WIDTH = 9_999  # of padding, indents and batches; range() has Jinja's own bound
 CHARS_PER_WORK = 16
@@ -34,8 +31,18 @@ CHARS_PER_WORK = 16
 _WIDTHS = frozenset(
     {"batch", "center", "expandtabs", "indent", "ljust", "rjust", "slice", "tojson", "wordwrap", "zfill"}
 )
+_FORMATS = frozenset({"format", "format_map"})
 # A width of five digits, or one that is an argument, in a format for % or for str.format.
 _WIDE_FORMAT = re.compile(r"%[-+ #0]*(?:\*|\d{5}|\d*\.(?:\*|\d{5}))|\{[^{}]*\d{5}|\{[^{}]+\{")
+
+
+class TemplateLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rendering may use."""
+
+    chars: int = 16 << 20  # of one text or nested value
+    items: int = 1 << 20  # of one list
+    work: int = 4_000_000
+    seconds: float = 2.0
 
 
 class TemplateLimit(TemplateError):
@@ -49,33 +56,40 @@ class TemplateRefusal(TemplateError):
 class _Budget(threading.local):
     """What the current rendering in this thread has used."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: TemplateLimits) -> None:
+        self.limits = limits
         self.begin()
 
     def begin(self) -> None:
+        """Start a rendering: nothing is used yet."""
         self.work = 0
-        self.clock_s, self.cpu_s = time.monotonic() + MAX_SECONDS, time.thread_time() + MAX_SECONDS  # limits
+        limit_s = self.limits.seconds
+        self.clock_s, self.cpu_s = time.monotonic() + limit_s, time.thread_time() + limit_s  # when to stop
         self.weights: dict[int, tuple[object, int]] = {}  # by id; the reference keeps the id from being reused
 
     def spend(self, work: int) -> None:
+        """Count work. Raises TemplateLimit if the rendering has used up its work or its time."""
         self.work += work
-        if self.work > MAX_WORK:
-            raise TemplateLimit(f"it did more than {MAX_WORK} steps")
+        if self.work > self.limits.work:
+            raise TemplateLimit(f"it did more than {self.limits.work} steps")
         if time.monotonic() > self.clock_s and time.thread_time() > self.cpu_s:  # the first is cheaper to ask
-            raise TemplateLimit(f"it ran for more than {MAX_SECONDS} seconds")
+            raise TemplateLimit(f"it ran for more than {self.limits.seconds} seconds")
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """Renders templates within `limits`. Threads may share it: each has a budget of its own."""
+
     intercepted_binops = frozenset({"+", "*", "%", "**"})
 
-    def __init__(self) -> None:
+    def __init__(self, limits: TemplateLimits | None = None) -> None:
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[loopcontrols, _GenerationTag],
             finalize=pass_context(lambda context, value: self._written(value)),
         )
-        self.budget = _Budget()
+        self.limits = TemplateLimits() if limits is None else limits
+        self.budget = _Budget(self.limits)
         del self.globals["lipsum"]
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
@@ -101,7 +115,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         self.budget.spend(1)
-        _check_operands(operator, left, right)
+        self._check_operands(operator, left, right)
         return self._weighed(super().call_binop(context, operator, left, right))
 
     def _bounded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -116,25 +130,43 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
         return bounded
 
+    def _check_operands(self, operator: str, left: Any, right: Any) -> None:
+        if operator == "%" and isinstance(left, str) and _WIDE_FORMAT.search(left):
+            raise TemplateLimit(f"it formats a text with a width above {MAX_WIDTH}")
+        if operator == "*":
+            for value, times in ((left, right), (right, left)):
+                if (
+                    isinstance(value, str | list | tuple)
+                    and isinstance(times, int)
+                    and len(value) * times > self.limits.chars
+                ):
+                    raise TemplateLimit(f"it makes a value of more than {self.limits.chars} characters")
+        if operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
+            if bits > MAX_BITS:
+                raise TemplateLimit(f"it computes a number of more than {MAX_BITS} bits")
+
     def _check_growth(self, name: str, args: Sequence[Any]) -> None:
         """The first of `args` is the value that the filter or method is applied to."""
         if name in _WIDTHS and any(isinstance(arg, int) and arg > MAX_WIDTH for arg in args[1:]):
             raise TemplateLimit(f"it calls {name} with a number above {MAX_WIDTH}")
-        if name in _GROWTH and len(args) > 1 and _GROWTH[name](args[0], *args[1:]) > MAX_CHARS:
-            raise TemplateLimit(f"{name} would make a text of more than {MAX_CHARS} characters")
+        if name in _FORMATS and _WIDE_FORMAT.search(str(args[0])):
+            raise TemplateLimit(f"it formats a text with a width above {MAX_WIDTH}")
+        if name in _GROWTH and len(args) > 1 and _GROWTH[name](args[0], *args[1:]) > self.limits.chars:
+            raise TemplateLimit(f"{name} would make a text of more than {self.limits.chars} characters")
 
     def _checked(self, value: Any) -> Any:
         if isinstance(value, str):
             self.budget.spend(len(value) // CHARS_PER_WORK)
-            if len(value) > MAX_CHARS:
-                raise TemplateLimit(f"it made a text of more than {MAX_CHARS} characters")
-        elif isinstance(value, list | tuple | dict) and len(value) > MAX_ITEMS:
-            raise TemplateLimit(f"it made a list of more than {MAX_ITEMS} items")
+            if len(value) > self.limits.chars:
+                raise TemplateLimit(f"it made a text of more than {self.limits.chars} characters")
+        elif isinstance(value, list | tuple | dict) and len(value) > self.limits.items:
+            raise TemplateLimit(f"it made a list of more than {self.limits.items} items")
         return value
 
     def _weighed(self, value: Any) -> Any:
-        if self._weight(value) > MAX_CHARS:
-            raise TemplateLimit(f"it made a value of more than {MAX_CHARS} characters")
+        if self._weight(value) > self.limits.chars:
+            raise TemplateLimit(f"it made a value of more than {self.limits.chars} characters")
         return value
 
     def _weight(self, value: Any) -> int:
@@ -230,19 +262,6 @@ def _filtered(node: nodes.Node, name: str, *args: nodes.Expr) -> nodes.Filter:
     return nodes.Filter(node, name, list(args), [], None, None, lineno=node.lineno)
 
 
-def _check_operands(operator: str, left: Any, right: Any) -> None:
-    if operator == "%" and isinstance(left, str) and _WIDE_FORMAT.search(left):
-        raise TemplateLimit(f"it formats a text with a width above {MAX_WIDTH}")
-    if operator == "*":
-        for value, times in ((left, right), (right, left)):
-            if isinstance(value, str | list | tuple) and isinstance(times, int) and len(value) * times > MAX_CHARS:
-                raise TemplateLimit(f"it makes a value of more than {MAX_CHARS} characters")
-    if operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
-        bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
-        if bits > MAX_BITS:
-            raise TemplateLimit(f"it computes a number of more than {MAX_BITS} bits")
-
-
 def _joined_length(one: Any, other: Any = "", *_: Any) -> int:
     """`join` is called on the separator as a method, on the pieces as a filter."""
     separator, pieces = (one, other) if isinstance(one, str) else (other, one)
@@ -260,8 +279,6 @@ _GROWTH: dict[str, Callable[..., int]] = {
     "indent": lambda text, width=4, *_: (
         (str(text).count("\n") + 1) * (width if isinstance(width, int) else _length(width))
     ),
-    "format": lambda text, *_: MAX_CHARS + 1 if _WIDE_FORMAT.search(str(text)) else 0,
-    "format_map": lambda text, *_: MAX_CHARS + 1 if _WIDE_FORMAT.search(str(text)) else 0,
 }
 
 

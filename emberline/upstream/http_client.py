@@ -320,6 +320,11 @@ class ConnectionPool:
         return len(self._all)
 
     @property
+    def n_busy(self) -> int:
+        """Number of connections that wait for a reply or read one."""
+        return sum(connection.busy for connection in self._all)
+
+    @property
     def idle_s(self) -> float:
         """Seconds since the last byte of any reply."""
         return time.monotonic() - max((connection.received_s for connection in self._all), default=0.0)

@@ -157,6 +157,7 @@ class FakeService:
         self.changes: list[WorkerChange] = []
         self.alias_changes: list[tuple[str, Mapping[str, int] | None]] = []
         self.loads: list[tuple[str, str]] = []
+        self.engine_load: dict[str, Any] = {}  # reported besides the usual
 
     async def generate(
         self,
@@ -242,7 +243,7 @@ class FakeService:
 
     async def health(self) -> Health:
         load = {"running": 1, "waiting": 0, "kv_used_blocks": 5, "kv_total_blocks": 100, "tiers": ()}
-        load |= {"output_tokens": 7, "cached_tokens": 8}
+        load |= {"output_tokens": 7, "cached_tokens": 8} | self.engine_load
         engine = {"name": "smollm2-0", "model": MODEL, "ok": self.ok, "problem": "", "device": "cpu", "load": load}
         engine |= {"state": "ready", "in_flight": 1}
         models = {MODEL: {"ready": self.ok, "workers": 1, "workers_ready": int(self.ok)}}

@@ -109,7 +109,7 @@ async def until_admission_knows(service: Service, *requests: GenerateRequest) ->
 
 async def settled(service: Service) -> None:
     async with asyncio.timeout(PATIENCE_S):
-        while service._running:
+        while service.n_running:
             await asyncio.sleep(0.001)
 
 

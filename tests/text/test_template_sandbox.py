@@ -1,17 +1,19 @@
+from datetime import datetime
+
 import pytest
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from emberline.protocol.errors import BadInput
-from emberline.text import template_sandbox as sandbox
 from emberline.text.chat_template import ChatTemplate
+from emberline.text.template_sandbox import BoundedEnvironment, TemplateLimits
 from emberline.weights.model_config import BadCheckpoint
 
-GROW = "{% set ns = namespace(x=START) %}{% for i in range(99) %}{% set ns.x = STEP %}{% endfor %}{{ ns.x }}"
+GROW = "{% set ns = namespace(x=START) %}{% for i in range(TIMES) %}{% set ns.x = STEP %}{% endfor %}{{ ns.x }}"
 
 
-def _grow(start, step):
-    return GROW.replace("START", start).replace("STEP", step)
+def _grow(start, step, times=24):
+    return GROW.replace("START", start).replace("STEP", step).replace("TIMES", str(times))
 
 
 ENDLESS = {
@@ -28,42 +30,57 @@ ENDLESS = {
     "a counter set back": "{% for i in range(99999)|_counted(-99999999) %}"
     "{% for j in range(99999) %}{% endfor %}{% endfor %}",
 }
+# Templates that would take much memory, by the limit that stops them: a pattern in the error.
 HUGE = {
-    "literal text": "{% for i in range(99999) %}" + "x" * 10000 + "{% endfor %}",
-    "constant text": "{% for i in range(99999) %}{{ '" + "x" * 10000 + "' }}{% endfor %}",
-    "text of a macro": "{% macro m() %}"
-    + "x" * 10000
-    + "{% endmacro %}{% for i in range(99999) %}{% set x = m() %}{% endfor %}",
-    "padding": "{% for i in range(99999) %}{{ 'x'|center(9000) }}{% endfor %}",
-    "doubled by +": _grow("'a'", "ns.x + ns.x"),
-    "doubled by ~": _grow("'a'", "ns.x ~ ns.x"),
-    "doubled by a block": "{% set ns = namespace(x='a') %}{% for i in range(99) %}"
-    "{% set ns.x %}{{ ns.x }}{{ ns.x }}{% endset %}{% endfor %}",
-    "nested lists": _grow("['lol']", "[ns.x, ns.x]"),
-    "nested tuples": _grow("['lol']", "(ns.x, ns.x)"),
-    "nested dicts": _grow("{'a': 'lol'}", "{'a': ns.x, 'b': ns.x}"),
-    "nested dicts by a function": _grow("{'a': 'lol'}", "dict(a=ns.x, b=ns.x)"),
-    "nested lists by a filter": _grow("['lol']", "[1]|batch(3, ns.x)|list"),
-    "long lists": _grow("[1]", "ns.x + ns.x"),
-    "repeated": "{{ 'a' * 10**9 }}",
-    "repeated list": "{{ [0] * 10**9 }}",
-    "power": "{{ (9**999)**999 }}",
-    "product": _grow("99999", "ns.x * ns.x"),
-    "center": "{{ 'a'|center(10**9) }}",
-    "center method": "{{ 'a'.center(10**9) }}",
-    "format": "{{ '%1000000000d' % 1 }}",
-    "format with *": "{{ '%*d' % (1000000000, 1) }}",
-    "format filter": "{{ '%1000000000d'|format(1) }}",
-    "format method": "{{ '{:1000000000}'.format(1) }}",
-    "nested format": "{{ '{:{w}}'.format(1, w=1000000000) }}",
-    "replace": "{% set b = 'a' * 10**6 %}{{ b|replace('a', b) }}",
-    "replace method": "{% set b = 'a' * 10**6 %}{{ b.replace('a', b) }}",
-    "join": "{% set b = 'a' * 10**6 %}{{ b|list|join(b) }}",
-    "join method": "{% set b = 'a' * 10**6 %}{{ b.join(b) }}",
-    "indent": "{% set b = '\n' * 10**6 %}{{ b|indent(9999, true, true) }}",
-    "indented JSON": "{{ [1, [2]]|tojson(indent=10**9) }}",
-    "range": "{% for i in range(10**9) %}{% endfor %}",
-    "list of characters": "{{ ('ab' * 4000000)|list|sort }}",
+    "more than 1000000 steps": {
+        "literal text": "{% for i in range(99999) %}" + "x" * 10000 + "{% endfor %}",
+        "constant text": "{% for i in range(99999) %}{{ '" + "x" * 10000 + "' }}{% endfor %}",
+        "text of a macro": (
+            "{% macro m() %}" + "x" * 10000 + "{% endmacro %}{% for i in range(99999) %}{% set x = m() %}{% endfor %}"
+        ),
+        "padding": "{% for i in range(99999) %}{{ 'x'|center(9000) }}{% endfor %}",
+        "doubled by ~": _grow("'a'", "ns.x ~ ns.x"),
+        "doubled by a block": (
+            "{% set ns = namespace(x='a') %}{% for i in range(25) %}"
+            "{% set ns.x %}{{ ns.x }}{{ ns.x }}{% endset %}{% endfor %}"
+        ),
+        "long lists": _grow("[1]", "ns.x + ns.x"),
+    },
+    "more than 16777216 characters": {
+        "doubled by +": _grow("'a'", "ns.x + ns.x"),
+        "nested lists": _grow("['lol']", "[ns.x, ns.x]", 21),
+        "nested tuples": _grow("['lol']", "(ns.x, ns.x)", 21),
+        "nested dicts": _grow("{'a': 'lol'}", "{'a': ns.x, 'b': ns.x}", 21),
+        "nested dicts by a function": _grow("{'a': 'lol'}", "dict(a=ns.x, b=ns.x)", 21),
+        "nested lists by a filter": _grow("['lol']", "[1]|batch(3, ns.x)|list", 21),
+        "repeated": "{{ 'a' * 10**8 }}",
+        "repeated list": "{{ [0] * 30000000 }}",
+        "replace": "{% set b = 'a' * 10**4 %}{{ b|replace('a', b) }}",
+        "replace method": "{% set b = 'a' * 10**4 %}{{ b.replace('a', b) }}",
+        "join": "{% set b = 'a' * 10**4 %}{{ b|list|join(b) }}",
+        "join method": "{% set b = 'a' * 10**4 %}{{ b.join(b) }}",
+        "indent": "{% set b = '\n' * 10**4 %}{{ b|indent(9999, true, true) }}",
+    },
+    "more than 1048576 items": {
+        "list of characters": "{{ ('ab' * 4000000)|list|sort }}",
+    },
+    "more than 4096 bits": {
+        "power": "{{ (9**999)**999 }}",
+        "product": _grow("99999", "ns.x * ns.x"),
+    },
+    "(width|number) above 9999": {
+        "center": "{{ 'a'|center(10**9) }}",
+        "center method": "{{ 'a'.center(10**9) }}",
+        "format": "{{ '%1000000000d' % 1 }}",
+        "format with *": "{{ '%*d' % (1000000000, 1) }}",
+        "format filter": "{{ '%1000000000d'|format(1) }}",
+        "format method": "{{ '{:1000000000}'.format(1) }}",
+        "nested format": "{{ '{:{w}}'.format(1, w=1000000000) }}",
+        "indented JSON": "{{ [1, [2]]|tojson(indent=10**9) }}",
+    },
+    "Range too big": {
+        "range": "{% for i in range(10**9) %}{% endfor %}",
+    },
 }
 ESCAPES = [
     "{{ ''.__class__.__mro__ }}",
@@ -79,29 +96,38 @@ ESCAPES = [
 ]
 
 
-def _render(source):
-    template = ChatTemplate(source)
+def _render(source, **limits):
+    template = ChatTemplate(source, environment=BoundedEnvironment(TemplateLimits(**limits)))
     return template.render([{"role": "user", "content": "hi"}], {}, add_generation_prompt=True)
 
 
 @pytest.mark.parametrize("name", ENDLESS)
-def test_an_endless_template_is_ended(name, monkeypatch):
-    monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.2)
+def test_an_endless_template_is_ended(name):
     with pytest.raises(BadInput, match=r"chat template was stopped: it (ran|did|went)"):
-        _render(ENDLESS[name])
+        _render(ENDLESS[name], seconds=0.2)
 
 
-def test_work_is_limited_independently_of_time(monkeypatch):
-    monkeypatch.setattr(sandbox, "MAX_WORK", 10_000)
+def test_work_is_limited_independently_of_time():
     with pytest.raises(BadInput, match="more than 10000 steps"):
-        _render(ENDLESS["silent nested loops"])
+        _render(ENDLESS["silent nested loops"], seconds=60, work=10_000)
 
 
-@pytest.mark.parametrize("name", HUGE)
-def test_a_template_that_grows_for_ever_ends(name, monkeypatch):
-    monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.5)
-    with pytest.raises(BadInput, match=r"chat template (was stopped|cannot)"):
-        _render(HUGE[name])
+@pytest.mark.parametrize(("reason", "name"), [(reason, name) for reason, named in HUGE.items() for name in named])
+def test_a_template_that_grows_for_ever_ends(reason, name):
+    """The size of what it makes ends it, never the clock: a template can take all memory in less than a second."""
+    with pytest.raises(BadInput, match=rf"chat template (was stopped|cannot).*{reason}"):
+        _render(HUGE[reason][name], seconds=60, work=1_000_000)
+
+
+def test_the_limits_on_sizes_are_those_that_were_set():
+    with pytest.raises(BadInput, match="more than 1000 characters"):
+        _render("{{ 'a' * 1001 }}", chars=1000)
+    assert _render("{{ 'a' * 999 }}", chars=1000) == "a" * 999
+    with pytest.raises(BadInput, match="more than 10 items"):
+        _render("{{ 'abcdefghijk'|list }}", items=10)
+    assert _render("{{ 'abcdefghij'|list|length }}", items=10) == "10"
+    with pytest.raises(BadInput, match="rendered messages are longer than 1000"):
+        _render("{{ 'a' * 600 }}{{ 'a' * 600 }}", chars=1000)
 
 
 @pytest.mark.parametrize("source", ESCAPES)
@@ -110,10 +136,12 @@ def test_a_template_cannot_reach_out(source):
         _render(source)
 
 
-def test_each_rendering_has_a_budget_of_its_own(monkeypatch):
-    monkeypatch.setattr(sandbox, "MAX_WORK", 1_000)
+def test_each_rendering_has_a_budget_of_its_own():
+    template = ChatTemplate(
+        "{% for i in range(900) %}{% endfor %}done", environment=BoundedEnvironment(TemplateLimits(work=1_000))
+    )
     for _ in range(5):
-        assert _render("{% for i in range(900) %}{% endfor %}done") == "done"
+        assert template.render([{"role": "user", "content": "hi"}], {}, add_generation_prompt=True) == "done"
 
 
 @pytest.mark.parametrize(
@@ -160,7 +188,7 @@ def test_counting_changes_nothing_else(source):
     if source.startswith("{% call"):
         source = "{% macro run() %}{{ caller('in') }}{% endmacro %}" + source
     plain = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    plain.filters["tojson"] = sandbox.BoundedEnvironment()._tojson
+    plain.filters["tojson"] = BoundedEnvironment().filters["tojson"]
     turns = [{"role": "system", "content": " a "}, {"role": "user", "content": "b\n"}, {"role": "user", "content": "é"}]
     assert ChatTemplate(source).render(turns, {}, add_generation_prompt=True) == plain.from_string(source).render(
         messages=turns
@@ -172,4 +200,5 @@ def test_generation_tags_are_their_body():
 
 
 def test_the_date_is_there():
-    assert _render("{{ strftime_now('%Y')|length }}") == "4"
+    before, rendered = datetime.now(), _render("{{ strftime_now('%Y-%m-%d %H:%M:%S') }}")
+    assert before.replace(microsecond=0) <= datetime.fromisoformat(rendered) <= datetime.now()

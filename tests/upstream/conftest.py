@@ -42,10 +42,13 @@ def request(text: str = LONG, request_id: str = "r1", **more: Any) -> GenerateRe
 class Bench:
     """Stand-in servers, the service in front of them, and its usage ledger."""
 
-    def __init__(self, standins: dict[str, StandinServer], service: Service, core: LocalCore, store: Any) -> None:
+    def __init__(
+        self, standins: dict[str, StandinServer], service: Service, core: LocalCore, store: Any, gate: "Gate"
+    ) -> None:
         self.standins = standins
         self.service = service
         self.core = core
+        self.asks = gate.asks
         self._store = store
 
     @property
@@ -56,9 +59,9 @@ class Bench:
         return [cost for (cost,) in await self._store.read("SELECT cost_pico FROM usage")]
 
     async def rows(self) -> list[UsageRow]:
-        """Of every request, once all have ended: a row is durable once its request is finalized."""
+        """Rows of every request, once all have ended: a row is durable once its request is finalized."""
         async with asyncio.timeout(PATIENCE_S):
-            while self.service._running:
+            while self.service.n_running:
                 await asyncio.sleep(0.01)
         rows = await self._store.read(
             "SELECT id, status, input_tokens, output_tokens, cached_by_tier FROM usage ORDER BY id"
@@ -78,7 +81,20 @@ class Bench:
         return False
 
 
-class PairGate(AdmissionController):
+class Gate(AdmissionController):
+    """Notes what it is asked."""
+
+    def __init__(self, roles: dict[str, str]) -> None:
+        super().__init__(Balancer())
+        self.asks: list[RouteRequest] = []
+        self.roles = roles  # by worker
+
+    async def admit(self, ask: RouteRequest) -> Route:
+        self.asks.append(ask)
+        return await super().admit(ask)
+
+
+class PairGate(Gate):
     """Disaggregates every request that it can; when that pays is tested with the balancer."""
 
     async def admit(self, ask: RouteRequest) -> Route:
@@ -86,8 +102,6 @@ class PairGate(AdmissionController):
         pool = [name for name, role in self.roles.items() if role == "prefill"]
         pool = [name for name in pool if name not in ask.avoid] or pool
         return route if route.prefill or not pool else msgspec.structs.replace(route, prefill=pool[0])
-
-    roles: dict[str, str]
 
 
 async def _nothing() -> None:
@@ -127,10 +141,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Opener]:
         ]
         store = await open_store(tmp_path / "db")
         responses = DatabaseResponses(store, 30)
-        gate = AdmissionController(Balancer())
-        if paired:
-            gate = PairGate(Balancer())
-            gate.roles = {name: role for name, _, role in servers}
+        gate = (PairGate if paired else Gate)({name: role for name, _, role in servers})
         core = LocalCore(gate, upstreams, UsageLedger(store), Sessions(), responses)
         models = UpstreamModels(upstreams)
         models.start(watch=True)
@@ -138,7 +149,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Opener]:
         for upstream in upstreams:
             assert await upstream.wait_connected(PATIENCE_S)
         closing.extend([store.close, *(standin.close for standin in standins.values()), service.close])
-        return Bench(standins, service, core, store)
+        return Bench(standins, service, core, store, gate)
 
     yield make
     for close in reversed(closing):

@@ -331,21 +331,21 @@ async def test_the_models_are_listed(api: ApiClient) -> None:
 
 
 async def test_a_session_id_of_a_megabyte(api: ApiClient) -> None:
-    answer = await api.post("/v1/chat/completions", CHAT, **{"x-session-affinity": "s" * (1 << 20)})
-    assert answer.status_code == 200
+    """A digest of it takes its place: the server is not sent it, nor does the balancer keep it."""
+    for name in ("s", "s", "t"):
+        answer = await api.post("/v1/chat/completions", CHAT, **{"x-session-affinity": name * (1 << 20)})
+        assert answer.status_code == 200
+    first, same, other = (ask.affinity for ask in api.bench.asks)
+    assert first == same != other
+    assert 0 < len(first or "") < 100
+    asked = api.bench.standins["a"].requests
+    assert len(asked) == 3
+    assert max(len(json.dumps(body)) for body in asked) < 2 * len(json.dumps(CHAT))
 
 
 async def test_with_a_tokenizer_prefix_keys_match_the_server_s_kv_events(api: ApiClient, text_model: TextModel) -> None:
     """What a KV event says of these token ids is what the balancer is asked for."""
     api.bench.service.upstream.texts = {"standin": text_model}
-    asks: list[RouteRequest] = []
-    admit = api.bench.core.admit
-
-    async def spy(ask: RouteRequest) -> Route:
-        asks.append(ask)
-        return await admit(ask)
-
-    api.bench.core.admit = spy  # type: ignore[method-assign]
     await api.post("/v1/chat/completions", CHAT)
     await api.post("/v1/messages", {**CHAT, "max_tokens": 5})
     request = GenerateRequest(id="x", model="standin", messages=(Message("user", LONG),))
@@ -354,8 +354,8 @@ async def test_with_a_tokenizer_prefix_keys_match_the_server_s_kv_events(api: Ap
     payload = msgspec.msgpack.encode([0.0, [{**event, "block_size": tokens.count(ids)}]])
     told = KVEventDecoder(key_root("vllm", "standin")).decode(payload).stored
     assert told
-    assert [ask.keys for ask in asks] == [told, told]
-    assert {ask.input_tokens for ask in asks} == {tokens.count(ids)}
+    assert [ask.keys for ask in api.bench.asks] == [told, told]
+    assert {ask.input_tokens for ask in api.bench.asks} == {tokens.count(ids)}
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/client/v4/accounts/me/ai/run/standin"])

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from emberline.protocol.errors import NotFound
-from tests.api.fake_service import KEY, SECRET, FakeService, client_of
+from emberline.protocol.frames import TierStats
+from tests.api.fake_service import KEY, MODEL, SECRET, FakeService, client_of
 
 
 class FakeCache:
@@ -83,7 +84,17 @@ async def test_what_is_refused(service: FakeService, cache: FakeCache) -> None:
 
 
 async def test_tiers_of_every_worker(service: FakeService) -> None:
+    host = TierStats(name="host", used_bytes=300, capacity_bytes=1000, blocks=3, hits=2)
+    service.engine_load = {"kv_used_blocks": 5, "kv_total_blocks": 100, "tiers": (host,)}
     async with client_of(service) as client:
         answer = await client.get("/api/cache")
     assert answer.status_code == 200
-    assert isinstance(answer.json()["workers"], list)
+    (worker,) = answer.json()["workers"]
+    tiers = worker.pop("tiers")
+    assert worker == {"name": "smollm2-0", "model": MODEL, "device": {"used_blocks": 5, "total_blocks": 100}}
+    assert [(tier["name"], tier["used_bytes"], tier["blocks"], tier["misses"]) for tier in tiers] == [
+        ("host", 300, 3, 0)
+    ]
+    service.engine_load = {"kv_total_blocks": 0}  # an encoder, for example
+    async with client_of(service) as client:
+        assert (await client.get("/api/cache")).json() == {"workers": []}

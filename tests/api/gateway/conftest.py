@@ -65,7 +65,7 @@ class Bench:
         """(id, model, status, output tokens, cost) of every usage row, once nothing is in flight."""
         end_s = time.monotonic() + PATIENCE_S
         core: Any = self.service.core
-        while (list(core.admission.balancer.ledger) or self.service._running) and time.monotonic() < end_s:
+        while (list(core.admission.balancer.ledger) or self.service.n_running) and time.monotonic() < end_s:
             await asyncio.sleep(0.01)  # a row is durable once its request is finalized
         return list(
             await self.store.read("SELECT id, model, status, output_tokens, cost_pico FROM usage ORDER BY created_us")

@@ -124,16 +124,31 @@ async def test_a_flag_only_notes_it(bench: Opener) -> None:
 
 
 async def test_a_moderation_model(bench: Opener) -> None:
-    """A chat model as the moderator. The stand-in's replies never begin with `unsafe`, so the request passes; while it
-    is down, nothing does."""
-    gateway = await bench({"guardrails": (Guardrail(name="guard", model=B, on="request"),)}, b=WORKS)
+    """A chat model as the moderator: what it calls unsafe is blocked, and while it is down, nothing passes."""
+    moderator = ServerScript(says="safe")
+    gateway = await bench({"guardrails": (Guardrail(name="guard", model=B, on="request"),)}, b=moderator)
     assert (await gateway.ask()).status_code == 200
     assert gateway.servers["b"].n_asked == 1
+    gateway.servers["b"].script = ServerScript(says="Unsafe S1")
+    answer = await gateway.ask()
+    assert (answer.status_code, answer.json()["error"][0]["code"]) == (400, 2016)
+    assert "guard" in answer.text
     gateway.servers["b"].script = ServerScript(status=500)
     answer = await gateway.ask()
     assert answer.status_code == 502
     assert "guard" in answer.text
-    assert gateway.servers["a"].n_asked == 1
+    assert gateway.servers["a"].n_asked == 1, "only the prompt that was safe went to the provider"
+    assert [row["flags"] for row in await gateway.logs(error="prompt_blocked")] == [["guard"]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_reply_that_a_moderation_model_blocks(bench: Opener, stream: bool) -> None:
+    rules = (Guardrail(name="guard", model=B, on="response", hold="whole"),)
+    gateway = await bench({"guardrails": rules}, b=ServerScript(says="unsafe"))
+    answer = await gateway.ask(stream=stream)
+    assert (answer.status_code, answer.json()["error"][0]["code"]) == (400, 2017)
+    assert "w0" not in answer.text
+    assert (gateway.servers["a"].n_asked, gateway.servers["b"].n_asked) == (1, 1)
 
 
 async def test_a_keys_scope_and_its_limit_on_requests_are_not_the_moderators(bench: Opener) -> None:

@@ -199,7 +199,7 @@ async def test_a_call_that_blocks_holds_up_nobody_and_ends_with_its_client(gatew
     assert (await made.client.get("/v1/models")).status_code == 200
     blocked.cancel()
     await asyncio.gather(blocked, return_exceptions=True)
-    await until(lambda: not made.service._running)
+    await until(lambda: not made.service.n_running)
     package.block.set()
     await until(package.closed.is_set)
     package.n_words = 5

@@ -334,6 +334,12 @@ async def test_padding(client: httpx.AsyncClient) -> None:
     events = await events_of(client, ASK | {"stream_options": {"include_obfuscation": True}})
     padded = [event for event in events if "obfuscation" in event]
     assert [event["type"] for event in padded] == ["response.output_text.delta"] * 3
+    paddings = [event["obfuscation"] for event in padded]
+    for _ in range(4):
+        events = await events_of(client, ASK | {"stream_options": {"include_obfuscation": True}})
+        paddings += [event["obfuscation"] for event in events if "obfuscation" in event]
+    assert len({len(padding) for padding in paddings}) > 3, "the lengths hide those of the tokens"
+    assert not any("obfuscation" in event for event in await events_of(client, ASK))
 
 
 async def test_a_stream_that_breaks(client: httpx.AsyncClient, service: FakeService) -> None:
