@@ -37,7 +37,7 @@ _WIDE_FORMAT = re.compile(r"%[-+ #0]*(?:\*|\d{5}|\d*\.(?:\*|\d{5}))|\{[^{}]*\d{5
 
 
 class TemplateLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rendering may use."""
+    """Limits of one rendering."""
 
     chars: int = 16 << 20  # of one text or nested value
     items: int = 1 << 20  # of one list
