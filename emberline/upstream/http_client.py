@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import httptools
 
 MAX_HEADERS = 128
-MAX_HEAD_BYTES = 64 << 10
+MAX_HEAD_BYTES = 64 << 10  # status line and headers; after them, chunk extensions and trailers
 MAX_BUFFERED_BYTES = 512 << 10  # of a reply that is not being read; then the server has to wait
 MAX_REPLY_BYTES = 64 << 20
 MAX_IDLE = 256  # connections
@@ -25,6 +25,9 @@ FRESH_S = 2.0  # idle for less, no server has closed the connection: vLLM and SG
 CLOSED_S = 2.0  # a server that closes the connection later than this has seen the request, and may have computed it
 _SWEEP_INTERVAL_S = 5.0
 _COPY_BYTES = 32 << 10  # smaller bodies are sent in one write with the head
+# Bytes of a chunk that do not count against MAX_HEAD_BYTES: its size in 16 digits and two line ends.
+_CHUNK_FRAMING_BYTES = 20
+_BOUNDARY = -(1 << 40)  # lower than any count of bytes
 
 
 class ConnectionFailed(Exception):
@@ -162,7 +165,11 @@ class Exchange:
 
 
 class Connection(asyncio.Protocol):
-    """One connection, which carries one exchange at a time. `on_free` gets it back after a complete reply."""
+    """One connection, which carries one exchange at a time. `on_free` gets it back after a complete reply.
+
+    `_framing_bytes` counts what the server sends besides the body, before the end of the head and after it: the parser
+    keeps a header or a trailer in memory until it is complete.
+    """
 
     def __init__(self, on_free: "Callable[[Connection], None]", on_lost: "Callable[[Connection], None]") -> None:
         self._on_free = on_free
@@ -173,6 +180,7 @@ class Connection(asyncio.Protocol):
         self._until_eof = False  # the reply ends where the connection does
         self._received = False  # a byte of this reply has come
         self._interim = False  # the head was a 1xx: the reply is still to come
+        self._framing_bytes = 0
         self.n_exchanges = 0
         self.active_s = 0.0  # monotonic, of the last byte in or request out
         self.received_s = 0.0  # monotonic, of the last byte in
@@ -190,6 +198,7 @@ class Connection(asyncio.Protocol):
         assert self._exchange is None
         self._parser = httptools.HttpResponseParser(self)
         self._until_eof = self._received = self._interim = False
+        self._framing_bytes = 0
         self.n_exchanges += 1
         self.active_s = time.monotonic()
         self._exchange = Exchange(self)
@@ -231,6 +240,7 @@ class Connection(asyncio.Protocol):
         if exchange is None or parser is None:
             return self._fail(ConnectionFailed("it sent data without a request"))
         self._received = True
+        self._framing_bytes += len(data)  # on_body subtracts
         self.active_s = self.received_s = time.monotonic()
         try:
             parser.feed_data(data)
@@ -240,6 +250,10 @@ class Connection(asyncio.Protocol):
             cause = error.__context__  # what a callback of ours has raised
             failure = cause if isinstance(cause, ConnectionFailed) else None
             self._fail(failure or ConnectionFailed(f"its reply is not HTTP: {error}"))
+        if self._framing_bytes < 0:
+            self._framing_bytes = 0  # how much of this read came after the head is not known
+        elif self._framing_bytes > MAX_HEAD_BYTES:
+            self.abort("its headers, chunk extensions or trailers are too large")
         exchange.wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -268,9 +282,11 @@ class Connection(asyncio.Protocol):
             return
         chunked = "chunked" in headers.get("transfer-encoding", "").lower()
         self._until_eof = not chunked and "content-length" not in headers and status not in (204, 304)
+        self._framing_bytes = _BOUNDARY
         exchange.on_head(status)
 
     def on_body(self, data: bytes) -> None:
+        self._framing_bytes -= len(data) + _CHUNK_FRAMING_BYTES
         if self._exchange is not None:
             self._exchange.on_body(data)
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import uvloop
 
 from emberline.api.http.call import ASGIApp
-from emberline.api.http.server import serve
+from emberline.api.http.server import ServerLimits, serve
 
 
 class Loopback:
-    def __init__(self, app: ASGIApp, drain_s: float, path: Path | None) -> None:
+    def __init__(self, app: ASGIApp, drain_s: float, path: Path | None, limits: ServerLimits | None) -> None:
         if path is None:
             self.sock = socket.create_server(("127.0.0.1", 0))
             self.port: int = self.sock.getsockname()[1]
@@ -23,6 +23,7 @@ class Loopback:
             self.sock = socket.socket(socket.AF_UNIX)
             self.sock.bind(str(path))
             self.sock.listen()
+        self._limits = limits
         self._started = threading.Event()
         self._thread = threading.Thread(target=uvloop.run, args=(self._serve(app, drain_s),), daemon=True)
         self._thread.start()
@@ -31,7 +32,7 @@ class Loopback:
     async def _serve(self, app: ASGIApp, drain_s: float) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         self._started.set()
-        await serve(app, self.sock, drain_s=drain_s, stop=self._stop)
+        await serve(app, self.sock, drain_s=drain_s, stop=self._stop, limits=self._limits)
 
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
@@ -42,8 +43,10 @@ class Loopback:
 
 
 @contextmanager
-def on_loopback(app: ASGIApp, drain_s: float = 0.2, path: Path | None = None) -> Iterator[Loopback]:
-    server = Loopback(app, drain_s, path)
+def on_loopback(
+    app: ASGIApp, drain_s: float = 0.2, path: Path | None = None, limits: ServerLimits | None = None
+) -> Iterator[Loopback]:
+    server = Loopback(app, drain_s, path, limits)
     try:
         yield server
     finally:

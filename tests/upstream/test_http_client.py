@@ -11,6 +11,7 @@ from emberline.upstream.http_client import Address, ConnectionFailed, Connection
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\n"
+CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
 
 
 @pytest.fixture(scope="session", params=["asyncio", "uvloop"])
@@ -135,6 +136,11 @@ async def test_a_connection_that_was_closed_while_idle_is_not_an_error(
         ((HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\nhello",), "not HTTP"),
         ((b"HTTP/1.1 200 OK\r\n" + b"".join(b"h%d: x\r\n" % i for i in range(500)) + b"\r\n",), "headers"),
         ((b"HTTP/1.1 200 OK\r\nh: " + b"x" * 100_000 + b"\r\n\r\n",), "headers|not HTTP"),
+        ((b"HTTP/1.1 200 OK\r\nh: ", *64 * (b"x" * 65536,)), "headers"),
+        ((b"HTTP/1.1 102 Processing\r\n\r\n" * 2000,) * 64, "headers"),
+        ((CHUNKED + b"0\r\nt: ", *64 * (b"x" * 65536,)), "trailers"),
+        ((CHUNKED + b"1;name=", *64 * (b"x" * 65536,)), "trailers"),
+        ((CHUNKED, *16 * ((b"1;" + b"a" * 1000 + b"\r\nx\r\n") * 256,)), "trailers"),
     ],
 )
 async def test_a_malformed_reply_fails_with_its_reason(server: Server, pieces: tuple[bytes, ...], reason: str) -> None:
@@ -232,6 +238,13 @@ async def test_backpressure(server: Server) -> None:
     await asyncio.sleep(0.3)
     assert sent < 400
     assert len(await exchange.read(64 << 20)) == 400 * 65536
+    pool.close()
+
+
+async def test_a_long_reply_in_one_byte_chunks(server: Server) -> None:
+    server.talk = says(CHUNKED, *100 * (b"1\r\nx\r\n" * 2000,), b"0\r\n\r\n")
+    pool = await server.start()
+    assert len(await whole(pool)) == 200_000
     pool.close()
 
 

@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,28 +19,56 @@ from emberline.api.http.call import ASGIApp
 
 log = logging.getLogger(__name__)
 
-MAX_HEAD_BYTES = 64 << 10  # request line and headers, checked after each read
-HEAD_TIMEOUT_S = 30.0  # from the start of the connection, or of the head, to its end
-WRITE_TIMEOUT_S = 120.0  # for a client to read anything once the send buffers are full
 MAX_CONNECTIONS = 8192
 MIN_CONNECTIONS = 64
 RESERVED_FILES = 512  # for engines, upstream servers, the store, files being read
-MAX_PIPELINED = 16  # requests sent before the responses to earlier ones
 KEEP_ALIVE_S = 75  # longer than clients keep an idle connection, so that they close first
 CANCEL_TIMEOUT_S = 5.0  # for requests cancelled after the drain to send their error and release resources
+# Bytes of a chunk that do not count against the head's limit: its size in 16 digits and two line ends.
+_CHUNK_FRAMING_BYTES = 20
+_BOUNDARY = -(1 << 40)  # lower than any count of bytes
 _HEAD_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 _TOO_MANY = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
-async def serve(app: ASGIApp, sock: socket.socket, *, drain_s: float = 30.0, stop: asyncio.Event | None = None) -> None:
+@dataclass
+class ServerLimits:
+    """Limits on what one client may send, or leave unread."""
+
+    # Request line, headers, chunk extensions and trailers of a request, checked after each read.
+    head_bytes: int = 64 << 10
+    # From the start of the connection, or of a head, to the end of the head.
+    head_timeout_s: float = 30.0
+    # For a client to read anything after the send buffers are full.
+    write_timeout_s: float = 120.0
+    # Requests sent before the responses to earlier ones.
+    n_pipelined: int = 16
+    # Bytes of a body that are read and dropped after its response has begun, so that the client reads the response.
+    discarded_bytes: int = 16 << 20
+    # From the end of a response to the end of a body that the endpoint did not read.
+    discard_timeout_s: float = 10.0
+    # Open connections of the process; None: as many as the limit on open files allows.
+    n_connections: int | None = None
+
+
+async def serve(
+    app: ASGIApp,
+    sock: socket.socket,
+    *,
+    drain_s: float = 30.0,
+    stop: asyncio.Event | None = None,
+    limits: ServerLimits | None = None,
+) -> None:
     """Serve on a bound socket until SIGTERM, SIGINT, SIGHUP or `stop`.
 
     Then no new connections are accepted, running requests may finish within `drain_s`, and the rest are cancelled with
     an error.
     """
+    limits = limits or ServerLimits()
+    connections = _Connections(limits.n_connections or max_connections())
     config = uvicorn.Config(
         app,
-        http=partial(_BoundedProtocol, _Connections(max_connections())),  # type: ignore[arg-type]
+        http=partial(_BoundedProtocol, connections, limits),  # type: ignore[arg-type]
         ws="none",
         loop="none",  # uses the caller's
         lifespan="off",
@@ -82,8 +111,11 @@ class _Server(uvicorn.Server):
 
 
 class _Connections:
-    """Counts the server's connections. Beyond `most`, those give way that have waited longest for a client to send a
-    request: idle ones, and ones that send their head slowly, which would otherwise keep everyone else out."""
+    """Counts the server's connections.
+
+    Beyond `most`, the connection that has waited longest for its client to send a request is closed: idle clients, and
+    clients that send their head slowly, would otherwise keep everyone else out.
+    """
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -91,7 +123,7 @@ class _Connections:
         self.waiting: dict[_BoundedProtocol, None] = {}  # longest first
 
     def open(self, connection: "_BoundedProtocol") -> bool:
-        """Whether there is room for it: always, unless all others have requests that run."""
+        """Register a connection, closing the longest-waiting one at the limit. Returns False if all others are busy."""
         self._n_open += 1
         if self._n_open > self._most:
             oldest = next(iter(self.waiting), None)
@@ -103,26 +135,35 @@ class _Connections:
         return True
 
     def lost(self, connection: "_BoundedProtocol") -> None:
+        """Forget a connection that has closed."""
         self._n_open -= 1
         self.waiting.pop(connection, None)
 
 
 def max_connections() -> int:
-    """Of one process: as many as may be open as files, less those that it needs itself."""
+    """Most connections of one process: its limit on open files, less the files that it needs itself."""
     n_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(MIN_CONNECTIONS, min(MAX_CONNECTIONS, n_files - RESERVED_FILES))
 
 
 class _BoundedProtocol(HttpToolsProtocol):
-    """Adds the timeouts that uvicorn lacks: for a request head to end, and for a client to read its response."""
+    """uvicorn's HTTP protocol with bounds on what a client may send without having it read, and on how long it takes.
 
-    def __init__(self, connections: "_Connections", **kwargs: Any) -> None:
+    `_framing_bytes` counts what a client sends besides bodies since the last boundary, the end of a head or a request:
+    the parser keeps a header or a trailer in memory until it is complete.
+    """
+
+    def __init__(self, connections: _Connections, limits: ServerLimits, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._all = connections
+        self._limits = limits
         self._in_head = True
-        self._head_bytes = 0
+        self._in_body = False  # or in the trailers after it
+        self._framing_bytes = 0
+        self._discarded_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
+        self._discard_timer: asyncio.TimerHandle | None = None
         self._running: RequestResponseCycle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -131,67 +172,107 @@ class _BoundedProtocol(HttpToolsProtocol):
             transport.write(_TOO_MANY)
             transport.close()
             return
-        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_timed_out)
+        self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._all.lost(self)
         _cancel(self._head_timer)
         _cancel(self._stall_timer)
+        _cancel(self._discard_timer)
         if self._running is not None:  # uvicorn notifies only the last request of a pipeline
             self._running.disconnected = True
             self._running.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._in_head:
-            self._head_bytes += len(data)
+        self._framing_bytes += len(data)  # on_body subtracts
         super().data_received(data)
-        if not self._in_head:
+        if self.transport.is_closing():
             return
-        if self._head_timer is None:
-            self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_timed_out)
-        if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self.transport.write(_HEAD_TOO_LARGE)
+        self._framing_bytes = max(0, self._framing_bytes)  # how much of this read came after a boundary is not known
+        if self._framing_bytes > self._limits.head_bytes:
+            self._refuse_head()
+        elif self._discarded_bytes > self._limits.discarded_bytes:
             self.transport.close()
+        elif self._head_timer is None and not self._in_body and (self._in_head or self._framing_bytes):
+            self._start_head_timer()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_head = True
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._in_body:  # a trailer must not pass for a header: nothing has checked it
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
-        self._in_head = False
+        self._in_head, self._in_body = False, True
+        self._framing_bytes = _BOUNDARY
+        self._discarded_bytes = 0
         self._all.waiting.pop(self, None)
-        self._head_bytes = 0
         _cancel(self._head_timer)
         self._head_timer = None
-        if len(self.pipeline) > MAX_PIPELINED:
+        if len(self.pipeline) > self._limits.n_pipelined:
             self.transport.close()
         elif self.pipeline:
             self.flow.resume_reading()  # to notice a disconnect
 
+    def on_body(self, body: bytes) -> None:
+        self._framing_bytes -= len(body) + _CHUNK_FRAMING_BYTES
+        if self.cycle.response_started:
+            self._discarded_bytes += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._in_body = False
+        self._framing_bytes = _BOUNDARY
+        _cancel(self._discard_timer)
+        if self.cycle.response_complete:  # uvicorn cancelled its timer when the rest of the body arrived
+            self._unset_keepalive_if_required()
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stall_timer = self.loop.call_later(WRITE_TIMEOUT_S, self.transport.abort)
+        self._stall_timer = self.loop.call_later(self._limits.write_timeout_s, self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
         _cancel(self._stall_timer)
 
     def on_response_complete(self) -> None:
+        if self._in_body and self._running is self.cycle and not self.transport.is_closing():
+            self._discard_timer = self.loop.call_later(self._limits.discard_timeout_s, self.transport.close)
         super().on_response_complete()
-        if self._running is None or self._running.response_complete:  # else uvicorn has started the next of a pipeline
+        if self._is_idle:  # else uvicorn has started the next request of the pipeline
             self._all.waiting[self] = None
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
         super()._start_asgi_task(cycle, app)
 
+    @property
+    def _is_idle(self) -> bool:
+        return self._running is None or self._running.response_complete
+
+    def _refuse_head(self) -> None:
+        """Close the connection, with a 431 unless it would end up in another response or after the request's own."""
+        unanswered = self._running is self.cycle and not self.cycle.response_started if self._in_body else self._is_idle
+        if unanswered:
+            self.transport.write(_HEAD_TOO_LARGE)
+        self.transport.close()
+
+    def _start_head_timer(self) -> None:
+        self._head_timer = self.loop.call_later(self._limits.head_timeout_s, self._head_timed_out)
+
     def _head_timed_out(self) -> None:
-        if self._running is None or self._running.response_complete:
+        if self._is_idle:
             self.transport.close()
         else:  # the next request of the pipeline may wait for the running one
-            self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_timed_out)
+            self._start_head_timer()
 
 
 def _cancel(timer: asyncio.TimerHandle | None) -> None:
@@ -201,8 +282,10 @@ def _cancel(timer: asyncio.TimerHandle | None) -> None:
 
 @contextlib.contextmanager
 def _signals(stop: asyncio.Event) -> Iterator[None]:
-    """SIGTERM, SIGINT and SIGHUP set `stop`; only in the main thread, which alone receives signals. SIGHUP, with which
-    a closed terminal ends a process, stays ignored under `nohup`."""
+    """Set `stop` on SIGTERM, SIGINT and SIGHUP; only in the main thread, which alone receives signals.
+
+    SIGHUP, with which a closed terminal ends a process, stays ignored under `nohup`.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

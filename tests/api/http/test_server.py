@@ -14,14 +14,26 @@ import pytest
 
 from emberline.api.http import body as bodies
 from emberline.api.http import server as servers
-from emberline.api.http.server import MAX_HEAD_BYTES, serve
+from emberline.api.http.server import ServerLimits, serve
 from emberline.protocol.events import ChoiceDone, Completed, Started, TextDelta, TextEvent
 from emberline.protocol.request import GenerateRequest
 from tests.api.fake_service import MODEL, USAGE, FakeService, app_of
-from tests.api.loopback import on_loopback
+from tests.api.loopback import Loopback, on_loopback
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "stream": True}
 PATIENCE_S = 60.0
+MAX_HEAD_BYTES = ServerLimits().head_bytes
+
+
+@contextlib.contextmanager
+def served(
+    service: FakeService | None = None, key: str | None = None, **limits: float
+) -> Iterator[tuple[Loopback, socket.socket]]:
+    """A server with these limits, and a connection to it."""
+    app = app_of(service or FakeService(), key)
+    bounds = ServerLimits(**limits)  # type: ignore[arg-type]
+    with on_loopback(app, limits=bounds) as server, socket.create_connection(("127.0.0.1", server.port)) as raw:
+        yield server, raw
 
 
 def slowly(count: int):
@@ -145,11 +157,9 @@ def test_half_sent_heads_lock_nobody_out(few_files: int) -> None:
         assert "data: [DONE]" in list(lines)
 
 
-def test_connections_beyond_the_limit_are_told(few_files: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servers, "MAX_CONNECTIONS", 2)
-    monkeypatch.setattr(servers, "MIN_CONNECTIONS", 1)
+def test_connections_beyond_the_limit_are_told() -> None:
     service = FakeService(slowly(10_000))
-    with on_loopback(app_of(service)) as server, contextlib.ExitStack() as stack:
+    with on_loopback(app_of(service), limits=ServerLimits(n_connections=2)) as server, contextlib.ExitStack() as stack:
         for _ in range(2):
             raw = stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
             raw.sendall(post(CHAT))
@@ -220,37 +230,38 @@ def closed_by_server(raw: socket.socket) -> bool:
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost: loc", b"\r\n"])
-def test_request_head_timeout(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servers, "HEAD_TIMEOUT_S", 0.1)
-    with on_loopback(app_of(FakeService())) as server, socket.create_connection(("127.0.0.1", server.port)) as raw:
+def test_request_head_timeout(sent: bytes) -> None:
+    with served(head_timeout_s=0.1) as (_, raw):
         raw.sendall(sent)
         assert closed_by_server(raw)
 
 
-def test_second_request_head_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    with on_loopback(app_of(FakeService())) as server, socket.create_connection(("127.0.0.1", server.port)) as raw:
+@pytest.mark.parametrize("sent", [b"GET /hea", b"\r\n"])
+def test_second_request_head_timeout(sent: bytes) -> None:
+    limits = ServerLimits()
+    app = app_of(FakeService())
+    with on_loopback(app, limits=limits) as server, socket.create_connection(("127.0.0.1", server.port)) as raw:
         for _ in range(3):
             raw.sendall(b"GET /favicon.ico HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert b"204 No Content" in read_until(raw, b"\r\n\r\n")
-            monkeypatch.setattr(servers, "HEAD_TIMEOUT_S", 0.1)  # not for the first: this thread may wait for a core
+            limits.head_timeout_s = 0.1  # not for the first: this thread may wait for a core
             time.sleep(0.2)  # idle between requests is not late
-        raw.sendall(b"GET /hea")
+        raw.sendall(sent)
         assert closed_by_server(raw)
 
 
-def test_a_late_second_head_does_not_end_the_running_response(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_second_head_does_not_end_the_running_response() -> None:
+    limits = ServerLimits()
     app = app_of(FakeService(slowly(20)))
-    with on_loopback(app) as server, socket.create_connection(("127.0.0.1", server.port)) as raw:
+    with on_loopback(app, limits=limits) as server, socket.create_connection(("127.0.0.1", server.port)) as raw:
         raw.sendall(post(CHAT))
         read_until(raw, b"0 ")
-        monkeypatch.setattr(servers, "HEAD_TIMEOUT_S", 0.05)
+        limits.head_timeout_s = 0.05
         raw.sendall(b"GET /hea")
         assert read_until(raw, b"[DONE]").endswith(b"[DONE]")
 
 
-def test_a_client_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servers, "WRITE_TIMEOUT_S", 0.1)
-
+def test_a_client_that_does_not_read() -> None:
     async def flood(request: GenerateRequest) -> AsyncIterator[TextEvent]:
         yield Started(USAGE)
         while True:
@@ -258,7 +269,7 @@ def test_a_client_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
             await asyncio.sleep(0)
 
     service = FakeService(flood)
-    with on_loopback(app_of(service)) as server, socket.create_connection(("127.0.0.1", server.port)) as raw:
+    with served(service, write_timeout_s=0.1) as (_, raw):
         raw.sendall(post(CHAT))
         wait_for(lambda: service.requests)
         wait_for(lambda: service.open == 0)
@@ -283,8 +294,129 @@ def test_pipelined_requests_are_answered_in_turn() -> None:
 def test_too_many_pipelined_requests() -> None:
     service = FakeService(slowly(10_000))
     with on_loopback(app_of(service)) as server, socket.create_connection(("127.0.0.1", server.port)) as raw:
-        raw.sendall((servers.MAX_PIPELINED + 3) * post(CHAT | {"stream": False}))
+        raw.sendall((ServerLimits().n_pipelined + 3) * post(CHAT | {"stream": False}))
         wait_for(lambda: service.requests and service.open == 0)
+
+
+CHUNKED = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+LINES = b"X-Trailer: aaaa\r\n" * 4096
+ENDLESS = {
+    "trailers": (CHUNKED + b"0\r\n", LINES),
+    "one trailer": (CHUNKED + b"0\r\nX-Trailer: ", b"a" * 65536),
+    "a trailer's name": (CHUNKED + b"0\r\n", b"a" * 65536),
+    "a chunk's extension": (CHUNKED + b"1;name=", b"a" * 65536),
+    "a chunk's size": (CHUNKED, b"0" * 65536),
+    "extensions of one-byte chunks": (CHUNKED, (b"1;" + b"a" * 1000 + b"\r\nx\r\n") * 64),
+    "headers": (b"GET /health HTTP/1.1\r\nHost: localhost\r\n", LINES),
+    "empty lines": (b"", b"\r\n" * 32768),
+    "trailers in a pipeline": (3 * (CHUNKED + b"0\r\n\r\n") + CHUNKED + b"0\r\n", LINES),
+}
+
+
+def sent_until_closed(raw: socket.socket, piece: bytes, limit: int) -> int:
+    """Number of bytes that the client can send before the server closes the connection."""
+    raw.settimeout(PATIENCE_S)
+    n_sent = 0
+    with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+        while n_sent < limit:
+            n_sent += raw.send(piece)
+    return n_sent
+
+
+@pytest.mark.parametrize("key", [None, "secret"])
+@pytest.mark.parametrize("name", ENDLESS)
+def test_what_is_sent_besides_a_body_is_bounded(name: str, key: str | None) -> None:
+    """With a key that the client does not send, the request is refused and the rest of it is not wanted."""
+    head, piece = ENDLESS[name]
+    with served(key=key) as (server, raw):
+        raw.sendall(head)
+        before = peak_rss_bytes()
+        assert sent_until_closed(raw, piece, 64 << 20) < 32 << 20  # the limit, and the buffers of two sockets
+        assert peak_rss_bytes() - before < 32 << 20
+        assert httpx.get(f"{server.url}/health", timeout=PATIENCE_S).status_code == 200
+
+
+def peak_rss_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+def test_a_trailer_beyond_the_limit_gets_a_response() -> None:
+    with served() as (_, raw):
+        raw.sendall(CHUNKED + b"0\r\n" + b"x-trailer: ")
+        sent_until_closed(raw, b"a" * 1024, 8 * MAX_HEAD_BYTES)
+        assert raw.recv(100).startswith(b"HTTP/1.1 431 ")
+
+
+def test_trailers_beyond_the_limit_do_not_corrupt_a_running_response() -> None:
+    """The client gets its stream up to where the connection closes, and no second status line in it."""
+    with served(FakeService(slowly(10_000))) as (_, raw):
+        raw.sendall(post(CHAT))
+        read = read_until(raw, b"0 ")
+        raw.sendall(CHUNKED + b"0\r\nx-trailer: ")
+        sent_until_closed(raw, b"a" * 65536, 64 << 20)
+        with contextlib.suppress(ConnectionResetError):
+            while piece := raw.recv(65536):
+                read += piece
+        assert read.count(b"HTTP/1.1 ") == 1
+
+
+@pytest.mark.parametrize("n_chunk", [1, 1000])
+def test_a_chunked_body_of_any_chunk_size_is_read(n_chunk: int) -> None:
+    service = FakeService()
+    whole = httpx.Request("POST", "http://localhost", json=CHAT | {"user": "u" * 200_000}).content
+    chunks = [whole[at : at + n_chunk] for at in range(0, len(whole), n_chunk)]
+    body = b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks)
+    with served(service) as (_, raw):
+        raw.sendall(CHUNKED + body + b"0\r\nX-Trailer: a\r\n\r\n")
+        assert b" 200 OK" in read_until(raw, b"[DONE]")
+
+
+def test_a_trailer_does_not_pass_for_a_header() -> None:
+    async def app(scope, receive, send) -> None:
+        while (await receive())["more_body"]:
+            pass
+        names = b" ".join(name for name, _ in scope["headers"])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": names})
+
+    with on_loopback(app) as server, socket.create_connection(("127.0.0.1", server.port)) as raw:
+        raw.sendall(CHUNKED + b"0\r\nAuthorization: Bearer secret\r\n\r\n")
+        assert b"host transfer-encoding\r\n" in read_until(raw, b"0\r\n\r\n")
+
+
+@pytest.mark.parametrize("length", [b"Transfer-Encoding: chunked\r\n\r\n", b"Content-Length: 100000000000\r\n\r\n"])
+def test_a_body_after_its_refusal_is_read_up_to_a_limit(length: bytes) -> None:
+    with served(key="secret", discarded_bytes=1 << 20) as (_, raw):
+        raw.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n" + length)
+        assert b" 401 " in read_until(raw, b"\r\n\r\n")
+        assert sent_until_closed(raw, b"10000\r\n" + b"x" * 65536 + b"\r\n", 64 << 20) < 32 << 20
+
+
+def test_a_body_that_trickles_after_its_refusal() -> None:
+    """Bytes that keep arriving do not keep the connection open."""
+    with served(key="secret", discard_timeout_s=0.1) as (_, raw):
+        raw.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n")
+        assert b" 401 " in read_until(raw, b"\r\n\r\n")
+        raw.settimeout(0.01)
+        end = time.monotonic() + PATIENCE_S
+        with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+            while time.monotonic() < end:
+                raw.sendall(b"x")
+                with contextlib.suppress(TimeoutError):
+                    if raw.recv(1000) == b"":
+                        break
+        assert time.monotonic() < end
+
+
+def test_a_short_body_after_its_refusal_leaves_the_connection_good() -> None:
+    """The discard timeout ends with the body."""
+    with served(key="secret", discard_timeout_s=0.2) as (_, raw):
+        raw.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n")
+        assert b" 401 " in read_until(raw, b"\r\n\r\n")
+        raw.sendall(b"x" * 9)
+        time.sleep(0.3)
+        raw.sendall(b"GET /favicon.ico HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert b"204 No Content" in read_until(raw, b"\r\n\r\n")
 
 
 def post(body: dict) -> bytes:
