@@ -80,7 +80,7 @@ class Engine:
         self.loop, self.info, _ = worker.build(worker.parse_arguments(flags))
         self.text = TextModel.load(gguf)
         self.scheduler: Scheduler = self.loop.scheduler
-        grammars = self.scheduler._grammars
+        grammars = self.scheduler.grammars
         assert isinstance(grammars, MatcherCompiler)
         self.grammars = grammars
         self.scheduler.set_vocabulary(self.text.vocabulary)

@@ -125,6 +125,7 @@ class Engine:
         self.loop.kv_events().subscribe()
         self.usage: dict[str, dict[str, int]] = {}
         self.timed: set[str] = set()  # requests that had a token
+        self.ended: set[str] = set()
         self._received = (0.0, 0.0)  # seconds on the clock and of the processor, before the next step
 
     def submit(self, name: str, prompt: tuple[bytes, bytes], n_out: int) -> None:
@@ -146,6 +147,8 @@ class Engine:
         cpu_s = time.thread_time() - cpu_s + self._received[1]
         self._received = (0.0, 0.0)
         for delta in deltas:
+            if delta.finish is not None:
+                self.ended.add(delta.id)
             if delta.usage is not None:
                 self.usage[delta.id] = dict(delta.usage.cached_by_tier)
         if self.loop.blocked:
@@ -157,7 +160,8 @@ class Engine:
             self.step()
 
     def is_known(self, name: str) -> bool:
-        return name in self.loop.scheduler._by_id
+        """True if the request was submitted and has not ended."""
+        return name not in self.ended
 
     @property
     def fetching(self) -> bool:
@@ -195,9 +199,9 @@ def main() -> int:
             engine.submit(name, sessions[turn % 4], 2)
             began_s, admitted = time.perf_counter(), False
             while engine.is_known(name):
-                running = len(engine.loop.scheduler._queues.running)
+                running = engine.loop.load.running
                 *taken, got = engine.step()
-                admits = not admitted and len(engine.loop.scheduler._queues.running) > running
+                admits = not admitted and engine.loop.load.running > running
                 admitted = admitted or admits
                 if name in got and name not in engine.timed:
                     engine.timed.add(name)

@@ -57,8 +57,8 @@ class Engine:
         loop, self.info, _ = worker.build(worker.parse_arguments(flags))
         assert isinstance(loop, StepLoop)
         self.loop = loop
-        self.replay = Replay(loop._runner, self.info.eos_ids[0])
-        loop._runner = self.replay
+        self.replay = Replay(loop.runner, self.info.eos_ids[0])
+        loop.runner = self.replay
         self.n_tokens, self.n_steps, self.seconds = 0, 0, 0.0
 
     def run(self, request: EngineRequest, reply: list[int]) -> float:

@@ -95,7 +95,7 @@ class StepLoop:
         self.cache_control = CacheControl(stored or StoredCache(scheduler.fingerprint, tiers=tiers), scheduler.purge)
         self.transfers = transfers
         self.tiers = tiers
-        self._runner = runner
+        self.runner = runner
         self._steps_in_flight = steps_in_flight
         self._in_flight: deque[tuple[StepPlan, Handle]] = deque()
         self._idle_task = idle_task  # something to do while there is no work; returns False when all is done
@@ -110,6 +110,11 @@ class StepLoop:
 
     def kv_events(self) -> KVEventFeed:
         return KVEventFeed(self.scheduler.cache, () if self.tiers is None else self.tiers.changes)
+
+    @property
+    def n_in_flight(self) -> int:
+        """Steps that were launched and whose results were not absorbed yet."""
+        return len(self._in_flight)
 
     @property
     def busy(self) -> bool:
@@ -192,7 +197,7 @@ class StepLoop:
         self.step_s = 0.0 if self.has_idle_task else self._times.predicted_s(plan)
         self.in_step = True
         plan.masked = self.scheduler.needs_masks(plan)
-        handle = self._runner.launch(plan)
+        handle = self.runner.launch(plan)
         masks = None
         if plan.masked:
             # What a grammar allows depends on the tokens of previous steps, where these sequences have any in flight.

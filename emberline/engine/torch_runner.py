@@ -127,11 +127,11 @@ class TorchRunner:
         self._token_ids, self._positions = np.zeros(tokens, np.int32), np.zeros(tokens, np.int32)
         self._query_starts, self._context_lens = np.zeros(rows + 1, np.int32), np.zeros(rows, np.int32)
         self._kv, own = self._kv[:n_own], self._kv[n_own:]
-        self._head: HeadRunner | DraftModelRunner | None = None
+        self.head: HeadRunner | DraftModelRunner | None = None
         if isinstance(head, DraftModel):
-            self._head = DraftModelRunner(head, own, rows)
+            self.head = DraftModelRunner(head, own, rows)
         elif head is not None:
-            self._head = HeadRunner(head, own[0], limits.vocab_size, rows)
+            self.head = HeadRunner(head, own[0], limits.vocab_size, rows)
 
     def launch(self, plan: StepPlan) -> ComputedStep:
         try:
@@ -142,11 +142,11 @@ class TorchRunner:
             with self._cpu_share:
                 draft = None
                 states: list[Tensor] = []
-                if self._head is not None and self._head.taps:
-                    logits, states = self._model.forward_tapped(inputs, self._kv, self._head.taps)
+                if self.head is not None and self.head.taps:
+                    logits, states = self._model.forward_tapped(inputs, self._kv, self.head.taps)
                 else:
                     logits = self._model.forward(inputs, self._kv)
-                if self._head is not None:
+                if self.head is not None:
                     draft = partial(self._draft, plan, states)
             self._prefill.observe(_work(plan), time.perf_counter() - began_s)
             return ComputedStep(logits, samplers, draft=draft)
@@ -156,9 +156,9 @@ class TorchRunner:
     def _draft(
         self, plan: StepPlan, states: list[Tensor], sampled: Sequence[Sampled], samplers: Sequence[SamplerRow]
     ) -> Sequence[bytes]:
-        assert self._head is not None
+        assert self.head is not None
         with self._cpu_share:
-            return self._head.draft(plan, states, self._tables[len(self._kv) :], sampled, samplers)
+            return self.head.draft(plan, states, self._tables[len(self._kv) :], sampled, samplers)
 
     def _admit(self, admission: Admission) -> None:
         request, row = admission.request, sampler_row(admission)

@@ -218,7 +218,7 @@ class Graph:
 
 def captured_loop():
     loop, _ = loop_of(Padded(), speculation=FixedDrafts(), n_blocks=60)
-    runner = loop._runner
+    runner = loop.runner
     for kind in runner.step_kinds():
         runner._graphs._captured[kind] = Graph(lambda kind=kind: runner._body(kind))
     return loop
@@ -231,7 +231,7 @@ def test_the_gpus_own_graphs_verify_the_drafts(batch, n_drafts, monkeypatch):
     loop = captured_loop()
     found = VerifySteps(loop, VOCAB).time(batch, 80, n_drafts, n_steps=6)
     assert found.keys() == {"loop_ms", "graph_ms"}
-    graphs = {kind.shape: graph.n_replays for kind, graph in loop._runner._graphs._captured.items() if graph.n_replays}
+    graphs = {kind.shape: graph.n_replays for kind, graph in loop.runner._graphs._captured.items() if graph.n_replays}
     shape = VerifyShape(batch, batch * (1 + n_drafts)) if n_drafts else batch
     assert graphs[shape] > 6 + 20, "its steps, and the replays that were timed"
     assert not loop.busy
@@ -240,7 +240,7 @@ def test_the_gpus_own_graphs_verify_the_drafts(batch, n_drafts, monkeypatch):
 def test_drafts_that_are_left_out_are_noticed(monkeypatch):
     monkeypatch.setattr("benchmarks.gpu.speculation.verification.TOKEN", 3)
     loop = captured_loop()
-    monkeypatch.setattr(loop._runner, "_verify_kind", lambda batch, plan: None)
+    monkeypatch.setattr(loop.runner, "_verify_kind", lambda batch, plan: None)
     with pytest.raises(AssertionError, match="0 of 12 draft tokens were accepted"):
         VerifySteps(loop, VOCAB).time(1, 80, 2, n_steps=6)
 

@@ -6,10 +6,11 @@ Any error of paging, prefix cache, windows or preemption shows as wrong tokens.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from emberline.engine.scheduler.limits import Limits
+from emberline.engine.scheduler.limits import Limits, WorkLimits
 from emberline.engine.scheduler.plan import StepPlan
 from emberline.engine.scheduler.scheduler import Scheduler
 from emberline.engine.speculation.verification import n_accepted
+from emberline.engine.step_loop import StepLoop
 from emberline.kv.block_pool import NULL_BLOCK
 from emberline.kv.cache import KVCache
 from emberline.protocol.block_hash import KVGroup
@@ -196,12 +197,29 @@ def scheduler_of(
     transfers=None,
     speculation=None,
     micro_batches=1,
+    prefill=None,
+    **work,
 ):
+    """`work`: fields of WorkLimits."""
     sizes = [n_blocks] * len(layouts) if isinstance(n_blocks, int) else n_blocks
     cache = KVCache(layouts, sizes, chunk=token_budget, listener=listener)
-    limits = Limits(min(context_len, cache.capacity), VOCAB, (EOS,), max_running, token_budget)
-    made = Scheduler(cache, limits, "fake", transfers=transfers, speculation=speculation, micro_batches=micro_batches)
+    limits = Limits(min(context_len, cache.capacity), VOCAB, (EOS,), max_running, token_budget, WorkLimits(**work))
+    made = Scheduler(
+        cache,
+        limits,
+        "fake",
+        transfers=transfers,
+        speculation=speculation,
+        micro_batches=micro_batches,
+        prefill=prefill,
+    )
     return made, cache
+
+
+def loop_of(steps_in_flight=1, runner=FakeRunner, **setup):
+    """A step loop over the fake model; `setup`: settings of `scheduler_of`."""
+    scheduler, cache = scheduler_of(**setup)
+    return StepLoop(scheduler, runner(cache), steps_in_flight)
 
 
 def request(id, prompt_ids, priority=1, salt=b"", deadline_s=None, session=None, **sampling):

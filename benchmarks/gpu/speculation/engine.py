@@ -49,7 +49,7 @@ def build(model: Path, setting: str, device: str, max_running: int, *flags: str)
 class Engine:
     def __init__(self, model: Path, setting: str, device: str, max_running: int, *flags: str) -> None:
         self.loop, self.info = build(model, setting, device, max_running, *flags)
-        self._runner, self._replay = self.loop._runner, Replay(self.loop._runner, self.info.eos_ids[0])
+        self._runner, self._replay = self.loop.runner, Replay(self.loop.runner, self.info.eos_ids[0])
         self._serial = 0
 
     def work(self, prompt: list[int], reply: list[int] | None = None, most: int = 0, **sampling: Any) -> Work:
@@ -64,7 +64,7 @@ class Engine:
         waiting, n_open = deque(work), 0
         replays = waiting[0].reply is not None
         runner: Runner = self._replay if replays else self._runner
-        self.loop._runner = runner
+        self.loop.runner = runner
         unbegun: set[str] | None = set()  # of the first batch
         n_tokens = n_steps = 0
         began_s = time.perf_counter()

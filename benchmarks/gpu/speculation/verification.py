@@ -74,14 +74,14 @@ class FixedDrafts:
 class VerifySteps:
     def __init__(self, loop: StepLoop, vocab_size: int) -> None:
         """loop: of an engine that may verify drafts; whose these are is decided here."""
-        self._loop, self._runner, self._vocab_size = loop, loop._runner, vocab_size
+        self._loop, self._runner, self._vocab_size = loop, loop.runner, vocab_size
         self._in_flight = loop._steps_in_flight
         self._drafts = FixedDrafts()
-        loop.scheduler._speculation = loop.scheduler._planner._speculation = self._drafts
+        loop.scheduler.speculation = loop.scheduler._planner._speculation = self._drafts
         self._kinds: list[Any] = []  # of the GPU's steps since the last time
         self._is_gpu = hasattr(self._runner, "_graphs")
         if self._is_gpu:
-            self._watch(loop._runner)
+            self._watch(loop.runner)
 
     def _watch(self, runner: Any) -> None:
         run = runner._run

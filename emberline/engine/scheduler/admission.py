@@ -3,6 +3,7 @@
 from itertools import takewhile
 from math import inf
 
+from emberline.engine.scheduler.limits import WorkLimits
 from emberline.engine.scheduler.plan import Admission, StepPlan
 from emberline.engine.scheduler.queues import Queues
 from emberline.engine.scheduler.sequence import NO_SLOT, Sequence
@@ -12,10 +13,6 @@ from emberline.kv.cache import KVCache, PrefixHit
 from emberline.kv.tiers.fetch_policy import ComputeQueue
 from emberline.protocol.block_hash import BLOCK_TOKENS
 from emberline.protocol.frames import EngineLoad
-
-KEYS_AT_ONCE = 16  # blocks that are hashed ahead of a cache lookup
-LOOK_UPS = 1024  # of a step that others decode in: blocks of waiting sequences that are looked up, in some 0.2 ms
-MAX_DECISIONS = 8  # of a step: waiting sequences that tiers are asked for
 
 
 class AdmissionPolicy:
@@ -31,13 +28,15 @@ class AdmissionPolicy:
         queues: Queues,
         transfers: TransferCoordinator,
         totals: EngineLoad,
-        tiers: TierCoordinator | None = None,
+        tiers: TierCoordinator | None,
+        limits: WorkLimits,
     ) -> None:
         self._cache = cache
         self._queues = queues
         self._transfers = transfers
         self._totals = totals
         self._tiers = tiers
+        self._limits = limits
         self.now_s = 0.0  # of the step that is planned
         self.tokens_per_s = 0.0  # of prompts, as measured; 0: unknown
         self._computing: dict[int, set[bytes]] = {}  # content keys of blocks that a plan in flight computes, by plan
@@ -48,7 +47,7 @@ class AdmissionPolicy:
     def look_up(self) -> None:
         """Before a plan: find out what the cache has of sequences that have begun to wait, in rank order. Those with a
         long prefix take several steps while others run, and cannot be admitted before."""
-        left = LOOK_UPS if self._queues.running else inf
+        left = self._limits.look_ups if self._queues.running else inf
         for seq in self._queues.waiting:
             if seq.looked_up:
                 continue
@@ -68,7 +67,7 @@ class AdmissionPolicy:
         """Of its first blocks. Keys are computed as far as those in the cache reach, and a few more."""
         keys = seq.keys
         while len(keys) < most and (not keys or self._cache.may_go_on(keys[-1])):
-            seq.extend_keys(len(keys) + KEYS_AT_ONCE)
+            seq.extend_keys(len(keys) + self._limits.keys_at_once)
         return self._cache.match(keys, most, seq.hit)
 
     def n_known(self, seq: Sequence) -> int:
@@ -138,7 +137,7 @@ class AdmissionPolicy:
         if self._tiers is None or not (undecided := self._tiers.undecided()):
             return
         first, n_releases = self._queues.waiting[0], self._cache.n_releases
-        for seq in undecided[:MAX_DECISIONS]:
+        for seq in undecided[: self._limits.decisions]:
             if (seq.number, n_releases) in (self._no_room, self._refused):
                 return
             if first.rank < seq.rank and self._refused == (first.number, n_releases):

@@ -13,12 +13,27 @@ MAX_BAD_WORDS = 512  # in all their spellings; with biases and stop tokens they 
 
 
 @dataclass(slots=True, frozen=True)
+class WorkLimits:
+    """Bounds of the scheduler's own work per step, and of its patience, in steps."""
+
+    keys_at_once: int = 16  # blocks that are hashed ahead of a cache lookup
+    look_ups: int = 1024  # blocks of waiting sequences looked up in a step that others decode in: about 0.2 ms
+    decisions: int = 8  # waiting sequences for which a step asks the tiers
+    burst_steps: int = 128  # steps of a burst of prompts; then decoding sequences are protected from further prompts
+    burst_gap: int = 8  # steps without prompts inside a burst
+    paused_steps: int = 16  # consecutive steps in which batch-class sequences yield to prompts of better classes
+    starved_steps: int = 1000  # steps that a batch-class sequence waits before it is ranked with the default class
+    ended_requests: int = 1024  # ended requests whose client may still report tool calls
+
+
+@dataclass(slots=True, frozen=True)
 class Limits:
     context_len: int  # maximum tokens of a sequence, prompt and reply; no more than the KV pool holds
     vocab_size: int
     eos_ids: tuple[int, ...]
     max_running: int
     token_budget: int  # maximum tokens computed in a step
+    work: WorkLimits = WorkLimits()
 
     def __post_init__(self) -> None:
         assert 1 <= self.max_running <= self.token_budget, "every running sequence must get one token per step"

@@ -57,7 +57,7 @@ class StepPlanner:
         self._preemption = PreemptionPolicy()
         self._totals = totals
         self._decoding = DecodingSequences()
-        self._burst = PrefillBurst()
+        self._burst = PrefillBurst(limits.work)
         self._backlog = 0  # prompt tokens to compute, of running and waiting sequences
         self._n_suspects = 0  # sequences in the step being planned that it may fail for
         self._max_suspects = inf

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
+from emberline.engine.scheduler.limits import WorkLimits
 from emberline.engine.scheduler.plan import Row
 from emberline.engine.scheduler.sequence import Sequence
 from emberline.protocol.request import MAX_DRAFT_TOKENS, Priority
@@ -17,8 +18,6 @@ MAX_DRAFTS = MAX_DRAFT_TOKENS  # of a row: its tokens then span no more than two
 MIN_CHUNK = 16  # tokens that a chunk under a time limit has at least
 NO_TARGET = 4.0  # slack from which on a chunk ignores the latency target
 _GAIN = 0.2  # of a new measurement
-MAX_BURST_STEPS = 128  # of a burst of prompts; then the sequences that decode are protected from further prompts
-MAX_BURST_GAP = 8  # steps without prompts inside a burst
 
 
 @dataclass(slots=True)
@@ -190,12 +189,14 @@ class PrefillBurst:
     holds the last of them back. The burst lasts while steps compute prompts almost without a gap.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limits: WorkLimits) -> None:
         self.first_step = 0
         self._last_step = -inf
+        self._limits = limits
 
     def prompts(self, step: int) -> None:
         """The step has prompts to compute."""
-        if step - self._last_step > MAX_BURST_GAP or step - self.first_step >= MAX_BURST_STEPS:
+        limits = self._limits
+        if step - self._last_step > limits.burst_gap or step - self.first_step >= limits.burst_steps:
             self.first_step = step
         self._last_step = step

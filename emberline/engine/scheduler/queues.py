@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from math import inf
 from operator import attrgetter
 
+from emberline.engine.scheduler.limits import WorkLimits
 from emberline.engine.scheduler.sequence import NO_SLOT, Sequence
 from emberline.protocol.request import Priority
 
@@ -13,8 +14,6 @@ from emberline.protocol.request import Priority
 BATCH_PREFILL_S = 0.02  # with their prompts
 BATCH_DECODE_S = 0.025  # with their replies, together with those of others: they take turns
 QUIET_S = 5.0
-MAX_PAUSED_STEPS = 16  # consecutive steps that running batch-class sequences yield to prompts of better classes
-STARVED_STEPS = 1000  # that a batch-class sequence waits for a slot before it is ranked with the default class
 
 _BATCH = Priority.BATCH  # a lookup in an Enum takes longer than what is asked of it in every step
 by_rank = attrgetter("rank")
@@ -73,7 +72,8 @@ class PreemptionPolicy:
 class BatchYielding:
     """Sequences of the batch class yield to the others: in turns, in time, and without starving."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: WorkLimits) -> None:
+        self._limits = limits
         self._now_s = 0.0
         self._interactive_s = -QUIET_S  # when there was last a request of another class
         self._n_paused = 0  # consecutive steps that batch-class sequences have yielded
@@ -120,7 +120,7 @@ class BatchYielding:
         if not waiting or waiting[-1].effective_class != Priority.BATCH:
             return
         first = waiting[-n_batch(waiting)]
-        if step - first.queued_step >= STARVED_STEPS and self._promoted is None:
+        if step - first.queued_step >= self._limits.starved_steps and self._promoted is None:
             self._promoted = first
             waiting.remove(first)
             first.effective_class = Priority.DEFAULT
@@ -135,7 +135,8 @@ class BatchYielding:
         prompts = any(seq.n_due > 1 for seq in running if seq.effective_class != Priority.BATCH)
         first = None if prompts else next(queues.admissible(), None)
         urgent = prompts or (first is not None and first.effective_class != Priority.BATCH)
-        self._n_paused = self._n_paused + 1 if urgent and self._n_paused < MAX_PAUSED_STEPS else 0
+        may_pause = urgent and self._n_paused < self._limits.paused_steps
+        self._n_paused = self._n_paused + 1 if may_pause else 0
         return self._n_paused > 0
 
 

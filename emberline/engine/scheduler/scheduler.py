@@ -1,7 +1,7 @@
 """The scheduler: requests in, plans out, results absorbed. Pure Python: no torch, no I/O, no clock of its own."""
 
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from math import inf
@@ -17,7 +17,7 @@ from emberline.engine.scheduler.plan import Guides, Masks, Sampled, StepPlan
 from emberline.engine.scheduler.planner import StepPlanner
 from emberline.engine.scheduler.prefill_policy import PrefillPolicy
 from emberline.engine.scheduler.queues import BatchYielding, Queues, n_batch
-from emberline.engine.scheduler.sequence import NO_SLOT, Sequence
+from emberline.engine.scheduler.sequence import NO_SLOT, Sequence, SequenceSnapshot
 from emberline.engine.speculation.verification import Speculation, drawn_ids, n_accepted
 from emberline.engine.tiers.coordinator import TierCoordinator
 from emberline.engine.transfer.coordinator import TransferCoordinator
@@ -31,8 +31,6 @@ from emberline.protocol.events import FinishReason, TokenDelta, TokenLogprobs
 from emberline.protocol.frames import EngineLoad, Vocabulary
 from emberline.protocol.request import EngineRequest
 from emberline.protocol.token_ids import pack
-
-MAX_ENDED = 1024  # requests of which the client may yet tell that they called tools
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +58,7 @@ class Scheduler:
         self.cache = cache
         self.n_submitted = 0
         self.fingerprint = fingerprint
-        self._grammars = grammars  # None: grammars are ignored
+        self.grammars = grammars  # None: grammars are ignored
         self._compiling: list[Sequence] = []  # those whose grammar is being compiled; they are waiting, too
         self._by_id: dict[str, Sequence] = {}
         self._by_number: dict[int, Sequence] = {}
@@ -72,9 +70,9 @@ class Scheduler:
         self._queues = Queues(limits.max_running)
         self._transfers = TransferCoordinator(cache, transfers, fingerprint)
         self._tiers = None if tiers is None else TierCoordinator(cache, tiers)
-        self._admission = AdmissionPolicy(cache, self._queues, self._transfers, self._totals, self._tiers)
-        self._batch_class = BatchYielding()
-        self._speculation = speculation
+        self._admission = AdmissionPolicy(cache, self._queues, self._transfers, self._totals, self._tiers, limits.work)
+        self._batch_class = BatchYielding(limits.work)
+        self.speculation = speculation
         prefill = prefill or PrefillPolicy()
         drafts = speculation is not None
         self._guides = GuideJobs(limits.eos_ids, drafts, appends=drafts and prefill.drafts_beside_prompts)
@@ -113,6 +111,21 @@ class Scheduler:
         tiers_s = inf if self._tiers is None else self._tiers.wake_s
         return 0.0 if self._compiling else min(self._next_deadline_s, self._transfers.wake_s, tiers_s)
 
+    @property
+    def n_compiling(self) -> int:
+        """Sequences whose grammar is being compiled."""
+        return len(self._compiling)
+
+    def snapshot(self) -> list[SequenceSnapshot]:
+        """Every sequence as plain data: running ones first, then waiting ones, each by rank."""
+        listed = [*self._queues.running, *self._queues.waiting]
+        others = [seq for seq in self._by_number.values() if not seq.waits]
+        return [seq.snapshot() for seq in [*listed, *others]]
+
+    def transfer_references(self) -> Counter[tuple[int, int]]:
+        """References to KV blocks that transfers hold, by (group, block)."""
+        return self._transfers.incoming.references() + self._transfers.outgoing.references()
+
     def load(self) -> EngineLoad:
         load, queues = msgspec.structs.replace(self._totals), self._queues
         load.running, load.running_batch = len(queues.running), n_batch(queues.running)
@@ -122,8 +135,8 @@ class Scheduler:
         self._transfers.report(load)
         if self._tiers is not None:
             self._tiers.report(load)
-        if self._speculation is not None:
-            load.drafts = self._speculation.stats
+        if self.speculation is not None:
+            load.drafts = self.speculation.stats
         return load
 
     def purge(self, owner: bytes | None, session: bytes) -> int:
@@ -139,8 +152,8 @@ class Scheduler:
             raise BadInput(f"request id {request.id!r} is in use", param="id")
         self.limits.check(request)
         self._transfers.check(request)
-        guided = request.grammar and self._grammars is not None and request.push is None
-        pending = self._grammars.request(request.grammar) if guided and self._grammars is not None else None
+        guided = request.grammar and self.grammars is not None and request.push is None
+        pending = self.grammars.request(request.grammar) if guided and self.grammars is not None else None
         seq = Sequence(request, self.n_submitted, self.limits, self.fingerprint, self.cache.table(), now_s, pending)
         seq.table.owner = seq.root_key, seq.session_digest
         seq.arrival_step = self._totals.steps
@@ -175,8 +188,8 @@ class Scheduler:
 
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
         """What tokens stand for, which grammars need to know."""
-        if self._grammars is not None:
-            self._grammars.learn(vocabulary)
+        if self.grammars is not None:
+            self.grammars.learn(vocabulary)
 
     # --- one step ---------------------------------------------------------------------------------------------------
 
@@ -187,7 +200,7 @@ class Scheduler:
         self._batch_class.advance(self._queues, now_s)
         deltas = self._expire(now_s) if now_s >= self._next_deadline_s else []
         deltas += self._poll_transfers(now_s)
-        if self._grammars is not None:
+        if self.grammars is not None:
             deltas += self._poll_grammars()
         if self._tiers is not None:
             self._polls_late = device_waits and not self._tiers.busy
@@ -210,7 +223,7 @@ class Scheduler:
     def needs_masks(self, plan: StepPlan) -> bool:
         """Whether a grammar restricts what the plan samples."""
         by_number = self._by_number
-        return self._grammars is not None and any(
+        return self.grammars is not None and any(
             by_number[row.number].guide is not None for row in plan.rows if row.samples
         )
 
@@ -303,13 +316,13 @@ class Scheduler:
         if self._tiers is not None and self._polls_late:
             self._polls_late = False
             self._poll_tiers(self._tiers, self._admission.now_s)
-        if self._speculation is not None:
-            self._speculation.catch_up()
+        if self.speculation is not None:
+            self.speculation.catch_up()
 
     def measured(self, plan: StepPlan, seconds: float) -> None:
         """An absorbed step took so long, from the end of the one before it."""
-        if self._speculation is not None:
-            self._speculation.measured(plan, seconds)
+        if self.speculation is not None:
+            self.speculation.measured(plan, seconds)
 
     def take_drafts(self, plan: StepPlan, sampled: Many[Sampled], drafts: Iterable[bytes]) -> None:
         """Before `absorb`: what a draft head proposes behind the last token that each sampling row has drawn."""
@@ -322,8 +335,8 @@ class Scheduler:
                 end = seq.n_tokens if row.n_ahead else row.end
                 seq.proposed_at = end + 1 + n_accepted(drawn[first:at], row.draft_ids)
                 seq.proposed_ids = ids
-                if not ids and drawn[first] >= 0 and self._speculation is not None:
-                    self._speculation.head_failed()
+                if not ids and drawn[first] >= 0 and self.speculation is not None:
+                    self.speculation.head_failed()
 
     def retry(self, plan: StepPlan, error: EmberlineError) -> list[TokenDelta]:
         """The step could not be computed: its sequences are computed again; the one that it fails for ends."""
@@ -394,8 +407,8 @@ class Scheduler:
         n_drafts, n = len(drawn) - 1, n_accepted(drawn, draft_ids)
         seq.n_drafting -= n_drafts
         seq.n_accepted = n
-        if self._speculation is not None:
-            self._speculation.verified(seq, n_drafts, n)
+        if self.speculation is not None:
+            self.speculation.verified(seq, n_drafts, n)
         return n
 
     def _take_guided(self, seqs: list[Sequence]) -> list[TokenDelta]:
@@ -415,8 +428,8 @@ class Scheduler:
         if isinstance(result, DraftMasks):  # too late: its row was ignored
             return []
         entries, finish = result
-        if seq.n_appended and self._speculation is not None:
-            self._speculation.appended(seq, seq.n_appended)
+        if seq.n_appended and self.speculation is not None:
+            self.speculation.appended(seq, seq.n_appended)
         if seq.slot == NO_SLOT:
             self._queues.waiting_tokens += len(entries)
         self._absorbed.append(seq)
@@ -468,8 +481,8 @@ class Scheduler:
         self._admission.publish(seq)
         del self._by_id[seq.id], self._by_number[seq.number]
         self._batch_class.ended(seq)
-        if self._speculation is not None:
-            self._speculation.ended(seq)
+        if self.speculation is not None:
+            self.speculation.ended(seq)
         self._guides.drop(seq)
         if seq.pending_guide is not None:
             self._compiling.remove(seq)
@@ -491,7 +504,7 @@ class Scheduler:
         keys = seq.keys[: max(seq.table.n_published, seq.n_prompt // BLOCK_TOKENS)]
         self.cache.retention.end(conversation, keys, request.cache_ttl_s, request.session_final)
         self._ended[seq.id] = conversation
-        if len(self._ended) > MAX_ENDED:
+        if len(self._ended) > self.limits.work.ended_requests:
             self._ended.popitem(last=False)
 
 

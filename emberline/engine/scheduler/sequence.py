@@ -3,6 +3,7 @@
 import secrets
 from dataclasses import InitVar, dataclass, field
 from math import inf
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,25 @@ from emberline.protocol.request import EngineRequest, Priority
 
 NO_SLOT = -1
 _U64 = (1 << 64) - 1
+
+
+SequenceState = Literal["running", "waiting", "transferring", "fetching"]
+
+
+class SequenceSnapshot(NamedTuple):
+    """A sequence as plain data, for tests and benchmarks."""
+
+    id: str
+    number: int  # order of arrival
+    state: SequenceState
+    requested_class: Priority
+    effective_class: Priority  # a better one than requested once the sequence has starved
+    ids: bytes  # prompt and output, u32 LE
+    n_computed: int  # tokens whose KV is in the blocks, or will be when the planned steps are done
+    blocks: tuple[tuple[int, ...], ...]  # block table of each KV group; NULL_BLOCK where a window has passed
+    n_unpublished: int  # full blocks that are computed and not in the prefix index
+    proposed_ids: bytes  # u32 LE; tokens that a draft head proposes behind the first `proposed_at` tokens
+    proposed_at: int
 
 
 @dataclass(slots=True, eq=False)
@@ -107,9 +127,25 @@ class Sequence:
             self.ids = bytearray(request.prompt_ids[: 4 * BLOCK_TOKENS * self.n_transferable])
         self.keys = block_hash.split(request.keys)
 
+    def snapshot(self) -> SequenceSnapshot:
+        """The sequence as plain data."""
+        return SequenceSnapshot(
+            id=self.id,
+            number=self.number,
+            state=self.state,
+            requested_class=self.request.priority,
+            effective_class=self.effective_class,
+            ids=bytes(self.ids),
+            n_computed=self.n_computed,
+            blocks=tuple(tuple(held.blocks) for held in self.table.groups),
+            n_unpublished=self.n_done // BLOCK_TOKENS - self.table.n_published,
+            proposed_ids=self.proposed_ids,
+            proposed_at=self.proposed_at,
+        )
+
     @property
     def session_digest(self) -> bytes:
-        """Of the client's name of the session; empty without one."""
+        """Digest of the client's session name; empty if it sent none."""
         return block_hash.session_digest(self.request.session)
 
     @property
@@ -121,6 +157,14 @@ class Sequence:
     def max_cached(self) -> int:
         """Blocks that a prefix hit may have: at least one token must be computed, for its logits."""
         return (self.n_tokens - (not self.prefill_only)) // BLOCK_TOKENS
+
+    @property
+    def state(self) -> SequenceState:
+        if self.in_transfer:
+            return "transferring"
+        if self.fetching:
+            return "fetching"
+        return "waiting" if self.slot == NO_SLOT else "running"
 
     @property
     def waits(self) -> bool:

@@ -82,14 +82,14 @@ class Speculator:
 
     def __init__(self, drafters: Many[Drafter], marginal: float, fixed_s: float = 0.0, on_device: bool = False) -> None:
         """on_device: a draft head leaves its drafts there."""
-        self._drafters = tuple(drafters)
+        self.drafters = tuple(drafters)
         self._by_first_cell = tuple((MAX_CELLS * n, drafter) for n, drafter in enumerate(drafters))
         kinds = [isinstance(drafter, GrammarDrafter) for drafter in drafters]
         self._grammar = kinds.index(True) if True in kinds else 0  # whom appended tokens are counted for
         self._head = next((n for n, drafter in enumerate(drafters) if isinstance(drafter, HeadDrafter)), None)
         self._depth = max((drafter.depth for drafter in drafters if isinstance(drafter, HeadDrafter)), default=0)
         self.runs_ahead = on_device and self._head == 0 and len(drafters) == 1
-        self._policy = LengthPolicy(self._prior, marginal, 0.0 if self.runs_ahead else fixed_s)
+        self.policy = LengthPolicy(self._prior, marginal, 0.0 if self.runs_ahead else fixed_s)
         self._drafting: dict[int, _Drafting] = {}  # by sequence number
         self._counts: dict[int, tuple[list[int], list[int]]] = {}  # drafted and accepted by position, by drafter
         self._stats: tuple[DraftStats, ...] | None = ()
@@ -103,19 +103,19 @@ class Speculator:
 
     def calibrate(self, step_s: Mapping[tuple[int, int], float]) -> None:
         """As `LengthPolicy.calibrate`."""
-        self._policy.calibrate(step_s)
+        self.policy.calibrate(step_s)
 
     def begin_step(self, n_running: int) -> int:
-        self.drafts = self._policy.begin_step(n_running)
+        self.drafts = self.policy.begin_step(n_running)
         if not self.drafts:
             return 0
-        for drafter in self._drafters:
+        for drafter in self.drafters:
             drafter.begin_step()
         if self._head is None:
             return 0
-        depth = self._policy.depth([self._head * MAX_CELLS + n for n in range(self._depth)])
+        depth = self.policy.depth([self._head * MAX_CELLS + n for n in range(self._depth)])
         self._n_unasked = 0 if depth else self._n_unasked + 1
-        self.drafts = len(self._drafters) > 1 or self._n_unasked <= _WAITING_STEPS
+        self.drafts = len(self.drafters) > 1 or self._n_unasked <= _WAITING_STEPS
         return depth
 
     def propose(self, seq: Sequence, n: int) -> bytes:
@@ -143,7 +143,7 @@ class Speculator:
 
     def _choose(self, seq: Sequence, cells: Many[int], n_guessed: int) -> int:
         state = self._drafting.get(seq.number)
-        n_chosen, expected = self._policy.choose(cells, n_guessed, 1.0 if state is None else state.trust)
+        n_chosen, expected = self.policy.choose(cells, n_guessed, 1.0 if state is None else state.trust)
         if n_chosen:
             if state is None:
                 state = self._drafting[seq.number] = _Drafting()
@@ -154,7 +154,7 @@ class Speculator:
 
     def head_failed(self) -> None:
         if self._head is not None:
-            kind = "model" if isinstance(self._drafters[self._head], ModelDrafter) else "head"
+            kind = "model" if isinstance(self.drafters[self._head], ModelDrafter) else "head"
             self._head, self.runs_ahead = None, False
             _log.error("the draft %s gives invalid numbers: it is not used any more", kind)
 
@@ -175,14 +175,14 @@ class Speculator:
             state.trust = min(_MOST_TRUST, max(_LEAST_TRUST, (state.n_accepted + 1) / (state.n_expected + 1)))
             cells = draft.cells[: guessed + n_drafted]
             # Where no draft was drawn, the guess may have been wrong: the first of all is taken to be.
-            self._policy.rates.add(cells, guessed + n_accepted if n_accepted or not guessed else 0)
+            self.policy.rates.add(cells, guessed + n_accepted if n_accepted or not guessed else 0)
             self._count([cell // MAX_CELLS for cell in cells[guessed:]], n_accepted)
         for plan, n_accepted, seconds in self._steps:
             n_rows = len(plan.rows)
             if plan.n_tokens - plan.n_drafts == n_rows:  # it has no prompts
-                self._policy.measured(n_rows, plan.n_drafts, n_rows + n_accepted, seconds, plan.depth)
+                self.policy.measured(n_rows, plan.n_drafts, n_rows + n_accepted, seconds, plan.depth)
         for seq in self._ended:
-            for drafter in self._drafters:
+            for drafter in self.drafters:
                 drafter.ended(seq)
         self._verified.clear()
         self._steps.clear()
@@ -218,13 +218,13 @@ class Speculator:
         self.catch_up()
         if self._stats is None:
             self._stats = tuple(
-                DraftStats(self._drafters[number].name, tuple(drafted), tuple(accepted))
+                DraftStats(self.drafters[number].name, tuple(drafted), tuple(accepted))
                 for number, (drafted, accepted) in sorted(self._counts.items())
             )
         return self._stats
 
     def _prior(self, cell: int) -> float:
-        return self._drafters[cell // MAX_CELLS].prior(cell % MAX_CELLS)
+        return self.drafters[cell // MAX_CELLS].prior(cell % MAX_CELLS)
 
 
 def _may_follow(mask: NDArray[np.uint32], ids: bytes) -> bool:

@@ -1,6 +1,7 @@
 """The decode side of KV transfer: requests whose prompt another engine computes and writes into our blocks."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -105,6 +106,13 @@ class IncomingTransfers:
     @property
     def n_quarantined(self) -> int:
         return sum(len(blocks) for _, blocks in self._quarantine.values())
+
+    def references(self) -> Counter[Item]:
+        """References to our blocks that are held here, by (group, block): received, reserved or quarantined."""
+        tables = [each.table for each in (*self._by_transfer.values(), *self._complete.values()) if each.table]
+        held = Counter((g, b) for table in tables for g, group in enumerate(table.groups) for b in group.blocks)
+        held.update(item for _, items in self._quarantine.values() for item in items)
+        return held
 
     def check(self, transfer: str) -> None:
         if transfer in self._by_transfer:

@@ -1,5 +1,6 @@
 """The prefill side of KV transfer: requests whose prompt is computed here and sent to a decode engine."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from math import inf
 
@@ -43,6 +44,11 @@ class OutgoingTransfers:
     @property
     def wake_s(self) -> float:
         return min((each.progress_s + TIMEOUT_S for each in self._open.values() if each.offered), default=inf)
+
+    def references(self) -> Counter[Item]:
+        """References to our blocks that senders still read, by (group, block)."""
+        pins = [each.pins.items() for each in (*self._open.values(), *self._ended.values())]
+        return Counter((group, block) for items in pins for (group, _), block in items)
 
     def begin(self, seq: Sequence, now_s: float) -> None:
         self._open[seq.number] = OutgoingTransfer(seq, now_s)

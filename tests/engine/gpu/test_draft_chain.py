@@ -73,7 +73,7 @@ def test_tokens_are_those_without_drafts(wrong, depth, n_blocks, windowed, lengt
     answers = {id: expected(prompts[id], asked.sampling, layouts, 100)[0] for id, asked in wanted.items()}
     speculation = DeviceSpeculation(depth)
     loop, _ = loop_of(Padded(layouts), n_blocks, False, 2, speculation, context_len=100)
-    StandinChain(loop._runner, answers, wrong)
+    StandinChain(loop.runner, answers, wrong)
     together = run(loop, *wanted.values())
     assert {id: tokens(deltas) for id, deltas in together.items()} == answers
     for id, asked in wanted.items():  # what was cached is right, too
@@ -86,13 +86,13 @@ def test_several_tokens_per_step_without_waiting_for_the_host():
     assert len(answer) > 40
     speculation = DeviceSpeculation(4)
     loop, _ = loop_of(Padded(), 40, False, 2, speculation)
-    StandinChain(loop._runner, {"a": answer}, 0)
+    StandinChain(loop.runner, {"a": answer}, 0)
     loop.submit(asked, 0.0)
     most_in_flight = 0
     deltas = []
     while loop.busy:
         deltas += loop.step(0.0)
-        most_in_flight = max(most_in_flight, len(loop._in_flight))
+        most_in_flight = max(most_in_flight, loop.n_in_flight)
     assert tokens(deltas) == answer
     assert speculation.n_ahead > 5
     assert most_in_flight == 1, "one step is in flight when another was just absorbed"

@@ -38,7 +38,7 @@ def test_a_first_burst_meets_no_step_that_is_not_prepared(tmp_path, monkeypatch)
         ["--model", str(path), "--socket", "unused", "--device", "cuda", "--kv-bytes", str(2 << 30)]
     )
     loop, _, _ = worker.build(args)
-    compiled, n_graphs = [], loop._runner.n_graphs
+    compiled, n_graphs = [], loop.runner.n_graphs
     before = triton.knobs.runtime.jit_cache_hook
     triton.knobs.runtime.jit_cache_hook = lambda *_, fn, **__: compiled.append(fn.name)
     longest = {}
@@ -49,7 +49,7 @@ def test_a_first_burst_meets_no_step_that_is_not_prepared(tmp_path, monkeypatch)
         triton.knobs.runtime.jit_cache_hook = before
     print(f"longest step of each burst: {longest}")
     assert not compiled
-    assert loop._runner.n_graphs == n_graphs
+    assert loop.runner.n_graphs == n_graphs
     assert max(longest.values()) < LONGEST_STEP_S
 
 

@@ -38,7 +38,7 @@ def blocked_bench(steps_in_flight):
     bench.loop = StepLoop(bench.scheduler, bench.runner, steps_in_flight)
     bench.submit("bound", "json")
     bench.submit("plain", None, max_tokens=400, ignore_eos=True)
-    wait_until(lambda: bench.step() or (bench.scheduler._guides._open and not bench.scheduler._compiling))
+    wait_until(lambda: bench.step() or (bench.scheduler._guides._open and not bench.scheduler.n_compiling))
     return bench, guides._guide
 
 
@@ -100,7 +100,7 @@ def test_a_grammar_that_never_returns_ends_its_request(monkeypatch):
     make_stuck(bench)
     bench.finish()
     assert (bench.end("bound").error.kind, bench.end("bound").error.message) == ("bad_input", masks.TOO_SLOW)
-    bench.scheduler._grammars._guide = Fake()
+    bench.scheduler.grammars._guide = Fake()
     bench.submit("next", "json")
     bench.finish()
     assert bench.tokens("next") == [97, 98], "others have another thread"
@@ -112,7 +112,7 @@ def test_a_grammar_that_never_returns_delays_no_others_after_its_request_was_abo
     bench, guide = blocked_bench(1)
     make_stuck(bench)
     bench.scheduler.abort("bound")
-    bench.scheduler._grammars._guide = Fake()
+    bench.scheduler.grammars._guide = Fake()
     bench.submit("next", "json")
     bench.finish()
     assert bench.tokens("next") == [97, 98]

@@ -42,7 +42,7 @@ def test_micro_batches_with_grammars_do_not_wait_for_each_other(grammars, monkey
     bench = Bench(grammars=grammars, in_flight=2, micro_batches=2)
     for n in range(2):
         bench.submit(f"{n}", "json", "strings", max_tokens=30)
-    wait_until(lambda: bench.step() or not bench.scheduler._compiling)
+    wait_until(lambda: bench.step() or not bench.scheduler.n_compiling)
     launch, n_before = bench.runner.launch, []
 
     def counted(plan):
@@ -51,7 +51,7 @@ def test_micro_batches_with_grammars_do_not_wait_for_each_other(grammars, monkey
 
         def sampled(masks=None):
             if masks is not None:
-                n_before.append(len(bench.loop._in_flight))
+                n_before.append(bench.loop.n_in_flight)
             sample(masks)
 
         handle.sample = sampled
@@ -70,7 +70,7 @@ def test_a_grammar_costs_no_extra_steps(grammars, monkeypatch):
         bench = Bench(grammars=grammars)
         bench.loop = StepLoop(bench.scheduler, bench.runner, steps_in_flight)
         bench.submit("a", "json", "strings", max_tokens=60)
-        wait_until(lambda: bench.step() or not bench.scheduler._compiling)
+        wait_until(lambda: bench.step() or not bench.scheduler.n_compiling)
         bench.submit("b", None, "none", max_tokens=60)
         bench.finish()
         return bench.runner.steps

@@ -358,7 +358,7 @@ def test_a_grammar_that_fails_ends_its_request_alone():
     bench.finish()
     assert (bench.end("bound").error.kind, bench.end("bound").error.param) == ("bad_input", "grammar")
     assert bench.end("plain").finish == "length"
-    assert not bench.scheduler._compiling
+    assert not bench.scheduler.n_compiling
 
 
 def test_abort_and_deadline_while_a_grammar_is_compiled():
@@ -368,7 +368,7 @@ def test_abort_and_deadline_while_a_grammar_is_compiled():
     bench.submit("b", "json")
     assert [delta.id for delta in bench.scheduler.abort_all(Internal("over"))] == ["b"]
     assert not bench.scheduler.busy
-    assert not bench.scheduler._compiling
+    assert not bench.scheduler.n_compiling
 
 
 @pytest.mark.parametrize("fail", ["fill", "empty", "accept"])

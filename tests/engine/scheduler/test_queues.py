@@ -2,20 +2,17 @@
 
 import pytest
 
-from emberline.engine.scheduler import queues
+from emberline.engine.scheduler.limits import WorkLimits
 from emberline.engine.scheduler.prefill_policy import BatchTimeLimit, StepWork
-from emberline.engine.scheduler.queues import BATCH_DECODE_S, BATCH_PREFILL_S, MAX_PAUSED_STEPS
-from emberline.engine.step_loop import StepLoop
+from emberline.engine.scheduler.queues import BATCH_DECODE_S, BATCH_PREFILL_S, QUIET_S
 from emberline.protocol.request import Priority
-from tests.engine.fakes import FakeRunner, request, scheduler_of
+from tests.engine.fakes import loop_of, request
 from tests.engine.scheduler.test_scheduler import A, B, Bench, sizes
 
 
 def ids(bench, plan):
-    return [
-        bench.scheduler._by_number[row.number].id if row.number in bench.scheduler._by_number else "?"
-        for row in plan.rows
-    ]
+    by_number = {seq.number: seq.id for seq in bench.scheduler.snapshot()}
+    return [by_number.get(row.number, "?") for row in plan.rows]
 
 
 def test_batch_class_decodes_pause_for_prompts_of_a_better_class():
@@ -47,28 +44,27 @@ def test_pausing_is_bounded():
     bench.submit("batch", A[:8], max_tokens=3, priority=Priority.BATCH, ignore_eos=True)
     bench.step()
     n = 0
-    for _ in range(3 * (MAX_PAUSED_STEPS + 2)):
-        if sum(seq.effective_class != Priority.BATCH for seq in bench.scheduler._by_number.values()) < 2:
+    for _ in range(3 * (WorkLimits().paused_steps + 2)):
+        if sum(seq.effective_class != Priority.BATCH for seq in bench.scheduler.snapshot()) < 2:
             bench.submit(f"interactive {n}", [(n * 7 + i) % 7 for i in range(150)], max_tokens=1, ignore_eos=True)
             n += 1
         bench.step()
     assert bench.deltas["batch"][-1].finish == "length"
 
 
-def test_a_starved_batch_class_sequence_is_promoted(monkeypatch):
-    monkeypatch.setattr(queues, "STARVED_STEPS", 20)
-    bench = Bench(max_running=1, n_blocks=64)
+def test_a_starved_batch_class_sequence_is_promoted():
+    bench = Bench(max_running=1, n_blocks=64, starved_steps=20)
     for name in ("batch 1", "batch 2"):
         bench.submit(name, A[:8], max_tokens=4, priority=Priority.BATCH, ignore_eos=True)
     n = 0
     order = []
     for _ in range(200):
-        waiting = sum(seq.request.priority != Priority.BATCH for seq in bench.scheduler._by_number.values())
+        waiting = sum(seq.requested_class != Priority.BATCH for seq in bench.scheduler.snapshot())
         for _ in range(3 - waiting):
             bench.submit(f"interactive {n}", B[:8], max_tokens=5, ignore_eos=True)
             n += 1
         bench.step()
-        assert sum(seq.effective_class != seq.request.priority for seq in bench.scheduler._by_number.values()) <= 1
+        assert sum(seq.effective_class != seq.requested_class for seq in bench.scheduler.snapshot()) <= 1
         order += [name for name, deltas in bench.deltas.items() if deltas[-1].finish and name not in order]
     assert {"batch 1", "batch 2"} <= set(order)
     assert order.index("batch 1") < order.index("batch 2")
@@ -95,78 +91,80 @@ def limited(seconds_per_token: float, max_running: int = 4):
     prefill = BatchTimeLimit()
     for _ in range(20):
         prefill.observe(StepWork(0, 200, 0), 200 * seconds_per_token)
-    scheduler, cache = scheduler_of(token_budget=512, n_blocks=256, context_len=1024, max_running=max_running)
-    scheduler._planner._prefill = prefill
-    loop = StepLoop(scheduler, FakeRunner(cache))
+    setup = {"token_budget": 512, "n_blocks": 256, "context_len": 1024, "max_running": max_running}
+    loop = loop_of(prefill=prefill, **setup)
+    scheduler = loop.scheduler
     scheduler.submit(request("earlier", [1, 2, 3], max_tokens=1), 0.0)
     while loop.busy:
         loop.step(0.0)  # an interactive request has just ended
-    return scheduler, loop
+    return scheduler, loop, prefill
+
+
+def computed(scheduler):
+    return {seq.id: seq.n_computed for seq in scheduler.snapshot()}
 
 
 def test_batch_class_prefill_is_limited_in_time():
-    scheduler, loop = limited(seconds_per_token=BATCH_PREFILL_S / 200)
+    scheduler, loop, _ = limited(seconds_per_token=BATCH_PREFILL_S / 200)
     scheduler.submit(request("batch", [n % 7 for n in range(500)], priority=Priority.BATCH), 0.0)
     loop.step(0.0)
-    plan_len = next(iter(scheduler._by_number.values())).n_computed
-    assert 190 <= plan_len <= 210
+    assert 190 <= computed(scheduler)["batch"] <= 210
 
 
 def test_batch_class_prefill_is_unlimited_without_recent_interactive_requests():
-    scheduler, loop = limited(seconds_per_token=BATCH_PREFILL_S / 200)
+    scheduler, loop, _ = limited(seconds_per_token=BATCH_PREFILL_S / 200)
     scheduler.submit(request("batch", [n % 7 for n in range(500)], priority=Priority.BATCH), 0.0)
-    loop.step(queues.QUIET_S)
-    assert next(iter(scheduler._by_number.values())).n_computed == 500
+    loop.step(QUIET_S)
+    assert computed(scheduler) == {"batch": 500}
 
 
 def test_batch_class_prefill_is_limited_as_long_as_an_interactive_request_runs():
-    scheduler, loop = limited(seconds_per_token=BATCH_PREFILL_S / 50)
+    scheduler, loop, _ = limited(seconds_per_token=BATCH_PREFILL_S / 50)
     scheduler.submit(request("long", [1, 2, 3], max_tokens=400, ignore_eos=True), 0.0)
     for step in range(20):
         loop.step(float(step))
     scheduler.submit(request("batch", [n % 7 for n in range(500)], priority=Priority.BATCH), 20.0)
     loop.step(20.0)
-    assert 40 <= next(seq for seq in scheduler._by_number.values() if seq.id == "batch").n_computed <= 60
+    assert 40 <= computed(scheduler)["batch"] <= 60
 
 
 def test_batch_class_replies_take_turns_beside_an_interactive_request():
-    scheduler, loop = limited(seconds_per_token=1e-6, max_running=12)
+    scheduler, loop, prefill = limited(seconds_per_token=1e-6, max_running=12)
     for n_decodes in (1, 2, 4, 8):
         for _ in range(50):  # every sequence takes as long as a quarter of what they may take together
-            scheduler._planner._prefill.observe(StepWork(n_decodes), 0.004 + n_decodes * BATCH_DECODE_S / 4)
+            prefill.observe(StepWork(n_decodes), 0.004 + n_decodes * BATCH_DECODE_S / 4)
     for n in range(8):
         scheduler.submit(
             request(f"b{n}", [n % 6, 5, n // 6], priority=Priority.BATCH, max_tokens=200, ignore_eos=True), 0.0
         )
-    loop.step(queues.QUIET_S)
-    assert rows_of(scheduler, loop, queues.QUIET_S) == 8  # no interactive request
+    loop.step(QUIET_S)
+    assert rows_of(scheduler, loop, QUIET_S) == 8  # no interactive request
     scheduler.submit(request("live", [1, 2, 3], max_tokens=100, ignore_eos=True), 10.0)
     loop.step(10.0)  # its prompt
-    before = {seq.id: seq.n_computed for seq in scheduler._by_number.values()}
+    before = computed(scheduler)
     n_steps = 24
     assert {rows_of(scheduler, loop, 10.0) for _ in range(n_steps)} == {4}  # three of them, and the live one
-    gained = {seq.id: seq.n_computed - before[seq.id] for seq in scheduler._by_number.values()}
+    gained = {id: n - before[id] for id, n in computed(scheduler).items()}
     assert gained.pop("live") == n_steps
     assert min(gained.values()) == n_steps // 3  # each at least in every third step
 
 
 def rows_of(scheduler, loop, now_s: float) -> int:
-    before = sum(seq.n_computed for seq in scheduler._by_number.values())
+    before = sum(computed(scheduler).values())
     loop.step(now_s)
-    return sum(seq.n_computed for seq in scheduler._by_number.values()) - before
+    return sum(computed(scheduler).values()) - before
 
 
 def test_interactive_prefill_is_not_limited_in_time():
-    scheduler, loop = limited(seconds_per_token=BATCH_PREFILL_S / 200)
+    scheduler, loop, _ = limited(seconds_per_token=BATCH_PREFILL_S / 200)
     scheduler.submit(request("interactive", [n % 7 for n in range(500)]), 0.0)
     scheduler.submit(request("batch", [n % 5 for n in range(500)], priority=Priority.BATCH), 0.0)
     loop.step(0.0)
-    computed = {seq.id: seq.n_computed for seq in scheduler._by_number.values()}
-    assert computed == {"interactive": 500, "batch": 0}
+    assert computed(scheduler) == {"interactive": 500, "batch": 0}
 
 
 def test_batch_class_prefill_progresses_on_a_slow_machine():
-    scheduler, loop = limited(seconds_per_token=1.0)
+    scheduler, loop, _ = limited(seconds_per_token=1.0)
     scheduler.submit(request("batch", [n % 7 for n in range(200)], priority=Priority.BATCH, max_tokens=1), 0.0)
     for _ in range(13):
         assert loop.busy

@@ -4,12 +4,11 @@ import msgspec
 import pytest
 
 from emberline.engine.gpu.shapes import CHUNK_ROWS, GPU_SHAPES, MAX_GRAPH_TOKENS
-from emberline.engine.scheduler.admission import KEYS_AT_ONCE
 from emberline.engine.scheduler.latency_target import LatencyTarget
-from emberline.engine.scheduler.limits import Limits
+from emberline.engine.scheduler.limits import Limits, WorkLimits
 from emberline.engine.scheduler.plan import DeviceLost, StepPlan
 from emberline.engine.scheduler.planner import MAX_RETRY_TOKENS
-from emberline.engine.scheduler.prefill_policy import MAX_BURST_GAP, NO_TARGET, PrefillPolicy
+from emberline.engine.scheduler.prefill_policy import NO_TARGET, PrefillPolicy
 from emberline.engine.scheduler.scheduler import Scheduler
 from emberline.engine.step_loop import StepLoop
 from emberline.kv.cache import KVCache
@@ -18,7 +17,18 @@ from emberline.protocol.errors import BadInput, ContextExceeded
 from emberline.protocol.events import TokenDelta
 from emberline.protocol.request import Priority, ThinkingLimit
 from emberline.protocol.token_ids import pack, unpack
-from tests.engine.fakes import EOS, FULL, VOCAB, Drawn, FakeRunner, expected, request, scheduler_of, window_group
+from tests.engine.fakes import (
+    EOS,
+    FULL,
+    VOCAB,
+    Drawn,
+    FakeRunner,
+    expected,
+    loop_of,
+    request,
+    scheduler_of,
+    window_group,
+)
 
 A = [n * n % VOCAB for n in range(200)]
 B = [(n * n + n + 1) % VOCAB for n in range(200)]
@@ -501,10 +511,8 @@ def test_a_lost_device_ends_the_engine():
 
 
 @pytest.mark.parametrize("keys_at_once", [1, 16])
-def test_a_shared_prefix_is_computed_once_with_steps_in_flight(monkeypatch, keys_at_once):
-    monkeypatch.setattr("emberline.engine.scheduler.admission.KEYS_AT_ONCE", keys_at_once)
-    scheduler, cache = scheduler_of(n_blocks=64, token_budget=32)
-    loop = StepLoop(scheduler, FakeRunner(cache), steps_in_flight=2)
+def test_a_shared_prefix_is_computed_once_with_steps_in_flight(keys_at_once):
+    loop = loop_of(steps_in_flight=2, n_blocks=64, token_budget=32, keys_at_once=keys_at_once)
     prompt = [n % 5 for n in range(96)]
     for n in range(3):
         loop.submit(request(f"r{n}", [*prompt, n], max_tokens=2), 0.0)
@@ -516,9 +524,8 @@ def test_a_shared_prefix_is_computed_once_with_steps_in_flight(monkeypatch, keys
     assert cached == {"r0": 0, "r1": 96, "r2": 96}
 
 
-def test_a_long_cached_prompt_is_looked_up_over_several_steps_while_others_decode(monkeypatch):
-    monkeypatch.setattr("emberline.engine.scheduler.admission.LOOK_UPS", 4)
-    bench = Bench(token_budget=256)
+def test_a_long_cached_prompt_is_looked_up_over_several_steps_while_others_decode():
+    bench = Bench(token_budget=256, look_ups=4)
     bench.submit("a", A, max_tokens=1)
     assert bench.step() is not None, "nobody waits for the lookup of a lone prompt"
     bench.finish()
@@ -532,9 +539,8 @@ def test_a_long_cached_prompt_is_looked_up_over_several_steps_while_others_decod
     assert bench.finish().tokens("b") == bench.tokens("a")
 
 
-def test_blocks_that_are_evicted_while_a_prompt_is_looked_up_are_computed_again(monkeypatch):
-    monkeypatch.setattr("emberline.engine.scheduler.admission.LOOK_UPS", 4)
-    bench = Bench(token_budget=256)
+def test_blocks_that_are_purged_while_a_prompt_is_looked_up_are_computed_again():
+    bench = Bench(token_budget=256, look_ups=4)
     bench.submit("a", A, max_tokens=1)
     bench.finish()
     bench.submit("stream", B[:5], max_tokens=40)
@@ -542,10 +548,8 @@ def test_blocks_that_are_evicted_while_a_prompt_is_looked_up_are_computed_again(
     bench.submit("b", A, max_tokens=1)
     bench.step()
     bench.step()
-    keys = blockhash.split(blockhash.chain(blockhash.root("fake", b""), pack(A)))
-    group = bench.cache.groups[0]
-    bench.cache._evict(group, [group.index.block(keys[5])])
-    assert bench.finish().deltas["b"][0].usage.cached_tokens == 5 * 16
+    assert bench.scheduler.purge(None, b"") >= len(A) // 16
+    assert bench.finish().deltas["b"][0].usage.cached_tokens == 0
     assert bench.tokens("b") == bench.tokens("a")
 
 
@@ -560,7 +564,7 @@ def test_a_new_prompt_is_hashed_after_the_launch(monkeypatch):
     bench.submit("a", prompt, max_tokens=1)
     hashed.clear()
     bench.finish()
-    assert at_launch == [KEYS_AT_ONCE, 21]  # and the block behind: the next chunk's first
+    assert at_launch == [WorkLimits().keys_at_once, 21]  # and the block behind: the next chunk's first
     assert len(hashed) == 40
     bench.submit("b", prompt, max_tokens=1)
     bench.finish()
@@ -578,7 +582,7 @@ def test_chunks_are_what_the_prefill_policy_allows():
     runner = FakeRunner(cache)
     loop = StepLoop(scheduler, runner)
     loop.submit(request("decoding", [1] * 30, max_tokens=30), 0.0)
-    for _ in range(2 + MAX_BURST_GAP):
+    for _ in range(2 + WorkLimits().burst_gap):
         loop.step(0.0)
     assert runner.plans[0].n_tokens == 30, "nothing decodes: all at once"
     loop.submit(request("a", [2] * 12, max_tokens=1), 0.0)
@@ -596,11 +600,10 @@ class FiveTokens(PrefillPolicy):
         return most if slack >= NO_TARGET or not work.n_decodes else min(most, max(0, 5 - work.n_tokens))
 
 
-def limited_loop(token_budget=32, steps_in_flight=1):
-    cache = KVCache((FULL,), [256], chunk=64)
-    scheduler = Scheduler(cache, Limits(1024, VOCAB, (EOS,), 8, token_budget), "fake", prefill=FiveTokens())
-    runner = FakeRunner(cache)
-    return StepLoop(scheduler, runner, steps_in_flight), runner
+def limited_loop(token_budget=32, steps_in_flight=1, **work):
+    setup = {"n_blocks": 256, "context_len": 1024, "max_running": 8, "token_budget": token_budget}
+    loop = loop_of(steps_in_flight, prefill=FiveTokens(), **setup, **work)
+    return loop, loop.runner
 
 
 def run(loop):
@@ -616,9 +619,9 @@ def test_prompts_that_arrived_together_ignore_the_target():
     assert [plan.n_tokens for plan in runner.plans[:4]] == [32, 32, 32, 27 + 3], "decoding sequences wait"
 
 
-def late_prompts(n_late, n_steps_before, length=30):
+def late_prompts(n_late, n_steps_before, length=30, **work):
     """The tokens of the steps that compute prompts which arrive while a sequence already decodes."""
-    loop, runner = limited_loop()
+    loop, runner = limited_loop(**work)
     loop.submit(request("decoding", [1] * 30, max_tokens=90), 0.0)
     for _ in range(n_steps_before):
         loop.step(0.0)
@@ -630,7 +633,7 @@ def late_prompts(n_late, n_steps_before, length=30):
 
 
 def test_later_prompts_keep_the_target():
-    assert max(late_prompts(4, MAX_BURST_GAP + 4)) <= 5 + 5
+    assert max(late_prompts(4, WorkLimits().burst_gap + 4)) <= 5 + 5
 
 
 def test_late_prompts_of_a_burst_are_computed_in_full_steps():
@@ -639,9 +642,8 @@ def test_late_prompts_of_a_burst_are_computed_in_full_steps():
     assert max(late_prompts(1, 3, length=15)) == 6, "one short prompt is no burst"
 
 
-def test_a_burst_is_bounded(monkeypatch):
-    monkeypatch.setattr("emberline.engine.scheduler.prefill_policy.MAX_BURST_STEPS", 2)
-    assert max(late_prompts(4, 3)) <= 5 + 5
+def test_a_burst_is_bounded():
+    assert max(late_prompts(4, 3, burst_steps=2)) <= 5 + 5
 
 
 def test_long_prompts_keep_the_target_of_those_they_arrived_with():
@@ -670,7 +672,7 @@ def test_a_decoding_sequence_without_a_row_still_counts():
     loop, runner = limited_loop(steps_in_flight=2)
     thinking = request("thinking", [1] * 30, max_tokens=60)
     loop.submit(msgspec.structs.replace(thinking, thinking_limit=ThinkingLimit(16, (6,), pack([6]))), 0.0)
-    for _ in range(4 + MAX_BURST_GAP):
+    for _ in range(4 + WorkLimits().burst_gap):
         loop.step(0.0)
     for n in range(3):  # the first of them decodes before the others are computed
         loop.submit(request(f"late{n}", [n + 2] * 30, max_tokens=20), 0.0)
@@ -771,12 +773,17 @@ def test_hints_of_a_request_reach_retention():
     assert sum(order._charged.values()) == 4
 
 
-def test_the_ids_of_ended_requests_are_forgotten(monkeypatch):
-    monkeypatch.setattr("emberline.engine.scheduler.scheduler.MAX_ENDED", 2)
-    bench = Bench()
-    for n in range(5):
-        returning(bench, float(n), request(f"r{n}", A[:40], session="a"))
-    assert list(bench.scheduler._ended) == ["r3", "r4"]
+@pytest.mark.parametrize(("ended_requests", "cached"), [(2, 0), (3, 96)])
+def test_the_ids_of_ended_requests_are_forgotten(ended_requests, cached):
+    """A client that reports tool calls too late does not keep its session."""
+    bench = Bench(n_blocks=33, ended_requests=ended_requests)
+    tool, third = A[:112], [(3 * n) % VOCAB for n in range(396)]
+    returning(bench, 0.0, request("tool", tool, session="a"))
+    returning(bench, 1.0, request("x", B[:10], session="x"), request("y", B[:20], session="y"), tools=["tool"])
+    returning(bench, 5.0, request("user", B[:112], session="b"))
+    returning(bench, 10.0, request("third", third, session="c"))
+    returning(bench, 15.0, request("tool2", tool, session="a"))
+    assert bench.deltas["tool2"][0].usage.cached_by_tier == {"device": cached}
 
 
 def test_a_purge_takes_what_was_computed_for_its_owner_alone():

@@ -7,22 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emberline.engine.step_loop import StepLoop
 from emberline.kv.block_pool import NULL_BLOCK
 from emberline.protocol.errors import ContextExceeded, Internal
 from emberline.protocol.token_ids import unpack
-from tests.engine.fakes import FULL, VOCAB, FakeRunner, expected, request, scheduler_of, window_group
+from tests.engine.fakes import FULL, VOCAB, FakeRunner, expected, loop_of, request, window_group
 from tests.examples import n_examples
 
 MAX_STEPS = 3000
-
-
-@pytest.fixture(scope="module", autouse=True)
-def prompts_are_looked_up_block_by_block():
-    with pytest.MonkeyPatch.context() as patch:  # else prompts are too short for more than one lookup
-        patch.setattr("emberline.engine.scheduler.admission.KEYS_AT_ONCE", 1)
-        patch.setattr("emberline.engine.scheduler.admission.LOOK_UPS", 1)
-        yield
 
 
 @dataclass
@@ -76,9 +67,10 @@ class InvariantChecker:
     """Runs a scenario and checks the invariants after every step."""
 
     def __init__(self, setup, steps_in_flight=1, speculation=None, runner=FakeRunner):
-        self.scheduler, self.cache = scheduler_of(**setup, speculation=speculation)
-        self.runner = runner(self.cache)
-        self.loop = StepLoop(self.scheduler, self.runner, steps_in_flight)
+        # Prompts are looked up block by block: else they are too short for more than one lookup.
+        self.loop = loop_of(steps_in_flight, runner, keys_at_once=1, look_ups=1, speculation=speculation, **setup)
+        self.scheduler, self.runner = self.loop.scheduler, self.loop.runner
+        self.cache = self.scheduler.cache
         self.accepted = {}
         self.ended = {}
 
@@ -96,7 +88,7 @@ class InvariantChecker:
             self.runner.nan_ids.add(arrival.id)
 
     def step(self, now):
-        steps, in_flight = len(self.runner.plans), len(self.loop._in_flight)
+        steps, in_flight = len(self.runner.plans), self.loop.n_in_flight
         was_busy = self.loop.busy
         self.take(self.loop.step(now))
         for plan in self.runner.plans[steps:]:
@@ -105,7 +97,7 @@ class InvariantChecker:
             assert plan.n_tokens == sum(row.stop - row.start for row in plan.rows) <= limits.token_budget
             assert plan.n_drafts == sum(row.n_drafts for row in plan.rows)
             assert len(plan.rows) == len({row.slot for row in plan.rows}) <= limits.max_running
-        done = len(self.runner.plans) > steps or len(self.loop._in_flight) < in_flight
+        done = len(self.runner.plans) > steps or self.loop.n_in_flight < in_flight
         assert done or not self.loop.busy or not was_busy, "work to do and nothing done"
         self.check_blocks()
 
@@ -125,15 +117,17 @@ class InvariantChecker:
                 assert (delta.error is not None) == (delta.finish == "error")
 
     def check_blocks(self):
-        running = self.scheduler._queues.running
-        assert [seq.rank for seq in running] == sorted(seq.rank for seq in running)
-        assert all(not any(held.blocks for held in seq.table.groups) for seq in self.scheduler._queues.waiting)
+        sequences = self.scheduler.snapshot()
+        running = [seq for seq in sequences if seq.state == "running"]
+        ranks = [(seq.effective_class, seq.number) for seq in running]
+        assert ranks == sorted(ranks)
+        assert all(seq.state == "running" or not any(seq.blocks) for seq in sequences)
         for g, group in enumerate(self.cache.groups):
-            refs = Counter(block for seq in running for block in seq.table.groups[g].blocks if block != NULL_BLOCK)
+            refs = Counter(block for seq in running for block in seq.blocks[g] if block != NULL_BLOCK)
             assert {b: n for b, n in enumerate(group.pool.refs) if n} == refs
             assert len(refs) + group.pool.n_free == group.pool.n_total
             for seq in running:  # blocks that will still be written belong to one sequence
-                for block in seq.table.groups[g].blocks[seq.n_computed // 16 :]:
+                for block in seq.blocks[g][seq.n_computed // 16 :]:
                     assert refs[block] == 1
 
     def check_answers(self):

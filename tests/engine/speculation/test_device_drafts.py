@@ -24,7 +24,8 @@ class PublishChecker(InvariantChecker):
         publish = self.cache.publish
 
         def check_and_publish(table, keys, n_blocks):
-            (seq,) = (seq for seq in self.scheduler._by_number.values() if seq.table is table)
+            held = tuple(tuple(each.blocks) for each in table.groups)
+            (seq,) = (seq for seq in self.scheduler.snapshot() if seq.state == "running" and seq.blocks == held)
             assert len(keys) >= n_blocks <= len(seq.ids) // 4 // BLOCK_TOKENS
             ids = unpack(seq.ids)
             for g, held in enumerate(table.groups):

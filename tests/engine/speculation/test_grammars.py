@@ -126,7 +126,7 @@ def test_the_only_token_of_a_mask_is_appended_without_a_draw(grammars, in_flight
     ]
     plain, appended = (play(bench, arrived) for bench in benches)
     assert appended == plain
-    n = benches[1].scheduler._speculation.n_appended
+    n = benches[1].scheduler.speculation.n_appended
     if in_flight == 1:
         assert n > 30
         assert benches[1].runner.steps < benches[0].runner.steps - n / 3

@@ -35,7 +35,7 @@ class EagerSpeculator(Speculator):
         return MAX_DEPTH if self._head is not None else 0
 
     def propose(self, seq, n):
-        draft = self._drafters[0].propose(seq, n - seq.n_sampling) if not seq.n_sampling else None
+        draft = self.drafters[0].propose(seq, n - seq.n_sampling) if not seq.n_sampling else None
         return b"" if draft is None else draft.ids
 
     def propose_ahead(self, seq, n):
@@ -134,7 +134,7 @@ def test_drafts_of_sampled_requests_use_their_noise():
         drafted, accepted = drafted + 1, accepted + (n_accepted > 0)
         verified(self, seq, n_drafted, n_accepted)
 
-    loop.scheduler._speculation.verified = count.__get__(loop.scheduler._speculation)
+    loop.scheduler.speculation.verified = count.__get__(loop.scheduler.speculation)
     run(loop, *(request(str(n), [n + 3] * 5, max_tokens=40, temperature=30.0, seed=n) for n in range(6)))
     assert drafted > 60
     assert accepted > 0.2 * drafted  # by chance: 1 in 97
@@ -143,7 +143,7 @@ def test_drafts_of_sampled_requests_use_their_noise():
 def test_a_head_that_drafts_invalid_numbers_is_left_out(caplog):
     loop, _ = loop_of(TorchBackend, head_of())
     plain, _ = answers(loop_of(TorchBackend)[0])
-    loop._runner._head.head._norm.fill_(torch.nan)
+    loop.runner.head.head._norm.fill_(torch.nan)
     drafted, _ = answers(loop)
     assert drafted == plain
     assert [record.message for record in caplog.records].count(

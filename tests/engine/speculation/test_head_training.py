@@ -99,11 +99,11 @@ def test_a_worker_uses_it_and_replies_as_without(trained):
     asked = [request(f"r{n}", [3 + n, 9, 27], max_tokens=40, temperature=0.0, ignore_eos=True) for n in range(3)]
     plain = {id: tokens(deltas) for id, deltas in run(engine_of(model, "--speculation", "off"), *asked).items()}
     loop = engine_of(model, "--speculation", "eagle3", "--draft-head", str(head))
-    policy = loop.scheduler._speculation._policy
+    policy = loop.scheduler.speculation.policy
     policy.begin_step, policy.depth = lambda n_rows: True, lambda cells: 4
     policy.choose = lambda cells, n_guessed=0, trust=1.0: (len(cells) - n_guessed, 1.0)
     assert {id: tokens(deltas) for id, deltas in run(loop, *asked).items()} == plain
-    [stats] = loop.scheduler._speculation.stats
+    [stats] = loop.scheduler.speculation.stats
     assert stats.drafter == "eagle3"
     assert stats.drafted[0] > 10
 
@@ -115,8 +115,8 @@ def test_the_shipped_head_is_found_where_it_is_named(trained, tmp_path, monkeypa
     with pytest.raises(BadInput, match="needs a head"):
         engine_of(model, "--speculation", "eagle3")
     (tmp_path / fingerprint[:16]).symlink_to(head)
-    assert engine_of(model, "--speculation", "eagle3")._runner._head is not None
-    assert engine_of(model)._runner._head is None, "it is used where it is asked for"
+    assert engine_of(model, "--speculation", "eagle3").runner.head is not None
+    assert engine_of(model).runner.head is None, "it is used where it is asked for"
 
 
 def test_a_head_of_another_model_is_an_error_where_it_is_named(trained, tmp_path, caplog):
@@ -125,7 +125,7 @@ def test_a_head_of_another_model_is_an_error_where_it_is_named(trained, tmp_path
     with pytest.raises(BadCheckpoint, match="trained for the model"):
         engine_of(other, "--speculation", "eagle3", "--draft-head", str(head))
     loop = engine_of(other, "--draft-head", str(head))
-    assert loop._runner._head is None
+    assert loop.runner.head is None
     assert "was trained for the model" in caplog.text
     with pytest.raises(BadCheckpoint, match="no readable"):
         engine_of(other, "--speculation", "eagle3", "--draft-head", str(tmp_path / "none"))

@@ -174,7 +174,7 @@ def test_drafters_go_on_where_others_end_and_are_counted_apart():
 def test_auto_on_a_gpu_has_a_head_alone_or_what_needs_none():
     def names(*args, **more):
         made = open_speculator(*args, **more)
-        return None if made is None else [drafter.name for drafter in made._drafters]
+        return None if made is None else [drafter.name for drafter in made.drafters]
 
     assert names("auto", "cuda") == ["grammar", "suffix"]
     assert names("auto", "cuda", head=HeadDrafter()) == ["eagle3"]
@@ -203,7 +203,7 @@ def play(path, text, setting):
     flags = ["--model", str(path), "--socket", "unused", "--device", "cpu", "--threads", "1", "--kv-bytes", "6000000"]
     loop, _, _ = worker.build(worker.parse_arguments([*flags, "--speculation", setting, "--max-running", "3"]))
     loop.set_vocabulary(text.vocabulary)
-    if (speculation := loop.scheduler._speculation) is not None:
+    if (speculation := loop.scheduler.speculation) is not None:
         speculation.__class__ = Steady  # on a busy machine it may not pay
     replies = {}
     for round in range(2):
@@ -239,7 +239,7 @@ def test_the_default_model_writes_the_same(smollm2):
 def test_where_a_head_is_not_asked_no_row_is():
     """What a head has proposed waits for a few steps; a step that may have no drafts costs its planning nothing."""
     speculator = Speculator([HeadDrafter()], 0.02, on_device=True)
-    policy, depths = speculator._policy, iter([2, 0, 0, 0, 0, 0, 0, 1])
+    policy, depths = speculator.policy, iter([2, 0, 0, 0, 0, 0, 0, 1])
     assert not speculator.drafts
     policy.begin_step, policy.depth = lambda n_rows: True, lambda cells: next(depths)
     asked = []

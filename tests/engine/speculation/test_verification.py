@@ -150,8 +150,7 @@ def test_blocks_of_replies_are_published_behind_the_next_launch():
     while checker.loop.busy:
         happened.clear()
         checker.loop.step(0.0)
-        running = checker.scheduler._queues.running
-        assert all(seq.n_done // BLOCK_TOKENS <= seq.table.n_published for seq in running)
+        assert all(seq.n_unpublished <= 0 for seq in checker.scheduler.snapshot())
         n_deferred += happened == ["launch", "publish"]
         assert happened != ["publish", "launch"]
     assert n_deferred >= 4
@@ -215,23 +214,10 @@ class Repeating(StandinSpeculation):
         return pack([1] * n) if seq.request.push is not None or not self.only_pushed else b""
 
 
-def planned_by(scheduler):
-    """The plans that it will make."""
-    plans, plan = [], scheduler._planner.plan
-
-    def noted():
-        plans.append(plan())
-        return plans[-1]
-
-    scheduler._planner.plan = noted
-    return plans
-
-
 def test_a_prompt_for_another_engine_drafts_nothing():
     """Its last token alone is left for a step: the row samples nothing, so there is nothing to verify."""
     wire = Wire({"token_budget": 32, "speculation": Repeating(True), "context_len": 400}, {"context_len": 400})
     prefill = wire.prefill
-    plans = planned_by(prefill.scheduler)
     prefill.scheduler.submit(request("decodes", [1, 2, 3], max_tokens=40), 0.0)
     for _ in range(3):
         prefill.loop.step(0.0)
@@ -241,7 +227,7 @@ def test_a_prompt_for_another_engine_drafts_nothing():
     prefill.scheduler.submit(pushed, 0.0)
     for _ in range(4):
         prefill.loop.step(0.0)
-    rows = [row for plan in plans for row in plan.rows]
+    rows = [row for plan in prefill.runner.plans for row in plan.rows]
     assert any(len(row.token_ids) == 4 and not row.samples for row in rows), "its last token is not alone"
     assert not any(row.n_drafts for row in rows)
 
@@ -252,13 +238,12 @@ def test_rows_share_what_a_step_may_draft(n_rows, most):
     cache = KVCache((FULL,), [200], chunk=128)
     limits = Limits(512, VOCAB, (0,), n_rows, 128)
     scheduler = Scheduler(cache, limits, "fake", prefill=prefill, speculation=Repeating())
-    plans = planned_by(scheduler)
     loop = StepLoop(scheduler, FakeRunner(cache), 1)
     for n in range(n_rows):
         loop.submit(request(f"r{n}", [n % 6, 2, 3], max_tokens=60, ignore_eos=True), 0.0)
     for _ in range(8):
         loop.step(0.0)
-    drafted = [row.n_drafts for row in plans[-1].rows]
+    drafted = [row.n_drafts for row in loop.runner.plans[-1].rows]
     assert len(drafted) == n_rows
     assert min(drafted) >= 1
     assert sum(drafted) <= most

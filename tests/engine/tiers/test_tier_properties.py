@@ -144,7 +144,7 @@ def test_tokens_do_not_depend_on_tiers(seed, faults, layouts, n_blocks, late, in
     tier = ScriptedTier(rng, faults, remote)
     loop, cache, limits = build(layouts, n_blocks, tier, late, in_flight)
     if late:
-        loop._runner.meanwhile = tier.act
+        loop.runner.meanwhile = tier.act
     wanted, tokens, ended = {}, {}, {}
     heads = [[rng.randrange(VOCAB) for _ in range(rng.choice([90, 150]))] for _ in range(3)]
     for n in range(14):

@@ -1,7 +1,5 @@
 """KV transfer under random aborts, lost connections and delays: right tokens, one end per request, no leaks."""
 
-from collections import Counter
-
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -103,16 +101,11 @@ class TransferChecker:
     def check_blocks(self):
         """Each reference belongs to a running sequence, an incoming transfer, the quarantine or a pin."""
         for side in (self.wire.prefill, self.wire.decode):
-            transfers = side.scheduler._transfers
+            held = side.scheduler.transfer_references()
+            for seq in side.scheduler.snapshot():
+                held.update((g, block) for g, blocks in enumerate(seq.blocks) for block in blocks)
             for g, group in enumerate(side.cache.groups):
-                tables = [seq.table for seq in side.scheduler._queues.running]
-                known = [*transfers.incoming._by_transfer.values(), *transfers.incoming._complete.values()]
-                tables += [each.table for each in known if each.table is not None]
-                refs = Counter(b for table in tables for b in table.groups[g].blocks if b != NULL_BLOCK)
-                for _, blocks in transfers.incoming._quarantine.values():
-                    refs.update(block for number, block in blocks if number == g)
-                for sending in [*transfers.outgoing._open.values(), *transfers.outgoing._ended.values()]:
-                    refs.update(block for (number, _), block in sending.pins.items() if number == g)
+                refs = {block: n for (number, block), n in held.items() if number == g and block != NULL_BLOCK}
                 assert {b: n for b, n in enumerate(group.pool.refs) if n} == refs
                 assert len(refs) + group.pool.n_free == group.pool.n_total
 
@@ -148,7 +141,7 @@ class TransferChecker:
             self.step(self.wire.prefill)
             self.step(self.wire.decode)
             sides = (self.wire.prefill, self.wire.decode)
-            if self.wire.quiet and not any(side.scheduler._queues.running or side.transfers.queued for side in sides):
+            if self.wire.quiet and not any(side.scheduler.load().running or side.transfers.queued for side in sides):
                 self.now_s += 5.0  # for requests whose counterpart never came
         raise AssertionError("the transfers never end")
 

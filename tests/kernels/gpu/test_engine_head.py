@@ -77,9 +77,9 @@ def generate(runner, groups, prefill, steps_in_flight, temperature):
     def take_and_note(plan, sampled, drafts):
         """Tokens are the same in all engines: a position says behind which of them something was drafted."""
         take_drafts(plan, sampled, drafts)
-        for row in plan.rows if speculation is not None else ():
-            seq = scheduler._by_number.get(row.number)
-            if seq is not None and row.samples:
+        sampling = {row.number for row in plan.rows if row.samples}
+        for seq in scheduler.snapshot() if speculation is not None else ():
+            if seq.number in sampling:
                 speculation.note(seq, seq.proposed_at, seq.proposed_ids)
 
     scheduler.take_drafts = take_and_note
