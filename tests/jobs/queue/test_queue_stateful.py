@@ -21,7 +21,7 @@ from emberline.jobs.queue.job import Lease, NewJob
 from emberline.jobs.queue.queue import Queue
 from emberline.protocol.errors import ErrorInfo, NotFound
 from emberline.store import Database
-from tests.databases import DatabaseLocation, drop_schema, make_schema
+from tests.databases import DatabaseLocation, drop_database, make_database
 from tests.examples import n_examples
 from tests.jobs.queue.helpers import MODEL, ManualClock, answer, audit, make_queue, new_batch, new_job, usage
 
@@ -53,7 +53,7 @@ class QueueMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         where = f"{self.folder.name}/t.db"
         if self.server is not None:
-            where = self.do(make_schema(self.server))
+            where = self.do(make_database(self.server))
         self.place = DatabaseLocation("", where)
         self.store: Database = self.do(self.place.open())
         self.time = ManualClock(self.store)
@@ -192,7 +192,7 @@ class QueueMachine(RuleBasedStateMachine):
             if hasattr(self, "store"):
                 self.do(self.store.close())
             if self.server is not None and hasattr(self, "place"):
-                self.do(drop_schema(self.server, self.place.where))
+                self.do(drop_database(self.server, self.place.where))
             self.loop.close()
             self.folder.cleanup()
 
