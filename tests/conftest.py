@@ -29,6 +29,7 @@ from emberline.catalog.pull import pull
 from tests.databases import DATABASE_KINDS, DatabaseLocation, database_location, postgres_server
 
 GPU_SHARE = 0.2  # of a GPU's memory, for each process of `make test-gpu`
+pytest_plugins = ["tests.scheduling"]
 SLOW_TIMEOUT_S = 600  # of a test marked `slow` or `gpu`, and of every test of `make test-all`
 
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
@@ -38,9 +39,9 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if EVERY_EXAMPLE or item.get_closest_marker("slow") or item.get_closest_marker("gpu"):
-            if item.get_closest_marker("timeout") is None:
-                item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
+        is_slow = EVERY_EXAMPLE or item.get_closest_marker("slow") or item.get_closest_marker("gpu")
+        if is_slow and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,7 @@
 """Databases for tests: SQLite in a folder, PostgreSQL from EMBERLINE_TEST_POSTGRES or from its wheel.
 
 All processes of a test run share one PostgreSQL server. Every test has its own database there, a copy of a migrated
-template that is dropped afterwards, so tests see only their own rows. EMBERLINE_TEST_POSTGRES needs a user with CREATEDB.
+template that is dropped afterwards: tests see only their own rows. The user in EMBERLINE_TEST_POSTGRES needs CREATEDB.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ def _one_process_at_a_time() -> Iterator[None]:
 
 
 def _without_timeout(run: Callable[..., str]) -> Callable[..., str]:
-    """Wrap the wheel's `pgexec`: it gives `pg_ctl` ten seconds, but `pg_ctl` waits a minute for the server by itself."""
+    """Wrap the wheel's `pgexec`: it stops `pg_ctl` after ten seconds, although `pg_ctl` waits a minute itself."""
     return lambda *args, timeout=None, **options: run(*args, **options)
 
 

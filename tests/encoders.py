@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
 from tokenizers.models import WordPiece
 
@@ -19,6 +18,7 @@ from emberline.models.registry import load_encoder
 from emberline.protocol.frames import EngineInfo
 from emberline.weights.checkpoint import open_checkpoint
 from emberline.weights.task_config import task_of
+from tests.lazy_modules import transformers
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
 VOCABULARY = [*SPECIAL, *string.ascii_lowercase, *(f"##{letter}" for letter in string.ascii_lowercase)]

@@ -3,10 +3,7 @@
 import json
 from collections.abc import Iterator
 
-import anthropic
-import cloudflare
 import httpx
-import openai
 import pydantic
 import pytest
 
@@ -15,6 +12,7 @@ from emberline.protocol.events import ChoiceDone, TextDelta
 from emberline.protocol.request import Message, OutputFormat, Reasoning, ToolCall, ToolChoice
 from tests.api.fake_service import AGENT, KEY, MODEL, FakeService, agent, app_of, hello, says
 from tests.api.loopback import Loopback, on_loopback
+from tests.lazy_modules import anthropic, cloudflare, openai
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 SCHEMA = {"type": "object", "properties": {"town": {"type": "string"}}, "required": ["town"]}
@@ -54,24 +52,24 @@ def service() -> FakeService:
 
 
 @pytest.fixture(params=["/v1", "/client/v4/accounts/acme/ai/v1"])
-def to_openai(server: Loopback, request: pytest.FixtureRequest) -> Iterator[openai.OpenAI]:
+def to_openai(server: Loopback, request: pytest.FixtureRequest) -> Iterator["openai.OpenAI"]:
     with openai.OpenAI(base_url=server.url + request.param, api_key=KEY, max_retries=0) as client:
         yield client
 
 
 @pytest.fixture(params=["", "/client/v4/accounts/acme/ai", "/client/v4/accounts/acme/ai/v1"])
-def to_anthropic(server: Loopback, request: pytest.FixtureRequest) -> Iterator[anthropic.Anthropic]:
+def to_anthropic(server: Loopback, request: pytest.FixtureRequest) -> Iterator["anthropic.Anthropic"]:
     with anthropic.Anthropic(base_url=server.url + request.param, api_key=KEY, max_retries=0) as client:
         yield client
 
 
 @pytest.fixture
-def to_cloudflare(server: Loopback) -> Iterator[cloudflare.Cloudflare]:
+def to_cloudflare(server: Loopback) -> Iterator["cloudflare.Cloudflare"]:
     with cloudflare.Cloudflare(base_url=server.url + "/client/v4", api_token=KEY, max_retries=0) as client:
         yield client
 
 
-def test_openai_chat(to_openai: openai.OpenAI, service: FakeService) -> None:
+def test_openai_chat(to_openai: "openai.OpenAI", service: FakeService) -> None:
     session = {"x-session-affinity": "ses_1"}
     answer = to_openai.chat.completions.create(model=MODEL, messages=MESSAGES, extra_headers=session)
     assert answer.choices[0].message.content == "Hello!"
@@ -81,7 +79,7 @@ def test_openai_chat(to_openai: openai.OpenAI, service: FakeService) -> None:
     assert answer._request_id == service.requests[0].id
 
 
-def test_openai_chat_stream(to_openai: openai.OpenAI, service: FakeService) -> None:
+def test_openai_chat_stream(to_openai: "openai.OpenAI", service: FakeService) -> None:
     options = {"include_usage": True}
     chunks = list(
         to_openai.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True, stream_options=options)
@@ -90,24 +88,24 @@ def test_openai_chat_stream(to_openai: openai.OpenAI, service: FakeService) -> N
     assert [chunk.usage.prompt_tokens_details.cached_tokens for chunk in chunks if chunk.usage] == [8]
 
 
-def test_openai_stream_helper(to_openai: openai.OpenAI, service: FakeService) -> None:
+def test_openai_stream_helper(to_openai: "openai.OpenAI", service: FakeService) -> None:
     with to_openai.chat.completions.stream(model=MODEL, messages=MESSAGES) as stream:
         assert stream.get_final_completion().choices[0].message.content == "Hello!"
 
 
-def test_openai_completions(to_openai: openai.OpenAI, service: FakeService) -> None:
+def test_openai_completions(to_openai: "openai.OpenAI", service: FakeService) -> None:
     answer = to_openai.completions.create(model=MODEL, prompt=["a", "b"], n=2)
     assert [choice.text for choice in answer.choices] == ["Hello!"] * 4
     streamed = to_openai.completions.create(model=MODEL, prompt="a", stream=True)
     assert "".join(chunk.choices[0].text for chunk in streamed if chunk.choices) == "Hello!"
 
 
-def test_openai_models(to_openai: openai.OpenAI, service: FakeService) -> None:
+def test_openai_models(to_openai: "openai.OpenAI", service: FakeService) -> None:
     assert MODEL in [model.id for model in to_openai.models.list()]
     assert to_openai.models.retrieve(MODEL).id == MODEL
 
 
-def test_openai_errors(to_openai: openai.OpenAI, service: FakeService) -> None:
+def test_openai_errors(to_openai: "openai.OpenAI", service: FakeService) -> None:
     with pytest.raises(openai.NotFoundError, match="nope"):
         to_openai.chat.completions.create(model="nope", messages=MESSAGES)
     with pytest.raises(openai.BadRequestError) as refused:
@@ -117,7 +115,7 @@ def test_openai_errors(to_openai: openai.OpenAI, service: FakeService) -> None:
         to_openai.with_options(api_key="wrong").models.list()
 
 
-def test_openai_retries_what_is_overloaded(to_openai: openai.OpenAI, service: FakeService) -> None:
+def test_openai_retries_what_is_overloaded(to_openai: "openai.OpenAI", service: FakeService) -> None:
     async def full_at_first(request):
         if len(service.requests) < 2:
             raise Overloaded("full", retry_after_s=0.01)
@@ -129,7 +127,7 @@ def test_openai_retries_what_is_overloaded(to_openai: openai.OpenAI, service: Fa
     assert answer.choices[0].message.content == "Hello!"
 
 
-def test_openai_client_reports_a_broken_stream(to_openai: openai.OpenAI, service: FakeService) -> None:
+def test_openai_client_reports_a_broken_stream(to_openai: "openai.OpenAI", service: FakeService) -> None:
     async def breaks(request):
         async for event in hello(request):
             yield event
@@ -141,7 +139,7 @@ def test_openai_client_reports_a_broken_stream(to_openai: openai.OpenAI, service
         list(to_openai.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True))
 
 
-def test_openai_parses_into_a_model(to_openai: openai.OpenAI, service: FakeService) -> None:
+def test_openai_parses_into_a_model(to_openai: "openai.OpenAI", service: FakeService) -> None:
     service.script = says(TextDelta(0, '{"town":'), TextDelta(0, '"Oslo"}'), ChoiceDone(0, "stop"))
     answer = to_openai.chat.completions.parse(model=MODEL, messages=MESSAGES, response_format=Town)
     assert answer.choices[0].message.parsed == Town(town="Oslo")
@@ -158,7 +156,7 @@ def test_openai_parses_into_a_model(to_openai: openai.OpenAI, service: FakeServi
     assert [event.parsed for event in events if event.type == "content.done"] == [Town(town="Oslo")]
 
 
-def test_openai_tools_streamed_as_events(to_openai: openai.OpenAI, service: FakeService) -> None:
+def test_openai_tools_streamed_as_events(to_openai: "openai.OpenAI", service: FakeService) -> None:
     service.script = agent
     tool = openai.pydantic_function_tool(Town, name="weather")
     with to_openai.chat.completions.stream(model=MODEL, messages=MESSAGES, tools=[tool]) as stream:
@@ -181,7 +179,7 @@ def test_openai_tools_streamed_as_events(to_openai: openai.OpenAI, service: Fake
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_openai_tool_loop(to_openai: openai.OpenAI, service: FakeService, streamed: bool) -> None:
+def test_openai_tool_loop(to_openai: "openai.OpenAI", service: FakeService, streamed: bool) -> None:
     service.script = looks_then_answers
     tools = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}]
     messages: list = list(MESSAGES)
@@ -207,7 +205,7 @@ def test_openai_tool_loop(to_openai: openai.OpenAI, service: FakeService, stream
     )
 
 
-def test_openai_deprecated_functions(to_openai: openai.OpenAI, service: FakeService) -> None:
+def test_openai_deprecated_functions(to_openai: "openai.OpenAI", service: FakeService) -> None:
     service.script = says(*AGENT[4:])
     asked = {"model": MODEL, "messages": MESSAGES, "functions": [{"name": "weather", "parameters": SCHEMA}]}
     choice = to_openai.chat.completions.create(**asked, function_call={"name": "weather"}).choices[0]
@@ -221,7 +219,7 @@ def test_openai_deprecated_functions(to_openai: openai.OpenAI, service: FakeServ
     assert "".join(call.arguments for call in called) == '{"town":"Oslo"}'
 
 
-def test_anthropic_messages(to_anthropic: anthropic.Anthropic, service: FakeService) -> None:
+def test_anthropic_messages(to_anthropic: "anthropic.Anthropic", service: FakeService) -> None:
     answer = to_anthropic.messages.create(model=MODEL, max_tokens=9, system="Be kind.", messages=MESSAGES)
     assert answer.content[0].text == "Hello!"
     assert answer.stop_reason == "end_turn"
@@ -229,7 +227,7 @@ def test_anthropic_messages(to_anthropic: anthropic.Anthropic, service: FakeServ
     assert [message.role for message in service.requests[0].messages or ()] == ["system", "user"]
 
 
-def test_anthropic_stream(to_anthropic: anthropic.Anthropic, service: FakeService) -> None:
+def test_anthropic_stream(to_anthropic: "anthropic.Anthropic", service: FakeService) -> None:
     with to_anthropic.messages.stream(model=MODEL, max_tokens=9, messages=MESSAGES) as stream:
         assert list(stream.text_stream) == ["Hel", "lo", "!"]
         final = stream.get_final_message()
@@ -237,7 +235,7 @@ def test_anthropic_stream(to_anthropic: anthropic.Anthropic, service: FakeServic
     assert (final.usage.input_tokens, final.usage.cache_read_input_tokens, final.usage.output_tokens) == (4, 8, 3)
 
 
-def test_anthropic_tools_and_thinking_streamed(to_anthropic: anthropic.Anthropic, service: FakeService) -> None:
+def test_anthropic_tools_and_thinking_streamed(to_anthropic: "anthropic.Anthropic", service: FakeService) -> None:
     service.script = looks_then_answers
     tools = [{"name": "weather", "input_schema": SCHEMA}]
     asked = {"model": MODEL, "max_tokens": 9000, "tools": tools, "thinking": {"type": "enabled", "budget_tokens": 2000}}
@@ -270,7 +268,7 @@ def test_anthropic_tools_and_thinking_streamed(to_anthropic: anthropic.Anthropic
     )
 
 
-def test_anthropic_parses_into_a_model(to_anthropic: anthropic.Anthropic, service: FakeService) -> None:
+def test_anthropic_parses_into_a_model(to_anthropic: "anthropic.Anthropic", service: FakeService) -> None:
     service.script = says(TextDelta(0, '{"town":"Oslo"}'), ChoiceDone(0, "stop"))
     answer = to_anthropic.messages.parse(model=MODEL, max_tokens=9, messages=MESSAGES, output_format=Town)
     assert answer.parsed_output == Town(town="Oslo")
@@ -279,11 +277,11 @@ def test_anthropic_parses_into_a_model(to_anthropic: anthropic.Anthropic, servic
     assert (output.kind, output.value["required"]) == ("json_schema", ["town"])
 
 
-def test_anthropic_count_tokens(to_anthropic: anthropic.Anthropic, service: FakeService) -> None:
+def test_anthropic_count_tokens(to_anthropic: "anthropic.Anthropic", service: FakeService) -> None:
     assert to_anthropic.messages.count_tokens(model=MODEL, messages=MESSAGES).input_tokens == 1
 
 
-def test_anthropic_errors(to_anthropic: anthropic.Anthropic, service: FakeService) -> None:
+def test_anthropic_errors(to_anthropic: "anthropic.Anthropic", service: FakeService) -> None:
     with pytest.raises(anthropic.NotFoundError, match="nope"):
         to_anthropic.messages.create(model="nope", max_tokens=9, messages=MESSAGES)
     with pytest.raises(anthropic.AuthenticationError):
@@ -295,7 +293,7 @@ def test_anthropic_with_a_bearer_token(server: Loopback, service: FakeService) -
         assert client.messages.create(model=MODEL, max_tokens=9, messages=MESSAGES).content[0].text == "Hello!"
 
 
-def test_cloudflare_run(to_cloudflare: cloudflare.Cloudflare, service: FakeService) -> None:
+def test_cloudflare_run(to_cloudflare: "cloudflare.Cloudflare", service: FakeService) -> None:
     answer = to_cloudflare.ai.run(MODEL, account_id="acme", prompt="Hi")
     assert answer["response"] == "Hello!"
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 8}
@@ -304,7 +302,7 @@ def test_cloudflare_run(to_cloudflare: cloudflare.Cloudflare, service: FakeServi
     assert answer["response"] == "Hello!"
 
 
-def test_cloudflare_tools_and_json_mode(to_cloudflare: cloudflare.Cloudflare, service: FakeService) -> None:
+def test_cloudflare_tools_and_json_mode(to_cloudflare: "cloudflare.Cloudflare", service: FakeService) -> None:
     service.script = agent
     tools = [{"name": "weather", "description": "Tells the weather.", "parameters": SCHEMA}]
     answer = to_cloudflare.ai.run(MODEL, account_id="acme", messages=MESSAGES, tools=tools)
@@ -316,14 +314,14 @@ def test_cloudflare_tools_and_json_mode(to_cloudflare: cloudflare.Cloudflare, se
     assert service.requests[-1].output == OutputFormat("json_schema", SCHEMA)
 
 
-def test_cloudflare_stream(to_cloudflare: cloudflare.Cloudflare, service: FakeService) -> None:
+def test_cloudflare_stream(to_cloudflare: "cloudflare.Cloudflare", service: FakeService) -> None:
     with to_cloudflare.ai.with_streaming_response.run(MODEL, account_id="acme", prompt="Hi", stream=True) as answer:
         lines = [line for line in answer.iter_lines() if line]
     assert lines[0].startswith('data: {"response":"Hel","p":"')
     assert lines[-1] == "data: [DONE]"
 
 
-def test_cloudflare_catalog(to_cloudflare: cloudflare.Cloudflare, service: FakeService) -> None:
+def test_cloudflare_catalog(to_cloudflare: "cloudflare.Cloudflare", service: FakeService) -> None:
     names = [model["name"] for model in to_cloudflare.ai.models.list(account_id="acme", per_page=1)]
     assert names == [MODEL, "@hf/acme/tiny"]
     assert to_cloudflare.ai.models.schema.get(account_id="acme", model=MODEL).input.type == "object"
@@ -333,7 +331,7 @@ def test_cloudflare_catalog(to_cloudflare: cloudflare.Cloudflare, service: FakeS
     assert len(list(to_cloudflare.ai.authors.list(account_id="acme"))) == 2
 
 
-def test_cloudflare_errors(to_cloudflare: cloudflare.Cloudflare, service: FakeService) -> None:
+def test_cloudflare_errors(to_cloudflare: "cloudflare.Cloudflare", service: FakeService) -> None:
     with pytest.raises(cloudflare.BadRequestError) as refused:
         to_cloudflare.ai.run("@cf/no/such", account_id="acme", prompt="Hi")
     assert refused.value.errors[0].code == 5007

@@ -11,14 +11,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import anthropic
-import cloudflare
 import httpx
-import openai
 import pytest
 from standardwebhooks.webhooks import Webhook
 
 from tests.api.server_process import make_home, serving
+from tests.lazy_modules import anthropic, cloudflare, openai
 
 T = TypeVar("T")
 MODEL = "@cf/huggingfacetb/smollm2-135m-instruct"
@@ -72,7 +70,7 @@ class Walk(NamedTuple):
     home: Path
     receiver: Receiver
     http: httpx.Client
-    openai: openai.OpenAI
+    openai: "openai.OpenAI"
 
     def endpoint(self, path: str, **more: Any) -> dict[str, Any]:
         made = self.http.post("/v1/webhook_endpoints", json={"url": self.receiver.url + path} | more)

@@ -6,7 +6,7 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import openai
+from tests.lazy_modules import openai
 
 MODEL = "smollm2"
 N_LINES = 12
@@ -18,14 +18,14 @@ def line(n: int, **body: Any) -> str:
     return json.dumps(request)
 
 
-def submit(client: openai.OpenAI, lines: list[str]) -> Any:
+def submit(client: "openai.OpenAI", lines: list[str]) -> Any:
     file = client.files.create(file=("in.jsonl", "\n".join(lines).encode()), purpose="batch")
     return client.batches.create(
         input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h", metadata={"for": "a test"}
     )
 
 
-def ended(client: openai.OpenAI, batch: Any) -> Any:
+def ended(client: "openai.OpenAI", batch: Any) -> Any:
     end_s = time.monotonic() + 180
     while batch.status not in ("completed", "failed", "expired", "cancelled"):
         assert time.monotonic() < end_s, batch
@@ -34,7 +34,7 @@ def ended(client: openai.OpenAI, batch: Any) -> Any:
     return batch
 
 
-def results(client: openai.OpenAI, file_id: str | None) -> dict[str, dict[str, Any]]:
+def results(client: "openai.OpenAI", file_id: str | None) -> dict[str, dict[str, Any]]:
     assert file_id is not None
     lines = [json.loads(text) for text in client.files.content(file_id).text.splitlines()]
     assert len({item["custom_id"] for item in lines}) == len(lines)

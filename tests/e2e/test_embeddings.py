@@ -12,11 +12,10 @@ import httpx
 import numpy as np
 import pytest
 import torch
-import transformers
-from openai import OpenAI
 
 from tests.conftest import pulled
 from tests.e2e.test_examples import ROOT, run
+from tests.lazy_modules import openai, transformers
 
 pytestmark = pytest.mark.slow
 MODEL = "@cf/sentence-transformers/all-minilm-l6-v2"
@@ -48,7 +47,7 @@ def both(smollm2: Path, minilm: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def test_vectors_equal_those_of_transformers(both: str, minilm: Path) -> None:
-    client = OpenAI(base_url=f"{both}/v1", api_key="none")
+    client = openai.OpenAI(base_url=f"{both}/v1", api_key="none")
     found = client.embeddings.create(model="minilm", input=TEXTS)  # asked for in base64
     tokenizer = transformers.AutoTokenizer.from_pretrained(minilm)
     model = transformers.AutoModel.from_pretrained(minilm).eval()

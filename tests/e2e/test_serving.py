@@ -6,7 +6,7 @@ import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-import openai
+from tests.lazy_modules import openai
 
 MODEL = "smollm2"
 

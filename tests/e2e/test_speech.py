@@ -13,9 +13,10 @@ import pytest
 from emberline.catalog import wheels
 from emberline.catalog.model_card import Wheel, WheelPart, WheelSource
 from tests.conftest import pulled
+from tests.lazy_modules import skip_without
 
 pytestmark = pytest.mark.slow
-pytest.importorskip("faster_whisper")
+skip_without("faster_whisper")
 
 MODEL = "@cf/openai/whisper-tiny-en"
 RECORDING = WheelSource(  # ten seconds, from Beckett's Worstward Ho

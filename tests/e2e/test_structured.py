@@ -6,12 +6,11 @@ import random
 from typing import Any
 from urllib.parse import urlsplit
 
-import anthropic
-import openai
 import pytest
 
 from benchmarks import validity
 from tests.examples import n_examples
+from tests.lazy_modules import anthropic, openai
 
 MODEL = "@cf/huggingfacetb/smollm2-135m-instruct"
 LEAST_CACHED = 0.9  # of every turn's prompt but the first
@@ -57,11 +56,11 @@ def check_call(name: str, arguments: str) -> None:
 
 
 @pytest.fixture
-def oai(server: str) -> openai.OpenAI:
+def oai(server: str) -> "openai.OpenAI":
     return openai.OpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0)
 
 
-def test_five_calls_through_openai(oai: openai.OpenAI) -> None:
+def test_five_calls_through_openai(oai: "openai.OpenAI") -> None:
     tool: Any = {"type": "function", "function": {"name": "look_up", "parameters": PARAMETERS, "strict": True}}
     messages: list[Any] = [
         {"role": "system", "content": SYSTEM},

@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.lazy_modules import transformers
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 160,
@@ -81,9 +82,9 @@ MODELS: dict[str, dict[str, Any]] = {
 def small_model(kind: str, std: float = 0.15, **changes: object) -> Any:
     """A model of transformers in float32, its norms and biases random too: by default they would hide mistakes."""
     torch.manual_seed(5)
-    config = AutoConfig.for_model(kind, **(_SIZES | MODELS[kind] | changes))
+    config = transformers.AutoConfig.for_model(kind, **(_SIZES | MODELS[kind] | changes))
     config._attn_implementation = "eager"
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if "inv_freq" in name:
             continue

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 
 from emberline.kernels.cpu.native_backend import NativeBackend
 from emberline.kernels.reference import TorchBackend
 from emberline.models.decoder import Decoder
 from emberline.models.registry import ARCHITECTURES
 from emberline.weights.checkpoint import open_checkpoint
+from tests.lazy_modules import transformers
 from tests.models.step_inputs import all_logits
 
 SMALL = dict(

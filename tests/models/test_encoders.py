@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 
 from emberline.models.bert import Bert
 from emberline.models.encoder import PackedTexts, pool
@@ -15,6 +14,7 @@ from emberline.models.registry import load_encoder
 from emberline.weights.checkpoint import open_checkpoint
 from emberline.weights.model_config import BadCheckpoint
 from emberline.weights.task_config import task_of
+from tests.lazy_modules import transformers
 
 SMALL = dict(
     vocab_size=203,

@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from emberline.kernels.reference import TorchBackend
 from emberline.models.decoder import Decoder
 from emberline.models.registry import ARCHITECTURES
 from emberline.weights.checkpoint import open_checkpoint
 from emberline.weights.model_config import BadCheckpoint
+from tests.lazy_modules import transformers
 from tests.models.small_moe_models import save_small_model
 from tests.models.step_inputs import all_logits
 from tests.weights.quantized_folder import SCHEMES, quantize, quantize_mxfp4
@@ -53,7 +53,9 @@ class Quantizer:
         save_file({key: tensor.contiguous() for key, tensor in self.dense.items()}, self.plain / FILE, {"format": "pt"})
 
     def check(self) -> None:
-        theirs = AutoModelForCausalLM.from_pretrained(self.plain, dtype=torch.float32, attn_implementation="eager")
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(
+            self.plain, dtype=torch.float32, attn_implementation="eager"
+        )
         checkpoint = open_checkpoint(self.folder)
         ours = Decoder(checkpoint, TorchBackend(), ARCHITECTURES[checkpoint.config.architecture])
         with torch.no_grad():

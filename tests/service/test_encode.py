@@ -13,7 +13,6 @@ import httpx
 import numpy as np
 import pytest
 import torch
-import transformers
 
 from emberline.accounts.auth import Authenticator
 from emberline.accounts.secret import Secret
@@ -28,6 +27,7 @@ from emberline.service.core import LocalCore
 from emberline.text.text_encoder import TextEncoder
 from emberline.weights.task_config import task_of
 from tests.encoders import MAX_LEN, VOCABULARY, EncoderThread, tiny_bert
+from tests.lazy_modules import transformers
 from tests.service.conftest import PATIENCE_S
 from tests.service.test_service import row_of, rows
 

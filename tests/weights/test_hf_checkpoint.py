@@ -11,12 +11,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from emberline.weights.checkpoint import open_checkpoint
 from emberline.weights.hf_config import read_config
 from emberline.weights.model_config import BadCheckpoint
 from tests.examples import n_examples
+from tests.lazy_modules import transformers
 
 SIZES = {
     "vocab_size": 64,
@@ -40,8 +40,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def save(folder: Path, family: str, shard: str = "1GB", dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """A small random model of that family; returns its tensors."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **(SIZES | FAMILIES[family]))
-    model = AutoModelForCausalLM.from_config(config).to(dtype)
+    config = transformers.AutoConfig.for_model(family, **(SIZES | FAMILIES[family]))
+    model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
     model.save_pretrained(folder, max_shard_size=shard)

@@ -4,10 +4,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from emberline.weights.model_config import BadCheckpoint, Fields, rope_frequencies, rope_from_gguf, rope_from_hf
+from tests.lazy_modules import transformers
 
 SCALINGS: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 8.0},
@@ -68,13 +67,13 @@ SCALINGS: dict[str, dict[str, Any]] = {
 def test_divisors_match_transformers(name: str, theta: float, dim: int) -> None:
     scaling = SCALINGS[name]
     kind = str(scaling.get("rope_type", scaling.get("type")))
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         hidden_size=dim,
         num_attention_heads=1,
         max_position_embeddings=131_072,
         rope_parameters=scaling | {"rope_theta": theta, "rope_type": kind},
     )
-    inverse, factor = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
+    inverse, factor = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[kind](config, "cpu")
     divisors, scale = rope_from_hf(Fields(scaling, "rope"), theta, dim, 131_072)
     assert divisors is not None
     np.testing.assert_allclose(rope_frequencies(theta, dim) / np.array(divisors), inverse.numpy(), rtol=2e-6)

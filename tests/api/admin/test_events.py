@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import cloudflare
 import httpx
 import pytest
 from standardwebhooks import Webhook
@@ -21,6 +20,7 @@ from emberline.store import Database, open_store
 from tests.api.fake_service import MODEL, FakeService, Wire
 from tests.jobs.webhooks.helpers import SECRET, emit_event, webhook_service
 from tests.jobs.webhooks.receiver import receiving
+from tests.lazy_modules import cloudflare
 
 SUBSCRIPTIONS = "/client/v4/accounts/acme/event_subscriptions/subscriptions"
 ACME = "/client/v4/accounts/acme/ai/v1"

@@ -5,17 +5,13 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-import anthropic
-import cloudflare
-import openai
 import pytest
-from openai.types import Batch, FileObject
-from openai.types.responses import Response
 
 from tests.api.batch_fixtures import SelfMade, jsonl
 from tests.api.fake_service import KEY, MODEL, FakeService, agent, hello
 from tests.api.loopback import Loopback, on_loopback
 from tests.api.openai.test_batches import CHAT, chat
+from tests.lazy_modules import anthropic, cloudflare, openai
 
 T = TypeVar("T")
 _service = FakeService()
@@ -43,13 +39,13 @@ def service(app: SelfMade) -> Iterator[FakeService]:
 
 
 @pytest.fixture(params=["/v1", f"{CF}/v1"])
-def client(server: Loopback, request: pytest.FixtureRequest) -> Iterator[openai.OpenAI]:
+def client(server: Loopback, request: pytest.FixtureRequest) -> Iterator["openai.OpenAI"]:
     with openai.OpenAI(base_url=server.url + request.param, api_key=KEY, max_retries=0) as client:
         yield client
 
 
 @pytest.fixture(params=["", CF])
-def claude(server: Loopback, request: pytest.FixtureRequest) -> Iterator[anthropic.Anthropic]:
+def claude(server: Loopback, request: pytest.FixtureRequest) -> Iterator["anthropic.Anthropic"]:
     with anthropic.Anthropic(base_url=server.url + request.param, api_key=KEY, max_retries=0) as client:
         yield client
 
@@ -66,20 +62,20 @@ def strict(kind: Any, found: Any) -> None:
     kind.model_validate(found.model_dump(by_alias=True, warnings=False), strict=True)
 
 
-def test_openai_batches(client: openai.OpenAI, service: FakeService) -> None:
+def test_openai_batches(client: "openai.OpenAI", service: FakeService) -> None:
     lines = [chat("a"), chat("b", model="nobody"), chat("c")]
     file = client.files.create(file=("in.jsonl", jsonl(lines)), purpose="batch")
-    strict(FileObject, file)
+    strict(openai.types.FileObject, file)
     assert client.files.retrieve(file.id) == file
     assert file.id in [found.id for found in client.files.list(purpose="batch")]
     made = client.batches.create(
         input_file_id=file.id, endpoint=CHAT, completion_window="24h", metadata={"for": "tests"}
     )
-    strict(Batch, made)
+    strict(openai.types.Batch, made)
     batch = wait(lambda: client.batches.retrieve(made.id), lambda batch: batch.completed_at is not None)
-    strict(Batch, batch)
+    strict(openai.types.Batch, batch)
     assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("completed", 2, 1)
-    strict(FileObject, client.files.retrieve(batch.output_file_id))
+    strict(openai.types.FileObject, client.files.retrieve(batch.output_file_id))
     output = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
     assert [line["custom_id"] for line in output] == ["a", "c"]
     completion = openai.types.chat.ChatCompletion.model_validate(output[0]["response"]["body"])
@@ -91,7 +87,7 @@ def test_openai_batches(client: openai.OpenAI, service: FakeService) -> None:
         client.files.retrieve(file.id)
 
 
-def test_openai_lists_and_cancels(client: openai.OpenAI, app: SelfMade, service: FakeService) -> None:
+def test_openai_lists_and_cancels(client: "openai.OpenAI", app: SelfMade, service: FakeService) -> None:
     app.runs = False
     file = client.files.create(file=("in.jsonl", jsonl([chat("a")])), purpose="batch")
     made = [client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h").id for _ in range(3)]
@@ -100,7 +96,7 @@ def test_openai_lists_and_cancels(client: openai.OpenAI, app: SelfMade, service:
     for batch_id in made:
         client.batches.cancel(batch_id)
         ended = wait(lambda batch_id=batch_id: client.batches.retrieve(batch_id), lambda batch: batch.cancelled_at)
-        strict(Batch, ended)
+        strict(openai.types.Batch, ended)
         assert ended.status == "cancelled"
     with pytest.raises(openai.NotFoundError):
         client.batches.retrieve("batch_0")
@@ -108,15 +104,15 @@ def test_openai_lists_and_cancels(client: openai.OpenAI, app: SelfMade, service:
         client.batches.create(input_file_id=file.id, endpoint="/v1/moderations", completion_window="24h")
 
 
-def test_openai_background(client: openai.OpenAI, app: SelfMade, service: FakeService) -> None:
+def test_openai_background(client: "openai.OpenAI", app: SelfMade, service: FakeService) -> None:
     app.runs = False
     service.script = agent
     made = client.responses.create(model=MODEL, input="Hi", background=True)
-    strict(Response, made)
+    strict(openai.types.responses.Response, made)
     assert (made.status, made.background) == ("queued", True)
     app.runs = True
     done = wait(lambda: client.responses.retrieve(made.id), lambda response: response.status == "completed")
-    strict(Response, done)
+    strict(openai.types.responses.Response, done)
     assert done.output_text == "Let me look."
     events = list(client.responses.retrieve(made.id, stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))
@@ -130,7 +126,7 @@ def test_openai_background(client: openai.OpenAI, app: SelfMade, service: FakeSe
         client.responses.retrieve(made.id)
 
 
-def test_openai_streams_and_cancels_in_background(client: openai.OpenAI, app: SelfMade, service: FakeService) -> None:
+def test_openai_streams_and_cancels_in_background(client: "openai.OpenAI", app: SelfMade, service: FakeService) -> None:
     stream = client.responses.create(model=MODEL, input="Hi", background=True, stream=True)
     events = list(stream)
     assert [event.type for event in events][:3] == ["response.created", "response.queued", "response.in_progress"]
@@ -138,19 +134,19 @@ def test_openai_streams_and_cancels_in_background(client: openai.OpenAI, app: Se
     app.runs = False
     made = client.responses.create(model=MODEL, input="Hi", background=True)
     cancelled = client.responses.cancel(made.id)
-    strict(Response, cancelled)
+    strict(openai.types.responses.Response, cancelled)
     assert cancelled.status == "cancelled"
     assert client.responses.retrieve(made.id).status == "cancelled"
 
 
-def test_openai_flex(client: openai.OpenAI, service: FakeService) -> None:
+def test_openai_flex(client: "openai.OpenAI", service: FakeService) -> None:
     messages: Any = [{"role": "user", "content": "Hi"}]
     answer = client.chat.completions.create(model=MODEL, messages=messages, service_tier="flex")
     assert answer.service_tier == "flex"
     assert service.requests[-1].reject_if_busy
 
 
-def test_anthropic_batches(claude: anthropic.Anthropic, app: SelfMade, service: FakeService) -> None:
+def test_anthropic_batches(claude: "anthropic.Anthropic", app: SelfMade, service: FakeService) -> None:
     params: Any = {"model": MODEL, "max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}]}
     requests: Any = [{"custom_id": "a", "params": params}, {"custom_id": "b", "params": params | {"model": "nobody"}}]
     made = claude.messages.batches.create(requests=requests)

@@ -4,9 +4,7 @@ import time
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 
-import anthropic
 import httpx
-import openai
 import pytest
 
 from emberline.api.http.errors import Dialect, error_headers
@@ -16,6 +14,7 @@ from emberline.protocol.events import TextEvent
 from emberline.protocol.rate_limits import LimitState, RateLimits
 from emberline.protocol.request import GenerateRequest
 from tests.api.fake_service import MODEL, FakeService
+from tests.lazy_modules import anthropic, openai
 
 LIMITS = RateLimits(LimitState(60, 59, 1.0), LimitState(10_000, 9_400, 3.6))
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}

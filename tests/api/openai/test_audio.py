@@ -1,11 +1,11 @@
 """Transcriptions as the OpenAI API has them."""
 
 import httpx
-import openai
 import pytest
 
 from emberline.api.openai import audio
 from tests.api.fake_service import SPEECH, FakeService, client_of
+from tests.lazy_modules import openai
 
 URL = "/v1/audio/transcriptions"
 FILE = {"file": ("a.wav", b"RIFF....", "audio/wav")}

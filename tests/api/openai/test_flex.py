@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from tests.api.server_process import Running, make_home, serving
+from tests.lazy_modules import openai
 
 PLACES = 2
 SLOW = 200  # tokens, of 10 ms each

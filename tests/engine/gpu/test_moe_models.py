@@ -6,8 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
 from emberline.engine.scheduler.limits import Limits
 from emberline.engine.scheduler.scheduler import Scheduler
 from emberline.engine.step_loop import StepLoop
@@ -16,8 +14,10 @@ from emberline.models.registry import load_model
 from emberline.weights.checkpoint import open_checkpoint
 from tests.engine.fakes import request
 from tests.engine.gpu.test_large_models import run
+from tests.lazy_modules import skip_without
 from tests.models.small_moe_models import MODELS, save_small_model
 
+skip_without("transformers")
 pytestmark = pytest.mark.gpu
 
 SIZES = {"vocab_size": 512, "hidden_size": 256, "num_attention_heads": 8, "max_position_embeddings": 2048}

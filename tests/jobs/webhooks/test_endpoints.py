@@ -3,7 +3,6 @@
 import json
 import time
 
-import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +11,7 @@ from standardwebhooks import Webhook, WebhookVerificationError
 from emberline.jobs.webhooks.endpoints import encode_secret, signature_headers, signing_key
 from emberline.jobs.webhooks.events import Event, webhook_body
 from tests.jobs.webhooks.helpers import SECRET
+from tests.lazy_modules import openai
 
 OLD, NEW = signing_key(SECRET, "we_1", 1), signing_key(SECRET, "we_1", 2)
 

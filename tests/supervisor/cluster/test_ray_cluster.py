@@ -19,8 +19,9 @@ from emberline.supervisor.cluster.ray_launcher import PlacedReplica, RayLauncher
 from emberline.supervisor.cluster.ray_node import RayNodes, end_all, session_processes
 from emberline.supervisor.cluster.ray_probe import check_guarded
 from emberline.supervisor.cluster.ray_settings import NodeCredential, NodeSettings, tls_context, write_credential
+from tests.lazy_modules import skip_without
 
-pytest.importorskip("ray")
+skip_without("ray")
 pytestmark = pytest.mark.slow
 
 ADDRESS = "127.0.0.2"  # Ray replaces 127.0.0.1 by another address of the machine

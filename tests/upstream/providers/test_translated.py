@@ -5,13 +5,12 @@ import json
 from itertools import pairwise
 from typing import Any
 
-import anthropic
-import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from emberline.upstream.providers.chat_form import EventParser
+from tests.lazy_modules import anthropic, openai
 from tests.upstream.providers.conftest import Gateway, Opener, StartProvider, configured, events, said
 
 KINDS = ("anthropic", "gemini")
@@ -27,7 +26,7 @@ def model(kind: str) -> str:
     return {"anthropic": "anthropic/claude-opus-5", "gemini": "gemini/gemini-3-pro"}[kind]
 
 
-def client(made: Gateway) -> openai.AsyncOpenAI:
+def client(made: Gateway) -> "openai.AsyncOpenAI":
     return openai.AsyncOpenAI(base_url="http://127.0.0.1:8686/v1", api_key="x", http_client=made.client)  # type: ignore[arg-type]
 
 

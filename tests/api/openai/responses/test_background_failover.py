@@ -4,10 +4,10 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
 from tests.api.server_process import Running, make_home, serving
+from tests.lazy_modules import openai
 
 N_TOKENS = 240
 N_SEEN = (8, 4)  # events before each death; a third one would make it a dead letter
@@ -21,7 +21,7 @@ def home(smollm2: Path, tmp_path: Path) -> Path:
     return make_home(smollm2, tmp_path)
 
 
-def client_of(server: Running) -> openai.OpenAI:
+def client_of(server: Running) -> "openai.OpenAI":
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
 
 

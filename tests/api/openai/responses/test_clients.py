@@ -5,9 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-import openai
 import pytest
-from openai.types.responses import Response
 from pydantic import BaseModel
 
 from emberline.protocol.answer import StoredResponse
@@ -19,6 +17,7 @@ from emberline.store import SqliteStore
 from tests.api.fake_service import KEY, MODEL, USAGE, FakeService, app_of, hello
 from tests.api.loopback import Loopback, on_loopback
 from tests.api.openai.responses.test_endpoints import WEATHER, calling, saying
+from tests.lazy_modules import openai
 
 
 class InServersLoop:
@@ -61,7 +60,7 @@ def service() -> FakeService:
 
 
 @pytest.fixture(params=["/v1", "/client/v4/accounts/acme/ai/v1"])
-def client(server: Loopback, request: pytest.FixtureRequest) -> Iterator[openai.OpenAI]:
+def client(server: Loopback, request: pytest.FixtureRequest) -> Iterator["openai.OpenAI"]:
     with openai.OpenAI(base_url=server.url + request.param, api_key=KEY, max_retries=0) as client:
         yield client
 
@@ -76,7 +75,7 @@ def agent(request: GenerateRequest) -> Any:
     return saying(ReasoningDelta(0, f"Next is {city}."), *call, finish="tool_calls")(request)
 
 
-def results(response: Response) -> list[dict[str, Any]]:
+def results(response: "openai.types.responses.Response") -> list[dict[str, Any]]:
     return [
         {
             "type": "function_call_output",
@@ -88,12 +87,12 @@ def results(response: Response) -> list[dict[str, Any]]:
     ]
 
 
-def strict(response: Response) -> None:
+def strict(response: "openai.types.responses.Response") -> None:
     """Every required field is present and has its type, which the client itself does not check."""
-    Response.model_validate(response.model_dump(by_alias=True, warnings=False), strict=True)
+    openai.types.responses.Response.model_validate(response.model_dump(by_alias=True, warnings=False), strict=True)
 
 
-def test_create_retrieve_delete(client: openai.OpenAI, service: FakeService) -> None:
+def test_create_retrieve_delete(client: "openai.OpenAI", service: FakeService) -> None:
     made = client.responses.create(model=MODEL, input="Hi", metadata={"k": "v"}, tools=[WEATHER])
     strict(made)
     assert made.output_text == "Hello!"
@@ -111,7 +110,7 @@ def test_create_retrieve_delete(client: openai.OpenAI, service: FakeService) -> 
     assert refused.value.param == "previous_response_id"
 
 
-def test_stream(client: openai.OpenAI, service: FakeService) -> None:
+def test_stream(client: "openai.OpenAI", service: FakeService) -> None:
     service.script = saying(ReasoningDelta(0, "Hm."), TextDelta(0, "Hel"), TextDelta(0, "lo"))
     events = list(client.responses.create(model=MODEL, input="Hi", stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))
@@ -129,7 +128,7 @@ def test_stream(client: openai.OpenAI, service: FakeService) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("way", ["by id", "stateless"])
-def test_a_loop_of_tools(client: openai.OpenAI, service: FakeService, way: str, stream: bool) -> None:
+def test_a_loop_of_tools(client: "openai.OpenAI", service: FakeService, way: str, stream: bool) -> None:
     service.script = agent
     history: list[Any] = [{"role": "user", "content": "Weather?"}]
     options: dict[str, Any] = {"model": MODEL, "tools": [WEATHER], "instructions": "Be brief."}
@@ -166,7 +165,7 @@ class Person(BaseModel):
     kind: Literal["cat", "dog"]
 
 
-def test_parse(client: openai.OpenAI, service: FakeService) -> None:
+def test_parse(client: "openai.OpenAI", service: FakeService) -> None:
     service.script = saying(TextDelta(0, '{"name":"Tom",'), TextDelta(0, '"kind":"cat"}'))
     response = client.responses.parse(model=MODEL, input="Who?", text_format=Person)
     assert response.output_parsed == Person(name="Tom", kind="cat")
@@ -177,7 +176,7 @@ def test_parse(client: openai.OpenAI, service: FakeService) -> None:
         assert stream.get_final_response().output_parsed == Person(name="Tom", kind="cat")
 
 
-def test_parsed_tools(client: openai.OpenAI, service: FakeService) -> None:
+def test_parsed_tools(client: "openai.OpenAI", service: FakeService) -> None:
     service.script = saying(*calling("Person", '{"name":"Tom","kind":"cat"}'), finish="tool_calls")
     tool = openai.pydantic_function_tool(Person)["function"]
     tools = [{"type": "function", **tool}]
@@ -185,18 +184,18 @@ def test_parsed_tools(client: openai.OpenAI, service: FakeService) -> None:
     assert response.output[0].parsed_arguments == {"name": "Tom", "kind": "cat"}
 
 
-def test_count(client: openai.OpenAI, service: FakeService) -> None:
+def test_count(client: "openai.OpenAI", service: FakeService) -> None:
     assert client.responses.input_tokens.count(model=MODEL, input="one two").input_tokens == 2
 
 
-def test_paging(client: openai.OpenAI, service: FakeService) -> None:
+def test_paging(client: "openai.OpenAI", service: FakeService) -> None:
     given = [{"role": "user", "content": str(number)} for number in range(7)]
     made = client.responses.create(model=MODEL, input=given)
     pages = client.responses.input_items.list(made.id, order="asc", limit=3)
     assert [item.content[0].text for item in pages] == [str(number) for number in range(7)]
 
 
-def test_errors(client: openai.OpenAI, service: FakeService) -> None:
+def test_errors(client: "openai.OpenAI", service: FakeService) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         client.responses.create(model=MODEL, input="Hi", background=True, store=False)
     assert refused.value.param == "store"
