@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from enum import IntEnum
+from hashlib import blake2b
 from typing import Any, Literal
 
 import msgspec
@@ -10,6 +11,8 @@ from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.encoding import EncodeParams, Pooling
 from emberline.protocol.errors import Forbidden
 from emberline.protocol.speech import TranscribeParams
+
+_MAX_SESSION_CHARS = 256
 
 MessageRole = Literal["system", "developer", "user", "assistant", "tool"]
 
@@ -276,6 +279,14 @@ def _matches(model: str, patterns: tuple[str, ...]) -> bool:
     return False
 
 
+def session_name(*names: str | None) -> str | None:
+    """The first session id that the client sent, by precedence. Returns a digest of a long one."""
+    name = next((name for name in names if name), None)
+    if name and len(name) > _MAX_SESSION_CHARS:
+        return blake2b(name.encode(), digest_size=16).hexdigest()
+    return name
+
+
 def alias_caller(principal: Principal, session: str | None, request_id: str) -> str:
-    """For whom an alias with several targets is resolved: the session, or the request where there is none."""
+    """The key that selects a target of an alias: the session, or the request if it has no session."""
     return f"{principal.account}/{session}" if session else request_id

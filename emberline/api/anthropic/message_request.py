@@ -15,13 +15,21 @@ from emberline.api.common.sampling_fields import (
     TokenCount,
     clamp_top_p,
     left_to_model,
-    session_name,
 )
 from emberline.api.common.tools import DeclaredFunction, ToolName, Toolset, declare
 from emberline.api.common.unsupported_fields import NoSamplingFields, refuse_unsupported
 from emberline.api.http.errors import FieldNames
 from emberline.protocol.errors import BadInput, Unsupported
-from emberline.protocol.request import GenerateRequest, Message, OutputFormat, Reasoning, SamplingParams, Tool, ToolCall
+from emberline.protocol.request import (
+    GenerateRequest,
+    Message,
+    OutputFormat,
+    Reasoning,
+    SamplingParams,
+    Tool,
+    ToolCall,
+    session_name,
+)
 from emberline.service.validation import MAX_TOKENS, MAX_TOOLS
 
 

@@ -20,13 +20,14 @@ SIGNATURE = "ZW1iZXJsaW5l"
 
 Json = dict[str, Any]
 
+_SESSION_FIELDS = ("user_id",)  # of `metadata`
 _messages_decoder = msgspec.json.Decoder(MessagesRequest)
 _count_decoder = msgspec.json.Decoder(CountRequest)
 
 
 async def messages(call: Call) -> Reply | None:
-    raw = await read_model_body(call)
-    if (card := anthropic_card(call, raw)) is not None:
+    raw = await read_model_body(call, _SESSION_FIELDS)
+    if (card := anthropic_card(call)) is not None:
         return await forward_message(call, card, raw, _headers(call))
     body = decode(raw, _messages_decoder)
     request, call.field_names = body.to_request(call.id, call.session)
@@ -40,8 +41,8 @@ async def messages(call: Call) -> Reply | None:
 
 
 async def count_tokens(call: Call) -> Reply:
-    body = decode(await read_model_body(call), _count_decoder)
-    request, call.field_names = body.to_request(call.id)
+    body = decode(await read_model_body(call, _SESSION_FIELDS), _count_decoder)
+    request, call.field_names = body.to_request(call.id, call.session)
     n_tokens = await call.service.count_tokens(request, call.principal)
     return json_reply({"input_tokens": n_tokens}, headers=_headers(call))
 

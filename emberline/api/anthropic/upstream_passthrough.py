@@ -7,8 +7,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Raw
 
-from emberline.api.common.sampling_fields import session_name
-from emberline.api.http.body import decode, named_model_and_sessions
+from emberline.api.http.body import decode
 from emberline.api.http.call import EVENT_STREAM, Call, Reply, while_connected
 from emberline.api.http.errors import HeaderList, error_body
 from emberline.api.http.relay import relay_body, relay_chunks, relay_stream
@@ -38,14 +37,15 @@ _body = msgspec.json.Decoder(_Body)
 _fields = msgspec.json.Decoder(dict[str, Raw])
 
 
-def anthropic_card(call: Call, raw: bytes) -> ModelCard | None:
-    """The card of the model that the body names, if it is Anthropic's API that serves it, and no rule of a gateway
-    has to read what is sent."""
-    name, sessions = named_model_and_sessions(raw)
-    if name is None or call.gateway is not None:
+def anthropic_card(call: Call) -> ModelCard | None:
+    """The card of the model that the body names, if Anthropic's API serves the model.
+
+    Returns None if another API serves it, or if a rule of a gateway has to read what is sent.
+    """
+    if call.named_model is None or call.gateway is not None:
         return None
-    session = session_name(call.session, *sessions)
-    card = call.service.upstream_card(name, alias_caller(call.principal, session, call.id))
+    caller = alias_caller(call.principal, call.session, call.id)
+    card = call.service.upstream_card(call.named_model, caller)
     if card is None:
         return None
     upstream = call.service.upstream

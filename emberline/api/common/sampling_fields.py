@@ -3,7 +3,6 @@
 `service.validation` holds the bounds of the canonical request; an API may only narrow them.
 """
 
-from hashlib import blake2b
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -26,7 +25,6 @@ from emberline.service.validation import (
 
 MAX_STOP_IDS = 64
 MIN_TOP_P = 1e-6  # clients send 0 for greedy sampling
-_MAX_SESSION_CHARS = 256
 
 Temperature = Annotated[float, Meta(ge=0, le=2)]  # the OpenAI API's range; the Workers AI API takes more
 Probability = Annotated[float, Meta(ge=0, le=1)]
@@ -155,11 +153,3 @@ def cache_ttl_s(retention: str | None) -> int:
 
 def clamp_top_p(top_p: float | None) -> float:
     return 1.0 if top_p is None else max(top_p, MIN_TOP_P)
-
-
-def session_name(header: str | None, *from_body: str | None) -> str | None:
-    """The client's session id: the header's, else the first that the body has. A long one is hashed."""
-    name = header or next((name for name in from_body if name), None)
-    if name and len(name) > _MAX_SESSION_CHARS:
-        return blake2b(name.encode(), digest_size=16).hexdigest()
-    return name

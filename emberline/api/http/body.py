@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -11,6 +11,7 @@ from emberline.api.http.call import Call, ClientDisconnected, LargeRequest
 from emberline.api.http.decode_errors import explain
 from emberline.api.http.errors import NoBody
 from emberline.protocol.errors import BadInput, DeadlineExceeded, TooLarge, Unavailable
+from emberline.protocol.request import session_name
 
 T = TypeVar("T")
 
@@ -138,38 +139,59 @@ def n_separators(body: bytes) -> int:
     return len(body) - len(body.translate(None, b",[{"))  # unlike bytes.count, as fast where there are many
 
 
-class _ModelField(msgspec.Struct):
-    """The fields of any body that tell which model it is for."""
+class _Metadata(msgspec.Struct):
+    user_id: str = ""
+
+
+class _ModelFields(msgspec.Struct):
+    """The fields of any body that select its model: an alias has the same target in all requests of a session."""
 
     model: Any = None
     prompt_cache_key: Any = None
+    safety_identifier: Any = None
     user: Any = None
+    metadata: msgspec.Raw = msgspec.Raw(b"{}")
+
+    @property
+    def user_id(self) -> str:
+        """`metadata.user_id`, as Anthropic's API has it; empty if it has none."""
+        try:
+            return _metadata_decoder.decode(self.metadata).user_id
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return ""
 
 
-_model_decoder = msgspec.json.Decoder(_ModelField)
+_metadata_decoder = msgspec.json.Decoder(_Metadata)
+_model_decoder = msgspec.json.Decoder(_ModelFields)
 
 
 def named_model(body: bytes) -> str | None:
     """The model that a body names. What is wrong with a body without one is reported where it is decoded in full."""
-    return named_model_and_sessions(body)[0]
+    return _text(_model_fields(body).model)
 
 
-def named_model_and_sessions(body: bytes) -> tuple[str | None, list[str]]:
-    """The model that a body names, and its ids of the session, the preferred one first."""
+def _model_fields(body: bytes) -> _ModelFields:
     try:
-        found = _model_decoder.decode(body)
+        return _model_decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None, []
-    sessions = [name for name in (found.prompt_cache_key, found.user) if isinstance(name, str)]
-    return found.model if isinstance(found.model, str) else None, sessions
+        return _ModelFields()
 
 
-async def read_model_body(call: Call) -> bytes:
-    """A JSON body, not yet decoded. An unknown model is refused here, before anything else in the body."""
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+async def read_model_body(call: Call, session_fields: Sequence[str] = ("prompt_cache_key", "user")) -> bytes:
+    """Read a JSON body without decoding it. Sets the call's model and session; refuses an unknown model.
+
+    `session_fields` are the body's names of its session, by precedence.
+    """
     body = await read_body(call)
-    call.named = name, _ = named_model_and_sessions(body)
-    if name is not None:
-        call.check_model(name)
+    found = _model_fields(body)
+    call.named_model = _text(found.model)
+    call.body_session = session_name(*(_text(getattr(found, field)) for field in session_fields))
+    if call.named_model is not None:
+        call.check_model(call.named_model)
     return body
 
 

@@ -20,7 +20,7 @@ from emberline.protocol.events import Completed, Cost, TextEvent, Usage
 from emberline.protocol.gateway import GatewayOptions
 from emberline.protocol.media import Media, MediaRequest
 from emberline.protocol.rate_limits import RateLimits
-from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal, SpeechRequest
+from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal, SpeechRequest, session_name
 from emberline.protocol.speech import Transcript
 from emberline.service.gateway.call import GatewayCall, open_call
 from emberline.service.request_context import AttemptContext
@@ -250,7 +250,8 @@ class Call:
         self._reads_gateway = True  # whether a header asks for a gateway is not known yet
         self.gateway_name = ""  # of the path; empty: it names none
         self.body: bytes | None = None  # of the request, where it was read and perhaps rewritten
-        self.named: tuple[str | None, list[str]] | None = None  # the model that the body names, and sessions
+        self.named_model: str | None = None  # the model that the body names
+        self.body_session: str | None = None  # the session id that the body has
         self.is_audited = False  # what it does is in the audit log
         self.audit_target = ""  # what an admin's act is done to, for the audit log; empty: `path_param`
         self.relays_large = relays_large  # large requests are for another process: endpoints raise LargeRequest
@@ -377,10 +378,10 @@ class Call:
     def queue(self) -> "Queue":
         return self.batches.queue
 
-    @cached_property
+    @property
     def session(self) -> str | None:
-        """The session id that the client sent in a header."""
-        return next((value for name in _SESSION_HEADERS if (value := self.headers.get(name))), None)
+        """The client's session id: the header's, else the body's. Every look-up of the request's model uses it."""
+        return session_name(*map(self.headers.get, _SESSION_HEADERS), self.body_session)
 
     @property
     def session_final(self) -> bool:

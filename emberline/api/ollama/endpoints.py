@@ -27,6 +27,7 @@ from emberline.api.ollama.request import (
 from emberline.catalog.model_card import TEXT_EMBEDDINGS, TEXT_GENERATION, ModelCard
 from emberline.protocol.answer import Encoded
 from emberline.protocol.errors import BadInput, Forbidden, ModelNotFound
+from emberline.protocol.request import alias_caller
 
 API_VERSION = "0.13.5"  # of Ollama, whose API this is: clients ask before they use newer parts of it
 LATEST = ":latest"  # the tag that Ollama's clients append to a name without one
@@ -101,7 +102,8 @@ async def embeddings(call: Call) -> Reply:
 async def _encode(call: Call, body: OllamaEmbed | OllamaEmbeddings) -> Encoded:
     request, call.field_names = body.to_request(_served_name(call, body.model), call.id)
     if isinstance(body, OllamaEmbeddings) or body.truncate is None:  # as Ollama does; a provider cannot be asked to
-        request = msgspec.structs.replace(request, truncate=call.service.upstream_card(request.model) is None)
+        caller = alias_caller(call.principal, request.session, request.id)
+        request = msgspec.structs.replace(request, truncate=call.service.upstream_card(request.model, caller) is None)
     encoded = await run_encoding(call, request)
     if encoded.pooling is None:
         raise BadInput(f"{body.model} makes no vectors: ask for /v1/rerank or `run`", param="model")

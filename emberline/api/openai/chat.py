@@ -9,7 +9,7 @@ from msgspec import Meta
 from emberline.api.common.answer import logprobs_body, usage_body
 from emberline.api.common.chat_fields import ChatFields
 from emberline.api.common.messages import ChatMessage, canonical_messages
-from emberline.api.common.sampling_fields import SpeculationField, TopLogprobs, session_name
+from emberline.api.common.sampling_fields import SpeculationField, TopLogprobs
 from emberline.api.common.tools import (
     DeclaredFunctions,
     FunctionCallField,
@@ -31,7 +31,7 @@ from emberline.protocol.events import (
     ToolCallStarted,
     Usage,
 )
-from emberline.protocol.request import GenerateRequest
+from emberline.protocol.request import GenerateRequest, session_name
 
 _UNFINISHED = b',"finish_reason":null}]'
 _END = b"}\n\n"

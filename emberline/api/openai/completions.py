@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from emberline.api.common.answer import MIN_LOGPROB, usage_body
 from emberline.api.common.response_format import GenerationFields
-from emberline.api.common.sampling_fields import SpeculationField, TokenId, session_name
+from emberline.api.common.sampling_fields import SpeculationField, TokenId
 from emberline.api.common.unsupported_fields import TrueField, refuse_unsupported, unsupported
 from emberline.api.http.call import Events
 from emberline.api.http.errors import Dialect, FieldNames
@@ -19,7 +19,7 @@ from emberline.protocol import token_ids
 from emberline.protocol.answer import Answer, AnswerChoice
 from emberline.protocol.errors import BadInput
 from emberline.protocol.events import Completed, Cost, DraftUsage, Started, TextEvent, TextLogprob, Usage
-from emberline.protocol.request import GenerateRequest
+from emberline.protocol.request import GenerateRequest, session_name
 
 MAX_PROMPTS = 128
 CONCURRENT_PROMPTS = 8  # requests of one call at once, so that one long list does not fill the admission queue

@@ -6,8 +6,7 @@ import msgspec
 
 from emberline.api.common.answer import collect
 from emberline.api.common.model_list import openai_model
-from emberline.api.common.sampling_fields import session_name
-from emberline.api.http.body import decode, named_model_and_sessions, read_model_body
+from emberline.api.http.body import decode, read_model_body
 from emberline.api.http.call import Call, Reply, json_reply, list_reply
 from emberline.api.http.sse import stream
 from emberline.api.openai.chat import ChatRequest, ChatStream, chat_body
@@ -26,13 +25,13 @@ _completion_decoder = msgspec.json.Decoder(CompletionRequest)
 
 async def chat_completions(call: Call) -> Reply | None:
     raw = await read_model_body(call)
-    if (targets := _upstream_targets(call, raw)) is not None:
+    if (targets := _upstream_targets(call)) is not None:
         return await forward_chat(call, targets, raw)
     try:
         body = decode(raw, _chat_decoder)
         request, call.field_names = body.to_request(call.id, call.session)
     except BadInput:
-        if (targets := _upstream_targets(call, raw, unread=True)) is None:
+        if (targets := _upstream_targets(call, unread=True)) is None:
             raise
         return await forward_chat(call, targets, raw)  # images, say, which only its server can read
     call.wants_cost = call.wants_cost or bool(body.usage and body.usage.include)
@@ -47,7 +46,7 @@ async def chat_completions(call: Call) -> Reply | None:
 
 async def completions(call: Call) -> Reply | None:
     raw = await read_model_body(call)
-    if (targets := _upstream_targets(call, raw)) is not None:
+    if (targets := _upstream_targets(call)) is not None:
         return await forward_completion(call, targets, raw)
     body = decode(raw, _completion_decoder)
     call.wants_cost = call.wants_cost or bool(body.usage and body.usage.include)
@@ -65,14 +64,16 @@ async def completions(call: Call) -> Reply | None:
     return json_reply(completion_body(call.id, body, created, answer), headers=call.id_headers)
 
 
-def _upstream_targets(call: Call, raw: bytes, unread: bool = False) -> ModelCard | Plan | None:
-    """The card of the model that the body names, if upstream servers compute it; through a gateway, the models that it
-    tries, if that is true of all and nothing of the request or its reply has to be read. `unread`: it cannot be read,
-    so it is neither cached nor logged with its content; guardrails still refuse it."""
-    name, sessions = call.named or named_model_and_sessions(raw)
+def _upstream_targets(call: Call, unread: bool = False) -> ModelCard | Plan | None:
+    """The card of the model that the body names, if upstream servers compute the model.
+
+    Through a gateway: the models that it tries, if upstream servers compute all of them and nothing of the request or
+    its reply has to be read. `unread`: the request cannot be read, so it is neither cached nor logged with its content;
+    guardrails still refuse it.
+    """
+    name, session = call.named_model, call.session
     if name is None:
         return None
-    session = session_name(call.session, *sessions)
     gateway = call.gateway
     if gateway is None:
         return call.service.upstream_card(name, alias_caller(call.principal, session, call.id))

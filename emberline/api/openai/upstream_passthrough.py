@@ -19,7 +19,6 @@ from emberline.api.common.sampling_fields import (
     TokenCountOrZero,
     TokenId,
     TopLogprobs,
-    session_name,
 )
 from emberline.api.common.unsupported_fields import UnsupportedField, refuse_unsupported, supported_fields
 from emberline.api.http.body import decode
@@ -254,7 +253,7 @@ def _upstream_request(
         n=(body.n or 1) * body.n_prompts,
         max_tokens=body.max_completion_tokens or body.max_tokens or 0,
         priority=body.priority_class,
-        session=session_name(call.session, body.prompt_cache_key, body.user),
+        session=call.session,
         reject_if_busy=body.reject_if_busy,
         body_bytes=len(raw),
         api="chat" if path == CHAT else "completions",

@@ -7,12 +7,12 @@ from msgspec import Meta
 
 from emberline.api.common.chat_fields import ChatFields
 from emberline.api.common.messages import ChatMessage, canonical_messages
-from emberline.api.common.sampling_fields import SpeculationField, session_name
+from emberline.api.common.sampling_fields import SpeculationField
 from emberline.api.common.unsupported_fields import UnsupportedField, unsupported
 from emberline.api.http.errors import FieldNames
 from emberline.protocol.errors import BadInput
 from emberline.protocol.gateway import GatewayOptions
-from emberline.protocol.request import GenerateRequest, Message
+from emberline.protocol.request import GenerateRequest, Message, session_name
 from emberline.service.validation import MAX_REPETITION_PENALTY, MAX_TEMPERATURE
 
 DEFAULT_TEMPERATURE = 0.6

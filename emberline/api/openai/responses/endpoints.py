@@ -42,6 +42,7 @@ MAX_REFERENCED = 256  # responses whose items one request may refer to
 _RESPONSE_ID = re.compile(r"resp_[0-9a-f]{32}")
 _FIELD_NAMES = {"messages": "input", "max_tokens": "max_output_tokens"}
 
+_SESSION_FIELDS = ("prompt_cache_key", "safety_identifier", "user")
 _decoder = msgspec.json.Decoder(ResponsesRequest)
 
 
@@ -71,7 +72,7 @@ class Turn:
 
 
 async def create(call: Call) -> Reply | None:
-    raw = await read_model_body(call)
+    raw = await read_model_body(call, _SESSION_FIELDS)
     body = decode(raw, _decoder)
     if body.background:
         return await _create_in_background(call, raw, body)
@@ -107,7 +108,7 @@ async def _create_in_background(call: Call, raw: bytes, body: ResponsesRequest) 
 
 
 async def count_tokens(call: Call) -> Reply:
-    turn = await _prepare(call, decode(await read_model_body(call), _decoder))
+    turn = await _prepare(call, decode(await read_model_body(call, _SESSION_FIELDS), _decoder))
     n_tokens = await call.service.count_tokens(turn.request, call.principal)
     return json_reply({"object": "response.input_tokens", "input_tokens": n_tokens})
 

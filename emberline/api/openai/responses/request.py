@@ -19,7 +19,6 @@ from emberline.api.common.sampling_fields import (
     cache_ttl_s,
     clamp_top_p,
     left_to_model,
-    session_name,
 )
 from emberline.api.common.tools import ToolChoiceField
 from emberline.api.common.unsupported_fields import NoSamplingFields, UnsupportedField
@@ -27,7 +26,15 @@ from emberline.api.http.errors import FieldNames
 from emberline.api.openai.responses.items import Item, response_of, to_messages
 from emberline.api.openai.responses.tools import ParsedTools, droppable, parse_tools
 from emberline.protocol.errors import BadInput
-from emberline.protocol.request import GenerateRequest, Message, OutputFormat, Priority, Reasoning, SamplingParams
+from emberline.protocol.request import (
+    GenerateRequest,
+    Message,
+    OutputFormat,
+    Priority,
+    Reasoning,
+    SamplingParams,
+    session_name,
+)
 from emberline.service.validation import MAX_TOOLS
 
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
