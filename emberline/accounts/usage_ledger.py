@@ -18,21 +18,31 @@ from emberline.accounts.usage_row import COLUMNS, UsageRow, insert_usage
 from emberline.protocol.errors import Unavailable
 from emberline.store import Database
 
-STORE_WAIT_S = 2.0  # for the store to take a row before it is spooled
-FORWARD_S = 1.0  # between two attempts to forward spooled rows
-FORWARD_WAIT_S = 30.0  # for the store to take a group of them
-CHECKPOINT_S = 2.0  # between two checkpoints of what running requests have used
 _SELECT = f"SELECT {COLUMNS} FROM usage WHERE id = ?"
 
 log = logging.getLogger("emberline.usage")
 
 
-class UsageLedger:
-    """`start` it to checkpoint and to forward what an earlier process left. Without a journal it has only the store."""
+class UsageTimings(msgspec.Struct, frozen=True, kw_only=True):
+    """Times of a usage ledger, in seconds."""
 
-    def __init__(self, store: Database, journal: UsageJournal | None = None) -> None:
-        self._store = store
+    store_wait_s: float = 2.0  # for the store to take a row before it is spooled
+    forward_s: float = 1.0  # between two attempts to forward spooled rows
+    forward_wait_s: float = 30.0  # for the store to take a group of them
+    checkpoint_s: float = 2.0  # between two checkpoints of what running requests have used
+
+
+DEFAULTS = UsageTimings()
+
+
+class UsageLedger:
+    """Records usage rows. `start` it to checkpoint and to forward what an earlier process left. Without a journal it
+    has only the store."""
+
+    def __init__(self, store: Database, journal: UsageJournal | None = None, timings: UsageTimings = DEFAULTS) -> None:
+        self.store = store
         self._journal = journal
+        self._timings = timings
         self._running: dict[str, UsageRow] = {}  # what running requests had used when last heard of
         self._changed = False  # since the last checkpoint
         self._checkpoints: asyncio.Task[None] | None = None
@@ -86,7 +96,7 @@ class UsageLedger:
         return self._running.get(request_id)
 
     async def find(self, request_id: str) -> UsageRow | None:
-        rows = await self._store.read(_SELECT, (request_id,))
+        rows = await self.store.read(_SELECT, (request_id,))
         if not rows:
             return None
         fields = dict(zip(UsageRow.__struct_fields__, rows[0], strict=True))
@@ -97,19 +107,19 @@ class UsageLedger:
         if is_late:
             await self._insert_late([row])
         else:
-            await self._store.write(*insert_usage(row))
+            await self.store.write(*insert_usage(row))
 
     async def _insert_late(self, rows: Sequence[UsageRow]) -> None:
         """Rows that come some time after their requests have ended, when leases of budgets may be gone."""
         if any(row.lease for row in rows):
-            await self._store.run(partial(insert_rows, rows))
+            await self.store.run(partial(insert_rows, rows))
         else:
-            await self._store.transaction(list(insert_rows(rows)))
+            await self.store.transaction(list(insert_rows(rows)))
 
     async def _write(self, row: UsageRow, is_late: bool) -> bool:
         """False: the store is away or too slow. It may take the row later all the same."""
         try:
-            async with asyncio.timeout(STORE_WAIT_S):
+            async with asyncio.timeout(self._timings.store_wait_s):
                 await self._insert_one(row, is_late)
         except (Unavailable, TimeoutError) as error:
             if not self._away:
@@ -129,7 +139,7 @@ class UsageLedger:
                 try:
                     await self._insert(rows)
                 except (Unavailable, TimeoutError):
-                    await asyncio.sleep(FORWARD_S * random.uniform(0.75, 1.25))
+                    await asyncio.sleep(self._timings.forward_s * random.uniform(0.75, 1.25))
                 else:
                     journal.forwarded(position)
                     self._away = False
@@ -141,7 +151,7 @@ class UsageLedger:
         """Unavailable or TimeoutError: not now. A row that the store refuses for itself is logged and skipped."""
         if not rows:
             return
-        async with asyncio.timeout(FORWARD_WAIT_S):
+        async with asyncio.timeout(self._timings.forward_wait_s):
             try:
                 await self._insert_late(rows)
             except Unavailable:
@@ -162,11 +172,11 @@ class UsageLedger:
             try:
                 return await on_adopted(names)
             except Unavailable:
-                await asyncio.sleep(FORWARD_S * random.uniform(0.75, 1.25))
+                await asyncio.sleep(self._timings.forward_s * random.uniform(0.75, 1.25))
 
     async def _write_checkpoints(self, journal: UsageJournal) -> None:
         while True:
-            await asyncio.sleep(CHECKPOINT_S)
+            await asyncio.sleep(self._timings.checkpoint_s)
             if self._changed:
                 self._changed = False
                 await journal.checkpoint(list(self._running.values()))

@@ -15,7 +15,6 @@ from emberline.protocol.request import Priority
 
 # Progress is measured by tokens, not by answered probes. With work in flight and no progress for so long,
 STALLED_S = 30.0  # a worker without heartbeats is unhealthy: it gets no requests,
-HUNG_S = 300.0  # the connection of such an engine is dropped, and its requests move: one step may take minutes
 ORPHAN_S = 300.0  # and a request that was dispatched counts as load no longer,
 ORPHAN_RUNNING_S = 3600.0  # or after its first token, when nothing but its end is reported any more.
 CACHED_TOKEN_COST = 0.1  # fair-share cost of a cached prompt token; a computed one costs 1

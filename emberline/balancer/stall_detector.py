@@ -5,21 +5,32 @@ off; with heartbeats, a step that takes far longer than predicted hangs. A suspe
 move, and it is trusted again once it has generated a token for a canary request.
 """
 
+import msgspec
+
 from emberline.protocol.frames import Heartbeat
 
-SILENT_S = 5.0  # without a byte
-MIN_STALL_S = 5.0  # of a step without a computed token,
-STALL_STEPS = 20  # or so many times as long as was predicted,
-FIRST_STEP_S = 60.0  # or so long where nothing was measured yet: kernels may be compiled, weights read from the disk
-PREPARE_S = 600.0  # to compile or capture a part of what is prepared ahead of requests
-CHECK_S = 0.5  # between two checks
-MAX_GAP_S = 1.0  # of time that one check counts: if it is we who were stopped, the engine's frames are still unread
+STALL_STEPS = 20  # a step hangs after this many times the predicted time
+
+
+class StallLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Times in seconds after which an engine hangs."""
+
+    silent_s: float = 5.0  # without a byte
+    min_stall_s: float = 5.0  # of a step without a computed token, however short its prediction
+    first_step_s: float = 60.0  # of a step without a prediction: kernels may be compiled, weights read from the disk
+    prepare_s: float = 600.0  # to compile or capture a part of what is prepared ahead of requests
+    check_s: float = 0.5  # between two checks
+    max_gap_s: float = 1.0  # that one check counts: if this process was stopped, the engine's frames are still unread
+
+
+DEFAULTS = StallLimits()
 
 
 class StallDetector:
-    """Of one engine, over all its connections. Its owner calls `check` every CHECK_S."""
+    """Watches one engine over all its connections. Its owner calls `check` every `limits.check_s`."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: StallLimits = DEFAULTS) -> None:
+        self.limits = limits
         self._patience = 1  # doubles each time that a step was given up, until one computes something: no endless loop
         self.connected(0.0)
 
@@ -41,13 +52,14 @@ class StallDetector:
         self._last = heartbeat
 
     def check(self, computed_tokens: int, now_s: float) -> str:
-        """Why the engine hangs; empty while it does not. `computed_tokens`: by its last load report."""
-        elapsed_s = min(now_s - self._checked_s, MAX_GAP_S)
+        """The reason why the engine hangs; empty if it does not. `computed_tokens` is from its last load report."""
+        limits = self.limits
+        elapsed_s = min(now_s - self._checked_s, limits.max_gap_s)
         self._checked_s = now_s
         self._silent_s = 0.0 if self._has_received else self._silent_s + elapsed_s
         self._has_received = False
-        if self._silent_s > SILENT_S:
-            return f"it has sent nothing for {SILENT_S:.0f} s"
+        if self._silent_s > limits.silent_s:
+            return f"it has sent nothing for {limits.silent_s:.0f} s"
         last, computed_tokens = self._last, max(computed_tokens, self._last.computed_tokens)
         if computed_tokens > self._computed_tokens >= 0:
             self._patience = 1
@@ -63,5 +75,7 @@ class StallDetector:
 
     def _limit_s(self, last: Heartbeat) -> float:
         if last.preparing:
-            return PREPARE_S * self._patience
-        return max(MIN_STALL_S, STALL_STEPS * last.step_s) if last.step_s else FIRST_STEP_S * self._patience
+            return self.limits.prepare_s * self._patience
+        if not last.step_s:
+            return self.limits.first_step_s * self._patience
+        return max(self.limits.min_stall_s, STALL_STEPS * last.step_s)

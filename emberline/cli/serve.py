@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from emberline.api.batch_loader import BatchService
     from emberline.cli.http_worker import HttpWorkerPlan
     from emberline.service import Service
+    from emberline.service.timings import Timings
     from emberline.store import Database
 
 CONNECT_TIMEOUT_S = 10.0  # to workers that reported ready
@@ -221,6 +222,7 @@ async def serve(
     listener: socket.socket,
     on_ready: OnReady,
     stop: asyncio.Event | None = None,
+    timings: "Timings | None" = None,
 ) -> None:
     """Serve the models until SIGTERM, SIGINT, SIGHUP or `stop`; then drain running requests."""
     stop = stop or asyncio.Event()
@@ -264,6 +266,7 @@ async def serve(
         from emberline.service.core import LocalCore
         from emberline.service.gateway.service import GatewayService
         from emberline.service.open import DATABASE, ClusterSettings
+        from emberline.service.timings import Timings
         from emberline.store import open_store
         from emberline.upstream.client import upstream_configs
         from emberline.upstream.models import discover
@@ -302,6 +305,7 @@ async def serve(
                 core_name(config.home),
                 config.cluster.scaled,
             ),
+            timings=timings or Timings(),
         )
         stack.push_async_callback(service.close)
         if not await service.ready(CONNECT_TIMEOUT_S):

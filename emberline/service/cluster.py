@@ -23,9 +23,9 @@ from emberline.protocol.frames import OLDEST_VERSION, VERSION, WorkerRole
 from emberline.protocol.member import Announcement, Challenge, Member, Signed, Standing
 from emberline.service.member_table import MemberTable
 from emberline.service.membership import DRAIN_POLL_S, Membership
+from emberline.service.timings import DEFAULTS, Timings
 
-CHALLENGE_S = 30.0
-RENEW_S = 10.0  # between two announcements of a worker; also between two sweeps
+RENEW_S = 10.0  # between two announcements of a worker
 END_LIMIT_S = 600.0  # for a worker that leaves, or was superseded, to finish what it has
 _MAC_CHARS = 32
 
@@ -77,6 +77,7 @@ class Cluster:
         keys: ClusterKeys,
         region: str = "",
         has_tls: bool = False,
+        timings: Timings = DEFAULTS,
     ) -> None:
         """`has_tls`: this core has a certificate for connections to workers."""
         self.id = cluster_id(keys)
@@ -85,6 +86,8 @@ class Cluster:
         self._keys = keys
         self._region = region
         self._has_tls = has_tls
+        self._challenge_s = timings.challenge_s
+        self._sweep_s = timings.sweep_s
         self._challenge_key = keys.derive("cluster-challenge", size=32)
         self._followed: dict[str, Member] = {}  # those that this core dials
         self._problems: dict[str, str] = {}  # of members that it cannot use
@@ -104,7 +107,7 @@ class Cluster:
 
         async def keep() -> None:
             while True:
-                await asyncio.sleep(RENEW_S)
+                await asyncio.sleep(self._sweep_s)
                 await _logged(self._keep)
 
         self._tasks = [asyncio.create_task(follow()), asyncio.create_task(keep())]
@@ -118,7 +121,7 @@ class Cluster:
     # --- workers that announce themselves -----------------------------------------------------------------------------
 
     def challenge(self) -> Challenge:
-        until_us = self._table.now_us() + int(CHALLENGE_S * 1e6)
+        until_us = self._table.now_us() + int(self._challenge_s * 1e6)
         text = f"{until_us}.{secrets.token_hex(16)}"
         return Challenge(f"{text}.{self._mac(text)}", self.id)
 
@@ -164,7 +167,7 @@ class Cluster:
         if not hmac.compare_digest(mac.encode(), self._mac(text).encode()) or not until.isdigit():
             raise Unauthorized("this challenge is not of this cluster: ask the same core or load balancer again")
         if int(until) < self._table.now_us():
-            raise Unauthorized(f"the challenge was answered after more than {CHALLENGE_S:.0f} s: ask for another")
+            raise Unauthorized(f"the challenge was answered after more than {self._challenge_s:.0f} s: ask for another")
         return int(until)
 
     def _mac(self, text: str) -> str:

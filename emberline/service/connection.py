@@ -13,9 +13,8 @@ import msgspec
 
 from emberline.balancer.endpoint import Endpoint
 from emberline.protocol.frames import FrameBuffer, FrameError, detect_dead_peer, encode
+from emberline.service.timings import Timings
 
-FIRST_RETRY_S = 0.05
-LAST_RETRY_S = 1.0
 _TCP_INFO_BYTES, _RTT_OFFSET = 104, 68  # of Linux's struct tcp_info, and of its tcpi_rtt
 
 log = logging.getLogger("emberline.balancer")
@@ -94,9 +93,9 @@ async def dial(link: LinkT, endpoint: Endpoint, tls: ssl.SSLContext | None = Non
     return link
 
 
-def retry_delays() -> Iterator[float]:
+def retry_delays(timings: Timings) -> Iterator[float]:
     """Seconds before each reconnect: exponential backoff with jitter, without end."""
-    delay_s = FIRST_RETRY_S
+    delay_s = timings.first_retry_s
     while True:
         yield delay_s * random.uniform(0.5, 1.0)
-        delay_s = min(LAST_RETRY_S, delay_s * 2)
+        delay_s = min(timings.last_retry_s, delay_s * 2)

@@ -164,7 +164,7 @@ class LocalCore:
         self.responses = responses
         self.event_logs = MemoryEventLogs()
         self.prices = PriceTable() if prices is None else prices.table
-        self._price_store = prices
+        self.price_store = prices
         self.membership: Membership | None = None  # set by whoever owns the connections
         self.cluster: Cluster | None = None  # set where workers may join
         self.scaling: ScaledModels | None = None  # the same
@@ -172,7 +172,7 @@ class LocalCore:
         self.models: ModelLoading | None = None  # set where this machine loads and unloads models
         self.know_model: Callable[[str], Awaitable[None]] | None = None  # an HTTP worker may know a provider first
         self._connections: list[Connection] = []
-        self._usage = usage
+        self.usage = usage
         self._sessions = sessions
         self._metrics = Metrics(admission.snapshot)
         self.history = History(admission.snapshot)
@@ -271,16 +271,16 @@ class LocalCore:
         return request
 
     async def refresh_prices(self) -> None:
-        if self._price_store is not None:
-            await self._price_store.refresh()
+        if self.price_store is not None:
+            await self.price_store.refresh()
 
     def first_token(self, request_id: str, cached_tokens: int) -> None:
         self.admission.first_token(request_id, cached_tokens)
 
     def checkpoint(self, rows: Sequence[UsageRow]) -> None:
         for row in rows:
-            self.history.progressed(row, self._usage.used_by(row.id))
-        self._usage.checkpoint(rows)
+            self.history.progressed(row, self.usage.used_by(row.id))
+        self.usage.checkpoint(rows)
 
     async def finalize(self, end: RequestEnd) -> None:
         row = self.prices.priced(end.row)
@@ -293,9 +293,9 @@ class LocalCore:
             key = stored.account, stored.model_version, stored.digest
             self._sessions.add(*key, entry.ids, entry.text_len, entry.text_digest, owner)
         self._metrics.record(row, end.inter_token, end.operation, end.provider)
-        self.history.ended(row, self._usage.used_by(row.id), end.inter_token)
+        self.history.ended(row, self.usage.used_by(row.id), end.inter_token)
         if not end.is_job:
-            await self._usage.record(row, is_late)
+            await self.usage.record(row, is_late)
 
     async def abandon(self, request_id: str) -> None:
         """The HTTP worker that owned this request has died: if it was dispatched, it ends here, failed. It is billed
@@ -318,7 +318,7 @@ class LocalCore:
             api=request.api,
             session=session_digest(request.affinity),
         )
-        if (used := self._usage.used_by(request_id)) is not None:
+        if (used := self.usage.used_by(request_id)) is not None:
             row = msgspec.structs.replace(used, finished_us=now_us)
         log.warning("the HTTP worker of a request died", extra={"request_id": request_id})
         await self.finalize(RequestEnd(row))
@@ -341,7 +341,7 @@ class LocalCore:
 
     async def status(self, query: StatusQuery) -> Status:
         health = await self.health()
-        return status(query, health, self.admission, self._metrics, self.history, self._usage.used_by)
+        return status(query, health, self.admission, self._metrics, self.history, self.usage.used_by)
 
     def register(self, collector: Collector) -> None:
         """Expose more metrics."""

@@ -17,6 +17,7 @@ from emberline.service.engine_call import EngineCall
 from emberline.service.engine_client import EngineClient
 from emberline.service.request_context import Clock, JobContext, in_flight_id
 from emberline.service.served_models import Served
+from emberline.service.timings import DEFAULTS, Timings
 from emberline.text.text_encoder import EncodedTexts, TextEncoder
 
 MAX_TEXTS = 2048  # of one request, as OpenAI's
@@ -120,10 +121,14 @@ def _tokenize(request: EncodeRequest, encoder: TextEncoder) -> EncodedTexts:
 
 
 class EncodeCall(EngineCall):
-    """All texts of a request."""
+    """Encodes all texts of a request."""
 
     def __init__(
-        self, prepared: PreparedEncoding, engines: Mapping[str, EngineClient], job: JobContext | None = None
+        self,
+        prepared: PreparedEncoding,
+        engines: Mapping[str, EngineClient],
+        job: JobContext | None = None,
+        timings: Timings = DEFAULTS,
     ) -> None:
         request = EngineRequest(
             id=in_flight_id(prepared.request.id, job),
@@ -132,7 +137,7 @@ class EncodeCall(EngineCall):
             priority=prepared.request.priority,
             encode=prepared.params,
         )
-        super().__init__(request, engines, "embeddings")
+        super().__init__(request, engines, "embeddings", timings)
         self._prepared = prepared
 
     def result(self) -> Encoded:

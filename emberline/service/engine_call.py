@@ -11,22 +11,24 @@ from emberline.protocol.events import Usage
 from emberline.protocol.request import EngineRequest
 from emberline.protocol.trace_context import TraceContext, TraceDetails
 from emberline.service.engine_client import EngineClient, EngineStream
-from emberline.service.engine_transport import (
-    CONNECT_WAIT_S,
-    DEADLINE_GRACE_S,
-    RECONNECT_WAIT_S,
-    RESTART_WAIT_S,
-)
+from emberline.service.timings import DEFAULTS, Timings
 
 
 class EngineCall:
     """One sequence. A failover computes it again: the client has received nothing."""
 
-    restart_wait_s = RESTART_WAIT_S
-    deadline_grace_s = DEADLINE_GRACE_S
     provider = "emberline"
 
-    def __init__(self, request: EngineRequest, engines: Mapping[str, EngineClient], operation: str) -> None:
+    def __init__(
+        self,
+        request: EngineRequest,
+        engines: Mapping[str, EngineClient],
+        operation: str,
+        timings: Timings = DEFAULTS,
+    ) -> None:
+        self.restart_wait_s = timings.restart_wait_s
+        self.deadline_grace_s = timings.deadline_grace_s
+        self._timings = timings
         self.operation = operation
         self.began = False
         self.trace: TraceContext | None = None
@@ -54,7 +56,7 @@ class EngineCall:
         self.began = False
         until_s = None if deadline_s is None else time.monotonic() + deadline_s
         engine = self._engine = client_of(self._engines, route.decode)
-        await engine.wait_connected(RECONNECT_WAIT_S if attempt else CONNECT_WAIT_S)
+        await engine.wait_connected(self._timings.reconnect_wait_s if attempt else self._timings.connect_wait_s)
         request = msgspec.structs.replace(
             self._request,
             id=self._request.id + (f"-m{attempt}" if attempt else ""),

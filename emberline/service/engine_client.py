@@ -12,8 +12,7 @@ from typing import Protocol
 import msgspec
 
 from emberline.balancer.endpoint import Capacity, Endpoint, WorkerListener
-from emberline.balancer.ledger import HUNG_S
-from emberline.balancer.stall_detector import CHECK_S, StallDetector
+from emberline.balancer.stall_detector import StallDetector
 from emberline.protocol.encoding import EncodeParams
 from emberline.protocol.errors import (
     BadInput,
@@ -53,6 +52,7 @@ from emberline.protocol.request import EngineRequest, Priority, SamplingParams
 from emberline.protocol.speech import TranscribeParams
 from emberline.protocol.token_ids import pack
 from emberline.service.connection import Link, dial, retry_delays
+from emberline.service.timings import DEFAULTS, Timings
 
 
 class EngineStream:
@@ -126,9 +126,6 @@ class EngineStream:
             waiter.set_result(None)
 
 
-DIAL_TIMEOUT_S = 10.0
-WELCOME_TIMEOUT_S = 10.0
-CANARY_TIMEOUT_S = 30.0
 _CANARY_TOKENS = 4  # of the canary's prompt
 _ROLES_SINCE = 6  # version of the protocol
 
@@ -136,7 +133,7 @@ log = logging.getLogger("emberline.balancer")
 
 
 def _first_version(endpoint: Endpoint) -> int:
-    """Of the protocol: if the worker refuses it, the other one is tried."""
+    """The protocol version to begin with; if the worker refuses it, the client tries the other one."""
     return min(VERSION, endpoint.version or VERSION)
 
 
@@ -151,8 +148,9 @@ class Sink(Protocol):
 class EngineClient:
     """Connects and reconnects, submits sequences, delivers deltas. A lost connection fails its streams."""
 
-    def __init__(self, endpoint: Endpoint, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, endpoint: Endpoint, tls: ssl.SSLContext | None = None, timings: Timings = DEFAULTS) -> None:
         endpoint.split()  # raises now if the address is malformed
+        self.timings = timings
         self._tls = tls
         self.endpoint = endpoint
         self.info: EngineInfo | None = None  # of the last Welcome; outlives the connection
@@ -165,7 +163,7 @@ class EngineClient:
         self.vocabulary: Callable[[], Vocabulary] | None = None  # of the model; engines need it for grammars
         self.listener: WorkerListener | None = None
         self.on_stall: Callable[[str], None] | None = None  # called with the engine's name when it hangs
-        self._stalls = StallDetector()
+        self._stalls = StallDetector(timings.stalls)
         self._suspect = ""  # why it was given up; empty once a canary generation has succeeded
         self._link: _EngineLink | None = None
         self._streams: dict[str, Sink] = {}  # by sequence id
@@ -181,6 +179,11 @@ class EngineClient:
     @property
     def connected(self) -> bool:
         return self._link is not None
+
+    @property
+    def n_streams(self) -> int:
+        """Number of sequences that run, or wait, on this engine for this process."""
+        return len(self._streams)
 
     def start(self) -> None:
         """Connect, and stay connected, in the background. Idempotent."""
@@ -384,7 +387,7 @@ class EngineClient:
 
     async def _end_of(self, link: "_EngineLink") -> None:
         """The connection to an engine that hangs is dropped, so that its requests move."""
-        while not (await asyncio.wait([link.closed], timeout=CHECK_S))[0]:
+        while not (await asyncio.wait([link.closed], timeout=self.timings.stalls.check_s))[0]:
             now_s = time.monotonic()
             if why := self._stalled(now_s):
                 self._suspect = why
@@ -392,31 +395,31 @@ class EngineClient:
                 if self.on_stall is not None:
                     self.on_stall(self.name)
             elif link.canary and now_s > link.canary_until_s:
-                link.drop(f"{self._suspect}; its canary request did not end in {CANARY_TIMEOUT_S:.0f} s")
+                link.drop(f"{self._suspect}; its canary request did not end in {self.timings.canary_s:.0f} s")
 
     def _stalled(self, now_s: float) -> str:
         if self.info is not None and self.info.heartbeat_s:
             return self._stalls.check(self.load.computed_tokens, now_s)
-        busy = self._streams and self.load.running
-        return f"it has work but took no step in {HUNG_S:.0f} s" if busy and now_s - self.progress_s > HUNG_S else ""
+        busy, hung_s = self._streams and self.load.running, self.timings.hung_s
+        return f"it has work but took no step in {hung_s:.0f} s" if busy and now_s - self.progress_s > hung_s else ""
 
     async def _stay_connected(self) -> None:
-        delays = retry_delays()
+        delays = retry_delays(self.timings)
         while True:
             link = _EngineLink(self)
             try:
-                async with asyncio.timeout(DIAL_TIMEOUT_S):
+                async with asyncio.timeout(self.timings.dial_s):
                     await dial(link, self.endpoint, self._tls)
                 await asyncio.wait(
-                    [link.welcomed, link.closed], timeout=WELCOME_TIMEOUT_S, return_when="FIRST_COMPLETED"
+                    [link.welcomed, link.closed], timeout=self.timings.welcome_s, return_when="FIRST_COMPLETED"
                 )
                 if not link.welcomed.done():
-                    link.drop(f"no welcome within {WELCOME_TIMEOUT_S:.0f} s")
+                    link.drop(f"no welcome within {self.timings.welcome_s:.0f} s")
                 await self._end_of(link)
                 if link.trusted:
-                    delays = retry_delays()
+                    delays = retry_delays(self.timings)
             except OSError as error:  # TimeoutError is one, too
-                self.problem = error.strerror or str(error) or f"no connection within {DIAL_TIMEOUT_S:.0f} s"
+                self.problem = error.strerror or str(error) or f"no connection within {self.timings.dial_s:.0f} s"
             finally:
                 if link is not self._link:  # this task was cancelled half-way
                     link.drop("closed")
@@ -443,7 +446,7 @@ class _EngineLink(Link):
         """A tiny request, at once and before all others."""
         self._welcome = welcome
         self.canary = f"canary-{secrets.token_hex(8)}"
-        self.canary_until_s = time.monotonic() + CANARY_TIMEOUT_S
+        self.canary_until_s = time.monotonic() + self._client.timings.canary_s
         prompt_ids = pack([token_id % welcome.info.vocab_size for token_id in range(1, 1 + _CANARY_TOKENS)])
         task = welcome.info.task
         canary = EngineRequest(

@@ -17,13 +17,10 @@ from emberline.service.metrics import Histogram
 from emberline.service.prefill_handover import Prefill, hand_over, prefill_id
 from emberline.service.prepare import Prepared
 from emberline.service.request_context import JobContext, in_flight_id
+from emberline.service.timings import DEFAULTS, Timings
 from emberline.service.tracing import PROVIDER
 
-CONNECT_WAIT_S = 2.0  # for our own connection to an engine that the core already sees
-RECONNECT_WAIT_S = 15.0  # the same after a failover: the core may not have seen the engine's death yet
-RESTART_WAIT_S = 60.0  # for an engine to come back after a failover: it may have weights to load
 encode = msgspec.json.Encoder().encode
-DEADLINE_GRACE_S = 1.0  # the engine keeps deadlines; the run catches an engine that does not answer
 
 
 def route_request(prepared: Prepared, job: JobContext | None) -> RouteRequest:
@@ -58,9 +55,11 @@ class EngineTransport:
         engines: Mapping[str, EngineClient],
         inter_token: Histogram,
         job: JobContext | None = None,
+        timings: Timings = DEFAULTS,
     ) -> None:
-        self.restart_wait_s = RESTART_WAIT_S
-        self.deadline_grace_s = DEADLINE_GRACE_S
+        self.restart_wait_s = timings.restart_wait_s
+        self.deadline_grace_s = timings.deadline_grace_s
+        self._timings = timings
         self.began = False
         self.trace: TraceContext | None = None
         self.provider = PROVIDER
@@ -129,9 +128,10 @@ class EngineTransport:
         self._deadline_at_s = None if deadline_s is None else self._opened_s + deadline_s
         decode = self._decode = client_of(self._engines, route.decode)
         prefill = self._prefill_engine = client_of(self._engines, route.prefill) if route.prefill else None
+        wait_s = self._timings.reconnect_wait_s if attempt else self._timings.connect_wait_s
         for engine in (decode, prefill):
             if engine is not None:
-                await engine.wait_connected(RECONNECT_WAIT_S if attempt else CONNECT_WAIT_S)
+                await engine.wait_connected(wait_s)
         # Before the first token there is one sequence: the others find its prompt in the cache.
         choices = self._choices if self._started else self._choices[:1]
         first, *others = self._sequences(choice for choice in choices if choice.done is None)

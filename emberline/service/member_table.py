@@ -17,11 +17,6 @@ from emberline.store.notifications import Subscription
 
 CHANNEL = "members"
 POLL_S = 5.0  # without a notification
-LOST_S = 30.0  # without an announcement, and out of every core's reach
-FORGET_S = 600.0  # after which a lost one is forgotten
-FLAP_S = 60.0  # a run that is shorter counts as a failed one,
-MAX_QUICK_JOINS = 3  # and after more of them in a row than these
-MAX_HOLD_S = 60.0  # it is not used for a while, which doubles up to this
 _SECOND_US = 1_000_000
 
 _COLUMNS = ", ".join(Member.__struct_fields__)
@@ -43,11 +38,26 @@ _SEEN = (
 )
 
 
-class MemberTable:
-    """Notifies the other cores after each change that concerns them."""
+class MemberLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """When the table gives a worker up, and when it holds one back that keeps failing."""
 
-    def __init__(self, store: Database) -> None:
+    lost_s: float = 30.0  # without an announcement, and out of every core's reach
+    forget_s: float = 600.0  # after which a lost worker is forgotten
+    flap_s: float = 60.0  # a run that is shorter counts as failed
+    max_quick_joins: int = 3  # failed runs in a row before a worker is held back
+    first_hold_s: float = 2.0  # for which it is held back then; doubles with each failed run
+    max_hold_s: float = 60.0
+
+
+DEFAULTS = MemberLimits()
+
+
+class MemberTable:
+    """Reads and changes the members. Notifies the other cores after each change that concerns them."""
+
+    def __init__(self, store: Database, limits: MemberLimits = DEFAULTS) -> None:
         self._store = store
+        self._limits = limits
 
     def now_us(self) -> int:
         return self._store.now_us()
@@ -76,7 +86,7 @@ class MemberTable:
         """The row of the worker that counts under this name, which is the announcing one if the instance is the same.
         Unauthorized: its challenge, which expires at `until_us`, was used already."""
         now_us = self.now_us()
-        member, is_news = await self._store.run(lambda: _announce(said, until_us, now_us))
+        member, is_news = await self._store.run(lambda: _announce(said, until_us, now_us, self._limits))
         if is_news:
             await self._notify(said.name)
         return member
@@ -121,7 +131,8 @@ class MemberTable:
         """Mark the silent as lost, and forget those that are lost for long, or were to leave. One that drains still
         does when it is back. Any core may, at any time."""
         now_us = self.now_us()
-        silent_us, forgotten_us = now_us - int(LOST_S * _SECOND_US), now_us - int((LOST_S + FORGET_S) * _SECOND_US)
+        silent_us = now_us - int(self._limits.lost_s * _SECOND_US)
+        forgotten_us = silent_us - int(self._limits.forget_s * _SECOND_US)
         results = await self._store.transaction(
             [
                 Query(_FORGET, (forgotten_us, silent_us)),
@@ -136,7 +147,7 @@ class MemberTable:
         await self._store.notify(CHANNEL, name)
 
 
-def _announce(said: Announcement, until_us: int, now_us: int) -> Transaction[tuple[Member, bool]]:
+def _announce(said: Announcement, until_us: int, now_us: int, limits: MemberLimits) -> Transaction[tuple[Member, bool]]:
     if not (yield Query(_USE, (said.challenge, until_us))):
         raise Unauthorized("this announcement was received before: a challenge is good for one")
     yield Query(_SERIALIZE)
@@ -151,7 +162,7 @@ def _announce(said: Announcement, until_us: int, now_us: int) -> Transaction[tup
         return member, msgspec.structs.replace(member, seen_us=known.seen_us) != known
     ((epoch,),) = yield Query(_NEXT_EPOCH)
     assert isinstance(epoch, int)
-    is_quick = known is not None and now_us - known.joined_us < FLAP_S * _SECOND_US
+    is_quick = known is not None and now_us - known.joined_us < limits.flap_s * _SECOND_US
     n_joins = known.n_joins + 1 if known is not None and is_quick else 1
     is_kept = known is not None and known.first_role == said.role  # a role that was set since
     member = Member(
@@ -163,7 +174,7 @@ def _announce(said: Announcement, until_us: int, now_us: int) -> Transaction[tup
         epoch=epoch,
         state="draining" if known is not None and known.state == "draining" else "joined",
         n_joins=n_joins,
-        ready_us=now_us + _hold_us(n_joins),
+        ready_us=now_us + _hold_us(n_joins, limits),
         joined_us=now_us,
         seen_us=now_us,
     )
@@ -201,9 +212,9 @@ def _facts(said: Announcement) -> dict[str, object]:
     return {name: getattr(said, name) for name in names}
 
 
-def _hold_us(n_joins: int) -> int:
-    over = n_joins - MAX_QUICK_JOINS
-    return 0 if over <= 0 else int(min(MAX_HOLD_S, 2.0**over) * _SECOND_US)
+def _hold_us(n_joins: int, limits: MemberLimits) -> int:
+    over = n_joins - limits.max_quick_joins
+    return 0 if over <= 0 else int(min(limits.max_hold_s, limits.first_hold_s * 2.0 ** (over - 1)) * _SECOND_US)
 
 
 def _member(row: Row) -> Member:

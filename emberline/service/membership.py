@@ -22,6 +22,7 @@ from emberline.protocol.member import Member
 from emberline.service.engine_client import EngineClient
 from emberline.service.prefix_push import PrefixPusher
 from emberline.service.served_models import ServedModels
+from emberline.service.timings import DEFAULTS, Timings
 from emberline.upstream.client import UpstreamClient, UpstreamConfig, upstream_configs
 from emberline.upstream.models import UpstreamModels, discover
 
@@ -29,7 +30,6 @@ JOIN_TIMEOUT_S = 10.0
 DRAIN_POLL_S = 0.1
 STOP_LIMIT_S = 30.0  # for a worker that is to end to do so
 RESTART_LIMIT_S = 600.0  # for one that is to end and to be started again, to finish what it has
-ROLE_TIMEOUT_S = 10.0  # for a worker to say that it has its new role: it does between two steps
 _ROLE_POLL_S = 0.01
 
 log = logging.getLogger("emberline.balancer")
@@ -65,10 +65,12 @@ class WorkerConnections:
         upstream: UpstreamModels,
         on_stall: Callable[[str], None] | None = None,
         tls: ssl.SSLContext | None = None,
+        timings: Timings = DEFAULTS,
     ) -> None:
         """`on_stall` is called with the name of an engine that hangs. `tls` has this process's certificate, for
         engines of other machines."""
         self.tls = tls
+        self.timings = timings
         self.engines: dict[str, EngineClient] = {}  # by name
         self.upstream = upstream
         self.models = models
@@ -80,7 +82,7 @@ class WorkerConnections:
     def add_engine(self, endpoint: Endpoint) -> EngineClient:
         """Not started yet. It names its model."""
         assert endpoint.name not in self.engines, "endpoint names are unique"
-        client = self.engines[endpoint.name] = EngineClient(endpoint, self.tls)
+        client = self.engines[endpoint.name] = EngineClient(endpoint, self.tls, self.timings)
         client.vocabulary = lambda: self.models.text_of(endpoint.models[0]).vocabulary
         client.on_stall = self._on_stall
         return client
@@ -271,12 +273,12 @@ class Membership:
         waited for."""
         engine = self._connections.engines.get(name)
         try:
-            async with asyncio.timeout(ROLE_TIMEOUT_S):
+            async with asyncio.timeout(limit_s := self._connections.timings.role_s):
                 while engine is not None and engine.connected and engine.role != role:
                     await asyncio.sleep(_ROLE_POLL_S)
         except TimeoutError:
             raise Unavailable(
-                f"{name} did not say within {ROLE_TIMEOUT_S:.0f} s that its role is {role}; it gets it once it answers"
+                f"{name} did not say within {limit_s:.0f} s that its role is {role}; it gets it once it answers"
             ) from None
 
     def n_former(self, name: str) -> int:
@@ -415,7 +417,7 @@ class Membership:
 
     async def _check_weights(self, endpoint: Endpoint) -> None:
         """Whether it can be reached, and has the same weights as the other workers of its model."""
-        probe = EngineClient(endpoint, self._connections.tls)
+        probe = EngineClient(endpoint, self._connections.tls, self._connections.timings)
         probe.start()
         try:
             if not await probe.wait_connected(JOIN_TIMEOUT_S):

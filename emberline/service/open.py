@@ -27,7 +27,7 @@ from emberline.protocol.price import Price
 from emberline.service.cluster import Cluster, ClusterKeys
 from emberline.service.core import CoreConnection, LocalCore
 from emberline.service.core_server import CoreServer
-from emberline.service.member_table import MemberTable
+from emberline.service.member_table import MemberLimits, MemberTable
 from emberline.service.membership import Membership, WorkerConnections
 from emberline.service.planner_table import PlannerTable
 from emberline.service.prefix_push import PrefixPusher
@@ -37,8 +37,9 @@ from emberline.service.scaled_models import ScaledModels
 from emberline.service.served_models import Served, ServedModels
 from emberline.service.service import Service
 from emberline.service.sessions import Sessions
+from emberline.service.timings import DEFAULTS as DEFAULT_TIMINGS
+from emberline.service.timings import Timings
 from emberline.store import Database, open_store
-from emberline.store.sqlite import SqliteStore
 from emberline.text.grammar.compiler_pool import GrammarCompiler
 from emberline.upstream.client import UpstreamClient
 from emberline.upstream.models import UpstreamModels
@@ -51,13 +52,14 @@ CORE_WAIT_S = 5.0
 
 
 class ClusterSettings(NamedTuple):
-    """Of a core whose cluster workers may join."""
+    """Settings of a core whose cluster workers may join."""
 
     keys: ClusterKeys
     region: str = ""
     tls: ssl.SSLContext | None = None  # with this core's certificate
     core: str = ""  # its name, unique in the cluster and the same after a restart
     bounds: Mapping[str, ScalingConfig] = {}  # of models that are scaled
+    members: MemberLimits = MemberLimits()
 
 
 async def open_service(
@@ -78,6 +80,7 @@ async def open_service(
     prices: Mapping[str, Price] | None = None,
     aliases: Mapping[str, Mapping[str, int]] | None = None,
     cluster: ClusterSettings | None = None,
+    timings: Timings = DEFAULT_TIMINGS,
 ) -> Service:
     """The core process's service. Opens the store, by default in `data_dir`; connects to the engines meanwhile.
 
@@ -87,7 +90,7 @@ async def open_service(
     the configured ones, by model, and `aliases` the configured aliases. With `cluster`, workers may join.
     """
     upstream = UpstreamModels(upstreams, CardFiles(data_dir).apply, providers)
-    connections = _connections(served, upstream, on_stall, None if cluster is None else cluster.tls)
+    connections = _connections(served, upstream, timings, on_stall, None if cluster is None else cluster.tls)
     own = await open_store(store_url or data_dir / DATABASE) if store is None else None
     store = store or own
     assert store is not None
@@ -98,15 +101,15 @@ async def open_service(
     )
     workers: list[CoreConnection] = [*connections.engines.values(), *upstream.clients.values()]
     journal = UsageJournal(data_dir / USAGE)
-    usage = UsageLedger(store, journal)
+    usage = UsageLedger(store, journal, timings.usage)
     budgets = Budgets(store, journal.name, lease_s=budget_lease_s)
     budgets.start()
     usage.start(budgets.recover)
-    shared = None if directory is None or isinstance(store, SqliteStore) else SharedRateLimiter(store, journal.name)
+    shared = SharedRateLimiter(store, journal.name) if directory is not None and store.is_shared else None
     if shared is not None:
         shared.start()
     limits = None if directory is None else LimitEnforcer(directory, budgets, shared)
-    written = data_dir if isinstance(store, SqliteStore) else None
+    written = None if store.is_shared else data_dir
     price_store = PriceStore(store)
     known = [*(item.card for item in served), *connections.upstream.cards()]
     stated = ((card.id, card.price or PUBLISHED.get(card.id)) for card in known)
@@ -125,9 +128,9 @@ async def open_service(
     core.know_model = upstream.providers.ensure
 
     if cluster is not None:
-        table = MemberTable(store)
-        core.cluster = Cluster(table, membership, cluster.keys, cluster.region, cluster.tls is not None)
-        if not isinstance(store, SqliteStore):
+        table = MemberTable(store, cluster.members)
+        core.cluster = Cluster(table, membership, cluster.keys, cluster.region, cluster.tls is not None, timings)
+        if store.is_shared:
             await table.claim(core.cluster.id)
         await core.cluster.start()
         core.scaling = ScaledModels(
@@ -137,6 +140,7 @@ async def open_service(
             core.grants,
             connections.models.model_id,
             cluster.bounds,
+            timings,
         )
         await core.scaling.start()
     points = asyncio.create_task(core.history.run())
@@ -161,7 +165,7 @@ async def open_service(
 
     connections.upstream.start(watch=True)
     engines, upstream = connections.engines, connections.upstream
-    return Service(core, connections.models, engines, close_core, GrammarCompiler(), upstream, data_dir)
+    return Service(core, connections.models, engines, close_core, GrammarCompiler(), upstream, data_dir, timings)
 
 
 async def open_core_server(service: Service, socket_path: Path) -> CoreServer:
@@ -180,25 +184,28 @@ async def open_http_worker(
     providers: ProviderDirectory | None = None,
     data_dir: Path | None = None,
     tls: ssl.SSLContext | None = None,
+    timings: Timings = DEFAULT_TIMINGS,
 ) -> Service:
     """The service of an HTTP worker. Waits a moment for the core; without it, requests are answered Unavailable."""
     described = (lambda card: card) if data_dir is None else CardFiles(data_dir).apply
     models = UpstreamModels(upstreams, described, providers)
-    connections = _connections(served, models, tls=tls)
-    core = RemoteCore(core_socket, connections.engines.values(), models.abort, connections.follow)
+    connections = _connections(served, models, timings, tls=tls)
+    core = RemoteCore(core_socket, connections.engines.values(), models.abort, connections.follow, timings)
     await core.wait_connected(CORE_WAIT_S)
     models.start(watch=False)
-    return Service(core, connections.models, connections.engines, core.close, GrammarCompiler(), models, data_dir)
+    engines = connections.engines
+    return Service(core, connections.models, engines, core.close, GrammarCompiler(), models, data_dir, timings)
 
 
 def _connections(
     served: Sequence[Served],
     upstream: UpstreamModels,
+    timings: Timings,
     on_stall: Callable[[str], None] | None = None,
     tls: ssl.SSLContext | None = None,
 ) -> WorkerConnections:
-    """To the configured workers. The service starts those to engines."""
-    connections = WorkerConnections(ServedModels(served), upstream, on_stall, tls)
+    """Connections to the configured workers. The service starts those to engines."""
+    connections = WorkerConnections(ServedModels(served), upstream, on_stall, tls, timings)
     for item in served:
         for endpoint in item.endpoints:
             connections.add_engine(msgspec.structs.replace(endpoint, models=endpoint.models or (item.card.id,)))

@@ -12,8 +12,6 @@ from emberline.protocol.frames import transfer_ranks, transfer_ticket
 from emberline.protocol.request import EngineRequest, Push, SamplingParams
 from emberline.service.engine_client import EngineClient, EngineStream
 
-CACHED_WAIT_S = 1.0  # for the prefill worker to report its cached tokens, after the first token
-
 
 class Prefill:
     """The prefill worker's side. Its failure before the first token fails the decode worker's stream.
@@ -35,7 +33,7 @@ class Prefill:
 
     async def cached_by_tier(self) -> dict[str, int]:
         """Mostly known long before the first token; empty if the worker does not report it in time."""
-        await asyncio.wait([self._cached], timeout=CACHED_WAIT_S)
+        await asyncio.wait([self._cached], timeout=self._engine.timings.cached_wait_s)
         return self.known_cached or {}
 
     @property

@@ -56,9 +56,8 @@ from emberline.service.event_log import LogPart, NewLog
 from emberline.service.health import Health
 from emberline.service.membership import Members, WorkerChange
 from emberline.service.status import Status, StatusQuery
+from emberline.service.timings import DEFAULTS, Timings
 from emberline.text.prompt import KnownPrefix
-
-NOTICE_INTERVAL_S = 1.0
 
 log = logging.getLogger("emberline.core")
 
@@ -72,6 +71,7 @@ class RemoteCore:
         engines: Collection[EngineClient],
         on_left: Callable[[str, str], None] = lambda name, reason: None,
         follow: Callable[[Members], Awaitable[None]] | None = None,
+        timings: Timings = DEFAULTS,
     ) -> None:
         """`on_left` is called with the name of a worker that the core has lost, and why; `follow` with the workers
         that have joined and left."""
@@ -79,6 +79,7 @@ class RemoteCore:
         self.responses = RemoteResponses(self._call)
         self.event_logs = RemoteEventLogs(self._call, self._tell)
         self.aliases = Aliases()  # as the core has told them
+        self._timings = timings
         self._engines = engines
         self._on_left = on_left
         self._follow = follow
@@ -89,6 +90,10 @@ class RemoteCore:
         self._linked = asyncio.Event()
         self._numbers = itertools.count()
         self._tasks = [asyncio.create_task(self._stay_connected()), asyncio.create_task(self._send_notices())]
+
+    @property
+    def connected(self) -> bool:
+        return self._link is not None
 
     async def wait_connected(self, timeout_s: float) -> bool:
         try:
@@ -191,13 +196,13 @@ class RemoteCore:
             self._link.send(message)
 
     async def _stay_connected(self) -> None:
-        delays = retry_delays()
+        delays = retry_delays(self._timings)
         while True:
             link = _CoreLink(self._on_left, self._on_members, self.aliases.follow)
             try:
                 self._link = await dial(link, self._endpoint)
                 self._linked.set()
-                delays = retry_delays()
+                delays = retry_delays(self._timings)
                 await link.closed
                 log.warning("the connection to the core process was lost")
             except OSError as error:
@@ -216,7 +221,7 @@ class RemoteCore:
 
     async def _send_notices(self) -> None:
         while True:
-            await asyncio.sleep(NOTICE_INTERVAL_S)
+            await asyncio.sleep(self._timings.notice_interval_s)
             self._send_notice()
 
     def _send_notice(self) -> None:

@@ -19,9 +19,9 @@ from emberline.config import ScalingConfig
 from emberline.protocol.errors import BadInput, NotFound, Unavailable
 from emberline.protocol.scaling import ModelLoad
 from emberline.service.planner_table import PlannerTable
+from emberline.service.timings import DEFAULTS, Timings
 from emberline.store.notifications import Subscription
 
-REPORT_S = 2.0
 RETRY_AFTER_S = 10.0  # of a request that is not held
 
 log = logging.getLogger("emberline.planner")
@@ -38,10 +38,12 @@ class ScaledModels:
         grants: Grants,
         model_id: Callable[[str], str | None],
         configured: Mapping[str, ScalingConfig],
+        timings: Timings = DEFAULTS,
     ) -> None:
         """`core`: its name, unique in the cluster. `model_id` of a name, None: it is not served here. `configured`:
         bounds by the names of models, where no operator has set others."""
         self.table = table
+        self._timings = timings
         self.bounds: dict[str, ScalingConfig] = {}  # by model id, in effect
         self.can_start = False  # whether this core's planner could start replicas
         self._core = core
@@ -54,8 +56,8 @@ class ScaledModels:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        news = self.table.listen(REPORT_S)
-        await self._refresh()
+        news = self.table.listen(self._timings.report_s)
+        await self.refresh()
         self._tasks = [
             asyncio.create_task(self._run(), name="load reports"),
             asyncio.create_task(self._listen(news), name="bounds"),
@@ -70,12 +72,12 @@ class ScaledModels:
     async def _run(self) -> None:
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(REPORT_S):
+                async with asyncio.timeout(self._timings.report_s):
                     await self._woken.wait()
             self._woken.clear()
             try:
-                await self._refresh()
-                await self._report()
+                await self.refresh()
+                await self.report()
             except Exception as error:  # the store may be away for a while
                 log.warning("what this core sees of its models could not be reported: %s", error)
 
@@ -123,7 +125,7 @@ class ScaledModels:
             except msgspec.ValidationError as error:
                 raise BadInput(f"bounds of {model}: {error}", param="bounds") from None
             await self.table.set_bounds(model, bounds)
-        await self._refresh()
+        await self.refresh()
         return self.bounds.get(model)
 
     def _known(self, name: str) -> str:
@@ -162,7 +164,8 @@ class ScaledModels:
 
     # --- reports -----------------------------------------------------------------------------------------------------
 
-    async def _refresh(self) -> None:
+    async def refresh(self) -> None:
+        """Read the bounds that operators have set."""
         given = {**self._configured, **await self.table.bounds()}
         found = {model: bounds for name, bounds in given.items() if (model := self.model_id(name)) is not None}
         self._meters = {model: meter for model, meter in self._meters.items() if model in found}
@@ -171,7 +174,8 @@ class ScaledModels:
                 self._meters[model] = ModelLoadMeter(model, self._admission.balancer, self.table.now_us)
         self.bounds = found
 
-    async def _report(self) -> None:
+    async def report(self) -> None:
+        """Write what this core sees of its scaled models, for the planner."""
         if not self._meters:
             return
         loads = [self._read(model, meter) for model, meter in self._meters.items()]

@@ -37,6 +37,7 @@ from emberline.service.responses import ResponseStore
 from emberline.service.run import MAX_FAILOVERS, Run, Transport
 from emberline.service.served_models import Served, ServedModels
 from emberline.service.status import Status, StatusQuery
+from emberline.service.timings import DEFAULTS, Timings
 from emberline.service.transcribe import SpeechCall, speech_route
 from emberline.service.validation import validate
 from emberline.text.grammar.compiler_pool import GrammarCompiler
@@ -49,8 +50,6 @@ from emberline.upstream.request import MESSAGES, UpstreamRequest
 from emberline.upstream.transport import UpstreamTransport, passthrough
 
 _ANY_VOCABULARY = 1 << 31  # upstream servers check token ids themselves
-CHECKPOINT_S = 1.0  # between two reports of what running requests have used
-CLOSE_WAIT_S = 1.0  # for consumers of streams to notice that they were cut
 
 _ONLY_ATTEMPT = AttemptContext()
 T = TypeVar("T")
@@ -71,12 +70,14 @@ class Service:
         grammars: GrammarCompiler,
         upstream: UpstreamModels | None = None,
         data_dir: Path | None = None,
+        timings: Timings = DEFAULTS,
     ) -> None:
         self.core = core
+        self._timings = timings
         self._exchange = None if data_dir is None else data_dir / kv_cache.FOLDER
         self.upstream = upstream if upstream is not None else UpstreamModels(())
         self._models = served
-        self._engines = engines  # by endpoint name
+        self.engines = engines  # by endpoint name
         self._close_core = close_core
         self._grammars = grammars
         self._preparer = Preparer(core, grammars)
@@ -202,7 +203,7 @@ class Service:
     @property
     def kv_cache(self) -> kv_cache.KVCacheAdmin:
         """Cached KV of the engine workers, for its owners and the operator."""
-        return kv_cache.KVCacheAdmin(list(self._engines.values()), self._exchange)
+        return kv_cache.KVCacheAdmin(list(self.engines.values()), self._exchange)
 
     def model_state(self, model_id: str) -> str:
         """on_disk, loading, loaded, unloading or failed of a model that is loaded and unloaded here; provider where
@@ -225,7 +226,7 @@ class Service:
     async def ready(self, timeout_s: float) -> bool:
         """Wait until every configured engine is connected; members of a cluster may be away for long."""
         names = {endpoint.name for item in self._models.known() for endpoint in item.endpoints}
-        waits = [engine.wait_connected(timeout_s) for name, engine in self._engines.items() if name in names]
+        waits = [engine.wait_connected(timeout_s) for name, engine in self.engines.items() if name in names]
         return all(await asyncio.gather(*waits))
 
     async def warm_up(self) -> None:
@@ -249,9 +250,9 @@ class Service:
     async def close(self) -> None:
         """Cut the connections to all workers, finalize the requests that this ends, then close the core."""
         self._draining = True
-        engines = self._engines.values()
+        engines = self.engines.values()
         await asyncio.gather(*(engine.close(server_ends=True) for engine in engines), self.upstream.close())
-        await self.drain(CLOSE_WAIT_S)
+        await self.drain(self._timings.close_wait_s)
         stopping = Unavailable("the server is shutting down")
         for run in tuple(self._running):  # whose consumers do not read, so they cannot end by themselves
             run.finalize("finished" if run.done else "failed", stopping)
@@ -344,7 +345,7 @@ class Service:
                 prepared = await self._preparer.run_off_loop(
                     text_bytes(request), lambda: prepare_encoding(request, principal, served, self._info(served), clock)
                 )
-                route, call = prepared.route_request(job), EncodeCall(prepared, self._engines, job)
+                route, call = prepared.route_request(job), EncodeCall(prepared, self.engines, job, self._timings)
             run = await self._admit(route, call, clock, job)
         completed = await _complete(run, on_admit, on_complete)
         result = call.result()
@@ -371,7 +372,10 @@ class Service:
                 served = await self._models.get(request.model)
                 served.check_speech()
                 info = msgspec.structs.replace(self._info(served), model=served.card.id)
-                route, call = speech_route(request, principal, info, clock), SpeechCall(request, self._engines)
+                route, call = (
+                    speech_route(request, principal, info, clock),
+                    SpeechCall(request, self.engines, self._timings),
+                )
             run = await self._admit(route, call, clock)
         await _complete(run, on_admit, on_complete)
         return call.result()
@@ -439,7 +443,7 @@ class Service:
         served = await self._models.get(request.model)
         prepared = await self._preparer.prepare(request, principal, served, self._info(served), clock)
         inter_token = Histogram(INTER_TOKEN_BOUNDS_S)
-        engine = EngineTransport(prepared, self._engines, inter_token, job)
+        engine = EngineTransport(prepared, self.engines, inter_token, job, self._timings)
         run = await self._admit(route_request(prepared, job), engine, clock, job, inter_token.counts, attempt)
         # No later request continues a job's conversation.
         return run, _no_session_entries if job is not None else lambda: self._session_entries(prepared, engine)
@@ -471,7 +475,7 @@ class Service:
     async def _send_checkpoints(self) -> None:
         """Should this process or the core die, what running requests have used is known."""
         while True:
-            await asyncio.sleep(CHECKPOINT_S)
+            await asyncio.sleep(self._timings.checkpoint_s)
             rows = [row for run in self._running if (row := run.checkpoint()) is not None]
             if rows:
                 self.core.checkpoint(rows)
@@ -492,7 +496,7 @@ class Service:
         raise Unavailable(f"{served.card.id} is not ready: no engine has connected yet", retry_after_s=2)
 
     def _engines_of(self, served: Served) -> list[EngineClient]:
-        return [engine for engine in self._engines.values() if served.card.id in engine.endpoint.models]
+        return [engine for engine in self.engines.values() if served.card.id in engine.endpoint.models]
 
 
 async def _no_session_entries() -> Sequence[SessionEntry]:

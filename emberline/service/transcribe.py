@@ -12,6 +12,7 @@ from emberline.protocol.speech import MAX_PROMPT_CHARS, TranscribeParams, Transc
 from emberline.service.engine_call import EngineCall
 from emberline.service.engine_client import EngineClient
 from emberline.service.request_context import Clock
+from emberline.service.timings import DEFAULTS, Timings
 
 _decoder = msgspec.json.Decoder(Transcript)
 
@@ -39,7 +40,11 @@ def speech_route(request: SpeechRequest, principal: Principal, info: EngineInfo,
 
 
 class SpeechCall(EngineCall):
-    def __init__(self, request: SpeechRequest, engines: Mapping[str, EngineClient]) -> None:
+    """Transcribes one recording."""
+
+    def __init__(
+        self, request: SpeechRequest, engines: Mapping[str, EngineClient], timings: Timings = DEFAULTS
+    ) -> None:
         params = TranscribeParams(
             audio=request.audio,
             max_audio_ms=max_audio_ms(request.audio),
@@ -56,7 +61,7 @@ class SpeechCall(EngineCall):
             priority=request.priority,
             transcribe=params,
         )
-        super().__init__(sent, engines, "transcription")
+        super().__init__(sent, engines, "transcription", timings)
 
     def result(self) -> Transcript:
         assert self.values is not None

@@ -66,6 +66,10 @@ class ProcessLock(Protocol):
 
 
 class Database(Protocol):
+    @property
+    def is_shared(self) -> bool:
+        """True if cores of other machines may use the same database."""
+
     async def write(self, sql: str, params: Sequence[Value] = ()) -> Rows:
         """Run one statement; return its RETURNING rows once it is durable. Concurrent writes share a commit."""
 

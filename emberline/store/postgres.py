@@ -165,6 +165,8 @@ class _ConnectionPool:
 class PostgresStore:
     """Owns the connections. Methods belong to the event loop that opened it."""
 
+    is_shared = True
+
     def __init__(self, url: str) -> None:
         self._writing = _ConnectionPool(url, WRITERS + 2)  # two for notifications and the clock
         self._reading = _ConnectionPool(url, READERS)

@@ -73,6 +73,8 @@ class SoleProcess:
 class SqliteStore:
     """Owns the file. Methods belong to the event loop that opened it; the two connections belong to their threads."""
 
+    is_shared = False
+
     def __init__(self, path: Path, loop: asyncio.AbstractEventLoop) -> None:
         self.path = path
         self._loop = loop

@@ -4,7 +4,7 @@ import math
 import re
 from typing import Any
 
-from emberline.balancer.stall_detector import FIRST_STEP_S, MIN_STALL_S, STALL_STEPS
+from emberline.balancer.stall_detector import DEFAULTS, STALL_STEPS
 from emberline.protocol.block_hash import BLOCK_TOKENS
 from emberline.protocol.frames import EngineLoad
 
@@ -119,8 +119,8 @@ class ConcurrencyLimit:
 # --- progress ---------------------------------------------------------------------------------------------------------
 
 # As of our own engines, but for the time in which a canary is answered.
-MIN_PATIENCE_S = 2 * MIN_STALL_S
-FIRST_PATIENCE_S = FIRST_STEP_S
+MIN_PATIENCE_S = 2 * DEFAULTS.min_stall_s
+FIRST_PATIENCE_S = DEFAULTS.first_step_s
 MAX_PATIENCE_S = 300.0
 
 

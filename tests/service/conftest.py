@@ -1,6 +1,7 @@
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -77,7 +78,7 @@ async def open_one(tmp_path: Path, text_model: TextModel) -> AsyncIterator[Opene
     """Opens a service over engines, waits for them, and closes it after the test."""
     opened: list[Service] = []
 
-    async def make(*engines: FakeEngine, **options: int) -> Service:
+    async def make(*engines: FakeEngine, **options: Any) -> Service:
         service = await open_service([offer(text_model, *engines)], data_dir=tmp_path / "data", **options)
         opened.append(service)
         assert await service.ready(PATIENCE_S)

@@ -52,6 +52,7 @@ class FakeEngine:
         self.before_vocabulary: list[str] = []  # requests that arrived before the first vocabulary
         self.links: set[_Link] = set()
         self.drained = False
+        self.takes_roles = True  # False: it hangs when it is told to change its role
         self.versions = (VERSION,)  # of the protocol, that it speaks
         self.steps = 0
         self.heartbeat: Heartbeat | None = Heartbeat()  # None: it hangs
@@ -109,6 +110,8 @@ class FakeEngine:
         await asyncio.gather(*(link.closed for link in links))
 
     def set_role(self, role: WorkerRole) -> None:
+        if not self.takes_roles:
+            return
         self.info = msgspec.structs.replace(self.info, role=role)
         for link in self.links:
             link.send(Welcome(self.info, EngineLoad(steps=self.steps)))
@@ -147,6 +150,16 @@ class FakeEngine:
 
 
 class _Link(Link):
+    @property
+    def socket(self) -> socket.socket:
+        assert self._transport is not None
+        return self._transport.get_extra_info("socket")  # type: ignore[no-any-return]
+
+    def write(self, data: bytes) -> None:
+        """Send bytes that may be no frame."""
+        assert self._transport is not None
+        self._transport.write(data)
+
     def __init__(self, engine: FakeEngine) -> None:
         super().__init__()
         self._engine = engine

@@ -18,15 +18,16 @@ from emberline.protocol.events import TextEvent, TokenDelta
 from emberline.protocol.frames import VERSION
 from emberline.protocol.member import Announcement, Standing
 from emberline.service import Service, open_service
-from emberline.service import cluster as cluster_module
 from emberline.service.cluster import Cluster, join_key
 from emberline.service.core import LocalCore
 from emberline.service.engine_client import EngineClient
-from emberline.service.member_table import MemberTable
+from emberline.service.member_table import MemberLimits, MemberTable
 from emberline.service.membership import WorkerChange, WorkerConnections
 from emberline.service.open import ClusterSettings
+from emberline.service.timings import Timings
 from emberline.text.text_model import TextModel
 from tests.databases import DatabaseLocation
+from tests.faulty_store import FaultyStore
 from tests.service.conftest import ALICE, PATIENCE_S, offer
 from tests.service.fake_engine import EOS, FakeEngine, Script
 from tests.service.test_member_table import said as said_in_table
@@ -80,18 +81,25 @@ def cluster_of(service: Service) -> Cluster:
 
 
 @pytest.fixture
-async def open_core(database: DatabaseLocation, tmp_path: Path, text_model: TextModel) -> AsyncIterator[Core]:
+def stores() -> list[FaultyStore]:
+    """Stores of the cores, in the order in which they were opened."""
+    return []
+
+
+@pytest.fixture
+async def open_core(
+    database: DatabaseLocation, tmp_path: Path, text_model: TextModel, stores: list[FaultyStore]
+) -> AsyncIterator[Core]:
     """Opens cores of one cluster on one database."""
     opened: list[Service] = []
-    stores = []
 
-    async def make(secret: Secret = SECRET, **more: object) -> Service:
-        stores.append(await database.open())
+    async def make(secret: Secret = SECRET, members: MemberLimits | None = None, **more: object) -> Service:
+        stores.append(FaultyStore(await database.open()))
         service = await open_service(
             [offer(text_model)],
             data_dir=tmp_path / f"core{len(stores)}",
             store=stores[-1],
-            cluster=ClusterSettings(secret),
+            cluster=ClusterSettings(secret, members=members or MemberLimits()),
             **more,  # type: ignore[arg-type]
         )
         opened.append(service)
@@ -172,20 +180,18 @@ async def test_drain_and_leave_concern_every_core(
 
 
 async def test_a_core_that_does_not_reach_a_leaving_member_does_not_forget_it(
-    open_core: Core, worker: JoiningEngine, monkeypatch: pytest.MonkeyPatch
+    open_core: Core, worker: JoiningEngine, stores: list[FaultyStore]
 ) -> None:
     """Requests of another core may still run there."""
-    core = await open_core()
+    core = await open_core(timings=Timings(sweep_s=0.05))
     await worker.announce(core)
     await until_states(core, {"w0": "ready"})
     await worker.die()
     await until_states(core, {"w0": "down"})
     await core.change_workers(WorkerChange(action="leave", name="w0"))
-    (status,) = (await core.cluster_status()).members
-    await cluster_of(core)._end(status.member)
-    assert [each.member.state for each in (await core.cluster_status()).members] == ["leaving"]
-    monkeypatch.setattr("emberline.service.member_table.LOST_S", -1.0)
-    await cluster_of(core)._keep()
+    leaving = [each.member.state for each in (await core.cluster_status()).members]
+    assert leaving == ["leaving"], "it is not given up at once"
+    stores[0].later_us = 31_000_000
     await until_states(core, {})
 
 
@@ -321,11 +327,8 @@ async def test_an_announcement_must_be_proved_fresh_and_new(open_core: Core, wor
             await core.announce(members.sign(worker.key, worker.said(forged)))
 
 
-async def test_a_late_answer_is_refused(
-    open_core: Core, worker: JoiningEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    core = await open_core()
-    monkeypatch.setattr(cluster_module, "CHALLENGE_S", -1.0)
+async def test_a_late_answer_is_refused(open_core: Core, worker: JoiningEngine) -> None:
+    core = await open_core(timings=Timings(challenge_s=-1.0))
     with pytest.raises(Unauthorized, match="ask for another"):
         await worker.announce(core)
 
@@ -338,25 +341,25 @@ async def test_a_core_of_another_cluster_is_refused(database: DatabaseLocation, 
 
 
 async def test_a_worker_that_ends_is_forgotten_and_one_that_flaps_waits(
-    open_core: Core, worker: JoiningEngine, monkeypatch: pytest.MonkeyPatch
+    open_core: Core, worker: JoiningEngine, stores: list[FaultyStore]
 ) -> None:
-    core = await open_core()
+    core = await open_core(members=MemberLimits(max_quick_joins=1, first_hold_s=30), timings=Timings(sweep_s=0.05))
     await worker.announce(core)
     await worker.announce(core, leaving=True)
     await until_states(core, {})
     await worker.announce(core)
-    monkeypatch.setattr("emberline.service.member_table.MAX_QUICK_JOINS", -3)
     again = JoiningEngine(worker.script, address=worker.endpoint.address)
     worker.endpoint = again.endpoint
     standing = await again.announce(core)
-    assert 0 < standing.hold_s <= 32
+    assert 0 < standing.hold_s <= 30
     (status,) = (await core.cluster_status()).members
     assert not status.connected
     assert "quick succession" in status.problem
-    table = cluster_of(core)._table
-    later_us = table.now_us() + 60_000_000
-    monkeypatch.setattr(table, "now_us", lambda: later_us)
-    await cluster_of(core)._follow()
+    stores[0].later_us = 29_000_000  # it is not lost by then
+    later = MemberTable(stores[0])
+    async with asyncio.timeout(PATIENCE_S):
+        while (await later.all())[0].ready_us > stores[0].now_us():
+            stores[0].later_us += 100_000
     await until_states(core, {"w0": "ready"})
 
 
@@ -374,11 +377,10 @@ async def test_the_name_of_a_configured_worker_is_taken(
 
 
 async def test_two_role_changes_at_once_leave_one_worker_that_decodes(
-    database: DatabaseLocation, open_core: Core, say: Callable[..., Script], monkeypatch: pytest.MonkeyPatch
+    database: DatabaseLocation, open_core: Core, say: Callable[..., Script]
 ) -> None:
     """Asked at two cores, or at one: each alone would leave the other worker."""
-    monkeypatch.setattr("emberline.service.membership.ROLE_TIMEOUT_S", PATIENCE_S)
-    cores = [await open_core() for _ in range(2 if is_shared(database) else 1)]
+    cores = [await open_core(timings=Timings(role_s=PATIENCE_S)) for _ in range(2 if is_shared(database) else 1)]
     workers = [JoiningEngine(say("Joined!"), name) for name in ("w0", "w1")]
     try:
         for worker in workers:
@@ -403,8 +405,7 @@ async def test_what_a_core_knows_of_its_workers_is_read_in_its_own_thread(
     open_core: Core, say: Callable[..., Script], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A role change is checked in a transaction, which SQLite runs in another thread, while workers come and go."""
-    monkeypatch.setattr("emberline.service.membership.ROLE_TIMEOUT_S", PATIENCE_S)
-    core = await open_core()
+    core = await open_core(timings=Timings(role_s=PATIENCE_S))
     workers = [JoiningEngine(say("Joined!"), name) for name in ("w0", "w1")]
     engines_of, threads = WorkerConnections.engines_of, set[str]()
 
@@ -429,21 +430,19 @@ async def test_what_a_core_knows_of_its_workers_is_read_in_its_own_thread(
 
 
 async def test_a_role_that_another_core_has_set_is_not_undone(
-    open_core: Core, worker: JoiningEngine, monkeypatch: pytest.MonkeyPatch
+    open_core: Core, worker: JoiningEngine, stores: list[FaultyStore]
 ) -> None:
-    core = await open_core()
+    core = await open_core(timings=Timings(sweep_s=0.05))
     worker.info = msgspec.structs.replace(worker.info, transfers=("tcp",))
     await worker.announce(core)
     await until_states(core, {"w0": "ready"})
-    cluster = cluster_of(core)
-
-    async def unheard(name: str) -> None:
-        pass
-
-    monkeypatch.setattr(cluster._table, "_notify", unheard)
-    await cluster._table.set_role("w0", "decode")
+    stores[0].mute = True
+    await MemberTable(stores[0]).set_role("w0", "decode")
     worker.set_role("decode")
-    await until(lambda: core._engines["w0"].role == "decode")
-    await cluster._keep()
+    await until(lambda: core.engines["w0"].role == "decode")
+    before_us, table = stores[0].now_us(), MemberTable(stores[0])
+    async with asyncio.timeout(PATIENCE_S):
+        while (await table.all())[0].seen_us < before_us:  # this core looks at its workers now and then
+            await asyncio.sleep(0.01)
     assert text_of(await events_of(core, ask())) == "Joined!"  # it has handled all that it was sent before
     assert worker.info.role == "decode"

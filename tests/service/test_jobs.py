@@ -35,7 +35,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def ledger_of(service: Service) -> UsageLedger:
     assert isinstance(service.core, LocalCore)
-    return service.core._usage
+    return service.core.usage
 
 
 async def test_the_usage_row_of_a_job_is_handed_to_its_queue(service: Service) -> None:

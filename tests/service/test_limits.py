@@ -254,7 +254,7 @@ async def test_what_a_core_that_died_had_leased_is_free_again_at_the_next_start(
     assert await store.read(leases)
     core = first.core
     assert isinstance(core, LocalCore)
-    journal = core._usage._journal
+    journal = core.usage._journal
     assert journal is not None
     os.close(journal._file)  # the lock ends with the process
     journal._file = -1

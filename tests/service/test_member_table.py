@@ -8,8 +8,7 @@ import pytest
 
 from emberline.protocol.errors import Conflict, NotFound, Unauthorized, Unavailable
 from emberline.protocol.member import Announcement, Member
-from emberline.service import member_table
-from emberline.service.member_table import MemberTable
+from emberline.service.member_table import MemberLimits, MemberTable
 from emberline.store import Database
 from tests.databases import DatabaseLocation
 from tests.protocol.test_member import announcement
@@ -90,30 +89,28 @@ async def test_states(table: MemberTable) -> None:
     assert (await join(table, "w0", "c")).state == "joined"
 
 
-async def test_the_silent_are_lost_then_forgotten(table: MemberTable, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_silent_are_lost_then_forgotten(table: MemberTable, store: Database) -> None:
     member = await join(table)
     await table.sweep()
     assert (await table.all())[0].state == "joined"
-    monkeypatch.setattr(member_table, "LOST_S", -1.0)
-    await table.sweep()
+    await MemberTable(store, MemberLimits(lost_s=-1.0)).sweep()
     assert (await table.all())[0].state == "lost"
     assert (await join(table)).state == "joined", "it is back"
     await table.reached([("w0", member.epoch), ("gone", 7)])
-    monkeypatch.setattr(member_table, "FORGET_S", -1.0)
-    await table.sweep()
+    await MemberTable(store, MemberLimits(lost_s=-1.0, forget_s=-1.0)).sweep()
     assert await table.all() == []
 
 
 async def test_a_silent_member_still_drains_when_it_is_back_and_one_that_leaves_is_forgotten(
-    table: MemberTable, monkeypatch: pytest.MonkeyPatch
+    table: MemberTable, store: Database
 ) -> None:
+    impatient = MemberTable(store, MemberLimits(lost_s=-1.0))
     await join(table)
     await table.set_state("w0", "draining")
-    monkeypatch.setattr(member_table, "LOST_S", -1.0)
-    await table.sweep()
+    await impatient.sweep()
     assert (await join(table)).state == "draining"
     await table.set_state("w0", "leaving")
-    await table.sweep()
+    await impatient.sweep()
     assert await table.all() == []
 
 
@@ -130,7 +127,7 @@ async def test_a_worker_that_flaps_is_not_used_at_once(table: MemberTable) -> No
         holds.append(member.ready_us - member.joined_us)
     assert holds[:3] == [0, 0, 0]
     assert holds[3:6] == [2_000_000, 4_000_000, 8_000_000]
-    assert holds[-1] == member_table.MAX_HOLD_S * 1e6
+    assert holds[-1] == MemberLimits().max_hold_s * 1e6
 
 
 async def test_another_core_is_notified(database: DatabaseLocation, table: MemberTable) -> None:

@@ -285,7 +285,7 @@ async def test_an_http_worker_may_hear_of_members_before_it_is_complete(
     monkeypatch.setattr(RemoteCore, "wait_connected", wait_until_followed)
     http_worker = await open_http_worker([offer(text_model, engine)], core_socket=tmp_path / "core.sock")
     assert await http_worker.ready(PATIENCE_S)
-    assert list(http_worker._engines) == ["e0", "e1"]
+    assert list(http_worker.engines) == ["e0", "e1"]
     await http_worker.close()
     await server.close()
 
@@ -299,12 +299,12 @@ async def test_http_workers_follow(
     assert await change(http_worker, "join", config=config_of(other)) == ["e1"]
     await change(http_worker, "leave", "e0")
     await wait_for_states(http_worker, {"e1": "ready"})
-    await until(lambda: list(http_worker._engines) == ["e1"])  # it follows the core a moment later
-    assert await http_worker._engines["e1"].wait_connected(PATIENCE_S)  # as the core is already
+    await until(lambda: list(http_worker.engines) == ["e1"])  # it follows the core a moment later
+    assert await http_worker.engines["e1"].wait_connected(PATIENCE_S)  # as the core is already
     assert text_of(await events_of(http_worker, ask())) == "Other!"
     restarted = await open_http_worker([offer(text_model, engine)], core_socket=tmp_path / "core.sock")
-    await until(lambda: list(restarted._engines) == ["e1"])
-    assert await restarted._engines["e1"].wait_connected(PATIENCE_S)
+    await until(lambda: list(restarted.engines) == ["e1"])
+    assert await restarted.engines["e1"].wait_connected(PATIENCE_S)
     assert text_of(await events_of(restarted, ask())) == "Other!"
     for each in (http_worker, restarted):
         await each.close()

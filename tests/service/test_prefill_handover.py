@@ -14,6 +14,7 @@ from emberline.protocol.events import TokenDelta, Usage
 from emberline.protocol.frames import transfer_ticket
 from emberline.service.engine_client import EngineClient, EngineStream
 from emberline.service.prefill_handover import Prefill, hand_over
+from emberline.service.timings import Timings
 from tests.service.fake_engine import FakeEngine
 from tests.service.test_engine_client import PATIENCE_S, request
 
@@ -27,7 +28,7 @@ class Halves:
 
 @asynccontextmanager
 async def _client(engine: FakeEngine) -> AsyncIterator[EngineClient]:
-    client = EngineClient(engine.endpoint)
+    client = EngineClient(engine.endpoint, timings=Timings(cached_wait_s=0.01))
     client.start()
     assert await client.wait_connected(PATIENCE_S)
     yield client
@@ -59,6 +60,9 @@ async def test_the_prefill_workers_cached_tokens_are_reported(halves: Halves) ->
     halves.prefill.step(TokenDelta("r1-prefill", usage=Usage(cached_by_tier={"device": 32})))
     halves.decode.step(TOKEN)
     await halves.stream.next()
+    async with asyncio.timeout(PATIENCE_S):  # the two connections are read in any order
+        while halves.half.known_cached is None:
+            await asyncio.sleep(0.001)
     assert await halves.half.cached_by_tier() == {"device": 32}
     assert halves.half.first_block_s is not None
     assert halves.half.ended_s is None
@@ -69,10 +73,7 @@ async def test_the_prefill_workers_cached_tokens_are_reported(halves: Halves) ->
     assert ended_s >= halves.half.first_block_s, "the KV transfer as a trace shows it"
 
 
-async def test_missing_cached_tokens_delay_the_first_token_only_briefly(
-    halves: Halves, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("emberline.service.prefill_handover.CACHED_WAIT_S", 0.01)
+async def test_missing_cached_tokens_delay_the_first_token_only_briefly(halves: Halves) -> None:
     halves.decode.step(TOKEN)
     await halves.stream.next()
     async with asyncio.timeout(PATIENCE_S):

@@ -26,8 +26,8 @@ DEARER = Price(input=7000, output=7000)
 async def set_price(service: Service, price: Price | None) -> int:
     """When it begins."""
     assert isinstance(service.core, LocalCore)
-    assert service.core._price_store is not None
-    return (await service.core._price_store.set(MODEL, price, "admin")).valid_from_us
+    assert service.core.price_store is not None
+    return (await service.core.price_store.set(MODEL, price, "admin")).valid_from_us
 
 
 async def test_the_row_and_the_terminal_event_have_the_cost(service: Service, engine: FakeEngine) -> None:
@@ -116,7 +116,7 @@ async def test_a_request_cancelled_before_its_admission_has_a_price(service: Ser
         model=MODEL,
         model_version="",
         status="cancelled",
-        created_us=service.core._usage._store.now_us(),
+        created_us=service.core.usage.store.now_us(),
         finished_us=0,
     )
     assert service.core.prices.priced(row).cost_pico == 0

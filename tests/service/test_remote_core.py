@@ -6,26 +6,28 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
-from emberline.accounts import usage_ledger
-from emberline.accounts.usage_row import UsageRow
+from emberline.accounts.usage_ledger import UsageTimings
 from emberline.balancer.ledger import ORPHAN_RUNNING_S
 from emberline.balancer.route_request import Route
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.errors import BadInput, Conflict, ModelNotFound, NotFound, Overloaded, Unavailable
 from emberline.protocol.events import TokenDelta
 from emberline.protocol.request import Message
-from emberline.service import Service, open_core_server, open_http_worker, open_service, remote_core
-from emberline.service import service as service_module
+from emberline.service import Service, open_core_server, open_http_worker, open_service
 from emberline.service.core import LocalCore
 from emberline.service.core_server import CoreServer
 from emberline.service.event_log import NewLog
 from emberline.service.remote_core import RemoteCore
+from emberline.service.timings import Timings
+from emberline.store import open_store
 from emberline.text.text_model import TextModel
-from tests.service.conftest import ALICE, PATIENCE_S, offer
+from tests.faulty_store import FaultyStore
+from tests.service.conftest import ALICE, PATIENCE_S, Opener, offer
 from tests.service.fake_engine import EOS, FakeEngine, Script
 from tests.service.test_service import ask, events_of, in_flight, row_of, rows, settled, text_of
 
@@ -36,10 +38,20 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-@pytest.fixture(autouse=True)
-def checkpoint_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_module, "CHECKPOINT_S", 0.02)
-    monkeypatch.setattr(usage_ledger, "CHECKPOINT_S", 0.02)
+QUICK = Timings(checkpoint_s=0.02, notice_interval_s=0.01, usage=UsageTimings(checkpoint_s=0.02))
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[FaultyStore]:
+    store = FaultyStore(await open_store(tmp_path / "core.db"))
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+async def service(engine: FakeEngine, store: FaultyStore, open_one: Opener) -> Service:
+    """In the core process, with the store that the test may break."""
+    return await open_one(engine, timings=QUICK, store=store)
 
 
 @pytest.fixture
@@ -53,10 +65,17 @@ async def server(service: Service, tmp_path: Path) -> AsyncIterator[CoreServer]:
 async def http_worker(
     server: CoreServer, engine: FakeEngine, text_model: TextModel, tmp_path: Path
 ) -> AsyncIterator[Service]:
-    http_worker = await open_http_worker([offer(text_model, engine)], core_socket=tmp_path / "core.sock")
+    http_worker = await open_http_worker([offer(text_model, engine)], core_socket=tmp_path / "core.sock", timings=QUICK)
     assert await http_worker.ready(PATIENCE_S)
     yield http_worker
     await http_worker.close()
+
+
+def kill_http_workers(server: CoreServer) -> None:
+    """Their connections end, as if their processes had been killed."""
+    assert server.links
+    for link in tuple(server.links):
+        link.drop("killed")
 
 
 def remote(http_worker: Service) -> RemoteCore:
@@ -81,29 +100,28 @@ async def test_an_http_worker_serves_and_the_core_records(
     assert os.stat(tmp_path / "core.sock").st_mode & 0o777 == 0o600
 
 
-async def test_errors_of_the_core_reach_the_client(
-    service: Service, http_worker: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def full(ask: object) -> str:
-        raise Overloaded("no room", retry_after_s=7)
-
-    monkeypatch.setattr(service.core, "admit", full)
+async def test_errors_of_the_core_reach_the_client(http_worker: Service, engine: FakeEngine) -> None:
+    engine.script = None
+    n = engine.info.max_running
+    running = [asyncio.create_task(events_of(http_worker, ask())) for _ in range(n)]
+    await engine.submission(n)
     with pytest.raises(Overloaded) as refused:
-        await events_of(http_worker, ask())
-    assert refused.value.retry_after_s == 7
+        await events_of(http_worker, ask(reject_if_busy=True))
+    assert refused.value.retry_after_s
+    for task in running:
+        task.cancel()
+    await asyncio.wait(running)
 
 
 async def test_requests_of_a_dead_http_worker_are_ended(
-    service: Service, http_worker: Service, engine: FakeEngine
+    service: Service, server: CoreServer, http_worker: Service, engine: FakeEngine
 ) -> None:
     engine.script = None
     request = ask()
     task = asyncio.create_task(events_of(http_worker, request))
     await engine.submission()
     assert in_flight(service) == 1
-    link = remote(http_worker)._link
-    assert link is not None
-    link.drop("killed")
+    kill_http_workers(server)
     row = await row_of(service, request)
     assert (row.status, row.input_tokens) == ("failed", 0)  # nothing is known to be computed
     assert in_flight(service) == 0
@@ -113,7 +131,7 @@ async def test_requests_of_a_dead_http_worker_are_ended(
 
 @pytest.mark.parametrize("orphaned", [False, True])
 async def test_a_request_of_a_dead_http_worker_is_billed_what_it_produced(
-    service: Service, http_worker: Service, engine: FakeEngine, orphaned: bool
+    service: Service, server: CoreServer, http_worker: Service, engine: FakeEngine, orphaned: bool
 ) -> None:
     """Also when it was written off as load long before: then its end is still recorded."""
     engine.script = None
@@ -123,13 +141,11 @@ async def test_a_request_of_a_dead_http_worker_is_billed_what_it_produced(
     engine.step(TokenDelta(sent.id, tokens.pack([70, 71, 72])))
     core = service.core
     assert isinstance(core, LocalCore)
-    await until(lambda: (used := core._usage.used_by(request.id)) is not None and used.output_tokens == 3)
+    await until(lambda: (used := core.usage.used_by(request.id)) is not None and used.output_tokens == 3)
     if orphaned:
         core.admission.balancer.dispatch(time.monotonic() + ORPHAN_RUNNING_S + 60)
         assert in_flight(service) == 0
-    link = remote(http_worker)._link
-    assert link is not None
-    link.drop("killed")
+    kill_http_workers(server)
     row = await row_of(service, request)
     assert (row.status, row.input_tokens, row.output_tokens) == ("failed", len(sent.prompt_ids) // 4, 3)
     assert row.first_token_us is not None
@@ -166,28 +182,27 @@ async def test_requests_of_a_dead_core_are_recorded_by_the_next_one(
 
 
 async def test_one_request_of_a_dead_http_worker_that_cannot_be_recorded_does_not_keep_the_others(
-    service: Service, http_worker: Service, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+    service: Service, server: CoreServer, http_worker: Service, engine: FakeEngine, store: FaultyStore
 ) -> None:
     engine.script = None
     tasks = [asyncio.create_task(events_of(http_worker, ask())) for _ in range(3)]
     first = (await engine.submission(3))[0]
     assert isinstance(service.core, LocalCore)
-    record = service.core._usage.record
 
-    async def refuse(row: UsageRow) -> None:
-        if row.id == first.id:
+    async def refuse(name: str, asked: Any) -> None:
+        if name == "write" and first.id in asked:
             raise ValueError("a row that the database refuses")
-        await record(row)
 
-    monkeypatch.setattr(service.core._usage, "record", refuse)
-    link = remote(http_worker)._link
-    assert link is not None
-    link.drop("killed")
+    store.before = refuse
+    kill_http_workers(server)
     ledger = service.core.admission.balancer.ledger
     await until(lambda: not list(ledger))
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)
+    async with asyncio.timeout(PATIENCE_S):
+        while await rows(service) < 2:
+            await asyncio.sleep(0.001)
 
 
 async def test_a_cancelled_request_that_waits_holds_nothing(
@@ -233,7 +248,7 @@ async def test_a_client_that_leaves_the_admission_queue_leaves_nothing_behind(
 
 
 async def test_an_http_worker_that_dies_during_failover_leaves_a_usage_row(
-    service: Service, http_worker: Service, engine: FakeEngine
+    service: Service, server: CoreServer, http_worker: Service, engine: FakeEngine
 ) -> None:
     engine.script = None
     request = ask()
@@ -241,9 +256,7 @@ async def test_an_http_worker_that_dies_during_failover_leaves_a_usage_row(
     await engine.submission()
     await engine.die()  # before its first token: the request now waits for the engine to return
     await until(lambda: in_flight(service) == 0)
-    link = remote(http_worker)._link
-    assert link is not None
-    link.drop("killed")
+    kill_http_workers(server)
     row = await row_of(service, request)
     assert (row.status, row.model_version) == ("failed", "f" * 32)
     with pytest.raises(Unavailable):
@@ -254,22 +267,38 @@ async def test_an_http_worker_that_dies_during_failover_leaves_a_usage_row(
     assert await rows(service) == 1
 
 
-async def test_an_http_worker_waits_for_an_engine_whose_loss_the_core_has_not_noticed(
-    service: Service, http_worker: Service, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def unaware(ask: object) -> Route:
+class UnawareCore:
+    """A core that does not notice the loss of its engine."""
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._core, name)
+
+    async def admit(self, ask: object) -> Route:
         return Route(decode="e0")
 
-    monkeypatch.setattr("emberline.service.engine_transport.CONNECT_WAIT_S", 0.0)
-    monkeypatch.setattr(service.core, "admit", unaware)
+
+async def test_an_http_worker_waits_for_an_engine_whose_loss_the_core_has_not_noticed(
+    service: Service, engine: FakeEngine, text_model: TextModel, tmp_path: Path
+) -> None:
+    server = CoreServer(UnawareCore(service.core), tmp_path / "unaware.sock")  # type: ignore[arg-type]
+    await server.start()
+    http_worker = await open_http_worker(
+        [offer(text_model, engine)], core_socket=tmp_path / "unaware.sock", timings=Timings(connect_wait_s=0.0)
+    )
+    assert await http_worker.ready(PATIENCE_S)
     script, engine.script = engine.script, None
     task = asyncio.create_task(events_of(http_worker, ask()))
     await engine.submission()
     await engine.die()
-    await asyncio.sleep(0.1)
+    await until(lambda: not http_worker.engines["e0"].connected)
     engine.script = script
     await engine.start()
     assert text_of(await task) == "Hello!"
+    await http_worker.close()
+    await server.close()
 
 
 async def test_without_a_core_requests_are_unavailable(
@@ -279,7 +308,7 @@ async def test_without_a_core_requests_are_unavailable(
     running = asyncio.create_task(events_of(http_worker, ask()))
     (sent,) = await engine.submission()
     await server.close()
-    await until(lambda: remote(http_worker)._link is None)
+    await until(lambda: not remote(http_worker).connected)
     with pytest.raises(Unavailable) as refused:
         await events_of(http_worker, ask())
     assert refused.value.retry_after_s
@@ -288,7 +317,7 @@ async def test_without_a_core_requests_are_unavailable(
     with pytest.raises(Unavailable, match="core process"):
         await running
     again = await open_core_server(service, tmp_path / "core.sock")
-    await until(lambda: remote(http_worker)._link is not None)
+    await until(lambda: remote(http_worker).connected)
     engine.script = lambda request: [EOS]
     await events_of(http_worker, ask())
     await again.close()
@@ -309,7 +338,7 @@ async def test_http_workers_are_told_of_a_worker_that_the_core_has_lost(
 
 
 async def test_load_reports_and_refusals_reach_the_core(
-    service: Service, http_worker: Service, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+    service: Service, http_worker: Service, engine: FakeEngine
 ) -> None:
     engine.script = None
     async with aclosing(http_worker.generate(ask(), ALICE)) as events:
@@ -319,20 +348,15 @@ async def test_load_reports_and_refusals_reach_the_core(
         await started
         with pytest.raises(BadInput):
             await events_of(http_worker, ask(n=0))
-        remote(http_worker)._send_notice()
-        await http_worker.health()  # answered after the notice
-        assert b'emberline_requests_refused_total{error="bad_input"} 1.0' in await service.metrics()
+        refused = b'emberline_requests_refused_total{error="bad_input"} 1.0'
         running = b'vllm:num_requests_running{engine="e0",model_name="@cf/test/bytes"} 1.0'
         async with asyncio.timeout(PATIENCE_S):  # the core has a connection of its own to the engine
-            while running not in await service.metrics():
+            while not (refused in (exposed := await service.metrics()) and running in exposed):
                 await asyncio.sleep(0.001)
     await settled(http_worker)
 
 
-async def test_notices_are_sent_periodically(
-    service: Service, http_worker: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(remote_core, "NOTICE_INTERVAL_S", 0.01)
+async def test_notices_are_sent_periodically(service: Service, http_worker: Service) -> None:
     http_worker.core.refused("bad_input")
     async with asyncio.timeout(PATIENCE_S):
         while b"bad_input" not in await service.metrics():

@@ -11,8 +11,9 @@ from emberline.protocol.errors import Conflict, NotFound, Unavailable
 from emberline.protocol.events import Completed
 from emberline.service import Served, Service, open_service
 from emberline.service.membership import WorkerChange
+from emberline.service.timings import Timings
 from emberline.text.text_model import TextModel
-from tests.service.conftest import PATIENCE_S, offer
+from tests.service.conftest import PATIENCE_S, Opener, offer
 from tests.service.fake_engine import FakeEngine
 from tests.service.test_membership import until
 from tests.service.test_service import ask, events_of, in_flight
@@ -57,11 +58,10 @@ class Pair:
 
 
 @pytest.fixture
-async def pair(text_model: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
-    monkeypatch.setattr("emberline.service.membership.ROLE_TIMEOUT_S", PATIENCE_S)
+async def pair(text_model: TextModel, tmp_path: Path) -> AsyncIterator[Pair]:
     workers = [Standin(tmp_path / f"{role}.sock", role, ("--role", role)) for role in ("prefill", "decode")]
     served = Served(offer(text_model).card, text_model, tuple(worker.endpoint for worker in workers))
-    service = await open_service([served], data_dir=tmp_path / "data")
+    service = await open_service([served], data_dir=tmp_path / "data", timings=Timings(role_s=PATIENCE_S))
     assert await service.ready(PATIENCE_S)
     yield Pair(service, workers)
     await service.close()
@@ -90,7 +90,7 @@ async def test_two_workers_exchange_their_roles_under_a_running_stream(pair: Pai
 async def test_a_worker_of_this_machine_has_its_new_role_again_after_a_restart(pair: Pair) -> None:
     await pair.set_role("prefill", "both")
     pair.workers[0].stop()
-    await until(lambda: not pair.service._engines["prefill"].connected)
+    await until(lambda: not pair.service.engines["prefill"].connected)
     pair.workers[0].start()
 
     async def is_back() -> bool:
@@ -115,7 +115,8 @@ async def test_a_worker_that_drains_does_not_decode_for_another(pair: Pair) -> N
     await pair.set_role("decode", "prefill")  # it has that role
 
 
-async def test_what_cannot_be(service: Service, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_cannot_be(engine: FakeEngine, open_one: Opener) -> None:
+    service = await open_one(engine, timings=Timings(role_s=0.05))
     with pytest.raises(NotFound, match="no worker is called w9"):
         await service.change_workers(WorkerChange(action="role", name="w9", role="both"))
     with pytest.raises(Conflict, match="does not receive KV"):
@@ -123,10 +124,9 @@ async def test_what_cannot_be(service: Service, engine: FakeEngine, monkeypatch:
     engine.info = type(engine.info)(**{**engine_facts(engine), "role": "decode", "transfers": ("tcp",)})
     await engine.die()
     await engine.start()
-    client = service._engines["e0"]
+    client = service.engines["e0"]
     await until(lambda: client.connected and client.role == "decode")
-    monkeypatch.setattr(engine, "set_role", lambda role: None)  # it hangs
-    monkeypatch.setattr("emberline.service.membership.ROLE_TIMEOUT_S", 0.05)
+    engine.takes_roles = False
     with pytest.raises(Unavailable, match="gets it once it answers"):
         await service.change_workers(WorkerChange(action="role", name="e0", role="both"))
 

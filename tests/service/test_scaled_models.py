@@ -19,6 +19,7 @@ from emberline.service.planner_table import PlannerTable
 from emberline.service.responses import DatabaseResponses
 from emberline.service.scaled_models import ScaledModels
 from emberline.service.sessions import Sessions
+from emberline.service.timings import Timings
 from emberline.store import Database, open_store
 from tests.balancer.balancing import MODEL, endpoint, request
 
@@ -37,17 +38,20 @@ def admission() -> AdmissionController:
     return AdmissionController()
 
 
-def make(store: Database, admission: AdmissionController, **bounds: object) -> ScaledModels:
+def make(
+    store: Database, admission: AdmissionController, grants: Grants | None = None, **bounds: object
+) -> ScaledModels:
     configured = {"alias": ScalingConfig(**bounds)} if bounds else {}  # type: ignore[arg-type]
-    grants = Grants(admission.balancer, 0.5)
-    return ScaledModels("core", PlannerTable(store), admission, grants, NAMES.get, configured)
+    grants = grants or Grants(admission.balancer, 0.5)
+    timings = Timings(report_s=1000.0)  # tests ask for reports
+    return ScaledModels("core", PlannerTable(store), admission, grants, NAMES.get, configured, timings)
 
 
 async def test_requests_are_held_for_a_first_replica_up_to_a_number(
     store: Database, admission: AdmissionController
 ) -> None:
     scaled = make(store, admission, min_replicas=0, max_held=2, hold_s=7.0)
-    await scaled._refresh()
+    await scaled.refresh()
     assert (scaled.admitting(MODEL), scaled.admitting("other"), scaled.can_wake) == (7.0, 0.0, True)
     for _ in range(2):
         admission.balancer.enqueue(request(tokens=10, wait_s=scaled.admitting(MODEL)), admission.now_s())
@@ -63,7 +67,7 @@ async def test_the_number_that_is_held_holds_for_those_that_come_at_once(
 ) -> None:
     core = LocalCore(admission, (), UsageLedger(store), Sessions(), DatabaseResponses(store, 30))
     core.scaling = make(store, admission, min_replicas=0, max_held=2)
-    await core.scaling._refresh()
+    await core.scaling.refresh()
 
     async def know(model: str) -> None:
         await asyncio.sleep(0)
@@ -87,35 +91,38 @@ async def test_a_report_counts_what_is_held_and_wakes_the_planner_once(
     store: Database, admission: AdmissionController
 ) -> None:
     scaled = make(store, admission, min_replicas=0)
-    await scaled._refresh()
+    await scaled.refresh()
     news = scaled.table.listen(60.0)
-    await scaled._report()
+    await scaled.report()
     assert [row.load.held_requests for row in await scaled.table.loads()] == [0]
     admission.balancer.enqueue(request(tokens=10, wait_s=60.0), admission.now_s())
     for _ in range(2):
-        await scaled._report()
+        await scaled.report()
     (row,) = await scaled.table.loads()
     assert (row.core, row.load.model, row.load.held_requests, row.load.queued_tokens) == ("core", MODEL, 1, 10)
     assert await anext(news) == ""
-    assert not news._pending, "it was told once"
+    await PlannerTable(store).set_bounds(MODEL, ScalingConfig(max_replicas=7))
+    assert await anext(news) == MODEL, "it was told once: this is the next that it hears"
 
 
 async def test_queued_jobs_wake_a_model(store: Database, admission: AdmissionController) -> None:
-    scaled = make(store, admission, min_replicas=0)
-    await scaled._refresh()
-    scaled._grants.queued({MODEL: 5.0})
-    await scaled._report()
+    grants = Grants(admission.balancer, 0.5)
+    scaled = make(store, admission, grants, min_replicas=0)
+    await scaled.refresh()
+    grants.queued({MODEL: 5.0})
+    await scaled.report()
     (row,) = await scaled.table.loads()
     assert (row.load.held_requests, row.load.idle_s) == (1, 0.0)
 
 
 async def test_a_dedicated_worker_is_no_replica_for_others(store: Database, admission: AdmissionController) -> None:
-    scaled = make(store, admission, min_replicas=0, max_held=1)
-    await scaled._refresh()
+    grants = Grants(admission.balancer, 0.5)
+    scaled = make(store, admission, grants, min_replicas=0, max_held=1)
+    await scaled.refresh()
     own = msgspec.structs.replace(endpoint("e0"), account="acme")
     admission.balancer.join(own, Capacity(), admission.now_s())
-    scaled._grants.queued({MODEL: 5.0})
-    await scaled._report()
+    grants.queued({MODEL: 5.0})
+    await scaled.report()
     (row,) = await scaled.table.loads()
     assert row.load.held_requests == 1, "jobs do not run on it"
     admission.balancer.enqueue(request(tokens=10, account="b", wait_s=60.0), admission.now_s())
@@ -126,7 +133,7 @@ async def test_a_dedicated_worker_is_no_replica_for_others(store: Database, admi
 
 async def test_bounds_of_operators_come_before_configured_ones(store: Database, admission: AdmissionController) -> None:
     scaled = make(store, admission, max_replicas=2)
-    await scaled._refresh()
+    await scaled.refresh()
     assert scaled.bounds == {MODEL: ScalingConfig(max_replicas=2)}
     found = await scaled.set_bounds("m", {"max_replicas": 5})
     assert found == scaled.bounds[MODEL] == ScalingConfig(max_replicas=5)
@@ -141,7 +148,7 @@ async def test_bounds_of_operators_come_before_configured_ones(store: Database, 
 
 async def test_the_plan_names_what_was_seen_and_done(store: Database, admission: AdmissionController) -> None:
     scaled = make(store, admission, max_replicas=2)
-    await scaled._refresh()
+    await scaled.refresh()
     ((before,),) = [(await scaled.plan())["models"]]
     assert (before["model"], before["plan"], before["decisions"]) == (MODEL, None, [])
     row = PlanRow(model=MODEL, at_us=store.now_us(), core="c", mode="on", plan={"held": ["why"]}, observation={})
@@ -168,9 +175,8 @@ async def test_the_plan_names_what_was_seen_and_done(store: Database, admission:
 
 
 async def test_bounds_that_are_set_at_another_core_hold_here_at_once(
-    store: Database, admission: AdmissionController, monkeypatch: pytest.MonkeyPatch
+    store: Database, admission: AdmissionController
 ) -> None:
-    monkeypatch.setattr("emberline.service.scaled_models.REPORT_S", 1000.0)
     scaled = make(store, admission)
     await scaled.start()
     try:

@@ -1,6 +1,8 @@
 import asyncio
+import errno
 import itertools
 import logging
+import os
 from collections.abc import Callable
 from contextlib import aclosing
 from pathlib import Path
@@ -9,9 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from emberline.accounts import usage_ledger
-from emberline.accounts.usage_journal import UsageJournal
-from emberline.accounts.usage_ledger import UsageLedger
+from emberline.accounts.usage_ledger import UsageLedger, UsageTimings
 from emberline.accounts.usage_row import UsageRow
 from emberline.balancer.circuit_breaker import FAILURES
 from emberline.catalog.model_card import ModelCard
@@ -52,7 +52,10 @@ from emberline.protocol.request import (
 from emberline.service import Service
 from emberline.service.core import LocalCore
 from emberline.service.run import MAX_FAILOVERS
+from emberline.service.timings import Timings
+from emberline.store import open_store
 from emberline.text.text_model import TextModel
+from tests.faulty_store import FaultyStore
 from tests.service.conftest import ALICE, MODEL, PATIENCE_S, Opener
 from tests.service.fake_engine import EOS, FakeEngine, Script
 
@@ -77,7 +80,7 @@ def text_of(events: list[TextEvent], index: int = 0) -> str:
 
 def ledger_of(service: Service) -> UsageLedger:
     assert isinstance(service.core, LocalCore)
-    return service.core._usage
+    return service.core.usage
 
 
 async def row_of(service: Service, request: GenerateRequest | EncodeRequest) -> UsageRow:
@@ -89,7 +92,7 @@ async def row_of(service: Service, request: GenerateRequest | EncodeRequest) -> 
 
 
 async def rows(service: Service) -> int:
-    ((n,),) = await ledger_of(service)._store.read("SELECT count(*) FROM usage")
+    ((n,),) = await ledger_of(service).store.read("SELECT count(*) FROM usage")
     assert isinstance(n, int)
     return n
 
@@ -623,10 +626,8 @@ async def test_the_engine_dies_in_the_middle_and_comes_back(
     assert in_flight(service) == 0
 
 
-async def test_the_engine_dies_in_the_middle_for_good(
-    service: Service, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("emberline.service.engine_transport.RESTART_WAIT_S", 0.1)
+async def test_the_engine_dies_in_the_middle_for_good(engine: FakeEngine, open_one: Opener) -> None:
+    service = await open_one(engine, timings=Timings(restart_wait_s=0.1))
     request = ask()
     with pytest.raises(Unavailable, match="no engine"):
         await (await cut(service, engine, request))
@@ -676,8 +677,8 @@ async def test_a_request_may_rather_be_refused_than_wait(
     await engine.die()
 
 
-async def test_deadlines(service: Service, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("emberline.service.engine_transport.DEADLINE_GRACE_S", 0.0)
+async def test_deadlines(engine: FakeEngine, open_one: Opener) -> None:
+    service = await open_one(engine, timings=Timings(deadline_grace_s=0.0))
     engine.script = None  # it never answers
     async with asyncio.timeout(PATIENCE_S):
         while not engine.submitted:  # on a busy machine, a request may end before it gets there
@@ -704,8 +705,12 @@ async def test_a_deadline_also_ends_the_wait_for_a_lost_engine(service: Service,
 async def test_a_full_disk_fails_the_request_and_not_the_server(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = ledger_of(service)._store
-    monkeypatch.setattr(UsageJournal, "_write", lambda self, data: OSError(28, "No space left on device"))
+    store = ledger_of(service).store
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)  # of the journal
     ((pages,),) = await store.write("PRAGMA page_count")
     await store.write(f"PRAGMA max_page_count = {pages}")
     rounds = asyncio.gather(*(events_of(service, ask("x" * 100)) for _ in range(50)))
@@ -718,22 +723,18 @@ async def test_a_full_disk_fails_the_request_and_not_the_server(
     assert in_flight(service) == 0
 
 
-async def test_requests_are_served_while_the_store_is_away(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    ledger = ledger_of(service)
-    monkeypatch.setattr(usage_ledger, "FORWARD_S", 0.02)
-    write, transaction = ledger._store.write, ledger._store.transaction
-
-    async def away(*_: object) -> None:
-        raise Unavailable("the database is away")
-
-    monkeypatch.setattr(ledger._store, "write", away)
-    monkeypatch.setattr(ledger._store, "transaction", away)
+async def test_requests_are_served_while_the_store_is_away(
+    engine: FakeEngine, open_one: Opener, tmp_path: Path
+) -> None:
+    store = FaultyStore(await open_store(tmp_path / "db"))
+    timings = Timings(usage=UsageTimings(forward_s=0.02))
+    service = await open_one(engine, timings=timings, store=store)
+    store.away = True
     requests = [ask() for _ in range(5)]
     for request in requests:
         assert text_of(await events_of(service, request)) == "Hello!"
     assert await rows(service) == 0
-    monkeypatch.setattr(ledger._store, "write", write)
-    monkeypatch.setattr(ledger._store, "transaction", transaction)
+    store.away = False
     for request in requests:
         assert (await row_of(service, request)).output_tokens == 7
     assert await rows(service) == 5
@@ -754,7 +755,7 @@ async def test_a_request_that_is_cancelled_before_its_first_token_is_billed_noth
         await asyncio.wait([leaving])
     row = await row_of(service, waiting)
     assert (row.status, row.input_tokens, row.output_tokens) == ("cancelled", 0, 0)
-    ((n_tokens,),) = await ledger_of(service)._store.read("SELECT SUM(input_tokens + output_tokens) FROM usage")
+    ((n_tokens,),) = await ledger_of(service).store.read("SELECT SUM(input_tokens + output_tokens) FROM usage")
     assert n_tokens == 0  # nor are those billed whose prompt may have been computed in part
 
 
@@ -835,10 +836,8 @@ async def test_close_ends_what_runs(service: Service, engine: FakeEngine, open_o
     assert (await row_of(await open_one(engine), request)).status == "failed"
 
 
-async def test_close_settles_what_nobody_reads(
-    service: Service, engine: FakeEngine, open_one: Opener, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("emberline.service.service.CLOSE_WAIT_S", 0.01)
+async def test_close_settles_what_nobody_reads(engine: FakeEngine, open_one: Opener) -> None:
+    service = await open_one(engine, timings=Timings(close_wait_s=0.01))
     engine.script = None
     request = ask()
     events = service.generate(request, ALICE)
@@ -929,7 +928,7 @@ async def test_every_request_ends_once_whatever_happens(
     assert "done" in outcomes
     assert in_flight(service) == 0
     assert await rows(service) == len(set(admitted))
-    assert not any(engine_client._streams for engine_client in service._engines.values())
+    assert not any(engine_client.n_streams for engine_client in service.engines.values())
     for engine in engines:
         await engine.die()
 

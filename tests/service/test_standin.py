@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 
 from emberline.balancer.endpoint import Endpoint
+from emberline.balancer.stall_detector import StallLimits
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.errors import Internal, Overloaded, Unavailable
 from emberline.protocol.events import Completed, TextDelta
 from emberline.protocol.request import Message, Principal
 from emberline.service import Served, Service, open_service
+from emberline.service.timings import Timings
 from emberline.text.text_model import TextModel
 from tests.service.conftest import ALICE, PATIENCE_S, offer
 from tests.service.test_service import ask, events_of, in_flight, row_of, rows, settled, text_of
@@ -137,22 +139,22 @@ async def test_an_engine_that_died_early_is_replaced(service: Service, standin: 
     assert (await row_of(service, slow)).status == "finished"
 
 
-async def test_an_engine_that_hangs_is_not_healthy(
-    service: Service, standin: Standin, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("emberline.service.engine_transport.RESTART_WAIT_S", 0.2)
+async def test_an_engine_that_hangs_is_not_healthy(standin: Standin, text_model: TextModel, tmp_path: Path) -> None:
+    timings = Timings(restart_wait_s=0.2, stalls=StallLimits(min_stall_s=0.2))
+    served = Served(offer(text_model).card, text_model, (standin.endpoint,))
+    service = await open_service([served], data_dir=tmp_path / "impatient", timings=timings)
+    assert await service.ready(PATIENCE_S)
     task = asyncio.create_task(events_of(service, ask(session="standin:say=count,hang_after=1")))
     async with asyncio.timeout(PATIENCE_S):
         while not in_flight(service):
             await asyncio.sleep(0.005)
-        assert (await service.health()).ok
-        monkeypatch.setattr("emberline.balancer.stall_detector.MIN_STALL_S", 0.2)  # of a step; heartbeats tell
         while (await service.health()).ok:
             await asyncio.sleep(0.005)
         (described,) = (await service.health()).detail["engines"]
         assert described["problem"]
         with pytest.raises(Unavailable):
             await task
+    await service.close()
     standin.stop()
     await asyncio.to_thread(standin.start)
 
@@ -162,7 +164,8 @@ async def test_streams_of_a_stopped_engine_move_and_it_is_trusted_again_after_a_
 ) -> None:
     other = await asyncio.to_thread(Standin, tmp_path / "e1.sock", "e1")
     served = Served(offer(text_model).card, text_model, (standin.endpoint, other.endpoint))
-    service = await open_service([served], data_dir=tmp_path / "data")
+    timings = Timings(stalls=StallLimits(silent_s=1.0, check_s=0.1))
+    service = await open_service([served], data_dir=tmp_path / "data", timings=timings)
     assert await service.ready(PATIENCE_S)
     script = {"session": "standin:say=count,itl_ms=20", "sampling": {"max_tokens": 70, "ignore_eos": True}}
     expected = text_of(await events_of(service, ask("alone", **script)))

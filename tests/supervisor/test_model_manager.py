@@ -354,7 +354,7 @@ async def test_http_workers_follow(bench: Bench, text_model: TextModel, tmp_path
         async with asyncio.timeout(PATIENCE_S):
             while worker.model_state(A) != "on_disk":
                 await asyncio.sleep(0.002)
-        assert not worker._engines, "its connection is closed, too"
+        assert not worker.engines, "its connection is closed, too"
     finally:
         await worker.close()
         await server.close()

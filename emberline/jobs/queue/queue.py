@@ -43,7 +43,7 @@ from emberline.protocol.errors import (
     Unavailable,
 )
 from emberline.protocol.request import GenerateRequest
-from emberline.store import Database, Query, SqliteStore
+from emberline.store import Database, Query
 from emberline.store.notifications import Subscription
 
 BLOBS = "blobs"
@@ -59,7 +59,7 @@ log = logging.getLogger("emberline.queue")
 async def open_queue(store: Database, data_dir: Path, limits: QueueLimits | None = None) -> "Queue":
     """The queue over an open store, with its sweeper running. Close it before the store."""
     folder = BlobStore(data_dir / BLOBS)
-    blobs = folder if isinstance(store, SqliteStore) else DatabaseBlobs(store, folder)
+    blobs = DatabaseBlobs(store, folder) if store.is_shared else folder
     queue = Queue(store, blobs, limits or QueueLimits())
     queue.start_sweeping()
     return queue

@@ -1,0 +1,43 @@
+"""Times of the service layer: how long it waits for engines, cores and workers, and how often it does things."""
+
+import msgspec
+
+from emberline.accounts.usage_ledger import UsageTimings
+from emberline.balancer.stall_detector import StallLimits
+
+
+class Timings(msgspec.Struct, frozen=True, kw_only=True):
+    """Times in seconds. `open_service` and `open_http_worker` hand them on to every part of the service."""
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    connect_wait_s: float = 2.0  # for this process's connection to an engine that the core already sees
+    reconnect_wait_s: float = 15.0  # the same after a failover: the core may not have seen the engine's death yet
+    restart_wait_s: float = 60.0  # for an engine to come back after a failover: it may have weights to load
+    deadline_grace_s: float = 1.0  # engines keep deadlines; the run catches an engine that does not answer
+    cached_wait_s: float = 1.0  # for a prefill worker to report its cached tokens, after the first token
+    checkpoint_s: float = 1.0  # between two reports of what running requests have used
+    close_wait_s: float = 1.0  # for consumers of streams to notice that the connection was cut
+
+    # --- connections -------------------------------------------------------------------------------------------------
+
+    dial_s: float = 10.0
+    welcome_s: float = 10.0
+    canary_s: float = 30.0  # for an engine that hung to generate a token
+    hung_s: float = 300.0  # without a step, where an engine sends no heartbeats: one step may take minutes
+    first_retry_s: float = 0.05  # before the first attempt to connect again; doubles each time
+    last_retry_s: float = 1.0
+    notice_interval_s: float = 1.0  # between two notices of an HTTP worker to the core
+
+    # --- workers of a cluster ----------------------------------------------------------------------------------------
+
+    role_s: float = 10.0  # for a worker to say that it has its new role: it does between two steps
+    challenge_s: float = 30.0  # for a worker that joins to answer its challenge
+    sweep_s: float = 10.0  # between two looks for members that were lost
+    report_s: float = 2.0  # between two load reports of a core to the planner
+
+    stalls: StallLimits = StallLimits()
+    usage: UsageTimings = UsageTimings()
+
+
+DEFAULTS = Timings()
