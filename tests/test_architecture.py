@@ -250,7 +250,7 @@ def test(self, monkeypatch, service):
     [
         ("pass", 0, 0),
         ("service._core", 1, 0),
-        ("service.core.usage.store", 2, 0),
+        ("service.core._usage._store", 2, 0),
         ("open()._core = 1", 1, 0),
         ("self._own; os._exit(1); torch._C._cuda; point._replace(x=1); service.__class__", 0, 0),
         ("self.service._running", 1, 0),
