@@ -31,6 +31,7 @@ from emberline.engine.scheduler.limits import Limits
 from emberline.engine.scheduler.plan import Masks, Sampled, StepPlan
 from emberline.engine.scheduler.scheduler import Scheduler
 from emberline.engine.speculation.speculator import open_speculator
+from emberline.engine.speculation.verification import Speculation
 from emberline.engine.step_loop import StepLoop
 from emberline.kernels.sampling import SamplerRow
 from emberline.kv.cache import KVCache
@@ -195,16 +196,28 @@ def recorded(rng: random.Random) -> tuple[list[int], list[int]]:
     return prompt, reply[:REPLY]
 
 
-def measure(n_rows: int, n_steps: int, step_s: float, seed: int = 0) -> Figures:
-    rng, device = random.Random(seed), Device(step_s)
+def open_loop(n_rows: int, device: Device, speculation: Speculation | None = None) -> tuple[StepLoop, Recorded]:
+    """A step loop over the GPU runner, for `n_rows` sequences at a time."""
     limits = Limits(context_len=4096, vocab_size=VOCAB, eos_ids=(0,), max_running=n_rows, token_budget=8192)
     n_blocks = 1 + n_rows * limits.context_len // 16
     cache = KVCache(Model.kv_groups, [n_blocks], chunk=limits.token_budget)
     prefill = LatencyTarget(GPU_SHAPES, most_drafts=lambda rows: most_drafts(rows, n_rows))
-    runner, speculation = Recorded(limits, n_blocks, prefill, device), open_speculator("suffix", "cuda")
-    assert speculation is not None
+    runner = Recorded(limits, n_blocks, prefill, device)
     scheduler = Scheduler(cache, limits, "benchmark", prefill=prefill, speculation=speculation)
-    loop = StepLoop(scheduler, runner, steps_in_flight=2)
+    return StepLoop(scheduler, runner, steps_in_flight=2), runner
+
+
+def submit(loop: StepLoop, runner: Recorded, request_id: str, prompt: Sequence[int], reply: Sequence[int]) -> None:
+    """Submit a request to which the device draws `reply`."""
+    runner.replies[request_id] = list(reply)
+    sampling = SamplingParams(max_tokens=len(reply), temperature=0.0, ignore_eos=True)
+    loop.submit(EngineRequest(id=request_id, prompt_ids=pack(prompt), sampling=sampling), time.monotonic())
+
+
+def measure(n_rows: int, n_steps: int, step_s: float, seed: int = 0) -> Figures:
+    """Time the steps with drafts that the next step had to wait for."""
+    rng, device = random.Random(seed), Device(step_s)
+    loop, runner = open_loop(n_rows, device, open_speculator("suffix", "cuda"))
     critical, deferred, n_tokens, n_open, serial = list[float](), list[float](), 0, 0, 0
     planned: deque[StepPlan] = deque(maxlen=1)
     launch = runner.launch
@@ -215,9 +228,7 @@ def measure(n_rows: int, n_steps: int, step_s: float, seed: int = 0) -> Figures:
     while len(critical) < n_steps:
         while n_open < n_rows:
             prompt, reply = recorded(rng)
-            runner.replies[str(serial)] = reply
-            sampling = SamplingParams(max_tokens=len(reply), temperature=0.0, ignore_eos=True)
-            loop.submit(EngineRequest(id=str(serial), prompt_ids=pack(prompt), sampling=sampling), time.monotonic())
+            submit(loop, runner, str(serial), prompt, reply)
             n_open, serial = n_open + 1, serial + 1
         before = planned[0] if planned else None
         deltas = loop.step(time.monotonic())

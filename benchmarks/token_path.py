@@ -1,19 +1,22 @@
-"""How much code one streamed chat token crosses: `python -m benchmarks.token_path [--list] [--json]`.
+"""How much code one streamed chat token crosses: `python -m benchmarks.token_path [--part PART] [--list] [--json]`.
 
-Method. A server with one engine worker serves the default model. Both processes record every function of the package
-that is called while a chat completion (OpenAI API, streamed, no tools) is answered. The functions' source lines,
-docstrings and comments included, are what one has to read to follow it; their number and the number of files that
-hold them are the result. It is counted twice: for the whole request, from its first byte to its last event (validation,
-chat template, tokenizing, admission, prefill, decode, finalization), and for a token alone, from the engine's step to
-the event that carries it, recorded in the middle of a stream.
+Functions of the package that are called while a request is answered are recorded. Their source lines, docstrings and
+comments included, are what one has to read to follow it; the number of lines and of the files that hold them is the
+result. Three parts:
 
-What was not called in each of several such requests is work in the background and does not count. Neither do start-up,
-the first request (it fills caches), other packages, and module-level statements such as the definitions of the structs
-that travel.
+server  `emberline serve` with one engine worker and the default model. Both processes record a chat completion (OpenAI
+        API, streamed, no tools): the whole request, from its first byte to its last event, and a token alone, from the
+        engine's step to the event that carries it, in the middle of a stream.
+core    the core's event loop alone, for a local, a relayed and a gateway request (`benchmarks.core_calls`)
+gpu     a decode token in the engine's step loop over the GPU runner, on a device that computes nothing
+
+Functions that were not called in each of several windows are work in the background and do not count. Neither do
+start-up, the first request (it fills caches), other packages, and module-level statements such as struct definitions.
 """
 
 import argparse
 import ast
+import asyncio
 import json
 import os
 import subprocess
@@ -21,14 +24,20 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
+from typing import Any
+
+Calls = set[tuple[str, int]]  # path and first line of functions
 
 REPOSITORY = Path(__file__).parent.parent
 PACKAGE = REPOSITORY / "emberline"
 WAIT_S = 120.0
 REQUESTS = 5
-FIRST_EVENT, LAST_EVENT = 4, 24  # between which a token alone is recorded
+WARM_STEPS = 20  # of the step loop, before a token is recorded
+FIRST_EVENT, LAST_EVENT = 4, 8  # between which a token alone is recorded: briefly, as timers of the background run, too
+LONG_REPLY = 160  # tokens, so that a client that a busy machine delays still reads those events in the middle
 BODY = {
     "model": "smollm2",
     "stream": True,
@@ -38,11 +47,14 @@ BODY = {
     "messages": [{"role": "user", "content": "Name a color."}],
 }
 
+# Names of the variables that reach every process of the server. The supervisor passes a variable on to a child process
+# unless its name looks like a credential's, as one with the word TOKEN does.
+FOLDER_VARIABLE, PACKAGE_VARIABLE = "CALL_RECORDER_FOLDER", "CALL_RECORDER_PACKAGE"
 # Put on the path of every process of the server. A function is recorded while the file `on` exists; what was recorded
 # is written by the first call after it has gone. A window is named by the time at which its file was made.
-RECORDER = """
+RECORDER = f"""
 import os, sys, threading
-folder, package = os.environ["TOKEN_PATH_FOLDER"], os.environ["TOKEN_PATH_PACKAGE"]
+folder, package = os.environ["{FOLDER_VARIABLE}"], os.environ["{PACKAGE_VARIABLE}"]
 flag, seen = os.path.join(folder, "on"), set()
 def record(frame, event, argument):
     if event != "call" or not frame.f_code.co_filename.startswith(package):
@@ -51,21 +63,24 @@ def record(frame, event, argument):
         seen.add((os.stat(flag).st_mtime_ns, frame.f_code.co_filename, frame.f_code.co_firstlineno))
     except OSError:
         if seen:
-            found = "".join(f"{window}\\t{path}\\t{line}\\n" for window, path, line in list(seen))
+            found = "".join(f"{{window}}\\t{{path}}\\t{{line}}\\n" for window, path, line in list(seen))
             seen.clear()
-            with open(os.path.join(folder, f"{os.getpid()}-{threading.get_ident()}.calls"), "a") as file:
+            with open(os.path.join(folder, f"{{os.getpid()}}-{{threading.get_ident()}}.calls"), "a") as file:
                 file.write(found)
 sys.setprofile(record)
 threading.setprofile(record)
 """
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=PARTS, action="append", help="only this one (repeatable)")
     parser.add_argument("--list", action="store_true", help="print every file with its lines")
     parser.add_argument("--json", action="store_true", help="print JSON alone")
-    options = parser.parse_args()
-    paths = {name: lines_by_file(calls) for name, calls in recorded_calls().items()}
+    options = parser.parse_args(argv)
+    paths: dict[str, dict[str, int]] = {}
+    for part in options.part or PARTS:
+        paths |= {name: lines_by_file(calls) for name, calls in PARTS[part]().items()}
     if options.json:
         rows = {
             name: {"files": len(lines), "lines": sum(lines.values()), "by_file": lines} for name, lines in paths.items()
@@ -79,19 +94,28 @@ def main() -> None:
         print(f"{name}: {sum(lines.values())} lines in {len(lines)} files")
 
 
-def recorded_calls() -> dict[str, set[tuple[str, int]]]:
-    """Path and first line of each function of the package that was called, for a whole request and for a token."""
+# --- the server ------------------------------------------------------------------------------------------------------
+
+
+def recorder_environment(folder: Path) -> dict[str, str]:
+    """The environment of a server whose processes record their calls in `folder`."""
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join((str(folder), str(REPOSITORY))),
+        FOLDER_VARIABLE: str(folder),
+        PACKAGE_VARIABLE: str(PACKAGE),
+        "EMBERLINE_HOME": os.environ.get("EMBERLINE_HOME", str(folder / "home")),
+    }
+
+
+def server_calls() -> dict[str, Calls]:
+    """Functions that both processes of a server call, for a whole request and for a token."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "sitecustomize.py").write_text(RECORDER)
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join((name, str(REPOSITORY))),
-            "TOKEN_PATH_FOLDER": name,
-            "TOKEN_PATH_PACKAGE": str(PACKAGE),
-            "EMBERLINE_HOME": os.environ.get("EMBERLINE_HOME", str(folder / "home")),
-        }
         command = [sys.executable, "-m", "emberline.cli.main", "serve", "--port", "0", "--json", "--kv-bytes", "64M"]
+        command += ["--log-level", "warning"]
+        environment = recorder_environment(folder)
         with subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, text=True) as server:
             try:
                 assert server.stdout is not None
@@ -104,8 +128,8 @@ def recorded_calls() -> dict[str, set[tuple[str, int]]]:
                 server.terminate()
 
 
-def windows(folder: Path, record: Callable[[], None]) -> set[tuple[str, int]]:
-    """What was called in each of several windows."""
+def windows(folder: Path, record: Callable[[], None]) -> Calls:
+    """Functions that were called in each of several windows."""
     for path in folder.glob("*.calls"):
         path.unlink()
     for _ in range(REQUESTS):
@@ -119,7 +143,8 @@ def recorded(folder: Path, url: str, events: tuple[int, int] | None) -> None:
     ask(url)
     if events is None:
         flag.touch()
-    request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(BODY).encode())
+    body = BODY if events is None else BODY | {"max_tokens": LONG_REPLY}
+    request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode())
     with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
         n_events = 0
         for line in answer:
@@ -133,18 +158,20 @@ def recorded(folder: Path, url: str, events: tuple[int, int] | None) -> None:
 
 
 def ask(url: str) -> None:
+    """Send a request and read its reply to the end."""
     request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(BODY).encode())
     with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
         assert answer.read().endswith(b"data: [DONE]\n\n")
 
 
-def read_calls(folder: Path, n_processes: int) -> set[tuple[str, int]]:
+def read_calls(folder: Path, n_processes: int) -> Calls:
+    """Wait until every process has written its windows; functions that were called in all of them."""
     deadline = time.monotonic() + WAIT_S
     while len({path.name.partition("-")[0] for path in folder.glob("*.calls")}) < n_processes:
         assert time.monotonic() < deadline, "a process recorded nothing"
         time.sleep(0.1)
     time.sleep(1.0)  # threads that write a little later
-    windows: dict[str, set[tuple[str, int]]] = {}
+    windows: dict[str, Calls] = {}
     for path in folder.glob("*.calls"):
         for window, file, line in (row.split("\t") for row in path.read_text().splitlines()):
             windows.setdefault(window, set()).add((file, int(line)))
@@ -152,8 +179,56 @@ def read_calls(folder: Path, n_processes: int) -> set[tuple[str, int]]:
     return set.intersection(*windows.values())
 
 
-def lines_by_file(calls: set[tuple[str, int]]) -> dict[str, int]:
-    """How many lines of each file belong to functions that were called."""
+# --- in this process --------------------------------------------------------------------------------------------------
+
+
+def core_calls() -> dict[str, Calls]:
+    """Functions that the core's event loop calls for one request of each kind."""
+    from benchmarks.core_calls import request_profiles
+    from benchmarks.emberline_contender import default_gguf
+    from emberline.text.text_model import TextModel
+
+    with tempfile.TemporaryDirectory() as folder:
+        profiles = asyncio.run(request_profiles(TextModel.load(default_gguf()), Path(folder)))
+    return {
+        f"core's event loop, a {name} request": profiles[name].functions for name in ("local", "relayed", "gateway")
+    }
+
+
+def gpu_calls() -> dict[str, Calls]:
+    """Functions that the step loop calls for a decode token of one sequence over the GPU runner."""
+    from benchmarks.draft_steps import Device, open_loop, submit
+
+    loop, runner = open_loop(1, Device(step_s=0.0))
+    submit(loop, runner, "0", prompt=range(1, 100), reply=range(1, 100))
+    for _ in range(WARM_STEPS):
+        loop.step(time.monotonic())
+    recorded = []
+    for _ in range(REQUESTS):
+        calls: Calls = set()
+
+        def record(frame: FrameType, event: str, argument: Any, calls: Calls = calls) -> None:
+            if event == "call" and frame.f_code.co_filename.startswith(str(PACKAGE)):
+                calls.add((frame.f_code.co_filename, frame.f_code.co_firstlineno))
+
+        sys.setprofile(record)
+        try:
+            deltas = loop.step(time.monotonic())
+        finally:
+            sys.setprofile(None)
+        assert [len(delta.token_ids) // 4 for delta in deltas] == [1], "a decode step makes one token"
+        recorded.append(calls)
+    return {"step loop and GPU runner, a decode token": set.intersection(*recorded)}
+
+
+PARTS: dict[str, Callable[[], dict[str, Calls]]] = {"server": server_calls, "core": core_calls, "gpu": gpu_calls}
+
+
+# --- lines ------------------------------------------------------------------------------------------------------------
+
+
+def lines_by_file(calls: Calls) -> dict[str, int]:
+    """The number of lines of each file that belong to functions that were called."""
     found: dict[str, int] = {}
     for path in sorted({path for path, _ in calls}):
         spans = function_spans(Path(path).read_text())
