@@ -7,34 +7,51 @@ import os
 import socket
 from pathlib import Path
 
-from emberline.supervisor.process import ProcessFailed, ProcessGroup, ProcessSpec, SupervisedProcess
+from emberline.supervisor.process import HEARTBEAT_S, ProcessFailed, ProcessGroup, ProcessSpec, SupervisedProcess
 
 BACKLOG = 128
-PING_INTERVAL_S = 10.0
-PING_TIMEOUT_S = 60.0  # without an answer the worker for large requests is killed and starts anew
-_PING = b"GET /favicon.ico HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+SILENT_S = 20.0  # without a heartbeat, after which a worker is killed and restarted: its streams hang
+LARGE_SILENT_S = 60.0  # of the worker for large requests, which decodes megabytes on its event loop
 
 log = logging.getLogger("emberline.supervisor")
 
 
 class HttpWorkers(ProcessGroup):
-    """N HTTP workers; the kernel hands each new connection to one that waits in accept."""
+    """N HTTP workers; the kernel hands each new connection to one that waits in accept.
 
-    def __init__(self, n: int, listener: socket.socket, module: str, plan: bytes) -> None:
-        super().__init__(_worker(f"http-{index}", listener, module, plan) for index in range(n))
+    A worker that is stopped or hangs is killed and restarted, so that its clients see their connections end and retry.
+    """
+
+    def __init__(
+        self,
+        n: int,
+        listener: socket.socket,
+        module: str,
+        plan: bytes,
+        silent_s: float = SILENT_S,
+        check_s: float = HEARTBEAT_S,
+    ) -> None:
+        super().__init__(_worker(f"http-{i}", listener, module, plan, silent_s, check_s) for i in range(n))
 
 
 class LargeRequestWorker:
     """The HTTP worker for large requests. It accepts on a Unix socket, and the first connection starts it."""
 
-    def __init__(self, socket_path: Path, module: str, plan: bytes) -> None:
+    def __init__(
+        self,
+        socket_path: Path,
+        module: str,
+        plan: bytes,
+        silent_s: float = LARGE_SILENT_S,
+        check_s: float = HEARTBEAT_S,
+    ) -> None:
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.setblocking(False)
         self._listener.bind(str(socket_path))
         os.chmod(socket_path, 0o600)
         self._listener.listen(BACKLOG)
-        self._path = str(socket_path)
         self._module, self._plan = module, plan
+        self._silent_s, self._check_s = silent_s, check_s
         self.process: SupervisedProcess | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -51,12 +68,12 @@ class LargeRequestWorker:
         self._listener.close()
 
     def _on_connection(self) -> None:
-        """A connection waits to be accepted by the worker, which does not exist yet."""
+        """Start the worker, which does not exist yet, for the connection that waits to be accepted."""
         asyncio.get_running_loop().remove_reader(self._listener)
         self._task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
-        self.process = _worker("http-large", self._listener, self._module, self._plan)
+        self.process = _worker("http-large", self._listener, self._module, self._plan, self._silent_s, self._check_s)
         try:
             await self.process.start()
             await self.process.wait_ready()
@@ -64,26 +81,6 @@ class LargeRequestWorker:
             log.error("the process for large requests does not start: %s", error)
             self._refuse_waiting()
             self.start()
-            return
-        while True:
-            await asyncio.sleep(PING_INTERVAL_S)
-            if self.process.pid is not None and not await self._answers():
-                self.process.kill(f"it does not answer for {PING_TIMEOUT_S:.0f} s")
-
-    async def _answers(self) -> bool:
-        try:
-            async with asyncio.timeout(PING_TIMEOUT_S):
-                reader, writer = await asyncio.open_unix_connection(self._path)
-                try:
-                    writer.write(_PING)
-                    await reader.read(1)
-                finally:
-                    writer.close()
-        except TimeoutError:
-            return False
-        except OSError:  # it is gone, and will be restarted
-            pass
-        return True
 
     def _refuse_waiting(self) -> None:
         """Close the connections that no worker will accept."""
@@ -92,7 +89,9 @@ class LargeRequestWorker:
                 self._listener.accept()[0].close()
 
 
-def _worker(name: str, listener: socket.socket, module: str, plan: bytes) -> SupervisedProcess:
+def _worker(
+    name: str, listener: socket.socket, module: str, plan: bytes, silent_s: float, check_s: float
+) -> SupervisedProcess:
     secret = os.environ.get("EMBERLINE_SECRET")  # HTTP workers derive the same keys as the core
     return SupervisedProcess(
         ProcessSpec(
@@ -102,5 +101,7 @@ def _worker(name: str, listener: socket.socket, module: str, plan: bytes) -> Sup
             env={} if secret is None else {"EMBERLINE_SECRET": secret},
             fds=(listener.fileno(),),
             input=plan,
+            silent_s=silent_s,
+            check_s=check_s,
         )
     )

@@ -24,6 +24,8 @@ HEALTHY_S = 60.0  # a run of this length resets the backoff
 KILL_TIMEOUT_S = 5.0  # for a killed process to be gone
 MAX_LINE_BYTES = 1 << 20
 KEPT_LINES = 20  # of its log, for the error message of a failed start
+HEARTBEAT = '{"heartbeat": true}'  # a line on a child's standard output
+HEARTBEAT_S = 1.0  # between two heartbeats of a child, and between two checks of them
 
 # A child inherits no secret: what it needs is passed in `env`. Of our own variables it inherits these, of the others
 # all but those whose name or value looks like a credential.
@@ -48,13 +50,43 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     fds: tuple[int, ...] = ()  # open file descriptors to inherit
     may_end: bool = False  # with status 0, by itself: it is not restarted then
     input: bytes = b""  # for its standard input, at every start: secrets, which are kept in no file
+    silent_s: float = 0.0  # without a heartbeat, after which it is killed and restarted; 0: it sends none
+    check_s: float = HEARTBEAT_S  # between two checks of its heartbeats
+
+
+class HeartbeatMonitor:
+    """Tells a child that is stopped, or whose event loop hangs, from one that is slow on a busy machine.
+
+    The silence counts from the first heartbeat. A check counts at most `check_s` of it: if this process was stopped or
+    starved itself, the child's heartbeats may lie unread in the pipe.
+    """
+
+    def __init__(self, limit_s: float, check_s: float) -> None:
+        self._limit_s = limit_s
+        self._check_s = check_s
+        self._silent_s: float | None = None  # None: no heartbeat yet, the child starts
+        self._checked_s = 0.0
+
+    def beat(self) -> None:
+        """Note a heartbeat of the child."""
+        self._silent_s = 0.0
+
+    def is_silent(self, now_s: float) -> bool:
+        """True if the child has been silent for longer than the limit. Call it every `check_s`."""
+        elapsed_s = min(now_s - self._checked_s, self._check_s)
+        self._checked_s = now_s
+        if self._silent_s is None:
+            return False
+        self._silent_s += elapsed_s
+        return self._silent_s > self._limit_s
 
 
 class SupervisedProcess:
     """The child reports readiness as one JSON line on stdout: `"ready": true`, or `false` and the `error`.
 
     If it dies before it was ever ready, `wait_ready` raises ProcessFailed and it is not restarted; later it is
-    restarted with exponential backoff. The child itself has to notice the death of this process.
+    restarted with exponential backoff. The child itself has to notice the death of this process. A child whose spec
+    has a `silent_s` prints HEARTBEAT every HEARTBEAT_S once it is ready, from its event loop.
     """
 
     def __init__(self, spec: ProcessSpec) -> None:
@@ -67,6 +99,7 @@ class SupervisedProcess:
         self._log_tail: deque[str] = deque(maxlen=KEPT_LINES)
         self._task: asyncio.Task[None] | None = None
         self._stopping = False
+        self._heartbeats = HeartbeatMonitor(spec.silent_s, spec.check_s)
 
     @property
     def name(self) -> str:
@@ -165,17 +198,24 @@ class SupervisedProcess:
         return {**inherited_environment(os.environ), "EMBERLINE_LOG_FORMAT": "json", **self.spec.env}
 
     async def _read_until_exit(self, process: asyncio.subprocess.Process) -> int:
-        """Relay the output of the process until it has exited."""
+        """Relay the output of the process until it has exited; kill it if its heartbeats stop."""
+        self._heartbeats = HeartbeatMonitor(self.spec.silent_s, self.spec.check_s)
         assert process.stdout is not None
         assert process.stderr is not None
         readers = [asyncio.create_task(self._relay(pipe)) for pipe in (process.stdout, process.stderr)]
+        watch = asyncio.create_task(self._watch()) if self.spec.silent_s else None
         try:
             code = await process.wait()
             await asyncio.wait(readers, timeout=1.0)  # a grandchild may hold the pipes open
         finally:
-            for reader in readers:
-                reader.cancel()
+            for task in (*readers, *([watch] if watch is not None else [])):
+                task.cancel()
         return code
+
+    async def _watch(self) -> None:
+        while not self._heartbeats.is_silent(time.monotonic()):
+            await asyncio.sleep(self.spec.check_s)
+        self.kill(f"it is stopped or hangs, no heartbeat for {self.spec.silent_s:g} s; its connections end")
 
     async def _relay(self, pipe: asyncio.StreamReader) -> None:
         while True:
@@ -186,7 +226,9 @@ class SupervisedProcess:
             if not raw:
                 return
             line = raw.decode("utf-8", "replace").rstrip()
-            if line and not (line.startswith('{"ready":') and self._accept_ready_line(line)):
+            if line == HEARTBEAT:
+                self._heartbeats.beat()
+            elif line and not (line.startswith('{"ready":') and self._accept_ready_line(line)):
                 self._log_tail.append(line)
                 logs.relay(line, process=self.name)
 

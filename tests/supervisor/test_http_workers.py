@@ -1,19 +1,23 @@
-"""The HTTP worker for large requests starts with the first connection; small scripts are the worker."""
+"""HTTP workers are watched, and the one for large requests starts with the first connection; scripts are workers."""
 
 import asyncio
+import contextlib
 import os
+import signal
+import socket
 import textwrap
 from pathlib import Path
 
 import pytest
 
-from emberline.supervisor import http_workers, process
-from emberline.supervisor.http_workers import LargeRequestWorker
+from emberline.supervisor import process
+from emberline.supervisor.http_workers import HttpWorkers, LargeRequestWorker
+from emberline.supervisor.process import HeartbeatMonitor
 from tests.supervisor.test_process import until
 
 # Answers every connection with its plan and its process id; a line of the plan may make it fail.
 WORKER = """
-    import argparse, os, socket, sys, time
+    import argparse, os, socket, sys, threading, time
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int)
     parser.add_argument("--name")
@@ -23,13 +27,22 @@ WORKER = """
     listener = socket.socket(fileno=parser.parse_args().fd)
     listener.setblocking(True)
     print('{"ready": true}', flush=True)
+
+    def beat():
+        while True:
+            print('{"heartbeat": true}', flush=True)
+            time.sleep(0.02)
+
+    threading.Thread(target=beat, daemon=True).start()
+    streams = []
     while True:
         connection, _ = listener.accept()
-        asked = connection.recv(100)
-        if "silent" in plan and asked.startswith(b"GET"):
-            time.sleep(600)
+        connection.recv(100)
         connection.sendall(f"{plan} {os.getpid()}".encode())
-        connection.close()
+        if "stream" in plan:
+            streams.append(connection)
+        else:
+            connection.close()
 """
 
 
@@ -80,11 +93,59 @@ async def test_one_that_does_not_start_refuses_and_is_tried_again(folder: Path) 
     await worker.stop(5)
 
 
-async def test_one_that_does_not_answer_is_killed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_workers, "PING_INTERVAL_S", 0.01)
-    monkeypatch.setattr(http_workers, "PING_TIMEOUT_S", 0.2)
-    worker = LargeRequestWorker(folder / "large.sock", "worker_script", b"silent")
+async def test_one_that_is_stopped_is_killed(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    worker = LargeRequestWorker(folder / "large.sock", "worker_script", b"plan", silent_s=1.0, check_s=0.1)
     worker.start()
-    await ask(folder)
-    await until(lambda: worker.process is not None and worker.process.n_restarts)
+    _, pid = await ask(folder)
+    os.kill(int(pid), signal.SIGSTOP)
+    while not (found := await ask(folder)):  # the killed process may have taken the connection with it
+        pass
+    assert (found[0], found[1] != pid) == ("plan", True)
+    assert "killing http-large: it is stopped or hangs" in caplog.text
     await worker.stop(5)
+
+
+async def test_streams_of_a_stopped_worker_end_and_others_go_on(folder: Path) -> None:
+    """A client whose stream hung sees its connection end, and can retry; the other worker serves throughout."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        workers = HttpWorkers(2, listener, "worker_script", b"stream", silent_s=1.5, check_s=0.1)
+        await workers.start()
+        await workers.wait_ready()
+        streams = [await asyncio.open_connection("127.0.0.1", port) for _ in range(8)]
+        by_pid: dict[int, list[asyncio.StreamReader]] = {}
+        for reader, writer in streams:
+            writer.write(b"x")
+            pid = (await asyncio.wait_for(reader.read(100), 60)).decode().split()[1]
+            by_pid.setdefault(int(pid), []).append(reader)
+        stopped = next(iter(by_pid))
+        os.kill(stopped, signal.SIGSTOP)
+        for reader in by_pid[stopped]:
+            with contextlib.suppress(ConnectionResetError):
+                assert await asyncio.wait_for(reader.read(), 60) == b""
+        assert not any(reader.at_eof() for pid in by_pid if pid != stopped for reader in by_pid[pid])
+        await until(lambda: sorted(each.n_restarts for each in workers.processes) == [0, 1])
+        for _, writer in streams:
+            writer.close()
+        await workers.stop(0.1)
+
+
+def test_silence_counts_from_the_first_heartbeat() -> None:
+    monitor = HeartbeatMonitor(5.0, check_s=1.0)
+    assert not any(monitor.is_silent(float(now_s)) for now_s in range(100))  # it starts, for as long as it takes
+    monitor.beat()
+    assert [monitor.is_silent(100.0 + now_s) for now_s in range(7)] == [False] * 5 + [True] * 2
+    monitor.beat()
+    assert not monitor.is_silent(107.0)
+
+
+def test_a_supervisor_that_was_starved_kills_nobody() -> None:
+    """Its own absence counts as one check: heartbeats that were sent meanwhile lie unread."""
+    monitor = HeartbeatMonitor(5.0, check_s=1.0)
+    monitor.beat()
+    now_s = 0.0
+    for _ in range(4):
+        now_s += 60.0
+        assert not monitor.is_silent(now_s)
+    monitor.beat()
+    assert not monitor.is_silent(now_s + 600.0)
