@@ -33,12 +33,14 @@ PADDING = ("obfuscation", "p")
 
 def parse_events(text: str) -> list[Json]:
     """The server-sent events of a body: data as JSON where it is JSON, alone if the event has no name and no id."""
-    return [_event(block) for block in text.replace("\r\n", "\n").split("\n\n") if block.strip()]
+    return [event for block in text.replace("\r\n", "\n").split("\n\n") if (event := _event(block))]
 
 
 def _event(block: str) -> Json:
     fields: dict[str, Any] = {}
-    for line in block.split("\n"):
+    for line in filter(None, block.split("\n")):
+        if line.startswith(":"):  # a comment, which keeps the connection alive
+            continue
         name, _, value = line.partition(":")
         fields[name] = fields[name] + "\n" + value[1:] if name in fields else value.removeprefix(" ")
     if "data" in fields:
@@ -79,6 +81,8 @@ def _plain(event: Json) -> Json:
         for name in (*NUMBERS, *PADDING):
             if isinstance(part, dict) and (name in PADDING or str(part.get(name)).isdecimal()):
                 part.pop(name, None)
+    if "created_at" in _payload(event):  # of each line of Ollama's streams
+        _payload(event)["created_at"] = "<time>"
     return event["data"] if isinstance(event, dict) and list(event) == ["data"] else event
 
 

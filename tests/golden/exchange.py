@@ -1,6 +1,7 @@
 """A golden exchange: what a case sends, and everything that can be seen of it from outside."""
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import Awaitable, Callable, Iterable
@@ -52,10 +53,10 @@ class Client:
         self._request_ids: list[str] = []
 
     async def open(self) -> None:
-        """Create the account and its key."""
-        account = {"id": self.account, **(self._case.limits or {})}
-        made = await self.admin("POST", "/api/accounts", account)
-        assert made.status_code == 200, made.text
+        """Create the account's key, and so the account."""
+        if self._case.limits:
+            made = await self.admin("POST", "/api/accounts", {"id": self.account, **self._case.limits})
+            assert made.status_code == 200, made.text
         made = await self.admin(
             "POST", "/api/keys", {"account": self.account, "name": "golden", **(self._case.key or {})}
         )
@@ -73,6 +74,16 @@ class Client:
     async def get(self, path: str, **options: Any) -> Json:
         return await self.send("GET", path, **options)
 
+    async def until(self, path: str, ready: Callable[[Json], bool], body: Json = None) -> Json:
+        """Repeat a request until its reply is as wanted, and record that one alone."""
+        method, end_s = "GET" if body is None else "POST", time.monotonic() + PATIENCE_S
+        while True:
+            found = await self.send(method, path, body, record=False)
+            if self.last.status_code == 200 and ready(found):
+                return await self.send(method, path, body)
+            assert time.monotonic() < end_s, found
+            await asyncio.sleep(0.02)
+
     async def send(
         self,
         method: str,
@@ -86,12 +97,14 @@ class Client:
         content: bytes | None = None,
         files: Json = None,
         shown_path: str = "",
+        names_only: int = 0,
         record: bool = True,
     ) -> Json:
         """Send a request and record it; its body, or its events if it was streamed.
 
         `script` is the stand-in engine's for this request, `say` the text that it generates; `key` is another key than
-        the account's, or none if empty. `shown_path` is recorded in place of a path that differs between runs.
+        the account's, or none if empty. `shown_path` is recorded in place of a path that differs between runs; with
+        `names_only` only the names of the body's fields are, down to that depth.
         """
         sent = dict(headers or {})
         if say:
@@ -108,6 +121,7 @@ class Client:
         request = {"method": method, "path": shown_path or path, "headers": sent or None}
         request["body"] = body if content is None else _shortened(content.decode("utf-8", "replace"))
         answer, shown = _read(response)
+        shown = {"names": _names(answer, names_only)} if names_only else shown
         reply = {"status": response.status_code, "headers": _headers(response.headers.multi_items()), **shown}
         if record:
             self._exchanges.append({"request": _without_none(request), "response": reply})
@@ -141,10 +155,17 @@ class Client:
         return _without_empty({"exchanges": self._exchanges, "upstream": upstream, **self.ledger()})
 
     def ledger(self) -> Json:
-        """The usage rows of the account, and the log lines of its requests: in order, apart for each logger."""
-        by_request = map(self.stage.log.lines, self._request_ids)
-        lines = [line for found in by_request for line in sorted(found, key=lambda line: line["logger"])]
-        return _without_empty({"usage": self.stage.usage_rows(self.account), "log": lines})
+        """The usage rows of the account and the log lines of its requests and jobs.
+
+        The lines of each logger are apart, because loggers race.
+        """
+        log = self.stage.log
+        found: list[Json] = []
+        for name in self._request_ids:
+            found += sorted(log.lines(name), key=lambda line: line["logger"])
+        jobs = [line for line in log.lines_of_account(self.account) if line not in found]
+        found += sorted(jobs, key=lambda line: (line["model"], line["message"]))
+        return _without_empty({"usage": self.stage.usage_rows(self.account), "log": found})
 
     async def _logged(self, request_id: str) -> None:
         """Wait for the line that ends a request."""
@@ -176,13 +197,25 @@ def _read(response: httpx.Response) -> tuple[Json, Json]:
     if kind == "text/event-stream":
         events = parse_events(response.text)
         return events, {"events": merge_deltas(events)}
-    if kind in ("application/x-ndjson", "application/jsonl"):
-        lines = [json.loads(line) for line in response.text.splitlines()]
-        return lines, {"lines": merge_deltas(lines)}
     if kind == "application/json" and response.content:
         body = response.json()
         return body, {"body": body}
+    with contextlib.suppress(ValueError):
+        lines = [json.loads(line) for line in response.text.splitlines()]
+        return lines, {"lines": merge_deltas(lines)} if lines else {}
     return response.text, ({"text": _shortened(response.text)} if response.content else {})
+
+
+def _names(value: Json, depth: int) -> Json:
+    """The names of fields down to a depth. Those of a list are the names that its elements have together."""
+    if isinstance(value, list):
+        merged: Json = {}
+        for item in value:
+            merged |= item if isinstance(item, dict) else {}
+        return [_names(merged, depth)] if merged else []
+    if not isinstance(value, dict):
+        return "value"
+    return {name: _names(item, depth - 1) for name, item in value.items()} if depth else "object"
 
 
 def _received(request: Any) -> Json:

@@ -11,23 +11,31 @@ from emberline import __version__
 Json = Any
 
 # Values that are replaced because of their name, wherever it occurs as a key.
-TIMES = frozenset({"time", "created", "created_at", "created_us", "finished_us", "first_token_us", "completed_at"})
+TIMES = frozenset({"time", "created", "modified_at", "webhook-timestamp"})
+TIME_ENDINGS = ("_at", "_us")
 DURATIONS = frozenset(
     {"ms", "ttft_ms", "duration_ms", "waited_ms", "retry-after-ms"}
     | {"total_duration", "load_duration", "prompt_eval_duration", "eval_duration"}
     | {"x-ratelimit-reset-requests", "x-ratelimit-reset-tokens"}
 )
-DIGESTS = frozenset({"head"})  # of the audit log, which all cases share
-# Ids are random: UUIDs with or without hyphens, and those of keys, tool calls and budget leases.
+ESTIMATES = frozenset({"estimated_wait_s"})
+DIGESTS = frozenset({"head", "webhook-signature", "hint"})
+NAMED_IDS = frozenset({"session"})  # its digest, which is one of a random id where the client names none
+# Ids are random: UUIDs with or without hyphens; those of keys, calls, files and other objects; budget leases;
+# and, alone in a value, digests of the admin key and of the cluster.
 ID = re.compile(
     r"(?<![0-9A-Za-z])(?:[0-9a-f]{8}-?[0-9a-f]{4}-?[0-9a-f]{4}-?[0-9a-f]{4}-?[0-9a-f]{12}"
-    r"|(?<=key_)[0-9a-f]{16}|(?<=call_)[0-9a-f]{24}|[0-9a-f]{16}(?=\.\d+$))(?![0-9A-Za-z])"
+    r"|(?<=key_)[0-9a-f]{16}|(?<=[a-z][_-])[0-9a-f]{24,40}|[0-9a-f]{16}(?=\.\d+$))(?![0-9A-Za-z])"
+    r"|^(?:[0-9a-f]{12}|[0-9a-f]{16})$"
 )
 PATTERNS = (
     (re.compile(r"127\.0\.0\.1:\d+"), "127.0.0.1:<port>"),
     (re.compile(re.escape(__version__)), "<version>"),
     (re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|\+00:00)?"), "<time>"),
+    (re.compile(r"(?<!\d)1[789]\d{14}(?!\d)"), "<time>"),
     (re.compile(r"retry in \d+ s"), "retry in <duration>"),
+    (re.compile(r"ember_[0-9A-Za-z_-]{40,}"), "<key>"),
+    (re.compile(r"whsec_[0-9A-Za-z+/=]{40,}"), "<secret>"),
 )
 LONG_WAIT_S = 30  # a Retry-After beyond it counts down to a moment
 
@@ -43,12 +51,17 @@ class Normaliser:
             return {self._text(key): self(item, key) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return [self(item, name) for item in value]
-        if name in TIMES and value:
+        return self._named(value, name)
+
+    def _named(self, value: Json, name: str) -> Json:
+        if value and (name in TIMES or name.endswith(TIME_ENDINGS)):
             return "<time>"
-        if name in DURATIONS and value is not None:
+        if name in ESTIMATES or (value is not None and name in DURATIONS):
             return "<duration>"
         if name in DIGESTS:
             return "<digest>"
+        if name in NAMED_IDS and value:
+            return self._placeholder(value)
         if name == "retry-after" and int(value) > LONG_WAIT_S:
             return "<duration>"
         return self._text(value) if isinstance(value, str) else value
@@ -56,8 +69,8 @@ class Normaliser:
     def _text(self, text: str) -> str:
         for pattern, placeholder in PATTERNS:
             text = pattern.sub(placeholder, text)
-        return ID.sub(self._placeholder, text)
+        return ID.sub(lambda found: self._placeholder(found[0]), text)
 
-    def _placeholder(self, found: re.Match[str]) -> str:
+    def _placeholder(self, name: str) -> str:
         """The name of an id in this file; a UUID has the same one with and without hyphens."""
-        return self._ids.setdefault(found[0].replace("-", ""), f"<id {len(self._ids) + 1}>")
+        return self._ids.setdefault(name.replace("-", ""), f"<id {len(self._ids) + 1}>")

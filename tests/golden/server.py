@@ -8,6 +8,7 @@ stand-ins of `emberline.testing`, which live in a thread of the test process and
 import asyncio
 import json
 import os
+import re
 import signal
 import sqlite3
 import subprocess
@@ -24,7 +25,7 @@ import uvloop
 from emberline.catalog.model_store import ModelStore
 from emberline.cli.models import load_text
 from emberline.testing.openai_script import ServerScript, StandinPrefixCache
-from emberline.testing.standin_openai import StandinServer
+from emberline.testing.standin_openai import HttpConnection, HttpRequest, StandinServer
 from emberline.testing.standin_providers import ProviderScript, StandinAnthropic, StandinGemini, StandinOpenAI
 from emberline.text.text_model import TextModel
 
@@ -32,6 +33,7 @@ T = TypeVar("T")
 Standin = StandinServer | StandinAnthropic | StandinGemini | StandinOpenAI
 ADMIN_KEY = "sk-admin-0123456789abcdef"
 PATIENCE_S = 60.0
+USAGE_ORDER = "model, status, input_tokens, output_tokens, created_us"  # jobs of a batch run in any order
 
 # Upstream OpenAI-compatible servers by name. Each serves one model of its own, so that a fault (and the circuit
 # breaker that it opens) belongs to one case.
@@ -112,11 +114,42 @@ guardrails = [
 name = "patient"
 max_attempts = 3
 retry_delay_ms = 1
-request_timeout_ms = 200
 log_content = true
-[gateways.fallbacks]
-"down-model" = ["vllm-model"]
+fallbacks = {{ "down-model" = ["vllm-model"] }}
+[[gateways]]
+name = "hasty"
+request_timeout_ms = 200
 """
+
+
+class WebhookReceiver:
+    """Accepts every delivery and records it."""
+
+    def __init__(self) -> None:
+        self.received: list[HttpRequest] = []
+        self.script = ProviderScript()
+        self.port = 0
+        self._server: asyncio.AbstractServer | None = None
+        self._connections: set[HttpConnection] = set()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/hook"
+
+    async def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: HttpConnection(self._take, self._connections), "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def close(self) -> None:
+        assert self._server is not None
+        self._server.close()
+        for connection in tuple(self._connections):
+            connection.transport.abort()
+
+    async def _take(self, request: HttpRequest, connection: HttpConnection) -> None:
+        self.received.append(request)
+        connection.reply(200, b"{}")
 
 
 class Background:
@@ -146,16 +179,33 @@ class ServerLog:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._position = 0
-        self._lines: list[dict[str, Any]] = []
+        self._by_request: dict[str, list[dict[str, Any]]] = {}
+        self._by_account: dict[str, list[dict[str, Any]]] = {}
 
     def lines(self, request_id: str) -> list[dict[str, Any]]:
-        """The lines of one request so far."""
+        """The lines of one request so far. Its id may be written with or without hyphens, or as part of a job's."""
+        self._read()
+        return self._by_request.get(_digits(request_id), [])
+
+    def lines_of_account(self, account: str) -> list[dict[str, Any]]:
+        """The lines that name the account: one for each request that was accepted, by a client or from the queue."""
+        self._read()
+        return self._by_account.get(account, [])
+
+    def _read(self) -> None:
         with open(self._path, "rb") as file:
             file.seek(self._position)
             whole, newline, _ = file.read().rpartition(b"\n")
         self._position += len(whole) + len(newline)
-        self._lines += [json.loads(line) for line in whole.splitlines() if line.startswith(b"{")]
-        return [line for line in self._lines if line["request_id"] == request_id]
+        for line in (json.loads(text) for text in whole.splitlines() if text.startswith(b"{")):
+            self._by_request.setdefault(_digits(line["request_id"]), []).append(line)
+            self._by_account.setdefault(str(line.get("account")), []).append(line)
+
+
+def _digits(request_id: str) -> str:
+    """The random part of a request's id, without hyphens."""
+    found = re.search("[0-9a-f]{32}", request_id.replace("-", ""))
+    return found[0] if found else request_id
 
 
 class Stage:
@@ -188,10 +238,10 @@ class Stage:
                 standin.script = ProviderScript()
 
     def usage_rows(self, account: str) -> list[dict[str, Any]]:
-        """The usage rows of an account, oldest first, without columns that are empty."""
+        """The usage rows of an account, without columns that are empty."""
         with sqlite3.connect(f"file:{self._store}?mode=ro", uri=True, timeout=PATIENCE_S) as store:
             store.row_factory = sqlite3.Row
-            rows = store.execute("SELECT * FROM usage WHERE account = ? ORDER BY created_us, id", (account,)).fetchall()
+            rows = store.execute(f"SELECT * FROM usage WHERE account = ? ORDER BY {USAGE_ORDER}", (account,)).fetchall()
         return [{name: value for name, value in dict(row).items() if value not in ("", None)} for row in rows]
 
 
@@ -211,7 +261,7 @@ def running_stage(smollm2: Path, folder: Path) -> Iterator[Stage]:
             for name, (kind, script) in UPSTREAMS.items()
         }
         standins |= {"anthropic": StandinAnthropic(), "gemini": StandinGemini(), "openai": StandinOpenAI()}
-        standins["hanging"] = StandinOpenAI(ProviderScript(hang=True))
+        standins |= {"hanging": StandinOpenAI(ProviderScript(hang=True)), "hook": WebhookReceiver()}
         for standin in standins.values():
             background.run(standin.start())
             stack.callback(background.run, standin.close())
