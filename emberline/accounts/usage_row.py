@@ -41,9 +41,11 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def cached_tokens(self) -> int:
         return sum(self.cached_by_tier.values())
 
-    def priced(self, price: Price) -> "UsageRow":
-        """The row with its cost. A failed request costs nothing; a cancelled one what was computed for it."""
-        is_billed = self.status != "failed"
+    def priced(self, price: Price, is_billed: bool | None = None) -> "UsageRow":
+        """The row with the cost of what was computed, or with a cost of 0 where it is not billed. By default only a
+        failed request is not: the failure is ours, unless the caller knows that the request caused it."""
+        if is_billed is None:
+            is_billed = self.status != "failed"
         cached_tokens = min(self.cached_tokens, self.input_tokens)
         return msgspec.structs.replace(
             self,

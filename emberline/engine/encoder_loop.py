@@ -71,6 +71,9 @@ class _Encoding:
     def usage(self) -> Usage:
         return Usage(prompt_tokens=self.n_tokens)
 
+    def partial_usage(self) -> Usage:
+        return Usage(prompt_tokens=int(self.starts[self.n_taken]), partial=True)
+
 
 _Text = tuple[_Encoding, int]  # a request, and the index of one of its texts
 

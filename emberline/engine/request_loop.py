@@ -25,6 +25,9 @@ class QueuedRequest(Protocol):
 
     def usage(self) -> Usage: ...
 
+    def partial_usage(self) -> Usage:
+        """Counts of what was computed by now, for a request that is aborted or fails."""
+
 
 Item = TypeVar("Item", bound=QueuedRequest)
 
@@ -105,7 +108,7 @@ class RequestLoop(Generic[Item]):
 
     def abort(self, request_id: str) -> TokenDelta | None:
         item = self._requests.pop(request_id, None)
-        return None if item is None else TokenDelta(request_id, finish="cancelled", usage=item.usage())
+        return None if item is None else TokenDelta(request_id, finish="cancelled", usage=item.partial_usage())
 
     def abort_all(self, error: EmberlineError) -> list[TokenDelta]:
         return [self._failed(item, error) for item in list(self._requests.values())]
@@ -126,7 +129,7 @@ class RequestLoop(Generic[Item]):
 
     def _failed(self, item: Item, error: EmberlineError) -> TokenDelta:
         del self._requests[item.request.id]
-        return TokenDelta(item.request.id, finish="error", usage=item.usage(), error=error.info())
+        return TokenDelta(item.request.id, finish="error", usage=item.partial_usage(), error=error.info())
 
 
 def deadline_s(request: EngineRequest, now_s: float) -> float | None:

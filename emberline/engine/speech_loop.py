@@ -5,6 +5,7 @@ encoder has them: it is the measure of load and progress, not of what is billed.
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -60,6 +61,10 @@ class _Transcription:
 
     def usage(self) -> Usage:
         return Usage(audio_ms=self.audio_ms)
+
+    def partial_usage(self) -> Usage:
+        end_s = self.segments[-1].end_s if self.segments else 0.0
+        return Usage(audio_ms=min(self.audio_ms, math.ceil(1000 * end_s)), partial=True)
 
 
 class SpeechLoop(RequestLoop[_Transcription]):

@@ -25,6 +25,7 @@ class EmberlineError(Exception):
     """Base of every error that is reported to a caller."""
 
     kind: ClassVar[str] = "internal"
+    caused_by_request: ClassVar[bool] = False  # a request that fails with it pays for what was computed
 
     def __init__(
         self,
@@ -52,6 +53,7 @@ class Internal(EmberlineError):
 
 class BadInput(EmberlineError):
     kind = "bad_input"
+    caused_by_request = True
 
 
 class Unsupported(BadInput):
@@ -62,10 +64,12 @@ class Unsupported(BadInput):
 
 class TooLarge(EmberlineError):
     kind = "too_large"
+    caused_by_request = True
 
 
 class ContextExceeded(EmberlineError):
     kind = "context_exceeded"
+    caused_by_request = True
 
 
 class ModelNotFound(EmberlineError):
@@ -154,10 +158,12 @@ class WorkerRemoved(Unavailable):
 
 class DeadlineExceeded(EmberlineError):
     kind = "deadline_exceeded"
+    caused_by_request = True
 
 
 class Cancelled(EmberlineError):
     kind = "cancelled"
+    caused_by_request = True
 
 
 _BY_KIND: dict[str, type[EmberlineError]] = {

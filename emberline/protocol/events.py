@@ -24,7 +24,11 @@ class DraftUsage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Usage(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Token counts of one request. `cached_by_tier` counts the prompt tokens served from the KV cache, by tier."""
+    """Token counts of one request. `cached_by_tier` counts the prompt tokens served from the KV cache, by tier.
+
+    An engine sets `partial` where `prompt_tokens` and `audio_ms` count only what it had computed, or found in a cache,
+    when the sequence ended. Without it they count the whole prompt, computed or not.
+    """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -34,6 +38,7 @@ class Usage(msgspec.Struct, kw_only=True, omit_defaults=True):
     images: int = 0  # made
     cost: Cost | None = None  # where the client has asked for it
     drafts: DraftUsage | None = None  # where the client has asked for it
+    partial: bool = False  # True in the terminal delta of a sequence that was aborted or failed: counts so far
 
     @property
     def cached_tokens(self) -> int:

@@ -1,13 +1,15 @@
 """A request that an engine answers with one result, not with tokens: texts to encode, speech to transcribe."""
 
+import asyncio
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 
 import msgspec
 
 from emberline.balancer.route_request import Fault, Route, client_of
 from emberline.protocol.errors import EmberlineError, Internal, Unavailable, from_info
-from emberline.protocol.events import Usage
+from emberline.protocol.events import TokenDelta, Usage
 from emberline.protocol.request import EngineRequest
 from emberline.protocol.trace_context import TraceContext, TraceDetails
 from emberline.service.engine_client import EngineClient, EngineStream
@@ -49,11 +51,11 @@ class EngineCall:
 
     @property
     def usage(self) -> Usage:
-        """It counts once all of it is computed: nothing else is delivered."""
-        return self._usage if self.done else Usage()
+        """Counts of the whole input once there is a result; before, of what was computed when the sequence ended."""
+        return self._usage
 
     async def open(self, route: Route, attempt: int, deadline_s: float | None) -> None:
-        self.began = False
+        self.began, self._usage = False, Usage()
         until_s = None if deadline_s is None else time.monotonic() + deadline_s
         engine = self._engine = client_of(self._engines, route.decode)
         await engine.wait_connected(self._timings.reconnect_wait_s if attempt else self._timings.connect_wait_s)
@@ -69,6 +71,7 @@ class EngineCall:
         assert self._stream is not None
         for delta in await self._stream.next():
             if delta.finish in ("error", "cancelled"):
+                self._count_partial(delta)
                 raise Unavailable("the engine gave the request up") if delta.error is None else from_info(delta.error)
             self.began = True
             if delta.finish is not None:
@@ -84,6 +87,20 @@ class EngineCall:
 
     def trace_details(self, content: bool) -> TraceDetails:
         return TraceDetails()
+
+    async def settle(self) -> None:
+        """Abort the sequence and count what the engine computed for it."""
+        if self._stream is None:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._timings.settle_wait_s):
+                await self._stream.end()
+        for delta in self._stream.unread:
+            self._count_partial(delta)
+
+    def _count_partial(self, delta: TokenDelta) -> None:
+        if delta.usage is not None and (delta.usage.partial or delta.finish == "stop"):
+            self._usage = delta.usage
 
     def close(self) -> None:
         if self._stream is not None:

@@ -84,14 +84,18 @@ class EngineStream:
             if self._error is not None:
                 raise self._error
             assert self._open_ids, "every sequence of the stream has ended"
-            self._waiter = self._loop.create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+            await self._wait()
         deltas = self._deltas
         self._deltas = []
         return deltas
+
+    async def _wait(self) -> None:
+        """Return when a delta arrives or the stream fails."""
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
 
     def abort(self, sequence_id: str) -> None:
         """Stop one sequence; nothing more of it is delivered."""
@@ -105,6 +109,19 @@ class EngineStream:
         if self._open_ids:
             self._client.abort(list(self._open_ids))
             self._open_ids.clear()
+
+    async def end(self) -> None:
+        """Abort what still runs and wait for the terminal deltas, or until the connection is lost. The deltas that
+        nobody has read are then in `unread`."""
+        if self._open_ids:
+            self._client.request_abort(list(self._open_ids))
+        while self._open_ids and self._error is None:
+            await self._wait()
+
+    @property
+    def unread(self) -> list[TokenDelta]:
+        """Deltas that have arrived and were not returned by `next`."""
+        return self._deltas
 
     # --- called by the connection ------------------------------------------------------------------------------------
 
@@ -275,8 +292,13 @@ class EngineClient:
             link.send(SetRole(wanted))
 
     def abort(self, ids: list[str]) -> None:
+        """Abort sequences; nothing more of them is delivered."""
         for sequence_id in ids:
             self._streams.pop(sequence_id, None)
+        self.request_abort(ids)
+
+    def request_abort(self, ids: list[str]) -> None:
+        """Abort sequences, whose streams still receive everything up to the terminal deltas."""
         if self._link is not None:
             self._link.send(Abort(ids))
 

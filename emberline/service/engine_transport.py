@@ -1,8 +1,10 @@
 """A request on our own engines: token deltas in, text events out; the prompt on a prefill worker where there is one."""
 
+import asyncio
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 
 import msgspec
 
@@ -60,6 +62,7 @@ class EngineTransport:
         self.restart_wait_s = timings.restart_wait_s
         self.deadline_grace_s = timings.deadline_grace_s
         self._timings = timings
+        self._n_prefilled = 0  # prompt tokens that were computed, of a request that ended before its first token
         self.began = False
         self.trace: TraceContext | None = None
         self.provider = PROVIDER
@@ -100,10 +103,11 @@ class EngineTransport:
 
     @property
     def usage(self) -> Usage:
-        """The prompt counts once it is known to be computed: with the first token."""
+        """Token counts so far. The prompt counts in full with the first token; of a request that was aborted or failed
+        before it, as far as the engine says it was computed."""
         n_tokens = sum(choice.n_tokens for choice in self._choices)
         return Usage(
-            prompt_tokens=self._prepared.prompt.n_ids if self._started or n_tokens else 0,
+            prompt_tokens=self._prepared.prompt.n_ids if self._started or n_tokens else self._n_prefilled,
             completion_tokens=n_tokens,
             reasoning_tokens=sum(choice.n_reasoning for choice in self._choices),
             cached_by_tier=self._cached_by_tier or {},
@@ -122,7 +126,7 @@ class EngineTransport:
         return [(choice.message, bytes(choice.output_ids)) for choice in self._choices]
 
     async def open(self, route: Route, attempt: int, deadline_s: float | None) -> None:
-        self.began = False
+        self.began, self._n_prefilled = False, 0
         self._attempt = attempt
         self._opened_s, self._engine_wait_s = time.monotonic(), 0.0
         self._deadline_at_s = None if deadline_s is None else self._opened_s + deadline_s
@@ -189,6 +193,29 @@ class EngineTransport:
         asked: object = request.messages or request.prompt or []
         replies = [choice.message for choice in self._choices]
         return TraceDetails(tuple(phases), finished, encode(asked).decode(), encode(replies).decode())
+
+    async def settle(self) -> None:
+        """Abort the sequences and count what the engines computed for them, tokens that nobody has read included."""
+        ending = [part.end() for part in (self._stream, self._prefill) if part is not None]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._timings.settle_wait_s):
+                await asyncio.gather(*ending)
+        for delta in [] if self._stream is None else self._stream.unread:
+            choice = self._by_id[delta.id]
+            if choice.done is None:
+                choice.output_ids += delta.token_ids[: 4 * (self._max_tokens - choice.n_tokens)]
+                self._count_prefilled(delta)
+        if self._prefill is not None:
+            self._n_prefilled = max(self._n_prefilled, self._prefill.n_prefilled)
+
+    def _count_prefilled(self, delta: TokenDelta) -> None:
+        """Take in what the delta of a sequence that ended early says about its prompt."""
+        if delta.usage is None:
+            return
+        if self._prefill is None:
+            self._set_cached(delta.usage.cached_by_tier)
+        if delta.usage.partial:
+            self._n_prefilled = max(self._n_prefilled, delta.usage.prompt_tokens)
 
     def close(self) -> None:
         self._failed = None
@@ -286,6 +313,7 @@ class EngineTransport:
             self._failed = error
             return
         choice.output_ids += delta.token_ids  # computed, so counted
+        self._count_prefilled(delta)
         raise error
 
     def _error(self, info: ErrorInfo | None) -> EmberlineError:

@@ -28,6 +28,8 @@ class Prefill:
         self.ended_s: float | None = None  # and when all of it was received
         self.waited_s = 0.0  # in the worker's queue
         self.error: EmberlineError | None = None  # with which it failed the decode stream
+        self.n_prefilled = 0  # prompt tokens that the worker had computed, or had cached, when its sequence ended
+        self._ended = asyncio.Event()
         self._cached: asyncio.Future[dict[str, int]] = asyncio.get_running_loop().create_future()
         engine.submit(self, [request])
 
@@ -48,6 +50,12 @@ class Prefill:
             self._engine.abort([self._id])
         self._cached.cancel()
 
+    async def end(self) -> None:
+        """Abort what still runs and wait for the terminal delta, or until the connection is lost."""
+        if self._open:
+            self._engine.request_abort([self._id])
+            await self._ended.wait()
+
     # --- called by the connection ------------------------------------------------------------------------------------
 
     def deliver(self, delta: TokenDelta) -> None:
@@ -57,7 +65,10 @@ class Prefill:
         if delta.finish is None:
             return
         self._open = False
+        self._ended.set()
         self.ended_s = time.monotonic()
+        if delta.usage is not None and (delta.usage.partial or delta.finish == "stop"):
+            self.n_prefilled = delta.usage.prompt_tokens
         if delta.finish == "stop":
             return
         self._end(
@@ -68,6 +79,7 @@ class Prefill:
         """The connection is lost."""
         if self._open:
             self._open = False
+            self._ended.set()
             self._end(error)
 
     def _end(self, error: EmberlineError) -> None:

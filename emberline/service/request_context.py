@@ -36,13 +36,21 @@ class JobContext:
     accepted_us: int = 0
 
 
+def never() -> bool:
+    return False
+
+
 class AttemptContext(NamedTuple):
     """One attempt of a gateway at a request."""
 
     is_retry: bool = False  # not the first: it counts for no limit on requests
     max_failovers: int | None = None  # between workers; None: as for any request
-    bills_failure: bool = True  # if not, it costs nothing where it fails: nobody has seen anything of its reply
+    bills_failure: bool = True  # False: a failure of ours counts no tokens, as nobody has seen anything of the reply
     on_began: Callable[[], None] | None = None  # called where a reply has begun that comes whole; perhaps several times
+    timed_out: Callable[[], bool] = never  # True once the operator's timeout, not the client, cancelled the attempt
+
+
+ONLY_ATTEMPT = AttemptContext()
 
 
 def in_flight_id(request_id: str, job: JobContext | None) -> str:

@@ -19,7 +19,7 @@ from emberline.protocol.events import Completed, Usage
 from emberline.protocol.trace_context import TraceContext, TraceDetails
 from emberline.service.core import Core, RequestEnd, SessionEntry
 from emberline.service.metrics import Counts
-from emberline.service.request_context import Clock, JobContext, log_end
+from emberline.service.request_context import ONLY_ATTEMPT, AttemptContext, Clock, JobContext, log_end
 from emberline.service.tracing import request_trace
 
 MAX_FAILOVERS = 3  # in a row, no token in between: a request that loses more workers may be what kills them
@@ -67,8 +67,11 @@ class Transport(Protocol[Output_co]):
     def trace_details(self, content: bool) -> TraceDetails:
         """For the spans of a request that is traced; `content`: with its messages. Called before `close`."""
 
+    async def settle(self) -> None:
+        """Abort what the workers still compute and wait until `usage` counts all that they have computed."""
+
     def close(self) -> None:
-        """Abort what the workers still compute."""
+        """Abort what the workers still compute. Computing on is a waste, and nobody is charged for it."""
 
 
 class Run(Generic[T]):
@@ -84,8 +87,7 @@ class Run(Generic[T]):
         on_end: "Callable[[Run[T]], None]",
         job: JobContext | None = None,
         inter_token: Counts | None = None,
-        max_failovers: int = MAX_FAILOVERS,
-        bills_failure: bool = True,
+        attempt: AttemptContext = ONLY_ATTEMPT,
     ) -> None:
         self.finalizing: asyncio.Task[None] | None = None  # once the request has ended
         self._request = request
@@ -94,8 +96,8 @@ class Run(Generic[T]):
         self._clock = clock
         self._on_end = on_end  # called once, when nothing of the request is left to do
         self._job = job
-        self._max_failovers = max_failovers
-        self._bills_failure = bills_failure
+        self._attempt = attempt
+        self._max_failovers = MAX_FAILOVERS if attempt.max_failovers is None else attempt.max_failovers
         self._inter_token = inter_token or Counts()  # latencies, filled by the transport where it measures them
         self._route = Route(decode="")
         self._row: UsageRow | None = None  # once the request has ended
@@ -159,27 +161,53 @@ class Run(Generic[T]):
     def finalize(
         self, status: UsageStatus, error: Exception | None = None, session_entries: Sequence[SessionEntry] = ()
     ) -> "asyncio.Task[None]":
-        """The one end of the request; it goes on whatever becomes of the caller. Later calls change nothing."""
+        """End the request, once; the task goes on whatever becomes of the caller. Later calls change nothing."""
         if self.finalizing is None:
-            row = self._row = self._usage_row(status)
-            end = RequestEnd(
-                row,
-                self._inter_token,
-                list(session_entries),
-                self._job is not None,
-                lost=self._lost,
-                operation=self._transport.operation,
-                provider=self._transport.provider,
+            finished_us = self._clock.now_us()
+            if status == "failed":
+                is_billed = isinstance(error, EmberlineError) and error.caused_by_request
+            else:
+                is_billed = not self._attempt.timed_out()
+            self.finalizing = asyncio.create_task(
+                self._finalize(status, error, session_entries, finished_us, is_billed)
             )
-            if self._trace is not None:
-                details = self._transport.trace_details(self._trace.content)
-                self._trace.end(row, self._transport.operation, self._transport.provider, error, details)
-            if self._job is not None:
-                self._job.record_usage(row)
-            self.finalizing = asyncio.create_task(self._core.finalize(end))
-            self.finalizing.add_done_callback(lambda task: log_end(self._route.decode, row, error, task))
-            self.finalizing.add_done_callback(lambda _: self._on_end(self))
+            self.finalizing.add_done_callback(lambda task: self._end(error, task))
         return self.finalizing
+
+    async def _finalize(
+        self,
+        status: UsageStatus,
+        error: Exception | None,
+        session_entries: Sequence[SessionEntry],
+        finished_us: int,
+        is_billed: bool,
+    ) -> None:
+        """`is_billed`: the request finished, the client ended it, or caused its failure: what was computed is paid."""
+        transport = self._transport
+        if is_billed and self._opened and status != "finished":
+            await transport.settle()
+        row = self._row = self._usage_row(status, is_billed, finished_us)
+        if self._trace is not None:
+            details = transport.trace_details(self._trace.content)
+            self._trace.end(row, transport.operation, transport.provider, error, details)
+        transport.close()
+        if self._job is not None:
+            self._job.record_usage(row)
+        end = RequestEnd(
+            row,
+            self._inter_token,
+            list(session_entries),
+            self._job is not None,
+            lost=self._lost,
+            operation=transport.operation,
+            provider=transport.provider,
+        )
+        await self._core.finalize(end)
+
+    def _end(self, error: Exception | None, finalizing: "asyncio.Task[None]") -> None:
+        if self._row is not None:
+            log_end(self._route.decode, self._row, error, finalizing)
+        self._on_end(self)
 
     def checkpoint(self) -> UsageRow | None:
         """The usage row in case the request never ends. None: nothing new is to be recorded."""
@@ -188,7 +216,7 @@ class Run(Generic[T]):
         if n_tokens == self._n_checkpointed or self.finalizing is not None or self._job is not None:
             return None
         self._n_checkpointed = n_tokens
-        return self._usage_row("failed")
+        return self._usage_row("failed", False, self._clock.now_us())
 
     async def __aenter__(self) -> "Run[T]":
         return self
@@ -196,19 +224,17 @@ class Run(Generic[T]):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            if error is None and self.finalizing is not None:
-                return
-            if error is not None and not isinstance(error, Exception):
-                self.finalize("finished" if self.done else "cancelled")
-            elif isinstance(error, EmberlineError):
-                self.finalize("failed", error)
-            else:
-                log.error("a request failed", exc_info=error, extra={"request_id": self._request.id})
-                self.finalize("failed", error)
-                raise Internal("the request failed; the log has it under its id") from error
-        finally:
-            self._transport.close()
+        if error is None and self.finalizing is not None:
+            return
+        if error is not None and not isinstance(error, Exception):
+            finalizing = self.finalize("finished" if self.done else "cancelled")
+        else:
+            finalizing = self.finalize("failed", error)
+        if self._job is not None:  # its queue writes the usage row as soon as the request has ended
+            await asyncio.wait([finalizing])
+        if not isinstance(error, EmberlineError) and (error is None or isinstance(error, Exception)):
+            log.error("a request failed", exc_info=error, extra={"request_id": self._request.id})
+            raise Internal("the request failed; the log has it under its id") from error
 
     # --- attempts ----------------------------------------------------------------------------------------------------
 
@@ -281,9 +307,9 @@ class Run(Generic[T]):
             raise DeadlineExceeded(f"not started within {deadline_s:g} s")
         return left_s
 
-    def _usage_row(self, status: UsageStatus) -> UsageRow:
+    def _usage_row(self, status: UsageStatus, is_billed: bool, finished_us: int) -> UsageRow:
         request = self._request
-        usage = self.usage if status != "failed" or self._bills_failure else Usage()
+        usage = self.usage if status != "failed" or self._attempt.bills_failure or is_billed else Usage()
         row = UsageRow(
             id=request.id,
             account=request.account,
@@ -298,7 +324,7 @@ class Run(Generic[T]):
             status=status,
             created_us=request.created_us,
             first_token_us=self._first_token_us,
-            finished_us=self._clock.now_us(),
+            finished_us=finished_us,
             images=usage.images or (request.images if usage.prompt_tokens else 0),
             audio_ms=usage.audio_ms,
             api=request.api,
@@ -307,7 +333,7 @@ class Run(Generic[T]):
         )
         if self._route.price is None:
             return row
-        row = row.priced(self._route.price)
+        row = row.priced(self._route.price, is_billed)
         if row.lease and row.cost_pico is not None:  # an upstream server may count more tokens than was foreseen
             row = msgspec.structs.replace(row, cost_pico=min(row.cost_pico, self._route.reserved_pico))
         return row

@@ -32,9 +32,9 @@ from emberline.service.health import Health
 from emberline.service.membership import WorkerChange
 from emberline.service.metrics import INTER_TOKEN_BOUNDS_S, Counts, Histogram
 from emberline.service.prepare import Prepared, Preparer
-from emberline.service.request_context import AttemptContext, Clock, JobContext, in_flight_id
+from emberline.service.request_context import ONLY_ATTEMPT, AttemptContext, Clock, JobContext, in_flight_id
 from emberline.service.responses import ResponseStore
-from emberline.service.run import MAX_FAILOVERS, Run, Transport
+from emberline.service.run import Run, Transport
 from emberline.service.served_models import Served, ServedModels
 from emberline.service.status import Status, StatusQuery
 from emberline.service.timings import DEFAULTS, Timings
@@ -51,7 +51,6 @@ from emberline.upstream.transport import UpstreamTransport, passthrough
 
 _ANY_VOCABULARY = 1 << 31  # upstream servers check token ids themselves
 
-_ONLY_ATTEMPT = AttemptContext()
 T = TypeVar("T")
 AnyRequest = TypeVar("AnyRequest", GenerateRequest, EncodeRequest, SpeechRequest, MediaRequest)
 
@@ -457,11 +456,10 @@ class Service:
         inter_token: Counts | None = None,
         attempt: AttemptContext | None = None,
     ) -> Run[T]:
-        attempt = attempt or _ONLY_ATTEMPT
+        attempt = attempt or ONLY_ATTEMPT
         if attempt.is_retry:
             request = msgspec.structs.replace(request, is_retry=True)
-        most = MAX_FAILOVERS if attempt.max_failovers is None else attempt.max_failovers
-        run = Run(request, transport, self.core, clock, self._ended, job, inter_token, most, attempt.bills_failure)
+        run = Run(request, transport, self.core, clock, self._ended, job, inter_token, attempt)
         self._running.add(run)
         self._idle.clear()
         await run.admit()

@@ -15,6 +15,7 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
     reconnect_wait_s: float = 15.0  # the same after a failover: the core may not have seen the engine's death yet
     restart_wait_s: float = 60.0  # for an engine to come back after a failover: it may have weights to load
     deadline_grace_s: float = 1.0  # engines keep deadlines; the run catches an engine that does not answer
+    settle_wait_s: float = 30.0  # for engines to say what they computed of an aborted request: a step may be long
     cached_wait_s: float = 1.0  # for a prefill worker to report its cached tokens, after the first token
     checkpoint_s: float = 1.0  # between two reports of what running requests have used
     close_wait_s: float = 1.0  # for consumers of streams to notice that the connection was cut

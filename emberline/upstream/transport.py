@@ -87,15 +87,17 @@ class UpstreamTransport(Generic[T]):
         self._has_token_ids = False  # the server gives them with the text
         self._unreadable = False  # the decoder failed; what it had decoded of these lines is lost, so none can resume
         self._told_lie = False  # the provider, about its usage
+        self._responds = False  # the server of the current attempt has accepted the request
         self._tried: set[str] = set()  # servers that failed this request or had no room for it
 
     @property
     def usage(self) -> Usage:
-        """As the server said last: vLLM and SGLang do in every chunk. Else by events; nothing before the first."""
+        """Token counts as the server said last: vLLM and SGLang do in every chunk. Otherwise the events of the reply
+        are counted, and the prompt as soon as the server has begun to respond."""
         if (usage := self._editor.usage) is not None and self._is_plausible(usage):
             return usage
         if not self._transcript.n_events:
-            return Usage()
+            return Usage(prompt_tokens=self._request.route.input_tokens if self._responds else 0)
         n_tokens, n_prompt = max(0, self._transcript.n_events_of_attempt - 1), None  # the first event is the role
         if self._continuation is not None:
             n_tokens, n_prompt = n_tokens + self._continuation.n_tokens, self._continuation.prompt_tokens
@@ -123,7 +125,7 @@ class UpstreamTransport(Generic[T]):
 
     async def open(self, route: Route, attempt: int, deadline_s: float | None) -> None:
         request = self._request
-        self.began = False
+        self.began = self._responds = False
         self.cached_tokens = route.cached_tokens
         decode = client_of(self._clients, route.decode)
         kind, resumed = decode.config.kind, self._continuation
@@ -152,6 +154,7 @@ class UpstreamTransport(Generic[T]):
         exchange = await self._attempt.open(fields)
         if not exchange.headers.get("content-type", "").startswith("text/event-stream"):
             raise decode.lost("did not answer with an event stream")
+        self._responds = True
 
     def _new_attempt(
         self, path: str, attempt_id: str, decode: UpstreamClient, route: Route
@@ -226,6 +229,9 @@ class UpstreamTransport(Generic[T]):
         """The prompt only: a reply is relayed without being read."""
         asked = self._request.fields.get("messages", self._request.fields.get("prompt")) if content else None
         return TraceDetails(input="" if asked is None else msgspec.json.encode(asked).decode())
+
+    async def settle(self) -> None:
+        """Nothing more is known: other servers do not say what they computed of a request that was aborted."""
 
     def close(self) -> None:
         if self._attempt is not None:

@@ -47,6 +47,9 @@ class FakeEngine:
         self.waited_s = 0.0  # in its queue, as it says
         self.submitted: list[EngineRequest] = []
         self.aborted: list[str] = []
+        self.answers_aborts = True  # False: it is older than these answers, or busy with a step
+        self.prefilled: dict[str, int] = {}  # prompt tokens computed before the first, by sequence; else all or none
+        self._n_sent: dict[str, int] = {}  # output tokens, by sequence that runs
         self.called_tools: list[str] = []  # requests that did, as the client said
         self.vocabularies: list[Vocabulary] = []
         self.before_vocabulary: list[str] = []  # requests that arrived before the first vocabulary
@@ -116,7 +119,18 @@ class FakeEngine:
         for link in self.links:
             link.send(Welcome(self.info, EngineLoad(steps=self.steps)))
 
+    def end_aborted(self, ids: Sequence[str]) -> None:
+        """The terminal deltas of aborted sequences, as an engine sends them."""
+        for sequence in [sequence for sequence in self.submitted if sequence.id in ids]:
+            if (n_sent := self._n_sent.get(sequence.id, 0)) >= 0:
+                n_prompt = tokens.count(sequence.prompt_ids) if n_sent else self.prefilled.get(sequence.id, 0)
+                usage = Usage(prompt_tokens=n_prompt, completion_tokens=n_sent, partial=True)
+                self.step(TokenDelta(sequence.id, finish="cancelled", usage=usage))
+
     def step(self, *deltas: TokenDelta) -> None:
+        for delta in deltas:
+            n_sent = self._n_sent.get(delta.id, 0) + len(delta.token_ids) // 4
+            self._n_sent[delta.id] = n_sent if delta.finish is None else -1
         self.steps += 1
         for link in self.links:
             link.send(Step(list(deltas), EngineLoad(running=1, steps=self.steps, kv_used_blocks=1, kv_total_blocks=4)))
@@ -178,6 +192,8 @@ class _Link(Link):
             engine.called_tools += message.ids
         elif isinstance(message, Abort):
             engine.aborted += message.ids
+            if engine.answers_aborts:
+                engine.end_aborted(message.ids)
         elif isinstance(message, Drain):
             engine.drained = True
         elif isinstance(message, SetRole):

@@ -66,6 +66,7 @@ class FakeTransport:
         self.text = ""
         self.opened: list[tuple[str, int]] = []
         self.n_closed = 0
+        self.n_unread = 0  # tokens that were generated and not returned by `next`
         self._retryable = retryable
 
     @property
@@ -95,6 +96,9 @@ class FakeTransport:
     def fault(self, error: EmberlineError) -> Fault:
         worker = self.opened[-1][0]
         return Fault(self._retryable and isinstance(error, Unavailable), (worker,), (worker,))
+
+    async def settle(self) -> None:
+        self.n_unread, self.text = 0, self.text + self.n_unread * "u"
 
     def close(self) -> None:
         self.n_closed += 1

@@ -83,10 +83,11 @@ def ledger_of(service: Service) -> UsageLedger:
     return service.core.usage
 
 
-async def row_of(service: Service, request: GenerateRequest | EncodeRequest) -> UsageRow:
-    """The request's usage row; it may still be on its way to the disk."""
+async def row_of(service: Service, request: GenerateRequest | EncodeRequest | str) -> UsageRow:
+    """The usage row of a request, or of an id; it may still be on its way to the disk."""
+    request_id = request if isinstance(request, str) else request.id
     async with asyncio.timeout(PATIENCE_S):
-        while (row := await ledger_of(service).find(request.id)) is None:
+        while (row := await ledger_of(service).find(request_id)) is None:
             await asyncio.sleep(0.002)
     return row
 

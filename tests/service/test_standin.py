@@ -18,9 +18,11 @@ from emberline.protocol.errors import Internal, Overloaded, Unavailable
 from emberline.protocol.events import Completed, TextDelta
 from emberline.protocol.request import Message, Principal
 from emberline.service import Served, Service, open_service
+from emberline.service.status import StatusQuery
 from emberline.service.timings import Timings
 from emberline.text.text_model import TextModel
 from tests.service.conftest import ALICE, PATIENCE_S, offer
+from tests.service.test_pricing import PRICE, set_price
 from tests.service.test_service import ask, events_of, in_flight, row_of, rows, settled, text_of
 
 TOKEN = "a-token-to-join"
@@ -186,3 +188,31 @@ async def test_streams_of_a_stopped_engine_move_and_it_is_trusted_again_after_a_
             await asyncio.sleep(0.005)
     await service.close()
     other.stop()
+
+
+async def test_a_prompt_that_is_abandoned_half_way_is_paid_as_far_as_it_was_computed(
+    text_model: TextModel, tmp_path: Path
+) -> None:
+    standin = Standin(tmp_path / "chunks.sock", flags=("--token-budget", "64", "--script", "chunk_ms=20"))
+    served = Served(offer(text_model).card, text_model, (standin.endpoint,))
+    service = await open_service([served], data_dir=tmp_path / "chunked")
+    try:
+        assert await service.ready(PATIENCE_S)
+        await set_price(service, PRICE)
+        request = ask("x" * 2000)
+        running = asyncio.create_task(events_of(service, request))
+        while (await service.status(StatusQuery())).workers[0].prompt_tokens < 128:
+            await asyncio.sleep(0.005)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        row = await row_of(service, request)
+        assert row.status == "cancelled"
+        assert 128 <= row.input_tokens < 2000
+        assert row.cost_pico == row.input_tokens * PRICE.input
+        retried = usage_of([*await events_of(service, ask("x" * 2000))])
+        assert retried.usage.cached_tokens <= row.input_tokens, "what a retry finds in the cache was paid once"
+        assert retried.usage.cached_tokens >= 128
+    finally:
+        await service.close()
+        standin.stop()

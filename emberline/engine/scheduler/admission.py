@@ -112,6 +112,7 @@ class AdmissionPolicy:
     def release(self, seq: Sequence) -> None:
         """Take a running sequence's slot and blocks back; its full blocks stay cached until others need the room."""
         self.publish(seq)
+        seq.vacated()
         seq.n_done = 0
         self._cache.release(seq.table)
         self._queues.vacate(seq)
@@ -215,6 +216,7 @@ class AdmissionPolicy:
             self._transfers.outgoing.offer(seq)
             self._transfers.outgoing.send(seq, n_hit)
             if n_hit == seq.n_transferable:
+                seq.vacated()
                 self._cache.release(seq.table)
                 seq.n_computed, seq.in_transfer = 0, True
 

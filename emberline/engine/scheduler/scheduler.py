@@ -494,7 +494,8 @@ class Scheduler:
         self._transfers.leave(seq)
         if self._tiers is not None:
             self._tiers.leave(seq)
-        return TokenDelta(seq.id, token_ids, finish, seq.usage(), logprobs, error)
+        usage = seq.usage(partial=finish in ("cancelled", "error"))
+        return TokenDelta(seq.id, token_ids, finish, usage, logprobs, error)
 
     def _end_turn(self, seq: Sequence) -> None:
         """Tell retention, before the blocks of the sequence are released."""

@@ -77,6 +77,7 @@ class Sequence:
     fetched: dict[str, int] | None = None  # blocks that its last fetch brought, by tier
     n_received: int = 0  # tokens whose KV was received from another engine and is held for it
     n_computed: int = 0  # tokens whose KV is in the table, or will be when the planned steps are done
+    n_prefilled: int = 0  # prompt tokens whose KV it has had in its table, before it was last preempted
     n_done: int = 0  # of these, as far as absorbed steps have computed them; full blocks of them can be published
     n_sampling: int = 0  # tokens that steps in flight sample, at least
     n_drafting: int = 0  # drafts of its rows in flight, with which it samples more
@@ -212,9 +213,15 @@ class Sequence:
         """Compute the content keys of the first n_blocks blocks, or of all full ones."""
         block_hash.extend(self.keys, self.root_key, self.ids, n_blocks)
 
-    def usage(self) -> Usage:
+    def vacated(self) -> None:
+        """Remember how much of the prompt was computed, before the table is released."""
+        self.n_prefilled = max(self.n_prefilled, min(self.n_computed, self.n_prompt))
+
+    def usage(self, partial: bool = False) -> Usage:
+        """Token counts for a delta. `partial`: of the prompt, only the tokens computed or found in a cache so far."""
         return Usage(
-            prompt_tokens=self.n_prompt,
+            prompt_tokens=self.n_prefilled if partial else self.n_prompt,
+            partial=partial,
             completion_tokens=0 if self.prefill_only else self.n_output,
             cached_by_tier=dict(self.cached_by_tier or {}),
             drafts=DraftUsage(self.n_drafted, self.n_drafts_accepted) if self.reports_drafts else None,

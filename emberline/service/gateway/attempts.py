@@ -9,6 +9,7 @@ from emberline.balancer.circuit_breaker import OPEN_S, CircuitBreaker
 from emberline.catalog.model_card import ModelCard
 from emberline.protocol.errors import EmberlineError, EngineLost, Internal, ModelNotFound, Overloaded, Unavailable
 from emberline.service.gateway.log import LogAttempt
+from emberline.service.request_context import never
 from emberline.upstream.gateway.errors import AttemptsFailed, AttemptsRefused, FirstByteTimeout, redact
 from emberline.upstream.gateway.retry import RetryPolicy, falls_back, is_providers_fault, is_transient, wait_s
 from emberline.upstream.providers.errors import ProviderRefusedKey, ProviderTimeout
@@ -35,6 +36,7 @@ class Attempt(NamedTuple):
     id: str  # under which it is in flight, and of its usage row
     is_retry: bool  # of a request that was admitted before: it does not count for rate limits again
     on_began: Callable[[], None] | None = None  # ends its timeout, where nothing is returned yet
+    timed_out: Callable[[], bool] = never  # True once its timeout has cancelled it
 
 
 class Breakers:
@@ -150,7 +152,7 @@ async def _in_time(start: Callable[[Attempt], Awaitable[T]], attempt: Attempt, t
                     is_waiting = False
                     timeout.reschedule(None)
 
-            found = await start(attempt._replace(on_began=began))
+            found = await start(attempt._replace(on_began=began, timed_out=timeout.expired))
             is_waiting = False
             return found
     except TimeoutError:

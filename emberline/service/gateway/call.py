@@ -27,9 +27,9 @@ from emberline.service.gateway.log import LogRow, shortened
 from emberline.service.gateway.moderation import Moderator
 from emberline.service.gateway.response_cache import CachedReply, request_digest
 from emberline.service.gateway.service import GatewayService
-from emberline.service.request_context import AttemptContext
+from emberline.service.request_context import AttemptContext, never
 from emberline.upstream.gateway.guardrails import HeldReply, applicable
-from emberline.upstream.gateway.options import cache_ttl_s, retry_policy
+from emberline.upstream.gateway.options import cache_ttl_s, retry_policy, sets_timeout
 from emberline.upstream.gateway.routing import Counter, Plan, plan
 from emberline.upstream.models import UpstreamModels
 from emberline.upstream.request import UpstreamRequest
@@ -425,10 +425,11 @@ class _Request:
 
     def context(self, attempt: Attempt, bills_failure: bool = True) -> AttemptContext:
         """Our own fleets move a request between their workers; a provider has one, which is asked again by us."""
-        if attempt.target.provider == LOCAL:
-            return AttemptContext(attempt.is_retry, None, bills_failure, attempt.on_began)
-        n_servers = self._call.pipeline.upstream.n_servers(attempt.target.card)
-        return AttemptContext(attempt.is_retry, n_servers - 1, bills_failure, attempt.on_began)
+        call, max_failovers = self._call, None
+        if attempt.target.provider != LOCAL:
+            max_failovers = call.pipeline.upstream.n_servers(attempt.target.card) - 1
+        timed_out = never if sets_timeout(call.options, call.step) else attempt.timed_out
+        return AttemptContext(attempt.is_retry, max_failovers, bills_failure, attempt.on_began, timed_out)
 
     def admitting(self, on_admit: OnAdmit | None) -> OnAdmit:
         def admit(rate_limits: RateLimits | None) -> None:

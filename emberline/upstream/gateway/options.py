@@ -120,6 +120,11 @@ def retry_policy(settings: GatewaySettings, options: GatewayOptions, step: StepC
     )
 
 
+def sets_timeout(options: GatewayOptions, step: StepConfig | None = None) -> bool:
+    """True if the request has chosen its timeout itself, and not the gateway."""
+    return options.request_timeout_ms is not None or (step is not None and step.request_timeout is not None)
+
+
 def _first(*values: int | None) -> int:
     return next(value for value in values if value is not None)
 

@@ -114,6 +114,9 @@ class WholeCall(Generic[T]):
     def trace_details(self, content: bool) -> TraceDetails:
         return TraceDetails()
 
+    async def settle(self) -> None:
+        """Nothing more is known: other servers do not say what they computed of a request that was aborted."""
+
     def close(self) -> None:
         pass  # an exchange that is not complete was closed where it ended
 

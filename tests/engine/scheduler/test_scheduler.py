@@ -317,10 +317,40 @@ def test_abort_waiting_and_running():
     for id in ("a", "b"):
         delta = bench.scheduler.abort(id)
         assert delta.finish == "cancelled"
-        assert delta.usage.prompt_tokens == 20
+        assert (delta.usage.prompt_tokens, delta.usage.partial) == (20 if id == "a" else 0, True)
     assert bench.scheduler.abort("a") is None
     assert not bench.loop.busy
     assert bench.cache.n_used == 0
+
+
+def test_an_aborted_prefill_reports_the_prompt_tokens_computed_so_far():
+    bench = Bench(token_budget=32)
+    bench.submit("a", A[:100])
+    bench.step()
+    bench.step()
+    assert bench.scheduler.abort("a").usage.prompt_tokens == 64
+    bench.submit("again", A[:100])
+    bench.step()
+    usage = bench.scheduler.abort("again").usage
+    assert (usage.prompt_tokens, usage.cached_tokens) == (96, 64), "found in the cache, and computed"
+
+
+def test_a_failed_prefill_reports_what_it_computed_before_it_was_preempted():
+    bench = Bench(token_budget=32, max_running=1)
+    bench.submit("a", A[:100], priority=Priority.BATCH, deadline_s=5)
+    bench.step()
+    bench.submit("b", B[:40], priority=Priority.PRIORITY, max_tokens=9)
+    bench.step()  # "a" waits again
+    bench.step(5)
+    delta = bench.deltas["a"][-1]
+    assert (delta.error.kind, delta.usage.prompt_tokens, delta.usage.partial) == ("deadline_exceeded", 32, True)
+
+
+def test_a_finished_sequence_reports_its_whole_prompt():
+    bench = Bench()
+    bench.submit("a", A[:20])
+    usage = bench.finish().deltas["a"][-1].usage
+    assert (usage.prompt_tokens, usage.partial) == (20, False)
 
 
 def test_deadlines_end_running_and_waiting():
