@@ -4,6 +4,7 @@ A gateway belongs to an account and stands between its callers and the models: r
 routes, a response cache, guardrails and logs.
 """
 
+from math import isfinite
 from typing import Annotated, Literal
 
 import msgspec
@@ -105,6 +106,7 @@ class GatewaySettings(_Settings, frozen=True):
     fallbacks: Annotated[dict[ModelName, Chain], Meta(max_length=100)] = {}  # by model: what to try where it fails
     routes: Annotated[dict[RouteName, Rules], Meta(max_length=100)] = {}
     guardrails: Annotated[tuple[Guardrail, ...], Meta(max_length=16)] = ()
+    custom_cost_counts: bool = False  # True: the budgets of routes count `cf-aig-custom-cost` in place of prices
     collect_logs: bool = True
     log_content: bool = False  # prompts and replies
     log_retention_days: Annotated[float, Meta(gt=0, le=3650)] = 30.0
@@ -123,11 +125,22 @@ class Retries(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_
     backoff: Backoff | None = None
 
 
+TokenCost = Annotated[float, Meta(ge=0, le=1)]  # of the currency, for one token
+
+
 class CustomCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the log says a request cost, in place of the model's price."""
 
-    per_token_in: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
-    per_token_out: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
+    per_token_in: TokenCost = 0.0
+    per_token_out: TokenCost = 0.0
+
+    def __post_init__(self) -> None:
+        if not (isfinite(self.per_token_in) and isfinite(self.per_token_out)):
+            raise ValueError("the cost of a token is a finite number")
+
+    def cost_pico(self, input_tokens: int, output_tokens: int) -> int:
+        cost = self.per_token_in * input_tokens + self.per_token_out * output_tokens
+        return min(int(cost * 1e12), MAX_COST_PICO)
 
 
 class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):

@@ -48,6 +48,7 @@ class AttemptContext(NamedTuple):
     bills_failure: bool = True  # False: a failure of ours counts no tokens, as nobody has seen anything of the reply
     on_began: Callable[[], None] | None = None  # called where a reply has begun that comes whole; perhaps several times
     timed_out: Callable[[], bool] = never  # True once the operator's timeout, not the client, cancelled the attempt
+    on_end: Callable[[UsageRow], None] | None = None  # called once with the usage row of an attempt that was admitted
 
 
 ONLY_ATTEMPT = AttemptContext()

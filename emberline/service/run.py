@@ -102,6 +102,7 @@ class Run(Generic[T]):
         self._route = Route(decode="")
         self._row: UsageRow | None = None  # once the request has ended
         self._opened = False  # the attempt on `_route`
+        self._left = False  # nobody reads the output any more
         self._prefilled = False  # the core knows that the attempt has computed the prompt
         self._first_token_us: int | None = None
         self._avoid: list[str] = []  # workers of failed attempts
@@ -190,9 +191,12 @@ class Run(Generic[T]):
         if self._trace is not None:
             details = transport.trace_details(self._trace.content)
             self._trace.end(row, transport.operation, transport.provider, error, details)
-        transport.close()
+        if self._left:
+            transport.close()
         if self._job is not None:
             self._job.record_usage(row)
+        if self._attempt.on_end is not None:
+            self._attempt.on_end(row)
         end = RequestEnd(
             row,
             self._inter_token,
@@ -224,6 +228,9 @@ class Run(Generic[T]):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._left = True
+        if self.finalizing is not None:  # it finished, or the server has closed
+            self._transport.close()
         if error is None and self.finalizing is not None:
             return
         if error is not None and not isinstance(error, Exception):

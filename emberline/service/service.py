@@ -331,6 +331,7 @@ class Service:
         *,
         on_admit: Callable[[RateLimits | None], None] | None = None,
         on_complete: Callable[[Completed], None] | None = None,
+        attempt: AttemptContext | None = None,
     ) -> Encoded:
         """The vectors, scores or labels of the request's texts. It ends in one way, as `generate` does."""
         with self._accepting(request.id):
@@ -345,7 +346,7 @@ class Service:
                     text_bytes(request), lambda: prepare_encoding(request, principal, served, self._info(served), clock)
                 )
                 route, call = prepared.route_request(job), EncodeCall(prepared, self.engines, job, self._timings)
-            run = await self._admit(route, call, clock, job)
+            run = await self._admit(route, call, clock, job, attempt=attempt)
         completed = await _complete(run, on_admit, on_complete)
         result = call.result()
         if on_complete is not None:
@@ -359,6 +360,7 @@ class Service:
         *,
         on_admit: Callable[[RateLimits | None], None] | None = None,
         on_complete: Callable[[Completed], None] | None = None,
+        attempt: AttemptContext | None = None,
     ) -> Transcript:
         """The text of recorded speech. It ends in one way, as `generate` does."""
         with self._accepting(request.id):
@@ -375,7 +377,7 @@ class Service:
                     speech_route(request, principal, info, clock),
                     SpeechCall(request, self.engines, self._timings),
                 )
-            run = await self._admit(route, call, clock)
+            run = await self._admit(route, call, clock, attempt=attempt)
         await _complete(run, on_admit, on_complete)
         return call.result()
 
@@ -386,6 +388,7 @@ class Service:
         *,
         on_admit: Callable[[RateLimits | None], None] | None = None,
         on_complete: Callable[[Completed], None] | None = None,
+        attempt: AttemptContext | None = None,
     ) -> Media:
         """Images, speech or video, made by a provider. It ends in one way, as `generate` does."""
         with self._accepting(request.id):
@@ -396,7 +399,7 @@ class Service:
                 message = f"{request.model} makes no images, speech or video: models of providers do"
                 raise Unsupported(message, param="model")
             route, call = self._whole_call(request, card, principal, None)
-            run = await self._admit(route, call, clock)
+            run = await self._admit(route, call, clock, attempt=attempt)
         await _complete(run, on_admit, on_complete)
         media: Media = call.result()
         return media

@@ -79,6 +79,7 @@ async def test_several_sequences_share_a_stream(engine: FakeEngine, client: Engi
 
 
 async def test_closing_a_stream_aborts_its_sequences(engine: FakeEngine, client: EngineClient) -> None:
+    engine.answers_aborts = False
     stream = client.stream([request("a"), request("b"), request("c")])
     await engine.submission(3)
     engine.step(TokenDelta("a", finish="stop"))

@@ -113,6 +113,7 @@ class Backend(Protocol):
         *,
         on_admit: OnAdmit | None = None,
         on_complete: OnComplete | None = None,
+        attempt: AttemptContext | None = None,
     ) -> Encoded: ...
 
     async def transcribe(
@@ -122,6 +123,7 @@ class Backend(Protocol):
         *,
         on_admit: OnAdmit | None = None,
         on_complete: OnComplete | None = None,
+        attempt: AttemptContext | None = None,
     ) -> Transcript: ...
 
     async def make_media(
@@ -131,6 +133,7 @@ class Backend(Protocol):
         *,
         on_admit: OnAdmit | None = None,
         on_complete: OnComplete | None = None,
+        attempt: AttemptContext | None = None,
     ) -> Media: ...
 
     async def count_tokens(self, request: GenerateRequest, principal: Principal) -> int: ...

@@ -12,11 +12,12 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from emberline.accounts.usage_row import UsageRow
 from emberline.catalog.model_card import ModelCard
 from emberline.protocol.answer import Answer, Encoded
 from emberline.protocol.errors import EmberlineError
 from emberline.protocol.events import Completed, Started, TextEvent, Usage
-from emberline.protocol.gateway import MAX_COST_PICO, GatewayOptions, GatewaySettings, StepConfig
+from emberline.protocol.gateway import GatewayOptions, GatewaySettings, StepConfig
 from emberline.protocol.media import Media, MediaRequest
 from emberline.protocol.rate_limits import RateLimits
 from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal, SpeechRequest, alias_caller
@@ -76,6 +77,7 @@ class Pipeline(Protocol):
         *,
         on_admit: OnAdmit | None = None,
         on_complete: OnComplete | None = None,
+        attempt: AttemptContext | None = None,
     ) -> Encoded: ...
 
     async def transcribe(
@@ -85,6 +87,7 @@ class Pipeline(Protocol):
         *,
         on_admit: OnAdmit | None = None,
         on_complete: OnComplete | None = None,
+        attempt: AttemptContext | None = None,
     ) -> Transcript: ...
 
     async def make_media(
@@ -94,6 +97,7 @@ class Pipeline(Protocol):
         *,
         on_admit: OnAdmit | None = None,
         on_complete: OnComplete | None = None,
+        attempt: AttemptContext | None = None,
     ) -> Media: ...
 
 
@@ -255,7 +259,9 @@ class GatewayCall:
             async def start(attempt: Attempt) -> Encoded:
                 asked = msgspec.structs.replace(request, id=attempt.id, model=attempt.target.model)
                 completing = run.completing(on_complete)
-                return await self.pipeline.encode(asked, self.principal, on_admit=on_admit, on_complete=completing)
+                return await self.pipeline.encode(
+                    asked, self.principal, on_admit=on_admit, on_complete=completing, attempt=run.context(attempt)
+                )
 
             encoded = await run.attempt(start)
             run.answered(digest=digest, encoded=encoded)
@@ -266,9 +272,11 @@ class GatewayCall:
     ) -> Transcript:
         """As `Service.transcribe`."""
 
-        async def start(attempt: Attempt, completing: OnComplete) -> Transcript:
+        async def start(attempt: Attempt, completing: OnComplete, context: AttemptContext) -> Transcript:
             asked = msgspec.structs.replace(request, id=attempt.id, model=attempt.target.model)
-            return await self.pipeline.transcribe(asked, self.principal, on_admit=on_admit, on_complete=completing)
+            return await self.pipeline.transcribe(
+                asked, self.principal, on_admit=on_admit, on_complete=completing, attempt=context
+            )
 
         texts = (request.prompt,)
         return await self.whole(request.id, request.model, request.api, request.session, start, on_complete, texts)
@@ -278,9 +286,11 @@ class GatewayCall:
     ) -> Media:
         """As `Service.make_media`."""
 
-        async def start(attempt: Attempt, completing: OnComplete) -> Media:
+        async def start(attempt: Attempt, completing: OnComplete, context: AttemptContext) -> Media:
             asked = msgspec.structs.replace(request, id=attempt.id, model=attempt.target.model)
-            return await self.pipeline.make_media(asked, self.principal, on_admit=on_admit, on_complete=completing)
+            return await self.pipeline.make_media(
+                asked, self.principal, on_admit=on_admit, on_complete=completing, attempt=context
+            )
 
         texts = [value for value in request.fields.values() if isinstance(value, str)]
         return await self.whole(request.id, request.model, request.api, request.session, start, on_complete, texts)
@@ -291,7 +301,7 @@ class GatewayCall:
         model: str,
         api: str,
         session: str | None,
-        start: Callable[[Attempt, OnComplete], Awaitable[T]],
+        start: Callable[[Attempt, OnComplete, AttemptContext], Awaitable[T]],
         on_complete: OnComplete | None = None,
         texts: Sequence[str] = (),
     ) -> T:
@@ -299,7 +309,8 @@ class GatewayCall:
         with self._request(request_id, model, api) as run:
             run.begin(self.plan(model, session, request_id))
             await run.moderator.check_texts(texts)
-            found = await run.attempt(lambda attempt: start(attempt, run.completing(on_complete)))
+            completing = run.completing(on_complete)
+            found = await run.attempt(lambda attempt: start(attempt, completing, run.context(attempt)))
             run.answered()
             return found
 
@@ -368,9 +379,22 @@ class _Request:
     # --- the cache ---------------------------------------------------------------------------------------------------
 
     def digest(self, request: GenerateRequest | EncodeRequest) -> str:
-        call = self._call
-        key = call.options.cache_key
-        return request_digest(call.principal.account, call.settings.name, self._plan.models, request, key)
+        """The key of the request's reply in the cache. The guardrails, routes and fallbacks of the gateway are part of
+        it, and the models that aliases stand for: a reply that other rules let through is not served."""
+        call, settings = self._call, self._call.settings
+        models = [self._model_id(model) for model in self._plan.models]
+        judges = [self._model_id(rule.model) for rule in settings.guardrails if rule.model]
+        rules = msgspec.json.encode(
+            [settings.guardrails, judges, settings.routes, settings.fallbacks], order="deterministic"
+        )
+        return request_digest(call.principal.account, settings.name, models, request, call.options.cache_key, rules)
+
+    def _model_id(self, model: str) -> str:
+        """The id of the model that a name stands for; the name itself if there is none, as a fallback may answer."""
+        try:
+            return self._target(model, 0).model
+        except EmberlineError:
+            return model
 
     async def cached(self, digest: str) -> CachedReply | None:
         """A reply from the cache, if the caller may use its model."""
@@ -429,7 +453,7 @@ class _Request:
         if attempt.target.provider != LOCAL:
             max_failovers = call.pipeline.upstream.n_servers(attempt.target.card) - 1
         timed_out = never if sets_timeout(call.options, call.step) else attempt.timed_out
-        return AttemptContext(attempt.is_retry, max_failovers, bills_failure, attempt.on_began, timed_out)
+        return AttemptContext(attempt.is_retry, max_failovers, bills_failure, attempt.on_began, timed_out, self._count)
 
     def admitting(self, on_admit: OnAdmit | None) -> OnAdmit:
         def admit(rate_limits: RateLimits | None) -> None:
@@ -448,12 +472,20 @@ class _Request:
         return complete
 
     def _take(self, usage: Usage, cost_pico: int | None) -> None:
-        row, custom = self.row, self._call.options.custom_cost
+        """Log what an answer used. The client's own cost replaces the price in the log, and nowhere else."""
+        row = self.row
         row.input_tokens, row.output_tokens = usage.prompt_tokens, usage.completion_tokens
         row.cached_tokens, row.cost_pico = usage.cached_tokens, cost_pico
-        if custom is not None and row.cache_status != "HIT":
-            cost = custom.per_token_in * usage.prompt_tokens + custom.per_token_out * usage.completion_tokens
-            row.cost_pico = min(int(cost * 1e12), MAX_COST_PICO)
+        if (custom := self._call.options.custom_cost) is not None and row.cache_status != "HIT":
+            row.cost_pico = custom.cost_pico(usage.prompt_tokens, usage.completion_tokens)
+
+    def _count(self, row: UsageRow) -> None:
+        """Count what an attempt cost, finished or not, for the budgets of the route that chose its model."""
+        call, cost_pico = self._call, row.cost_pico
+        if call.settings.custom_cost_counts and (custom := call.options.custom_cost) is not None:
+            cost_pico = custom.cost_pico(row.input_tokens, row.output_tokens)
+        for counter in self._plan.budgets:
+            call.owner.counters.add(row.account, call.settings.name, counter, cost_pico or 0)
 
     def answered(self, answer: Answer | None = None, digest: str = "", encoded: Encoded | None = None) -> None:
         """The reply is complete, whether or not the client reads its last byte: it is cached, if that was asked for."""
@@ -489,8 +521,6 @@ class _Request:
         elif error is not None:
             row.status = "error" if isinstance(error, Exception) else "cancelled"
             row.error = "internal" if isinstance(error, Exception) else ""
-        for counter in self._plan.budgets:
-            call.owner.counters.add(row.account, row.gateway, counter, row.cost_pico or 0)
         self.log()
         if told is not None and told is not error:
             raise told from error

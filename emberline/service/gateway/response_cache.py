@@ -80,9 +80,10 @@ def request_digest(
     models: Sequence[str],
     request: GenerateRequest | EncodeRequest,
     custom_key: str | None = None,
+    rules: bytes = b"",
 ) -> str:
-    """Under which a reply is kept. With the client's own key, requests of the same kind share a reply whatever they
-    ask."""
+    """The key under which a reply is kept. With the client's own key, requests of the same kind share a reply whatever
+    they ask. `rules` identifies what chose and judged the reply: under other rules it is not found."""
     kind = type(request).__name__
     if custom_key is None:
         same = _NEUTRAL_GENERATE if isinstance(request, GenerateRequest) else _NEUTRAL
@@ -92,8 +93,9 @@ def request_digest(
         content = custom_key.encode("utf-8", "surrogatepass")
     head = [account, gateway, kind, custom_key is not None, [] if custom_key is not None else [*models]]
     digest = blake2b(msgspec.json.encode(head), digest_size=32, person=b"emberline.cache")
-    digest.update(b"\0")
-    digest.update(content)
+    for part in (rules, content):
+        digest.update(b"%d:" % len(part))
+        digest.update(part)
     return digest.hexdigest()
 
 

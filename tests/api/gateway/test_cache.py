@@ -89,6 +89,31 @@ async def test_the_clients_own_key(bench: Opener) -> None:
     assert (await gateway.ask()).headers["cf-aig-cache-status"] == "MISS"
 
 
+@pytest.mark.parametrize("headers", [{}, {"cf_aig_cache_key": "greeting"}])
+async def test_a_reply_from_before_a_guardrail_is_not_served_after_it(bench: Opener, headers: dict[str, str]) -> None:
+    gateway = await bench()
+    settings = {"name": "default", "cache_ttl_s": 600}
+    for guardrails in ([], [{"name": "out", "pattern": "w3-", "on": "response"}]):
+        answer = await gateway.client.post("/api/gateways", json=settings | {"guardrails": guardrails})
+        assert answer.status_code == 200, answer.text
+        answers = [await gateway.ask(**headers) for _ in range(2)]
+        if guardrails:
+            assert [answer.json()["error"][0]["code"] for answer in answers] == [2017, 2017]
+        else:
+            assert [answer.headers["cf-aig-cache-status"] for answer in answers] == ["MISS", "HIT"]
+    await gateway.client.post("/api/gateways", json=settings)
+    assert (await gateway.ask(**headers)).headers["cf-aig-cache-status"] == "HIT", "the rules of then are back"
+
+
+async def test_an_alias_that_stands_for_another_model_has_other_replies(bench: Opener) -> None:
+    gateway = await bench(CACHED, b=ServerScript(tokens=5))
+    for target, served in ((A, "a"), (f"b/{MODEL}", "b")):
+        await gateway.service.change_alias("smart", {target: 1})
+        answers = [await gateway.ask("smart") for _ in range(2)]
+        assert [answer.headers["cf-aig-cache-status"] for answer in answers] == ["MISS", "HIT"]
+        assert {answer.headers["cf-aig-provider"] for answer in answers} == {served}
+
+
 async def test_no_account_sees_anothers_reply(bench: Opener) -> None:
     gateway = await bench(CACHED)
     for account in ("one", "two"):

@@ -1,5 +1,6 @@
 """Dynamic routes, guardrails and the log, end to end."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from emberline.accounts.account_service import KeyGrant
 from emberline.accounts.audit_log import Actor
 from emberline.protocol.gateway import Budget, Condition, Guardrail, RateLimit, RouteRule
 from emberline.service.gateway import log
+from emberline.service.status import StatusQuery
 from emberline.testing.openai_script import ServerScript
 from tests.api.gateway.conftest import MODEL, SAYS, Opener
 
@@ -54,13 +56,46 @@ async def test_a_route_by_rate_and_budget(bench: Opener) -> None:
     assert sorted(amount for (amount,) in counted)[:2] == [1, 2]
 
 
-async def test_a_cost_of_the_clients_own_stays_within_what_is_stored(bench: Opener) -> None:
-    gateway = await bench(routes(RouteRule(models=(A,), budget=Budget(amount=1)), RouteRule(models=(B,))), b=WORKS)
+BUDGET = routes(RouteRule(models=(A,), budget=Budget(amount=1e-9)), RouteRule(models=(B,)))
+FREE = '{"per_token_in":0,"per_token_out":0}'
+
+
+async def test_a_cost_of_the_clients_own_is_logged_and_does_not_lower_what_a_budget_counts(bench: Opener) -> None:
+    gateway = await bench(BUDGET, b=WORKS)
     for provider in ("a", "b"):
-        answer = await gateway.ask("dynamic/tiered", cf_aig_custom_cost='{"per_token_in":1e6,"per_token_out":1e6}')
+        answer = await gateway.ask("dynamic/tiered", cf_aig_custom_cost=FREE)
         assert answer.headers["cf-aig-provider"] == provider
-    await gateway.gateways.counters.sync()
-    assert len(await gateway.logs()) == 2
+    assert [row["cost"] for row in await gateway.logs()] == [0, 0]
+    assert all(cost > 0 for *_, cost in await gateway.usage())
+
+
+async def test_budgets_count_custom_costs_where_the_operator_says_so(bench: Opener) -> None:
+    gateway = await bench(BUDGET | {"custom_cost_counts": True}, b=WORKS)
+    for custom, provider in ((FREE, "a"), ('{"per_token_out":1}', "a"), (FREE, "b")):
+        answer = await gateway.ask("dynamic/tiered", cf_aig_custom_cost=custom)
+        assert answer.headers["cf-aig-provider"] == provider
+
+
+@pytest.mark.parametrize("cost", ["-1e-9", "1.5", "1e999", "NaN", "Infinity", '"0"'])
+async def test_a_cost_that_is_no_price_of_a_token_is_refused(bench: Opener, cost: str) -> None:
+    gateway = await bench(BUDGET)
+    for field in ("per_token_in", "per_token_out"):
+        answer = await gateway.ask(cf_aig_custom_cost=f'{{"{field}":{cost}}}')
+        assert (answer.status_code, "cf-aig-custom-cost" in answer.text) == (400, True), answer.text
+    assert gateway.servers["a"].n_asked == 0
+
+
+async def test_a_budget_counts_a_reply_that_its_client_abandons(bench: Opener) -> None:
+    gateway = await bench(BUDGET, a=ServerScript(tokens=100, itl_ms=2000), b=WORKS)
+    asking = asyncio.create_task(gateway.ask("dynamic/tiered"))
+    while not (await gateway.service.status(StatusQuery())).phases.get("decode"):
+        await asyncio.sleep(0.005)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    ((_, _, status, _, cost),) = await gateway.usage()
+    assert status == "cancelled"
+    assert cost > 0
+    assert (await gateway.ask("dynamic/tiered")).headers["cf-aig-provider"] == "b"
 
 
 async def test_a_prompt_that_is_blocked(bench: Opener) -> None:
