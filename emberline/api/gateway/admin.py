@@ -44,15 +44,16 @@ async def list_all(call: Call) -> Reply:
 
 
 async def put(call: Call) -> Reply:
-    """Create one, or replace all of its settings."""
+    """Create one, or replace all of its settings. What an admin creates is the operator's: the account can only add to
+    it."""
     settings = await read_json(call, _settings_decoder)
     account = check_account_name(settings.account or call.principal.account)
     if account != call.principal.account and not call.principal.is_admin:
         raise Forbidden(f"this key belongs to account {call.principal.account}", param="account")
     settings = msgspec.structs.replace(settings, account=account)
-    await call.gateways.settings.put(settings)
+    await call.gateways.settings.put(settings, by_operator=call.principal.is_admin)
     await _audit(call, "gateway.put", account, settings.name, msgspec.to_builtins(settings))
-    return json_reply(_body(call, settings))
+    return json_reply(_body(call, call.gateways.settings.find(account, settings.name)))
 
 
 async def retrieve(call: Call) -> Reply:
@@ -61,7 +62,7 @@ async def retrieve(call: Call) -> Reply:
 
 async def delete(call: Call) -> Reply:
     account, name = _account(call), call.path_param
-    await call.gateways.settings.delete(account, name)
+    await call.gateways.settings.delete(account, name, by_operator=call.principal.is_admin)
     await _audit(call, "gateway.delete", account, name)
     return json_reply({"name": name, "account": account, "deleted": True})
 

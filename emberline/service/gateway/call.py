@@ -112,8 +112,11 @@ class GatewayCall:
         principal: Principal,
         pipeline: Pipeline,
         log_id: str,
+        floor: GatewaySettings | None = None,
     ) -> None:
+        """`floor`: the operator's gateway, whose rules no option of a request loosens."""
         self.settings = settings
+        self.floor = floor
         self.options = options
         self.owner = owner
         self.principal = principal
@@ -121,6 +124,9 @@ class GatewayCall:
         asked = options.collect_log_payload
         self.logs_content = settings.log_content if asked is None else asked
         self.collects_log = settings.collect_logs if options.collect_log is None else options.collect_log
+        if floor is not None:
+            self.logs_content |= floor.log_content
+            self.collects_log |= floor.collect_logs
         self.begin_step()
         self._log_id = log_id
         self._n_requests = 0
@@ -345,8 +351,9 @@ def open_call(
     gateway: str = "",
 ) -> GatewayCall:
     """GatewayNotFound where the account has no such gateway."""
-    settings = owner.settings.find(principal.account, gateway or options.id)
-    return GatewayCall(owner, settings, options, principal, pipeline, log_id)
+    account, name = principal.account, gateway or options.id
+    settings, floor = owner.settings.find(account, name), owner.settings.floor(account, name)
+    return GatewayCall(owner, settings, options, principal, pipeline, log_id, floor)
 
 
 class _Request:
@@ -425,7 +432,7 @@ class _Request:
 
     async def attempt(self, start: Callable[[Attempt], Awaitable[T]]) -> T:
         call, last = self._call, len(self._plan.models) - 1
-        policy = retry_policy(call.settings, call.options, call.step)
+        policy = retry_policy(call.settings, call.options, call.step, call.floor)
         for number, model in enumerate(self._plan.models):
             self.row.model, self.row.provider, self.row.step = model, "", call.first_step + number
             try:

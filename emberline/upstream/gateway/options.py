@@ -1,7 +1,7 @@
 """What a request asks of its gateway: the `cf-aig-*` headers, and how they and the gateway's settings combine."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -11,6 +11,7 @@ from emberline.protocol.gateway import (
     CustomCost,
     GatewayOptions,
     GatewaySettings,
+    Guardrail,
     Metadata,
     Retries,
     StepConfig,
@@ -104,8 +105,13 @@ def merge(given: GatewayOptions, headers: GatewayOptions | None) -> GatewayOptio
     return msgspec.structs.replace(given, **{name: getattr(headers, name) for name in missing})
 
 
-def retry_policy(settings: GatewaySettings, options: GatewayOptions, step: StepConfig | None = None) -> RetryPolicy:
-    """A step's own, then the request's, then the gateway's."""
+def retry_policy(
+    settings: GatewaySettings,
+    options: GatewayOptions,
+    step: StepConfig | None = None,
+    floor: GatewaySettings | None = None,
+) -> RetryPolicy:
+    """A step's own, then the request's, then the gateway's. None exceeds the timeout of `floor`, the operator's."""
     if step is None and options.retries is None and options.request_timeout_ms is None:
         return RetryPolicy(
             settings.max_attempts, settings.retry_delay_ms, settings.backoff, settings.request_timeout_ms
@@ -116,8 +122,16 @@ def retry_policy(settings: GatewaySettings, options: GatewayOptions, step: StepC
         _first(step.max_attempts, asked.max_attempts, settings.max_attempts),
         _first(step.retry_delay, asked.retry_delay_ms, settings.retry_delay_ms),
         step.backoff or asked.backoff or settings.backoff,
-        _first(step.request_timeout, options.request_timeout_ms, settings.request_timeout_ms),
+        _shorter(
+            _first(step.request_timeout, options.request_timeout_ms, settings.request_timeout_ms),
+            0 if floor is None else floor.request_timeout_ms,
+        ),
     )
+
+
+def _shorter(one_ms: int, other_ms: int) -> int:
+    """The shorter of two timeouts, of which 0 is none."""
+    return min(one_ms, other_ms) if one_ms and other_ms else one_ms or other_ms
 
 
 def sets_timeout(options: GatewayOptions, step: StepConfig | None = None) -> bool:
@@ -142,3 +156,56 @@ def check_settings(settings: GatewaySettings) -> GatewaySettings:
     check_chains(settings)
     check_guardrails(settings.guardrails)
     return settings
+
+
+# --- the operator's gateways, to which accounts may add ---------------------------------------------------------------
+
+
+def combined(floor: GatewaySettings, added: GatewaySettings) -> GatewaySettings:
+    """The operator's gateway with what an account adds to it.
+
+    Guardrails of both apply. The operator's routes, fallbacks, logging and retention stand; others can be added, and
+    logging switched on. A timeout can be shortened. Everything else is convenience (how long replies are cached, how
+    often a failed attempt is repeated) and the account's where it has set it.
+    """
+    unset = GatewaySettings(name=added.name)
+    own = {name: value for name in added.__struct_fields__ if (value := getattr(added, name)) != getattr(unset, name)}
+    routes, fallbacks = _lower(floor.routes), _lower(floor.fallbacks)
+    rules = {
+        "guardrails": (*floor.guardrails, *_others(floor, added)),
+        "routes": {name: rules for name, rules in added.routes.items() if name.lower() not in routes} | floor.routes,
+        "fallbacks": {name: chain for name, chain in added.fallbacks.items() if name.lower() not in fallbacks}
+        | floor.fallbacks,
+        "request_timeout_ms": _shorter(floor.request_timeout_ms, added.request_timeout_ms),
+        "custom_cost_counts": floor.custom_cost_counts,
+        "collect_logs": floor.collect_logs or added.collect_logs,
+        "log_content": floor.log_content or added.log_content,
+        "log_retention_days": floor.log_retention_days,
+        "log_max_rows": floor.log_max_rows,
+    }
+    return msgspec.structs.replace(floor, **(own | rules))
+
+
+def check_additions(floor: GatewaySettings, added: GatewaySettings) -> None:
+    """BadInput for additions that would replace something of the operator's gateway, or cannot be combined with it."""
+    if taken := {rule.name for rule in added.guardrails} & {rule.name for rule in floor.guardrails}:
+        raise BadInput(
+            f"the operator's gateway {floor.name} has a guardrail {min(taken)!r}, which stays: name yours otherwise",
+            param="guardrails",
+        )
+    for field in ("routes", "fallbacks"):
+        if taken := _lower(getattr(floor, field)) & _lower(getattr(added, field)):
+            raise BadInput(
+                f"the operator's gateway {floor.name} has {field} of {min(taken)!r}, which stay: leave them out",
+                param=field,
+            )
+    check_settings(combined(floor, added))
+
+
+def _others(floor: GatewaySettings, added: GatewaySettings) -> tuple[Guardrail, ...]:
+    names = {rule.name for rule in floor.guardrails}
+    return tuple(rule for rule in added.guardrails if rule.name not in names)
+
+
+def _lower(names: Iterable[str]) -> set[str]:
+    return {name.lower() for name in names}

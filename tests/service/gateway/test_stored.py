@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberline.protocol.answer import Answer, AnswerChoice, Encoded, ReasoningPart, TextPart, ToolCallPart
-from emberline.protocol.errors import BadInput, Conflict
+from emberline.protocol.errors import BadInput, Conflict, Forbidden
 from emberline.protocol.events import ChoiceDone, Completed, TextDelta, TextLogprob, ToolCallStarted, Usage
-from emberline.protocol.gateway import MAX_COST_PICO, GatewaySettings
+from emberline.protocol.gateway import MAX_COST_PICO, GatewaySettings, Guardrail
 from emberline.protocol.request import EncodeRequest, GenerateRequest, Message, Priority, SamplingParams
 from emberline.service.gateway import counters
 from emberline.service.gateway.call import replay
@@ -290,7 +290,7 @@ async def test_settings_in_the_store(store: Database) -> None:
         with pytest.raises(GatewayNotFound):
             one.find(account, name)
     with pytest.raises(Conflict):
-        await one.put(GatewaySettings(name="ops", account="acme"))
+        await one.put(GatewaySettings(name="ops", account="acme"), by_operator=True)
     with pytest.raises(BadInput):
         await one.put(GatewaySettings(name="x", account="acme", fallbacks={"a": ("a",)}))
     await two.delete("acme", "mine")
@@ -299,6 +299,33 @@ async def test_settings_in_the_store(store: Database) -> None:
         one.find("acme", "mine")
     await one.close()
     await two.close()
+
+
+async def test_an_operators_gateway_in_the_store_is_a_floor(store: Database) -> None:
+    words = Guardrail(name="words", model="guard")
+    gateways = Gateways(store)
+    await gateways.open()
+    await gateways.put(GatewaySettings(name="corp", account="acme", guardrails=(words,)), by_operator=True)
+    await gateways.put(GatewaySettings(name="corp", account="acme", cache_ttl_s=60))
+    await gateways.put(GatewaySettings(name="corp", account="other", cache_ttl_s=60))
+    again = Gateways(store)
+    await again.open()
+    for each in (gateways, again):
+        found = each.find("acme", "corp")
+        assert (found.guardrails, found.cache_ttl_s) == ((words,), 60)
+        assert each.find("other", "corp").guardrails == ()
+    await gateways.delete("acme", "corp")
+    assert gateways.find("acme", "corp").cache_ttl_s == 0
+    with pytest.raises(Forbidden):
+        await gateways.delete("acme", "corp")
+    await gateways.put(GatewaySettings(name="corp", account="acme", cache_ttl_s=60))
+    await gateways.put(GatewaySettings(name="corp", account="acme", max_attempts=2), by_operator=True)
+    assert gateways.find("acme", "corp") == GatewaySettings(name="corp", account="acme", max_attempts=2)
+    await gateways.delete("acme", "corp", by_operator=True)
+    with pytest.raises(GatewayNotFound):
+        gateways.find("acme", "corp")
+    await gateways.close()
+    await again.close()
 
 
 async def test_log_rows(store: Database) -> None:
