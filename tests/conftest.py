@@ -4,6 +4,7 @@ import fcntl
 import gc
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -27,6 +28,7 @@ else:  # the same examples every time, and no clock: machines that run tests are
 from emberline.catalog.model_store import ModelStore
 from emberline.catalog.pull import pull
 from tests.databases import DATABASE_KINDS, DatabaseLocation, database_location, postgres_server
+from tests.triton_interpreter import skip_repeated_patches
 
 GPU_SHARE = 0.2  # of a GPU's memory, for each process of `make test-gpu`
 pytest_plugins = ["tests.scheduling"]
@@ -42,6 +44,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         is_slow = EVERY_EXAMPLE or item.get_closest_marker("slow") or item.get_closest_marker("gpu")
         if is_slow and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quick_triton_interpreter() -> None:
+    """Where tests have imported Triton, its interpreter starts device functions more quickly."""
+    if "triton.runtime.interpreter" in sys.modules:
+        skip_repeated_patches()
 
 
 @pytest.fixture(autouse=True)
