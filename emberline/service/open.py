@@ -81,13 +81,15 @@ async def open_service(
     aliases: Mapping[str, Mapping[str, int]] | None = None,
     cluster: ClusterSettings | None = None,
     timings: Timings = DEFAULT_TIMINGS,
+    grammars: GrammarCompiler | None = None,
 ) -> Service:
     """The core process's service. Opens the store, by default in `data_dir`; connects to the engines meanwhile.
 
     A `store` that is given is used instead, and its owner closes it. `upstreams` are servers whose models are known by
     now (`discover`). `on_stall` is called with the name of an engine that hangs, to restart it; `on_leave` with that
     of a worker that has left, to end it. `directory`, which is open, has the accounts' and keys' limits; `prices` are
-    the configured ones, by model, and `aliases` the configured aliases. With `cluster`, workers may join.
+    the configured ones, by model, and `aliases` the configured aliases. With `cluster`, workers may join. `grammars`
+    compiles the grammars of replies; the service closes it.
     """
     upstream = UpstreamModels(upstreams, CardFiles(data_dir).apply, providers)
     connections = _connections(served, upstream, timings, on_stall, None if cluster is None else cluster.tls)
@@ -165,7 +167,8 @@ async def open_service(
 
     connections.upstream.start(watch=True)
     engines, upstream = connections.engines, connections.upstream
-    return Service(core, connections.models, engines, close_core, GrammarCompiler(), upstream, data_dir, timings)
+    compiler = grammars or GrammarCompiler()
+    return Service(core, connections.models, engines, close_core, compiler, upstream, data_dir, timings)
 
 
 async def open_core_server(service: Service, socket_path: Path) -> CoreServer:

@@ -4,12 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from emberline.catalog.model_card import ModelCard, PathSource
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.request import Principal
 from emberline.service import Served, Service, open_service
+from emberline.text.grammar.compiler_pool import GrammarCompiler
 from emberline.text.text_model import TextModel
 from tests.service.fake_engine import EOS, FakeEngine, Script
 
@@ -68,6 +70,24 @@ def offer(text_model: TextModel, *engines: FakeEngine) -> Served:
         created_at="",
     )
     return Served(card, text_model, tuple(engine.endpoint for engine in engines))
+
+
+class SharedGrammars(GrammarCompiler):
+    """A compiler of grammars that several services use in turn, so that its processes start once."""
+
+    async def close(self) -> None:
+        """Do nothing: services close theirs."""
+
+    async def end(self) -> None:
+        await super().close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def grammars() -> AsyncIterator[GrammarCompiler]:
+    """A compiler for the services of a module whose tests share an event loop."""
+    shared = SharedGrammars()
+    yield shared
+    await shared.end()
 
 
 Opener = Callable[..., Awaitable[Service]]

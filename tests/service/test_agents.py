@@ -7,18 +7,22 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import pytest_asyncio
 
 from emberline.balancer.endpoint import Endpoint
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.events import ChoiceDone, Completed, TextEvent, Usage
 from emberline.protocol.request import GenerateRequest, Message, Tool, ToolCall, ToolChoice
 from emberline.service import Served, Service, open_service
+from emberline.text.grammar.compiler_pool import GrammarCompiler
 from emberline.text.text_model import TextModel
 from tests.engine.client import engine
 from tests.service.conftest import offer
 from tests.service.test_service import ask, events_of, text_of
 from tests.service.test_tools import arguments_of, started, thoughts_of
 from tests.text.tool_calls.models import CALLERS, model
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")  # the loop of the processes that compile grammars
 
 START_S = 60.0
 BLOCK = 16
@@ -95,9 +99,9 @@ def smol(smollm2: Path) -> TextModel:
     return TextModel.load(smollm2)
 
 
-@pytest.fixture
-async def real(worker: Endpoint, smol: TextModel, tmp_path: Path) -> AsyncIterator[Service]:
-    service = await open_service([Served(offer(smol).card, smol, (worker,))], data_dir=tmp_path)
+@pytest_asyncio.fixture(loop_scope="module")
+async def real(worker: Endpoint, smol: TextModel, tmp_path: Path, grammars: GrammarCompiler) -> AsyncIterator[Service]:
+    service = await open_service([Served(offer(smol).card, smol, (worker,))], data_dir=tmp_path, grammars=grammars)
     assert await service.ready(START_S)
     yield service
     await service.close()
@@ -162,7 +166,7 @@ async def test_five_calls_find_what_came_before_in_the_cache(real: Service) -> N
 
 
 @pytest.mark.parametrize("name", CALLERS)
-async def test_every_familys_loop_finds_what_came_before(name: str, tmp_path: Path) -> None:
+async def test_every_familys_loop_finds_what_came_before(name: str, tmp_path: Path, grammars: GrammarCompiler) -> None:
     """The model writes compact JSON, and its template other JSON: ids are kept all the same."""
     text = model(name)
     end_id = _end_id(text)
@@ -171,7 +175,7 @@ async def test_every_familys_loop_finds_what_came_before(name: str, tmp_path: Pa
     flags = ("--vocab-size", text.vocab_size, "--eos-ids", end_id, "--context-len", 8192)
     with engine("emberline.testing.standin_engine", "--socket", tmp_path / "a.sock", *flags) as (_, address):
         served = Served(offer(text).card, text, (Endpoint(name="e0", address=address, token=TOKEN),))
-        service = await open_service([served], data_dir=tmp_path)
+        service = await open_service([served], data_dir=tmp_path, grammars=grammars)
         assert await service.ready(START_S)
         request = ask(
             messages=(Message("user", "Is it warmer in Oslo or in Rome? " * 20),),

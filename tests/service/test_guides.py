@@ -1,6 +1,7 @@
 """Grammars of replies, as an engine follows them: every family's special tokens, with and without reasoning."""
 
 import time
+from functools import cache
 from typing import Any
 
 import pytest
@@ -19,14 +20,20 @@ PARIS, NOTHING = ToolCall("", "get_weather", '{"city":"Paris"}'), ToolCall("", "
 PATIENCE_S = 60.0
 
 
+@cache
+def compiler(name: str) -> MatcherCompiler:
+    """Return the compiler of a model's engine, which all tests share: a compiler starts a process."""
+    compiler = MatcherCompiler(model(name).vocab_size)
+    compiler.learn(model(name).vocabulary)
+    return compiler
+
+
 def follows(name: str, text: str, thinking: bool | None = False, **fields: Any) -> tuple[bool, bool]:
-    """Whether an engine lets the text pass, token by token, and whether it may end there."""
+    """Return two booleans: an engine lets the text pass, token by token; the reply may end there."""
     request = GenerateRequest(id="r", model="m", prompt="", **{"tools": TOOLS, **fields})
     spec = grammar_spec(model(name), request, thinking)
     assert spec is not None
-    grammars = MatcherCompiler(model(name).vocab_size)
-    grammars.learn(model(name).vocabulary)
-    pending = grammars.request(encode(build(spec)))
+    pending = compiler(name).request(encode(build(spec)))
     give_up_s = time.monotonic() + PATIENCE_S
     while not pending.ready:
         assert time.monotonic() < give_up_s

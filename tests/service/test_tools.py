@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from emberline.protocol import grammar
 from emberline.protocol import token_ids as tokens
@@ -23,6 +24,7 @@ from emberline.protocol.events import (
 )
 from emberline.protocol.request import Message, OutputFormat, Reasoning, Tool, ToolCall, ToolChoice
 from emberline.service import Service, open_service
+from emberline.text.grammar.compiler_pool import GrammarCompiler
 from tests.service.conftest import ALICE, PATIENCE_S, offer
 from tests.service.fake_engine import EOS, FakeEngine
 from tests.service.test_service import ask, events_of, row_of, text_of
@@ -32,13 +34,15 @@ WEATHER = Tool("get_weather", "Tells the weather.", {"type": "object", "properti
 NOW = Tool("now")
 PARIS, NOTHING = ToolCall("", "get_weather", '{"city":"Paris \U0001f680"}'), ToolCall("", "now", "{}")
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")  # the loop of the processes that compile grammars
+
 Tell = Callable[..., Awaitable[tuple[Service, FakeEngine]]]
 _sockets = itertools.count()
 
 
-@pytest.fixture
-async def tell(tmp_path: Path) -> AsyncIterator[Tell]:
-    """A service over an engine that says these texts in turn, in a family's tokens."""
+@pytest_asyncio.fixture(loop_scope="module")
+async def tell(tmp_path: Path, grammars: GrammarCompiler) -> AsyncIterator[Tell]:
+    """A function that opens a service over an engine which says these texts in turn, in a family's tokens."""
     opened: list[tuple[Service, FakeEngine]] = []
 
     async def make(name: str, *texts: str, end: bool = True) -> tuple[Service, FakeEngine]:
@@ -52,7 +56,7 @@ async def tell(tmp_path: Path) -> AsyncIterator[Tell]:
             context_len=4096,
         )
         await engine.start()
-        service = await open_service([offer(model(name), engine)], data_dir=tmp_path / str(n))
+        service = await open_service([offer(model(name), engine)], data_dir=tmp_path / str(n), grammars=grammars)
         opened.append((service, engine))
         assert await service.ready(PATIENCE_S)
         return service, engine
