@@ -20,10 +20,11 @@ try:
     from hypothesis import HealthCheck, settings
 except ImportError:  # a GPU host may have pytest and nothing more
     pass
-else:  # the same examples every time, and no clock: machines that run tests are busy
+else:  # the same examples every day, others in each `make test-all`; no clock: machines that run tests are busy
     no_clock = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
-    settings.register_profile("steady", derandomize=True, max_examples=n_examples(40), **no_clock)
-    settings.load_profile("steady")
+    fresh = {"derandomize": not EVERY_EXAMPLE, "print_blob": EVERY_EXAMPLE}
+    settings.register_profile("emberline", max_examples=n_examples(40), **fresh, **no_clock)
+    settings.load_profile("emberline")
 
 from emberline.catalog.model_store import ModelStore
 from emberline.catalog.pull import pull
@@ -31,7 +32,7 @@ from tests.databases import DATABASE_KINDS, DatabaseLocation, database_location,
 from tests.triton_interpreter import skip_repeated_patches
 
 GPU_SHARE = 0.2  # of a GPU's memory, for each process of `make test-gpu`
-pytest_plugins = ["tests.scheduling"]
+pytest_plugins = ["tests.cpu_time", "tests.scheduling", "tests.skip_rules"]
 SLOW_TIMEOUT_S = 600  # of a test marked `slow` or `gpu`, and of every test of `make test-all`
 
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):

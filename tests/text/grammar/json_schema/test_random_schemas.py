@@ -59,7 +59,7 @@ LEVEL = schemas(LEAVES)
 SCHEMAS = schemas(LEAVES | LEVEL)
 
 
-@settings(max_examples=n_examples(400), derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=n_examples(400), deadline=None, suppress_health_check=list(HealthCheck))
 @given(schema=SCHEMAS, definition=LEVEL, values=st.lists(JSON, min_size=20, max_size=20))
 def test_generated_values_are_valid(schema: dict[str, Any], definition: dict[str, Any], values: list[Any]) -> None:
     whole = {**schema, "$defs": {"x": definition}}

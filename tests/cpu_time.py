@@ -1,0 +1,163 @@
+"""CPU time of the tests, by folder, checked against a budget: `scripts/test` passes `--cpu-budget`.
+
+Wall time says little on a busy machine. CPU time, too, grows with load (caches, hyperthreads) and differs between
+processors, so the budget is stated for a machine that takes CALIBRATION_S for a fixed loop. Every test process runs the
+loop at its start and at its end. Processes that a test starts count when the test process waits for them; a daemon such
+as PostgreSQL does not. Slow tests count nowhere.
+"""
+
+import resource
+import time
+import tomllib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+BUDGET = Path(__file__).parent / "cpu_budget.toml"
+CALIBRATION_S = 0.1  # CPU time of `calibrate` on the machine that the budget is stated for, when it is idle
+CALIBRATION_LOOPS = 350_000
+MAX_TEST_S = 2.0  # of a test that is neither slow nor listed in the budget, without its fixtures
+HEADROOM = (
+    1.4  # a figure may exceed its calibrated budget by this factor: two runs differ, and load varies during a run
+)
+KEY = pytest.StashKey["CpuTimes"]()
+
+
+class CpuTimes(msgspec.Struct):
+    """CPU seconds of one test process, or of all of them. slow_downs: results of `calibrate`."""
+
+    folders: dict[str, float] = {}
+    tests: dict[str, float] = {}  # above MAX_TEST_S, by node id: without fixtures
+    collection_s: float = 0.0
+    slow_downs: list[float] = []
+
+    def add(self, other: "CpuTimes") -> None:
+        self.folders = dict(Counter(self.folders) + Counter(other.folders))
+        self.tests |= other.tests
+        self.collection_s += other.collection_s
+        self.slow_downs += other.slow_downs
+
+    @property
+    def slow_down(self) -> float:
+        return sum(self.slow_downs) / len(self.slow_downs) if self.slow_downs else 1.0
+
+
+class Budget(msgspec.Struct, forbid_unknown_fields=True):
+    """CPU seconds that folders of tests/ and single tests may take."""
+
+    folders: dict[str, float]
+    tests: dict[str, float] = {}  # by node id without parameters
+
+
+def cpu_s() -> float:
+    """Return the CPU seconds of this process and of the children it has waited for."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def calibrate() -> float:
+    """Return how many times longer than CALIBRATION_S a fixed loop takes here."""
+    begin, table = time.process_time(), dict.fromkeys(range(1000), 0)
+    for i in range(CALIBRATION_LOOPS):
+        table[i * 7919 % 1000] += len(str(i))
+    return (time.process_time() - begin) / CALIBRATION_S
+
+
+def overruns(times: CpuTimes, budget: Budget) -> list[str]:
+    """Return a line for each folder and each test that took more than its budget allows on this machine."""
+    factor = max(1.0, times.slow_down) * HEADROOM
+    lines = []
+    for folder, took in times.folders.items():
+        if took > (allowed := budget.folders.get(folder, 0.0) * factor):
+            lines.append(f"tests/{folder} took {took:.1f} s of CPU, {allowed:.1f} s are allowed here")
+    for test, took in times.tests.items():
+        if took > (allowed := budget.tests.get(test.partition("[")[0], MAX_TEST_S) * factor):
+            lines.append(
+                f"{test} took {took:.1f} s of CPU, {allowed:.1f} s are allowed here: make it cheaper, or mark it "
+                "`slow` and add a cheaper test of the same behaviour"
+            )
+    return lines
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--cpu-budget", action="store_true", help="print CPU times by folder and check tests/cpu_budget.toml"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[KEY] = CpuTimes()
+    if config.getoption("--cpu-budget"):
+        config.stash[KEY].slow_downs.append(calibrate())
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    session.config.stash[KEY].collection_s = cpu_s()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    begin = cpu_s()
+    try:
+        return (yield)
+    finally:
+        if item.get_closest_marker("slow") is None:
+            parts = item.path.relative_to(item.config.rootpath / "tests").parts
+            folders = item.config.stash[KEY].folders
+            folder = parts[0] if len(parts) > 1 else "."
+            folders[folder] = folders.get(folder, 0.0) + cpu_s() - begin
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    begin = cpu_s()
+    try:
+        return (yield)
+    finally:
+        took = cpu_s() - begin
+        if took > MAX_TEST_S and item.get_closest_marker("slow") is None:
+            item.config.stash[KEY].tests[item.nodeid] = took
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Hand the times of an xdist worker over to the controller; elsewhere, fail the run that is over its budget."""
+    config = session.config
+    if not config.getoption("--cpu-budget"):
+        return
+    times = config.stash[KEY]
+    if hasattr(config, "workeroutput"):
+        times.slow_downs.append(calibrate())
+        config.workeroutput["cpu_times"] = msgspec.json.encode(times).decode()
+    elif overruns(times, read_budget()) and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Add the times of an xdist worker that has ended."""
+    if given := getattr(node, "workeroutput", {}).get("cpu_times"):
+        node.config.stash[KEY].add(msgspec.json.decode(given, type=CpuTimes))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if not config.getoption("--cpu-budget"):
+        return
+    times, write = config.stash[KEY], terminalreporter.write_line
+    terminalreporter.section("CPU time")
+    folders = sorted(times.folders.items(), key=lambda item: -item[1])
+    write(", ".join(f"{folder} {took:.1f}" for folder, took in folders if took >= 0.1))
+    total, slow_down = sum(times.folders.values()), times.slow_down
+    write(
+        f"tests {total:.0f} s, imports and collection {times.collection_s:.0f} s; a fixed loop took {slow_down:.2f} "
+        f"times as long as on the budget's machine, so about {(total + times.collection_s) / slow_down:.0f} s there"
+    )
+    for line in overruns(times, read_budget()):
+        write(line, red=True)
+
+
+def read_budget() -> Budget:
+    return msgspec.convert(tomllib.loads(BUDGET.read_text()), Budget)
