@@ -46,6 +46,7 @@ class FakeEngine:
         self.burst = 1  # tokens per step
         self.waited_s = 0.0  # in its queue, as it says
         self.submitted: list[EngineRequest] = []
+        self.running: set[str] = set()  # sequences that have not ended, as its load reports say
         self.aborted: list[str] = []
         self.answers_aborts = True  # False: it is older than these answers, or busy with a step
         self.prefilled: dict[str, int] = {}  # prompt tokens computed before the first, by sequence; else all or none
@@ -132,8 +133,11 @@ class FakeEngine:
             n_sent = self._n_sent.get(delta.id, 0) + len(delta.token_ids) // 4
             self._n_sent[delta.id] = n_sent if delta.finish is None else -1
         self.steps += 1
+        self.running -= {delta.id for delta in deltas if delta.finish is not None}
+        n = len(self.running)
+        load = EngineLoad(running=n, steps=self.steps, kv_used_blocks=n, kv_total_blocks=1024)
         for link in self.links:
-            link.send(Step(list(deltas), EngineLoad(running=1, steps=self.steps, kv_used_blocks=1, kv_total_blocks=4)))
+            link.send(Step(list(deltas), load))
 
     async def submission(self, n: int = 1) -> list[EngineRequest]:
         """Wait until `n` requests have arrived."""
@@ -185,6 +189,7 @@ class _Link(Link):
             self._greet(message)
         elif isinstance(message, Submit):
             engine.submitted += message.requests
+            engine.running.update(request.id for request in message.requests)
             if engine.script is not None:
                 for request in message.requests:
                     self._tasks.add(asyncio.ensure_future(engine.play(request)))
@@ -192,6 +197,7 @@ class _Link(Link):
             engine.called_tools += message.ids
         elif isinstance(message, Abort):
             engine.aborted += message.ids
+            engine.running.difference_update(message.ids)
             if engine.answers_aborts:
                 engine.end_aborted(message.ids)
         elif isinstance(message, Drain):
@@ -214,5 +220,7 @@ class _Link(Link):
 
     def on_close(self, reason: str) -> None:
         self._engine.links.discard(self)
+        if not self._engine.links:
+            self._engine.running.clear()
         for task in self._tasks:
             task.cancel()

@@ -695,7 +695,7 @@ async def test_a_deadline_also_ends_the_wait_for_a_lost_engine(service: Service,
     engine.script = None
     async with asyncio.timeout(PATIENCE_S):
         while not engine.submitted:  # on a busy machine, a request may end before it gets there
-            task = asyncio.create_task(events_of(service, ask(deadline_s=3.0)))
+            task = asyncio.create_task(events_of(service, ask(deadline_s=1.0)))
             while not engine.submitted and not task.done():
                 await asyncio.sleep(0.001)
         await engine.die()
