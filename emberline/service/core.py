@@ -173,7 +173,7 @@ class LocalCore:
         self.know_model: Callable[[str], Awaitable[None]] | None = None  # an HTTP worker may know a provider first
         self._connections: list[Connection] = []
         self.usage = usage
-        self._sessions = sessions
+        self.sessions = sessions
         self._metrics = Metrics(admission.snapshot)
         self.history = History(admission.snapshot)
         for connection in connections:
@@ -239,7 +239,7 @@ class LocalCore:
         await self.models.ask(model, action)
 
     async def find(self, account: str, model_version: str, digests: list[bytes]) -> KnownPrefix | None:
-        return self._sessions.find(account, model_version, digests)
+        return self.sessions.find(account, model_version, digests)
 
     async def admit(self, request: RouteRequest) -> Route:
         if self.know_model is not None and not self.admission.balancer.workers_of(request.model):
@@ -291,7 +291,7 @@ class LocalCore:
         for stored in end.session_entries:
             entry, owner = stored.entry, SessionOwner(stored.salt, stored.session)
             key = stored.account, stored.model_version, stored.digest
-            self._sessions.add(*key, entry.ids, entry.text_len, entry.text_digest, owner)
+            self.sessions.add(*key, entry.ids, entry.text_len, entry.text_digest, owner)
         self._metrics.record(row, end.inter_token, end.operation, end.provider)
         self.history.ended(row, self.usage.used_by(row.id), end.inter_token)
         if not end.is_job:

@@ -16,13 +16,23 @@ import msgspec
 
 from emberline.protocol.errors import NoSuchStream, Overloaded
 
-MAX_LOGS = 256  # of the whole server, and
-MAX_ACCOUNT_LOGS = 64  # of an account: together with the next, at most 1 GiB
-MAX_LOG_BYTES = 4 << 20
 _MAX_PART_BYTES = 256 << 10
 EVENT_BYTES = 64  # approximate overhead of an event in memory, which counts too
-_SWEEP_S = 5.0
-_ORPHAN_S = 60.0  # beyond its grace period, for a log that is neither read nor ended
+
+
+class LogLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """How many event logs the core keeps, how large, and for how long. All of them together take at most 1 GiB."""
+
+    logs: int = 256  # of the whole server
+    account_logs: int = 64  # of an account
+    log_bytes: int = 4 << 20
+    sweep_s: float = 5.0  # between two looks for logs whose time is over
+    orphan_s: float = 60.0  # beyond its grace period, for a log that is neither read nor ended
+    wait_s: float = 5.0  # of a reader for the next event; then a comment is sent
+    idle_check_s: float = 1.0  # between two looks whether anyone reads the log of a running request
+
+
+DEFAULTS = LogLimits()
 
 
 class NewLog(msgspec.Struct, frozen=True):
@@ -42,6 +52,9 @@ class LogPart(msgspec.Struct):
 
 
 class EventLogs(Protocol):
+    @property
+    def limits(self) -> LogLimits: ...
+
     async def open(self, log: NewLog) -> None:
         """Overloaded: there are too many."""
 
@@ -59,8 +72,9 @@ class EventLogs(Protocol):
 
 
 class _Log:
-    def __init__(self, new: NewLog) -> None:
+    def __init__(self, new: NewLog, orphan_s: float) -> None:
         self.new = new
+        self._orphan_s = orphan_s
         self.events: list[bytes] = []
         self.n_bytes = 0
         self.done = False
@@ -75,13 +89,14 @@ class _Log:
 
     @property
     def is_over(self) -> bool:
-        return self.idle_s > self.new.grace_s + (0.0 if self.done else _ORPHAN_S)
+        return self.idle_s > self.new.grace_s + (0.0 if self.done else self._orphan_s)
 
 
 class MemoryEventLogs:
     """Implements EventLogs in the core's memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: LogLimits = DEFAULTS) -> None:
+        self.limits = limits
         self._logs: dict[str, _Log] = {}
         self._sweeper: asyncio.TimerHandle | None = None
 
@@ -90,18 +105,19 @@ class MemoryEventLogs:
 
     async def open(self, log: NewLog) -> None:
         own = [other for other in self._logs.values() if other.new.account == log.account]
-        if len(own) >= MAX_ACCOUNT_LOGS or len(self._logs) >= MAX_LOGS:
-            self._make_room(own if len(own) >= MAX_ACCOUNT_LOGS else list(self._logs.values()))
-        self._logs[log.id] = _Log(log)
+        is_full = len(own) >= self.limits.account_logs
+        if is_full or len(self._logs) >= self.limits.logs:
+            self._make_room(own if is_full else list(self._logs.values()))
+        self._logs[log.id] = _Log(log, self.limits.orphan_s)
         if self._sweeper is None:
-            self._sweeper = asyncio.get_running_loop().call_later(_SWEEP_S, self._sweep)
+            self._sweeper = asyncio.get_running_loop().call_later(self.limits.sweep_s, self._sweep)
 
     def append(self, log_id: str, events: list[bytes], done: bool = False) -> None:
         log = self._logs.get(log_id)
         if log is None or log.done:
             return
         n_bytes = sum(map(len, events)) + EVENT_BYTES * len(events)
-        if log.n_bytes + n_bytes <= 2 * MAX_LOG_BYTES:
+        if log.n_bytes + n_bytes <= 2 * self.limits.log_bytes:
             log.events += events
             log.n_bytes += n_bytes
         if done:
@@ -161,4 +177,4 @@ class MemoryEventLogs:
             if log.is_over:
                 del self._logs[log.new.id]
         loop = asyncio.get_running_loop()
-        self._sweeper = loop.call_later(_SWEEP_S, self._sweep) if self._logs else None
+        self._sweeper = loop.call_later(self.limits.sweep_s, self._sweep) if self._logs else None

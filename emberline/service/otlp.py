@@ -20,10 +20,7 @@ from prometheus_client.registry import Collector
 
 from emberline.protocol.trace_context import TraceContext
 
-MAX_QUEUED = 8192  # spans; more are dropped and counted
 MAX_BATCH = 512
-INTERVAL_S = 5.0  # between two exports while few spans are queued
-FIRST_BACKOFF_S = 1.0
 MAX_BACKOFF_S = 30.0
 CLOSE_S = 3.0  # for the last export
 INTERNAL, SERVER, CLIENT, PRODUCER, CONSUMER = 1, 2, 3, 4, 5
@@ -31,6 +28,14 @@ _RETRYABLE = frozenset({429, 502, 503, 504})
 _ERROR = 2  # status code of a span
 
 log = logging.getLogger("emberline.tracing")
+
+
+class ExportLimits(NamedTuple):
+    """How many spans an exporter keeps, and when it sends them."""
+
+    queued: int = 8192  # spans; more are dropped and counted
+    interval_s: float = 5.0  # between two exports while few spans are queued
+    first_backoff_s: float = 1.0  # after an export that failed; doubles each time
 
 
 class Span(NamedTuple):
@@ -51,8 +56,14 @@ class Exporter(Collector):
     """`add` is called on the event loop; everything else happens in a thread."""
 
     def __init__(
-        self, url: str, resource: Mapping[str, Any], headers: Mapping[str, str] | None = None, timeout_s: float = 10.0
+        self,
+        url: str,
+        resource: Mapping[str, Any],
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float = 10.0,
+        limits: ExportLimits = ExportLimits(),  # noqa: B008  # immutable
     ) -> None:
+        self._limits = limits
         self.counts = {"exported": 0, "dropped": 0, "failed": 0}
         self.others: Counter[str] = Counter()  # the same of other processes
         self._url: SplitResult = urlsplit(url)
@@ -69,12 +80,17 @@ class Exporter(Collector):
 
     def add(self, spans: Sequence[Span]) -> None:
         """Drops them where the queue is full: the collector is away or too slow."""
-        if len(self._queue) + len(spans) > MAX_QUEUED:
+        if len(self._queue) + len(spans) > self._limits.queued:
             self.counts["dropped"] += len(spans)
             return
         self._queue.extend(spans)
         if len(self._queue) >= MAX_BATCH:
             self._wake.set()
+
+    @property
+    def n_queued(self) -> int:
+        """Number of spans that wait for an export."""
+        return len(self._queue)
 
     def close(self) -> None:
         """Export what is queued, for a moment. Blocks."""
@@ -91,10 +107,10 @@ class Exporter(Collector):
     # --- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        backoff_s = FIRST_BACKOFF_S
+        backoff_s = self._limits.first_backoff_s
         while not (self._closing and not self._queue):
             if len(self._queue) < MAX_BATCH and not self._closing:
-                self._wake.wait(INTERVAL_S)
+                self._wake.wait(self._limits.interval_s)
                 self._wake.clear()
             batch = [self._queue.popleft() for _ in range(min(MAX_BATCH, len(self._queue)))]
             if not batch:
@@ -105,10 +121,10 @@ class Exporter(Collector):
                 problem, retry = f"{type(error).__name__}: {error}", False
             if not problem:
                 self.counts["exported"] += len(batch)
-                backoff_s = FIRST_BACKOFF_S
+                backoff_s = self._limits.first_backoff_s
                 continue
             self._warn(problem)
-            if not retry or self._closing or len(self._queue) + len(batch) > MAX_QUEUED:
+            if not retry or self._closing or len(self._queue) + len(batch) > self._limits.queued:
                 self.counts["failed"] += len(batch)
             else:
                 self._queue.extendleft(reversed(batch))

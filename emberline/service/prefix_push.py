@@ -21,9 +21,7 @@ from emberline.service.engine_client import EngineClient
 from emberline.service.prefill_handover import hand_over
 from emberline.service.sessions import RecentConversation, Sessions
 
-LIMIT_S = 10.0  # for all conversations of a worker
 MAX_CONVERSATIONS = 512
-MAX_BYTES = 8 << 30  # of KV, in all
 MAX_SHARE = 0.25  # of the receiver's KV cache: it has conversations of its own
 MIN_BLOCKS = 4  # of a conversation: less is computed as fast
 CONCURRENCY = 4
@@ -34,13 +32,22 @@ log = logging.getLogger("emberline.balancer")
 class PrefixPusher:
     """Owned by the core process."""
 
-    def __init__(self, sessions: Sessions, admission: AdmissionController, engines: Mapping[str, EngineClient]) -> None:
+    def __init__(
+        self,
+        sessions: Sessions,
+        admission: AdmissionController,
+        engines: Mapping[str, EngineClient],
+        limit_s: float = 10.0,
+        max_bytes: int = 8 << 30,
+    ) -> None:
+        """`limit_s` is the time for all conversations of a worker, `max_bytes` the KV that it may send in all."""
+        self._limit_s, self._max_bytes = limit_s, max_bytes
         self._sessions = sessions
         self._admission = admission
         self._engines = engines  # by name
 
     async def push(self, name: str) -> int:
-        """Send the conversations that were used last from this worker to others of its model, for LIMIT_S at most.
+        """Send the conversations that were used last from this worker to others of its model, for `limit_s` at most.
         Those that another one has already are left out. How many tokens were sent."""
         sender = self._engines.get(name)
         receivers = [] if sender is None else self._receivers(sender)
@@ -49,11 +56,11 @@ class PrefixPusher:
         found = iter(await asyncio.to_thread(self._sessions.recent(sender.info.fingerprint, MAX_CONVERSATIONS)))
         sent: Counter[str] = Counter()  # tokens, by receiver
         try:
-            async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as group:
+            async with asyncio.timeout(self._limit_s), asyncio.TaskGroup() as group:
                 for _ in range(CONCURRENCY):
                     group.create_task(self._push_each(found, sender, receivers, sent))
         except TimeoutError:
-            log.info("not all conversations of %s could be sent to others in %.0f s", name, LIMIT_S)
+            log.info("not all conversations of %s could be sent to others in %.0f s", name, self._limit_s)
         if sent:
             log.info("conversations of %s were sent to other workers", name, extra={"tokens": dict(sent)})
         return sent.total()
@@ -105,7 +112,7 @@ class PrefixPusher:
         token_bytes = kv_bytes_per_token(sender.info)
         room = {each: _kv_tokens(each) * MAX_SHARE - sent[each.name] for each in receivers if each.connected}
         receiver = max(room, key=lambda each: room[each], default=None)
-        if receiver is None or room[receiver] < n_tokens or (sent.total() + n_tokens) * token_bytes > MAX_BYTES:
+        if receiver is None or room[receiver] < n_tokens or (sent.total() + n_tokens) * token_bytes > self._max_bytes:
             return
         sent[receiver.name] += n_tokens  # before it is: others are chosen meanwhile
         request = EngineRequest(

@@ -52,7 +52,7 @@ from emberline.service.core_protocol import (
     from_core_decoder,
 )
 from emberline.service.engine_client import EngineClient
-from emberline.service.event_log import LogPart, NewLog
+from emberline.service.event_log import LogLimits, LogPart, NewLog
 from emberline.service.health import Health
 from emberline.service.membership import Members, WorkerChange
 from emberline.service.status import Status, StatusQuery
@@ -260,6 +260,7 @@ class RemoteEventLogs:
         call: Callable[[Callable[[int], Call]], Awaitable[CoreReply]],
         tell: Callable[[AppendLog], None],
     ) -> None:
+        self.limits = LogLimits()
         self._call = call
         self._tell = tell
 

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -68,7 +69,17 @@ _OLDEST = f"SELECT id FROM responses WHERE account = ? AND {_CHILDLESS} ORDER BY
 class DatabaseResponses:
     """The responses in the core's database."""
 
-    def __init__(self, store: Database, retention_days: int = RETENTION_DAYS, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(
+        self,
+        store: Database,
+        retention_days: int = RETENTION_DAYS,
+        max_bytes: int = MAX_BYTES,
+        max_history_bytes: int = MAX_HISTORY_BYTES,
+        now_us: Callable[[], int] = lambda: time.time_ns() // 1000,
+    ) -> None:
+        """`max_bytes` bounds all responses together, `max_history_bytes` one conversation."""
+        self._max_history_bytes = max_history_bytes
+        self._now_us = now_us
         self.n_bytes: Counter[str] = Counter()  # by account
         self._store = store
         self._retention_us = retention_days * _DAY_US
@@ -99,28 +110,28 @@ class DatabaseResponses:
         return True
 
     async def get(self, account: str, response_id: str, whole: bool = False) -> list[StoredResponse]:
-        wanted = (response_id, account, _now_us())
+        wanted = (response_id, account, self._now_us())
         if not whole:
             rows = await self._store.read(_ONE, wanted)
         else:
             ((n_bytes,),) = await self._store.read(_WALK_BYTES, wanted)
-            if int(n_bytes or 0) > MAX_HISTORY_BYTES:
+            if int(n_bytes or 0) > (most := self._max_history_bytes):
                 raise TooLarge(
-                    f"the conversation behind {response_id} is larger than {MAX_HISTORY_BYTES >> 20} MiB: start anew",
+                    f"the conversation behind {response_id} is larger than {most >> 20} MiB: start anew",
                     param="previous_response_id",
                 )
             rows = await self._store.read(_WALK_ROWS, wanted)
         return [msgspec.convert(dict(zip(_COLUMNS.split(", "), row, strict=True)), StoredResponse) for row in rows]
 
     async def delete(self, account: str, response_id: str) -> bool:
-        if not await self._store.write(_HIDE, (response_id, account, _now_us())):
+        if not await self._store.write(_HIDE, (response_id, account, self._now_us())):
             return False
-        await self._remove(response_id, _now_us())
+        await self._remove(response_id, self._now_us())
         return True
 
     async def clean_up(self) -> None:
         """Remove expired responses; then, while too much is stored, the oldest ends of conversations."""
-        now_us = _now_us()
+        now_us = self._now_us()
         while rows := await self._store.read(_EXPIRED, (now_us,)):
             await asyncio.gather(*(self._remove(str(row[0]), now_us) for row in rows))
         while self.n_bytes.total() > self._max_bytes:
@@ -128,7 +139,7 @@ class DatabaseResponses:
             rows = await self._store.read(_OLDEST, (account,))
             for (response_id,) in rows:
                 await self._store.write(_HIDE, (response_id, account, 0))
-                await self._remove(str(response_id), _now_us())
+                await self._remove(str(response_id), self._now_us())
                 if self.n_bytes.total() <= self._max_bytes:
                     return
             if not rows:  # our count was wrong: the table counts
@@ -153,7 +164,3 @@ class DatabaseResponses:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CLEANUP_INTERVAL_S):
                     await self._full.wait()
-
-
-def _now_us() -> int:
-    return time.time_ns() // 1000

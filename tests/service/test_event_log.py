@@ -6,8 +6,7 @@ import math
 import pytest
 
 from emberline.protocol.errors import NoSuchStream, Overloaded
-from emberline.service import event_log
-from emberline.service.event_log import MemoryEventLogs, NewLog
+from emberline.service.event_log import LogLimits, MemoryEventLogs, NewLog
 
 
 def new(log_id: str = "a", account: str = "acme", grace_s: float = 60.0) -> NewLog:
@@ -70,10 +69,8 @@ async def test_a_log_whose_writer_died_ends_with_an_error(logs: MemoryEventLogs)
     assert await read(logs) == ([b"0", b"data: lost\n\n"], True)
 
 
-async def test_logs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_log, "MAX_ACCOUNT_LOGS", 2)
-    monkeypatch.setattr(event_log, "MAX_LOGS", 3)
-    logs = MemoryEventLogs()
+async def test_logs_are_bounded() -> None:
+    logs = MemoryEventLogs(LogLimits(account_logs=2, logs=3))
     await logs.open(new("1"))
     await logs.open(new("2"))
     with pytest.raises(Overloaded):
@@ -87,18 +84,17 @@ async def test_logs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert await logs.idle_s("1") == math.inf
 
 
-async def test_what_is_beyond_its_size_is_dropped(logs: MemoryEventLogs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_log, "MAX_LOG_BYTES", 200)
+async def test_what_is_beyond_its_size_is_dropped() -> None:
+    logs = MemoryEventLogs(LogLimits(log_bytes=200))
+    await logs.open(new())
     logs.append("a", [b"x" * 300])
     logs.append("a", [b"x" * 300])
     logs.append("a", [], done=True)
     assert await read(logs) == ([b"x" * 300], True)
 
 
-async def test_logs_are_removed_when_their_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_log, "_SWEEP_S", 0.01)
-    monkeypatch.setattr(event_log, "_ORPHAN_S", 0.02)
-    logs = MemoryEventLogs()
+async def test_logs_are_removed_when_their_time_is_over() -> None:
+    logs = MemoryEventLogs(LogLimits(sweep_s=0.01, orphan_s=0.02))
     await logs.open(new(grace_s=0.02))
     await logs.open(new("b", grace_s=0.02))
     logs.append("a", [b"0"], done=True)

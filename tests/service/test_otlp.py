@@ -9,10 +9,11 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from emberline.protocol.trace_context import TraceContext
 from emberline.service import otlp
-from emberline.service.otlp import CLIENT, Exporter, Span, encode
+from emberline.service.otlp import CLIENT, Exporter, ExportLimits, Span, encode
 from tests.collector import Collector, _attributes
 
 CONTEXT = TraceContext("4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7", True, "a=1")
+QUICK = ExportLimits(interval_s=0.01, first_backoff_s=0.01)
 SPAN = Span(CONTEXT, "", "name", 1, 2, {})
 
 
@@ -60,25 +61,20 @@ def test_spans_arrive(collector: Collector) -> None:
     assert exporter.counts == {"exported": 1, "dropped": 0, "failed": 0}
 
 
-def test_a_collector_that_is_down_costs_nothing_but_spans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(otlp, "MAX_QUEUED", 100)
-    exporter = Exporter("http://127.0.0.1:1/v1/traces", {})
+def test_a_collector_that_is_down_costs_nothing_but_spans() -> None:
+    exporter = Exporter("http://127.0.0.1:1/v1/traces", {}, limits=ExportLimits(queued=100))
     began_s = time.thread_time()
     for _ in range(1000):
         exporter.add([SPAN])
     assert time.thread_time() - began_s < 0.5
     assert exporter.counts["dropped"] >= 1000 - 100 - otlp.MAX_BATCH
-    assert len(exporter._queue) <= 100
+    assert exporter.n_queued <= 100
     exporter.close()
     assert sum(exporter.counts.values()) == 1000
 
 
-def test_a_busy_collector_gets_them_later_and_a_refusal_is_final(
-    collector: Collector, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(otlp, "INTERVAL_S", 0.01)
-    monkeypatch.setattr(otlp, "FIRST_BACKOFF_S", 0.01)
-    exporter = Exporter(f"{collector.url}/v1/traces", {})
+def test_a_busy_collector_gets_them_later_and_a_refusal_is_final(collector: Collector) -> None:
+    exporter = Exporter(f"{collector.url}/v1/traces", {}, limits=QUICK)
     collector.status = 503
     exporter.add([SPAN])
     while not collector.headers:
@@ -94,9 +90,8 @@ def test_a_busy_collector_gets_them_later_and_a_refusal_is_final(
     assert exporter.counts == {"exported": 1, "dropped": 0, "failed": 1}
 
 
-def test_what_cannot_be_sent_does_not_end_the_thread(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(otlp, "FIRST_BACKOFF_S", 0.01)
-    exporter = Exporter(f"{collector.url}/v1/traces", {})
+def test_what_cannot_be_sent_does_not_end_the_thread(collector: Collector) -> None:
+    exporter = Exporter(f"{collector.url}/v1/traces", {}, limits=QUICK)
     exporter.add([SPAN._replace(start_us=-1)])
     while not exporter.counts["failed"]:
         time.sleep(0.002)

@@ -15,6 +15,7 @@ from emberline.protocol.request import GenerateRequest, Message, Principal, Rank
 from emberline.service import Served, Service, open_service, prefix_push
 from emberline.service.core import LocalCore
 from emberline.service.membership import Membership, WorkerChange
+from emberline.service.timings import Timings
 from emberline.text.text_model import TextModel
 from tests.service.conftest import ALICE, PATIENCE_S, offer
 from tests.service.test_service import ask, events_of, in_flight, text_of
@@ -63,11 +64,10 @@ class Fleet:
 
 
 @pytest.fixture
-async def fleet(text_model: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fleet]:
-    monkeypatch.setattr(prefix_push, "LIMIT_S", PATIENCE_S)
+async def fleet(text_model: TextModel, tmp_path: Path) -> AsyncIterator[Fleet]:
     workers = [Standin(tmp_path / f"{name}.sock", name, ("--check-kv",)) for name in ("e0", "e1")]
     served = Served(offer(text_model).card, text_model, tuple(worker.endpoint for worker in workers))
-    service = await open_service([served], data_dir=tmp_path / "data")
+    service = await open_service([served], data_dir=tmp_path / "data", timings=Timings(push_s=PATIENCE_S))
     assert await service.ready(PATIENCE_S)
     yield Fleet(service, text_model)
     await service.close()
@@ -106,9 +106,13 @@ async def test_what_still_runs_is_sent_when_it_has_ended_and_nothing_is_cut(flee
     assert (await fleet.go_on(first)).cached_tokens > 200
 
 
-async def test_without_bytes_to_spend_nothing_is_sent(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_bytes_to_spend_nothing_is_sent(fleet: Fleet) -> None:
+    core = fleet.service.core
+    assert isinstance(core, LocalCore)
+    fleet.membership.pusher = prefix_push.PrefixPusher(
+        core.sessions, core.admission, fleet.service.engines, max_bytes=64
+    )
     turns = await fleet.begin("a conversation")
-    monkeypatch.setattr(prefix_push, "MAX_BYTES", 64)
     await fleet.drain_busiest()
     assert await fleet.received() == 0
     assert (await fleet.go_on(turns)).cached_tokens == 0

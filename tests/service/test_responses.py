@@ -1,7 +1,7 @@
 """Responses that are kept: for how long, for whom, and what of a chain survives what."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 
 from emberline.protocol.answer import StoredResponse
 from emberline.protocol.errors import TooLarge, Unavailable
-from emberline.service import Service, open_core_server, open_http_worker, responses
+from emberline.service import Service, open_core_server, open_http_worker
+from emberline.service.core import LocalCore
 from emberline.service.responses import DatabaseResponses
-from emberline.store import Database, Rows, SqliteStore, Value
+from emberline.store import Database, SqliteStore
 from emberline.text.text_model import TextModel
 from tests.databases import DatabaseLocation
 from tests.examples import n_examples
+from tests.faulty_store import FaultyStore
 from tests.service.conftest import PATIENCE_S, Opener, offer
 from tests.service.fake_engine import FakeEngine
 
@@ -31,16 +33,14 @@ async def store(database: DatabaseLocation) -> AsyncIterator[Database]:
 
 
 @pytest.fixture
-def now_us(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def now_us() -> list[int]:
     """The clock, to be moved."""
-    clock = [1_000 * DAY_US]
-    monkeypatch.setattr(responses, "_now_us", lambda: clock[0])
-    return clock
+    return [1_000 * DAY_US]
 
 
 @pytest.fixture
 async def kept(store: Database, now_us: list[int]) -> DatabaseResponses:
-    kept = DatabaseResponses(store, retention_days=30)
+    kept = DatabaseResponses(store, retention_days=30, now_us=lambda: now_us[0])
     for number in range(4):
         assert await kept.put(record(number, now_us[0] + number))
     return kept
@@ -126,7 +126,7 @@ async def test_what_expires(kept: DatabaseResponses, store: Database, now_us: li
 
 async def test_too_much_is_kept(store: Database, now_us: list[int]) -> None:
     """The account with most loses its oldest conversations, from their ends; the others lose nothing."""
-    kept = DatabaseResponses(store, max_bytes=100_000)
+    kept = DatabaseResponses(store, max_bytes=100_000, now_us=lambda: now_us[0])
     await kept.open()
     assert await kept.put(record(0, now_us[0], "bob", 5_000))
     for talk in range(12):
@@ -151,38 +151,35 @@ async def test_a_parent_that_vanished_is_said(kept: DatabaseResponses, now_us: l
     assert await ids(kept, "r4") == []
 
 
-async def test_a_conversation_has_a_limit(kept: DatabaseResponses, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(responses, "MAX_HISTORY_BYTES", 3 * record(0, 0).n_bytes)
+async def test_a_conversation_has_a_limit(kept: DatabaseResponses, store: Database, now_us: list[int]) -> None:
+    most = 3 * record(0, 0).n_bytes
+    kept = DatabaseResponses(store, max_history_bytes=most, now_us=lambda: now_us[0])
     assert len(await ids(kept, "r2")) == 3
     with pytest.raises(TooLarge, match="start anew"):
         await kept.get("alice", "r3", whole=True)
     assert len(await kept.get("alice", "r3")) == 1
 
 
-async def test_store_errors_do_not_stop_the_cleanup(
-    store: Database, now_us: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept, read, n_read = DatabaseResponses(store, max_bytes=1_000), store.read, 0
+async def test_store_errors_do_not_stop_the_cleanup(store: Database, now_us: list[int]) -> None:
+    faulty, n_reads = FaultyStore(store), 0
 
-    async def counted(sql: str, params: Sequence[Value] = ()) -> Rows:
-        nonlocal n_read
-        found = await read(sql, params)
-        n_read += 1
-        return found
+    async def third_fails(name: str, asked: object) -> None:
+        nonlocal n_reads
+        n_reads += name == "read"
+        if name == "read" and n_reads == 3:
+            raise Unavailable("the disk is full")
 
-    monkeypatch.setattr(store, "read", counted)
+    async def until_read(n: int) -> None:
+        async with asyncio.timeout(60):
+            while n_reads < n:
+                await asyncio.sleep(0.001)
+
+    faulty.before = third_fails
+    kept = DatabaseResponses(faulty, max_bytes=1_000, now_us=lambda: now_us[0])
     await kept.open()
-    async with asyncio.timeout(60):
-        while n_read < 2:  # until the first cleanup is over
-            await asyncio.sleep(0.001)
-
-    async def broken(*args: object) -> list[tuple[str]]:
-        monkeypatch.setattr(store, "read", read)
-        raise Unavailable("the disk is full")
-
-    monkeypatch.setattr(store, "read", broken)
+    await until_read(2)  # by the first cleanup
     assert await kept.put(record(0, now_us[0], size=2_000))
-    await asyncio.sleep(0.01)
+    await until_read(3)
     assert kept.n_bytes.total() > 1_000
     assert await kept.put(msgspec.structs.replace(record(0, now_us[0] + 1), id="next"))
     async with asyncio.timeout(60):
@@ -212,43 +209,39 @@ async def test_whatever_happens_to_a_tree(
     now_us, made = 1_000 * DAY_US, {}
     parents: dict[str, str | None] = {}
     store = await SqliteStore.open(tmp_path_factory.mktemp("tree") / "t.db")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(responses, "_now_us", lambda: now_us)
-        kept = DatabaseResponses(store, retention_days=30)
-        for deed, number in deeds:
-            live = [name for name, created_us in made.items() if created_us + 30 * DAY_US > now_us]
-            if deed == "keep":
-                parent = f"r{number}" if f"r{number}" in live else None
-                name = f"r{len(parents)}"
-                one = msgspec.structs.replace(record(0, now_us), id=name, parent=parent)
-                assert await kept.put(one)
-                made[name], parents[name] = now_us, parent
-            elif deed == "forget":
-                assert await kept.delete("alice", f"r{number}") == (f"r{number}" in live)
-                made.pop(f"r{number}", None)
-            elif deed == "days":
-                now_us += number * DAY_US
-            else:
-                await kept.clean_up()
-        await kept.clean_up()
+    kept = DatabaseResponses(store, retention_days=30, now_us=lambda: now_us)
+    for deed, number in deeds:
         live = [name for name, created_us in made.items() if created_us + 30 * DAY_US > now_us]
-        needed = set()
-        for name in parents:
-            chain = []
-            step: str | None = name
-            while step is not None:
-                chain.insert(0, step)
-                step = parents[step]
-            assert await ids(kept, name) == (chain if name in live else [])
-            needed |= set(chain) if name in live else set()
-        assert await n_rows(store) == len(needed)
-        assert kept.n_bytes.total() == len(needed) * record(0, 0).n_bytes
+        if deed == "keep":
+            parent = f"r{number}" if f"r{number}" in live else None
+            name = f"r{len(parents)}"
+            one = msgspec.structs.replace(record(0, now_us), id=name, parent=parent)
+            assert await kept.put(one)
+            made[name], parents[name] = now_us, parent
+        elif deed == "forget":
+            assert await kept.delete("alice", f"r{number}") == (f"r{number}" in live)
+            made.pop(f"r{number}", None)
+        elif deed == "days":
+            now_us += number * DAY_US
+        else:
+            await kept.clean_up()
+    await kept.clean_up()
+    live = [name for name, created_us in made.items() if created_us + 30 * DAY_US > now_us]
+    needed = set()
+    for name in parents:
+        chain = []
+        step: str | None = name
+        while step is not None:
+            chain.insert(0, step)
+            step = parents[step]
+        assert await ids(kept, name) == (chain if name in live else [])
+        needed |= set(chain) if name in live else set()
+    assert await n_rows(store) == len(needed)
+    assert kept.n_bytes.total() == len(needed) * record(0, 0).n_bytes
     await store.close()
 
 
-async def test_from_a_door(
-    open_one: Opener, engine: FakeEngine, text_model: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_from_a_door(open_one: Opener, engine: FakeEngine, text_model: TextModel, tmp_path: Path) -> None:
     service: Service = await open_one(engine)
     server = await open_core_server(service, tmp_path / "core.sock")
     http_worker = await open_http_worker([offer(text_model, engine)], core_socket=tmp_path / "core.sock")
@@ -267,7 +260,8 @@ async def test_from_a_door(
         ]
     )
     assert await http_worker.responses.get("bob", "r1") == []
-    monkeypatch.setattr(responses, "MAX_HISTORY_BYTES", 100)
+    assert isinstance(service.core, LocalCore)
+    service.core.responses = DatabaseResponses(service.core.usage.store, max_history_bytes=100)
     with pytest.raises(TooLarge) as refused:
         await http_worker.responses.get("alice", "r1", whole=True)
     assert refused.value.param == "previous_response_id"

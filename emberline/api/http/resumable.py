@@ -13,14 +13,12 @@ from contextlib import aclosing
 from emberline.api.http.call import EVENT_STREAM, Call, Reply, encode, json_reply, parse_int, while_connected
 from emberline.api.http.errors import HeaderList, error_body
 from emberline.protocol.errors import EmberlineError, Internal, TooLarge, Unavailable
-from emberline.service.event_log import EVENT_BYTES, MAX_LOG_BYTES, EventLogs, NewLog
+from emberline.service.event_log import EVENT_BYTES, EventLogs, NewLog
 
 HEADER = "x-emberline-resume"
 STREAM_ID = b"x-emberline-stream-id"
 AFTER = {"starting_after": {"type": "integer", "minimum": 0}}
 MIN_GRACE_S, MAX_GRACE_S = 5, 3600
-_WAIT_S = 5.0  # for the next event; then a comment is sent
-_IDLE_CHECK_S = 1.0
 _MAX_EVENT_NUMBER = 999_999_999
 _COMMENT = b": waiting\n\n"
 
@@ -111,7 +109,7 @@ async def _run(
     task = asyncio.current_task()
     assert task is not None
     watcher = asyncio.create_task(_cancel_when_idle(logs, log_id, grace_s, task))
-    n_bytes = 0
+    n_bytes, most_bytes = 0, logs.limits.log_bytes
     last = b""
     try:
         async with aclosing(chunks):
@@ -119,8 +117,8 @@ async def _run(
             async for chunk in chunks:
                 events = numbering.split(chunk)
                 n_bytes += len(chunk) + EVENT_BYTES * len(events)
-                if n_bytes > MAX_LOG_BYTES:
-                    last = failed(TooLarge(f"a resumable stream has at most {MAX_LOG_BYTES >> 20} MiB"))
+                if n_bytes > most_bytes:
+                    last = failed(TooLarge(f"a resumable stream has at most {most_bytes >> 20} MiB"))
                     break
                 if events:
                     logs.append(log_id, events)
@@ -136,7 +134,7 @@ async def _run(
 
 async def _cancel_when_idle(logs: EventLogs, log_id: str, grace_s: float, task: asyncio.Task[None]) -> None:
     while True:
-        await asyncio.sleep(_IDLE_CHECK_S)
+        await asyncio.sleep(logs.limits.idle_check_s)
         try:
             if await logs.idle_s(log_id) > grace_s:
                 task.cancel()
@@ -150,7 +148,7 @@ async def _send_log(call: Call, log_id: str, after: int, content_type: bytes) ->
     logs, account = call.service.event_logs, call.principal.account
     done = False
     while not done:
-        part = await logs.read(account, log_id, after, _WAIT_S)
+        part = await logs.read(account, log_id, after, logs.limits.wait_s)
         after += len(part.events)
         done = part.done
         body = b"".join(part.events)

@@ -15,7 +15,7 @@ from emberline.api.http import resumable
 from emberline.protocol.errors import Unavailable
 from emberline.protocol.events import ChoiceDone, Completed, Started, TextDelta, TextEvent, Usage
 from emberline.protocol.request import GenerateRequest
-from emberline.service import event_log
+from emberline.service.event_log import LogLimits, MemoryEventLogs
 from tests.api.fake_service import KEY, MODEL, USAGE, FakeService, Wire, app_of, client_of
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -127,9 +127,8 @@ async def test_without_asking_a_client_that_leaves_cancels(service: FakeService)
 async def test_after_the_grace_period_the_request_is_cancelled(
     service: FakeService, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resumable, "_IDLE_CHECK_S", 0.01)
     monkeypatch.setattr(resumable, "grace_period_s", lambda call: 0.05)
-    monkeypatch.setattr(event_log, "_SWEEP_S", 0.01)
+    service.event_logs = MemoryEventLogs(LogLimits(idle_check_s=0.01, sweep_s=0.01))
     service.script = Paced()
     wire = start(service)
     await wire.until_sent(b"Hel")
@@ -140,10 +139,8 @@ async def test_after_the_grace_period_the_request_is_cancelled(
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "stream_not_found")
 
 
-async def test_a_reader_keeps_the_request_alive(service: FakeService, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resumable, "_IDLE_CHECK_S", 0.01)
-    monkeypatch.setattr(resumable, "_WAIT_S", 0.02)
-    monkeypatch.setattr(resumable, "grace_period_s", lambda call: 60)
+async def test_a_reader_keeps_the_request_alive(service: FakeService) -> None:
+    service.event_logs = MemoryEventLogs(LogLimits(idle_check_s=0.01, wait_s=0.02))
     service.script = paced = Paced()
     wire = start(service)
     await wire.until_sent(b": waiting\n\n: waiting\n\n")
@@ -153,10 +150,8 @@ async def test_a_reader_keeps_the_request_alive(service: FakeService, monkeypatc
     assert wire.body.endswith(b"data: [DONE]\n\n")
 
 
-async def test_a_stream_is_cancelled_by_its_id(
-    service: FakeService, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(resumable, "_IDLE_CHECK_S", 0.01)
+async def test_a_stream_is_cancelled_by_its_id(service: FakeService, client: httpx.AsyncClient) -> None:
+    service.event_logs = MemoryEventLogs(LogLimits(idle_check_s=0.01))
     service.script = Paced()
     wire = start(service)
     await wire.until_sent(b"Hel")
@@ -180,8 +175,8 @@ async def test_an_error_is_the_logs_last_event(service: FakeService, client: htt
     assert again.content == wire.body
 
 
-async def test_a_stream_that_is_too_long_ends(service: FakeService, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resumable, "MAX_LOG_BYTES", 400)
+async def test_a_stream_that_is_too_long_ends(service: FakeService) -> None:
+    service.event_logs = MemoryEventLogs(LogLimits(log_bytes=400))
     service.script = paced = Paced()
     paced.go_on.set()
     wire = start(service)
