@@ -144,6 +144,7 @@ class Vocabulary(msgspec.Struct, tag="vocabulary"):
 
     tokens: list[bytes]  # text bytes by id; empty: never part of text (special tokens, unused ids)
     special: dict[int, str] = {}  # special tokens by id
+    added: list[int] = []  # tokens that a tokenizer finds in text first, before it merges bytes
 
 
 class Submit(msgspec.Struct, tag="submit"):

@@ -72,7 +72,8 @@ class TextModel:
     def vocabulary(self) -> Vocabulary:
         """The bytes of every token, for the grammar matchers of engines."""
         special = {token_id: text for text, token_id in self.tokenizer.special.items()}
-        return Vocabulary([self.tokenizer.token_bytes[token_id] for token_id in range(self.vocab_size)], special)
+        added = [token_id for token_id in self.tokenizer.added.values() if token_id not in special]
+        return Vocabulary([self.tokenizer.token_bytes[token_id] for token_id in range(self.vocab_size)], special, added)
 
     def encode(self, text: str, special: bool) -> bytes:
         """Ids (u32 little-endian) of the text alone; `special`: special tokens in it are parsed."""

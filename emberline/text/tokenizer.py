@@ -122,7 +122,7 @@ class Tokenizer:
                 raise BadCheckpoint(f"added token {token.content!r} cannot have the id {token_id}: ids are left out")
         self.special = {token.content: token_id for token_id, token in parts.added.items() if token.special}
         self.special_ids = frozenset(self.special.values())
-        self.added = frozenset(token.content for token in parts.added.values())
+        self.added = {token.content: token_id for token_id, token in parts.added.items()}  # special ones included
         self._added_text = "\0".join(token.content for token in parts.added.values())
         self.bound = cache(self._bound)
         self.token_bytes = TokenBytes(self._parsing, parts, self.special_ids)

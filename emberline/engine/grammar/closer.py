@@ -57,8 +57,15 @@ class Closer:
             self._completion = (state, self._spell(state))
         return self._completion[1]
 
+    def forced(self) -> list[bytes | int]:
+        """What must follow: texts and ids of special tokens. Empty where several things may."""
+        try:
+            return self._automaton.forced(self._states[-1])
+        except TooComplex:
+            return []
+
     def fits(self, room: int) -> bool:
-        """Whether the reply can be completed within `room` tokens."""
+        """True if the reply can be completed within `room` tokens."""
         cost = self._states[-1].cost
         if cost <= room and self._byte_by_byte:
             return True

@@ -18,6 +18,7 @@ from emberline.protocol.grammar import UNMATCHABLE
 MAX_STATES = 20_000  # in the table; states in use outlive it
 MAX_NESTING = 280  # of ambiguous open expressions
 MAX_ALTERNATIVES = 2048  # simultaneous parses of one text
+MAX_FORCED_BYTES = 96  # looked ahead where only one text may follow
 
 _TOKEN: Final = 256  # symbols: a byte, or this plus a special token's id
 _PREFERRED = (
@@ -128,6 +129,7 @@ class Automaton:
         self._known: dict[tuple[object, ...], State] = {}
         self._characters: dict[ByteRanges, State] = {}
         self._avoiders: dict[tuple[str, ...], _Avoider] = {}
+        self._only: dict[State, int] = {}  # the symbol that must follow a state; -1: several may
         self.completion_bytes: set[int] = set()  # bytes that a completion may contain
         self._n_built = 0  # expressions
         self._rules: list[State] = []
@@ -185,6 +187,54 @@ class Automaton:
                     if one.cost:
                         todo.append(self._rules[one.number])
         return _joined(found)
+
+    def forced(self, state: State) -> list[bytes | int]:
+        """What must follow: texts and ids of special tokens. Empty where several things may, or the text may end."""
+        found: list[bytes | int] = []
+        while len(found) < MAX_FORCED_BYTES:
+            symbol = self._only.get(state)
+            if symbol is None:
+                symbol = self._only[state] = self._only_symbol(state)
+            if symbol < 0:
+                break
+            found.append(bytes([symbol]) if symbol < _TOKEN else symbol - _TOKEN)
+            state = state.next.get(symbol) or self.step(state, symbol)
+        return _joined(found)
+
+    def _only_symbol(self, state: State) -> int:
+        """The symbol of the single transition of a state; -1 where there are several, or the text may end."""
+        found = -1
+        todo = [state] if state.cost else []
+        called: set[int] = set()
+        while todo:
+            one = todo.pop()
+            match one:
+                case _Then():
+                    todo += (one.first,) if one.first.cost else (one.first, one.rest)
+                    continue
+                case _Any():
+                    todo += one.options
+                    continue
+                case _Repeat():
+                    todo.append(one.item)
+                    continue
+                case _Call():
+                    if one.number not in called:
+                        called.add(one.number)
+                        todo.append(self._rules[one.number])
+                    continue
+                case _Literal():
+                    symbol = one.text[0]
+                case _Special():
+                    symbol = _TOKEN + one.token_id
+                case _Byte() if one.ranges[0][0] == one.ranges[-1][1]:
+                    symbol = one.ranges[0][0]
+                case _:
+                    return -1
+            if found not in (-1, symbol):
+                return -1
+            found = symbol
+        return found
 
     # --- states ------------------------------------------------------------------------------------------------------
 
@@ -249,6 +299,7 @@ class Automaton:
         for state in self._known.values():
             state.next.clear()
         self._known.clear()
+        self._only.clear()
 
     # --- from expressions --------------------------------------------------------------------------------------------
 

@@ -42,7 +42,19 @@ class GrammarGuide:
         return self._matcher.finished if self._n_untracked else self._closer.finished
 
     def fill(self, bits: NDArray[np.uint32]) -> None:
+        """Set the bits of the tokens that may follow.
+
+        Where only one text may, that is its first token as the model's tokenizer cuts it. A mask of all its spellings
+        would have a model that wants to write something else choose a short one, which it has never read.
+        """
         with self._lock:
+            pieces = self._forced_pieces()
+            if pieces and isinstance(text := pieces[0], bytes):
+                token_id = self._vocabulary.first_token(text, cut=len(pieces) == 1)
+                if token_id is not None:
+                    bits[:] = 0
+                    bits[token_id >> 5] = 1 << (token_id & 31)
+                    return
             self._matcher.fill(bits)
 
     def accept(self, token_id: int) -> bool:
@@ -73,12 +85,15 @@ class GrammarGuide:
             return not self._n_untracked and self._closer.fits(room)
 
     def forced(self) -> list[int]:
-        """The tokens that must follow, or the usual ones of the text that must; empty where several texts may."""
+        """The usual tokens of what must follow; empty where several texts may."""
         with self._lock:
             ids: list[int] = []
-            for piece in self._matcher.forced():
+            for piece in self._forced_pieces():
                 ids += [piece] if isinstance(piece, int) else self._vocabulary.tokenize(piece)
             return ids
+
+    def _forced_pieces(self) -> list[bytes | int]:
+        return [] if self._n_untracked else self._closer.forced()
 
     def closing(self) -> list[int]:
         """The tokens that complete the reply. Only valid if `fits` returned True."""

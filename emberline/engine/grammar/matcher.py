@@ -6,7 +6,6 @@ replayed.
 """
 
 import logging
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +26,6 @@ LIMITS: dict[str, Any] = {
 }
 
 
-_SPECIAL = re.compile(rb"\xff\[(\d+)\]")  # a special token, as llguidance writes it among bytes
 _log = logging.getLogger(__name__)
 
 
@@ -84,17 +82,6 @@ class Matcher:
         if accepted:
             self._accepted.append(token_id)
         return accepted
-
-    def forced(self) -> list[bytes | int]:
-        """What must follow: texts, whatever their tokens, and special tokens. Empty where several things may."""
-        if self._matcher.is_stopped():
-            return []
-        written: bytes = self._matcher.compute_ff_bytes()
-        if self._matcher.is_error():
-            self._recompile()
-            return []
-        pieces = _SPECIAL.split(written)
-        return [int(piece) if place % 2 else piece for place, piece in enumerate(pieces) if piece]
 
     def rollback(self, n: int) -> None:
         if n:

@@ -1,6 +1,8 @@
 """The model's vocabulary for llguidance, and for tokenizing completions in as few tokens as possible."""
 
 import hashlib
+import re
+from bisect import bisect_right
 from itertools import pairwise
 from typing import Any
 
@@ -9,8 +11,9 @@ import msgspec
 from emberline.protocol.frames import Vocabulary as Frame
 
 MAX_PIECE_BYTES = 32  # of a token used in completions
-MAX_FORCED_BYTES = 96  # of a text that is tokenized as the model would
-MAX_CACHED_TEXTS = 4096
+MAX_CACHED_WORDS = 4096
+# A word with the spaces before it. Pre-tokenizers cut there, too; 64 bytes bound the work on text without spaces.
+_WORD = re.compile(rb"(?s: *[^ ]{1,64}| +)")
 
 
 class Vocabulary:
@@ -23,9 +26,13 @@ class Vocabulary:
         self.tokens += [b""] * (vocab_size - len(self.tokens))
         self._ids: dict[bytes, int] = {}
         for token_id, text in enumerate(self.tokens):
-            if 0 < len(text) <= MAX_PIECE_BYTES:
-                self._ids.setdefault(text, token_id)
-        self._tokenized: dict[bytes, list[int]] = {}  # texts that grammars force, which are few
+            if len(text) == 1 or (1 < len(text) <= MAX_PIECE_BYTES and text not in self._ids):
+                self._ids[text] = token_id  # the last of a single byte: SentencePiece's fallback tokens come first
+        self._added_texts = {self.tokens[i] for i in frame.added if i < vocab_size} & self._ids.keys()
+        pattern = b"|".join(map(re.escape, sorted(self._added_texts, reverse=True)))  # of two, the longer one first
+        self._added = re.compile(b"(%b)" % (pattern or b"(?!)"))
+        self._sorted = sorted(self._ids)
+        self._words: dict[bytes, list[int]] = {}  # tokenized words of the texts that grammars force, which are few
         self._lengths = sorted({len(text) for text in self._ids}, reverse=True)
         self.bytes = frozenset(text[0] for text in self._ids if len(text) == 1)  # bytes with a token of their own
 
@@ -34,15 +41,47 @@ class Vocabulary:
         """32-bit words of a mask; the last bit is llguidance's own end token, which no model has."""
         return (self.n_tokens + 32) // 32
 
+    def first_token(self, text: bytes, *, cut: bool) -> int | None:
+        """The first token of a text that must follow; `cut`: more may follow it, which is not known.
+
+        Returns None where that is not decided yet: with what follows the text, its end may become part of a longer
+        token.
+        """
+        ids = self.tokenize(text)
+        if not ids:
+            return None
+        decided = not cut or self._added.search(text) is not None  # nothing joins an added token
+        return ids[0] if decided or not self._may_join(text, len(self.tokens[ids[0]])) else None
+
+    def _may_join(self, text: bytes, end: int) -> bool:
+        """True if some token covers the text from before `end` to its last byte and goes on."""
+        for start in range(max(0, len(text) + 1 - MAX_PIECE_BYTES), min(end, len(text))):
+            tail = text[start:]
+            at = bisect_right(self._sorted, tail)
+            if at < len(self._sorted) and self._sorted[at].startswith(tail):
+                return True
+        return False
+
     def tokenize(self, text: bytes) -> list[int]:
-        """The tokens that a byte-pair encoding gives a text: the pair of the smallest token id is merged first, since
-        ids are in the order of merges. A guess, where a vocabulary is numbered otherwise. Long texts are cut."""
-        text = text[:MAX_FORCED_BYTES]
-        found = self._tokenized.get(text)
-        if found is None:
-            if len(self._tokenized) >= MAX_CACHED_TEXTS:
-                self._tokenized.clear()
-            found = self._tokenized[text] = self._merge(text)
+        """Tokenize a text as the model's own tokenizer does, so that a model reads in its reply what it was trained on.
+
+        Added tokens are matched first. Within a word, the pair with the smallest token id is merged first, since ids
+        are in the order of merges. That is a guess for a vocabulary that is numbered otherwise. Stops at a word that
+        the vocabulary cannot spell.
+        """
+        ids: list[int] = []
+        for place, piece in enumerate(self._added.split(text)):
+            for word in (piece,) if place % 2 else _WORD.findall(piece):
+                found = self._words.get(word) or self._tokenize_word(word)
+                if not found:
+                    return ids
+                ids += found
+        return ids
+
+    def _tokenize_word(self, word: bytes) -> list[int]:
+        if len(self._words) >= MAX_CACHED_WORDS:
+            self._words.clear()
+        self._words[word] = found = [self._ids[word]] if word in self._added_texts else self._merge(word)
         return found
 
     def _merge(self, text: bytes) -> list[int]:

@@ -128,8 +128,8 @@ def test_the_only_token_of_a_mask_is_appended_without_a_draw(grammars, in_flight
     assert appended == plain
     n = benches[1].scheduler.speculation.n_appended
     if in_flight == 1:
-        assert n > 30
-        assert benches[1].runner.steps < benches[0].runner.steps - n / 3
+        assert n > 40
+        assert benches[1].runner.steps <= benches[0].runner.steps - n / 3
     else:
         assert n == 0  # the next row samples the token already
 

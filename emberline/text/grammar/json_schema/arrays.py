@@ -33,7 +33,7 @@ from emberline.text.grammar.json_schema.set_algebra import (
     only,
     typed_sets,
 )
-from emberline.text.grammar.json_schema.strings import literal, quoted_dfa, string_dfa
+from emberline.text.grammar.json_schema.strings import COMMA, literal, quoted_dfa, string_dfa
 from emberline.text.grammar.json_schema.writer import GrammarWriter
 
 MAX_TRACKED = 64  # items up to which positions are counted one by one
@@ -41,7 +41,6 @@ MAX_STATES = 400
 MAX_LISTED = 256  # arrays, or values of an item, that are listed one by one
 MAX_LENGTHS = 32
 MAX_NESTED = 3
-_COMMA = Text(",")
 
 State: TypeAlias = tuple[int, tuple[int, ...]]  # items written, matches so far of each `contains`
 
@@ -161,13 +160,13 @@ def _bracketed(body: Expression) -> Expression:
 def _items(writer: GrammarWriter, arrays: ArraySet, least: int, most: int | None) -> Expression:
     n_prefix = arrays.n_prefix
     if n_prefix == 0:
-        return separated(writer.nonterminal(arrays.rest), _COMMA, least, most) if most != 0 else EMPTY
+        return separated(writer.nonterminal(arrays.rest), COMMA, least, most) if most != 0 else EMPTY
     body: Expression = EMPTY
     if most is None or most > n_prefix:
-        more = sequence(_COMMA, writer.nonterminal(arrays.rest))
+        more = sequence(COMMA, writer.nonterminal(arrays.rest))
         body = repeat(more, max(0, least - n_prefix), None if most is None else most - n_prefix)
     for index in reversed(range(n_prefix if most is None else min(most, n_prefix))):
-        item = sequence(EMPTY if index == 0 else _COMMA, writer.nonterminal(arrays.item(index)), body)
+        item = sequence(EMPTY if index == 0 else COMMA, writer.nonterminal(arrays.item(index)), body)
         body = item if index < least else optional(item)
     return body
 
@@ -227,7 +226,7 @@ def _contains_step(
         following = (min(n_items + 1, n_tracked) if most is None else n_items + 1, tuple(counts))
         for schemas in items:
             item = writer.nonterminal(schemas)
-            options.append(sequence(_COMMA if n_items else EMPTY, item, after(following)))
+            options.append(sequence(COMMA if n_items else EMPTY, item, after(following)))
     return choice(options)
 
 
@@ -298,7 +297,7 @@ def _one_of_each(writer: GrammarWriter, sets: list[Expression], least: int, most
             writer.document.spend()
             options: list[Expression] = [EMPTY] if n_items >= least else []
             if index < len(sets) and (n_items < limit or limit == len(sets)):
-                item = sequence(_COMMA if n_items else EMPTY, sets[index], from_set(index + 1, n_items + 1))
+                item = sequence(COMMA if n_items else EMPTY, sets[index], from_set(index + 1, n_items + 1))
                 options += [item, from_set(index + 1, n_items)]
             rules[key] = writer.builder.add(choice(options))
         return rules[key]

@@ -76,7 +76,7 @@ _FIRST = ("type", "enum", "const")
 
 
 def schema_expression(builder: Builder, schema: Any, param: str = "output") -> Expression:
-    """The JSON texts that satisfy the schema: compact, properties in the schema's order."""
+    """The JSON texts that satisfy the schema: on one line, properties in the schema's order."""
     _check_size(schema, param)
     algebra = SetAlgebra(Document(schema, param), _read_schema)
     try:

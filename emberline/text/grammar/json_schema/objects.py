@@ -20,6 +20,8 @@ from emberline.text.grammar.json_schema.set_algebra import (
     typed_sets,
 )
 from emberline.text.grammar.json_schema.strings import (
+    COLON,
+    COMMA,
     QUOTE,
     conjunction_dfa,
     escape,
@@ -33,7 +35,6 @@ from emberline.text.grammar.regex import parse
 
 MAX_PATTERNS = 4  # patternProperties up to which every combination of matches is considered
 MAX_COUNTED = 64
-_COMMA, _COLON = Text(","), Text(":")
 
 # --- keywords --------------------------------------------------------------------------------------------------------
 
@@ -174,7 +175,7 @@ def _evaluates_all(constraint: PropertiesConstraint) -> bool:
 
 @dataclass(slots=True)
 class _Property:
-    pair: Expression  # "name":value
+    pair: Expression  # "name": value
     required: bool
 
 
@@ -200,7 +201,7 @@ def object_expression(
                 return NEVER
             continue
         value = given[name] if given and name in given else writer.nonterminal(schemas)
-        properties.append(_Property(sequence(literal(name), _COLON, value), required))
+        properties.append(_Property(sequence(literal(name), COLON, value), required))
     others: list[_OtherNames] = []
     if _wants_others(objects) or objects.least > len(properties):
         others = _other_names(writer, objects, names)
@@ -289,24 +290,24 @@ class _Body:
             key = sequence(QUOTE, escape(none_of_words(frozenset(self._names))), QUOTE)
         else:
             key = free_string(self._builder)
-        return sequence(key, _COLON, self._writer.nonterminal(other.schemas))
+        return sequence(key, COLON, self._writer.nonterminal(other.schemas))
 
     def _in_order(self, may_be_empty: bool) -> Expression:
         """Each property once or, if optional, not at all; the first that is written has no comma before it."""
         properties, other = self._properties, self._other
-        tail: Expression = repeat(sequence(_COMMA, other)) if other != NEVER else EMPTY
+        tail: Expression = repeat(sequence(COMMA, other)) if other != NEVER else EMPTY
         first_required = next((index for index, each in enumerate(properties) if each.required), len(properties))
         starts: list[Expression] = []
         if first_required == len(properties):
             if other != NEVER:
-                starts.append(separated(other, _COMMA, 1))
+                starts.append(separated(other, COMMA, 1))
             if may_be_empty:
                 starts.append(EMPTY)
         for index in reversed(range(len(properties))):
             each = properties[index]
             if index <= first_required:
                 starts.append(sequence(each.pair, tail))
-            following = sequence(_COMMA, each.pair)
+            following = sequence(COMMA, each.pair)
             tail = sequence(following if each.required else optional(following), tail)
             if 0 < index <= first_required:
                 tail = self._builder.add(tail)
@@ -327,7 +328,7 @@ class _Body:
                 return self._counted_others(n_written)
             options: list[Expression] = []
             if n_written < most:
-                pair = sequence(_COMMA if n_written else EMPTY, properties[index].pair)
+                pair = sequence(COMMA if n_written else EMPTY, properties[index].pair)
                 options.append(sequence(pair, from_property(index + 1, n_written + 1)))
             if not properties[index].required:
                 options.append(from_property(index + 1, n_written))
@@ -346,15 +347,15 @@ class _Body:
         if not needed:
             if most == 0 or other == NEVER:
                 return EMPTY
-            more = repeat(sequence(_COMMA, other), 0, None if most is None else most - (0 if n_written else 1))
+            more = repeat(sequence(COMMA, other), 0, None if most is None else most - (0 if n_written else 1))
             return more if n_written else optional(sequence(other, more))
         pairs = [other] if needed == 1 and other != NEVER else self._distinct_pairs(needed)
         if len(pairs) < needed:
             return NEVER
-        counted = sequence(pairs[0], *(sequence(_COMMA, pair) for pair in pairs[1:]))
+        counted = sequence(pairs[0], *(sequence(COMMA, pair) for pair in pairs[1:]))
         spare = None if most is None else most - needed
-        more = repeat(sequence(_COMMA, other), 0, spare) if spare != 0 and other != NEVER else EMPTY
-        return sequence(_COMMA if n_written else EMPTY, counted, more)
+        more = repeat(sequence(COMMA, other), 0, spare) if spare != 0 and other != NEVER else EMPTY
+        return sequence(COMMA if n_written else EMPTY, counted, more)
 
     def _distinct_pairs(self, needed: int) -> list[Expression]:
         """Pairs whose names differ: a finite class of names is listed, another is split by length."""
@@ -368,7 +369,7 @@ class _Body:
                 for word in words:
                     if word not in taken and len(found) < needed:
                         taken.add(word)
-                        found.append(sequence(literal(word), _COLON, value))
+                        found.append(sequence(literal(word), COLON, value))
                 continue
             if found:  # names of this class could repeat those of another
                 continue
@@ -377,5 +378,5 @@ class _Body:
                     break
                 exactly = character_dfa.of_length(dfa, length, length)
                 if exactly.shortest() is not None:
-                    found.append(sequence(quoted_dfa(exactly, self._builder), _COLON, value))
+                    found.append(sequence(quoted_dfa(exactly, self._builder), COLON, value))
         return found

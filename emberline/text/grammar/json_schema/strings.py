@@ -6,7 +6,7 @@ from typing import Any
 
 from emberline.protocol.grammar import Chars, Expression, OneOf, Repeat, Sequence, Text
 from emberline.text.grammar import character_dfa
-from emberline.text.grammar.builder import NEVER, Builder, choice, lengths_in_chars, repeat, sequence
+from emberline.text.grammar.builder import NEVER, Builder, choice, lengths_in_chars, optional, repeat, sequence
 from emberline.text.grammar.character_dfa import CharacterDfa
 from emberline.text.grammar.characters import ANY, Ranges, chars, subtract, union
 from emberline.text.grammar.json_schema.document import Conjunction, Node
@@ -21,6 +21,8 @@ from emberline.text.grammar.json_schema.set_algebra import (
 from emberline.text.grammar.regex import parse
 
 QUOTE = Text('"')
+# The model decides whether a space follows, as it was trained to: most learned `json.dumps` spacing, some compact JSON.
+COMMA, COLON = (sequence(Text(mark), optional(Text(" "))) for mark in ",:")
 _SPECIAL = union([(0, 0x1F)], chars('"\\'))
 _SHORT_ESCAPES = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\"}
 _HEX = Chars(chars("0123456789abcdefABCDEF"))
@@ -65,8 +67,8 @@ def read_format(algebra: SetAlgebra, node: Node, value: Any, negated: bool) -> V
 
 
 def literal(value: Any) -> Expression:
-    """A value as compact JSON."""
-    return Text(json.dumps(value, ensure_ascii=False, separators=(",", ":")))
+    """A value as JSON on one line."""
+    return Text(json.dumps(value, ensure_ascii=False))
 
 
 def free_string(builder: Builder) -> Expression:

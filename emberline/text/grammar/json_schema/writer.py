@@ -18,7 +18,7 @@ from emberline.text.grammar.json_schema.set_algebra import (
     TypedSet,
     typed_sets,
 )
-from emberline.text.grammar.json_schema.strings import free_string, literal, string_expression
+from emberline.text.grammar.json_schema.strings import COLON, COMMA, free_string, literal, string_expression
 
 ContainerExpression: TypeAlias = Callable[["GrammarWriter", ArraySet | ObjectSet], Expression]
 
@@ -30,9 +30,9 @@ def free_value(builder: Builder) -> Expression:
     number = builder.reserve("value")
     value = Rule(number)
     string = free_string(builder)
-    pair = sequence(string, Text(":"), value)
-    free_object = builder.share("object", sequence(Text("{"), separated(pair, Text(",")), Text("}")))
-    array = sequence(Text("["), separated(value, Text(",")), Text("]"))
+    pair = sequence(string, COLON, value)
+    free_object = builder.share("object", sequence(Text("{"), separated(pair, COMMA), Text("}")))
+    array = sequence(Text("["), separated(value, COMMA), Text("]"))
     scalars = [number_expression(builder, NumberSet()), Text("true"), Text("false"), Text("null")]
     builder.define(number, choice([free_object, array, string, *scalars]))
     return value
