@@ -1,16 +1,49 @@
-"""Runs the command line as a process, with pipes or in a pseudo-terminal."""
+"""Runs the command line in this process, as a process with pipes, or in a pseudo-terminal."""
 
+import io
+import logging
 import os
 import pty
 import select
 import subprocess
 import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from unittest.mock import patch
+
+from emberline.cli.main import main
+
+
+def _environment(home: Path, env: dict[str, str]) -> dict[str, str]:
+    """Return the variables for a command: none of Emberline's but these."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("EMBERLINE_")}
+    return {**environ, "EMBERLINE_HOME": str(home), **env}
 
 
 def emberline(*words: str, home: Path, stdin: str = "", **env: str) -> subprocess.CompletedProcess[str]:
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("EMBERLINE_")}
+    """Run a command in this process, which takes a hundredth of the time that a process takes."""
+    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    with (
+        patch.dict(os.environ, _environment(home, env), clear=True),
+        patch("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()), "utf-8")),
+        redirect_stdout(out),
+        redirect_stderr(err),
+    ):
+        try:
+            code = main(words)
+        except SystemExit as end:  # argparse
+            code = int(end.code or 0)
+        finally:
+            root.handlers[:] = handlers
+            root.setLevel(level)
+    return subprocess.CompletedProcess(words, code, *(stream.buffer.getvalue().decode() for stream in (out, err)))
+
+
+def emberline_process(*words: str, home: Path, stdin: str = "", **env: str) -> subprocess.CompletedProcess[str]:
+    """Run a command as a process."""
     return subprocess.run(
         [sys.executable, "-m", "emberline.cli.main", *words],
         input=stdin,
@@ -18,7 +51,7 @@ def emberline(*words: str, home: Path, stdin: str = "", **env: str) -> subproces
         text=True,
         timeout=180,
         check=False,
-        env={**environ, "EMBERLINE_HOME": str(home), **env},
+        env=_environment(home, env),
     )
 
 

@@ -1,4 +1,4 @@
-"""The command line as a process: help, errors and the model commands."""
+"""The command line: help, errors and the model commands."""
 
 import argparse
 import json
@@ -18,7 +18,7 @@ from emberline.cli.main import COMMANDS
 from emberline.config import resolve
 from emberline.protocol.errors import BadInput
 from tests.catalog.tiny_models import gguf_bytes
-from tests.cli.console import emberline
+from tests.cli.console import emberline, emberline_process
 from tests.soak.server_process import free_port
 
 
@@ -30,16 +30,27 @@ def test_help_lists_every_command(tmp_path: Path, words: list[str]) -> None:
         assert f"\n  {command}" in done.stdout
 
 
-@pytest.mark.parametrize("command", sorted(set(COMMANDS) - {"worker"}))
-def test_each_command_has_help_and_none_imports_torch(tmp_path: Path, command: str) -> None:
+def test_the_process_ends_with_the_status_of_the_command(tmp_path: Path) -> None:
+    done = emberline_process("version", home=tmp_path)
+    assert (done.returncode, done.stdout) == (0, f"emberline {__version__}\n")
+    done = emberline_process("sevre", home=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == emberline("sevre", home=tmp_path).stderr
+
+
+def test_each_command_has_help_and_none_imports_torch() -> None:
+    """One process asks for all of them: a process for each would take seconds."""
+    commands = sorted(set(COMMANDS) - {"worker"})
     script = (
         "import sys\nfrom emberline.cli.main import main\n"
-        f"try: main([{command!r}, '--help'])\nexcept SystemExit: pass\n"
-        "assert 'torch' not in sys.modules, 'torch'\n"
+        f"for command in {commands!r}:\n"
+        "    try: main([command, '--help'])\n    except SystemExit: pass\n"
+        "    assert 'torch' not in sys.modules, command\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert f"usage: emberline {command}" in done.stdout
+    missing = [command for command in commands if f"usage: emberline {command}" not in done.stdout]
+    assert not missing
 
 
 def test_plain_help_imports_next_to_nothing() -> None:

@@ -22,7 +22,7 @@ from emberline.cli.http_client import ChatTiming, ServerAddress
 from emberline.cli.serve import bind, fetch_models, local_models, run_until_terminated, serve
 from emberline.config import resolve
 from emberline.supervisor import engine_workers
-from tests.cli.console import emberline
+from tests.cli.console import emberline_process as emberline
 from tests.standin import standin_worker
 
 

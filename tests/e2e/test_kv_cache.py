@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.cli.console import emberline
+from tests.cli.console import emberline_process as emberline
 
 ADMIN = "the-admin-key-of-this-server"
 PROMPT = " ".join(f"{n} comes before {n + 1}." for n in range(60))

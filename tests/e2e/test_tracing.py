@@ -8,7 +8,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from tests.cli.console import emberline
+from tests.cli.console import emberline_process as emberline
 from tests.collector import Collector, collector
 from tests.deploy.test_prometheus import running, until_answered
 from tests.soak.server_process import free_port
