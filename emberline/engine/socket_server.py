@@ -12,6 +12,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from math import inf
 from typing import Any
@@ -29,17 +30,23 @@ from emberline.protocol.events import TokenDelta
 from emberline.protocol.frames import EngineInfo, EngineLoad, FrameBuffer, Heartbeat, Hello, WorkerRole
 from emberline.protocol.request import EngineRequest
 
-HELLO_TIMEOUT_S = 5.0
-HEARTBEAT_S = 1.0  # between two heartbeats; after which a client with open requests gets a changed load, too
-REPORT_S = 0.2  # after which a subscriber of KV events gets a changed load, too
-IDLE_S = 0.5  # without work; then idle tasks run, for which a request may have to wait a little
 COMPILE_POLL_S = 0.001  # between looks at a grammar that is being compiled
 MAX_DRAIN_S = 86_400.0
-MAX_BACKLOG_BYTES = 64 << 20
-MAX_UNGREETED = 64  # connections without a valid Hello; the oldest is closed for one more
 _RECV_BYTES = 256 << 10
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, frozen=True)
+class ServerLimits:
+    """Times and bounds of an engine's socket server."""
+
+    hello_timeout_s: float = 5.0  # for a new connection's Hello
+    heartbeat_s: float = 1.0  # between two heartbeats; also between load reports to a client with open requests
+    report_s: float = 0.2  # between load reports to a subscriber of KV events
+    idle_s: float = 0.5  # without work, after which idle tasks run; a request may have to wait for one of them
+    backlog_bytes: int = 64 << 20  # unsent bytes after which a client that does not read is disconnected
+    ungreeted: int = 64  # connections without a valid Hello; the oldest is closed for one more
 
 
 class ClientLost(Exception):
@@ -52,7 +59,8 @@ class ClientConnection:
     One thread uses it, except for `send_heartbeat`.
     """
 
-    def __init__(self, sock: socket.socket, opened_s: float) -> None:
+    def __init__(self, sock: socket.socket, opened_s: float, limits: ServerLimits) -> None:
+        self._limits = limits
         sock.setblocking(False)
         self.sock = sock
         self.opened_s = opened_s
@@ -79,9 +87,9 @@ class ClientConnection:
         return self._frames.has_partial_frame
 
     def is_due(self, now_s: float) -> bool:
-        """Whether a frame without deltas is to be sent, if there is something to report."""
-        heartbeat = bool(self.request_ids) and now_s - self.reported_s > HEARTBEAT_S
-        return heartbeat or (self.subscribed and now_s >= self.reported_s + REPORT_S)
+        """True if a frame without deltas is to be sent when there is something to report."""
+        heartbeat = bool(self.request_ids) and now_s - self.reported_s > self._limits.heartbeat_s
+        return heartbeat or (self.subscribed and now_s >= self.reported_s + self._limits.report_s)
 
     def greet(self) -> None:
         """Its Hello was accepted: from now on it may send frames of any kind."""
@@ -135,7 +143,7 @@ class ClientConnection:
                 pass  # TLS wants the same bytes again, and more may follow them
             except OSError as error:
                 raise ClientLost(str(error)) from None
-        if len(self._backlog) > MAX_BACKLOG_BYTES:
+        if len(self._backlog) > self._limits.backlog_bytes:
             raise ClientLost("the client reads too slowly")
 
     def send_heartbeat(self, frame: bytes) -> None:
@@ -164,14 +172,16 @@ class Server:
         token: str,
         tls: ssl.SSLContext | None = None,
         alive_file: AliveFile | None = None,
+        limits: ServerLimits | None = None,
     ) -> None:
         """With `tls`, clients must show a certificate: of a core, or of the engine that sends KV."""
         self._tls = tls
         self._alive_file = alive_file
+        self._limits = limits = limits or ServerLimits()
         listener.setblocking(False)
         self._listener = listener
         self._loop = loop
-        self._info = msgspec.structs.replace(info, heartbeat_s=HEARTBEAT_S)
+        self._info = msgspec.structs.replace(info, heartbeat_s=limits.heartbeat_s)
         self._token = token
         self.versions = (frames.OLDEST_VERSION, frames.VERSION)  # of the protocol, that clients may speak
         self.restarts = False  # once drained, this engine is to be started again
@@ -190,6 +200,15 @@ class Server:
         if loop.tiers is not None:
             self.watch(loop.tiers.wakeup, loop.tiers.clear_wakeup)
         self.watch(loop.cache_control.wakeup, loop.cache_control.finish)
+
+    @property
+    def n_connections(self) -> int:
+        return len(self._connections)
+
+    @property
+    def n_requests(self) -> int:
+        """Accepted requests that have not ended."""
+        return len(self._owners)
 
     def watch(self, source: Any, when_readable: Callable[[], object]) -> None:
         """Wake up for something besides the sockets of clients: a signal, the death of the parent."""
@@ -222,7 +241,7 @@ class Server:
         if self._loop.busy:
             self._route(self._loop.step(time.monotonic()))
             self._busy_s = time.monotonic()
-        elif self._loop.has_idle_task and time.monotonic() >= self._busy_s + IDLE_S:
+        elif self._loop.has_idle_task and time.monotonic() >= self._busy_s + self._limits.idle_s:
             self._loop.run_idle_task()
         self._flush()
 
@@ -237,7 +256,7 @@ class Server:
         stopped, loop = threading.Event(), self._loop
 
         def beat() -> None:
-            while not stopped.wait(HEARTBEAT_S):
+            while not stopped.wait(self._limits.heartbeat_s):
                 beat = Heartbeat(loop.computed_tokens, loop.in_step, loop.preparing, loop.n_prepared, loop.step_s)
                 if self._alive_file is not None:
                     self._alive_file.beat(beat)
@@ -263,25 +282,25 @@ class Server:
             elif key.data in self._connections:  # not closed by an earlier event
                 self._serve(key.data, events)
         for connection in [c for c in self._connections if not c.greeted]:
-            if time.monotonic() > connection.opened_s + HELLO_TIMEOUT_S:
+            if time.monotonic() > connection.opened_s + self._limits.hello_timeout_s:
                 self._close(connection, "no Hello in time")
 
     def _timeout_s(self) -> float | None:
         """How long to sleep: not at all with work to do, without limit when only clients can bring some."""
         if self._loop.busy and not self._loop.blocked:
             return 0
-        limits = [c.opened_s + HELLO_TIMEOUT_S for c in self._connections if not c.greeted]
+        limits = [c.opened_s + self._limits.hello_timeout_s for c in self._connections if not c.greeted]
         if self._loop.busy:
             limits.append(max(self._loop.wake_s, time.monotonic() + COMPILE_POLL_S))
         elif self._loop.has_idle_task:
-            limits.append(self._busy_s + IDLE_S)
+            limits.append(self._busy_s + self._limits.idle_s)
         if self._drain_until_s is not None:
             limits.append(self._drain_until_s)
         if subscribers := self._subscribers():
             load = self._load
             if self._loop.tiers is not None:
                 limits.append(self._loop.tiers.report_s)
-            limits += [c.reported_s + REPORT_S for c in subscribers if c.reported_load != load]
+            limits += [c.reported_s + self._limits.report_s for c in subscribers if c.reported_load != load]
         next_s = min(limits, default=inf)
         return None if next_s == inf else max(0.0, next_s - time.monotonic())
 
@@ -312,11 +331,11 @@ class Server:
                 _log.warning("accept failed: %s", error)
                 sock.close()
                 return
-        connection = ClientConnection(sock, time.monotonic())
+        connection = ClientConnection(sock, time.monotonic(), self._limits)
         self._connections.add(connection)
         self._selector.register(sock, selectors.EVENT_READ, connection)
         ungreeted = [c for c in self._connections if not c.greeted]
-        if len(ungreeted) > MAX_UNGREETED:
+        if len(ungreeted) > self._limits.ungreeted:
             self._close(min(ungreeted, key=lambda c: c.opened_s), "too many connections without Hello")
 
     def _serve(self, connection: ClientConnection, events: int) -> None:

@@ -97,6 +97,11 @@ class KVCache:
         self._chunk = chunk
         self._listeners: tuple[KVListener, ...] = () if listener is None else (listener,)
 
+    @property
+    def n_listeners(self) -> int:
+        """Subscribers of KV events."""
+        return len(self._listeners)
+
     def add_listener(self, listener: KVListener) -> None:
         self._listeners += (listener,)
 

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from emberline.engine import socket_server
 from emberline.engine.alive_file import AliveFile, open_alive_file
 from emberline.engine.process import listening
-from emberline.engine.socket_server import Server
+from emberline.engine.socket_server import Server, ServerLimits
 from emberline.engine.step_loop import StepLoop
 from emberline.protocol.errors import BadInput
 from emberline.protocol.frames import Drain, EngineInfo, Heartbeat
@@ -62,8 +61,7 @@ def test_a_file_that_cannot_be_written_later_ends_nothing(tmp_path: Path, caplog
     assert len(caplog.records) == 1
 
 
-def test_an_engine_whose_step_hangs_stops_touching_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(socket_server, "HEARTBEAT_S", 0.01)
+def test_an_engine_whose_step_hangs_stops_touching_it(tmp_path: Path) -> None:
     path, go, hangs = tmp_path / "alive", threading.Event(), threading.Event()
     scheduler, cache = scheduler_of(n_blocks=400, context_len=4000)
     runner = FakeRunner(cache)
@@ -75,9 +73,14 @@ def test_an_engine_whose_step_hangs_stops_touching_it(tmp_path: Path, monkeypatc
 
     runner.launch = hanging
     info = EngineInfo(model="fake", fingerprint="fake", context_len=4000, vocab_size=VOCAB, eos_ids=(EOS,))
-    alive = AliveFile(path)
     beats = threading.Semaphore(0)
-    monkeypatch.setattr(alive, "beat", lambda state, beat=alive.beat: (beat(state), beats.release()))
+
+    class CountedFile(AliveFile):
+        def beat(self, state: Heartbeat) -> None:
+            super().beat(state)
+            beats.release()
+
+    alive = CountedFile(path)
 
     def is_touched_again() -> bool:
         two_beats()
@@ -93,7 +96,8 @@ def test_an_engine_whose_step_hangs_stops_touching_it(tmp_path: Path, monkeypatc
             assert beats.acquire(timeout=60)
 
     with listening(str(tmp_path / "engine.sock")) as (listener, address):
-        server = Server(listener, StepLoop(scheduler, runner), info, "secret", alive_file=alive)
+        loop, limits = StepLoop(scheduler, runner), ServerLimits(heartbeat_s=0.01)
+        server = Server(listener, loop, info, "secret", alive_file=alive, limits=limits)
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
         try:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from emberline.engine import socket_server
+from emberline.engine.socket_server import ServerLimits
 from emberline.kv import cache as kv_cache
 from emberline.protocol.block_hash import DIGEST_BYTES
 from emberline.protocol.frames import KVEvents, Step, WatchKV
@@ -44,10 +44,6 @@ class Watcher(Client):
             self.take(self.receive())
 
 
-def is_watched(engine):
-    return any(connection.subscribed for connection in tuple(engine.server._connections))
-
-
 def cut(keys):
     made = [keys[at : at + DIGEST_BYTES] for at in range(0, len(keys), DIGEST_BYTES)]
     assert len(set(made)) == len(made)
@@ -72,7 +68,7 @@ def test_subscribers_track_the_cache_content(tmp_path, layouts):
                 late.follow(index)
                 assert late.frames[0].whole
     assert len(index) > 0
-    wait_until(lambda: not engine.cache._listeners)
+    wait_until(lambda: not engine.cache.n_listeners)
     engine.stop()
 
 
@@ -98,23 +94,22 @@ def test_frames_stay_below_a_megabyte():
     assert sum(len(frame.stored) for frame in frames) == 3_200_000
 
 
-def test_a_subscriber_that_does_not_read_is_disconnected_and_steps_continue(tmp_path, monkeypatch):
-    monkeypatch.setattr(socket_server, "MAX_BACKLOG_BYTES", 4096)
-    engine = Engine(tmp_path / "a.sock", n_blocks=4000, token_budget=512)
+def test_a_subscriber_that_does_not_read_is_disconnected_and_steps_continue(tmp_path):
+    engine = Engine(tmp_path / "a.sock", n_blocks=4000, token_budget=512, limits=ServerLimits(backlog_bytes=4096))
     with Watcher(engine.address) as slow, Client(engine.address) as client:
         rng = random.Random(1)
-        wait_until(lambda: is_watched(engine))
+        wait_until(lambda: engine.cache.n_listeners)
         for n in range(400):
             prompt = [rng.randrange(VOCAB) for _ in range(500)]
             client.submit(request(f"{n}", prompt, max_tokens=1))
             client.finish(f"{n}")
-            if not is_watched(engine):
+            if not engine.cache.n_listeners:
                 break
         else:
             raise AssertionError("it was never dropped")
         client.submit(request("after", [1, 2, 3]))
         assert client.finish("after").finish == "length"
-        assert not engine.cache._listeners
+        assert not engine.cache.n_listeners
         slow.close()
     engine.stop()
 

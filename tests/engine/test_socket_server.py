@@ -11,10 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from emberline.engine import socket_server as server_module
 from emberline.engine.process import join_token, listening
 from emberline.engine.scheduler.plan import StepPlan
-from emberline.engine.socket_server import Server
+from emberline.engine.socket_server import Server, ServerLimits
 from emberline.engine.step_loop import StepLoop
 from emberline.protocol import frames
 from emberline.protocol.errors import BadInput
@@ -44,7 +43,7 @@ def framed(payload):
 class Engine:
     """A server in a thread. `pause` delays its steps."""
 
-    def __init__(self, path, idle_task=None, transfers=(), **setup):
+    def __init__(self, path, idle_task=None, transfers=(), limits=None, **setup):
         self.scheduler, self.cache = scheduler_of(**{"n_blocks": 400, "context_len": 4000, **setup})
         self.runner = FakeRunner(self.cache)
         self.go = threading.Event()
@@ -55,7 +54,8 @@ class Engine:
         self.info = msgspec.structs.replace(self.info, transfers=transfers)
         self._listening = listening(str(path))
         listener, self.address = self._listening.__enter__()
-        self.server = Server(listener, StepLoop(self.scheduler, self.runner, idle_task=idle_task), self.info, "secret")
+        self.loop = StepLoop(self.scheduler, self.runner, idle_task=idle_task)
+        self.server = Server(listener, self.loop, self.info, "secret", limits=limits)
         self.thread = threading.Thread(target=self.server.run, daemon=True)
         self.thread.start()
 
@@ -73,21 +73,27 @@ class Engine:
 
 
 @pytest.fixture
-def engine(tmp_path):
-    engine = Engine(tmp_path / "engine.sock")
+def engine(tmp_path, request):
+    """Parameters are fields of ServerLimits."""
+    limits = ServerLimits(**getattr(request, "param", {}))
+    engine = Engine(tmp_path / "engine.sock", limits=limits)
     yield engine
     engine.stop()
+
+
+def with_limits(**limits):
+    return pytest.mark.parametrize("engine", [limits], indirect=True, ids=["limits"])
 
 
 def test_hello_is_answered_with_engine_info(engine):
     with Client(engine.address) as client:
         assert isinstance(client.greeting, Welcome)
-        assert client.greeting.info == msgspec.structs.replace(engine.info, heartbeat_s=server_module.HEARTBEAT_S)
+        assert client.greeting.info == msgspec.structs.replace(engine.info, heartbeat_s=1.0)
         assert client.greeting.load.kv_total_blocks == 399
 
 
-def test_one_step_frame_carries_all_deltas_of_a_step(engine, monkeypatch):
-    monkeypatch.setattr(server_module, "HEARTBEAT_S", 60.0)  # no empty steps in between
+@with_limits(heartbeat_s=60.0)  # no empty steps in between
+def test_one_step_frame_carries_all_deltas_of_a_step(engine):
     with Client(engine.address) as client, Client(engine.address) as other:
         client.submit(*(request(f"r{n}", [n + 1] * 5, max_tokens=6) for n in range(3)))
         other.submit(request("x", [5, 5], max_tokens=6))
@@ -269,9 +275,8 @@ def test_every_byte_string_is_survived(engine, payload, greeted):
     assert engine.thread.is_alive()
 
 
-def test_of_many_connections_without_hello_the_oldest_is_closed(engine, monkeypatch):
-    monkeypatch.setattr(server_module, "MAX_UNGREETED", 3)
-    monkeypatch.setattr(server_module, "HELLO_TIMEOUT_S", 60.0)
+@with_limits(ungreeted=3, hello_timeout_s=60.0)
+def test_of_many_connections_without_hello_the_oldest_is_closed(engine):
     silent = [Client(engine.address, greet=False) for _ in range(5)]
     for client in silent[:2]:
         with pytest.raises(ConnectionError):
@@ -282,25 +287,25 @@ def test_of_many_connections_without_hello_the_oldest_is_closed(engine, monkeypa
         client.close()
 
 
-def test_a_connection_without_hello_times_out(engine, monkeypatch):
-    monkeypatch.setattr(server_module, "HELLO_TIMEOUT_S", 0.05)
+@with_limits(hello_timeout_s=0.05)
+def test_a_connection_without_hello_times_out(engine):
     with Client(engine.address, greet=False) as client, pytest.raises(ConnectionError):
         client.receive()
 
 
-def test_a_client_that_does_not_read_is_disconnected(engine, monkeypatch):
-    monkeypatch.setattr(server_module, "MAX_BACKLOG_BYTES", 10_000)
+@with_limits(backlog_bytes=10_000)
+def test_a_client_that_does_not_read_is_disconnected(engine):
     with Client(engine.address) as slow, Client(engine.address) as client:
         slow.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         slow.submit(*(request("x" * 50_000 + str(n), [1], **LONG) for n in range(4)))
-        wait_until(lambda: len(engine.server._connections) == 1 and not engine.scheduler.busy)
+        wait_until(lambda: engine.server.n_connections == 1 and not engine.scheduler.busy)
         client.submit(request("a", [1]))
         assert client.finish("a").finish == "length"
 
 
-def test_a_waiting_client_gets_heartbeats_while_steps_are_made(engine, monkeypatch):
+@with_limits(heartbeat_s=0.02)
+def test_a_waiting_client_gets_heartbeats_while_steps_are_made(engine):
     """A prompt may take minutes; without heartbeats its client could not tell that from an engine that hangs."""
-    monkeypatch.setattr(server_module, "HEARTBEAT_S", 0.02)
     launch = engine.runner.launch
     engine.runner.launch = lambda plan: (time.sleep(0.005), launch(plan))[1]
     with Client(engine.address) as client, Client(engine.address) as idle:
@@ -315,8 +320,8 @@ def test_a_waiting_client_gets_heartbeats_while_steps_are_made(engine, monkeypat
             idle.receive()
 
 
+@with_limits(heartbeat_s=0.0)
 def test_an_engine_without_progress_sends_no_heartbeat(engine, monkeypatch):
-    monkeypatch.setattr(server_module, "HEARTBEAT_S", 0.0)
     monkeypatch.setattr(engine.scheduler, "plan", StepPlan)  # work, and nothing planned
     with Client(engine.address) as client:
         client.submit(request("a", [1]))
@@ -325,9 +330,8 @@ def test_an_engine_without_progress_sends_no_heartbeat(engine, monkeypatch):
             client.receive()
 
 
-def test_heartbeats_tell_a_long_step_from_an_idle_engine(tmp_path, monkeypatch):
-    monkeypatch.setattr(server_module, "HEARTBEAT_S", 0.02)
-    engine = Engine(tmp_path / "engine.sock")
+def test_heartbeats_tell_a_long_step_from_an_idle_engine(tmp_path):
+    engine = Engine(tmp_path / "engine.sock", limits=ServerLimits(heartbeat_s=0.02))
     try:
         with Client(engine.address, greet=False) as client, Client(engine.address) as other:
             client.send(Hello("secret", heartbeats=True))
@@ -359,26 +363,28 @@ def beat_of(client, is_wanted):
     return message
 
 
-def test_idle_tasks_run_after_a_while_without_requests(tmp_path, monkeypatch):
-    monkeypatch.setattr(server_module, "IDLE_S", 60.0)
-    idle_s = []
+def test_idle_tasks_run_after_a_while_without_requests(tmp_path):
+    idle_at_s, worked_s = [], []
 
     def idle_task():
-        idle_s.append(time.monotonic() - engine.server._busy_s)
-        return len(idle_s) < 3
+        if worked_s:
+            idle_at_s.append(time.monotonic())
+        return len(idle_at_s) < 3
 
-    engine = Engine(tmp_path / "engine.sock", idle_task)
-    monkeypatch.setattr(server_module, "IDLE_S", 0.2)
+    engine = Engine(tmp_path / "engine.sock", idle_task, limits=ServerLimits(idle_s=0.2))
     try:
         with Client(engine.address) as client:
+            engine.go.clear()
             client.submit(request("a", [1, 2], max_tokens=3))
+            wait_until(lambda: engine.scheduler.busy)
+            worked_s.append(time.monotonic())
+            engine.go.set()
             client.finish("a")
-            wait_until(lambda: len(idle_s) == 3)
-            assert min(idle_s) >= 0.2
+            wait_until(lambda: not engine.loop.has_idle_task)
+            assert len(idle_at_s) == 3, "the last one said so"
+            assert min(idle_at_s) >= worked_s[0] + 0.2
             client.submit(request("b", [1, 2], max_tokens=3))
             client.finish("b")
-        time.sleep(0.4)
-        assert len(idle_s) == 3, "the last one said so"
     finally:
         engine.stop()
 

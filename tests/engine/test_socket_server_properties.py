@@ -166,7 +166,7 @@ def test_every_request_ends_once_under_random_client_actions(setup, script):
             stage.finish()
             load = stage.loop.load
             assert (load.running, load.waiting, load.waiting_tokens, load.kv_used_blocks) == (0, 0, 0, 0)
-            assert not stage.server._owners
+            assert not stage.server.n_requests
             stage.server.drain(0)
             stage.server.run()
             for peer in stage.peers:
