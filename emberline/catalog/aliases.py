@@ -64,6 +64,10 @@ class AliasTable(msgspec.Struct, frozen=True, tag="aliases", dict=True):
             name = _choose(alias.name, targets or alias.targets, caller)
         return name
 
+    def leads_to(self, model: str) -> bool:
+        """True if an alias stands for the model."""
+        return model.lower() in self._names
+
     def names_of(self, card: ModelCard) -> tuple[str, ...]:
         """The aliases that may stand for the model."""
         wanted = dict.fromkeys(name.lower() for name in (card.id, *card.aliases))

@@ -174,7 +174,8 @@ class LocalCore:
         self._connections: list[Connection] = []
         self.usage = usage
         self.sessions = sessions
-        self._metrics = Metrics(admission.snapshot)
+        self.lists_model: Callable[[str], bool] = lambda model: False  # True for one that an upstream server offers
+        self._metrics = Metrics(admission.snapshot, self._knows_model)
         self.history = History(admission.snapshot)
         for connection in connections:
             self.add(connection)
@@ -337,7 +338,16 @@ class LocalCore:
         return Health(health.ok and not problem, {**health.detail, "disk": problem or "ok"})
 
     async def metrics(self) -> bytes:
-        return self._metrics.expose()
+        return await self._metrics.expose()
+
+    def _knows_model(self, model: str) -> bool:
+        """True if the operator has named the model: by a worker, a price, an alias or an upstream server's list."""
+        return (
+            any(model in worker.endpoint.models for worker in self.admission.balancer.workers.values())
+            or bool(self.prices.history(model))
+            or self.aliases.table.leads_to(model)
+            or self.lists_model(model)
+        )
 
     async def status(self, query: StatusQuery) -> Status:
         health = await self.health()

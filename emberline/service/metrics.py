@@ -1,12 +1,13 @@
 """Prometheus metrics, kept in the core only. Where vLLM has a name for a figure, it appears under that name too."""
 
+import asyncio
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import msgspec
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -103,23 +104,37 @@ class _GenAIMetrics:
             self.tpot_s.observe((row.finished_us - row.first_token_us) / 1e6 / (row.output_tokens - 1))
 
 
-MAX_MODELS = 1000  # with metrics of their own
-OTHER_MODELS = "other"
+MAX_ANSWERED = 100  # models that only clients name, with metrics of their own: about 25 KB of text each
+OTHER = "other"  # the label of all further models, and of their providers
 
 
-class Metrics(Collector):
-    """`snapshot`: of the in-flight ledger."""
+class Metrics:
+    """Totals by model, and the text of `/metrics`.
 
-    def __init__(self, snapshot: Callable[[], Snapshot]) -> None:
+    Clients name the models of providers at will. A model has a label of its own if the operator knows it, or if it has
+    answered and fewer than `max_answered` others have. All other models are counted together.
+    """
+
+    def __init__(
+        self,
+        snapshot: Callable[[], Snapshot],
+        is_known: Callable[[str], bool] = lambda model: False,
+        max_answered: int = MAX_ANSWERED,
+    ) -> None:
+        """`snapshot` is that of the in-flight ledger; `is_known` is True for a model that the operator has named."""
         self._snapshot = snapshot
+        self._is_known = is_known
+        self._max_answered = max_answered
+        self._answered: set[str] = set()  # models that have a label because they answered
         self.models: defaultdict[str, ModelMetrics] = defaultdict(ModelMetrics)
         self._genai: defaultdict[tuple[str, str, str], _GenAIMetrics] = defaultdict(_GenAIMetrics)
         self._refused: Counter[str] = Counter()
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
+        self._others: list[Collector] = []
+        self._rendering = asyncio.Lock()
 
     def add(self, collector: Collector) -> None:
-        self._registry.register(collector)
+        """Expose the metrics of another part of the core, which are collected on the event loop."""
+        self._others.append(collector)
 
     def refused(self, kind: str, times: int = 1) -> None:
         """Count a request that was not admitted; `kind` of its error."""
@@ -127,8 +142,8 @@ class Metrics(Collector):
 
     def record(self, row: UsageRow, inter_token: Counts, operation: str = "chat", provider: str = "emberline") -> None:
         """Count a request that has ended; `inter_token`: its inter-token latencies."""
-        name = self._label(row.model)
-        self._genai[operation, provider, name].record(row)
+        name = self._label(row)
+        self._genai[operation, OTHER if name == OTHER else provider, name].record(row)
         model = self.models[name]
         model.by_status[row.status] += 1
         model.prompt_tokens += row.input_tokens
@@ -140,25 +155,58 @@ class Metrics(Collector):
         if row.first_token_us is not None:
             model.ttft_s.observe((row.first_token_us - row.created_us) / 1e6)
 
-    def _label(self, model: str) -> str:
-        """Clients name the models of providers at will: beyond a number, they are counted together."""
-        return model if model in self.models or len(self.models) < MAX_MODELS else OTHER_MODELS
+    def forget_provider(self, name: str) -> None:
+        """Remove the series of a provider that is gone. What its models counted is in the usage rows."""
+        for model in [model for model in self.models if model.startswith(f"{name}/")]:
+            del self.models[model]
+            self._answered.discard(model)
+        for key in [key for key in self._genai if key[2].startswith(f"{name}/")]:
+            del self._genai[key]
 
-    def expose(self) -> bytes:
-        return generate_latest(self._registry)
+    def _label(self, row: UsageRow) -> str:
+        model = row.model
+        if model in self.models or self._is_known(model):
+            return model
+        if row.status != "finished" or len(self._answered) >= self._max_answered:
+            return OTHER
+        self._answered.add(model)
+        return model
 
-    # --- collected by the registry -----------------------------------------------------------------------------------
+    async def expose(self) -> bytes:
+        """The text of `/metrics`. A thread renders it, one scrape at a time: with many models it takes a while."""
+        async with self._rendering:
+            snapshot = self._snapshot()
+            for worker in snapshot.workers:
+                if not worker.models[0].endswith("/*"):  # the pool of a provider, which is no model
+                    self.models[worker.models[0]]  # exposed from the start, at zero
+            totals = _Totals(list(self.models.items()), list(self._genai.items()), dict(self._refused), snapshot)
+            others = [family for collector in self._others for family in collector.collect()]
+            return await asyncio.to_thread(lambda: generate_latest(_Collected(totals, others)))
+
+
+class _Totals(NamedTuple):
+    """The totals as a thread reads them. The event loop adds to their values meanwhile, but to no mapping in them."""
+
+    models: list[tuple[str, ModelMetrics]]
+    genai: list[tuple[tuple[str, str, str], _GenAIMetrics]]
+    refused: Mapping[str, int]
+    snapshot: Snapshot
+
+
+class _Collected(Collector):
+    """Everything that one scrape exposes."""
+
+    def __init__(self, totals: _Totals, others: Sequence[Metric]) -> None:
+        self._models, self._genai, self._refused, self._snapshot = totals
+        self._others = others
 
     def collect(self) -> Iterator[Metric]:
-        snapshot = self._snapshot()
-        for worker in snapshot.workers:
-            self.models[worker.models[0]]  # from the start, at zero
         refused = CounterMetricFamily("emberline_requests_refused", "Requests refused, by error.", labels=["error"])
         for kind in {*REFUSED_KINDS, *self._refused}:
-            refused.add_metric([kind], self._refused[kind])
+            refused.add_metric([kind], self._refused.get(kind, 0))
         yield refused
         ended = CounterMetricFamily("emberline_requests", "Requests ended, by status.", labels=["model", "status"])
-        for name, model in self.models.items():
+        for name, model in self._models:
             for status in STATUSES:
                 ended.add_metric([name, status], model.by_status[status])
         yield ended
@@ -167,8 +215,8 @@ class Metrics(Collector):
         by_tier = CounterMetricFamily(
             "emberline_cached_tokens_by_tier", "Cached tokens, by where they came from.", labels=["model", "tier"]
         )
-        for name, model in self.models.items():
-            for tier, n_tokens in model.cached_by_tier.items():
+        for name, model in self._models:
+            for tier, n_tokens in list(model.cached_by_tier.items()):
                 by_tier.add_metric([name, tier], n_tokens)
         yield by_tier
         yield from self._counters("generation_tokens", "vllm:generation_tokens", lambda m: m.generation_tokens)
@@ -177,27 +225,28 @@ class Metrics(Collector):
         yield from self._histograms("inter_token_latency_seconds", lambda m: m.inter_token_s)
         yield from self._histograms("e2e_request_latency_seconds", lambda m: m.e2e_s)
         yield from _genai_metrics(self._genai)
-        yield from _worker_metrics(snapshot)
-        yield from tier_metrics(snapshot)
-        yield from draft_metrics(snapshot)
+        yield from _worker_metrics(self._snapshot)
+        yield from tier_metrics(self._snapshot)
+        yield from draft_metrics(self._snapshot)
+        yield from self._others
 
     def _counters(self, name: str, alias: str, value: Callable[[ModelMetrics], int]) -> Iterator[Metric]:
         for full_name, label in ((f"emberline_{name}", "model"), (alias, "model_name")):
             family = CounterMetricFamily(full_name, name.replace("_", " ").capitalize() + ".", labels=[label])
-            for model_name, model in self.models.items():
+            for model_name, model in self._models:
                 family.add_metric([model_name], value(model))
             yield family
 
     def _histograms(self, name: str, value: Callable[[ModelMetrics], Histogram]) -> Iterator[Metric]:
         for full_name, label in ((f"emberline_{name}", "model"), (f"vllm:{name}", "model_name")):
             family = HistogramMetricFamily(full_name, name.replace("_", " ").capitalize() + ".", labels=[label])
-            for model_name, model in self.models.items():
+            for model_name, model in self._models:
                 histogram = value(model)
                 family.add_metric([model_name], histogram.cumulative(), histogram.counts.total)
             yield family
 
 
-def _genai_metrics(found: Mapping[tuple[str, str, str], _GenAIMetrics]) -> Iterator[Metric]:
+def _genai_metrics(found: Sequence[tuple[tuple[str, str, str], _GenAIMetrics]]) -> Iterator[Metric]:
     labels = ["gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model"]
 
     def family(name: str, text: str, *more: str) -> HistogramMetricFamily:
@@ -207,8 +256,8 @@ def _genai_metrics(found: Mapping[tuple[str, str, str], _GenAIMetrics]) -> Itera
     ttft = family("server_time_to_first_token_seconds", "Time to the first token.")
     tpot = family("server_time_per_output_token_seconds", "Time per output token after the first.")
     tokens = family("client_token_usage", "Tokens of a request.", "gen_ai_token_type")
-    for key, each in found.items():
-        for error, histogram in each.duration_s.items():
+    for key, each in found:
+        for error, histogram in list(each.duration_s.items()):
             duration.add_metric([*key, error], histogram.cumulative(), histogram.counts.total)
         ttft.add_metric(key, each.ttft_s.cumulative(), each.ttft_s.counts.total)
         tpot.add_metric(key, each.tpot_s.cumulative(), each.tpot_s.counts.total)

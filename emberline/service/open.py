@@ -128,6 +128,7 @@ async def open_service(
 
     upstream.providers.on_new.append(provider_added)
     core.know_model = upstream.providers.ensure
+    core.lists_model = lambda model: any(card.id == model for card in connections.upstream.cards())
 
     if cluster is not None:
         table = MemberTable(store, cluster.members)

@@ -5,6 +5,7 @@ kustomize where that is.
 """
 
 import argparse
+import asyncio
 import importlib
 import os
 import re
@@ -364,7 +365,8 @@ def test_budgets_and_controllers_name_what_exists(folder: Path) -> None:
 
 def test_autoscaling_uses_metrics_that_are_exported() -> None:
     snapshot = Snapshot(workers=[], waiting={}, dispatched=0, index_blocks=0)
-    exported = set(re.findall(r"^# TYPE (\w+)", Metrics(lambda: snapshot).expose().decode(), re.MULTILINE))
+    exposed = asyncio.run(Metrics(lambda: snapshot).expose()).decode()
+    exported = set(re.findall(r"^# TYPE (\w+)", exposed, re.MULTILINE))
     (scaled,) = of_kind(render(FOLDER / "overlays" / "keda"), "ScaledObject").values()
     for trigger in scaled["spec"]["triggers"]:
         names = re.findall(r"emberline_\w+", trigger["metadata"]["query"])

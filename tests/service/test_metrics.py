@@ -1,16 +1,19 @@
+import asyncio
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from emberline.balancer.balancer import Balancer
+from emberline.accounts.usage_row import UsageRow
+from emberline.balancer.balancer import Balancer, Snapshot
 from emberline.balancer.endpoint import Capacity, Endpoint
 from emberline.protocol.errors import BadInput
 from emberline.protocol.events import Completed
 from emberline.protocol.frames import DraftStats, EngineLoad, TierStats
 from emberline.service import Service
 from emberline.service.draft_metrics import draft_metrics
-from emberline.service.metrics import Histogram
+from emberline.service.metrics import OTHER, Counts, Histogram, Metrics
 from emberline.service.tier_metrics import tier_metrics
 from tests.service.fake_engine import FakeEngine
 from tests.service.test_service import ask, events_of
@@ -120,3 +123,69 @@ def test_metrics_of_tiers() -> None:
     assert (found[f"{prefix}ok", "host"], found[f"{prefix}ok", "pool"]) == (1, 0)
     assert found[f"{prefix}oldest_seconds", "pool"] == 7
     assert found[f"{prefix}refused_total", "pool"] == 2
+
+
+IDLE = Snapshot(workers=[], waiting={}, dispatched=0, index_blocks=0)
+
+
+def row(model: str, status: str = "finished") -> UsageRow:
+    return UsageRow(
+        id="r",
+        account="a",
+        model=model,
+        model_version="v",
+        input_tokens=10,
+        output_tokens=5,
+        status=status,  # type: ignore[arg-type]
+        created_us=0,
+        first_token_us=40_000,
+        finished_us=90_000,
+    )
+
+
+async def labels(metrics: Metrics) -> tuple[set[str], set[str]]:
+    """The models and the providers that `/metrics` names."""
+    text = (await metrics.expose()).decode()
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    models = {sample.labels[name] for sample in samples for name in ("model", "model_name") if name in sample.labels}
+    models |= {sample.labels["gen_ai_request_model"] for sample in samples if "gen_ai_request_model" in sample.labels}
+    providers = {sample.labels["gen_ai_provider_name"] for sample in samples if "gen_ai_provider_name" in sample.labels}
+    return models, providers
+
+
+async def test_clients_cannot_grow_the_labels() -> None:
+    metrics = Metrics(lambda: IDLE, is_known=lambda model: model == "p/known", max_answered=3)
+    for number in range(50):
+        metrics.record(row(f"p{number}/made-up", "failed"), Counts(), provider=f"p{number}")
+        metrics.record(row(f"q/{number}"), Counts(), provider="q")
+    metrics.record(row("p/known", "failed"), Counts(), provider="p")
+    models, providers = await labels(metrics)
+    assert models == {"p/known", "q/0", "q/1", "q/2", OTHER}
+    assert providers == {"p", "q", OTHER}
+    assert metrics.models[OTHER].by_status == {"failed": 50, "finished": 47}  # none is lost
+    size = len(await metrics.expose())
+    for number in range(1000):
+        metrics.record(row(f"r{number}/x", "cancelled"), Counts(), provider=f"r{number}")
+    assert len(await metrics.expose()) < 2 * size
+
+
+async def test_a_provider_takes_its_series_with_it() -> None:
+    metrics = Metrics(lambda: IDLE, max_answered=2)
+    for model in ("p/a", "p/b", "other/c"):
+        metrics.record(row(model), Counts(), provider=model[0])
+    metrics.forget_provider("p")
+    assert await labels(metrics) == ({OTHER}, {OTHER})
+    metrics.record(row("new/d"), Counts(), provider="new")  # there is room for others again
+    assert await labels(metrics) == ({OTHER, "new/d"}, {OTHER, "new"})
+
+
+async def test_the_event_loop_runs_on_while_metrics_are_rendered() -> None:
+    metrics = Metrics(lambda: IDLE, max_answered=200)
+    for number in range(200):
+        metrics.record(row(f"p/{number}"), Counts())
+    scrape, n_turns = asyncio.create_task(metrics.expose()), 0
+    while not scrape.done():
+        await asyncio.sleep(0)
+        n_turns += 1
+    assert n_turns > 10  # on the loop, it would be two or three
+    assert b'model="p/199"' in scrape.result()

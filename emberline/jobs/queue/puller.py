@@ -12,7 +12,7 @@ import os
 import random
 import secrets
 import socket
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,6 +31,8 @@ MAX_CLAIM = 256  # jobs at once
 POLL_S = 1.0  # for jobs without a notification
 CAPACITY_POLL_S = 0.25  # for capacity without a notification: an engine's load has changed
 HEARTBEAT_S = 5.0  # or a quarter of a lease; also how soon a cancellation without a notification is noticed
+MAX_LABELS = 100  # models with metrics of their own
+OTHER = "other"  # the label of all others
 MONITOR_S = 5.0  # between two updates of the metrics, and looks for quarantined jobs
 DRAIN_S = 5.0  # for running jobs to finish on close; the others return to the queue
 
@@ -82,15 +84,25 @@ def _is_unlocked(path: Path) -> bool:
 
 
 class QueueMetrics(Collector):
-    """Counts the job events of this process; depth and age are those of the whole queue when last read."""
+    """Counts the job events of this process; depth and age are those of the whole queue when last read.
 
-    def __init__(self) -> None:
+    Clients name the models of jobs. Beyond `max_models` labels, models are counted together as `other`: of depths,
+    the models with the fewest queued jobs.
+    """
+
+    def __init__(self, max_models: int = MAX_LABELS) -> None:
+        self._max_models = max_models
         self._counts: Counter[tuple[str, str]] = Counter()
+        self._counted: set[str] = set()  # models in `_counts`
         self._depths: Sequence[QueueDepth] = ()
         self._n_dead = 0
         self._now_us = 0
 
     def count(self, event: str, model: str, n: int = 1) -> None:
+        """Count an event of `n` jobs."""
+        if model not in self._counted and len(self._counted) >= self._max_models:
+            model = OTHER
+        self._counted.add(model)
         self._counts[event, model] += n
 
     @property
@@ -112,8 +124,7 @@ class QueueMetrics(Collector):
         queued = GaugeMetricFamily("emberline_queue_depth", "Queued jobs.", labels=["model"])
         leased = GaugeMetricFamily("emberline_queue_leased", "Leased (running) jobs.", labels=["model"])
         oldest = GaugeMetricFamily("emberline_queue_age_seconds", "Age of the next job.", labels=["model"])
-        for model in sorted({depth.model for depth in self._depths}):
-            depths = [depth for depth in self._depths if depth.model == model]
+        for model, depths in sorted(self._by_label().items()):
             queued.add_metric([model], sum(depth.n_queued for depth in depths))
             leased.add_metric([model], sum(depth.n_leased for depth in depths))
             since_us = min((depth.oldest_us for depth in depths if depth.oldest_us is not None), default=self._now_us)
@@ -124,6 +135,16 @@ class QueueMetrics(Collector):
         for (event, model), n in sorted(self._counts.items()):
             events.add_metric([event, model], n)
         yield events
+
+    def _by_label(self) -> dict[str, list[QueueDepth]]:
+        by_model: defaultdict[str, list[QueueDepth]] = defaultdict(list)
+        for depth in self._depths:
+            by_model[depth.model].append(depth)
+        ranked = sorted(by_model, key=lambda model: -sum(depth.n_queued for depth in by_model[model]))
+        labels: dict[str, list[QueueDepth]] = {model: by_model[model] for model in ranked[: self._max_models]}
+        if rest := ranked[self._max_models :]:
+            labels[OTHER] = [depth for model in rest for depth in by_model[model]]
+        return labels
 
 
 class BatchAdmission(Protocol):
