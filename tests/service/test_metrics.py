@@ -23,6 +23,7 @@ BOUNDS = (0.1, 1.0, 10.0)
 
 async def test_prometheus_text(service: Service, engine: FakeEngine) -> None:
     engine.cached = 4
+    engine.running.add("a sequence of another core")
     for _ in range(2):
         *_, completed = await events_of(service, ask())
         assert isinstance(completed, Completed)
@@ -55,7 +56,7 @@ async def test_prometheus_text(service: Service, engine: FakeEngine) -> None:
         assert 0 < samples[f"{prefix}inter_token_latency_seconds_count", model] <= 2 * 6
         assert samples[f"{prefix}num_requests_waiting", model, "e0"] == 0
         assert samples[f"{prefix}num_requests_running", model, "e0"] == 1
-        assert samples[f"{prefix}kv_cache_usage_perc", model, "e0"] == 0.25
+        assert samples[f"{prefix}kv_cache_usage_perc", model, "e0"] == 1 / 1024
     genai = ("chat", "emberline", model)
     assert samples["gen_ai_server_request_duration_seconds_count", "", *sorted(genai, key=str)] == 2
     assert samples["gen_ai_server_time_to_first_token_seconds_count", *sorted(genai)] == 2
