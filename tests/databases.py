@@ -24,6 +24,8 @@ from emberline.store import Database, open_store
 from emberline.store.migrations import MIGRATIONS
 
 DATABASE_KINDS = ("sqlite", "postgres")
+# Runs a test on both databases in a module whose `database` is `mostly_sqlite`.
+on_both_databases = pytest.mark.parametrize("database", DATABASE_KINDS, indirect=True)
 # The tests kill processes, not the machine: without fsync they lose nothing and do not wait for the disk.
 _NO_FSYNC = "ALTER SYSTEM SET fsync = off; ALTER SYSTEM SET full_page_writes = off; SELECT pg_reload_conf();"
 
@@ -179,3 +181,13 @@ async def database_location(kind: str, folder: Path, server: str | None) -> Asyn
         yield DatabaseLocation(kind, url)
     finally:
         await asyncio.wait_for(drop_database(server, url), 60)
+
+
+@pytest.fixture
+async def mostly_sqlite(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[DatabaseLocation]:
+    """A database for modules whose subject is not SQL: import it as `database`. Tests marked `on_both_databases` run on
+    PostgreSQL, too."""
+    kind = getattr(request, "param", "sqlite")
+    server = request.getfixturevalue("postgres") if kind == "postgres" else None
+    async with database_location(kind, tmp_path, server) as place:
+        yield place

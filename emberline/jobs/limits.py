@@ -22,6 +22,9 @@ class QueueLimits(msgspec.Struct, frozen=True, kw_only=True):
     blob_grace_s: float = 3600.0  # a younger blob without a reference may be about to get one
     key_hours: float = 24.0  # retention of an idempotency key
     sweep_s: float = 2.0
+    transcript_s: float = 0.1  # between two parts of a transcript: each costs a commit
+    transcript_retry_s: float = 0.5  # while the store is unavailable
+    store_retry_s: tuple[float, float] = (0.1, 5.0)  # first and last wait before an outcome is written again
 
     @property
     def lease_us(self) -> int:

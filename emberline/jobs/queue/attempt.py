@@ -31,7 +31,6 @@ from emberline.service.request_context import JobContext
 from emberline.service.tracing import JobTrace
 
 _TRANSIENT = (Unavailable, Overloaded, Internal)  # another attempt may succeed
-_FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 5.0  # of writing to an unavailable store
 
 log = logging.getLogger("emberline.jobs")
 
@@ -118,7 +117,9 @@ class JobAttempt:
         if lease.kind != "response" or request.n > 1:
             context = JobContext(engine, self._record_usage, attempt=lease.epoch, accepted_us=lease.created_us)
             return await collect_answer(service.generate(request, principal, context), request.n)
-        transcript = TranscriptWriter(self._queue.transcripts, lease, lambda: self.stop(StopReason.LOST))
+        transcript = TranscriptWriter(
+            self._queue.transcripts, lease, lambda: self.stop(StopReason.LOST), self._queue.limits
+        )
         resume_from = await transcript.load()
         context = JobContext(engine, self._record_usage, resume_from, transcript.record, lease.epoch, lease.created_us)
         return await collect_answer(transcript.follow(service.generate(request, principal, context)), request.n)
@@ -170,7 +171,7 @@ class JobAttempt:
 
     async def _retry(self, write: Callable[[], Awaitable[bool]]) -> bool:
         """Repeat the write until the store accepts it: a computed result is not discarded for an outage."""
-        delay_s = _FIRST_RETRY_S
+        delay_s, last_s = self._queue.limits.store_retry_s
         while True:
             try:
                 return await write()
@@ -179,4 +180,4 @@ class JobAttempt:
                     return False
                 log.warning("the store does not accept a result: %s", error.message)
             await asyncio.sleep(delay_s * random.uniform(0.5, 1.5))
-            delay_s = min(_LAST_RETRY_S, 2 * delay_s)
+            delay_s = min(last_s, 2 * delay_s)

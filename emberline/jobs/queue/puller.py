@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, 
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -28,15 +29,23 @@ from emberline.protocol.errors import EmberlineError
 from emberline.protocol.request import Principal
 
 MAX_CLAIM = 256  # jobs at once
-POLL_S = 1.0  # for jobs without a notification
-CAPACITY_POLL_S = 0.25  # for capacity without a notification: an engine's load has changed
-HEARTBEAT_S = 5.0  # or a quarter of a lease; also how soon a cancellation without a notification is noticed
 MAX_LABELS = 100  # models with metrics of their own
 OTHER = "other"  # the label of all others
-MONITOR_S = 5.0  # between two updates of the metrics, and looks for quarantined jobs
 DRAIN_S = 5.0  # for running jobs to finish on close; the others return to the queue
 
 log = logging.getLogger("emberline.jobs")
+
+
+class PullerTimings(msgspec.Struct, frozen=True, kw_only=True):
+    """Times of a puller, in seconds."""
+
+    poll_s: float = 1.0  # for jobs without a notification
+    capacity_poll_s: float = 0.25  # for capacity without a notification: an engine's load has changed
+    heartbeat_s: float = 5.0  # or a quarter of a lease; also how soon an unnotified cancellation is noticed
+    monitor_s: float = 5.0  # between two updates of the metrics, and looks for quarantined jobs
+
+
+DEFAULTS = PullerTimings()
 
 
 class LeaseOwner:
@@ -179,14 +188,16 @@ class Puller:
         models: Callable[[], Collection[str]],
         principal: Callable[[str, str], Principal],
         owner: LeaseOwner,
+        timings: PullerTimings = DEFAULTS,
     ) -> None:
+        self._timings = timings
         self.metrics = QueueMetrics()
         self._queue = queue
         self._service = service
         self._admission = admission
         self._models = models  # that can be served; workers may bring others at run time
         self._principal = principal  # of an account and the id of the key it used
-        self._owner = owner
+        self.owner = owner
         self._attempts: dict[JobKey, JobAttempt] = {}
         self._running: set[asyncio.Task[None]] = set()
         self._loops: list[asyncio.Task[None]] = []
@@ -214,22 +225,22 @@ class Puller:
         if self._heartbeats is not None:
             await _cancel([self._heartbeats])
         try:
-            await self._queue.deregister(self._owner.name)
-            self._owner.close()
+            await self._queue.deregister(self.owner.name)
+            self.owner.close()
         except EmberlineError as error:  # its leases will end
             log.warning("jobs were not returned to the queue: %s", error.message)
 
     # --- claiming ----------------------------------------------------------------------------------------------------
 
     async def _pull(self) -> None:
-        for name in self._owner.dead():
+        for name in self.owner.dead():
             await self._queue.reclaim_from(name)
-            self._owner.forget(name)
+            self.owner.forget(name)
         while True:
             for model in self._models():
                 if model not in self._empty and not self._stop.is_set():
                     await self._claim(model)
-            await _wait(self._admission.wait_for_room(), CAPACITY_POLL_S * random.uniform(0.5, 1.5))
+            await _wait(self._admission.wait_for_room(), self._timings.capacity_poll_s * random.uniform(0.5, 1.5))
 
     async def _claim(self, model: str) -> None:
         """As many jobs as engines have room for."""
@@ -237,7 +248,7 @@ class Puller:
         if not grants:
             return
         try:
-            leases = await self._queue.claim(self._owner.name, model, len(grants))
+            leases = await self._queue.claim(self.owner.name, model, len(grants))
         except BaseException:
             _release(grants)
             raise
@@ -273,21 +284,21 @@ class Puller:
     # --- notifications -----------------------------------------------------------------------------------------------
 
     async def _listen_for_jobs(self) -> None:
-        async for _ in self._queue.listen("lines", POLL_S):
+        async for _ in self._queue.listen("lines", self._timings.poll_s):
             self._empty.clear()
             self._admission.notify_room()
 
     async def _listen_for_stops(self) -> None:
         """The channel also announces every job that ends, so check before sending a heartbeat."""
-        async for batch_id in self._queue.listen("batches", HEARTBEAT_S):
+        async for batch_id in self._queue.listen("batches", self._timings.heartbeat_s):
             ours = any(batch_id in ("", key[0]) for key in self._attempts)
-            if ours and await self._queue.has_stop_requests(self._owner.name):
+            if ours and await self._queue.has_stop_requests(self.owner.name):
                 self._heartbeat_now.set()
-                await asyncio.sleep(CAPACITY_POLL_S)
+                await asyncio.sleep(self._timings.capacity_poll_s)
 
     async def _send_heartbeats(self) -> None:
         """Renew the leases; abort jobs that are cancelled, expired or leased to another worker."""
-        interval_s = min(HEARTBEAT_S, self._queue.limits.lease_s / 4)
+        interval_s = min(self._timings.heartbeat_s, self._queue.limits.lease_s / 4)
         while True:
             await _wait(self._heartbeat_now.wait(), interval_s * random.uniform(0.75, 1.0))
             self._heartbeat_now.clear()
@@ -295,7 +306,7 @@ class Puller:
             if not attempts:
                 continue
             leases = [attempt.lease for attempt in attempts.values()]
-            reply = await self._queue.heartbeat(self._owner.name, leases)
+            reply = await self._queue.heartbeat(self.owner.name, leases)
             for keys, reason in ((reply.stopped, StopReason.CANCELLED), (reply.lost, StopReason.LOST)):
                 for key in keys:
                     attempts[key].stop(reason)
@@ -317,7 +328,8 @@ class Puller:
             again = [
                 await self._run_quarantined(model, model in others) for model in quarantined if not self._stop.is_set()
             ]
-            await asyncio.sleep((CAPACITY_POLL_S if any(again) else MONITOR_S) * random.uniform(0.75, 1.25))
+            wait_s = self._timings.capacity_poll_s if any(again) else self._timings.monitor_s
+            await asyncio.sleep(wait_s * random.uniform(0.75, 1.25))
 
     async def _run_quarantined(self, model: str, others_wait: bool) -> bool:
         """Whether to try again soon: an engine is being drained, or there may be another quarantined job."""
@@ -327,7 +339,7 @@ class Puller:
             return True
         self._draining.discard(model)
         try:
-            leases = await self._queue.claim(self._owner.name, model, 1, quarantined=True)
+            leases = await self._queue.claim(self.owner.name, model, 1, quarantined=True)
         except BaseException:
             grant.release()
             raise

@@ -1,7 +1,7 @@
 """The transcript of a streamed job: an event log that is durable before clients see its events.
 
-A running attempt appends a part about every WRITE_INTERVAL_S. After a crash the next attempt loads the parts and
-resumes behind their last token, so nothing a client has seen is taken back. Parts are rows of `bodies`, deleted with
+A running attempt appends a part about every `QueueLimits.transcript_s`. After a crash the next attempt loads the parts
+and resumes after their last token, so nothing a client has seen is taken back. Parts are rows of `bodies`, deleted with
 the job.
 """
 
@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 
 import msgspec
 
+from emberline.jobs.limits import QueueLimits
 from emberline.jobs.queue.job import Lease
 from emberline.protocol.errors import Unavailable
 from emberline.protocol.events import (
@@ -39,8 +40,6 @@ _EVENT_TYPES: tuple[type[TranscriptEvent], ...] = (
     ToolCallDelta,
     ChoiceDone,
 )
-WRITE_INTERVAL_S = 0.1  # a part costs a commit
-_RETRY_S = 0.5  # while the store is unavailable
 _FIRST_KIND = 2  # bodies.kind of the first part
 _LEASED = "SELECT 1 FROM lines WHERE batch_id = ? AND number = ? AND epoch = ? AND owner = ? AND state = 'leased'"
 # The lock makes a new claim of the job wait, which then finds this part too.
@@ -122,7 +121,10 @@ def _decode(data: bytes) -> TranscriptPart:
 class TranscriptWriter:
     """Appends to the transcript of one job during one lease."""
 
-    def __init__(self, transcripts: Transcripts, lease: Lease, on_lost: Callable[[], None]) -> None:
+    def __init__(
+        self, transcripts: Transcripts, lease: Lease, on_lost: Callable[[], None], limits: QueueLimits
+    ) -> None:
+        self._limits = limits
         self._transcripts = transcripts
         self._lease = lease
         self._on_lost = on_lost  # called when the lease turns out to be lost
@@ -185,7 +187,7 @@ class TranscriptWriter:
             self._changed.clear()
             await self._flush()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(WRITE_INTERVAL_S):
+                async with asyncio.timeout(self._limits.transcript_s):
                     await self._ended.wait()
         await self._flush()
 
@@ -198,7 +200,7 @@ class TranscriptWriter:
                 if not self._keep_retrying:
                     return
                 log.warning("a part of a transcript was not written: %s", error.message)
-                await asyncio.sleep(_RETRY_S * random.uniform(0.5, 1.5))
+                await asyncio.sleep(self._limits.transcript_retry_s * random.uniform(0.5, 1.5))
                 continue
             self._next_index += 1
             if not appended:

@@ -22,7 +22,9 @@ from emberline.protocol.request import GenerateRequest, Priority
 from emberline.store import Database
 from tests.api.batch_fixtures import jsonl, lines_in, open_batch_service, run_all, run_one, until
 from tests.api.fake_service import MODEL, FakeService, client_of, hello, says
-from tests.databases import DatabaseLocation
+from tests.databases import DatabaseLocation, mostly_sqlite, on_both_databases
+
+database = mostly_sqlite
 
 CF = "/client/v4/accounts/acme/ai/v1"
 CHAT = "/v1/chat/completions"
@@ -160,6 +162,7 @@ async def test_uploads_are_bounded(store: Database, service: FakeService, tmp_pa
 
 
 @pytest.mark.parametrize("base", ["/v1", CF])
+@on_both_databases
 async def test_a_batch(client: httpx.AsyncClient, batches: BatchService, service: FakeService, base: str) -> None:
     made = await submit(client, jsonl([chat("a"), chat("b", n=2)]), base=base, metadata={"k": "v"})
     assert made["id"].startswith("batch_")
@@ -338,6 +341,7 @@ async def test_a_file_deleted_while_its_batch_runs(
     assert len(lines_in(await client.get(f"/v1/files/{batch['output_file_id']}/content"))) == 1
 
 
+@on_both_databases
 async def test_cancel_with_partial_results(
     client: httpx.AsyncClient, batches: BatchService, service: FakeService
 ) -> None:
@@ -426,6 +430,7 @@ async def test_expiry_with_partial_results(
     assert (error["response"], error["error"]["code"]) == (None, "batch_expired")
 
 
+@on_both_databases
 async def test_every_process_finds_the_batch(database: DatabaseLocation, service: FakeService, tmp_path: Path) -> None:
     """HTTP processes share nothing but the store."""
     stores = [await database.open(), await database.open()]

@@ -103,11 +103,14 @@ class FakeAdmission:
     def __init__(self, n: int = 4) -> None:
         self.n = n
         self.taken = 0
+        self.n_asked = 0  # times that a puller asked for grants
+        self.n_waits = 0  # times that it waited for room
         self.draining = False
         self.queued_s: dict[str, float] = {}
         self._room = asyncio.Event()
 
     def issue(self, model: str, most: int) -> list["FakeGrant"]:
+        self.n_asked += 1
         free = 0 if self.draining else max(0, self.n - self.taken)
         return [FakeGrant(self) for _ in range(min(free, most))]
 
@@ -128,6 +131,7 @@ class FakeAdmission:
         self._room.set()
 
     async def wait_for_room(self) -> None:
+        self.n_waits += 1
         await self._room.wait()
         self._room.clear()
 

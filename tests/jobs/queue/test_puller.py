@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from emberline.jobs.batches.batch import Batch
-from emberline.jobs.queue import puller as puller_module
 from emberline.jobs.queue.job import Job
-from emberline.jobs.queue.puller import LeaseOwner, Puller
+from emberline.jobs.queue.puller import LeaseOwner, Puller, PullerTimings
 from emberline.protocol.errors import Unavailable
 from emberline.protocol.request import Principal
 from emberline.store import Database
@@ -19,24 +18,27 @@ from tests.jobs.queue.helpers import MODEL, ManualClock, audit, make_queue, new_
 PATIENCE_S = 60.0
 
 
+QUICK = PullerTimings(poll_s=0.05, capacity_poll_s=0.02, heartbeat_s=0.05, monitor_s=0.05)
+
+
 class Bench:
     """A queue, fakes of the service and admission, and pullers."""
 
     def __init__(self, store: Database, folder: Path, **limits: object) -> None:
         self.store = store
         self.folder = folder
-        self.queue = make_queue(store, folder, backoff_s=(0.01, 0.02), sweep_s=0.05, **limits)
+        self.queue = make_queue(store, folder, **{"backoff_s": (0.01, 0.02), "sweep_s": 0.05, **limits})
         self.service = FakeService()
         self.admission = FakeAdmission()
         self.models = [MODEL]
         self.pullers: list[Puller] = []
 
-    def pull(self) -> Puller:
+    def pull(self, stop: asyncio.Event | None = None) -> Puller:
         puller = Puller(
-            self.queue, self.service, self.admission, lambda: self.models, Principal, LeaseOwner(self.folder)
+            self.queue, self.service, self.admission, lambda: self.models, Principal, LeaseOwner(self.folder), QUICK
         )
         self.pullers.append(puller)
-        puller.start()
+        puller.start(stop)
         return puller
 
     async def submit(self, *prompts: str, **fields: object) -> Batch:
@@ -67,12 +69,6 @@ async def until(look: Callable[[], Awaitable[Any]], enough: Callable[[Any], bool
         while not enough(found := await look()):
             await asyncio.sleep(0.01)
     return found
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"POLL_S": 0.05, "CAPACITY_POLL_S": 0.02, "HEARTBEAT_S": 0.05, "MONITOR_S": 0.05}.items():
-        monkeypatch.setattr(puller_module, name, value)
 
 
 @pytest.fixture
@@ -119,7 +115,7 @@ async def test_nothing_is_claimed_without_a_grant(bench: Bench) -> None:
     bench.admission.n = 0
     bench.pull()
     batch = await bench.submit("x")
-    await asyncio.sleep(0.2)
+    await until(_now(bench.admission), lambda admission: admission.n_asked > 3)
     assert states(await bench.queue.jobs(batch.id)) == ["queued"]
     bench.admission.n = 1
     bench.admission.notify_room()
@@ -266,15 +262,14 @@ async def test_a_draining_puller_claims_nothing_and_finishes_running_jobs(
             return await claim(*args, **options)
 
     monkeypatch.setattr(bench.queue, "claim", claim_alone)
-    puller = Puller(bench.queue, bench.service, bench.admission, lambda: [MODEL], Principal, LeaseOwner(bench.folder))
-    bench.pullers.append(puller)
-    puller.start(stop)
+    bench.pull(stop)
     running = await bench.submit("hold", "hold")
     await until(_now(bench.service.running), lambda running: len(running) == 2)
     stop.set()
     async with claiming:  # one that had begun before has ended
         later = await bench.submit("late")
-    await asyncio.sleep(0.3)  # several polls
+    n_waits = bench.admission.n_waits
+    await until(_now(bench.admission), lambda admission: admission.n_waits > n_waits + 5)  # it polls
     assert states(await bench.queue.jobs(later.id)) == ["queued"]
     await bench.queue.cancel_job("a", running.id, 0)  # still heard
     await until(lambda: bench.queue.job(running.id, 0), lambda found: found.state == "cancelled")
@@ -311,7 +306,7 @@ async def test_an_attempt_whose_lease_was_lost_is_closed(bench: Bench) -> None:
     bench.pull()
     batch = await bench.submit("hold")
     await until(_now(bench.service.running), lambda running: len(running) == 1)
-    await bench.queue.reclaim_from(bench.pullers[0]._owner.name)  # as if its lease had ended
+    await bench.queue.reclaim_from(bench.pullers[0].owner.name)  # as if its lease had ended
     await until(_now(bench.service.aborted), lambda closed: closed == ["hold"])
     bench.service.hold.set()
     await bench.ended(batch)

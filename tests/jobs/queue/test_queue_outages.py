@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from emberline.jobs.queue import attempt as attempt_module
-from emberline.jobs.queue import puller as puller_module
 from emberline.jobs.queue.job import Lease
 from emberline.protocol.errors import Unavailable
 from emberline.store import open_store
@@ -21,13 +19,6 @@ from tests.jobs.queue.helpers import MODEL, answer, audit, make_queue, new_batch
 from tests.jobs.queue.test_puller import Bench, _now, until
 
 DISK_MB = 6
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"POLL_S": 0.05, "CAPACITY_POLL_S": 0.02, "HEARTBEAT_S": 0.05, "MONITOR_S": 0.05}.items():
-        monkeypatch.setattr(puller_module, name, value)
-    monkeypatch.setattr(attempt_module, "_LAST_RETRY_S", 0.2)
 
 
 @pytest.fixture
@@ -58,7 +49,7 @@ def full(disk: Path) -> Iterator[None]:
 
 async def test_results_survive_a_full_disk(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = await open_store(small_disk / "queue.db")
-    bench = Bench(store, small_disk)
+    bench = Bench(store, small_disk, store_retry_s=(0.1, 0.2))
     queue = bench.queue
     bench.pull()
     running = await bench.submit("hold", "hold")
@@ -100,7 +91,7 @@ async def test_results_survive_a_database_outage(
     postgres_alone: StoppablePostgres, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = await open_store(postgres_alone.url)
-    bench = Bench(store, tmp_path)
+    bench = Bench(store, tmp_path, store_retry_s=(0.1, 0.2))
     queue = bench.queue
     bench.pull()
     running = await bench.submit("hold", "hold", "quick")

@@ -4,6 +4,7 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
+from emberline.jobs.limits import QueueLimits
 from emberline.jobs.queue.job import Lease
 from emberline.jobs.queue.transcript import TranscriptPart, TranscriptWriter
 from emberline.protocol import token_ids as tokens
@@ -33,7 +34,7 @@ class Attempt:
         key, counts = {"batch_id": "b", "number": 0, "epoch": 1}, {"attempts": 1, "kills": 0, "prefix": 0}
         names = {"owner": "o", "account": "a", "key_id": "", "kind": "response", "model": "m"}
         lease = Lease(request=request, deadline_us=1, **key, **names, **counts)  # type: ignore[arg-type]
-        self._writer = TranscriptWriter(transcripts, lease, lambda: None)  # type: ignore[arg-type]
+        self._writer = TranscriptWriter(transcripts, lease, lambda: None, QueueLimits())  # type: ignore[arg-type]
         self._with_ids = with_ids
 
     async def run(self, words: list[str], error: Exception | None = None) -> str:

@@ -23,7 +23,9 @@ from emberline.service.gateway.response_cache import MAX_PENDING_BYTES, CachedRe
 from emberline.store import Database
 from emberline.upstream.gateway.errors import GatewayNotFound
 from emberline.upstream.gateway.routing import Counter
-from tests.databases import DatabaseLocation
+from tests.databases import DatabaseLocation, mostly_sqlite, on_both_databases
+
+database = mostly_sqlite
 
 HOUR_US = 3_600_000_000
 CENTURY_S = 36_525 * 86_400  # a window that ends in no test
@@ -96,6 +98,7 @@ async def store(database: DatabaseLocation) -> Any:
     await opened.close()
 
 
+@on_both_databases
 async def test_replies_survive_and_expire(store: Database) -> None:
     cache = ResponseCache(store)
     await cache.open()
@@ -225,6 +228,7 @@ async def test_values_without_end_share_a_count(store: Database, monkeypatch: py
         await table.close()
 
 
+@on_both_databases
 async def test_processes_share_their_counts(store: Database) -> None:
     one, two = CounterTable(store), CounterTable(store)
     counter = Counter("r#0/rate", CENTURY_S, 5)
@@ -248,6 +252,7 @@ async def test_processes_share_their_counts(store: Database) -> None:
     await later.close()
 
 
+@on_both_databases
 async def test_counts_never_exceed_what_the_store_holds(store: Database) -> None:
     counter = Counter("r#0/budget", CENTURY_S, 1 << 50)
     for _ in range(12):
@@ -262,6 +267,7 @@ async def test_counts_never_exceed_what_the_store_holds(store: Database) -> None
         await table.close()
 
 
+@on_both_databases
 async def test_a_log_row_that_the_store_refuses_is_lost_alone(store: Database) -> None:
     writer = LogWriter(store)
     await writer.open()
@@ -276,6 +282,7 @@ async def test_a_log_row_that_the_store_refuses_is_lost_alone(store: Database) -
     assert [(row.id, row.event_id) for row in rows] == [("ok", ""), ("odd", "ab")]
 
 
+@on_both_databases
 async def test_settings_in_the_store(store: Database) -> None:
     configured = [GatewaySettings(name="ops", account="acme"), GatewaySettings(name="shared", cache_ttl_s=5)]
     one, two = Gateways(store, configured), Gateways(store)
@@ -328,6 +335,7 @@ async def test_an_operators_gateway_in_the_store_is_a_floor(store: Database) -> 
     await again.close()
 
 
+@on_both_databases
 async def test_log_rows(store: Database) -> None:
     writer = LogWriter(store)
     await writer.open()

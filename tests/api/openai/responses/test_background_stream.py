@@ -12,7 +12,6 @@ import pytest
 from emberline.api.batch_loader import BatchService
 from emberline.api.openai.responses.output import ResponseBuilder
 from emberline.api.openai.responses.request import ResponsesRequest
-from emberline.jobs.queue import transcript as transcript_module
 from emberline.jobs.queue.attempt import JobAttempt, StopReason
 from emberline.jobs.queue.job import Lease
 from emberline.jobs.queue.transcript import TranscriptPart
@@ -24,8 +23,10 @@ from emberline.service.request_context import JobContext
 from tests.api.batch_fixtures import open_batch_service
 from tests.api.fake_service import AGENT, AGENT_USAGE, MODEL, FakeService, Wire, app_of, client_of
 from tests.api.openai.responses.test_background import ASK, events_in, made, streamed
-from tests.databases import DatabaseLocation
+from tests.databases import DatabaseLocation, mostly_sqlite, on_both_databases
 from tests.jobs.queue.fakes import FakeAdmission, FakeGrant
+
+database = mostly_sqlite
 
 PATIENCE_S = 60.0
 
@@ -72,11 +73,6 @@ class Speaker(FakeService):
             self.may_say.release()
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transcript_module, "WRITE_INTERVAL_S", 0.0)
-
-
 @pytest.fixture
 def speaker() -> Speaker:
     return Speaker()
@@ -90,10 +86,11 @@ async def processes(database: DatabaseLocation, speaker: Speaker, tmp_path: Path
         for _ in range(2):
             store = await database.open()
             stack.push_async_callback(store.close)
-            services.append(
-                await stack.enter_async_context(open_batch_service(store, speaker, tmp_path, backoff_s=(0.0, 0.0)))
-            )
+            services.append(await stack.enter_async_context(open_batch_service(store, speaker, tmp_path, **QUICK)))
         yield services
+
+
+QUICK: dict[str, Any] = {"backoff_s": (0.0, 0.0), "transcript_s": 0.0, "transcript_retry_s": 0.01}
 
 
 async def claimed(batches: BatchService, owner: str = "w") -> Lease:
@@ -124,6 +121,7 @@ async def watched(speaker: Speaker, batches: BatchService, response_id: str, unt
     return [event for event in events if event["sequence_number"] <= until]
 
 
+@on_both_databases
 async def test_output_is_streamed_at_once_by_every_process(processes: list[BatchService], speaker: Speaker) -> None:
     """Both processes stream the same events; a client that resumes at any number gets each once."""
     here, there = processes
@@ -201,6 +199,7 @@ async def test_another_attempt_resumes_after_the_last_token(
         assert [event["item"] for event in whole if event["type"] == "response.output_item.done"] == final["output"]
 
 
+@on_both_databases
 async def test_an_attempt_without_its_lease_writes_nothing(processes: list[BatchService], speaker: Speaker) -> None:
     here, there = processes
     async with client_of(speaker, batches=here) as client:
@@ -235,6 +234,7 @@ async def test_a_lost_attempt_stops(processes: list[BatchService], speaker: Spea
         assert (await here.queue.job(response["id"], 0)).state == "queued"
 
 
+@on_both_databases
 async def test_a_cancelled_response_keeps_its_output(processes: list[BatchService], speaker: Speaker) -> None:
     here, _ = processes
     async with client_of(speaker, batches=here) as client:
@@ -272,7 +272,6 @@ async def test_store_outage(processes: list[BatchService], speaker: Speaker, mon
         return await add(lease, place, part)
 
     monkeypatch.setattr(here.queue.transcripts, "append", sometimes)
-    monkeypatch.setattr(transcript_module, "_RETRY_S", 0.01)
     async with client_of(speaker, batches=here) as client:
         response = await made(client)
         running = asyncio.create_task(ran(here, speaker))
