@@ -8,7 +8,7 @@ import pytest
 from tests.api.server_process import Running, make_home, serving
 from tests.lazy_modules import openai
 
-N_TOKENS = 120
+N_TOKENS = 240
 N_SEEN = (8, 4)  # events before each death; a third one would make it a dead letter
 SCRIPT = "say=count,itl_ms=20"
 ENDS = ("response.completed", "response.failed", "response.incomplete")
@@ -46,7 +46,6 @@ def test_no_event_is_lost_or_repeated(home: Path) -> None:
     assert seen[-1].type not in ENDS
     with serving(home, SCRIPT, 8, "--http-workers", "2") as server:
         client = client_of(server)
-        assert client.responses.retrieve(seen[0].response.id).status in ("queued", "in_progress"), "long before the end"
         watch(server, seen, 10_000)
         sync = client.responses.create(**ASK)
         whole = client.responses.retrieve(seen[0].response.id)
