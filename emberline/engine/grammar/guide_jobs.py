@@ -10,14 +10,27 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-STEP_WAIT_S, JOB_WAIT_S = 0.02, 0.002  # that a step waits, and more for each of its jobs; what is late comes later
-SLOW_CPU_S = 0.005  # of a job, after which the sequence's next job runs in the slow lane, and no step waits for it
-BASE_CPU_S, TOKEN_CPU_S = 0.5, 0.001  # of all jobs of a sequence, and more per token; then it is ended
 MAX_JOB_S = 10.0  # of one job by the clock: a thread that does not return is given up
 SLOW_REST = 2.0  # times what a job in the slow lane took, its thread rests: steps need the processor and the lock
 SLOW_NICE = 10
+
+
+@dataclass(slots=True, frozen=True)
+class GuideTimings:
+    """How long steps wait for grammars, and how much CPU time a grammar may use."""
+
+    step_wait_s: float = 0.02  # that a step waits for its jobs; what is late comes in a later step
+    job_wait_s: float = 0.002  # that a step waits longer for each of its jobs
+    slow_cpu_s: float = 0.005  # of a job, beyond which the sequence's next job runs in the slow lane, without a wait
+    base_cpu_s: float = 0.5  # of all jobs of a sequence, beyond which the sequence is ended
+    token_cpu_s: float = 0.001  # that a sequence may use in addition for each token of its output
+
+    def cpu_limit_s(self, n_tokens: int) -> float:
+        """CPU time that all jobs of a sequence with this many output tokens may have used."""
+        return self.base_cpu_s + self.token_cpu_s * n_tokens
 
 
 class GuideJob:
@@ -94,7 +107,8 @@ class _Lane:
 class GuideThreads:
     """Two lanes: one that steps wait for, briefly, and one for sequences whose grammar is slow."""
 
-    def __init__(self) -> None:
+    def __init__(self, timings: GuideTimings) -> None:
+        self._timings = timings
         self._lanes: dict[bool, _Lane] = {}  # by slow; started on first use
 
     def start(self, work: Callable[[], Any], slow: bool) -> GuideJob:
@@ -106,7 +120,8 @@ class GuideThreads:
 
     def wait(self, n_jobs: int) -> None:
         """Wait for the jobs of the quick lane; those behind a job that takes too long go on in another thread."""
-        if False in self._lanes and not self._lanes[False].wait(STEP_WAIT_S + JOB_WAIT_S * n_jobs):
+        limit_s = self._timings.step_wait_s + self._timings.job_wait_s * n_jobs
+        if False in self._lanes and not self._lanes[False].wait(limit_s):
             self._replace(slow=False)
 
     def replace_stuck(self) -> None:

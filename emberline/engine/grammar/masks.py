@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from emberline.engine import token_rules
-from emberline.engine.grammar.guide_jobs import BASE_CPU_S, SLOW_CPU_S, TOKEN_CPU_S, GuideThreads
+from emberline.engine.grammar.guide_jobs import GuideThreads, GuideTimings
 from emberline.engine.scheduler.plan import Guide, Masks, Sampled, StepPlan
 from emberline.engine.scheduler.sequence import Sequence
 from emberline.protocol.errors import BadInput, EmberlineError, Internal
@@ -36,11 +36,14 @@ class GuideJobs:
     The sequence is then not planned. What was launched for it meanwhile had no mask and is to be ignored.
     """
 
-    def __init__(self, eos_ids: tuple[int, ...], drafts: bool = False, appends: bool = False) -> None:
+    def __init__(
+        self, eos_ids: tuple[int, ...], drafts: bool = False, appends: bool = False, timings: GuideTimings | None = None
+    ) -> None:
+        self._timings = timings = timings or GuideTimings()
         self._eos_ids = eos_ids
         self._drafts = drafts  # forced tokens are wanted as drafts
         self._appends = appends  # where a mask leaves one token, it is appended without a draw
-        self._threads = GuideThreads()
+        self._threads = GuideThreads(timings)
         self._open: dict[int, Sequence] = {}  # with a job, by number
 
     def bind(self, seq: Sequence) -> None:
@@ -82,14 +85,14 @@ class GuideJobs:
         self.drop(seq)
         if not job.done:
             raise BadInput(TOO_SLOW, param="grammar")
-        seq.slow_guide = job.cpu_s > SLOW_CPU_S
+        seq.slow_guide = job.cpu_s > self._timings.slow_cpu_s
         if job.error is not None:
             raise guide_failed(seq, job.error)
         value, seq.mask = job.result
         if isinstance(value, DraftMasks):  # drafts are the engine's idea: their time is not the request's
             return value
         seq.guide_cpu_s += job.cpu_s
-        if seq.guide_cpu_s > BASE_CPU_S + TOKEN_CPU_S * seq.n_output:
+        if seq.guide_cpu_s > self._timings.cpu_limit_s(seq.n_output):
             extra = {"request_id": seq.id, "grammar": _digest(seq), "cpu_s": round(seq.guide_cpu_s, 2)}
             _log.warning("a grammar is too slow", extra=extra)
             raise BadInput(TOO_SLOW, param="grammar")

@@ -75,7 +75,8 @@ class Scheduler:
         self.speculation = speculation
         prefill = prefill or PrefillPolicy()
         drafts = speculation is not None
-        self._guides = GuideJobs(limits.eos_ids, drafts, appends=drafts and prefill.drafts_beside_prompts)
+        appends = drafts and prefill.drafts_beside_prompts
+        self._guides = GuideJobs(limits.eos_ids, drafts, appends, limits.guides)
         self._planner = StepPlanner(
             cache,
             limits,

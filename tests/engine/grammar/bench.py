@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from emberline.engine.grammar import guide_jobs, masks
 from emberline.engine.grammar.compiler import MatcherCompiler
 from emberline.engine.grammar.grammar_automaton import Automaton
+from emberline.engine.grammar.guide_jobs import GuideTimings
 from emberline.engine.scheduler.limits import Limits
 from emberline.engine.scheduler.scheduler import Scheduler
 from emberline.engine.step_loop import StepLoop
@@ -19,6 +19,7 @@ from tests.engine.fakes import FULL
 from tests.engine.grammar.samples import ALL, END_ID, WORDS, frame
 
 VOCAB = 302
+PATIENT = {"step_wait_s": 60.0, "slow_cpu_s": 60.0}  # steps wait for grammars however busy the machine is
 TASTES = {
     "digits": b"0123456789.,-",
     "strings": b'"abc \\xyz',
@@ -93,9 +94,13 @@ class Bench:
         speculation=None,
         in_flight=1,
         micro_batches=1,
+        **timings,
     ):
+        """`timings`: fields of GuideTimings."""
         cache = KVCache((FULL,), [n_blocks], chunk=token_budget)
-        limits = Limits(min(2000, cache.capacity), VOCAB, (END_ID,), max_running, token_budget)
+        limits = Limits(
+            min(2000, cache.capacity), VOCAB, (END_ID,), max_running, token_budget, guides=GuideTimings(**timings)
+        )
         if grammars is None:
             grammars = MatcherCompiler(VOCAB)
             grammars.learn(frame(WORDS))
@@ -137,12 +142,6 @@ class Bench:
 
     def end(self, id):
         return self.deltas[id][-1]
-
-
-def let_steps_wait(monkeypatch):
-    """For grammars, however busy the machine is: one that is late costs steps."""
-    monkeypatch.setattr(guide_jobs, "STEP_WAIT_S", 60.0)
-    monkeypatch.setattr(masks, "SLOW_CPU_S", 60.0)
 
 
 def valid(grammar, tokens, prefix=False):

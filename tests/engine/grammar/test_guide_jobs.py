@@ -7,8 +7,7 @@ import pytest
 
 from emberline.engine.grammar import guide_jobs, masks
 from emberline.engine.grammar.compiler import MatcherCompiler
-from emberline.engine.grammar.guide_jobs import GuideThreads
-from emberline.engine.step_loop import StepLoop
+from emberline.engine.grammar.guide_jobs import GuideThreads, GuideTimings
 from emberline.protocol.grammar import Grammar, Repeat, Rule, Text
 from tests.engine.client import wait_until
 from tests.engine.grammar.bench import VOCAB, Bench
@@ -31,15 +30,14 @@ class Blocked(Fake):
         return super().accept(token_id)
 
 
-def blocked_bench(steps_in_flight):
+def blocked_bench(steps_in_flight, **timings):
     guides = Slow(Blocked())
     guides.ready = True
-    bench = Bench(grammars=guides)
-    bench.loop = StepLoop(bench.scheduler, bench.runner, steps_in_flight)
+    bench = Bench(grammars=guides, in_flight=steps_in_flight, **timings)
     bench.submit("bound", "json")
     bench.submit("plain", None, max_tokens=400, ignore_eos=True)
     wait_until(lambda: bench.step() or (bench.scheduler._guides._open and not bench.scheduler.n_compiling))
-    return bench, guides._guide
+    return bench, guides.applied
 
 
 def make_stuck(bench):
@@ -51,9 +49,8 @@ def make_stuck(bench):
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2, 3])
-def test_steps_go_on_while_a_grammar_is_applied(steps_in_flight, monkeypatch):
-    monkeypatch.setattr(guide_jobs, "STEP_WAIT_S", 0.001)
-    bench, guide = blocked_bench(steps_in_flight)
+def test_steps_go_on_while_a_grammar_is_applied(steps_in_flight):
+    bench, guide = blocked_bench(steps_in_flight, step_wait_s=0.001)
     n_before, n_steps = len(bench.tokens("plain")), bench.runner.steps
     for _ in range(100):
         bench.step()
@@ -70,12 +67,9 @@ def test_steps_go_on_while_a_grammar_is_applied(steps_in_flight, monkeypatch):
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
-def test_no_step_waits_for_a_sequence_whose_grammar_was_slow(steps_in_flight, monkeypatch):
-    monkeypatch.setattr(guide_jobs, "SLOW_CPU_S", -1.0)
-    monkeypatch.setattr(masks, "SLOW_CPU_S", -1.0)
-    monkeypatch.setattr(guide_jobs, "STEP_WAIT_S", 60.0)
+def test_no_step_waits_for_a_sequence_whose_grammar_was_slow(steps_in_flight):
     began_s = time.monotonic()
-    bench, guide = blocked_bench(steps_in_flight)
+    bench, guide = blocked_bench(steps_in_flight, slow_cpu_s=-1.0, step_wait_s=60.0)
     for _ in range(20):
         bench.step()
     assert time.monotonic() < began_s + 60
@@ -84,9 +78,8 @@ def test_no_step_waits_for_a_sequence_whose_grammar_was_slow(steps_in_flight, mo
     assert bench.tokens("bound") == [97, 98]
 
 
-def test_a_sequence_may_be_aborted_while_its_grammar_is_applied(monkeypatch):
-    monkeypatch.setattr(guide_jobs, "STEP_WAIT_S", 0.001)
-    bench, guide = blocked_bench(2)
+def test_a_sequence_may_be_aborted_while_its_grammar_is_applied():
+    bench, guide = blocked_bench(2, step_wait_s=0.001)
     assert bench.scheduler.abort("bound").finish == "cancelled"
     guide.go.set()
     bench.finish()
@@ -94,36 +87,33 @@ def test_a_sequence_may_be_aborted_while_its_grammar_is_applied(monkeypatch):
     assert bench.cache.n_used == 0
 
 
-def test_a_grammar_that_never_returns_ends_its_request(monkeypatch):
-    monkeypatch.setattr(guide_jobs, "STEP_WAIT_S", 0.001)
-    bench, guide = blocked_bench(1)
+def test_a_grammar_that_never_returns_ends_its_request():
+    bench, guide = blocked_bench(1, step_wait_s=0.001)
     make_stuck(bench)
     bench.finish()
     assert (bench.end("bound").error.kind, bench.end("bound").error.message) == ("bad_input", masks.TOO_SLOW)
-    bench.scheduler.grammars._guide = Fake()
+    bench.scheduler.grammars.applied = Fake()
     bench.submit("next", "json")
     bench.finish()
     assert bench.tokens("next") == [97, 98], "others have another thread"
     guide.go.set()
 
 
-def test_a_grammar_that_never_returns_delays_no_others_after_its_request_was_aborted(monkeypatch):
-    monkeypatch.setattr(masks, "SLOW_CPU_S", -1.0)  # all take in their tokens in one slow thread
-    bench, guide = blocked_bench(1)
+def test_a_grammar_that_never_returns_delays_no_others_after_its_request_was_aborted():
+    bench, guide = blocked_bench(1, slow_cpu_s=-1.0)  # all take in their tokens in one slow thread
     make_stuck(bench)
     bench.scheduler.abort("bound")
-    bench.scheduler.grammars._guide = Fake()
+    bench.scheduler.grammars.applied = Fake()
     bench.submit("next", "json")
     bench.finish()
     assert bench.tokens("next") == [97, 98]
     guide.go.set()
 
 
-def test_a_request_whose_grammar_used_too_much_time_is_ended(monkeypatch):
-    monkeypatch.setattr(masks, "BASE_CPU_S", -1.0)
+def test_a_request_whose_grammar_used_too_much_time_is_ended():
     guides = Slow(Fake())
     guides.ready = True
-    bench = Bench(grammars=guides)
+    bench = Bench(grammars=guides, base_cpu_s=-1.0)
     bench.submit("bound", "json")
     bench.submit("plain", None, max_tokens=5, ignore_eos=True)
     bench.finish()
@@ -149,9 +139,8 @@ def test_ambiguous_grammars_end_and_others_take_a_token_in_every_step():
         assert end.finish in ("stop", "length") or end.error.kind == "bad_input"
 
 
-def test_jobs_behind_one_that_takes_too_long_run_in_another_thread(monkeypatch):
-    monkeypatch.setattr(guide_jobs, "STEP_WAIT_S", 0.01)
-    threads, go = GuideThreads(), threading.Event()
+def test_jobs_behind_one_that_takes_too_long_run_in_another_thread():
+    threads, go = GuideThreads(GuideTimings(step_wait_s=0.01)), threading.Event()
     jobs = [threads.start(lambda: go.wait(300), False), threads.start(lambda: 5, False)]
     wait_until(lambda: jobs[0].started_s)
     threads.wait(2)
@@ -162,10 +151,8 @@ def test_jobs_behind_one_that_takes_too_long_run_in_another_thread(monkeypatch):
     wait_until(lambda: jobs[0].done)
 
 
-def test_a_step_waits_longer_for_many_jobs(monkeypatch):
-    monkeypatch.setattr(guide_jobs, "STEP_WAIT_S", 0.0)
-    monkeypatch.setattr(guide_jobs, "JOB_WAIT_S", 10.0)
-    threads = GuideThreads()
+def test_a_step_waits_longer_for_many_jobs():
+    threads = GuideThreads(GuideTimings(step_wait_s=0.0, job_wait_s=10.0))
     jobs = [threads.start(lambda: time.sleep(0.02), False) for _ in range(3)]
     threads.wait(3)
     assert all(job.done for job in jobs)

@@ -5,7 +5,7 @@ import pytest
 from emberline.engine.grammar.compiler import MatcherCompiler
 from emberline.engine.step_loop import StepLoop
 from tests.engine.client import wait_until
-from tests.engine.grammar.bench import TASTES, VOCAB, Bench, let_steps_wait
+from tests.engine.grammar.bench import PATIENT, TASTES, VOCAB, Bench
 from tests.engine.grammar.samples import ALL, WORDS, frame
 
 
@@ -37,9 +37,8 @@ def test_replies_are_the_same(grammars, taste, n_blocks):
     assert stages == one
 
 
-def test_micro_batches_with_grammars_do_not_wait_for_each_other(grammars, monkeypatch):
-    let_steps_wait(monkeypatch)
-    bench = Bench(grammars=grammars, in_flight=2, micro_batches=2)
+def test_micro_batches_with_grammars_do_not_wait_for_each_other(grammars):
+    bench = Bench(grammars=grammars, in_flight=2, micro_batches=2, **PATIENT)
     for n in range(2):
         bench.submit(f"{n}", "json", "strings", max_tokens=30)
     wait_until(lambda: bench.step() or not bench.scheduler.n_compiling)
@@ -62,13 +61,11 @@ def test_micro_batches_with_grammars_do_not_wait_for_each_other(grammars, monkey
     assert max(n_before) == 1, "a step was absorbed before the next one had its masks"
 
 
-def test_a_grammar_costs_no_extra_steps(grammars, monkeypatch):
+def test_a_grammar_costs_no_extra_steps(grammars):
     """Its rows follow like others: what it allows is asked when the token before is known, after the launch."""
-    let_steps_wait(monkeypatch)
 
     def steps(steps_in_flight):
-        bench = Bench(grammars=grammars)
-        bench.loop = StepLoop(bench.scheduler, bench.runner, steps_in_flight)
+        bench = Bench(grammars=grammars, in_flight=steps_in_flight, **PATIENT)
         bench.submit("a", "json", "strings", max_tokens=60)
         wait_until(lambda: bench.step() or not bench.scheduler.n_compiling)
         bench.submit("b", None, "none", max_tokens=60)

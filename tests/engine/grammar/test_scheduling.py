@@ -19,7 +19,7 @@ from emberline.protocol.errors import BadInput, Internal
 from emberline.protocol.grammar import Free, Grammar, Repeat, Rule, Text, Token
 from emberline.protocol.request import Priority
 from emberline.protocol.token_ids import pack
-from tests.engine.grammar.bench import TASTES, VOCAB, Bench, Taste, let_steps_wait, text, valid
+from tests.engine.grammar.bench import PATIENT, TASTES, VOCAB, Bench, Taste, text, valid
 from tests.engine.grammar.samples import ALL, END_ID, SPECIAL, WORDS, choice, frame, seq
 from tests.examples import n_examples
 
@@ -240,7 +240,7 @@ class Slow:
     """Grammars that are ready when the test says so."""
 
     def __init__(self, guide=None, error=None):
-        self.ready, self._guide, self._error = False, guide, error
+        self.ready, self.applied, self._error = False, guide, error
 
     def request(self, encoded):
         return self
@@ -251,7 +251,7 @@ class Slow:
     def guide(self):
         if self._error is not None:
             raise self._error
-        return self._guide
+        return self.applied
 
 
 class Fake:
@@ -483,9 +483,8 @@ def test_a_special_token_may_be_the_whole_reply(grammars):
     assert bench.tokens("a")[0] in (SPECIAL, ord("x"))
 
 
-def test_masks_cost_little_beside_many_plain_rows(grammars, monkeypatch):
-    let_steps_wait(monkeypatch)  # else no row may have a mask yet
-    bench = Bench(grammars=grammars, max_running=8)
+def test_masks_cost_little_beside_many_plain_rows(grammars):
+    bench = Bench(grammars=grammars, max_running=8, **PATIENT)  # else no row may have a mask yet
     for n in range(8):
         bench.submit(f"{n}", "json", f"nesting:{n}", max_tokens=200)
     while len(bench.deltas) < 8:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from emberline.engine.grammar import masks
 from emberline.engine.grammar.compiler import MatcherCompiler
 from emberline.protocol.token_ids import pack
-from tests.engine.grammar.bench import TASTES, VOCAB, Bench, let_steps_wait
+from tests.engine.grammar.bench import PATIENT, TASTES, VOCAB, Bench
 from tests.engine.grammar.samples import ALL, END_ID, SPECIAL, WORDS, frame
 from tests.engine.speculation.standin import StandinSpeculation, output_of
 from tests.examples import n_examples
@@ -104,24 +104,22 @@ def test_drafts_of_an_end_token_end_the_output(grammars):
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
-def test_right_drafts_are_accepted_under_a_grammar(grammars, in_flight, monkeypatch):
-    let_steps_wait(monkeypatch)
+def test_right_drafts_are_accepted_under_a_grammar(grammars, in_flight):
     arrived = [("json", "nesting", 60, 5, n, {}) for n in range(3)]
-    plain_bench = Bench(grammars=grammars)
+    plain_bench = Bench(grammars=grammars, **PATIENT)
     plain = play(plain_bench, arrived)
     speculation = replay({id: tokens for id, (tokens, _, _) in plain.items()}, 0)
-    bench = Bench(grammars=grammars, speculation=speculation, in_flight=in_flight)
+    bench = Bench(grammars=grammars, speculation=speculation, in_flight=in_flight, **PATIENT)
     assert play(bench, arrived) == plain
     assert speculation.n_accepted > 30
     assert bench.runner.steps < plain_bench.runner.steps / 2
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
-def test_the_only_token_of_a_mask_is_appended_without_a_draw(grammars, in_flight, monkeypatch):
-    let_steps_wait(monkeypatch)
+def test_the_only_token_of_a_mask_is_appended_without_a_draw(grammars, in_flight):
     arrived = [("linked", "digits", 80, 5, n, {"logprobs": None}) for n in range(3)]
     benches = [
-        Bench(grammars=grammars, speculation=speculation, in_flight=in_flight)
+        Bench(grammars=grammars, speculation=speculation, in_flight=in_flight, **PATIENT)
         for speculation in (None, StandinSpeculation(lambda seq: []))
     ]
     plain, appended = (play(bench, arrived) for bench in benches)
