@@ -2,8 +2,8 @@
 
 import heapq
 import math
-from collections import defaultdict, deque
-from collections.abc import Iterator, Set
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Set
 from itertools import chain, count
 
 from emberline.balancer.ledger import InFlightRequest
@@ -96,13 +96,23 @@ class AdmissionQueue:
         """A request was dispatched."""
         self._pools[record.pool].departed(now_s)
 
-    def first(self, worker: str) -> InFlightRequest | None:
-        return min(self._queues[worker], key=_order, default=None)
+    def first(self, worker: str, only: Callable[[InFlightRequest], bool] | None = None) -> InFlightRequest | None:
+        """The first request in the queue of a worker, of all or of those that `only` accepts."""
+        queue = self._queues[worker]
+        return min(queue if only is None else filter(only, queue), key=_order, default=None)
 
     def last_below(self, record: InFlightRequest) -> InFlightRequest | None:
-        """Which request its model's full queue sheds for this one: the last of a lower class."""
-        last = max(self._pools[record.pool].waiting, key=_order, default=None)
-        return last if last is not None and last.priority > record.priority else None
+        """Which request a full queue sheds for this one: the last of a lower class, or else of the account that has the
+        most requests in it, if that has more than this one's. So no account can fill the queue for the others."""
+        waiting = self._pools[record.pool].waiting
+        last = max(waiting, key=_order, default=None)
+        if last is None or last.priority > record.priority:
+            return last
+        n_waiting = Counter(other.request.account for other in waiting)
+        account, most = n_waiting.most_common(1)[0]
+        if most <= n_waiting[record.request.account]:
+            return None
+        return max((other for other in waiting if other.request.account == account), key=_order)
 
     def due(self, now_s: float) -> list[InFlightRequest]:
         """Requests that should be routed again."""

@@ -366,13 +366,14 @@ class Balancer:
         """The worker of the pair that has other requests in its queue, which a new one must not pass."""
         for worker in (pair.decode, pair.prefill):
             queue = self.queue.waiting_for(worker.name)
-            if worker is not serving and queue and (len(queue) > 1 or record not in queue):
+            if worker is not serving and any(other is not record and worker.may_dispatch(other) for other in queue):
                 return worker
         return None
 
     def _serve_queue(self, worker: Worker, now_s: float) -> None:
         """Dispatch from the worker's queue, in order, while it has room."""
-        while (record := self.queue.first(worker.name)) is not None:
+        only = worker.may_dispatch if worker.capacity.shared else None
+        while (record := self.queue.first(worker.name, only)) is not None:
             if not self._route(record, now_s, serving=worker) and record.waits_for == worker.name:
                 return
 
@@ -392,6 +393,7 @@ class Balancer:
             passes_flex=request.priority in ("priority", "default"),
             is_job=bool(request.engine),
             fetch_token_s=self._tiers.min_token_s,
+            request=request,
         )
 
     def _charge(self, record: InFlightRequest, pair: WorkerPair, need: RoutingInput, now_s: float) -> Route:

@@ -69,6 +69,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     kv_token_bytes: float = 0.0  # of KV that tiers hold for a token of a long prompt; 0: unknown
     events: bool = True  # it publishes KV events
     heartbeats: bool = False  # its connection notices when it hangs
+    shared: bool = False  # a provider, where requests may hang for as long as one likes: no account gets all its slots
     round_trip_s: float = 0.0  # of the network, as measured when it connected
 
     @classmethod

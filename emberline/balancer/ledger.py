@@ -90,6 +90,8 @@ class InFlightLoad:
     reply_tokens: int = 0  # of them, the replies
     decoding: int = 0  # sequences of these requests that have their first token,
     started: int = 0  # and the sum of `LoadReports.progress` when they had
+    held: dict[tuple[str, str], int] = field(default_factory=dict)  # sequences that are no jobs, by slots and account
+    apart: int = 0  # of them, those at addresses of their accounts' own
 
     @property
     def total(self) -> int:
@@ -99,6 +101,15 @@ class InFlightLoad:
     @property
     def sync_active(self) -> int:
         return self.active - self.batch_active
+
+    def hold(self, request: RouteRequest, n: int) -> None:
+        """Count `n` more sequences, or fewer if negative, for the account of the request."""
+        holder = request.slots, request.account
+        if left := self.held.get(holder, 0) + n:
+            self.held[holder] = left
+        else:
+            del self.held[holder]
+        self.apart += n if request.slots else 0
 
     def growth_tokens(self, progress: int) -> int:
         """By which the replies will still grow. At least half of what was predicted: lengths are skewed, and a reply
@@ -219,6 +230,7 @@ class InFlightLedger:
         if not record.is_job:
             decode.kv_tokens += record.total_tokens + record.reply_tokens
             decode.reply_tokens += record.reply_tokens
+            decode.hold(record.request, n)
 
     def prefilled(self, record: InFlightRequest) -> bool:
         """The prompt is computed. False: that was known."""
@@ -251,6 +263,7 @@ class InFlightLedger:
         if not record.is_job:
             decode.kv_tokens -= record.total_tokens + record.reply_tokens
             decode.reply_tokens -= record.reply_tokens
+            decode.hold(record.request, -n)
         if record.started is not None:
             decode.decoding -= n
             decode.started -= record.started

@@ -41,6 +41,7 @@ class RouteRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     deadline_s: float | None = None  # seconds from now by which it must have ended
     api: str = ""  # for the usage row
     is_retry: bool = False  # of a request that counts for the limits on requests already
+    slots: str = ""  # an address of the account's own, whose slots are apart from the provider's; empty: the provider's
     accepted_us: int = 0  # of a job: when it was queued, which decides its price; 0: `created_us`
 
 

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from emberline.balancer.cost_model import PolicyName, Settings
 from emberline.balancer.prefix_index import Match
+from emberline.balancer.route_request import RouteRequest
 from emberline.balancer.worker import Worker
 from emberline.protocol.block_hash import BLOCK_TOKENS
 
@@ -33,6 +34,7 @@ class RoutingInput:
     prefill_ready_s: float = 0.0  # until the chosen prefill worker has computed the prompt, where there is one
     prefill_scale: float = 0.0  # that worker's speed
     fetch_token_s: float = 0.0  # the least that any tier takes for a token; 0: no worker has tiers
+    request: RouteRequest | None = None
 
     @property
     def kv_tokens(self) -> int:

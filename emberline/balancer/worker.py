@@ -10,14 +10,16 @@ import msgspec
 from emberline.balancer.circuit_breaker import CircuitBreaker
 from emberline.balancer.cost_model import Cost, SpeedEstimate
 from emberline.balancer.endpoint import Capacity, Endpoint
-from emberline.balancer.ledger import STALLED_S, InFlightLoad
+from emberline.balancer.ledger import STALLED_S, InFlightLoad, InFlightRequest
 from emberline.balancer.load_reports import LoadReports
+from emberline.balancer.route_request import RouteRequest
 from emberline.protocol.block_hash import BLOCK_TOKENS
 from emberline.protocol.frames import EngineLoad
 
 RECENT_S = 120.0  # time constant over which prompts count as recent
 BUSY_S = 600.0  # time constant of the share of busy time
 DEFAULT_KV_TOKENS = 1 << 20  # where a worker does not say
+ACCOUNT_SHARE = 3  # slots of a provider that an account may hold for each one that stays free
 SPEED_FADES_S = 30.0  # without a first token, after which its measured speed counts less and less
 
 
@@ -168,6 +170,23 @@ class Worker:
         if active == 0:
             return True
         return active + n <= self.capacity.max_running + spare and self.has_memory(kv_tokens, now_s, passes_flex)
+
+    def has_slot(self, request: RouteRequest) -> bool:
+        """True if the request may have slots of a provider. Each address of an account's own has as many slots as the
+        provider. Of the provider's, an account that holds some gets more only while others can still have a share:
+        it never holds more than `ACCOUNT_SHARE` times as many as stay free."""
+        in_flight, n = self.in_flight, request.n
+        own = in_flight.held.get((request.slots, request.account), 0)
+        if request.slots:
+            return own == 0 or own + n <= self.capacity.max_running
+        free = self.capacity.max_running - (in_flight.sync_active - in_flight.apart)
+        if own == 0:
+            return free >= min(n, self.capacity.max_running)
+        return own + n <= ACCOUNT_SHARE * (free - n)
+
+    def may_dispatch(self, record: InFlightRequest) -> bool:
+        """True unless the account of a waiting request holds its share of this worker's slots: others may pass it."""
+        return not self.capacity.shared or self.has_slot(record.request)
 
     def has_memory(self, kv_tokens: int, now_s: float, passes_flex: bool = False) -> bool:
         """Whether so many more tokens of KV will fit, after the growth of what is there. By the worker's own report,

@@ -200,6 +200,8 @@ class WorkerPool:
         return local_prefill_s(decode, need, now_s) < need.prefill_ready_s + transfer_s(decode, need)
 
     def _has_room(self, worker: Worker, need: RoutingInput, now_s: float, prefills: bool) -> bool:
+        if worker.capacity.shared:  # how long a provider's prompts take is not known
+            return need.request is None or worker.has_slot(need.request)
         if not self._policy.backpressure:
             return worker.fits(need.n, need.kv_tokens, now_s, need.passes_flex, spare=self._settings.max_waiting)
         return worker.fits(need.n, need.kv_tokens, now_s, need.passes_flex) and not (

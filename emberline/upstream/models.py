@@ -162,6 +162,7 @@ class UpstreamModels:
             body_bytes=n_bytes,
             engine=engine,
             api=request.api,
+            access=access,
         )
         route = msgspec.structs.replace(
             route,
@@ -187,6 +188,7 @@ class UpstreamModels:
         body_bytes: int = 0,
         engine: str = "",
         api: str = "",
+        access: Access | None = None,
     ) -> RouteRequest:
         """Its prefix keys are over the bytes of the prompt; a provider has one server, so it needs none. `body_bytes`:
         of the whole body, which the server may put into its prompt. `engine` is the endpoint that a job was granted."""
@@ -210,6 +212,7 @@ class UpstreamModels:
             context_len=card.context_window,
             max_input_tokens=max(n_bytes, body_bytes),  # no token is shorter than a byte
             deadline_s=deadline_s,
+            slots="" if access is None else access.slots,
         )
 
     async def with_token_keys(self, route: RouteRequest, request: GenerateRequest, card: ModelCard) -> RouteRequest:
@@ -240,6 +243,7 @@ class UpstreamModels:
             deadline_s=request.deadline_s,
             body_bytes=len(prompt) + len(msgspec.json.encode(others)),
             engine=engine,
+            access=access,
         )
         if n_images := sum(len(message.images) for message in request.messages or ()):
             route = msgspec.structs.replace(route, images=n_images)

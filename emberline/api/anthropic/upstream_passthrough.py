@@ -73,6 +73,7 @@ async def forward_message(call: Call, card: ModelCard, raw: bytes, headers: Head
         reject_if_busy=False,
         body_bytes=len(raw),
         api="messages",
+        access=access,
     )
     request = UpstreamRequest(
         route,

@@ -257,6 +257,7 @@ def _upstream_request(
         reject_if_busy=body.reject_if_busy,
         body_bytes=len(raw),
         api="chat" if path == CHAT else "completions",
+        access=access,
     )
     call.wants_cost = call.wants_cost or bool(body.usage and body.usage.include)
     asks_usage = call.wants_cost or (body.stream_options is not None and body.stream_options.include_usage)

@@ -17,6 +17,7 @@ class Access:
     pool: ConnectionPool | None = None
     api: ProviderAPI | None = None
     traits: str = ""  # which fields are taken there, as `upstream.request` knows them
+    slots: str = ""  # `RouteRequest.slots`
     is_own_url: bool = False  # an account's: what fails there says nothing about the provider that others use
 
 

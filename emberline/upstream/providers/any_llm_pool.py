@@ -25,6 +25,7 @@ from emberline.upstream.providers.chat_form import error_line
 from emberline.upstream.providers.registry import Provider
 
 MAX_CLIENTS = 8  # of different keys, in one thread
+MAX_ABANDONED = 3  # times `max_running`: threads whose calls were cancelled and hang in the package
 
 
 class AnyLLMPool(ConnectionPool):
@@ -35,6 +36,8 @@ class AnyLLMPool(ConnectionPool):
         self._provider = provider
         self._waiting: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._n_threads = 0
+        self._n_abandoned = 0
+        self._counting = threading.Lock()  # of abandoned calls
         self._idle_threads = threading.Semaphore(0)
 
     def close(self) -> None:
@@ -45,18 +48,25 @@ class AnyLLMPool(ConnectionPool):
     async def _dial(self) -> Connection:
         if self._closed:
             raise ConnectionFailed("we closed the connection")
-        connection = _Call(self._enqueue, self._lost)
+        connection = _Call(self._enqueue, self._lost, self._abandoned)
         self._all.add(connection)
         if self._sweeper is None:
             self._sweeper = asyncio.get_running_loop().call_later(self._sweep_interval_s, self._sweep)
         return connection
 
     def _enqueue(self, call: "_Call") -> None:
-        if not self._idle_threads.acquire(blocking=False) and self._n_threads < self._provider.max_running:
+        n_most = self._provider.max_running + min(self._n_abandoned, MAX_ABANDONED * self._provider.max_running)
+        if not self._idle_threads.acquire(blocking=False) and self._n_threads < n_most:
             self._n_threads += 1
             # A daemon: a call that hangs in the package must not keep the process from ending.
             threading.Thread(target=self._work, name=f"provider {self._provider.name}", daemon=True).start()
         self._waiting.put(call)
+
+    def _abandoned(self, n: int) -> None:
+        """Count calls that were cancelled while a thread ran them, or fewer if negative. They may hang for long, and
+        their slots belong to other requests, which need other threads."""
+        with self._counting:
+            self._n_abandoned += n
 
     def _work(self) -> None:
         clients: dict[str, Any] = {}  # by key
@@ -83,9 +93,17 @@ class AnyLLMPool(ConnectionPool):
 class _Call(Connection):
     """One request. `begin`, `pause` and `end` are called on the event loop of the pool, `run` in a thread."""
 
-    def __init__(self, enqueue: "Callable[[_Call], None]", on_lost: Callable[[Connection], None]) -> None:
+    def __init__(
+        self,
+        enqueue: "Callable[[_Call], None]",
+        on_lost: Callable[[Connection], None],
+        abandoned: Callable[[int], None],
+    ) -> None:
         super().__init__(on_lost, on_lost)
         self._enqueue = enqueue
+        self._abandoned = abandoned
+        self._is_abandoned = False
+        self._state = threading.Lock()  # of `_task` and `_is_abandoned`
         self._owner = asyncio.get_running_loop()
         self._may_send = threading.Event()
         self._may_send.set()
@@ -110,7 +128,12 @@ class _Call(Connection):
         self._exchange, self._ended = None, True
         self._may_send.set()
         self._on_lost(self)
-        if (task := self._task) is not None:
+        with self._state:
+            task = self._task
+            if task is not None and not self._is_abandoned:
+                self._is_abandoned = True
+                self._abandoned(1)
+        if task is not None:
             with contextlib.suppress(RuntimeError):  # its loop is closed
                 task.get_loop().call_soon_threadsafe(task.cancel)
 
@@ -146,7 +169,10 @@ class _Call(Connection):
                 body = msgspec.json.encode({"error": {"message": message, "param": param}})
                 self._tell(body, headers, status, last=True)
         finally:
-            self._task = None
+            with self._state:
+                self._task = None
+                if self._is_abandoned:
+                    self._abandoned(-1)
 
     def _tell(self, body: bytes, head: dict[str, str] | None = None, status: int = 200, last: bool = False) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits

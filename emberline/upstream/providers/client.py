@@ -37,7 +37,7 @@ class ProviderClient(UpstreamClient):
         self.problem = ""
         self._ready.set()
         if watch and self.listener is not None:
-            capacity = Capacity(max_running=self.config.max_running, events=False)
+            capacity = Capacity(max_running=self.config.max_running, events=False, shared=True)
             self.listener.joined(self.endpoint, capacity, None)
 
     def lost(self, what: str) -> ProviderFailed:

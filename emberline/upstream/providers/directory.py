@@ -136,7 +136,7 @@ class ProviderDirectory:
         here = client.provider._replace(kind=kind, url=url)
         pool = self._pool(here, stored.is_own)
         traits = client.provider.traits if kind == client.provider.kind else kind
-        return Access(stored.key, pool, api_of(here), traits, stored.is_own)
+        return Access(stored.key, pool, api_of(here), traits, url if stored.is_own else "", stored.is_own)
 
     def _pool(self, provider: Provider, is_own: bool) -> ConnectionPool:
         pool = self._pools.get((provider.url, is_own))

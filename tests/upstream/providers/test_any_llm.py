@@ -207,6 +207,21 @@ async def test_a_call_that_blocks_holds_up_nobody_and_ends_with_its_client(gatew
     assert [row[1] for row in await made.rows()] == ["cancelled", "finished"]
 
 
+async def test_cancelled_calls_that_block_their_threads_leave_threads_for_others(
+    gateway: Opener, package: Package
+) -> None:
+    package.block.clear()
+    made = await gateway(aws(max_running=2))
+    for number in range(3):
+        blocked = asyncio.create_task(made.post("/v1/chat/completions", BODY))
+        await until(lambda: len(package.calls) == number + 1)  # noqa: B023
+        blocked.cancel()
+        await asyncio.gather(blocked, return_exceptions=True)
+        await until(lambda: not made.service.n_running)
+    package.n_words = 0  # the next stream does not block
+    assert (await made.post("/v1/chat/completions", BODY)).status_code == 200
+
+
 async def test_a_long_reply_arrives_whole_though_it_is_read_slowly(gateway: Opener, package: Package) -> None:
     package.n_words = 20_000
     made = await gateway(aws())

@@ -1,0 +1,113 @@
+"""Slots of providers: requests of one account that hang leave room for others; accounts' own addresses are apart."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from emberline.balancer.balancer import Balancer
+from emberline.balancer.cost_model import Settings
+from emberline.balancer.endpoint import Capacity
+from emberline.balancer.ledger import InFlightRequest
+from emberline.protocol.errors import Overloaded
+
+from .balancing import endpoint, nothing_left, request
+
+
+def provider(max_running: int = 4, **settings: int) -> Balancer:
+    balancer = Balancer(Settings(**settings))
+    balancer.join(endpoint("p"), Capacity(max_running=max_running, events=False, shared=True), 0.0)
+    return balancer
+
+
+def ask(balancer: Balancer, account: str, n: int = 1, **fields: Any) -> list[InFlightRequest]:
+    """The records of `n` requests that begin to hang, if they get slots."""
+    records = [balancer.enqueue(request(account=account, **fields), 0.0) for _ in range(n)]
+    balancer.dispatch(0.0)
+    return records
+
+
+def running(records: list[InFlightRequest]) -> int:
+    return sum(record.route is not None for record in records)
+
+
+@pytest.mark.parametrize(("max_running", "most"), [(1, 1), (2, 1), (4, 3), (8, 6), (64, 48), (1024, 768)])
+def test_no_account_gets_all_slots(max_running: int, most: int) -> None:
+    balancer = provider(max_running, max_waiting=2000)
+    assert running(ask(balancer, "a", max_running + 1)) == most
+    assert running(ask(balancer, "b")) == (max_running > 1)
+
+
+def test_prompts_that_hang_do_not_count_as_a_queue() -> None:
+    balancer = provider()
+    assert running(ask(balancer, "a", 3, tokens=1_000_000)) == 3
+    assert running(ask(balancer, "b")) == 1
+
+
+def test_a_request_passes_those_of_an_account_that_has_its_share() -> None:
+    """All within 0.03 s: before any waiting request is routed again."""
+    balancer = provider()
+    hanging, late = ask(balancer, "a", 6), ask(balancer, "b")
+    assert (running(hanging), running(late)) == (3, 1)
+    (waiting,) = ask(balancer, "c", priority="flex")  # of a lower class, too
+    assert waiting.route is None, "all slots are taken"
+    balancer.ended(late[0].request.id, 0.01, "finished")
+    assert waiting in balancer.dispatch(0.01)
+    balancer.ended(hanging[0].request.id, 0.02, "cancelled")
+    assert balancer.dispatch(0.02) == [], "one slot stays free for another account"
+    balancer.ended(waiting.request.id, 0.03, "finished")
+    assert hanging[3] in balancer.dispatch(0.03)
+
+
+def test_an_address_of_its_own_has_slots_of_its_own() -> None:
+    balancer = provider()
+    assert running(ask(balancer, "a", 5, slots="https://a.example")) == 4
+    assert running(ask(balancer, "a", 4)) == 3, "at the provider itself"
+    assert running(ask(balancer, "b", 5, slots="https://b.example")) == 4
+    assert running(ask(balancer, "c")) == 1
+
+
+def test_a_full_queue_sheds_the_account_that_fills_it() -> None:
+    balancer = provider(1, max_waiting=4)
+    first, *waiting = ask(balancer, "a", 5)
+    with pytest.raises(Overloaded):
+        balancer.enqueue(request(account="a"), 0.0)
+    (late,) = ask(balancer, "b")
+    assert late.error is None
+    assert [record.error is not None for record in waiting] == [False, False, False, True], "the last one makes room"
+    balancer.ended(first.request.id, 1.0, "finished")
+    assert balancer.dispatch(1.0)
+
+
+@given(
+    st.integers(1, 9),
+    st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 2), st.booleans(), st.booleans()), max_size=40),
+)
+def test_slots_are_never_exceeded_and_always_given_back(
+    max_running: int, steps: list[tuple[str, int, bool, bool]]
+) -> None:
+    balancer = provider(max_running, max_waiting=1000)
+    open_records: list[InFlightRequest] = []
+    for now_s, (account, n, own, ends) in enumerate(steps):
+        if ends and open_records:
+            balancer.ended(open_records.pop(0).request.id, now_s, "cancelled")
+        else:
+            slots = f"https://{account}.example" if own else ""
+            open_records.append(balancer.enqueue(request(account=account, n=n, slots=slots), now_s))
+        balancer.dispatch(now_s)
+        held = Counter[tuple[str, str]]()
+        for record in open_records:
+            if record.decode is not None:
+                held[record.request.slots, record.request.account] += record.request.n
+        assert sum(n for (slots, _), n in held.items() if not slots) <= max(max_running, 2)
+        free = max_running - sum(n for (slots, _), n in held.items() if not slots)
+        for record in open_records:
+            key = record.request.slots, record.request.account
+            if record.decode is None and not held[key] and (key[0] or free >= record.request.n):
+                pytest.fail(f"{record.request} waits although it holds nothing and there is room")
+    for record in open_records:
+        balancer.ended(record.request.id, 100.0, "cancelled")
+        balancer.dispatch(100.0)
+    assert nothing_left(balancer, 100.0)
