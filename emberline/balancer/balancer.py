@@ -585,14 +585,16 @@ class Balancer:
             self._pools[model].workers.append(worker)
 
     def _remove_from_pools(self, worker: Worker) -> None:
-        for pool in self._pools.values():
+        for name, pool in list(self._pools.items()):
             if worker in pool.workers:
                 pool.workers.remove(worker)
                 pool.refresh()
+                if not pool.workers and name.endswith("/*"):  # of a model, what was learnt of its replies stays
+                    del self._pools[name]
 
     def _pool_name(self, model: str) -> str:
         """A worker that serves `name/*` computes every model of that provider."""
-        if model in self._pools or "/" not in model:
+        if "/" not in model or (model in self._pools and self._pools[model].workers):
             return model
         of_provider = provider_pool(model.partition("/")[0])
         return of_provider if of_provider in self._pools else model

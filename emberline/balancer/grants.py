@@ -208,6 +208,10 @@ class Grants:
         quota = self._quotas.get(worker)
         return 0 if quota is None else quota.granted
 
+    def forget(self, worker: str) -> None:
+        """Remove the quota of a worker that has left for good."""
+        self._quotas.pop(worker, None)
+
     def notify_room(self) -> None:
         """There may be room where there was none."""
         self._room.set()

@@ -186,8 +186,9 @@ class LocalCore:
         self._connections.append(connection)
 
     def discard(self, name: str) -> None:
-        """A worker has left for good."""
+        """Forget a worker that has left for good."""
         self.admission.remove(name)
+        self.grants.forget(name)
         self._connections = [connection for connection in self._connections if connection.name != name]
 
     async def change_workers(self, change: WorkerChange) -> list[str]:
@@ -352,6 +353,10 @@ class LocalCore:
     async def status(self, query: StatusQuery) -> Status:
         health = await self.health()
         return status(query, health, self.admission, self._metrics, self.history, self.usage.used_by)
+
+    def forget_provider(self, name: str) -> None:
+        """Remove the metrics of a provider whose last key was removed."""
+        self._metrics.forget_provider(name)
 
     def register(self, collector: Collector) -> None:
         """Expose more metrics."""

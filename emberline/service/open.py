@@ -126,7 +126,12 @@ async def open_service(
         core.add(client)
         client.start(watch=True)
 
+    def provider_gone(client: ProviderClient) -> None:
+        core.discard(client.name)
+        core.forget_provider(client.name)
+
     upstream.providers.on_new.append(provider_added)
+    upstream.providers.on_gone.append(provider_gone)
     core.know_model = upstream.providers.ensure
     core.lists_model = lambda model: any(card.id == model for card in connections.upstream.cards())
 
@@ -146,10 +151,12 @@ async def open_service(
             timings,
         )
         await core.scaling.start()
-    points = asyncio.create_task(core.history.run())
+    sweep = upstream.sweep_providers(timings.provider_sweep_s, lambda name: admission.in_flight_on(name) > 0)
+    tasks = [asyncio.create_task(core.history.run()), asyncio.create_task(sweep)]
 
     async def close_core() -> None:
-        points.cancel()
+        for task in tasks:
+            task.cancel()
         await core.aliases.close()
         if core.scaling is not None:
             await core.scaling.close()
@@ -198,7 +205,13 @@ async def open_http_worker(
     await core.wait_connected(CORE_WAIT_S)
     models.start(watch=False)
     engines = connections.engines
-    return Service(core, connections.models, engines, core.close, GrammarCompiler(), models, data_dir, timings)
+    sweeping = asyncio.create_task(models.sweep_providers(timings.provider_sweep_s))
+
+    async def close() -> None:
+        sweeping.cancel()
+        await core.close()
+
+    return Service(core, connections.models, engines, close, GrammarCompiler(), models, data_dir, timings)
 
 
 def _connections(

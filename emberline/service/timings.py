@@ -29,6 +29,7 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
     first_retry_s: float = 0.05  # before the first attempt to connect again; doubles each time
     last_retry_s: float = 1.0
     notice_interval_s: float = 1.0  # between two notices of an HTTP worker to the core
+    provider_sweep_s: float = 30.0  # between two looks for providers whose last key was removed
 
     # --- workers of a cluster ----------------------------------------------------------------------------------------
 

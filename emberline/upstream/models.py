@@ -54,6 +54,7 @@ class UpstreamModels:
         self.providers = ProviderDirectory() if providers is None else providers
         self.clients = {client.name: client for client in (*clients, *self.providers.clients.values())}
         self.providers.on_new.append(lambda client: self.clients.__setitem__(client.name, client))
+        self.providers.on_gone.append(lambda client: self.clients.pop(client.name, None))
         self.texts: dict[str, TextModel] = {}  # by model, where the tokenizer is configured
         for client in clients:
             for model in client.models:
@@ -97,6 +98,12 @@ class UpstreamModels:
     async def close(self) -> None:
         self.providers.close()
         await asyncio.gather(*(client.close() for client in self.clients.values()))
+
+    async def sweep_providers(self, interval_s: float, is_used: Callable[[str], bool] = lambda name: False) -> None:
+        """Remove the providers whose last key was removed, every `interval_s`, until cancelled."""
+        while True:
+            await asyncio.sleep(interval_s)
+            await asyncio.gather(*(client.close() for client in self.providers.sweep(is_used)))
 
     def cards(self) -> list[ModelCard]:
         return [*self._by_name.values(), *self.providers.cards()]

@@ -55,6 +55,8 @@ class ProviderDirectory:
         self.clients: dict[str, ProviderClient] = {
             config.name: ProviderClient(provider(config), config.key or "") for config in configs
         }
+        self.on_gone: list[Callable[[ProviderClient], object]] = []  # called with one whose last key was removed
+        self._unnamed: set[str] = set()  # providers that no key named at the last sweep
         self._describe = describe
         self._keys = keys
         self._egress = egress or EgressPolicy(setting="[accounts] provider_networks")
@@ -78,6 +80,26 @@ class ProviderDirectory:
         if "/" in model_id and self.find(model_id) is None and self._keys is not None:
             await self._keys.catch_up()
             self.find(model_id)
+
+    def sweep(self, is_used: Callable[[str], bool] = lambda name: False) -> list[ProviderClient]:
+        """Remove the providers that no stored key has named since the last sweep, unless `is_used`.
+
+        Returns their clients, for the caller to close. A key that is replaced, by its removal and a new one, leaves its
+        provider in place.
+        """
+        unnamed = {name for name, client in self.clients.items() if not client.is_configured and not self._has(name)}
+        gone = [self.clients.pop(name) for name in unnamed & self._unnamed if not is_used(name)]
+        self._unnamed = unnamed & self.clients.keys()
+        names = {client.name for client in gone}
+        for model_id in [model_id for model_id, card in self._cards.items() if card.id.partition("/")[0] in names]:
+            del self._cards[model_id]
+        for client in gone:
+            for tell in self.on_gone:
+                tell(client)
+        return gone
+
+    def _has(self, name: str) -> bool:
+        return self._keys is not None and self._keys.has(name)
 
     def cards(self) -> list[ModelCard]:
         """Of the models that are known by name."""
@@ -164,7 +186,7 @@ class ProviderDirectory:
         for each in (name, ALIASES.get(name, "")):
             if (client := self.clients.get(each)) is not None:
                 return client
-            if each and self._keys is not None and self._keys.has(each):
+            if each and self._has(each):
                 return self._add(each)
         return None
 
