@@ -15,8 +15,9 @@ class FaultyStore:
     """Passes everything on to a real store, except while a fault is set. Reads work while the store is away: tests
     read what was written."""
 
-    def __init__(self, store: Database) -> None:
+    def __init__(self, store: Database, now_us: Callable[[], int] | None = None) -> None:
         self.store = store
+        self._now_us = now_us or store.now_us
         self.away = False  # writes raise Unavailable
         self.hangs = False  # writes never end
         self.mute = False  # notifications are lost
@@ -49,7 +50,7 @@ class FaultyStore:
             await self.store.notify(channel, payload)
 
     def now_us(self) -> int:
-        return self.store.now_us() + self.later_us
+        return self._now_us() + self.later_us
 
     async def _fault(self, name: str, asked: Any) -> None:
         if self.before is not None:

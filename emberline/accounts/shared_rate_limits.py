@@ -23,8 +23,7 @@ from emberline.store.database import Sql
 
 KEEP_S = 0.5  # what is taken and not used, before it is given back
 LEASE_S = 30.0  # of slots
-ASK_S = 5.0  # the store has so long to answer,
-AWAY_S = 2.0  # else it is not asked again before
+AWAY_S = 2.0  # before a store that did not answer is asked again
 AHEAD_S = 1.0  # so much of a large limit is taken at once
 LARGE = 600  # requests a minute, from which on they are taken ahead; of tokens a thousand times as many
 _SECOND_US = 1_000_000
@@ -104,9 +103,17 @@ class _Share:
 
 
 class SharedRateLimiter:
-    """As RateLimiter, whose limits it enforces too; those of all cores are asked after. Lives in the core."""
+    """A rate limiter shared by several cores. Checks this core's own limits first, then the buckets in the store."""
 
-    def __init__(self, store: Database, core: str = "", clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        store: Database,
+        core: str = "",
+        clock: Callable[[], float] = time.monotonic,
+        ask_s: float = 5.0,
+    ) -> None:
+        """`ask_s` is the time that the store has to answer."""
+        self._ask_s = ask_s
         self._store = store
         self._core = core or secrets.token_hex(8)
         self._clock = clock
@@ -126,7 +133,7 @@ class SharedRateLimiter:
             await asyncio.gather(self._task, return_exceptions=True)
         for share in self._shares.values():
             share.used_s = -math.inf
-        await self._give_back()
+        await self.give_back()
 
     async def take(
         self, limits: Sequence[RateLimit], input_tokens: int, output_tokens: int, n_requests: int = 1
@@ -238,7 +245,7 @@ class SharedRateLimiter:
         now_us, limit, held = self._store.now_us(), share.limit, (share.requests, share.tokens)
         share.add(-held[0], -held[1])
         try:
-            async with asyncio.timeout(ASK_S):
+            async with asyncio.timeout(self._ask_s):
                 granted = await self._store.run(lambda: _take(limit, self._core, want, now_us))
         except BaseException as error:
             share.add(*held)
@@ -260,12 +267,12 @@ class SharedRateLimiter:
         while True:
             await asyncio.sleep(KEEP_S)
             try:
-                await self._give_back()
+                await self.give_back()
             except Exception as error:
                 log.warning("rate limits could not be given back: %s", error)
 
-    async def _give_back(self) -> None:
-        """What this core does not use; and renew the leases on slots."""
+    async def give_back(self) -> None:
+        """Give back what this core does not use, and renew its leases on slots."""
         now_s = self._clock()
         for scope, share in list(self._shares.items()):
             is_idle = now_s - share.used_s >= KEEP_S

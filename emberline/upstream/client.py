@@ -21,7 +21,14 @@ from emberline.protocol.frames import EngineInfo, EngineLoad, KVEvents
 from emberline.upstream.disaggregation import DEFAULT_TRANSFER, Adapter, Peer, adapter_for, transfers_of
 from emberline.upstream.http_client import ConnectionFailed, ConnectionPool, parse
 from emberline.upstream.kv_events import KVSubscriber, key_root
-from emberline.upstream.server_load import ConcurrencyLimit, NoLoadReport, ProgressCheck, sglang_load, vllm_load
+from emberline.upstream.server_load import (
+    ConcurrencyLimit,
+    NoLoadReport,
+    ProbeTimings,
+    ProgressCheck,
+    sglang_load,
+    vllm_load,
+)
 
 BOOTSTRAP_PORT = 8998  # of Mooncake and SGLang alike
 
@@ -115,14 +122,11 @@ def _check_pairs(configs: Sequence[UpstreamConfig]) -> None:
 
 # --- the client -------------------------------------------------------------------------------------------------------
 
-PROBE_INTERVAL_S = 2.0
-PROBE_TIMEOUT_S = 5.0
 MAX_FAILED_PROBES = 3  # in a row: then the server is down, unless bytes of some reply still arrive
 MAX_CONTEXT = 1 << 24
 DEFAULT_CONTEXT = 131_072
 STUCK = "it has work and computes no tokens"
 MAX_PROBE_BYTES = 8 << 20
-CANARY_TIMEOUT_S = 5.0  # for one token
 
 log = logging.getLogger("emberline.balancer")
 
@@ -130,7 +134,8 @@ log = logging.getLogger("emberline.balancer")
 class UpstreamClient:
     """Connections to one upstream server, and what the balancer needs to know of it."""
 
-    def __init__(self, config: UpstreamConfig) -> None:
+    def __init__(self, config: UpstreamConfig, timings: ProbeTimings = ProbeTimings()) -> None:  # noqa: B008
+        self._timings = timings
         address = parse(config.endpoint.address)
         self.config = config
         self.pool = ConnectionPool(address, config.endpoint.token)
@@ -146,7 +151,7 @@ class UpstreamClient:
         self._probes = ConnectionPool(address, config.endpoint.token)
         self._n_failed_probes = 0
         self._limit = ConcurrencyLimit()
-        self._progress = ProgressCheck()
+        self._progress = ProgressCheck(timings)
         self._stuck = False  # it is down because it computes nothing
         self._canary: asyncio.Task[None] | None = None
         self._models: tuple[str, ...] = config.endpoint.models
@@ -208,7 +213,7 @@ class UpstreamClient:
         """JSON of a small GET at another port of this server. ConnectionFailed where there is none."""
         pool = ConnectionPool(parse(f"http://{authority}"))
         try:
-            return _json(*await pool.get(path, PROBE_TIMEOUT_S, MAX_PROBE_BYTES))
+            return _json(*await pool.get(path, self._timings.timeout_s, MAX_PROBE_BYTES))
         finally:
             pool.close()
 
@@ -272,7 +277,7 @@ class UpstreamClient:
                 self._probe_failed("its answers to health checks could not be handled")
             else:
                 self._probe_answered(load)
-            await asyncio.sleep(PROBE_INTERVAL_S)
+            await asyncio.sleep(self._timings.interval_s)
 
     async def _ask_load(self) -> EngineLoad | None:
         """None: servers of its kind report no load. ConnectionFailed where it is not healthy."""
@@ -305,14 +310,14 @@ class UpstreamClient:
         else:
             body = msgspec.json.encode({"model": self._models[0], "prompt": "1", "max_tokens": 1})
             try:
-                async with asyncio.timeout(CANARY_TIMEOUT_S):
+                async with asyncio.timeout(canary_s := self._timings.canary_s):
                     exchange = await self._probes.post("/v1/completions", body)
                     try:
                         status, _ = exchange.status, await exchange.read(MAX_PROBE_BYTES)
                     finally:
                         exchange.close()
             except TimeoutError:
-                raise ConnectionFailed(f"{STUCK}: none for {CANARY_TIMEOUT_S:g} s after a request for one") from None
+                raise ConnectionFailed(f"{STUCK}: none for {canary_s:g} s after a request for one") from None
         if status != 200:
             raise ConnectionFailed(f"it answers {status} to a request for one token")
         self._progress.progressed(time.monotonic())
@@ -322,7 +327,7 @@ class UpstreamClient:
             await self._generate_token()
 
     async def _probe(self, path: str) -> tuple[int, bytes]:
-        return await self._probes.get(path, PROBE_TIMEOUT_S, MAX_PROBE_BYTES)
+        return await self._probes.get(path, self._timings.timeout_s, MAX_PROBE_BYTES)
 
     def _probe_answered(self, load: EngineLoad | None) -> None:
         now_s = time.monotonic()
@@ -363,7 +368,7 @@ class UpstreamClient:
             if self.problem != why:
                 log.warning("endpoint %s: %s", self.name, why)
             self.problem = why
-        elif self._n_failed_probes >= MAX_FAILED_PROBES and self.pool.idle_s > PROBE_TIMEOUT_S:
+        elif self._n_failed_probes >= MAX_FAILED_PROBES and self.pool.idle_s > self._timings.timeout_s:
             self._leave(why)
 
     def _leave(self, why: str) -> None:

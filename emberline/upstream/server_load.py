@@ -4,6 +4,8 @@ import math
 import re
 from typing import Any
 
+import msgspec
+
 from emberline.balancer.stall_detector import DEFAULTS, STALL_STEPS
 from emberline.protocol.block_hash import BLOCK_TOKENS
 from emberline.protocol.frames import EngineLoad
@@ -118,17 +120,26 @@ class ConcurrencyLimit:
 
 # --- progress ---------------------------------------------------------------------------------------------------------
 
-# As of our own engines, but for the time in which a canary is answered.
-MIN_PATIENCE_S = 2 * DEFAULTS.min_stall_s
-FIRST_PATIENCE_S = DEFAULTS.first_step_s
-MAX_PATIENCE_S = 300.0
+
+class ProbeTimings(msgspec.Struct, frozen=True, kw_only=True):
+    """Times of health checks of an upstream server, in seconds. Those of progress are as for our own engines, except
+    for the time in which a canary is answered."""
+
+    interval_s: float = 2.0
+    timeout_s: float = 5.0
+    canary_s: float = 5.0  # for one token
+    min_patience_s: float = 2 * DEFAULTS.min_stall_s
+    first_patience_s: float = DEFAULTS.first_step_s
+    max_patience_s: float = 300.0
+    suspect_share: float = 0.5  # of its patience, after which a generation is tried
 
 
 class ProgressCheck:
-    """Whether a server that has work computes anything: tokens are progress, not answered probes, since the API of a
+    """Tells whether a server that has work computes anything. Tokens are progress, not answered probes: the API of a
     server answers while its engine hangs. Where a report has no totals (SGLang's), any change of it is progress."""
 
-    def __init__(self) -> None:
+    def __init__(self, timings: ProbeTimings = ProbeTimings()) -> None:  # noqa: B008  # immutable
+        self._timings = timings
         self._load = EngineLoad()
         self._changed_s = -math.inf
         self._step_s: float | None = None
@@ -148,12 +159,13 @@ class ProgressCheck:
     @property
     def patience_s(self) -> float:
         if self._step_s is None:
-            return FIRST_PATIENCE_S
-        return min(MAX_PATIENCE_S, max(MIN_PATIENCE_S, STALL_STEPS * self._step_s))
+            return self._timings.first_patience_s
+        patience_s = max(self._timings.min_patience_s, STALL_STEPS * self._step_s)
+        return min(self._timings.max_patience_s, patience_s)
 
     def is_suspect(self, now_s: float) -> bool:
         """Time to try a generation."""
-        return now_s - self._changed_s > self.patience_s / 2
+        return now_s - self._changed_s > self.patience_s * self._timings.suspect_share
 
     def is_stuck(self, now_s: float) -> bool:
         return now_s - self._changed_s > self.patience_s

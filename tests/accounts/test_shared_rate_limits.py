@@ -9,9 +9,10 @@ import pytest
 from emberline.accounts import shared_rate_limits as module
 from emberline.accounts.rate_limits import RateLimit, Taken
 from emberline.accounts.shared_rate_limits import SharedRateLimiter
-from emberline.protocol.errors import RateLimited, Unavailable
+from emberline.protocol.errors import RateLimited
 from emberline.store import Database
 from tests.databases import DatabaseLocation
+from tests.faulty_store import FaultyStore
 
 
 class Clock:
@@ -30,9 +31,8 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-async def store(database: DatabaseLocation, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Database]:
-    store = await database.open()
-    monkeypatch.setattr(store, "now_us", lambda: int(clock.now_s * 1e6))
+async def store(database: DatabaseLocation, clock: Clock) -> AsyncIterator[FaultyStore]:
+    store = FaultyStore(await database.open(), now_us=lambda: int(clock.now_s * 1e6))
     yield store
     await store.close()
 
@@ -41,7 +41,7 @@ Core = Callable[[], SharedRateLimiter]
 
 
 @pytest.fixture
-def core(store: Database, clock: Clock) -> Core:
+def core(store: FaultyStore, clock: Clock) -> Core:
     return lambda: SharedRateLimiter(store, clock=clock)
 
 
@@ -83,7 +83,7 @@ async def test_unused_tokens_are_for_the_other_core(core: Core, clock: Clock) ->
     assert await admitted(two, limit, 100) is None
     one.put_back(taken, 150)
     clock.now_s += module.KEEP_S
-    await one._give_back()
+    await one.give_back()
     assert await admitted(two, limit, 850) is not None
     assert await admitted(one, limit, 100) is None
 
@@ -98,10 +98,10 @@ async def test_concurrent_requests_of_all_cores(core: Core, clock: Clock) -> Non
     one.put_back(held[0], 1)
     assert await admitted(two, limit) is None, "the other core has not said so yet"
     clock.now_s += module.KEEP_S
-    await one._give_back()
+    await one.give_back()
     assert await admitted(two, limit)
     clock.now_s += module.LEASE_S / 2
-    await two._give_back()  # which renews its lease
+    await two.give_back()  # which renews its lease
     clock.now_s += module.LEASE_S / 2 + 1
     assert await admitted(one, limit) is None
     clock.now_s += module.LEASE_S  # it was killed
@@ -137,7 +137,7 @@ async def test_no_window_has_more_than_the_limit(core: Core, clock: Clock, per_m
             times.append(clock.now_s)
             which.put_back(taken, 1)
         if rng.random() < 0.3:
-            await rng.choice(cores)._give_back()
+            await rng.choice(cores).give_back()
     assert len(times) > per_minute / 2
     for i in range(0, len(times), max(1, len(times) // 200)):
         for j in range(i, len(times), max(1, len(times) // 200)):
@@ -162,19 +162,13 @@ async def test_a_request_that_is_cancelled_while_it_waits_holds_nothing(core: Co
     async with asyncio.timeout(60):
         while await admitted(two, limit) is None:
             clock.now_s += module.KEEP_S
-            await one._give_back()
+            await one.give_back()
             await asyncio.sleep(0.01)
 
 
-async def test_without_the_store_each_core_limits_its_own(
-    core: Core, store: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_without_the_store_each_core_limits_its_own(core: Core, store: FaultyStore) -> None:
     limit, one = limit_of(requests=3), core()
-
-    async def away(work: object) -> None:
-        raise Unavailable("away")
-
-    monkeypatch.setattr(store, "run", away)
+    store.away = True
     assert [await admitted(one, limit) is not None for _ in range(5)] == [True, True, True, False, False]
 
 
@@ -186,38 +180,38 @@ async def test_a_limit_that_is_not_set_counts_for_nothing(core: Core, store: Dat
     assert await store.read("SELECT n_requests FROM rate_buckets") == [(0,)]
 
 
-async def test_slots_are_leased_further_while_tokens_are_overspent(core: Core, clock: Clock) -> None:
+async def test_slots_are_leased_further_while_tokens_are_overspent(
+    core: Core, store: FaultyStore, clock: Clock
+) -> None:
     limit, one = limit_of(tokens=100, concurrency=1), core()
     short = await one.take([limit], 1, 0)
     one.put_back(short, 5000)  # far more than it took
     await one._extend(one._share(limit), 1, 1.0)  # the bucket hears of it, and has nothing for long
     clock.now_s += 60
     one._share(limit).slots = one._share(limit).n_running = 1
-    await one._give_back()
+    await one.give_back()
     clock.now_s += module.LEASE_S - 1
-    ((until_us,),) = await one._store.read("SELECT until_us FROM rate_slots WHERE n = 1")
+    ((until_us,),) = await store.read("SELECT until_us FROM rate_slots WHERE n = 1")
     assert isinstance(until_us, int)
     assert until_us > clock.now_s * 1e6
 
 
-async def test_what_is_being_given_back_is_not_used(
-    core: Core, store: Database, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_is_being_given_back_is_not_used(core: Core, store: FaultyStore, clock: Clock) -> None:
     """A request that comes while the store is asked waits for its answer."""
     limit, one = limit_of(requests=6000, concurrency=5), core()
     held = [await one.take([limit], 1, 0) for _ in range(3)]
     for taken in held[1:]:
         one.put_back(taken, 1)
     clock.now_s += module.KEEP_S
-    asked, answer, run = asyncio.Event(), asyncio.Event(), store.run
+    asked, answer = asyncio.Event(), asyncio.Event()
 
-    async def slow(work: Callable[[], object]) -> object:
-        asked.set()
-        await answer.wait()
-        return await run(work)  # type: ignore[arg-type]
+    async def slow(name: str, work: object) -> None:
+        if name == "run":
+            asked.set()
+            await answer.wait()
 
-    monkeypatch.setattr(store, "run", slow)
-    giving = asyncio.create_task(one._give_back())
+    store.before = slow
+    giving = asyncio.create_task(one.give_back())
     await asked.wait()
     share = one._share(limit)
     assert (share.requests, share.slots) == (0.0, 1)
@@ -239,20 +233,11 @@ async def test_a_request_for_other_than_slots_keeps_those_that_are_leased(core: 
     assert n == one._share(limit).slots == 5
 
 
-async def test_a_store_that_does_not_answer_is_not_asked_for_a_while(
-    core: Core, store: Database, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limit, one, asked = limit_of(requests=3), core(), 0
-
-    async def silent(work: object) -> None:
-        nonlocal asked
-        asked += 1
-        await asyncio.Event().wait()
-
-    monkeypatch.setattr(module, "ASK_S", 0.01)
-    monkeypatch.setattr(store, "run", silent)
+async def test_a_store_that_does_not_answer_is_not_asked_for_a_while(store: FaultyStore, clock: Clock) -> None:
+    limit, one = limit_of(requests=3), SharedRateLimiter(store, clock=clock, ask_s=0.01)
+    store.hangs = True
     assert [await admitted(one, limit) is not None for _ in range(4)] == [True, True, True, False]
-    assert asked == 1
+    assert store.refused == 1
     clock.now_s += module.AWAY_S + 60
     assert await admitted(one, limit)
-    assert asked == 2
+    assert store.refused == 2

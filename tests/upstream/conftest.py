@@ -27,6 +27,7 @@ from emberline.testing.standin_openai import ServerKind, StandinServer
 from emberline.text.grammar.compiler_pool import GrammarCompiler
 from emberline.upstream.client import UpstreamClient, UpstreamConfig
 from emberline.upstream.models import UpstreamModels
+from emberline.upstream.server_load import ProbeTimings
 
 MODEL = "standin"
 PRINCIPAL = Principal("tenant", salt=b"s" * 16)
@@ -116,7 +117,11 @@ async def bench(tmp_path: Path) -> AsyncIterator[Opener]:
     closing: list[Callable[[], Awaitable[None]]] = []
 
     async def make(
-        *servers: tuple[str, ServerKind, str], transfer: str = "", paired: bool = True, **scripts: ServerScript
+        *servers: tuple[str, ServerKind, str],
+        transfer: str = "",
+        paired: bool = True,
+        timings: ProbeTimings | None = None,
+        **scripts: ServerScript,
     ) -> Bench:
         standins = {}
         for name, kind, role in servers:
@@ -135,7 +140,8 @@ async def bench(tmp_path: Path) -> AsyncIterator[Opener]:
                     ),
                     transfer=transfer,
                     bootstrap=f"127.0.0.1:{standins[name].port}",
-                )
+                ),
+                timings or ProbeTimings(),
             )
             for name, kind, role in servers
         ]

@@ -18,7 +18,7 @@ from emberline.service.answer import collect_answer
 from emberline.service.request_context import JobContext
 from emberline.testing.openai_script import FIRST_WORD_ID, ServerScript, StandinPrompt
 from emberline.upstream.request import CHAT, UpstreamRequest
-from emberline.upstream.server_load import ProgressCheck
+from emberline.upstream.server_load import ProbeTimings
 from tests.upstream.conftest import LONG, MODEL, PATIENCE_S, PRINCIPAL, Bench, Opener, request
 
 PAIRS = [("vllm", "nixl"), ("vllm", "mooncake"), ("vllm", "store"), ("sglang", "bootstrap")]
@@ -280,11 +280,13 @@ async def test_cancelling_between_prefill_and_decode_frees_the_lease(bench: Open
     assert await made.idle()
 
 
-async def test_failover_from_a_server_that_hangs(bench: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("emberline.upstream.client.PROBE_INTERVAL_S", 0.05)
-    monkeypatch.setattr("emberline.upstream.client.PROBE_TIMEOUT_S", 0.1)
+async def test_failover_from_a_server_that_hangs(bench: Opener) -> None:
     made = await bench(
-        ("a", "vllm", "both"), ("b", "vllm", "both"), a=ServerScript(hang=True), b=ServerScript(hang=True)
+        ("a", "vllm", "both"),
+        ("b", "vllm", "both"),
+        a=ServerScript(hang=True),
+        b=ServerScript(hang=True),
+        timings=ProbeTimings(interval_s=0.05, timeout_s=0.1),
     )
     task = asyncio.create_task(answer(made, request()))
     servers = made.clients
@@ -299,20 +301,13 @@ async def test_failover_from_a_server_that_hangs(bench: Opener, monkeypatch: pyt
     assert await made.idle()
 
 
-@pytest.fixture
-def short_probes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("emberline.upstream.client.PROBE_INTERVAL_S", 0.02)
-    monkeypatch.setattr("emberline.upstream.client.CANARY_TIMEOUT_S", 0.1)
-    for name in ("FIRST_PATIENCE_S", "MIN_PATIENCE_S"):
-        monkeypatch.setattr(f"emberline.upstream.server_load.{name}", 1.0)
+SHORT = ProbeTimings(interval_s=0.02, canary_s=0.1, min_patience_s=1.0, first_patience_s=1.0)
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-async def test_streams_move_from_a_server_that_answers_probes_and_computes_nothing(
-    bench: Opener, kind: str, short_probes: None
-) -> None:
+async def test_streams_move_from_a_server_that_answers_probes_and_computes_nothing(bench: Opener, kind: str) -> None:
     script = ServerScript(stall_after=10, times=1, itl_ms=1)
-    made = await bench(("a", kind, "both"), ("b", kind, "both"), a=script, b=ServerScript(itl_ms=1))
+    made = await bench(("a", kind, "both"), ("b", kind, "both"), a=script, b=ServerScript(itl_ms=1), timings=SHORT)
     made.standins["b"].script.slots = 1  # so that some go to each
     tasks = [asyncio.create_task(answer(made, request(f"{LONG}{number}", f"r{number}"))) for number in range(4)]
     stalled = made.standins["a"]
@@ -328,15 +323,12 @@ async def test_streams_move_from_a_server_that_answers_probes_and_computes_nothi
     assert await made.idle()
 
 
-async def test_a_slow_server_is_not_taken_for_a_stuck_one(
-    bench: Opener, short_probes: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_slow_server_is_not_taken_for_a_stuck_one(bench: Opener) -> None:
     """It computes nothing for one request, as a decode server that waits for KV: others are computed meanwhile."""
-    monkeypatch.setattr("emberline.upstream.client.CANARY_TIMEOUT_S", PATIENCE_S)
-    monkeypatch.setattr("emberline.upstream.server_load.FIRST_PATIENCE_S", 5.0)
-    monkeypatch.setattr("emberline.upstream.server_load.MIN_PATIENCE_S", 5.0)
-    monkeypatch.setattr(ProgressCheck, "is_suspect", lambda self, now_s: now_s - self._changed_s > 0.2)
-    made = await bench(("a", "vllm", "both"), a=ServerScript(ttft_ms=6000))
+    timings = ProbeTimings(
+        interval_s=0.02, canary_s=PATIENCE_S, min_patience_s=2.5, first_patience_s=2.5, suspect_share=0.08
+    )
+    made = await bench(("a", "vllm", "both"), a=ServerScript(ttft_ms=3000), timings=timings)
     standin = made.standins["a"]
     task = asyncio.create_task(answer(made, request()))
     await until(lambda: standin.running == 1)
@@ -347,8 +339,8 @@ async def test_a_slow_server_is_not_taken_for_a_stuck_one(
     assert (len(standin.requests) - n_canaries, n_canaries > 1) == (1, True)
 
 
-async def test_a_server_that_reports_no_load_is_never_taken_for_stalled(bench: Opener, short_probes: None) -> None:
-    made = await bench(("a", "openai", "both"), a=ServerScript(ttft_ms=1500))
+async def test_a_server_that_reports_no_load_is_never_taken_for_stalled(bench: Opener) -> None:
+    made = await bench(("a", "openai", "both"), a=ServerScript(ttft_ms=1500), timings=SHORT)
     task = asyncio.create_task(answer(made, request()))
     await until(lambda: made.standins["a"].running == 1)
     (worker,) = made.core.admission.balancer.workers_of(MODEL)
@@ -357,8 +349,8 @@ async def test_a_server_that_reports_no_load_is_never_taken_for_stalled(bench: O
     assert made.clients["a"].connected
 
 
-async def test_a_server_whose_engine_is_dead_gets_no_requests(bench: Opener, short_probes: None) -> None:
-    made = await bench(("a", "vllm", "both"), ("b", "vllm", "both"))
+async def test_a_server_whose_engine_is_dead_gets_no_requests(bench: Opener) -> None:
+    made = await bench(("a", "vllm", "both"), ("b", "vllm", "both"), timings=SHORT)
     made.standins["a"].script = ServerScript(dead_engine=True)
     await until(lambda: not made.clients["a"].connected)
     assert "503 to health checks" in made.clients["a"].problem
@@ -367,9 +359,9 @@ async def test_a_server_whose_engine_is_dead_gets_no_requests(bench: Opener, sho
 
 
 async def test_a_load_report_that_cannot_be_handled_does_not_end_the_health_checks(
-    bench: Opener, short_probes: None, monkeypatch: pytest.MonkeyPatch
+    bench: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = await bench(("a", "vllm", "both"))
+    made = await bench(("a", "vllm", "both"), timings=SHORT)
 
     def broken(metrics: str) -> EngineLoad:
         raise ValueError(metrics)
@@ -380,8 +372,8 @@ async def test_a_load_report_that_cannot_be_handled_does_not_end_the_health_chec
     assert await made.clients["a"].wait_connected(PATIENCE_S)
 
 
-async def test_a_proxy_without_health_checks_is_no_dead_server(bench: Opener, short_probes: None) -> None:
-    made = await bench(("a", "vllm", "both"))
+async def test_a_proxy_without_health_checks_is_no_dead_server(bench: Opener) -> None:
+    made = await bench(("a", "vllm", "both"), timings=SHORT)
     standin, n_asked = made.standins["a"], 0
     status = standin._status
 
@@ -420,8 +412,8 @@ async def test_a_server_without_a_configured_limit_gets_hundreds_of_requests_at_
     assert await made.idle()
 
 
-async def test_what_a_server_cannot_run_waits_here(bench: Opener, short_probes: None) -> None:
-    made = await bench(("a", "vllm", "both"), a=ServerScript(slots=3, itl_ms=20))
+async def test_what_a_server_cannot_run_waits_here(bench: Opener) -> None:
+    made = await bench(("a", "vllm", "both"), a=ServerScript(slots=3, itl_ms=20), timings=SHORT)
     tasks = [asyncio.create_task(answer(made, request(request_id=f"r{number}"))) for number in range(8)]
     await until(lambda: made.core.admission.balancer.workers_of("standin")[0].capacity.max_running == 3)
     late = asyncio.create_task(answer(made, request(request_id="late")))

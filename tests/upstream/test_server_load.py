@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from emberline.protocol.frames import EngineLoad
 from emberline.upstream.server_load import (
     FIRST_LIMIT,
-    FIRST_PATIENCE_S,
     MAX_LIMIT,
-    MIN_PATIENCE_S,
     ConcurrencyLimit,
     NoLoadReport,
+    ProbeTimings,
     ProgressCheck,
     sglang_load,
     vllm_load,
@@ -126,7 +125,7 @@ def test_a_server_whose_report_does_not_change_is_stuck() -> None:
     for second in range(20, 28, 2):
         check.observe(EngineLoad(running=2, waiting=second, steps=1800), float(second))  # it still accepts requests
         assert not check.is_stuck(second)
-    assert check.patience_s == MIN_PATIENCE_S
+    assert check.patience_s == ProbeTimings().min_patience_s
     assert check.is_suspect(18 + 6)
     assert check.is_stuck(18 + 11)
     check.progressed(29.0)  # a canary was answered
@@ -136,7 +135,7 @@ def test_a_server_whose_report_does_not_change_is_stuck() -> None:
 def test_patience_follows_the_duration_of_a_step() -> None:
     check = ProgressCheck()
     check.observe(EngineLoad(running=1, steps=1), 0.0)
-    assert check.patience_s == FIRST_PATIENCE_S
+    assert check.patience_s == ProbeTimings().first_patience_s
     check.observe(EngineLoad(running=1, steps=3), 8.0)
     assert check.patience_s == 80
 
