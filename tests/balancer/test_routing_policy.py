@@ -9,7 +9,7 @@ from emberline.balancer.endpoint import Capacity
 from emberline.balancer.ledger import InFlightLoad
 from emberline.balancer.routing_policy import CACHE_LOSS, MAX_CACHE_LOSS_S, LowestCost, RoutingInput
 from emberline.protocol.block_hash import BLOCK_TOKENS
-from emberline.protocol.errors import Unavailable
+from emberline.protocol.errors import BadInput, Unavailable
 from emberline.protocol.frames import EngineLoad
 from tests.balancer.balancing import endpoint, fleet, keys, nothing_left, request, send, serve
 
@@ -258,7 +258,7 @@ def test_decode_workers_serve_without_prefill_workers_but_not_vice_versa() -> No
     balancer.disconnected("e0", 1.0)
     assert send(balancer, request(tokens=50_000), 1.0).prefill == ""
     balancer = fleet("prefill")
-    with pytest.raises(Exception, match="no engine of m"):
+    with pytest.raises(Unavailable, match="no engine of m"):
         balancer.enqueue(request(), 0.0)
 
 
@@ -311,7 +311,7 @@ def test_prefill_and_decode_workers_both_keep_their_caches() -> None:
 
 def test_two_workers_with_one_name_are_refused() -> None:
     balancer = fleet("both")
-    with pytest.raises(Exception, match="two endpoints are called e0: unix:/e0 and tcp:other:1"):
+    with pytest.raises(BadInput, match="two endpoints are called e0: unix:/e0 and tcp:other:1"):
         balancer.join(endpoint("e0", address="tcp:other:1"), balancer.workers["e0"].capacity, 1.0)
     assert balancer.workers["e0"].endpoint.address == "unix:/e0"
 

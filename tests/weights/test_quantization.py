@@ -210,7 +210,23 @@ json_values = st.recursive(
 )
 def test_any_configuration_is_read_or_refused(method: str, fields: dict[str, object]) -> None:
     with suppress(BadCheckpoint):
-        read_quantization({"quantization_config": {"quant_method": method} | fields})
+        read = read_quantization({"quantization_config": {"quant_method": method} | fields})
+        assert read is not None
+        assert read.method == method
+        assert read.kinds
+
+
+FP8 = {"fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+
+
+@given(field=st.sampled_from(sorted(FP8)), value=json_values.filter(lambda value: value is not None))
+def test_a_field_of_another_value_is_refused(field: str, value: object) -> None:
+    """Not read as something else: the weights would be wrong."""
+    config = {"quant_method": "fp8"} | FP8
+    assert read_quantization({"quantization_config": config}) is not None
+    if value not in (FP8[field], "static"):
+        with pytest.raises(BadCheckpoint, match=r"FP8|activation scheme|fmt|activation_scheme"):
+            read_quantization({"quantization_config": config | {field: value}})
 
 
 @pytest.mark.parametrize("shape", [[128, 40], [0, 16], [1]])

@@ -98,6 +98,7 @@ def test_a_loader_reads_only_the_bytes_of_a_slice_of_rows(tmp_path, monkeypatch,
     loader.fill(part, target)
     assert loader.finish() == part.raw.nbytes == numbers.nbytes // 4
     first, last = 300 + 6400 * rank, 300 + 6400 * (rank + 1)
+    assert sum(n for _, n in read) >= part.raw.nbytes, "the loader reads with another call"
     assert all(at > first - 4096 and at + n <= last for at, n in read), "but for the beginning of its first page"
     assert torch.equal(target, torch.from_numpy(numbers[16 * rank : 16 * rank + 16]))
 

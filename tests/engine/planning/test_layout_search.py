@@ -38,7 +38,7 @@ def test_layouts_divide_the_gpus_and_the_model():
     kimi = layouts("kimi-k2.5", 8, replicas=1)
     assert {Layout(tp=8), Layout(tp=8, dcp=8), Layout(tp=8, ep=True), Layout(tp=4, pp=2, dcp=4)} <= kimi
     assert Layout(tp=16) not in layouts("kimi-k2.5", 16), "tensor parallelism stays inside a machine"
-    assert all(layout.dcp == 1 for layout in layouts("llama-4-scout", 8)), "its KV heads are divided already"
+    assert {layout.dcp for layout in layouts("llama-4-scout", 8)} == {1}, "its KV heads are divided already"
 
 
 def test_a_small_model_gets_replicas_and_a_large_one_all_gpus():
@@ -59,7 +59,7 @@ def test_the_workload_decides():
 def test_replicas_that_prefill_and_decode_are_as_many_as_asked():
     found = compare(planner("llama-3.1-8b"), 8, Workload(split=(1, 3)))
     assert {(plan.replicas, plan.gpus) for plan in found.plans} == {(4, 2)}
-    assert all((plan.split.prefill, plan.split.decode) == (1, 3) for plan in found.plans)
+    assert {(plan.split.prefill, plan.split.decode) for plan in found.plans} == {(1, 3)}
 
 
 @pytest.mark.parametrize(
@@ -99,4 +99,4 @@ def test_every_published_model_can_be_planned(shape):
     source = OutlineCheckpoint(shape.config)
     layout = Layout(tp=2 if source.config.n_heads % 4 else 4, pp=2, ep=source.config.moe is not None)
     found = compare(Planner(source, GPUS["B200"], limits_of(source)), layout.n_ranks, Workload(), [layout])
-    assert all(plan.kv_tokens > 50_000 for plan in found.plans)
+    assert min(plan.kv_tokens for plan in found.plans) > 50_000

@@ -1,11 +1,11 @@
 """The cluster file: defaults, and what is refused, by name."""
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +14,8 @@ from emberline.protocol.member import MemberName
 from emberline.supervisor.cluster.cluster_file import (
     ClusterFile,
     ModelEntry,
+    NodeEntry,
+    PortRange,
     parse_cluster_file,
     read_cluster_file,
     replica_prefix,
@@ -41,10 +43,13 @@ def test_an_empty_file_is_a_head_without_models(content: Any) -> None:
 def test_the_file_in_deploy_is_valid_and_names_every_key() -> None:
     file = read_cluster_file(DEPLOYED)
     assert file.orders({})
-    text = DEPLOYED.read_text()
-    for kind in (ClusterFile, ModelEntry):
-        for key in kind.__struct_fields__:
-            assert f"{key}:" in text, f"{DEPLOYED.name} does not show {key}"
+    shown = yaml.safe_load(DEPLOYED.read_text())
+    assert set(shown) == set(ClusterFile.__struct_fields__)
+    assert set(shown["ports"]) == set(PortRange.__struct_fields__)
+    assert set(shown["models"][0]) == set(ModelEntry.__struct_fields__)
+    examples = [line for line in DEPLOYED.read_text().splitlines() if line.startswith("#")]
+    for key in NodeEntry.__struct_fields__:  # a file with nodes would refuse other machines
+        assert any(f" {key}:" in line for line in examples), f"{DEPLOYED.name} does not show nodes.{key}"
 
 
 def test_orders_have_names_that_tell_the_model_and_the_role() -> None:
@@ -134,8 +139,15 @@ LEAVES = st.none() | st.booleans() | st.integers() | st.text(max_size=5)
 @settings(max_examples=40, deadline=None)
 @given(st.recursive(LEAVES, lambda each: st.lists(each) | st.dictionaries(KEYS, each), max_leaves=8))
 def test_any_content_is_a_file_or_refused(content: Any) -> None:
-    with contextlib.suppress(BadInput):
-        assert isinstance(parse_cluster_file(content), ClusterFile)
+    """What is accepted is kept: nothing that a file says is dropped without a word."""
+    try:
+        file = parse_cluster_file(content)
+    except BadInput:
+        assert content not in (None, {})
+        return
+    assert set(content or {}) <= set(ClusterFile.__struct_fields__)
+    assert [model.name for model in file.models] == [model["name"] for model in (content or {}).get("models", [])]
+    assert parse_cluster_file(msgspec.to_builtins(file)) == file
 
 
 @settings(max_examples=40, deadline=None)
