@@ -90,6 +90,9 @@ class Connection:
             if then_abort and replies:
                 then_abort = False
                 self.send({"type": "abort", "ids": list(ids)})
+        for reply in replies.values():
+            if reply["finish"] == "cancelled":  # how far it came depends on when the worker reads the abort
+                del reply["token_ids"], reply["usages"]
         self.said.append({"received": {"type": "deltas", **{name: readable(replies[name]) for name in ids}}})
 
     def close(self) -> list[Any]:
@@ -230,7 +233,7 @@ def failure(path: Path) -> list[Any]:
 
 def abort(path: Path) -> list[Any]:
     connection = Connection(path, {})
-    slow = request("slow", [5], "standin:say=9.9.9,itl_ms=1000", sampling={"max_tokens": 200})
+    slow = request("slow", [5], "standin:say=9.9.9,itl_ms=200", sampling={"max_tokens": 200})
     connection.send({"type": "submit", "requests": [slow]})
     connection.note_replies("slow", then_abort=True)
     return connection.close()
