@@ -29,7 +29,6 @@ def cases() -> Iterator[Case]:
     yield Case("responses/continued", _continued)
     yield Case("responses/background", _background)
     yield Case("responses/background-streamed", _background_streamed)
-    yield Case("responses/background-cancelled", _background_cancelled)
 
 
 async def _stored(client: Client) -> None:
@@ -49,7 +48,8 @@ async def _continued(client: Client) -> None:
 
 
 async def _background(client: Client) -> None:
-    made = await client.post(RESPONSES, {**HI, "background": True}, say="Later.")
+    """How far the response is when it is accepted depends on the machine, so that the first reply is not recorded."""
+    made = await client.post(RESPONSES, {**HI, "background": True}, say="Later.", record=False)
     await client.until(f"{RESPONSES}/{made['id']}", lambda found: found["status"] == "completed")
 
 
@@ -60,11 +60,3 @@ async def _background_streamed(client: Client) -> None:
     await client.get(f"{path}?stream=true")
     after = f"{path}?stream=true&starting_after="
     await client.get(f"{after}{len(events) - 3}", shown_path=f"{after}<all but two>")
-
-
-async def _background_cancelled(client: Client) -> None:
-    made = await client.post(RESPONSES, {**HI, "background": True}, script="say=count,ttft_ms=400,itl_ms=400")
-    path = f"{RESPONSES}/{made['id']}"
-    await client.until(path, lambda found: found["status"] == "in_progress")
-    await client.post(f"{path}/cancel")
-    await client.until(path, lambda found: found["status"] == "cancelled" and "queue" not in found)
