@@ -135,9 +135,12 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--requests", type=int, default=300, help="to each server, in a round")
+    parser.add_argument("--quick", action="store_true", help="two rounds of 100 requests")
+    parser.add_argument("--json", type=Path, help="write it there instead of printing it")
     args = parser.parse_args()
     ended_by_sigterm()
-    runs = [measure(http_workers, args.rounds, args.requests) for http_workers in (1, 2)]
+    rounds, requests = (2, 100) if args.quick else (args.rounds, args.requests)
+    runs = [measure(http_workers, rounds, requests) for http_workers in (1, 2)]
     rows = []
     for run in runs:
         p50, p90 = run["p50_ms"], run["p90_ms"]
@@ -149,7 +152,11 @@ def main() -> None:
         )
     head = ["HTTP workers", "no keys, p50 / p90 ms", "keys, limits, budget, prices", "added p50 ms", "added CPU ms"]
     print(markdown(head, rows))
-    print(json.dumps({"machine": platform.machine(), "runs": runs}))
+    found = json.dumps({"machine": platform.machine(), "runs": runs})
+    if args.json is None:
+        print(found)
+    else:
+        args.json.write_text(found + "\n")
 
 
 if __name__ == "__main__":

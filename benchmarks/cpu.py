@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks import emberline_contender, reference_figures, report
+from benchmarks import baseline, emberline_contender, reference_figures, report
 from benchmarks.contender import THREADS, Contender, Setup
 from benchmarks.peers import llama_cpp, torch_peers
 from benchmarks.peers.venv import SetupFailed
@@ -137,7 +137,7 @@ def about(contenders: Sequence[Contender], shape: Shape, seed: str, gguf: Path) 
     port = 8000
     return {
         "machine": platform.machine(),
-        "cpu": _cpu_name(),
+        "cpu": baseline.cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "threads": THREADS,
         "load_before": os.getloadavg()[0],
@@ -147,13 +147,6 @@ def about(contenders: Sequence[Contender], shape: Shape, seed: str, gguf: Path) 
         "builds": {c.name: c.build for c in contenders},
         "commands": {c.name: [shlex.join(c.command(port, n)) for n in (1, shape.streams)] for c in contenders},
     }
-
-
-def _cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith(("model name", "Model", "CPU part")):
-            return line.partition(":")[2].strip()
-    return "unknown"
 
 
 def announce(facts: dict[str, Any]) -> None:
