@@ -217,7 +217,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
-    about: dict[str, Any] = {"recorded": datetime.now(UTC).date().isoformat(), "load_1_min": os.getloadavg()[0]}
+    about: dict[str, Any] = {"recorded": datetime.now(UTC).date().isoformat(), "load_1_min": round(os.getloadavg()[0], 1)}
     if "gpu" in options.saved:
         device = json.loads(options.saved["gpu"].read_text())["emberline"]["device"]
         path = options.baseline or baseline.gpu_baseline(device)
