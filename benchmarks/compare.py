@@ -217,14 +217,15 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
-    about: dict[str, Any] = {"recorded": datetime.now(UTC).date().isoformat(), "load_1_min": round(os.getloadavg()[0], 1)}
+    about: dict[str, Any] = {"recorded": datetime.now(UTC).date().isoformat()}
     if "gpu" in options.saved:
         device = json.loads(options.saved["gpu"].read_text())["emberline"]["device"]
         path = options.baseline or baseline.gpu_baseline(device)
-        about = {"recorded": about["recorded"], "device": device}
+        about["device"] = device
     else:
         path = options.baseline or baseline.cpu_baseline()
         about |= {"cpu": baseline.cpu_name(), "cores": len(os.sched_getaffinity(0))}
+        about["load_1_min"] = round(os.getloadavg()[0], 1)
     suites = list(dict.fromkeys([*options.suites, *options.saved]))
     now = measure(suites, options.saved, options.rounds, options.peers)
     before = {name: ratio for name, ratio in baseline.read(path).items() if name.partition(":")[0] in suites}
