@@ -26,7 +26,7 @@ CONTENT_GROUPS = {
 }
 PATH_GROUPS = {
     "clients": re.compile(r"tests/e2e/test_(batches|clients|examples|roles|serving|structured)\.py"),
-    "browser": re.compile(r"tests/api/playground/test_(chat|hostile|markdown|operations)\.py"),
+    "browser": re.compile(r"tests/api/playground/test_.*\.py"),
 }
 
 

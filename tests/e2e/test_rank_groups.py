@@ -11,51 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-HIDDEN, HEADS, KV_HEADS, HEAD_DIM, WIDTH, LAYERS, VOCABULARY = 32, 4, 2, 16, 64, 2, 260
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": HIDDEN,
-    "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM,
-    "intermediate_size": WIDTH, "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-    "tie_word_embeddings": False, "eos_token_id": 257, "hidden_act": "silu", "torch_dtype": "bfloat16",
-}  # fmt: skip
-TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
 PROMPTS = ["Tell me of the sea.", "A list of ships, and where each of them went in the year of the storm, with names."]
-
-
-def write_model(folder: Path) -> Path:
-    """A tiny Llama with random weights and a byte-level tokenizer."""
-    torch.manual_seed(4)
-    rows = {"q_proj": HEADS * HEAD_DIM, "k_proj": KV_HEADS * HEAD_DIM, "v_proj": KV_HEADS * HEAD_DIM}
-    shapes = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN), "lm_head.weight": (VOCABULARY, HIDDEN)}
-    norms = ["model.norm.weight"]
-    for n in range(LAYERS):
-        layer = f"model.layers.{n}"
-        norms += [f"{layer}.input_layernorm.weight", f"{layer}.post_attention_layernorm.weight"]
-        shapes |= {f"{layer}.self_attn.{name}.weight": (size, HIDDEN) for name, size in rows.items()}
-        shapes |= {f"{layer}.self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD_DIM)}
-        shapes |= {f"{layer}.mlp.{name}.weight": (WIDTH, HIDDEN) for name in ("gate_proj", "up_proj")}
-        shapes |= {f"{layer}.mlp.down_proj.weight": (HIDDEN, WIDTH)}
-    tensors = {name: (0.4 * torch.randn(shape)).bfloat16() for name, shape in shapes.items()}
-    save_file(tensors | {name: torch.ones(HIDDEN).bfloat16() for name in norms}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: n for n, letter in enumerate(letters)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<s>", "</s>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"chat_template": TEMPLATE, "bos_token": "<s>", "eos_token": "</s>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("tiny"))
 
 
 @contextmanager
@@ -103,8 +60,8 @@ def replies(url: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    with serving(model, tmp_path_factory.mktemp("one")) as url:
+def expected(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    with serving(tiny_model, tmp_path_factory.mktemp("one")) as url:
         return replies(url)
 
 
@@ -118,7 +75,9 @@ def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]
     ],
     ids=["tp2", "pp2", "tp2 apart"],
 )
-def test_ranks_reply_as_one_over_http(model: Path, expected: list[str], tmp_path: Path, flags: tuple[str, ...]) -> None:
-    with serving(model, tmp_path, *flags) as url:
+def test_ranks_reply_as_one_over_http(
+    tiny_model: Path, expected: list[str], tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    with serving(tiny_model, tmp_path, *flags) as url:
         assert replies(url) == expected
         assert replies(url) == expected, "with the prompts in the prefix cache"

@@ -1,4 +1,8 @@
-"""Prefill/decode disaggregation on the real model: identical tokens, failover of either worker, nothing leaked."""
+"""Prefill/decode disaggregation on the real model: identical tokens, failover of either worker, nothing leaked.
+
+Cheaper tests of what is slow here: tests/soak/test_streams.py kills workers, tests/engine/transfer counts cached
+tokens, tests/e2e/test_cluster.py lets workers join later.
+"""
 
 import http.client
 import json
@@ -109,9 +113,7 @@ def remote(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @pytest.fixture(scope="module")
-def disaggregated(
-    remote: RemoteWorkerServer, smollm2: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[DisaggregatedServer]:
+def disaggregated(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DisaggregatedServer]:
     process = serve(tmp_path_factory.mktemp("apart"), smollm2, "--prefill-workers", "1", "--decode-workers", "1")
     yield DisaggregatedServer(url_of(process), process)
     process.terminate()
@@ -175,6 +177,7 @@ def test_the_same_tokens_as_one_worker(server: str, disaggregated: Disaggregated
     wait_until(lambda: (found := blocks())[0] == found[1] > 2 * 300 // 16, "all that was pushed was received")
 
 
+@pytest.mark.slow
 def test_a_second_turn_reports_tokens_cached_by_the_prefill_worker(
     server: str, disaggregated: DisaggregatedServer
 ) -> None:
@@ -188,6 +191,7 @@ def test_a_second_turn_reports_tokens_cached_by_the_prefill_worker(
     assert told.texts == ask(server, messages=second).texts
 
 
+@pytest.mark.slow
 def test_a_decode_worker_that_is_killed_breaks_no_stream(server: str, disaggregated: DisaggregatedServer) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "numbers", "schema": SCHEMA, "strict": True}}
     asked: list[dict[str, Any]] = [
@@ -267,6 +271,7 @@ def test_what_ps_and_metrics_tell(disaggregated: DisaggregatedServer) -> None:
     assert "emberline_requests_in_flight 0.0" in lines
 
 
+@pytest.mark.slow
 def test_a_remote_worker_may_connect_later(server: str, remote: RemoteWorkerServer, smollm2: Path) -> None:
     url = url_of(remote.process)
     (far,) = engines(url)

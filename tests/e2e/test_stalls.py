@@ -74,6 +74,7 @@ def wait_until(condition: Any, limit_s: float) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow  # tests/service/test_standin.py stops a stand-in engine
 def test_streams_of_a_stopped_worker_move_within_seconds_and_it_is_restarted(ready: dict[str, Any]) -> None:
     url = ready["url"]
     alone = []

@@ -87,7 +87,7 @@ class Soak:
         self._bodies = [self._body(number) for number in range(args.requests)]
         expected_pico = sum(n_input * INPUT + body["max_tokens"] * OUTPUT for body, n_input in self._bodies)
         self.cap_pico = int(expected_pico * SHARE)
-        self._env = {**os.environ, "EMBERLINE_HOME": str(self.home), "PYTHONPYCACHEPREFIX": str(folder / "pycache")}
+        self._env = {**os.environ, "EMBERLINE_HOME": str(self.home)}
         self._env.pop("PYTHONDONTWRITEBYTECODE", None)  # many starts: compile once
         if postgres is not None:
             self._env["EMBERLINE_STORE_URL"] = postgres.url

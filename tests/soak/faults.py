@@ -80,7 +80,7 @@ class Soak:
         self._model = next(next((home / "models").iterdir()).glob("*.gguf"))
         self.upstreams = [Upstream(free_port()) for _ in range(N_UPSTREAMS)]
         (home / "emberline.toml").write_text("".join(map(_endpoint, self.upstreams)))
-        env = {**os.environ, "EMBERLINE_HOME": str(home), "PYTHONPYCACHEPREFIX": str(folder / "pycache")}
+        env = {**os.environ, "EMBERLINE_HOME": str(home)}
         env.pop("PYTHONDONTWRITEBYTECODE", None)  # many starts: compile once
         if postgres is not None:
             env["EMBERLINE_STORE_URL"] = postgres.url

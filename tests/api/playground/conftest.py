@@ -5,8 +5,8 @@ import pytest
 from tests.api.playground.browser import Stage, open_stage
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def stage() -> Iterator[Stage]:
-    """Not for the whole session: Playwright's event loop would be in the way of asyncio's tests."""
+    """Yield the browser of all tests here. A session's would outlive them: its event loop disturbs asyncio's tests."""
     with open_stage() as stage:
         yield stage

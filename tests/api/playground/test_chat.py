@@ -148,6 +148,7 @@ def test_stop_and_continue(stage: Stage) -> None:
         assert (page.text_content(".message.assistant .markdown") or "").startswith(text)
 
 
+@pytest.mark.slow
 def test_regenerate_edit_and_branches(stage: Stage) -> None:
     with stage.site(echoes(lambda request: f"You said {last_question(request)}.")) as here:
         page = here.open()
@@ -171,6 +172,7 @@ def test_regenerate_edit_and_branches(stage: Stage) -> None:
         assert sent == ["one", "You said one.", "three"]
 
 
+@pytest.mark.slow
 def test_compare_two_models(stage: Stage) -> None:
     script = echoes(lambda request: f"{request.model.rpartition('/')[2]} at {request.sampling.temperature}")
     with stage.site(script) as here:
@@ -206,6 +208,7 @@ def test_parameters_reach_the_server(stage: Stage) -> None:
         assert [(m.role, m.content) for m in request.messages or ()] == [("system", "Be brief."), ("user", "Hi")]
 
 
+@pytest.mark.slow
 def test_schema_and_tool_editors(stage: Stage) -> None:
     with stage.site(writes('{"name": "Ada"}')) as here:
         page = here.open()
@@ -241,6 +244,7 @@ def sample(page: "Page", begins: str) -> str:
     return page.text_content(".sample code") or ""
 
 
+@pytest.mark.slow
 def test_view_code_runs(stage: Stage) -> None:
     """What the page shows as curl is the request that it would send."""
     with stage.site(echoes(lambda request: f"You said {last_question(request)}")) as here:
@@ -315,6 +319,7 @@ def test_export_and_import(stage: Stage, tmp_path: Path) -> None:
         expect(page.locator("text=from elsewhere")).to_have_count(1)
 
 
+@pytest.mark.slow
 def test_a_reload_keeps_the_conversation(stage: Stage) -> None:
     with stage.site() as here:
         page = here.open()
@@ -325,6 +330,7 @@ def test_a_reload_keeps_the_conversation(stage: Stage) -> None:
         expect(page.locator(".message.assistant .markdown")).to_have_text("Hello!")
 
 
+@pytest.mark.slow
 def test_keyboard_and_screen_reader(stage: Stage) -> None:
     with stage.site() as here:
         page = here.open()
@@ -361,6 +367,7 @@ def test_keyboard_and_screen_reader(stage: Stage) -> None:
         expect(page.locator("#prompt")).to_be_focused()
 
 
+@pytest.mark.slow
 def test_a_narrow_screen_in_both_themes(stage: Stage) -> None:
     with stage.site(
         writes("# Title\n\n", "```py\n" + "x" * 300 + "\n```\n\n", "| a | b |\n|---|---|\n| " + "y" * 200 + " | 2 |")
@@ -385,6 +392,7 @@ def test_a_narrow_screen_in_both_themes(stage: Stage) -> None:
         assert page.evaluate("document.documentElement.scrollWidth") == 360
 
 
+@pytest.mark.slow
 def test_images_only_where_a_model_sees(stage: Stage) -> None:
     with stage.site(failures=True) as here:
         page = here.open()
@@ -425,6 +433,7 @@ def test_leaving_the_page_ends_the_request(stage: Stage) -> None:
         wait_until(lambda: here.service.open == 0, "the server still generates")
 
 
+@pytest.mark.slow
 def test_models_that_appear_later(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     cards = [card("@cf/a/first", "a")]
     monkeypatch.setattr(FakeService, "models", lambda self, *_: cards)
@@ -437,6 +446,7 @@ def test_models_that_appear_later(stage: Stage, monkeypatch: pytest.MonkeyPatch)
         expect(page.locator(".models bdi b")).to_have_text(["first", "second"])
 
 
+@pytest.mark.slow
 def test_cost_and_states_of_models(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """At 1 and 4 per million tokens, 12 in (8 cached, at a tenth) and 3 out."""
     price = Price(input=1_000_000, output=4_000_000, cached_input=100_000)

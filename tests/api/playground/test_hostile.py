@@ -161,6 +161,7 @@ def test_a_reply_of_200_kb(stage: Stage, pieces: list[str]) -> None:
         page.wait_for_function(AT_END)
 
 
+@pytest.mark.slow
 def test_a_model_that_never_stops(stage: Stage) -> None:
     with stage.site(endless) as here:
         page = here.open()
@@ -180,6 +181,7 @@ def test_a_model_that_never_stops(stage: Stage) -> None:
         expect(page.locator("#prompt")).to_have_value("still here")
 
 
+@pytest.mark.slow
 def test_a_message_that_is_sent_is_shown_with_its_reply(stage: Stage) -> None:
     """Wherever the reader was, and though the reply is there before the scroll event."""
     with stage.site(writes(*(f"Paragraph {n}.\n\n" for n in range(60)))) as here:
@@ -196,6 +198,7 @@ def test_a_message_that_is_sent_is_shown_with_its_reply(stage: Stage) -> None:
         page.wait_for_function(AT_END)
 
 
+@pytest.mark.slow
 def test_a_lost_connection(stage: Stage) -> None:
     with stage.site(endless, failures=True) as here:
         page = here.open()
@@ -313,6 +316,7 @@ def memory(stage: Stage) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 def test_a_page_left_open_does_not_grow(stage: Stage) -> None:
     text = [f"Paragraph {n} with *words* and `code`.\n\n```js\nlet x = {n};\n```\n\n" for n in range(60)]
     limits = {"Nodes": 200, "JSEventListeners": 50, "JSHeapUsedSize": 1 << 20}

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+
 from emberline.accounts.account_service import AccountService
 from emberline.accounts.usage_row import UsageRow, insert_usage
 from emberline.api.batch_loader import BatchService
@@ -152,6 +154,7 @@ def test_load_and_requests(stage: Stage) -> None:
         page.wait_for_selector(".banner.bad >> text=no worker can serve")
 
 
+@pytest.mark.slow
 def test_an_open_page_does_not_grow(stage: Stage) -> None:
     """Points older than an hour leave the page, and the tables hold what the server lists."""
     service = Loaded(10_000)
@@ -251,6 +254,7 @@ def release(page: "Page") -> None:
     page.evaluate(DRAW_A_FRAME)
 
 
+@pytest.mark.slow
 def test_an_answer_that_another_has_overtaken_is_dropped(stage: Stage, tmp_path: Path) -> None:
     service = Loaded()
     with operating(stage, service, OpenedHere(service, tmp_path), failures=True) as page:
@@ -287,6 +291,7 @@ def test_an_answer_that_another_has_overtaken_is_dropped(stage: Stage, tmp_path:
         assert "None" in (page.text_content("section[aria-label='Dead letters']") or "")
 
 
+@pytest.mark.slow
 def test_a_tab_that_is_chosen_as_soon_as_it_is_there(stage: Stage) -> None:
     choose = """location.search === "?at-once" && new MutationObserver((_, observer) => {
       if (!document.querySelector(".tabs")) return;
@@ -300,6 +305,7 @@ def test_a_tab_that_is_chosen_as_soon_as_it_is_there(stage: Stage) -> None:
         page.wait_for_selector("text=req-59")
 
 
+@pytest.mark.slow
 def test_phone(stage: Stage) -> None:
     service = Loaded()
     with operating(stage, service, app_of(service)) as page:

@@ -67,6 +67,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def worker(model: Path, socket: Path, *flags: str, program: str = WORKER) -> Iterator[tuple[Any, dict[str, Any]]]:
     common = ("--device", "cpu", "--random-weights", "1", "--kv-bytes", str(16 << 20), "--speculation", "off")
+    common += ("--threads", "1")  # those of several ranks would spin on the same cores
     process, ready = start(program, "--model", model, "--socket", socket, *common, *flags)
     try:
         yield process, ready
