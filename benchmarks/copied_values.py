@@ -234,8 +234,7 @@ def ratio(answers: Sequence[Answer]) -> tuple[float, float, float]:
 
 
 def _ratio(counts: Sequence[tuple[int, int]]) -> float:
-    free, forced = (sum(column) for column in zip(*counts, strict=True))
-    return forced / max(1, free)
+    return sum(forced for _, forced in counts) / max(1, sum(free for free, _ in counts))
 
 
 def served(name: str, data: Path) -> str:

@@ -96,7 +96,8 @@ class Compilers:
 
     def native(self, **options: bool) -> Compile:
         def compile(schema: Any) -> Any:
-            settings: Any = {"whitespace_flexible": False, "lenient": False, **options}
+            spacing = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # json.dumps'
+            settings: Any = {**spacing, "lenient": False, **options}
             try:
                 return self._matcher(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=settings))
             except ValueError as error:
@@ -126,7 +127,7 @@ def grammar_of(schema: Any) -> Grammar:
 
 
 def accepts(matcher: Any, vocabulary: Vocabulary, value: Any) -> bool:
-    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
+    text = json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
     ids = vocabulary.spell(text)
     matcher.reset()
     found = ids is not None and matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
