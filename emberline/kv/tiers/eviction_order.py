@@ -57,8 +57,8 @@ class EvictionOrder:
         self._queues: dict[Kind, OrderedDict[int, Run]] = {kind: OrderedDict() for kind in Kind}
         self._hinted: dict[float, OrderedDict[int, Run]] = {}  # by how long they should stay
         self._expired: dict[float, OrderedDict[int, Run]] = {}  # those that have stayed so long, also oldest first
-        self._charged: dict[bytes, int] = {}  # blocks that hints keep, by owner
-        self._n_charged = 0  # of all owners
+        self.charged: dict[bytes, int] = {}  # blocks that hints keep, by owner; read-only for others
+        self.n_charged = 0  # of all owners
         self._of: dict[Conversation, Run] = {}
         self._victim: Run | None = None  # the run that is being evicted
         self._changes: deque[tuple[Conversation, int]] = deque()
@@ -76,7 +76,7 @@ class EvictionOrder:
 
     def add(self, blocks: Iterable[int] | Blocks, conversation: Conversation, step: int = 0) -> None:
         """Append blocks, in the order of the chain, to the run of their conversation."""
-        self._apply_changes()
+        self.apply_changes()
         run = self._of.get(conversation)
         if run is None:
             run = self._new_run(conversation.kind, conversation, step)
@@ -98,11 +98,6 @@ class EvictionOrder:
     def add_dead(self, blocks: Iterable[int] | Blocks, step: int = 0) -> None:
         """Append blocks that will hardly be used again."""
         self._add_run(Kind.DEAD, blocks, step)
-
-    def apply_changes(self) -> None:
-        """Of conversations, as far as they were told."""
-        if self._changes:
-            self._apply_changes()
 
     def add_empty(self, blocks: Iterable[int] | Blocks, step: int = 0) -> None:
         """Append blocks without content, to the last such run if that is of the same step."""
@@ -142,7 +137,7 @@ class EvictionOrder:
     def take(self, n: int) -> list[int]:
         """Remove and return the next n blocks to evict; there must be as many."""
         if self._changes:
-            self._apply_changes()
+            self.apply_changes()
         found: list[int] = []
         while len(found) < n:
             run = self._victim = self._victim or self._choose_victim()
@@ -155,7 +150,7 @@ class EvictionOrder:
 
     def peek(self) -> int | None:
         """The next block to evict; None if there is none."""
-        self._apply_changes()
+        self.apply_changes()
         if not self._runs:
             return None
         self._victim = self._victim or self._choose_victim()
@@ -200,7 +195,7 @@ class EvictionOrder:
                 block = self._prev[block]
 
     def _in_order(self) -> Iterator[Run]:
-        self._apply_changes()
+        self.apply_changes()
         self._expire_hints()
         queues = self._queues
         rated = merge(*(queue.values() for queue in self._rated()), key=self._rate)
@@ -277,13 +272,14 @@ class EvictionOrder:
             self._victim = None
         if run.charged:
             assert run.conversation is not None
-            self._n_charged -= run.charged
-            self._charged[run.conversation.owner] -= run.charged
-            if not self._charged[run.conversation.owner]:
-                del self._charged[run.conversation.owner]
+            self.n_charged -= run.charged
+            self.charged[run.conversation.owner] -= run.charged
+            if not self.charged[run.conversation.owner]:
+                del self.charged[run.conversation.owner]
             run.charged = 0
 
-    def _apply_changes(self) -> None:
+    def apply_changes(self) -> None:
+        """Reorder the blocks of conversations that `changed` has reported since the last call."""
         while self._changes:
             conversation, n_superseded = self._changes.popleft()
             run = self._of.get(conversation)
@@ -314,11 +310,11 @@ class EvictionOrder:
 
     def _charge(self, run: Run, owner: bytes) -> bool:
         """Whether the hints of this owner, and of all, may keep so many blocks more."""
-        n_owner, n_all = self._charged.get(owner, 0), self._n_charged
+        n_owner, n_all = self.charged.get(owner, 0), self.n_charged
         if n_owner + run.n_blocks > OWNER_SHARE * self.n_blocks or n_all + run.n_blocks > HINTED_SHARE * self.n_blocks:
             return False
-        self._charged[owner] = n_owner + run.n_blocks
-        self._n_charged += run.n_blocks
+        self.charged[owner] = n_owner + run.n_blocks
+        self.n_charged += run.n_blocks
         run.charged = run.n_blocks
         return True
 

@@ -86,13 +86,18 @@ class HostTier:
         sizes: Iterable[int],
         keep: bool = True,
         allocate: Callable[[int], Segment] | None = None,
+        segment_bytes: int = SEGMENT_BYTES,
+        ahead_bytes: int = AHEAD_BYTES,
     ) -> None:
+        """`segment_bytes`: wanted size of a part of memory; it is rounded to whole blocks of every size. `ahead_bytes`:
+        memory that is allocated before it is used."""
         self.capacity_bytes, self.keeps = capacity_bytes, keep
         self._allocate = allocate or plain_segment
         self._without_room = sorted(set(sizes))  # block sizes that have no segment yet
         share, largest = capacity_bytes // (4 * len(self._without_room)), padded(self._without_room[-1])
-        wanted = min(share, max(SEGMENT_BYTES, capacity_bytes // MAX_SEGMENTS))
-        self._segment_bytes = max(1, wanted // largest) * largest
+        wanted = min(share, max(segment_bytes, capacity_bytes // MAX_SEGMENTS))
+        self._ahead_bytes = ahead_bytes
+        self.segment_bytes = max(1, wanted // largest) * largest
         self._changed = threading.Condition()  # guards everything below
         self._blocks: dict[bytes, dict[bytes, Slot]] = {}  # by layout tag and content key
         self._classes = {size: SlotClass(max(1, capacity_bytes // padded(size))) for size in self._without_room}
@@ -108,7 +113,7 @@ class HostTier:
 
     def allocate_all(self) -> None:
         """Allocate the memory ahead of its use; blocking. Until then slots are made of what there is."""
-        while self._grow():
+        while self.grow():
             pass
 
     def start_allocating(self) -> None:
@@ -124,7 +129,7 @@ class HostTier:
         while grown:
             with self._changed:
                 self._changed.wait_for(lambda: self._stopped or self._is_short)
-            grown = self._grow()
+            grown = self.grow()
         with self._changed:
             self._grows = False
             self._changed.notify_all()
@@ -132,11 +137,12 @@ class HostTier:
     @property
     def _is_short(self) -> bool:
         unused = sum(len(segment.buffer) for segment in self._segments)
-        return any(unused + len(known.free) * size < AHEAD_BYTES for size, known in self._classes.items())
+        return any(unused + len(known.free) * size < self._ahead_bytes for size, known in self._classes.items())
 
-    def _grow(self) -> bool:
+    def grow(self) -> bool:
+        """Allocate one more segment. Returns False if there is no more to allocate."""
         with self._changed:
-            n_bytes = min(self._segment_bytes, self.capacity_bytes - self._allocated)
+            n_bytes = min(self.segment_bytes, self.capacity_bytes - self._allocated)
             if self._stopped or n_bytes < PAGE_BYTES:
                 return False
             self._allocated += n_bytes

@@ -117,16 +117,23 @@ class Listener(Protocol):
 class Retention:
     """The conversations of a worker. A turn begins, ends, and is told to have ended with tool calls.
 
-    `sample`: content keys of a conversation per key that is remembered.
+    `sample`: content keys of a conversation per key that is remembered. `max_sessions`: sessions that are remembered,
+    and as many conversations without one.
     """
 
-    def __init__(self, sample: int = SAMPLE) -> None:
+    def __init__(self, sample: int = SAMPLE, max_sessions: int = MAX_SESSIONS) -> None:
+        self._max_sessions = max_sessions
         self._every = sample
         self.now_s = 0.0  # on any clock that does not go back; set by the owner
         self.times = ReturnTimes()
         self._listeners: tuple[Listener, ...] = ()
         self._sessions: OrderedDict[tuple[bytes, bytes], list[Conversation]] = OrderedDict()  # the main one first
         self._unnamed: dict[bytes, Conversation] = {}  # without a session, by the last key of the last turn
+
+    @property
+    def n_remembered(self) -> int:
+        """Conversations that are remembered, with a session or without."""
+        return sum(map(len, self._sessions.values())) + len(self._unnamed)
 
     def add_listener(self, listener: Listener) -> None:
         self._listeners += (listener,)
@@ -157,7 +164,7 @@ class Retention:
         conversation.keys, conversation.n_blocks = self._sample(keys), len(keys)
         if not conversation.session and conversation.keys:
             self._unnamed[conversation.owner + conversation.keys[-KEY_BYTES:]] = conversation
-            if len(self._unnamed) > MAX_SESSIONS:
+            if len(self._unnamed) > self._max_sessions:
                 del self._unnamed[next(iter(self._unnamed))]
         branches = self._sessions.get((conversation.owner, conversation.session), (conversation,))
         if final:
@@ -209,7 +216,7 @@ class Retention:
         branches.append(new)
         if len(branches) > MAX_BRANCHES:
             del branches[1]
-        if len(self._sessions) > MAX_SESSIONS:
+        if len(self._sessions) > self._max_sessions:
             self._sessions.popitem(last=False)
 
     def _rank(self, turn: Conversation, n_blocks: int) -> None:

@@ -800,7 +800,7 @@ def test_hints_of_a_request_reach_retention():
     cached = [key for key in keys if key is not None]
     hinted = set(blockhash.split(blockhash.chain(blockhash.root("fake", b""), pack(B[:64]))))
     assert set(cached[-4:]) == hinted
-    assert sum(order._charged.values()) == 4
+    assert sum(order.charged.values()) == 4
 
 
 @pytest.mark.parametrize(("ended_requests", "cached"), [(2, 0), (3, 96)])

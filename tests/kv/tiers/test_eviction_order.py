@@ -56,10 +56,7 @@ def test_every_block_that_was_added_and_not_removed_is_there_once(operations):
         assert len(found) == len(present)
         assert set(found) == present
         assert (
-            order._n_charged
-            == sum(order._charged.values())
-            == sum(run.charged for run in order._runs.values())
-            <= N // 2
+            order.n_charged == sum(order.charged.values()) == sum(run.charged for run in order._runs.values()) <= N // 2
         )
         assert len(order._next) <= 2 * N + 8  # heads of runs are used again
     assert order.take(len(present)) and not order._runs if present else not order._runs

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emberline.kv.tiers import host
 from emberline.kv.tiers.host import HostTier, Segment, plain_segment
 from emberline.kv.tiers.tier import BlockId, BlockMeta
 from tests.examples import n_examples
@@ -132,16 +131,14 @@ def test_a_slot_dropped_too_often_is_an_error(n):
         tier.drop(slots)
 
 
-def test_memory_is_allocated_ahead_of_its_use(monkeypatch):
-    monkeypatch.setattr(host, "AHEAD_BYTES", 2 * SIZE)
-    monkeypatch.setattr(host, "SEGMENT_BYTES", SIZE)
+def test_memory_is_allocated_ahead_of_its_use():
     made = []
 
     def allocate(n_bytes) -> Segment:
         made.append(n_bytes)
         return plain_segment(n_bytes)
 
-    tier = HostTier(8 * SIZE, [SIZE], allocate=allocate)
+    tier = HostTier(8 * SIZE, [SIZE], allocate=allocate, segment_bytes=SIZE, ahead_bytes=2 * SIZE)
     thread = threading.Thread(target=tier.allocate_ahead, daemon=True)
     thread.start()
     n_written = 0
@@ -172,17 +169,16 @@ def test_memory_is_allocated_ahead_of_its_use(monkeypatch):
 )
 def test_segments_have_room_for_blocks_of_every_size(capacity, sizes, segment):
     tier = HostTier(capacity, sizes)
-    assert tier._segment_bytes == segment
-    assert all(tier._grow() for _ in sizes)
+    assert tier.segment_bytes == segment
+    assert all(tier.grow() for _ in sizes)
     assert all(len(tier.take(size, 1)) == 1 for size in sizes)
 
 
 @pytest.mark.parametrize("n_blocks", [1, 2, 3])
-def test_nothing_is_evicted_for_a_batch_of_several_segments_that_are_being_allocated(monkeypatch, n_blocks):
-    monkeypatch.setattr(host, "SEGMENT_BYTES", n_blocks * SIZE)
+def test_nothing_is_evicted_for_a_batch_of_several_segments_that_are_being_allocated(n_blocks):
     n = 4 * n_blocks
-    tier = HostTier(n * SIZE, [SIZE])
-    tier._grow()
+    tier = HostTier(n * SIZE, [SIZE], segment_bytes=n_blocks * SIZE)
+    tier.grow()
     slots = tier.take(SIZE, 1)
     tier.put([block_id(0)], slots, [BlockMeta()])
     tier.drop(slots)
@@ -191,10 +187,8 @@ def test_nothing_is_evicted_for_a_batch_of_several_segments_that_are_being_alloc
     assert tier.holds([block_id(0)]) == [True]
 
 
-def test_allocation_ends_when_the_tier_is_closed(monkeypatch):
-    monkeypatch.setattr(host, "AHEAD_BYTES", SIZE)
-    monkeypatch.setattr(host, "SEGMENT_BYTES", SIZE)
-    tier = HostTier(8 * SIZE, [SIZE])
+def test_allocation_ends_when_the_tier_is_closed():
+    tier = HostTier(8 * SIZE, [SIZE], segment_bytes=SIZE, ahead_bytes=SIZE)
     thread = threading.Thread(target=tier.allocate_ahead, daemon=True)
     thread.start()
     tier.close()

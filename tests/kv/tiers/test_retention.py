@@ -2,6 +2,7 @@ from hashlib import blake2b
 
 from emberline.kv.tiers.eviction_order import EvictionOrder
 from emberline.kv.tiers.retention import (
+    MAX_SESSIONS,
     MAX_TURNS,
     N_BINS,
     OWNER_SHARE,
@@ -24,15 +25,15 @@ def chain(name, n, prefix=()):
 class Worker:
     """A device's blocks, added when a turn ends; block numbers count up."""
 
-    def __init__(self, n_blocks=4096):
-        self.retention = Retention()
+    def __init__(self, n_blocks=4096, max_sessions=MAX_SESSIONS):
+        self.retention = Retention(max_sessions=max_sessions)
         self.order = EvictionOrder(n_blocks, self.retention)
         self.blocks = {}  # key -> block
         self.absent = set()  # keys of evicted ones
 
     def turn(self, session, keys, *, owner=OWNER, tools=False, seconds=1.0, n_shared=0, **end):
         conversation = self.retention.begin(owner, session, keys, n_shared)
-        self.order._apply_changes()
+        self.order.apply_changes()
         self.order.remove([self.blocks[key] for key in keys if key in self.blocks and key not in self.absent])
         self.retention.now_s += seconds
         self.retention.end(conversation, keys, **end)
@@ -81,7 +82,7 @@ def test_the_edited_end_of_a_conversation_is_evicted_first():
     worker.turn(b"a", old, tools=True)
     edited = chain("edited", 72, prefix=old[:40])
     conversation = worker.retention.begin(OWNER, b"a", edited, 0)
-    worker.order._apply_changes()
+    worker.order.apply_changes()
     gone = worker.evict(17)
     assert gone == [*reversed(old[47:])]  # up to the first sampled key that differs
     assert conversation.kind is Kind.TOOL
@@ -161,7 +162,7 @@ def test_an_owners_hints_keep_a_bounded_share():
     worker.turn(b"x", others, owner=b"someone else", tools=True)
     for n in range(12):
         worker.turn(b"%d" % n, chain(f"greedy{n}", 64), hint_s=86_400.0)
-    n_kept = sum(worker.order._charged.values())
+    n_kept = sum(worker.order.charged.values())
     assert n_kept <= OWNER_SHARE * 2048
     worker.retention.now_s += 20
     evicted = worker.evict(12 * 64 - n_kept)
@@ -169,7 +170,7 @@ def test_an_owners_hints_keep_a_bounded_share():
     for n in range(9):
         worker.turn(b"%d" % n, chain(f"second{n}", 64), owner=b"second", hint_s=86_400.0)
         worker.turn(b"%d" % n, chain(f"third{n}", 64), owner=b"third", hint_s=86_400.0)
-    assert sum(worker.order._charged.values()) <= 1024
+    assert sum(worker.order.charged.values()) <= 1024
 
 
 def test_a_conversation_without_a_session_is_found_by_its_blocks():
@@ -180,17 +181,14 @@ def test_a_conversation_without_a_session_is_found_by_its_blocks():
     assert worker.turn(b"", chain("x", 96, prefix=chain("x", 80)), owner=b"other") is not first
 
 
-def test_memory_of_sessions_is_bounded(monkeypatch):
-    monkeypatch.setattr("emberline.kv.tiers.retention.MAX_SESSIONS", 10)
-    worker = Worker(8192)
+def test_memory_of_sessions_is_bounded():
+    worker = Worker(8192, max_sessions=10)
     for n in range(50):
         worker.turn(b"%d" % n, chain(f"named{n}", 16))
         worker.turn(b"", chain(f"unnamed{n}", 16))
         for k in range(8):
             worker.turn(b"many", chain(f"branch{n}-{k}", 16))
-    assert len(worker.retention._sessions) == 10
-    assert len(worker.retention._unnamed) == 10
-    assert all(len(branches) <= 4 for branches in worker.retention._sessions.values())
+    assert worker.retention.n_remembered == 10 + 9 + 4  # unnamed, of one turn each, and branches of one session
 
 
 def test_return_times_are_learned():
