@@ -21,7 +21,8 @@ from emberline.store.database import Row
 Dimension = Literal["day", "account", "key", "model", "class"]
 DIMENSIONS: tuple[str, ...] = get_args(Dimension)
 DEFAULT_DAYS = 30
-MAX_ROWS = 10_000
+MAX_ROWS = 10_000  # of a report; further groups are added up in one
+OTHER = "other"  # the value of every dimension in that row
 _COLUMN_OF = {"key": "key_id"}
 _COUNTS = (
     *("n_requests", "n_failed", "n_cancelled", "n_unpriced", "input_tokens", "cached_tokens", "output_tokens"),
@@ -34,6 +35,8 @@ _SUMS = ", ".join(
         *(f"COALESCE(SUM({name} / {PICO}), 0), COALESCE(SUM({name} % {PICO}), 0)" for name in _AMOUNTS),
     ]
 )
+# Groups with the highest cost come first, then those with the most requests.
+_RANK = f"COALESCE(SUM(cost_pico / {PICO}), 0) DESC, COALESCE(SUM(n_requests), 0) DESC"
 _EPOCH = date(1970, 1, 1)
 _RELATIVE = re.compile(r"([0-9]{1,4})d")
 
@@ -53,6 +56,7 @@ class ReportRow(msgspec.Struct, frozen=True, kw_only=True):
     """The sums of one group; `group` has a value per dimension of the report."""
 
     group: dict[str, str]
+    n_folded: int = 0  # groups that the row adds up, where there were too many to list
     n_requests: int
     n_failed: int
     n_cancelled: int
@@ -91,16 +95,20 @@ class ReportRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UsageReports:
-    def __init__(self, store: Database) -> None:
+    def __init__(self, store: Database, max_rows: int = MAX_ROWS) -> None:
         self._store = store
+        self._max_rows = max_rows
 
     def today(self) -> int:
         return self._store.now_us() // 86_400_000_000
 
     async def report(self, query: ReportQuery) -> list[ReportRow]:
-        """One row per group, in order. BadInput if there are more than MAX_ROWS: a bill with rows missing is wrong."""
+        """One row per group, in order, which add up to all usage.
+
+        Beyond `max_rows` groups, those that cost the least are added up in a last row: clients name models at will.
+        """
         columns = [_COLUMN_OF.get(name, name) for name in query.by]
-        grouped = f"GROUP BY {', '.join(columns)} LIMIT {MAX_ROWS + 1}" if columns else ""
+        grouped = f"GROUP BY {', '.join(columns)} LIMIT {self._max_rows + 1}" if columns else ""
         where, params = _where(query)
         sql = f"SELECT {', '.join([*columns, _SUMS])} FROM usage_daily WHERE {where} {grouped}"
         groups: dict[Row, list[int]] = {}
@@ -109,10 +117,32 @@ class UsageReports:
                 sums = [int(value or 0) for value in row[len(columns) :]]
                 known = groups.get(row[: len(columns)])
                 groups[row[: len(columns)]] = sums if known is None else [*map(int.__add__, known, sums)]
-            if len(groups) > MAX_ROWS:
-                message = f"the report has more than {MAX_ROWS:,} rows: choose fewer days or fewer groups"
-                raise BadInput(message, param="by")
+            if len(groups) > self._max_rows:
+                return await self._folded(query, columns)
         return [_row(query.by, group, sums) for group, sums in sorted(groups.items())]
+
+    async def _folded(self, query: ReportQuery, columns: Sequence[str]) -> list[ReportRow]:
+        """The groups that cost the most, and the sum of all others. Read in one piece, so that every row is whole."""
+        where, params = _where(query)
+        usage, names = f"FROM usage_daily WHERE {where}", ", ".join(columns)
+        values = (query.since, query.until, *params)
+        top = f"SELECT {names}, {_SUMS} {usage} GROUP BY {names} ORDER BY {_RANK}, {names} LIMIT {self._max_rows}"
+        listed = await self._store.read(top, values)
+        ((n_groups,),) = await self._store.read(
+            f"SELECT COUNT(*) FROM (SELECT 1 {usage} GROUP BY {names}) AS found", values
+        )
+        (rest,) = (
+            [int(value or 0) for value in row] for row in await self._store.read(f"SELECT {_SUMS} {usage}", values)
+        )
+        rows: list[ReportRow] = []
+        for row in sorted(listed, key=lambda row: row[: len(columns)]):
+            sums = [int(value or 0) for value in row[len(columns) :]]
+            rest = [*map(int.__sub__, rest, sums)]
+            rows.append(_row(query.by, row[: len(columns)], sums))
+        other = msgspec.structs.replace(
+            _row((), (), rest), group=dict.fromkeys(query.by, OTHER), n_folded=int(n_groups or 0) - len(listed)
+        )
+        return [*rows, other]
 
     async def _spans(self, query: ReportQuery) -> list[tuple[int, int]]:
         """The days to read together. Those of all accounts one by one, so that other reads need not wait for all."""
@@ -128,7 +158,7 @@ class UsageReports:
 def total(rows: Sequence[ReportRow]) -> ReportRow:
     """The sum of a report's rows."""
     sums = {name: sum(getattr(row, name) for row in rows) for name in (*_COUNTS, *_AMOUNTS)}
-    return ReportRow(group={}, **sums)
+    return ReportRow(group={}, n_folded=sum(row.n_folded for row in rows), **sums)
 
 
 def _where(query: ReportQuery) -> tuple[str, list[Value]]:

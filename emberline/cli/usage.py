@@ -53,6 +53,8 @@ def _print(report: dict[str, Any]) -> None:
     total_group = ("total", *[""] * (len(by) - 1)) if by else ()
     rows = [_row(tuple(str(row[name]) or "–" for name in by), row) for row in report["data"]]
     common.print_table([headings, *rows, *([_row(total_group, total)] if by else [])])
+    if report.get("folded_rows"):  # older servers have none
+        print(f"\nThe row `other` adds up {report['folded_rows']:,} groups that cost the least.")
     if total["without_price"]:
         print(f"\n{total['without_price']:,} requests have no cost: their model had no price (`emberline price set`).")
     if total["cached_tokens"]:

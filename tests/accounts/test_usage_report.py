@@ -7,7 +7,6 @@ import io
 import msgspec
 import pytest
 
-from emberline.accounts import usage_report
 from emberline.accounts.usage_ledger import UsageLedger
 from emberline.accounts.usage_report import ReportQuery, UsageReports, parse_day, parse_dimensions, report_csv, total
 from emberline.protocol.errors import BadInput
@@ -70,16 +69,22 @@ async def test_csv(database: DatabaseLocation) -> None:
     await store.close()
 
 
-async def test_a_report_that_is_too_long_is_refused(
-    database: DatabaseLocation, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("account", [None, "alice"])
+async def test_groups_beyond_the_limit_are_added_up(database: DatabaseLocation, account: str | None) -> None:
+    """Those that cost the most are listed, whole: over all days. The sum of the rows is the sum of all usage."""
     store = await database.open()
-    monkeypatch.setattr(usage_report, "MAX_ROWS", 1)
-    ledger, reports = UsageLedger(store), UsageReports(store)
-    for name in ("m1", "m2"):
-        await ledger.record(msgspec.structs.replace(ROW, id=name, model=name))
-    with pytest.raises(BadInput, match="more than 1 rows"):
-        await reports.report(msgspec.structs.replace(ALL, by=("model",)))
+    ledger, reports = UsageLedger(store), UsageReports(store, max_rows=2)
+    used = [("made-up-1", 0), ("real", 5), ("made-up-2", 0), ("dear", 7), ("made-up-3", 0), ("real", 5), ("cheap", 1)]
+    for number, (model, cost) in enumerate(used):
+        row = msgspec.structs.replace(ROW, id=f"r{number}", model=model, cost_pico=cost * PICO + 1)
+        await ledger.record(msgspec.structs.replace(row, created_us=(TODAY + number % 3) * DAY_US))
+    found = await reports.report(msgspec.structs.replace(ALL, by=("model",), account=account))
+    rows = [(row.group["model"], row.n_requests, row.cost_pico, row.n_folded) for row in found]
+    assert rows == [("dear", 1, 7 * PICO + 1, 0), ("real", 2, 10 * PICO + 2, 0), ("other", 4, PICO + 4, 4)]
+    everything = total(found)
+    assert (everything.n_requests, everything.cost_pico, everything.n_folded) == (7, 18 * PICO + 7, 4)
+    (last,) = list(csv.DictReader(io.StringIO(report_csv(("model",), found))))[2:]
+    assert (last["model"], last["requests"]) == ("other", "4")
     await store.close()
 
 

@@ -36,7 +36,8 @@ async def report(call: Call) -> Reply:
         "since": format_day(query.since),
         "until": format_day(query.until),
         "data": [row.body() for row in rows],
-        "total": total(rows).body(),
+        "total": (whole := total(rows)).body(),
+        "folded_rows": whole.n_folded,
     }
     return json_reply(body)
 
