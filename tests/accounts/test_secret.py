@@ -33,6 +33,7 @@ def test_a_key_per_purpose_and_context() -> None:
         secret.derive("webhook", "alice"),
     }
     assert len(keys) == 6
+    assert keys
     assert all(len(key) == 16 for key in keys)
     assert len(secret.derive("kv", size=32)) == 32
 

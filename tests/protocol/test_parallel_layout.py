@@ -53,6 +53,7 @@ def test_what_does_not_divide_is_named_with_the_nearest_that_do() -> None:
 def test_nearest_divisors_divide(number: int, wanted: int) -> None:
     near = [int(text) for text in nearest_divisors(number, wanted).split(" or ")]
     assert near
+    assert near
     assert all(number % n == 0 for n in near)
     assert not any(min(near) < n < max(near) for n in divisors(number))
 

@@ -206,9 +206,9 @@ async def test_one_request_of_a_dead_http_worker_that_cannot_be_recorded_does_no
 
 
 async def test_a_cancelled_request_that_waits_holds_nothing(
-    service: Service, http_worker: Service, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+    service: Service, http_worker: Service, engine: FakeEngine
 ) -> None:
-    engine.script = None
+    script, engine.script = engine.script, None
     request = ask()
     task = asyncio.create_task(events_of(http_worker, request))
     await engine.submission()
@@ -217,10 +217,13 @@ async def test_a_cancelled_request_that_waits_holds_nothing(
     task.cancel()
     await asyncio.wait([task])
     assert (await row_of(service, request)).status == "cancelled"
+    engine.script = script
     await engine.start()
-    await asyncio.sleep(0.2)
+    assert await http_worker.ready(PATIENCE_S)
+    assert text_of(await events_of(http_worker, ask())) == "Hello!"
+    assert [sent.id for sent in engine.submitted].count(request.id) == 1, "it is not sent when the engine is back"
     assert in_flight(service) == 0
-    assert await rows(service) == 1
+    assert await rows(service) == 2
 
 
 async def test_a_client_that_leaves_the_admission_queue_leaves_nothing_behind(
@@ -261,10 +264,13 @@ async def test_an_http_worker_that_dies_during_failover_leaves_a_usage_row(
     assert (row.status, row.model_version) == ("failed", "f" * 32)
     with pytest.raises(Unavailable):
         await task
+    engine.script = lambda sent: [EOS]
     await engine.start()
-    await asyncio.sleep(0.1)
+    assert await service.ready(PATIENCE_S)
+    await events_of(service, ask())
+    assert [sent.id for sent in engine.submitted].count(request.id) == 1, "it is not sent when the engine is back"
     assert in_flight(service) == 0
-    assert await rows(service) == 1
+    assert await rows(service) == 2
 
 
 class UnawareCore:

@@ -327,6 +327,7 @@ async def test_logprobs_come_with_their_text(service: Service, engine: FakeEngin
     events = await events_of(service, ask(sampling={"logprobs": 2}))
     deltas = [event for event in events if isinstance(event, TextDelta)]
     assert "".join(delta.text for delta in deltas) == "aé"
+    assert deltas
     assert all(delta.text and delta.logprobs for delta in deltas)
     entries = [entry for delta in deltas for entry in delta.logprobs or ()]
     assert [entry.bytes for entry in entries] == [[97], [0xC3], [0xA9]]  # and not the end token's

@@ -69,6 +69,7 @@ async def test_a_full_disk_is_reported_and_survived(store: SqliteStore) -> None:
     )
     failed = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
     assert failed
+    assert failed
     assert all(isinstance(outcome, Unavailable) and "disk is full" in outcome.message for outcome in failed)
     assert await store.read("SELECT count(*) FROM t") == [(20 - len(failed),)]
     await store.write("PRAGMA max_page_count = 100000")

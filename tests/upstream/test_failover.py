@@ -200,7 +200,9 @@ async def test_a_client_error_is_reported_and_counts_against_no_server(bench: Op
     for number in range(12):
         with pytest.raises(BadInput, match="scripted"):
             await answer(made, request(request_id=f"r{number}"))
-    assert all(worker.healthy for worker in made.core.admission.snapshot().workers)
+    workers = made.core.admission.snapshot().workers
+    assert workers
+    assert all(worker.healthy for worker in workers)
     for standin in made.standins.values():
         standin.script = ServerScript()
     assert (await answer(made, request(request_id="after"))).choices[0].text == expected()

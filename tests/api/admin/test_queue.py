@@ -14,6 +14,7 @@ async def test_queue_depths(service: FakeService, batches: BatchService) -> None
     assert sum(item["queued"] for item in found["waiting"]) == 4
     assert sum(item["running"] for item in found["waiting"]) == 3
     assert {item["account"] for item in found["waiting"]} == {"alice", "bob"}
+    assert any(item["queued"] for item in found["waiting"])
     assert all(0 <= item["age_s"] < 60 for item in found["waiting"] if item["queued"])
 
 

@@ -57,6 +57,7 @@ async def test_chat_streams_unless_told_otherwise(client: httpx.AsyncClient) -> 
     assert [piece["message"] for piece in pieces] == [
         {"role": "assistant", "content": text} for text in ("Hel", "lo", "!")
     ]
+    assert pieces
     assert all(piece["model"] == MODEL and piece["done"] is False for piece in pieces)
     assert pieces[0]["created_at"].endswith("Z")
     assert end["message"] == {"role": "assistant", "content": ""}

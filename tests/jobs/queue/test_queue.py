@@ -307,6 +307,7 @@ async def test_a_transient_failure_is_retried_with_backoff(queue: Queue, time: M
     ended = await queue.batch("a", batch.id)
     assert (ended.status, ended.counts.failed) == ("completed", 1)
     assert len(waits) == 4
+    assert waits
     assert all(2 <= wait <= 61.5 for wait in waits)
     assert waits[3] > waits[0]
     assert (await queue.job(batch.id, 0)).error == ErrorInfo("internal", "oops")
@@ -410,6 +411,7 @@ async def test_cancelling_a_batch(queue: Queue, store: Database) -> None:
     assert (ended.status, ended.counts.cancelled, ended.counts.completed) == ("cancelled", 5, 1)
     assert await queue.claim("w", MODEL, 9) == []
     found = await queue.jobs(batch.id, states=["cancelled"])
+    assert found
     assert all(item.error is not None and item.error.kind == "cancelled" and item.ended_us for item in found)
     assert await UsageLedger(store).find(leases[2].request_id) is not None
     assert await types_of(store) == ["batch.cancelled"]

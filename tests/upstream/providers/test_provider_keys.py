@@ -114,6 +114,7 @@ async def test_a_provider_that_repeats_the_key(
         seen += [(await made.post(path, body | {"stream": stream})).text for stream in (False, True)]
     server.script.status, server.script.body = 500, server.error(500, "x" * 250 + secret + "x" * 720 + secret)
     seen.append((await made.post("/v1/chat/completions", body)).text)
+    assert seen
     assert all("xxxx" in text and secret[:8] not in text for text in seen), seen
 
 

@@ -52,6 +52,7 @@ async def test_a_session_stays_with_one_target(name: str, made: Gateway) -> None
             assert answer.status_code == 200, answer.text
             model = (await made.rows())[-1][0]
         used.setdefault(session, set()).add(model)
+    assert used
     assert all(len(models) == 1 for models in used.values()), used
     assert len(set.union(*used.values())) == 2  # sessions are spread
 
