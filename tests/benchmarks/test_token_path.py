@@ -1,5 +1,6 @@
 """What `benchmarks.token_path` counts: the functions that a request calls, and their lines."""
 
+import importlib
 import json
 import os
 from pathlib import Path
@@ -17,8 +18,15 @@ def test_engine_workers_inherit_the_recorder(tmp_path: Path) -> None:
     assert added.items() <= inherited_environment(environment).items()
 
 
-def test_a_decode_token_over_the_gpu_runner() -> None:
+@pytest.fixture(scope="module")
+def gpu_runner() -> None:
+    """Import torch and Triton, which takes seconds where no other test has done it."""
     pytest.importorskip("triton")
+    importlib.import_module("benchmarks.draft_steps")
+
+
+@pytest.mark.usefixtures("gpu_runner")
+def test_a_decode_token_over_the_gpu_runner() -> None:
     ((_, calls),) = token_path.gpu_calls().items()
     lines = token_path.lines_by_file(calls)
     assert {"emberline/engine/step_loop.py", "emberline/engine/gpu/runner.py"} <= lines.keys()
