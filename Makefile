@@ -3,7 +3,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 export PYTHON TORCH
 
-.PHONY: help serve test test-all lint test-gpu cluster-test agents clients pages peers observability soak bench guard lock clean
+.PHONY: help serve test test-all test-touched lint test-gpu cluster-test agents clients pages peers observability soak bench guard lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
@@ -16,6 +16,9 @@ test: ## style, types, tests
 
 test-all: ## the same with every slow test and more random examples, before a release
 	@scripts/test --all $(ARGS)
+
+test-touched: ## the slow tests of what the branch changes, in addition to `make test`
+	@scripts/test --touched $(ARGS)
 
 lint: ## style and types alone
 	@scripts/lint
