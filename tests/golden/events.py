@@ -11,7 +11,7 @@ from typing import Any
 
 Json = Any
 
-# Where the APIs have the text of a delta. `None` in a path is any index of a list.
+# Where the APIs have the text of a delta.
 TEXT_PATHS = (
     ("choices", 0, "delta", "content"),
     ("choices", 0, "delta", "reasoning_content"),
@@ -23,6 +23,8 @@ TEXT_PATHS = (
     ("delta", "thinking"),
     ("delta", "partial_json"),
     ("message", "content"),
+    ("message", "thinking"),
+    ("tool_calls", 0, "function", "arguments"),
     ("response",),
     ("candidates", 0, "content", "parts", 0, "text"),
 )
