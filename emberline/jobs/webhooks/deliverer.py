@@ -1,7 +1,8 @@
 """The deliverer: claims due deliveries, signs and posts them, and records the outcome.
 
-Any number of processes may run one; leases in the store say whose a delivery is. A slow or dead endpoint occupies at
-most MAX_PER_ENDPOINT of the MAX_IN_FLIGHT concurrent attempts, so it does not block the others.
+Any number of processes may run a deliverer; leases in the store say which process has a delivery. A slow or dead
+endpoint occupies at most MAX_PER_ENDPOINT of the MAX_IN_FLIGHT concurrent attempts, and the endpoints of one account
+never all of them, so they do not block the others.
 """
 
 import asyncio
@@ -35,6 +36,7 @@ MAX_RETRY_AFTER_S = 24 * 3600.0
 TIMEOUT_S = 15.0  # for one attempt, from name resolution to the response's head
 MAX_IN_FLIGHT = 64
 MAX_PER_ENDPOINT = 4
+ACCOUNT_SHARE = 3  # attempts that an account may have in flight for each one that stays free
 DISABLE_AFTER_DAYS = 5
 IDLE_S = 2.0  # the longest wait between two looks for due deliveries
 _RETRY_S = 1.0  # after an error of the store
@@ -57,7 +59,18 @@ def next_delay_s(n_attempts: int, retry_after_s: float | None, random: Callable[
     return max(delay_s, min(retry_after_s or 0.0, MAX_RETRY_AFTER_S))
 
 
+def account_room(n_in_flight: int, n_free: int) -> int:
+    """How many of the free attempts an account with `n_in_flight` may start.
+
+    An account without any gets at least one. Otherwise its attempts stay within ACCOUNT_SHARE times those still free.
+    """
+    room = (ACCOUNT_SHARE * n_free - n_in_flight) // (ACCOUNT_SHARE + 1)
+    return max(room, 0 if n_in_flight else min(n_free, 1))
+
+
 class Deliverer:
+    """Sends due deliveries from `start` until `close`."""
+
     def __init__(
         self,
         db: Database,
@@ -67,6 +80,7 @@ class Deliverer:
         poll_s: float,
         timeout_s: float = TIMEOUT_S,
         disable_after_days: float = DISABLE_AFTER_DAYS,
+        max_in_flight: int = MAX_IN_FLIGHT,
     ) -> None:
         assert timeout_s < LEASE_S
         self.counts: Counter[str] = Counter()  # delivered, failed attempts, exhausted, disabled
@@ -79,8 +93,10 @@ class Deliverer:
         self._wakeups = db.listen(EVENTS_CHANNEL, poll_s)  # also woken when an attempt ends
         self._timeout_s = timeout_s
         self._disable_after_us = int(disable_after_days * _DAY_US)
+        self._max_in_flight = max_in_flight
         self._attempts: set[asyncio.Task[None]] = set()
-        self._in_flight: Counter[str] = Counter()  # attempts by endpoint
+        self._by_endpoint: Counter[str] = Counter()  # attempts in flight, by the endpoint's id
+        self._by_account: Counter[str] = Counter()
         self._loop_task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -115,12 +131,15 @@ class Deliverer:
 
     async def _start_due(self) -> None:
         """Start due deliveries, the endpoint that has waited longest first, within the limits."""
-        full = {endpoint_id for endpoint_id, n in self._in_flight.items() if n >= MAX_PER_ENDPOINT}
-        while len(self._attempts) < MAX_IN_FLIGHT:
-            endpoint_id = await self._deliveries.next_endpoint(sorted(full))
-            if endpoint_id is None:
+        full = {endpoint_id for endpoint_id, n in self._by_endpoint.items() if n >= MAX_PER_ENDPOINT}
+        while n_free := self._max_in_flight - len(self._attempts):
+            accounts = [account for account, n in self._by_account.items() if not account_room(n, n_free)]
+            due = await self._deliveries.next_endpoint(sorted(full), sorted(accounts))
+            if due is None:
                 return
-            room = min(MAX_PER_ENDPOINT - self._in_flight[endpoint_id], MAX_IN_FLIGHT - len(self._attempts))
+            endpoint_id, account = due
+            of_account = account_room(self._by_account[account], n_free)
+            room = min(MAX_PER_ENDPOINT - self._by_endpoint[endpoint_id], of_account)
             for claimed in await self._deliveries.claim(endpoint_id, room):
                 self._launch(claimed)
             full.add(endpoint_id)  # more of it when one of these has ended, or in the next round
@@ -138,16 +157,19 @@ class Deliverer:
             self.n_pending, self._counted_s = await self._deliveries.count_pending(), time.monotonic()
 
     def _launch(self, claimed: ClaimedDelivery) -> None:
-        endpoint_id = claimed.endpoint.id
-        self._in_flight[endpoint_id] += 1
+        """Start an attempt and count it until it ends."""
+        held = ((self._by_endpoint, claimed.endpoint.id), (self._by_account, claimed.delivery.account))
+        for counter, key in held:
+            counter[key] += 1
         task = asyncio.create_task(self._deliver(claimed))
         self._attempts.add(task)
 
         def on_done(_: "asyncio.Task[None]") -> None:
             self._attempts.discard(task)
-            self._in_flight[endpoint_id] -= 1
-            if not self._in_flight[endpoint_id]:
-                del self._in_flight[endpoint_id]
+            for counter, key in held:
+                counter[key] -= 1
+                if not counter[key]:
+                    del counter[key]
             self._wakeups.put()
 
         task.add_done_callback(on_done)

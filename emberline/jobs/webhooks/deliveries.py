@@ -7,6 +7,7 @@ the row.
 """
 
 import itertools
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -74,7 +75,8 @@ def _columns(table: str, columns: str) -> str:
 _COLUMNS = ", ".join(Delivery.__struct_fields__)
 _ATTEMPT_COLUMNS = ", ".join(DeliveryAttempt.__struct_fields__)
 _NEXT_ENDPOINT = (
-    "SELECT endpoint_id FROM deliveries WHERE state = 'pending' AND ready_us <= ?{busy} ORDER BY ready_us LIMIT 1"
+    "SELECT endpoint_id, account FROM deliveries WHERE state = 'pending' AND ready_us <= ?{others} "
+    "ORDER BY ready_us LIMIT 1"
 )
 _NEXT_READY = "SELECT MIN(ready_us) FROM deliveries WHERE state = 'pending'"
 _CLAIM_SOME = f"""
@@ -127,11 +129,12 @@ class Deliveries:
 
     # --- for the deliverer -------------------------------------------------------------------------------------------
 
-    async def next_endpoint(self, busy: list[str]) -> str | None:
-        """The endpoint, outside of `busy`, with the delivery that has been due longest."""
-        condition = f" AND endpoint_id NOT IN ({', '.join('?' * len(busy))})" if busy else ""
-        rows = await self._db.read(_NEXT_ENDPOINT.format(busy=condition), (self._db.now_us(), *busy))
-        return str(rows[0][0]) if rows else None
+    async def next_endpoint(self, endpoints: Sequence[str], accounts: Sequence[str]) -> tuple[str, str] | None:
+        """The endpoint with the delivery that has been due longest, and its account, outside of those given."""
+        given = (("endpoint_id", endpoints), ("account", accounts))
+        others = "".join(f" AND {column} NOT IN ({', '.join('?' * len(ids))})" for column, ids in given if ids)
+        rows = await self._db.read(_NEXT_ENDPOINT.format(others=others), (self._db.now_us(), *endpoints, *accounts))
+        return (str(rows[0][0]), str(rows[0][1])) if rows else None
 
     async def next_ready_us(self) -> int | None:
         ((ready_us,),) = await self._db.read(_NEXT_READY)

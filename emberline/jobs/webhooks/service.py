@@ -6,7 +6,7 @@ import logging
 import msgspec
 
 from emberline.accounts.secret import Secret
-from emberline.jobs.webhooks.deliverer import DISABLE_AFTER_DAYS, TIMEOUT_S, Deliverer
+from emberline.jobs.webhooks.deliverer import DISABLE_AFTER_DAYS, MAX_IN_FLIGHT, TIMEOUT_S, Deliverer
 from emberline.jobs.webhooks.deliveries import Deliveries
 from emberline.jobs.webhooks.endpoints import WebhookEndpoints
 from emberline.jobs.webhooks.events import EventFeed
@@ -28,6 +28,7 @@ class WebhookSettings(msgspec.Struct, frozen=True, kw_only=True):
     disable_after_days: float = DISABLE_AFTER_DAYS
     retention_days: float = RETENTION_DAYS
     poll_s: float = POLL_S
+    max_in_flight: int = MAX_IN_FLIGHT  # delivery attempts at the same time
 
 
 class WebhookService:
@@ -48,6 +49,7 @@ class WebhookService:
             poll_s=settings.poll_s,
             timeout_s=settings.timeout_s,
             disable_after_days=settings.disable_after_days,
+            max_in_flight=settings.max_in_flight,
         )
 
     def deliver(self) -> None:

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from standardwebhooks import Webhook
 
-from emberline.jobs.webhooks.deliverer import DELAYS_S, MAX_PER_ENDPOINT, next_delay_s
+from emberline.jobs.webhooks.deliverer import DELAYS_S, MAX_PER_ENDPOINT, account_room, next_delay_s
 from emberline.jobs.webhooks.deliveries import LEASE_S, DeliveryRecord
 from emberline.jobs.webhooks.endpoints import EndpointUpdate
 from emberline.protocol.errors import BadInput
@@ -273,6 +273,38 @@ async def test_a_hanging_endpoint_does_not_block_others(db: ShiftedClock) -> Non
         assert {item.delivery.state for item in log} == {"delivered"}
         await stuck.until(MAX_PER_ENDPOINT)
         assert len(stuck.got) == MAX_PER_ENDPOINT
+
+
+async def test_hanging_endpoints_of_one_account_leave_attempts_for_others(db: ShiftedClock) -> None:
+    settings = {"timeout_s": 59, "max_in_flight": 8}
+    async with receiving(then=HANG) as stuck, receiving() as well, webhook_service(db, **settings) as webhooks:
+        for _ in range(3):
+            await create_endpoint(webhooks, stuck.url, account="mallory")
+        for n in range(MAX_PER_ENDPOINT):
+            await emit_event(db, f"batch_{n}", account="mallory")
+        await stuck.until(6)
+        endpoint = await create_endpoint(webhooks, well.url, account="acme")
+        for n in range(5):
+            await emit_event(db, f"batch_{n}", account="acme")
+        log = await wait_for_records(webhooks, endpoint, lambda log: len(log) == 5 and settled(log))
+        assert {item.delivery.state for item in log} == {"delivered"}
+        assert len(stuck.got) == 6  # three for each of the two that stay free
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 100), st.booleans()), max_size=60))
+def test_no_account_takes_every_attempt(steps: list[tuple[int, int, bool]]) -> None:
+    """An account holds at most 3/4 of the attempts, however the others come and go; with none, it gets a free one."""
+    total, held = 64, [0] * 5
+    for account, n, ends in steps:
+        if ends:
+            held[account] -= min(n, held[account])
+            continue
+        free = total - sum(held)
+        room = account_room(held[account], free)
+        assert held[account] or room >= min(free, 1)
+        held[account] += min(n, room)
+        assert held[account] <= 48
+        assert sum(held) <= total
 
 
 async def test_several_deliverers_send_each_delivery_once(db: ShiftedClock) -> None:
