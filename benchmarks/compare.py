@@ -6,7 +6,8 @@ that runs before and after each benchmark) and compares them with the file of th
 ratios instead; run it on a quiet machine.
 
 `--from-json` takes a saved run in place of a new one, such as `--from-json gpu=gpu.json` for `python -m benchmarks.gpu`
-on another machine; its figures are compared with those of vLLM in the same file.
+on another machine; its figures are compared with those of vLLM in the same file. Several files of one suite are its
+rounds.
 """
 
 import argparse
@@ -194,12 +195,12 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--baseline", type=Path, metavar="FILE", help="instead of that of this kind of machine")
     parser.add_argument("--write", action="store_true", help="record the ratios")
     options = parser.parse_args(argv)
-    options.saved = {}
+    options.saved = {}  # files by suite
     for given in options.from_json:
         suite, _, file = given.partition("=")
         if suite not in SUITES or not Path(file).is_file():
             parser.error(f"--from-json {given}: needs SUITE=FILE, a suite of {', '.join(SUITES)} and its JSON")
-        options.saved[suite] = Path(file)
+        options.saved.setdefault(suite, []).append(Path(file))
     unknown = set(options.suites) - set(SUITES)
     if unknown:
         parser.error(f"unknown suites {', '.join(sorted(unknown))}; known: {', '.join(SUITES)}")
@@ -215,7 +216,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
     about: dict[str, Any] = {"recorded": datetime.now(UTC).date().isoformat()}
     if "gpu" in options.saved:
-        device = json.loads(options.saved["gpu"].read_text())["emberline"]["device"]
+        device = json.loads(options.saved["gpu"][0].read_text())["emberline"]["device"]
         path = options.baseline or baseline.gpu_baseline(device)
         about["device"] = device
     else:
@@ -224,8 +225,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         about["load_1_min"] = round(os.getloadavg()[0], 1)
     suites = list(dict.fromkeys([*options.suites, *options.saved]))
     found: Found = {}
-    for name, file in options.saved.items():
-        SUITES[name][1](found, json.loads(file.read_text()), calibrate())
+    for name, files in options.saved.items():
+        for file in files:
+            SUITES[name][1](found, json.loads(file.read_text()), calibrate())
     due = [name for name in suites if name not in options.saved]
     measure(found, due, options.rounds, options.peers)
     before = {name: ratio for name, ratio in baseline.read(path).items() if name.partition(":")[0] in suites}

@@ -133,6 +133,9 @@ def test_a_slip_is_named_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture
     out = capsys.readouterr().out
     assert "SLIPPED: gpu: decode, batch 1 / vllm is 1.25 times worse" in out
     assert out.count("SLIPPED") == 1
+    as_before = tmp_path / "again.json"
+    as_before.write_text(json.dumps(GPU))
+    assert compare.main([*flags, "--from-json", f"gpu={as_before}"]) == 0, "one good round clears a suspect"
 
 
 @pytest.mark.parametrize(
