@@ -79,7 +79,7 @@ class Preparer:
     ) -> Prepared:
         """Refuses everything that can be refused without an engine."""
         valid, digests, rendered = await self._run(request, lambda: _read(served.text, request, info))
-        asked = served.card.defaults.apply(valid, request.left_to_model)
+        asked = served.card.defaults.apply(valid, _left_to_model(request))
         known = await self._core.find(principal.account, info.fingerprint, digests) if digests else None
         thinking = reasoning_begun(served.text, rendered, request.continue_final)
         spec = grammar_spec(served.text, request, thinking)
@@ -187,6 +187,16 @@ def _check_length(n_chars: int, request: GenerateRequest, text: TextModel, conte
             f"the prompt has {n_chars} characters, far beyond the context of {context_len} tokens: shorten it",
             param=_prompt_field(request),
         )
+
+
+def _left_to_model(request: GenerateRequest) -> tuple[str, ...]:
+    """Names of the sampling parameters for which the model's defaults apply.
+
+    A default repetition penalty is meant for prose. It is left out where the reply is forced to be JSON or a tool call:
+    quotes and keys repeat there by design, and a penalized quote turns into stray characters in a copied value.
+    """
+    forced = request.output is not None or (request.tools and request.tool_choice.mode == "required")
+    return tuple(name for name in request.left_to_model if not (forced and name == "repetition_penalty"))
 
 
 def _fit(sampling: SamplingParams, n_prompt: int, context_len: int, field: str) -> SamplingParams:

@@ -44,10 +44,13 @@ from emberline.protocol.request import (
     EngineRequest,
     GenerateRequest,
     Message,
+    OutputFormat,
     Principal,
     Priority,
     SamplingDefaults,
     SamplingParams,
+    Tool,
+    ToolChoice,
 )
 from emberline.service import Service
 from emberline.service.core import LocalCore
@@ -246,15 +249,23 @@ async def test_the_text_can_include_what_stopped_it(
 async def test_the_model_s_sampling_defaults(
     open_one: Opener, engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    defaults = SamplingDefaults(temperature=0.2, top_p=0.9)
+    defaults = SamplingDefaults(temperature=0.2, top_p=0.9, repetition_penalty=1.1)
     monkeypatch.setattr(ModelCard, "defaults", property(lambda card: defaults))
+    engine.info = msgspec.structs.replace(engine.info, context_len=4096)  # declared tools take hundreds of tokens
     service = await open_one(engine)
     given = {"temperature": 0.7, "top_k": 5}
     await events_of(service, ask(sampling=given, left_to_model=("top_p", "min_p")))
     await events_of(service, ask(sampling=given))
-    left, kept = (sent.sampling for sent in engine.submitted)
+    tools, all_left = (Tool("now"),), ("top_p", "repetition_penalty")
+    for choice in ("auto", "required"):
+        await events_of(service, ask(tools=tools, tool_choice=ToolChoice(choice), left_to_model=all_left))
+    await events_of(service, ask(output=OutputFormat("choice", ["yes", "no"]), left_to_model=all_left))
+    left, kept, auto, required, structured = (sent.sampling for sent in engine.submitted)
     assert (left.temperature, left.top_p, left.top_k, left.min_p) == (0.7, 0.9, 5, 0.0)
     assert (kept.temperature, kept.top_p) == (0.7, 1.0)
+    assert (auto.top_p, auto.repetition_penalty) == (0.9, 1.1)
+    for forced in (required, structured):
+        assert (forced.top_p, forced.repetition_penalty) == (0.9, 1.0), "a penalty for prose changes copied values"
 
 
 async def test_bad_words_reach_the_engine_as_ids(service: Service, engine: FakeEngine, text_model: TextModel) -> None:

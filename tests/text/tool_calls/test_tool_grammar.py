@@ -70,6 +70,16 @@ def test_required_is_calls_and_nothing_else(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CALLERS)
+def test_a_line_break_after_a_call_binds_to_no_other_call(name: str) -> None:
+    form = model(name).tool_format
+    text = written(name, PARIS) + "\n"
+    may_end = form.parallel and form.between == "\n" and not form.close
+    for mode in ("auto", "required"):
+        assert allows(name, grammar_of(name, tool_choice=ToolChoice(mode)), text) == may_end
+    assert not allows(name, grammar_of(name, parallel_tool_calls=False), text)
+
+
+@pytest.mark.parametrize("name", CALLERS)
 def test_none_is_text_without_an_opening(name: str) -> None:
     grammar = grammar_of(name, tool_choice=ToolChoice("none"))
     assert allows(name, grammar, "Hello.")
