@@ -7,11 +7,11 @@ import os
 import socket
 from pathlib import Path
 
-from emberline.supervisor.process import HEARTBEAT_S, ProcessFailed, ProcessGroup, ProcessSpec, SupervisedProcess
+from emberline.supervisor.process import HeartbeatLimits, ProcessFailed, ProcessGroup, ProcessSpec, SupervisedProcess
 
 BACKLOG = 128
-SILENT_S = 20.0  # without a heartbeat, after which a worker is killed and restarted: its streams hang
-LARGE_SILENT_S = 60.0  # of the worker for large requests, which decodes megabytes on its event loop
+HEARTBEATS = HeartbeatLimits(silent_s=20.0)
+LARGE_HEARTBEATS = HeartbeatLimits(silent_s=60.0)  # the worker for large requests decodes megabytes on its event loop
 
 log = logging.getLogger("emberline.supervisor")
 
@@ -28,10 +28,9 @@ class HttpWorkers(ProcessGroup):
         listener: socket.socket,
         module: str,
         plan: bytes,
-        silent_s: float = SILENT_S,
-        check_s: float = HEARTBEAT_S,
+        heartbeats: HeartbeatLimits = HEARTBEATS,
     ) -> None:
-        super().__init__(_worker(f"http-{i}", listener, module, plan, silent_s, check_s) for i in range(n))
+        super().__init__(_worker(f"http-{i}", listener, module, plan, heartbeats) for i in range(n))
 
 
 class LargeRequestWorker:
@@ -42,23 +41,23 @@ class LargeRequestWorker:
         socket_path: Path,
         module: str,
         plan: bytes,
-        silent_s: float = LARGE_SILENT_S,
-        check_s: float = HEARTBEAT_S,
+        heartbeats: HeartbeatLimits = LARGE_HEARTBEATS,
     ) -> None:
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.setblocking(False)
         self._listener.bind(str(socket_path))
         os.chmod(socket_path, 0o600)
         self._listener.listen(BACKLOG)
-        self._module, self._plan = module, plan
-        self._silent_s, self._check_s = silent_s, check_s
+        self._module, self._plan, self._heartbeats = module, plan, heartbeats
         self.process: SupervisedProcess | None = None
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
+        """Wait for the first connection, which starts the worker."""
         asyncio.get_running_loop().add_reader(self._listener, self._on_connection)
 
     async def stop(self, grace_s: float) -> None:
+        """Stop the worker, which may drain for `grace_s`, and close the socket."""
         asyncio.get_running_loop().remove_reader(self._listener)
         if self._task is not None:
             self._task.cancel()
@@ -73,7 +72,7 @@ class LargeRequestWorker:
         self._task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
-        self.process = _worker("http-large", self._listener, self._module, self._plan, self._silent_s, self._check_s)
+        self.process = _worker("http-large", self._listener, self._module, self._plan, self._heartbeats)
         try:
             await self.process.start()
             await self.process.wait_ready()
@@ -90,7 +89,7 @@ class LargeRequestWorker:
 
 
 def _worker(
-    name: str, listener: socket.socket, module: str, plan: bytes, silent_s: float, check_s: float
+    name: str, listener: socket.socket, module: str, plan: bytes, heartbeats: HeartbeatLimits
 ) -> SupervisedProcess:
     secret = os.environ.get("EMBERLINE_SECRET")  # HTTP workers derive the same keys as the core
     return SupervisedProcess(
@@ -101,7 +100,6 @@ def _worker(
             env={} if secret is None else {"EMBERLINE_SECRET": secret},
             fds=(listener.fileno(),),
             input=plan,
-            silent_s=silent_s,
-            check_s=check_s,
+            heartbeats=heartbeats,
         )
     )

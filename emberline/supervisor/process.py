@@ -26,6 +26,7 @@ MAX_LINE_BYTES = 1 << 20
 KEPT_LINES = 20  # of its log, for the error message of a failed start
 HEARTBEAT = '{"heartbeat": true}'  # a line on a child's standard output
 HEARTBEAT_S = 1.0  # between two heartbeats of a child, and between two checks of them
+START_S = 180.0  # for a child to send its first heartbeat: it loads vocabularies and may wait 30 s for engines
 
 # A child inherits no secret: what it needs is passed in `env`. Of our own variables it inherits these, of the others
 # all but those whose name or value looks like a credential.
@@ -42,6 +43,42 @@ class ProcessFailed(Unavailable):
     """A process exited before it was ready for the first time."""
 
 
+class HeartbeatLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Times after which a child without heartbeats is killed and restarted."""
+
+    silent_s: float  # since the last heartbeat
+    start_s: float = START_S  # since the start, for the first one
+    check_s: float = HEARTBEAT_S  # between two checks
+
+
+class HeartbeatMonitor:
+    """Tells a child that is stopped, or whose event loop hangs, from one that is slow on a busy machine.
+
+    A check counts at most `check_s` of silence: if this process was stopped or starved itself, the child's heartbeats
+    may lie unread in the pipe.
+    """
+
+    def __init__(self, limits: HeartbeatLimits) -> None:
+        self._limits = limits
+        self._has_started = False  # True after the first heartbeat
+        self._silent_s = 0.0
+        self._checked_s = 0.0
+
+    def beat(self) -> None:
+        """Note a heartbeat of the child."""
+        self._has_started, self._silent_s = True, 0.0
+
+    def problem(self, now_s: float) -> str:
+        """Why the child has to be killed; empty if it has not been silent for too long. Call it every `check_s`."""
+        self._silent_s += min(now_s - self._checked_s, self._limits.check_s)
+        self._checked_s = now_s
+        if self._has_started and self._silent_s > self._limits.silent_s:
+            return f"it is stopped or hangs, no heartbeat for {self._limits.silent_s:g} s; its connections end"
+        if not self._has_started and self._silent_s > self._limits.start_s:
+            return f"it is stopped or hangs, it did not start within {self._limits.start_s:g} s"
+        return ""
+
+
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     module: str  # run with `python -m`
@@ -50,35 +87,7 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     fds: tuple[int, ...] = ()  # open file descriptors to inherit
     may_end: bool = False  # with status 0, by itself: it is not restarted then
     input: bytes = b""  # for its standard input, at every start: secrets, which are kept in no file
-    silent_s: float = 0.0  # without a heartbeat, after which it is killed and restarted; 0: it sends none
-    check_s: float = HEARTBEAT_S  # between two checks of its heartbeats
-
-
-class HeartbeatMonitor:
-    """Tells a child that is stopped, or whose event loop hangs, from one that is slow on a busy machine.
-
-    The silence counts from the first heartbeat. A check counts at most `check_s` of it: if this process was stopped or
-    starved itself, the child's heartbeats may lie unread in the pipe.
-    """
-
-    def __init__(self, limit_s: float, check_s: float) -> None:
-        self._limit_s = limit_s
-        self._check_s = check_s
-        self._silent_s: float | None = None  # None: no heartbeat yet, the child starts
-        self._checked_s = 0.0
-
-    def beat(self) -> None:
-        """Note a heartbeat of the child."""
-        self._silent_s = 0.0
-
-    def is_silent(self, now_s: float) -> bool:
-        """True if the child has been silent for longer than the limit. Call it every `check_s`."""
-        elapsed_s = min(now_s - self._checked_s, self._check_s)
-        self._checked_s = now_s
-        if self._silent_s is None:
-            return False
-        self._silent_s += elapsed_s
-        return self._silent_s > self._limit_s
+    heartbeats: HeartbeatLimits | None = None  # None: the process sends none
 
 
 class SupervisedProcess:
@@ -86,7 +95,7 @@ class SupervisedProcess:
 
     If it dies before it was ever ready, `wait_ready` raises ProcessFailed and it is not restarted; later it is
     restarted with exponential backoff. The child itself has to notice the death of this process. A child whose spec
-    has a `silent_s` prints HEARTBEAT every HEARTBEAT_S once it is ready, from its event loop.
+    has limits of heartbeats prints HEARTBEAT every HEARTBEAT_S once it is ready, from its event loop.
     """
 
     def __init__(self, spec: ProcessSpec) -> None:
@@ -95,11 +104,11 @@ class SupervisedProcess:
         self.n_restarts = 0
         self._process: asyncio.subprocess.Process | None = None
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._start_error = ""  # reported by the child
+        self._start_error = ""  # reported by the child, or why it was killed
         self._log_tail: deque[str] = deque(maxlen=KEPT_LINES)
         self._task: asyncio.Task[None] | None = None
         self._stopping = False
-        self._heartbeats = HeartbeatMonitor(spec.silent_s, spec.check_s)
+        self._monitor: HeartbeatMonitor | None = None  # of the running process
 
     @property
     def name(self) -> str:
@@ -199,23 +208,27 @@ class SupervisedProcess:
 
     async def _read_until_exit(self, process: asyncio.subprocess.Process) -> int:
         """Relay the output of the process until it has exited; kill it if its heartbeats stop."""
-        self._heartbeats = HeartbeatMonitor(self.spec.silent_s, self.spec.check_s)
         assert process.stdout is not None
         assert process.stderr is not None
         readers = [asyncio.create_task(self._relay(pipe)) for pipe in (process.stdout, process.stderr)]
-        watch = asyncio.create_task(self._watch()) if self.spec.silent_s else None
+        tasks = [*readers]
+        if (limits := self.spec.heartbeats) is not None:
+            self._monitor = HeartbeatMonitor(limits)
+            tasks.append(asyncio.create_task(self._watch(self._monitor, limits.check_s)))
         try:
             code = await process.wait()
             await asyncio.wait(readers, timeout=1.0)  # a grandchild may hold the pipes open
         finally:
-            for task in (*readers, *([watch] if watch is not None else [])):
+            for task in tasks:
                 task.cancel()
         return code
 
-    async def _watch(self) -> None:
-        while not self._heartbeats.is_silent(time.monotonic()):
-            await asyncio.sleep(self.spec.check_s)
-        self.kill(f"it is stopped or hangs, no heartbeat for {self.spec.silent_s:g} s; its connections end")
+    async def _watch(self, monitor: HeartbeatMonitor, check_s: float) -> None:
+        """Kill the process once its heartbeats are missing for too long."""
+        while not (problem := monitor.problem(time.monotonic())):
+            await asyncio.sleep(check_s)
+        self._start_error = problem
+        self.kill(problem)
 
     async def _relay(self, pipe: asyncio.StreamReader) -> None:
         while True:
@@ -227,7 +240,8 @@ class SupervisedProcess:
                 return
             line = raw.decode("utf-8", "replace").rstrip()
             if line == HEARTBEAT:
-                self._heartbeats.beat()
+                if self._monitor is not None:
+                    self._monitor.beat()
             elif line and not (line.startswith('{"ready":') and self._accept_ready_line(line)):
                 self._log_tail.append(line)
                 logs.relay(line, process=self.name)

@@ -12,7 +12,7 @@ import pytest
 
 from emberline.supervisor import process
 from emberline.supervisor.http_workers import HttpWorkers, LargeRequestWorker
-from emberline.supervisor.process import HeartbeatMonitor
+from emberline.supervisor.process import HeartbeatLimits, HeartbeatMonitor, ProcessFailed
 from tests.supervisor.test_process import until
 
 # Answers every connection with its plan and its process id; a line of the plan may make it fail.
@@ -24,6 +24,8 @@ WORKER = """
     plan = sys.stdin.read()
     if "broken" in plan and not os.path.exists("mended"):
         sys.exit(3)
+    if "hangs" in plan and not os.path.exists("mended"):
+        time.sleep(600)
     listener = socket.socket(fileno=parser.parse_args().fd)
     listener.setblocking(True)
     print('{"ready": true}', flush=True)
@@ -94,7 +96,9 @@ async def test_one_that_does_not_start_refuses_and_is_tried_again(folder: Path) 
 
 
 async def test_one_that_is_stopped_is_killed(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    worker = LargeRequestWorker(folder / "large.sock", "worker_script", b"plan", silent_s=1.0, check_s=0.1)
+    worker = LargeRequestWorker(
+        folder / "large.sock", "worker_script", b"plan", heartbeats=HeartbeatLimits(silent_s=1.0, check_s=0.1)
+    )
     worker.start()
     _, pid = await ask(folder)
     os.kill(int(pid), signal.SIGSTOP)
@@ -109,7 +113,9 @@ async def test_streams_of_a_stopped_worker_end_and_others_go_on(folder: Path) ->
     """A client whose stream hung sees its connection end, and can retry; the other worker serves throughout."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        workers = HttpWorkers(2, listener, "worker_script", b"stream", silent_s=1.5, check_s=0.1)
+        workers = HttpWorkers(
+            2, listener, "worker_script", b"stream", heartbeats=HeartbeatLimits(silent_s=1.5, check_s=0.1)
+        )
         await workers.start()
         await workers.wait_ready()
         streams = [await asyncio.open_connection("127.0.0.1", port) for _ in range(8)]
@@ -130,22 +136,41 @@ async def test_streams_of_a_stopped_worker_end_and_others_go_on(folder: Path) ->
         await workers.stop(0.1)
 
 
-def test_silence_counts_from_the_first_heartbeat() -> None:
-    monitor = HeartbeatMonitor(5.0, check_s=1.0)
-    assert not any(monitor.is_silent(float(now_s)) for now_s in range(100))  # it starts, for as long as it takes
+async def test_one_that_hangs_before_it_is_ready_is_killed(folder: Path) -> None:
+    """The server's start fails with the reason; a restarted worker that hangs is restarted once more."""
+    limits = HeartbeatLimits(silent_s=60, start_s=1.0, check_s=0.05)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        never = HttpWorkers(1, listener, "worker_script", b"hangs", limits)
+        await never.start()
+        with pytest.raises(ProcessFailed, match=r"http-0 was killed by SIGKILL: .* did not start within 1 s"):
+            await never.wait_ready()
+    worker = LargeRequestWorker(folder / "large.sock", "worker_script", b"hangs", limits)
+    worker.start()
+    assert await ask(folder) == []
+    (folder / "mended").touch()
+    while not (found := await ask(folder)):  # a busy machine may not start it in time either
+        pass
+    assert found[0] == "hangs"
+    await worker.stop(5)
+
+
+def silent_at(monitor: HeartbeatMonitor, times_s: range) -> list[bool]:
+    return [bool(monitor.problem(float(now_s))) for now_s in times_s]
+
+
+def test_silence_is_counted_from_the_start_and_from_each_heartbeat() -> None:
+    monitor = HeartbeatMonitor(HeartbeatLimits(silent_s=5.0, start_s=50.0, check_s=1.0))
+    assert silent_at(monitor, range(100, 151)) == [False] * 50 + [True]
     monitor.beat()
-    assert [monitor.is_silent(100.0 + now_s) for now_s in range(7)] == [False] * 5 + [True] * 2
+    assert silent_at(monitor, range(151, 157)) == [False] * 5 + [True]
     monitor.beat()
-    assert not monitor.is_silent(107.0)
+    assert silent_at(monitor, range(157, 158)) == [False]
 
 
 def test_a_supervisor_that_was_starved_kills_nobody() -> None:
     """Its own absence counts as one check: heartbeats that were sent meanwhile lie unread."""
-    monitor = HeartbeatMonitor(5.0, check_s=1.0)
+    monitor = HeartbeatMonitor(HeartbeatLimits(silent_s=5.0))
     monitor.beat()
-    now_s = 0.0
-    for _ in range(4):
-        now_s += 60.0
-        assert not monitor.is_silent(now_s)
+    assert silent_at(monitor, range(60, 300, 60)) == [False] * 4
     monitor.beat()
-    assert not monitor.is_silent(now_s + 600.0)
+    assert silent_at(monitor, range(900, 901)) == [False]
