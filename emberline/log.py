@@ -53,7 +53,7 @@ def setup(
     else:
         handler.setFormatter(JsonFormatter())
     for each in (handler, *more):
-        each.addFilter(_ContextFilter(process, extra))
+        each.addFilter(ContextFilter(process, extra))
     logging.basicConfig(level=level.upper(), handlers=[handler, *more], force=True)
     logging.captureWarnings(True)
     for verbose in ("asyncio", "httpcore", "httpx", "filelock", "urllib3", "huggingface_hub", "uvicorn.access"):
@@ -65,7 +65,7 @@ def fields(record: logging.LogRecord) -> dict[str, Any]:
     return {name: value for name, value in vars(record).items() if name not in _STANDARD_FIELDS and name[:1] != "_"}
 
 
-class _ContextFilter(logging.Filter):
+class ContextFilter(logging.Filter):
     """Adds the process name and request id to a record, unless it has them (relayed from a child process)."""
 
     def __init__(self, process: str, extra: Mapping[str, Any] | None = None) -> None:

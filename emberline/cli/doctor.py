@@ -86,7 +86,7 @@ def examine(config: Config | None) -> Iterator[DoctorCheck]:
     yield python()
     torch = _probe_torch()
     yield torch_version(torch)
-    yield gpu(torch)
+    yield gpu(torch, machine.n_gpus_installed())
     yield compiler()
     yield pip()
     yield memory()
@@ -132,15 +132,14 @@ def torch_version(torch: dict[str, Any] | str) -> DoctorCheck:
     return DoctorCheck("torch", "ok", str(torch["version"]))
 
 
-def gpu(torch: dict[str, Any] | str) -> DoctorCheck:
-    seen = machine.n_gpus_installed()
+def gpu(torch: dict[str, Any] | str, n_installed: int) -> DoctorCheck:
     if isinstance(torch, dict) and torch["gpus"]:
         return DoctorCheck("gpu", "ok", ", ".join(torch["gpus"]))
-    if seen:
+    if n_installed:
         return DoctorCheck(
             "gpu",
             "warn",
-            f"{seen} in this machine, but torch cannot use CUDA",
+            f"{n_installed} in this machine, but torch cannot use CUDA",
             "install a CUDA build of torch, or a driver new enough for it; until then the CPU is used",
         )
     return DoctorCheck("gpu", "ok", f"none; the CPU's {machine.cores()} cores are used")
@@ -260,9 +259,9 @@ def _damage(entry: "ModelEntry", store: "ModelStore") -> str:
     return ""
 
 
-def port(config: Config) -> DoctorCheck:
+def port(config: Config, probe_timeout_s: float = client.PROBE_TIMEOUT_S) -> DoctorCheck:
     address = ServerAddress.of(config)
-    if client.is_running(address):
+    if client.is_running(address, probe_timeout_s):
         return DoctorCheck("port", "ok", f"an Emberline server runs at {address.url}")
     with socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

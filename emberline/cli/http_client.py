@@ -63,10 +63,10 @@ class ChatTiming(msgspec.Struct):
         return (self.output_tokens - 1) / max(self.total_s - self.ttft_s, 1e-9) if self.output_tokens > 1 else 0.0
 
 
-def is_running(address: ServerAddress) -> bool:
-    """Whether a healthy Emberline server answers at the address."""
+def is_running(address: ServerAddress, timeout_s: float = PROBE_TIMEOUT_S) -> bool:
+    """True if a healthy Emberline server answers at the address."""
     try:
-        return isinstance(get(address, "/health", timeout_s=PROBE_TIMEOUT_S), dict)
+        return isinstance(get(address, "/health", timeout_s=timeout_s), dict)
     except EmberlineError:
         return False
 

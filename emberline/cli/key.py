@@ -88,10 +88,11 @@ def _key_fields(args: argparse.Namespace) -> dict[str, Any]:
 
 def _expiry(text: str) -> int | str:
     """A Unix time for a duration; a date is left to the server."""
-    return int(time.time()) + _seconds(text) if _DURATION.fullmatch(text) else text
+    return int(time.time()) + duration_s(text) if _DURATION.fullmatch(text) else text
 
 
-def _seconds(text: str) -> int:
+def duration_s(text: str) -> int:
+    """Seconds of a duration such as 90s, 30m, 24h or 7d. Raises BadInput if the text is none."""
     match = _DURATION.fullmatch(text)
     if match is None:
         raise BadInput(f"{text[:40]!r} is not a time such as 90s, 30m, 24h or 7d")
@@ -104,7 +105,7 @@ def _create(args: argparse.Namespace) -> int:
 
 
 def _rotate(args: argparse.Namespace) -> int:
-    body = {"overlap_s": _seconds(args.overlap)}
+    body = {"overlap_s": duration_s(args.overlap)}
     return _print_issued(args, AdminApi(args).post(f"/api/keys/{segment(args.key)}/rotate", body))
 
 

@@ -20,8 +20,8 @@ NAME = "emberline.log"
 N_OLDER = 3  # files besides the current one; each has a quarter of the bytes
 MAX_QUEUED = 20_000  # lines; more are dropped and counted, so that a slow disk slows down no request
 WRITE_S = 0.2  # between two writes
-_BLOCK_BYTES = 64 << 10
-_POLL_S = 0.2
+BLOCK_BYTES = 64 << 10  # read at a time from the end of a file
+POLL_S = 0.2  # between two looks for new lines
 
 
 def log_path(home: Path) -> Path:
@@ -31,11 +31,12 @@ def log_path(home: Path) -> Path:
 class LogFile(logging.Handler):
     """A handler for the root logger; `close` writes what is queued."""
 
-    def __init__(self, path: Path, max_bytes: int) -> None:
+    def __init__(self, path: Path, max_bytes: int, write_s: float = WRITE_S, max_queued: int = MAX_QUEUED) -> None:
         super().__init__()
         self.n_dropped = 0
         self.setFormatter(JsonFormatter())
         self._path = path
+        self._write_s, self._max_queued = write_s, max_queued
         self._max_bytes = max(1, max_bytes // (N_OLDER + 1))
         self._queue: queue.SimpleQueue[logging.LogRecord | None] = queue.SimpleQueue()
         self._closing = threading.Event()
@@ -45,7 +46,7 @@ class LogFile(logging.Handler):
         self._thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self._queue.qsize() < MAX_QUEUED:
+        if self._queue.qsize() < self._max_queued:
             self._queue.put(record)
         else:
             self.n_dropped += 1
@@ -63,7 +64,7 @@ class LogFile(logging.Handler):
         loses lines and nothing else: stderr has them too."""
         while True:
             records = [self._queue.get()]
-            self._closing.wait(WRITE_S)
+            self._closing.wait(self._write_s)
             records += [self._queue.get() for _ in range(self._queue.qsize())]  # nobody else takes them
             lines = [self._line(record) for record in records if record is not None]
             with contextlib.suppress(OSError):
@@ -101,17 +102,17 @@ def older_files(path: Path) -> list[Path]:
     return [path.with_name(f"{path.name}.{number}") for number in range(1, N_OLDER + 1)]
 
 
-def lines_backward(path: Path) -> Iterator[bytes]:
+def lines_backward(path: Path, block_bytes: int = BLOCK_BYTES) -> Iterator[bytes]:
     """The lines of all files, newest first, without reading more than is asked for."""
     for each in (path, *older_files(path)):
         with contextlib.suppress(FileNotFoundError), each.open("rb") as file:
-            yield from _file_backward(file.seek(0, os.SEEK_END), file.fileno())
+            yield from _file_backward(file.seek(0, os.SEEK_END), file.fileno(), block_bytes)
 
 
-def _file_backward(end: int, descriptor: int) -> Iterator[bytes]:
+def _file_backward(end: int, descriptor: int, block_bytes: int) -> Iterator[bytes]:
     rest = b""
     while end > 0:
-        start = max(0, end - _BLOCK_BYTES)
+        start = max(0, end - block_bytes)
         first, *lines = (os.pread(descriptor, end - start, start) + rest).split(b"\n")
         yield from (line for line in reversed(lines) if line)
         rest, end = first, start
@@ -119,7 +120,7 @@ def _file_backward(end: int, descriptor: int) -> Iterator[bytes]:
         yield rest
 
 
-def follow(path: Path) -> Iterator[bytes | None]:
+def follow(path: Path, poll_s: float = POLL_S) -> Iterator[bytes | None]:
     """Lines that are written from now on, through rotations; None while there is nothing new."""
     file: BinaryIO | None = None
     is_new, rest = False, b""  # what is there already is not new
@@ -138,7 +139,7 @@ def follow(path: Path) -> Iterator[bytes | None]:
                 file, rest = None, b""
                 continue
             yield None
-            time.sleep(_POLL_S)
+            time.sleep(poll_s)
     finally:
         if file is not None:
             file.close()

@@ -22,7 +22,6 @@ from emberline.weights.readahead import model_files
 if TYPE_CHECKING:
     from emberline.service.core import LocalCore
 
-RESCAN_S = 1.0  # between two looks whether models were pulled or removed
 MEMORY_SHARE = 0.8  # of the free memory, for models, by default
 PROCESS_BYTES = 256 << 20  # of a worker, beside weights and KV cache
 
@@ -35,11 +34,15 @@ def loaded_at_start(config: Config, local: Mapping[str, Path]) -> dict[str, Path
     return dict(local) if not most or len(local) <= most else {}
 
 
-def memory_limit(config: Config) -> int:
-    """Of all models together, in bytes. To be asked before any is loaded."""
+def memory_limit(
+    config: Config,
+    find_gpus: Callable[[], Sequence[str]] = machine.gpus,
+    free_bytes: Callable[[], int] = free_host_bytes,
+) -> int:
+    """Bytes that all models together may take. To be asked before any is loaded."""
     if config.models.memory_bytes:
         return config.models.memory_bytes
-    return 1 << 62 if _on_gpus(config) else int(MEMORY_SHARE * free_host_bytes())
+    return 1 << 62 if _on_gpus(config, find_gpus) else int(MEMORY_SHARE * free_bytes())
 
 
 def drafter_bytes(engine: EngineConfig) -> int:
@@ -62,16 +65,19 @@ class OnDemandModels:
         workers: EngineWorkers,
         core: "LocalCore",
         elsewhere: Callable[[ModelCard], bool] = lambda card: False,
+        scan_s: float = 1.0,
     ) -> None:
-        """`named`: models to run on this machine, as the command line says; the `pinned` ones of them are loaded.
-        Models that run `elsewhere` are not loaded here; nor is any, if the server is to start no worker of its own."""
+        """Offer the `named` models, which the command line says are to run on this machine, and those of the store.
+
+        The `pinned` ones of the named models are loaded. Models that run `elsewhere` are not loaded here; nor is any,
+        if the server is to start no worker of its own. The store is looked at every `scan_s` seconds."""
         assert core.membership is not None
         self._config = config
         self._store = ModelStore(config.home)
         self._membership = core.membership
         self._named = {entry.card.id: entry for entry in named}
         self._pinned = frozenset(pinned)
-        self._elsewhere = elsewhere
+        self._elsewhere, self._scan_s = elsewhere, scan_s
         self._on_demand = config.models.on_demand and not config.cluster.core_only
         self._on_demand &= bool(named or not config.endpoints)
         self._n_workers = workers_per_model(config.engine)
@@ -121,7 +127,7 @@ class OnDemandModels:
     async def _watch(self, seen: int) -> None:
         """Models that are pulled while the server runs can be used at once. `seen`: the stamp of what is offered."""
         while True:
-            await asyncio.sleep(RESCAN_S)
+            await asyncio.sleep(self._scan_s)
             stamp = await asyncio.to_thread(self._stamp)
             if stamp != seen:
                 try:
@@ -150,5 +156,5 @@ class OnDemandModels:
             verify(self._store, entry.card)
 
 
-def _on_gpus(config: Config) -> bool:
-    return config.engine.device != "cpu" and bool(machine.gpus())
+def _on_gpus(config: Config, find_gpus: Callable[[], Sequence[str]] = machine.gpus) -> bool:
+    return config.engine.device != "cpu" and bool(find_gpus())

@@ -107,13 +107,14 @@ class Planning:
         paths: Mapping[str, Path],
         launcher: Launcher,
         launcher_name: str,
+        round_s: float = planner.ROUND_S,
     ) -> None:
-        """`paths`: of the weights of models that were named, which need not be in the model store."""
+        """`paths`: the weights of models that were named, which need not be in the model store."""
         assert core.cluster is not None, "this process is a core of a cluster"
         assert core.scaling is not None
         models, layout, scaling = ModelStore(config.home), layout_of(config.engine), core.scaling
         table = PlannerTable(store)
-        news = table.listen(planner.ROUND_S)
+        news = table.listen(round_s)
         can_start = not isinstance(launcher, NoLauncher)
         scaling.can_start = can_start and config.cluster.planner == "on"
 
@@ -139,6 +140,7 @@ class Planning:
             launcher_name=launcher_name,
             can_start=can_start,
             wait=wait,
+            round_s=round_s,
         )
         self._launcher = launcher
         self._task: asyncio.Task[None] | None = None

@@ -35,7 +35,7 @@ from emberline.cli.terminal import transient_line
 from emberline.config import Config, ConfigError, ServerConfig, check_exposure, needs_keys
 from emberline.protocol.errors import Unavailable
 from emberline.supervisor import machine
-from emberline.supervisor.engine_workers import EngineWorkers, TierSettings, plan_workers
+from emberline.supervisor.engine_workers import EngineWorkers, MakeSpec, TierSettings, plan_workers
 from emberline.supervisor.http_workers import HttpWorkers, LargeRequestWorker
 from emberline.supervisor.kv_pool import PoolPlan, PoolProcesses, plan_pool
 
@@ -223,8 +223,11 @@ async def serve(
     on_ready: OnReady,
     stop: asyncio.Event | None = None,
     timings: "Timings | None" = None,
+    make_spec: MakeSpec | None = None,
 ) -> None:
-    """Serve the models until SIGTERM, SIGINT, SIGHUP or `stop`; then drain running requests."""
+    """Serve the models until SIGTERM, SIGINT, SIGHUP or `stop`; then drain running requests.
+
+    `make_spec` says how an engine worker's process is started; by default it is Emberline's own engine."""
     stop = stop or asyncio.Event()
     async with contextlib.AsyncExitStack() as stack:
         remote = _endpoints_by_model(config)
@@ -245,7 +248,7 @@ async def serve(
             stack.push_async_callback(pool_processes.stop, WORKER_GRACE_S)
             await pool_processes.start()
         tiers = _tier_settings(config, pool)
-        workers = EngineWorkers(plan_workers(config.engine, pinned), config.engine, tiers=tiers)
+        workers = EngineWorkers(plan_workers(config.engine, pinned), config.engine, make_spec, tiers)
         stack.push_async_callback(workers.stop, WORKER_GRACE_S)
         await workers.start()
 
@@ -271,6 +274,7 @@ async def serve(
         from emberline.upstream.client import upstream_configs
         from emberline.upstream.models import discover
 
+        timings = timings or Timings()
         traces = tracing.settings(config.tracing, os.environ)
         tracer = tracing.start(traces, "core")
         stack.push_async_callback(asyncio.to_thread, tracing.stop)
@@ -305,7 +309,7 @@ async def serve(
                 core_name(config.home),
                 config.cluster.scaled,
             ),
-            timings=timings or Timings(),
+            timings=timings,
         )
         stack.push_async_callback(service.close)
         if not await service.ready(CONNECT_TIMEOUT_S):
@@ -319,7 +323,8 @@ async def serve(
             names = (card.id, *card.aliases)
             return card.id in remote or any(service.upstream.find(name) is not None for name in names)
 
-        on_demand = OnDemandModels(config, memory_bytes, named, pinned, workers, service.core, elsewhere)
+        scan_s = timings.model_scan_s
+        on_demand = OnDemandModels(config, memory_bytes, named, pinned, workers, service.core, elsewhere, scan_s)
         stack.push_async_callback(on_demand.close)
         await on_demand.open()
         gateways = GatewayService(store, config.gateways)
@@ -351,7 +356,7 @@ async def serve(
         if config.cluster.planner != "off":
             paths = {entry.card.id: entry.path for entry in entries}
             launcher = open_launcher(config, workers, address.url)
-            planning = Planning(config, service.core, store, paths, *launcher)
+            planning = Planning(config, service.core, store, paths, *launcher, timings.planner_round_s)
             stack.push_async_callback(planning.close)
             planning.start()
         on_ready(address, entries, [worker.ready_line for worker in workers.processes])

@@ -108,7 +108,7 @@ class Watch:
         before, self.status = self.status, found
         for name, points in found["series"].items():
             self.series[name] = [*self.series.get(name, ()), *points][-360:]
-        self.rates = _rates(before, found)
+        self.rates = token_rates(before, found)
         return {**found, "series": self.series}
 
     def last(self, name: str) -> Any:
@@ -117,8 +117,8 @@ class Watch:
         return points[-1] if points else None
 
 
-def _rates(before: dict[str, Any], now: dict[str, Any]) -> dict[str, float]:
-    """Between two polls; the server's own mean of the last seconds where there is only one."""
+def token_rates(before: dict[str, Any], now: dict[str, Any]) -> dict[str, float]:
+    """Output tokens per second of each worker between two polls. With one poll, the server's own mean is taken."""
     totals = {worker["name"]: worker["output_tokens"] for worker in before.get("workers", ())}
     seconds = now["time_s"] - before.get("time_s", now["time_s"])
     found = {}

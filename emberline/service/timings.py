@@ -1,4 +1,4 @@
-"""Times of the service layer: how long it waits for engines, cores and workers, and how often it does things."""
+"""Times of a server: how long it waits for engines, cores and workers, and how often it does things."""
 
 import msgspec
 
@@ -7,7 +7,7 @@ from emberline.balancer.stall_detector import StallLimits
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
-    """Times in seconds. `open_service` and `open_http_worker` hand them on to every part of the service."""
+    """Times in seconds. `serve`, `open_service` and `open_http_worker` hand them on to every part of the server."""
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -38,6 +38,11 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
     challenge_s: float = 30.0  # for a worker that joins to answer its challenge
     sweep_s: float = 10.0  # between two looks for members that were lost
     report_s: float = 2.0  # between two load reports of a core to the planner
+    planner_round_s: float = 2.0  # between two rounds of the planner
+
+    # --- models ------------------------------------------------------------------------------------------------------
+
+    model_scan_s: float = 1.0  # between two looks at the model store for models that were pulled or removed
 
     stalls: StallLimits = StallLimits()
     usage: UsageTimings = UsageTimings()

@@ -24,7 +24,9 @@ CACHE = {
 
 
 class FakeServer(ThreadingHTTPServer):
-    """Streams `deltas` with `pause_s` between them to every chat. Its batch advances by two requests at each poll."""
+    """Streams `deltas` with `pause_s` between them to every chat. Its batch advances by two requests at each poll.
+
+    `answers` come before all others: the body for each path, whatever the method and the query."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -34,6 +36,7 @@ class FakeServer(ThreadingHTTPServer):
         self.error: tuple[int, str] | None = None  # the answer to every POST
         self.chats: list[dict[str, Any]] = []
         self.posts: list[tuple[str, str, bytes]] = []  # (path, content type, body)
+        self.deleted: list[str] = []  # paths
         self.headers: list[dict[str, str]] = []
         self.disconnected = threading.Event()  # a client went away in the middle of an answer
         self.output_tokens = 0
@@ -42,6 +45,7 @@ class FakeServer(ThreadingHTTPServer):
         self.model_states: list[dict[str, Any]] = []
         self.n_done = 0  # of the batch
         self.status: dict[str, Any] = {}
+        self.answers: dict[str, Any] = {}
 
     @property
     def port(self) -> str:
@@ -86,6 +90,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.headers.append(dict(self.headers))
+        if self._answered():
+            return None
         bodies: dict[str, Any] = {
             "/health": lambda: {"status": "ok"},
             "/v1/models": lambda: {"data": [{"id": MODEL, "aliases": ["model", "Short"]}, {"id": "@cf/test/other"}]},
@@ -110,6 +116,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.posts.append((self.path, self.headers["Content-Type"], raw))
         if self.path == "/v1/chat/completions":
             self.server.chats.append(json.loads(raw))
+        if self._answered():
+            return
         if self.server.error is not None:
             status, message = self.server.error
             self._reply(status, {"error": {"message": message}})
@@ -129,6 +137,16 @@ class _Handler(BaseHTTPRequestHandler):
             self._reply(200, {"workers": [{"name": "model-0", "state": "draining", "in_flight": 2}]})
         else:
             self._reply(200, self.server.batch())
+
+    def do_DELETE(self) -> None:
+        self.server.deleted.append(self.path)
+        assert self._answered(), self.path
+
+    def _answered(self) -> bool:
+        path = self.path.partition("?")[0]
+        if path in self.server.answers:
+            self._reply(200, self.server.answers[path])
+        return path in self.server.answers
 
     def _stream(self) -> None:
         self.send_response(200)

@@ -1,25 +1,24 @@
 """`emberline cluster plan` and `emberline cluster bounds`, from what a core answers."""
 
 import json
-from typing import Any
 
 import msgspec
 import pytest
 
-from emberline.cli import http_client
 from emberline.cli.main import main
 from emberline.config import ScalingConfig
 from emberline.supervisor.cluster.planner import bounds_of, to_plain
 from emberline.supervisor.cluster.replica_demand import NodeOffer, Replica, ReplicaCapacity
 from emberline.supervisor.cluster.scaling_plan import ScalingObservation
 from emberline.supervisor.cluster.scaling_policy import ScalingPolicy
+from tests.cli.fake_server import FakeServer
 
 NOW_S = 1_000_000.0
 
 
 @pytest.fixture
-def answer(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """One model of which one replica is full and may not have another."""
+def server(fake_server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> FakeServer:
+    """A core with one model of which one replica is full and may not have another."""
     capacity = ReplicaCapacity(prefill_rate=1000.0, decode_rate=1000.0, kv_tokens=1000)
     replica = Replica(name="m-0", capacity=capacity, in_flight=3)
     seen = ScalingObservation(
@@ -37,19 +36,13 @@ def answer(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "observation": to_plain(seen),
         "decisions": [{**made, "why": "there was none"}],
     }
-    posted: list[Any] = []
-    answer = {"models": [model], "posted": posted}
-
-    def post(address: object, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        posted.append((path, body))
-        return {"bounds": body["bounds"]}
-
-    monkeypatch.setattr(http_client, "get", lambda address, path: {"models": answer["models"]})
-    monkeypatch.setattr(http_client, "post", post)
-    return answer
+    fake_server.answers["/api/cluster/plan"] = {"models": [model]}
+    fake_server.answers["/api/cluster/bounds"] = {"bounds": msgspec.to_builtins(bounds)}
+    monkeypatch.setenv("EMBERLINE_PORT", fake_server.port)
+    return fake_server
 
 
-@pytest.mark.usefixtures("answer")
+@pytest.mark.usefixtures("server")
 def test_the_plan_says_what_was_seen_done_and_why(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cluster", "plan"]) == 0
     shown = capsys.readouterr().out
@@ -65,7 +58,7 @@ def test_the_plan_says_what_was_seen_done_and_why(capsys: pytest.CaptureFixture[
         assert part in shown
 
 
-@pytest.mark.usefixtures("answer")
+@pytest.mark.usefixtures("server")
 def test_a_dry_run_decides_with_other_bounds(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cluster", "plan", "--dry-run", "--max", "3", "--json"]) == 0
     (model,) = json.loads(capsys.readouterr().out)["models"]
@@ -76,20 +69,20 @@ def test_a_dry_run_decides_with_other_bounds(capsys: pytest.CaptureFixture[str])
     assert main(["cluster", "plan", "--dry-run", "--max", "0"]) != 0
 
 
-def test_bounds_are_set_shown_and_reset(answer: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_bounds_are_set_shown_and_reset(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cluster", "bounds", "m"]) == 0
     assert "max_replicas" in capsys.readouterr().out
-    assert answer["posted"] == []
+    assert server.posts == []
     assert main(["cluster", "bounds", "m", "--min", "0", "--idle-s", "60", "--disaggregated"]) == 0
     assert main(["cluster", "bounds", "m", "--reset"]) == 0
-    assert [body["bounds"] for _, body in answer["posted"]] == [
-        {"min_replicas": 0, "idle_s": 60.0, "disaggregated": True},
-        None,
+    assert [(path, json.loads(body)) for path, _, body in server.posts] == [
+        ("/api/cluster/bounds", {"model": "m", "bounds": {"min_replicas": 0, "idle_s": 60.0, "disaggregated": True}}),
+        ("/api/cluster/bounds", {"model": "m", "bounds": None}),
     ]
     assert main(["cluster", "bounds", "m", "--reset", "--max", "2"]) != 0
 
 
-def test_nothing_is_scaled(answer: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    answer["models"] = []
+def test_nothing_is_scaled(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    server.answers["/api/cluster/plan"] = {"models": []}
     assert main(["cluster", "plan"]) == 0
     assert "No model is scaled" in capsys.readouterr().out

@@ -8,29 +8,23 @@ from emberline.cli.cluster_upgrade import Upgrade
 from emberline.protocol.errors import Conflict, NotFound, Unavailable
 
 
+def member(name: str, epoch: int, role: str, release: str = "1.0") -> dict[str, Any]:
+    own = {"name": name, "epoch": epoch, "role": role, "release": release, "model": "m", "account": "", "node": "n1"}
+    load = {"in_flight": 2, "running": 2, "pushing": False}
+    return {**own, "region": "", "state": "joined", "connected": True, **load}
+
+
 class FakeCluster:
     """Time passes in `sleep`. A worker that is asked to end is away for a while, then joins with `installed`."""
 
     def __init__(self, *names: str, role: str = "both") -> None:
         self.installed = "2.0"
-        self.members = {name: self._member(name, epoch, role) for epoch, name in enumerate(names)}
+        self.members = {name: member(name, epoch, role) for epoch, name in enumerate(names)}
         self.changes: list[tuple[str, str]] = []
         self.time_s = 0.0
         self.comes_back = True
         self.most_away = 0
         self._away: dict[str, float] = {}  # until when
-
-    def _member(self, name: str, epoch: int, role: str) -> dict[str, Any]:
-        own = {"name": name, "epoch": epoch, "role": role, "release": "1.0", "model": "m", "account": "", "node": "n1"}
-        return {
-            **own,
-            "region": "",
-            "state": "joined",
-            "connected": True,
-            "in_flight": 2,
-            "running": 2,
-            "pushing": False,
-        }
 
     def status(self) -> dict[str, Any]:
         return {"release": "2.0", "members": [dict(each) for each in self.members.values()]}
@@ -96,36 +90,31 @@ def test_one_that_comes_back_as_it_was_serves_on_and_ends_it() -> None:
     assert {name for name, _ in cluster.changes} == {"a"}
 
 
-def test_another_worker_in_its_place_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = FakeCluster("a", "b")
+def test_another_worker_in_its_place_will_do() -> None:
+    class Replacing(FakeCluster):
+        def come_back(self, name: str) -> None:
+            del self.members[name]
+            self.members[f"{name}-next"] = member(f"{name}-next", 50, "both", "2.0")
 
-    def replaced(name: str) -> None:
-        del cluster.members[name]
-        new = {**cluster._member(f"{name}-next", 50, "both"), "release": "2.0"}
-        cluster.members[str(new["name"])] = new
-
-    monkeypatch.setattr(cluster, "come_back", replaced)
+    cluster = Replacing("a", "b")
     assert cluster.upgrade("a") == 1
     assert set(cluster.members) == {"a-next", "b"}
 
 
 @pytest.mark.parametrize("difference", [{}, {"region": "eu"}, {"account": "acme"}, {"role": "decode"}])
-def test_a_worker_that_joins_meanwhile_is_not_the_one_that_ended(
-    difference: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_joins_meanwhile_is_not_the_one_that_ended(difference: dict[str, str]) -> None:
     """The planner has started it, for instance, because one drains."""
-    cluster = FakeCluster("a", "b")
-    change = cluster.change
 
-    def another_joins(name: str, action: str) -> None:
-        change(name, action)
-        if action == "restart":
-            cluster.members["new"] = {**cluster._member("new", 50, "both"), "release": "2.0", **difference}
-            if difference:
-                del cluster.members["a"]  # it has left: one in its place would be like it
-                cluster.comes_back = False
+    class Growing(FakeCluster):
+        def change(self, name: str, action: str) -> None:
+            super().change(name, action)
+            if action == "restart":
+                self.members["new"] = {**member("new", 50, "both", "2.0"), **difference}
+                if difference:
+                    del self.members["a"]  # it has left: one in its place would be like it
+                    self.comes_back = False
 
-    monkeypatch.setattr(cluster, "change", another_joins)
+    cluster = Growing("a", "b")
     if difference:
         with pytest.raises(Unavailable, match="a was asked to end"):
             cluster.upgrade("a")
@@ -137,7 +126,7 @@ def test_a_worker_that_joins_meanwhile_is_not_the_one_that_ended(
 
 def test_the_last_one_with_its_role_is_not_ended_unless_it_drains_already() -> None:
     cluster = FakeCluster("a", "b", role="prefill")
-    cluster.members["c"] = cluster._member("c", 3, "decode")
+    cluster.members["c"] = member("c", 3, "decode")
     with pytest.raises(Conflict, match="c is the only worker of m with its role"):
         cluster.upgrade("c")
     assert cluster.changes == []
@@ -147,16 +136,14 @@ def test_the_last_one_with_its_role_is_not_ended_unless_it_drains_already() -> N
     assert cluster.upgrade("a") == 1
 
 
-def test_workers_that_leave_meanwhile_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = FakeCluster("a", "b", "c", "d")
+def test_workers_that_leave_meanwhile_are_left_alone() -> None:
+    class Shrinking(FakeCluster):
+        def come_back(self, name: str) -> None:
+            super().come_back(name)
+            self.members.pop("c", None)
+
+    cluster = Shrinking("a", "b", "c", "d")
     cluster.members["a"]["state"] = "leaving"
-    come_back = cluster.come_back
-
-    def another_leaves(name: str) -> None:
-        come_back(name)
-        cluster.members.pop("c", None)
-
-    monkeypatch.setattr(cluster, "come_back", another_leaves)
     assert cluster.upgrade() == 2
     assert {name for name, _ in cluster.changes} == {"b", "d"}
 

@@ -12,7 +12,7 @@ import pytest
 from emberline.accounts.api_key import is_well_formed
 from emberline.accounts.operator_ticket import is_operator_ticket
 from emberline.accounts.secret import Secret
-from emberline.cli.key import _seconds
+from emberline.cli.key import duration_s
 from emberline.cli.main import main
 from emberline.protocol.errors import BadInput
 from tests.cli.fake_server import FakeServer
@@ -87,10 +87,10 @@ def test_a_server_that_is_named_is_asked_with_a_ticket(
 
 @pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("90s", 90), ("2m", 120), ("24h", 86_400), ("7d", 604_800)])
 def test_durations(text: str, seconds: int) -> None:
-    assert _seconds(text) == seconds
+    assert duration_s(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "1w", "-1h", "1.5h", "9" * 30])
 def test_bad_durations(text: str) -> None:
     with pytest.raises(BadInput):
-        _seconds(text)
+        duration_s(text)

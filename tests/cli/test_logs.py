@@ -4,6 +4,7 @@ import json
 import logging
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -23,9 +24,9 @@ def own_logger() -> logging.Logger:
     return logger
 
 
-def writing(logger: logging.Logger, path: Path, max_bytes: int = 1 << 20) -> LogFile:
-    handler = LogFile(path, max_bytes)
-    handler.addFilter(log._ContextFilter("core"))
+def writing(logger: logging.Logger, path: Path, max_bytes: int = 1 << 20, **limits: Any) -> LogFile:
+    handler = LogFile(path, max_bytes, **limits)
+    handler.addFilter(log.ContextFilter("core"))
     logger.addHandler(handler)
     return handler
 
@@ -66,10 +67,9 @@ def newest(path: Path) -> int:
         return -1
 
 
-def test_it_is_rotated_and_bounded(own_logger: logging.Logger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("emberline.cli.log_file.WRITE_S", 0.0)
+def test_it_is_rotated_and_bounded(own_logger: logging.Logger, tmp_path: Path) -> None:
     path = log_path(tmp_path)
-    handler = writing(own_logger, path, max_bytes=40_000)
+    handler = writing(own_logger, path, max_bytes=40_000, write_s=0.0)
     for n in range(1000):
         own_logger.info("%s", "x" * 100, extra={"n": n})
         if n % 20 == 0:
@@ -89,16 +89,13 @@ def test_it_is_rotated_and_bounded(own_logger: logging.Logger, tmp_path: Path, m
 def test_backward_is_the_reverse_of_forward(tmp_path_factory: pytest.TempPathFactory, lines: list[bytes]) -> None:
     path = tmp_path_factory.mktemp("log") / "emberline.log"
     path.write_bytes(b"".join(line + b"\n" for line in lines))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("emberline.cli.log_file._BLOCK_BYTES", 64)
-        assert list(lines_backward(path)) == lines[::-1]
+    assert list(lines_backward(path, block_bytes=64)) == lines[::-1]
 
 
-def test_following_through_a_rotation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("emberline.cli.log_file._POLL_S", 0.001)
+def test_following_through_a_rotation(tmp_path: Path) -> None:
     path = tmp_path / "emberline.log"
     path.write_bytes(b"old\n")
-    new = follow(path)
+    new = follow(path, poll_s=0.001)
     assert next(new) is None
     with path.open("ab") as file:
         file.write(b"one\ntwo\nhal")
@@ -146,12 +143,8 @@ def test_a_line_that_cannot_be_formatted_costs_itself_alone(
     assert [json.loads(line)["message"] for line in lines_backward(log_path(tmp_path))] == ["next"]
 
 
-def test_more_lines_than_can_be_written_are_dropped(
-    own_logger: logging.Logger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("emberline.cli.log_file.MAX_QUEUED", 10)
-    monkeypatch.setattr("emberline.cli.log_file.WRITE_S", 60.0)
-    handler = writing(own_logger, log_path(tmp_path))
+def test_more_lines_than_can_be_written_are_dropped(own_logger: logging.Logger, tmp_path: Path) -> None:
+    handler = writing(own_logger, log_path(tmp_path), max_queued=10, write_s=60.0)
     for _ in range(100):
         own_logger.info("x")
     handler.close()

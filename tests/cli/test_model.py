@@ -2,12 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from emberline.cli import http_client
 from emberline.cli.main import main
+from tests.cli.fake_server import FakeServer
 
 CARD = """
 id = "@cf/huggingfacetb/smollm2-135m-instruct"
@@ -16,24 +15,20 @@ deprecation_date = "2027-03-31"
 input = 600_000
 output = 3_000_000
 """
+REMOVED = "/api/aliases/%40cf/moonshotai/kimi-k2.5"
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What a server is asked; it has two aliases."""
-    calls: list[tuple[Any, ...]] = []
+def server(fake_server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> FakeServer:
+    """A server with two aliases."""
     rows = [
         {"name": "fixed", "targets": {"smollm2": 1}, "configured": True},
         {"name": "gpt-4o", "targets": {"smollm2": 90, "qwen2.5-coder": 10}, "configured": False},
     ]
-
-    def answer(address: object, *request: Any) -> dict[str, Any]:
-        calls.append(request)
-        return {"aliases": rows}
-
-    for name in ("get", "post", "delete"):
-        monkeypatch.setattr(http_client, name, answer)
-    return calls
+    for path in ("/api/aliases", REMOVED):
+        fake_server.answers[path] = {"aliases": rows}
+    monkeypatch.setenv("EMBERLINE_PORT", fake_server.port)
+    return fake_server
 
 
 def test_a_card_is_checked_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,19 +48,16 @@ def test_a_card_is_checked_and_shown(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "there are @cf/huggingfacetb/smollm2-135m-instruct" in capsys.readouterr().err
 
 
-def test_aliases(asked: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str]) -> None:
+def test_aliases(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["model", "alias"]) == 0
     assert "smollm2 90 %, qwen2.5-coder 10 %" in capsys.readouterr().out
     assert main(["model", "alias", "gpt-4o", "smollm2=90", "@cf/qwen/qwen2.5-coder-1.5b-instruct=10"]) == 0
     assert main(["model", "alias", "@cf/moonshotai/kimi-k2.5", "--remove"]) == 0
-    assert asked == [
-        ("/api/aliases",),
-        (
-            "/api/aliases",
-            {"name": "gpt-4o", "targets": {"smollm2": 90, "@cf/qwen/qwen2.5-coder-1.5b-instruct": 10}},
-        ),
-        ("/api/aliases/%40cf/moonshotai/kimi-k2.5",),
+    targets = {"smollm2": 90, "@cf/qwen/qwen2.5-coder-1.5b-instruct": 10}
+    assert [(path, json.loads(body)) for path, _, body in server.posts] == [
+        ("/api/aliases", {"name": "gpt-4o", "targets": targets})
     ]
+    assert server.deleted == [REMOVED]
     assert main(["model", "alias", "gpt-4o", "smollm2=most"]) == 1
     assert main(["model", "alias", "--remove"]) == 1
     assert "MODEL=WEIGHT" in capsys.readouterr().err

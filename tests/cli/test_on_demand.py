@@ -22,11 +22,12 @@ from emberline.cli.http_client import ChatTiming, ServerAddress
 from emberline.cli.on_demand import OnDemandModels
 from emberline.cli.serve import bind, serve
 from emberline.config import Config, resolve
-from emberline.supervisor import engine_workers, machine
+from emberline.service.timings import Timings
 from tests.standin import standin_worker
 
 OTHER = "@local/models/other"
 PATIENCE_S = 60.0
+TIMINGS = Timings(model_scan_s=0.05)
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ async def running(config: Config, entries: Sequence[ModelEntry]) -> AsyncIterato
         ready.set_result(address)
 
     with bind(config.server) as listener:
-        serving = asyncio.create_task(serve(config, entries, listener, announce, stop))
+        serving = asyncio.create_task(serve(config, entries, listener, announce, stop, TIMINGS, standin_worker()))
         await asyncio.wait([serving, ready], timeout=120, return_when=asyncio.FIRST_COMPLETED)
         assert ready.done(), serving
         yield ready.result()
@@ -75,9 +76,7 @@ async def listed(address: ServerAddress) -> dict[str, str]:
     return {row["id"]: row["state"] for row in (await call(client.get, address, "/v1/models"))["data"]}
 
 
-async def test_two_models_take_turns_behind_two_http_workers(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_workers, "worker_spec", standin_worker())
-    monkeypatch.setattr(on_demand, "RESCAN_S", 0.05)
+async def test_two_models_take_turns_behind_two_http_workers(home: Path) -> None:
     store = ModelStore(home)
     link = home / "other.gguf"
     link.symlink_to(pull(DEFAULT_MODEL, store).path)
@@ -98,11 +97,7 @@ async def test_two_models_take_turns_behind_two_http_workers(home: Path, monkeyp
                 await asyncio.sleep(0.02)
 
 
-async def test_a_model_pulled_meanwhile_is_loaded_beside_the_named_one(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine_workers, "worker_spec", standin_worker())
-    monkeypatch.setattr(on_demand, "RESCAN_S", 0.05)
+async def test_a_model_pulled_meanwhile_is_loaded_beside_the_named_one(home: Path) -> None:
     store = ModelStore(home)
     entry = store.resolve("smollm2")
     link = home / "other.gguf"
@@ -124,16 +119,14 @@ async def test_a_model_pulled_meanwhile_is_loaded_beside_the_named_one(
         assert await chat(address, "smollm2") == 3, "a named model that was stopped is loaded again"
 
 
-def test_memory_and_models_at_start(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_demand, "free_host_bytes", lambda: 10 << 30)
+def test_memory_and_models_at_start(home: Path) -> None:
     local = {"a": Path("/a"), "b": Path("/b")}
-    assert on_demand.memory_limit(resolve({"engine.device": "cpu"}, {}, home)) == 8 << 30
+    assert on_demand.memory_limit(resolve({"engine.device": "cpu"}, {}, home), free_bytes=lambda: 10 << 30) == 8 << 30
     assert on_demand.memory_limit(resolve({"models.memory_bytes": "3G"}, {}, home)) == 3 << 30
     assert on_demand.loaded_at_start(resolve({}, {}, home), local) == local
     assert on_demand.loaded_at_start(resolve({"models.max_loaded": 2}, {}, home), local) == local
     assert on_demand.loaded_at_start(resolve({"models.max_loaded": 1}, {}, home), local) == {}
-    monkeypatch.setattr(machine, "gpus", lambda: ["0"])
-    assert on_demand.memory_limit(resolve({}, {}, home)) > 1 << 60
+    assert on_demand.memory_limit(resolve({}, {}, home), lambda: ["0"]) > 1 << 60
 
 
 class FakeMembership:
@@ -153,7 +146,8 @@ async def offered(config: Config, named: Sequence[ModelEntry] = (), elsewhere: b
     )
     nothing: Any = None
     models = OnDemandModels(config, 1 << 40, named, (), nothing, core, lambda card: elsewhere)  # type: ignore[arg-type]
-    await models._offer()
+    await models.open()
+    await models.close()
     return membership.offered
 
 

@@ -17,12 +17,11 @@ from emberline.cli.main import main
 from emberline.cli.serve import bind, serve
 from emberline.config import resolve
 from emberline.service.timings import Timings
-from emberline.supervisor import engine_workers, machine
-from emberline.supervisor.cluster import planner
 from tests.standin import standin_worker
 
 PATIENCE_S = 90.0
-SCRIPT = "say=count,itl_ms=1000"
+TIMINGS = Timings(report_s=0.3, planner_round_s=0.5)
+STANDIN = standin_worker("--script", "say=count,itl_ms=1000", "--kv-tokens", "2048")
 BOUNDS = {
     "min_replicas": 0,
     "max_replicas": 2,
@@ -35,14 +34,12 @@ BOUNDS = {
 
 
 @pytest.fixture
-async def address(smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ServerAddress]:
-    monkeypatch.setattr(engine_workers, "worker_spec", standin_worker("--script", SCRIPT, "--kv-tokens", "2048"))
-    monkeypatch.setattr(machine, "gpus", list)
-    monkeypatch.setattr(planner, "ROUND_S", 0.5)
+async def address(smollm2: Path, tmp_path: Path) -> AsyncIterator[ServerAddress]:
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / smollm2.parent.name).symlink_to(smollm2.parent)
     environ = {"EMBERLINE_CLUSTER_MODELS": json.dumps({"smollm2": BOUNDS})}
-    config = resolve({"server.port": 0, "server.drain_timeout_s": 2, "cluster.local_replicas": 2}, environ, tmp_path)
+    flags = {"server.port": 0, "server.drain_timeout_s": 2, "cluster.local_replicas": 2, "engine.device": "cpu"}
+    config = resolve(flags, environ, tmp_path)
     entry = pull(DEFAULT_MODEL, ModelStore(tmp_path))
     stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
 
@@ -50,7 +47,7 @@ async def address(smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ready.set_result(address)
 
     with bind(config.server) as listener:
-        serving = asyncio.create_task(serve(config, [entry], listener, announce, stop, Timings(report_s=0.3)))
+        serving = asyncio.create_task(serve(config, [entry], listener, announce, stop, TIMINGS, STANDIN))
         await asyncio.wait([serving, ready], timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
         assert ready.done(), serving
         yield ready.result()

@@ -115,10 +115,10 @@ def test_replicas_have_the_settings_of_the_engine(tmp_path: Path) -> None:
     config = resolve({"engine.tp": 2, "engine.deterministic": True, "engine.kv_bytes": 4096}, {}, tmp_path)
     node = NodeSettings(address="127.0.0.2", head="127.0.0.2", port=9, folder=tmp_path / "ray")
     launcher = open_launcher(config, ClusterFile(), [node])
-    assert (launcher._n_ranks, launcher._arguments) == (2, ("--kv-bytes", "4096", "--deterministic"))
+    assert (launcher.n_ranks, launcher.arguments) == (2, ("--kv-bytes", "4096", "--deterministic"))
 
 
-async def test_the_replicas_are_tended_whatever_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_replicas_are_tended_whatever_happens() -> None:
     """One look fails; then one replica could not be started, one just now, one has left, and one runs."""
     looks = 0
     started: list[str] = []
@@ -148,8 +148,7 @@ async def test_the_replicas_are_tended_whatever_happens(monkeypatch: pytest.Monk
             return []
 
     orders = [ReplicaOrder(name=name, model="m", path=Path("/m")) for name in "abcd"]
-    monkeypatch.setattr(ray_cluster, "TEND_S", 0.0)
-    tending = asyncio.create_task(ray_cluster.tend(Launcher(), orders))  # type: ignore[arg-type]
+    tending = asyncio.create_task(ray_cluster.tend(Launcher(), orders, every_s=0.0))  # type: ignore[arg-type]
     async with asyncio.timeout(60):
         await done.wait()
     tending.cancel()

@@ -21,7 +21,6 @@ from emberline.cli import http_client as client
 from emberline.cli.http_client import ChatTiming, ServerAddress
 from emberline.cli.serve import bind, fetch_models, local_models, run_until_terminated, serve
 from emberline.config import resolve
-from emberline.supervisor import engine_workers
 from tests.cli.console import emberline_process as emberline
 from tests.standin import standin_worker
 
@@ -135,10 +134,7 @@ def _children() -> list[str]:
     return [pid for path in Path("/proc/self/task").glob("*/children") for pid in _text(path).split()]
 
 
-async def test_http_workers_share_one_port_and_a_worker_leaves(
-    smollm2: Path, home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine_workers, "worker_spec", standin_worker())
+async def test_http_workers_share_one_port_and_a_worker_leaves(smollm2: Path, home: Path) -> None:
     config = resolve(
         {"server.port": 0, "server.http_workers": 2, "engine.replicas": 2, "server.drain_timeout_s": 2}, {}, home
     )
@@ -149,7 +145,7 @@ async def test_http_workers_share_one_port_and_a_worker_leaves(
         ready.set_result(address)
 
     with bind(config.server) as listener:
-        serving = asyncio.create_task(serve(config, [entry], listener, announce, stop))
+        serving = asyncio.create_task(serve(config, [entry], listener, announce, stop, make_spec=standin_worker()))
         await asyncio.wait([serving, ready], timeout=120, return_when=asyncio.FIRST_COMPLETED)
         assert ready.done(), serving
         body = {"model": "smollm2", "messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
@@ -172,10 +168,7 @@ async def test_http_workers_share_one_port_and_a_worker_leaves(
 
 
 @pytest.mark.parametrize("http_workers", [1, 2])
-def test_a_signal_as_soon_as_it_is_ready_drains(
-    smollm2: Path, home: Path, monkeypatch: pytest.MonkeyPatch, http_workers: int
-) -> None:
-    monkeypatch.setattr(engine_workers, "worker_spec", standin_worker())
+def test_a_signal_as_soon_as_it_is_ready_drains(smollm2: Path, home: Path, http_workers: int) -> None:
     config = resolve({"server.port": 0, "server.http_workers": http_workers}, {}, home)
     entry = pull(DEFAULT_MODEL, ModelStore(home))
 
@@ -183,7 +176,7 @@ def test_a_signal_as_soon_as_it_is_ready_drains(
         os.kill(os.getpid(), signal.SIGTERM)
 
     with bind(config.server) as listener:
-        assert run_until_terminated(serve(config, [entry], listener, announce)) == 0
+        assert run_until_terminated(serve(config, [entry], listener, announce, make_spec=standin_worker())) == 0
 
 
 def test_a_killed_core_leaves_no_secret_behind(home: Path, tmp_path: Path) -> None:

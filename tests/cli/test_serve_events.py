@@ -18,7 +18,6 @@ from emberline.cli.serve import bind, serve
 from emberline.config import resolve
 from emberline.service.open import DATABASE
 from emberline.store import open_store
-from emberline.supervisor import engine_workers
 from tests.jobs.webhooks.helpers import emit_event
 from tests.jobs.webhooks.receiver import receiving
 from tests.standin import standin_worker
@@ -39,12 +38,9 @@ async def read_stream(url: str, received: "asyncio.Queue[str]") -> None:
 
 
 @pytest.mark.parametrize("http_workers", [1, 2])
-async def test_events_reach_the_webhook_and_every_stream(
-    smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, http_workers: int
-) -> None:
+async def test_events_reach_the_webhook_and_every_stream(smollm2: Path, tmp_path: Path, http_workers: int) -> None:
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / smollm2.parent.name).symlink_to(smollm2.parent)
-    monkeypatch.setattr(engine_workers, "worker_spec", standin_worker())
     flags = {
         "server.port": 0,
         "server.http_workers": http_workers,
@@ -59,7 +55,7 @@ async def test_events_reach_the_webhook_and_every_stream(
 
     with bind(config.server) as listener:
         entry = pull(DEFAULT_MODEL, ModelStore(tmp_path))
-        serving = asyncio.create_task(serve(config, [entry], listener, announce, stop))
+        serving = asyncio.create_task(serve(config, [entry], listener, announce, stop, make_spec=standin_worker()))
         await asyncio.wait([serving, ready], timeout=120, return_when=asyncio.FIRST_COMPLETED)
         url, received = ready.result(), asyncio.Queue[str]()
         async with receiving() as receiver, httpx.AsyncClient(timeout=60) as client:

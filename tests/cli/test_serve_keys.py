@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
 from emberline.catalog.model_card import DEFAULT_MODEL
 from emberline.catalog.model_store import ModelEntry, ModelStore
@@ -15,7 +14,6 @@ from emberline.cli import http_client
 from emberline.cli.http_client import ServerAddress
 from emberline.cli.serve import bind, serve
 from emberline.config import resolve
-from emberline.supervisor import engine_workers
 from tests.standin import standin_worker
 
 N_CONNECTIONS = 8  # enough that each of two HTTP workers has some
@@ -29,10 +27,9 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_keys_in_every_http_worker(smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_keys_in_every_http_worker(smollm2: Path, tmp_path: Path) -> None:
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / smollm2.parent.name).symlink_to(smollm2.parent)
-    monkeypatch.setattr(engine_workers, "worker_spec", standin_worker())
     flags = {"server.port": 0, "server.http_workers": 2, "server.drain_timeout_s": 2, "server.auth": "keys"}
     config = resolve(flags, {}, tmp_path)
     stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
@@ -42,7 +39,7 @@ async def test_keys_in_every_http_worker(smollm2: Path, tmp_path: Path, monkeypa
 
     with bind(config.server) as listener:
         entry = pull(DEFAULT_MODEL, ModelStore(tmp_path))
-        serving = asyncio.create_task(serve(config, [entry], listener, announce, stop))
+        serving = asyncio.create_task(serve(config, [entry], listener, announce, stop, make_spec=standin_worker()))
         await asyncio.wait([serving, ready], timeout=120, return_when=asyncio.FIRST_COMPLETED)
         started = ready.result()
         operator = ServerAddress.of(config)  # made after the start: the server has created the root secret

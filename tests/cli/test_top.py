@@ -121,8 +121,8 @@ def test_rates_between_polls() -> None:
     before, now = status(), status(time_s=1002.0)
     now["workers"][0]["output_tokens"] += 100
     now["workers"][1]["output_tokens"] = 3  # restarted
-    assert top._rates(before, now) == {"worker-0": 50.0, "worker-1": 12.0}
-    assert top._rates({}, now) == {"worker-0": 12.0, "worker-1": 12.0}
+    assert top.token_rates(before, now) == {"worker-0": 50.0, "worker-1": 12.0}
+    assert top.token_rates({}, now) == {"worker-0": 12.0, "worker-1": 12.0}
 
 
 def test_sparklines() -> None:

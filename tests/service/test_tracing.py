@@ -14,7 +14,7 @@ from emberline.accounts.auth import Authenticator
 from emberline.accounts.secret import Secret
 from emberline.api.app import ApiSettings, App
 from emberline.config import ConfigError, TracingConfig
-from emberline.log import JsonFormatter, _ContextFilter
+from emberline.log import ContextFilter, JsonFormatter
 from emberline.protocol.trace_context import TraceContext, current, new_span_id, new_trace_id
 from emberline.service import Service, tracing
 from tests.collector import Collector, SpanRecord, Start, collector, traced
@@ -178,7 +178,7 @@ async def test_tool_calls_and_the_wait_in_the_engine_are_spans(tell: Tell, colle
 
 async def test_log_lines_name_the_trace(service: Service, traced: Start, caplog: pytest.LogCaptureFixture) -> None:
     traced()
-    caplog.handler.addFilter(_ContextFilter("core"))
+    caplog.handler.addFilter(ContextFilter("core"))
     caplog.set_level(logging.INFO, "emberline.request")
     current.set(TraceContext(TRACE, SPAN, True))
     request = ask()

@@ -105,12 +105,14 @@ class Planner:
         launcher_name: str = "local",
         can_start: bool = True,
         wait: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        round_s: float = ROUND_S,
     ) -> None:
         """`bounds` of the scaled models; `deployment` of a model, None: it cannot be started from here.
         `launcher_name`: the same at another core if, and only if, that one knows the same replicas. `can_start`:
         whether the launcher starts anything at all. `wait`: for the next round, or until there is news."""
         self._can_start = can_start
         self._launcher_name, self._wait = launcher_name, wait
+        self._round_s = round_s
         self._core, self._store, self._lock = core, store, lock
         self._members, self._launcher = members, launcher
         self._bounds, self._deployment = bounds, deployment
@@ -128,7 +130,7 @@ class Planner:
                     log.warning("the planner could not look at the fleet: %s", error.message)
                 except Exception:  # a bug: replicas that run go on, and the next round may succeed
                     log.exception("the planner failed")
-                await self._wait(ROUND_S)
+                await self._wait(self._round_s)
         finally:
             await self._lock.release()
 
@@ -229,7 +231,7 @@ class Planner:
         await self._store.record(row, [*changed, *made])
 
     def _policy(self, model: str, bounds: ScalingConfig, past: Sequence[DecisionRow]) -> ScalingPolicy:
-        wanted = bounds_of(bounds)
+        wanted = bounds_of(bounds, self._round_s)
         policy = self._policies.get(model)
         if policy is None:
             policy = self._policies[model] = ScalingPolicy(model, wanted)
@@ -386,10 +388,10 @@ class Planner:
             await self._launcher.stop(name)
 
 
-def bounds_of(config: ScalingConfig) -> ScalingBounds:
-    """The policy's. It judges what it has seen over a time, so that cannot be shorter than some rounds."""
+def bounds_of(config: ScalingConfig, round_s: float = ROUND_S) -> ScalingBounds:
+    """Bounds for the policy. It judges what it has seen over a time, which cannot be shorter than some rounds."""
     bounds = ScalingBounds(**{name: getattr(config, name) for name in ScalingBounds.__struct_fields__})
-    return msgspec.structs.replace(bounds, shrink_after_s=max(bounds.shrink_after_s, MIN_WATCHED_ROUNDS * ROUND_S))
+    return msgspec.structs.replace(bounds, shrink_after_s=max(bounds.shrink_after_s, MIN_WATCHED_ROUNDS * round_s))
 
 
 def expected_start_s(past: Sequence[DecisionRow], default_s: float) -> float:

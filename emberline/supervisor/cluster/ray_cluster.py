@@ -106,9 +106,9 @@ def check_head(settings: NodeSettings) -> None:
     )
 
 
-async def tend(launcher: RayLauncher, orders: Sequence[ReplicaOrder]) -> None:
+async def tend(launcher: RayLauncher, orders: Sequence[ReplicaOrder], every_s: float = TEND_S) -> None:
     """Place the ordered replicas as soon as there is room for them, and let those run that Ray has placed. One that
-    could not be started is tried again; one that has left is not. For ever."""
+    could not be started is tried again; one that has left is not. Runs until cancelled."""
     waiting = list(orders)
     problem = ""
     while True:
@@ -126,7 +126,7 @@ async def tend(launcher: RayLauncher, orders: Sequence[ReplicaOrder]) -> None:
             if text != problem:
                 problem = text
                 log.warning("%s", problem)
-        await asyncio.sleep(TEND_S)
+        await asyncio.sleep(every_s)
 
 
 async def place(launcher: RayLauncher, orders: Sequence[ReplicaOrder]) -> list[ReplicaOrder]:

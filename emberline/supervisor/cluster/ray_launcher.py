@@ -63,17 +63,17 @@ class RayLauncher:
         self._node = node
         self._cores = cores
         self._credential = credential
-        self._n_ranks = n_ranks
+        self.n_ranks = n_ranks
         self._module = module
-        self._arguments = arguments
+        self.arguments = arguments
         self._driver: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
 
     async def offers(self) -> tuple[NodeOffer, ...]:
-        return offers_of([msgspec.convert(node, NodeState) for node in await self.nodes()], self._n_ranks)
+        return offers_of([msgspec.convert(node, NodeState) for node in await self.nodes()], self.n_ranks)
 
     async def start(self, order: ReplicaOrder) -> None:
-        task = RankTask(order=order, cores=self._cores, module=self._module, arguments=self._arguments)
+        task = RankTask(order=order, cores=self._cores, module=self._module, arguments=self.arguments)
         await self._call("start", task=json.loads(task.encode()))
         log.info("starting replica %s of %s", order.name, order.model, extra={"role": order.role})
 
