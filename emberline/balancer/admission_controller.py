@@ -61,6 +61,13 @@ class AdmissionController:
         worker = self.balancer.workers.get(name)
         return worker.in_flight.total if worker is not None else 0
 
+    def has_requests(self, name: str) -> bool:
+        """True if a request runs on the worker, or waits for a model that the worker serves."""
+        worker, queue = self.balancer.workers.get(name), self.balancer.queue
+        if worker is None:
+            return False
+        return worker.in_flight.total > 0 or any(queue.n_of(model) for model in worker.endpoint.models)
+
     def requests_on(self, name: str) -> set[str]:
         """Ids of the requests that run on the worker: that it decodes, or whose prompt it still has to compute."""
         found: set[str] = set()

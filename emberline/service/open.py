@@ -151,7 +151,7 @@ async def open_service(
             timings,
         )
         await core.scaling.start()
-    sweep = upstream.sweep_providers(timings.provider_sweep_s, lambda name: admission.in_flight_on(name) > 0)
+    sweep = upstream.sweep_providers(timings.provider_sweep_s, admission.has_requests)
     tasks = [asyncio.create_task(core.history.run()), asyncio.create_task(sweep)]
 
     async def close_core() -> None:
@@ -205,13 +205,14 @@ async def open_http_worker(
     await core.wait_connected(CORE_WAIT_S)
     models.start(watch=False)
     engines = connections.engines
-    sweeping = asyncio.create_task(models.sweep_providers(timings.provider_sweep_s))
 
     async def close() -> None:
         sweeping.cancel()
         await core.close()
 
-    return Service(core, connections.models, engines, close, GrammarCompiler(), models, data_dir, timings)
+    service = Service(core, connections.models, engines, close, GrammarCompiler(), models, data_dir, timings)
+    sweeping = asyncio.create_task(models.sweep_providers(timings.provider_sweep_s, service.runs_on_provider))
+    return service
 
 
 def _connections(

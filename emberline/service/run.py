@@ -114,6 +114,11 @@ class Run(Generic[T]):
         self._trace = request_trace(clock)  # None: not sampled
 
     @property
+    def model(self) -> str:
+        """Id of the requested model; a provider's begins with the provider's name and a slash."""
+        return self._request.model
+
+    @property
     def route(self) -> Route:
         return self._route
 

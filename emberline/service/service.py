@@ -468,6 +468,10 @@ class Service:
         await run.admit()
         return run
 
+    def runs_on_provider(self, name: str) -> bool:
+        """True if a request of this process, running or waiting, is for a model of the provider."""
+        return any(run.model.startswith(f"{name}/") for run in self._running)
+
     def _ended(self, run: Run[Any]) -> None:
         self._running.discard(run)
         if not self._running:

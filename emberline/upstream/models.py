@@ -99,8 +99,8 @@ class UpstreamModels:
         self.providers.close()
         await asyncio.gather(*(client.close() for client in self.clients.values()))
 
-    async def sweep_providers(self, interval_s: float, is_used: Callable[[str], bool] = lambda name: False) -> None:
-        """Remove the providers whose last key was removed, every `interval_s`, until cancelled."""
+    async def sweep_providers(self, interval_s: float, is_used: Callable[[str], bool]) -> None:
+        """Remove unused providers whose last key was removed, every `interval_s`, until cancelled."""
         while True:
             await asyncio.sleep(interval_s)
             await asyncio.gather(*(client.close() for client in self.providers.sweep(is_used)))

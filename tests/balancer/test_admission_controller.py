@@ -41,6 +41,24 @@ def admission(clock: Clock) -> AdmissionController:
     return admission
 
 
+async def test_requests_that_run_and_that_wait_are_a_workers(admission: AdmissionController, clock: Clock) -> None:
+    assert not admission.has_requests("e0")
+    running, waiting = request(tokens=10), request(tokens=10, wait_s=60.0)
+    await admission.admit(running)
+    assert admission.has_requests("e0")
+    admission.left("e0", "it was killed")
+    admission.ended(running.id, "engine_failed")
+    assert not admission.has_requests("e0")
+    asked = asyncio.create_task(admission.admit(waiting))
+    while waiting.id not in open_ids(admission.balancer):
+        await asyncio.sleep(0)
+    assert admission.has_requests("e0")
+    assert not admission.has_requests("e1")
+    asked.cancel()
+    await asyncio.wait([asked])
+    assert not admission.has_requests("e0")
+
+
 async def test_a_request_that_waits_when_the_last_worker_dies_is_refused_in_time(
     admission: AdmissionController, clock: Clock
 ) -> None:

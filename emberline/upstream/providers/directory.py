@@ -81,7 +81,7 @@ class ProviderDirectory:
             await self._keys.catch_up()
             self.find(model_id)
 
-    def sweep(self, is_used: Callable[[str], bool] = lambda name: False) -> list[ProviderClient]:
+    def sweep(self, is_used: Callable[[str], bool]) -> list[ProviderClient]:
         """Remove the providers that no stored key has named since the last sweep, unless `is_used`.
 
         Returns their clients, for the caller to close. A key that is replaced, by its removal and a new one, leaves its
@@ -107,8 +107,16 @@ class ProviderDirectory:
         return [self._describe(_card(client, model)) for client, model in listed]
 
     def client_of(self, card: ModelCard) -> ProviderClient | None:
-        """None: the card is no provider's."""
-        return self.clients.get(card.id.partition("/")[0]) if card.architecture == PROVIDER else None
+        """The client of the card's provider. Returns None if the card is no provider's.
+
+        Raises ModelNotFound if the provider was removed after the request had found its card.
+        """
+        if card.architecture != PROVIDER:
+            return None
+        name = card.id.partition("/")[0]
+        if (client := self.clients.get(name)) is None:
+            raise ModelNotFound(f"provider {name} was removed: add its key again", param="model")
+        return client
 
     def access(self, client: ProviderClient, principal: Principal) -> Access:
         """The key that the request brings, the account's own, the stored one of all accounts, or the configured one.

@@ -3,8 +3,19 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
+import httpx
+import pytest
+
+from emberline.accounts.auth import Authenticator
+from emberline.accounts.secret import Secret
+from emberline.api.app import ApiSettings, App
+from emberline.protocol.errors import ModelNotFound
+from emberline.service import open_core_server, open_http_worker
 from emberline.service.timings import Timings
+from emberline.upstream.models import UpstreamModels
+from emberline.upstream.providers.directory import ProviderDirectory
 from tests.upstream.providers.conftest import PATIENCE_S, SAYS, Gateway, Opener, StartProvider
 from tests.upstream.providers.test_provider_keys import key_of
 
@@ -76,3 +87,51 @@ async def test_a_request_in_flight_keeps_its_provider(gateway: Opener, provider_
 
 async def _runs(made: Gateway) -> bool:
     return made.core.admission.in_flight_on("mine") == 1
+
+
+async def test_a_request_of_an_http_worker_keeps_its_provider(
+    gateway: Opener, provider_server: StartProvider, tmp_path: Path
+) -> None:
+    server, quick = await provider_server("gemini", hang_after=10), Timings(provider_sweep_s=0.01)
+    made = await gateway(keys=True, timings=quick)
+    admin = await key_of(made, "root", admin=True)
+    core_server = await open_core_server(made.service, tmp_path / "core.sock")
+    directory = ProviderDirectory(keys=made.accounts.provider_keys)
+    worker = await open_http_worker([], core_socket=tmp_path / "core.sock", providers=directory, timings=quick)
+    auth = Authenticator(Secret.open(tmp_path), directory=made.accounts.directory, required=True)
+    transport = httpx.ASGITransport(app=App(worker, ApiSettings(auth), accounts=made.accounts))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8686", timeout=PATIENCE_S) as client:
+        new = {"name": "mine", "key": server.key, "url": server.url, "kind": "gemini"}
+        assert (await client.post("/api/providers", json=new, headers=admin)).status_code == 200
+        body = {"model": f"mine/{MODEL}", "messages": SAYS, "stream": True}
+        running = asyncio.create_task(client.post("/v1/chat/completions", json=body, headers=admin))
+        await until(lambda: _runs(made))
+        assert (await client.delete("/api/providers/mine", headers=admin)).status_code == 200
+        await asyncio.sleep(0.1)  # ten sweeps
+        assert set(worker.upstream.clients) == {"mine"}
+        assert not running.done()
+        running.cancel()
+        await asyncio.wait([running])
+        await until(lambda: _forgotten(worker.upstream))
+    await worker.close()
+    await core_server.close()
+
+
+async def _forgotten(upstream: UpstreamModels) -> bool:
+    return not upstream.clients
+
+
+async def test_a_request_that_has_not_begun_is_told_of_the_removal(gateway: Opener) -> None:
+    made = await gateway(keys=True, timings=Timings(provider_sweep_s=0.01))
+    admin = await key_of(made, "root", admin=True)
+    new = {"name": "mine", "key": "sk", "url": "https://example.com", "kind": "openai"}
+    assert (await made.post("/api/providers", new, **admin)).status_code == 200
+    upstream = made.service.upstream
+    card = upstream.find("mine/gpt")
+    assert card is not None
+    assert upstream.provider_of(card) == "mine"
+    assert (await made.client.delete("/api/providers/mine", headers=admin)).status_code == 200
+    await until(lambda: _forgotten(upstream))
+    for look_up in (upstream.provider_of, upstream.kind_of, upstream.n_servers):
+        with pytest.raises(ModelNotFound, match="provider mine was removed: add its key again"):
+            look_up(card)
