@@ -219,7 +219,7 @@ async def test_a_cancelled_request_that_waits_holds_nothing(
     assert (await row_of(service, request)).status == "cancelled"
     engine.script = script
     await engine.start()
-    assert await http_worker.ready(PATIENCE_S)
+    assert all(await asyncio.gather(service.ready(PATIENCE_S), http_worker.ready(PATIENCE_S)))
     assert text_of(await events_of(http_worker, ask())) == "Hello!"
     assert [sent.id for sent in engine.submitted].count(request.id) == 1, "it is not sent when the engine is back"
     assert in_flight(service) == 0
