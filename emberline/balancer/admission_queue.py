@@ -46,7 +46,7 @@ class AdmissionQueue:
 
     def __init__(self) -> None:
         self._pools: defaultdict[str, PoolQueue] = defaultdict(PoolQueue)
-        self._queues: defaultdict[str, set[InFlightRequest]] = defaultdict(set)  # by worker; "": none is connected
+        self._queues: dict[str, set[InFlightRequest]] = {}  # by worker, not empty; "": none is connected
         self._reroutes: deque[tuple[float, InFlightRequest]] = deque()  # when each was last routed
         self._expirations: list[tuple[float, int, InFlightRequest]] = []
         self._tie = count()
@@ -59,14 +59,15 @@ class AdmissionQueue:
         return chain.from_iterable(queue.waiting for queue in self._pools.values())
 
     def n_of(self, pool: str) -> int:
-        return len(self._pools[pool].waiting)
+        """Number of requests that wait for the pool."""
+        return len(self._pools[pool].waiting) if pool in self._pools else 0
 
     def waiting_of(self, pool: str) -> list[InFlightRequest]:
         return list(self._pools[pool].waiting) if pool in self._pools else []
 
     def waiting_for(self, worker: str) -> Set[InFlightRequest]:
         """Requests in the queue of a worker; "": those that wait for any worker to connect."""
-        return self._queues[worker]
+        return self._queues.get(worker, frozenset())
 
     def hold(self, record: InFlightRequest, worker: str, now_s: float) -> None:
         """Put a request into the queue of a worker, whether it is new or comes from another queue."""
@@ -77,20 +78,25 @@ class AdmissionQueue:
             if record.deadline_s is not None:
                 self._expire_at(record.deadline_s, record)
         else:
-            self._queues[record.waits_for].discard(record)
+            self._leave_queue(record)
         if not worker and (not was_waiting or record.waits_for):
             wait_s = max(record.request.wait_s, WORKER_WAIT_S) if was_waiting else record.request.wait_s
             record.give_up_s = now_s + wait_s
             self._expire_at(record.give_up_s, record)
         record.waits_for, record.checked_s = worker, now_s
-        self._queues[worker].add(record)
+        self._queues.setdefault(worker, set()).add(record)
         self._reroutes.append((now_s, record))
 
     def remove(self, record: InFlightRequest) -> None:
         if self._is_waiting(record):
             del self._pools[record.pool].waiting[record]
             self._n_waiting -= 1
-            self._queues[record.waits_for].discard(record)
+            self._leave_queue(record)
+
+    def forget(self, pool: str) -> None:
+        """Remove what is kept of a pool that has lost its last worker, unless requests wait for it."""
+        if not self.n_of(pool):
+            self._pools.pop(pool, None)
 
     def departed(self, record: InFlightRequest, now_s: float) -> None:
         """A request was dispatched."""
@@ -98,7 +104,7 @@ class AdmissionQueue:
 
     def first(self, worker: str, only: Callable[[InFlightRequest], bool] | None = None) -> InFlightRequest | None:
         """The first request in the queue of a worker, of all or of those that `only` accepts."""
-        queue = self._queues[worker]
+        queue = self.waiting_for(worker)
         return min(queue if only is None else filter(only, queue), key=_order, default=None)
 
     def last_below(self, record: InFlightRequest) -> InFlightRequest | None:
@@ -154,6 +160,13 @@ class AdmissionQueue:
         n_others, after_s = self.n_of(record.pool) - 1, self.retry_after_s(record.pool, now_s)
         message = f"{n_others} requests already wait for {record.request.model}; retry in {after_s:.0f} s"
         return Overloaded(message, retry_after_s=after_s)
+
+    def _leave_queue(self, record: InFlightRequest) -> None:
+        """Remove a request from its worker's queue, and the queue with its last request."""
+        queue = self._queues[record.waits_for]
+        queue.discard(record)
+        if not queue:
+            del self._queues[record.waits_for]
 
     def _is_waiting(self, record: InFlightRequest) -> bool:
         return record in self._pools[record.pool].waiting

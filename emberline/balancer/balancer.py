@@ -591,6 +591,7 @@ class Balancer:
                 pool.refresh()
                 if not pool.workers and name.endswith("/*"):  # of a model, what was learnt of its replies stays
                     del self._pools[name]
+                    self.queue.forget(name)
 
     def _pool_name(self, model: str) -> str:
         """A worker that serves `name/*` computes every model of that provider."""

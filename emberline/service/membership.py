@@ -51,7 +51,7 @@ class Members(msgspec.Struct, tag="members", omit_defaults=True):
 
     engines: list[Endpoint] = []  # that have joined,
     upstreams: list[UpstreamConfig] = []
-    gone: list[str] = []  # names of workers that have left
+    gone: list[str] = []  # names of configured workers that have left
     models: list[ModelFiles] = []  # that are loaded on demand
     states: dict[str, str] = {}  # of the models that this machine loads and unloads: on_disk, loading, loaded, …
 
@@ -75,6 +75,7 @@ class WorkerConnections:
         self.upstream = upstream
         self.models = models
         self._on_stall = on_stall
+        self._followed: set[str] = set()  # workers that had joined by the core's latest message
 
     def engines_of(self, model: str) -> list[EngineClient]:
         return [engine for engine in self.engines.values() if engine.endpoint.models[0] == model]
@@ -92,8 +93,11 @@ class WorkerConnections:
         await asyncio.gather(*(client.close() for client in removed if client is not None))
 
     async def follow(self, members: Members) -> None:
-        """What the core says, in a process that is not the core. Workers are added and removed before this waits for
-        anything: the core's next message may be a route to one of them, or other members."""
+        """Do as the core says, in a process that is not the core: workers that it no longer names have left, too.
+
+        Workers are added and removed before this waits for anything: the core's next message may be a route to one of
+        them, or other members.
+        """
         self.models.offer(members.models)
         self.models.states = members.states
         replaced = [self.engines.pop(each.name) for each in members.engines if self._is_replaced(each)]
@@ -104,7 +108,9 @@ class WorkerConnections:
         for client in joined:
             self.upstream.add(client)
             client.start(watch=False)
-        await self.remove(*members.gone)
+        followed = {engine.name for engine in members.engines} | {config.name for config in members.upstreams}
+        left, self._followed = self._followed - followed, followed
+        await self.remove(*left, *members.gone)
         await asyncio.gather(*(engine.close() for engine in replaced))
         for client in joined:
             await self.upstream.load_tokenizer(client)
@@ -141,6 +147,7 @@ class Membership:
         self._core = core
         self._connections = connections
         self._on_leave = on_leave
+        self._configured = (*connections.engines, *connections.upstream.clients)  # HTTP workers start with these
         self._leaving: dict[str, asyncio.Task[None]] = {}
         self.pusher: PrefixPusher | None = None  # set where workers that drain send their caches to others
         self._pushing: dict[str, asyncio.Task[None]] = {}  # by worker that drains
@@ -190,7 +197,6 @@ class Membership:
         if endpoint.name in self._connections.engines:
             raise Conflict(f"another worker is called {endpoint.name} in the configuration of this core")
         self._add_engine(endpoint)
-        self.members.gone = [name for name in self.members.gone if name != endpoint.name]
         self._tell()
 
     async def drop_engine(self, name: str) -> None:
@@ -350,8 +356,6 @@ class Membership:
     async def attach(self, endpoints: Sequence[Endpoint]) -> bool:
         """Workers of a model that this machine has loaded; whether they could be reached."""
         clients = [self._add_engine(endpoint) for endpoint in endpoints]
-        names = {endpoint.name for endpoint in endpoints}
-        self.members.gone = [name for name in self.members.gone if name not in names]
         self._tell()
         return all(await asyncio.gather(*(client.wait_connected(JOIN_TIMEOUT_S) for client in clients)))
 
@@ -388,8 +392,6 @@ class Membership:
         if any(name.partition(":")[0] == config.name for name in self._core.admission.worker_names()):
             raise Conflict(f"a worker is called {config.name} already; give it another name", param="name")
         names = await (self._join_engine(config) if config.kind == "emberline" else self._join_upstream(config))
-        members = self.members
-        members.gone = [name for name in members.gone if name not in names]
         self._tell()
         log.info("joined: %s", ", ".join(names))
         return names
@@ -468,9 +470,11 @@ class Membership:
         members = self.members
         members.engines = [endpoint for endpoint in members.engines if endpoint.name != name]
         members.upstreams = [config for config in members.upstreams if config.name != name]
-        members.gone.append(name)
         self._tell()
 
     def _tell(self) -> None:
+        """Tell the HTTP workers how membership differs from the configuration."""
+        present = self._connections.engines.keys() | self._connections.upstream.clients.keys()
+        self.members.gone = [name for name in self._configured if name not in present]
         if self.on_change is not None:
             self.on_change(self.members)

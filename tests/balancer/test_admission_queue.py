@@ -457,3 +457,19 @@ def test_tokens_that_were_generated_count_once() -> None:
     )  # with a reply of 9,000 it does not fit
     balancer.ended("too long", 11.0, "cancelled")
     assert dispatched_at_once(balancer, 1, now_s=11.0, tokens=4500, account="b") == 1
+
+
+def test_the_queue_keeps_nothing_of_a_provider_that_was_removed() -> None:
+    balancer = Balancer()
+    provider = Endpoint(name="p", address="https://p", models=("p/*",))
+    balancer.join(provider, Capacity(max_running=1), 0.0)
+    running, waiting = (request(tokens=10, model="p/m") for _ in range(2))
+    send(balancer, running)
+    balancer.enqueue(waiting, 0.0)
+    assert balancer.queue.n_of("p/*") == 1
+    for each in (running, waiting):
+        balancer.ended(each.id, 1.0, "finished", 5)
+        balancer.dispatch(1.0)
+    assert balancer.queue.retry_after_s("p/*", 1.0) < MAX_RETRY_S  # by the rate of departures
+    balancer.remove("p", 1.0)
+    assert balancer.queue.retry_after_s("p/*", 1.0) == MAX_RETRY_S

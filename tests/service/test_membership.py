@@ -251,7 +251,7 @@ async def test_members_are_followed_in_order_while_a_tokenizer_is_loaded(
     joined = Members(upstreams=[UpstreamConfig(endpoint=endpoint, tokenizer="far.json")])
     connections = WorkerConnections(ServedModels(), UpstreamModels([]))
     tasks = []
-    for members, known in ((joined, ["far"]), (joined, ["far"]), (Members(gone=["far"]), [])):
+    for members, known in ((joined, ["far"]), (joined, ["far"]), (Members(), [])):
         tasks.append(asyncio.create_task(connections.follow(members)))
         await asyncio.sleep(0)
         assert list(connections.upstream.clients) == known
@@ -302,10 +302,21 @@ async def test_http_workers_follow(
     await until(lambda: list(http_worker.engines) == ["e1"])  # it follows the core a moment later
     assert await http_worker.engines["e1"].wait_connected(PATIENCE_S)  # as the core is already
     assert text_of(await events_of(http_worker, ask())) == "Other!"
+    core = service.core
+    assert isinstance(core, LocalCore)
+    assert core.membership is not None
+    assert core.membership.members.gone == ["e0"]
+    assert await change(http_worker, "join", config=config_of(engine)) == ["e0"]
+    assert core.membership.members.gone == []
+    await change(http_worker, "leave", "e0")
+    await until(lambda: list(http_worker.engines) == ["e1"])
     restarted = await open_http_worker([offer(text_model, engine)], core_socket=tmp_path / "core.sock")
     await until(lambda: list(restarted.engines) == ["e1"])
     assert await restarted.engines["e1"].wait_connected(PATIENCE_S)
     assert text_of(await events_of(restarted, ask())) == "Other!"
+    await change(http_worker, "leave", "e1")
+    await until(lambda: not http_worker.engines and not restarted.engines)
+    assert core.membership.members.gone == ["e0"]  # a worker that had joined leaves no name behind
     for each in (http_worker, restarted):
         await each.close()
     await server.close()
