@@ -23,6 +23,7 @@ class FaultyStore:
         self.mute = False  # notifications are lost
         self.later_us = 0  # by which its clock is ahead
         self.before: Hook | None = None  # awaited before each write, transaction, run and read: the name, what is asked
+        self.after: Hook | None = None  # awaited after each read, before its rows are returned
         self.refused = 0  # writes that failed or hang
 
     def __getattr__(self, name: str) -> Any:
@@ -43,7 +44,10 @@ class FaultyStore:
     async def read(self, sql: str, params: Sequence[Value] = ()) -> Rows:
         if self.before is not None:
             await self.before("read", (sql, params))
-        return await self.store.read(sql, params)
+        rows = await self.store.read(sql, params)
+        if self.after is not None:
+            await self.after("read", (sql, params))
+        return rows
 
     async def notify(self, channel: str, payload: str = "") -> None:
         if not self.mute:

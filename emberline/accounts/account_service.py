@@ -11,7 +11,7 @@ import msgspec
 from emberline.accounts.account import ACCOUNT_COLUMNS, Account, Limits, check_account_name
 from emberline.accounts.api_key import KEY_COLUMNS, ApiKey, NewKey, Role, new_key, new_key_id
 from emberline.accounts.audit_log import Actor, AuditLog
-from emberline.accounts.key_directory import KeyDirectory, decode_key
+from emberline.accounts.key_directory import POLL_S, KeyDirectory, decode_key
 from emberline.accounts.price_store import PriceStore
 from emberline.accounts.provider_keys import ProviderKeys
 from emberline.accounts.secret import Secret
@@ -58,12 +58,13 @@ class IssuedKey(msgspec.Struct, frozen=True):
 class AccountService:
     """`open` and `close` it. The store stays open."""
 
-    def __init__(self, store: Database, secret: Secret) -> None:
+    def __init__(self, store: Database, secret: Secret, poll_s: float = POLL_S) -> None:
+        """`poll_s`: between two looks for changes of keys and accounts by other processes."""
         self._store = store
         self.audit = AuditLog(store, secret)
         self.prices = PriceStore(store, self.audit)
         self.reports = UsageReports(store)
-        self.directory = KeyDirectory(store)
+        self.directory = KeyDirectory(store, poll_s)
         self.provider_keys = ProviderKeys(store, secret, self.directory, self.audit)
 
     async def open(self) -> None:

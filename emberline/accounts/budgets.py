@@ -25,9 +25,6 @@ from emberline.store import Database
 from emberline.store.clock import uptime_us
 
 LEASE_S = 120.0  # how long a dead core's lease stays unused; a core stops using one it cannot renew after half of it
-SLICES = 20  # a lease is extended by this part of the budget
-ANSWER_WAIT_S = 2.0  # for other cores to give back what they do not use
-ANSWER_POLL_S = 0.03
 FORGET_S = 3600.0  # after which an unused lease ends
 MAX_AGE_S = 6 * 3600.0  # of a lease, after which another begins: to fold one, all rows of its time are read
 RESERVED_RETRY_S = 1.0
@@ -37,8 +34,19 @@ _PER = {"total": "", "day": " a day", "month": " a month"}
 log = logging.getLogger("emberline.budgets")
 
 
+class LeaseLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """How a core leases parts of a budget."""
+
+    slices: int = 20  # a lease is extended by this part of the budget
+    answer_wait_s: float = 2.0  # for other cores to give back what they do not use
+    answer_poll_s: float = 0.03  # between two looks whether they have
+
+
+LEASE_LIMITS = LeaseLimits()
+
+
 class Budget(msgspec.Struct, frozen=True):
-    """Of an account, or of one of its keys."""
+    """The budget of an account, or of one of its keys."""
 
     account: str
     key_id: str  # empty: the account's own
@@ -95,10 +103,11 @@ class Budgets:
         *,
         lease_s: float = LEASE_S,
         clock: Callable[[], float] = lambda: uptime_us() / 1e6,
+        limits: LeaseLimits = LEASE_LIMITS,
     ) -> None:
         self._store = store
         self._core = core or secrets.token_hex(8)
-        self._lease_s = lease_s
+        self._lease_s, self._limits = lease_s, limits
         self._clock = clock  # goes on while the machine is suspended
         self._epoch = 0
         self._began_s = clock()  # the current lease
@@ -180,7 +189,7 @@ class Budgets:
             raise self._refusal(budget, allowance, state, amount_pico)
 
     async def _acquire(self, budget: Budget, allowance: Allowance, amount_pico: int) -> LeaseState:
-        gives_up_s, asks = self._clock() + ANSWER_WAIT_S, True
+        gives_up_s, asks = self._clock() + self._limits.answer_wait_s, True
         while True:
             async with allowance.lock:
                 state = await self._transaction(budget, allowance, amount_pico, asks)
@@ -192,7 +201,7 @@ class Budgets:
             if asks:
                 await self._store.notify(CHANNEL)
             asks = False
-            await asyncio.sleep(ANSWER_POLL_S)
+            await asyncio.sleep(self._limits.answer_poll_s)
 
     async def _transaction(self, budget: Budget, allowance: Allowance, amount_pico: int, asks: bool) -> LeaseState:
         if budget.cap_pico < allowance.cap_pico:  # what is not in use of the larger budget is given back
@@ -207,7 +216,7 @@ class Budgets:
             held_pico=allowance.granted_pico,
             spent_pico=allowance.spent_pico,
             need_pico=max(0, amount_pico - allowance.free_pico),
-            slice_pico=budget.cap_pico // SLICES,
+            slice_pico=budget.cap_pico // self._limits.slices,
             now_us=self._store.now_us(),
             lease_us=self._lease_us,
             asks=asks,

@@ -32,12 +32,12 @@ log = logging.getLogger("emberline.prices")
 class PriceStore:
     """Owns `table`, which is kept up to date between `start` and `close`."""
 
-    def __init__(self, store: Database, audit: AuditLog | None = None) -> None:
+    def __init__(self, store: Database, audit: AuditLog | None = None, poll_s: float = POLL_S) -> None:
         """`audit` records the prices that admins set."""
         self.table = PriceTable()
         self._audit = audit
         self._store = store
-        self._subscription = store.listen(CHANNEL, POLL_S)
+        self._subscription = store.listen(CHANNEL, poll_s)
         self._following: asyncio.Task[None] | None = None
         self._refreshing = asyncio.Lock()
 

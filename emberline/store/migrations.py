@@ -315,7 +315,8 @@ TRACE_CONTEXT = ("ALTER TABLE batches ADD COLUMN traceparent TEXT NOT NULL DEFAU
 
 # Migration n (1-based) takes a database from version n - 1 to n. One text serves both databases: on PostgreSQL BLOB
 # becomes BYTEA; `Sql` has two texts where that is not enough.
-MIGRATIONS: tuple[tuple[str, ...], ...] = (
+Migrations = tuple[tuple[str, ...], ...]
+MIGRATIONS: Migrations = (
     (
         """
         CREATE TABLE usage (
@@ -396,14 +397,14 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
 )
 
 
-def migrate(connection: sqlite3.Connection) -> None:
+def migrate(connection: sqlite3.Connection, migrations: Migrations = MIGRATIONS) -> None:
     """Bring a SQLite database up to date in one transaction; refuse one that a newer Emberline wrote."""
     connection.execute("BEGIN IMMEDIATE")
     try:
         (version,) = connection.execute("PRAGMA user_version").fetchone()
-        for statement in steps_after(version):
+        for statement in steps_after(version, migrations):
             connection.execute(statement)
-        connection.execute(f"PRAGMA user_version = {len(MIGRATIONS)}")
+        connection.execute(f"PRAGMA user_version = {len(migrations)}")
         connection.execute("COMMIT")
     except BaseException:
         if connection.in_transaction:
@@ -411,14 +412,14 @@ def migrate(connection: sqlite3.Connection) -> None:
         raise
 
 
-def steps_after(version: int) -> Iterator[str]:
+def steps_after(version: int, migrations: Migrations = MIGRATIONS) -> Iterator[str]:
     """The statements that a database of this version lacks."""
-    if version > len(MIGRATIONS):
+    if version > len(migrations):
         raise Unavailable(
-            f"the database has schema version {version}, this Emberline knows up to {len(MIGRATIONS)}: "
+            f"the database has schema version {version}, this Emberline knows up to {len(migrations)}: "
             "upgrade Emberline, or choose another data folder"
         )
-    return (statement for migration in MIGRATIONS[version:] for statement in migration)
+    return (statement for migration in migrations[version:] for statement in migration)
 
 
 def for_postgres(statement: str) -> str:

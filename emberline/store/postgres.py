@@ -21,7 +21,6 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from emberline.protocol.errors import BadInput, EmberlineError, Unavailable
-from emberline.store import migrations
 from emberline.store.clock import SteadyClock, uptime_us
 from emberline.store.database import (
     BulkQuery,
@@ -37,6 +36,7 @@ from emberline.store.database import (
     resolve_future,
     returns_rows,
 )
+from emberline.store.migrations import MIGRATIONS, Migrations, for_postgres, steps_after
 from emberline.store.notifications import Notifier, PostgresListener, Subscription
 
 try:
@@ -100,8 +100,8 @@ class _Run(NamedTuple):
 class _ConnectionPool:
     """Connections for one purpose. A database that cannot be reached is not asked for a moment; a busy one is asked."""
 
-    def __init__(self, url: str, size: int) -> None:
-        self._size = size
+    def __init__(self, url: str, size: int, acquire_s: float) -> None:
+        self._size, self._acquire_s = size, acquire_s
         self._down_until_s = 0.0
         self._backoff_s = _BACKOFF_S[0]
         self._pool: Any = asyncpg.create_pool(  # connects on demand
@@ -126,7 +126,7 @@ class _ConnectionPool:
             raise Unavailable("the database cannot be reached", retry_after_s=2)
         connection: Any = None
         try:
-            async with self._pool.acquire(timeout=CONNECT_S) as connection:
+            async with self._pool.acquire(timeout=self._acquire_s) as connection:
                 value = await work(connection)
         except TimeoutError as error:
             if connection is None and self._pool.get_size() < self._size:
@@ -167,9 +167,9 @@ class PostgresStore:
 
     is_shared = True
 
-    def __init__(self, url: str) -> None:
-        self._writing = _ConnectionPool(url, WRITERS + 2)  # two for notifications and the clock
-        self._reading = _ConnectionPool(url, READERS)
+    def __init__(self, url: str, acquire_s: float = CONNECT_S) -> None:
+        self._writing = _ConnectionPool(url, WRITERS + 2, acquire_s)  # two for notifications and the clock
+        self._reading = _ConnectionPool(url, READERS, acquire_s)
         self._url = url
         self._notifier = Notifier()
         self._listener = PostgresListener(lambda: _connect(url), self._notifier)
@@ -183,17 +183,17 @@ class PostgresStore:
         self._notifying: asyncio.Task[None] | None = None
 
     @classmethod
-    async def open(cls, url: str) -> "PostgresStore":
-        """Connect, and bring the schema up to date."""
+    async def open(cls, url: str, migrations: Migrations = MIGRATIONS, acquire_s: float = CONNECT_S) -> "PostgresStore":
+        """Connect, and bring the schema up to date. `acquire_s`: the longest wait for a connection that is free."""
         text = "the store's URL cannot be used: write postgresql://user:password@host:5432/name"
         try:
-            store = cls(url)
+            store = cls(url, acquire_s)
         except ValueError as error:
             raise BadInput(text, param="store.url") from error
         try:
             await store._writing.open()
             await store._reading.open()
-            await store._writing.use(_migrate)
+            await store._writing.use(lambda connection: _migrate(connection, migrations))
             await store._read_clock()
         except Exception as error:
             store._writing.terminate()
@@ -420,14 +420,14 @@ async def _notify(connection: Any, notifications: list[tuple[str, str]]) -> None
         await connection.execute("SELECT pg_notify($1, $2)", f"emberline_{channel}", payload)
 
 
-async def _migrate(connection: Any) -> None:
+async def _migrate(connection: Any, migrations: Migrations) -> None:
     """Bring the schema up to date in one transaction, under a lock that admits one process at a time."""
     async with connection.transaction():
         await connection.execute("SELECT pg_advisory_xact_lock($1)", _MIGRATION_LOCK)
         await connection.execute(_VERSION_TABLE)
         version = await connection.fetchval("SELECT MAX(version) FROM schema_version") or 0
-        for statement in migrations.steps_after(version):
-            await connection.execute(migrations.for_postgres(statement))
-        if version < len(migrations.MIGRATIONS):
+        for statement in steps_after(version, migrations):
+            await connection.execute(for_postgres(statement))
+        if version < len(migrations):
             await connection.execute("DELETE FROM schema_version")
-            await connection.execute("INSERT INTO schema_version VALUES ($1)", len(migrations.MIGRATIONS))
+            await connection.execute("INSERT INTO schema_version VALUES ($1)", len(migrations))

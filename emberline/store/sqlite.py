@@ -30,11 +30,11 @@ from emberline.store.database import (
     resolve_future,
     returns_rows,
 )
-from emberline.store.migrations import migrate
+from emberline.store.migrations import MIGRATIONS, Migrations, migrate
 from emberline.store.notifications import Notifier, Subscription
 
 MAX_GROUP = 256
-BUSY_TIMEOUT_S = 5.0
+BUSY_TIMEOUT_S = 5.0  # the longest wait for another process's lock
 
 log = logging.getLogger("emberline.store")
 
@@ -75,7 +75,9 @@ class SqliteStore:
 
     is_shared = False
 
-    def __init__(self, path: Path, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, path: Path, loop: asyncio.AbstractEventLoop, migrations: Migrations, busy_timeout_s: float
+    ) -> None:
         self.path = path
         self._loop = loop
         self._notifier = Notifier()
@@ -85,9 +87,9 @@ class SqliteStore:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # SQLite gives its side files the same mode
-            self._writer = _connect(path)
-            migrate(self._writer)
-            self._reader = _connect(path)
+            self._writer = _connect(path, busy_timeout_s)
+            migrate(self._writer, migrations)
+            self._reader = _connect(path, busy_timeout_s)
             self._reader.execute("PRAGMA query_only = 1")
         except sqlite3.Error as error:
             raise self._unavailable(error) from error
@@ -98,9 +100,11 @@ class SqliteStore:
         self._thread.start()
 
     @classmethod
-    async def open(cls, path: Path) -> "SqliteStore":
+    async def open(
+        cls, path: Path, migrations: Migrations = MIGRATIONS, busy_timeout_s: float = BUSY_TIMEOUT_S
+    ) -> "SqliteStore":
         """Create or open the database and bring its schema up to date."""
-        return await asyncio.to_thread(cls, path, asyncio.get_running_loop())
+        return await asyncio.to_thread(cls, path, asyncio.get_running_loop(), migrations, busy_timeout_s)
 
     async def write(self, sql: str, params: Sequence[Value] = ()) -> Rows:
         """An invalid statement raises sqlite3.Error; a database that cannot be used raises Unavailable."""
@@ -246,8 +250,8 @@ class SqliteStore:
         return Unavailable(f"the server's store cannot be used: {reason}", retry_after_s=5)
 
 
-def _connect(path: Path) -> sqlite3.Connection:
-    connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+def _connect(path: Path, busy_timeout_s: float) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, timeout=busy_timeout_s, isolation_level=None, check_same_thread=False)
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
     connection.execute("PRAGMA foreign_keys = 1")

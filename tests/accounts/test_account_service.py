@@ -1,6 +1,6 @@
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -17,8 +17,9 @@ from emberline.accounts.key_directory import KeyDirectory
 from emberline.accounts.secret import Secret
 from emberline.protocol.errors import BadInput, Conflict, NotFound
 from emberline.protocol.price import format_amount
-from emberline.store import BulkQuery, Database, Rows, Value, open_store
+from emberline.store import BulkQuery, Database, open_store
 from tests.databases import DatabaseLocation
+from tests.faulty_store import FaultyStore
 
 SECRET = Secret("s" * 32)
 ALICE = Actor("key_alice", "127.0.0.1")
@@ -129,20 +130,18 @@ async def test_changes_reach_the_directory_of_another_process(
 
 
 async def test_a_key_that_is_created_while_the_directory_is_read_is_known_at_once(
-    accounts: AccountService, database: DatabaseLocation, monkeypatch: pytest.MonkeyPatch
+    accounts: AccountService, database: DatabaseLocation
 ) -> None:
-    store = await database.open()
+    store = FaultyStore(await database.open())
     other = KeyDirectory(store, poll_s=60.0)
     await other.open()
-    has_read, go_on, read = asyncio.Event(), asyncio.Event(), store.read
+    has_read, go_on = asyncio.Event(), asyncio.Event()
 
-    async def slowly(sql: str, params: Sequence[Value] = ()) -> Rows:
-        found = await read(sql, params)
+    async def slowly(name: str, asked: object) -> None:
         has_read.set()
         await go_on.wait()
-        return found
 
-    monkeypatch.setattr(store, "read", slowly)
+    store.after = slowly
     reading = asyncio.create_task(other.refresh())
     await has_read.wait()
     issued = await accounts.create_key(ALICE, "acme")

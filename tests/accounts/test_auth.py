@@ -2,7 +2,6 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from emberline.accounts.account_service import AccountService, KeyGrant
@@ -13,6 +12,7 @@ from emberline.accounts.operator_ticket import VALID_S, operator_ticket
 from emberline.accounts.secret import Secret
 from emberline.protocol.errors import BadInput, Forbidden, Unauthorized
 from emberline.store import open_store
+from tests.faulty_store import FaultyStore
 
 SECRET = Secret("s" * 32)
 TEST = Actor("test")
@@ -24,13 +24,26 @@ def bearer(key: str) -> Headers:
 
 
 @pytest.fixture
-async def accounts(tmp_path: Path) -> AsyncIterator[AccountService]:
+async def store(tmp_path: Path) -> AsyncIterator[FaultyStore]:
     store = await open_store(tmp_path / "t.db")
-    service = AccountService(store, SECRET)
+    yield FaultyStore(store)
+    await store.close()
+
+
+@pytest.fixture
+async def accounts(store: FaultyStore) -> AsyncIterator[AccountService]:
+    service = AccountService(store, SECRET, poll_s=3600)  # only changes and unknown keys make it read
     await service.open()
     yield service
     await service.close()
-    await store.close()
+
+
+async def change_key(accounts: AccountService, store: FaultyStore, key_id: str, column: str, value: int) -> None:
+    """Change a column of a stored key to a value that the service would not set, such as a time that has passed."""
+    await store.write("UPDATE audit_head SET number = number + 1")
+    change = f"UPDATE api_keys SET {column} = ?, version = (SELECT number FROM audit_head) WHERE id = ?"
+    await store.write(change, (value, key_id))
+    await accounts.directory.refresh()
 
 
 @pytest.fixture
@@ -138,12 +151,13 @@ async def test_an_admin_key_acts_for_every_account(accounts: AccountService, aut
     assert (other.account, other.role, other.key_id) == ("alice", "admin", issued.record.id)
 
 
-async def test_revoked_and_expired_keys_are_refused(accounts: AccountService, auth: Authenticator) -> None:
+async def test_revoked_and_expired_keys_are_refused(
+    accounts: AccountService, auth: Authenticator, store: FaultyStore
+) -> None:
     soon_us = time.time_ns() // 1000 + 60_000_000
     key = await accounts.create_key(TEST, "alice", KeyGrant(expires_us=soon_us))
     assert auth.check(bearer(key.key.text)).account == "alice"
-    expired = msgspec.structs.replace(key.record, expires_us=1)
-    accounts.directory._put(expired)
+    await change_key(accounts, store, key.record.id, "expires_us", 1)
     with pytest.raises(Unauthorized, match="expired"):
         auth.check(bearer(key.key.text))
     await accounts.revoke_key(TEST, key.record.id)
@@ -151,12 +165,14 @@ async def test_revoked_and_expired_keys_are_refused(accounts: AccountService, au
         auth.check(bearer(key.key.text))
 
 
-async def test_a_rotated_key_is_valid_for_the_overlap(accounts: AccountService, auth: Authenticator) -> None:
+async def test_a_rotated_key_is_valid_for_the_overlap(
+    accounts: AccountService, auth: Authenticator, store: FaultyStore
+) -> None:
     first = await accounts.create_key(TEST, "alice")
     second = await accounts.rotate_key(TEST, first.record.id, overlap_s=3600)
     assert second.record.id == first.record.id
     assert auth.check(bearer(first.key.text)) == auth.check(bearer(second.key.text))
-    accounts.directory._put(msgspec.structs.replace(second.record, previous_until_us=1))
+    await change_key(accounts, store, first.record.id, "previous_until_us", 1)
     with pytest.raises(Unauthorized, match="rotated"):
         auth.check(bearer(first.key.text))
     third = await accounts.rotate_key(TEST, first.record.id, overlap_s=0)
@@ -177,8 +193,7 @@ async def test_keys_of_a_disabled_account_are_refused(accounts: AccountService, 
 
 async def test_a_key_that_another_process_made_is_known_at_once(accounts: AccountService, tmp_path: Path) -> None:
     store = await open_store(tmp_path / "t.db")
-    other = AccountService(store, SECRET)
-    other.directory._poll_s = 3600  # only the unknown key makes it read
+    other = AccountService(store, SECRET, poll_s=3600)  # only the unknown key makes it read
     await other.open()
     auth = Authenticator(SECRET, None, other.directory, required=True)
     issued = await accounts.create_key(TEST, "alice")
@@ -189,16 +204,22 @@ async def test_a_key_that_another_process_made_is_known_at_once(accounts: Accoun
     await store.close()
 
 
-async def test_malformed_keys_never_cause_a_read(accounts: AccountService, auth: Authenticator) -> None:
-    async def fail() -> None:
-        raise AssertionError("read")
+async def test_malformed_keys_never_cause_a_read(auth: Authenticator, store: FaultyStore) -> None:
+    reads: list[object] = []
 
-    accounts.directory.catch_up = fail  # type: ignore[method-assign]
+    async def note(name: str, asked: object) -> None:
+        reads.append(asked)
+
+    store.before = note
     good = new_key().text
     for key in ("ember_", good[:-1], good + "A", good[:-1] + "!", "ember_" + "A" * 48, good.swapcase(), "x' OR 1=1 --"):
         assert not is_well_formed(key)
         with pytest.raises(Unauthorized):
             await auth.authenticate(bearer(key))
+    assert reads == []
+    with pytest.raises(Unauthorized):
+        await auth.authenticate(bearer(good))
+    assert reads
 
 
 async def test_local_mode_honors_a_key_that_is_sent(accounts: AccountService) -> None:

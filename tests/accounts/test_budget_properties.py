@@ -7,13 +7,12 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from emberline.accounts import budget_leases, budgets
-from emberline.accounts.budgets import Budget, Budgets, Reservation
+from emberline.accounts import budget_leases
+from emberline.accounts.budgets import Budget, Budgets, LeaseLimits, Reservation
 from emberline.accounts.usage_row import UsageRow, insert_usage
 from emberline.protocol.errors import BudgetExceeded, Unavailable
 from emberline.store import Database
@@ -23,6 +22,7 @@ from tests.databases import DatabaseLocation
 from tests.examples import n_examples
 
 LEASE_S = 100.0
+LIMITS = LeaseLimits(slices=4, answer_wait_s=0.0, answer_poll_s=0.0)  # others answer at once
 START_US = 1_800_000_000_000_000
 CAP, KEY_CAP = 1000, 600
 _numbers = itertools.count()
@@ -60,7 +60,7 @@ class World:
 class Core:
     def __init__(self, world: World) -> None:
         self.name = f"core{next(_numbers)}"
-        self.budgets = Budgets(world, self.name, lease_s=LEASE_S, clock=lambda: world.now_s)
+        self.budgets = Budgets(world, self.name, lease_s=LEASE_S, clock=lambda: world.now_s, limits=LIMITS)
         self.running: list[tuple[Reservation, str]] = []  # with the key
         self.spooled: list[UsageRow] = []
 
@@ -246,13 +246,6 @@ class BudgetMachine(RuleBasedStateMachine):
         billed = self.billed()
         for key, committed in self.read("SELECT key_id, committed_pico FROM budgets WHERE account = ?", self.account):
             assert committed == billed[key]
-
-
-@pytest.fixture(autouse=True)
-def answered_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budgets, "ANSWER_WAIT_S", 0.0)
-    monkeypatch.setattr(budgets, "ANSWER_POLL_S", 0.0)
-    monkeypatch.setattr(budgets, "SLICES", 4)
 
 
 async def test_budgets_hold_in_every_schedule(database: DatabaseLocation) -> None:

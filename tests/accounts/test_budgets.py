@@ -16,6 +16,7 @@ from emberline.accounts.usage_row import UsageRow, insert_usage
 from emberline.protocol.errors import BudgetExceeded, BudgetReserved, Unavailable
 from emberline.store import Database, Value
 from tests.databases import DatabaseLocation
+from tests.faulty_store import FaultyStore
 
 NOW_US = 1_800_000_000_000_000
 BUDGET = Budget("acme", "k1", "this API key", 1000, "month")
@@ -201,25 +202,18 @@ async def test_a_lease_begins_anew_after_some_hours(store: Database) -> None:
 
 async def test_without_the_store_a_lease_is_used_for_a_while(store: Database) -> None:
     now_s = 0.0
-    core = Budgets(store, "core", lease_s=100, clock=lambda: now_s)
+    faulty = FaultyStore(store)
+    core = Budgets(faulty, "core", lease_s=100, clock=lambda: now_s)
     await core.reserve([BUDGET], 100, NOW_US)
-    work, core._store = core._store, Away()  # type: ignore[assignment]
+    faulty.away = True
     now_s = 49.0
     await core.reserve([BUDGET], 10, NOW_US)
     now_s = 51.0
     with pytest.raises(Unavailable):
         await core.reserve([BUDGET], 10, NOW_US)
-    core._store = work
+    faulty.away = False
     await core.reserve([BUDGET], 10, NOW_US)
     await core.close()
-
-
-class Away:
-    def now_us(self) -> int:
-        return NOW_US
-
-    async def run(self, work: object) -> None:
-        raise Unavailable("away")
 
 
 @given(st.datetimes(datetime(2000, 1, 1), datetime(2100, 1, 1)), st.sampled_from(PERIODS))

@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 
-from emberline.accounts import price_store
 from emberline.accounts.audit_log import Actor
 from emberline.accounts.price_store import PriceStore
 from emberline.protocol.errors import BadInput, Conflict
@@ -75,12 +74,9 @@ async def test_configured_prices_are_versions_when_they_change(database: Databas
     await store.close()
 
 
-async def test_a_process_hears_of_the_prices_of_others(
-    database: DatabaseLocation, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(price_store, "POLL_S", 0.02)
+async def test_a_process_hears_of_the_prices_of_others(database: DatabaseLocation) -> None:
     store, other_store = await database.open(), await database.open()
-    listening, setting = PriceStore(store), PriceStore(other_store)
+    listening, setting = PriceStore(store, poll_s=0.02), PriceStore(other_store)
     await listening.start()
     await setting.set("m", CHEAP, "admin")
     async with asyncio.timeout(60):

@@ -2,6 +2,7 @@ import asyncio
 import errno
 import os
 import tempfile
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ from emberline.accounts.usage_journal import UsageJournal
 from emberline.accounts.usage_ledger import UsageLedger, UsageTimings
 from emberline.accounts.usage_row import UsageRow, insert_usage
 from emberline.protocol.errors import Unavailable
-from emberline.store import Database, migrations, open_store
+from emberline.store import Database, open_store
+from emberline.store.migrations import MIGRATIONS
 from emberline.store.postgres import numbered
 from emberline.store.usage_tables import METERING
-from tests.databases import DatabaseLocation, StoppablePostgres
+from tests.databases import DATABASE_KINDS, DatabaseLocation, StoppablePostgres, drop_schema, make_schema
 from tests.faulty_store import FaultyStore
 
 ROW = UsageRow(
@@ -291,20 +293,27 @@ async def test_the_sums_of_a_day_are_those_of_its_rows(database: DatabaseLocatio
     await store.close()
 
 
-async def test_rows_of_before_there_were_prices_are_in_the_sums(
-    database: DatabaseLocation, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    known = migrations.MIGRATIONS
-    monkeypatch.setattr(migrations, "MIGRATIONS", known[: known.index(METERING)])
-    store = await database.open()
+@pytest.fixture(params=DATABASE_KINDS)
+async def empty_database(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[str]:
+    """The path or URL of a database without tables."""
+    if request.param == "sqlite":
+        yield str(tmp_path / "empty.db")
+        return
+    server = request.getfixturevalue("postgres")
+    url = await make_schema(server)
+    yield url
+    await drop_schema(server, url)
+
+
+async def test_rows_of_before_there_were_prices_are_in_the_sums(empty_database: str) -> None:
+    store = await open_store(empty_database, MIGRATIONS[: MIGRATIONS.index(METERING)])
     columns = "id, account, key_id, model, model_version, class, input_tokens, cached_by_tier, output_tokens, "
     columns += "reasoning_tokens, status, created_us, finished_us, price_version"
     for name in ("old1", "old2"):
         values = (name, "a", "k", "m", "", "default", 10, '{"device":4,"host":2}', 3, 0, "finished", 1, 2, "")
         await store.write(f"INSERT INTO usage ({columns}) VALUES ({', '.join('?' * 14)})", values)
     await store.close()
-    monkeypatch.setattr(migrations, "MIGRATIONS", known)
-    store = await database.open()
+    store = await open_store(empty_database)
     daily = "SELECT n_requests, n_unpriced, input_tokens, cached_tokens, output_tokens, cost_pico FROM usage_daily"
     assert await store.read(daily) == [(2, 2, 20, 12, 6, 0)]
     found = await UsageLedger(store).find("old1")

@@ -10,9 +10,15 @@ from emberline.config import ScalingConfig
 from emberline.protocol.errors import NotFound
 from emberline.protocol.scaling import ArrivalPoint, DecisionRow, ModelLoad, PlanRow, ReplicaRow, WorkerView
 from emberline.service.planner_table import PlannerTable
-from emberline.store import Database, advisory_lock
+from emberline.store import Database, ProcessLock
+from emberline.store.advisory_lock import AdvisoryLock
 from tests.databases import DatabaseLocation
 
+# The server process that holds an advisory lock in the database.
+HOLDING_PID = """
+    SELECT pid FROM pg_locks
+    WHERE locktype = 'advisory' AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
+"""
 PLAN = PlanRow(model="m", at_us=5, core="c", mode="on", plan={"held": []}, observation={"held_requests": 1})
 
 
@@ -26,6 +32,13 @@ async def store(database: DatabaseLocation) -> AsyncIterator[Database]:
 @pytest.fixture
 def table(store: Database) -> PlannerTable:
     return PlannerTable(store)
+
+
+def open_lock(database: DatabaseLocation, store: Database, **times: float) -> ProcessLock:
+    """The planner's lock. On PostgreSQL with other `times` than a store chooses."""
+    if database.kind == "sqlite":
+        return store.lock("planner")
+    return AdvisoryLock(database.where, "planner", **times)
 
 
 def decision(at_us: int, outcome: str = "begun", **more: object) -> DecisionRow:
@@ -77,16 +90,15 @@ async def test_replicas_plans_and_decisions(table: PlannerTable) -> None:
     assert await table.decisions("other") == []
 
 
-async def test_one_process_holds_the_lock(database: DatabaseLocation, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_process_holds_the_lock(database: DatabaseLocation) -> None:
     """With SQLite, there is one process."""
     if database.kind == "sqlite":
         store = await database.open()
         assert await store.lock("planner").try_hold()
         await store.close()
         return
-    monkeypatch.setattr("emberline.store.advisory_lock.TIMEOUT_S", 60.0)
     one, two = await database.open(), await database.open()
-    first, second = one.lock("planner"), two.lock("planner")
+    first, second = open_lock(database, one, timeout_s=60.0), open_lock(database, two, timeout_s=60.0)
     try:
         assert await first.try_hold()
         assert await first.try_hold()
@@ -102,18 +114,16 @@ async def test_one_process_holds_the_lock(database: DatabaseLocation, monkeypatc
         await two.close()
 
 
-async def test_a_lock_that_was_lost_is_not_held(database: DatabaseLocation, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_lock_that_was_lost_is_not_held(database: DatabaseLocation) -> None:
     """Even where the process could have it again: somebody else may have had it meanwhile."""
-    monkeypatch.setattr("emberline.store.advisory_lock.TIMEOUT_S", 60.0)
     store = await database.open()
-    lock = store.lock("planner")
+    lock = open_lock(database, store, timeout_s=60.0)
     try:
         assert await lock.try_hold()
         assert await lock.is_held()
         if database.kind == "sqlite":
             return
-        assert isinstance(lock, advisory_lock.AdvisoryLock)
-        pid = lock._connection.get_server_pid()
+        ((pid,),) = await store.read(HOLDING_PID)
         assert await store.read("SELECT pg_terminate_backend(?, 60000)", (pid,)) == [(True,)]
         assert not await lock.is_held()
         assert await lock.try_hold()
@@ -125,13 +135,12 @@ async def test_a_lock_that_was_lost_is_not_held(database: DatabaseLocation, monk
         await store.close()
 
 
-async def test_a_stopped_process_loses_the_lock(database: DatabaseLocation, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stopped_process_loses_the_lock(database: DatabaseLocation) -> None:
     """Its kernel would keep the connection for ever."""
     if database.kind == "sqlite":
         return
-    monkeypatch.setattr(advisory_lock, "SILENT_S", 0.1)
     store = await database.open()
-    first, second = store.lock("planner"), store.lock("planner")
+    first, second = (open_lock(database, store, silent_s=0.1) for _ in range(2))
     try:
         async with asyncio.timeout(60):
             while not await first.try_hold():  # on a busy machine, it may be silent for too long between two questions
@@ -156,7 +165,7 @@ async def test_a_lock_is_lost_with_the_last_message_of_its_session(database: Dat
         async with asyncio.timeout(60):
             while not await lock.try_hold():
                 pass
-        assert isinstance(lock, advisory_lock.AdvisoryLock)
+        assert isinstance(lock, AdvisoryLock)
         connection = lock._connection
         fields = b"SFATAL\0C57P05\0Mterminating connection due to idle-session timeout\0\0"
         connection._protocol.data_received(b"E" + (len(fields) + 4).to_bytes(4, "big") + fields)

@@ -15,12 +15,10 @@ async def test_a_new_database_is_up_to_date_and_opens_again(tmp_path: Path) -> N
         await store.close()
 
 
-async def test_an_old_database_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_old_database_keeps_its_rows(tmp_path: Path) -> None:
     first = ("CREATE TABLE t (a INTEGER)", "INSERT INTO t VALUES (7)")
-    monkeypatch.setattr(migrations, "MIGRATIONS", (first,))
-    await (await SqliteStore.open(tmp_path / "t.db")).close()
-    monkeypatch.setattr(migrations, "MIGRATIONS", (first, ("ALTER TABLE t ADD COLUMN b INTEGER DEFAULT 1",)))
-    store = await SqliteStore.open(tmp_path / "t.db")
+    await (await SqliteStore.open(tmp_path / "t.db", (first,))).close()
+    store = await SqliteStore.open(tmp_path / "t.db", (first, ("ALTER TABLE t ADD COLUMN b INTEGER DEFAULT 1",)))
     assert await store.read("SELECT a, b FROM t") == [(7, 1)]
     await store.close()
 
@@ -34,9 +32,8 @@ async def test_a_newer_database_is_refused_and_left_alone(tmp_path: Path) -> Non
     assert sqlite3.connect(tmp_path / "t.db").execute("PRAGMA user_version").fetchone() == (999,)
 
 
-async def test_a_failed_migration_is_rolled_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(migrations, "MIGRATIONS", (("CREATE TABLE t (a)", "NONSENSE"),))
+async def test_a_failed_migration_is_rolled_back(tmp_path: Path) -> None:
     with pytest.raises(Unavailable):
-        await SqliteStore.open(tmp_path / "t.db")
+        await SqliteStore.open(tmp_path / "t.db", (("CREATE TABLE t (a)", "NONSENSE"),))
     found = sqlite3.connect(tmp_path / "t.db").execute("SELECT count(*) FROM sqlite_master").fetchone()
     assert found == (0,)

@@ -10,8 +10,7 @@ import pytest
 
 from emberline.protocol.errors import Unavailable
 from emberline.store import Database, open_store
-from emberline.store import postgres as postgres_module
-from emberline.store.postgres import READERS, WRITERS
+from emberline.store.postgres import READERS, WRITERS, PostgresStore
 from tests.databases import StoppablePostgres
 
 asyncpg = pytest.importorskip("asyncpg")
@@ -72,8 +71,8 @@ async def test_an_outage_raises_unavailable_and_recovers(server: StoppablePostgr
     await store.close()
 
 
-async def test_slow_reads_delay_no_writes_and_are_no_outage(postgres: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = await open_store(postgres)
+async def test_slow_reads_delay_no_writes_and_are_no_outage(postgres: str) -> None:
+    store = await PostgresStore.open(postgres, acquire_s=1.0)
     holder, key = await asyncpg.connect(postgres), secrets.randbelow(1 << 60)
     await holder.execute("SELECT pg_advisory_lock($1)", key)
     slow = "SELECT 1 FROM (SELECT pg_advisory_xact_lock_shared(?)) AS waits"
@@ -82,10 +81,8 @@ async def test_slow_reads_delay_no_writes_and_are_no_outage(postgres: str, monke
     async with asyncio.timeout(60):
         while await holder.fetchval(f"{waiting} AND NOT granted", key) < READERS:
             await asyncio.sleep(0.01)
-    monkeypatch.setattr(postgres_module, "CONNECT_S", 0.1)
     with pytest.raises(Unavailable, match="the database is too slow"):
         await store.read("SELECT 1")
-    monkeypatch.setattr(postgres_module, "CONNECT_S", 60.0)
     assert await store.write("SELECT 2") == [(2,)]
     await holder.execute("SELECT pg_advisory_unlock($1)", key)
     await asyncio.gather(*reads, return_exceptions=True)

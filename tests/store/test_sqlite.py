@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,15 +32,27 @@ async def test_the_file_is_private_and_durable(store: SqliteStore) -> None:
     assert await store.read("PRAGMA synchronous") == [(2,)]
 
 
-async def test_concurrent_writes_share_commits(store: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
-    commit = store._commit
-    monkeypatch.setattr(store, "_commit", lambda batch: (sizes.append(len(batch)), commit(batch))[1])
+async def test_concurrent_writes_share_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    executed: list[str] = []
+    connect = sqlite3.connect
+
+    def traced(*args: Any, **options: Any) -> sqlite3.Connection:
+        connection = connect(*args, **options)
+        connection.set_trace_callback(executed.append)
+        return connection
+
+    monkeypatch.setattr(sqlite3, "connect", traced)
+    store = await SqliteStore.open(tmp_path / "t.db")
+    await store.write("CREATE TABLE t (a INTEGER PRIMARY KEY, b TEXT)")
+    executed.clear()
     await asyncio.gather(*(store.write("INSERT INTO t VALUES (?, ?)", (i, "x")) for i in range(1000)))
+    groups = "\n".join(executed).split("COMMIT")[:-1]
+    sizes = [group.count("INSERT INTO t") for group in groups]
     assert sum(sizes) == 1000
     assert len(sizes) < 100
     assert max(sizes) <= sqlite.MAX_GROUP
     assert await store.read("SELECT count(*) FROM t") == [(1000,)]
+    await store.close()
 
 
 async def test_an_invalid_statement_does_not_affect_its_group(store: SqliteStore) -> None:
@@ -76,9 +89,8 @@ async def test_a_full_disk_is_reported_and_survived(store: SqliteStore) -> None:
     await store.write("INSERT INTO t VALUES (100, 'space again')")
 
 
-async def test_a_lock_is_reported_and_survived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sqlite, "BUSY_TIMEOUT_S", 0.05)
-    store = await SqliteStore.open(tmp_path / "t.db")
+async def test_a_lock_is_reported_and_survived(tmp_path: Path) -> None:
+    store = await SqliteStore.open(tmp_path / "t.db", busy_timeout_s=0.05)
     other = sqlite3.connect(tmp_path / "t.db", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     with pytest.raises(Unavailable, match="locked by another process"):
@@ -135,6 +147,7 @@ async def test_acknowledged_writes_survive_a_kill(tmp_path: Path) -> None:
     script = """
 import asyncio, os, sys
 from pathlib import Path
+from typing import Any
 from emberline.store import SqliteStore
 async def main():
     store = await SqliteStore.open(Path(sys.argv[1]))
