@@ -336,6 +336,19 @@ def test_what_is_sent_besides_a_body_is_bounded(name: str, key: str | None) -> N
         assert httpx.get(f"{server.url}/health", timeout=PATIENCE_S).status_code == 200
 
 
+def test_health_is_answered_while_trailers_come() -> None:
+    with served(key="secret") as (server, raw), httpx.Client(base_url=server.url, timeout=PATIENCE_S) as client:
+        raw.sendall(CHUNKED + b"0\r\n")
+        raw.settimeout(PATIENCE_S)
+        answers: list[int] = []
+        with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+            while len(answers) < 100:
+                raw.sendall(LINES[:8192])
+                answers.append(client.get("/health").status_code)
+        assert len(answers) < 20  # up to the limit of 64 KiB, then the connection closes
+        assert set(answers) == {200}
+
+
 def peak_rss_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
