@@ -569,17 +569,17 @@ def test_a_long_cached_prompt_is_looked_up_over_several_steps_while_others_decod
     assert bench.finish().tokens("b") == bench.tokens("a")
 
 
-def test_blocks_that_are_purged_while_a_prompt_is_looked_up_are_computed_again():
+def test_a_block_that_is_purged_while_a_prompt_is_looked_up_is_computed_again():
     bench = Bench(token_budget=256, look_ups=4)
-    bench.submit("a", A, max_tokens=1)
-    bench.finish()
+    for id, n_tokens, session in (("before", 5 * 16, "kept"), ("block 5", 6 * 16 + 1, "purged"), ("a", len(A), "kept")):
+        returning(bench, 0.0, request(id, A[:n_tokens], session=session, max_tokens=1))
     bench.submit("stream", B[:5], max_tokens=40)
     bench.step()
     bench.submit("b", A, max_tokens=1)
     bench.step()
-    bench.step()
-    assert bench.scheduler.purge(None, b"") >= len(A) // 16
-    assert bench.finish().deltas["b"][0].usage.cached_tokens == 0
+    bench.step()  # eight blocks are looked up
+    assert bench.scheduler.purge(blockhash.root("fake", b""), blockhash.session_digest("purged")) == 1
+    assert bench.finish().deltas["b"][0].usage.cached_tokens == 5 * 16
     assert bench.tokens("b") == bench.tokens("a")
 
 
