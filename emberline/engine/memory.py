@@ -8,26 +8,27 @@ _UNLIMITED = 1 << 62
 MIN_HOST_TIER_BYTES = 1 << 30  # less is of no use below a GPU's KV cache
 
 
-def default_kv_bytes(device: str, n_workers: int = 1) -> int:
+def default_kv_bytes(device: str, n_workers: int = 1, free_bytes: int | None = None) -> int:
     """Default size of the KV cache of each of n_workers: its share of a quarter of the host's free memory, at most
-    2 GiB; on an accelerator, half of its free memory."""
+    2 GiB; on an accelerator, half of its free memory. `free_bytes` of the host: asked of the system if None."""
     if device == "cpu":
-        return min(free_host_bytes() // 4 // n_workers, MAX_HOST_KV_BYTES)
+        free_bytes = free_host_bytes() if free_bytes is None else free_bytes
+        return min(free_bytes // 4 // n_workers, MAX_HOST_KV_BYTES)
     import torch
 
     free, _ = torch.cuda.mem_get_info(torch.device(device))
     return int(free) // 2
 
 
-def default_host_tier_bytes() -> int:
+def default_host_tier_bytes(free_bytes: int, n_gpus: int) -> int:
     """Default size of the host tier below a GPU's KV cache: a quarter of the host's free memory, divided by the
-    machine's GPUs. On a CPU there is none: the cache itself is in host memory."""
-    share = free_host_bytes() // 4 // max(1, _n_gpus())
+    machine's GPUs. Returns 0 if that is too little to be of use. On a CPU the cache itself is in host memory."""
+    share = free_bytes // 4 // max(1, n_gpus)
     return share if share >= MIN_HOST_TIER_BYTES else 0
 
 
-def _n_gpus() -> int:
-    """Of the machine, whichever of them this process sees."""
+def n_gpus_of_machine() -> int:
+    """Number of GPUs of the machine, including those that this process does not see."""
     try:
         return len(os.listdir("/proc/driver/nvidia/gpus"))
     except OSError:
@@ -35,12 +36,12 @@ def _n_gpus() -> int:
 
 
 def free_host_bytes() -> int:
-    """What can be allocated without swapping, on the machine and in the process's control groups."""
+    """Bytes that can be allocated without swapping, on the machine and in the process's control groups."""
     try:
         own = Path("/proc/self/cgroup").read_text()
     except OSError:
         own = "0::/"
-    return min(_available_bytes(), _cgroup_bytes(Path("/sys/fs/cgroup"), own))
+    return min(_available_bytes(), cgroup_bytes(Path("/sys/fs/cgroup"), own))
 
 
 def _available_bytes() -> int:
@@ -54,8 +55,8 @@ def _available_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2  # not Linux: assume half is free
 
 
-def _cgroup_bytes(root: Path, own: str = "0::/") -> int:
-    """What control groups (of version 2 or 1) still allow. `own`: those of the process, as /proc tells them; a
+def cgroup_bytes(root: Path, own: str = "0::/") -> int:
+    """Bytes that control groups (of version 2 or 1) still allow. `own`: those of the process, as /proc tells them; a
     container may see only itself, as the root."""
     left = [_UNLIMITED]
     for line in own.splitlines():
@@ -69,7 +70,7 @@ def _cgroup_bytes(root: Path, own: str = "0::/") -> int:
 
 
 def _left_in(folder: Path) -> int:
-    """Of one group; reclaimable page cache counts as free."""
+    """Bytes left in one group; reclaimable page cache counts as free."""
     for limit_name, used_name, reclaimable in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),

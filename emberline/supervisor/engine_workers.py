@@ -25,6 +25,7 @@ from emberline.protocol.frames import WorkerRole
 from emberline.protocol.kv_store import StoreSettings
 from emberline.protocol.parallel_layout import Layout
 from emberline.supervisor import machine
+from emberline.supervisor.machine import Hardware
 from emberline.supervisor.process import ProcessGroup, ProcessSpec, SupervisedProcess
 
 PREFILL_NICE = 5  # on cores shared with HTTP: sending a computed token takes precedence over prefill
@@ -83,13 +84,22 @@ class JoinSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan_workers(
-    config: EngineConfig, models: Mapping[str, Path], first: int = 0, kv_bytes: int = 0
+    config: EngineConfig,
+    models: Mapping[str, Path],
+    first: int = 0,
+    kv_bytes: int = 0,
+    hardware: Hardware | None = None,
 ) -> list[WorkerPlan]:
-    """Workers for each model's weights: one per GPU (or per as many as it has ranks), or one on a CPU; these divide
-    the memory, and share the cores by need. More workers than GPUs share them. `first`: the number of the first one;
-    `kv_bytes` of each, where the configuration leaves it open."""
+    """Plan workers for each model's weights: one per GPU (or per as many as it has ranks), or one on a CPU; these
+    divide the memory, and share the cores by need. More workers than GPUs share them.
+
+    first: the number of the first worker.
+    kv_bytes: of each worker, where the configuration leaves it open.
+    hardware: of the machine; None: of this one, as it is now.
+    """
+    hardware = hardware or machine.hardware()
     layout = layout_of(config)
-    gpus = _gpu_sets(config, layout)
+    gpus = _gpu_sets(config, layout, hardware.gpus)
     if config.device == "cuda" and not gpus:
         raise BadInput(
             "no CUDA device to run on: `emberline doctor` tells what is missing; use --device cpu", param="device"
@@ -98,10 +108,10 @@ def plan_workers(
     if config.prefill_workers and gpus:
         _warn_of_placement(len(roles), len(gpus), layout)
     n_workers = len(roles) * len(models)
-    kv_bytes = kv_bytes or (default_kv_bytes("cpu", n_workers) if n_workers else 0)
+    kv_bytes = kv_bytes or (default_kv_bytes("cpu", n_workers, hardware.free_bytes) if n_workers else 0)
     pins = n_workers and config.prefill_workers and not gpus and not first
     core_sets = _core_sets(n_workers) if pins else []
-    threads = max(1, machine.cores() // n_workers) if core_sets else machine.cores()
+    threads = max(1, hardware.cores // n_workers) if core_sets else hardware.cores
     plans: list[WorkerPlan] = []
     for (model, path), share in zip(models.items(), _memory_shares(config, len(models))):
         for index, role in enumerate(roles):
@@ -147,7 +157,8 @@ def _memory_shares(config: EngineConfig, n_models: int) -> list[float]:
 
 
 def workers_per_model(config: EngineConfig) -> int:
-    return len(_roles(config, len(_gpu_sets(config, layout_of(config)))))
+    """Number of workers of each model on this machine."""
+    return len(_roles(config, len(_gpu_sets(config, layout_of(config), machine.gpus()))))
 
 
 def layout_of(config: EngineConfig) -> Layout:
@@ -157,9 +168,9 @@ def layout_of(config: EngineConfig) -> Layout:
     return layout
 
 
-def _gpu_sets(config: EngineConfig, layout: Layout) -> list[str]:
-    """The GPUs of each worker that fits on this machine, one for each of its ranks."""
-    gpus = machine.gpus() if config.device != "cpu" else []
+def _gpu_sets(config: EngineConfig, layout: Layout, found: Sequence[str]) -> list[str]:
+    """The GPUs of each worker that fits on the machine, which has those `found`: one for each of its ranks."""
+    gpus = found if config.device != "cpu" else ()
     n = layout.n_ranks
     if gpus and len(gpus) < n:
         there = f"this machine has {len(gpus)}" if len(gpus) > 1 else "this machine has one"
@@ -205,7 +216,10 @@ class EngineWorkers(ProcessGroup):
         config: EngineConfig,
         make_spec: MakeSpec | None = None,
         tiers: TierSettings | None = None,
+        hardware: Hardware | None = None,
     ) -> None:
+        """`hardware` for workers that are planned later; None: of this machine, as it is then."""
+        self._hardware = hardware
         self.folder = runtime_folder()
         self.endpoints: dict[str, list[Endpoint]] = {}  # by model, of all workers that were ever planned
         self._config = config
@@ -217,6 +231,11 @@ class EngineWorkers(ProcessGroup):
         for plan in plans:
             self._add(plan)
         super().__init__(map(SupervisedProcess, self._specs.values()))
+
+    @property
+    def hardware(self) -> Hardware:
+        """The hardware that workers are planned for."""
+        return self._hardware or machine.hardware()
 
     def _add(self, plan: WorkerPlan) -> None:
         socket = self.folder / f"w{plan.number}.sock"
@@ -243,7 +262,7 @@ class EngineWorkers(ProcessGroup):
                 self._config.gpu_memory_share
             )  # several are of the models loaded at start: others take what is left
             config = self._config if len(shares) < 2 else msgspec.structs.replace(self._config, gpu_memory_share=())
-            for plan in plan_workers(config, {model: path}, len(self._specs), kv_bytes):
+            for plan in plan_workers(config, {model: path}, len(self._specs), kv_bytes, self._hardware):
                 self._add(plan)
         started = [SupervisedProcess(self._specs[endpoint.name]) for endpoint in self.endpoints[model]]
         self.processes += started

@@ -7,7 +7,14 @@ import os
 import socket
 from pathlib import Path
 
-from emberline.supervisor.process import HeartbeatLimits, ProcessFailed, ProcessGroup, ProcessSpec, SupervisedProcess
+from emberline.supervisor.process import (
+    MIN_BACKOFF_S,
+    HeartbeatLimits,
+    ProcessFailed,
+    ProcessGroup,
+    ProcessSpec,
+    SupervisedProcess,
+)
 
 BACKLOG = 128
 HEARTBEATS = HeartbeatLimits(silent_s=20.0)
@@ -29,8 +36,9 @@ class HttpWorkers(ProcessGroup):
         module: str,
         plan: bytes,
         heartbeats: HeartbeatLimits = HEARTBEATS,
+        backoff_s: float = MIN_BACKOFF_S,
     ) -> None:
-        super().__init__(_worker(f"http-{i}", listener, module, plan, heartbeats) for i in range(n))
+        super().__init__(_worker(f"http-{i}", listener, module, plan, heartbeats, backoff_s) for i in range(n))
 
 
 class LargeRequestWorker:
@@ -42,13 +50,15 @@ class LargeRequestWorker:
         module: str,
         plan: bytes,
         heartbeats: HeartbeatLimits = LARGE_HEARTBEATS,
+        backoff_s: float = MIN_BACKOFF_S,
     ) -> None:
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.setblocking(False)
         self._listener.bind(str(socket_path))
         os.chmod(socket_path, 0o600)
         self._listener.listen(BACKLOG)
-        self._module, self._plan, self._heartbeats = module, plan, heartbeats
+        self._module, self._plan = module, plan
+        self._heartbeats, self._backoff_s = heartbeats, backoff_s
         self.process: SupervisedProcess | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -72,7 +82,9 @@ class LargeRequestWorker:
         self._task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
-        self.process = _worker("http-large", self._listener, self._module, self._plan, self._heartbeats)
+        self.process = _worker(
+            "http-large", self._listener, self._module, self._plan, self._heartbeats, self._backoff_s
+        )
         try:
             await self.process.start()
             await self.process.wait_ready()
@@ -89,7 +101,7 @@ class LargeRequestWorker:
 
 
 def _worker(
-    name: str, listener: socket.socket, module: str, plan: bytes, heartbeats: HeartbeatLimits
+    name: str, listener: socket.socket, module: str, plan: bytes, heartbeats: HeartbeatLimits, backoff_s: float
 ) -> SupervisedProcess:
     secret = os.environ.get("EMBERLINE_SECRET")  # HTTP workers derive the same keys as the core
     return SupervisedProcess(
@@ -101,5 +113,6 @@ def _worker(
             fds=(listener.fileno(),),
             input=plan,
             heartbeats=heartbeats,
+            backoff_s=backoff_s,
         )
     )

@@ -4,7 +4,7 @@ import contextlib
 import ctypes
 import importlib.util
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
@@ -12,14 +12,16 @@ from emberline.config import KVConfig
 from emberline.engine.memory import free_host_bytes
 from emberline.protocol.errors import BadInput
 from emberline.protocol.kv_store import StoreSettings
-from emberline.supervisor.process import ProcessGroup, ProcessSpec, SupervisedProcess
+from emberline.supervisor.process import MIN_BACKOFF_S, ProcessGroup, ProcessSpec, SupervisedProcess
 
 LIBRARIES = {"libibverbs.so.1": "libibverbs1", "librdmacm.so.1": "librdmacm1"}  # and Debian's packages of them
 MAX_LENT_BYTES = 2 << 30  # unless it is configured
 
 
-def check_installed() -> None:
-    """BadInput that says what is missing for Mooncake Store on this machine."""
+def check_installed(libraries: Mapping[str, str] = LIBRARIES) -> None:
+    """Check that Mooncake Store can run on this machine: the package, and `libraries` (with Debian's packages of them).
+    Raises BadInput that says what to install.
+    """
     if importlib.util.find_spec("mooncake") is None:
         raise BadInput(
             "--kv-store mooncake needs Mooncake, which is not installed: pip install 'emberline[mooncake]' "
@@ -27,7 +29,7 @@ def check_installed() -> None:
             param="kv.store",
         )
     missing = []
-    for library, package in LIBRARIES.items():
+    for library, package in libraries.items():
         try:
             ctypes.CDLL(library)
         except OSError:
@@ -47,13 +49,15 @@ class PoolPlan(msgspec.Struct, frozen=True, kw_only=True):
     starts_master: bool
 
 
-def plan_pool(config: KVConfig) -> PoolPlan | None:
-    """None: no pool is configured. BadInput: it cannot run here."""
+def plan_pool(config: KVConfig, check: Callable[[], None] = check_installed) -> PoolPlan | None:
+    """Plan how this machine takes part in the pool. Returns None if no pool is configured. Raises BadInput if the pool
+    cannot run here; `check` raises it if something is not installed.
+    """
     if not config.store:
         if config.pool_master:
             raise BadInput("kv.pool_master is set, but no pool is wanted: add --kv-store mooncake", param="kv.store")
         return None
-    check_installed()
+    check()
     lent = config.pool_bytes if config.pool_bytes is not None else min(free_host_bytes() // 8, MAX_LENT_BYTES)
     host, device = config.pool_host, config.pool_device
     protocol = "rdma" if device else "tcp"
@@ -84,9 +88,14 @@ def _free_ports(host: str, n: int) -> Iterator[list[int]]:
 class PoolProcesses(ProcessGroup):
     """`start` returns when the master answers; the memory is lent a moment later, and again after every restart."""
 
-    def __init__(self, plan: PoolPlan) -> None:
-        self._master = SupervisedProcess(_master_spec(plan)) if plan.starts_master else None
-        self._memory = SupervisedProcess(_memory_spec(plan)) if plan.lend_bytes else None
+    def __init__(self, plan: PoolPlan, backoff_s: float = MIN_BACKOFF_S) -> None:
+        """`backoff_s`: before the first restart of a process that died."""
+
+        def supervised(spec: ProcessSpec) -> SupervisedProcess:
+            return SupervisedProcess(msgspec.structs.replace(spec, backoff_s=backoff_s))
+
+        self._master = supervised(_master_spec(plan)) if plan.starts_master else None
+        self._memory = supervised(_memory_spec(plan)) if plan.lend_bytes else None
         super().__init__(process for process in (self._master, self._memory) if process is not None)
 
     async def start(self) -> None:

@@ -5,6 +5,23 @@ import os
 import resource
 from pathlib import Path
 
+import msgspec
+
+from emberline.engine.memory import free_host_bytes
+
+
+class Hardware(msgspec.Struct, frozen=True):
+    """The parts of a machine that its engine workers share."""
+
+    gpus: tuple[str, ...]  # as CUDA_VISIBLE_DEVICES names them
+    cores: int
+    free_bytes: int  # of host memory
+
+
+def hardware() -> Hardware:
+    """The hardware of this machine, as it is now."""
+    return Hardware(tuple(gpus()), cores(), free_host_bytes())
+
 
 def cores() -> int:
     """CPU cores that this process may use."""

@@ -88,6 +88,7 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     may_end: bool = False  # with status 0, by itself: it is not restarted then
     input: bytes = b""  # for its standard input, at every start: secrets, which are kept in no file
     heartbeats: HeartbeatLimits | None = None  # None: the process sends none
+    backoff_s: float = MIN_BACKOFF_S  # before the first restart; doubles with each, up to MAX_BACKOFF_S
 
 
 class SupervisedProcess:
@@ -157,7 +158,7 @@ class SupervisedProcess:
             self._ready.cancel()
 
     async def _keep_running(self, process: asyncio.subprocess.Process | None) -> None:
-        backoff_s = MIN_BACKOFF_S
+        backoff_s = self.spec.backoff_s
         while True:
             if process is not None:
                 started_s = time.monotonic()
@@ -171,7 +172,7 @@ class SupervisedProcess:
                     log.info("%s has ended", self.name)
                     return
                 if time.monotonic() - started_s > HEALTHY_S:
-                    backoff_s = MIN_BACKOFF_S
+                    backoff_s = self.spec.backoff_s
                 log.error("%s %s; restarting it in %.1f s", self.name, _describe_exit(code), backoff_s)
             await asyncio.sleep(backoff_s)
             if self._stopping:

@@ -5,85 +5,84 @@ import os
 import signal
 import stat
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from emberline.config import EngineConfig
-from emberline.engine import memory
 from emberline.protocol.errors import BadInput
 from emberline.service.engine_client import EngineClient
-from emberline.supervisor import machine, process
 from emberline.supervisor.engine_workers import EngineWorkers, WorkerPlan, plan_workers, runtime_folder, worker_spec
+from emberline.supervisor.machine import Hardware
 from emberline.supervisor.process import ProcessFailed
 from tests.standin import standin_worker
 
 MODELS = {"@cf/a/one": Path("/models/one.gguf"), "@cf/b/two": Path("/models/two.gguf")}
 
 
-@pytest.fixture
-def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "gpus", list)
-    monkeypatch.setattr(machine, "cores", lambda: 8)
-    monkeypatch.setattr(memory, "free_host_bytes", lambda: 16 << 30)
+CPU = Hardware(gpus=(), cores=8, free_bytes=16 << 30)
 
 
-@pytest.mark.usefixtures("cpu")
+def planned_on(config: EngineConfig, models: Mapping[str, Path], hardware: Hardware = CPU) -> list[WorkerPlan]:
+    return plan_workers(config, models, hardware=hardware)
+
+
+def with_gpus(n: int) -> Hardware:
+    return Hardware(gpus=tuple(map(str, range(n))), cores=8, free_bytes=16 << 30)
+
+
 def test_cpu_workers_share_cores_and_memory() -> None:
-    (only,) = plan_workers(EngineConfig(), {"@cf/a/one": Path("/m.gguf")})
+    (only,) = planned_on(EngineConfig(), {"@cf/a/one": Path("/m.gguf")})
     assert (only.name, only.device, only.gpu) == ("one-0", "cpu", None)
     assert (only.threads, only.kv_bytes) == (8, 2 << 30)  # a quarter would be 4 GiB
-    plans = plan_workers(EngineConfig(replicas=2), MODELS)
+    plans = planned_on(EngineConfig(replicas=2), MODELS)
     assert [plan.name for plan in plans] == ["one-0", "one-1", "two-2", "two-3"]
     assert {(plan.threads, plan.shares_cpu, plan.kv_bytes) for plan in plans} == {(8, True, 1 << 30)}
     arguments = worker_spec(plans[3], EngineConfig(), Path("/run/w3.sock"), "t").arguments
     assert arguments[arguments.index("--cpu-share") + 1] == "/run/cpu-share:3"
 
 
-@pytest.mark.usefixtures("cpu")
 def test_configured_threads_and_kv_bytes_are_used() -> None:
-    (plan,) = plan_workers(EngineConfig(threads=3, kv_bytes=123), {"m": Path("/m")})
+    (plan,) = planned_on(EngineConfig(threads=3, kv_bytes=123), {"m": Path("/m")})
     assert (plan.threads, plan.shares_cpu, plan.kv_bytes) == (3, False, 123)
 
 
-def test_a_worker_of_several_ranks_has_a_gpu_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "gpus", lambda: ["0", "1", "2", "3", "4"])
+def test_a_worker_of_several_ranks_has_a_gpu_for_each() -> None:
     config = EngineConfig(tp=2, ep=True)
-    plans = plan_workers(config, {"m": Path("/m")})
+    plans = planned_on(config, {"m": Path("/m")}, with_gpus(5))
     assert [plan.gpu for plan in plans] == ["0,1", "2,3"]
     spec = worker_spec(plans[1], config, Path("/run/w1.sock"), "t")
     assert spec.env["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert spec.arguments[spec.arguments.index("--tp") :][:3] == ("--tp", "2", "--ep")
     with pytest.raises(BadInput, match="tp4 pp2 needs 8 GPUs, one for each rank, and this machine has 5"):
-        plan_workers(EngineConfig(tp=4, pp=2), {"m": Path("/m")})
+        planned_on(EngineConfig(tp=4, pp=2), {"m": Path("/m")}, with_gpus(5))
     with pytest.raises(BadInput, match="--dcp 3 does not divide --tp 4"):
-        plan_workers(EngineConfig(tp=4, dcp=3), {"m": Path("/m")})
+        planned_on(EngineConfig(tp=4, dcp=3), {"m": Path("/m")}, with_gpus(5))
 
 
-@pytest.mark.usefixtures("cpu")
 def test_ranks_on_a_cpu_share_a_workers_threads() -> None:
-    (plan,) = plan_workers(EngineConfig(tp=2), {"m": Path("/m")})
+    (plan,) = planned_on(EngineConfig(tp=2), {"m": Path("/m")})
     assert (plan.gpu, plan.threads, plan.shares_cpu) == (None, 8, False)
     spec = worker_spec(plan, EngineConfig(tp=2, step_timeout_s=9.5), Path("/run/w0.sock"), "t")
     assert spec.arguments[spec.arguments.index("--step-timeout") + 1] == "9.5"
-    apart = plan_workers(EngineConfig(tp=2, prefill_workers=1, decode_workers=1), {"m": Path("/m")})
+    apart = planned_on(EngineConfig(tp=2, prefill_workers=1, decode_workers=1), {"m": Path("/m")})
     assert [plan.role for plan in apart] == ["prefill", "decode"]
 
 
-def test_one_worker_per_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "gpus", lambda: ["0", "1"])
-    plans = plan_workers(EngineConfig(), {"m": Path("/m")})
+def test_one_worker_per_gpu() -> None:
+    plans = planned_on(EngineConfig(), {"m": Path("/m")}, with_gpus(2))
     assert [(plan.device, plan.gpu, plan.kv_bytes, plan.threads) for plan in plans] == [
         ("cuda", "0", 0, 0),
         ("cuda", "1", 0, 0),
     ]
-    assert [plan.gpu for plan in plan_workers(EngineConfig(device="cpu"), {"m": Path("/m")})] == [None]
+    assert [plan.gpu for plan in planned_on(EngineConfig(device="cpu"), {"m": Path("/m")}, with_gpus(2))] == [None]
 
 
-def test_cuda_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "gpus", list)
+def test_cuda_without_a_gpu_is_refused() -> None:
     with pytest.raises(BadInput, match="no CUDA device"):
-        plan_workers(EngineConfig(device="cuda"), MODELS)
+        planned_on(EngineConfig(device="cuda"), MODELS)
 
 
 def test_the_workers_command_line() -> None:
@@ -96,10 +95,9 @@ def test_the_workers_command_line() -> None:
     assert spec.env == {"EMBERLINE_WORKER_TOKEN": "token", "CUDA_VISIBLE_DEVICES": "3"}
 
 
-@pytest.mark.usefixtures("cpu")
 def test_prefill_and_decode_workers_get_disjoint_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
-    plans = plan_workers(EngineConfig(prefill_workers=1, decode_workers=2), {"m": Path("/m")})
+    plans = planned_on(EngineConfig(prefill_workers=1, decode_workers=2), {"m": Path("/m")})
     assert [(plan.name, plan.role) for plan in plans] == [
         ("m-prefill0", "prefill"),
         ("m-decode0", "decode"),
@@ -113,7 +111,7 @@ def test_prefill_and_decode_workers_get_disjoint_cores(monkeypatch: pytest.Monke
     )
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
     assert [
-        plan.cores for plan in plan_workers(EngineConfig(prefill_workers=1, decode_workers=2), {"m": Path("/m")})
+        plan.cores for plan in planned_on(EngineConfig(prefill_workers=1, decode_workers=2), {"m": Path("/m")})
     ] == [()] * 3
 
 
@@ -126,27 +124,24 @@ def test_prefill_and_decode_workers_get_disjoint_cores(monkeypatch: pytest.Monke
         (4, 1, ["0", "1"], [1, 1], "2 prefill and decode workers of a model leave 2 GPUs unused"),
     ],
 )
-def test_prefill_and_decode_workers_have_gpus_in_turn(monkeypatch, caplog, n_gpus, n_decode, gpus, shares, warning):
+def test_prefill_and_decode_workers_have_gpus_in_turn(caplog, n_gpus, n_decode, gpus, shares, warning):
     """The memory of a GPU is divided by those that are on it, and not by those of another."""
-    monkeypatch.setattr(machine, "gpus", lambda: [str(index) for index in range(n_gpus)])
-    plans = plan_workers(EngineConfig(prefill_workers=1, decode_workers=n_decode), {"m": Path("/m")})
+    plans = planned_on(EngineConfig(prefill_workers=1, decode_workers=n_decode), {"m": Path("/m")}, with_gpus(n_gpus))
     assert [plan.gpu for plan in plans] == gpus
     assert [plan.memory_share for plan in plans] == shares
     assert [record.message.startswith(warning) for record in caplog.records] == [True] * bool(warning)
 
 
-def test_models_on_one_gpu_have_explicit_or_even_shares_of_its_memory(monkeypatch):
-    monkeypatch.setattr(machine, "gpus", lambda: ["0"])
-
+def test_models_on_one_gpu_have_explicit_or_even_shares_of_its_memory():
     def shares(*given):
-        plans = plan_workers(EngineConfig(gpu_memory_share=given), MODELS)
+        plans = planned_on(EngineConfig(gpu_memory_share=given), MODELS, with_gpus(1))
         return [plan.memory_share for plan in plans]
 
     assert shares() == [0.5, 0.5]
     assert shares(0.7, 0.3) == [0.7, 0.3]
     assert shares(0.4) == [0.4, 0.4]
-    (plan, _) = plan_workers(EngineConfig(gpu_memory_share=(0.7, 0.3)), MODELS)
-    arguments = worker_spec(plan, EngineConfig(), Path("/run/w.sock"), "t").arguments
+    (first, _) = planned_on(EngineConfig(gpu_memory_share=(0.7, 0.3)), MODELS, with_gpus(1))
+    arguments = worker_spec(first, EngineConfig(), Path("/run/w.sock"), "t").arguments
     assert arguments[arguments.index("--memory-share") + 1] == "0.7"
     with pytest.raises(BadInput, match="3 shares of the GPU's memory for 2 models"):
         shares(0.2, 0.2, 0.2)
@@ -156,15 +151,14 @@ def test_models_on_one_gpu_have_explicit_or_even_shares_of_its_memory(monkeypatc
         shares(0.6)
 
 
-async def test_a_model_that_is_loaded_later_takes_what_the_shares_leave(monkeypatch):
-    monkeypatch.setattr(machine, "gpus", lambda: ["0"])
+async def test_a_model_that_is_loaded_later_takes_what_the_shares_leave():
     planned = []
 
     def make_spec(plan, config, socket, token):
         planned.append(plan)
         return standin_worker()(plan, config, socket, token)
 
-    workers = EngineWorkers([], EngineConfig(gpu_memory_share=(0.5, 0.3)), make_spec)
+    workers = EngineWorkers([], EngineConfig(gpu_memory_share=(0.5, 0.3)), make_spec, hardware=with_gpus(1))
     try:
         await workers.load("@cf/c/three", Path("/models/three.gguf"), 64)
     finally:
@@ -175,9 +169,9 @@ async def test_a_model_that_is_loaded_later_takes_what_the_shares_leave(monkeypa
 @pytest.mark.parametrize("config", [EngineConfig(prefill_workers=1), EngineConfig(decode_workers=1)])
 def test_one_role_alone_is_refused(config: EngineConfig) -> None:
     with pytest.raises(BadInput, match="--prefill-workers N and --decode-workers M"):
-        plan_workers(config, MODELS)
+        planned_on(config, MODELS)
     with pytest.raises(BadInput, match="cannot be combined"):
-        plan_workers(EngineConfig(prefill_workers=1, decode_workers=1, replicas=2), MODELS)
+        planned_on(EngineConfig(prefill_workers=1, decode_workers=1, replicas=2), MODELS)
 
 
 def test_the_socket_folder_is_private_and_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,10 +186,11 @@ def test_the_socket_folder_is_private_and_short(tmp_path: Path, monkeypatch: pyt
         folder.rmdir()
 
 
-@pytest.mark.usefixtures("cpu")
-async def test_workers_serve_restart_and_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "MIN_BACKOFF_S", 0.01)
-    workers = EngineWorkers(plan_workers(EngineConfig(), MODELS), EngineConfig(), standin_worker())
+async def test_workers_serve_restart_and_stop() -> None:
+    def make_spec(*planned):
+        return msgspec.structs.replace(standin_worker()(*planned), backoff_s=0.01)
+
+    workers = EngineWorkers(planned_on(EngineConfig(), MODELS), EngineConfig(), make_spec, hardware=CPU)
     await workers.start()
     await asyncio.wait_for(workers.wait_ready(), 60)
     (endpoint,) = workers.endpoints["@cf/a/one"]
@@ -235,10 +230,9 @@ async def test_workers_serve_restart_and_stop(monkeypatch: pytest.MonkeyPatch) -
     assert not workers.folder.exists()
 
 
-@pytest.mark.usefixtures("cpu")
 async def test_missing_weights_are_reported(tmp_path: Path) -> None:
-    plans = plan_workers(EngineConfig(), {"m": tmp_path / "missing.gguf"})
-    workers = EngineWorkers(plans, EngineConfig())
+    plans = planned_on(EngineConfig(), {"m": tmp_path / "missing.gguf"})
+    workers = EngineWorkers(plans, EngineConfig(), hardware=CPU)
     await workers.start()
     with pytest.raises(ProcessFailed, match=r"m-0 exited with status 1: .*missing\.gguf"):
         await asyncio.wait_for(workers.wait_ready(), 60)
@@ -248,7 +242,6 @@ async def test_missing_weights_are_reported(tmp_path: Path) -> None:
     await workers.stop(grace_s=5)
 
 
-@pytest.mark.usefixtures("cpu")
 async def test_an_engine_process_has_no_credential_in_its_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,7 +257,7 @@ async def test_an_engine_process_has_no_credential_in_its_environment(
     for name, value in secrets.items():
         monkeypatch.setenv(name, value)
     os.mkfifo(tmp_path / "m.gguf")  # the process waits for its first byte
-    workers = EngineWorkers(plan_workers(EngineConfig(), {"m": tmp_path / "m.gguf"}), EngineConfig())
+    workers = EngineWorkers(planned_on(EngineConfig(), {"m": tmp_path / "m.gguf"}), EngineConfig())
     await workers.start()
     environment = b""
     while not environment:  # it is empty until the process runs its program

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from emberline.supervisor import process
 from emberline.supervisor.http_workers import HttpWorkers, LargeRequestWorker
 from emberline.supervisor.process import HeartbeatLimits, HeartbeatMonitor, ProcessFailed
 from tests.supervisor.test_process import until
@@ -53,7 +52,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "worker_script.py").write_text(textwrap.dedent(WORKER))
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(process, "MIN_BACKOFF_S", 0.01)
     return tmp_path
 
 
@@ -69,7 +67,7 @@ async def ask(folder: Path) -> list[str]:
 
 
 async def test_the_first_connection_starts_it(folder: Path) -> None:
-    worker = LargeRequestWorker(folder / "large.sock", "worker_script", b"secret")
+    worker = LargeRequestWorker(folder / "large.sock", "worker_script", b"secret", backoff_s=0.01)
     worker.start()
     assert worker.process is None
     assert (folder / "large.sock").stat().st_mode & 0o777 == 0o600
@@ -86,7 +84,7 @@ async def test_the_first_connection_starts_it(folder: Path) -> None:
 
 
 async def test_one_that_does_not_start_refuses_and_is_tried_again(folder: Path) -> None:
-    worker = LargeRequestWorker(folder / "large.sock", "worker_script", b"broken")
+    worker = LargeRequestWorker(folder / "large.sock", "worker_script", b"broken", backoff_s=0.01)
     worker.start()
     assert await ask(folder) == []
     (folder / "mended").touch()
@@ -97,7 +95,11 @@ async def test_one_that_does_not_start_refuses_and_is_tried_again(folder: Path) 
 
 async def test_one_that_is_stopped_is_killed(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     worker = LargeRequestWorker(
-        folder / "large.sock", "worker_script", b"plan", heartbeats=HeartbeatLimits(silent_s=1.0, check_s=0.1)
+        folder / "large.sock",
+        "worker_script",
+        b"plan",
+        heartbeats=HeartbeatLimits(silent_s=1.0, check_s=0.1),
+        backoff_s=0.01,
     )
     worker.start()
     _, pid = await ask(folder)
@@ -114,7 +116,12 @@ async def test_streams_of_a_stopped_worker_end_and_others_go_on(folder: Path) ->
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         workers = HttpWorkers(
-            2, listener, "worker_script", b"stream", heartbeats=HeartbeatLimits(silent_s=1.5, check_s=0.1)
+            2,
+            listener,
+            "worker_script",
+            b"stream",
+            heartbeats=HeartbeatLimits(silent_s=1.5, check_s=0.1),
+            backoff_s=0.01,
         )
         await workers.start()
         await workers.wait_ready()

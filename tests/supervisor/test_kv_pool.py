@@ -12,9 +12,8 @@ import pytest
 from emberline.config import KVConfig, resolve
 from emberline.protocol.errors import BadInput
 from emberline.protocol.kv_store import StoreSettings
-from emberline.supervisor import kv_pool, process
 from emberline.supervisor.engine_workers import TierSettings, with_tiers
-from emberline.supervisor.kv_pool import PoolProcesses, check_installed, plan_pool
+from emberline.supervisor.kv_pool import PoolPlan, PoolProcesses, check_installed, plan_pool
 from emberline.supervisor.process import ProcessSpec
 
 
@@ -29,25 +28,26 @@ def test_says_which_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BadInput, match=r"pip install 'emberline\[mooncake\]'"):
         plan_pool(KVConfig(store="mooncake"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(kv_pool, "LIBRARIES", {"libc.so.6": "libc6", "libabsent.so.1": "libabsent1"})
     with pytest.raises(BadInput, match=r"apt install libabsent1$"):
-        plan_pool(KVConfig(store="mooncake"))
+        check_installed({"libc.so.6": "libc6", "libabsent.so.1": "libabsent1"})
 
 
-def test_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_pool, "check_installed", lambda: None)
-    plan = plan_pool(KVConfig(store="mooncake", pool_bytes=1 << 20))
+def test_plans() -> None:
+    def plan_installed(**settings: object) -> PoolPlan | None:
+        return plan_pool(KVConfig(store="mooncake", **settings), check=lambda: None)  # type: ignore[arg-type]
+
+    plan = plan_installed(pool_bytes=1 << 20)
     assert plan is not None
     assert plan.starts_master
     assert plan.lend_bytes == 1 << 20
     assert plan.store.master.startswith("127.0.0.1:")
     assert StoreSettings.parse(plan.store.url) == plan.store
-    there = plan_pool(KVConfig(store="mooncake", pool_master="10.0.0.1:50051", pool_host="10.0.0.2", pool_bytes=0))
+    there = plan_installed(pool_master="10.0.0.1:50051", pool_host="10.0.0.2", pool_bytes=0)
     assert there is not None
     assert not there.starts_master
     assert there.store == StoreSettings("10.0.0.1:50051", "10.0.0.2")
     with pytest.raises(BadInput, match="not an address of this machine"):
-        plan_pool(KVConfig(store="mooncake", pool_host="192.0.2.1"))
+        plan_installed(pool_host="192.0.2.1")
 
 
 @pytest.mark.parametrize("url", ["", "mooncake://", "http://a:1", "mooncake://host", "mooncake://h:1?x=2"])
@@ -65,15 +65,14 @@ def test_the_key_is_checked_and_never_shown(tmp_path: Path) -> None:
     assert "abab" not in repr(config)
 
 
-async def test_master_and_memory_are_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_master_and_memory_are_restarted() -> None:
     try:
         check_installed()
     except BadInput as missing:
         pytest.skip(str(missing))
-    monkeypatch.setattr(process, "MIN_BACKOFF_S", 0.01)
     plan = plan_pool(KVConfig(store="mooncake", pool_bytes=16 << 20))
     assert plan is not None
-    pool = PoolProcesses(plan)
+    pool = PoolProcesses(plan, backoff_s=0.01)
     await pool.start()
     try:
         master, memory = pool.processes

@@ -1,9 +1,11 @@
 """Models loaded and unloaded for requests, jobs and operators: a real service over fake engines."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,8 +17,7 @@ from emberline.protocol.errors import DeadlineExceeded, NotFound, Overloaded, Un
 from emberline.protocol.events import TextEvent, TokenDelta
 from emberline.service import Served, Service, open_core_server, open_http_worker, open_service
 from emberline.service.core import LocalCore
-from emberline.supervisor import model_manager
-from emberline.supervisor.model_manager import LoadableModel, ModelManager
+from emberline.supervisor.model_manager import FIRST_RETRY_S, LoadableModel, ModelManager
 from emberline.supervisor.model_switching import Limits
 from emberline.supervisor.process import ProcessFailed
 from emberline.text.text_model import TextModel
@@ -59,14 +60,21 @@ class FakeWorkers:
 class Bench:
     """A service with two models that are loaded on demand, one at a time."""
 
-    def __init__(self, service: Service, workers: FakeWorkers, text: TextModel, **limits: float) -> None:
+    def __init__(
+        self,
+        service: Service,
+        workers: FakeWorkers,
+        text: TextModel,
+        clock: Callable[[], float] = time.monotonic,
+        **limits: float,
+    ) -> None:
         assert isinstance(service.core, LocalCore)
         assert service.core.membership is not None
         self.service, self.workers, self.core = service, workers, service.core
         given = {"memory_bytes": 100, "max_loaded": 1, "switch_after_s": 0.2, "keep_alive_s": 60.0}
         rules = Limits(**(given | limits))  # type: ignore[arg-type]
         self.manager = ModelManager(
-            rules, workers, service.core.membership, service.core.admission, service.core.grants
+            rules, workers, service.core.membership, service.core.admission, service.core.grants, clock=clock
         )
         service.core.models = self.manager
         card = offer(text).card
@@ -109,9 +117,9 @@ MakeBench = Callable[..., Awaitable[Bench]]
 async def make(tmp_path: Path, text_model: TextModel, say: Callable[..., Script]) -> AsyncIterator[MakeBench]:
     made: list[Bench] = []
 
-    async def open_bench(max_waiting: int = 64, **limits: float) -> Bench:
+    async def open_bench(max_waiting: int = 64, **settings: Any) -> Bench:
         service = await open_service([], data_dir=tmp_path / "data", max_waiting=max_waiting)
-        made.append(Bench(service, FakeWorkers(tmp_path, say("Hello!")), text_model, **limits))
+        made.append(Bench(service, FakeWorkers(tmp_path, say("Hello!")), text_model, **settings))
         return made[-1]
 
     yield open_bench
@@ -193,11 +201,9 @@ async def test_a_busy_model_finishes_its_requests_before_it_makes_way(bench: Ben
     assert bench.workers.log == ["load a", "unload a", "load b", "unload b", "load a"]
 
 
-async def test_a_failure_is_told_to_all_that_wait_and_tried_again_later(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(model_manager, "FIRST_RETRY_S", 600.0)
-    monkeypatch.setattr(model_manager, "LAST_RETRY_S", 600.0)
+async def test_a_failure_is_told_to_all_that_wait_and_tried_again_later(make: MakeBench) -> None:
+    now_s = [1000.0]
+    bench = await make(clock=lambda: now_s[0])
     bench.workers.error = ProcessFailed("a-0 exited with status 1: the weights are damaged")
     for result in await asyncio.gather(bench.ask("a"), bench.ask("a"), return_exceptions=True):
         assert isinstance(result, Unavailable)
@@ -208,7 +214,7 @@ async def test_a_failure_is_told_to_all_that_wait_and_tried_again_later(
         await bench.ask("a")
     assert bench.workers.log == ["load a"], "not before the backoff has passed"
     bench.workers.error = None
-    bench.manager.switching.models[A].retry_s = 0.0
+    now_s[0] += 2 * FIRST_RETRY_S
     assert text_of(await bench.ask("a")) == "Hello!"
 
 

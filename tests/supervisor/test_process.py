@@ -11,15 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from emberline.supervisor import process
 from emberline.supervisor.process import ProcessFailed, ProcessSpec, SupervisedProcess, inherited_environment
 
 READY = 'print(\'{"ready": true, "pid": %d}\' % os.getpid(), flush=True)'
 
 
 @pytest.fixture
-def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "ScriptMaker":
-    monkeypatch.setattr(process, "MIN_BACKOFF_S", 0.01)
+def script(tmp_path: Path) -> "ScriptMaker":
     return ScriptMaker(tmp_path)
 
 
@@ -27,11 +25,17 @@ class ScriptMaker:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def __call__(self, body: str, *arguments: str, env: dict[str, str] | None = None) -> SupervisedProcess:
+    def __call__(
+        self, body: str, *arguments: str, env: dict[str, str] | None = None, backoff_s: float = 0.01
+    ) -> SupervisedProcess:
         source = "import json, os, signal, sys, time\n" + textwrap.dedent(body)
         (self.folder / "script.py").write_text(source)
         spec = ProcessSpec(
-            name="child", module="script", arguments=arguments, env={"PYTHONPATH": str(self.folder), **(env or {})}
+            name="child",
+            module="script",
+            arguments=arguments,
+            env={"PYTHONPATH": str(self.folder), **(env or {})},
+            backoff_s=backoff_s,
         )
         return SupervisedProcess(spec)
 
@@ -166,9 +170,8 @@ async def test_a_restart_that_fails_is_tried_again(script: ScriptMaker, monkeypa
     await child.stop(grace_s=5)
 
 
-async def test_stop_during_backoff_returns_at_once(script: ScriptMaker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "MIN_BACKOFF_S", 30.0)
-    child = script(f"{READY}\nsys.exit(1)")
+async def test_stop_during_backoff_returns_at_once(script: ScriptMaker) -> None:
+    child = script(f"{READY}\nsys.exit(1)", backoff_s=30.0)
     await child.start()
     await until(lambda: child.ready_line and child.pid is None)
     started_s = time.monotonic()

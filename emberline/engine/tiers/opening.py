@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from emberline.engine.cache_control import StoredCache
-from emberline.engine.memory import default_host_tier_bytes, free_host_bytes
+from emberline.engine.memory import default_host_tier_bytes, free_host_bytes, n_gpus_of_machine
 from emberline.kv.tiers.disk.block_cipher import CipherUnavailable, derived_key
 from emberline.kv.tiers.disk.disk_folder import model_folder
 from emberline.kv.tiers.disk.disk_tier import DiskTier
@@ -21,7 +21,7 @@ from emberline.protocol.errors import BadInput
 from emberline.protocol.kv_store import StoreSettings
 
 KEY_VARIABLE = "EMBERLINE_KV_KEY"
-STAGE_BYTES = 256 << 20  # of host memory for blocks on their way to other tiers, where there is no host tier
+STAGE_BYTES = 256 << 20
 MIN_STAGED_BLOCKS = 16
 SPARED_BYTES = 4 << 30  # of host memory that a tier of the default size leaves free
 HOST_RATE, PINNED_RATE = 4e9, 25e9  # bytes per second of copies to the device pool, until they are measured
@@ -48,10 +48,18 @@ def open_tiers(
     mover: BlockMover,
     allocate: Callable[[int], Segment] | None = None,
     n_ranks: int = 1,
+    default_bytes: int | None = None,
+    stage_bytes: int = STAGE_BYTES,
+    free_bytes: Callable[[], int] = free_host_bytes,
 ) -> TierManager | None:
-    """None: there are none. `allocate`: pinned memory for a GPU; BadInput: a tier cannot be opened.
+    """Open the tiers that the flags ask for, and a GPU's host tier. Returns None if there are none. Raises BadInput if
+    a tier cannot be opened.
 
-    Of several ranks each has an even part of what the worker was given, for its own slices of each block.
+    Each of several ranks has an even part of what the worker was given, for its own slices of each block.
+    allocate: pinned memory for a GPU.
+    default_bytes: size of the host tier that no flag gives; None: `default_host_tier_bytes`.
+    stage_bytes: host memory for blocks on their way to other tiers, where there is no host tier.
+    free_bytes: tells how much host memory is free.
     """
     tiers: list[Tier] = []
     if args.kv_disk_bytes:
@@ -62,8 +70,10 @@ def open_tiers(
     least = MIN_STAGED_BLOCKS * sum(map(padded, set(sizes)))
     host_bytes = (args.kv_host_bytes or 0) // n_ranks
     if args.kv_host_bytes is None and allocate is not None and n_ranks == 1:
-        host_bytes = default_host_tier_bytes()
-        allocate = _SpareMemory(allocate, needed=max(STAGE_BYTES, least) if tiers else 0)
+        if default_bytes is None:
+            default_bytes = default_host_tier_bytes(free_bytes(), n_gpus_of_machine())
+        host_bytes = default_bytes
+        allocate = SpareMemory(allocate, max(stage_bytes, least) if tiers else 0, free_bytes)
     if not host_bytes and not tiers:
         return None
     if args.kv_host_bytes is None and host_bytes < least:
@@ -73,20 +83,21 @@ def open_tiers(
             f"{host_bytes} bytes of host memory hold too few KV blocks of this model; give at least {least}",
             param="kv_host_bytes",
         )
-    host = HostTier(host_bytes or max(STAGE_BYTES, least), sizes, keep=bool(host_bytes), allocate=allocate)
+    host = HostTier(host_bytes or max(stage_bytes, least), sizes, keep=bool(host_bytes), allocate=allocate)
     manager = RankTiers if n_ranks > 1 and args.rank == 0 else TierManager
     return manager(layouts, mover, host, tiers, PINNED_RATE if allocate is not None else HOST_RATE)
 
 
-class _SpareMemory:
-    """Memory that nobody has asked for: it is not taken from others who need it. `needed`: bytes that stage the blocks
-    of tiers that were asked for."""
+class SpareMemory:
+    """Allocates memory that no flag asks for, and leaves SPARED_BYTES to other processes.
 
-    def __init__(self, allocate: Callable[[int], Segment], needed: int) -> None:
-        self._allocate, self._needed = allocate, needed
+    The first `needed` bytes stage the blocks of tiers that were asked for: they are allocated in any case."""
+
+    def __init__(self, allocate: Callable[[int], Segment], needed: int, free_bytes: Callable[[], int]) -> None:
+        self._allocate, self._needed, self._free_bytes = allocate, needed, free_bytes
 
     def __call__(self, n_bytes: int) -> Segment:
-        if self._needed <= 0 and free_host_bytes() < n_bytes + SPARED_BYTES:
+        if self._needed <= 0 and self._free_bytes() < n_bytes + SPARED_BYTES:
             raise MemoryError("the rest is left to other processes; --kv-host-bytes says how much to take")
         self._needed -= n_bytes
         return self._allocate(n_bytes)

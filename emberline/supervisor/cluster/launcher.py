@@ -19,7 +19,6 @@ from emberline.engine import cpu_share
 from emberline.protocol.errors import Conflict, Unavailable
 from emberline.protocol.frames import WorkerRole
 from emberline.protocol.parallel_layout import Layout
-from emberline.supervisor import machine
 from emberline.supervisor.cluster.replica_demand import NodeOffer
 from emberline.supervisor.engine_workers import EngineWorkers, JoinSettings, layout_of, plan_workers
 from emberline.supervisor.process import SupervisedProcess
@@ -95,8 +94,9 @@ class LocalLauncher:
         """`join`: how a worker of this name joins. `n_replicas`: at most; 0: see above. `gpu`: the kind of this
         machine's GPUs."""
         self._workers = workers
-        gpus = machine.gpus() if config.device != "cpu" else []
-        n_slots = n_replicas or (len(gpus) // layout_of(config).n_ranks if gpus else machine.cores())
+        hardware = workers.hardware
+        gpus = hardware.gpus if config.device != "cpu" else ()
+        n_slots = n_replicas or (len(gpus) // layout_of(config).n_ranks if gpus else hardware.cores)
         self._config = msgspec.structs.replace(
             config, replicas=n_slots, prefill_workers=0, decode_workers=0, gpu_memory_share=()
         )
@@ -121,7 +121,7 @@ class LocalLauncher:
             raise Unavailable(f"this machine has no room for {order.name}: {self._n_slots} replicas run")
         config = _with_layout(self._config, order.layout)
         plan = msgspec.structs.replace(
-            plan_workers(config, {order.model: order.path})[free[0]],
+            plan_workers(config, {order.model: order.path}, hardware=self._workers.hardware)[free[0]],
             name=order.name,
             role=order.role,
             number=cpu_share.MAX_WORKERS - 1 - free[0],  # workers that do not join count from below

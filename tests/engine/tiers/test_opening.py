@@ -5,8 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from emberline.engine.tiers import opening
-from emberline.engine.tiers.opening import KEY_VARIABLE, add_arguments, open_tiers, stored_cache
+from emberline.engine.tiers.opening import (
+    KEY_VARIABLE,
+    SPARED_BYTES,
+    SpareMemory,
+    add_arguments,
+    open_tiers,
+    stored_cache,
+)
 from emberline.kv.host_memory import HostMemory
 from emberline.kv.tiers.host import Segment, plain_segment
 from emberline.kv.tiers.mover import HostMover
@@ -49,37 +55,33 @@ def test_a_worker_that_stores_blocks_needs_a_key(tmp_path: Path, monkeypatch: py
     assert open_tiers(parse(), "model", [GROUP], MOVER) is None
 
 
-def test_a_gpu_has_a_host_tier_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    free = [12 << 30]
+def test_a_gpu_has_a_host_tier_by_default() -> None:
     made: list[int] = []
-    monkeypatch.setattr(opening, "default_host_tier_bytes", lambda: 1 << 20)
-    monkeypatch.setattr(opening, "free_host_bytes", lambda: free[0])
 
     def allocate(n_bytes: int) -> Segment:
         made.append(n_bytes)
         return plain_segment(n_bytes)
 
-    tiers = open_tiers(parse(), "model", [GROUP], MOVER, allocate)
+    tiers = open_tiers(parse(), "model", [GROUP], MOVER, allocate, default_bytes=1 << 20, free_bytes=lambda: 12 << 30)
     assert tiers is not None
     assert tiers.names == ("host",)
     tiers.close()
     assert open_tiers(parse("--kv-host-bytes", "0"), "model", [GROUP], MOVER, allocate) is None
     assert open_tiers(parse(), "model", [GROUP], MOVER) is None, "on a CPU"
-    free[0] = opening.SPARED_BYTES
     with pytest.raises(MemoryError, match="--kv-host-bytes"):
-        opening._SpareMemory(allocate, needed=0)(4096)
+        SpareMemory(allocate, needed=0, free_bytes=lambda: SPARED_BYTES)(4096)
 
 
 def test_a_disk_that_was_asked_for_has_its_staging_area_however_little_memory_is_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(KEY_VARIABLE, "ab" * 32)
-    monkeypatch.setattr(opening, "STAGE_BYTES", 1 << 20)
-    monkeypatch.setattr(opening, "free_host_bytes", lambda: opening.SPARED_BYTES)
     flags = ["--kv-disk-bytes", "1000000", "--kv-disk-path", str(tmp_path)]
     for default_bytes in (0, 2 << 20):
-        monkeypatch.setattr(opening, "default_host_tier_bytes", lambda n=default_bytes: n)
-        tiers = open_tiers(parse(*flags), "model", [GROUP], MOVER, plain_segment)
+        sizes = {"default_bytes": default_bytes, "stage_bytes": 1 << 20}
+        tiers = open_tiers(
+            parse(*flags), "model", [GROUP], MOVER, plain_segment, **sizes, free_bytes=lambda: SPARED_BYTES
+        )
         assert tiers is not None
         assert tiers._host.take(GROUP.block_bytes, 1, wait_s=30.0)
         tiers.close()

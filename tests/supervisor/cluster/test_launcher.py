@@ -11,9 +11,9 @@ import pytest
 from emberline.config import EngineConfig
 from emberline.protocol.credential import VARIABLE, Credential
 from emberline.protocol.errors import Conflict, Unavailable
-from emberline.supervisor import machine
 from emberline.supervisor.cluster.launcher import LaunchedReplica, LocalLauncher, ReplicaOrder
 from emberline.supervisor.engine_workers import EngineWorkers, JoinSettings, WorkerPlan
+from emberline.supervisor.machine import Hardware
 from emberline.supervisor.process import ProcessSpec
 from tests.standin import standin_worker
 
@@ -29,9 +29,8 @@ def order(name: str, **more: object) -> ReplicaOrder:
 
 
 @pytest.fixture
-async def workers(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[EngineWorkers]:
-    monkeypatch.setattr(machine, "gpus", list)
-    found = EngineWorkers([], EngineConfig(), standin_worker())
+async def workers() -> AsyncIterator[EngineWorkers]:
+    found = EngineWorkers([], EngineConfig(), standin_worker(), hardware=Hardware((), 8, 16 << 30))
     yield found
     await found.stop(5.0)
 
@@ -119,11 +118,10 @@ async def test_a_worker_that_has_left_is_not_restarted_and_one_that_died_is(work
     assert (await launcher.replicas())[0].problem == "it has left the cluster"
 
 
-def test_one_replica_for_each_set_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "gpus", lambda: ["0", "1", "2", "3", "4"])
-
+def test_one_replica_for_each_set_of_gpus() -> None:
     async def offers() -> list[tuple[str, int, float]]:
-        workers = EngineWorkers([], EngineConfig(), standin_worker())
+        hardware = Hardware(("0", "1", "2", "3", "4"), 8, 16 << 30)
+        workers = EngineWorkers([], EngineConfig(), standin_worker(), hardware=hardware)
         launcher = LocalLauncher(workers, EngineConfig(tp=2), join, gpu="H200")
         found = [(offer.gpu, offer.n_free, offer.cost) for offer in await launcher.offers()]
         await workers.stop(0.0)
