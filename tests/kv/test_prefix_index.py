@@ -2,10 +2,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.kv import prefix_index
-from emberline.kv.prefix_index import LeadingBlocks, PrefixIndex, first_visible
+from emberline.kv.prefix_index import LOOKED_UP_AT_ONCE, LeadingBlocks, PrefixIndex, first_visible
 
 KEYS = [bytes([n]) * 16 for n in range(20)]
+SOME = LOOKED_UP_AT_ONCE
 
 
 def test_the_first_block_with_a_key_stays():
@@ -46,13 +46,13 @@ def test_what_was_found_before_is_continued_and_forgotten_when_its_block_has_oth
             assert known.blocks[:found].tolist() == [index.block(key) for key in KEYS[:found]]
 
 
-@pytest.mark.parametrize("n_indexed", [0, 1, 6, 7, 13, 20])
-def test_a_long_chain_is_looked_up_in_parts(monkeypatch, n_indexed):
-    monkeypatch.setattr(prefix_index, "LOOKED_UP_AT_ONCE", 6)
-    index, known = PrefixIndex(32), LeadingBlocks()
-    index.put(KEYS, range(1, 21), range(n_indexed))
-    for limit in (4, 12, 20):
-        assert index.n_leading(KEYS, limit, known) == min(n_indexed, limit)
+@pytest.mark.parametrize("n_indexed", [0, 1, SOME, SOME + 1, 2 * SOME + 1, 3 * SOME + 2])
+def test_a_long_chain_is_looked_up_in_parts(n_indexed):
+    keys = [n.to_bytes(16, "little") for n in range(3 * SOME + 2)]
+    index, known = PrefixIndex(len(keys) + 1), LeadingBlocks()
+    index.put(keys, range(1, len(keys) + 1), range(n_indexed))
+    for limit in (SOME - 2, 2 * SOME, len(keys)):
+        assert index.n_leading(keys, limit, known) == min(n_indexed, limit)
     assert known.blocks.tolist() == list(range(1, n_indexed + 1))
 
 

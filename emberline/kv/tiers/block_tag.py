@@ -25,10 +25,12 @@ Buffer = bytes | bytearray | memoryview
 class BlockTagger:
     """Tags blocks and verifies them, from any thread. All workers that share a tier have the same key."""
 
-    def __init__(self, key: bytes) -> None:
+    def __init__(self, key: bytes, use_openssl: bool = True) -> None:
+        """`use_openssl`: for GMAC, if OpenSSL can be called; otherwise blocks are tagged by SHA-256."""
         assert len(key) >= 16, "a tagging key is a derived key"
         self._key = key
-        self._algorithm = _SHA256 if _gmac() is None else _GMAC
+        self._gmac = openssl_gmac() if use_openssl else None
+        self._algorithm = _SHA256 if self._gmac is None else _GMAC
 
     def tag(self, address: bytes, data: Buffer) -> bytes:
         nonce = secrets.token_bytes(_NONCE_BYTES)
@@ -36,17 +38,16 @@ class BlockTagger:
         return head + self._mac(head, address, data)
 
     def verify(self, address: bytes, data: Buffer, tag: Buffer) -> bool:
-        """Whether this is the block that was stored under the address. False also of a MAC that cannot be computed."""
+        """True if this is the block that was stored under the address. False also for a MAC that cannot be computed."""
         head, mac = bytes(tag[: 1 + _NONCE_BYTES]), bytes(tag[1 + _NONCE_BYTES :])
-        if len(tag) != TAG_BYTES or head[0] not in (_SHA256, _GMAC) or (head[0] == _GMAC and _gmac() is None):
+        if len(tag) != TAG_BYTES or head[0] not in (_SHA256, _GMAC) or (head[0] == _GMAC and self._gmac is None):
             return False
         return hmac.compare_digest(self._mac(head, address, data), mac)
 
     def _mac(self, head: bytes, address: bytes, data: Buffer) -> bytes:
         once = hmac.digest(self._key, b"emberline.kv.block\0" + head + address, "sha256")
-        gmac = _gmac()
-        if head[0] == _GMAC and gmac is not None:
-            return gmac(once[:16], data)
+        if head[0] == _GMAC and self._gmac is not None:
+            return self._gmac(once[:16], data)
         return hmac.digest(once, data, "sha256")[:_MAC_BYTES]
 
 
@@ -66,8 +67,8 @@ _UTF8, _OCTETS = 4, 5  # OSSL_PARAM_UTF8_STRING, OSSL_PARAM_OCTET_STRING
 
 
 @cache
-def _gmac() -> Callable[[bytes, Buffer], bytes] | None:
-    """AES-128-GMAC under a key that is used once, with a nonce of zeros. None: OpenSSL 3 cannot be called."""
+def openssl_gmac() -> Callable[[bytes, Buffer], bytes] | None:
+    """AES-128-GMAC under a key that is used once, with a nonce of zeros. Returns None if OpenSSL 3 cannot be called."""
     library = libcrypto()
     if library is None:
         return None

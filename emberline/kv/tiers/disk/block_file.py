@@ -24,7 +24,7 @@ from emberline.kv.tiers.tier import BlockMeta
 MAGIC = b"EMBERKV\0"
 VERSION = 1
 RUN_BYTES = 4 << 20  # that one call reads or writes; larger calls gain nothing
-GROW_BYTES = 256 << 20  # of disk space taken at once
+GROW_BYTES = 256 << 20
 
 # magic, version, encrypted, position, key, layout tag, owner, session, parent, bytes, saved (Unix time), nonce
 _HEADER = Struct("<8sHHI16s16s16s16s16sQd16s")
@@ -53,7 +53,10 @@ class BlockFile:
         tagger: BlockTagger,
         cipher: BlockCipher | None,
         trusted: bool,
+        grow_bytes: int = GROW_BYTES,
     ) -> None:
+        """`grow_bytes`: disk space that is allocated in one call."""
+        self._grow_bytes = grow_bytes
         self.tag, self.block_bytes, self.n_slots = tag, block_bytes, n_slots
         self.body_bytes = padded(block_bytes)
         self.slot_bytes = PAGE + self.body_bytes
@@ -196,7 +199,7 @@ class BlockFile:
             n = min(self.n_slots - index.n_ready, n_blocks - (index.n_ready - index.n_used))
         if n <= 0:
             return
-        n = min(self.n_slots - index.n_ready, max(n, GROW_BYTES // self.slot_bytes))
+        n = min(self.n_slots - index.n_ready, max(n, self._grow_bytes // self.slot_bytes))
         self.file.allocate(index.n_ready * self.slot_bytes, n * self.slot_bytes)
         with self.lock:
             index.n_ready += n

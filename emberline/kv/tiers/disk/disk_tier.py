@@ -18,10 +18,10 @@ import msgspec
 
 from emberline.kv.tiers.block_tag import BlockTagger
 from emberline.kv.tiers.disk.block_cipher import BlockCipher
-from emberline.kv.tiers.disk.block_file import BlockFile, Run
+from emberline.kv.tiers.disk.block_file import GROW_BYTES, BlockFile, Run
 from emberline.kv.tiers.disk.direct_file import PAGE, IoThreads, padded
 from emberline.kv.tiers.disk.disk_folder import FolderFormat, TierFolder
-from emberline.kv.tiers.disk.drive_health import NO_ROOM, DriveHealth
+from emberline.kv.tiers.disk.drive_health import DRIVE_TIMES, NO_ROOM, DriveHealth, DriveTimes
 from emberline.kv.tiers.retention import Conversation, Retention
 from emberline.kv.tiers.tier import BlockId, BlockMeta, TierStats, layout_tag
 from emberline.kv.tiers.tier_events import TierChanges
@@ -30,8 +30,6 @@ from emberline.protocol.errors import BadInput
 
 READ_THREADS, WRITE_THREADS = 8, 2
 AGE_S = 30.0  # between two looks for the oldest block, which takes milliseconds
-CHECK_S = 1.0  # between two looks whether the files are still there
-FULL_PAUSE_S = 10.0  # after the disk was full
 WARN_S = 60.0  # between two warnings about damaged blocks
 MIN_RATED_BYTES = 1 << 20  # of a read: less says nothing about the drive's rate
 _RATE_GAIN = 0.2
@@ -54,8 +52,13 @@ class DiskTier:
         key: bytes,
         cipher_key: bytes | None = None,
         fingerprint: str = "",
+        times: DriveTimes = DRIVE_TIMES,
+        clock: Callable[[], float] = time.monotonic,
+        grow_bytes: int = GROW_BYTES,
     ) -> None:
+        """`clock`: in seconds, for `times`. `grow_bytes`: disk space that is allocated in one call."""
         self._base = base
+        self._times, self._clock, self._grow_bytes = times, clock, grow_bytes
         self._fingerprint = fingerprint
         self._layouts = {layout_tag(group): group.block_bytes for group in groups}
         self._slot_bytes = sum(PAGE + padded(n_bytes) for n_bytes in self._layouts.values())
@@ -68,15 +71,14 @@ class DiskTier:
         self._key, self._cipher_key = key, cipher_key
         self._tagger = BlockTagger(key)
         self._cipher = BlockCipher(cipher_key) if cipher_key is not None else None
-        self._health = DriveHealth(f"the KV cache on disk ({base})")
+        self._health = DriveHealth(f"the KV cache on disk ({base})", clock, times)
         self._readers = IoThreads(READ_THREADS - 1, "kv-disk-read")  # the caller is one more
         self._writers = IoThreads(WRITE_THREADS - 1, "kv-disk-write")
         self._mutation = threading.RLock()  # held while blocks are written, purged or files opened
         self._files: dict[bytes, BlockFile] = {}
         self._folder: TierFolder | None = None
         self._format: FolderFormat | None = None
-        self._checked_s = 0.0
-        self._full_until_s = 0.0
+        self._checked_s = self._full_until_s = -inf
         self._full = ""
         self._warn_s = 0.0
         self._oldest_s, self._aged_s = 0.0, -inf  # Unix time of the block least recently used; when it was looked up
@@ -228,7 +230,7 @@ class DiskTier:
         written: list[int] = []
         if not blocks:
             return 0
-        may_grow = time.monotonic() >= self._full_until_s
+        may_grow = self._clock() >= self._full_until_s
         try:
             runs = file.reserve(blocks, may_grow)
         except OSError as error:
@@ -259,7 +261,7 @@ class DiskTier:
             if not self._full:
                 _log.warning("the disk of the KV cache is full (%s): it cannot grow for now", self._base)
             self._full = "the disk is full"
-            self._full_until_s = time.monotonic() + FULL_PAUSE_S
+            self._full_until_s = self._clock() + self._times.full_pause_s
         elif not counted:
             self._health.failed(error)
         return 0
@@ -290,8 +292,8 @@ class DiskTier:
         if not self._health.usable:
             self._health.check()
             return False
-        now_s = time.monotonic()
-        if self._files and now_s < self._checked_s + CHECK_S:
+        now_s = self._clock()
+        if self._files and now_s < self._checked_s + self._times.check_s:
             return True
         if not self._mutation.acquire(blocking=not self._files):
             return True  # blocks are being written: look next time
@@ -325,7 +327,9 @@ class DiskTier:
         folder.write_format(new)
         trusted = known is not None and known.is_trusted(new.boot)
         opened = {
-            tag: BlockFile(folder.path, tag, n_bytes, self._n_slots, self._tagger, self._cipher, trusted)
+            tag: BlockFile(
+                folder.path, tag, n_bytes, self._n_slots, self._tagger, self._cipher, trusted, self._grow_bytes
+            )
             for tag, n_bytes in self._layouts.items()
         }
         for tag, file in opened.items():

@@ -6,20 +6,34 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
-STALL_S = 2.0  # a call that takes longer: nobody else should wait for this drive
 MAX_ERRORS = 3  # in a row, until the drive is left alone
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk is full: what it holds can still be read
-FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
 
 _log = logging.getLogger(__name__)
 
 
-class DriveHealth:
-    """Of one tier. Every change of state is logged once."""
+@dataclass(slots=True, frozen=True)
+class DriveTimes:
+    """Times after which a drive is out of use, or is tried again."""
 
-    def __init__(self, what: str, clock: Callable[[], float] = time.monotonic) -> None:
+    stall_s: float = 2.0  # a call that takes longer: nobody else should wait for this drive
+    first_pause_s: float = 1.0  # after MAX_ERRORS errors; doubles with each further one
+    max_pause_s: float = 60.0
+    full_pause_s: float = 10.0  # after the disk was full, until the files may grow again
+    check_s: float = 1.0  # between two looks whether the files are still there
+
+
+DRIVE_TIMES = DriveTimes()
+
+
+class DriveHealth:
+    """State of the drive of one tier. Every change of state is logged once."""
+
+    def __init__(self, what: str, clock: Callable[[], float] = time.monotonic, times: DriveTimes = DRIVE_TIMES) -> None:
         self._what = what
+        self._times = times
         self._clock = clock
         self._lock = threading.Lock()
         self._calls: dict[int, float] = {}  # running: number, and when it began
@@ -54,7 +68,7 @@ class DriveHealth:
             self._errors += 1
             self._problem = error.strerror or str(error)
             if self._errors >= MAX_ERRORS or lasting:
-                self._pause_s = min(MAX_PAUSE_S, max(FIRST_PAUSE_S, 2 * self._pause_s))
+                self._pause_s = min(self._times.max_pause_s, max(self._times.first_pause_s, 2 * self._pause_s))
                 self._down_until_s = self._clock() + self._pause_s
         self.check()
 
@@ -92,6 +106,6 @@ class DriveHealth:
             return self._problem
         if self._calls:
             oldest_s = min(list(self._calls.values()), default=now_s)
-            if now_s - oldest_s > STALL_S:
+            if now_s - oldest_s > self._times.stall_s:
                 return "the drive does not answer"
         return ""

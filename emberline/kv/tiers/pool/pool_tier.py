@@ -36,7 +36,8 @@ N_TAGGERS = 2  # threads that compute tags of one batch
 N_STAGES = 4  # two for reading and two for writing: one is transferred, one is verified or filled
 NAMES_PER_CALL = 1024
 LOOKUP_LIMIT_S = 1.0
-CALL_LIMIT_S, MIN_RATE = 3.0, 20e6  # a transfer may take so long, and its bytes at this rate
+CALL_LIMIT_S = 3.0  # for a call, in addition to its bytes at MIN_RATE
+MIN_RATE = 20e6  # bytes per second
 HELD_S = 60.0  # that a block counts as held after a lookup, a read or a write; the master may evict it earlier
 MAX_KNOWN = 1 << 18  # blocks
 TOO_LARGE = -600  # Mooncake's code of a `get` whose object is larger than its buffer
@@ -112,7 +113,11 @@ class PoolTier:
         tagger: BlockTagger,
         namespace: str,
         master: PoolMaster | None = None,
+        call_limit_s: float = CALL_LIMIT_S,
+        min_rate: float = MIN_RATE,
     ) -> None:
+        """A transfer of n bytes is given up after `call_limit_s` + n / `min_rate` seconds."""
+        self._call_limit_s, self._min_rate = call_limit_s, min_rate
         self._store, self._memory, self._tagger, self._master = store, memory, tagger, master
         self._prefix = f"{namespace}/"
         self._stage_bytes = len(memory) // N_STAGES
@@ -295,7 +300,7 @@ class PoolTier:
                 stage(batch)
                 codes = before[1].result() if before is not None else []
                 names = [self._name(ids[index]) for index in batch.indices]
-                limit_s = CALL_LIMIT_S + sum(batch.sizes) / MIN_RATE
+                limit_s = self._call_limit_s + sum(batch.sizes) / self._min_rate
                 call = partial(self._store.call, operation, names, batch.starts, batch.sizes, limit_s=limit_s)
                 done, before = before, (batch, self._threads.submit(call))
                 if done is not None:
@@ -336,7 +341,7 @@ class PoolTier:
         try:
             for start in range(0, len(names), NAMES_PER_CALL):
                 part = names[start : start + NAMES_PER_CALL]
-                n_removed += self._store.call("remove", part, limit_s=CALL_LIMIT_S).count(0)
+                n_removed += self._store.call("remove", part, limit_s=self._call_limit_s).count(0)
         except PoolUnavailable:
             pass
         return n_removed
@@ -367,7 +372,7 @@ class PoolTier:
                     part = names[at : at + n_most]
                     starts = [HEADER_BYTES * number for number in range(len(part))]
                     sizes = [HEADER_BYTES] * len(part)
-                    codes = self._store.call("get_head", part, starts, sizes, limit_s=CALL_LIMIT_S)
+                    codes = self._store.call("get_head", part, starts, sizes, limit_s=self._call_limit_s)
                     for name, start, code in zip(part, starts, codes):
                         header = bytes(self._memory[start : start + OWNER_BYTES + SESSION_BYTES])
                         belongs = _Belongs(header[:OWNER_BYTES], header[OWNER_BYTES:])
@@ -400,13 +405,15 @@ class PoolTier:
         return f"{self._prefix}{id_.key.hex()}{id_.tag.hex()}"
 
 
-def open_pool(settings: StoreSettings, key: bytes) -> PoolTier:
-    """The pool at an address, for those who have this key: it tags their blocks and names their part of the pool. It
-    connects in the background, and again whenever the connection is lost."""
+def open_pool(settings: StoreSettings, key: bytes, call_limit_s: float = CALL_LIMIT_S) -> PoolTier:
+    """Open the pool at an address, for those who have this key: it tags their blocks and names their part of the pool.
+
+    It connects in the background, and again whenever the connection is lost. `call_limit_s`: see PoolTier."""
     memory = shared_pages(N_STAGES * STAGE_BYTES)
     namespace = f"emberline-{blake2b(key, digest_size=8, person=b'kv.namespace').hexdigest()}"
     master = MasterMetrics(settings.metrics) if settings.metrics else None
-    return PoolTier(PoolClient(settings, memory), memoryview(memory.buffer), BlockTagger(key), namespace, master)
+    client, tagger = PoolClient(settings, memory), BlockTagger(key)
+    return PoolTier(client, memoryview(memory.buffer), tagger, namespace, master, call_limit_s)
 
 
 def _fixed(value: bytes, n_bytes: int) -> bytes:

@@ -18,8 +18,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from emberline.kv.tiers.disk import disk_tier, drive_health
 from emberline.kv.tiers.disk.direct_file import DirectFile
+from emberline.kv.tiers.disk.disk_tier import DiskTier
+from emberline.kv.tiers.disk.drive_health import DRIVE_TIMES, DriveTimes
 from emberline.kv.tiers.retention import Retention
 from tests.kv.tiers.disk.disk_blocks import content, held, open_tier, read, write
 from tests.kv.tiers.disk.disk_writer import N_SLOTS
@@ -27,7 +28,7 @@ from tests.kv.tiers.disk.disk_writer import N_SLOTS
 NUMBERS = list(range(12))
 
 
-def check_readable(tier: disk_tier.DiskTier, numbers: list[int] = NUMBERS) -> int:
+def check_readable(tier: DiskTier, numbers: list[int] = NUMBERS) -> int:
     """How many blocks are there; whatever is returned is right."""
     found = read(tier, numbers)
     assert all(block in (None, content(n)) for n, block in zip(numbers, found))
@@ -115,9 +116,8 @@ def test_a_damaged_block_is_reported_once(written: Path, tmp_path: Path, caplog:
 
 
 @pytest.mark.parametrize("what", ["blocks", "index", "folder"])
-def test_unlinked_files(tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
-    monkeypatch.setattr(disk_tier, "CHECK_S", 0.0)
-    tier = open_tier(tmp_path, 16)
+def test_unlinked_files(tmp_path: Path, what: str, caplog) -> None:
+    tier = open_tier(tmp_path, 16, times=DriveTimes(check_s=0.0))
     write(tier, NUMBERS)
     if what == "folder":
         shutil.rmtree(tmp_path / "0")
@@ -135,11 +135,10 @@ def test_unlinked_files(tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_an_order_of_removed_files_is_told_nothing_any_more(tmp_path: Path) -> None:
-    tier, retention = open_tier(tmp_path, 16), Retention()
+    tier, retention = open_tier(tmp_path, 16, times=DriveTimes(check_s=0.0)), Retention()
     tier.follow(retention)
     write(tier, NUMBERS)
     shutil.rmtree(tmp_path / "0")
-    tier._checked_s = -1e9
     write(tier, NUMBERS)
     orders = [file.index.order for file in tier._files.values()]
     assert retention._listeners == tuple(orders)
@@ -156,14 +155,16 @@ def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) 
         return real(path, *rest)
 
     monkeypatch.setattr(os, "open", refuse)
-    monkeypatch.setattr(drive_health, "FIRST_PAUSE_S", drive_health.MAX_PAUSE_S)
-    tier = open_tier(tmp_path, 16)
+    now_s, pause_s = [0.0], DRIVE_TIMES.first_pause_s
+    tier = open_tier(tmp_path, 16, clock=lambda: now_s[0])
     assert tier.stats().state == "degraded: Permission denied"
     write(tier, NUMBERS)
     assert (check_readable(tier), held(tier, NUMBERS)) == (0, [])
     assert caplog.text.count("out of use") == 1
     allowed = True
-    tier._health._clock = lambda: time.monotonic() + drive_health.MAX_PAUSE_S
+    write(tier, NUMBERS)
+    assert held(tier, NUMBERS) == [], "not before the pause is over"
+    now_s[0] += pause_s
     write(tier, NUMBERS)
     assert held(tier, NUMBERS) == NUMBERS
     assert tier.stats().state == "ok"
@@ -175,9 +176,7 @@ def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) 
 
 @pytest.mark.parametrize("where", ["allocate", "write"])
 def test_full_disk(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
-    monkeypatch.setattr("emberline.kv.tiers.disk.block_file.GROW_BYTES", 1)
-    monkeypatch.setattr(disk_tier, "FULL_PAUSE_S", -1.0)
-    tier = open_tier(tmp_path, 16)
+    tier = open_tier(tmp_path, 16, times=DriveTimes(full_pause_s=-1.0), grow_bytes=1)
     write(tier, NUMBERS[:6])
     real, full = getattr(DirectFile, where), True
 
@@ -248,8 +247,7 @@ def gate() -> Iterator[Gate]:
 @pytest.mark.parametrize("call", ["read", "write"])
 def test_stall(tmp_path: Path, call: str, gate: Gate, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(drive_health, "STALL_S", 0.05)
-    tier = open_tier(tmp_path, 16)
+    tier = open_tier(tmp_path, 16, times=DriveTimes(stall_s=0.05))
     write(tier, NUMBERS[:6])
     found: list[int] = []
     work = {"read": lambda: found.append(check_readable(tier)), "write": lambda: write(tier, NUMBERS)}[call]
@@ -271,8 +269,7 @@ def test_stall(tmp_path: Path, call: str, gate: Gate, monkeypatch: pytest.Monkey
 
 
 def test_io_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
-    monkeypatch.setattr(drive_health, "FIRST_PAUSE_S", 0.01)
-    tier = open_tier(tmp_path, 16)
+    tier = open_tier(tmp_path, 16, times=DriveTimes(first_pause_s=0.01))
     write(tier, NUMBERS)
 
     def broken(*_: object) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from emberline.kv.tiers.pool.pool_tier import PoolTier, open_pool
+from emberline.kv.tiers.pool.pool_tier import CALL_LIMIT_S, PoolTier, open_pool
 from emberline.protocol.kv_store import StoreSettings
 
 KEY = bytes(range(32))
@@ -56,9 +56,9 @@ class MooncakePool:
         arguments = ("--kv-store", self.settings.url, "--bytes", str(n_bytes))
         return self._start("emberline.kv.tiers.pool.pool_memory", *arguments)[0]
 
-    def tier(self, key: bytes = KEY) -> PoolTier:
+    def tier(self, key: bytes = KEY, call_limit_s: float = CALL_LIMIT_S) -> PoolTier:
         """A connected tier, as a worker has one."""
-        tier = open_pool(self.settings, key)
+        tier = open_pool(self.settings, key, call_limit_s)
         self._stack.callback(tier.close)
         until(lambda: tier.stats().state == "ok")
         return tier

@@ -8,7 +8,6 @@ import time
 
 import pytest
 
-from emberline.kv.tiers.pool import pool_tier
 from emberline.kv.tiers.pool.pool_tier import PoolTier
 from emberline.kv.tiers.tier import BlockId, BlockMeta
 from tests.kv.tiers.pool.mooncake_pool import MooncakePool, mooncake_pool, require_mooncake, until
@@ -67,10 +66,9 @@ def test_a_full_pool_evicts_and_a_worker_goes_on(pool: MooncakePool) -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_master_lost_under_load(pool: MooncakePool, how: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_master_lost_under_load(pool: MooncakePool, how: signal.Signals) -> None:
     """Reads and writes fail at once instead of blocking, no wrong byte is returned, and all recovers by itself."""
-    monkeypatch.setattr(pool_tier, "CALL_LIMIT_S", 1.0)
-    tier = pool.tier()
+    tier = pool.tier(call_limit_s=1.0)
     ids, data = some_blocks(30)
     save(tier, ids, data)
     stop, longest, wrong = threading.Event(), [0.0], []
@@ -109,11 +107,8 @@ def test_master_lost_under_load(pool: MooncakePool, how: signal.Signals, monkeyp
     assert longest[0] < 20.0  # seconds on a busy machine; the library alone blocks for 30 to 60
 
 
-def test_a_peer_that_is_killed_or_stopped_costs_its_own_blocks_only(
-    pool: MooncakePool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pool_tier, "CALL_LIMIT_S", 1.0)
-    tier = pool.tier()
+def test_a_peer_that_is_killed_or_stopped_costs_its_own_blocks_only(pool: MooncakePool) -> None:
+    tier = pool.tier(call_limit_s=1.0)
     ids, data = some_blocks(30)
     save(tier, ids, data)
     pool.memory.send_signal(signal.SIGSTOP)

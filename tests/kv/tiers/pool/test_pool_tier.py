@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emberline.kv.tiers.block_tag import BlockTagger
-from emberline.kv.tiers.pool import pool_tier
 from emberline.kv.tiers.pool.pool_tier import HEADER_BYTES, N_STAGES, PoolTier
 from emberline.kv.tiers.tier import BlockId, BlockMeta, layout_tag
 from emberline.protocol.block_hash import KVGroup
@@ -21,11 +20,11 @@ KEY = bytes(range(32))
 
 
 def make_tier(
-    objects: dict[str, bytes] | None = None, key: bytes = KEY, namespace: str = "test"
+    objects: dict[str, bytes] | None = None, key: bytes = KEY, namespace: str = "test", **limits: float
 ) -> tuple[PoolTier, LyingStore]:
     memory = memoryview(bytearray(N_STAGES * STAGE_BYTES))
     store = LyingStore(memory, objects)
-    return PoolTier(store, memory, BlockTagger(key), namespace, Listing(store.objects)), store
+    return PoolTier(store, memory, BlockTagger(key), namespace, Listing(store.objects), **limits), store
 
 
 def block_ids(n: int, tag: bytes = b"layout-1") -> list[BlockId]:
@@ -165,10 +164,8 @@ def test_a_pool_that_is_full_or_lost_drops_writes_and_recovers() -> None:
     assert read(tier, ids) == [bytes(each) for each in data]
 
 
-def test_a_store_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_tier, "CALL_LIMIT_S", 0.0)
-    monkeypatch.setattr(pool_tier, "MIN_RATE", 1e12)
-    tier, store = make_tier()
+def test_a_store_that_hangs_is_given_up() -> None:
+    tier, store = make_tier(call_limit_s=0.0, min_rate=1e12)
     ids = block_ids(9)
     write(tier, ids, blocks(9))
     store.hang_s = 60.0
