@@ -14,14 +14,17 @@ from emberline.accounts.secret import Secret
 from emberline.api.app import ApiSettings, App
 from emberline.api.batch_loader import BatchService
 from emberline.api.http.call import ASGIApp, Receive, Scope, Send
+from emberline.jobs.batches.blobs import BlobStore
+from emberline.jobs.batches.database_blobs import DatabaseBlobs
 from emberline.jobs.limits import QueueLimits
 from emberline.jobs.queue.job import Lease
-from emberline.jobs.queue.queue import Queue, open_queue
+from emberline.jobs.queue.queue import BLOBS, Queue, open_queue
 from emberline.protocol.errors import EmberlineError
 from emberline.protocol.request import Principal
 from emberline.service.answer import collect_answer
 from emberline.store import Database, open_store
 from tests.api.fake_service import CARDS, FakeService
+from tests.faulty_queue import FaultyQueue
 
 OWNER = "test-puller"
 
@@ -30,7 +33,9 @@ OWNER = "test-puller"
 async def open_batch_service(
     store: Database, service: FakeService, folder: Path, **limits: Any
 ) -> AsyncIterator[BatchService]:
-    queue = await open_queue(store, folder, QueueLimits(**limits))
+    blobs = BlobStore(folder / BLOBS)
+    queue = FaultyQueue(store, DatabaseBlobs(store, blobs) if store.is_shared else blobs, QueueLimits(**limits))
+    queue.start_sweeping()
     batches = BatchService(queue, service)
     batches.start_loading()
     try:

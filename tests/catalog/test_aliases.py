@@ -12,6 +12,7 @@ from emberline.catalog.aliases import MAX_CHAIN, MAX_TARGETS, Alias, AliasTable,
 from emberline.catalog.model_card import BUILT_IN
 from emberline.protocol.errors import BadInput, Conflict, NotFound
 from tests.databases import DatabaseLocation
+from tests.faulty_store import FaultyStore
 
 
 def table(**aliases: dict[str, int]) -> AliasTable:
@@ -160,22 +161,21 @@ async def test_changes_stay_and_configured_aliases_do_not_change(database: Datab
     await store.close()
 
 
-async def test_a_failed_look_at_the_database_is_not_the_last(
-    database: DatabaseLocation, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = await database.open()
+async def test_a_failed_look_at_the_database_is_not_the_last(database: DatabaseLocation) -> None:
+    store = FaultyStore(await database.open())
     aliases = await open_aliases(store, {})
-    read, failed = store.read, asyncio.Event()
+    failed = asyncio.Event()
 
-    async def fail(*_: object) -> list[tuple[object, ...]]:
-        failed.set()
-        raise OSError("disk I/O error")
+    async def fail(name: str, asked: object) -> None:
+        if name == "read":
+            failed.set()
+            raise OSError("disk I/O error")
 
-    monkeypatch.setattr(store, "read", fail)
+    store.before = fail
     await aliases.change("gpt", {"a": 1})
     async with asyncio.timeout(60):
         await failed.wait()
-        monkeypatch.setattr(store, "read", read)
+        store.before = None
         await store.write("DELETE FROM model_aliases")
         while aliases.table.aliases:
             await store.notify("model_aliases")

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from emberline.catalog import integrity
 from emberline.catalog.integrity import RECORD, verify
 from emberline.catalog.model_card import ModelCard
 from emberline.catalog.model_store import ModelStore
@@ -41,7 +40,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         names.append(Path(file.name).name)
         return digest(file, name)
 
-    monkeypatch.setattr(integrity.hashlib, "file_digest", counted)
+    monkeypatch.setattr(hashlib, "file_digest", counted)
     return names
 
 

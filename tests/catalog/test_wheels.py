@@ -258,7 +258,7 @@ def test_a_disk_that_fills_up_during_the_download(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(wheels, "_unpack", full)
+    monkeypatch.setattr(zipfile.ZipFile, "open", full)
     with pytest.raises(NoSpace, match="filled up"):
         wheels.fetch(source_of(card), tmp_path / "out")
     assert not (tmp_path / "out").exists()

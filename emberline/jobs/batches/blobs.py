@@ -72,11 +72,11 @@ class BlobStore:
 
     async def get(self, name: str) -> bytes:
         with _io_errors("read a stored body"):
-            return await asyncio.to_thread(self._path(name).read_bytes)
+            return await asyncio.to_thread(self.path_of(name).read_bytes)
 
     async def stream(self, name: str) -> AsyncIterator[bytes]:
         with _io_errors("read a stored file"):
-            file = await asyncio.to_thread(self._path(name).open, "rb")
+            file = await asyncio.to_thread(self.path_of(name).open, "rb")
             try:
                 while chunk := await asyncio.to_thread(file.read, _READ_BYTES):
                     yield chunk
@@ -95,7 +95,7 @@ class BlobStore:
     def remove(self, name: str, grace_s: float) -> bool:
         """Remove the blob unless it was renewed in the meantime."""
         with self._locked(fcntl.LOCK_EX):
-            path = self._path(name)
+            path = self.path_of(name)
             if _modified(path) >= time.time() - grace_s:
                 return False
             path.unlink(missing_ok=True)
@@ -128,12 +128,12 @@ class BlobStore:
 
     def _renew(self, name: str) -> bool:
         with self._locked(fcntl.LOCK_SH), contextlib.suppress(FileNotFoundError):
-            os.utime(self._path(name))
+            os.utime(self.path_of(name))
             return True
         return False
 
     def _publish(self, path: Path, name: str) -> None:
-        final = self._path(name)
+        final = self.path_of(name)
         with _io_errors("store a body"), self._locked(fcntl.LOCK_SH):
             if not final.parent.exists():
                 final.parent.mkdir(exist_ok=True, mode=0o700)
@@ -142,7 +142,8 @@ class BlobStore:
             path.replace(final)
             _sync_folder(final.parent)
 
-    def _path(self, name: str) -> Path:
+    def path_of(self, name: str) -> Path:
+        """Path of the file that holds the blob, if the folder has it."""
         return self._folder / name[:2] / name
 
     @contextlib.contextmanager

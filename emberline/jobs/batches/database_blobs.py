@@ -33,9 +33,10 @@ _ABANDONED = (
 class DatabaseBlobs:
     """Implements Blobs."""
 
-    def __init__(self, store: Database, folder: BlobStore) -> None:
-        """`folder`: what this core stored before."""
+    def __init__(self, store: Database, folder: BlobStore, part_bytes: int = PART_BYTES) -> None:
+        """`folder` has what this core stored before. A blob is stored in rows of `part_bytes`."""
         self._store = store
+        self._part_bytes = part_bytes
         self._folder = folder
 
     async def put(self, data: bytes) -> str:
@@ -43,7 +44,8 @@ class DatabaseBlobs:
         if await self._store.write(_RENEW, (self._store.now_us(), name)):
             return name
         upload = secrets.token_hex(16)
-        parts = [data[at : at + PART_BYTES] for at in range(0, len(data), PART_BYTES)]
+        size = self._part_bytes
+        parts = [data[at : at + size] for at in range(0, len(data), size)]
         for number, part in enumerate(parts):
             await self._write_part(upload, number, part)
         await self._publish(name, upload, len(parts))
@@ -59,9 +61,9 @@ class DatabaseBlobs:
                     raise too_large(max_bytes)
                 digest.update(chunk)
                 pending += chunk
-                while len(pending) >= PART_BYTES:
-                    await self._write_part(upload, n_parts, bytes(pending[:PART_BYTES]))
-                    del pending[:PART_BYTES]
+                while len(pending) >= self._part_bytes:
+                    await self._write_part(upload, n_parts, bytes(pending[: self._part_bytes]))
+                    del pending[: self._part_bytes]
                     n_parts += 1
             if pending:
                 await self._write_part(upload, n_parts, bytes(pending))

@@ -30,9 +30,17 @@ class PostResponse(NamedTuple):
     retry_after_s: float | None = None
 
 
-async def post(target: Target, addresses: Sequence[str], headers: Mapping[str, str], body: bytes) -> PostResponse:
-    """Send and return the final response. The caller sets the timeout; cancelling closes the connection."""
-    reader, writer = await _connect(target, addresses)
+async def post(
+    target: Target,
+    addresses: Sequence[str],
+    headers: Mapping[str, str],
+    body: bytes,
+    tls: ssl.SSLContext | None = None,
+) -> PostResponse:
+    """Send and return the final response. The caller sets the timeout; cancelling closes the connection.
+
+    `tls` says which certificates are trusted; by default those of the system."""
+    reader, writer = await _connect(target, addresses, tls)
     try:
         writer.write(_head(target, headers, len(body)) + body)
         await writer.drain()
@@ -56,8 +64,10 @@ async def _drain_body(reader: asyncio.StreamReader) -> None:
             await reader.readexactly(MAX_BODY_BYTES)
 
 
-async def _connect(target: Target, addresses: Sequence[str]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """To the first address that accepts; the certificate is checked against the target's host."""
+async def _connect(
+    target: Target, addresses: Sequence[str], tls: ssl.SSLContext | None
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect to the first address that accepts; the certificate is checked against the target's host."""
     problem = "no address"
     for address in addresses:
         try:
@@ -66,7 +76,7 @@ async def _connect(target: Target, addresses: Sequence[str]) -> tuple[asyncio.St
                     address,
                     target.port,
                     limit=MAX_HEAD_BYTES,
-                    ssl=_tls() if target.secure else None,
+                    ssl=(tls or _system_tls()) if target.secure else None,
                     server_hostname=target.host if target.secure else None,
                 )
         except TimeoutError:
@@ -117,5 +127,5 @@ def _reason(error: OSError) -> str:
 
 
 @cache
-def _tls() -> ssl.SSLContext:
+def _system_tls() -> ssl.SSLContext:
     return ssl.create_default_context()

@@ -23,6 +23,8 @@ from emberline.store import Database
 from tests.api.batch_fixtures import jsonl, lines_in, open_batch_service, run_all, run_one, until
 from tests.api.fake_service import MODEL, FakeService, client_of, hello, says
 from tests.databases import DatabaseLocation, mostly_sqlite, on_both_databases
+from tests.faulty_queue import FaultyQueue
+from tests.faulty_store import FaultyStore
 
 database = mostly_sqlite
 
@@ -31,8 +33,8 @@ CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture
-async def store(database: DatabaseLocation) -> AsyncIterator[Database]:
-    store = await database.open()
+async def store(database: DatabaseLocation) -> AsyncIterator[FaultyStore]:
+    store = FaultyStore(await database.open())
     yield store
     await store.close()
 
@@ -388,9 +390,7 @@ async def test_cancel_one_job(client: httpx.AsyncClient, batches: BatchService, 
     assert (error["custom_id"], error["error"]["code"]) == ("b", "batch_cancelled")
 
 
-async def test_cancel_while_the_last_line_is_loaded(
-    client: httpx.AsyncClient, batches: BatchService, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_cancel_while_the_last_line_is_loaded(client: httpx.AsyncClient, batches: BatchService) -> None:
     """The batch starts between the read and the write of the cancellation, and is cancelled all the same."""
     await batches.close()
     made = await submit(client, jsonl([chat("a")]))
@@ -399,18 +399,18 @@ async def test_cancel_while_the_last_line_is_loaded(
     await batches.queue.append(batch, [job_reader(batch, FakeService())(FileLine(1, jsonl([chat("a")])))])
     stale = [await batches.queue.batch("local", made["id"])]
     await batches.queue.start(batch)
-    look = batches.queue.batch
 
-    async def late(account: str, batch_id: str) -> Batch:
-        return stale.pop() if stale else await look(account, batch_id)
+    async def late(look: Any) -> Batch:
+        return stale.pop() if stale else await look()
 
-    monkeypatch.setattr(batches.queue, "batch", late)
+    assert isinstance(batches.queue, FaultyQueue)
+    batches.queue.around["batch"] = late
     assert (await batches.queue.cancel("local", made["id"])).status == "cancelled"
     assert not stale
 
 
 async def test_expiry_with_partial_results(
-    client: httpx.AsyncClient, batches: BatchService, service: FakeService, store: Database
+    client: httpx.AsyncClient, batches: BatchService, service: FakeService, store: FaultyStore
 ) -> None:
     made = await submit(client, jsonl([chat("a"), chat("b")]), completion_window="1m")
     assert made["expires_at"] - made["created_at"] == 60
@@ -419,8 +419,7 @@ async def test_expiry_with_partial_results(
         return await batches.queue.claim("test-puller", MODEL, 1)
 
     await run_one(batches.queue, service, (await until(one))[0])
-    real = store.now_us
-    store.now_us = lambda: real() + 61_000_000  # type: ignore[method-assign]
+    store.later_us = 61_000_000
     await batches.queue.sweep()
     batch = (await client.get(f"/v1/batches/{made['id']}")).json()
     assert (batch["status"], batch["request_counts"]["expired"]) == ("expired", 1)
@@ -503,22 +502,22 @@ async def test_idempotency(client: httpx.AsyncClient, batches: BatchService) -> 
     assert len((await client.get("/v1/batches")).json()["data"]) == 1
 
 
-async def test_concurrent_and_failed_submissions(
-    client: httpx.AsyncClient, batches: BatchService, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_concurrent_and_failed_submissions(client: httpx.AsyncClient, batches: BatchService) -> None:
     """A concurrent submission is a conflict; after a failure the retry has the same id, and there is one batch."""
     file = await upload(client, jsonl([chat("a")]))
-    create, slow, ids = batches.queue.create, asyncio.Event(), []
+    slow = asyncio.Event()
+    ids: list[str] = []
 
-    async def waits(new: NewBatch) -> Batch:
+    async def waits(create: Any, new: NewBatch) -> Batch:
         ids.append(new.id)
-        if len(ids) == 1:
-            await slow.wait()
-            await create(new)
-            raise Unavailable("the store went away after the commit")
-        return await create(new)
+        if len(ids) > 1:
+            return await create()
+        await slow.wait()
+        await create()
+        raise Unavailable("the store went away after the commit")
 
-    monkeypatch.setattr(batches.queue, "create", waits)
+    assert isinstance(batches.queue, FaultyQueue)
+    batches.queue.around["create"] = waits
     body = {"input_file_id": file["id"], "endpoint": CHAT}
 
     async def post() -> httpx.Response:
@@ -537,7 +536,7 @@ async def test_concurrent_and_failed_submissions(
     assert len((await client.get("/v1/batches")).json()["data"]) == 1
 
 
-async def test_loading_resumes_after_a_crash(store: Database, service: FakeService, tmp_path: Path) -> None:
+async def test_loading_resumes_after_a_crash(store: FaultyStore, service: FakeService, tmp_path: Path) -> None:
     """Another process resumes, and knows the custom ids that it has not read itself."""
     content = jsonl([*(chat(str(i)) for i in range(700)), chat("7")])
     async with open_batch_service(store, service, tmp_path) as batches:
@@ -549,8 +548,7 @@ async def test_loading_resumes_after_a_crash(store: Database, service: FakeServi
         reader = job_reader(batch, service)
         given = [line async for line in file_lines(batches.queue.blobs.stream(str(batch.input_blob)), 1 << 20)]
         await batches.queue.append(batch, [reader(line) for line in given[:500]])
-        real = store.now_us
-        store.now_us = lambda: real() + 100_000_000  # type: ignore[method-assign]
+        store.later_us = 100_000_000
         async with (
             open_batch_service(store, service, tmp_path) as next_service,
             client_of(service, batches=next_service) as client,

@@ -7,17 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from emberline.jobs.batches import database_blobs
 from emberline.jobs.batches.blobs import BlobStore
 from emberline.jobs.batches.database_blobs import DatabaseBlobs
 from emberline.protocol.errors import TooLarge, Unavailable
 from emberline.store import Database
 from tests.databases import DatabaseLocation
-
-
-@pytest.fixture(autouse=True)
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(database_blobs, "PART_BYTES", 1000)
 
 
 @pytest.fixture
@@ -32,6 +26,17 @@ async def chunks(data: bytes, size: int) -> AsyncIterator[bytes]:
         yield data[at : at + size]
 
 
+def blobs_in(store: Database, folder: Path) -> DatabaseBlobs:
+    """Blobs in small parts."""
+    return DatabaseBlobs(store, BlobStore(folder), part_bytes=1000)
+
+
+async def add_part(store: Database, upload: str, number: int, stored_us: int) -> None:
+    """Write a part of an upload that has not ended."""
+    insert = "INSERT INTO blob_parts (upload, number, data, stored_us) VALUES (?, ?, ?, ?)"
+    await store.write(insert, (upload, number, b"x", stored_us))
+
+
 async def n_parts(store: Database) -> int:
     ((n,),) = await store.read("SELECT count(*) FROM blob_parts")
     assert isinstance(n, int)
@@ -39,7 +44,7 @@ async def n_parts(store: Database) -> int:
 
 
 async def test_what_one_core_stores_another_reads(store: Database, tmp_path: Path) -> None:
-    first, second = (DatabaseBlobs(store, BlobStore(tmp_path / name)) for name in "ab")
+    first, second = (blobs_in(store, tmp_path / name) for name in "ab")
     data = os.urandom(2500)
     name = await first.put(data)
     assert await second.get(name) == data
@@ -53,7 +58,7 @@ async def test_what_one_core_stores_another_reads(store: Database, tmp_path: Pat
 
 
 async def test_a_stream_that_is_too_large_leaves_nothing(store: Database, tmp_path: Path) -> None:
-    blobs = DatabaseBlobs(store, BlobStore(tmp_path))
+    blobs = blobs_in(store, tmp_path)
     with pytest.raises(TooLarge, match="2,000"):
         await blobs.put_stream(chunks(bytes(5000), 900), 2000)
     assert await n_parts(store) == 0
@@ -68,7 +73,7 @@ async def test_what_was_stored_in_the_folder_is_still_read(store: Database, tmp_
 
 
 async def test_unused_blobs_are_removed_unless_renewed(store: Database, tmp_path: Path) -> None:
-    blobs = DatabaseBlobs(store, BlobStore(tmp_path))
+    blobs = blobs_in(store, tmp_path)
     name = await blobs.put(bytes(1500))
     assert await blobs.unused_since(60) == []
     assert await blobs.unused_since(-1) == [name]
@@ -76,15 +81,15 @@ async def test_unused_blobs_are_removed_unless_renewed(store: Database, tmp_path
     assert await blobs.get(name) == bytes(1500)
     await blobs.discard(name, -1)
     assert await n_parts(store) == 0
-    await blobs._write_part("abandoned", 0, b"x")
+    await add_part(store, "abandoned", 0, store.now_us())
+    assert await n_parts(store) == 1
     await blobs.unused_since(-1)
     assert await n_parts(store) == 0
 
 
 async def test_the_parts_of_an_upload_that_goes_on_are_kept(store: Database, tmp_path: Path) -> None:
-    blobs = DatabaseBlobs(store, BlobStore(tmp_path))
-    await blobs._write_part("slow", 0, b"x")
-    await blobs._write_part("slow", 1, b"y")
-    await store.write("UPDATE blob_parts SET stored_us = 0 WHERE number = 0")
+    blobs = blobs_in(store, tmp_path)
+    await add_part(store, "slow", 0, 0)
+    await add_part(store, "slow", 1, store.now_us())
     await blobs.unused_since(3600)
     assert await n_parts(store) == 2

@@ -82,13 +82,13 @@ async def test_blobs_are_deduplicated_and_survive_a_partial_write(tmp_path: Path
     (tmp_path / ".part-dead").write_bytes(b"half")
     os.utime(tmp_path / ".part-dead", (1, 1))
     name = await blobs.put(b"old")
-    os.utime(blobs._path(name), (1, 1))
+    os.utime(blobs.path_of(name), (1, 1))
     assert list(blobs.old(60)) == [name]
     assert not (tmp_path / ".part-dead").exists()
     await blobs.put(b"old")  # put again just before it would have been collected
     assert not blobs.remove(name, 60)
     assert await blobs.get(name) == b"old"
-    os.utime(blobs._path(name), (1, 1))
+    os.utime(blobs.path_of(name), (1, 1))
     assert blobs.remove(name, 60)
     with pytest.raises(Unavailable, match="cannot read"):
         await blobs.get(name)

@@ -8,11 +8,11 @@ from emberline.jobs.batches.batch import NewBatch
 from emberline.jobs.batches.blobs import BlobStore
 from emberline.jobs.limits import QueueLimits
 from emberline.jobs.queue.job import Lease, NewJob
-from emberline.jobs.queue.queue import Queue
 from emberline.protocol.answer import Answer, AnswerChoice, ReasoningPart, TextPart, ToolCallPart
 from emberline.protocol.events import Usage
 from emberline.protocol.request import GenerateRequest, Message, SamplingParams
 from emberline.store import Database
+from tests.faulty_queue import FaultyQueue
 
 MODEL = "m"
 
@@ -31,9 +31,9 @@ class ManualClock:
         self.us += int(seconds * 1e6)
 
 
-def make_queue(store: Database, folder: Path, **limits: object) -> Queue:
+def make_queue(store: Database, folder: Path, **limits: object) -> FaultyQueue:
     """A queue without a background sweeper."""
-    return Queue(store, BlobStore(folder / "blobs"), QueueLimits(**limits))  # type: ignore[arg-type]
+    return FaultyQueue(store, BlobStore(folder / "blobs"), QueueLimits(**limits))  # type: ignore[arg-type]
 
 
 def new_job(i: int, model: str = MODEL, text: str = "", prefix: int = 0) -> NewJob:

@@ -12,6 +12,7 @@ from emberline.jobs.queue.puller import LeaseOwner, Puller, PullerTimings
 from emberline.protocol.errors import Unavailable
 from emberline.protocol.request import Principal
 from emberline.store import Database
+from tests.faulty_queue import Hook
 from tests.jobs.queue.fakes import FakeAdmission, FakeService
 from tests.jobs.queue.helpers import MODEL, ManualClock, audit, make_queue, new_batch, new_job, new_jobs
 
@@ -80,6 +81,18 @@ async def bench(store: Database, tmp_path: Path) -> AsyncIterator[Bench]:
 
 def states(found: list[Job]) -> list[str]:
     return [item.state for item in found]
+
+
+def refused_first(n_times: int) -> Hook:
+    """A hook of the queue's calls: the first `n_times` find the database away."""
+    refusals = iter(range(n_times))
+
+    async def hook(call: Callable[[], Awaitable[Any]]) -> Any:
+        if next(refusals, None) is not None:
+            raise Unavailable("the database is away")
+        return await call()
+
+    return hook
 
 
 async def test_every_job_runs_once_with_one_usage_row(bench: Bench) -> None:
@@ -221,17 +234,8 @@ async def test_cancelling_one_job_leaves_the_others_running(bench: Bench) -> Non
     assert (await bench.ended(batch)).counts.completed == 1
 
 
-async def test_a_result_is_written_again_when_the_store_was_unavailable(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, refusals = bench.queue.complete, iter(range(2))
-
-    async def stubborn(*args: Any) -> bool:
-        if next(refusals, None) is not None:
-            raise Unavailable("the database is away")
-        return await real(*args)
-
-    monkeypatch.setattr(bench.queue, "complete", stubborn)
+async def test_a_result_is_written_again_when_the_store_was_unavailable(bench: Bench) -> None:
+    bench.queue.around["complete"] = refused_first(2)
     bench.pull()
     batch = await bench.submit("x")
     await bench.ended(batch)
@@ -252,16 +256,14 @@ async def test_closing_returns_unfinished_jobs_to_the_queue(bench: Bench) -> Non
     await bench.ended(batch)
 
 
-async def test_a_draining_puller_claims_nothing_and_finishes_running_jobs(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    claim, claiming, stop = bench.queue.claim, asyncio.Lock(), asyncio.Event()
+async def test_a_draining_puller_claims_nothing_and_finishes_running_jobs(bench: Bench) -> None:
+    claiming, stop = asyncio.Lock(), asyncio.Event()
 
-    async def claim_alone(*args: Any, **options: Any) -> Any:
+    async def claim_alone(claim: Callable[[], Awaitable[Any]]) -> Any:
         async with claiming:
-            return await claim(*args, **options)
+            return await claim()
 
-    monkeypatch.setattr(bench.queue, "claim", claim_alone)
+    bench.queue.around["claim"] = claim_alone
     bench.pull(stop)
     running = await bench.submit("hold", "hold")
     await until(_now(bench.service.running), lambda running: len(running) == 2)
@@ -336,15 +338,8 @@ async def test_several_pullers_share_the_jobs(bench: Bench) -> None:
     await until(_now(bench.pullers), lambda pullers: sum(one.metrics.total("completed") for one in pullers) == 100)
 
 
-async def test_the_puller_recovers_from_an_unavailable_store(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, refusals = bench.queue.claim, iter(range(1))
-
-    async def away(*args: Any, **options: Any) -> Any:
-        if next(refusals, None) is not None:
-            raise Unavailable("the database is away")
-        return await real(*args, **options)
-
-    monkeypatch.setattr(bench.queue, "claim", away)
+async def test_the_puller_recovers_from_an_unavailable_store(bench: Bench) -> None:
+    bench.queue.around["claim"] = refused_first(1)
     bench.pull()
     await bench.ended(await bench.submit("x"))
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from emberline.jobs.webhooks import http_post as post_module
 from emberline.jobs.webhooks.http_post import PostFailed, PostResponse, post
 from emberline.protocol.egress_policy import parse_target
 from tests.jobs.webhooks.receiver import Receiver
@@ -68,8 +67,8 @@ async def receiver(certificate: Path) -> AsyncIterator[TlsReceiver]:
     server.close()
 
 
-async def send(receiver: TlsReceiver, host: str) -> PostResponse:
-    return await post(parse_target(f"https://{host}:{receiver.port}/"), ["127.0.0.1"], {}, b"{}")
+async def send(receiver: TlsReceiver, host: str, tls: ssl.SSLContext | None = None) -> PostResponse:
+    return await post(parse_target(f"https://{host}:{receiver.port}/"), ["127.0.0.1"], {}, b"{}", tls)
 
 
 async def test_an_untrusted_certificate_is_refused(receiver: TlsReceiver) -> None:
@@ -78,16 +77,13 @@ async def test_an_untrusted_certificate_is_refused(receiver: TlsReceiver) -> Non
     assert not receiver.got
 
 
-async def test_the_certificate_is_checked_against_the_host_name(
-    receiver: TlsReceiver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_certificate_is_checked_against_the_host_name(receiver: TlsReceiver) -> None:
     trusting = ssl.create_default_context(cafile=str(receiver.certificate))
-    monkeypatch.setattr(post_module, "_tls", lambda: trusting)
-    assert await send(receiver, NAME) == PostResponse(200)
+    assert await send(receiver, NAME, trusting) == PostResponse(200)
     assert receiver.names == [NAME]
     assert receiver.got[0].headers["host"] == f"{NAME}:{receiver.port}"
     with pytest.raises(PostFailed, match="certificate is not valid: Hostname mismatch"):
-        await send(receiver, "other.example")
+        await send(receiver, "other.example", trusting)
     assert len(receiver.got) == 1
 
 
@@ -103,8 +99,7 @@ async def test_a_receiver_without_tls() -> None:
     server.close()
 
 
-async def test_the_next_address_is_tried(receiver: TlsReceiver, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_next_address_is_tried(receiver: TlsReceiver) -> None:
     trusting = ssl.create_default_context(cafile=str(receiver.certificate))
-    monkeypatch.setattr(post_module, "_tls", lambda: trusting)
     target = parse_target(f"https://{NAME}:{receiver.port}/")
-    assert await post(target, ["127.0.0.2", "127.0.0.1"], {}, b"{}") == PostResponse(200)
+    assert await post(target, ["127.0.0.2", "127.0.0.1"], {}, b"{}", trusting) == PostResponse(200)

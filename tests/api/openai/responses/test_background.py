@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from emberline.api.batch_loader import BatchService
+from emberline.jobs.batches.batch import NewBatch
 from emberline.protocol.answer import Answer, AnswerChoice, TextPart
 from emberline.protocol.errors import Unavailable
 from emberline.protocol.events import ChoiceDone, TextDelta, Usage
@@ -17,6 +18,7 @@ from emberline.service.responses import DatabaseResponses
 from emberline.store import SqliteStore
 from tests.api.batch_fixtures import run_all, run_one
 from tests.api.fake_service import AGENT, MODEL, FakeService, Wire, agent, app_of, client_of, says
+from tests.faulty_queue import FaultyQueue
 
 ASK: dict[str, Any] = {"model": MODEL, "input": "Hi", "background": True}
 
@@ -234,18 +236,19 @@ async def test_refused(client: httpx.AsyncClient) -> None:
     assert (await client.post(f"/v1/responses/{sync['id']}/cancel")).status_code == 400
 
 
-async def test_idempotency(client: httpx.AsyncClient, batches: BatchService, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_idempotency(client: httpx.AsyncClient, batches: BatchService) -> None:
     key = {"idempotency-key": "k"}
-    submit, ids = batches.queue.submit, []
+    ids: list[str] = []
 
-    async def breaks_once(new: Any, lines: Any) -> Any:
+    async def breaks_once(submit: Any, new: NewBatch) -> Any:
         ids.append(new.id)
-        batch = await submit(new, lines)
+        batch = await submit()
         if len(ids) == 1:
             raise Unavailable("gone after the commit")
         return batch
 
-    monkeypatch.setattr(batches.queue, "submit", breaks_once)
+    assert isinstance(batches.queue, FaultyQueue)
+    batches.queue.around["submit"] = breaks_once
     assert (await client.post("/v1/responses", json=ASK, headers=key)).status_code == 503
     first = await client.post("/v1/responses", json=ASK, headers=key)
     again = await client.post("/v1/responses", json=ASK, headers=key)
