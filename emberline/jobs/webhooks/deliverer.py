@@ -116,8 +116,9 @@ class Deliverer:
     async def _run(self) -> None:
         while True:
             try:
+                began_us = self._db.now_us()
                 await self._start_due()
-                wait_s = await self._idle_s()
+                wait_s = await self._idle_s(began_us)
                 await self._count_pending()
             except EmberlineError as error:
                 log.error("deliveries are delayed: %s", error.message)
@@ -144,9 +145,12 @@ class Deliverer:
                 self._launch(claimed)
             full.add(endpoint_id)  # more of it when one of these has ended, or in the next round
 
-    async def _idle_s(self) -> float:
-        """Until the next delivery is due; with jitter, so that processes do not look at the same moment."""
-        ready_us = await self._deliveries.next_ready_us()
+    async def _idle_s(self, began_us: int) -> float:
+        """Seconds until the next delivery is due; with jitter, so that processes do not look at the same moment.
+
+        A delivery that was due at `began_us` and has not started waits for an attempt to end, which wakes the loop.
+        """
+        ready_us = await self._deliveries.next_ready_us(began_us)
         longest_s = IDLE_S * random.uniform(0.8, 1.2)
         if ready_us is None:
             return longest_s

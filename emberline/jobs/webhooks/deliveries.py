@@ -78,7 +78,7 @@ _NEXT_ENDPOINT = (
     "SELECT endpoint_id, account FROM deliveries WHERE state = 'pending' AND ready_us <= ?{others} "
     "ORDER BY ready_us LIMIT 1"
 )
-_NEXT_READY = "SELECT MIN(ready_us) FROM deliveries WHERE state = 'pending'"
+_NEXT_READY = "SELECT MIN(ready_us) FROM deliveries WHERE state = 'pending' AND ready_us > ?"
 _CLAIM_SOME = f"""
     UPDATE deliveries SET attempts = attempts + 1, ready_us = ? WHERE id IN (
         SELECT id FROM deliveries WHERE endpoint_id = ? AND state = 'pending' AND ready_us <= ?
@@ -136,8 +136,9 @@ class Deliveries:
         rows = await self._db.read(_NEXT_ENDPOINT.format(others=others), (self._db.now_us(), *endpoints, *accounts))
         return (str(rows[0][0]), str(rows[0][1])) if rows else None
 
-    async def next_ready_us(self) -> int | None:
-        ((ready_us,),) = await self._db.read(_NEXT_READY)
+    async def next_ready_us(self, after_us: int) -> int | None:
+        """When the next delivery becomes due after `after_us`. Returns None if none will."""
+        ((ready_us,),) = await self._db.read(_NEXT_READY, (after_us,))
         return None if ready_us is None else int(ready_us)
 
     async def claim(self, endpoint_id: str, limit: int) -> list[ClaimedDelivery]:

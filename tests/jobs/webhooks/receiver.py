@@ -20,6 +20,7 @@ class Receiver:
         self.got: list[Got] = []
         self.arrived = asyncio.Condition()
         self.port = 0
+        self._connections: set[asyncio.StreamWriter] = set()
         self._instructions = list(instructions)
         self._then = then
 
@@ -36,6 +37,7 @@ class Receiver:
             await self.arrived.wait_for(lambda: len(self.got) >= n)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._connections.add(writer)
         try:
             head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
             headers = dict(line.split(": ", 1) for line in head[1:] if line)
@@ -47,7 +49,13 @@ class Receiver:
         except (ConnectionError, asyncio.IncompleteReadError):
             pass
         finally:
+            self._connections.discard(writer)
             writer.close()
+
+    def abort(self) -> None:
+        """End the connections of deliveries that hang."""
+        for writer in self._connections:
+            writer.transport.abort()
 
     async def _answer(self, what: Instruction, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if what == HANG:
@@ -78,3 +86,4 @@ async def receiving(*instructions: Instruction, then: Instruction = 200) -> Asyn
         yield receiver
     finally:
         server.close()
+        receiver.abort()

@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -264,7 +265,7 @@ async def test_secret_rotation(db: ShiftedClock) -> None:
 
 
 async def test_a_hanging_endpoint_does_not_block_others(db: ShiftedClock) -> None:
-    async with receiving(then=HANG) as stuck, receiving() as well, webhook_service(db, timeout_s=59) as webhooks:
+    async with webhook_service(db, timeout_s=59) as webhooks, receiving(then=HANG) as stuck, receiving() as well:
         await create_endpoint(webhooks, stuck.url)
         endpoint = await create_endpoint(webhooks, well.url)
         for n in range(30):
@@ -277,7 +278,7 @@ async def test_a_hanging_endpoint_does_not_block_others(db: ShiftedClock) -> Non
 
 async def test_hanging_endpoints_of_one_account_leave_attempts_for_others(db: ShiftedClock) -> None:
     settings = {"timeout_s": 59, "max_in_flight": 8}
-    async with receiving(then=HANG) as stuck, receiving() as well, webhook_service(db, **settings) as webhooks:
+    async with webhook_service(db, **settings) as webhooks, receiving(then=HANG) as stuck, receiving() as well:
         for _ in range(3):
             await create_endpoint(webhooks, stuck.url, account="mallory")
         for n in range(MAX_PER_ENDPOINT):
@@ -289,6 +290,25 @@ async def test_hanging_endpoints_of_one_account_leave_attempts_for_others(db: Sh
         log = await wait_for_records(webhooks, endpoint, lambda log: len(log) == 5 and settled(log))
         assert {item.delivery.state for item in log} == {"delivered"}
         assert len(stuck.got) == 6  # three for each of the two that stay free
+
+
+async def test_deliveries_that_wait_for_an_attempt_to_end_are_not_polled(db: ShiftedClock) -> None:
+    class Counting(ShiftedClock):
+        n_reads = 0
+
+        def read(self, *query: Any) -> Any:
+            self.n_reads += 1
+            return self._db.read(*query)
+
+    counted = Counting(db)
+    async with webhook_service(counted, timeout_s=59, poll_s=60) as webhooks, receiving(then=HANG) as stuck:
+        await create_endpoint(webhooks, stuck.url)
+        for n in range(MAX_PER_ENDPOINT + 1):
+            await emit_event(db, f"batch_{n}")
+        await stuck.until(MAX_PER_ENDPOINT)
+        n_before = counted.n_reads
+        await asyncio.sleep(0.5)
+        assert counted.n_reads - n_before <= 8  # the end of one look, and another; polling made twenty reads
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 100), st.booleans()), max_size=60))
