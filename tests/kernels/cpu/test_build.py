@@ -11,20 +11,12 @@ from emberline.kernels.cpu import build
 from emberline.models import registry
 
 
-def test_compiles_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EMBERLINE_KERNEL_CACHE", str(tmp_path))
-    first = build.library_path()
-    stamp = first.stat().st_mtime_ns
-    assert build.library_path() == first
-    assert first.stat().st_mtime_ns == stamp
-    assert [p.name for p in tmp_path.iterdir()] == [first.name]
-
-
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A cache folder, and a compiler that only writes a file."""
     cc = tmp_path / "cc"
-    cc.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift || exit 0; done\necho compiled > "$2"\n')
+    script = '#!/bin/sh\nwhile [ "$1" != -o ]; do shift || exit 0; done\necho compiled > "$2"\n'
+    cc.write_text(f"{script}echo >> {tmp_path}/compiled\n")
     cc.chmod(0o755)
     folder = tmp_path / "cache"
     folder.mkdir(mode=0o700)
@@ -33,6 +25,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     build._process_folder.cache_clear()
     yield folder
     build._process_folder.cache_clear()
+
+
+def test_compiles_once(cache: Path) -> None:
+    library = build.library_path()
+    assert build.library_path() == library
+    assert [path.name for path in cache.iterdir()] == [library.name]
+    assert (cache.parent / "compiled").read_text() == "\n", "one run of the compiler"
 
 
 def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

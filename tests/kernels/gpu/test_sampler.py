@@ -203,12 +203,12 @@ def test_a_sample_does_not_depend_on_the_order_of_the_candidates() -> None:
         _ranked[(1,)](*listed, n, limit, table.state, out, MAX_RANKED=256)
         return out.item()
 
-    for seed in range(8):
+    for seed in range(4):
         table.set(0, SamplerRow(seed=seed, top_k=top_k))
         table.upload()
         rank = ids.tolist().index(choose(1.0, np.arange(n)))
         borderline = float(np.float32(mass[:rank].sum() / mass[:top_k].sum()))  # it is kept or not by a hair
-        assert len({choose(borderline, random.permutation(n)) for _ in range(6)}) == 1
+        assert len({choose(borderline, random.permutation(n)) for _ in range(3)}) == 1
 
 
 def test_draws_after_drafts_count_them_and_have_masks_of_their_own() -> None:
