@@ -10,6 +10,7 @@ from emberline.accounts.account_service import AccountService
 from emberline.accounts.auth import Authenticator
 from emberline.api.http.body import held_bodies
 from emberline.api.http.call import (
+    REQUEST_LIMITS,
     Backend,
     BatchQueue,
     Call,
@@ -17,6 +18,7 @@ from emberline.api.http.call import (
     LargeRequest,
     Receive,
     Reply,
+    RequestLimits,
     Scope,
     Send,
     json_reply,
@@ -47,6 +49,7 @@ class ApiSettings:
     auth: Authenticator
     hosts: tuple[str, ...] = ()  # allowed Host names besides loopback's and the connection's address; "*": any
     origins: tuple[str, ...] = ()  # allowed Origins besides our own; "*": any
+    limits: RequestLimits = REQUEST_LIMITS
 
 
 class App:
@@ -68,6 +71,7 @@ class App:
         self._gateways = gateways
         self._batches = batches
         self._auth = settings.auth
+        self._limits = settings.limits
         self._guard = Guard(settings.hosts, settings.origins)
         self._router = Router(ROUTES)
         load_assets()  # reads and compresses them now, not at the first request
@@ -85,6 +89,7 @@ class App:
             *(scope, receive, send, self._service, self._auth, self._webhooks, self._batches, relays_large),
             accounts=self._accounts,
             gateways=self._gateways,
+            limits=self._limits,
         )
         context = logs.request_id.set(call.id)
         traced, parent = (None, None) if scope["path"] in PROBES else incoming(call.headers)

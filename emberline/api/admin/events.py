@@ -7,10 +7,8 @@ from emberline.api.http.call import Call, Reply, encode, list_reply, while_conne
 from emberline.jobs.webhooks.events import MAX_PAGE, Event, cursor_number, event_object
 from emberline.protocol.errors import EmberlineError
 
-HEARTBEAT_S = 15.0
 MAX_WAIT_S = 60
 _RETRY_MS = 1000
-_STORE_RETRY_S = 1.0
 _EVENT_STREAM = "text/event-stream"
 
 log = logging.getLogger(__name__)
@@ -40,18 +38,18 @@ async def events(call: Call) -> Reply | None:
 
 
 async def _stream(call: Call, after: int) -> None:
-    """Until the client disconnects or the server stops. A client resumes with the id of the last event it got."""
+    """Send events until the client disconnects or the server stops. A client resumes with the id of its last event."""
     account, feed, send = call.principal.account, call.webhooks.feed, call.send
     await feed.last_number(account)  # so that an unavailable store becomes an HTTP status
     await call.start_stream([])
     await send({"type": "http.response.body", "body": b"retry: %d\n\n" % _RETRY_MS, "more_body": True})
     while not feed.ended:
         try:
-            found = await feed.wait(account, after, HEARTBEAT_S)
+            found = await feed.wait(account, after, call.limits.heartbeat_s)
         except EmberlineError as error:  # the store is unavailable; its events are sent later
             log.warning("an event stream waits for the store: %s", error.message)
             found = []
-            await asyncio.sleep(_STORE_RETRY_S)
+            await asyncio.sleep(call.limits.store_retry_s)
         chunk = b"".join(_encoded(event) for event in found) or b": heartbeat\n\n"
         await send({"type": "http.response.body", "body": chunk, "more_body": True})
         after = found[-1].number if found else after

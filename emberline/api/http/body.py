@@ -15,14 +15,12 @@ from emberline.protocol.request import session_name
 
 T = TypeVar("T")
 
-MAX_BODY_BYTES = 32 << 20
 MAX_VALUES = 1 << 18  # of one request's JSON: a prompt of as many token ids, or far more messages than any client sends
-NO_LIMIT = MAX_BODY_BYTES  # of values: for a body whose parts are decoded, and limited, one by one
-IDLE_S = 30.0  # the longest pause between two chunks of a body
-MIN_BYTES_PER_S = 16 << 10  # of a body, after the first IDLE_S
+NO_LIMIT = 32 << 20  # of values, of which a body has no more than bytes: its parts are decoded and limited one by one
+MIN_BYTES_PER_S = 16 << 10  # of a body, after a first pause of `RequestLimits.idle_s`
 LARGE_BYTES = 1 << 20  # a longer body, or one with more values, is decoded in another process: here that would take
 LARGE_VALUES = 10_000  # tens of milliseconds, in which no stream goes on
-_SCAN_BYTES = 256 << 10
+SCAN_BYTES = 256 << 10  # of a body, looked at together
 _NOT_JSON = ("multipart/", "audio/", "image/", "application/octet-stream")
 
 
@@ -60,7 +58,7 @@ async def read_body(call: Call, max_bytes: int | None = None, any_type: bool = F
         raise BadInput(f"this endpoint takes JSON, not {content_type.partition(';')[0]}", param="content-type")
     if call.headers.get("content-encoding", "identity").lower() != "identity":
         raise BadInput("compressed request bodies are not accepted", param="content-encoding")
-    max_bytes = max_bytes or MAX_BODY_BYTES
+    max_bytes = max_bytes or call.limits.max_body_bytes
     if call.relays_large and announced_bytes(call, max_bytes) > LARGE_BYTES:
         raise LargeRequest(max_bytes)
     n_bytes = 0
@@ -116,8 +114,8 @@ def _number(text: str) -> int | float:
 _whole_floats = msgspec.json.Decoder(float_hook=_number)
 
 
-def has_more_values(body: bytes, most: int) -> bool:
-    """Whether the JSON has more than about `most` values, judged by the commas and brackets outside its strings.
+def has_more_values(body: bytes, most: int, scan_bytes: int = SCAN_BYTES) -> bool:
+    """True if the JSON has more than about `most` values, judged by the commas and brackets outside its strings.
 
     Linear, and without decoding: values cost far more time and memory than the bytes of a long text.
     """
@@ -125,8 +123,8 @@ def has_more_values(body: bytes, most: int) -> bool:
         return False
     unescaped = body.replace(rb"\\", b"").replace(rb"\"", b"")
     inside, n_found, n_quotes = False, 0, 0
-    for at in range(0, len(unescaped), _SCAN_BYTES):
-        parts = unescaped[at : at + _SCAN_BYTES].split(b'"')
+    for at in range(0, len(unescaped), scan_bytes):
+        parts = unescaped[at : at + scan_bytes].split(b'"')
         n_found += n_separators(b" ".join(parts[inside::2]))
         n_quotes += len(parts) - 1
         inside ^= len(parts) % 2 == 0
@@ -198,17 +196,17 @@ async def read_model_body(call: Call, session_fields: Sequence[str] = ("prompt_c
 async def body_chunks(call: Call, max_bytes: int) -> AsyncIterator[bytes]:
     """The body as it arrives."""
     announced_bytes(call, max_bytes)
-    clock = asyncio.get_running_loop().time
+    clock, idle_s = asyncio.get_running_loop().time, call.limits.idle_s
     n_bytes, waited_s, more = 0, 0.0, True
     while more:
         began_s = clock()
         try:
-            async with asyncio.timeout(IDLE_S):
+            async with asyncio.timeout(idle_s):
                 message = await call.receive()
         except TimeoutError:
-            raise DeadlineExceeded(f"the request body stopped arriving for {IDLE_S:.0f} s") from None
+            raise DeadlineExceeded(f"the request body stopped arriving for {idle_s:.0f} s") from None
         waited_s += clock() - began_s
-        if n_bytes < MIN_BYTES_PER_S * (waited_s - IDLE_S):
+        if n_bytes < MIN_BYTES_PER_S * (waited_s - idle_s):
             raise DeadlineExceeded(f"the request body arrives at less than {MIN_BYTES_PER_S >> 10} KiB/s")
         if message["type"] == "http.disconnect":
             raise ClientDisconnected

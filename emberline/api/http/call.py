@@ -21,7 +21,7 @@ from emberline.protocol.gateway import GatewayOptions
 from emberline.protocol.media import Media, MediaRequest
 from emberline.protocol.rate_limits import RateLimits
 from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal, SpeechRequest, session_name
-from emberline.protocol.speech import Transcript
+from emberline.protocol.speech import MAX_AUDIO_BYTES, Transcript
 from emberline.service.gateway.call import GatewayCall, open_call
 from emberline.service.request_context import AttemptContext
 from emberline.upstream.gateway.options import from_headers, merge
@@ -224,6 +224,19 @@ class LargeRequest(Exception):
         self.max_bytes = max_bytes  # that are still to be read of the body
 
 
+class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes in bytes and times in seconds that one request is held to."""
+
+    max_body_bytes: int = 32 << 20
+    max_audio_bytes: int = MAX_AUDIO_BYTES  # of a recording
+    idle_s: float = 30.0  # the longest pause between two chunks of a body
+    heartbeat_s: float = 15.0  # the longest pause in a stream of events
+    store_retry_s: float = 1.0  # before a stream of events looks again, where the store was away
+
+
+REQUEST_LIMITS = RequestLimits()
+
+
 class Call:
     """The request. `id` is generated here; a client's X-Request-Id is logged and not used otherwise."""
 
@@ -239,8 +252,10 @@ class Call:
         relays_large: bool = False,
         accounts: "AccountService | None" = None,
         gateways: "GatewayService | None" = None,
+        limits: RequestLimits = REQUEST_LIMITS,
     ) -> None:
         self.scope = scope
+        self.limits = limits
         self.receive = receive
         self.send = send
         self.service = service

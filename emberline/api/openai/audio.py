@@ -12,7 +12,7 @@ from emberline.api.http.call import Call, Reply, encode, json_reply, while_conne
 from emberline.api.http.multipart import MultipartForm, boundary_of
 from emberline.protocol.errors import BadInput, TooLarge, Unsupported
 from emberline.protocol.request import SpeechRequest
-from emberline.protocol.speech import MAX_AUDIO_BYTES, Transcript
+from emberline.protocol.speech import Transcript
 
 FORMATS = ("json", "text", "srt", "verbose_json", "vtt")
 _FORM_BYTES = 1 << 20  # beside the file
@@ -68,7 +68,8 @@ async def _run(call: Call, translate: bool) -> Reply:
 async def _read(call: Call) -> tuple[TranscriptionForm, bytes]:
     """The fields may come before or after the file."""
     boundary = boundary_of(call.headers.get("content-type", ""))
-    form = MultipartForm(body_chunks(call, MAX_AUDIO_BYTES + _FORM_BYTES), boundary)
+    max_bytes = call.limits.max_audio_bytes
+    form = MultipartForm(body_chunks(call, max_bytes + _FORM_BYTES), boundary)
     fields: dict[str, Any] = {}
     audio: bytearray | None = None
     async for part in form:
@@ -78,8 +79,8 @@ async def _read(call: Call) -> tuple[TranscriptionForm, bytes]:
             async for chunk in form.content():
                 held_bodies.add(call, len(chunk))
                 audio += chunk
-                if len(audio) > MAX_AUDIO_BYTES:
-                    raise TooLarge(f"a file of audio has at most {MAX_AUDIO_BYTES // 1_000_000} MB", param="file")
+                if len(audio) > max_bytes:
+                    raise TooLarge(f"a file of audio has at most {max_bytes // 1_000_000} MB", param="file")
         elif name in _UNSUPPORTED:
             raise Unsupported(f"`{name}` is not supported for transcriptions", param=name)
         elif name == "timestamp_granularities":

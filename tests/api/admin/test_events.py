@@ -12,23 +12,24 @@ from standardwebhooks import Webhook
 
 from emberline.accounts.auth import Authenticator
 from emberline.api.app import ApiSettings, App
-from emberline.api.http.call import ASGIApp
-from emberline.jobs.webhooks.events import Event
+from emberline.api.http.call import ASGIApp, RequestLimits
 from emberline.jobs.webhooks.service import WebhookService
 from emberline.protocol.errors import Unavailable
 from emberline.store import Database, open_store
 from tests.api.fake_service import MODEL, FakeService, Wire
+from tests.faulty_store import FaultyStore
 from tests.jobs.webhooks.helpers import SECRET, emit_event, webhook_service
 from tests.jobs.webhooks.receiver import receiving
 from tests.lazy_modules import cloudflare
 
 SUBSCRIPTIONS = "/client/v4/accounts/acme/event_subscriptions/subscriptions"
+LIMITS = RequestLimits(heartbeat_s=0.2, store_retry_s=0.05)
 ACME = "/client/v4/accounts/acme/ai/v1"
 
 
 @pytest.fixture
-async def db(tmp_path: Path) -> AsyncIterator[Database]:
-    store = await open_store(tmp_path / "events.db")
+async def db(tmp_path: Path) -> AsyncIterator[FaultyStore]:
+    store = FaultyStore(await open_store(tmp_path / "events.db"))
     yield store
     await store.close()
 
@@ -41,7 +42,7 @@ async def webhooks(db: Database) -> AsyncIterator[WebhookService]:
 
 @pytest.fixture
 def app(webhooks: WebhookService) -> ASGIApp:
-    return App(FakeService(), ApiSettings(auth=Authenticator(SECRET)), webhooks)
+    return App(FakeService(), ApiSettings(auth=Authenticator(SECRET), limits=LIMITS), webhooks)
 
 
 @pytest.fixture
@@ -240,8 +241,7 @@ async def test_another_process_s_events_are_seen(app: ASGIApp, client: httpx.Asy
     await other.close()
 
 
-async def test_stream_and_resume(app: ASGIApp, db: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("emberline.api.admin.events.HEARTBEAT_S", 0.2)
+async def test_stream_and_resume(app: ASGIApp, db: Database) -> None:
     await emit_event(db, "batch_0", account="local")  # before: not told to who names no event
     first = Wire(app, "/v1/events", b"", "GET", accept="text/event-stream")
     await first.until_sent(b"retry: ")
@@ -270,20 +270,22 @@ async def test_a_stream_ends_with_the_server(app: ASGIApp, webhooks: WebhookServ
     assert not wire.sent[-1].get("more_body")
 
 
-async def test_a_stream_survives_a_store_outage(
-    app: ASGIApp, webhooks: WebhookService, db: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("emberline.api.admin.events._STORE_RETRY_S", 0.05)
+async def test_a_stream_survives_a_store_outage(app: ASGIApp, db: FaultyStore) -> None:
     wire = Wire(app, "/v1/events", b"", "GET", accept="text/event-stream")
     await wire.until_sent(b"retry: ")
 
-    async def away(*_: object) -> list[Event]:
-        raise Unavailable("the database cannot be reached")
+    async def away(name: str, asked: object) -> None:
+        if name == "read":
+            raise Unavailable("the database cannot be reached")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(webhooks.feed, "page", away)
-        await emit_event(db, "batch_1", account="local")
-        await wire.until_sent(b": heartbeat")
+    n_heartbeats = wire.body.count(b": heartbeat")
+    db.before = away
+    await emit_event(db, "batch_1", account="local")
+    async with asyncio.timeout(60):
+        while wire.body.count(b": heartbeat") < n_heartbeats + 5:
+            await asyncio.sleep(0.01)
+    assert b"batch_1" not in wire.body
+    db.before = None
     await wire.until_sent(b"batch_1")
     wire.leave()
     await wire.task

@@ -1,5 +1,3 @@
-import pytest
-
 from emberline.config import EndpointConfig
 from emberline.service.membership import WorkerChange
 from tests.api.fake_service import KEY, FakeService, client_of
@@ -29,12 +27,12 @@ async def test_changes_reach_the_service(service: FakeService) -> None:
     ]
 
 
-async def test_a_worker_that_has_left_at_once_is_told(service: FakeService, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def left(change: WorkerChange) -> list[str]:
-        return ["gone-0"]
+async def test_a_worker_that_has_left_at_once_is_told() -> None:
+    class Leaving(FakeService):
+        async def change_workers(self, change: WorkerChange) -> list[str]:
+            return ["gone-0"]
 
-    monkeypatch.setattr(service, "change_workers", left)
-    async with client_of(service) as client:
+    async with client_of(Leaving()) as client:
         answer = await client.post("/api/workers/leave", json={"name": "gone-0"})
     assert answer.json() == {"workers": [{"name": "gone-0", "state": "left", "in_flight": 0}]}
 

@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emberline.api.http import body as bodies
+from emberline.api.http.call import RequestLimits
 from emberline.api.openai.chat import ChatRequest
 from emberline.protocol.errors import BadInput
 from tests.api.adversarial import attacks
-from tests.api.fake_service import MODEL, FakeService, Wire, app_of
+from tests.api.fake_service import MODEL, FakeService, Wire, app_of, client_of
 from tests.examples import n_examples
 
 ENDPOINTS = {
@@ -190,10 +191,8 @@ def test_values_are_counted_outside_strings(value: object, scan_bytes: int) -> N
     encoded = json.dumps(value).encode()
     without_strings = re.sub(rb'"(\\.|[^"\\])*"', b"", encoded)
     n_values = sum(without_strings.count(mark) for mark in (b",", b"[", b"{"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bodies, "_SCAN_BYTES", scan_bytes)
-        assert not bodies.has_more_values(encoded, n_values)
-        assert not n_values or bodies.has_more_values(encoded, n_values - 1)
+    assert not bodies.has_more_values(encoded, n_values, scan_bytes)
+    assert not n_values or bodies.has_more_values(encoded, n_values - 1, scan_bytes)
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)
@@ -215,8 +214,8 @@ async def test_no_body_takes_more_than_linear_time(client: httpx.AsyncClient, na
 
 
 @pytest.mark.parametrize("announced", [True, False])
-async def test_too_large(client: httpx.AsyncClient, announced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "MAX_BODY_BYTES", 1 << 20)
+async def test_too_large(service: FakeService, announced: bool) -> None:
+    client = client_of(service, limits=RequestLimits(max_body_bytes=1 << 20))
     whole = json.dumps(CHAT | {"padding": "x" * (1 << 20)}).encode()
 
     async def pieces():
@@ -229,9 +228,8 @@ async def test_too_large(client: httpx.AsyncClient, announced: bool, monkeypatch
         assert code is None or answer.json()["errors"][0]["code"] == code
 
 
-async def test_a_body_that_stops_arriving(service: FakeService, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "IDLE_S", 0.01)
-    wire = Wire(app_of(service), "/v1/completions", b"")
+async def test_a_body_that_stops_arriving(service: FakeService) -> None:
+    wire = Wire(app_of(service, limits=RequestLimits(idle_s=0.01)), "/v1/completions", b"")
     wire.inbox.get_nowait()
     wire.inbox.put_nowait({"type": "http.request", "body": b"{", "more_body": True})
     await asyncio.wait_for(wire.task, 60)
@@ -240,13 +238,12 @@ async def test_a_body_that_stops_arriving(service: FakeService, monkeypatch: pyt
 
 async def test_a_body_that_arrives_slowly(service: FakeService, monkeypatch: pytest.MonkeyPatch) -> None:
     """A byte before each pause is over would hold memory and a connection for days."""
-    loop, passed_s = asyncio.get_running_loop(), 0.0
-    now_s = loop.time
-    monkeypatch.setattr(loop, "time", lambda: now_s() + passed_s)
+    now_s, passed_s = asyncio.get_running_loop().time, 0.0
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now_s() + passed_s)
     wire = Wire(app_of(service), "/v1/completions", b"")
     wire.inbox.get_nowait()
     while not wire.task.done():
-        passed_s += bodies.IDLE_S / 2
+        passed_s += RequestLimits().idle_s / 2
         wire.inbox.put_nowait({"type": "http.request", "body": b" ", "more_body": True})
         while not (wire.inbox.empty() or wire.task.done()):
             await asyncio.sleep(0)

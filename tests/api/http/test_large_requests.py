@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from emberline.api.http import body as bodies
+from emberline.api.http.call import RequestLimits
 from emberline.api.http.large_requests import LargeRequestRelay
 from emberline.api.http.server import serve
 from emberline.protocol.answer import StoredResponse
@@ -85,7 +86,7 @@ async def test_errors_come_back(pair: Pair) -> None:
     async with pair.client() as client:
         answer = await client.post("/v1/chat/completions", json=LARGE | {"temperature": 9})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "temperature")
-        answer = await client.post("/v1/chat/completions", json=CHAT | {"x": "y" * bodies.MAX_BODY_BYTES})
+        answer = await client.post("/v1/chat/completions", json=CHAT | {"x": "y" * RequestLimits().max_body_bytes})
         assert answer.status_code == 413
         answer = await client.post("/v1/chat/completions", json=LARGE, headers={"authorization": "Bearer no"})
         assert answer.status_code == 401

@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Iterator
 import httpx
 import pytest
 
-from emberline.api.http import body as bodies
 from emberline.api.http import server as servers
+from emberline.api.http.call import RequestLimits
 from emberline.api.http.server import ServerLimits, serve
 from emberline.protocol.events import ChoiceDone, Completed, Started, TextDelta, TextEvent
 from emberline.protocol.request import GenerateRequest
@@ -195,9 +195,9 @@ def test_invalid_bytes_do_not_stop_the_server() -> None:
         assert httpx.get(f"{server.url}/health", timeout=PATIENCE_S).status_code == 200
 
 
-def test_a_body_over_the_limit_over_a_socket(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "MAX_BODY_BYTES", 1 << 20)
-    with on_loopback(app_of(FakeService())) as server, httpx.Client(base_url=server.url, timeout=PATIENCE_S) as client:
+def test_a_body_over_the_limit_over_a_socket() -> None:
+    app = app_of(FakeService(), limits=RequestLimits(max_body_bytes=1 << 20))
+    with on_loopback(app) as server, httpx.Client(base_url=server.url, timeout=PATIENCE_S) as client:
         for _ in range(2):  # the connection is still good
             assert client.post("/v1/completions", content=b"x" * (2 << 20)).status_code == 413
 
@@ -216,9 +216,9 @@ async def test_a_signal_ends_it(number: signal.Signals) -> None:
 
 async def test_a_closed_terminal_does_not_end_it_under_nohup(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signal, "getsignal", lambda number: signal.SIG_IGN)
-    loop, stop, added = asyncio.get_running_loop(), asyncio.Event(), []
-    monkeypatch.setattr(loop, "add_signal_handler", lambda number, act: added.append(number))
-    monkeypatch.setattr(loop, "remove_signal_handler", lambda number: None)
+    stop, added = asyncio.Event(), []
+    monkeypatch.setattr(asyncio.get_running_loop(), "add_signal_handler", lambda number, act: added.append(number))
+    monkeypatch.setattr(asyncio.get_running_loop(), "remove_signal_handler", lambda number: None)
     stop.set()
     await serve(app_of(FakeService()), socket.create_server(("127.0.0.1", 0)), drain_s=1, stop=stop)
     assert added == [signal.SIGTERM, signal.SIGINT]

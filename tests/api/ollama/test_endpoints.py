@@ -263,16 +263,17 @@ async def test_a_tenant_cannot_unload(service: FakeService, accounts: AccountSer
         assert (await client.get("/api/ps")).json().keys() == {"models"}
 
 
-async def test_embeddings(client: httpx.AsyncClient, service: FakeService, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_embeddings() -> None:
     asked: list[EncodeRequest] = []
 
-    async def encode(request: EncodeRequest, principal: Principal, **_: Any) -> Encoded:
-        asked.append(request)
-        n_rows = request.n_texts
-        values = pack([0x3F800000, 0]) * n_rows  # 1.0, 0.0
-        return Encoded(values=values, n_rows=n_rows, usage=Usage(prompt_tokens=4), pooling="mean")
+    class Encoding(FakeService):
+        async def encode(self, request: EncodeRequest, principal: Principal, **_: Any) -> Encoded:
+            asked.append(request)
+            n_rows = request.n_texts
+            values = pack([0x3F800000, 0]) * n_rows  # 1.0, 0.0
+            return Encoded(values=values, n_rows=n_rows, usage=Usage(prompt_tokens=4), pooling="mean")
 
-    monkeypatch.setattr(service, "encode", encode)
+    client = client_of(Encoding())
     found = await post(client, "/api/embed", {"model": MODEL, "input": ["a", "b"], "dimensions": 2})
     assert found["embeddings"] == [[1.0, 0.0], [1.0, 0.0]]
     assert (found["prompt_eval_count"], found["total_duration"] > 0) == (4, True)

@@ -3,7 +3,7 @@
 import httpx
 import pytest
 
-from emberline.api.openai import audio
+from emberline.api.http.call import RequestLimits
 from tests.api.fake_service import SPEECH, FakeService, client_of
 from tests.lazy_modules import openai
 
@@ -62,12 +62,12 @@ async def test_bad_forms(client: httpx.AsyncClient, fields: dict[str, str], para
     assert param is None or answer.json()["error"]["param"] == param
 
 
-async def test_files_that_are_missing_or_too_large(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_files_that_are_missing_or_too_large(client: httpx.AsyncClient, service: FakeService) -> None:
     assert (await client.post(URL, json={"model": SPEECH.id})).status_code == 400
     answer = await client.post(URL, files={"model": (None, SPEECH.id)})
     assert answer.json()["error"]["param"] == "file"
-    monkeypatch.setattr(audio, "MAX_AUDIO_BYTES", 4)
-    assert (await post(client)).status_code == 413
+    async with client_of(service, limits=RequestLimits(max_audio_bytes=4)) as client:
+        assert (await post(client)).status_code == 413
 
 
 async def test_with_openai_s_client(service: FakeService) -> None:

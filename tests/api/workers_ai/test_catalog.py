@@ -4,7 +4,8 @@ import httpx
 import jsonschema_rs
 import pytest
 
-from tests.api.fake_service import CARDS, MODEL, PRICED, SPEECH, FakeService
+from emberline.catalog.model_card import ModelCard
+from tests.api.fake_service import CARDS, MODEL, PRICED, SPEECH, FakeService, client_of
 
 AI = "/client/v4/accounts/acme/ai"
 
@@ -98,10 +99,12 @@ async def test_tasks_and_authors(client: httpx.AsyncClient) -> None:
     assert [row["name"] for row in (await search(client, "authors"))["result"]] == ["acme", "huggingfacetb"]
 
 
-async def test_what_a_card_says_is_in_its_properties(
-    client: httpx.AsyncClient, service: FakeService, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(service, "models", lambda: [*CARDS, PRICED, SPEECH])
+async def test_what_a_card_says_is_in_its_properties() -> None:
+    class Described(FakeService):
+        def models(self) -> list[ModelCard]:
+            return [*CARDS, PRICED, SPEECH]
+
+    client = client_of(Described())
     row = (await search(client, search="priced"))["result"][0]
     properties = {item["property_id"]: item["value"] for item in row["properties"]}
     assert properties == {
