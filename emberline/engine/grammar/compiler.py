@@ -20,7 +20,7 @@ from emberline.protocol.frames import Vocabulary as Frame
 from emberline.protocol.grammar import decode
 
 MAX_CACHED = 64
-MAX_CACHED_BYTES = 32 << 20  # of encoded grammars
+MAX_CACHED_BYTES = 32 << 20
 MAX_WAITING = 256
 _log = logging.getLogger(__name__)
 
@@ -56,8 +56,16 @@ class PendingGrammar:
 class MatcherCompiler:
     """One per engine. The step loop calls `request` and `learn`; the thread starts with the first vocabulary."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        max_cached: int = MAX_CACHED,
+        max_cached_bytes: int = MAX_CACHED_BYTES,
+        max_waiting: int = MAX_WAITING,
+    ) -> None:
+        """Bounds: grammars in the cache, their encoded bytes, and grammars that wait to be compiled."""
         self._vocab_size = vocab_size
+        self._max_cached, self._max_cached_bytes, self._max_waiting = max_cached, max_cached_bytes, max_waiting
         self._frame: Frame | None = None
         self._digest = b""
         self._cache: OrderedDict[bytes, PendingGrammar] = OrderedDict()
@@ -91,7 +99,7 @@ class MatcherCompiler:
         if found is not None and not isinstance(found.error, Internal):  # our failure may be over
             self._cache.move_to_end(encoded)
             return found
-        if self._queue.qsize() >= MAX_WAITING:
+        if self._queue.qsize() >= self._max_waiting:
             raise Overloaded("too many grammars are waiting to be compiled; try again", retry_after_s=1)
         found = PendingGrammar(encoded)
         self._add_to_cache(found)
@@ -108,7 +116,9 @@ class MatcherCompiler:
         if self._cache.pop(pending.encoded, None) is None:
             self._cache_bytes += len(pending.encoded)
         self._cache[pending.encoded] = pending
-        while len(self._cache) > MAX_CACHED or (self._cache_bytes > MAX_CACHED_BYTES and len(self._cache) > 1):
+        while len(self._cache) > self._max_cached or (
+            self._cache_bytes > self._max_cached_bytes and len(self._cache) > 1
+        ):
             old, _ = self._cache.popitem(last=False)
             self._cache_bytes -= len(old)
 

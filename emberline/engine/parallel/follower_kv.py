@@ -23,8 +23,8 @@ from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.errors import BadInput, EmberlineError, Unauthorized
 from emberline.protocol.frames import EngineInfo, EngineLoad
 
-MAX_GREETINGS = 64  # at once, of senders that are not authenticated yet
-_GREETING_S = 10.0
+MAX_GREETINGS = 64
+GREETING_S = 10.0
 _ACCEPT_PAUSE_S = 0.1  # after an error: out of file descriptors, say
 _CLOSE_S = 5.0  # for the thread that reports
 
@@ -88,22 +88,28 @@ class FollowerKV:
 class KVListener:
     """Where other engines send this rank's slices: they present the ticket that rank 0 would accept."""
 
-    def __init__(self, address: str, closing: ExitStack) -> None:
-        """Listens; BadInput: it cannot. `closing` ends it."""
+    def __init__(
+        self, address: str, closing: ExitStack, max_greetings: int = MAX_GREETINGS, greeting_s: float = GREETING_S
+    ) -> None:
+        """Listen at an address until `closing` ends it. Raises BadInput if that is not possible.
+
+        max_greetings: concurrent connections of senders that are not authenticated yet.
+        greeting_s: time for a sender to authenticate itself.
+        """
+        self._greetings, self._greeting_s = threading.BoundedSemaphore(max_greetings), greeting_s
         try:
             self._listener, self.address = closing.enter_context(process.listening(address))
         except OSError as error:
             raise BadInput(f"this rank cannot receive KV at {address}: {error}") from None
 
     def serve(self, transfers: TransferManager, info: EngineInfo, token: str) -> None:
-        """Without a token no peer is served over a network: a worker that joins a cluster has none for its ranks. A
-        Unix socket is protected by its file mode."""
+        """Accept senders. Without a token none is served over a network: a worker that joins a cluster has no token for
+        its ranks. A Unix socket is protected by its file mode."""
         if not token and self.address.startswith("tcp:"):
             self._listener.close()
             return
         self._transfers, self._info, self._token = transfers, info, token
         self._lock = threading.Lock()
-        self._greetings = threading.BoundedSemaphore(MAX_GREETINGS)
         threading.Thread(target=self._accept_all, name="kv-listener", daemon=True).start()
 
     def _accept_all(self) -> None:
@@ -128,7 +134,7 @@ class KVListener:
 
     def _take_over(self, sock: socket.socket) -> None:
         connection = PeerConnection(sock)
-        limit = threading.Timer(_GREETING_S, connection.shutdown)
+        limit = threading.Timer(self._greeting_s, connection.shutdown)
         limit.daemon = True
         limit.start()
         try:

@@ -31,6 +31,11 @@ def engine():
     return made
 
 
+def kept(n):
+    """A small grammar; all of them are encoded in as many bytes."""
+    return Grammar((Text(f"kept {n}"),))
+
+
 def compiled(engine, grammar):
     pending = engine.request(encode(grammar))
     give_up = time.monotonic() + 120
@@ -241,16 +246,24 @@ def test_counted_texts_outlive_the_library_s_table(monkeypatch):
     assert ord("a") in allowed(second)
 
 
-def test_the_cache_is_bounded(engine, monkeypatch):
-    monkeypatch.setattr(compiler, "MAX_CACHED", 4)
-    kept = [compiled(engine, Grammar((Text(f"kept {n}"),))) for n in range(9)]
-    assert len(engine._cache) == 4
-    assert compiled(engine, Grammar((Text("kept 8"),))) is kept[8]
-    assert compiled(engine, Grammar((Text("kept 0"),))) is not kept[0]
-    assert engine._cache_bytes == sum(map(len, engine._cache))
-    monkeypatch.setattr(compiler, "MAX_CACHED_BYTES", 60)
-    compiled(engine, Grammar((Text("x" * 50),)))
-    assert len(engine._cache) == 1
+@pytest.mark.parametrize(("bound", "most"), [("max_cached", 4), ("max_cached_bytes", 4 * len(encode(kept(0))))])
+def test_the_cache_is_bounded(bound, most):
+    made = MatcherCompiler(VOCAB, **{bound: most})
+    made.learn(frame(WORDS))
+    pending = [compiled(made, kept(n)) for n in range(9)]
+    assert [compiled(made, kept(n)) is pending[n] for n in (8, 7, 6, 5)] == [True] * 4
+    assert compiled(made, kept(4)) is not pending[4]
+    assert compiled(made, kept(5)) is pending[5]
+    assert compiled(made, kept(8)) is not pending[8], "the least recently used one made way"
+
+
+def test_a_grammar_larger_than_the_cache_is_kept_alone():
+    made = MatcherCompiler(VOCAB, max_cached_bytes=1)
+    made.learn(frame(WORDS))
+    first = compiled(made, kept(1))
+    assert compiled(made, kept(1)) is first
+    compiled(made, kept(2))
+    assert compiled(made, kept(1)) is not first
 
 
 def test_a_failure_of_ours_is_not_cached(engine, monkeypatch):
@@ -260,7 +273,6 @@ def test_a_failure_of_ours_is_not_cached(engine, monkeypatch):
         with pytest.raises(Internal):
             compiled(engine, grammar).guide()
     compiled(engine, grammar).guide()
-    assert engine._cache_bytes == sum(map(len, engine._cache))
 
 
 def test_a_vocabulary_that_cannot_be_prepared_fails_requests_and_hangs_none(monkeypatch):
@@ -271,10 +283,9 @@ def test_a_vocabulary_that_cannot_be_prepared_fails_requests_and_hangs_none(monk
         compiled(made, JSON).guide()
 
 
-def test_too_many_concurrent_compilations_are_refused_as_overloaded(monkeypatch):
-    made = MatcherCompiler(VOCAB)
+def test_too_many_concurrent_compilations_are_refused_as_overloaded():
+    made = MatcherCompiler(VOCAB, max_waiting=0)
     made.learn(frame())
-    monkeypatch.setattr(compiler, "MAX_WAITING", 0)
     with pytest.raises(Overloaded):
         made.request(encode(JSON))
 

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from emberline.engine.parallel import follower_kv, rank_group
+from emberline.engine.parallel import rank_group
 from emberline.engine.parallel.follower_kv import FollowerKV, KVListener
 from emberline.engine.parallel.messages import RankFailed
 from emberline.kv.host_memory import HostMemory
@@ -123,19 +123,16 @@ def test_an_error_does_not_end_the_listener(closing, transfers):
     assert isinstance(greeted(listener, transfer_ticket("secret", "sender")), Welcome)
 
 
-def test_a_greeting_has_a_limit_however_slowly_it_is_sent(closing, transfers, monkeypatch):
-    monkeypatch.setattr(follower_kv, "_GREETING_S", 0.5)
-    monkeypatch.setattr(follower_kv, "MAX_GREETINGS", 1)
-    listener = KVListener("tcp:127.0.0.1:0", closing)
+def test_a_greeting_has_a_limit_however_slowly_it_is_sent(closing, transfers):
+    listener = KVListener("tcp:127.0.0.1:0", closing, max_greetings=1, greeting_s=0.5)
     listener.serve(transfers, INFO, "secret")
     until_s = time.monotonic() + 60
     with dial(listener) as slow, contextlib.suppress(ConnectionError):
-        slow.sendall(frames.LENGTH.pack(1000))
+        slow.sendall(frames.LENGTH.pack(frames.MAX_HELLO_BYTES))
         while time.monotonic() < until_s:
             slow.sendall(b"\0")
             time.sleep(0.01)
     assert time.monotonic() < until_s
-    monkeypatch.setattr(follower_kv, "_GREETING_S", 60.0)
     while True:  # its place is free a moment later
         with contextlib.suppress(Exception):
             assert isinstance(greeted(listener, transfer_ticket("secret", "sender")), Welcome)
