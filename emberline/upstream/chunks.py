@@ -189,15 +189,16 @@ class BodyAssembler:
     Of fields that it does not know, those of the body are kept as sent first, those of a choice as sent last.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int = MAX_BODY_BYTES) -> None:
+        self._max_bytes = max_bytes
         self._body: dict[str, Any] = {}
         self._choices: dict[int, dict[str, Any]] = {}
         self._n_bytes = 0
 
     def __call__(self, lines: bytes, last: bool) -> bytes:
         self._n_bytes += len(lines)
-        if self._n_bytes > MAX_BODY_BYTES:
-            raise UnreadableChunk(f"more than {MAX_BODY_BYTES >> 20} MiB")
+        if self._n_bytes > self._max_bytes:
+            raise UnreadableChunk(f"more than {self._max_bytes >> 20} MiB")
         for line in lines.splitlines():
             if data := data_of(line):
                 self._add(data)

@@ -318,9 +318,11 @@ class ConnectionPool:
         key: str = "",
         read_timeout_s: float = READ_TIMEOUT_S,
         resolve: Callable[[], Awaitable[Sequence[str]]] | None = None,
+        closed_s: float = CLOSED_S,
     ) -> None:
         """`resolve` gives the addresses that may be connected to, in place of the system's resolver."""
         self._address = address
+        self._closed_s = closed_s
         self._resolve = resolve
         self._read_timeout_s = read_timeout_s
         self._sweep_interval_s = min(_SWEEP_INTERVAL_S, read_timeout_s / 2)
@@ -419,7 +421,7 @@ class ConnectionPool:
                 await exchange.head
                 return exchange
             except ConnectionFailed as error:
-                is_late = time.monotonic() - sent_s > CLOSED_S
+                is_late = time.monotonic() - sent_s > self._closed_s
                 if not (reused and error.untouched) or is_late or once or self._closed:
                     raise  # else the server had closed the idle connection and never saw the request
             except BaseException:

@@ -57,13 +57,13 @@ def without_token_ids(lines: bytes) -> bytes:
 class Transcript:
     """The lines that the client has seen; parsed only when the stream breaks. Counted only, if not to be kept."""
 
-    def __init__(self, keep: bool = True) -> None:
+    def __init__(self, keep: bool = True, max_bytes: int = MAX_TRANSCRIPT_BYTES) -> None:
         self.keep = keep
         self.n_events = 0
         self.n_events_of_attempt = 0  # reset by the transport
         self._blocks: list[bytes] = []
         self._n_bytes = 0
-        self._max_bytes = MAX_TRANSCRIPT_BYTES if keep else -1
+        self._max_bytes = max_bytes if keep else -1
 
     def add(self, lines: bytes, n_events: int) -> None:
         self.n_events += n_events
@@ -73,6 +73,11 @@ class Transcript:
             self._blocks.append(lines)
         else:
             self._blocks.clear()
+
+    @property
+    def n_kept_bytes(self) -> int:
+        """Bytes of the lines in memory."""
+        return sum(map(len, self._blocks))
 
     def chunks(self) -> list[dict[str, Any]] | None:
         """None where they are not kept, are too many to keep, or some cannot be read."""
@@ -87,7 +92,7 @@ class Transcript:
 
     def replace(self, chunks: list[dict[str, Any]]) -> None:
         self._blocks = [b"data: " + encode(chunk) + b"\n\n" for chunk in chunks]
-        self._n_bytes = sum(map(len, self._blocks))
+        self._n_bytes = self.n_kept_bytes
 
 
 class Continuation:

@@ -42,6 +42,7 @@ log = logging.getLogger("emberline.balancer")
 # Turns whole SSE lines into output; the flag marks the end of the stream. UnreadableChunk blames the server.
 Decoder = Callable[[bytes, bool], T]
 Adjust = Callable[[dict[str, Any]], None]
+MakeAttempt = Callable[[str, str, UpstreamClient, UpstreamClient | None, TraceContext | None], Attempt]
 
 
 def passthrough(lines: bytes, last: bool) -> bytes:
@@ -68,7 +69,9 @@ class UpstreamTransport(Generic[T]):
         request: UpstreamRequest,
         clients: Mapping[str, UpstreamClient],
         make_decoder: Callable[[], Decoder[T]],
+        make_attempt: MakeAttempt = Attempt,
     ) -> None:
+        """`make_attempt` opens an attempt at a server that is not a provider's."""
         self.restart_wait_s = RESTART_WAIT_S
         self.trace: TraceContext | None = current.get()  # sent on, also where this server does not trace
         self.operation = "text_completion" if request.path == COMPLETIONS else "chat"
@@ -79,6 +82,7 @@ class UpstreamTransport(Generic[T]):
         self._request = request
         self._clients = clients  # by endpoint name
         self._make_decoder = make_decoder
+        self._make_attempt = make_attempt
         self._decoder = make_decoder()
         self._attempt: Attempt | ProviderAttempt | None = None
         self._editor = StreamEditor()
@@ -164,7 +168,7 @@ class UpstreamTransport(Generic[T]):
             assert access is not None, "a request to a provider has its key"
             return ProviderAttempt(path, attempt_id, decode, access, self.trace, self._request.headers)
         prefill = self._prefill_for(decode, self._clients.get(route.prefill))
-        return Attempt(path, attempt_id, decode, prefill, self.trace)
+        return self._make_attempt(path, attempt_id, decode, prefill, self.trace)
 
     def _with_cost(self, adjust: Adjust | None, price: Price | None) -> Adjust:
         """`adjust`, and then the cost of a usage object; null without a price."""

@@ -137,10 +137,9 @@ def test_a_stream_without_choices_has_no_body() -> None:
         BodyAssembler()(b"data: [DONE]\n\n", True)
 
 
-def test_a_body_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("emberline.upstream.chunks.MAX_BODY_BYTES", 100)
+def test_a_body_has_a_limit() -> None:
     with pytest.raises(UnreadableChunk, match="more than"):
-        BodyAssembler()(lines(chunk({"content": "x" * 200})), False)
+        BodyAssembler(max_bytes=100)(lines(chunk({"content": "x" * 200})), False)
 
 
 def test_a_long_body_takes_linear_time() -> None:

@@ -24,9 +24,10 @@ class Server:
         self.n_connections = 0
         self.talk: Talk
 
-    async def start(self) -> ConnectionPool:
+    async def start(self, closed_s: float = http_client.CLOSED_S) -> ConnectionPool:
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
-        return ConnectionPool(Address("127.0.0.1", self._server.sockets[0].getsockname()[1], False, ""), key="secret")
+        address = Address("127.0.0.1", self._server.sockets[0].getsockname()[1], False, "")
+        return ConnectionPool(address, key="secret", closed_s=closed_s)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.n_connections += 1
@@ -108,18 +109,14 @@ async def test_a_reply_that_ends_with_its_connection(server: Server) -> None:
     pool.close()
 
 
-async def test_a_connection_that_was_closed_while_idle_is_not_an_error(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(http_client, "CLOSED_S", 60.0)
-
+async def test_a_connection_that_was_closed_while_idle_is_not_an_error(server: Server) -> None:
     async def once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if server.n_connections == 1 and server.body == b"second":
             return writer.close()  # as a server whose keep-alive has just run out
         writer.write(HEAD + b"content-length: 5\r\n\r\nhello")
 
     server.talk = once
-    pool = await server.start()
+    pool = await server.start(closed_s=60.0)
     assert await whole(pool) == b"hello"
     assert await whole(pool, b"second") == b"hello"
     assert server.n_connections == 2
@@ -161,10 +158,7 @@ async def test_a_cut_stream_gives_what_came_before_the_cut(server: Server) -> No
     pool.close()
 
 
-async def test_a_request_that_a_server_has_seen_is_not_sent_again(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(http_client, "CLOSED_S", 0.05)
+async def test_a_request_that_a_server_has_seen_is_not_sent_again(server: Server) -> None:
     bodies: list[bytes] = []
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -176,7 +170,7 @@ async def test_a_request_that_a_server_has_seen_is_not_sent_again(
             writer.close()
 
     server.talk = talk
-    pool = await server.start()
+    pool = await server.start(closed_s=0.05)
     exchange = await pool.post("/", b"one")
     assert await exchange.read(10) == b"ok"
     with pytest.raises(ConnectionFailed):

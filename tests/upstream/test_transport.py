@@ -9,7 +9,7 @@ from emberline.balancer.endpoint import Endpoint
 from emberline.balancer.route_request import Route, RouteRequest
 from emberline.protocol.errors import EngineLost
 from emberline.protocol.events import TextEvent
-from emberline.upstream import resume, transport
+from emberline.upstream import resume
 from emberline.upstream.chunks import ChunkReader
 from emberline.upstream.client import UpstreamClient, UpstreamConfig
 from emberline.upstream.request import CHAT, COMPLETIONS, UpstreamRequest
@@ -52,8 +52,13 @@ def event(text: str, index: int = 0) -> bytes:
 
 
 @pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> UpstreamTransport[list[TextEvent]]:
-    monkeypatch.setattr(transport, "Attempt", FakeAttempt)
+def chat_fields() -> dict[str, Any]:
+    """The fields of the request, for a test to change."""
+    return {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.fixture
+def opened(chat_fields: dict[str, Any]) -> UpstreamTransport[list[TextEvent]]:
     endpoints = [
         Endpoint(name=kind, address="http://127.0.0.1:1", kind=kind, models=("m",))  # type: ignore[arg-type]
         for kind in ("vllm", "openai")
@@ -61,8 +66,8 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> UpstreamTransport[list[TextEvent]
     clients = {endpoint.name: UpstreamClient(UpstreamConfig(endpoint=endpoint)) for endpoint in endpoints}
     route = RouteRequest(id="r", account="a", model="m", model_version="v", input_tokens=3, created_us=1)
     reader = ChunkReader(1, (), 3)
-    fields = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
-    return UpstreamTransport(UpstreamRequest(route, CHAT, fields), clients, lambda: reader)
+    request = UpstreamRequest(route, CHAT, chat_fields)
+    return UpstreamTransport(request, clients, lambda: reader, FakeAttempt)  # type: ignore[arg-type]
 
 
 async def broken(opened: UpstreamTransport[list[TextEvent]], server: str, attempt: int, *pieces: bytes) -> EngineLost:
@@ -124,29 +129,34 @@ async def test_tokens_whose_text_was_not_delivered_are_computed_again(
     [("vllm", {}, True), ("openai", {}, False), ("vllm", {"tools": []}, False), ("vllm", {"stop": "x"}, False)],
 )
 async def test_text_is_kept_only_where_the_stream_can_be_resumed(
-    opened: UpstreamTransport[list[TextEvent]], server: str, more: dict[str, Any], kept: bool
+    opened: UpstreamTransport[list[TextEvent]],
+    chat_fields: dict[str, Any],
+    server: str,
+    more: dict[str, Any],
+    kept: bool,
 ) -> None:
-    opened._request.fields |= more
+    chat_fields |= more
     await broken(opened, server, 0, event(""), event("a"))
     assert bool(opened._transcript._blocks) is kept
 
 
-async def test_an_image_is_not_resumed_by_token_ids(opened: UpstreamTransport[list[TextEvent]]) -> None:
+async def test_an_image_is_not_resumed_by_token_ids(
+    opened: UpstreamTransport[list[TextEvent]], chat_fields: dict[str, Any]
+) -> None:
     part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
-    opened._request.fields["messages"] = [{"role": "user", "content": [part]}]
+    chat_fields["messages"] = [{"role": "user", "content": [part]}]
     await opened.open(Route(decode="vllm"), 0, None)
     assert "return_token_ids" not in FakeAttempt.fields
-    opened._request.fields["messages"] = [{"role": "user", "content": "my file_url"}]
+    chat_fields["messages"] = [{"role": "user", "content": "my file_url"}]
     await opened.open(Route(decode="vllm"), 0, None)
     assert FakeAttempt.fields["return_token_ids"]
 
 
-async def test_the_transcript_holds_no_more_than_a_resume_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resume, "MAX_TRANSCRIPT_BYTES", 200)
-    counted, kept = resume.Transcript(keep=False), resume.Transcript()
+async def test_the_transcript_holds_no_more_than_a_resume_needs() -> None:
+    counted, kept = resume.Transcript(keep=False), resume.Transcript(max_bytes=200)
     for transcript in (counted, kept):
         transcript.add(event("a"), 1)
-    assert (counted.n_events, counted.chunks(), counted._blocks) == (1, None, [])
+    assert (counted.n_events, counted.chunks(), counted.n_kept_bytes) == (1, None, 0)
     assert len(kept.chunks() or ()) == 1
     kept.add(event("b" * 200), 1)
-    assert (kept.n_events, kept.chunks(), kept._blocks) == (2, None, [])
+    assert (kept.n_events, kept.chunks(), kept.n_kept_bytes) == (2, None, 0)
