@@ -41,8 +41,9 @@ class _Count(msgspec.Struct):
 
 
 class CounterTable:
-    def __init__(self, store: Database | None) -> None:
-        self._store = store
+    def __init__(self, store: Database | None, max_counts: int = MAX_ACCOUNT_COUNTS) -> None:
+        """`max_counts` of an account are kept apart."""
+        self._store, self._max_counts = store, max_counts
         self._counts: dict[_Key, _Count] = {}
         self._n_of_account: collections.Counter[str] = collections.Counter()
         self._changed: set[_Key] = set()  # whose `new` is not 0
@@ -76,7 +77,7 @@ class CounterTable:
     def _shared(self, key: _Key, until_us: int) -> tuple[_Key, int]:
         """The count that stands for those that are too many to keep."""
         account, gateway, name, begin_us = key
-        if key not in self._counts and self._n_of_account[account] >= MAX_ACCOUNT_COUNTS:
+        if key not in self._counts and self._n_of_account[account] >= self._max_counts:
             rule, kind, *_ = name.split("/")
             key = account, gateway, f"{rule}/{kind}{_OTHERS}", begin_us
         return key, until_us
@@ -134,7 +135,7 @@ class CounterTable:
             assert isinstance(until_us, int)
             assert isinstance(amount, int)
             key = (str(account), str(gateway), name, begin_us)
-            if key in self._counts or self._n_of_account[key[0]] < MAX_ACCOUNT_COUNTS or _is_shared(key):
+            if key in self._counts or self._n_of_account[key[0]] < self._max_counts or _is_shared(key):
                 self._count(key, until_us).stored = amount
         if time.monotonic() - self._pruned_s >= _PRUNE_S:
             self._pruned_s = time.monotonic()

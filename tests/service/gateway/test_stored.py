@@ -14,7 +14,6 @@ from emberline.protocol.errors import BadInput, Conflict, Forbidden
 from emberline.protocol.events import ChoiceDone, Completed, TextDelta, TextLogprob, ToolCallStarted, Usage
 from emberline.protocol.gateway import MAX_COST_PICO, GatewaySettings, Guardrail
 from emberline.protocol.request import EncodeRequest, GenerateRequest, Message, Priority, SamplingParams
-from emberline.service.gateway import counters
 from emberline.service.gateway.call import replay
 from emberline.service.gateway.counters import CounterTable
 from emberline.service.gateway.gateways import Gateways
@@ -24,6 +23,7 @@ from emberline.store import Database
 from emberline.upstream.gateway.errors import GatewayNotFound
 from emberline.upstream.gateway.routing import Counter
 from tests.databases import DatabaseLocation, mostly_sqlite, on_both_databases
+from tests.faulty_store import FaultyStore
 
 database = mostly_sqlite
 
@@ -156,19 +156,20 @@ async def test_a_purge_reaches_every_process(store: Database) -> None:
     await two.close()
 
 
-async def test_nothing_purged_is_written_afterwards(store: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, begun, may_write, write = ResponseCache(store), asyncio.Event(), asyncio.Event(), store.transaction
+async def test_nothing_purged_is_written_afterwards(store: Database) -> None:
+    faulty, begun, may_write = FaultyStore(store), asyncio.Event(), asyncio.Event()
+    cache = ResponseCache(faulty)
 
-    async def write_late(*args: Any) -> Any:
-        begun.set()
-        await may_write.wait()
-        return await write(*args)
+    async def write_late(name: str, asked: object) -> None:
+        if name == "transaction":
+            begun.set()
+            await may_write.wait()
 
     cache.put("acme", "d1", reply())
-    monkeypatch.setattr(store, "transaction", write_late)
+    faulty.before = write_late
     flushing = asyncio.create_task(cache._flush())
     await begun.wait()
-    monkeypatch.setattr(store, "transaction", write)
+    faulty.before = None
     purging = asyncio.create_task(cache.purge("acme"))
     await asyncio.wait([purging], timeout=0.1)
     may_write.set()
@@ -206,9 +207,8 @@ async def test_what_waits_to_be_written_is_bounded(store: Database) -> None:
     assert stored[0] >= MAX_PENDING_BYTES >> 20
 
 
-async def test_values_without_end_share_a_count(store: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(counters, "MAX_ACCOUNT_COUNTS", 10)
-    tables = CounterTable(store), CounterTable(store)
+async def test_values_without_end_share_a_count(store: Database) -> None:
+    tables = [CounterTable(store, max_counts=10) for _ in range(2)]
     for table in tables:
         await table.open()
         for number in range(30):
