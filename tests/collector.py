@@ -11,7 +11,8 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from emberline.config import TracingConfig
-from emberline.service import otlp, tracing
+from emberline.service import tracing
+from emberline.service.otlp import ExportLimits
 
 Start = Callable[..., tracing.Tracer]
 KINDS = ("", "internal", "server", "client", "producer", "consumer")
@@ -104,8 +105,7 @@ def _value(value: Any) -> Any:
 
 
 @pytest.fixture
-def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
-    monkeypatch.setattr(otlp, "INTERVAL_S", 0.01)
+def collector() -> Iterator[Collector]:
     collector = Collector()
     yield collector
     collector.close()
@@ -116,7 +116,8 @@ def traced(collector: Collector) -> Iterator[Start]:
     """Starts tracing to the collector, until the test ends."""
 
     def start(**config: Any) -> tracing.Tracer:
-        tracer = tracing.start(tracing.settings(TracingConfig(endpoint=collector.url, **config), {}), "test")
+        settings = tracing.settings(TracingConfig(endpoint=collector.url, **config), {})
+        tracer = tracing.start(settings, "test", ExportLimits(interval_s=0.01))
         assert tracer is not None
         return tracer
 

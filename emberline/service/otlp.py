@@ -38,6 +38,9 @@ class ExportLimits(NamedTuple):
     first_backoff_s: float = 1.0  # after an export that failed; doubles each time
 
 
+EXPORT_LIMITS = ExportLimits()
+
+
 class Span(NamedTuple):
     """Times are Unix time in microseconds. `error`: empty unless the span failed."""
 
@@ -61,7 +64,7 @@ class Exporter(Collector):
         resource: Mapping[str, Any],
         headers: Mapping[str, str] | None = None,
         timeout_s: float = 10.0,
-        limits: ExportLimits = ExportLimits(),  # noqa: B008  # immutable
+        limits: ExportLimits = EXPORT_LIMITS,
     ) -> None:
         self._limits = limits
         self.counts = {"exported": 0, "dropped": 0, "failed": 0}

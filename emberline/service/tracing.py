@@ -18,7 +18,7 @@ from emberline.accounts.usage_row import UsageRow
 from emberline.config import ConfigError, TracingConfig
 from emberline.protocol.errors import EmberlineError
 from emberline.protocol.trace_context import TraceContext, TraceDetails, current, new_span_id, new_trace_id, parse
-from emberline.service.otlp import CLIENT, CONSUMER, INTERNAL, SERVER, Exporter, Span
+from emberline.service.otlp import CLIENT, CONSUMER, EXPORT_LIMITS, INTERNAL, SERVER, Exporter, ExportLimits, Span
 from emberline.service.request_context import Clock
 
 MAX_CONTENT_CHARS = 65_536  # of a prompt or a reply, where content is traced
@@ -100,10 +100,10 @@ def _pairs(text: str) -> dict[str, str]:
     return {key.strip(): unquote(value.strip()) for key, _, value in pairs}
 
 
-def start(settings: TracingSettings, process: str) -> "Tracer | None":
+def start(settings: TracingSettings, process: str, limits: ExportLimits = EXPORT_LIMITS) -> "Tracer | None":
     """Trace this process from now on, if there is a collector."""
     global _tracer
-    _tracer = Tracer(settings, process) if settings.url else None
+    _tracer = Tracer(settings, process, limits) if settings.url else None
     return _tracer
 
 
@@ -138,11 +138,11 @@ def stop() -> None:
 class Tracer:
     """Decides what is sampled, and makes the spans of requests, jobs and deliveries."""
 
-    def __init__(self, settings: TracingSettings, process: str) -> None:
+    def __init__(self, settings: TracingSettings, process: str, limits: ExportLimits) -> None:
         resource = {**settings.resource, "service.instance.id": f"{os.getpid()}", "emberline.process": process}
         self.content = settings.content
         self.told: dict[str, int] = {}  # the counts that `take_counts` has returned
-        self.exporter = Exporter(settings.url, resource, settings.headers, settings.timeout_s)
+        self.exporter = Exporter(settings.url, resource, settings.headers, settings.timeout_s, limits)
         self._parent_based = settings.parent_based
         self._bound = int(settings.ratio * (1 << _RATIO_BITS))
 
