@@ -136,7 +136,8 @@ def test_a_session_is_replayed(setup, session, tmp_path, setting):
     figures = measured(setup._replace(inputs=both, coder=setup.model), "coder", setting, tmp_path)
     assert figures["tokens_per_s"].keys() == {"1"}
     assert figures["requests"] == 3
-    assert figures["tokens"] == sum(len(reply) - 1 for _, reply in session.requests)
+    assert figures["tokens"] + figures["untimed_tokens"] == sum(len(reply) for _, reply in session.requests)
+    assert (figures["untimed_tokens"] > 3) == (setting == "auto"), "replies that begin with forced tokens"
     accepted = sum(sum(each["accepted"]) for each in figures["drafts"].values())
     assert (accepted > 5) == (setting == "auto")
     with pytest.raises(NoInputs, match="--coder-model"):

@@ -22,9 +22,10 @@ class Work(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    n_tokens: int
+    n_tokens: int  # that came while the clock ran
     n_steps: int
     seconds: float
+    n_untimed: int  # tokens that came before
 
     @property
     def tokens_per_s(self) -> float:
@@ -60,13 +61,14 @@ class Engine:
         return Work(EngineRequest(id=str(self._serial), prompt_ids=pack(prompt), sampling=params), reply)
 
     def run(self, work: Iterable[Work], batch: int) -> Decoded:
-        """`batch` at a time. Counted is what comes after the first token of each of the first batch."""
+        """Run `batch` requests at a time. The clock starts when each of the first batch has its first tokens, of which
+        there are several if the reply begins with forced ones."""
         waiting, n_open = deque(work), 0
         replays = waiting[0].reply is not None
         runner: Runner = self._replay if replays else self._runner
         self.loop.runner = runner
         unbegun: set[str] | None = set()  # of the first batch
-        n_tokens = n_steps = 0
+        n_tokens = n_steps = n_untimed = 0
         began_s = time.perf_counter()
         while waiting or n_open:
             while waiting and n_open < batch:
@@ -89,8 +91,9 @@ class Engine:
             if self.loop.blocked:
                 time.sleep(1e-4)  # a grammar is compiled, or late: its thread needs the interpreter
             if unbegun is not None and not unbegun:
-                unbegun, n_tokens, n_steps, began_s = None, 0, 0, time.perf_counter()
-        return Decoded(n_tokens, n_steps, time.perf_counter() - began_s)
+                unbegun, n_untimed = None, n_tokens
+                n_tokens, n_steps, began_s = 0, 0, time.perf_counter()
+        return Decoded(n_tokens, n_steps, time.perf_counter() - began_s, n_untimed)
 
     def drafts(self) -> dict[str, dict[str, list[int]]]:
         """Since the start, by drafter: drafted and accepted by position."""

@@ -93,6 +93,7 @@ def coder(setup: Setup, setting: str, deadline: Deadline, figures: Any) -> None:
         figures.put("drafts", engine.drafts())
     figures.put("requests", len(requests))
     figures.put("tokens", rounds[0].n_tokens)
+    figures.put("untimed_tokens", rounds[0].n_untimed)
     assert (engine.n_drafted > 0) == (setting != "off"), f"{engine.n_drafted} draft tokens with {setting}"
 
 
