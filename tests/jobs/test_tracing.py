@@ -15,11 +15,11 @@ from emberline.store import Database
 from tests.collector import Collector, Start, collector, traced
 from tests.jobs.queue.fakes import FakeService
 from tests.jobs.queue.helpers import new_batch, new_jobs
-from tests.jobs.queue.test_puller import Bench, quick
+from tests.jobs.queue.test_puller import Bench
 from tests.jobs.webhooks.helpers import ShiftedClock, create_endpoint, wait_for_records, webhook_service
 from tests.jobs.webhooks.receiver import receiving
 
-__all__ = ["collector", "quick", "traced"]
+__all__ = ["collector", "traced"]
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 PARENT = f"00-{TRACE}-{SPAN}-01"
