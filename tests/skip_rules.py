@@ -16,7 +16,7 @@ ACCEPTED = [
     r"needs (two GPUs|a Hopper GPU|the fa3-fwd wheel and a Hopper GPU)",
     r"Triton compiles for the GPU|the interpreter has two SMs|more KV cache than a test should take",
     r"needs Chromium: .*",
-    r"needs Prometheus.*|.*(promtool|prometheus).*",
+    r"(needs )?Prometheus.*|.*(promtool|prometheus).*",
     r"(npm|node|go|bun|deno|curl) is not installed|.*npm.*",
     r"processors of another family|O_DIRECT is not supported here|futexes are Linux's",
     r"may not mount a file system|only root can give a file away",

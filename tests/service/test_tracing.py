@@ -160,6 +160,7 @@ async def test_an_upstream_server_gets_the_traceparent(
     assert attempt.attributes["gen_ai.provider.name"] == "vllm"
 
 
+@pytest.mark.asyncio(loop_scope="module")  # the loop of `tell`
 async def test_tool_calls_and_the_wait_in_the_engine_are_spans(tell: Tell, collector: Collector, traced: Start) -> None:
     traced()
     service, engine = await tell("qwen", model("qwen").tool_format.write([PARIS, NOTHING]))
