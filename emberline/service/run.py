@@ -6,7 +6,8 @@ A `Run` is the same state machine for every kind of worker. What differs between
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Generic, Protocol, TypeVar
 
@@ -191,17 +192,22 @@ class Run(Generic[T]):
         """`is_billed`: the request finished, the client ended it, or caused its failure: what was computed is paid."""
         transport = self._transport
         if is_billed and self._opened and status != "finished":
-            await transport.settle()
+            with self._logging_failure("what the workers computed is not counted in full"):
+                await transport.settle()
         row = self._row = self._usage_row(status, is_billed, finished_us)
         if self._trace is not None:
-            details = transport.trace_details(self._trace.content)
-            self._trace.end(row, transport.operation, transport.provider, error, details)
+            with self._logging_failure("its spans are not exported"):
+                details = transport.trace_details(self._trace.content)
+                self._trace.end(row, transport.operation, transport.provider, error, details)
         if self._left:
-            transport.close()
+            with self._logging_failure("its workers may compute on"):
+                transport.close()
         if self._job is not None:
-            self._job.record_usage(row)
+            with self._logging_failure("its queue has no usage row"):
+                self._job.record_usage(row)
         if self._attempt.on_end is not None:
-            self._attempt.on_end(row)
+            with self._logging_failure("its cost is not counted by the gateway"):
+                self._attempt.on_end(row)
         end = RequestEnd(
             row,
             self._inter_token,
@@ -212,6 +218,17 @@ class Run(Generic[T]):
             provider=transport.provider,
         )
         await self._core.finalize(end)
+
+    @contextmanager
+    def _logging_failure(self, consequence: str) -> Iterator[None]:
+        """Log an exception and go on: whatever fails at the end of a request, its slot and its reservation are given
+        back. The end itself is never cancelled: a cancellation comes from what it waits for."""
+        try:
+            yield
+        except (Exception, asyncio.CancelledError):
+            log.exception(
+                "the end of a request failed in part: %s", consequence, extra={"request_id": self._request.id}
+            )
 
     def _end(self, error: Exception | None, finalizing: "asyncio.Task[None]") -> None:
         if self._row is not None:

@@ -18,10 +18,13 @@ from emberline.protocol.errors import (
     WorkerRemoved,
 )
 from emberline.protocol.events import Usage
-from emberline.protocol.trace_context import TraceContext, TraceDetails
+from emberline.protocol.trace_context import TraceContext, TraceDetails, current
 from emberline.service.core import RequestEnd
-from emberline.service.request_context import Clock, JobContext
+from emberline.service.request_context import ONLY_ATTEMPT, AttemptContext, Clock, JobContext
 from emberline.service.run import MAX_FAILOVERS, Run
+from tests.collector import Start, collector, traced
+
+__all__ = ["collector", "traced"]
 
 Action = str | BaseException | Callable[[], Any]  # output, an error, or something to await
 
@@ -237,6 +240,42 @@ async def test_cancelling_a_stream_aborts_the_work() -> None:
         await task
     assert (await ended(core)).row.status == "cancelled"
     assert transport.n_closed
+
+
+@pytest.mark.parametrize("failing", ["settle", "settle, cancelled", "spans", "close", "on_end", "record_usage"])
+async def test_a_request_ends_whatever_fails_at_its_end(
+    failing: str, traced: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    class FailingTransport(FakeTransport):
+        async def settle(self) -> None:
+            if failing.startswith("settle"):
+                raise asyncio.CancelledError if "cancelled" in failing else ValueError("a bug")
+
+        def trace_details(self, content: bool) -> TraceDetails:
+            if failing == "spans":
+                raise ValueError("a bug")
+            return super().trace_details(content)
+
+        def close(self) -> None:
+            super().close()
+            if failing == "close":
+                raise ValueError("a bug")
+
+    def fail(row: UsageRow) -> None:
+        raise ValueError("a bug")
+
+    core, transport, ends = FakeCore(), FailingTransport(["a", BadInput("no"), "b"]), list[Run[str]]()
+    attempt = AttemptContext(on_end=fail) if failing == "on_end" else ONLY_ATTEMPT
+    job = JobContext("w0", fail) if failing == "record_usage" else None
+    token = current.set(traced().begin(None))
+    run = run_of(core, transport, on_end=ends.append, attempt=attempt, job=job)
+    with pytest.raises(BadInput):
+        await output_of(run)
+    current.reset(token)
+    assert (await ended(core)).row.status == "failed"
+    assert (transport.n_closed, ends) == (1, [run])
+    levels = [record.levelname for record in caplog.records if getattr(record, "request_id", "") == "r"]
+    assert levels == ["ERROR", "WARNING"], "the failure, and the line of every request"
 
 
 @pytest.mark.parametrize("actions", [["a", lambda: asyncio.sleep(60), "b"], [lambda: asyncio.sleep(60), "b"]])
