@@ -58,7 +58,7 @@ class Closer:
         return self._completion[1]
 
     def forced(self) -> list[bytes | int]:
-        """What must follow: texts and ids of special tokens. Empty where several things may."""
+        """Texts and ids of special tokens that must follow. Empty if several things may."""
         try:
             return self._automaton.forced(self._states[-1])
         except TooComplex:

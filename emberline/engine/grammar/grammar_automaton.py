@@ -189,7 +189,7 @@ class Automaton:
         return _joined(found)
 
     def forced(self, state: State) -> list[bytes | int]:
-        """What must follow: texts and ids of special tokens. Empty where several things may, or the text may end."""
+        """Texts and ids of special tokens that must follow a state. Empty if several may, or if the text may end."""
         found: list[bytes | int] = []
         while len(found) < MAX_FORCED_BYTES:
             symbol = self._only.get(state)

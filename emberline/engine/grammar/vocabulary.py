@@ -25,9 +25,10 @@ class Vocabulary:
         self.tokens = [b"" if i in self.special else text for i, text in enumerate(frame.tokens)]
         self.tokens += [b""] * (vocab_size - len(self.tokens))
         self._ids: dict[bytes, int] = {}
+        fallback = _byte_fallback_ids(self.tokens)
         for token_id, text in enumerate(self.tokens):
-            if len(text) == 1 or (1 < len(text) <= MAX_PIECE_BYTES and text not in self._ids):
-                self._ids[text] = token_id  # the last of a single byte: SentencePiece's fallback tokens come first
+            if 1 <= len(text) <= MAX_PIECE_BYTES and self._ids.get(text, fallback.start) in fallback:
+                self._ids[text] = token_id  # the first one that is no fallback: a model does not read fallback tokens
         self._added_texts = {self.tokens[i] for i in frame.added if i < vocab_size} & self._ids.keys()
         pattern = b"|".join(map(re.escape, sorted(self._added_texts, reverse=True)))  # of two, the longer one first
         self._added = re.compile(b"(%b)" % (pattern or b"(?!)"))
@@ -114,6 +115,18 @@ class Vocabulary:
             eos_token=self.n_tokens,
             slices=LLTokenizer.json_slices(),
         )
+
+
+def _byte_fallback_ids(tokens: list[bytes]) -> range:
+    """Ids of SentencePiece's byte tokens, `<0x00>` to `<0xFF>` in this order.
+
+    They stand for bytes that no other token has, and precede the others (Llama 2) or follow some of them (Gemma).
+    Returns one impossible id if the vocabulary has no such tokens.
+    """
+    every_byte = [bytes([byte]) for byte in range(256)]
+    starts = (token_id for token_id, text in enumerate(tokens) if text == b"\0")
+    start = next((start for start in starts if tokens[start : start + 256] == every_byte), None)
+    return range(-1, 0) if start is None else range(start, start + 256)
 
 
 class Spelling:

@@ -109,7 +109,7 @@ def _calls(builder: Builder, tools: ToolCallSpec, format: ToolCallFormat) -> Exp
     call = builder.add(_call(builder, tools.tools, format))
     most = MAX_TOOL_CALLS if tools.parallel and format.parallel else 1
     more = repeat(sequence(spelled(format.between, format), call), 0, most - 1)
-    # A model may end its turn behind the line break that it writes after each call: it must not be bound to call again.
+    # A model may end its turn after the line break that follows a call: the line break must not bind it to call again.
     ends_spaced = most > 1 and not format.close and format.between.isspace()
     end = optional(Text(format.between)) if ends_spaced else spelled(format.close, format)
     return sequence(_begin(format), call, more, end)

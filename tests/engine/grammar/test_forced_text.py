@@ -85,3 +85,12 @@ def test_an_endless_forced_text_is_followed_a_little_way() -> None:
     guide = guide_of(model("qwen"), Grammar((endless,)))
     assert 40 < len(guide.forced()) <= 96
     assert len(allowed(guide)) == 1
+
+
+@pytest.mark.parametrize("before", [[], [b"<pad>", b"\n", b"  "]], ids=["Llama 2", "Gemma"])
+def test_byte_fallback_tokens_spell_only_what_no_other_token_does(before: list[bytes]) -> None:
+    fallback = [bytes([byte]) for byte in range(256)]
+    tokens = [*before, *fallback, b"\n", b"a"]
+    vocabulary = Vocabulary(Frame(tokens, {}), len(tokens))
+    first_line_break = before.index(b"\n") if before else len(fallback)
+    assert vocabulary.tokenize(b"\na\x07") == [first_line_break, len(tokens) - 1, len(before) + 7]
