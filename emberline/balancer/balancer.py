@@ -400,7 +400,7 @@ class Balancer:
         decode, prefill, keys = pair.decode, pair.prefill, record.request.keys
         cached, record.fetch_s = need.available(prefill)
         record.uncached_tokens, record.total_tokens = need.tokens - cached, need.tokens
-        record.reply_tokens = need.reply_tokens
+        record.reply_tokens, record.n_slots = need.reply_tokens, decode.n_slots(record.request)
         record.work_us = int(self.settings.cost.work_s(record.uncached_tokens, need.tokens) * 1e6)
         if need.match:
             self.index.used(keys, need.match[0][0])

@@ -90,8 +90,8 @@ class InFlightLoad:
     reply_tokens: int = 0  # of them, the replies
     decoding: int = 0  # sequences of these requests that have their first token,
     started: int = 0  # and the sum of `LoadReports.progress` when they had
-    held: dict[tuple[str, str], int] = field(default_factory=dict)  # sequences that are no jobs, by slots and account
-    apart: int = 0  # of them, those at addresses of their accounts' own
+    held: dict[tuple[str, str], int] = field(default_factory=dict)  # slots, by account's own address and account
+    shared_slots: int = 0  # of them, those at no account's own address
 
     @property
     def total(self) -> int:
@@ -103,13 +103,13 @@ class InFlightLoad:
         return self.active - self.batch_active
 
     def hold(self, request: RouteRequest, n: int) -> None:
-        """Count `n` more sequences, or fewer if negative, for the account of the request."""
+        """Count `n` more slots, or fewer if negative, for the account of the request."""
         holder = request.slots, request.account
         if left := self.held.get(holder, 0) + n:
             self.held[holder] = left
         else:
             del self.held[holder]
-        self.apart += n if request.slots else 0
+        self.shared_slots += 0 if request.slots else n
 
     def growth_tokens(self, progress: int) -> int:
         """By which the replies will still grow. At least half of what was predicted: lengths are skewed, and a reply
@@ -144,6 +144,7 @@ class InFlightRequest:
     uncached_tokens: int = 0  # of the prompt
     total_tokens: int = 0
     work_us: int = 0  # of its prefill
+    n_slots: int = 0  # that its account holds for it
     fetch_s: float = 0.0  # expected, of a part of the prompt from a tier
     reply_tokens: int = 0  # predicted, of all its sequences
     started: int | None = None  # what it adds to `InFlightLoad.started`
@@ -230,7 +231,7 @@ class InFlightLedger:
         if not record.is_job:
             decode.kv_tokens += record.total_tokens + record.reply_tokens
             decode.reply_tokens += record.reply_tokens
-            decode.hold(record.request, n)
+            decode.hold(record.request, record.n_slots)
 
     def prefilled(self, record: InFlightRequest) -> bool:
         """The prompt is computed. False: that was known."""
@@ -263,7 +264,7 @@ class InFlightLedger:
         if not record.is_job:
             decode.kv_tokens -= record.total_tokens + record.reply_tokens
             decode.reply_tokens -= record.reply_tokens
-            decode.hold(record.request, -n)
+            decode.hold(record.request, -record.n_slots)
         if record.started is not None:
             decode.decoding -= n
             decode.started -= record.started

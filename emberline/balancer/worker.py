@@ -171,18 +171,25 @@ class Worker:
             return True
         return active + n <= self.capacity.max_running + spare and self.has_memory(kv_tokens, now_s, passes_flex)
 
+    def n_slots(self, request: RouteRequest) -> int:
+        """Number of slots that a request takes: one for each sequence. Of a provider's, one request takes no more than
+        an account may hold, so that one with more sequences runs, and leaves room for others."""
+        capacity = self.capacity
+        if not capacity.shared:
+            return request.n
+        most = capacity.max_running
+        return min(request.n, most if request.slots else max(1, most * ACCOUNT_SHARE // (ACCOUNT_SHARE + 1)))
+
     def has_slot(self, request: RouteRequest) -> bool:
         """True if the request may have slots of a provider. Each address of an account's own has as many slots as the
         provider. Of the provider's, an account that holds some gets more only while others can still have a share:
         it never holds more than `ACCOUNT_SHARE` times as many as stay free."""
-        in_flight, n = self.in_flight, request.n
+        in_flight, n = self.in_flight, self.n_slots(request)
         own = in_flight.held.get((request.slots, request.account), 0)
         if request.slots:
-            return own == 0 or own + n <= self.capacity.max_running
-        free = self.capacity.max_running - (in_flight.sync_active - in_flight.apart)
-        if own == 0:
-            return free >= min(n, self.capacity.max_running)
-        return own + n <= ACCOUNT_SHARE * (free - n)
+            return own + n <= self.capacity.max_running
+        free = self.capacity.max_running - in_flight.shared_slots
+        return free >= n if own == 0 else own + n <= ACCOUNT_SHARE * (free - n)
 
     def may_dispatch(self, record: InFlightRequest) -> bool:
         """True unless the account of a waiting request holds its share of this worker's slots: others may pass it."""

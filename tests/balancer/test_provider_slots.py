@@ -4,7 +4,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from emberline.balancer.balancer import Balancer
@@ -38,6 +38,15 @@ def test_no_account_gets_all_slots(max_running: int, most: int) -> None:
     balancer = provider(max_running, max_waiting=2000)
     assert running(ask(balancer, "a", max_running + 1)) == most
     assert running(ask(balancer, "b")) == (max_running > 1)
+
+
+@pytest.mark.parametrize(("max_running", "n"), [(2, 2), (4, 4), (4, 16), (8, 7), (64, 128)])
+def test_no_request_gets_all_slots(max_running: int, n: int) -> None:
+    balancer = provider(max_running)
+    large = balancer.enqueue(request(account="a", n=n), 0.0)
+    balancer.dispatch(0.0)
+    assert large.route is not None, "it runs all the same"
+    assert running(ask(balancer, "b")) == 1
 
 
 def test_prompts_that_hang_do_not_count_as_a_queue() -> None:
@@ -83,12 +92,14 @@ def test_a_full_queue_sheds_the_account_that_fills_it() -> None:
 
 @given(
     st.integers(1, 9),
-    st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 2), st.booleans(), st.booleans()), max_size=40),
+    st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 16), st.booleans(), st.booleans()), max_size=40),
 )
+@example(4, [("a", 16, False, False), ("b", 1, False, False)])
 def test_slots_are_never_exceeded_and_always_given_back(
     max_running: int, steps: list[tuple[str, int, bool, bool]]
 ) -> None:
     balancer = provider(max_running, max_waiting=1000)
+    most = max(1, max_running * 3 // 4)
     open_records: list[InFlightRequest] = []
     for now_s, (account, n, own, ends) in enumerate(steps):
         if ends and open_records:
@@ -100,12 +111,14 @@ def test_slots_are_never_exceeded_and_always_given_back(
         held = Counter[tuple[str, str]]()
         for record in open_records:
             if record.decode is not None:
-                held[record.request.slots, record.request.account] += record.request.n
-        assert sum(n for (slots, _), n in held.items() if not slots) <= max(max_running, 2)
+                own = bool(record.request.slots)
+                n_slots = min(record.request.n, max_running if own else most)
+                held[record.request.slots, record.request.account] += n_slots
+        assert all(n <= (max_running if slots else most) for (slots, _), n in held.items())
         free = max_running - sum(n for (slots, _), n in held.items() if not slots)
         for record in open_records:
             key = record.request.slots, record.request.account
-            if record.decode is None and not held[key] and (key[0] or free >= record.request.n):
+            if record.decode is None and not held[key] and (key[0] or free >= min(record.request.n, most)):
                 pytest.fail(f"{record.request} waits although it holds nothing and there is room")
     for record in open_records:
         balancer.ended(record.request.id, 100.0, "cancelled")
