@@ -44,6 +44,11 @@ def provider_pool(name: str) -> str:
     return f"{name.lower()}/*"
 
 
+def logged_name(worker: str) -> str:
+    """The worker's name in the log of requests: that of the provider if the worker is called like a provider's pool."""
+    return worker.removesuffix("/*")
+
+
 def engine_endpoint(config: EndpointConfig) -> Endpoint:
     """A configured Emberline worker on another machine. It names its one model: the core tokenizes for it."""
     if len(config.models) != 1:

@@ -128,7 +128,7 @@ async def open_service(
 
     def provider_gone(client: ProviderClient) -> None:
         core.discard(client.name)
-        core.forget_provider(client.name)
+        core.forget_provider(client.provider.name)
 
     upstream.providers.on_new.append(provider_added)
     upstream.providers.on_gone.append(provider_gone)
@@ -151,7 +151,7 @@ async def open_service(
             timings,
         )
         await core.scaling.start()
-    sweep = upstream.sweep_providers(timings.provider_sweep_s, admission.has_requests)
+    sweep = upstream.sweep_providers(timings.provider_sweep_s, lambda client: admission.has_requests(client.name))
     tasks = [asyncio.create_task(core.history.run()), asyncio.create_task(sweep)]
 
     async def close_core() -> None:
@@ -211,7 +211,10 @@ async def open_http_worker(
         await core.close()
 
     service = Service(core, connections.models, engines, close, GrammarCompiler(), models, data_dir, timings)
-    sweeping = asyncio.create_task(models.sweep_providers(timings.provider_sweep_s, service.runs_on_provider))
+    sweep = models.sweep_providers(
+        timings.provider_sweep_s, lambda client: service.runs_on_provider(client.provider.name)
+    )
+    sweeping = asyncio.create_task(sweep)
     return service
 
 

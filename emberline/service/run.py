@@ -14,6 +14,7 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 
 from emberline.accounts.usage_row import UsageRow, UsageStatus, session_digest
+from emberline.balancer.endpoint import logged_name
 from emberline.balancer.route_request import Fault, Route, RouteRequest
 from emberline.protocol.errors import DeadlineExceeded, EmberlineError, Internal, Unavailable, WorkerRemoved
 from emberline.protocol.events import Completed, Usage
@@ -232,7 +233,7 @@ class Run(Generic[T]):
 
     def _end(self, error: Exception | None, finalizing: "asyncio.Task[None]") -> None:
         if self._row is not None:
-            log_end(self._route.decode, self._row, error, finalizing)
+            log_end(logged_name(self._route.decode), self._row, error, finalizing)
         self._on_end(self)
 
     def checkpoint(self) -> UsageRow | None:

@@ -27,6 +27,7 @@ from emberline.upstream.providers.access import Access
 from emberline.upstream.providers.anthropic import message_request
 from emberline.upstream.providers.api import decoded
 from emberline.upstream.providers.attempt import count_tokens
+from emberline.upstream.providers.client import ProviderClient
 from emberline.upstream.providers.directory import ProviderDirectory, remote_name
 from emberline.upstream.providers.whole_call import WholeCall
 from emberline.upstream.providers.whole_tasks import whole_task
@@ -63,7 +64,7 @@ class UpstreamModels:
         self._make_cards()
 
     def _make_cards(self) -> None:
-        servers = (client for client in self.clients.values() if client.name not in self.providers.clients)
+        servers = (client for client in self.clients.values() if not isinstance(client, ProviderClient))
         ids = dict.fromkeys(model for client in servers for model in client.models)
         self._by_name = {model.lower(): self._describe(_card(model, self._serving(model))) for model in ids}
         self._kinds = {model: self._serving(model)[0].config.kind for model in ids}
@@ -99,11 +100,14 @@ class UpstreamModels:
         self.providers.close()
         await asyncio.gather(*(client.close() for client in self.clients.values()))
 
-    async def sweep_providers(self, interval_s: float, is_used: Callable[[str], bool]) -> None:
+    async def sweep_providers(self, interval_s: float, is_used: Callable[[ProviderClient], bool]) -> None:
         """Remove unused providers whose last key was removed, every `interval_s`, until cancelled."""
         while True:
             await asyncio.sleep(interval_s)
-            await asyncio.gather(*(client.close() for client in self.providers.sweep(is_used)))
+            try:
+                await asyncio.gather(*(client.close() for client in self.providers.sweep(is_used)))
+            except Exception:
+                log.exception("unused providers could not be removed")
 
     def cards(self) -> list[ModelCard]:
         return [*self._by_name.values(), *self.providers.cards()]
@@ -134,7 +138,7 @@ class UpstreamModels:
     def provider_of(self, card: ModelCard) -> str:
         """Whose model it is, as the gateway's logs and circuit breakers name it."""
         provider = self.providers.client_of(card)
-        return self._serving(card.id)[0].name if provider is None else provider.name
+        return self._serving(card.id)[0].name if provider is None else provider.provider.name
 
     def n_servers(self, card: ModelCard) -> int:
         """That may serve a request one after the other."""
@@ -267,8 +271,8 @@ class UpstreamModels:
             model, access = self.target(card, principal)
             assert access is not None
             if self.kind_of(card, access) != "anthropic":
-                raise Unsupported(f"provider {provider.name} cannot count tokens")
-            body = message_request(provider.name, {"model": model, **decoded(body_of(request, "anthropic"))})
+                raise Unsupported(f"provider {provider.provider.name} cannot count tokens")
+            body = message_request(provider.provider.name, {"model": model, **decoded(body_of(request, "anthropic"))})
             counted = {name: value for name, value in body.items() if name not in ("max_tokens", "stream")}
             return await count_tokens(provider, access, counted)
         client = next((client for client in self._serving(card.id) if client.config.kind == "vllm"), None)

@@ -133,7 +133,7 @@ class UpstreamTransport(Generic[T]):
         self.cached_tokens = route.cached_tokens
         decode = client_of(self._clients, route.decode)
         kind, resumed = decode.config.kind, self._continuation
-        self.provider = decode.name if isinstance(decode, ProviderClient) else kind
+        self.provider = decode.provider.name if isinstance(decode, ProviderClient) else kind
         if not request.stream:
             self._decoder = self._make_decoder()
         if not request.stream or not self._transcript.n_events:

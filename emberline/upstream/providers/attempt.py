@@ -63,8 +63,8 @@ class ProviderAttempt:
         except ConnectionFailed as error:
             raise connection_failure(self.decode, error) from error
         except BadInput as error:  # the account's own address may not be reached
-            raise BadInput(f"provider {client.name}: {error.message}", param="model") from None
-        raise_status(client.name, exchange.status, exchange.headers, body, access.key)
+            raise BadInput(f"provider {client.provider.name}: {error.message}", param="model") from None
+        raise_status(client.provider.name, exchange.status, exchange.headers, body, access.key)
 
     async def piece(self) -> bytes:
         """More of the reply in OpenAI's form; b"" at its end."""
@@ -105,13 +105,13 @@ async def list_models(client: ProviderClient, access: Access) -> list[str]:
     except ConnectionFailed as error:
         raise connection_failure(client, error) from error
     if status != 200:
-        raise_status(client.name, status, {}, body, access.key)
+        raise_status(client.provider.name, status, {}, body, access.key)
     try:
         answer = msgspec.json.decode(body)
         rows = answer.get("data") or answer.get("models") or []
         names = [row.get("id") or row.get("name") for row in rows]
     except (msgspec.DecodeError, RecursionError, AttributeError, TypeError):
-        raise ProviderFailed(client.name, "did not answer with a list of models: check its url") from None
+        raise ProviderFailed(client.provider.name, "did not answer with a list of models: check its url") from None
     return [name.removeprefix("models/") for name in names if isinstance(name, str)][:MAX_LISTED]
 
 
@@ -128,16 +128,16 @@ async def count_tokens(client: ProviderClient, access: Access, body: dict[str, A
     except ConnectionFailed as error:
         raise connection_failure(client, error) from error
     if exchange.status != 200:
-        raise_status(client.name, exchange.status, exchange.headers, answer, access.key)
+        raise_status(client.provider.name, exchange.status, exchange.headers, answer, access.key)
     try:
         count = msgspec.json.decode(answer).get("input_tokens")
     except (msgspec.DecodeError, RecursionError, AttributeError):
         count = None
     if type(count) is not int or count < 0:
-        raise ProviderFailed(client.name, "did not count the tokens")
+        raise ProviderFailed(client.provider.name, "did not count the tokens")
     return count
 
 
 def connection_failure(client: ProviderClient, error: ConnectionFailed) -> ProviderFailed:
     failure = ProviderTimeout if error.timed_out else ProviderFailed
-    return failure(client.name, f"did not answer: {error}" if error.timed_out else f"failed: {error}")
+    return failure(client.provider.name, f"did not answer: {error}" if error.timed_out else f"failed: {error}")

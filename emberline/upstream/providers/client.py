@@ -18,14 +18,17 @@ from emberline.upstream.providers.registry import Provider
 
 class ProviderClient(UpstreamClient):
     def __init__(self, provider: Provider, key: str = "", is_configured: bool = True) -> None:
-        """`is_configured`: by the operator's file; otherwise only stored keys name it."""
+        """`is_configured`: by the operator's file; otherwise only stored keys name it.
+
+        Accounts choose the names of the latter, so that their workers have a name that no worker of the operator has.
+        """
         self.provider = provider
         self.is_configured = is_configured
         self.access = Access(key)  # of accounts without a key of their own
         self.api: ProviderAPI = api_of(provider)
-        endpoint = Endpoint(
-            name=provider.name, address=provider.url, kind=provider.kind, models=(provider_pool(provider.name),)
-        )
+        pool = provider_pool(provider.name)
+        name = provider.name if is_configured else pool
+        endpoint = Endpoint(name=name, address=provider.url, kind=provider.kind, models=(pool,))
         super().__init__(UpstreamConfig(endpoint=endpoint, max_running=provider.max_running))
         self.pool.close()
         if provider.kind == "any-llm":
@@ -41,7 +44,7 @@ class ProviderClient(UpstreamClient):
             self.listener.joined(self.endpoint, capacity, None)
 
     def lost(self, what: str) -> ProviderFailed:
-        return ProviderFailed(self.name, what)
+        return ProviderFailed(self.provider.name, what)
 
 
 def api_of(provider: Provider) -> ProviderAPI:

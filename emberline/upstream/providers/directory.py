@@ -81,16 +81,17 @@ class ProviderDirectory:
             await self._keys.catch_up()
             self.find(model_id)
 
-    def sweep(self, is_used: Callable[[str], bool]) -> list[ProviderClient]:
+    def sweep(self, is_used: Callable[[ProviderClient], bool]) -> list[ProviderClient]:
         """Remove the providers that no stored key has named since the last sweep, unless `is_used`.
 
         Returns their clients, for the caller to close. A key that is replaced, by its removal and a new one, leaves its
         provider in place.
         """
         unnamed = {name for name, client in self.clients.items() if not client.is_configured and not self._has(name)}
-        gone = [self.clients.pop(name) for name in unnamed & self._unnamed if not is_used(name)]
+        unused = [name for name in unnamed & self._unnamed if not is_used(self.clients[name])]
+        gone = [self.clients.pop(name) for name in unused]
         self._unnamed = unnamed & self.clients.keys()
-        names = {client.name for client in gone}
+        names = {client.provider.name for client in gone}
         for model_id in [model_id for model_id, card in self._cards.items() if card.id.partition("/")[0] in names]:
             del self._cards[model_id]
         for client in gone:
@@ -121,16 +122,17 @@ class ProviderDirectory:
     def access(self, client: ProviderClient, principal: Principal) -> Access:
         """The key that the request brings, the account's own, the stored one of all accounts, or the configured one.
         Forbidden where there is none, ModelNotFound where the provider is another account's."""
-        stored = None if self._keys is None else self._keys.find(principal.account, client.name)
-        if stored is not None and not own_key(client.name):
+        name = client.provider.name
+        stored = None if self._keys is None else self._keys.find(principal.account, name)
+        if stored is not None and not own_key(name):
             return self._stored_access(client, stored)
         if client.provider.url == NOWHERE:
-            raise ModelNotFound(f"this account has no provider {client.name}", param="model")
-        if key := own_key(client.name):
+            raise ModelNotFound(f"this account has no provider {name}", param="model")
+        if key := own_key(name):
             return Access(key)
         if not client.access.key and client.provider.needs_key:
             raise Forbidden(
-                f"there is no key for provider {client.name}: add one with `emberline provider add {client.name}`",
+                f"there is no key for provider {name}: add one with `emberline provider add {name}`",
                 param="model",
             )
         return client.access
@@ -155,14 +157,18 @@ class ProviderDirectory:
             pool.close()
 
     def _stored_access(self, client: ProviderClient, stored: ProviderKey) -> Access:
-        url = stored.url or (_known_url(client.name) if client.provider.url == NOWHERE else "")
+        url = stored.url or (_known_url(client.provider.name) if client.provider.url == NOWHERE else "")
         if not url:
             if client.provider.url == NOWHERE:
-                raise Forbidden(f"provider {client.name} needs a url: add its key again, with one", param="model")
+                raise Forbidden(
+                    f"provider {client.provider.name} needs a url: add its key again, with one", param="model"
+                )
             return Access(stored.key)
         kind: Kind = stored.kind if stored.kind in get_args(Kind) else client.provider.kind  # type: ignore[assignment]
         if kind == "any-llm":  # the package connects by itself: nothing would check where to
-            raise Forbidden(f"provider {client.name} takes no url: add its key again, without one", param="model")
+            raise Forbidden(
+                f"provider {client.provider.name} takes no url: add its key again, without one", param="model"
+            )
         here = client.provider._replace(kind=kind, url=url)
         pool = self._pool(here, stored.is_own)
         traits = client.provider.traits if kind == client.provider.kind else kind
@@ -207,9 +213,10 @@ class ProviderDirectory:
                 made = made._replace(url=NOWHERE)
         except ConfigError:  # its name tells nothing: each account has its own address
             made = Provider(name, "openai", NOWHERE, needs_key=False)
-        client = self.clients[name] = ProviderClient(made, is_configured=False)
+        client = ProviderClient(made, is_configured=False)
         for tell in self.on_new:
             tell(client)
+        self.clients[name] = client
         return client
 
 

@@ -83,7 +83,7 @@ class WholeCall(Generic[T]):
     async def open(self, route: Route, attempt: int, deadline_s: float | None) -> None:
         client = client_of(self._clients, route.decode)
         assert isinstance(client, ProviderClient)
-        self._client, self.provider = client, client.name
+        self._client, self.provider = client, client.provider.name
 
     async def next(self) -> None:
         task = self._task
@@ -98,7 +98,7 @@ class WholeCall(Generic[T]):
                 result, self.usage = task.read(reply)
         except UnreadableReply as error:
             assert self._client is not None
-            raise ProviderFailed(self._client.name, f"sent {hide_key(str(error), self._access.key)}") from None
+            raise ProviderFailed(self._client.provider.name, f"sent {hide_key(str(error), self._access.key)}") from None
         except BadInput as error:  # what was asked for cannot be made
             raise BadInput(hide_key(error.message, self._access.key)[:500], param=error.param) from None
         if self.usage.prompt_tokens > len(task.call.body) + UNSEEN_PROMPT_TOKENS:
@@ -135,9 +135,9 @@ class WholeCall(Generic[T]):
         except ConnectionFailed as error:
             raise connection_failure(client, error) from error
         except BadInput as error:  # the account's own address may not be reached
-            raise BadInput(f"provider {client.name}: {error.message}", param="model") from None
+            raise BadInput(f"provider {client.provider.name}: {error.message}", param="model") from None
         if exchange.status != 200:
-            raise_status(client.name, exchange.status, exchange.headers, body, access.key)
+            raise_status(client.provider.name, exchange.status, exchange.headers, body, access.key)
         return WholeReply(body, exchange.headers.get("content-type", ""))
 
     async def _fetch(self, path: str) -> WholeReply:
@@ -151,5 +151,5 @@ class WholeCall(Generic[T]):
         except ConnectionFailed as error:
             raise connection_failure(client, error) from error
         if status != 200:
-            raise_status(client.name, status, {}, body, access.key)
+            raise_status(client.provider.name, status, {}, body, access.key)
         return WholeReply(body, "")

@@ -198,7 +198,7 @@ async def test_names_are_resolved_for_every_connection_and_the_address_is_pinned
     other = await made.post("/v1/chat/completions", body, **bob)
     assert other.status_code == 404
     (worker,) = made.core.admission.snapshot().workers
-    assert (worker.name, worker.healthy, worker.state) == ("mine", True, "ready")
+    assert (worker.name, worker.healthy, worker.state) == ("mine/*", True, "ready")
 
 
 async def test_too_many_keys(gateway: Opener) -> None:

@@ -11,10 +11,15 @@ import pytest
 from emberline.accounts.auth import Authenticator
 from emberline.accounts.secret import Secret
 from emberline.api.app import ApiSettings, App
+from emberline.balancer.endpoint import Endpoint
+from emberline.protocol.egress_policy import EgressPolicy
 from emberline.protocol.errors import ModelNotFound
 from emberline.service import open_core_server, open_http_worker
 from emberline.service.timings import Timings
+from emberline.testing.standin_openai import StandinServer
+from emberline.upstream.client import UpstreamClient, UpstreamConfig
 from emberline.upstream.models import UpstreamModels
+from emberline.upstream.providers.client import ProviderClient
 from emberline.upstream.providers.directory import ProviderDirectory
 from tests.upstream.providers.conftest import PATIENCE_S, SAYS, Gateway, Opener, StartProvider
 from tests.upstream.providers.test_provider_keys import key_of
@@ -44,12 +49,12 @@ async def test_removed_providers_leave_nothing(gateway: Opener, provider_server:
         assert (await made.post("/api/providers", new, **admin)).status_code == 200
         body = {"model": f"{name}/{MODEL}", "messages": SAYS}
         assert (await made.post("/v1/chat/completions", body, **admin)).status_code == 200
-        assert name in await workers(made, admin)
+        assert f"{name}/*" in await workers(made, admin)
         if number == 0:
             assert b'model="mine-0/' in await made.service.metrics()
         if number < 4:
             assert (await made.client.delete(f"/api/providers/{name}", headers=admin)).status_code == 200
-    kept = {"mine-4"}
+    kept = {"mine-4/*"}
     await until(lambda: _are(made, admin, kept))
     text = (await made.service.metrics()).decode()
     assert "mine-4/" in text
@@ -61,6 +66,48 @@ async def test_removed_providers_leave_nothing(gateway: Opener, provider_server:
     assert (await made.post("/api/providers", again, **admin)).status_code == 200
     back = await made.post("/v1/chat/completions", {"model": f"mine-0/{MODEL}", "messages": SAYS}, **admin)
     assert back.status_code == 200
+
+
+@pytest.mark.parametrize("name", ["mine", "smollm2-0"])
+async def test_an_account_cannot_remove_a_worker_by_its_name(
+    gateway: Opener, provider_server: StartProvider, openai_server: Callable[..., Awaitable[StandinServer]], name: str
+) -> None:
+    """The worker of an account's provider and an operator's worker may have the same name: neither harms the other."""
+    upstream, server = await openai_server(model="gpt-test"), await provider_server("openai")
+    endpoint = Endpoint(name="smollm2-0", address=upstream.url, kind="openai", models=("gpt-test",))
+    made = await gateway(
+        keys=True,
+        timings=Timings(provider_sweep_s=0.01),
+        upstreams=[UpstreamClient(UpstreamConfig(endpoint=endpoint))],
+        egress=EgressPolicy(["127.0.0.0/8"]),
+    )
+    admin, key = await key_of(made, "root", admin=True), await key_of(made, "agent")
+    new = {"name": name, "key": server.key, "url": server.url, "kind": "openai"}
+    assert (await made.post("/api/providers", new, **key)).status_code == 200
+    for model in (f"{name}/gpt-5", "gpt-test", f"{name}/gpt-5"):
+        reply = await made.post("/v1/chat/completions", {"model": model, "messages": SAYS}, **key)
+        assert reply.status_code == 200, reply.text
+    assert await workers(made, admin) == {"smollm2-0", f"{name}/*"}
+    assert (await made.client.delete(f"/api/providers/{name}", headers=key)).status_code == 200
+    await until(lambda: _are(made, admin, {"smollm2-0"}))
+    assert (await made.post("/v1/chat/completions", {"model": "gpt-test", "messages": SAYS}, **key)).status_code == 200
+
+
+async def test_a_failed_sweep_is_not_the_last() -> None:
+    failures, swept = [RuntimeError("once")], asyncio.Event()
+
+    class Failing(ProviderDirectory):
+        def sweep(self, is_used: Callable[[ProviderClient], bool]) -> list[ProviderClient]:
+            if failures:
+                raise failures.pop()
+            swept.set()
+            return super().sweep(is_used)
+
+    sweeping = asyncio.create_task(UpstreamModels([], providers=Failing()).sweep_providers(0.001, lambda client: False))
+    async with asyncio.timeout(PATIENCE_S):
+        await asyncio.wait([sweeping, asyncio.create_task(swept.wait())], return_when=asyncio.FIRST_COMPLETED)
+    assert swept.is_set()
+    sweeping.cancel()
 
 
 async def _are(made: Gateway, admin: dict[str, str], names: set[str]) -> bool:
@@ -78,15 +125,15 @@ async def test_a_request_in_flight_keeps_its_provider(gateway: Opener, provider_
     await until(lambda: _runs(made))
     assert (await made.client.delete("/api/providers/mine", headers=admin)).status_code == 200
     await asyncio.sleep(0.1)  # ten sweeps
-    assert await workers(made, admin) == {"mine"}
-    assert made.core.admission.in_flight_on("mine") == 1
+    assert await workers(made, admin) == {"mine/*"}
+    assert made.core.admission.in_flight_on("mine/*") == 1
     running.cancel()
     await asyncio.wait([running])
     await until(lambda: _are(made, admin, set()))
 
 
 async def _runs(made: Gateway) -> bool:
-    return made.core.admission.in_flight_on("mine") == 1
+    return made.core.admission.in_flight_on("mine/*") == 1
 
 
 async def test_a_request_of_an_http_worker_keeps_its_provider(
@@ -108,7 +155,7 @@ async def test_a_request_of_an_http_worker_keeps_its_provider(
         await until(lambda: _runs(made))
         assert (await client.delete("/api/providers/mine", headers=admin)).status_code == 200
         await asyncio.sleep(0.1)  # ten sweeps
-        assert set(worker.upstream.clients) == {"mine"}
+        assert set(worker.upstream.clients) == {"mine/*"}
         assert not running.done()
         running.cancel()
         await asyncio.wait([running])
