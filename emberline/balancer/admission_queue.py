@@ -108,17 +108,19 @@ class AdmissionQueue:
         return min(queue if only is None else filter(only, queue), key=_order, default=None)
 
     def last_below(self, record: InFlightRequest) -> InFlightRequest | None:
-        """Which request a full queue sheds for this one: the last of a lower class, or else of the account that has the
-        most requests in it, if that has more than this one's. So no account can fill the queue for the others."""
+        """Return the request that a full queue sheds for this one, never one of a better class: the last of a lower
+        class, or else the last, in the same class, of the account that has the most requests there. Returns None if
+        that is this one's account: so no account can fill the queue for the others."""
         waiting = self._pools[record.pool].waiting
         last = max(waiting, key=_order, default=None)
         if last is None or last.priority > record.priority:
             return last
-        n_waiting = Counter(other.request.account for other in waiting)
-        account, most = n_waiting.most_common(1)[0]
-        if most <= n_waiting[record.request.account]:
+        peers = [other for other in waiting if other.priority == record.priority]
+        n_waiting = Counter(other.request.account for other in peers)
+        account = max(n_waiting, key=n_waiting.__getitem__)
+        if n_waiting[account] <= n_waiting[record.request.account]:
             return None
-        return max((other for other in waiting if other.request.account == account), key=_order)
+        return max((other for other in peers if other.request.account == account), key=_order)
 
     def due(self, now_s: float) -> list[InFlightRequest]:
         """Requests that should be routed again."""

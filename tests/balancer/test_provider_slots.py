@@ -90,6 +90,30 @@ def test_a_full_queue_sheds_the_account_that_fills_it() -> None:
     assert balancer.dispatch(1.0)
 
 
+@pytest.mark.parametrize(
+    ("new", "shed"),
+    [("flex", []), ("default", ["flex"]), ("priority", ["flex"])],
+)
+def test_a_full_queue_sheds_no_request_of_a_better_class(new: str, shed: list[str]) -> None:
+    balancer = provider(1, max_waiting=4)
+    ask(balancer, "running")
+    waiting = ask(balancer, "a", 3, priority="priority") + ask(balancer, "c", priority="flex")
+    if shed:
+        assert ask(balancer, "c", priority=new)[0].error is None
+    else:
+        with pytest.raises(Overloaded):
+            balancer.enqueue(request(account="c", priority=new), 0.0)
+    assert [record.request.priority for record in waiting if record.error is not None] == shed
+
+
+def test_in_a_full_queue_an_account_makes_room_in_the_class_of_the_new_request() -> None:
+    balancer = provider(1, max_waiting=5)
+    ask(balancer, "running")
+    better, same = ask(balancer, "a", 3, priority="priority"), ask(balancer, "b", 2, priority="flex")
+    assert ask(balancer, "c", priority="flex")[0].error is None
+    assert [record.error is not None for record in (*better, *same)] == [False, False, False, False, True]
+
+
 @given(
     st.integers(1, 9),
     st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 16), st.booleans(), st.booleans()), max_size=40),
