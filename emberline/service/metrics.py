@@ -156,11 +156,16 @@ class Metrics:
             model.ttft_s.observe((row.first_token_us - row.created_us) / 1e6)
 
     def forget_provider(self, name: str) -> None:
-        """Remove the series of a provider that is gone. What its models counted is in the usage rows."""
-        for model in [model for model in self.models if model.startswith(f"{name}/")]:
+        """Remove the series of a provider that is gone. What its models counted is in the usage rows.
+
+        Models that the operator knows keep theirs: an account may call its provider like the first part of their names.
+        """
+        named = {model for model in self.models if model.startswith(f"{name}/")}
+        gone = {model for model in named if not self._is_known(model)}
+        for model in gone:
             del self.models[model]
-            self._answered.discard(model)
-        for key in [key for key in self._genai if key[2].startswith(f"{name}/")]:
+        self._answered -= gone
+        for key in [key for key in self._genai if key[2] in gone]:
             del self._genai[key]
 
     def _label(self, row: UsageRow) -> str:

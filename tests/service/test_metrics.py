@@ -180,6 +180,15 @@ async def test_a_provider_takes_its_series_with_it() -> None:
     assert await labels(metrics) == ({OTHER, "new/d"}, {OTHER, "new"})
 
 
+async def test_known_models_outlive_a_provider_that_is_called_like_them() -> None:
+    metrics = Metrics(lambda: IDLE, is_known=lambda model: model == "meta-llama/llama-3")
+    for model in ("meta-llama/llama-3", "meta-llama/mine"):
+        metrics.record(row(model), Counts())
+    metrics.forget_provider("meta-llama")
+    assert await labels(metrics) == ({"meta-llama/llama-3"}, {"emberline"})
+    assert metrics.models["meta-llama/llama-3"].by_status == {"finished": 1}
+
+
 async def test_the_event_loop_runs_on_while_metrics_are_rendered() -> None:
     metrics = Metrics(lambda: IDLE, max_answered=200)
     for number in range(200):
