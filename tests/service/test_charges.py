@@ -24,17 +24,21 @@ from emberline.protocol.errors import (
     Unavailable,
 )
 from emberline.protocol.events import Started, TextEvent, TokenDelta, Usage
+from emberline.protocol.gateway import GatewayOptions, GatewaySettings
 from emberline.protocol.price import Price
 from emberline.protocol.request import EngineRequest
 from emberline.service import Service
+from emberline.service.gateway.call import open_call
+from emberline.service.gateway.service import GatewayService
 from emberline.service.request_context import JobContext
 from emberline.service.run import Run
+from emberline.upstream.gateway.errors import FirstByteTimeout
 from tests.service.fake_engine import FakeEngine
 
 from .conftest import ALICE
 from .test_pricing import PRICE, set_price
 from .test_run import FakeCore, FakeTransport, ended, output_of, run_of
-from .test_service import ask, events_of, row_of
+from .test_service import ask, events_of, ledger_of, row_of
 
 LONG = "a prompt of some length, which is computed in several steps"
 
@@ -131,6 +135,45 @@ async def test_a_request_beyond_its_own_deadline_pays_for_the_prefill(service: S
         await running
     row = await row_of(service, sent.id)
     assert (row.status, row.input_tokens, row.cost_pico) == ("failed", 48, 48_000)
+
+
+@pytest.mark.parametrize(
+    ("operators_ms", "accounts_ms", "asked_ms", "is_paid"),
+    [
+        (None, 300, None, True),
+        (None, 60_000, 300, True),
+        (0, 300, None, True),
+        (60_000, 300, None, True),
+        (60_000, 0, 300, True),
+        (300, 0, None, False),
+        (300, 60_000, None, False),
+        (300, 0, 60_000, False),
+    ],
+)
+async def test_only_the_operators_timeout_is_free(
+    service: Service,
+    engine: FakeEngine,
+    operators_ms: int | None,
+    accounts_ms: int,
+    asked_ms: int | None,
+    is_paid: bool,
+) -> None:
+    """The shortest timeout ends the request, whoever has set it."""
+    await set_price(service, PRICE)
+    engine.script = None
+    floor = [] if operators_ms is None else [GatewaySettings(name="g", request_timeout_ms=operators_ms)]
+    gateways = GatewayService(ledger_of(service).store, floor)
+    await gateways.open()
+    own = GatewaySettings(name="g", account=ALICE.account, request_timeout_ms=accounts_ms)
+    await gateways.settings.put(own)
+    request, options = ask(LONG), GatewayOptions(id="g", request_timeout_ms=asked_ms)
+    engine.prefilled[request.id] = 32
+    with pytest.raises(FirstByteTimeout):
+        async with aclosing(open_call(gateways, options, ALICE, service, "log").generate(request)) as events:
+            await anext(events)
+    await gateways.close()
+    row = await row_of(service, request)
+    assert (row.status, row.cost_pico) == ("cancelled", 32_000 if is_paid else 0)
 
 
 @pytest.mark.parametrize("kind", ["internal", "overloaded"])

@@ -30,7 +30,7 @@ from emberline.service.gateway.response_cache import CachedReply, request_digest
 from emberline.service.gateway.service import GatewayService
 from emberline.service.request_context import AttemptContext, never
 from emberline.upstream.gateway.guardrails import HeldReply, applicable
-from emberline.upstream.gateway.options import cache_ttl_s, retry_policy, sets_timeout
+from emberline.upstream.gateway.options import cache_ttl_s, is_operators_timeout, retry_policy
 from emberline.upstream.gateway.routing import Counter, Plan, plan
 from emberline.upstream.models import UpstreamModels
 from emberline.upstream.request import UpstreamRequest
@@ -138,6 +138,7 @@ class GatewayCall:
         """Of a universal request. Any other is one step. `has_next`: a failure is not the end."""
         self.first_step, self.step, self.has_next_step = number, step, has_next
         self.ttl_s = cache_ttl_s(self.settings, self.options, step)
+        self.retry_policy = retry_policy(self.settings, self.options, step, self.floor)
         # Whether replies, or prompts, must be read, and cannot be passed on as they come.
         guards = self.settings.guardrails
         self.reads_replies = bool(self.ttl_s or self.logs_content or (guards and applicable(guards, "response")))
@@ -432,7 +433,7 @@ class _Request:
 
     async def attempt(self, start: Callable[[Attempt], Awaitable[T]]) -> T:
         call, last = self._call, len(self._plan.models) - 1
-        policy = retry_policy(call.settings, call.options, call.step, call.floor)
+        policy = call.retry_policy
         for number, model in enumerate(self._plan.models):
             self.row.model, self.row.provider, self.row.step = model, "", call.first_step + number
             try:
@@ -455,11 +456,12 @@ class _Request:
         return Target(pipeline.resolve(model, caller), LOCAL, step)
 
     def context(self, attempt: Attempt, bills_failure: bool = True) -> AttemptContext:
-        """Our own fleets move a request between their workers; a provider has one, which is asked again by us."""
+        """Make the context of an attempt. Our own fleets move a request between their workers; a provider has one,
+        which is asked again by us. Only the operator's timeout makes an attempt free."""
         call, max_failovers = self._call, None
         if attempt.target.provider != LOCAL:
             max_failovers = call.pipeline.upstream.n_servers(attempt.target.card) - 1
-        timed_out = never if sets_timeout(call.options, call.step) else attempt.timed_out
+        timed_out = attempt.timed_out if is_operators_timeout(call.retry_policy, call.floor) else never
         return AttemptContext(attempt.is_retry, max_failovers, bills_failure, attempt.on_began, timed_out, self._count)
 
     def admitting(self, on_admit: OnAdmit | None) -> OnAdmit:

@@ -134,9 +134,9 @@ def _shorter(one_ms: int, other_ms: int) -> int:
     return min(one_ms, other_ms) if one_ms and other_ms else one_ms or other_ms
 
 
-def sets_timeout(options: GatewayOptions, step: StepConfig | None = None) -> bool:
-    """True if the request has chosen its timeout itself, and not the gateway."""
-    return options.request_timeout_ms is not None or (step is not None and step.request_timeout is not None)
+def is_operators_timeout(policy: RetryPolicy, floor: GatewaySettings | None) -> bool:
+    """True if the operator's timeout is the one that ends attempts: neither account nor request asks for a shorter."""
+    return floor is not None and policy.timeout_ms == floor.request_timeout_ms
 
 
 def _first(*values: int | None) -> int:
