@@ -133,7 +133,7 @@ async def open_service(
     upstream.providers.on_new.append(provider_added)
     upstream.providers.on_gone.append(provider_gone)
     core.know_model = upstream.providers.ensure
-    core.lists_model = lambda model: any(card.id == model for card in connections.upstream.cards())
+    core.lists_model = upstream.lists
 
     if cluster is not None:
         table = MemberTable(store, cluster.members)

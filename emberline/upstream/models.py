@@ -112,6 +112,10 @@ class UpstreamModels:
     def cards(self) -> list[ModelCard]:
         return [*self._by_name.values(), *self.providers.cards()]
 
+    def lists(self, model_id: str) -> bool:
+        """True if `cards` has a card of this id. Makes no card."""
+        return model_id in self._kinds or self.providers.lists(model_id)
+
     def find(self, model_id: str) -> ModelCard | None:
         return self._by_name.get(model_id.lower()) or self.providers.find(model_id)
 

@@ -107,6 +107,12 @@ class ProviderDirectory:
         listed = ((client, model) for client in self.clients.values() for model in client.provider.models)
         return [self._describe(_card(client, model)) for client, model in listed]
 
+    def lists(self, model_id: str) -> bool:
+        """True if `cards` has a card of this id. Makes no card."""
+        name, _, model = model_id.partition("/")
+        client = self.clients.get(name)
+        return client is not None and model in client.provider.models
+
     def client_of(self, card: ModelCard) -> ProviderClient | None:
         """The client of the card's provider. Returns None if the card is no provider's.
 

@@ -12,6 +12,8 @@ from emberline.accounts.auth import Authenticator
 from emberline.accounts.secret import Secret
 from emberline.api.app import ApiSettings, App
 from emberline.balancer.endpoint import Endpoint
+from emberline.catalog.model_card import ModelCard
+from emberline.config import ProviderConfig
 from emberline.protocol.egress_policy import EgressPolicy
 from emberline.protocol.errors import ModelNotFound
 from emberline.service import open_core_server, open_http_worker
@@ -91,6 +93,28 @@ async def test_an_account_cannot_remove_a_worker_by_its_name(
     assert (await made.client.delete(f"/api/providers/{name}", headers=key)).status_code == 200
     await until(lambda: _are(made, admin, {"smollm2-0"}))
     assert (await made.post("/v1/chat/completions", {"model": "gpt-test", "messages": SAYS}, **key)).status_code == 200
+
+
+async def test_a_listed_model_is_known_without_its_card(gateway: Opener) -> None:
+    """Every request for an unknown name asks: to make the cards of all models each time would stop the event loop."""
+    described: list[str] = []
+
+    def describe(card: ModelCard) -> ModelCard:
+        described.append(card.id)
+        return card
+
+    endpoint = Endpoint(name="e", address="http://127.0.0.1:9", kind="openai", models=("org/gpt-test",))
+    config = ProviderConfig(name="openai", key="sk", models=("gpt-5",))
+    directory = ProviderDirectory([config], describe)
+    upstream = UpstreamModels([UpstreamClient(UpstreamConfig(endpoint=endpoint))], describe, directory)
+    assert [card.id for card in upstream.cards()] == ["org/gpt-test", "openai/gpt-5"]
+    described.clear()
+    names = ("org/gpt-test", "openai/gpt-5", "openai/made-up", "gpt-5", "made-up")
+    assert [upstream.lists(name) for name in names] == [True, True, False, False, False]
+    made = await gateway(config)
+    assert [made.core.lists_model(name) for name in names] == [False, True, False, False, False]
+    assert described == []
+    await upstream.close()
 
 
 async def test_a_failed_sweep_is_not_the_last() -> None:
