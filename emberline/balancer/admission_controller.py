@@ -6,11 +6,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from emberline.balancer.balancer import Balancer, Outcome, Snapshot
+from emberline.balancer.balancer import Balancer, Outcome
 from emberline.balancer.cost_model import Settings
 from emberline.balancer.endpoint import Capacity, Endpoint, WorkerConnection
 from emberline.balancer.ledger import InFlightRequest
 from emberline.balancer.route_request import Route, RouteRequest
+from emberline.balancer.worker import Snapshot
 from emberline.protocol.block_hash import DIGEST_BYTES
 from emberline.protocol.errors import BadInput, EmberlineError
 from emberline.protocol.frames import EngineLoad, KVEvents

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal
 
-import msgspec
-
 from emberline.balancer.admission_queue import AdmissionQueue, no_worker
 from emberline.balancer.cost_model import DEFAULTS, Settings
 from emberline.balancer.endpoint import Capacity, Endpoint, provider_pool
@@ -27,7 +25,7 @@ from emberline.balancer.prefix_index import FleetPrefixIndex, shared_blocks
 from emberline.balancer.route_request import Route, RouteRequest, session_hash
 from emberline.balancer.routing_policy import RoutingInput
 from emberline.balancer.tier_index import TierIndex
-from emberline.balancer.worker import Worker, WorkerSnapshot
+from emberline.balancer.worker import Snapshot, Worker
 from emberline.balancer.worker_pool import WorkerPair, WorkerPool
 from emberline.protocol.block_hash import DIGEST_BYTES
 from emberline.protocol.errors import BadInput, DeadlineExceeded, EmberlineError, Overloaded, Unavailable
@@ -41,15 +39,6 @@ _SMOOTHING = 0.1
 Outcome = Literal["finished", "cancelled", "client_error", "engine_failed"]
 
 log = logging.getLogger("emberline.balancer")
-
-
-class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """The ledger as plain data, for health, `ps` and the metrics."""
-
-    workers: list[WorkerSnapshot]
-    waiting: dict[str, int]  # requests in the admission queue, by class
-    dispatched: int  # requests on workers
-    index_blocks: int
 
 
 class Balancer:

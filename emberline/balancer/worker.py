@@ -56,6 +56,15 @@ class WorkerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     rejected_reports: int
 
 
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """All workers and the admission queue as plain data, for health, `ps` and the metrics."""
+
+    workers: list[WorkerSnapshot]
+    waiting: dict[str, int]  # requests in the admission queue, by class
+    dispatched: int  # requests on workers
+    index_blocks: int
+
+
 @dataclass(slots=True, eq=False)
 class Worker:
     endpoint: Endpoint

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 from prometheus_client.core import CounterMetricFamily, Metric
 
-from emberline.balancer.balancer import Snapshot
+from emberline.balancer.worker import Snapshot
 from emberline.protocol.frames import DraftStats
 
 _TOTALS: tuple[tuple[str, str, Callable[[DraftStats], tuple[int, ...]]], ...] = (

@@ -7,8 +7,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from emberline.balancer.balancer import Snapshot
-from emberline.balancer.worker import WorkerSnapshot
+from emberline.balancer.worker import Snapshot, WorkerSnapshot
 from emberline.protocol.frames import EngineInfo
 
 PROBE_BYTES = 256 << 10  # more than the store writes for one request

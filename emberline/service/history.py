@@ -12,7 +12,7 @@ from collections.abc import Callable
 import msgspec
 
 from emberline.accounts.usage_row import UsageRow
-from emberline.balancer.balancer import Snapshot
+from emberline.balancer.worker import Snapshot
 from emberline.service.metrics import INTER_TOKEN_BOUNDS_S, TTFT_BOUNDS_S, Counts, Histogram
 
 STEP_S = 10

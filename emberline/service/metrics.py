@@ -12,8 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from emberline.accounts.usage_row import UsageRow, UsageStatus
-from emberline.balancer.balancer import Snapshot
-from emberline.balancer.worker import WorkerSnapshot
+from emberline.balancer.worker import Snapshot, WorkerSnapshot
 from emberline.protocol.frames import EngineLoad
 from emberline.protocol.request import Priority
 from emberline.service.draft_metrics import draft_metrics

@@ -12,8 +12,8 @@ import msgspec
 
 from emberline.accounts.usage_row import UsageRow
 from emberline.balancer.admission_controller import AdmissionController
-from emberline.balancer.balancer import Snapshot
 from emberline.balancer.ledger import InFlightRequest
+from emberline.balancer.worker import Snapshot
 from emberline.protocol.frames import TierStats
 from emberline.service.health import Health
 from emberline.service.history import N_RECENT, STEP_S, History

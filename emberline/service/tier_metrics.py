@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from emberline.balancer.balancer import Snapshot
+from emberline.balancer.worker import Snapshot
 from emberline.protocol.frames import TierStats
 
 _LABELS = ["model", "engine", "tier"]

@@ -22,7 +22,7 @@ import yaml
 
 from emberline.api.http.router import Policy
 from emberline.api.routes import ROUTES
-from emberline.balancer.balancer import Snapshot
+from emberline.balancer.worker import Snapshot
 from emberline.catalog import hub
 from emberline.catalog.model_card import WheelSource, slug
 from emberline.catalog.model_store import ModelStore

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberline.accounts.usage_row import UsageRow
-from emberline.balancer.balancer import Snapshot
+from emberline.balancer.worker import Snapshot
 from emberline.service.history import N_POINTS, N_RECENT, STEP_S, History, quantile_ms
 from emberline.service.metrics import INTER_TOKEN_BOUNDS_S, TTFT_BOUNDS_S, Counts, Histogram
 

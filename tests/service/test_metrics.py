@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from emberline.accounts.usage_row import UsageRow
-from emberline.balancer.balancer import Balancer, Snapshot
+from emberline.balancer.balancer import Balancer
 from emberline.balancer.endpoint import Capacity, Endpoint
+from emberline.balancer.worker import Snapshot
 from emberline.protocol.errors import BadInput
 from emberline.protocol.events import Completed
 from emberline.protocol.frames import DraftStats, EngineLoad, TierStats

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -26,79 +26,16 @@ from emberline.service.answer import ChoiceCollector, events_of
 from emberline.service.gateway.attempts import LOCAL, Attempt, Attempts, Target, final_error, tries_next
 from emberline.service.gateway.log import LogRow, shortened
 from emberline.service.gateway.moderation import Moderator
+from emberline.service.gateway.pipeline import OnAdmit, OnComplete, Pipeline
 from emberline.service.gateway.response_cache import CachedReply, request_digest
 from emberline.service.gateway.service import GatewayService
 from emberline.service.request_context import AttemptContext, never
 from emberline.upstream.gateway.guardrails import HeldReply, applicable
 from emberline.upstream.gateway.options import cache_ttl_s, is_operators_timeout, retry_policy
 from emberline.upstream.gateway.routing import Counter, Plan, plan
-from emberline.upstream.models import UpstreamModels
 from emberline.upstream.request import UpstreamRequest
 
 T = TypeVar("T")
-OnAdmit = Callable[[RateLimits | None], None]
-OnComplete = Callable[[Completed], None]
-
-
-class Pipeline(Protocol):
-    """The service as a gateway uses it."""
-
-    @property
-    def upstream(self) -> UpstreamModels: ...
-
-    def resolve(self, model_id: str, caller: str = "") -> ModelCard: ...
-
-    def upstream_card(self, model_id: str, caller: str = "") -> ModelCard | None: ...
-
-    def check_scope(self, principal: Principal, card: ModelCard) -> None: ...
-
-    def generate(
-        self,
-        request: GenerateRequest,
-        principal: Principal,
-        *,
-        on_admit: OnAdmit | None = None,
-        on_complete: OnComplete | None = None,
-        attempt: AttemptContext | None = None,
-    ) -> AsyncGenerator[TextEvent, None]: ...
-
-    def forward(
-        self,
-        request: UpstreamRequest,
-        on_admit: OnAdmit | None = None,
-        on_complete: OnComplete | None = None,
-        attempt: AttemptContext | None = None,
-    ) -> AsyncGenerator[tuple[bytes, bool], None]: ...
-
-    async def encode(
-        self,
-        request: EncodeRequest,
-        principal: Principal,
-        *,
-        on_admit: OnAdmit | None = None,
-        on_complete: OnComplete | None = None,
-        attempt: AttemptContext | None = None,
-    ) -> Encoded: ...
-
-    async def transcribe(
-        self,
-        request: SpeechRequest,
-        principal: Principal,
-        *,
-        on_admit: OnAdmit | None = None,
-        on_complete: OnComplete | None = None,
-        attempt: AttemptContext | None = None,
-    ) -> Transcript: ...
-
-    async def make_media(
-        self,
-        request: MediaRequest,
-        principal: Principal,
-        *,
-        on_admit: OnAdmit | None = None,
-        on_complete: OnComplete | None = None,
-        attempt: AttemptContext | None = None,
-    ) -> Media: ...
 
 
 class GatewayCall:
