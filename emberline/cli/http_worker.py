@@ -45,7 +45,7 @@ from emberline.service.open import DATABASE
 from emberline.service.tracing import TracingSettings
 from emberline.store import Database, open_store
 from emberline.supervisor.cluster.certificate_authority import KEY_BYTES, CertificateAuthority
-from emberline.supervisor.process import HEARTBEAT, HEARTBEAT_S
+from emberline.supervisor.process import send_heartbeats
 from emberline.upstream.client import upstream_configs
 from emberline.upstream.models import discover
 from emberline.upstream.providers.directory import ProviderDirectory
@@ -181,20 +181,12 @@ async def _run(plan: HttpWorkerPlan, listener: socket.socket) -> None:
             await _wait_unless(stop, service.ready(CONNECT_TIMEOUT_S))
             if not stop.is_set():
                 print('{"ready": true}', flush=True)
-                beating = asyncio.create_task(_send_heartbeats())
+                beating = asyncio.create_task(send_heartbeats(sys.stdout.fileno()))
                 stack.callback(beating.cancel)
                 large_socket = plan.large_socket
                 await serve_http(
                     service, plan.config, listener, stop, webhooks, batches, large_socket, accounts, gateways
                 )
-
-
-async def _send_heartbeats() -> None:
-    """Print heartbeats for the supervisor from this event loop: one that hangs, hangs every stream."""
-    with contextlib.suppress(OSError):  # the supervisor is gone
-        while True:
-            print(HEARTBEAT, flush=True)
-            await asyncio.sleep(HEARTBEAT_S)
 
 
 async def _wait_unless(stop: asyncio.Event, waiting: Coroutine[Any, Any, Any]) -> None:

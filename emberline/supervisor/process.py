@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import select
 import signal
 import sys
 import time
@@ -49,6 +50,20 @@ class HeartbeatLimits(msgspec.Struct, frozen=True, kw_only=True):
     silent_s: float  # since the last heartbeat
     start_s: float = START_S  # since the start, for the first one
     check_s: float = HEARTBEAT_S  # between two checks
+
+
+async def send_heartbeats(output: int, interval_s: float = HEARTBEAT_S) -> None:
+    """Write heartbeats to the descriptor `output`, from a child's event loop, until the supervisor is gone.
+
+    A heartbeat is dropped if the pipe is full, as when the supervisor is stopped: to wait would stop every stream.
+    """
+    room = select.poll()
+    room.register(output, select.POLLOUT)
+    with contextlib.suppress(OSError):  # the supervisor is gone
+        while True:
+            if room.poll(0):
+                os.write(output, f"{HEARTBEAT}\n".encode())
+            await asyncio.sleep(interval_s)
 
 
 class HeartbeatMonitor:

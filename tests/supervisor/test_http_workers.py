@@ -6,12 +6,13 @@ import os
 import signal
 import socket
 import textwrap
+import threading
 from pathlib import Path
 
 import pytest
 
 from emberline.supervisor.http_workers import HttpWorkers, LargeRequestWorker
-from emberline.supervisor.process import HeartbeatLimits, HeartbeatMonitor, ProcessFailed
+from emberline.supervisor.process import HeartbeatLimits, HeartbeatMonitor, ProcessFailed, send_heartbeats
 from tests.supervisor.test_process import until
 
 # Answers every connection with its plan and its process id; a line of the plan may make it fail.
@@ -159,6 +160,29 @@ async def test_one_that_hangs_before_it_is_ready_is_killed(folder: Path) -> None
         pass
     assert found[0] == "hangs"
     await worker.stop(5)
+
+
+async def test_heartbeats_that_nobody_reads_do_not_stop_the_event_loop() -> None:
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writing, b"x" * 4096)
+    os.set_blocking(writing, True)
+    stuck = threading.Event()
+    rescue = threading.Timer(5, lambda: (stuck.set(), os.read(reading, 1 << 20)))
+    rescue.start()
+    sending = asyncio.create_task(send_heartbeats(writing, interval_s=0.001))
+    for _ in range(10):
+        await asyncio.sleep(0.001)
+    rescue.cancel()
+    assert not stuck.is_set()
+    assert not sending.done()
+    while b"heartbeat" not in os.read(reading, 1 << 20):  # they go on once the supervisor reads again
+        await asyncio.sleep(0.001)
+    os.close(reading)
+    await asyncio.wait_for(sending, 60)
+    os.close(writing)
 
 
 def silent_at(monitor: HeartbeatMonitor, times_s: range) -> list[bool]:
