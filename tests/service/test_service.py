@@ -753,7 +753,7 @@ async def test_requests_are_served_while_the_store_is_away(
     assert await rows(service) == 5
 
 
-async def test_a_request_that_is_cancelled_before_its_first_token_is_billed_nothing(
+async def test_requests_that_are_cancelled_before_anything_is_computed_are_billed_nothing(
     service: Service, engine: FakeEngine
 ) -> None:
     engine.script = None
@@ -769,7 +769,7 @@ async def test_a_request_that_is_cancelled_before_its_first_token_is_billed_noth
     row = await row_of(service, waiting)
     assert (row.status, row.input_tokens, row.output_tokens) == ("cancelled", 0, 0)
     ((n_tokens,),) = await ledger_of(service).store.read("SELECT SUM(input_tokens + output_tokens) FROM usage")
-    assert n_tokens == 0  # nor are those billed whose prompt may have been computed in part
+    assert n_tokens == 0  # the engine had computed nothing of the other prompts either; what it computes is paid
 
 
 async def test_a_cancelled_request_is_billed_what_was_produced(service: Service, engine: FakeEngine) -> None:
