@@ -75,7 +75,7 @@ class HeartbeatMonitor:
 
     def __init__(self, limits: HeartbeatLimits) -> None:
         self._limits = limits
-        self._has_started = False  # True after the first heartbeat
+        self._has_started = False  # True after the readiness report or the first heartbeat
         self._silent_s = 0.0
         self._checked_s = 0.0
 
@@ -263,7 +263,7 @@ class SupervisedProcess:
                 logs.relay(line, process=self.name)
 
     def _accept_ready_line(self, line: str) -> bool:
-        """Whether the line is the child's readiness report."""
+        """Take the child's readiness report. Returns False if the line is none."""
         try:
             report = json.loads(line)
         except ValueError:
@@ -274,6 +274,8 @@ class SupervisedProcess:
             self._start_error = str(report.get("error", ""))
             return True
         self.ready_line = report
+        if self._monitor is not None:
+            self._monitor.beat()  # it may stop before its first heartbeat
         if not self._ready.done():
             self._ready.set_result(None)
         return True

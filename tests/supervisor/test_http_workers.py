@@ -35,7 +35,8 @@ WORKER = """
             print('{"heartbeat": true}', flush=True)
             time.sleep(0.02)
 
-    threading.Thread(target=beat, daemon=True).start()
+    if "mute" not in plan:
+        threading.Thread(target=beat, daemon=True).start()
     streams = []
     while True:
         connection, _ = listener.accept()
@@ -91,6 +92,15 @@ async def test_one_that_does_not_start_refuses_and_is_tried_again(folder: Path) 
     (folder / "mended").touch()
     plan, _ = await ask(folder)
     assert plan == "broken"
+    await worker.stop(5)
+
+
+async def test_one_that_is_silent_once_it_is_ready_is_killed(folder: Path) -> None:
+    limits = HeartbeatLimits(silent_s=0.3, check_s=0.1)
+    worker = LargeRequestWorker(folder / "large.sock", "worker_script", b"mute", heartbeats=limits, backoff_s=0.01)
+    worker.start()
+    await ask(folder)
+    await until(lambda: worker.process is not None and worker.process.n_restarts)
     await worker.stop(5)
 
 
