@@ -348,11 +348,14 @@ async def serve(
             tracing=traces,
             models=[(entry.card, entry.path, endpoints[entry.card.id]) for entry in at_start],
         )
+        # From the moment the first HTTP worker accepts connections, a signal drains instead of cancelling.
+        _on_signals(stop.set)
+        cancelling = _cancel_on_second_signal(asyncio.current_task(), stop, config.server.drain_timeout_s)
+        stack.callback(cancelling.cancel)
         http_workers = await _open_http_workers(stack, plan, service, listener)
 
         listen(listener, config.server)
         address = msgspec.structs.replace(ServerAddress.of(config), port=listener.getsockname()[1])
-        _on_signals(stop.set)  # before anyone is told: a signal that comes right then drains, too
         if config.cluster.planner != "off":
             paths = {entry.card.id: entry.path for entry in entries}
             launcher = open_launcher(config, workers, address.url)
@@ -360,8 +363,6 @@ async def serve(
             stack.push_async_callback(planning.close)
             planning.start()
         on_ready(address, entries, [worker.ready_line for worker in workers.processes])
-        cancelling = _cancel_on_second_signal(asyncio.current_task(), stop, config.server.drain_timeout_s)
-        stack.callback(cancelling.cancel)
         if http_workers.processes:
             await stop.wait()
             listener.close()  # otherwise new connections would queue for HTTP workers that accept no more
@@ -446,7 +447,7 @@ async def _open_http_workers(
 
 
 def run_until_terminated(main: Coroutine[Any, Any, None]) -> int:
-    """Run until done. SIGTERM and SIGHUP cancel until the server is ready; from then on they drain it."""
+    """Run until done. SIGTERM and SIGHUP cancel the start until HTTP is served; from then on they drain the server."""
     import uvloop
 
     async def cancellable() -> None:

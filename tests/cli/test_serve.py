@@ -1,11 +1,14 @@
 """`emberline serve` as processes: the real model, and the stand-in engine behind several HTTP workers."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -168,15 +171,27 @@ async def test_http_workers_share_one_port_and_a_worker_leaves(smollm2: Path, ho
 
 
 @pytest.mark.parametrize("http_workers", [1, 2])
-def test_a_signal_as_soon_as_it_is_ready_drains(smollm2: Path, home: Path, http_workers: int) -> None:
+def test_a_signal_as_soon_as_it_answers_drains(smollm2: Path, home: Path, http_workers: int) -> None:
+    """One of two HTTP workers answers before the other is ready."""
     config = resolve({"server.port": 0, "server.http_workers": http_workers}, {}, home)
     entry = pull(DEFAULT_MODEL, ModelStore(home))
 
     def announce(address: ServerAddress, entries: Sequence[ModelEntry], workers: Sequence[dict[str, Any]]) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
+        """Tell nobody."""
+
+    def signal_when_it_answers(url: str) -> None:
+        while True:
+            with contextlib.suppress(httpx.TransportError):
+                assert httpx.get(f"{url}/health").status_code == 200
+                return os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.005)
 
     with bind(config.server) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        watcher = threading.Thread(target=signal_when_it_answers, args=(url,))
+        watcher.start()
         assert run_until_terminated(serve(config, [entry], listener, announce, make_spec=standin_worker())) == 0
+        watcher.join()
 
 
 def test_a_killed_core_leaves_no_secret_behind(home: Path, tmp_path: Path) -> None:

@@ -1,3 +1,4 @@
+import asyncio
 import time
 from contextlib import aclosing
 
@@ -6,6 +7,8 @@ import pytest
 
 from emberline.balancer.ledger import InFlightRequest
 from emberline.balancer.route_request import RouteRequest
+from emberline.protocol import token_ids as tokens
+from emberline.protocol.events import TokenDelta, Usage
 from emberline.service import Service
 from emberline.service.core import LocalCore
 from emberline.service.core_server import CoreServer
@@ -19,9 +22,13 @@ __all__ = ["http_worker", "server"]  # fixtures
 
 
 async def test_a_request_is_listed_with_its_phase_and_then_as_ended(service: Service, engine: FakeEngine) -> None:
+    engine.script = None
     request = ask("hello")
     async with aclosing(service.generate(request, ALICE)) as events:
-        await anext(events)
+        first = asyncio.ensure_future(anext(events))
+        (sequence,) = await engine.submission()
+        engine.step(TokenDelta(sequence.id, tokens.pack([70]), usage=Usage(prompt_tokens=5)))
+        await first
         found = await service.status(StatusQuery())
         (listed,) = found.requests
         assert (listed.id, listed.account, listed.model, listed.phase) == (request.id, "alice", MODEL, "decode")
@@ -29,6 +36,7 @@ async def test_a_request_is_listed_with_its_phase_and_then_as_ended(service: Ser
         assert 0 <= listed.phase_s <= listed.age_s
         assert found.phases == {"waiting": 0, "prefill": 0, "decode": 1}
         assert found.workers[0].kv_used == 0.001  # one of the fake engine's 1,024 blocks, in thousandths
+        engine.step(TokenDelta(sequence.id, tokens.pack([71]), "length", Usage(prompt_tokens=5, completion_tokens=2)))
         async for _ in events:
             pass
     found = await service.status(StatusQuery())
