@@ -31,7 +31,6 @@ from emberline.service.answer import events_of
 ENDPOINT = "/v1/responses"
 QUEUED_POLL_S = 0.5  # how often a stream checks whether its job has started,
 RUNNING_POLL_S = 0.1  # and then for new output, where no notification arrives from another process
-HEARTBEAT_S = 15.0
 _N_OPENING_EVENTS = 3  # created, queued, in_progress
 
 Json = dict[str, Any]
@@ -161,7 +160,7 @@ async def _stream(call: Call, found: BackgroundResponse, after: int) -> None:
             named_event(event["type"], event | {"sequence_number": number}) for number, event in new if number > after
         )
         last = found.ended or batches.closing.is_set()  # a client that is cut off resumes at another process
-        if not chunk and not last and time.monotonic() - sent_s >= HEARTBEAT_S:
+        if not chunk and not last and time.monotonic() - sent_s >= call.limits.heartbeat_s:
             chunk = b": heartbeat\n\n"
         if chunk or last:
             sent_s = time.monotonic()

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from emberline.api.batch_loader import BatchService
+from emberline.api.http.call import RequestLimits
 from emberline.jobs.batches.batch import NewBatch
 from emberline.protocol.answer import Answer, AnswerChoice, TextPart
 from emberline.protocol.errors import Unavailable
@@ -168,6 +169,25 @@ async def test_failures(client: httpx.AsyncClient, batches: BatchService, servic
     assert failed["error"] == {"code": "server_error", "message": "the engine went away"}
     events = await streamed(client, response["id"])
     assert events[-1] == {"type": "response.failed", "response": failed, "sequence_number": 3}
+
+
+async def test_a_waiting_stream_has_heartbeats(
+    client: httpx.AsyncClient, service: FakeService, batches: BatchService
+) -> None:
+    """A stream sends heartbeats while its job generates nothing."""
+    response = await made(client)
+    (lease,) = await batches.queue.claim("test-puller", MODEL, 1)
+    app = app_of(service, batches=batches, limits=RequestLimits(heartbeat_s=0.05))
+    wire = Wire(app, f"/v1/responses/{response['id']}", b"", method="GET")
+    wire.scope["query_string"] = b"stream=true"
+    await wire.until_sent(b": heartbeat\n\n")
+    await run_one(batches.queue, service, lease)
+    await asyncio.wait_for(wire.task, 60)
+    assert events_in(wire.body.decode()) == await streamed(client, response["id"])
+    usual = Wire(app_of(service, batches=batches), wire.scope["path"], b"", method="GET")
+    usual.scope["query_string"] = b"stream=true"
+    await asyncio.wait_for(usual.task, 60)
+    assert b": heartbeat" not in usual.body
 
 
 async def test_incomplete(client: httpx.AsyncClient, batches: BatchService, service: FakeService) -> None:

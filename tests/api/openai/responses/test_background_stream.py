@@ -16,7 +16,7 @@ from emberline.jobs.queue.attempt import JobAttempt, StopReason
 from emberline.jobs.queue.job import Lease
 from emberline.jobs.queue.transcript import TranscriptPart
 from emberline.protocol import token_ids as tokens
-from emberline.protocol.errors import EngineLost, Unavailable
+from emberline.protocol.errors import BadInput, EmberlineError, EngineLost, Unavailable
 from emberline.protocol.events import Completed, Started, TextEvent, TokenDelta
 from emberline.protocol.request import GenerateRequest, Principal
 from emberline.service.request_context import JobContext
@@ -40,6 +40,7 @@ class Speaker(FakeService):
         self.began_at: list[int] = []  # the first token of every attempt
         self.begun = asyncio.Event()  # there was one
         self.dies = asyncio.Event()
+        self.fault: EmberlineError = EngineLost("engine e went away")  # how it dies
 
     async def generate(
         self, request: GenerateRequest, principal: Principal, job: JobContext | None = None
@@ -66,7 +67,7 @@ class Speaker(FakeService):
             for wait in waits:
                 wait.cancel()
         if self.dies.is_set():
-            raise EngineLost("engine e went away")
+            raise self.fault
 
     def say(self, n: int) -> None:
         for _ in range(n):
@@ -258,6 +259,27 @@ async def test_a_cancelled_response_keeps_its_output(processes: list[BatchServic
         assert [item["status"] for item in final["output"]] == ["completed", "incomplete"]
         assert final["output"][1]["content"][0]["text"] == "Let me "
         assert (await client.get(f"/v1/responses/{response['id']}")).json() == final
+
+
+async def test_a_failed_response_keeps_its_output(processes: list[BatchService], speaker: Speaker) -> None:
+    """The items that were begun end as incomplete before the failure is told."""
+    here, _ = processes
+    async with client_of(speaker, batches=here) as client:
+        response = await made(client)
+        attempt = attempt_of(here, await claimed(here))
+        running = asyncio.create_task(attempt.run(speaker, Principal("local")))
+        speaker.say(3)
+        await _until_told(here, response["id"], 3)
+        speaker.fault = BadInput("the grammar has come to a dead end")
+        speaker.dies.set()
+        await asyncio.wait_for(running, PATIENCE_S)
+        whole = await streamed(client, response["id"])
+        assert [event["type"] for event in whole[-2:]] == ["response.output_item.done", "response.failed"]
+        assert [event["item"]["status"] for event in whole if event["type"] == "response.output_item.done"] == [
+            "completed",
+            "incomplete",
+        ]
+        assert whole[-1]["response"]["error"]["message"] == "the grammar has come to a dead end"
 
 
 async def test_store_outage(processes: list[BatchService], speaker: Speaker, monkeypatch: pytest.MonkeyPatch) -> None:
