@@ -12,6 +12,7 @@ from weakref import WeakSet
 _MAX_PENDING = 1024  # payloads per subscription; beyond, they are replaced by ""
 _BACKOFF_S = (0.2, 5.0)
 _PROBE_S = 30.0  # between two checks of an idle LISTEN connection
+_jitter = random.Random()  # not the global generator: a program that seeds it, as Hypothesis does, shares no state
 
 log = logging.getLogger("emberline.store")
 
@@ -47,7 +48,7 @@ class Subscription:
             self._arrived.clear()
             try:
                 # Not `wait_for`: in Python 3.11 it loses a cancellation that comes with the wake-up.
-                async with asyncio.timeout(self._poll_s * random.uniform(0.5, 1.5)):
+                async with asyncio.timeout(self._poll_s * _jitter.uniform(0.5, 1.5)):
                     await self._arrived.wait()
             except TimeoutError:
                 return ""

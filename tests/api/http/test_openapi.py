@@ -1,21 +1,24 @@
 """Fuzzing of every route from its OpenAPI document: no input breaks the server or the documented responses."""
 
+import asyncio
 import contextlib
-import re
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, settings
 from schemathesis import CheckFunction
-from schemathesis.checks import negative_data_rejection, positive_data_acceptance
+from schemathesis.checks import ignored_auth, negative_data_rejection, positive_data_acceptance
+from schemathesis.generation.feedback import FeedbackSources
+from schemathesis.pytest._test_builder import build_operation_test
 
 from emberline.accounts.account_service import AccountService
 from emberline.api.batch_loader import BatchService
-from emberline.api.http.call import Receive, Scope, Send
+from emberline.api.http.call import ASGIApp, Receive, Scope, Send
 from emberline.catalog.model_card import ModelCard
 from emberline.jobs.batches.batch import Batch, NewBatch
 from emberline.jobs.batches.blobs import BlobStore
@@ -30,7 +33,7 @@ from emberline.service.gateway.service import GatewayService
 from emberline.store import open_store
 from tests.api.admin.test_kv_cache import FakeCache
 from tests.api.fake_service import CARDS, KEY, SECRET, FakeService, agent, app_of, hello
-from tests.examples import EVERY_EXAMPLE, n_examples
+from tests.examples import EVERY_EXAMPLE
 from tests.jobs.webhooks.helpers import webhook_service
 
 
@@ -57,47 +60,47 @@ def obliging(request: GenerateRequest) -> AsyncIterator[TextEvent]:
 
 
 service = Obliging(obliging)
-folder = tempfile.TemporaryDirectory()
-service.kv_cache = FakeCache(Path(folder.name))  # type: ignore[attr-defined]
 
 
-plain = app_of(service, KEY, hosts=("testserver",))
-GATEWAY_PATH = re.compile(r"/v1/[^/]+/[^/]+$|/v1/[^/]+/[^/]+/")
-NEED_STORE = ("/events", "/webhook_endpoints", "/event_subscriptions", "/files", "/batches", "/responses", "/ai/run")
-NEED_STORE += ("/api/", "/ai-gateway/")
+class Opened:
+    """The app on a store that opens with the first request, on schemathesis's event loop, and stays open until `close`.
+    The document needs no store: every test process reads it when it collects the tests."""
 
+    def __init__(self) -> None:
+        self._document = app_of(service, KEY, hosts=("testserver",))
+        self._closing = contextlib.AsyncExitStack()
+        self._opening: asyncio.Task[ASGIApp] | None = None
 
-async def app(scope: Scope, receive: Receive, send: Send) -> None:
-    """Every call runs on its own event loop, so those that need the store open it anew."""
-    path = scope["path"]
-    if any(part in path for part in NEED_STORE) or GATEWAY_PATH.match(path):
-        await with_store(scope, receive, send)
-    else:
-        await plain(scope, receive, send)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or scope["path"] == "/openapi.json":
+            await self._document(scope, receive, send)
+            return
+        if self._opening is None:
+            self._opening = asyncio.create_task(self._closing.enter_async_context(self._open()))
+        await (await asyncio.shield(self._opening))(scope, receive, send)
 
+    def close(self) -> None:
+        if self._opening is not None:
+            asyncio.run_coroutine_threadsafe(self._closing.aclose(), self._opening.get_loop()).result()
 
-async def with_store(scope: Scope, receive: Receive, send: Send) -> None:
-    async with contextlib.AsyncExitStack() as closing:
-        store = await open_store(Path(folder.name) / "store.db")
-        closing.push_async_callback(store.close)
-        queue = Queue(store, BlobStore(Path(folder.name) / "blobs"), QueueLimits())
-        closing.push_async_callback(queue.close)
-        webhooks = await closing.enter_async_context(webhook_service(store, deliver=False))
-        webhooks.feed.end()  # no events occur in this test: do not wait for any
-        gateways, accounts = GatewayService(store), AccountService(store, SECRET)
-        for opened in (gateways, accounts):
-            await opened.open()
-            closing.push_async_callback(opened.close)
-        parts = app_of(
-            service,
-            KEY,
-            webhooks,
-            Finished(queue, service),
-            accounts=accounts,
-            gateways=gateways,
-            hosts=("testserver",),
-        )
-        await parts(scope, receive, send)
+    @contextlib.asynccontextmanager
+    async def _open(self) -> AsyncIterator[ASGIApp]:
+        async with contextlib.AsyncExitStack() as closing:
+            folder = Path(closing.enter_context(tempfile.TemporaryDirectory()))
+            service.kv_cache = FakeCache(folder)  # type: ignore[attr-defined]
+            store = await open_store(folder / "store.db")
+            closing.push_async_callback(store.close)
+            queue = Queue(store, BlobStore(folder / "blobs"), QueueLimits())
+            closing.push_async_callback(queue.close)
+            webhooks = await closing.enter_async_context(webhook_service(store, deliver=False))
+            webhooks.feed.end()  # no events occur in this test: do not wait for any
+            gateways, accounts = GatewayService(store), AccountService(store, SECRET)
+            for opened in (gateways, accounts):
+                await opened.open()
+                closing.push_async_callback(opened.close)
+            batches = Finished(queue, service)
+            options: Any = {"accounts": accounts, "gateways": gateways, "hosts": ("testserver",)}
+            yield app_of(service, KEY, webhooks, batches, **options)
 
 
 class Finished(BatchService):
@@ -115,18 +118,18 @@ class Finished(BatchService):
 
 
 bounded = settings(
-    max_examples=n_examples(8),
+    max_examples=8 if EVERY_EXAMPLE else 3,
     deadline=None,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
+app = Opened()
 
 # Every boundary of every field, once per family of bodies; random requests everywhere. The two families with the most
-# fields have to wait for `make test-all`: building their cases takes seconds, at collection already.
-FAMILIES = ("^/v1/messages$", "/models/search$", "^/v1/chat/completions$", "/ai/run/{model}$")
-boundaries = schemathesis.openapi.from_asgi("/openapi.json", app).include(
-    path_regex="|".join(FAMILIES if EVERY_EXAMPLE else FAMILIES[:2])
-)
+# fields have to wait for `make test-all`.
+FAMILIES = ("^/v1/messages$", "^/ai-api/models/search$", "^/v1/chat/completions$", "/ai/run/{model}$")
+
+
 anything = schemathesis.openapi.from_asgi("/openapi.json", app).exclude(
     path_regex=r"/ai/v1/|^/v1/\{account\}"
 )  # as at /v1/
@@ -140,10 +143,24 @@ def check(case: schemathesis.Case, *excluded: CheckFunction) -> None:
     assert service.open == 0
 
 
-@boundaries.parametrize()
+@pytest.fixture(scope="module", autouse=True)
+def closed_app() -> Iterator[None]:
+    yield
+    app.close()
+
+
 @bounded
-def test_boundaries(case: schemathesis.Case) -> None:
-    check(case)
+def check_boundary(case: schemathesis.Case) -> None:
+    check(case, ignored_auth)  # two more requests per case; `test_anything` makes them for every operation
+
+
+@pytest.mark.parametrize("family", FAMILIES if EVERY_EXAMPLE else FAMILIES[:2])
+def test_boundaries(family: str) -> None:
+    """`parametrize` of schemathesis would build these cases, which takes seconds, in every process at collection."""
+    schema = schemathesis.openapi.from_asgi("/openapi.json", app).include(path_regex=family)
+    for operation in schema.get_all_operations():
+        options: Any = {"given_kwargs": {}, "feedback": FeedbackSources()}
+        build_operation_test(config=schema.config, operation=operation.ok(), test_func=check_boundary, **options)()
 
 
 @anything.parametrize()
