@@ -29,7 +29,7 @@ else:  # the same examples every day, others in each `make test-all`; no clock: 
 from emberline.catalog.model_store import ModelStore
 from emberline.catalog.pull import pull
 from tests.databases import DATABASE_KINDS, DatabaseLocation, database_location, postgres_server
-from tests.triton_interpreter import skip_repeated_patches
+from tests.triton_interpreter import speed_up
 
 GPU_SHARE = 0.2  # of a GPU's memory, for each process of `make test-gpu`
 pytest_plugins = ["tests.cpu_time", "tests.scheduling", "tests.skip_rules"]
@@ -49,9 +49,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def quick_triton_interpreter() -> None:
-    """Where tests have imported Triton, its interpreter starts device functions more quickly."""
+    """Make the interpreter of Triton quicker where tests have imported Triton."""
     if "triton.runtime.interpreter" in sys.modules:
-        skip_repeated_patches()
+        speed_up()
 
 
 @pytest.fixture(autouse=True)
