@@ -1,10 +1,18 @@
-"""Starts the stand-in engine where `EngineWorkers` would start the real one."""
+"""Starts the stand-in engine: where `EngineWorkers` would start the real one, or in a thread of the test process."""
 
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from emberline.balancer.endpoint import Endpoint
 from emberline.config import EngineConfig
+from emberline.engine.process import listening
+from emberline.engine.socket_server import Server
 from emberline.supervisor.engine_workers import MakeSpec, WorkerPlan
 from emberline.supervisor.process import ProcessSpec
+from emberline.testing import standin_engine
 
 
 def standin_worker(*flags: str) -> MakeSpec:
@@ -20,3 +28,24 @@ def standin_worker(*flags: str) -> MakeSpec:
         )
 
     return make_spec
+
+
+@contextmanager
+def standin_thread(path: Path, *flags: object) -> Iterator[Endpoint]:
+    """Run the stand-in in a thread, for a test to which the process does not matter: starting one takes half a second.
+
+    `flags` are the stand-in's own.
+    """
+    args = standin_engine.parse_flags(["--socket", str(path), *map(str, flags)])
+    loop, info = standin_engine.build(args, lambda request_id: server.disconnect(request_id))
+    stopping, stop = socket.socketpair()
+    with listening(args.socket) as (listener, address), stopping, stop:
+        server = Server(listener, loop, info, "secret")
+        server.watch(stopping, lambda: stopping.recv(1) and server.drain(0.0))
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        try:
+            yield Endpoint(name="e0", address=address, token="secret")
+        finally:
+            stop.send(b"x")
+            thread.join()

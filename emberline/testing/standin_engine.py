@@ -275,7 +275,7 @@ def build(args: argparse.Namespace, drop_connection: Callable[[str], None]) -> t
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = _parse(argv)
+    args = parse_flags(argv)
     log.setup("standin")
     parent = process.Parent()
     try:
@@ -297,7 +297,8 @@ def main(argv: list[str] | None = None) -> int:
         return process.fail(error)
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
+def parse_flags(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the command line of the stand-in; None stands for that of this process."""
     parser = process.arguments("emberline.testing.standin_engine", "An engine without a model.")
     parser.set_defaults(max_running=256, token_budget=8192)
     parser.add_argument("--script", default="", help="tokens, latency and faults: see engine_script.py")

@@ -20,6 +20,7 @@ from tests.engine.client import engine
 from tests.service.conftest import offer
 from tests.service.test_service import ask, events_of, text_of
 from tests.service.test_tools import arguments_of, started, thoughts_of
+from tests.standin import standin_thread
 from tests.text.tool_calls.models import CALLERS, model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # the loop of the processes that compile grammars
@@ -90,7 +91,8 @@ async def loop(service: Service, request: GenerateRequest, n_turns: int, result:
 @pytest.fixture(scope="module")
 def worker(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
     path = tmp_path_factory.mktemp("worker") / "a.sock"
-    with engine("emberline.engine.worker", "--model", smollm2, "--socket", path, "--device", "cpu") as (_, address):
+    flags = ("--model", smollm2, "--socket", path, "--device", "cpu", "--threads", 1)
+    with engine("emberline.engine.worker", *flags) as (_, address):
         yield Endpoint(name="e0", address=address, token=TOKEN)
 
 
@@ -110,7 +112,7 @@ async def real(worker: Endpoint, smol: TextModel, tmp_path: Path, grammars: Gram
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("parallel", [True, False])
 async def test_required_calls_are_declared_and_parseable(real: Service, temperature: float, parallel: bool) -> None:
-    for seed in range(2):
+    for seed in range(2 if temperature else 1):
         request = ask(
             "What is the weather in Oslo, and what is 3 + 4?",
             tools=(WEATHER, ADD),
@@ -173,9 +175,10 @@ async def test_every_familys_loop_finds_what_came_before(name: str, tmp_path: Pa
     written = text.tool_format.write([ToolCall("", "get_weather", '{"city":"Oslo","unit":"celsius"}')])
     said = tokens.unpack(text.encode(("I look.</think>" if name == "kimi" else "") + written, special=True))
     flags = ("--vocab-size", text.vocab_size, "--eos-ids", end_id, "--context-len", 8192)
-    with engine("emberline.testing.standin_engine", "--socket", tmp_path / "a.sock", *flags) as (_, address):
-        served = Served(offer(text).card, text, (Endpoint(name="e0", address=address, token=TOKEN),))
-        service = await open_service([served], data_dir=tmp_path, grammars=grammars)
+    with standin_thread(tmp_path / "a.sock", *flags) as endpoint:
+        service = await open_service(
+            [Served(offer(text).card, text, (endpoint,))], data_dir=tmp_path, grammars=grammars
+        )
         assert await service.ready(START_S)
         request = ask(
             messages=(Message("user", "Is it warmer in Oslo or in Rome? " * 20),),
