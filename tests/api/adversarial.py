@@ -3,11 +3,12 @@
 Each has about `n_bytes`. `cpu_s` measures processor time, so that a busy machine does not fail a test.
 """
 
-import json
 import time
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
+
+import msgspec
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 
@@ -37,7 +38,8 @@ def attacks(model: str, n_bytes: int) -> dict[str, Attack]:
     def filled(path: str, field: str, value: bytes, **fields: Any) -> Attack:
         """The field with as many copies of the value as fit, in a list."""
         head = _json({"model": model, "max_tokens": 1, **fields})[:-1]
-        return Attack(path, head + b',"%b":[%b]}' % (field.encode(), b",".join([value] * (n_bytes // len(value)))))
+        values = ((value + b",") * (n_bytes // len(value)))[:-1]
+        return Attack(path, head + b',"%b":[%b]}' % (field.encode(), values))
 
     n_calls = n_bytes // 140
     calls = [{"id": f"c{i}", "function": {"name": "f", "arguments": "{}"}} for i in range(n_calls)]
@@ -86,4 +88,4 @@ def _pieces(n: int) -> list[dict[str, str]]:
 
 
 def _json(value: Any) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode()
+    return msgspec.json.encode(value)

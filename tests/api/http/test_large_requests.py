@@ -206,9 +206,10 @@ async def test_no_request_stalls_the_event_loop(
         with httpx.Client(base_url=f"http://127.0.0.1:{sock.getsockname()[1]}", timeout=60) as client:
             stalls: dict[tuple[str, int], float] = {}
             for n_bytes in (1, 150_000, bodies.LARGE_BYTES - 4096, 2 * bodies.LARGE_BYTES):
-                tries = [attacks(SERVED, n_bytes + 200 * n) for n in range(3)]
-                for name in tries[0]:  # none has what a cache knows from the one before
-                    for url, content in (each[name] for each in tries):  # a noisy machine does not stall each time
+                for name in attacks(SERVED, n_bytes):
+                    for n in range(3):  # a noisy machine does not stall each time
+                        # Another size, so that no cache knows it from the try before.
+                        url, content = attacks(SERVED, n_bytes + 200 * n)[name]
                         done = asyncio.Event()
                         stall = asyncio.create_task(longest_stall(done))
                         answer = await asyncio.to_thread(client.post, url, content=content)
