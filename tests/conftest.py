@@ -1,5 +1,6 @@
 """Fixtures and settings that tests of several packages share."""
 
+import atexit
 import fcntl
 import gc
 import os
@@ -38,6 +39,18 @@ SLOW_TIMEOUT_S = 600  # of a test marked `slow` or `gpu`, and of every test of `
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:  # started in the background or by nohup; processes inherit it
         signal.signal(number, usual)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect without the garbage collector, which then never scans the modules and thousands of tests again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+        atexit.register(gc.unfreeze)  # native extensions report what is left at exit as a leak
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
