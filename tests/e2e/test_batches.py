@@ -9,7 +9,7 @@ from typing import Any
 from tests.lazy_modules import openai
 
 MODEL = "smollm2"
-N_LINES = 12
+N_LINES = 6
 
 
 def line(n: int, **body: Any) -> str:
@@ -81,7 +81,7 @@ def test_cancelling_stops_what_runs(server: str) -> None:
 
 def test_a_background_response_is_watched_left_and_taken_up(server: str) -> None:
     client = openai.OpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0)
-    ask: dict[str, Any] = {"model": MODEL, "input": "Tell a story.", "temperature": 0, "max_output_tokens": 64}
+    ask: dict[str, Any] = {"model": MODEL, "input": "Tell a story.", "temperature": 0, "max_output_tokens": 32}
     sync = client.responses.create(**ask)
     seen: list[Any] = []
     with client.responses.create(**ask, background=True, stream=True) as events:

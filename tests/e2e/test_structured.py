@@ -13,6 +13,7 @@ from tests.examples import n_examples
 from tests.lazy_modules import anthropic, openai
 
 MODEL = "@cf/huggingfacetb/smollm2-135m-instruct"
+N_CALLS = 3
 LEAST_CACHED = 0.9  # of every turn's prompt but the first
 SYSTEM = (
     "You look after the garden of a small school. The beds are numbered from one to nine, the tools are in the shed, "
@@ -37,7 +38,7 @@ def test_schemas_are_followed_in_every_way_of_asking(server: str) -> None:
     drawn, every = random.Random(5), list(validity.functions())
     cases = drawn.sample([case for case in every if case.tool], n_examples(20) // 2)
     cases += drawn.sample([case for case in every if not case.tool], n_examples(20) // 2)
-    outcome = asyncio.run(validity.run(urlsplit(server).port or 0, MODEL, cases, max_tokens=120))
+    outcome = asyncio.run(validity.run(urlsplit(server).port or 0, MODEL, cases, max_tokens=64))
     assert outcome.wrong == []
     assert not outcome.refused
     assert outcome.valid == 4 * len(cases)
@@ -60,7 +61,7 @@ def oai(server: str) -> "openai.OpenAI":
     return openai.OpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0)
 
 
-def test_five_calls_through_openai(oai: "openai.OpenAI") -> None:
+def test_calls_turn_by_turn_through_openai(oai: "openai.OpenAI") -> None:
     tool: Any = {"type": "function", "function": {"name": "look_up", "parameters": PARAMETERS, "strict": True}}
     messages: list[Any] = [
         {"role": "system", "content": SYSTEM},
@@ -69,10 +70,10 @@ def test_five_calls_through_openai(oai: "openai.OpenAI") -> None:
     asked: dict[str, Any] = {
         "model": MODEL,
         "tools": [tool],
-        "max_tokens": 60,
+        "max_tokens": 40,
         "extra_headers": {"x-session-affinity": "garden-openai"},
     }
-    for turn in range(5):
+    for turn in range(N_CALLS):
         with oai.chat.completions.stream(
             **asked,
             messages=messages,
@@ -97,17 +98,17 @@ def test_five_calls_through_openai(oai: "openai.OpenAI") -> None:
     check_cached(last.usage.prompt_tokens_details.cached_tokens, last.usage.prompt_tokens)
 
 
-def test_five_calls_through_anthropic(server: str) -> None:
+def test_calls_turn_by_turn_through_anthropic(server: str) -> None:
     client = anthropic.Anthropic(base_url=server, api_key="none", max_retries=0)
     messages: list[Any] = [{"role": "user", "content": "How is the garden?"}]
-    for turn in range(6):
+    for turn in range(N_CALLS + 1):
         with client.messages.stream(
             model=MODEL,
             system=SYSTEM,
             messages=messages,
             tools=[{"name": "look_up", "input_schema": PARAMETERS}],
-            tool_choice={"type": "any"} if turn < 5 else {"type": "none"},
-            max_tokens=60,
+            tool_choice={"type": "any"} if turn < N_CALLS else {"type": "none"},
+            max_tokens=40,
             extra_headers={"x-session-affinity": "garden-anthropic"},
         ) as stream:
             pieces = [event.partial_json for event in stream if event.type == "input_json"]
@@ -115,7 +116,7 @@ def test_five_calls_through_anthropic(server: str) -> None:
         if turn:
             cached, rest = reply.usage.cache_read_input_tokens, reply.usage.input_tokens
             check_cached(cached, cached + rest)
-        if turn == 5:
+        if turn == N_CALLS:
             assert reply.stop_reason in ("end_turn", "max_tokens")
             return
         assert reply.stop_reason == "tool_use"
