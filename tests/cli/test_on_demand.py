@@ -25,7 +25,7 @@ from emberline.config import Config, resolve
 from emberline.service.timings import Timings
 from tests.standin import standin_worker
 
-OTHER = "@local/models/other"
+NAMED, OTHER = "@local/models/smollm2", "@local/models/other"
 PATIENCE_S = 60.0
 TIMINGS = Timings(model_scan_s=0.05)
 
@@ -35,6 +35,15 @@ def home(smollm2: Path, tmp_path: Path) -> Path:
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / smollm2.parent.name).symlink_to(smollm2.parent)
     return tmp_path
+
+
+@pytest.fixture
+def small(tiny_model: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """Two model folders, smollm2 and other: stand-in engines do not read them, and HTTP workers read them soon."""
+    folders = tmp_path / "smollm2", tmp_path / "other"
+    for folder in folders:
+        folder.symlink_to(tiny_model)
+    return folders
 
 
 @asynccontextmanager
@@ -76,41 +85,39 @@ async def listed(address: ServerAddress) -> dict[str, str]:
     return {row["id"]: row["state"] for row in (await call(client.get, address, "/v1/models"))["data"]}
 
 
-async def test_two_models_take_turns_behind_two_http_workers(home: Path) -> None:
-    store = ModelStore(home)
-    link = home / "other.gguf"
-    link.symlink_to(pull(DEFAULT_MODEL, store).path)
+async def test_two_models_take_turns_behind_two_http_workers(small: tuple[Path, Path], tmp_path: Path) -> None:
+    store, paths = ModelStore(tmp_path), [str(path) for path in small]
     flags = {"server.port": 0, "server.http_workers": 2, "server.drain_timeout_s": 2, "models.max_loaded": 1}
-    config = resolve({**flags, "models.switch_after_s": 0.2, "engine.models": ["smollm2", str(link)]}, {}, home)
-    async with running(config, [store.resolve("smollm2"), store.resolve(str(link))]) as address:
-        assert await states(address) == {DEFAULT_MODEL: "loaded", OTHER: "on_disk"}
+    config = resolve({**flags, "models.switch_after_s": 0.2, "engine.models": paths}, {}, tmp_path)
+    async with running(config, [store.resolve(path) for path in paths]) as address:
+        assert await states(address) == {NAMED: "loaded", OTHER: "on_disk"}
         names = ("smollm2", OTHER)
         assert await asyncio.gather(*(chat(address, names[n % 2]) for n in range(12))) == [3] * 12
         assert sorted((await states(address)).values()) == ["loaded", "on_disk"]
         await call(client.post, address, "/api/models/load", {"model": "smollm2"})
-        assert await states(address) == {DEFAULT_MODEL: "loaded", OTHER: "on_disk"}
+        assert await states(address) == {NAMED: "loaded", OTHER: "on_disk"}
         await call(client.post, address, "/api/models/unload", {"model": "smollm2"})
         assert set((await states(address)).values()) == {"on_disk"}
         assert (await call(client.get, address, "/health"))["status"] == "ok"
         async with asyncio.timeout(PATIENCE_S):  # each HTTP worker hears of it from the core
-            while await listed(address) != dict.fromkeys((DEFAULT_MODEL, OTHER), "on_disk"):
+            while await listed(address) != dict.fromkeys((NAMED, OTHER), "on_disk"):
                 await asyncio.sleep(0.02)
 
 
-async def test_a_model_pulled_meanwhile_is_loaded_beside_the_named_one(home: Path) -> None:
-    store = ModelStore(home)
-    entry = store.resolve("smollm2")
-    link = home / "other.gguf"
-    link.symlink_to(entry.path)
-    config = resolve({"server.port": 0, "server.drain_timeout_s": 2}, {}, home)
+async def test_a_model_pulled_meanwhile_is_loaded_beside_the_named_one(
+    small: tuple[Path, Path], tmp_path: Path
+) -> None:
+    store, (named, other) = ModelStore(tmp_path), small
+    entry = store.resolve(str(named))
+    config = resolve({"server.port": 0, "server.drain_timeout_s": 2}, {}, tmp_path)
     async with running(config, [entry]) as address:
-        assert await states(address) == {DEFAULT_MODEL: "loaded"}
-        await call(pull, str(link), store)
+        assert await states(address) == {NAMED: "loaded"}
+        await call(pull, str(other), store)
         async with asyncio.timeout(PATIENCE_S):
             while OTHER not in await states(address):
                 await asyncio.sleep(0.02)
         assert await chat(address, "other") == 3
-        assert await states(address) == {DEFAULT_MODEL: "loaded", OTHER: "loaded"}
+        assert await states(address) == {NAMED: "loaded", OTHER: "loaded"}
         await call(store.remove, "other")
         async with asyncio.timeout(PATIENCE_S):
             while len((await call(client.get, address, "/v1/models"))["data"]) > 1:

@@ -1,6 +1,5 @@
 """`emberline serve` as processes: the real model, and the stand-in engine behind several HTTP workers."""
 
-import asyncio
 import contextlib
 import json
 import os
@@ -18,7 +17,6 @@ import pytest
 
 from emberline.catalog.model_card import DEFAULT_MODEL
 from emberline.catalog.model_store import ModelEntry, ModelStore
-from emberline.catalog.pull import pull
 from emberline.cli import doctor, models
 from emberline.cli import http_client as client
 from emberline.cli.http_client import ChatTiming, ServerAddress
@@ -103,7 +101,7 @@ def test_sighup_drains_as_sigterm_does(ready: dict[str, Any], home: Path) -> Non
     body = {
         "model": "smollm2",
         "messages": [{"role": "user", "content": "Count."}],
-        "max_tokens": 40,
+        "max_tokens": 20,
         "ignore_eos": True,
     }
     pieces = client.chat(ServerAddress(host, int(port)), body, timing)
@@ -111,7 +109,7 @@ def test_sighup_drains_as_sigterm_does(ready: dict[str, Any], home: Path) -> Non
     process.send_signal(signal.SIGHUP)
     for _ in pieces:
         pass
-    assert timing.output_tokens == 40
+    assert timing.output_tokens == 20
     assert process.wait(60) == 0
     assert not Path(f"/proc/{ready['workers'][0]['pid']}").exists()
     logged = [json.loads(line) for line in log_file(home).read_text().splitlines()]
@@ -119,8 +117,8 @@ def test_sighup_drains_as_sigterm_does(ready: dict[str, Any], home: Path) -> Non
     assert not [line for line in logged if line["level"] == "error"]
 
 
-def test_run_starts_a_temporary_server(home: Path) -> None:
-    done = emberline("run", "--max-tokens", "4", "smollm2", "Hello", home=home, EMBERLINE_PORT="1")
+def test_run_starts_a_temporary_server(tiny_model: Path, tmp_path: Path) -> None:
+    done = emberline("run", "--max-tokens", "4", str(tiny_model), "Hello", home=tmp_path, EMBERLINE_PORT="1")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
 
@@ -132,49 +130,11 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _children() -> list[str]:
-    """Of this process: workers of servers in other test processes have the same names."""
-    return [pid for path in Path("/proc/self/task").glob("*/children") for pid in _text(path).split()]
-
-
-async def test_http_workers_share_one_port_and_a_worker_leaves(smollm2: Path, home: Path) -> None:
-    config = resolve(
-        {"server.port": 0, "server.http_workers": 2, "engine.replicas": 2, "server.drain_timeout_s": 2}, {}, home
-    )
-    entry = pull(DEFAULT_MODEL, ModelStore(home))
-    stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
-
-    def announce(address: ServerAddress, entries: Sequence[ModelEntry], workers: Sequence[dict[str, Any]]) -> None:
-        ready.set_result(address)
-
-    with bind(config.server) as listener:
-        serving = asyncio.create_task(serve(config, [entry], listener, announce, stop, make_spec=standin_worker()))
-        await asyncio.wait([serving, ready], timeout=120, return_when=asyncio.FIRST_COMPLETED)
-        assert ready.done(), serving
-        body = {"model": "smollm2", "messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
-        timings = [ChatTiming() for _ in range(8)]
-        chats = [client.chat(ready.result(), body, timing) for timing in timings]
-        await asyncio.gather(*(asyncio.to_thread(list, chat) for chat in chats))
-        assert [timing.output_tokens for timing in timings] == [3] * 8
-        names = [
-            engine["name"] for engine in (await asyncio.to_thread(client.get, ready.result(), "/api/ps"))["engines"]
-        ]
-        (pid,) = [pid for pid in _children() if names[1] in _text(Path(f"/proc/{pid}/cmdline"))]
-        await asyncio.to_thread(client.post, ready.result(), "/api/workers/leave", {"name": names[1]})
-        async with asyncio.timeout(60):
-            while names[1] in _text(Path(f"/proc/{pid}/cmdline")):
-                await asyncio.sleep(0.01)
-        engines = (await asyncio.to_thread(client.get, ready.result(), "/api/ps"))["engines"]
-        assert [engine["name"] for engine in engines] == names[:1]
-        stop.set()
-        await asyncio.wait_for(serving, 60)
-
-
 @pytest.mark.parametrize("http_workers", [1, 2])
-def test_a_signal_as_soon_as_it_answers_drains(smollm2: Path, home: Path, http_workers: int) -> None:
+def test_a_signal_as_soon_as_it_answers_drains(tiny_model: Path, tmp_path: Path, http_workers: int) -> None:
     """One of two HTTP workers answers before the other is ready."""
-    config = resolve({"server.port": 0, "server.http_workers": http_workers}, {}, home)
-    entry = pull(DEFAULT_MODEL, ModelStore(home))
+    config = resolve({"server.port": 0, "server.http_workers": http_workers}, {}, tmp_path)
+    entry = ModelStore(tmp_path).resolve(str(tiny_model))
 
     def announce(address: ServerAddress, entries: Sequence[ModelEntry], workers: Sequence[dict[str, Any]]) -> None:
         """Tell nobody."""

@@ -2,17 +2,16 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 from standardwebhooks import Webhook
 
-from emberline.catalog.model_card import DEFAULT_MODEL
 from emberline.catalog.model_store import ModelEntry, ModelStore
-from emberline.catalog.pull import pull
 from emberline.cli.http_client import ServerAddress
 from emberline.cli.serve import bind, serve
 from emberline.config import resolve
@@ -26,56 +25,82 @@ DELIVERED = 'emberline_webhook_deliveries_total{outcome="delivered"} 1.0'
 N_STREAMS = 8  # enough that each of two HTTP workers has some
 
 
-async def read_stream(url: str, received: "asyncio.Queue[str]") -> None:
-    """Until the server ends it."""
+@dataclass
+class StandinServer:
+    """A server in this process, its HTTP workers and stand-in engines in processes of their own."""
+
+    operator: ServerAddress
+    home: Path
+    stopping: asyncio.Event
+    serving: "asyncio.Task[None]"
+
+    async def stop(self) -> None:
+        self.stopping.set()
+        await asyncio.wait_for(asyncio.shield(self.serving), 120)
+
+
+@asynccontextmanager
+async def standin_server(home: Path, model: Path, flags: Mapping[str, Any]) -> AsyncIterator[StandinServer]:
+    """A server that calls the model smollm2: what the engine says does not depend on it, and a small one loads soon."""
+    (home / "smollm2").symlink_to(model)
+    always = {"server.port": 0, "server.drain_timeout_s": 60, "webhooks.allowed_networks": "127.0.0.0/8"}
+    config = resolve({**always, **flags}, {}, home)
+    stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
+
+    def announce(address: ServerAddress, entries: Sequence[ModelEntry], workers: Sequence[dict[str, Any]]) -> None:
+        ready.set_result(address)
+
+    with bind(config.server) as listener:
+        entry = ModelStore(home).resolve(str(home / "smollm2"))
+        serving = asyncio.create_task(serve(config, [entry], listener, announce, stop, make_spec=standin_worker()))
+        await asyncio.wait([serving, ready], timeout=120, return_when=asyncio.FIRST_COMPLETED)
+        assert ready.done(), serving
+        secret = ServerAddress.of(config).secret  # read after the start: the server has created it
+        operator = ServerAddress(ready.result().host, ready.result().port, None, secret)
+        server = StandinServer(operator, home, stop, serving)
+        yield server
+        await server.stop()
+
+
+async def read_stream(url: str, headers: Mapping[str, str], received: "asyncio.Queue[str]") -> None:
+    """Read the stream of events until the server ends it."""
     async with (
         httpx.AsyncClient(timeout=60) as client,
-        client.stream("GET", url, headers={"accept": "text/event-stream"}) as answer,
+        client.stream("GET", url, headers={**headers, "accept": "text/event-stream"}) as answer,
     ):
         async for line in answer.aiter_lines():
             if line.startswith(("retry", "data")):
                 received.put_nowait(line)
 
 
-@pytest.mark.parametrize("http_workers", [1, 2])
-async def test_events_reach_the_webhook_and_every_stream(smollm2: Path, tmp_path: Path, http_workers: int) -> None:
-    (tmp_path / "models").mkdir()
-    (tmp_path / "models" / smollm2.parent.name).symlink_to(smollm2.parent)
-    flags = {
-        "server.port": 0,
-        "server.http_workers": http_workers,
-        "server.drain_timeout_s": 60,
-        "webhooks.allowed_networks": "127.0.0.0/8",
-    }
-    config = resolve(flags, {}, tmp_path)
-    stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
+async def check_events(server: StandinServer) -> None:
+    """An event reaches the webhook once and every stream. The streams end when the server stops."""
+    url, received = server.operator.url, asyncio.Queue[str]()
+    headers = {"authorization": f"Bearer {server.operator.credential}"}
+    async with receiving() as receiver, httpx.AsyncClient(timeout=60, headers=headers) as client:
+        made = (await client.post(f"{url}/v1/webhook_endpoints", json={"url": receiver.url})).json()
+        reading = (read_stream(f"{url}/v1/events", headers, received) for _ in range(N_STREAMS))
+        streams = [asyncio.create_task(each) for each in reading]
+        async with asyncio.timeout(60):
+            assert {await received.get() for _ in streams} == {"retry: 1000"}
+            queue = await open_store(server.home / DATABASE)
+            await emit_event(queue, "batch_1", account="local")
+            assert len({await received.get() for _ in streams}) == 1
+            await receiver.until(1)
+        Webhook(made["secret"]).verify(receiver.got[0].body, receiver.got[0].headers)
+        await queue.close()
+        async with asyncio.timeout(60):  # counted once it is written down
+            while DELIVERED not in (metrics := (await client.get(f"{url}/metrics")).text):
+                await asyncio.sleep(0.05)
+        assert "emberline_webhook_deliveries_pending " in metrics
+        began_s = time.monotonic()
+        await server.stop()
+        assert time.monotonic() - began_s < 50
+        await asyncio.gather(*streams)
+    assert len(receiver.got) == 1
 
-    def announce(address: ServerAddress, entries: Sequence[ModelEntry], workers: Sequence[dict[str, Any]]) -> None:
-        ready.set_result(address.url)
 
-    with bind(config.server) as listener:
-        entry = pull(DEFAULT_MODEL, ModelStore(tmp_path))
-        serving = asyncio.create_task(serve(config, [entry], listener, announce, stop, make_spec=standin_worker()))
-        await asyncio.wait([serving, ready], timeout=120, return_when=asyncio.FIRST_COMPLETED)
-        url, received = ready.result(), asyncio.Queue[str]()
-        async with receiving() as receiver, httpx.AsyncClient(timeout=60) as client:
-            made = (await client.post(f"{url}/v1/webhook_endpoints", json={"url": receiver.url})).json()
-            streams = [asyncio.create_task(read_stream(f"{url}/v1/events", received)) for _ in range(N_STREAMS)]
-            async with asyncio.timeout(60):
-                assert {await received.get() for _ in streams} == {"retry: 1000"}
-                queue = await open_store(tmp_path / DATABASE)
-                await emit_event(queue, "batch_1", account="local")
-                assert len({await received.get() for _ in streams}) == 1
-                await receiver.until(1)
-            Webhook(made["secret"]).verify(receiver.got[0].body, receiver.got[0].headers)
-            await queue.close()
-            async with asyncio.timeout(60):  # counted once it is written down
-                while DELIVERED not in (metrics := (await client.get(f"{url}/metrics")).text):
-                    await asyncio.sleep(0.05)
-            assert "emberline_webhook_deliveries_pending " in metrics
-            began_s = time.monotonic()
-            stop.set()
-            await asyncio.wait_for(serving, 120)
-            assert time.monotonic() - began_s < 50
-            await asyncio.gather(*streams)
-        assert len(receiver.got) == 1
+async def test_events_reach_the_webhook_and_every_stream(tiny_model: Path, tmp_path: Path) -> None:
+    """The core itself serves HTTP; tests/cli/test_serve_http_workers.py has two HTTP workers."""
+    async with standin_server(tmp_path, tiny_model, {}) as server:
+        await check_events(server)

@@ -1,24 +1,30 @@
-"""API keys in a whole server with two HTTP workers, through the stand-in engine."""
+"""`emberline serve` with two HTTP workers and two stand-in engines: one server for all tests, on one event loop."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
+import pytest_asyncio
 
-from emberline.catalog.model_card import DEFAULT_MODEL
-from emberline.catalog.model_store import ModelEntry, ModelStore
-from emberline.catalog.pull import pull
 from emberline.cli import http_client
-from emberline.cli.http_client import ServerAddress
-from emberline.cli.serve import bind, serve
-from emberline.config import resolve
-from tests.standin import standin_worker
+from emberline.cli.http_client import ChatTiming
+from tests.cli.test_serve_events import StandinServer, check_events, standin_server
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 N_CONNECTIONS = 8  # enough that each of two HTTP workers has some
 CHAT = {"model": "smollm2", "messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
-RUN = f"/client/v4/accounts/acme/ai/run/{DEFAULT_MODEL}?queueRequest=true"
+RUN = "/client/v4/accounts/acme/ai/run/@local/models/smollm2?queueRequest=true"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[StandinServer]:
+    """A server that asks for API keys."""
+    flags = {"server.http_workers": 2, "engine.replicas": 2, "server.auth": "keys"}
+    async with standin_server(tmp_path_factory.mktemp("home"), tiny_model, flags) as server:
+        yield server
 
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
@@ -27,29 +33,9 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_keys_in_every_http_worker(smollm2: Path, tmp_path: Path) -> None:
-    (tmp_path / "models").mkdir()
-    (tmp_path / "models" / smollm2.parent.name).symlink_to(smollm2.parent)
-    flags = {"server.port": 0, "server.http_workers": 2, "server.drain_timeout_s": 2, "server.auth": "keys"}
-    config = resolve(flags, {}, tmp_path)
-    stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
+async def test_keys_in_every_http_worker(server: StandinServer) -> None:
+    operator = server.operator
 
-    def announce(address: ServerAddress, entries: Sequence[ModelEntry], workers: Sequence[dict[str, Any]]) -> None:
-        ready.set_result(address)
-
-    with bind(config.server) as listener:
-        entry = pull(DEFAULT_MODEL, ModelStore(tmp_path))
-        serving = asyncio.create_task(serve(config, [entry], listener, announce, stop, make_spec=standin_worker()))
-        await asyncio.wait([serving, ready], timeout=120, return_when=asyncio.FIRST_COMPLETED)
-        started = ready.result()
-        operator = ServerAddress.of(config)  # made after the start: the server has created the root secret
-        operator = ServerAddress(started.host, started.port, None, operator.secret)
-        await use_keys(operator)
-        stop.set()
-        await asyncio.wait_for(serving, 60)
-
-
-async def use_keys(operator: ServerAddress) -> None:
     async def admin(method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         return await asyncio.to_thread(http_client.request_json, operator, method, path, body)
 
@@ -108,3 +94,41 @@ async def use_keys(operator: ServerAddress) -> None:
 
     await until(is_refused)
     await asyncio.gather(*(client.aclose() for client in clients))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _children() -> list[str]:
+    """Process ids of this process's children. Workers of servers in other test processes have the same names."""
+    return [pid for path in Path("/proc/self/task").glob("*/children") for pid in _text(path).split()]
+
+
+async def test_http_workers_share_one_port_and_a_worker_leaves(server: StandinServer) -> None:
+    operator = server.operator
+    timings = [ChatTiming() for _ in range(8)]
+    chats = [http_client.chat(operator, CHAT, timing) for timing in timings]
+    await asyncio.gather(*(asyncio.to_thread(list, chat) for chat in chats))
+    assert [timing.output_tokens for timing in timings] == [3] * 8
+
+    async def engines() -> list[str]:
+        return [engine["name"] for engine in (await asyncio.to_thread(http_client.get, operator, "/api/ps"))["engines"]]
+
+    stays, leaves = await engines()
+    (pid,) = [pid for pid in _children() if leaves in _text(Path(f"/proc/{pid}/cmdline"))]
+    await asyncio.to_thread(http_client.post, operator, "/api/workers/leave", {"name": leaves})
+
+    async def has_left() -> bool:
+        return leaves not in _text(Path(f"/proc/{pid}/cmdline"))
+
+    await until(has_left)
+    assert await engines() == [stays]
+
+
+async def test_events_reach_the_webhook_and_the_streams_of_every_http_worker(server: StandinServer) -> None:
+    """The last test here: the server stops in it."""
+    await check_events(server)
