@@ -85,25 +85,20 @@ def tool_calls(text: TextModel, path: Path) -> list[tuple[EngineRequest, list[in
     """Requests and their recorded replies. Their prompts do not name the tools: only decoding is measured."""
     data = json.loads(path.read_text())
     tools = tuple(Tool(tool["name"], tool["description"], tool["parameters"], strict=True) for tool in data["tools"])
+    choice = ToolChoice("required")
+    any_call = GenerateRequest(id="", model="", tools=tools, tool_choice=choice, parallel_tool_calls=False)
+    spec = grammar_spec(text, any_call, begun=False)
+    assert spec is not None
+    grammar = encode(build(spec))  # of all requests, which have the same tools
     found = []
     for number, call in enumerate(data["calls"]):
-        asked = GenerateRequest(
-            id=str(number),
-            model="",
-            messages=(Message("user", call["ask"]),),
-            tools=tools,
-            tool_choice=ToolChoice("required"),
-            parallel_tool_calls=False,
-        )
-        spec = grammar_spec(text, asked, begun=False)
-        assert spec is not None
         arguments = json.dumps(call["arguments"], separators=(",", ":"), ensure_ascii=False)
         reply = text.tool_format.write([ToolCall("", call["name"], arguments)])
         request = EngineRequest(
-            id=asked.id,
-            prompt_ids=text.encode(text.render(asked.messages or ()), special=True),
+            id=str(number),
+            prompt_ids=text.encode(text.render([Message("user", call["ask"])]), special=True),
             sampling=SamplingParams(max_tokens=400, temperature=0.0),
-            grammar=encode(build(spec)),
+            grammar=grammar,
         )
         found.append((request, unpack(text.encode(reply, special=True))))
     return found

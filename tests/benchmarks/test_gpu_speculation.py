@@ -28,6 +28,7 @@ from emberline.protocol.token_ids import unpack
 from emberline.weights.checkpoint import open_checkpoint
 from tests.engine.fakes import VOCAB
 from tests.engine.gpu.test_runner import Padded, loop_of
+from tests.kernels.gpu.batches import everyday
 
 SHAPE = {
     "block_count": 4, "context_length": 1024, "embedding_length": 64, "feed_forward_length": 96,
@@ -37,8 +38,13 @@ SHAPE = {
 
 @pytest.fixture(autouse=True)
 def restored(monkeypatch):
-    """What a benchmark sets for its own process."""
+    """Restore what a benchmark sets for its own process."""
     monkeypatch.setattr(shapes, "MIN_DRAWS", shapes.MIN_DRAWS)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def unfrozen():
+    """Let the garbage collector see again, after this module's tests, what the engines froze."""
     yield
     gc.unfreeze()
 
@@ -119,12 +125,14 @@ def test_recorded_replies_are_replayed(setup, tmp_path):
 
 @pytest.fixture(scope="module")
 def session(smollm2):
-    return transcript.record(smollm2, transcript.USER[:3], max_reply=40)
+    turns = [transcript.USER[0], transcript.USER[2]]  # without and with a file attached
+    return transcript.record(smollm2, turns, max_reply=40, n_threads=1)
 
 
 def test_a_session_is_recorded(session, tmp_path):
-    assert [message.role for message in session.messages] == ["system", *["user", "assistant", "tool"] * 3]
-    assert len(session.requests) == 3
+    assert [message.role for message in session.messages] == ["system", *["user", "assistant", "tool"] * 2]
+    assert "<file path=cart.py>" in session.messages[4].content
+    assert len(session.requests) == 2
     assert all(request.grammar and 0 < len(reply) <= 40 for request, reply in session.requests)
     inputs.write_session(session, tmp_path / "session.gz")
     assert inputs.read_session(tmp_path / "session.gz") == session
@@ -135,7 +143,7 @@ def test_a_session_is_replayed(setup, session, tmp_path, setting):
     both = msgspec.structs.replace(setup.inputs, coder=Coder(setup.inputs.vocabulary, session.requests))
     figures = measured(setup._replace(inputs=both, coder=setup.model), "coder", setting, tmp_path)
     assert figures["tokens_per_s"].keys() == {"1"}
-    assert figures["requests"] == 3
+    assert figures["requests"] == 2
     assert figures["tokens"] + figures["untimed_tokens"] == sum(len(reply) for _, reply in session.requests)
     assert (figures["untimed_tokens"] > 3) == (setting == "auto"), "replies that begin with forced tokens"
     accepted = sum(sum(each["accepted"]) for each in figures["drafts"].values())
@@ -225,8 +233,10 @@ def captured_loop():
     return loop
 
 
-@pytest.mark.parametrize("batch", [1, 2, 4])
-@pytest.mark.parametrize("n_drafts", [0, 1, 2, 4])
+SWEEP = itertools.product([1, 2, 4], [0, 1, 2, 4])
+
+
+@pytest.mark.parametrize(("batch", "n_drafts"), everyday(SWEEP, [(1, 0), (4, 0), (1, 1), (4, 2), (2, 4)]))
 def test_the_gpus_own_graphs_verify_the_drafts(batch, n_drafts, monkeypatch):
     monkeypatch.setattr("benchmarks.gpu.speculation.verification.TOKEN", 3)
     loop = captured_loop()

@@ -68,11 +68,11 @@ def test_a_drained_node_finishes_what_it_has_and_leaves() -> None:
 
 
 def test_streams_that_outlast_the_limit_continue_elsewhere() -> None:
-    simulation = _Simulation(chats(n_output=5000), config(drain_s=600.0, nodes=NodeSpec(drain_limit_s=2.0)))
+    simulation = _Simulation(chats(n_output=1500), config(drain_s=600.0, nodes=NodeSpec(drain_limit_s=1.0)))
     result = run(simulation, (70.0, "drain", ("w000",)))
     all_ended(result)
     assert result.failovers > 0
-    assert simulation._elastic.nodes["w000"].ended_s == pytest.approx(72.0)
+    assert simulation._elastic.nodes["w000"].ended_s == pytest.approx(71.0)
     assert {request.decode_worker for request in result.requests if request.n_failovers} == {"w001"}
 
 

@@ -15,6 +15,8 @@ from emberline.protocol.frames import EngineInfo
 from emberline.protocol.request import EngineRequest, SamplingParams
 from emberline.protocol.token_ids import pack
 
+CPU_FLAGS = ("--threads", "1", "--kv-bytes", str(1 << 26))
+
 
 class Work(NamedTuple):
     request: EngineRequest
@@ -33,9 +35,12 @@ class Decoded(NamedTuple):
 
 
 def build(model: Path, setting: str, device: str, max_running: int, *flags: str) -> tuple[StepLoop, EngineInfo]:
-    """An engine whose every common step is prepared. A folder without weights gets random ones."""
+    """Build an engine and prepare its every common step. A folder without weights gets random ones.
+
+    An engine on a CPU has one thread and a small KV cache unless the flags say otherwise: it is a trial.
+    """
     args = ["--model", str(model), "--socket", "unused", "--device", device, "--speculation", setting]
-    args += ["--max-running", str(max_running), *(["--threads", "1"] if device == "cpu" else []), *flags]
+    args += ["--max-running", str(max_running), *(CPU_FLAGS if device == "cpu" else ()), *flags]
     if model.is_dir() and not any(model.glob("*.safetensors")):
         args += ["--random-weights", "0"]
     loop, info, _ = worker.build(worker.parse_arguments(args))

@@ -106,6 +106,7 @@ def test_receipt():
 """,
 }
 MAX_REPLY = 600  # tokens
+KV_BYTES = 1 << 30
 SHOWN = re.compile(
     r"E {3}\S|test_|FAILED|ERROR|\d+ (passed|failed|error)"
 )  # of pytest's lines: those about the project
@@ -188,9 +189,10 @@ class Project:
         return f"{path}: replaced"
 
     def _run_tests(self) -> str:
-        command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "-p", "no:asyncio"]
+        command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider"]
         command += ["-c", os.devnull, "--rootdir=."]
         environment = {"PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": "."}
+        environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # the project needs none of the plugins installed here
         try:
             done = subprocess.run(
                 command, cwd=self._folder, env=environment, capture_output=True, text=True, timeout=TESTS_LIMIT_S
@@ -205,9 +207,9 @@ Show = Callable[[Message], None]
 
 
 class Agent:
-    def __init__(self, gguf: Path, project: Project, max_reply: int = MAX_REPLY) -> None:
+    def __init__(self, gguf: Path, project: Project, max_reply: int, n_threads: int) -> None:
         self._text, self._project, self._max_reply = TextModel.load(gguf), project, max_reply
-        self._loop, self._info = build(gguf, "auto", "cpu", 1, "--threads", str(os.cpu_count() or 1))
+        self._loop, self._info = build(gguf, "auto", "cpu", 1, "--threads", str(n_threads), "--kv-bytes", str(KV_BYTES))
         self._loop.set_vocabulary(self._text.vocabulary)
         self._sessions = Sessions()
         self.messages = [Message("system", SYSTEM)]
@@ -271,13 +273,14 @@ class Agent:
 
 
 def record(
-    gguf: Path, user: Sequence[Turn] = USER, max_reply: int = MAX_REPLY, show: Show = lambda message: None
-) -> Session:
-    """All that was said, and the requests that it took."""
+    gguf: Path, user: Sequence[Turn] = USER, max_reply: int = MAX_REPLY, show: Show = lambda message: None,
+    n_threads: int = os.cpu_count() or 1,
+) -> Session:  # fmt: skip
+    """Let the model answer the user's messages. Returns all messages, and the requests that they took."""
     with tempfile.TemporaryDirectory() as folder:
         for name, text in PROJECT.items():
             (Path(folder) / name).write_text(text)
-        agent = Agent(gguf, Project(Path(folder)), max_reply)
+        agent = Agent(gguf, Project(Path(folder)), max_reply, n_threads)
         for turn in user:
             agent.ask(turn, show)
         return Session(agent.messages, agent.requests)
