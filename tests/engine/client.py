@@ -1,4 +1,4 @@
-"""A blocking client of an engine, and engine processes to connect to."""
+"""A blocking client of an engine, engine processes to connect to, and an engine in the test's own process."""
 
 import json
 import os
@@ -14,7 +14,49 @@ from emberline.protocol.frames import Abort, FrameBuffer, Heartbeat, Hello, KVEv
 from emberline.protocol.token_ids import unpack
 
 
-class Client:
+class Answers:
+    """The deltas of each request, from `step`, which a subclass implements."""
+
+    def __init__(self):
+        self.deltas = {}
+
+    def take_deltas(self, deltas):
+        for delta in deltas:
+            self.deltas.setdefault(delta.id, []).append(delta)
+
+    def finish(self, *ids):
+        """Step until these requests have ended. Returns the last delta of the last one."""
+        while any(id not in self.deltas or self.deltas[id][-1].finish is None for id in ids):
+            self.step()
+        return self.deltas[ids[-1]][-1]
+
+    def tokens(self, id):
+        return [token for delta in self.deltas[id] for token in unpack(delta.token_ids)]
+
+
+class LocalEngine(Answers):
+    """The step loop that a CPU worker with these flags runs, without its process: the second import of torch that a
+    process costs takes longer than most tests."""
+
+    def __init__(self, model, *flags):
+        from emberline.engine import worker
+
+        super().__init__()
+        common = ("--model", model, "--socket", "unused", "--device", "cpu", "--threads", 1)
+        self.loop = worker.build(worker.parse_arguments([str(each) for each in (*common, *flags)]))[0]
+
+    def set_vocabulary(self, vocabulary):
+        self.loop.set_vocabulary(vocabulary)
+
+    def submit(self, *requests):
+        for each in requests:
+            self.loop.submit(each, 0.0)
+
+    def step(self):
+        self.take_deltas(self.loop.step(0.0))
+
+
+class Client(Answers):
     def __init__(self, address, token="secret", greet=True, version=frames.VERSION):
         scheme, _, rest = address.partition(":")
         if scheme == "unix":
@@ -23,17 +65,20 @@ class Client:
         else:
             host, _, port = rest.rpartition(":")
             self.sock = socket.create_connection((host, int(port)))
+        super().__init__()
         self.sock.settimeout(300)  # a decode engine waits a minute for an offer
         self._buffer = FrameBuffer()
         self._messages = []
         self.steps = []
-        self.deltas = {}
         if greet:
             self.send(Hello(token, version))
             self.greeting = self.receive()
 
     def send(self, message):
         self.sock.sendall(frames.encode(message))
+
+    def set_vocabulary(self, vocabulary):
+        self.send(vocabulary)
 
     def submit(self, *requests):
         self.send(Submit(list(requests)))
@@ -55,7 +100,7 @@ class Client:
 
     @property
     def has_messages(self):
-        """That `receive` returns without the socket."""
+        """True if `receive` returns without reading from the socket."""
         return bool(self._messages)
 
     def step(self):
@@ -66,18 +111,8 @@ class Client:
     def take(self, message):
         assert isinstance(message, Step)
         self.steps.append(message)
-        for delta in message.deltas:
-            self.deltas.setdefault(delta.id, []).append(delta)
+        self.take_deltas(message.deltas)
         return message
-
-    def finish(self, *ids):
-        """Receive until these requests have ended; the last delta of the last."""
-        while any(id not in self.deltas or self.deltas[id][-1].finish is None for id in ids):
-            self.step()
-        return self.deltas[ids[-1]][-1]
-
-    def tokens(self, id):
-        return [token for delta in self.deltas[id] for token in unpack(delta.token_ids)]
 
     def close(self):
         self.sock.close()

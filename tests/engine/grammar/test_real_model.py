@@ -1,4 +1,5 @@
-"""Structured replies of the real model in the real worker: they end, valid, where the model alone would not."""
+"""Replies of the real model in the real worker: sensible text, and structured replies that end, valid, where the model
+alone would not."""
 
 import json
 
@@ -27,7 +28,7 @@ def text(smollm2):
 @pytest.fixture(scope="module")
 def worker(smollm2, tmp_path_factory):
     path = tmp_path_factory.mktemp("grammar") / "a.sock"
-    flags = ("--device", "cpu", "--deterministic", "--token-budget", 64, "--max-running", 8)
+    flags = ("--device", "cpu", "--deterministic", "--token-budget", 64, "--max-running", 8, "--threads", 1)
     with engine("emberline.engine.worker", "--model", smollm2, "--socket", path, "--kv-bytes", 6 << 20, *flags) as made:
         yield made[1]
 
@@ -54,9 +55,17 @@ def reply(client, text, id):
     return text.decode(client.tokens(id))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_replies_end_valid_within_max_tokens(client, text, temperature):
-    ids = [f"{name} {n}" for name in ASKS for n in range(3)]
+def test_greedy_text_is_sensible(client, text):
+    counting = "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21,"
+    sampling = SamplingParams(max_tokens=6, temperature=0.0)
+    client.submit(EngineRequest(id="count", prompt_ids=text.encode(counting, False), sampling=sampling))
+    client.finish("count")
+    assert reply(client, text, "count").startswith(" 22,")
+
+
+@pytest.mark.parametrize(("temperature", "n_seeds"), [(0.0, 1), (1.0, 2)])
+def test_replies_end_valid_within_max_tokens(client, text, temperature, n_seeds):
+    ids = [f"{name} {n}" for name in ASKS for n in range(n_seeds)]
     client.submit(*(request(id, text, id.split()[0], temperature=temperature, seed=int(id[-1])) for id in ids))
     client.finish(*ids)
     for id in ids:

@@ -13,7 +13,7 @@ from emberline.protocol.errors import BadInput
 from emberline.protocol.request import Message
 from emberline.protocol.token_ids import pack, unpack
 from emberline.text.text_model import TextModel
-from tests.engine.client import Client, engine
+from tests.engine.client import LocalEngine
 from tests.engine.fakes import FULL, VOCAB, FakeRunner, expected, request, scheduler_of, window_group
 from tests.engine.grammar import samples
 from tests.engine.grammar.bench import Bench, Taste
@@ -169,28 +169,31 @@ def test_resumed_output_that_violates_its_grammar_is_refused(grammars):
     assert not bench.scheduler.n_compiling
 
 
-# --- the real model -----------------------------------------------------------------------------------------------
+# --- computed models --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["tiny_model", pytest.param("smollm2", marks=pytest.mark.slow)])
+def model(request):
+    return request.getfixturevalue(request.param)
 
 
 @pytest.fixture(scope="module")
-def text(smollm2):
-    return TextModel.load(smollm2)
+def text(model):
+    return TextModel.load(model)
 
 
 @pytest.fixture(scope="module")
-def pair(smollm2, tmp_path_factory):
+def pair(model, text):
     """Two engines: one begins a request, the other resumes it."""
-    folder = tmp_path_factory.mktemp("resume")
-    flags = ("--device", "cpu", "--deterministic", "--token-budget", 64, "--max-running", 8, "--kv-bytes", 12 << 20)
-    with (
-        engine("emberline.engine.worker", "--model", smollm2, "--socket", folder / "a.sock", *flags) as (_, first),
-        engine("emberline.engine.worker", "--model", smollm2, "--socket", folder / "b.sock", *flags) as (_, second),
-    ):
-        yield first, second
+    flags = ("--deterministic", "--token-budget", 64, "--max-running", 8, "--kv-bytes", 12 << 20)
+    engines = LocalEngine(model, *flags), LocalEngine(model, *flags)
+    for each in engines:
+        each.set_vocabulary(text.vocabulary)
+    return engines
 
 
 @pytest.mark.parametrize("name", ["greedy", "seeded", "penalties", "grammar"])
-def test_the_real_model_resumes_on_another_engine(pair, text, name):
+def test_a_computed_reply_resumes_on_another_engine(pair, text, name):
     prompt = unpack(text.encode(text.render([Message("user", "Why is the sky blue?")]), special=True))
     sampling = {
         "greedy": {"temperature": 0.0},
@@ -199,20 +202,18 @@ def test_the_real_model_resumes_on_another_engine(pair, text, name):
         "grammar": {},
     }[name]
     if name == "grammar":
-        whole = structured("whole", text, "linked", max_tokens=40, temperature=1.0)
+        whole = structured(name, text, "linked", max_tokens=40, temperature=1.0)
     else:
-        whole = request("whole", prompt, **{"max_tokens": 40, "min_tokens": 40, **sampling})
-    with Client(pair[0]) as first, Client(pair[1]) as second:
-        for client in (first, second):
-            client.send(text.vocabulary)
-        first.submit(whole)
-        first.finish("whole")
-        ids = first.tokens("whole")
-        bounds = list(accumulate(len(delta.token_ids) // 4 for delta in first.deltas["whole"][:-1]))
-        cuts = [cut for cut in (1, 7, 16, 23, bounds[-1]) if cut in bounds]
-        again = [msgspec.structs.replace(whole, id=f"cut{cut}", output_ids=pack(ids[:cut])) for cut in cuts]
-        second.submit(*again)
-        second.finish(*(each.id for each in again))
-        for cut, each in zip(cuts, again):
-            assert second.tokens(each.id) == ids[cut:]
-            assert second.deltas[each.id][-1].usage.completion_tokens == len(ids)
+        whole = request(name, prompt, **{"max_tokens": 40, "min_tokens": 40, **sampling})
+    first, second = pair
+    first.submit(whole)
+    first.finish(whole.id)
+    ids = first.tokens(whole.id)
+    bounds = list(accumulate(len(delta.token_ids) // 4 for delta in first.deltas[whole.id][:-1]))
+    cuts = [cut for cut in (1, 7, 16, 23, bounds[-1]) if cut in bounds]
+    again = [msgspec.structs.replace(whole, id=f"{name} {cut}", output_ids=pack(ids[:cut])) for cut in cuts]
+    second.submit(*again)
+    second.finish(*(each.id for each in again))
+    for cut, each in zip(cuts, again):
+        assert second.tokens(each.id) == ids[cut:]
+        assert second.deltas[each.id][-1].usage.completion_tokens == len(ids)

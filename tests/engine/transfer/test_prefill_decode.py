@@ -9,7 +9,7 @@ from emberline.protocol.frames import transfer_ticket
 from emberline.protocol.request import EngineRequest, Push, SamplingParams
 from emberline.protocol.token_ids import unpack
 from emberline.text.text_model import TextModel
-from tests.engine.client import Client, engine
+from tests.engine.client import Client, LocalEngine, engine
 from tests.engine.grammar.test_real_model import request as structured
 
 WORKER = "tests.engine.transfer.patient_worker"
@@ -40,29 +40,29 @@ def text(tiny_model):
 
 @pytest.fixture(scope="module", params=["shm", pytest.param("tcp", marks=pytest.mark.slow)])
 def engines(request, tiny_model, tmp_path_factory):
-    """A prefill engine, a decode engine, and one with both roles."""
+    """The addresses of a prefill engine and a decode engine, and an engine in this process with both roles."""
     folder = tmp_path_factory.mktemp("handover")
-    flags = ("--model", tiny_model, "--device", "cpu", "--deterministic", "--token-budget", 64, "--kv-bytes", 16 << 20)
-    flags += ("--max-running", 8, "--threads", 1)
+    both = ("--deterministic", "--token-budget", 64, "--kv-bytes", 16 << 20, "--max-running", 8)
+    flags = ("--model", tiny_model, "--device", "cpu", "--threads", 1, *both)
     decode = folder / "decode.sock" if request.param == "shm" else "tcp:127.0.0.1:0"
     with (
         engine(WORKER, *flags, "--socket", folder / "prefill.sock", "--role", "prefill", "--id", "p") as (_, prefill),
         engine(WORKER, *flags, "--socket", decode, "--role", "decode", "--id", "d") as (_, decode_address),
-        engine(WORKER, *flags, "--socket", folder / "both.sock") as (_, both),
     ):
-        yield prefill, decode_address, both
+        yield prefill, decode_address, LocalEngine(tiny_model, *both)
 
 
 class Trio:
     def __init__(self, engines):
         self.decode_address = engines[1]
-        self.prefill, self.decode, self.both = map(Client, engines)
+        self.prefill, self.decode, self.both = Client(engines[0]), Client(engines[1]), engines[2]
+        self.both.deltas.clear()  # of another trio
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
-        for client in (self.prefill, self.decode, self.both):
+        for client in (self.prefill, self.decode):
             client.close()
 
     def transfer_kv(self, *requests, transfer="t"):
@@ -138,7 +138,7 @@ def test_concurrent_transfers(engines, text):
 def test_grammar_and_penalties_apply_after_a_transfer(engines, text):
     with Trio(engines) as trio:
         for client in (trio.decode, trio.both):
-            client.send(text.vocabulary)
+            client.set_vocabulary(text.vocabulary)
         ids = text.encode(STORY * 2, False)
         trio.transfer_kv(
             structured("bound", text, "linked", salt=b"g", temperature=1.0),
