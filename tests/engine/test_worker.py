@@ -1,4 +1,4 @@
-"""The worker process: the same tokens alone, in a batch, from the cache and after preemption; what it says at its start."""
+"""The worker process: the same tokens alone, in a batch, from the cache and after preemption; how a start fails."""
 
 import json
 import time
@@ -115,7 +115,7 @@ def test_idle_costs_no_cpu(worker):
 
 @pytest.mark.parametrize(
     ("flags", "reason"),
-    [(("--kv-bytes", 1000), "hold no sequence"), (("--token-budget", 4), "--token-budget must be at least --max-running")],
+    [(("--kv-bytes", 1000), "hold no sequence"), (("--token-budget", 4), "must be at least --max-running")],
 )
 def test_bad_flags_are_refused(tiny_model, flags, reason):
     with pytest.raises(BadInput, match=reason):
