@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
+from numpy.typing import NDArray
 
 from emberline.weights.checkpoint import Checkpoint
 from emberline.weights.hf_config import read_config
@@ -175,6 +176,7 @@ class Pools:
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
+        self._numbers: NDArray[np.float64] | None = None  # of unit deviation, scaled for each pool
         self._pools: dict[float | str, Bytes] = {}
 
     def window(self, name: str, shape: Shape, deviation: float) -> Bytes:
@@ -212,8 +214,10 @@ class Pools:
 
     def _normal(self, deviation: float) -> Bytes:
         if deviation not in self._pools:
-            numbers = np.random.default_rng(self._seed).normal(0, deviation, _POOL_BYTES // 2).astype(np.float32)
-            self._pools[deviation] = (numbers.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+            if self._numbers is None:
+                self._numbers = np.random.default_rng(self._seed).standard_normal(_POOL_BYTES // 2)
+            numbers = (self._numbers * deviation).astype(np.float32)
+            self._pools[deviation] = numbers.view(np.uint16)[1::2].copy().view(np.uint8)  # bf16: the upper half
         return self._pools[deviation]
 
     def _strided(self, name: str, pool: Bytes, rows: int, row_bytes: int) -> Bytes:

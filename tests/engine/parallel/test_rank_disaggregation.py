@@ -1,6 +1,5 @@
 """Disaggregation between worker processes of several ranks: the tokens of one rank, whatever the two layouts."""
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -9,7 +8,7 @@ import pytest
 
 from emberline.protocol.frames import transfer_ranks
 from tests.engine.client import Client
-from tests.engine.parallel.test_rank_worker import MIXTRAL, PROMPT, followers, request, run, worker
+from tests.engine.parallel.test_rank_worker import MIXTRAL, PROMPT, followers, request, run, worker, write_checkpoint
 from tests.engine.transfer.test_prefill_decode import halves
 
 REQUESTS = [
@@ -21,9 +20,7 @@ REQUESTS = [
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("mixtral")
-    (folder / "config.json").write_text(json.dumps(MIXTRAL))
-    return folder
+    return write_checkpoint(tmp_path_factory.mktemp("mixtral"), MIXTRAL)
 
 
 @pytest.fixture(scope="module")

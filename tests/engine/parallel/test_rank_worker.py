@@ -12,12 +12,16 @@ from typing import Any, NamedTuple
 
 import msgspec
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from emberline.protocol.frames import Vocabulary
 from emberline.protocol.grammar import encode
 from emberline.protocol.request import EngineRequest, SamplingParams
 from emberline.protocol.token_ids import pack
-from tests.engine.client import Client, start, wait_until
+from emberline.weights.generated import generate_tensors
+from emberline.weights.tensor_names import hf_name
+from tests.engine.client import Answers, Client, LocalEngine, start, wait_until
 from tests.engine.grammar.samples import PERSON
 from tests.engine.parallel import observed_worker
 from tests.soak.server_process import free_port
@@ -57,18 +61,27 @@ SAMPLED = [  # with seeds whose draws are not close: ranks add in another order 
 ]
 
 
+def write_checkpoint(folder: Path, document: dict[str, Any]) -> Path:
+    """Write random weights for a config.json: each rank would need longer to generate them than to read them."""
+    (folder / "config.json").write_text(json.dumps(document))
+    config, tensors = generate_tensors(document, 1)
+    weights = {hf_name(each.name, config): each.tensor(torch.bfloat16, "cpu") for each in tensors}
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    return folder
+    return write_checkpoint(tmp_path_factory.mktemp("tiny"), CONFIG)
+
+
+FLAGS = ("--kv-bytes", str(16 << 20), "--speculation", "off")
 
 
 @contextmanager
 def worker(model: Path, socket: Path, *flags: str, program: str = WORKER) -> Iterator[tuple[Any, dict[str, Any]]]:
-    common = ("--device", "cpu", "--random-weights", "1", "--kv-bytes", str(16 << 20), "--speculation", "off")
-    common += ("--threads", "1")  # those of several ranks would spin on the same cores
-    process, ready = start(program, "--model", model, "--socket", socket, *common, *flags)
+    common = ("--device", "cpu", "--threads", "1")  # threads of several ranks would spin on the same cores
+    process, ready = start(program, "--model", model, "--socket", socket, *common, *FLAGS, *flags)
     try:
         yield process, ready
     finally:
@@ -88,7 +101,7 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def run(client: Client, *requests: EngineRequest) -> list[list[int]]:
+def run(client: Answers, *requests: EngineRequest) -> list[list[int]]:
     client.submit(*requests)
     client.finish(*(each.id for each in requests))
     for each in requests:
@@ -102,9 +115,9 @@ def tokens(address: str) -> list[list[int]]:
 
 
 def check_features(address: str, expected: "Expected") -> None:
-    """What beside plain decoding must be as with one rank: sampling, grammars, the prefix cache."""
+    """Check that sampling, grammars and the prefix cache give the replies of one rank, too."""
     with Client(address) as client:
-        client.send(VOCABULARY)
+        client.set_vocabulary(VOCABULARY)
         assert run(client, *BATCH) == expected.batch
         assert run(client, *SAMPLED) == expected.sampled
         assert [len(each.logprobs) for each in client.deltas["biased"] if each.logprobs]
@@ -116,7 +129,7 @@ def check_features(address: str, expected: "Expected") -> None:
 
 
 class Expected(NamedTuple):
-    """Of one rank."""
+    """Replies of one rank."""
 
     batch: list[list[int]]
     sampled: list[list[int]]
@@ -124,12 +137,11 @@ class Expected(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Expected:
-    folder = tmp_path_factory.mktemp("one")
-    with worker(model, folder / "socket") as (_, ready), Client(ready["address"]) as client:
-        client.send(VOCABULARY)
-        batch, sampled = run(client, *BATCH), run(client, *SAMPLED)
-        return Expected(batch, sampled, run(client, request("a", PROMPT[:50]), request("b", PROMPT)))
+def expected(model: Path) -> Expected:
+    engine = LocalEngine(model, *FLAGS)
+    engine.set_vocabulary(VOCABULARY)
+    batch, sampled = run(engine, *BATCH), run(engine, *SAMPLED)
+    return Expected(batch, sampled, run(engine, request("a", PROMPT[:50]), request("b", PROMPT)))
 
 
 def test_two_ranks_answer_as_one_and_end_with_rank_0(model: Path, expected: Expected, tmp_path: Path) -> None:
@@ -164,8 +176,8 @@ def test_a_pipeline_answers_as_one_rank_and_ends_when_a_stage_dies(
 def test_ranks_that_meet_over_tcp_answer_as_one(model: Path, expected: Expected) -> None:
     """Two machines, as far as the ranks know: neither shares memory nor a folder with the other."""
     rendezvous = f"tcp:127.0.0.1:{free_port()}"
-    common = (WORKER, "--model", model, "--device", "cpu", "--random-weights", "1", "--kv-bytes", str(16 << 20))
-    flags = ("--speculation", "off", "--tp", "2", "--rendezvous", rendezvous)
+    common = (WORKER, "--model", model, "--device", "cpu")
+    flags = (*FLAGS, "--tp", "2", "--rendezvous", rendezvous)
     environment = {**os.environ, "EMBERLINE_WORKER_TOKEN": "secret"}
     command = [sys.executable, "-m", *map(str, common), *flags, "--socket", "tcp:127.0.0.2:0", "--rank", "1"]
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as other:

@@ -1,7 +1,5 @@
 """A draft model behind the CPU engine: tokens are those without it, and its KV cache is that of the sequence."""
 
-from functools import cache
-
 import pytest
 import torch
 
@@ -10,7 +8,6 @@ from emberline.engine.scheduler.scheduler import Scheduler
 from emberline.engine.speculation.head_drafter import MODEL_DEPTH, ModelDrafter
 from emberline.engine.step_loop import StepLoop
 from emberline.engine.torch_runner import TorchRunner
-from emberline.kernels.cpu.native_backend import NativeBackend
 from emberline.kernels.reference import TorchBackend
 from emberline.kv.cache import KVCache
 from emberline.models.decoder import Decoder
@@ -19,7 +16,7 @@ from emberline.models.registry import ARCHITECTURES
 from emberline.weights.model_config import ModelConfig
 from tests.engine.fakes import request
 from tests.engine.speculation.test_head_runner import EagerSpeculator
-from tests.engine.speculation.test_real_models import CONFIGS, SIZES, VOCAB, answers
+from tests.engine.speculation.test_real_models import CONFIGS, SIZES, VOCAB, OneThreadBackend, answers, plain_answers
 from tests.engine.test_torch_runner import run, tokens
 from tests.models.random_checkpoint import RandomCheckpoint
 
@@ -51,11 +48,6 @@ def model_of(config, backend):
     return Decoder(RandomCheckpoint(config), backend(), ARCHITECTURES[config.architecture])
 
 
-@cache
-def plain_answers(backend):
-    return answers(loop_of("full", backend))[0]
-
-
 def loop_of(name, backend, draft=None, speculation=None, n_blocks=60, max_running=3):
     model = model_of(CONFIGS[name], backend)
     limits = Limits(context_len=100, vocab_size=VOCAB, eos_ids=(0,), max_running=max_running, token_budget=64)
@@ -70,12 +62,12 @@ def loop_of(name, backend, draft=None, speculation=None, n_blocks=60, max_runnin
 
 
 @pytest.mark.parametrize(
-    ("draft", "backend"),
-    [("smaller", TorchBackend), *((draft, NativeBackend) for draft in ("padded", "cut", "window"))],
+    ("draft", "backend", "depth"),
+    [("smaller", TorchBackend, 3), *((draft, OneThreadBackend, MODEL_DEPTH) for draft in ("padded", "cut", "window"))],
 )
-def test_tokens_are_those_without_a_draft_model(draft, backend):
-    plain = plain_answers(backend)
-    speculation = Drafting()
+def test_tokens_are_those_without_a_draft_model(draft, backend, depth):
+    plain, _ = plain_answers("full", backend)
+    speculation = Drafting(depth)
     loop = loop_of("full", backend, OTHER[draft], speculation, n_blocks=10)
     assert answers(loop)[0] == plain
     assert loop.load.preemptions > 0
@@ -97,8 +89,8 @@ def test_a_model_that_drafts_for_itself_is_always_right(name, depths):
     """Whatever it drafts, and after steps in which it drafts nothing: over chunks of prompts, ends of blocks, cached
     prefixes and slots that are used again. Only a wrong KV cache of the draft model could make a difference."""
     speculation = Drafting(*depths)
-    loop = loop_of(name, NativeBackend, CONFIGS[name], speculation)
-    plain = loop_of(name, NativeBackend)
+    loop = loop_of(name, OneThreadBackend, CONFIGS[name], speculation)
+    plain = loop_of(name, OneThreadBackend)
     for first in (1, 2):  # the second time, prompts are in the cache
         asked = [
             request(f"{id}{first}", [5 + n, 6, 7] * (9 + n * 3), max_tokens=40, ignore_eos=True, **how)

@@ -10,7 +10,6 @@ from emberline.engine.speculation.head_drafter import MAX_DEPTH, HeadDrafter
 from emberline.engine.speculation.speculator import Speculator
 from emberline.engine.step_loop import StepLoop
 from emberline.engine.torch_runner import TorchRunner, allocate_pool
-from emberline.kernels.cpu.native_backend import NativeBackend
 from emberline.kernels.reference import TorchBackend
 from emberline.kv.cache import KVCache
 from emberline.models.decoder import Decoder, StepInputs
@@ -19,7 +18,7 @@ from emberline.models.eagle3 import Eagle3Config, Eagle3Head
 from emberline.models.registry import ARCHITECTURES
 from emberline.protocol.token_ids import unpack
 from tests.engine.fakes import request
-from tests.engine.speculation.test_real_models import CONFIGS, VOCAB, answers
+from tests.engine.speculation.test_real_models import CONFIGS, VOCAB, OneThreadBackend, answers, plain_answers
 from tests.engine.test_torch_runner import run, tokens
 from tests.models.random_checkpoint import RandomCheckpoint
 
@@ -63,9 +62,9 @@ def loop_of(backend, head=None, n_blocks=60, max_running=3):
     return StepLoop(Scheduler(cache, limits, "x", speculation=speculation), runner), model
 
 
-@pytest.mark.parametrize("backend", [TorchBackend, NativeBackend])
+@pytest.mark.parametrize("backend", [TorchBackend, OneThreadBackend])
 def test_tokens_are_those_without_a_head(backend):
-    plain, _ = answers(loop_of(backend)[0])
+    plain, _ = plain_answers("full", backend)
     loop, _ = loop_of(backend, head_of(), n_blocks=10)
     drafted, _ = answers(loop)
     assert drafted == plain
@@ -125,7 +124,7 @@ def test_drafts_of_sampled_requests_use_their_noise():
     """A head that knows the target's distribution exactly would be accepted always: here, hot random logits agree more
     often with the request's noise than they could by chance."""
     head = head_of(seed=5, sure=0.0)  # all tokens of its vocabulary alike: the noise decides
-    loop, _ = loop_of(NativeBackend, head, max_running=1)
+    loop, _ = loop_of(OneThreadBackend, head, max_running=1)
     drafted = accepted = 0
     verified = EagerSpeculator.verified
 
@@ -141,8 +140,8 @@ def test_drafts_of_sampled_requests_use_their_noise():
 
 
 def test_a_head_that_drafts_invalid_numbers_is_left_out(caplog):
-    loop, _ = loop_of(TorchBackend, head_of())
-    plain, _ = answers(loop_of(TorchBackend)[0])
+    loop, _ = loop_of(OneThreadBackend, head_of())
+    plain, _ = plain_answers("full", OneThreadBackend)
     loop.runner.head.head._norm.fill_(torch.nan)
     drafted, _ = answers(loop)
     assert drafted == plain

@@ -14,7 +14,6 @@ from emberline.engine.speculation.grammar_drafter import GrammarDrafter
 from emberline.engine.speculation.head_drafter import HeadDrafter, ModelDrafter
 from emberline.engine.speculation.speculator import OFF, SETTINGS, Speculator, open_speculator
 from emberline.engine.speculation.suffix_drafter import SuffixDrafter
-from emberline.kernels.cpu.native_backend import NativeBackend
 from emberline.protocol.errors import BadInput
 from emberline.protocol.grammar import encode
 from emberline.protocol.request import EngineRequest, Message, SamplingParams, Speculation
@@ -22,7 +21,7 @@ from emberline.protocol.token_ids import pack, unpack
 from emberline.text.text_model import TextModel
 from tests.engine.fakes import request
 from tests.engine.grammar.samples import PERSON
-from tests.engine.speculation.test_real_models import REQUESTS, answers, loop_of
+from tests.engine.speculation.test_real_models import REQUESTS, OneThreadBackend, answers, loop_of, plain_answers
 from tests.engine.test_torch_runner import run, tokens
 
 needs_compiler = pytest.mark.skipif(not suffix_index.available(), reason="needs a C compiler")
@@ -47,8 +46,8 @@ def totals(loop):
 @pytest.mark.parametrize("name", ["full", "window"])
 def test_tokens_are_those_without_speculation(name):
     """Over preemptions, penalties, bans and sampling of every kind; the second round hits the cache and the index."""
-    plain, _ = answers(loop_of(name, NativeBackend, max_running=2))
-    loop = loop_of(name, NativeBackend, speculator(), n_blocks=10, max_running=3)
+    plain, _ = plain_answers(name, OneThreadBackend)
+    loop = loop_of(name, OneThreadBackend, speculator(), n_blocks=10, max_running=3)
     for _ in range(2):
         again, _ = answers(loop)
         assert again == plain
@@ -60,8 +59,8 @@ def test_tokens_are_those_without_speculation(name):
 @needs_compiler
 def test_a_reply_goes_on_in_another_engine():
     """Failover: an engine is lost in the middle of its replies, and another resumes them; both draft."""
-    plain, _ = answers(loop_of("full", NativeBackend, max_running=2))
-    lost, other = (loop_of("full", NativeBackend, speculator(), max_running=8) for _ in range(2))
+    plain, _ = plain_answers("full", OneThreadBackend)
+    lost, other = (loop_of("full", OneThreadBackend, speculator(), max_running=8) for _ in range(2))
     asked = {id: request(id, [5 + n, 6, 7] * 9, max_tokens=40, **how) for n, (id, how) in enumerate(REQUESTS.items())}
     said = {id: [] for id in asked}
     for each in asked.values():
@@ -83,7 +82,7 @@ SAMPLED = dict(temperature=1.0, top_k=3, max_tokens=8, ignore_eos=True)
 
 def pairs(speculation, seeds, n=500):
     """How often one token follows another, in replies to one prompt."""
-    loop = loop_of("full", NativeBackend, speculation, max_running=4)
+    loop = loop_of("full", OneThreadBackend, speculation, max_running=16)
     asked = [request(f"{seed}", [5, 6, 7] * 6, seed=seed, **SAMPLED) for seed in range(seeds, seeds + n)]
     found = Counter()
     for deltas in run(loop, *asked).values():
@@ -139,7 +138,7 @@ class Scripted:
 
 
 def test_a_request_may_lower_the_number_of_drafts():
-    loop = loop_of("full", NativeBackend, speculator(Scripted("one", [1] * 15)), max_running=1)
+    loop = loop_of("full", OneThreadBackend, speculator(Scripted("one", [1] * 15)), max_running=1)
 
     def asked(id, **speculation):
         made = request(id, [5, 6, 7] * 6, max_tokens=30, temperature=0.0, ignore_eos=True)
@@ -161,7 +160,7 @@ def test_a_request_may_lower_the_number_of_drafts():
 
 def test_drafters_go_on_where_others_end_and_are_counted_apart():
     first, second = Scripted("first", [1, 2]), Scripted("second", [3] * 9)
-    loop = loop_of("full", NativeBackend, speculator(first, second), max_running=1)
+    loop = loop_of("full", OneThreadBackend, speculator(first, second), max_running=1)
     run(loop, request("a", [5, 6, 7] * 6, max_tokens=40, temperature=0.0, ignore_eos=True))
     stats = {each.drafter: each.drafted for each in loop.load.drafts}
     assert stats["first"][:2] != (0, 0)
@@ -190,7 +189,7 @@ def test_settings():
         assert (made is None) == (setting == OFF)
 
 
-# --- the default model ------------------------------------------------------------------------------------------------
+# --- the worker's engine ----------------------------------------------------------------------------------------------
 
 REPEAT = (
     "Repeat this text word by word, three times: the quick brown fox jumps over the lazy dog,"
@@ -198,9 +197,9 @@ REPEAT = (
 )
 
 
-def play(path, text, setting):
+def play(path, text, setting, kv_bytes):
     """Greedy and sampled replies, with a grammar and without, in a cache that is too small for all; then once more."""
-    flags = ["--model", str(path), "--socket", "unused", "--device", "cpu", "--threads", "1", "--kv-bytes", "6000000"]
+    flags = ["--model", str(path), "--socket", "unused", "--device", "cpu", "--threads", "1", "--kv-bytes", kv_bytes]
     loop, _, _ = worker.build(worker.parse_arguments([*flags, "--speculation", setting, "--max-running", "3"]))
     loop.set_vocabulary(text.vocabulary)
     if (speculation := loop.scheduler.speculation) is not None:
@@ -227,10 +226,14 @@ def play(path, text, setting):
 
 
 @needs_compiler
-def test_the_default_model_writes_the_same(smollm2):
-    text = TextModel.load(smollm2)
-    plain, _ = play(smollm2, text, "off")
-    drafted, loop = play(smollm2, text, "auto")
+@pytest.mark.parametrize(
+    ("model", "kv_bytes"), [("tiny_model", "150000"), pytest.param("smollm2", "6000000", marks=pytest.mark.slow)]
+)
+def test_a_worker_writes_the_same(request, model, kv_bytes):
+    path = request.getfixturevalue(model)
+    text = TextModel.load(path)
+    plain, _ = play(path, text, "off", kv_bytes)
+    drafted, loop = play(path, text, "auto", kv_bytes)
     assert drafted == plain
     assert loop.load.cached_tokens > 0
     assert sum(accepted for _, accepted in totals(loop).values()) > 0
