@@ -31,3 +31,15 @@ def test_workers_that_take_nothing_do_not_count() -> None:
     assert candidates(balancer) == ["e2", "e3"]
     balancer.disconnected("e3", 3.0)
     assert candidates(balancer) == ["e1", "e2"], "of three, one may be ejected"
+
+
+def test_workers_to_avoid_are_candidates_only_when_there_is_no_other() -> None:
+    pool = fleet("both", "both").pool_of(MODEL)
+    assert [worker.name for worker in pool.candidates(("e0",))[0]] == ["e1"]
+    assert [worker.name for worker in pool.candidates(("e0", "e1"))[0]] == ["e0", "e1"]
+
+
+def test_a_prefill_worker_to_avoid_leaves_its_decode_worker() -> None:
+    pool = fleet("prefill", "decode", "both").pool_of(MODEL)
+    decoders, prefillers = pool.candidates(("e0",))
+    assert ([worker.name for worker in decoders], prefillers) == (["e1", "e2"], [])

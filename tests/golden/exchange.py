@@ -106,11 +106,7 @@ class Client:
         the account's, or none if empty. `shown_path` is recorded in place of a path that differs between runs; with
         `names_only` only the names of the body's fields are, down to that depth.
         """
-        sent = dict(headers or {})
-        if say:
-            script = f"say={'.'.join(map(str, self.stage.token_ids(say)))},{script}".rstrip(",")
-        if script:
-            sent["x-session-affinity"] = f"standin:{script}"
+        sent = (headers or {}) | self._script_headers(script, say)
         key = self.key if key is None else key
         auth = {"authorization": f"Bearer {key}"} if key else {}
         given: Json = {"content": content} if content is not None else {"files": files} if files else {"json": body}
@@ -126,6 +122,36 @@ class Client:
         if record:
             self._exchanges.append({"request": _without_none(request), "response": reply})
         return answer
+
+    async def leave(self, path: str, body: Json, *, after: str, script: str, say: str) -> list[Json]:
+        """Send a request that is streamed and disconnect as soon as its reply contains `after`; the events so far."""
+        sent, text = self._script_headers(script, say), ""
+        auth = {"authorization": f"Bearer {self.key}"}
+        async with self._http.stream("POST", path, headers=auth | sent, json=body) as response:
+            async for piece in response.aiter_text():
+                text += piece
+                if after in text:
+                    break
+        self._request_ids.append(response.headers["x-request-id"])
+        reply = {"status": response.status_code, "headers": _headers(response.headers.multi_items())}
+        events = parse_events(text)
+        reply["events_before_the_client_left"] = merge_deltas(events)
+        request = {"method": "POST", "path": path, "headers": sent, "body": body}
+        self._exchanges.append({"request": request, "response": reply})
+        return events
+
+    def _script_headers(self, script: str, say: str) -> dict[str, str]:
+        """The header that tells the stand-in engine what to do; none if it has no script."""
+        if say:
+            script = f"say={'.'.join(map(str, self.stage.token_ids(say)))},{script}".rstrip(",")
+        return {"x-session-affinity": f"standin:{script}"} if script else {}
+
+    async def billed(self) -> None:
+        """Wait for the account's usage row: the engine reports what it computed once its current step is over."""
+        end_s = time.monotonic() + PATIENCE_S
+        while not self.stage.usage_rows(self.account):
+            assert time.monotonic() < end_s, "there is no usage row"
+            await asyncio.sleep(0.02)
 
     def note(self, name: str, value: Json) -> None:
         """Record something else that is seen from outside, in its place among the exchanges."""

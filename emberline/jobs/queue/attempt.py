@@ -87,7 +87,11 @@ class JobAttempt:
         grant.resize(lease.request.n)
 
     def stop(self, reason: StopReason) -> None:
-        self.stop_reason = self.stop_reason or reason
+        """Abort the attempt. Later calls change nothing: a second cancellation would interrupt the wait for what the
+        engine computed, and the usage row would be lost."""
+        if self.stop_reason is not None:
+            return
+        self.stop_reason = reason
         if self._running is not None:
             self._running.cancel()
 

@@ -12,6 +12,8 @@ TOOL = {
 }
 WEATHER_CALL = '<tool_call>\n{"name": "weather", "arguments": {"town": "Oslo"}}\n</tool_call>'
 
+LONG_STEPS = "itl_ms=1500"  # the client's next request reaches the engine while it computes the second token
+
 
 def chat(model: str) -> dict[str, Json]:
     """A chat of one message."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from tests.golden.cases.common import HELLO, LOCAL, TOOL, WEATHER_CALL, chat
+from tests.golden.cases.common import HELLO, LOCAL, LONG_STEPS, TOOL, WEATHER_CALL, chat
 from tests.golden.exchange import Case, Client, one, whole_and_streamed
 
 CHAT = "/v1/chat/completions"
@@ -107,6 +107,13 @@ def _local() -> Iterator[Case]:
         await client.get("/v1/streams/nothing")
 
     yield Case("chat/local-resumed-stream", resumed)
+
+    async def leaves(client: Client) -> None:
+        """The client leaves while the engine computes its second token, and pays for the prompt and both tokens."""
+        await client.leave(CHAT, {**chat(LOCAL), "stream": True}, after="One", say="One two", script=LONG_STEPS)
+        await client.billed()
+
+    yield Case("chat/local-client-leaves", leaves)
 
 
 def _relayed() -> Iterator[Case]:

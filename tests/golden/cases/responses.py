@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from tests.golden.cases.common import LOCAL, PARAMETERS, WEATHER_CALL
+from tests.golden.cases.common import LOCAL, LONG_STEPS, PARAMETERS, WEATHER_CALL
 from tests.golden.exchange import Case, Client, one, whole_and_streamed
 
 RESPONSES = "/v1/responses"
@@ -22,13 +22,14 @@ def cases() -> Iterator[Case]:
     yield one("responses/count-tokens", f"{RESPONSES}/input_tokens", HI)
     yield one("responses/refused-unknown-model", RESPONSES, {**HI, "model": "nothing"})
     yield one("responses/refused-wrong-type", RESPONSES, {**HI, "input": 5})
-    yield one("responses/refused-unsupported", RESPONSES, {**HI, "tools": [{"type": "web_search"}]})
+    yield one("responses/web-search-ignored", RESPONSES, {**HI, "tools": [{"type": "web_search"}]})
     yield one("responses/refused-parent", RESPONSES, {**HI, "previous_response_id": "resp_nothing"})
     yield one("responses/unknown", f"{RESPONSES}/resp_nothing", method="GET")
     yield Case("responses/stored", _stored)
     yield Case("responses/continued", _continued)
     yield Case("responses/background", _background)
     yield Case("responses/background-streamed", _background_streamed)
+    yield Case("responses/background-cancelled", _background_cancelled)
 
 
 async def _stored(client: Client) -> None:
@@ -60,3 +61,14 @@ async def _background_streamed(client: Client) -> None:
     await client.get(f"{path}?stream=true")
     after = f"{path}?stream=true&starting_after="
     await client.get(f"{after}{len(events) - 3}", shown_path=f"{after}<all but two>")
+
+
+async def _background_cancelled(client: Client) -> None:
+    """The client leaves after the first token, which ends nothing, and cancels while the engine computes the second one."""
+    body = {**HI, "background": True, "stream": True}
+    events = await client.leave(RESPONSES, body, after="Later", say="Later on.", script=LONG_STEPS)
+    path = f"{RESPONSES}/{events[0]['data']['response']['id']}"
+    await client.send("POST", f"{path}/cancel", record=False)  # it may show how long the queue is
+    await client.get(f"{path}?stream=true")
+    await client.until(path, lambda found: found["status"] == "cancelled" and "queue" not in found)
+    await client.billed()

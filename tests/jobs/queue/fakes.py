@@ -33,6 +33,8 @@ class FakeService:
         self.aborted: list[str] = []
         self.principals: list[Principal] = []
         self.hold = asyncio.Event()
+        self.settled = asyncio.Event()  # a request that is cancelled then knows what was computed
+        self.settled.set()
 
     async def generate(
         self, request: GenerateRequest, principal: Principal, job: JobContext | None = None
@@ -59,6 +61,7 @@ class FakeService:
             raise
         except asyncio.CancelledError:
             self.aborted.append(prompt)
+            await self.settled.wait()
             job.record_usage(_row(request, principal, "cancelled", 1))
             raise
         except Exception:

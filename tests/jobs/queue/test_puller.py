@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 from emberline.jobs.batches.batch import Batch
+from emberline.jobs.queue.attempt import JobAttempt, StopReason
 from emberline.jobs.queue.job import Job
 from emberline.jobs.queue.puller import LeaseOwner, Puller, PullerTimings
 from emberline.protocol.errors import Unavailable
 from emberline.protocol.request import Principal
-from emberline.store import Database
+from emberline.store import Database, SqliteStore
 from tests.faulty_queue import Hook
-from tests.jobs.queue.fakes import FakeAdmission, FakeService
+from tests.jobs.queue.fakes import FakeAdmission, FakeGrant, FakeService
 from tests.jobs.queue.helpers import MODEL, ManualClock, audit, make_queue, new_batch, new_job, new_jobs
 
 PATIENCE_S = 60.0
@@ -363,3 +364,27 @@ def _now(value: Any) -> Callable[[], Awaitable[Any]]:
         return value
 
     return look
+
+
+async def test_a_job_that_is_told_twice_to_stop_is_billed(tmp_path: Path) -> None:
+    """Every heartbeat names a cancelled job until it has ended, which takes a while: its usage row is not lost."""
+    bench = Bench(await SqliteStore.open(tmp_path / "store.db"), tmp_path)
+    batch = await bench.submit("hold")
+    (lease,) = await bench.queue.claim("w", MODEL, 1)
+    attempt = JobAttempt(bench.queue, lease, FakeGrant(bench.admission), lambda event, model: None)
+    running = asyncio.create_task(attempt.run(bench.service, Principal("a")))
+    async with asyncio.timeout(PATIENCE_S):
+        while not bench.service.running:
+            await asyncio.sleep(0)
+        bench.service.settled.clear()
+        await bench.queue.cancel("a", batch.id)
+        attempt.stop(StopReason.CANCELLED)
+        while not bench.service.aborted:
+            await asyncio.sleep(0)
+        attempt.stop(StopReason.CANCELLED)
+        await asyncio.sleep(0)
+        bench.service.settled.set()
+        await running
+    assert await bench.usage() == {f"{batch.id}-0": ("cancelled", 1)}
+    await bench.close()
+    await bench.store.close()
