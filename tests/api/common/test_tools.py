@@ -138,6 +138,12 @@ async def test_deprecated_functions(client: httpx.AsyncClient, service: FakeServ
         )
 
 
+async def test_a_function_call_without_functions_is_refused(client: httpx.AsyncClient) -> None:
+    body = {"model": MODEL, "messages": MESSAGES, "function_call": {"name": "weather"}}
+    answer = await client.post("/v1/chat/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "function_call"), answer.text
+
+
 async def test_results_without_ids_are_paired_by_name_and_order(
     client: httpx.AsyncClient, service: FakeService
 ) -> None:

@@ -254,6 +254,19 @@ def release(page: "Page") -> None:
     page.evaluate(DRAW_A_FRAME)
 
 
+def test_a_late_usage_report_is_dropped(stage: Stage, tmp_path: Path) -> None:
+    """The report by account arrives after the one by model, which was chosen meanwhile."""
+    service = Loaded()
+    with operating(stage, service, OpenedHere(service, tmp_path), failures=True) as page:
+        sign_in(page, KEY)
+        hold(page, "/api/usage?by=account", "Accounts")
+        page.click("section[aria-label='Usage'] >> text=Model")
+        usage = page.locator("section[aria-label='Usage'] tbody")
+        expect(usage).to_contain_text(MODEL)
+        release(page)
+        assert MODEL in (usage.text_content() or "")
+
+
 @pytest.mark.slow
 def test_an_answer_that_another_has_overtaken_is_dropped(stage: Stage, tmp_path: Path) -> None:
     service = Loaded()
