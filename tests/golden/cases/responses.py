@@ -64,7 +64,7 @@ async def _background_streamed(client: Client) -> None:
 
 
 async def _background_cancelled(client: Client) -> None:
-    """The client leaves after the first token, which ends nothing, and cancels while the engine computes the second one."""
+    """The client leaves after the first token, which ends nothing, and cancels during the second one."""
     body = {**HI, "background": True, "stream": True}
     events = await client.leave(RESPONSES, body, after="Later", say="Later on.", script=LONG_STEPS)
     path = f"{RESPONSES}/{events[0]['data']['response']['id']}"
