@@ -198,7 +198,7 @@ def test_a_computed_reply_resumes_on_another_engine(pair, text, name):
     sampling = {
         "greedy": {"temperature": 0.0},
         "seeded": {"temperature": 1.0, "top_p": 0.9, "seed": 11},
-        "penalties": {"temperature": 0.8, "seed": 3, "frequency_penalty": 0.7, "repetition_penalty": 1.2},
+        "penalties": {"temperature": 0.2, "seed": 3, "frequency_penalty": 2.0, "repetition_penalty": 1.5},
         "grammar": {},
     }[name]
     if name == "grammar":
