@@ -2,7 +2,8 @@
 
 import asyncio
 import tempfile
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +18,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from emberline.jobs.queue.job import Lease, NewJob
+from emberline.jobs.queue.job import Job, JobKey, Lease, NewJob
 from emberline.jobs.queue.queue import Queue
 from emberline.protocol.errors import ErrorInfo, NotFound
 from emberline.store import Database
@@ -109,8 +110,7 @@ class QueueMachine(RuleBasedStateMachine):
         """With all leases the owner ever had: exactly those it no longer holds are reported lost."""
         mine = {lease.key: lease for lease in self.leases if lease.owner == owner}
         told = self.do(self.queue.heartbeat(owner, mine.values()))
-        for key, lease in mine.items():
-            found = self.do(self.queue.job(*key))
+        for (key, lease), found in zip(mine.items(), self.do(self._jobs(mine)), strict=True):
             leased = (found.state, found.epoch, found.owner) == ("leased", lease.epoch, owner)
             assert (key in told.lost) != leased
         for key in told.stopped:
@@ -141,7 +141,7 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def replay(self, data: st.DataObject) -> None:
         batch_id = data.draw(st.sampled_from(sorted(self.total)))
-        dead = {item.key for item in self._lines(batch_id) if item.state == "dead"}
+        dead = {item.key for item in self.do(self._lines(batch_id)) if item.state == "dead"}
         assert self.do(self.queue.replay(batch_id)) == len(dead)
         for key in dead:
             self.shown.pop(key, None)  # its error is no longer final
@@ -154,33 +154,40 @@ class QueueMachine(RuleBasedStateMachine):
         self.time.follow(self.store)
         self.queue = self._queue()
 
+    async def _jobs(self, keys: Iterable[JobKey]) -> list[Job]:
+        return await asyncio.gather(*(self.queue.job(*key) for key in keys))
+
     # --- what holds ---------------------------------------------------------------------------------------------------
 
-    def _lines(self, batch_id: str) -> list[Any]:
-        found = self.do(self.queue.jobs(batch_id))
+    async def _lines(self, batch_id: str) -> list[Any]:
+        found = await self.queue.jobs(batch_id)
         assert [item.number for item in found] == list(range(self.total[batch_id]))
         return [_Keyed(item) for item in found]
 
+    async def _all_lines(self) -> list[Any]:
+        """Lines of all batches. Reading them concurrently wakes the event loop once for many reads."""
+        return list(chain(*await asyncio.gather(*map(self._lines, self.total))))
+
     @invariant()
     def check(self) -> None:
-        if not hasattr(self, "queue"):
-            return
-        self.do(audit(self.store))
-        for batch_id, account in self.account_of.items():
-            try:
-                batch = self.do(self.queue.batch(account, batch_id))
-            except NotFound as lost:
-                raise AssertionError("a batch is lost") from lost
-            assert batch.counts.total == self.total[batch_id]
-            for item in self._lines(batch_id):
-                if item.state in FINAL:
-                    seen = (item.state, item.answer, item.error)
-                    assert self.shown.setdefault(item.key, seen) == seen, "a result changed"
-        ((n_events,),) = self.do(self.store.read("SELECT COUNT(*) FROM events"))
-        ((n_ended,),) = self.do(self.store.read("SELECT COUNT(*) FROM batches WHERE ended = 1"))
+        if hasattr(self, "queue"):
+            self.do(self._check())
+
+    async def _check(self) -> None:
+        try:
+            batches = await asyncio.gather(*(self.queue.batch(account, id) for id, account in self.account_of.items()))
+        except NotFound as lost:
+            raise AssertionError("a batch is lost") from lost
+        assert {batch.id: batch.counts.total for batch in batches} == self.total
+        for item in await self._all_lines():
+            if item.state in FINAL:
+                seen = (item.state, item.answer, item.error)
+                assert self.shown.setdefault(item.key, seen) == seen, "a result changed"
+        sources = ("events", "batches WHERE ended = 1", "usage", "lines WHERE state = 'succeeded'")
+        counts = (self.store.read(f"SELECT COUNT(*) FROM {source}") for source in sources)
+        _, *found = await asyncio.gather(audit(self.store), *counts)
+        n_events, n_ended, n_usage, n_done = (count for ((count,),) in found)
         assert n_events == n_ended
-        ((n_usage,),) = self.do(self.store.read("SELECT COUNT(*) FROM usage"))
-        ((n_done,),) = self.do(self.store.read("SELECT COUNT(*) FROM lines WHERE state = 'succeeded'"))
         assert n_usage == n_done
 
     def teardown(self) -> None:
@@ -204,7 +211,7 @@ class QueueMachine(RuleBasedStateMachine):
             for alone in (False, True):
                 for lease in self.do(self.queue.claim("last", MODEL, 50, quarantined=alone)):
                     assert self.do(self.queue.complete(lease, answer("end"), usage(lease)))
-            states = {item.state for batch_id in self.total for item in self._lines(batch_id)}
+            states = {item.state for item in self.do(self._all_lines())}
             if states <= set(FINAL):
                 break
         for batch_id, account in self.account_of.items():
