@@ -12,7 +12,8 @@ TOOL = {
 }
 WEATHER_CALL = '<tool_call>\n{"name": "weather", "arguments": {"town": "Oslo"}}\n</tool_call>'
 
-LONG_STEPS = "itl_ms=1500"  # the client's next request reaches the engine while it computes the second token
+# Long enough for the next request of the client to reach the engine, on a busy machine, too, while it computes a token.
+LONG_STEPS = "itl_ms=3000"
 
 
 def chat(model: str) -> dict[str, Json]:
