@@ -12,7 +12,7 @@ TOOL = {
 }
 WEATHER_CALL = '<tool_call>\n{"name": "weather", "arguments": {"town": "Oslo"}}\n</tool_call>'
 
-# Long enough for the next request of the client to reach the engine, on a busy machine, too, while it computes a token.
+# The engine computes the end of a reply of one token for so long that what the client does next reaches it meanwhile.
 LONG_STEPS = "itl_ms=3000"
 
 

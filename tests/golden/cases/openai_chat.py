@@ -110,7 +110,7 @@ def _local() -> Iterator[Case]:
 
     async def leaves(client: Client) -> None:
         """The client leaves while the engine computes its second token, and pays for the prompt and both tokens."""
-        await client.leave(CHAT, {**chat(LOCAL), "stream": True}, after="One", say="One two", script=LONG_STEPS)
+        await client.leave(CHAT, {**chat(LOCAL), "stream": True}, after="One", say="One", script=LONG_STEPS)
         await client.billed()
 
     yield Case("chat/local-client-leaves", leaves)

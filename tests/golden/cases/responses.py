@@ -66,7 +66,7 @@ async def _background_streamed(client: Client) -> None:
 async def _background_cancelled(client: Client) -> None:
     """The client leaves after the first token, which ends nothing, and cancels during the second one."""
     body = {**HI, "background": True, "stream": True}
-    events = await client.leave(RESPONSES, body, after="Later", say="Later on.", script=LONG_STEPS)
+    events = await client.leave(RESPONSES, body, after="Later", say="Later", script=LONG_STEPS)
     path = f"{RESPONSES}/{events[0]['data']['response']['id']}"
     await client.send("POST", f"{path}/cancel", record=False)  # it may show how long the queue is
     await client.get(f"{path}?stream=true")
