@@ -48,6 +48,7 @@ def pytest_collection() -> Iterator[None]:
     try:
         return (yield)
     finally:
+        gc.collect()
         gc.freeze()
         gc.enable()
         atexit.register(gc.unfreeze)  # native extensions report what is left at exit as a leak
@@ -62,8 +63,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def quick_triton_interpreter() -> None:
-    """Make the interpreter of Triton quicker where tests have imported Triton."""
-    if "triton.runtime.interpreter" in sys.modules:
+    """Make the interpreter of Triton quicker where tests have imported Triton; `make test-all` runs the plain one."""
+    if not EVERY_EXAMPLE and "triton.runtime.interpreter" in sys.modules:
         speed_up()
 
 

@@ -230,6 +230,8 @@ async def serve(
     `make_spec` says how an engine worker's process is started; by default it is Emberline's own engine."""
     stop = stop or asyncio.Event()
     async with contextlib.AsyncExitStack() as stack:
+        cancelling = _cancel_on_second_signal(asyncio.current_task(), stop, config.server.drain_timeout_s)
+        stack.callback(cancelling.cancel)
         remote = _endpoints_by_model(config)
         if config.cluster.core_only:
             remote = {**{entry.card.id: [] for entry in entries}, **remote}
@@ -350,9 +352,10 @@ async def serve(
         )
         # From the moment the first HTTP worker accepts connections, a signal drains instead of cancelling.
         _on_signals(stop.set)
-        cancelling = _cancel_on_second_signal(asyncio.current_task(), stop, config.server.drain_timeout_s)
-        stack.callback(cancelling.cancel)
-        http_workers = await _open_http_workers(stack, plan, service, listener)
+        http_workers = await _open_http_workers(stack, plan, service, listener, stop)
+        if stop.is_set():
+            listener.close()  # otherwise new connections would queue for HTTP workers that accept no more
+            return
 
         listen(listener, config.server)
         address = msgspec.structs.replace(ServerAddress.of(config), port=listener.getsockname()[1])
@@ -422,10 +425,17 @@ async def _open_queue(
 
 
 async def _open_http_workers(
-    stack: contextlib.AsyncExitStack, plan: "HttpWorkerPlan", service: "Service", listener: socket.socket
+    stack: contextlib.AsyncExitStack,
+    plan: "HttpWorkerPlan",
+    service: "Service",
+    listener: socket.socket,
+    stop: asyncio.Event,
 ) -> HttpWorkers:
-    """The HTTP workers and the socket on which they ask the core. There is always one for large requests, which starts
-    when the first comes; others only if this process does not serve HTTP itself."""
+    """Start the HTTP workers and the socket on which they ask the core, and wait until all are ready, or for `stop`.
+
+    There is always a worker for large requests, which starts when the first comes. There are others only if this
+    process does not serve HTTP itself.
+    """
     from emberline.service import open_core_server
 
     assert plan.large_socket is not None
@@ -439,7 +449,14 @@ async def _open_http_workers(
     large.start()
     stack.push_async_callback(http_workers.stop, grace_s)
     await http_workers.start()
-    await http_workers.wait_ready()
+    tasks = [asyncio.create_task(http_workers.wait_ready()), asyncio.create_task(stop.wait())]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
     return http_workers
 
 

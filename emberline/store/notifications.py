@@ -12,7 +12,7 @@ from weakref import WeakSet
 _MAX_PENDING = 1024  # payloads per subscription; beyond, they are replaced by ""
 _BACKOFF_S = (0.2, 5.0)
 _PROBE_S = 30.0  # between two checks of an idle LISTEN connection
-_jitter = random.Random()  # not the global generator: a program that seeds it, as Hypothesis does, shares no state
+_jitter = random.Random()  # a generator of its own, which no one else seeds: processes must not poll in step
 
 log = logging.getLogger("emberline.store")
 
@@ -106,7 +106,7 @@ class PostgresListener:
                 connection = await self._connect()
             except Exception as error:
                 log.warning("cannot listen to the database: %s", error)
-                await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
+                await asyncio.sleep(backoff_s * _jitter.uniform(0.5, 1.0))
                 backoff_s = min(2 * backoff_s, _BACKOFF_S[1])
                 continue
             backoff_s = _BACKOFF_S[0]

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from emberline.cli.http_client import ChatTiming, ServerAddress
 from emberline.cli.serve import bind, fetch_models, local_models, run_until_terminated, serve
 from emberline.config import resolve
 from tests.cli.console import emberline_process as emberline
+from tests.soak.server_process import children
 from tests.standin import standin_worker
 
 
@@ -118,7 +118,8 @@ def test_sighup_drains_as_sigterm_does(ready: dict[str, Any], home: Path) -> Non
 
 
 def test_run_starts_a_temporary_server(tiny_model: Path, tmp_path: Path) -> None:
-    done = emberline("run", "--max-tokens", "4", str(tiny_model), "Hello", home=tmp_path, EMBERLINE_PORT="1")
+    words = ("run", "--temperature", "0", "--max-tokens", "4", str(tiny_model), "Hello")
+    done = emberline(*words, home=tmp_path, EMBERLINE_PORT="1")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
 
@@ -132,26 +133,37 @@ def _text(path: Path) -> str:
 
 @pytest.mark.parametrize("http_workers", [1, 2])
 def test_a_signal_as_soon_as_it_answers_drains(tiny_model: Path, tmp_path: Path, http_workers: int) -> None:
-    """One of two HTTP workers answers before the other is ready."""
+    """One HTTP worker may answer long before the other is ready."""
     config = resolve({"server.port": 0, "server.http_workers": http_workers}, {}, tmp_path)
     entry = ModelStore(tmp_path).resolve(str(tiny_model))
+    ended = threading.Event()
 
     def announce(address: ServerAddress, entries: Sequence[ModelEntry], workers: Sequence[dict[str, Any]]) -> None:
         """Tell nobody."""
 
     def signal_when_it_answers(url: str) -> None:
-        while True:
+        started: list[int] = []
+        while http_workers > 1 and len(started) < http_workers and not ended.wait(0.005):
+            started = children(os.getpid(), ("emberline.cli.http_worker",))
+        for pid in started[1:]:
+            os.kill(pid, signal.SIGSTOP)
+        while not ended.wait(0.005):
             with contextlib.suppress(httpx.TransportError):
-                assert httpx.get(f"{url}/health").status_code == 200
-                return os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.005)
+                httpx.get(f"{url}/health")
+                os.kill(os.getpid(), signal.SIGTERM)
+                break
+        for pid in started[1:]:
+            os.kill(pid, signal.SIGCONT)
 
     with bind(config.server) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        watcher = threading.Thread(target=signal_when_it_answers, args=(url,))
+        watcher = threading.Thread(target=signal_when_it_answers, args=(url,), daemon=True)
         watcher.start()
-        assert run_until_terminated(serve(config, [entry], listener, announce, make_spec=standin_worker())) == 0
-        watcher.join()
+        try:
+            assert run_until_terminated(serve(config, [entry], listener, announce, make_spec=standin_worker())) == 0
+        finally:
+            ended.set()
+            watcher.join()
 
 
 def test_a_killed_core_leaves_no_secret_behind(home: Path, tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ class Server:
             return []
         if kind == "core":
             return [process.pid]
-        return _children(process.pid, ENGINES if kind == "engine" else HTTP_WORKERS)
+        return children(process.pid, ENGINES if kind == "engine" else HTTP_WORKERS)
 
     def _keep(self) -> None:
         with self._log.open("ab") as log:
@@ -123,7 +123,8 @@ class Server:
                     time.sleep(0.02)
 
 
-def _children(parent: int, modules: tuple[str, ...]) -> list[int]:
+def children(parent: int, modules: tuple[str, ...]) -> list[int]:
+    """Return the ids of the child processes of `parent` that run one of `modules`."""
     found = []
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit():

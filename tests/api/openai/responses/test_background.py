@@ -179,13 +179,12 @@ async def test_a_waiting_stream_has_heartbeats(
     (lease,) = await batches.queue.claim("test-puller", MODEL, 1)
     app = app_of(service, batches=batches, limits=RequestLimits(heartbeat_s=0.05))
     wire = Wire(app, f"/v1/responses/{response['id']}", b"", method="GET")
-    wire.scope["query_string"] = b"stream=true"
-    await wire.until_sent(b": heartbeat\n\n")
+    usual = Wire(app_of(service, batches=batches), wire.scope["path"], b"", method="GET")
+    wire.scope["query_string"] = usual.scope["query_string"] = b"stream=true"
+    await wire.until_sent(b": heartbeat\n\n: heartbeat\n\n")
     await run_one(batches.queue, service, lease)
     await asyncio.wait_for(wire.task, 60)
     assert events_in(wire.body.decode()) == await streamed(client, response["id"])
-    usual = Wire(app_of(service, batches=batches), wire.scope["path"], b"", method="GET")
-    usual.scope["query_string"] = b"stream=true"
     await asyncio.wait_for(usual.task, 60)
     assert b": heartbeat" not in usual.body
 
