@@ -20,8 +20,8 @@ from emberline.service.timings import Timings
 from tests.standin import standin_worker
 
 PATIENCE_S = 90.0
-TIMINGS = Timings(report_s=0.3, planner_round_s=0.5)
-STANDIN = standin_worker("--script", "say=count,itl_ms=1000", "--kv-tokens", "2048")
+TIMINGS = Timings(report_s=0.1, planner_round_s=0.2)
+STANDIN = standin_worker("--script", "say=echo,itl_ms=300", "--kv-tokens", "2048")
 BOUNDS = {
     "min_replicas": 0,
     "max_replicas": 2,
