@@ -141,6 +141,7 @@ class App:
         if "\0" in found.path_param and "{id}" in route.path:  # PostgreSQL takes it in no text
             raise NotFound("no id contains a NUL character")
         call.path_param, call.route, call.gateway_name = found.path_param, route.path, found.gateway
+        call.query_schemas = route.query or {}
         if route.policy is not Policy.OPEN:
             call.principal = await self._auth.authenticate(scope["headers"], found.account)
             authorize(call.principal, route)

@@ -282,6 +282,7 @@ class Call:
         self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(fields)}
         self.status = 0  # of the response; 0 until its headers are sent
         self.route = ""  # the path of its route, with placeholders; empty: there is none
+        self.query_schemas: Mapping[str, Any] = {}  # JSON schemas of the route's query parameters
         self.path_param = ""  # the value of the route's {id} or {model}
         self.field_names = FieldNames()
         self.rate_limits: RateLimits | None = None  # of the caller, for the response's headers
@@ -423,13 +424,18 @@ class Call:
 
     @cached_property
     def query(self) -> dict[str, str]:
+        """Query parameters that have a value. Raises BadInput for an empty number, boolean or choice of the route."""
+        text = self.scope["query_string"].decode("ascii")
         try:
-            pairs = parse_qsl(self.scope["query_string"].decode("ascii"), errors="strict", max_num_fields=64)
+            pairs = parse_qsl(text, keep_blank_values=True, errors="strict", max_num_fields=64)
         except ValueError as bad:
             raise BadInput(f"the query string cannot be parsed: {bad}") from None
         if any("\0" in value for _, value in pairs):  # which PostgreSQL takes in no text
             raise BadInput("the query string contains a NUL character")
-        return dict(pairs)
+        for name, value in pairs:
+            if not value and name in self.query_schemas and not _takes_any_text(self.query_schemas[name]):
+                raise BadInput(f"`{name}` is empty: give it a value, or leave it out", param=name)
+        return {name: value for name, value in pairs if value}
 
     def int_param(self, name: str, default: int, least: int, most: int) -> int:
         text = self.query.get(name)
@@ -509,6 +515,10 @@ class Call:
         if self._gateway is not None:
             headers = [*headers, *self._gateway.headers()]
         await self.send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+def _takes_any_text(schema: Mapping[str, Any]) -> bool:
+    return schema.get("type") == "string" and "enum" not in schema
 
 
 def parse_int(text: str, name: str, least: int, most: int) -> int:

@@ -52,15 +52,18 @@ async def test_paging_ends(client: httpx.AsyncClient, what: str) -> None:
         ({"task": "Text-to-Image"}, []),
         ({"source": "2"}, ["@hf/acme/tiny"]),
         ({"hide_experimental": "true"}, [MODEL, "@hf/acme/tiny"]),
+        ({"author": "", "search": "", "task": "", "unknown": ""}, [MODEL, "@hf/acme/tiny"]),
     ],
 )
 async def test_filters(client: httpx.AsyncClient, query: dict, names: list) -> None:
     assert [row["name"] for row in (await search(client, **query))["result"]] == names
 
 
-@pytest.mark.parametrize(
-    "query", ["page=0", "page=-1", "page=x", "per_page=0", "per_page=1001", "page=1e3", "page=٣", "format=csv"]
-)
+BAD = ["page=0", "page=-1", "page=x", "per_page=0", "per_page=1001", "page=1e3", "page=٣", "format=csv"]
+EMPTY = ["per_page=", "page=2&page=", "source=", "hide_experimental=", "format=", "hide_experimental"]
+
+
+@pytest.mark.parametrize("query", [*BAD, *EMPTY])
 async def test_bad_queries(client: httpx.AsyncClient, query: str) -> None:
     answer = await client.get(f"{AI}/models/search?{query}")
     assert answer.status_code == 400
