@@ -231,7 +231,7 @@ async def test_a_moved_prompt_is_pending_on_the_new_server_until_its_first_token
     await until(lambda: any(standin.running for standin in made.standins.values()))
     first = next(name for name, standin in made.standins.items() if standin.running)
     other = "b" if first == "a" else "a"
-    made.standins[other].script = ServerScript(itl_ms=20, ttft_ms=200)
+    made.standins[other].script = ServerScript(stall_after=10, ttft_ms=200)
     await until(lambda: made.standins[other].running == 1)
     (record,) = ledger
     (old, new) = (made.core.admission.balancer.workers[name] for name in (first, other))
@@ -240,6 +240,8 @@ async def test_a_moved_prompt_is_pending_on_the_new_server_until_its_first_token
     assert (list(new.in_flight.pending), new.in_flight.active) == (["r1"], 1)
     await until(lambda: record.phase == "decode")
     assert (list(new.in_flight.pending), new.in_flight.prefill_tokens, new.in_flight.work_us) == ([], 0, 0)
+    await until(lambda: made.standins[other].stalled)
+    made.standins[other].stalled, made.standins[other].script = False, ServerScript()
     assert (await task).choices[0].text == expected()
 
 
@@ -342,7 +344,8 @@ async def test_a_slow_server_is_not_taken_for_a_stuck_one(bench: Opener) -> None
 
 
 async def test_a_server_that_reports_no_load_is_never_taken_for_stalled(bench: Opener) -> None:
-    made = await bench(("a", "openai", "both"), a=ServerScript(ttft_ms=1500), timings=SHORT)
+    timings = ProbeTimings(interval_s=0.02, canary_s=0.05, min_patience_s=0.1, first_patience_s=0.1)
+    made = await bench(("a", "openai", "both"), a=ServerScript(ttft_ms=400), timings=timings)
     task = asyncio.create_task(answer(made, request()))
     await until(lambda: made.standins["a"].running == 1)
     (worker,) = made.core.admission.balancer.workers_of(MODEL)
@@ -415,11 +418,13 @@ async def test_a_server_without_a_configured_limit_gets_hundreds_of_requests_at_
 
 
 async def test_what_a_server_cannot_run_waits_here(bench: Opener) -> None:
-    made = await bench(("a", "vllm", "both"), a=ServerScript(slots=3, itl_ms=20), timings=SHORT)
+    made = await bench(("a", "vllm", "both"), a=ServerScript(slots=3), timings=ProbeTimings(interval_s=0.02))
+    made.standins["a"].stalled = True
     tasks = [asyncio.create_task(answer(made, request(request_id=f"r{number}"))) for number in range(8)]
     await until(lambda: made.core.admission.balancer.workers_of("standin")[0].capacity.max_running == 3)
     late = asyncio.create_task(answer(made, request(request_id="late")))
     await until(lambda: sum(made.core.admission.snapshot().waiting.values()) == 1)
+    made.standins["a"].stalled = False
     for task in (*tasks, late):
         assert (await task).choices[0].text == expected()
     assert await made.idle()
@@ -499,7 +504,7 @@ async def test_a_stream_is_resumed_by_token_ids_where_the_server_gives_them(benc
 async def test_a_deadline_ends_a_slow_reply(bench: Opener) -> None:
     made = await bench(("a", "vllm", "both"), a=ServerScript(itl_ms=500))
     with pytest.raises(DeadlineExceeded):
-        await answer(made, request(deadline_s=2.0))
+        await answer(made, request(deadline_s=1.0))
     assert [row[1] for row in await made.rows()] == ["failed"]
     assert await made.idle()
     await until(lambda: made.standins["a"].running == 0)
