@@ -43,6 +43,11 @@ class FaultyQueue(Queue):
         done: bool = await self._call("complete", lambda: super(FaultyQueue, self).complete(lease, answer, usage))
         return done
 
+    async def finish_stopped(self, lease: Lease, usage: UsageRow | None = None) -> bool:
+        finish = super().finish_stopped
+        done: bool = await self._call("finish_stopped", lambda: finish(lease, usage))
+        return done
+
     async def _call(self, name: str, call: Callable[[], Awaitable[Any]], *arguments: object) -> Any:
         hook = self.around.get(name)
         return await (call() if hook is None else hook(call, *arguments))

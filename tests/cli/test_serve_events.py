@@ -41,7 +41,7 @@ class StandinServer:
 
 @asynccontextmanager
 async def standin_server(home: Path, model: Path, flags: Mapping[str, Any]) -> AsyncIterator[StandinServer]:
-    """A server that calls the model smollm2: what the engine says does not depend on it, and a small one loads soon."""
+    """Serve `model` under the name smollm2: the stand-in engine says the same, and a small model loads faster."""
     (home / "smollm2").symlink_to(model)
     always = {"server.port": 0, "server.drain_timeout_s": 60, "webhooks.allowed_networks": "127.0.0.0/8"}
     config = resolve({**always, **flags}, {}, home)
@@ -53,13 +53,15 @@ async def standin_server(home: Path, model: Path, flags: Mapping[str, Any]) -> A
     with bind(config.server) as listener:
         entry = ModelStore(home).resolve(str(home / "smollm2"))
         serving = asyncio.create_task(serve(config, [entry], listener, announce, stop, make_spec=standin_worker()))
-        await asyncio.wait([serving, ready], timeout=120, return_when=asyncio.FIRST_COMPLETED)
-        assert ready.done(), serving
-        secret = ServerAddress.of(config).secret  # read after the start: the server has created it
-        operator = ServerAddress(ready.result().host, ready.result().port, None, secret)
-        server = StandinServer(operator, home, stop, serving)
-        yield server
-        await server.stop()
+        try:
+            await asyncio.wait([serving, ready], timeout=120, return_when=asyncio.FIRST_COMPLETED)
+            assert ready.done(), serving
+            secret = ServerAddress.of(config).secret  # read after the start: the server has created it
+            operator = ServerAddress(ready.result().host, ready.result().port, None, secret)
+            yield StandinServer(operator, home, stop, serving)
+        finally:
+            stop.set()
+            await asyncio.wait_for(serving, 120)
 
 
 async def read_stream(url: str, headers: Mapping[str, str], received: "asyncio.Queue[str]") -> None:

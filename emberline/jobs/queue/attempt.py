@@ -78,6 +78,7 @@ class JobAttempt:
     def __init__(self, queue: Queue, lease: Lease, grant: AdmissionGrant, count: Callable[[str, str], None]) -> None:
         self.lease = lease
         self.stop_reason: StopReason | None = None
+        self._is_leaving = False
         self._queue = queue
         self._grant = grant
         self._count = count  # an event, for a model
@@ -87,8 +88,9 @@ class JobAttempt:
         grant.resize(lease.request.n)
 
     def stop(self, reason: StopReason) -> None:
-        """Abort the attempt. Later calls change nothing: a second cancellation would interrupt the wait for what the
-        engine computed, and the usage row would be lost."""
+        """Abort the attempt. Later calls do not cancel it again, which would interrupt the wait for what the engine
+        computed and lose the usage row; if this process shuts down, the attempt no longer waits for the store."""
+        self._is_leaving = self._is_leaving or reason is StopReason.LEAVING
         if self.stop_reason is not None:
             return
         self.stop_reason = reason
@@ -180,7 +182,7 @@ class JobAttempt:
             try:
                 return await write()
             except Unavailable as error:
-                if self.stop_reason in (StopReason.LOST, StopReason.LEAVING):
+                if self._is_leaving or self.stop_reason is StopReason.LOST:
                     return False
                 log.warning("the store does not accept a result: %s", error.message)
             await asyncio.sleep(delay_s * random.uniform(0.5, 1.5))

@@ -388,3 +388,28 @@ async def test_a_job_that_is_told_twice_to_stop_is_billed(tmp_path: Path) -> Non
     assert await bench.usage() == {f"{batch.id}-0": ("cancelled", 1)}
     await bench.close()
     await bench.store.close()
+
+
+async def test_a_cancelled_job_does_not_hold_up_the_shutdown_while_the_store_is_away(tmp_path: Path) -> None:
+    bench = Bench(await SqliteStore.open(tmp_path / "store.db"), tmp_path, store_retry_s=(0.001, 0.001))
+    batch = await bench.submit("hold")
+    refused = asyncio.Event()
+
+    async def refuse(call: object) -> bool:
+        refused.set()
+        raise Unavailable("the store is away")
+
+    bench.queue.around["finish_stopped"] = refuse
+    (lease,) = await bench.queue.claim("w", MODEL, 1)
+    attempt = JobAttempt(bench.queue, lease, FakeGrant(bench.admission), lambda event, model: None)
+    running = asyncio.create_task(attempt.run(bench.service, Principal("a")))
+    async with asyncio.timeout(PATIENCE_S):
+        while not bench.service.running:
+            await asyncio.sleep(0)
+        await bench.queue.cancel("a", batch.id)
+        attempt.stop(StopReason.CANCELLED)
+        await refused.wait()
+        attempt.stop(StopReason.LEAVING)
+        await running
+    await bench.close()
+    await bench.store.close()
