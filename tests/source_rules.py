@@ -14,6 +14,9 @@ NAMED_TUPLE = {"_replace", "_asdict", "_fields", "_make", "_field_defaults"}  # 
 PATCHING = {"setattr", "delattr", "setitem", "delitem"}  # methods of pytest's monkeypatch
 MOCKING = {"patch", "object", "dict"}  # functions of unittest.mock
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+DEFINITIONS = {ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef}
+WANTED = {ast.Attribute, ast.Call, ast.Assign, ast.Import, ast.ImportFrom, *DEFINITIONS}  # that rules are about
+LEAVES = {ast.Name, ast.Constant, ast.Load, ast.Store, ast.Pass, ast.alias}  # most nodes; none contains a wanted one
 
 
 @dataclass(slots=True)
@@ -48,7 +51,7 @@ def read(path: Path) -> Source:
 def parse(text: str) -> Source:
     """Collect what rules are about in one pass over a module."""
     source = Source()
-    for node in ast.walk(ast.parse(text)):
+    for node in walk(ast.parse(text)):
         if isinstance(node, ast.Attribute):
             if is_private(node.attr):
                 source.private_attributes.append(node)
@@ -71,15 +74,29 @@ def parse(text: str) -> Source:
                 (f"{module}.{alias.name}", alias.asname or alias.name, node.lineno) for alias in node.names
             )
         elif isinstance(node, ast.Module | ast.ClassDef | Function):
-            docstring = ast.get_docstring(node)
+            docstring = ast.get_docstring(node, clean=False)
             if docstring:
-                source.docstrings.append((node.body[0].lineno, docstring))
+                source.docstrings.append((node.body[0].lineno, docstring.lstrip()))
             if isinstance(node, Function):
                 source.functions.add(node.name)
             elif isinstance(node, ast.ClassDef):
                 source.classes.add(node.name)
                 source.methods.update(child.name for child in node.body if isinstance(child, Function))
     return source
+
+
+def walk(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes of the types in WANTED, in no particular order. Takes a third of the time of `ast.walk`."""
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
+        if type(node) in WANTED:
+            yield node
+        for value in vars(node).values():
+            if isinstance(value, list):
+                waiting += [item for item in value if isinstance(item, ast.AST) and type(item) not in LEAVES]
+            elif isinstance(value, ast.AST) and type(value) not in LEAVES:
+                waiting.append(value)
 
 
 def begins_badly(docstring: str) -> bool:

@@ -18,7 +18,7 @@ def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     (home / "models" / smollm2.parent.name).symlink_to(smollm2.parent)
     command = [sys.executable, "-m", "emberline.cli.main", "serve", "--port", "0", "--json", "--kv-bytes", "256M"]
     process = subprocess.Popen(
-        [*command, "--deterministic"],
+        [*command, "--deterministic", "--threads", "1"],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "EMBERLINE_HOME": str(home)},

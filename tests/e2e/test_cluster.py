@@ -34,9 +34,9 @@ from tests.databases import drop_schema, make_schema
 
 
 @pytest.fixture(scope="module")
-def cluster(postgres: str, smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterProcesses]:
+def cluster(postgres: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterProcesses]:
     url = asyncio.run(make_schema(postgres))
-    with cluster_processes(tmp_path_factory.mktemp("cluster"), url, smollm2) as cluster:
+    with cluster_processes(tmp_path_factory.mktemp("cluster"), url, tiny_model) as cluster:
         yield cluster
     asyncio.run(drop_schema(postgres, url))
 
@@ -149,7 +149,7 @@ def test_kv_is_transferred_over_tls(cluster: ClusterProcesses, cores: list[CoreP
         engines = {engine["name"]: engine for engine in core.call("GET", "/api/ps")["engines"]}
         return int(engines["decode"]["load"].get("blocks_received", 0))
 
-    assert core.chat(cluster.model, "word " * 2000)["usage"]["prompt_tokens"] > 2000
+    assert core.chat(cluster.model, "word " * 500)["usage"]["prompt_tokens"] > 2000
     wait_until(lambda: received() > 100, "no KV was transferred")
     for name in ("prefill", "decode"):
         core.call("POST", "/api/workers/leave", {"name": name})

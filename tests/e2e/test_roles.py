@@ -79,7 +79,8 @@ def serve(home: Path, model: Path, *flags: str) -> "subprocess.Popen[str]":
     (home / "models" / model.parent.name).symlink_to(model.parent)
     command = [sys.executable, "-m", "emberline.cli.main", "serve", "--port", "0", "--json", "--kv-bytes", "256M"]
     env = {**os.environ, "EMBERLINE_HOME": str(home)}
-    return subprocess.Popen([*command, "--deterministic", *flags], stdout=subprocess.PIPE, text=True, env=env)
+    command += ["--deterministic", "--threads", "1", *flags]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
 
 
 def url_of(process: "subprocess.Popen[str]") -> str:
