@@ -109,10 +109,10 @@ def loop_of(model, n_blocks=40, graphs=True, steps_in_flight=2, speculation=None
 @pytest.mark.parametrize("graphs", [True, False])
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
 def test_tokens_are_unchanged_by_batching_chunks_hits_and_preemption(layouts, graphs, steps_in_flight):
-    loop, _ = loop_of(Padded(layouts), 9, graphs, steps_in_flight, context_len=100)
+    loop, _ = loop_of(Padded(layouts), 7, graphs, steps_in_flight, context_len=70)
     prompts = {f"r{n}": [(n + i * i) % VOCAB for i in range(25 + 9 * n)] for n in range(3)}
-    wanted = {id: request(id, ids, max_tokens=40, temperature=0.0) for id, ids in prompts.items()}
-    answers = {id: expected(prompts[id], wanted[id].sampling, layouts, 100)[0] for id in prompts}
+    wanted = {id: request(id, ids, max_tokens=24, temperature=0.0) for id, ids in prompts.items()}
+    answers = {id: expected(prompts[id], wanted[id].sampling, layouts, 70)[0] for id in prompts}
     together = run(loop, *wanted.values())
     assert {id: tokens(deltas) for id, deltas in together.items()} == answers
     assert loop.load.preemptions > 0
