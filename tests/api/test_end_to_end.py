@@ -103,7 +103,7 @@ def until(look: Callable[[], T], ready: Callable[[T], Any] = bool, limit_s: floa
 @pytest.fixture(scope="module")
 def walk(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Walk]:
     home = make_home(smollm2, tmp_path_factory.mktemp("walk"))
-    (home / "emberline.toml").write_text('[webhooks]\nallowed_networks = ["127.0.0.0/8"]\ntimeout_s = 5\n')
+    (home / "emberline.toml").write_text('[webhooks]\nallowed_networks = ["127.0.0.0/8"]\ntimeout_s = 2\n')
     receiver = Receiver()
     thread = threading.Thread(target=receiver.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
@@ -169,7 +169,7 @@ def test_webhooks_that_go_wrong(walk: Walk) -> None:
     where = f"/v1/webhook_endpoints/{ends['/gone']['id']}"
     gone = until(lambda: walk.http.get(where).json(), lambda found: not found["enabled"])
     assert "410" in gone["disabled_reason"]
-    for path, said in (("/redirect", "302"), ("/hang", "5 s")):
+    for path, said in (("/redirect", "302"), ("/hang", "2 s")):
         (delivery,) = logs[path]
         assert delivery["finished_at"] is None
         assert delivery["next_attempt_at"] > delivery["attempts"][0]["started_at"]
@@ -200,11 +200,15 @@ def test_rotation_log_and_replay(walk: Walk) -> None:
     walk.http.post(f"/v1/webhook_endpoints/{endpoint['id']}/replay", json={"delivery_id": logged["id"]})
     again = until(lambda: walk.receiver.at("/ok")[n_before + 1 :])[0]
     assert again.headers["webhook-id"] == first.headers["webhook-id"]
+    logged_ids = {one["id"] for one in walk.deliveries(endpoint)}
     walk.http.post(f"/v1/webhook_endpoints/{endpoint['id']}", json={"enabled": False})
+    other = walk.endpoint("/other", events=["response.completed"])
     walk.openai.responses.create(model="smollm2", input="Hi", background=True)
-    time.sleep(1)
+    until(lambda: walk.receiver.at("/other"))  # one transaction creates an event's deliveries to all endpoints
+    assert {one["id"] for one in walk.deliveries(endpoint)} == logged_ids
     assert len(walk.receiver.at("/ok")) == n_before + 2
-    walk.http.delete(f"/v1/webhook_endpoints/{endpoint['id']}")
+    for end in (endpoint, other):
+        walk.http.delete(f"/v1/webhook_endpoints/{end['id']}")
 
 
 def test_workers_ai_with_cloudflare_s_client_and_events(walk: Walk) -> None:

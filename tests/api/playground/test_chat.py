@@ -26,6 +26,7 @@ from tests.api.playground.browser import (
     endless,
     expect,
     expect_drawn,
+    module,
     reply,
     writes,
 )
@@ -103,6 +104,16 @@ def test_reply_with_metrics_and_session(stage: Stage) -> None:
         reply(page)
         assert here.service.requests[2].session != first.session
         expect(page.locator(".message")).to_have_count(2)
+        other_server = {"data": [{"id": "see/er"}, {"id": "a/b", "display_name": "A B"}]}  # names little of its models
+        page.route("**/v1/models", lambda route: route.fulfill(json=other_server))
+        refresh = (
+            "async (path) => { const { models } = await import(path); await models.refresh(); return models.all; }"
+        )
+        found = page.evaluate(refresh, module(page, "models.js"))
+        assert [(model["name"], model["author"], model["vision"]) for model in found] == [
+            ("see/er", "", False),
+            ("A B", "", False),
+        ]
 
 
 def test_reasoning_and_tool_calls(stage: Stage) -> None:
