@@ -124,7 +124,7 @@ def test_tcp_on_a_free_port(monkeypatch):
 def test_a_signal_drains_and_exits_zero(tmp_path, number):
     path = tmp_path / "a.sock"
     with engine(STANDIN, "--socket", path, "--script", "itl_ms=20") as (process, address), Client(address) as client:
-        client.submit(request("a", list(range(3, 30)), max_tokens=200))
+        client.submit(request("a", list(range(3, 30)), max_tokens=80))
         client.step()
         process.send_signal(number)
         wait_until(lambda: client.step().load.draining)

@@ -6,7 +6,7 @@ from emberline.engine.transfer import incoming
 from emberline.kv.transfer import sender
 from emberline.testing import standin_engine
 
-incoming.LEASE_S, incoming.GRACE_S = 2.0, 1.0
+incoming.LEASE_S, incoming.GRACE_S = 1.0, 1.0
 sender.KEEP_ALIVE_S = 0.1
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import pytest
 from tests.engine.client import Client, engine
 from tests.engine.transfer.test_faults import SIZES, ask, assert_finished, assert_idle, is_transfer_error, transfer_kv
 
-SLOW = "chunk_ms=4000"  # a chunk of 64 tokens; the lease is 2 s, and its grace period 1 s
+SLOW = "chunk_ms=2400"  # a chunk of 64 tokens; the lease is 1 s, and its grace period 1 s
 
 
 @contextmanager
