@@ -425,8 +425,8 @@ class Call:
     @cached_property
     def query(self) -> dict[str, str]:
         """Query parameters that have a value. Raises BadInput for an empty number, boolean or choice of the route."""
-        text = self.scope["query_string"].decode("ascii")
         try:
+            text = self.scope["query_string"].decode("ascii")
             pairs = parse_qsl(text, keep_blank_values=True, errors="strict", max_num_fields=64)
         except ValueError as bad:
             raise BadInput(f"the query string cannot be parsed: {bad}") from None

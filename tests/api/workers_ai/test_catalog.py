@@ -5,7 +5,7 @@ import jsonschema_rs
 import pytest
 
 from emberline.catalog.model_card import ModelCard
-from tests.api.fake_service import CARDS, MODEL, PRICED, SPEECH, FakeService, client_of
+from tests.api.fake_service import CARDS, MODEL, PRICED, SPEECH, FakeService, Wire, app_of, client_of
 
 AI = "/client/v4/accounts/acme/ai"
 
@@ -68,6 +68,14 @@ async def test_bad_queries(client: httpx.AsyncClient, query: str) -> None:
     answer = await client.get(f"{AI}/models/search?{query}")
     assert answer.status_code == 400
     assert query.partition("=")[0] in answer.json()["errors"][0]["message"]
+
+
+async def test_a_query_that_is_not_ascii(service: FakeService) -> None:
+    wire = Wire(app_of(service), f"{AI}/models/search", b"", method="GET")
+    wire.scope["query_string"] = b"search=\xff"
+    await wire.task
+    assert wire.sent[0]["status"] == 400
+    assert b"the query string cannot be parsed" in wire.body
 
 
 async def test_openrouter_format(client: httpx.AsyncClient) -> None:
