@@ -24,7 +24,8 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from emberline.engine.gpu.runner import GpuRunner, GpuStep, StepKind
+from emberline.engine.gpu.graphs import StepKind
+from emberline.engine.gpu.runner import GpuRunner, GpuStep
 from emberline.engine.gpu.shapes import GPU_SHAPES, most_drafts
 from emberline.engine.scheduler.latency_target import LatencyTarget
 from emberline.engine.scheduler.limits import Limits

@@ -12,7 +12,7 @@ import os
 import socket
 import ssl
 import sys
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ from emberline.service.open import DATABASE
 from emberline.service.tracing import TracingSettings
 from emberline.store import Database, open_store
 from emberline.supervisor.cluster.certificate_authority import KEY_BYTES, CertificateAuthority
-from emberline.supervisor.process import send_heartbeats
+from emberline.supervisor.process import send_heartbeats, wait_or_stop
 from emberline.upstream.client import upstream_configs
 from emberline.upstream.models import discover
 from emberline.upstream.providers.directory import ProviderDirectory
@@ -178,7 +178,8 @@ async def _run(plan: HttpWorkerPlan, listener: socket.socket) -> None:
             batches = BatchService(queue, service)
             stack.push_async_callback(batches.close)
             batches.start_loading()
-            await _wait_unless(stop, service.ready(CONNECT_TIMEOUT_S))
+            # As long as this process lives, no other can listen on its port: it must not outlast the core.
+            await wait_or_stop(service.ready(CONNECT_TIMEOUT_S), stop)
             if not stop.is_set():
                 print('{"ready": true}', flush=True)
                 beating = asyncio.create_task(send_heartbeats(sys.stdout.fileno()))
@@ -187,14 +188,6 @@ async def _run(plan: HttpWorkerPlan, listener: socket.socket) -> None:
                 await serve_http(
                     service, plan.config, listener, stop, webhooks, batches, large_socket, accounts, gateways
                 )
-
-
-async def _wait_unless(stop: asyncio.Event, waiting: Coroutine[Any, Any, Any]) -> None:
-    """Wait for it or for `stop`: as long as this process lives, no other can listen on its port."""
-    tasks = [asyncio.create_task(waiting), asyncio.create_task(stop.wait())]
-    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    for task in tasks:
-        task.cancel()
 
 
 @contextlib.contextmanager

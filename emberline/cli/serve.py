@@ -38,6 +38,7 @@ from emberline.supervisor import machine
 from emberline.supervisor.engine_workers import EngineWorkers, MakeSpec, TierSettings, plan_workers
 from emberline.supervisor.http_workers import HttpWorkers, LargeRequestWorker
 from emberline.supervisor.kv_pool import PoolPlan, PoolProcesses, plan_pool
+from emberline.supervisor.process import wait_or_stop
 
 if TYPE_CHECKING:
     from emberline.accounts.account_service import AccountService
@@ -354,9 +355,7 @@ async def serve(
         _on_signals(stop.set)
         http_workers = await _open_http_workers(stack, plan, service, listener, stop)
         if stop.is_set():
-            listener.close()  # otherwise new connections would queue for HTTP workers that accept no more
             return
-
         listen(listener, config.server)
         address = msgspec.structs.replace(ServerAddress.of(config), port=listener.getsockname()[1])
         if config.cluster.planner != "off":
@@ -368,7 +367,6 @@ async def serve(
         on_ready(address, entries, [worker.ready_line for worker in workers.processes])
         if http_workers.processes:
             await stop.wait()
-            listener.close()  # otherwise new connections would queue for HTTP workers that accept no more
         else:
             await serve_http(service, config, listener, stop, webhooks, batches, large_socket, accounts, gateways)
 
@@ -449,14 +447,9 @@ async def _open_http_workers(
     large.start()
     stack.push_async_callback(http_workers.stop, grace_s)
     await http_workers.start()
-    tasks = [asyncio.create_task(http_workers.wait_ready()), asyncio.create_task(stop.wait())]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
+    # Closed before they stop: new connections would queue for HTTP workers that accept no more.
+    stack.callback(listener.close)
+    await wait_or_stop(http_workers.wait_ready(), stop)
     return http_workers
 
 

@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -64,6 +64,18 @@ async def send_heartbeats(output: int, interval_s: float = HEARTBEAT_S) -> None:
             if room.poll(0):
                 os.write(output, f"{HEARTBEAT}\n".encode())
             await asyncio.sleep(interval_s)
+
+
+async def wait_or_stop(waiting: Coroutine[Any, Any, object], stop: asyncio.Event) -> None:
+    """Wait for `waiting`, and raise its exception, or for `stop`, and cancel it."""
+    tasks = [asyncio.create_task(waiting), asyncio.create_task(stop.wait())]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 class HeartbeatMonitor:

@@ -3,10 +3,12 @@
 import logging
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+from emberline.engine.gpu.batch import MixedShape, VerifyShape
 
 Key = TypeVar("Key", bound=Hashable)
 _log = logging.getLogger(__name__)
@@ -19,6 +21,31 @@ class _Captured:
 
 
 MAX_GRAPHS = 160  # further shapes run eagerly: a graph takes some device memory
+
+
+class StepKind(NamedTuple):
+    """The key of a step's CUDA graph."""
+
+    shape: int | VerifyShape | MixedShape  # int: rows of a step that only decodes
+    cascade: bool = False  # cascade attention over a shared prefix
+
+    def holds(self, other: "StepKind") -> bool:
+        """True if a step of the other kind can be padded to this one. Cascade attention is never required."""
+        mine, theirs = self.shape, other.shape
+        if isinstance(mine, int) or isinstance(theirs, int):
+            fits = isinstance(mine, int) and isinstance(theirs, int) and mine >= theirs
+        else:
+            fits = type(mine) is type(theirs) and all(size >= needed for size, needed in zip(mine, theirs))
+        return fits and self.cascade <= other.cascade
+
+    @property
+    def cost(self) -> tuple[int, int, bool]:
+        """The sort key by which the cheapest kind that holds a step is chosen."""
+        if isinstance(self.shape, int):
+            return self.shape, 0, not self.cascade
+        if isinstance(self.shape, VerifyShape):
+            return self.shape.n_tokens, self.shape.n_rows, False
+        return self.shape.n_tokens, self.shape.n_decodes, not self.cascade
 
 
 class CudaGraphs(Generic[Key]):

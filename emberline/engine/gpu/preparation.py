@@ -10,7 +10,8 @@ import torch
 
 from emberline.engine.gpu.batch import VerifyShape
 from emberline.engine.gpu.draft_chain import ChainShape
-from emberline.engine.gpu.runner import GpuRunner, StepKind, fatal
+from emberline.engine.gpu.graphs import StepKind
+from emberline.engine.gpu.runner import GpuRunner, fatal
 from emberline.engine.gpu.shapes import is_essential, timed_verify_shapes
 from emberline.engine.scheduler.latency_target import EAGER_TOKENS
 from emberline.engine.scheduler.limits import Limits

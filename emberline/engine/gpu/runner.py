@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from emberline.engine.gpu.batch import (
 )
 from emberline.engine.gpu.draft_chain import ChainKernels, ChainOfDrafts, ChainShape
 from emberline.engine.gpu.draft_model_chain import open_chain, pool_blocks
-from emberline.engine.gpu.graphs import CudaGraphs
+from emberline.engine.gpu.graphs import CudaGraphs, StepKind
 from emberline.engine.gpu.shapes import (
     CHUNK_ROWS,
     MAX_GRAPH_TOKENS,
@@ -96,31 +96,6 @@ class _Launched:
     depth: int  # of its drafts; 0: none
     verifies: bool = False  # what the next step drafts depends on its result: the device waits for it to be read
     penalized: list[tuple[Row, Slot, int]] | None = None  # its rows that sample, where any has penalties
-
-
-class StepKind(NamedTuple):
-    """The key of a CUDA graph."""
-
-    shape: int | VerifyShape | MixedShape  # int: rows of a step that only decodes
-    cascade: bool = False  # cascade attention over a shared prefix
-
-    def holds(self, other: "StepKind") -> bool:
-        """Whether a step of the other kind can be padded to this one. Cascade attention is never required."""
-        mine, theirs = self.shape, other.shape
-        if isinstance(mine, int) or isinstance(theirs, int):
-            fits = isinstance(mine, int) and isinstance(theirs, int) and mine >= theirs
-        else:
-            fits = type(mine) is type(theirs) and all(size >= needed for size, needed in zip(mine, theirs))
-        return fits and self.cascade <= other.cascade
-
-    @property
-    def cost(self) -> tuple[int, int, bool]:
-        """Orders the kinds that hold a step."""
-        if isinstance(self.shape, int):
-            return self.shape, 0, not self.cascade
-        if isinstance(self.shape, VerifyShape):
-            return self.shape.n_tokens, self.shape.n_rows, False
-        return self.shape.n_tokens, self.shape.n_decodes, not self.cascade
 
 
 class GpuStep:

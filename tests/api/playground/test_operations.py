@@ -268,20 +268,12 @@ def test_a_late_usage_report_is_dropped(stage: Stage, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_answer_that_another_has_overtaken_is_dropped(stage: Stage, tmp_path: Path) -> None:
+def test_a_late_list_of_keys_or_dead_letters_is_dropped(stage: Stage, tmp_path: Path) -> None:
     service = Loaded()
     with operating(stage, service, OpenedHere(service, tmp_path), failures=True) as page:
         sign_in(page, KEY)
         page.wait_for_selector("text=Every model can be served.")
 
-        hold(page, "/api/usage?by=account", "Accounts")
-        page.click("section[aria-label='Usage'] >> text=Model")
-        usage = page.locator("section[aria-label='Usage'] tbody")
-        expect(usage).to_contain_text(MODEL)
-        release(page)
-        assert MODEL in (usage.text_content() or "")
-
-        page.click(".tabs >> text=Load")
         hold(page, "/api/keys?", "Accounts")
         page.fill("input[name=account]", "acme")
         page.fill("input[name=name]", "laptop")

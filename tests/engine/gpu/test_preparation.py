@@ -12,8 +12,8 @@ import triton
 
 from benchmarks.gpu.model_files import SMOLLM2_135M, write_gguf
 from emberline.engine.gpu.batch import MixedShape
+from emberline.engine.gpu.graphs import StepKind
 from emberline.engine.gpu.preparation import StepPreparation
-from emberline.engine.gpu.runner import StepKind
 from emberline.engine.gpu.shapes import MAX_GRAPH_TOKENS
 from emberline.engine.scheduler.limits import Limits
 from emberline.engine.scheduler.plan import DeviceLost

@@ -12,8 +12,8 @@ from msgspec import structs
 
 from emberline.engine.gpu import runner as gpu_runner
 from emberline.engine.gpu.batch import MixedShape, StepBatch, VerifyShape
-from emberline.engine.gpu.graphs import CudaGraphs
-from emberline.engine.gpu.runner import GpuRunner, StepKind
+from emberline.engine.gpu.graphs import CudaGraphs, StepKind
+from emberline.engine.gpu.runner import GpuRunner
 from emberline.engine.gpu.shapes import (
     GPU_SHAPES,
     all_verify_shapes,

@@ -366,16 +366,22 @@ def _now(value: Any) -> Callable[[], Awaitable[Any]]:
     return look
 
 
-async def test_a_job_that_is_told_twice_to_stop_is_billed(tmp_path: Path) -> None:
-    """Every heartbeat names a cancelled job until it has ended, which takes a while: its usage row is not lost."""
-    bench = Bench(await SqliteStore.open(tmp_path / "store.db"), tmp_path)
+async def held_attempt(bench: Bench) -> tuple[Batch, JobAttempt, asyncio.Task[None]]:
+    """Runs the only job of a batch, without a puller, until it generates."""
     batch = await bench.submit("hold")
     (lease,) = await bench.queue.claim("w", MODEL, 1)
     attempt = JobAttempt(bench.queue, lease, FakeGrant(bench.admission), lambda event, model: None)
     running = asyncio.create_task(attempt.run(bench.service, Principal("a")))
+    while not bench.service.running:
+        await asyncio.sleep(0)
+    return batch, attempt, running
+
+
+async def test_a_job_that_is_told_twice_to_stop_is_billed(tmp_path: Path) -> None:
+    """Every heartbeat names a cancelled job until it has ended, which takes a while: its usage row is not lost."""
+    bench = Bench(await SqliteStore.open(tmp_path / "store.db"), tmp_path)
     async with asyncio.timeout(PATIENCE_S):
-        while not bench.service.running:
-            await asyncio.sleep(0)
+        batch, attempt, running = await held_attempt(bench)
         bench.service.settled.clear()
         await bench.queue.cancel("a", batch.id)
         attempt.stop(StopReason.CANCELLED)
@@ -392,7 +398,6 @@ async def test_a_job_that_is_told_twice_to_stop_is_billed(tmp_path: Path) -> Non
 
 async def test_a_cancelled_job_does_not_hold_up_the_shutdown_while_the_store_is_away(tmp_path: Path) -> None:
     bench = Bench(await SqliteStore.open(tmp_path / "store.db"), tmp_path, store_retry_s=(0.001, 0.001))
-    batch = await bench.submit("hold")
     refused = asyncio.Event()
 
     async def refuse(call: object) -> bool:
@@ -400,12 +405,8 @@ async def test_a_cancelled_job_does_not_hold_up_the_shutdown_while_the_store_is_
         raise Unavailable("the store is away")
 
     bench.queue.around["finish_stopped"] = refuse
-    (lease,) = await bench.queue.claim("w", MODEL, 1)
-    attempt = JobAttempt(bench.queue, lease, FakeGrant(bench.admission), lambda event, model: None)
-    running = asyncio.create_task(attempt.run(bench.service, Principal("a")))
     async with asyncio.timeout(PATIENCE_S):
-        while not bench.service.running:
-            await asyncio.sleep(0)
+        batch, attempt, running = await held_attempt(bench)
         await bench.queue.cancel("a", batch.id)
         attempt.stop(StopReason.CANCELLED)
         await refused.wait()
