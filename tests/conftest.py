@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Iterator
+from functools import cache
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's threads contend for two cores with ours
@@ -59,6 +60,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         is_slow = EVERY_EXAMPLE or item.get_closest_marker("slow") or item.get_closest_marker("gpu")
         if is_slow and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def shared_tls_context() -> None:
+    """Let the tests' HTTP clients share a TLS context: reading the certificates takes each of them 50 ms."""
+    if transports := sys.modules.get("httpx._transports.default"):
+        transports.create_ssl_context = cache(transports.create_ssl_context)
 
 
 @pytest.fixture(autouse=True, scope="session")

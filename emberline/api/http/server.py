@@ -79,19 +79,22 @@ async def serve(
         server_header=False,
         proxy_headers=False,
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=drain_s,  # type: ignore[arg-type]  # seconds, passed to asyncio unchanged
     )
     stop = stop or asyncio.Event()
     with _signals(stop):
-        await _Server(config, stop).serve(sockets=[sock])
+        await _Server(config, stop, connections, drain_s).serve(sockets=[sock])
 
 
 class _Server(uvicorn.Server):
-    """uvicorn that stops on an event instead of a signal, and wakes once a second instead of ten times."""
+    """uvicorn that waits for events: to stop, and during the drain. uvicorn itself polls ten times a second."""
 
-    def __init__(self, config: uvicorn.Config, stop: asyncio.Event) -> None:
+    def __init__(
+        self, config: uvicorn.Config, stop: asyncio.Event, connections: "_Connections", drain_s: float
+    ) -> None:
         super().__init__(config)
         self._stop = stop
+        self._connections = connections
+        self._drain_s = drain_s
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -104,10 +107,29 @@ class _Server(uvicorn.Server):
                 await asyncio.wait_for(self._stop.wait(), 1.0)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().shutdown(sockets)
-        if cancelled := set(self.server_state.tasks):
-            log.warning("requests cancelled at the end of the drain", extra={"requests": len(cancelled)})
-            await asyncio.wait(cancelled, timeout=CANCEL_TIMEOUT_S)
+        """Close idle connections, let requests finish within the drain time, and cancel the rest."""
+        for closing in (*self.servers, *(sockets or ())):
+            closing.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._drain_s):
+                await self._requests_finished()
+        if late := set(self.server_state.tasks):
+            log.warning("requests cancelled at the end of the drain", extra={"requests": len(late)})
+            for task in late:
+                task.cancel()
+            await asyncio.wait(late, timeout=CANCEL_TIMEOUT_S)
+
+    async def _requests_finished(self) -> None:
+        """Return when every connection has closed and every request has ended."""
+        while open_connections := list(self.server_state.connections):
+            self._connections.changed.clear()
+            for connection in open_connections:
+                connection.shutdown()  # closes it if it is idle, else after its response
+            await self._connections.changed.wait()
+        while self.server_state.tasks:
+            await asyncio.wait(self.server_state.tasks)
+        for server in self.servers:
+            await server.wait_closed()
 
 
 class _Connections:
@@ -121,10 +143,12 @@ class _Connections:
         self._most = most
         self._n_open = 0
         self.waiting: dict[_BoundedProtocol, None] = {}  # longest first
+        self.changed = asyncio.Event()  # a connection was opened or lost
 
     def open(self, connection: "_BoundedProtocol") -> bool:
         """Register a connection, closing the longest-waiting one at the limit. Returns False if all others are busy."""
         self._n_open += 1
+        self.changed.set()
         if self._n_open > self._most:
             oldest = next(iter(self.waiting), None)
             if oldest is None:
@@ -137,6 +161,7 @@ class _Connections:
     def lost(self, connection: "_BoundedProtocol") -> None:
         """Forget a connection that has closed."""
         self._n_open -= 1
+        self.changed.set()
         self.waiting.pop(connection, None)
 
 

@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 
@@ -48,6 +49,21 @@ def slowly(count: int):
     return script
 
 
+def held(release: threading.Event):
+    """A stream that says "0 " and goes on with "1 " once `release` is set."""
+
+    async def script(request: GenerateRequest) -> AsyncIterator[TextEvent]:
+        yield Started(USAGE)
+        yield TextDelta(0, "0 ")
+        while not release.is_set():
+            await asyncio.sleep(0.005)
+        yield TextDelta(0, "1 ")
+        yield ChoiceDone(0, "stop")
+        yield Completed(USAGE)
+
+    return script
+
+
 def wait_for(true) -> None:
     end = time.monotonic() + PATIENCE_S
     while not true():
@@ -68,9 +84,10 @@ def test_a_closed_connection_stops_generation(stream: bool) -> None:
 
 
 def test_a_drain_lets_streams_finish() -> None:
-    service = FakeService(slowly(30))
+    release = threading.Event()
+    service = FakeService(held(release))
     with (
-        on_loopback(app_of(service), drain_s=10) as server,
+        on_loopback(app_of(service), drain_s=PATIENCE_S) as server,
         httpx.Client(base_url=server.url, timeout=PATIENCE_S) as client,
     ):
         with client.stream("POST", "/v1/chat/completions", json=CHAT) as answer:
@@ -78,9 +95,10 @@ def test_a_drain_lets_streams_finish() -> None:
             next(lines)
             server.stop()
             wait_for(lambda: refused(server.port))
+            release.set()
             rest = list(lines)
         assert "data: [DONE]" in rest
-        assert any("29 " in line for line in rest)
+        assert any("1 " in line for line in rest)
         server.join()
 
 
@@ -139,8 +157,9 @@ def few_files() -> Iterator[int]:
 
 def test_half_sent_heads_lock_nobody_out(few_files: int) -> None:
     """The server closes those that have waited longest, and not a stream that runs."""
+    release = threading.Event()
     with (
-        on_loopback(app_of(FakeService(slowly(50)))) as server,
+        on_loopback(app_of(FakeService(held(release)))) as server,
         httpx.Client(base_url=server.url, timeout=PATIENCE_S) as client,
         client.stream("POST", "/v1/chat/completions", json=CHAT) as streamed,
         contextlib.ExitStack() as stack,
@@ -154,6 +173,7 @@ def test_half_sent_heads_lock_nobody_out(few_files: int) -> None:
         assert httpx.get(f"{server.url}/health", timeout=PATIENCE_S).status_code == 200
         with contextlib.suppress(ConnectionResetError):
             assert not half_sent[0].recv(1)
+        release.set()
         assert "data: [DONE]" in list(lines)
 
 
@@ -241,18 +261,18 @@ def test_second_request_head_timeout(sent: bytes) -> None:
     limits = ServerLimits()
     app = app_of(FakeService())
     with on_loopback(app, limits=limits) as server, socket.create_connection(("127.0.0.1", server.port)) as raw:
-        for _ in range(3):
+        for _ in range(2):
             raw.sendall(b"GET /favicon.ico HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert b"204 No Content" in read_until(raw, b"\r\n\r\n")
-            limits.head_timeout_s = 0.1  # not for the first: this thread may wait for a core
-            time.sleep(0.2)  # idle between requests is not late
+            limits.head_timeout_s = 0.05  # not for the first: this thread may wait for a core
+            time.sleep(0.1)  # idle between requests is not late
         raw.sendall(sent)
         assert closed_by_server(raw)
 
 
 def test_a_late_second_head_does_not_end_the_running_response() -> None:
     limits = ServerLimits()
-    app = app_of(FakeService(slowly(20)))
+    app = app_of(FakeService(slowly(10)))
     with on_loopback(app, limits=limits) as server, socket.create_connection(("127.0.0.1", server.port)) as raw:
         raw.sendall(post(CHAT))
         read_until(raw, b"0 ")
@@ -370,7 +390,7 @@ def test_trailers_beyond_the_limit_do_not_corrupt_a_running_response() -> None:
 @pytest.mark.parametrize("n_chunk", [1, 1000])
 def test_a_chunked_body_of_any_chunk_size_is_read(n_chunk: int) -> None:
     service = FakeService()
-    whole = httpx.Request("POST", "http://localhost", json=CHAT | {"user": "u" * 200_000}).content
+    whole = httpx.Request("POST", "http://localhost", json=CHAT | {"user": "u" * 50_000}).content
     chunks = [whole[at : at + n_chunk] for at in range(0, len(whole), n_chunk)]
     body = b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks)
     with served(service) as (_, raw):
@@ -417,7 +437,7 @@ def test_a_body_that_trickles_after_its_refusal() -> None:
 
 def test_a_short_body_after_its_refusal_leaves_the_connection_good() -> None:
     """The discard timeout ends with the body: a second connection, whose body never comes, tells when it has passed."""
-    timeout_s = 1.0
+    timeout_s = 0.4
     with served(key="secret", discard_timeout_s=timeout_s) as (server, other), contextlib.ExitStack() as stack:
         head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
         end_s, took_s = time.monotonic() + PATIENCE_S, timeout_s
