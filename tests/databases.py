@@ -26,8 +26,14 @@ from emberline.store.migrations import MIGRATIONS
 DATABASE_KINDS = ("sqlite", "postgres")
 # Runs a test on both databases in a module whose `database` is `mostly_sqlite`.
 on_both_databases = pytest.mark.parametrize("database", DATABASE_KINDS, indirect=True)
-# The tests kill processes, not the machine: without fsync they lose nothing and do not wait for the disk.
-_NO_FSYNC = "ALTER SYSTEM SET fsync = off; ALTER SYSTEM SET full_page_writes = off; SELECT pg_reload_conf();"
+# The tests kill processes, not the machine: without fsync they lose nothing and do not wait for the disk. Deadlocks are
+# looked for after 50 ms, not a second.
+_QUICK = """
+ALTER SYSTEM SET fsync = off;
+ALTER SYSTEM SET full_page_writes = off;
+ALTER SYSTEM SET deadlock_timeout = '50ms';
+SELECT pg_reload_conf();
+"""
 
 
 @contextlib.contextmanager
@@ -70,7 +76,7 @@ class StoppablePostgres:
         self._folder = folder
         with _one_process_at_a_time(), patch.object(wheel, "pgexec", _without_timeout(wheel.pgexec)):
             self._server = pgserver.get_server(folder, cleanup_mode="delete")
-            self._server.psql(_NO_FSYNC)
+            self._server.psql(_QUICK)
         self.url = str(self._server.get_uri())
 
     def stop(self) -> None:

@@ -18,7 +18,7 @@ LOOPBACK = ("127.0.0.0/8",)
 
 
 class ShiftedClock:
-    """A database whose clock stands still but for `ahead_s`."""
+    """A database whose clock stands still, except that tests move it."""
 
     def __init__(self, db: Database) -> None:
         self._db = db
@@ -31,12 +31,17 @@ class ShiftedClock:
     def now_us(self) -> int:
         return self._began_us + int(self.ahead_s * 1e6)
 
-    def skip_to(self, log: list[DeliveryRecord]) -> None:
+    async def advance(self, seconds: float) -> None:
+        """Move the clock and wake the deliverers of this database."""
+        self.ahead_s += seconds
+        await self._db.notify(EVENTS_CHANNEL)
+
+    async def skip_to(self, log: list[DeliveryRecord]) -> None:
         """Move to the next due delivery, unless an attempt is running: its lease must not end."""
         waiting = [item for item in log if item.delivery.state == "pending"]
         if all(a.status or a.problem for item in waiting for a in item.attempts) and waiting:
             due_us = min(item.delivery.ready_us for item in waiting)
-            self.ahead_s += max(0.0, (due_us - self.now_us()) / 1e6 + 0.001)
+            await self.advance(max(0.0, (due_us - self.now_us()) / 1e6 + 0.001))
 
 
 @asynccontextmanager

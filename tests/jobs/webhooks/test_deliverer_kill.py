@@ -45,7 +45,7 @@ async def test_a_delivery_of_a_killed_process_is_repeated_under_the_same_id(
                 )
                 process.send_signal(signal.SIGKILL)
                 await process.wait()
-        db.ahead_s += 10 * LEASE_S  # the process had a clock of its own, which did not stand still
+        await db.advance(10 * LEASE_S)  # the process had a clock of its own, which did not stand still
         async with webhook_service(db) as webhooks:
             log = await wait_for_records(
                 webhooks, endpoint, lambda log: len(log) == 5 and all(item.delivery.state != "pending" for item in log)
