@@ -13,6 +13,7 @@ from emberline.protocol.trace_context import TraceContext, current
 from emberline.service.request_context import JobContext
 from emberline.store import Database
 from tests.collector import Collector, Start, collector, traced
+from tests.databases import mostly_sqlite, on_both_databases
 from tests.jobs.queue.fakes import FakeService
 from tests.jobs.queue.helpers import new_batch, new_jobs
 from tests.jobs.queue.test_puller import Bench
@@ -21,6 +22,7 @@ from tests.jobs.webhooks.receiver import receiving
 
 __all__ = ["collector", "traced"]
 
+database = mostly_sqlite
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 PARENT = f"00-{TRACE}-{SPAN}-01"
 
@@ -48,6 +50,7 @@ async def bench(store: Database, tmp_path: Path) -> AsyncIterator[Bench]:
     await bench.close()
 
 
+@on_both_databases
 async def test_jobs_of_a_batch_link_to_the_submitting_trace(bench: Bench, collector: Collector, traced: Start) -> None:
     traced()
     bench.pull()

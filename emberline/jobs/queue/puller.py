@@ -43,6 +43,7 @@ class PullerTimings(msgspec.Struct, frozen=True, kw_only=True):
     capacity_poll_s: float = 0.25  # for capacity without a notification: an engine's load has changed
     heartbeat_s: float = 5.0  # or a quarter of a lease; also how soon an unnotified cancellation is noticed
     monitor_s: float = 5.0  # between two updates of the metrics, and looks for quarantined jobs
+    restart_s: float = 1.0  # before a loop that failed is started again
 
 
 DEFAULTS = PullerTimings()
@@ -211,8 +212,8 @@ class Puller:
         """Once `stop` is set no more jobs are claimed: the server drains, and running ones finish."""
         self._stop = stop or self._stop
         loops = [self._pull, self._listen_for_jobs, self._listen_for_stops, self._monitor]
-        self._loops = [asyncio.create_task(_forever(loop)) for loop in loops]
-        self._heartbeats = asyncio.create_task(_forever(self._send_heartbeats))
+        self._loops = [asyncio.create_task(self._forever(loop)) for loop in loops]
+        self._heartbeats = asyncio.create_task(self._forever(self._send_heartbeats))
 
     async def close(self, drain_s: float = DRAIN_S) -> None:
         """Claim no more, let jobs finish for a moment, and return the others. The service must still run."""
@@ -229,6 +230,17 @@ class Puller:
             self.owner.close()
         except EmberlineError as error:  # its leases will end
             log.warning("jobs were not returned to the queue: %s", error.message)
+
+    async def _forever(self, loop: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run the loop, and start it again after an error of the store, or a bug."""
+        while True:
+            try:
+                await loop()
+            except EmberlineError as error:
+                log.warning("the puller has to wait: %s", error.message)
+            except Exception:
+                log.exception("the puller failed and is restarted")
+            await asyncio.sleep(self._timings.restart_s * random.uniform(0.5, 1.5))
 
     # --- claiming ----------------------------------------------------------------------------------------------------
 
@@ -352,18 +364,6 @@ class Puller:
         if others_wait:
             await asyncio.sleep(asyncio.get_running_loop().time() - began_s)  # as long as it had the engine alone
         return True
-
-
-async def _forever(loop: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Restart the loop after an error of the store, or a bug."""
-    while True:
-        try:
-            await loop()
-        except EmberlineError as error:
-            log.warning("the puller has to wait: %s", error.message)
-        except Exception:
-            log.exception("the puller failed and is restarted")
-        await asyncio.sleep(random.uniform(0.5, 1.5))
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:

@@ -13,14 +13,14 @@ from emberline.jobs.queue.puller import LeaseOwner, Puller, PullerTimings
 from emberline.protocol.errors import Unavailable
 from emberline.protocol.request import Principal
 from emberline.store import Database, SqliteStore
+from tests.databases import mostly_sqlite, on_both_databases
 from tests.faulty_queue import Hook
 from tests.jobs.queue.fakes import FakeAdmission, FakeGrant, FakeService
 from tests.jobs.queue.helpers import MODEL, ManualClock, audit, make_queue, new_batch, new_job, new_jobs
 
+database = mostly_sqlite
 PATIENCE_S = 60.0
-
-
-QUICK = PullerTimings(poll_s=0.05, capacity_poll_s=0.02, heartbeat_s=0.05, monitor_s=0.05)
+QUICK = PullerTimings(poll_s=0.05, capacity_poll_s=0.02, heartbeat_s=0.05, monitor_s=0.05, restart_s=0.05)
 
 
 class Bench:
@@ -96,6 +96,7 @@ def refused_first(n_times: int) -> Hook:
     return hook
 
 
+@on_both_databases
 async def test_every_job_runs_once_with_one_usage_row(bench: Bench) -> None:
     bench.pull()
     batch = await bench.queue.submit(new_batch(key_id="k"), new_jobs(40))
@@ -136,6 +137,7 @@ async def test_nothing_is_claimed_without_a_grant(bench: Bench) -> None:
     await bench.ended(batch)
 
 
+@on_both_databases
 async def test_a_transient_error_is_retried_and_billed_once(bench: Bench) -> None:
     bench.pull()
     batch = await bench.submit("busy:2", "bug:1", "fine")
@@ -154,6 +156,7 @@ async def test_a_job_waits_for_a_reserved_budget_as_long_as_it_takes(bench: Benc
     assert await bench.usage() == {f"{batch.id}-0": ("finished", 2)}
 
 
+@on_both_databases
 async def test_attempts_are_bounded_and_a_permanent_error_is_final(bench: Bench) -> None:
     bench.pull()
     batch = await bench.submit("busy", "bad", "fine")
@@ -170,6 +173,7 @@ async def test_attempts_are_bounded_and_a_permanent_error_is_final(bench: Bench)
     }
 
 
+@on_both_databases
 async def test_a_job_that_kills_engines_is_quarantined_then_dead_lettered(bench: Bench) -> None:
     bench.pull()
     batch = await bench.submit("kill", *(f"fine {i}" for i in range(20)))
@@ -201,6 +205,7 @@ async def test_draining_an_engine_is_undone_when_the_quarantined_job_is_cancelle
     await bench.ended(held)
 
 
+@on_both_databases
 async def test_cancelling_a_batch_stops_its_running_jobs(bench: Bench) -> None:
     bench.admission.n = 2
     bench.pull()
@@ -243,6 +248,7 @@ async def test_a_result_is_written_again_when_the_store_was_unavailable(bench: B
     assert bench.service.attempts == {f"{batch.id}-0": 1}
 
 
+@on_both_databases
 async def test_closing_returns_unfinished_jobs_to_the_queue(bench: Bench) -> None:
     first = bench.pull()
     batch = await bench.submit("hold", "quick")
@@ -280,6 +286,7 @@ async def test_a_draining_puller_claims_nothing_and_finishes_running_jobs(bench:
     await until(lambda: bench.queue.job(running.id, 1), lambda found: found.state == "succeeded")
 
 
+@on_both_databases
 async def test_jobs_of_a_dead_process_are_reclaimed_at_startup(bench: Bench, tmp_path: Path) -> None:
     dead = LeaseOwner(tmp_path)
     batch = await bench.submit("x", "y")
@@ -305,6 +312,7 @@ def os_close(owner: LeaseOwner) -> None:
     os.close(owner._file)
 
 
+@on_both_databases
 async def test_an_attempt_whose_lease_was_lost_is_closed(bench: Bench) -> None:
     bench.pull()
     batch = await bench.submit("hold")
@@ -329,6 +337,7 @@ async def test_a_deadline_ends_a_running_job(bench: Bench) -> None:
     assert bench.service.aborted == ["hold"]
 
 
+@on_both_databases
 async def test_several_pullers_share_the_jobs(bench: Bench) -> None:
     batch = await bench.queue.submit(new_batch(), new_jobs(100))
     for _ in range(3):
