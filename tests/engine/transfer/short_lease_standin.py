@@ -8,6 +8,6 @@ from emberline.kv.transfer import sender
 from emberline.testing import standin_engine
 
 if __name__ == "__main__":
-    incoming.LEASE_S = incoming.GRACE_S = float(sys.argv[1])
-    sender.KEEP_ALIVE_S = float(sys.argv[2])
+    lease_s, sender.KEEP_ALIVE_S = map(float, sys.argv[1:3])
+    incoming.LEASE_S, incoming.GRACE_S = lease_s, lease_s
     raise SystemExit(standin_engine.main(sys.argv[3:]))
