@@ -25,6 +25,7 @@ from emberline.engine.gpu.batch import VerifyShape
 from emberline.models.eagle3 import Eagle3Config, Eagle3Head, save_head
 from emberline.protocol.request import ToolCall
 from emberline.protocol.token_ids import unpack
+from emberline.text.text_model import TextModel
 from emberline.weights.checkpoint import open_checkpoint
 from tests.engine.fakes import VOCAB
 from tests.engine.gpu.test_runner import Padded, loop_of
@@ -124,24 +125,25 @@ def test_recorded_replies_are_replayed(setup, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def session(smollm2):
+def session(tiny_model):
     turns = [transcript.USER[0], transcript.USER[2]]  # without and with a file attached
-    return transcript.record(smollm2, turns, max_reply=40, n_threads=1)
+    return transcript.record(tiny_model, turns, max_reply=100, n_threads=1)  # bytes: enough for every tool's call
 
 
 def test_a_session_is_recorded(session, tmp_path):
     assert [message.role for message in session.messages] == ["system", *["user", "assistant", "tool"] * 2]
     assert "<file path=cart.py>" in session.messages[4].content
     assert len(session.requests) == 2
-    assert all(request.grammar and 0 < len(reply) <= 40 for request, reply in session.requests)
+    assert all(request.grammar and 0 < len(reply) <= 100 for request, reply in session.requests)
     inputs.write_session(session, tmp_path / "session.gz")
     assert inputs.read_session(tmp_path / "session.gz") == session
 
 
 @pytest.mark.parametrize("setting", ["off", "auto"])
-def test_a_session_is_replayed(setup, session, tmp_path, setting):
-    both = msgspec.structs.replace(setup.inputs, coder=Coder(setup.inputs.vocabulary, session.requests))
-    figures = measured(setup._replace(inputs=both, coder=setup.model), "coder", setting, tmp_path)
+def test_a_session_is_replayed(setup, session, tiny_model, tmp_path, setting):
+    vocabulary = TextModel.load(tiny_model).vocabulary
+    both = msgspec.structs.replace(setup.inputs, coder=Coder(vocabulary, session.requests))
+    figures = measured(setup._replace(inputs=both, coder=tiny_model), "coder", setting, tmp_path)
     assert figures["tokens_per_s"].keys() == {"1"}
     assert figures["requests"] == 2
     assert figures["tokens"] + figures["untimed_tokens"] == sum(len(reply) for _, reply in session.requests)
@@ -162,7 +164,8 @@ def test_the_session_of_the_tree_is_one():
 
 
 def test_the_shape_of_the_coder_is_built(tmp_path):
-    config = QWEN_CODER | {"num_hidden_layers": 1, "vocab_size": 1024, "eos_token_id": 1, "bos_token_id": 2}
+    smaller = {"num_hidden_layers": 1, "vocab_size": 1024, "intermediate_size": 896}
+    config = QWEN_CODER | smaller | {"eos_token_id": 1, "bos_token_id": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
     engine = Engine(tmp_path, "auto", "cpu", 1)
     reply = list(range(20, 30))
@@ -207,7 +210,7 @@ def test_a_process_that_fails_or_takes_too_long_says_so(setup, tmp_path, monkeyp
     assert benchmark.main(flags) == 1
     assert "none" in json.loads(out.read_text())["verify"]["grammar"]["failed"]
     monkeypatch.setattr(benchmark, "GRACE_S", 0.0)
-    assert benchmark.main([*flags, "--limit-s", "0.2"]) == 1
+    assert benchmark.main([*flags, "--model", str(setup.model), "--limit-s", "0.2"]) == 1
     assert json.loads(out.read_text())["verify"]["grammar"]["failed"] == "not done after 0 s"
 
 

@@ -26,32 +26,45 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.gpu import model_files
 from benchmarks.gpu.large_models import Deadline
-from benchmarks.gpu.speculation import inputs, parts, verification
-from benchmarks.gpu.speculation.parts import Setup
+from benchmarks.gpu.speculation import inputs
+
+if TYPE_CHECKING:
+    from benchmarks.gpu.speculation.parts import Setup
 
 GRACE_S = 20.0  # after its time, before a process is killed
 
 
 class Part(NamedTuple):
+    """A part of the benchmark: the function of this name in `parts`, once for each setting."""
+
+    name: str
     settings: tuple[str, ...]  # of --speculation; all are compared with the first
-    measure: Callable[[Setup, str, Deadline, Any], None]
     least: dict[str, float] = {}  # of the last setting: times the tokens per second of the first, by what was measured
+
+    def measure(self, setup: "Setup", setting: str, deadline: Deadline, figures: Any) -> None:
+        """Measure one setting in this process."""
+        from benchmarks.gpu.speculation import parts  # imports torch, which only this process needs
+
+        getattr(parts, self.name)(setup, setting, deadline, figures)
 
 
 RANDOM_LEAST = 0.98
 PARTS = {
-    "verify": Part(("grammar", "attention"), parts.verify),
-    "tools": Part(("off", "grammar", "auto"), parts.tools, {"1": 1.4}),
-    "coder": Part(("off", "auto"), parts.coder, {"1": 1.4}),
-    "auto": Part(("off", "auto"), parts.auto, {"": RANDOM_LEAST}),  # "": of everything
-    "head": Part(("off", "eagle3"), parts.head, {"1": 1.3, "8": 1.0, "32": 0.98}),
-    "replies": Part(("off", "suffix"), parts.replies, {"1": 1.8, "16": 1.4}),
+    part.name: part
+    for part in (
+        Part("verify", ("grammar", "attention")),
+        Part("tools", ("off", "grammar", "auto"), {"1": 1.4}),
+        Part("coder", ("off", "auto"), {"1": 1.4}),
+        Part("auto", ("off", "auto"), {"": RANDOM_LEAST}),  # "": of everything
+        Part("head", ("off", "eagle3"), {"1": 1.3, "8": 1.0, "32": 0.98}),
+        Part("replies", ("off", "suffix"), {"1": 1.8, "16": 1.4}),
+    )
 }
 
 
@@ -84,6 +97,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.setting is not None:
         [name] = args.only
         model, coder = _model(args.model, model_files.LLAMA_8B), _model(args.coder_model, model_files.QWEN_CODER)
+        for path in filter(None, (args.model, args.coder_model, args.chat_model, args.draft_head)):
+            if not path.exists():
+                sys.exit(f"{path}: there is no such file")  # before seconds of imports
+
+        from benchmarks.gpu.speculation.parts import Setup
+
         setup = Setup(model, args.chat_model, args.draft_head, _inputs(args), args.device, args.quick, coder)
         PARTS[name].measure(setup, args.setting, Deadline(args.limit_s), Figures(args.json))
         return 0
@@ -102,6 +121,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"{name} {setting}: {json.dumps(found)}", flush=True)
                 args.json.write_text(json.dumps(facts, indent=1) + "\n")
             if "attention" in facts[name]:
+                from benchmarks.gpu.speculation import verification
+
                 facts[name]["attention_share"] = verification.attention_share(facts[name])
                 args.json.write_text(json.dumps(facts, indent=1) + "\n")
             failed |= not _report(name, facts[name])
