@@ -11,8 +11,10 @@ from emberline.accounts.rate_limits import RateLimit, Taken
 from emberline.accounts.shared_rate_limits import SharedRateLimiter
 from emberline.protocol.errors import RateLimited
 from emberline.store import Database
-from tests.databases import DatabaseLocation
+from tests.databases import DatabaseLocation, mostly_sqlite, on_both_databases
 from tests.faulty_store import FaultyStore
+
+database = mostly_sqlite
 
 
 class Clock:
@@ -56,6 +58,7 @@ async def admitted(core: SharedRateLimiter, limit: RateLimit, n_in: int = 1, n_o
         return None
 
 
+@on_both_databases
 async def test_two_cores_admit_one_limit_of_requests(core: Core, clock: Clock) -> None:
     limit = limit_of(requests=6)
     one, two = core(), core()
@@ -76,6 +79,7 @@ async def test_all_of_a_limit_is_for_the_core_that_has_the_requests(core: Core) 
     assert sum([await admitted(one, limit_of(requests=100)) is not None for _ in range(110)]) == 99
 
 
+@on_both_databases
 async def test_unused_tokens_are_for_the_other_core(core: Core, clock: Clock) -> None:
     limit = limit_of(tokens=1000)
     one, two = core(), core()
@@ -88,6 +92,7 @@ async def test_unused_tokens_are_for_the_other_core(core: Core, clock: Clock) ->
     assert await admitted(one, limit, 100) is None
 
 
+@on_both_databases
 async def test_concurrent_requests_of_all_cores(core: Core, clock: Clock) -> None:
     limit = limit_of(concurrency=3)
     one, two = core(), core()
@@ -108,6 +113,7 @@ async def test_concurrent_requests_of_all_cores(core: Core, clock: Clock) -> Non
     assert await admitted(one, limit)
 
 
+@on_both_databases
 async def test_what_a_dead_core_had_taken_ahead_is_regained(core: Core, clock: Clock) -> None:
     limit = limit_of(requests=6000)
     dead, alive = core(), core()
@@ -172,6 +178,7 @@ async def test_without_the_store_each_core_limits_its_own(core: Core, store: Fau
     assert [await admitted(one, limit) is not None for _ in range(5)] == [True, True, True, False, False]
 
 
+@on_both_databases
 async def test_a_limit_that_is_not_set_counts_for_nothing(core: Core, store: Database) -> None:
     one = core()
     taken = await one.take([limit_of(tokens=1000)], 10, 10)
@@ -180,6 +187,7 @@ async def test_a_limit_that_is_not_set_counts_for_nothing(core: Core, store: Dat
     assert await store.read("SELECT n_requests FROM rate_buckets") == [(0,)]
 
 
+@on_both_databases
 async def test_slots_are_leased_further_while_tokens_are_overspent(
     core: Core, store: FaultyStore, clock: Clock
 ) -> None:
@@ -223,6 +231,7 @@ async def test_what_is_being_given_back_is_not_used(core: Core, store: FaultySto
     assert share.requests >= 0
 
 
+@on_both_databases
 async def test_a_request_for_other_than_slots_keeps_those_that_are_leased(core: Core, store: Database) -> None:
     limit, one = limit_of(requests=20, concurrency=10), core()
     held = [await one.take([limit], 1, 0) for _ in range(5)]

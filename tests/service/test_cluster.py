@@ -26,7 +26,7 @@ from emberline.service.membership import WorkerChange, WorkerConnections
 from emberline.service.open import ClusterSettings
 from emberline.service.timings import Timings
 from emberline.text.text_model import TextModel
-from tests.databases import DatabaseLocation
+from tests.databases import DatabaseLocation, mostly_sqlite, on_both_databases
 from tests.faulty_store import FaultyStore
 from tests.service.conftest import ALICE, PATIENCE_S, offer
 from tests.service.fake_engine import EOS, FakeEngine, Script
@@ -34,6 +34,7 @@ from tests.service.test_member_table import said as said_in_table
 from tests.service.test_membership import states, until
 from tests.service.test_service import ask, events_of, text_of
 
+database = mostly_sqlite
 SECRET = Secret("r" * 40)
 Core = Callable[..., Awaitable[Service]]
 
@@ -130,6 +131,7 @@ def is_shared(database: DatabaseLocation) -> bool:
     return database.kind == "postgres"
 
 
+@on_both_databases
 async def test_a_worker_joins_at_one_core_and_every_core_uses_it(
     database: DatabaseLocation, open_core: Core, worker: JoiningEngine
 ) -> None:
@@ -147,6 +149,7 @@ async def test_a_worker_joins_at_one_core_and_every_core_uses_it(
     assert (status.connected, status.member.epoch, status.problem) == (True, standing.epoch, "")
 
 
+@on_both_databases
 async def test_drain_and_leave_concern_every_core(
     database: DatabaseLocation, open_core: Core, worker: JoiningEngine
 ) -> None:
@@ -204,6 +207,7 @@ async def test_a_core_is_ready_while_a_member_is_away(open_core: Core, worker: J
     assert await later.ready(0.1)
 
 
+@on_both_databases
 async def test_one_bad_row_does_not_keep_a_core_from_the_others(
     open_core: Core, database: DatabaseLocation, worker: JoiningEngine
 ) -> None:
@@ -219,6 +223,7 @@ async def test_one_bad_row_does_not_keep_a_core_from_the_others(
     assert "tcp:nowhere:0" in problems["a0"]
 
 
+@on_both_databases
 async def test_a_newer_run_replaces_the_older_which_is_told_to_end(
     open_core: Core, worker: JoiningEngine, say: Callable[..., Script]
 ) -> None:
@@ -376,6 +381,7 @@ async def test_the_name_of_a_configured_worker_is_taken(
     await store.close()
 
 
+@on_both_databases
 async def test_two_role_changes_at_once_leave_one_worker_that_decodes(
     database: DatabaseLocation, open_core: Core, say: Callable[..., Script]
 ) -> None:
@@ -429,6 +435,7 @@ async def test_what_a_core_knows_of_its_workers_is_read_in_its_own_thread(
             await worker.die()
 
 
+@on_both_databases
 async def test_a_role_that_another_core_has_set_is_not_undone(
     open_core: Core, worker: JoiningEngine, stores: list[FaultyStore]
 ) -> None:
