@@ -161,10 +161,11 @@ def _remove_stale(path: Path) -> None:
 
 class Parent:
     """Ends this process when the one that started it dies, however it died: no orphan keeps the memory, also if this
-    process is stopped (the kernel continues it) or its step hangs (a thread of its own ends it, a moment later)."""
+    process is stopped (the kernel continues it) or its step hangs (a thread of its own ends it after `gone_s`)."""
 
-    def __init__(self) -> None:
-        """SystemExit: an engine has started this process, and died before this was called."""
+    def __init__(self, gone_s: float = PARENT_GONE_S) -> None:
+        """Raises SystemExit if an engine has started this process, and died before this was called."""
+        self._gone_s = gone_s
         given = os.environ.pop(PARENT_VARIABLE, "")
         self.is_engine = bool(given)
         self._pid = int(given) if given else os.getppid()
@@ -187,7 +188,7 @@ class Parent:
 
     def _exit_if_hanging(self, descriptor: int) -> None:
         select.select([descriptor], [], [])
-        time.sleep(PARENT_GONE_S)
+        time.sleep(self._gone_s)
         os._exit(1)
 
     def _gone(self) -> None:

@@ -277,7 +277,7 @@ def build(args: argparse.Namespace, drop_connection: Callable[[str], None]) -> t
 def main(argv: list[str] | None = None) -> int:
     args = parse_flags(argv)
     log.setup("standin")
-    parent = process.Parent()
+    parent = process.Parent(args.parent_gone_s)
     try:
         joining, alive_file = open_joining(args), open_alive_file(args.alive_file)
         token = process.join_token(args.socket) if joining is None else joining.token
@@ -311,6 +311,8 @@ def parse_flags(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--head-dim", type=process.positive, default=1, metavar="N", help="64 bytes per block each")
     parser.add_argument("--release", default="", help="of Emberline, that it says it is")
     parser.add_argument("--protocol", type=int, default=0, metavar="N", help="the one version that it speaks")
+    gone_s = process.PARENT_GONE_S
+    parser.add_argument("--parent-gone-s", type=float, default=gone_s, metavar="S", help="to end after its parent")
     parser.add_argument("--check-kv", action="store_true", help="have KV with role both, too, and check its content")
     return parser.parse_args(argv)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from emberline.protocol.frames import Drain
+from emberline.protocol.frames import Abort, Drain
 from tests.engine.client import Client, engine, start, wait_until
 from tests.engine.fakes import request
 
@@ -124,13 +124,14 @@ def test_tcp_on_a_free_port(monkeypatch):
 def test_a_signal_drains_and_exits_zero(tmp_path, number):
     path = tmp_path / "a.sock"
     with engine(STANDIN, "--socket", path, "--script", "itl_ms=20") as (process, address), Client(address) as client:
-        client.submit(request("a", list(range(3, 30)), max_tokens=80))
+        client.submit(request("a", list(range(3, 30)), max_tokens=20), request("long", [7], max_tokens=2000))
         client.step()
         process.send_signal(number)
         wait_until(lambda: client.step().load.draining)
         client.submit(request("b", [1]))
         assert client.finish("b").error.kind == "unavailable"
         assert client.finish("a").finish == "length"
+        client.send(Abort(["long"]))
         assert process.wait(60) == 0
         lines = [json.loads(line) for line in process.stderr.read().splitlines()]
         assert any(line["request_id"] == "a" and line["message"] == "finished: length" for line in lines)
@@ -178,12 +179,15 @@ def test_engine_exits_with_its_parent(tmp_path, state):
     path = tmp_path / "a.sock"
     code = (
         "import subprocess, sys, os\n"
-        f"child = subprocess.Popen([sys.executable, '-m', '{STANDIN}', '--socket', {str(path)!r}])\n"
+        f"child = subprocess.Popen([sys.executable, '-m', '{STANDIN}', '--socket', {str(path)!r}, *sys.argv[1:]])\n"
         "print(child.pid, flush=True)\n"
         "sys.stdin.read()\n"
         "os._exit(9)\n"
     )
-    parent = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    flags = ("--parent-gone-s", "0.2") if state == "hanging" else ()
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code, *flags], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     pid = int(parent.stdout.readline())
     assert json.loads(parent.stdout.readline())["ready"]
     if state == "stopped":
