@@ -81,7 +81,7 @@ def test_cancelling_stops_what_runs(server: str) -> None:
 
 def test_a_background_response_is_watched_left_and_taken_up(server: str) -> None:
     client = openai.OpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0)
-    ask: dict[str, Any] = {"model": MODEL, "input": "Tell a story.", "temperature": 0, "max_output_tokens": 32}
+    ask: dict[str, Any] = {"model": MODEL, "input": "Tell a story.", "temperature": 0, "max_output_tokens": 20}
     sync = client.responses.create(**ask)
     seen: list[Any] = []
     with client.responses.create(**ask, background=True, stream=True) as events:

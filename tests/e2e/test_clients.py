@@ -100,12 +100,13 @@ def test_accounts_do_not_share_a_cache(server: str) -> None:
 def test_choices_seeds_and_logprobs(oai: "openai.OpenAI") -> None:
     def draw(seed: int) -> list[str]:
         answer = oai.chat.completions.create(
-            model=MODEL, messages=ask(QUESTION), n=3, seed=seed, temperature=2, max_tokens=12
+            model=MODEL, messages=ask(QUESTION), n=3, seed=seed, temperature=2, max_tokens=8
         )  # so hot that three are never the same, whatever processor computes them
         return [c.message.content for c in answer.choices]
 
-    assert draw(1) == draw(1)
-    assert len(set(draw(1))) > 1
+    first = draw(1)
+    assert draw(1) == first
+    assert len(set(first)) > 1
     answer = oai.chat.completions.create(
         model=MODEL, messages=ask("Say yes."), logprobs=True, top_logprobs=3, temperature=0, max_tokens=4
     )
@@ -114,9 +115,9 @@ def test_choices_seeds_and_logprobs(oai: "openai.OpenAI") -> None:
 
 
 def test_stop_strings_end_the_text_before_them(oai: "openai.OpenAI") -> None:
-    plain = oai.completions.create(model=MODEL, prompt="1, 2, 3, 4, 5,", temperature=0, max_tokens=30)
+    plain = oai.completions.create(model=MODEL, prompt="1, 2, 3, 4, 5,", temperature=0, max_tokens=12)
     text = plain.choices[0].text
-    cut = oai.completions.create(model=MODEL, prompt="1, 2, 3, 4, 5,", stop=[" 9"], temperature=0, max_tokens=30)
+    cut = oai.completions.create(model=MODEL, prompt="1, 2, 3, 4, 5,", stop=[" 9"], temperature=0, max_tokens=12)
     assert " 9" in text
     assert cut.choices[0].text == text[: text.index(" 9")]
     assert cut.choices[0].finish_reason == "stop"
@@ -136,4 +137,4 @@ def test_stop_strings_end_the_text_before_them(oai: "openai.OpenAI") -> None:
 def test_bad_input_is_reported_and_leaves_no_state(oai: "openai.OpenAI", error, params) -> None:
     with pytest.raises(getattr(openai, error)):
         oai.chat.completions.create(**{"model": MODEL, "messages": ask("hi"), **params})
-    assert oai.chat.completions.create(model=MODEL, messages=ask("hi"), **GREEDY).choices[0].message.content
+    assert oai.chat.completions.create(model=MODEL, messages=ask("hi"), max_tokens=2).choices[0].message.content

@@ -3,18 +3,18 @@
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
-RUNNERS = {".py": sys.executable, ".sh": "bash", ".mjs": "node"}
+RUNNERS = {".sh": "bash", ".mjs": "node"}
 OTHER_MODELS = {"embeddings.py"}  # run by tests of their own
 EXAMPLES = sorted(
-    path for path in (ROOT / "examples").iterdir() if path.suffix in RUNNERS and path.name not in OTHER_MODELS
+    path for path in (ROOT / "examples").iterdir() if path.suffix in {".py", *RUNNERS} and path.name not in OTHER_MODELS
 )
 
 
@@ -27,7 +27,14 @@ def run(command: list[str], server: str) -> str:
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
-def test_example(server: str, example: Path) -> None:
+def test_example(
+    server: str, example: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if example.suffix == ".py":  # in this process, which has imported the clients already
+        monkeypatch.setenv("EMBERLINE_URL", server)
+        runpy.run_path(str(example), run_name="__main__")
+        assert capsys.readouterr().out.strip()
+        return
     runner = RUNNERS[example.suffix]
     if shutil.which(runner) is None:
         pytest.skip(f"{runner} is not installed")

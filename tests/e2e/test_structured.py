@@ -9,11 +9,12 @@ from urllib.parse import urlsplit
 import pytest
 
 from benchmarks import validity
-from tests.examples import n_examples
+from tests.examples import EVERY_EXAMPLE
 from tests.lazy_modules import anthropic, openai
 
 MODEL = "@cf/huggingfacetb/smollm2-135m-instruct"
-N_CALLS = 3
+N_CASES = 10 if EVERY_EXAMPLE else 1  # of each kind; four requests each
+N_CALLS = 2
 LEAST_CACHED = 0.9  # of every turn's prompt but the first
 SYSTEM = (
     "You look after the garden of a small school. The beds are numbered from one to nine, the tools are in the shed, "
@@ -36,8 +37,8 @@ PARAMETERS: dict[str, Any] = {
 def test_schemas_are_followed_in_every_way_of_asking(server: str) -> None:
     """As an object or as a tool's arguments; at temperatures 0 and 1; streamed and whole."""
     drawn, every = random.Random(5), list(validity.functions())
-    cases = drawn.sample([case for case in every if case.tool], n_examples(20) // 2)
-    cases += drawn.sample([case for case in every if not case.tool], n_examples(20) // 2)
+    cases = drawn.sample([case for case in every if case.tool], N_CASES)
+    cases += drawn.sample([case for case in every if not case.tool], N_CASES)
     outcome = asyncio.run(validity.run(urlsplit(server).port or 0, MODEL, cases, max_tokens=64))
     assert outcome.wrong == []
     assert not outcome.refused
