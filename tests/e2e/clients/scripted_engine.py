@@ -20,7 +20,7 @@ from emberline.testing.engine_script import EngineScript
 from emberline.text.text_model import TextModel
 from tests.e2e.clients.reply_script import ReplyScript
 
-ITL_MS = 20.0  # between tokens: without a delay, and on a busy machine with a short one, a reply arrives in one piece
+ITL_MS = 8.0  # between tokens: without a delay, and on a busy machine with a short one, a reply arrives in one piece
 
 
 def serve(replies: ReplyScript, text: TextModel, flags: list[str]) -> int:
