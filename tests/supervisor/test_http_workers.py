@@ -109,7 +109,7 @@ async def test_one_that_is_stopped_is_killed(folder: Path, caplog: pytest.LogCap
         folder / "large.sock",
         "worker_script",
         b"plan",
-        heartbeats=HeartbeatLimits(silent_s=1.0, check_s=0.1),
+        heartbeats=HeartbeatLimits(silent_s=0.5, check_s=0.1),
         backoff_s=0.01,
     )
     worker.start()
@@ -131,7 +131,7 @@ async def test_streams_of_a_stopped_worker_end_and_others_go_on(folder: Path) ->
             listener,
             "worker_script",
             b"stream",
-            heartbeats=HeartbeatLimits(silent_s=1.5, check_s=0.1),
+            heartbeats=HeartbeatLimits(silent_s=0.8, check_s=0.1),
             backoff_s=0.01,
         )
         await workers.start()
@@ -156,11 +156,11 @@ async def test_streams_of_a_stopped_worker_end_and_others_go_on(folder: Path) ->
 
 async def test_one_that_hangs_before_it_is_ready_is_killed(folder: Path) -> None:
     """The server's start fails with the reason; a restarted worker that hangs is restarted once more."""
-    limits = HeartbeatLimits(silent_s=60, start_s=1.0, check_s=0.05)
+    limits = HeartbeatLimits(silent_s=60, start_s=0.5, check_s=0.05)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         never = HttpWorkers(1, listener, "worker_script", b"hangs", limits)
         await never.start()
-        with pytest.raises(ProcessFailed, match=r"http-0 was killed by SIGKILL: .* did not start within 1 s"):
+        with pytest.raises(ProcessFailed, match=r"http-0 was killed by SIGKILL: .* did not start within 0.5 s"):
             await never.wait_ready()
     worker = LargeRequestWorker(folder / "large.sock", "worker_script", b"hangs", limits)
     worker.start()

@@ -133,7 +133,7 @@ async def test_a_forwarded_stream_is_resumed(api: ApiClient) -> None:
     assert len(await api.bench.rows()) == 1
 
 
-@pytest.mark.parametrize("api", [{"a": ServerScript(itl_ms=40)}], indirect=True)
+@pytest.mark.parametrize("api", [{"a": ServerScript(itl_ms=10)}], indirect=True)
 async def test_a_reply_that_is_not_streamed_counts_as_prefilled_at_its_first_chunk(api: ApiClient) -> None:
     core, began = api.bench.core, asyncio.Event()
     tell = core.first_token

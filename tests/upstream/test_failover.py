@@ -330,9 +330,9 @@ async def test_streams_move_from_a_server_that_answers_probes_and_computes_nothi
 async def test_a_slow_server_is_not_taken_for_a_stuck_one(bench: Opener) -> None:
     """It computes nothing for one request, as a decode server that waits for KV: others are computed meanwhile."""
     timings = ProbeTimings(
-        interval_s=0.02, canary_s=PATIENCE_S, min_patience_s=2.5, first_patience_s=2.5, suspect_share=0.08
+        interval_s=0.02, canary_s=PATIENCE_S, min_patience_s=1.2, first_patience_s=1.2, suspect_share=0.1
     )
-    made = await bench(("a", "vllm", "both"), a=ServerScript(ttft_ms=3000), timings=timings)
+    made = await bench(("a", "vllm", "both"), a=ServerScript(ttft_ms=1500), timings=timings)
     standin = made.standins["a"]
     task = asyncio.create_task(answer(made, request()))
     await until(lambda: standin.running == 1)
@@ -504,7 +504,7 @@ async def test_a_stream_is_resumed_by_token_ids_where_the_server_gives_them(benc
 async def test_a_deadline_ends_a_slow_reply(bench: Opener) -> None:
     made = await bench(("a", "vllm", "both"), a=ServerScript(itl_ms=500))
     with pytest.raises(DeadlineExceeded):
-        await answer(made, request(deadline_s=1.0))
+        await answer(made, request(deadline_s=0.5))
     assert [row[1] for row in await made.rows()] == ["failed"]
     assert await made.idle()
     await until(lambda: made.standins["a"].running == 0)
