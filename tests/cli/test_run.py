@@ -156,8 +156,16 @@ def test_api_key_is_sent(tmp_path: Path, fake_server: FakeServer) -> None:
 
 
 def test_ps(tmp_path: Path, fake_server: FakeServer) -> None:
+    used = {"used_bytes": 3 << 20, "capacity_bytes": 1 << 30, "hits": 3, "misses": 1}
+    fake_server.tiers = [
+        {"name": "host", **used, "read_rate": 2.0 * (1 << 30), "oldest_s": 20.0},
+        {"name": "pool", "state": "degraded: no answer"},
+    ]
+    fake_server.drafts = [["suffix", [10, 8], [9, 4]]]
     done = emberline("ps", "--port", fake_server.port, home=tmp_path)
-    head, row = done.stdout.splitlines()
+    (head, row), (tier_head, host, pool), (draft_head, drafts) = (
+        table.splitlines() for table in done.stdout.split("\n\n")
+    )
     assert head.split() == [
         "MODEL",
         "WORKER",
@@ -171,30 +179,18 @@ def test_ps(tmp_path: Path, fake_server: FakeServer) -> None:
         "TOKENS/S",
     ]
     assert row.split()[:9] == [MODEL, "model-0", "cpu", "native", "ok", "1", "2", "25", "%"]
+    assert tier_head.split() == ["WORKER", "TIER", "STATE", "USED", "OF", "HIT", "RATIO", "READS", "OLDEST"]
+    assert host.split() == ["model-0", "host", "ok", "3.0", "MiB", "1.0", "GiB", "75", "%", "2.0", "GiB/s", "20", "s"]
+    assert "degraded: no answer" in pool
+    assert draft_head.split()[:5] == ["WORKER", "DRAFTER", "DRAFTED", "ACCEPTED", "SHARE"]
+    assert drafts.split() == ["model-0", "suffix", "18", "13", "72", "%", "90", "%", "50", "%"]
+
+
+def test_ps_counts_tokens_per_second(tmp_path: Path, fake_server: FakeServer) -> None:
     began_s = time.monotonic()
     report = json.loads(emberline("ps", "--json", "--port", fake_server.port, home=tmp_path).stdout)
     took_s = time.monotonic() - began_s
     assert round(100 / took_s, 1) <= report["engines"][0]["output_tokens_per_s"] <= 100
-
-
-def test_ps_shows_tiers(tmp_path: Path, fake_server: FakeServer) -> None:
-    used = {"used_bytes": 3 << 20, "capacity_bytes": 1 << 30, "hits": 3, "misses": 1}
-    fake_server.tiers = [
-        {"name": "host", **used, "read_rate": 2.0 * (1 << 30), "oldest_s": 20.0},
-        {"name": "pool", "state": "degraded: no answer"},
-    ]
-    done = emberline("ps", "--port", fake_server.port, home=tmp_path)
-    *_, head, host, pool = done.stdout.splitlines()
-    assert head.split() == ["WORKER", "TIER", "STATE", "USED", "OF", "HIT", "RATIO", "READS", "OLDEST"]
-    assert host.split() == ["model-0", "host", "ok", "3.0", "MiB", "1.0", "GiB", "75", "%", "2.0", "GiB/s", "20", "s"]
-    assert "degraded: no answer" in pool
-
-
-def test_ps_shows_drafts(tmp_path: Path, fake_server: FakeServer) -> None:
-    fake_server.drafts = [["suffix", [10, 8], [9, 4]]]
-    *_, head, row = emberline("ps", "--port", fake_server.port, home=tmp_path).stdout.splitlines()
-    assert head.split()[:5] == ["WORKER", "DRAFTER", "DRAFTED", "ACCEPTED", "SHARE"]
-    assert row.split() == ["model-0", "suffix", "18", "13", "72", "%", "90", "%", "50", "%"]
 
 
 def test_bench(tmp_path: Path, fake_server: FakeServer) -> None:
