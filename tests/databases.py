@@ -57,8 +57,10 @@ def _one_process_at_a_time() -> Iterator[None]:
 
 
 def _quick(run: Callable[..., str]) -> Callable[..., str]:
-    """Wrap the wheel's `pgexec`: a server has our settings and stops without a checkpoint. The wheel's own timeout would
-    stop `pg_ctl` after ten seconds, although `pg_ctl` waits a minute itself."""
+    """Wrap the wheel's `pgexec`: servers have our settings and stop without a checkpoint.
+
+    The wheel's timeout is left out: it stops `pg_ctl` after ten seconds, although `pg_ctl` waits a minute itself.
+    """
 
     def pgexec(name: str, args: tuple[str, ...], timeout: float | None = None, **options: Any) -> str:
         if name == "initdb":
