@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import ctypes
+import gc
 import json
 import logging
 import os
@@ -194,6 +195,18 @@ class Parent:
     def _gone(self) -> None:
         _log.warning("the parent process is gone")
         raise SystemExit(1)
+
+
+@contextlib.contextmanager
+def without_collections() -> Iterator[None]:
+    """Pause the garbage collector: it takes a seventh of the time of importing torch, whose objects all stay."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def end_on_signals() -> None:

@@ -145,9 +145,10 @@ def _build(
         hash_compiler()
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
-    import torch  # takes a second or more: not before a start that fails
+    with process.without_collections():
+        import torch  # takes a second or more: not before a start that fails
 
-    from emberline.models.registry import begin_loading, select_device
+        from emberline.models.registry import begin_loading, select_device
 
     timeline.end("torch")
     device = select_device(args.device)
@@ -246,9 +247,10 @@ def _open_listener(args: argparse.Namespace, group: "RankGroup | None", closing:
 
 
 def _build_encoder(args: argparse.Namespace, task: TaskConfig) -> tuple[EncoderLoop, EngineInfo, dict[str, Any]]:
-    import torch
+    with process.without_collections():
+        import torch
 
-    from emberline.models.registry import load_encoder, select_device
+        from emberline.models.registry import load_encoder, select_device
 
     device = select_device(args.device)
     checkpoint = open_checkpoint(args.model)

@@ -168,13 +168,13 @@ def _compile(
 
 def _serve(jobs: IO[bytes], results: IO[bytes], n_processes: int) -> None:
     """Fork for each job, and tell its number when the process has ended, however it ended."""
+    gc.disable()  # imports stay, and the forked processes, which share them, are short-lived
     hashing = hash_compiler()  # the forked processes inherit the result
     for module in _MODULES:
         importlib.import_module(f"{__package__}.{module}")
     hashing.join()
     results.write(_READY)
     results.flush()
-    gc.freeze()  # the forked processes share what was imported
     warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads, which hold no locks here
     writing = threading.Lock()
 

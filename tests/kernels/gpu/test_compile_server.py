@@ -10,6 +10,7 @@ import pytest
 
 from emberline.kernels.gpu import compile_server
 from emberline.kernels.gpu.compile_server import start_server
+from tests.kernels.gpu.test_compiles import HOPPER
 
 PROGRAM = """
 import json, sys, time
@@ -17,12 +18,12 @@ from pathlib import Path
 from types import SimpleNamespace
 import torch
 import triton
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
 from emberline.kernels.gpu import elementwise
 from emberline.kernels.gpu.compile_server import CompileServer
 from emberline.kernels.gpu.launch import compiling_only
-from emberline.kernels.gpu.mla import hopper
 
 function = elementwise._embedding
 types = ["*bf16", "*i32", "*bf16", "i32", "fp32", "i32", "i32", "constexpr", "constexpr"]
@@ -48,14 +49,10 @@ found = compiled()
 wrong = server._submit(("emberline.kernels.gpu.elementwise", "missing", language, {}, {}, {}, ("cuda", 90, 32), {}))
 wrong.result()
 server._submit(("noisy", "missing", language, {}, {}, {}, ("cuda", 90, 32), {})).result(timeout=300)
-heads, shared = len(hopper._latent_attention_hopper.arg_names) - 2, repr(hopper._SHARED)
-tensors = {"q": f"tensordesc<bf16[64, 64],{shared}>", "kv": f"tensordesc<bf16[16, 64],{shared}>"}
-types = ["*bf16", *["*i32"] * 4, "*fp32", "*fp32", "fp32", "i32", "i32", "constexpr", "constexpr"]
-tensors |= dict(zip(hopper._latent_attention_hopper.arg_names[2:], types, strict=True))
-constants, gluon = {(heads,): 64, (heads + 1,): 1}, ("triton.experimental.gluon._runtime", "GluonASTSource")
-name = "_latent_attention_hopper"
-server._submit((hopper.__name__, name, gluon, tensors, constants, {}, ("cuda", 90, 32), {"num_warps": 8})).result()
-of_gluon = len(list(cache.glob(f"*/{name}.cubin")))
+gluon = ("triton.experimental.gluon._runtime", "GluonASTSource")
+types = {"tensor": f"tensordesc<bf16[64, 64],{shared}>", "numbers": "*i32", "N": "constexpr"}
+server._submit(("written", "write", gluon, types, {(2,): 64}, {}, ("cuda", 90, 32), {"num_warps": 4})).result()
+of_gluon = len(list(cache.glob("*/write.cubin")))
 server.close()
 kernel2 = server.compile(source(256), target, {"num_warps": 4})
 
@@ -88,17 +85,33 @@ asked = Asked()
 with compiling_only(asked):
     for width in (64, 65, 66):
         elementwise.embedding(torch.zeros(8, width), torch.zeros(3, dtype=torch.int32), 1.0, torch.empty(3, width))
+backend, context = make_backend(target), ir.context()
+options = backend.parse_options({"num_warps": 8})
+ir.load_dialects(context)
+backend.load_dialects(context)
+rest = backend.get_codegen_implementation(options), backend.get_module_map(), context
+assert "warp_specialize" in str(latent_attention.make_ir(target, options, *rest)), "a kernel in Gluon"
 print(json.dumps([by_server, found, of_gluon, compiled(), asked, built, kernel.name, kernel2.name]))
+"""
+GLUON = """
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+@gluon.jit
+def write(tensor, numbers, N: gl.constexpr):
+    at = gl.arange(0, N, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    gl.store(numbers + at, at)
 """
 
 
 def test_compiles_in_other_processes_and_goes_on_without_them(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     (tmp_path / "noisy.py").write_text("print('a kernel that the assembler rejected\\n' * 9999)")
+    (tmp_path / "written.py").write_text(GLUON)
     paths = ":".join([*sys.path, str(tmp_path)])
     cache = tmp_path / "cache"
     environment = {"TRITON_CACHE_DIR": str(cache), "PATH": "/usr/bin:/bin", "PYTHONPATH": paths}
-    command = [sys.executable, "-c", PROGRAM, str(cache)]
+    command = [sys.executable, "-c", HOPPER + PROGRAM, str(cache)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580)
     assert done.returncode == 0, done.stderr[-2000:]
     by_server, found, of_gluon, after_close, asked, built, *names = json.loads(done.stdout.splitlines()[-1])

@@ -114,6 +114,24 @@ for kernel in (
     assert found and all(param.do_not_specialize for param in found), kernel.fn.__name__
 print("not specialized")
 """
+HOPPER = """
+from triton.experimental.gluon._runtime import GluonASTSource
+from emberline.kernels.gpu.mla import hopper
+
+shared, (_, _, *names) = repr(hopper._SHARED), hopper._latent_attention_hopper.arg_names
+types = {"q": f"tensordesc<bf16[64, 64],{shared}>", "kv": f"tensordesc<bf16[16, 64],{shared}>"}
+others = ["*bf16", *["*i32"] * 4, "*fp32", "*fp32", "fp32", "i32", "i32", "constexpr", "constexpr"]
+types |= dict(zip(names, others, strict=True))
+constants = {(len(names),): 64, (len(names) + 1,): 1}
+latent_attention = GluonASTSource(hopper._latent_attention_hopper, types, constants, {})
+"""
+COMPILED_BY_GLUON = """
+import triton
+from triton.backends.compiler import GPUTarget
+
+triton.compile(latent_attention, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+print("compiled")
+"""
 
 
 @pytest.mark.slow
@@ -125,6 +143,7 @@ print("not specialized")
         (COMPILED + GEMV, "compiled"),
         (COMPILED + STAGES, "compiled"),
         (LATENTS, "not specialized"),
+        (HOPPER + COMPILED_BY_GLUON, "compiled"),
     ],
 )
 def test_kernels_compile(tmp_path: Path, program: str, says: str) -> None:
