@@ -1,9 +1,7 @@
 """End-to-end tests of batches and webhooks: a real server, official clients, a webhook receiver, the command line."""
 
 import json
-import os
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +14,7 @@ import pytest
 from standardwebhooks.webhooks import Webhook
 
 from tests.api.server_process import make_home, serving
+from tests.cli import console
 from tests.lazy_modules import anthropic, cloudflare, openai
 
 T = TypeVar("T")
@@ -308,14 +307,7 @@ def test_events_by_long_poll_and_stream(walk: Walk) -> None:
 
 
 def emberline(walk: Walk, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    port = walk.url.rpartition(":")[2]
-    return subprocess.run(
-        [sys.executable, "-m", "emberline.cli.main", *arguments, "--port", port],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        env={**os.environ, "EMBERLINE_HOME": str(walk.home)},
-    )
+    return console.emberline(*arguments, "--port", walk.url.rpartition(":")[2], home=walk.home)
 
 
 def test_the_command_line(walk: Walk, tmp_path: Path) -> None:

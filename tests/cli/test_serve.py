@@ -1,4 +1,4 @@
-"""`emberline serve` as processes: the real model, and the stand-in engine behind several HTTP workers."""
+"""`emberline serve` as processes: a real engine, and the stand-in engine behind several HTTP workers."""
 
 import contextlib
 import json
@@ -16,14 +16,17 @@ import pytest
 
 from emberline.catalog.model_card import DEFAULT_MODEL
 from emberline.catalog.model_store import ModelEntry, ModelStore
+from emberline.catalog.pull import pull
 from emberline.cli import doctor, models
 from emberline.cli import http_client as client
 from emberline.cli.http_client import ChatTiming, ServerAddress
 from emberline.cli.serve import bind, fetch_models, local_models, run_until_terminated, serve
 from emberline.config import resolve
-from tests.cli.console import emberline_process as emberline
+from tests.cli.console import emberline, emberline_process
 from tests.soak.server_process import children
 from tests.standin import standin_worker
+
+SMALL = "@local/models/smollm2"
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +44,21 @@ def log_file(home: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ready(home: Path) -> Iterator[dict[str, Any]]:
+def small(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The two-layer model's folder, under the name smollm2."""
+    folder = tmp_path_factory.mktemp("small") / "smollm2"
+    folder.symlink_to(tiny_model)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def ready(small: str, home: Path) -> Iterator[dict[str, Any]]:
     """A running server's ready line, with its process."""
+    pull(small, ModelStore(home))
+    serve = ["emberline.cli.main", "serve", "--port", "0", "--json", "--kv-bytes", "64M", "--threads", "1", SMALL]
     with log_file(home).open("w") as log:  # a pipe that nobody reads would stop it once full
         process = subprocess.Popen(
-            [sys.executable, "-m", "emberline.cli.main", "serve", "--port", "0", "--json", "--kv-bytes", "64M"],
+            [sys.executable, "-m", *serve],
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
@@ -63,7 +76,7 @@ def port_of(ready: dict[str, Any]) -> str:
 
 def test_ready_line(ready: dict[str, Any]) -> None:
     assert ready["ready"] is True
-    assert ready["models"] == [DEFAULT_MODEL]
+    assert ready["models"] == [SMALL]
     (worker,) = ready["workers"]
     assert worker["device"] == "cpu"
     assert 0 < worker["kv_bytes"] <= 64 << 20
@@ -83,10 +96,10 @@ def test_run_uses_the_running_server(ready: dict[str, Any], tmp_path: Path) -> N
 
 def test_ps_and_doctor_find_the_server(ready: dict[str, Any], home: Path) -> None:
     report = json.loads(emberline("ps", "--json", "--port", port_of(ready), home=home).stdout)
-    assert [engine["model"] for engine in report["engines"]] == [DEFAULT_MODEL]
+    assert [engine["model"] for engine in report["engines"]] == [SMALL]
     config = resolve({"server.port": port_of(ready)}, {}, home)
     assert doctor.port(config).detail.startswith("an Emberline server runs")
-    assert [check.status for check in doctor.models(config)] == ["ok"]
+    assert [check.status for check in doctor.models(config)] == ["ok", "ok"]  # the default model and the served one
 
 
 def test_second_server_on_the_port_is_refused(ready: dict[str, Any], home: Path) -> None:
@@ -119,7 +132,7 @@ def test_sighup_drains_as_sigterm_does(ready: dict[str, Any], home: Path) -> Non
 
 def test_run_starts_a_temporary_server(tiny_model: Path, tmp_path: Path) -> None:
     words = ("run", "--temperature", "0", "--max-tokens", "4", str(tiny_model), "Hello")
-    done = emberline(*words, home=tmp_path, EMBERLINE_PORT="1")
+    done = emberline_process(*words, home=tmp_path, EMBERLINE_PORT="1")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
 
@@ -166,10 +179,11 @@ def test_a_signal_as_soon_as_it_answers_drains(tiny_model: Path, tmp_path: Path,
             watcher.join()
 
 
-def test_a_killed_core_leaves_no_secret_behind(home: Path, tmp_path: Path) -> None:
+def test_a_killed_core_leaves_no_secret_behind(small: str, home: Path, tmp_path: Path) -> None:
     """The start parameters of HTTP workers hold the API key. Nothing can clean up after SIGKILL."""
+    serve = ["tests.soak.server", "say=count", "", "--port", "0", "--json", "--http-workers", "2", small]
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.soak.server", "say=count", "", "--port", "0", "--json", "--http-workers", "2"],
+        [sys.executable, "-m", *serve],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
