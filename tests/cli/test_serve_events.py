@@ -75,16 +75,31 @@ async def read_stream(url: str, headers: Mapping[str, str], received: "asyncio.Q
                 received.put_nowait(line)
 
 
-async def check_events(server: StandinServer) -> None:
-    """An event reaches the webhook once and every stream. The streams end when the server stops."""
-    url, received = server.operator.url, asyncio.Queue[str]()
-    headers = {"authorization": f"Bearer {server.operator.credential}"}
-    async with receiving() as receiver, httpx.AsyncClient(timeout=60, headers=headers) as client:
-        made = (await client.post(f"{url}/v1/webhook_endpoints", json={"url": receiver.url})).json()
-        reading = (read_stream(f"{url}/v1/events", headers, received) for _ in range(N_STREAMS))
-        streams = [asyncio.create_task(each) for each in reading]
+@asynccontextmanager
+async def open_streams(server: StandinServer) -> AsyncIterator[tuple["list[asyncio.Task[None]]", "asyncio.Queue[str]"]]:
+    """Streams of events over N_STREAMS connections, and the lines that they receive. Streams left open are closed."""
+    url, received = f"{server.operator.url}/v1/events", asyncio.Queue[str]()
+    streams = [asyncio.create_task(read_stream(url, credential(server), received)) for _ in range(N_STREAMS)]
+    try:
         async with asyncio.timeout(60):
             assert {await received.get() for _ in streams} == {"retry: 1000"}
+        yield streams, received
+    finally:
+        for stream in streams:
+            stream.cancel()
+        await asyncio.gather(*streams, return_exceptions=True)
+
+
+def credential(server: StandinServer) -> dict[str, str]:
+    return {"authorization": f"Bearer {server.operator.credential}"}
+
+
+async def check_events(server: StandinServer) -> None:
+    """An event reaches the webhook once and every stream."""
+    url = server.operator.url
+    async with receiving() as receiver, httpx.AsyncClient(timeout=60, headers=credential(server)) as client:
+        made = (await client.post(f"{url}/v1/webhook_endpoints", json={"url": receiver.url})).json()
+        async with open_streams(server) as (streams, received), asyncio.timeout(60):
             queue = await open_store(server.home / DATABASE)
             await emit_event(queue, "batch_1", account="local")
             assert len({await received.get() for _ in streams}) == 1
@@ -95,14 +110,20 @@ async def check_events(server: StandinServer) -> None:
             while DELIVERED not in (metrics := (await client.get(f"{url}/metrics")).text):
                 await asyncio.sleep(0.05)
         assert "emberline_webhook_deliveries_pending " in metrics
+    assert len(receiver.got) == 1
+
+
+async def check_stop(server: StandinServer) -> None:
+    """Stop the server, which ends all streams of events first."""
+    async with open_streams(server) as (streams, _):
         began_s = time.monotonic()
         await server.stop()
         assert time.monotonic() - began_s < 50
         await asyncio.gather(*streams)
-    assert len(receiver.got) == 1
 
 
 async def test_events_reach_the_webhook_and_every_stream(tiny_model: Path, tmp_path: Path) -> None:
     """The core itself serves HTTP; tests/cli/test_serve_http_workers.py has two HTTP workers."""
     async with standin_server(tmp_path, tiny_model, {}) as server:
         await check_events(server)
+        await check_stop(server)

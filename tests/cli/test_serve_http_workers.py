@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from emberline.cli import http_client
 from emberline.cli.http_client import ChatTiming
-from tests.cli.test_serve_events import StandinServer, check_events, standin_server
+from tests.cli.test_serve_events import StandinServer, check_events, check_stop, standin_server
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 N_CONNECTIONS = 8  # enough that each of two HTTP workers has some
@@ -21,10 +21,11 @@ RUN = "/client/v4/accounts/acme/ai/run/@local/models/smollm2?queueRequest=true"
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[StandinServer]:
-    """A server that asks for API keys."""
+    """A server that asks for API keys. It ends all streams of events when it stops after the last test."""
     flags = {"server.http_workers": 2, "engine.replicas": 2, "server.auth": "keys"}
     async with standin_server(tmp_path_factory.mktemp("home"), tiny_model, flags) as server:
         yield server
+        await check_stop(server)
 
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
@@ -130,5 +131,4 @@ async def test_http_workers_share_one_port_and_a_worker_leaves(server: StandinSe
 
 
 async def test_events_reach_the_webhook_and_the_streams_of_every_http_worker(server: StandinServer) -> None:
-    """The last test here: the server stops in it."""
     await check_events(server)
