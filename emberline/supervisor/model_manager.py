@@ -99,6 +99,7 @@ class ModelManager:
         grants: Grants,
         check: Callable[[str], None] = lambda model: None,
         clock: Callable[[], float] = time.monotonic,
+        idle_poll_s: float = IDLE_POLL_S,
     ) -> None:
         """`check` is called in a thread before a model is loaded, and raises what is wrong with its files."""
         self.switching = ModelSwitching(limits)
@@ -108,6 +109,7 @@ class ModelManager:
         self._grants = grants
         self._check = check
         self._clock = clock
+        self._idle_poll_s = idle_poll_s
         self._files: dict[str, LoadableModel] = {}
         self._offered: frozenset[str] = frozenset()
         self._names: dict[str, list[str]] = {}  # of the workers of models that are loaded
@@ -224,7 +226,7 @@ class ModelManager:
             await self._notify()  # what an operator asked for may need no work any more
             busy = any(model.closed or model.asked or not self._settled(model.id) for model in self._models())
             try:
-                async with asyncio.timeout(POLL_S if busy else IDLE_POLL_S):
+                async with asyncio.timeout(POLL_S if busy else self._idle_poll_s):
                     await self._wake.wait()
             except TimeoutError:
                 pass

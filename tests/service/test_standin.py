@@ -169,7 +169,7 @@ async def test_streams_of_a_stopped_engine_move_and_it_is_trusted_again_after_a_
     timings = Timings(stalls=StallLimits(silent_s=1.0, check_s=0.1))
     service = await open_service([served], data_dir=tmp_path / "data", timings=timings)
     assert await service.ready(PATIENCE_S)
-    script = {"session": "standin:say=count,itl_ms=20", "sampling": {"max_tokens": 70, "ignore_eos": True}}
+    script = {"session": "standin:say=count,itl_ms=20", "sampling": {"max_tokens": 40, "ignore_eos": True}}
     expected = text_of(await events_of(service, ask("alone", **script)))
     streams = [asyncio.create_task(events_of(service, ask(f"{n} {'x' * 40}", **script))) for n in range(6)]
     async with asyncio.timeout(60):

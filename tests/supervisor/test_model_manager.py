@@ -74,7 +74,13 @@ class Bench:
         given = {"memory_bytes": 100, "max_loaded": 1, "switch_after_s": 0.2, "keep_alive_s": 60.0}
         rules = Limits(**(given | limits))  # type: ignore[arg-type]
         self.manager = ModelManager(
-            rules, workers, service.core.membership, service.core.admission, service.core.grants, clock=clock
+            rules,
+            workers,
+            service.core.membership,
+            service.core.admission,
+            service.core.grants,
+            clock=clock,
+            idle_poll_s=0.02,
         )
         service.core.models = self.manager
         card = offer(text).card
@@ -187,7 +193,7 @@ async def test_a_busy_model_finishes_its_requests_before_it_makes_way(bench: Ben
     other = bench.ask("b")
     await bench.until(a="unloading")
     late = bench.ask("a")  # waits for the next turn
-    await asyncio.sleep(0.3)
+    await asyncio.sleep(0.15)
     assert (len(engine.submitted), bench.workers.log) == (1, ["load a"])
     assert not running.done()
     bench.finish(A)
@@ -323,13 +329,13 @@ async def test_switching_under_load_ends_every_request_once(bench: Bench, tmp_pa
     requests = [ask(model="ab"[n % 2 if n < 40 else n % 3 // 2]) for n in range(60)]
 
     async def run(number: int) -> str:
-        await asyncio.sleep(0.02 * number)
+        await asyncio.sleep(0.01 * number)
         async with aclosing(bench.service.generate(requests[number], ALICE)) as events:
             return text_of([event async for event in events])
 
     tasks = [asyncio.create_task(run(number)) for number in range(60)]
     for number in range(5, 60, 9):
-        asyncio.get_running_loop().call_later(0.02 * number + 0.05, tasks[number].cancel)
+        asyncio.get_running_loop().call_later(0.01 * number + 0.03, tasks[number].cancel)
     async with asyncio.timeout(PATIENCE_S):
         results = await asyncio.gather(*tasks, return_exceptions=True)
     for result in results:

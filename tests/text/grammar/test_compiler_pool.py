@@ -223,7 +223,7 @@ async def test_what_waits_long_enough_goes_before_what_is_small(
     await settle()
     large = asyncio.create_task(ask("large", 0, 20_000))  # worth 20 ms of waiting
     await asyncio.sleep(0.1)
-    later = [asyncio.create_task(ask(f"small {n}", 1000)) for n in range(3)]
+    later = [asyncio.create_task(ask(f"small {n}", 100)) for n in range(3)]
     await asyncio.gather(large, *busy, *later)
     assert ended.index("large") < 2
 

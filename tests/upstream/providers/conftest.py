@@ -66,11 +66,11 @@ class Gateway:
         """(model, status, input tokens, cached tokens, output tokens, cost) of every request, once all have ended."""
         end_s = time.monotonic() + PATIENCE_S
         while self.service.n_running and time.monotonic() < end_s:  # a row is durable once its request is finalized
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.002)
         columns = "model, status, input_tokens, cached_tokens, output_tokens, cost_pico"
         while not (rows := list(await self.store.read(f"SELECT {columns} FROM usage ORDER BY created_us"))):
             assert time.monotonic() < end_s
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.002)
         return rows
 
 

@@ -31,7 +31,7 @@ async def open_gateway(
 ) -> tuple[Any, Gateway]:
     server = await provider_server(kind, text=TEXT, **script)
     hangs = script.get("hang") or "hang_after" in script
-    made = await gateway(configured(kind, server, timeout_s=0.4 if hangs else 60))
+    made = await gateway(configured(kind, server, timeout_s=0.15 if hangs else 60))
     price = Price(input=1_000_000, cached_input=1_000_000, output=2_000_000)
     made.core.prices.add(
         PriceVersion(model=model(kind), number=1, valid_from_us=0, source="admin", created_us=0, price=price)
