@@ -4,9 +4,12 @@ import json
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from emberline.protocol.errors import BadInput
+from emberline.protocol.frames import Vocabulary
+from emberline.protocol.grammar import Grammar, Text, encode
 from emberline.protocol.token_ids import unpack
 from emberline.text.text_model import TextModel
 from tests.engine.client import Client, LocalEngine, engine, start, wait_until
@@ -93,6 +96,25 @@ def test_logprobs_bias_and_bans(worker, text):
         assert chosen.logprob == pytest.approx(chosen.top[0][1])
         assert client.tokens("biased") == [100, 100]
         assert client.tokens("repeats")[0] == 100 != client.tokens("repeats")[1]
+
+
+def test_a_vocabulary_that_differs_is_not_listened_to(worker, text):
+    with Client(worker[1]) as client, Client(worker[1]) as other:
+        client.set_vocabulary(text.vocabulary)
+        structured = msgspec.structs.replace(ask("yes", [1, 2, 3]), grammar=encode(Grammar((Text("yes"),))))
+        client.submit(structured)
+        client.finish("yes")
+        assert text.decode(client.tokens("yes")) == "yes"
+        words = Vocabulary(list(text.vocabulary.tokens), text.vocabulary.special)
+        words.tokens[100], words.tokens[200] = words.tokens[200], words.tokens[100]
+        other.set_vocabulary(words)
+        with pytest.raises(ConnectionError):
+            receive_all(other)
+
+
+def receive_all(client):
+    while True:
+        client.receive()
 
 
 def test_idle_costs_no_cpu(worker):

@@ -1,15 +1,13 @@
-"""Replies of the real model in the real worker: sensible text, and structured replies that end, valid, where the model
-alone would not."""
+"""Replies of the real model: sensible text, and structured replies that end, valid, where the model alone would not."""
 
 import json
 
 import pytest
 
-from emberline.protocol.frames import Vocabulary
 from emberline.protocol.grammar import Grammar, Text, encode
 from emberline.protocol.request import EngineRequest, Message, SamplingParams
 from emberline.text.text_model import TextModel
-from tests.engine.client import Client, engine
+from tests.engine.client import LocalEngine
 from tests.engine.grammar.samples import JSON, LINKED, NUMBERS, PERSON
 
 ASKS = {
@@ -26,18 +24,17 @@ def text(smollm2):
 
 
 @pytest.fixture(scope="module")
-def worker(smollm2, tmp_path_factory):
-    path = tmp_path_factory.mktemp("grammar") / "a.sock"
-    flags = ("--device", "cpu", "--deterministic", "--token-budget", 64, "--max-running", 8, "--threads", 1)
-    with engine("emberline.engine.worker", "--model", smollm2, "--socket", path, "--kv-bytes", 6 << 20, *flags) as made:
-        yield made[1]
+def engine(smollm2, text):
+    flags = ("--deterministic", "--token-budget", 64, "--max-running", 8, "--kv-bytes", 6 << 20)
+    local = LocalEngine(smollm2, *flags)
+    local.set_vocabulary(text.vocabulary)
+    return local
 
 
 @pytest.fixture
-def client(worker, text):
-    with Client(worker) as connected:
-        connected.send(text.vocabulary)
-        yield connected
+def client(engine):
+    engine.deltas.clear()  # of another test
+    return engine
 
 
 def request(id, text, name, salt=b"", **sampling):
@@ -96,16 +93,16 @@ def test_the_same_tokens_alone_in_a_batch_and_after_preemption(client, text):
     for id in (id for id in made if id.startswith("alone")):
         client.submit(made[id])
         client.finish(id)
-    before = client.steps[-1].load.preemptions
+    before = client.loop.load.preemptions
     together = [id for id in made if id.startswith("batch")]
     client.submit(*(made[id] for id in together))
     client.finish(*together)
-    assert client.steps[-1].load.preemptions > before, "the cache is small"
+    assert client.loop.load.preemptions > before, "the cache is small"
     for n in range(len(names)):
         assert client.tokens(f"alone {n}") == client.tokens(f"batch {n}")
 
 
-def test_a_grammar_without_a_vocabulary_and_a_bad_one(worker, text, client):
+def test_a_bad_grammar_and_a_small_one(text, client):
     bad = EngineRequest(id="bad", prompt_ids=b"\1\0\0\0", sampling=SamplingParams(), grammar=b"no grammar")
     client.submit(bad, request("good", text, "numbers"))
     assert client.finish("good", "bad").error.param == "grammar"
@@ -116,14 +113,3 @@ def test_a_grammar_without_a_vocabulary_and_a_bad_one(worker, text, client):
     client.submit(small)
     client.finish("yes")
     assert reply(client, text, "yes") == "yes"
-
-
-def test_a_vocabulary_that_differs_is_not_listened_to(client, text, worker):
-    client.submit(request("first", text, "numbers", max_tokens=5))
-    client.finish("first")
-    words = Vocabulary(list(text.vocabulary.tokens), text.vocabulary.special)
-    words.tokens[100], words.tokens[200] = words.tokens[200], words.tokens[100]
-    with Client(worker) as other:
-        other.send(words)
-        with pytest.raises(ConnectionError):
-            other.receive()
