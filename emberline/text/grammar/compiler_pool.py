@@ -37,7 +37,7 @@ _encode = msgspec.msgpack.Encoder().encode  # keeps the order of keys, which is 
 
 
 class GrammarCompiler:
-    """Concurrent requests for the same grammar share one compilation."""
+    """Compiles each grammar once: concurrent requests for the same grammar share one compilation."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class GrammarCompiler:
         self._running: dict[bytes, asyncio.Task[bytes]] = {}
 
     async def compile(self, spec: GrammarSpec) -> bytes:
-        """An encoded `protocol.grammar.Grammar`. Raises BadInput where the spec is at fault, and Overloaded."""
+        """Return an encoded `protocol.grammar.Grammar`. Raises BadInput if the spec is at fault, and Overloaded."""
         try:
             data = _encode(spec)
         except (TypeError, ValueError, RecursionError, OverflowError):
@@ -80,12 +80,12 @@ class GrammarCompiler:
             raise Overloaded(error.message, retry_after_s=error.retry_after_s) from None
 
     async def start(self) -> None:
-        """Starts the processes now, so that the first requests do not wait for them."""
-        await asyncio.gather(*(process.start() for process in self._processes))
+        """Start the process that the pool grants first. The others start when more than one compilation runs."""
+        await self._processes[-1].start()
 
     @property
     def child_pid(self) -> int | None:
-        """Of a live process."""
+        """Process id of a live compiler process. Returns None if none has been started."""
         return next((process.pid for process in self._processes if process.pid is not None), None)
 
     async def close(self) -> None:
@@ -120,7 +120,7 @@ class GrammarCompiler:
 
 
 def _request_field(spec: GrammarSpec) -> str:
-    """The request field that asks for the grammar."""
+    """Return the request field that asks for the grammar."""
     return "tools" if spec.output is None else "output"
 
 
@@ -132,7 +132,7 @@ class _Waiter(NamedTuple):
 
 
 class ProcessPool:
-    """Grants free processes to waiters by rank: arrival time plus a cost for size."""
+    """Grants free processes to waiters by rank: arrival time plus a cost for size. The last process comes first."""
 
     def __init__(self, processes: Iterable[CompilerProcess]) -> None:
         self._free = list(processes)  # a stack: one process serves most of the load
@@ -143,7 +143,7 @@ class ProcessPool:
 
     @asynccontextmanager
     async def acquire(self, n_bytes: int) -> AsyncIterator[CompilerProcess]:
-        """A process for a spec of this size. Overloaded where too many better-ranked ones wait."""
+        """Yield a process for a spec of this size. Raises Overloaded if too many better-ranked ones wait."""
         large = n_bytes > SMALL_BYTES
         process = await self._wait(n_bytes, large)
         try:
@@ -173,7 +173,7 @@ class ProcessPool:
         self._grant()
 
     def _grant(self) -> None:
-        """Gives free processes to the first waiters that may have them, and forgets cancelled waiters."""
+        """Give free processes to the first waiters that may have them, and forget cancelled waiters."""
         self._waiting = [waiter for waiter in self._waiting if not waiter.granted.done()]
         while self._free:
             full = self._n_large >= self._max_large

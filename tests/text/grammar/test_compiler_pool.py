@@ -15,6 +15,7 @@ from emberline.protocol.request import OutputFormat
 from emberline.text.grammar import compiler_pool as turns
 from emberline.text.grammar.compiler_pool import GrammarCompiler, _encode
 from emberline.text.grammar.reply_grammar import GrammarSpec
+from tests.soak.server_process import children
 from tests.text.grammar.reference import matches
 
 
@@ -60,10 +61,18 @@ async def test_the_order_of_keys_is_kept(compiler: GrammarCompiler) -> None:
         assert matches(grammar, "{" + ",".join(f'"{name}":null' for name in names) + "}")
 
 
-async def test_started_early(compiler: GrammarCompiler) -> None:
+async def test_one_process_is_started_early_and_used_first(compiler: GrammarCompiler) -> None:
+    def processes() -> set[int]:
+        return set(children(os.getpid(), ("emberline.text.grammar.compiler_process",)))
+
+    before = processes()
     await compiler.start()
-    assert compiler.child_pid is not None
+    started = processes() - before
+    assert started == {compiler.child_pid}
     await compiler.compile(spec("regex", "x"))
+    assert processes() - before == started
+    await asyncio.gather(*(compiler.compile(spec("regex", letter)) for letter in "yz"))
+    assert len(processes() - before) == 2
 
 
 async def test_the_same_is_compiled_once(compiler: GrammarCompiler) -> None:
