@@ -10,19 +10,20 @@ import sys
 import time
 from bisect import insort
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Final, NamedTuple
 
 import msgspec
 
-from emberline.protocol.errors import BadInput, Overloaded, from_info
-from emberline.text.grammar.compiler_process import CompilerProcess
+from emberline.protocol.errors import BadInput, Internal, Overloaded, from_info
+from emberline.text.grammar.compiler_process import LENGTH, READY, CompileReply
 from emberline.text.grammar.reply_grammar import GrammarSpec
 
 CACHE_BYTES: Final = 64 << 20
 MEMORY_BYTES: Final = 1 << 30  # address space of a process
 CPU_S: Final = 600  # over the whole life of a process; then it is replaced
+START_S: Final = 30.0  # for a process to start
 ATTEMPTS: Final = 2
 N_PROCESSES: Final = 2
 COMMAND: Final = [sys.executable, "-m", "emberline.text.grammar.compiler_process"]
@@ -122,6 +123,77 @@ class GrammarCompiler:
 def _request_field(spec: GrammarSpec) -> str:
     """Return the request field that asks for the grammar."""
     return "tools" if spec.output is None else "output"
+
+
+class CompilerProcess:
+    """Handle of a compiler process: started on first use, killed when a compilation takes too long."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = command
+        self._child: asyncio.subprocess.Process | None = None
+        self._lock = asyncio.Lock()  # one request at a time
+        self.closed = False  # never started again
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._child is None else self._child.pid
+
+    async def start(self) -> None:
+        async with self._lock:
+            await self._started()
+
+    async def compile(self, data: bytes, limit_s: float) -> CompileReply | None:
+        """Return the reply, or None if the process died. Whatever interrupts the exchange kills the process."""
+        async with self._lock:
+            try:
+                child = await self._started()
+                async with asyncio.timeout(limit_s):
+                    return await _exchange(child, data)
+            except TimeoutError:
+                await self.kill()
+                message = f"the requested format takes longer than {limit_s:g} s to compile: simplify it"
+                raise BadInput(message) from None
+            except (asyncio.IncompleteReadError, ConnectionError):
+                await self.kill()
+                return None
+            except BaseException:
+                await self.kill()
+                raise
+
+    async def _started(self) -> asyncio.subprocess.Process:
+        if self.closed:
+            raise Internal("the grammar compiler is closed")
+        if self._child is None or self._child.returncode is not None:
+            self._child = await asyncio.create_subprocess_exec(
+                *self._command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+            )
+            assert self._child.stdout is not None
+            try:
+                async with asyncio.timeout(START_S):  # not part of the request's time limit
+                    await self._child.stdout.readexactly(len(READY))
+            except TimeoutError:
+                await self.kill()
+                raise Internal("the grammar compiler process does not start") from None
+            except BaseException:  # a half-started process is of no use
+                await self.kill()
+                raise
+        return self._child
+
+    async def kill(self) -> None:
+        child, self._child = self._child, None
+        if child is not None and child.returncode is None:
+            with suppress(ProcessLookupError):
+                child.kill()
+            await child.wait()
+
+
+async def _exchange(child: asyncio.subprocess.Process, data: bytes) -> CompileReply:
+    assert child.stdin is not None
+    assert child.stdout is not None
+    child.stdin.write(LENGTH.pack(len(data)) + data)
+    await child.stdin.drain()
+    size = LENGTH.unpack(await child.stdout.readexactly(LENGTH.size))[0]
+    return msgspec.msgpack.decode(await child.stdout.readexactly(size), type=CompileReply)
 
 
 class _Waiter(NamedTuple):
