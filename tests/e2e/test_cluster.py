@@ -20,7 +20,7 @@ from emberline.engine.announcer import Announcer
 from emberline.protocol.credential import Credential
 from emberline.protocol.frames import OLDEST_VERSION, VERSION
 from emberline.protocol.member import Announcement
-from tests.cli.console import emberline_process as emberline
+from tests.cli.console import emberline
 from tests.cluster_processes import (
     ADMIN,
     PATIENCE_S,
