@@ -15,11 +15,13 @@ from standardwebhooks.webhooks import Webhook
 
 from tests.api.server_process import make_home, serving
 from tests.cli import console
+from tests.examples import EVERY_EXAMPLE
 from tests.lazy_modules import anthropic, cloudflare, openai
 
 T = TypeVar("T")
 MODEL = "@cf/huggingfacetb/smollm2-135m-instruct"
 CHAT = "/v1/chat/completions"
+HTTP_WORKERS = "2" if EVERY_EXAMPLE else "1"  # several learn of each other's jobs and events by polling
 
 
 class Got(NamedTuple):
@@ -107,7 +109,7 @@ def walk(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wa
     thread = threading.Thread(target=receiver.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     with (
-        serving(home, "say=echo,itl_ms=2", 8, "--http-workers", "2") as server,
+        serving(home, "say=echo,itl_ms=2", 8, "--http-workers", HTTP_WORKERS) as server,
         httpx.Client(base_url=server.url, timeout=60) as http,
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
     ):
