@@ -5,20 +5,25 @@ from dataclasses import replace
 import pytest
 from msgspec.structs import replace as with_fields
 
+from emberline.kv.tiers.retention import Retention
 from emberline.protocol.errors import BadInput
 from emberline.simulator.coefficients import load
 from emberline.simulator.experiment import SimulationConfig, SimulationResult
 from emberline.simulator.simulation import simulate
-from emberline.simulator.tiers import TierSpec
+from emberline.simulator.tiers import SimTier, TierSpec, make_order
 from emberline.simulator.trace import TrafficTrace
 from emberline.simulator.trace_sources import synthetic_agents
+from emberline.simulator.virtual_clock import VirtualClock
 
 HOST = TierSpec("host", 6_000_000, 50e9)
 DISK = TierSpec("disk", 40_000_000, 3e9)
 POOL = TierSpec("pool", 6_000_000, 50e9, 0.002, shared=True)
-MODEL = with_fields(load("h200-llama-8b"), kv_tokens=400_000)
+MODEL = with_fields(load("h200-llama-8b"), kv_tokens=300_000)
 CONFIG = SimulationConfig(
-    model=MODEL, load=0.006, workers=2, warmup_s=250.0, measured_s=150.0, session_affinity=True, drain_s=60.0
+    model=MODEL, load=0.004, workers=2, warmup_s=200.0, measured_s=150.0, session_affinity=True, drain_s=60.0
+)
+SHORT = replace(  # begins with full caches, if it has a history
+    CONFIG, model=with_fields(MODEL, kv_tokens=400_000), load=0.006, warmup_s=10.0, measured_s=60.0, tiers=(HOST, DISK)
 )
 
 
@@ -49,6 +54,13 @@ def test_a_slow_tier_makes_no_request_slower_than_none(trace: TrafficTrace, devi
     assert p90_s(slow) <= 1.1 * p90_s(device_only)
 
 
+def test_a_fetch_queues_after_the_transfers_of_its_worker() -> None:
+    tier = SimTier(TierSpec("disk", 1600, 1e6), 100, VirtualClock(), make_order("lru", 100, Retention()))
+    assert tier.occupy("a", 2_000_000) == 2.0
+    assert tier.queue("a").seconds(1_000_000) == pytest.approx(3.0005)
+    assert tier.queue("b").seconds(1_000_000) == pytest.approx(1.0005)
+
+
 def test_a_shared_pool_needs_no_affinity(trace: TrafficTrace, device_only: SimulationResult) -> None:
     config = replace(CONFIG, policy="least_loaded", session_affinity=False)
     pooled, alone = simulate(trace, replace(config, tiers=(POOL,))), simulate(trace, config)
@@ -57,8 +69,7 @@ def test_a_shared_pool_needs_no_affinity(trace: TrafficTrace, device_only: Simul
 
 
 def test_history_stands_for_hours_before_the_simulation(trace: TrafficTrace) -> None:
-    config = replace(CONFIG, warmup_s=10.0, measured_s=60.0, tiers=(HOST, DISK))
-    cold, warm = simulate(trace, config), simulate(trace, replace(config, history_s=4 * 3600.0))
+    cold, warm = simulate(trace, SHORT), simulate(trace, replace(SHORT, history_s=4 * 3600.0))
     assert warm.ideal_hit_ratio > cold.ideal_hit_ratio + 0.05
     assert warm.hit_ratio > warm.ideal_hit_ratio - 0.02, "the router knows where each session's cache is"
     assert p90_s(warm) < p90_s(cold)
@@ -66,7 +77,7 @@ def test_history_stands_for_hours_before_the_simulation(trace: TrafficTrace) -> 
 
 def test_history_fills_small_tiers_so_that_old_sessions_come_from_the_drive(trace: TrafficTrace) -> None:
     small = TierSpec("host", 500_000, 50e9)
-    config = replace(CONFIG, warmup_s=10.0, measured_s=60.0, tiers=(small, DISK), history_s=4 * 3600.0)
+    config = replace(SHORT, tiers=(small, DISK), history_s=4 * 3600.0)
     result = simulate(trace, config)
     assert result.hits_by_tier()["disk"] > 0.05
     assert result.figures() == simulate(trace, config).figures(), "the same seed gives the same figures"
