@@ -29,7 +29,7 @@ from msgspec.structs import replace as with_fields
 
 from benchmarks.balancer_sim import BUSY, ENGINE, FILES, SYNTHETIC
 from benchmarks.report import markdown
-from emberline.kv.tiers.retention import N_BINS, PRIOR_TURNS, Kind, return_bin
+from emberline.kv.retention import N_BINS, PRIOR_TURNS, Kind, return_bin
 from emberline.simulator.coefficients import load
 from emberline.simulator.experiment import SimulationConfig
 from emberline.simulator.simulation import load_at_utilization, next_turn_s, simulate

@@ -26,7 +26,7 @@ from typing import Any
 
 import msgspec
 
-from emberline.engine.scheduler.latency_target import TARGET_S
+from emberline.engine.core.latency_target import TARGET_S
 from emberline.simulator import coefficients
 from emberline.simulator.coefficients import Coefficients, LatencyTargetBudget
 from emberline.simulator.elastic_fleet import NodeSpec, kept_through

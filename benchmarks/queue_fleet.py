@@ -22,10 +22,10 @@ from emberline.balancer.cost_model import Cost
 from emberline.balancer.endpoint import Capacity, Endpoint
 from emberline.balancer.grants import SHARE, Grants
 from emberline.balancer.worker import Worker
-from emberline.engine.scheduler.limits import Limits
-from emberline.engine.scheduler.plan import StepPlan
-from emberline.engine.scheduler.prefill_policy import BatchTimeLimit, StepWork
-from emberline.engine.scheduler.scheduler import Scheduler
+from emberline.engine.core.limits import Limits
+from emberline.engine.core.plan import StepPlan
+from emberline.engine.core.prefill_policy import BatchTimeLimit, StepWork
+from emberline.engine.core.scheduler import Scheduler
 from emberline.jobs.batches.batch import NewBatch
 from emberline.jobs.batches.blobs import BlobStore
 from emberline.jobs.limits import QueueLimits

@@ -7,7 +7,7 @@ host has not seen yet: what it computes there is worth nothing, and takes as lon
 from collections.abc import Sequence
 from typing import Any
 
-from emberline.engine.scheduler.plan import Handle, Masks, Runner, Sampled, StepPlan
+from emberline.engine.core.plan import Handle, Masks, Runner, Sampled, StepPlan
 from emberline.kernels.sampling import Sampled as Draw
 
 

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
 from tokenizers.models import WordPiece
 
 from emberline.balancer.endpoint import Endpoint
-from emberline.engine.encoder_loop import EncoderLimits, EncoderLoop
-from emberline.engine.socket_server import Server
+from emberline.engine.encoders.encoder_loop import EncoderLimits, EncoderLoop
+from emberline.engine.worker.socket_server import Server
 from emberline.models.encoder import EncoderModel
 from emberline.models.registry import load_encoder
 from emberline.protocol.frames import EngineInfo

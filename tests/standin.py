@@ -8,8 +8,8 @@ from pathlib import Path
 
 from emberline.balancer.endpoint import Endpoint
 from emberline.config import EngineConfig
-from emberline.engine.process import listening
-from emberline.engine.socket_server import Server
+from emberline.engine.worker.process import listening
+from emberline.engine.worker.socket_server import Server
 from emberline.supervisor.engine_workers import MakeSpec, WorkerPlan
 from emberline.supervisor.process import ProcessSpec
 from emberline.testing import standin_engine

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from emberline.engine import worker
+from emberline.engine.worker import main as worker
 from emberline.kernels.gpu import moe_block
 from emberline.kernels.gpu.moe_routing import Permutation, make_permutation
 

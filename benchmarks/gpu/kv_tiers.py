@@ -68,7 +68,7 @@ def copies() -> dict[str, Any]:
     """The mover alone, without a model; every block is compared."""
     import torch
 
-    from emberline.engine.gpu.tiers import CudaMover, PinnedAllocator
+    from emberline.engine.runners.gpu.tiers import CudaMover, PinnedAllocator
     from emberline.kv.tiers.host import HostTier
     from emberline.kv.tiers.mover import BlockCopy
 
@@ -249,7 +249,7 @@ def from_disk(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from benchmarks.kv_disk import plain_rate
-    from emberline.engine.gpu.tiers import CudaMover, PinnedAllocator
+    from emberline.engine.runners.gpu.tiers import CudaMover, PinnedAllocator
     from emberline.kv.tiers.disk.disk_tier import DiskTier
     from emberline.kv.tiers.host import HostTier
     from emberline.kv.tiers.manager import TierManager

@@ -87,7 +87,7 @@ def run_rank(rank: int, size: int, store_path: str) -> dict[str, Any]:
     import torch.distributed as dist
 
     from benchmarks.gpu.kernels import time_us
-    from emberline.engine.parallel.peer_memory import PeerMemory
+    from emberline.engine.ranks.peer_memory import PeerMemory
 
     store = dist.FileStore(store_path, size)
     store.set_timeout(timedelta(seconds=LIMIT_S))

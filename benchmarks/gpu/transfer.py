@@ -43,7 +43,7 @@ def main() -> int:
 
 def receive() -> int:
     """The receiving process: exports a pool, then prints checksums of the blocks it is asked for."""
-    from emberline.engine.gpu.transfer import exported_pools, exporting
+    from emberline.engine.runners.gpu.transfer import exported_pools, exporting
 
     pools, spans = exported_pools([LLAMA_8B], [N_BLOCKS], "cuda")
     opened, _ = exporting(pools, spans).opened()
@@ -67,7 +67,7 @@ def bandwidth(to: str | None = None) -> dict[str, Any]:
     """From the first GPU to `to`, as CUDA_VISIBLE_DEVICES names it; None: on the same one."""
     import torch
 
-    from emberline.engine.gpu.transfer import open_cuda_ipc, pool_words
+    from emberline.engine.runners.gpu.transfer import open_cuda_ipc, pool_words
     from emberline.kv.transfer.messages import TransportOpened
     from emberline.kv.transfer.transport import BlockCopy
 

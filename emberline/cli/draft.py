@@ -60,8 +60,8 @@ def run(args: argparse.Namespace) -> int:
         prompts, held_out = prompts[HELD_OUT:], prompts[:HELD_OUT]
     if not prompts:
         raise BadInput(f"there are too few prompts to train with: give more than {HELD_OUT}", param="text")
-    from emberline.engine.speculation.eagle_training import TrainingSettings
-    from emberline.engine.speculation.head_training import train_head
+    from emberline.engine.training.eagle_training import TrainingSettings
+    from emberline.engine.training.head_training import train_head
 
     sizes = {name: getattr(args, name) for name in ("draft_vocab", "max_tokens", "length")}
     settings = TrainingSettings(steps=args.steps, batch=args.batch, learning_rate=args.learning_rate)

@@ -12,7 +12,7 @@ from emberline.catalog.model_store import ModelStore, looks_like_path
 from emberline.catalog.published_shapes import find_shape
 from emberline.cli import common
 from emberline.engine.planning.hardware import KERNEL_SHARED_KIB, Gpu, parse_gpus
-from emberline.engine.scheduler.limits import Limits
+from emberline.engine.core.limits import Limits
 from emberline.protocol.errors import BadInput
 from emberline.protocol.parallel_layout import Layout
 from emberline.weights.checkpoint import open_checkpoint
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
     from emberline.engine.planning.layout_plan import Planner, Workload
     from emberline.engine.planning.layout_search import compare
-    from emberline.engine.worker import GPU_DEFAULTS
+    from emberline.engine.worker.main import GPU_DEFAULTS
 
     limits = Limits(
         context_len=checkpoint.config.context_len,

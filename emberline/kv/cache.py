@@ -16,7 +16,7 @@ from emberline.kv.block_pool import (
     peak_blocks,
 )
 from emberline.kv.prefix_index import NO_OWNER, Blocks, LeadingBlocks, Owner, PrefixIndex, first_visible
-from emberline.kv.tiers.retention import Conversation, Retention
+from emberline.kv.retention import Conversation, Retention
 from emberline.protocol.block_hash import BLOCK_TOKENS, KVGroup
 from emberline.protocol.frames import KVEvents
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
-from emberline.kv.transfer.slices import Run
+from emberline.kv.slices import Run
 
 MAX_HUGE_PAGE_BYTES = 4 << 20  # with 64 KB base pages huge pages have 512 MB: a block would cost one
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW  # truncation would kill a reader with SIGBUS

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import msgspec
 
-from emberline.engine.scheduler.latency_target import DECODE_SHARE, TARGET_S
+from emberline.engine.core.latency_target import DECODE_SHARE, TARGET_S
 from emberline.protocol.errors import BadInput
 
 FOLDER = "fitted"  # JSON files next to this module

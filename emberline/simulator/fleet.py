@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from emberline.kv.tiers.retention import Retention
+from emberline.kv.retention import Retention
 from emberline.protocol.block_hash import BLOCK_TOKENS
 from emberline.protocol.frames import WorkerRole
 from emberline.simulator.baselines import SimRouter

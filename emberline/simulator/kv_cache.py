@@ -6,8 +6,8 @@ segment may be present in part: its first blocks.
 
 from collections.abc import Callable, Sequence
 
-from emberline.kv.tiers.eviction_order import EvictionOrder, Run
-from emberline.kv.tiers.retention import Conversation, Kind, Retention
+from emberline.kv.eviction_order import EvictionOrder, Run
+from emberline.kv.retention import Conversation, Kind, Retention
 
 OnKVChange = Callable[[bool, int, int, int], None]  # stored (else removed), segment, first block, end
 

@@ -6,7 +6,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from emberline.kv.tiers.retention import Conversation
+from emberline.kv.retention import Conversation
 
 _SEGMENT_SPAN = 1 << 20  # more blocks than any segment has
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from emberline.kv.tiers import fetch_policy
-from emberline.kv.tiers.eviction_order import EvictionOrder
-from emberline.kv.tiers.retention import Conversation, Retention
+from emberline.kv.eviction_order import EvictionOrder
+from emberline.kv.retention import Conversation, Retention
 from emberline.simulator.kv_cache import OnKVChange, OracleOrder
 from emberline.simulator.virtual_clock import VirtualClock
 

@@ -17,7 +17,7 @@ import msgspec
 
 from emberline.balancer.endpoint import Endpoint
 from emberline.config import EngineConfig
-from emberline.engine import cpu_share
+from emberline.engine.worker import cpu_share
 from emberline.engine.memory import default_kv_bytes
 from emberline.protocol.credential import VARIABLE as CREDENTIAL_VARIABLE
 from emberline.protocol.errors import BadInput
@@ -70,7 +70,7 @@ class TierSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JoinSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How a worker joins a cluster; see emberline/engine/announcer.py."""
+    """How a worker joins a cluster; see emberline/engine/worker/announcer.py."""
 
     cores: tuple[str, ...]  # URLs
     credential: str  # as text
@@ -308,7 +308,7 @@ def runtime_folder() -> Path:
 
 
 def worker_spec(plan: WorkerPlan, config: EngineConfig, socket: Path, token: str) -> ProcessSpec:
-    """The command line of a worker; see emberline/engine/worker.py."""
+    """The command line of a worker; see emberline/engine/worker/main.py."""
     arguments = ["--model", str(plan.path), "--name", plan.model, "--socket", str(socket), "--device", plan.device]
     for flag, value in (
         ("--memory-share", plan.memory_share if plan.gpu is not None and plan.memory_share < 1 else 0),
@@ -333,7 +333,7 @@ def worker_spec(plan: WorkerPlan, config: EngineConfig, socket: Path, token: str
     env = {"EMBERLINE_WORKER_TOKEN": token}
     if plan.gpu is not None:
         env["CUDA_VISIBLE_DEVICES"] = plan.gpu
-    return ProcessSpec(name=plan.name, module="emberline.engine.worker", arguments=tuple(arguments), env=env)
+    return ProcessSpec(name=plan.name, module="emberline.engine.worker.main", arguments=tuple(arguments), env=env)
 
 
 def engine_arguments(config: EngineConfig, kv_bytes: int) -> list[str]:

@@ -15,14 +15,14 @@ from typing import TextIO
 import msgspec
 
 from emberline import log
-from emberline.engine import process
-from emberline.engine.alive_file import open_alive_file
-from emberline.engine.announcer import open_joining
-from emberline.engine.scheduler.limits import Limits
-from emberline.engine.scheduler.plan import Admission, Masks, Row, Sampled, StepPlan
-from emberline.engine.scheduler.scheduler import Scheduler
-from emberline.engine.socket_server import Server
-from emberline.engine.step_loop import StepLoop
+from emberline.engine.worker import process
+from emberline.engine.worker.alive_file import open_alive_file
+from emberline.engine.worker.announcer import open_joining
+from emberline.engine.core.limits import Limits
+from emberline.engine.core.plan import Admission, Masks, Row, Sampled, StepPlan
+from emberline.engine.core.scheduler import Scheduler
+from emberline.engine.worker.socket_server import Server
+from emberline.engine.core.step_loop import StepLoop
 from emberline.kv.block_pool import blocks_of
 from emberline.kv.cache import KVCache
 from emberline.kv.host_memory import HostMemory, shared_pages

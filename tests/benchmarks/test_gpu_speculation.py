@@ -20,15 +20,15 @@ from benchmarks.gpu.speculation.engine import Engine
 from benchmarks.gpu.speculation.inputs import CODER_SESSION, Coder, Recorded
 from benchmarks.gpu.speculation.parts import NoInputs, Setup
 from benchmarks.gpu.speculation.verification import FixedDrafts, VerifySteps, attention_share, with_ratios
-from emberline.engine.gpu import shapes
-from emberline.engine.gpu.batch import VerifyShape
+from emberline.engine.runners.gpu import shapes
+from emberline.engine.runners.gpu.batch import VerifyShape
 from emberline.models.eagle3 import Eagle3Config, Eagle3Head, save_head
 from emberline.protocol.request import ToolCall
 from emberline.protocol.token_ids import unpack
 from emberline.text.text_model import TextModel
 from emberline.weights.checkpoint import open_checkpoint
 from tests.engine.fakes import VOCAB
-from tests.engine.gpu.test_runner import Padded, loop_of
+from tests.engine.runners.gpu.test_runner import Padded, loop_of
 from tests.kernels.gpu.batches import everyday
 
 SHAPE = {

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.kv_retention import N_PAUSES, PAUSE_S, SEARCH, main, part_of, priors, with_pauses
-from emberline.kv.tiers.retention import N_BINS, PRIOR_TURNS
+from emberline.kv.retention import N_BINS, PRIOR_TURNS
 from emberline.simulator.trace_sources import synthetic_agents
 
 CONTEXT = 262_144

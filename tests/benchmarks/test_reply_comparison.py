@@ -62,10 +62,10 @@ class Engine:
     """The tiny model in this process, whose cached KV can be changed."""
 
     def __init__(self):
-        from emberline.engine.scheduler.limits import Limits
-        from emberline.engine.scheduler.scheduler import Scheduler
-        from emberline.engine.step_loop import StepLoop
-        from emberline.engine.torch_runner import TorchRunner
+        from emberline.engine.core.limits import Limits
+        from emberline.engine.core.scheduler import Scheduler
+        from emberline.engine.core.step_loop import StepLoop
+        from emberline.engine.runners.cpu.torch_runner import TorchRunner
         from emberline.kv.cache import KVCache
         from emberline.models.registry import load_model
         from emberline.weights.generated import generate_checkpoint

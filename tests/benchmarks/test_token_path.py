@@ -29,8 +29,8 @@ def gpu_runner() -> None:
 def test_a_decode_token_over_the_gpu_runner() -> None:
     ((_, calls),) = token_path.gpu_calls().items()
     lines = token_path.lines_by_file(calls)
-    assert {"emberline/engine/step_loop.py", "emberline/engine/gpu/runner.py"} <= lines.keys()
-    assert "emberline/engine/scheduler/limits.py" not in lines, "limits are read at start"
+    assert {"emberline/engine/core/step_loop.py", "emberline/engine/runners/gpu/runner.py"} <= lines.keys()
+    assert "emberline/engine/core/limits.py" not in lines, "limits are read at start"
     assert 300 < sum(lines.values()) < 1500
 
 
@@ -48,8 +48,8 @@ def test_a_server_and_its_engine_worker(
     token_path.main(["--part", "server", "--json"])
     found = json.loads(capsys.readouterr().out)
     request, token = found["one streamed chat request"], found["one token of it"]
-    both = {"emberline/api/app.py", "emberline/engine/scheduler/planner.py", "emberline/engine/socket_server.py"}
+    both = {"emberline/api/app.py", "emberline/engine/core/planner.py", "emberline/engine/worker/socket_server.py"}
     assert both <= request["by_file"].keys()
-    assert "emberline/engine/step_loop.py" in token["by_file"]
+    assert "emberline/engine/core/step_loop.py" in token["by_file"]
     assert "emberline/service/engine_transport.py" in token["by_file"]
     assert token["lines"] < request["lines"] / 2

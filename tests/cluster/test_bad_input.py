@@ -17,7 +17,7 @@ from tests.cluster.postgres_machine import PostgresMachine
 from tests.cluster_processes import ApiError, CoreProcess, wait_until
 
 OTHER_VERSION = """
-from emberline.engine import announcer
+from emberline.engine.worker import announcer
 from emberline.testing import standin_engine
 announcer.VERSION = 99
 raise SystemExit(standin_engine.main())

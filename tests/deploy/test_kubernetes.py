@@ -28,8 +28,8 @@ from emberline.catalog.model_card import WheelSource, slug
 from emberline.catalog.model_store import ModelStore
 from emberline.cli.main import _MODULES
 from emberline.config import Config, resolve
-from emberline.engine import worker
-from emberline.engine.process import DRAIN_S
+from emberline.engine.worker import main as worker
+from emberline.engine.worker.process import DRAIN_S
 from emberline.service.metrics import Metrics
 from tests.deploy.kustomize import Manifest, identity, read, render
 from tests.test_docs import config_keys

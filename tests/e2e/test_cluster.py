@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("cryptography")
 
 from emberline import __version__
-from emberline.engine.announcer import Announcer
+from emberline.engine.worker.announcer import Announcer
 from emberline.protocol.credential import Credential
 from emberline.protocol.frames import OLDEST_VERSION, VERSION
 from emberline.protocol.member import Announcement

@@ -39,7 +39,7 @@ class LocalEngine(Answers):
     process costs takes longer than most tests."""
 
     def __init__(self, model, *flags):
-        from emberline.engine import worker
+        from emberline.engine.worker import main as worker
 
         super().__init__()
         common = ("--model", model, "--socket", "unused", "--device", "cpu", "--threads", 1)

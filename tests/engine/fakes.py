@@ -6,11 +6,11 @@ Any error of paging, prefix cache, windows or preemption shows as wrong tokens.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from emberline.engine.scheduler.limits import Limits, WorkLimits
-from emberline.engine.scheduler.plan import StepPlan
-from emberline.engine.scheduler.scheduler import Scheduler
+from emberline.engine.core.limits import Limits, WorkLimits
+from emberline.engine.core.plan import StepPlan
+from emberline.engine.core.scheduler import Scheduler
 from emberline.engine.speculation.verification import n_accepted
-from emberline.engine.step_loop import StepLoop
+from emberline.engine.core.step_loop import StepLoop
 from emberline.kv.block_pool import NULL_BLOCK
 from emberline.kv.cache import KVCache
 from emberline.protocol.block_hash import KVGroup

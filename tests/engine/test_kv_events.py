@@ -4,13 +4,13 @@ import random
 
 import pytest
 
-from emberline.engine.socket_server import ServerLimits
+from emberline.engine.worker.socket_server import ServerLimits
 from emberline.kv import cache as kv_cache
 from emberline.protocol.block_hash import DIGEST_BYTES
 from emberline.protocol.frames import KVEvents, Step, WatchKV
 from tests.engine.client import Client, wait_until
 from tests.engine.fakes import FULL, VOCAB, request, window_group
-from tests.engine.test_socket_server import Engine
+from tests.engine.worker.test_socket_server import Engine
 
 
 class Watcher(Client):

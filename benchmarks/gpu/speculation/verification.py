@@ -17,9 +17,9 @@ from typing import Any
 from benchmarks.gpu.large_models import Deadline
 from benchmarks.gpu.model_files import LLAMA_8B
 from benchmarks.gpu.speculation.engine import build
-from emberline.engine.scheduler.plan import StepPlan
-from emberline.engine.scheduler.sequence import Sequence as Running
-from emberline.engine.step_loop import StepLoop
+from emberline.engine.core.plan import StepPlan
+from emberline.engine.core.sequence import Sequence as Running
+from emberline.engine.core.step_loop import StepLoop
 from emberline.protocol.frames import DraftStats
 from emberline.protocol.request import EngineRequest, SamplingParams
 from emberline.protocol.token_ids import pack
@@ -161,7 +161,7 @@ class VerifySteps:
         positions, so each replay computes the same. None: it is not captured."""
         import torch
 
-        from emberline.engine.gpu.stream import device_event
+        from emberline.engine.runners.gpu.stream import device_event
 
         runner: Any = self._runner
         self._loop._steps_in_flight = 1
@@ -184,7 +184,7 @@ class VerifySteps:
 
 
 def measure(model: Path, device: str, sizes: Sizes, deadline: Deadline, figures: Any) -> None:
-    from emberline.engine.gpu import shapes
+    from emberline.engine.runners.gpu import shapes
 
     # Also steps that the engine has no graph for, since they would not pay: 32 rows of 9 tokens.
     most = max(sizes.batches) * (1 + max(sizes.drafts))

@@ -7,7 +7,7 @@ import msgspec
 
 from emberline.engine.planning.hardware import GPUS, Gpu
 from emberline.engine.planning.layout_plan import DoesNotFit, LayoutPlan, Planner, Workload
-from emberline.engine.scheduler.limits import Limits
+from emberline.engine.core.limits import Limits
 from emberline.models.shard import check_layout
 from emberline.protocol.errors import BadInput
 from emberline.protocol.parallel_layout import MAX_RANKS, Layout, divisors, nearest_divisors

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from emberline.engine.planning.hardware import Gpu, gpu_of_device, parse_gpus
-from emberline.engine.scheduler.limits import Limits
+from emberline.engine.core.limits import Limits
 from emberline.protocol.errors import BadInput
 from emberline.protocol.parallel_layout import Layout
 from emberline.weights.checkpoint import Checkpoint, open_checkpoint
@@ -45,7 +45,7 @@ def _recommend(args: argparse.Namespace) -> Layout:
 
     from emberline.engine.planning.layout_plan import Workload
     from emberline.engine.planning.layout_search import recommend
-    from emberline.engine.worker import GPU_DEFAULTS
+    from emberline.engine.worker.main import GPU_DEFAULTS
 
     checkpoint: Checkpoint = open_checkpoint(args.model)
     config = checkpoint.config

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import msgspec
 
-from emberline.engine.scheduler.sequence import Sequence
+from emberline.engine.core.sequence import Sequence
 
 MAX_CELLS = 100  # that a drafter tells apart
 

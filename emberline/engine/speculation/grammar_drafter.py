@@ -5,7 +5,7 @@ proposed and verified like any other draft, so the output stays what the model w
 one token, the draw can only confirm it.
 """
 
-from emberline.engine.scheduler.sequence import Sequence
+from emberline.engine.core.sequence import Sequence
 from emberline.engine.speculation.drafter import Draft
 
 INNER, LAST = 0, 1  # cells: the last token may become another one with the text after it

@@ -1,6 +1,6 @@
 """Drafts of a draft head or a draft model: the runner has computed them behind the last step."""
 
-from emberline.engine.scheduler.sequence import Sequence
+from emberline.engine.core.sequence import Sequence
 from emberline.engine.speculation.drafter import Draft
 
 MAX_DEPTH = 4  # tokens of a head's draft

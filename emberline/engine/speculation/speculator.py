@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from emberline.engine.scheduler.plan import StepPlan
-from emberline.engine.scheduler.sequence import Sequence
+from emberline.engine.core.plan import StepPlan
+from emberline.engine.core.sequence import Sequence
 from emberline.engine.speculation import suffix_index
 from emberline.engine.speculation.drafter import MAX_CELLS, Drafter
 from emberline.engine.speculation.grammar_drafter import GrammarDrafter

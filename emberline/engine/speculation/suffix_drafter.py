@@ -8,7 +8,7 @@ recently used ones go first. Indexing a long prompt is spread over steps.
 
 from dataclasses import dataclass
 
-from emberline.engine.scheduler.sequence import Sequence
+from emberline.engine.core.sequence import Sequence
 from emberline.engine.speculation.drafter import Draft
 from emberline.engine.speculation.suffix_index import (
     CONTEXT_BYTES,

@@ -7,8 +7,8 @@ is drawn after accepted drafts is what would have been drawn without any. A draf
 from collections.abc import Sequence as Many
 from typing import Protocol
 
-from emberline.engine.scheduler.plan import UNKNOWN_DRAFT, Draws, Row, Sampled, StepPlan
-from emberline.engine.scheduler.sequence import Sequence
+from emberline.engine.core.plan import UNKNOWN_DRAFT, Draws, Row, Sampled, StepPlan
+from emberline.engine.core.sequence import Sequence
 from emberline.protocol.frames import DraftStats
 from emberline.protocol.token_ids import unpack
 

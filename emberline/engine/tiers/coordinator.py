@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from math import inf
 
-from emberline.engine.scheduler.sequence import Sequence
+from emberline.engine.core.sequence import Sequence
 from emberline.engine.tiers.fetching import TierFetches, TierMatch
 from emberline.engine.tiers.saving import BlockSaver
 from emberline.engine.tiers.step_budget import StepBudget

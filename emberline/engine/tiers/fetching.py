@@ -12,7 +12,7 @@ from itertools import groupby, repeat
 from math import inf
 from operator import itemgetter
 
-from emberline.engine.scheduler.sequence import Sequence
+from emberline.engine.core.sequence import Sequence
 from emberline.engine.tiers.saving import block_meta
 from emberline.engine.tiers.step_budget import StepBudget
 from emberline.kv.cache import BlockTable, KVCache, unwindowed_group

@@ -1,6 +1,6 @@
 """Blocks on their way from the device pool to the tiers: saved when they are published, not when they are evicted."""
 
-from emberline.engine.scheduler.sequence import Sequence
+from emberline.engine.core.sequence import Sequence
 from emberline.kv.cache import KVCache
 from emberline.kv.tiers.messages import BlocksCopied, SavedBlock, TierPort
 from emberline.kv.tiers.tier import BlockId, BlockMeta, layout_tag

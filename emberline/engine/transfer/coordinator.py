@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from emberline.engine.scheduler.sequence import Sequence
+from emberline.engine.core.sequence import Sequence
 from emberline.engine.transfer.incoming import IncomingTransfers, transfer_failed
 from emberline.engine.transfer.outgoing import OutgoingTransfers
 from emberline.kv.cache import KVCache

@@ -8,7 +8,7 @@ from itertools import groupby
 from math import inf
 from operator import itemgetter
 
-from emberline.engine.scheduler.sequence import Sequence
+from emberline.engine.core.sequence import Sequence
 from emberline.kv.cache import BlockTable, KVCache, unwindowed_group
 from emberline.kv.transfer import notices
 from emberline.kv.transfer.messages import Item, Offer

@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from math import inf
 
-from emberline.engine.scheduler.sequence import Sequence
+from emberline.engine.core.sequence import Sequence
 from emberline.kv.cache import KVCache
 from emberline.kv.transfer.messages import Item
 from emberline.kv.transfer.notices import BlocksReleased, OfferGranted, SendAcked, SenderNotice, SenderPort

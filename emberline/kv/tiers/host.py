@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 
 from emberline.kv.host_memory import private_pages
-from emberline.kv.tiers.eviction_order import EvictionOrder
-from emberline.kv.tiers.retention import Conversation, Retention
+from emberline.kv.eviction_order import EvictionOrder
+from emberline.kv.retention import Conversation, Retention
 from emberline.kv.tiers.tier import BlockId, BlockMeta, TierStats
 from emberline.kv.tiers.tier_events import TierChanges
 

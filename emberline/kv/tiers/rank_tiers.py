@@ -32,7 +32,7 @@ from emberline.kv.tiers.rank_commands import (
     TiersPurged,
     UseKeys,
 )
-from emberline.kv.tiers.retention import Conversation
+from emberline.kv.retention import Conversation
 from emberline.kv.tiers.tier import Tier, layout_tag
 from emberline.protocol.block_hash import KVGroup
 

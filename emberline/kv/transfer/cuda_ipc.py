@@ -6,7 +6,7 @@ succeeds does not prove that bytes arrive (IOMMUs and virtual machines have lost
 memory), so behind the blocks of each pool lie some bytes that a sender reads, and room for some that it writes.
 
 Memory of torch's allocator cannot be exported with expandable segments, so a pool that others write is allocated by
-the driver. This module handles pointers only; engine/gpu/transfer.py copies blocks.
+the driver. This module handles pointers only; engine/runners/gpu/transfer.py copies blocks.
 """
 
 import ctypes

@@ -44,7 +44,7 @@ from emberline.kv.transfer.rank_commands import (
     sequence_and_rank,
 )
 from emberline.kv.transfer.sender import TransportOpener
-from emberline.kv.transfer.slices import SliceMismatch, Slices, routes
+from emberline.kv.slices import SliceMismatch, Slices, routes
 from emberline.kv.transfer.transport import BlockSink, ReceiveTransport
 from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.request import Push

@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from emberline.config import EngineConfig
-from emberline.engine import cpu_share
+from emberline.engine.worker import cpu_share
 from emberline.protocol.errors import Conflict, Unavailable
 from emberline.protocol.frames import WorkerRole
 from emberline.protocol.parallel_layout import Layout

@@ -18,14 +18,14 @@ from typing import Any
 import msgspec
 
 from emberline import log as logs
-from emberline.engine.process import TOKEN_VARIABLE
+from emberline.engine.worker.process import TOKEN_VARIABLE
 from emberline.protocol.credential import VARIABLE as CREDENTIAL_VARIABLE
 from emberline.supervisor.cluster.launcher import CPU, LEFT, LaunchState, ReplicaOrder
 from emberline.supervisor.cluster.ray_settings import ADDRESS_VARIABLE, PORTS_VARIABLE, REGION_VARIABLE
 from emberline.supervisor.engine_workers import JoinSettings, joining
 from emberline.supervisor.process import ProcessFailed, ProcessSpec, SupervisedProcess
 
-WORKER = "emberline.engine.worker"
+WORKER = "emberline.engine.worker.main"
 TRIES = 3  # to start a process for the first time, where its port was taken or a rank was late
 RETRY_S = 1.0
 STOP_S = 10.0  # for a worker that was drained before
@@ -89,7 +89,7 @@ class Node(msgspec.Struct, frozen=True):
 
 
 def rank_spec(task: RankTask, node: Node, meeting: Meeting, credential: str, address: str) -> ProcessSpec:
-    """The command line and environment of a rank that listens at `address`; see emberline/engine/worker.py."""
+    """The command line and environment of a rank that listens at `address`; see emberline/engine/worker/main.py."""
     order, layout = task.order, task.order.layout
     arguments = ["--name", order.model, "--socket", address, "--role", order.role]
     if task.module == WORKER:

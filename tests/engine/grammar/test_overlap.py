@@ -3,7 +3,7 @@
 import pytest
 
 from emberline.engine.grammar.compiler import MatcherCompiler
-from emberline.engine.step_loop import StepLoop
+from emberline.engine.core.step_loop import StepLoop
 from tests.engine.client import wait_until
 from tests.engine.grammar.bench import PATIENT, TASTES, VOCAB, Bench
 from tests.engine.grammar.samples import ALL, WORDS, frame

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from msgspec import structs
 
-from emberline.engine.scheduler.plan import UNKNOWN_DRAFT, DeviceLost
+from emberline.engine.core.plan import UNKNOWN_DRAFT, DeviceLost
 from emberline.engine.speculation.verification import known_tokens
 from emberline.protocol.request import SamplingParams
 from emberline.protocol.token_ids import pack, unpack

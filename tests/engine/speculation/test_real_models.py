@@ -4,10 +4,10 @@ from functools import cache
 
 import pytest
 
-from emberline.engine.scheduler.limits import Limits
-from emberline.engine.scheduler.scheduler import Scheduler
-from emberline.engine.step_loop import StepLoop
-from emberline.engine.torch_runner import TorchRunner
+from emberline.engine.core.limits import Limits
+from emberline.engine.core.scheduler import Scheduler
+from emberline.engine.core.step_loop import StepLoop
+from emberline.engine.runners.cpu.torch_runner import TorchRunner
 from emberline.kernels.cpu.native_backend import NativeBackend
 from emberline.kernels.reference import TorchBackend
 from emberline.kv.cache import KVCache
@@ -17,7 +17,7 @@ from emberline.protocol.token_ids import pack
 from emberline.weights.model_config import ModelConfig
 from tests.engine.fakes import request
 from tests.engine.speculation.standin import StandinSpeculation, output_of
-from tests.engine.test_torch_runner import run, tokens
+from tests.engine.runners.cpu.test_torch_runner import run, tokens
 from tests.models.random_checkpoint import RandomCheckpoint
 
 VOCAB = 97

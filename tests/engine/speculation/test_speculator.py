@@ -6,8 +6,8 @@ from itertools import pairwise
 import pytest
 from msgspec import structs
 
-from emberline.engine import worker
-from emberline.engine.scheduler import scheduler as scheduling
+from emberline.engine.worker import main as worker
+from emberline.engine.core import scheduler as scheduling
 from emberline.engine.speculation import suffix_index
 from emberline.engine.speculation.drafter import Draft
 from emberline.engine.speculation.grammar_drafter import GrammarDrafter
@@ -22,7 +22,7 @@ from emberline.text.text_model import TextModel
 from tests.engine.fakes import request
 from tests.engine.grammar.samples import PERSON
 from tests.engine.speculation.test_real_models import REQUESTS, OneThreadBackend, answers, loop_of, plain_answers
-from tests.engine.test_torch_runner import run, tokens
+from tests.engine.runners.cpu.test_torch_runner import run, tokens
 
 needs_compiler = pytest.mark.skipif(not suffix_index.available(), reason="needs a C compiler")
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.engine.scheduler.limits import Limits
-from emberline.engine.scheduler.sequence import Sequence
+from emberline.engine.core.limits import Limits
+from emberline.engine.core.sequence import Sequence
 from emberline.engine.speculation import suffix_drafter, suffix_index
 from emberline.engine.speculation.suffix_drafter import STEP_TOKENS, SuffixDrafter
 from emberline.kv.cache import BlockTable

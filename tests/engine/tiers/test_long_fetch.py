@@ -5,10 +5,10 @@ from itertools import pairwise
 
 import pytest
 
-from emberline.engine.scheduler.admission import AdmissionPolicy
-from emberline.engine.scheduler.limits import Limits
-from emberline.engine.scheduler.scheduler import Scheduler
-from emberline.engine.step_loop import StepLoop
+from emberline.engine.core.admission import AdmissionPolicy
+from emberline.engine.core.limits import Limits
+from emberline.engine.core.scheduler import Scheduler
+from emberline.engine.core.step_loop import StepLoop
 from emberline.engine.tiers.step_budget import MAX_STEPS, STEP_S, StepBudget
 from emberline.kv.block_pool import BlockPool
 from emberline.kv.cache import KVCache

@@ -7,11 +7,11 @@ import time
 
 import pytest
 
-from emberline.engine.scheduler.limits import Limits
-from emberline.engine.scheduler.scheduler import Scheduler
-from emberline.engine.step_loop import StepLoop
+from emberline.engine.core.limits import Limits
+from emberline.engine.core.scheduler import Scheduler
+from emberline.engine.core.step_loop import StepLoop
 from emberline.engine.tiers.opening import add_arguments, open_tiers
-from emberline.engine.torch_runner import TorchRunner
+from emberline.engine.runners.cpu.torch_runner import TorchRunner
 from emberline.kv.cache import KVCache
 from emberline.kv.tiers.host import HostTier
 from emberline.kv.tiers.manager import TierManager
@@ -20,7 +20,7 @@ from emberline.protocol.errors import BadInput
 from emberline.protocol.frames import TierStats
 from emberline.protocol.token_ids import unpack
 from tests.engine.fakes import VOCAB, expected, request
-from tests.engine.test_torch_runner import FULL, WINDOW, TorchFake
+from tests.engine.runners.cpu.test_torch_runner import FULL, WINDOW, TorchFake
 
 LIMITS = Limits(context_len=300, vocab_size=VOCAB, eos_ids=(0,), max_running=4, token_budget=48)
 LAYOUTS = {"full": (FULL,), "window": (FULL, WINDOW), "window first": (WINDOW, FULL)}

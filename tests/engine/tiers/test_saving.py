@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from emberline.engine.scheduler.limits import Limits
-from emberline.engine.scheduler.scheduler import Scheduler
-from emberline.engine.step_loop import StepLoop
+from emberline.engine.core.limits import Limits
+from emberline.engine.core.scheduler import Scheduler
+from emberline.engine.core.step_loop import StepLoop
 from emberline.engine.tiers.saving import MAX_PINNED_SHARE, PART_BYTES
 from emberline.kv.cache import KVCache
 from emberline.kv.tiers.host import HostTier

@@ -5,9 +5,9 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emberline.engine.scheduler.limits import Limits
-from emberline.engine.scheduler.scheduler import Scheduler
-from emberline.engine.step_loop import StepLoop
+from emberline.engine.core.limits import Limits
+from emberline.engine.core.scheduler import Scheduler
+from emberline.engine.core.step_loop import StepLoop
 from emberline.kv.cache import KVCache
 from emberline.kv.tiers.fetch_policy import TierQueue
 from emberline.kv.tiers.messages import BlocksCopied, BlocksFetched, LookedUp

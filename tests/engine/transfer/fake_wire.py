@@ -6,7 +6,7 @@ and a block is garbage until it is written completely.
 
 from collections import deque
 
-from emberline.engine.step_loop import StepLoop
+from emberline.engine.core.step_loop import StepLoop
 from emberline.kv.transfer.messages import Offer
 from emberline.kv.transfer.notices import (
     BlocksReceived,

@@ -1,6 +1,6 @@
 """A worker that gives nothing up while its machine is busy: eight prompts may take minutes there."""
 
-from emberline.engine import worker
+from emberline.engine.worker import main as worker
 from emberline.engine.transfer import incoming, outgoing
 from emberline.kv.transfer import sender
 

@@ -6,18 +6,18 @@ from contextlib import contextmanager
 
 import pytest
 
-from emberline.engine.process import listening
-from emberline.engine.scheduler.limits import Limits
-from emberline.engine.scheduler.scheduler import Scheduler
-from emberline.engine.socket_server import Server
-from emberline.engine.step_loop import StepLoop
-from emberline.engine.torch_runner import TorchRunner
+from emberline.engine.worker.process import listening
+from emberline.engine.core.limits import Limits
+from emberline.engine.core.scheduler import Scheduler
+from emberline.engine.worker.socket_server import Server
+from emberline.engine.core.step_loop import StepLoop
+from emberline.engine.runners.cpu.torch_runner import TorchRunner
 from emberline.kv.cache import KVCache
 from emberline.kv.transfer.host_transfers import host_transfers
 from emberline.protocol.frames import Drain, EngineInfo
 from tests.engine.client import Client
 from tests.engine.fakes import VOCAB, expected, request
-from tests.engine.test_torch_runner import FULL, WINDOW, TorchFake
+from tests.engine.runners.cpu.test_torch_runner import FULL, WINDOW, TorchFake
 from tests.engine.transfer.test_prefill_decode import halves
 
 LIMITS = Limits(context_len=300, vocab_size=VOCAB, eos_ids=(0,), max_running=4, token_budget=48)

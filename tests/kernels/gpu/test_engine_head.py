@@ -6,21 +6,21 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from emberline.engine.gpu.engine import _Kernels  # noqa: E402
-from emberline.engine.gpu.runner import GpuRunner  # noqa: E402
-from emberline.engine.gpu.shapes import (  # noqa: E402
+from emberline.engine.runners.gpu.engine import _Kernels  # noqa: E402
+from emberline.engine.runners.gpu.runner import GpuRunner  # noqa: E402
+from emberline.engine.runners.gpu.shapes import (  # noqa: E402
     CHUNK_ROWS,
     GPU_SHAPES,
     MAX_GRAPH_TOKENS,
     max_draws,
     most_drafts,
 )
-from emberline.engine.scheduler.latency_target import LatencyTarget  # noqa: E402
-from emberline.engine.scheduler.limits import Limits  # noqa: E402
-from emberline.engine.scheduler.scheduler import Scheduler  # noqa: E402
+from emberline.engine.core.latency_target import LatencyTarget  # noqa: E402
+from emberline.engine.core.limits import Limits  # noqa: E402
+from emberline.engine.core.scheduler import Scheduler  # noqa: E402
 from emberline.engine.speculation.head_drafter import HeadDrafter  # noqa: E402
-from emberline.engine.step_loop import StepLoop  # noqa: E402
-from emberline.engine.torch_runner import TorchRunner  # noqa: E402
+from emberline.engine.core.step_loop import StepLoop  # noqa: E402
+from emberline.engine.runners.cpu.torch_runner import TorchRunner  # noqa: E402
 from emberline.kernels.gpu.sampler_table import SamplerTable  # noqa: E402
 from emberline.kernels.gpu.triton_backend import TritonBackend  # noqa: E402
 from emberline.kernels.gpu.workspace import WorkspaceSizes  # noqa: E402
@@ -31,8 +31,8 @@ from emberline.models.draft_head import DraftHead, GpuDraftHead  # noqa: E402
 from emberline.models.eagle3 import Eagle3Config, Eagle3Head  # noqa: E402
 from emberline.models.llama import llama  # noqa: E402
 from tests.engine.fakes import request  # noqa: E402
-from tests.engine.speculation.test_head_runner import EagerSpeculator  # noqa: E402
-from tests.engine.test_torch_runner import tokens  # noqa: E402
+from tests.engine.runners.cpu.test_head_runner import EagerSpeculator  # noqa: E402
+from tests.engine.runners.cpu.test_torch_runner import tokens  # noqa: E402
 from tests.kernels.gpu.test_engine import CONFIG, DEVICE  # noqa: E402
 from tests.models.random_checkpoint import RandomCheckpoint  # noqa: E402
 

@@ -5,8 +5,8 @@ import time
 import msgspec
 import numpy as np
 
-from emberline.engine.parallel.follower_kv import FollowerKV, KVListener
-from emberline.engine.parallel.messages import KVCommand, KVReport
+from emberline.engine.ranks.follower_kv import FollowerKV, KVListener
+from emberline.engine.ranks.messages import KVCommand, KVReport
 from emberline.kv.host_memory import HostMemory, private_pages, shared_pages
 from emberline.kv.transfer.host_transfers import host_transfers
 from emberline.kv.transfer.notices import BlocksReceived, BlocksReleased, OfferGranted, OfferReceived, SendAcked

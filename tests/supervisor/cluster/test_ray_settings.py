@@ -193,7 +193,7 @@ def test_ranks_on_several_machines_meet_at_rank_0() -> None:
 
 
 def test_flags_of_a_rank_are_those_of_the_worker() -> None:
-    from emberline.engine.worker import parse_arguments
+    from emberline.engine.worker.main import parse_arguments
 
     meeting = Meeting(id="1", rendezvous="tcp:10.0.0.2:7105", token="ranks")
     for rank in (0, 3):

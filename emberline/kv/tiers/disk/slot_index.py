@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from emberline.kv.tiers.eviction_order import EvictionOrder
-from emberline.kv.tiers.retention import Conversation, Retention
+from emberline.kv.eviction_order import EvictionOrder
+from emberline.kv.retention import Conversation, Retention
 from emberline.kv.tiers.tier import BlockMeta
 from emberline.protocol import block_hash
 

@@ -1,0 +1,145 @@
+"""Running and waiting sequences by rank, the slots they run in, and which of them gives way to which."""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from math import inf
+from operator import attrgetter
+
+from emberline.engine.core.limits import WorkLimits
+from emberline.engine.core.sequence import NO_SLOT, Sequence
+from emberline.protocol.request import Priority
+
+# An interactive request may arrive and wait for the end of a step. So batch-class sequences lengthen a step by so much,
+# until there was no interactive request for QUIET_S:
+BATCH_PREFILL_S = 0.02  # with their prompts
+BATCH_DECODE_S = 0.025  # with their replies, together with those of others: they take turns
+QUIET_S = 5.0
+
+_BATCH = Priority.BATCH  # a lookup in an Enum takes longer than what is asked of it in every step
+by_rank = attrgetter("rank")
+
+
+class Queues:
+    def __init__(self, n_slots: int) -> None:
+        self.running: list[Sequence] = []  # by rank
+        self.waiting: list[Sequence] = []  # by rank; not all are `admissible` yet
+        self.waiting_tokens = 0  # of the waiting sequences, without those whose KV was received
+        self.free_slots = list(reversed(range(n_slots)))
+        self._n_admitted = 0
+
+    def admissible(self) -> Iterator[Sequence]:
+        """Those whose prefix was looked up, and whose grammar is compiled and applied."""
+        return (seq for seq in self.waiting if seq.looked_up and seq.pending_guide is None and seq.job is None)
+
+    def enqueue(self, seq: Sequence, step: int) -> None:
+        insort(self.waiting, seq, key=by_rank)
+        seq.queued_step = step
+        self.waiting_tokens += seq.n_tokens - seq.n_received
+
+    def dequeue(self, seq: Sequence) -> None:
+        self.waiting.remove(seq)
+        self.waiting_tokens -= seq.n_tokens - seq.n_received
+
+    def run(self, seq: Sequence) -> None:
+        insort(self.running, seq, key=by_rank)
+        seq.slot = self.free_slots.pop()
+        seq.admission = self._n_admitted
+        self._n_admitted += 1
+
+    def vacate(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        self.free_slots.append(seq.slot)
+        seq.slot = NO_SLOT
+        seq.admission = -1  # what steps in flight still sample for it is ignored
+
+
+class PreemptionPolicy:
+    """The sequence of the last rank gives way. So the first in rank always advances, and every sequence ends."""
+
+    def victim(self, running: list[Sequence], step: int) -> Sequence:
+        """Whose blocks to take when a sequence of this step cannot grow; it may be that sequence itself."""
+        return next(seq for seq in reversed(running) if seq.planned_step != step)
+
+    def displaced(self, queues: Queues) -> tuple[Sequence, Sequence] | None:
+        """A waiting sequence of a better class, and the running one whose place it may take."""
+        last = queues.running[-1] if queues.running else None
+        first = next(queues.admissible(), None)
+        if last is None or first is None or first.effective_class >= last.effective_class:
+            return None
+        return first, last
+
+
+class BatchYielding:
+    """Sequences of the batch class yield to the others: in turns, in time, and without starving."""
+
+    def __init__(self, limits: WorkLimits) -> None:
+        self._limits = limits
+        self._now_s = 0.0
+        self._interactive_s = -QUIET_S  # when there was last a request of another class
+        self._n_paused = 0  # consecutive steps that batch-class sequences have yielded
+        self._promoted: Sequence | None = None
+
+    def advance(self, queues: Queues, now_s: float) -> None:
+        """Before a plan."""
+        self._now_s = now_s
+        running, waiting = queues.running, queues.waiting
+        if self._promoted is None:  # the best classes come first
+            some = any(queue[0].effective_class != _BATCH for queue in (running, waiting) if queue)
+        else:
+            some = len(running) - n_batch(running) + len(waiting) - n_batch(waiting) > 1
+        if some:
+            self._interactive_s = now_s
+
+    def ended(self, seq: Sequence) -> None:
+        if seq is self._promoted:
+            self._promoted = None
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether an interactive request is here, or may be soon."""
+        return self._now_s - self._interactive_s < QUIET_S
+
+    def prefill_limit_s(self, seq: Sequence) -> float:
+        """How long the prompts of a step may take for this sequence's chunk to join them."""
+        return BATCH_PREFILL_S if self.is_limited and seq.effective_class == Priority.BATCH else inf
+
+    def resting(self, queues: Queues, most: float) -> set[int]:
+        """Numbers of the batch-class sequences that have no row in this step, so that no more than `most` sequences
+        decode, one of the batch class at least: those whose last row is the most recent."""
+        running = queues.running
+        n_others = len(running) - n_batch(running)
+        decoding = [seq for seq in running[n_others:] if seq.n_due == 1]
+        if len(decoding) <= max(1, most - n_others):
+            return set()
+        decoding.sort(key=attrgetter("planned_step"))
+        return {seq.number for seq in decoding[max(1, int(most) - n_others) :]}
+
+    def promote(self, queues: Queues, step: int) -> None:
+        """Rank a starved sequence with the default class; one at a time."""
+        waiting = queues.waiting
+        if not waiting or waiting[-1].effective_class != Priority.BATCH:
+            return
+        first = waiting[-n_batch(waiting)]
+        if step - first.queued_step >= self._limits.starved_steps and self._promoted is None:
+            self._promoted = first
+            waiting.remove(first)
+            first.effective_class = Priority.DEFAULT
+            insort(waiting, first, key=by_rank)
+
+    def pauses(self, queues: Queues) -> bool:
+        """Whether batch-class sequences have no row in this step, because a better class has prompts to compute."""
+        running = queues.running
+        if not running or running[-1].effective_class != _BATCH:
+            self._n_paused = 0
+            return False
+        prompts = any(seq.n_due > 1 for seq in running if seq.effective_class != Priority.BATCH)
+        first = None if prompts else next(queues.admissible(), None)
+        urgent = prompts or (first is not None and first.effective_class != Priority.BATCH)
+        may_pause = urgent and self._n_paused < self._limits.paused_steps
+        self._n_paused = self._n_paused + 1 if may_pause else 0
+        return self._n_paused > 0
+
+
+def n_batch(by_rank_order: list[Sequence]) -> int:
+    """How many are of the batch class, which comes last."""
+    return len(by_rank_order) - bisect_left(by_rank_order, (Priority.BATCH, -1), key=by_rank)

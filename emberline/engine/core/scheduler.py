@@ -1,0 +1,514 @@
+"""The scheduler: requests in, plans out, results absorbed. Pure Python: no torch, no I/O, no clock of its own."""
+
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from collections.abc import Sequence as Many
+from math import inf
+
+import msgspec
+
+from emberline.engine.core import token_rules
+from emberline.engine.grammar import masks as masking
+from emberline.engine.grammar.masks import DraftMasks, GuideJobs
+from emberline.engine.core.admission import AdmissionPolicy
+from emberline.engine.core.limits import Limits
+from emberline.engine.core.plan import Guides, Masks, Sampled, StepPlan
+from emberline.engine.core.planner import StepPlanner
+from emberline.engine.core.prefill_policy import PrefillPolicy
+from emberline.engine.core.queues import BatchYielding, Queues, n_batch
+from emberline.engine.core.sequence import NO_SLOT, Sequence, SequenceSnapshot
+from emberline.engine.speculation.verification import Speculation, drawn_ids, n_accepted
+from emberline.engine.tiers.coordinator import TierCoordinator
+from emberline.engine.transfer.coordinator import TransferCoordinator
+from emberline.kv.cache import KVCache
+from emberline.kv.tiers.messages import TierPort
+from emberline.kv.retention import Conversation
+from emberline.kv.transfer.notices import TransferPort
+from emberline.protocol.block_hash import BLOCK_TOKENS
+from emberline.protocol.errors import BadInput, DeadlineExceeded, EmberlineError, ErrorInfo, Internal
+from emberline.protocol.events import FinishReason, TokenDelta, TokenLogprobs
+from emberline.protocol.frames import EngineLoad, Vocabulary
+from emberline.protocol.request import EngineRequest
+from emberline.protocol.token_ids import pack
+
+_log = logging.getLogger(__name__)
+
+
+class Scheduler:
+    """Continuous batching over one KVCache.
+
+    Owns the sequences from `submit` to their terminal delta. Which tokens a step computes is the planner's decision.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        limits: Limits,
+        fingerprint: str,
+        grammars: Guides | None = None,
+        prefill: PrefillPolicy | None = None,
+        transfers: TransferPort | None = None,
+        speculation: Speculation | None = None,
+        tiers: TierPort | None = None,
+        micro_batches: int = 1,
+    ) -> None:
+        assert limits.context_len <= cache.capacity, "a lone sequence must be able to reach the end of its context"
+        self.limits = limits
+        self.cache = cache
+        self.n_submitted = 0
+        self.fingerprint = fingerprint
+        self.grammars = grammars  # None: grammars are ignored
+        self._compiling: list[Sequence] = []  # those whose grammar is being compiled; they are waiting, too
+        self._by_id: dict[str, Sequence] = {}
+        self._by_number: dict[int, Sequence] = {}
+        self._ended: OrderedDict[str, Conversation] = OrderedDict()  # of the last requests, which may have called tools
+        self._absorbed: list[Sequence] = []  # that had rows in steps absorbed since `catch_up`
+        self._polls_late = False  # tiers are polled by `catch_up`
+        self._next_deadline_s = inf
+        self._totals = EngineLoad(kv_total_blocks=cache.n_total)
+        self._queues = Queues(limits.max_running)
+        self._transfers = TransferCoordinator(cache, transfers, fingerprint)
+        self._tiers = None if tiers is None else TierCoordinator(cache, tiers)
+        self._admission = AdmissionPolicy(cache, self._queues, self._transfers, self._totals, self._tiers, limits.work)
+        self._batch_class = BatchYielding(limits.work)
+        self.speculation = speculation
+        prefill = prefill or PrefillPolicy()
+        drafts = speculation is not None
+        appends = drafts and prefill.drafts_beside_prompts
+        self._guides = GuideJobs(limits.eos_ids, drafts, appends, limits.guides)
+        self._planner = StepPlanner(
+            cache,
+            limits,
+            self._queues,
+            self._admission,
+            prefill,
+            self._batch_class,
+            self._totals,
+            speculation,
+            micro_batches,
+        )
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._by_number) or self._transfers.busy
+
+    @property
+    def blocked(self) -> bool:
+        """Busy, but nothing can be computed before a grammar is compiled or a transfer advances."""
+        if not self.busy or self._queues.running or self.has_fetch_work:
+            return False
+        n_compiling = sum(seq.waits for seq in self._compiling)
+        return len(self._queues.waiting) == n_compiling and not self._admission.may_grant
+
+    @property
+    def has_fetch_work(self) -> bool:
+        """Whether the next step goes on with a fetch that is too long for one."""
+        return self._tiers is not None and self._tiers.has_work
+
+    @property
+    def wake_s(self) -> float:
+        """While blocked: when a step is due even if no notice comes. While a grammar is compiled, now."""
+        tiers_s = inf if self._tiers is None else self._tiers.wake_s
+        return 0.0 if self._compiling else min(self._next_deadline_s, self._transfers.wake_s, tiers_s)
+
+    @property
+    def n_compiling(self) -> int:
+        """Sequences whose grammar is being compiled."""
+        return len(self._compiling)
+
+    def snapshot(self) -> list[SequenceSnapshot]:
+        """Every sequence as plain data: running ones first, then waiting ones, each by rank."""
+        listed = [*self._queues.running, *self._queues.waiting]
+        others = [seq for seq in self._by_number.values() if not seq.waits]
+        return [seq.snapshot() for seq in [*listed, *others]]
+
+    def transfer_references(self) -> Counter[tuple[int, int]]:
+        """References to KV blocks that transfers hold, by (group, block)."""
+        return self._transfers.incoming.references() + self._transfers.outgoing.references()
+
+    def load(self) -> EngineLoad:
+        load, queues = msgspec.structs.replace(self._totals), self._queues
+        load.running, load.running_batch = len(queues.running), n_batch(queues.running)
+        load.waiting, load.waiting_batch = len(queues.waiting), n_batch(queues.waiting)
+        load.waiting_tokens = queues.waiting_tokens + sum(seq.n_prefill for seq in queues.running)
+        load.kv_used_blocks = self.cache.n_used
+        self._transfers.report(load)
+        if self._tiers is not None:
+            self._tiers.report(load)
+        if self.speculation is not None:
+            load.drafts = self.speculation.stats
+        return load
+
+    def purge(self, owner: bytes | None, session: bytes) -> int:
+        """Forget what the device pool has cached of an owner, of one of its sessions, or (None) of all; the number of
+        blocks. Sequences that run keep their blocks, which are not found by others any more."""
+        return self.cache.purge(owner, session)
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def submit(self, request: EngineRequest, now_s: float) -> None:
+        """Accept a request, which from now on ends in exactly one terminal delta; or raise why not."""
+        if request.id in self._by_id:
+            raise BadInput(f"request id {request.id!r} is in use", param="id")
+        self.limits.check(request)
+        self._transfers.check(request)
+        guided = request.grammar and self.grammars is not None and request.push is None
+        pending = self.grammars.request(request.grammar) if guided and self.grammars is not None else None
+        seq = Sequence(request, self.n_submitted, self.limits, self.fingerprint, self.cache.table(), now_s, pending)
+        seq.table.owner = seq.root_key, seq.session_digest
+        seq.arrival_step = self._totals.steps
+        seq.limits_thinking = token_rules.limits_thinking(seq)
+        self.n_submitted += 1
+        self._by_id[request.id] = self._by_number[seq.number] = seq
+        if seq.deadline_s is not None:
+            self._next_deadline_s = min(self._next_deadline_s, seq.deadline_s)
+        if pending is not None:
+            self._compiling.append(seq)
+        self._transfers.begin(seq, now_s)
+        if not seq.in_transfer:
+            self._enqueue(seq)
+
+    def _enqueue(self, seq: Sequence) -> None:
+        self._queues.enqueue(seq, self._totals.steps)
+        if self._tiers is not None:
+            self._tiers.enqueued(seq)
+
+    def abort(self, request_id: str) -> TokenDelta | None:
+        """The terminal delta, or None when there is no such request (any more)."""
+        seq = self._by_id.get(request_id)
+        return None if seq is None else self._end(seq, "cancelled")
+
+    def abort_all(self, error: EmberlineError) -> list[TokenDelta]:
+        return [self._fail(seq, error) for seq in tuple(self._by_number.values())]
+
+    def called_tools(self, request_id: str) -> None:
+        """The reply of a sequence that has ended was tool calls. Unknown ids are of no conversation that is kept."""
+        if (conversation := self._ended.pop(request_id, None)) is not None:
+            self.cache.retention.ended_with_tool_calls(conversation)
+
+    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
+        """What tokens stand for, which grammars need to know."""
+        if self.grammars is not None:
+            self.grammars.learn(vocabulary)
+
+    # --- one step ---------------------------------------------------------------------------------------------------
+
+    def advance(self, now_s: float, device_waits: bool = False) -> list[TokenDelta]:
+        """Before a plan: deadlines, progress of KV transfers and grammars. Ends sequences that failed. device_waits:
+        what the plan does not depend on is left to `catch_up`."""
+        self._admission.now_s = self.cache.retention.now_s = now_s
+        self._batch_class.advance(self._queues, now_s)
+        deltas = self._expire(now_s) if now_s >= self._next_deadline_s else []
+        deltas += self._poll_transfers(now_s)
+        if self.grammars is not None:
+            deltas += self._poll_grammars()
+        if self._tiers is not None:
+            self._polls_late = device_waits and not self._tiers.busy
+            if not self._polls_late:
+                self._poll_tiers(self._tiers, now_s)
+        return deltas
+
+    def set_prefill_rate(self, tokens_per_s: float) -> None:
+        """As measured: prompt tokens per second."""
+        self._admission.tokens_per_s = tokens_per_s
+
+    def plan(self) -> StepPlan:
+        self._admission.look_up()
+        self._admission.prefetch()
+        number = self.cache.fence.next_step()
+        plan = self._planner.plan()
+        plan.number = number
+        return plan
+
+    def needs_masks(self, plan: StepPlan) -> bool:
+        """Whether a grammar restricts what the plan samples."""
+        by_number = self._by_number
+        return self.grammars is not None and any(
+            by_number[row.number].guide is not None for row in plan.rows if row.samples
+        )
+
+    def masks(self, plan: StepPlan) -> Masks | None:
+        """What the grammars of the plan's rows allow next; None when no row has one."""
+        if plan.n_drafting:
+            self._follow_drafts(plan)
+        return masking.masks(plan, self._by_number)
+
+    def _follow_drafts(self, plan: StepPlan) -> None:
+        """Let the grammars of the plan's rows go along their drafts, as far as a step may wait for that."""
+        found = ((self._by_number.get(row.number), row) for row in plan.rows if row.draft_ids)
+        following = [
+            (seq, row.draft_ids)
+            for seq, row in found
+            if seq is not None and seq.admission == row.admission and seq.mask is not None and not seq.slow_guide
+        ]
+        for seq, draft_ids in following:
+            self._guides.follow(seq, draft_ids)
+        self._guides.wait([seq for seq, _ in following])
+        for seq, _ in following:
+            assert seq.job is not None
+            if seq.job.done and seq.job.error is None:
+                seq.draft_masks = self._guides.result(seq).bits
+            else:
+                self._planner.preempt(seq)  # what the step samples for it is ignored
+
+    def launched(self, plan: StepPlan) -> None:
+        """While the device is busy: hash the blocks that the plan computes, and the one behind them."""
+        if plan.n_tokens - plan.n_drafts == len(plan.rows):
+            return
+        for row in plan.rows:
+            if len(row.token_ids) > 4 and (seq := self._by_number.get(row.number)) is not None:
+                first, end = row.start // BLOCK_TOKENS, row.end // BLOCK_TOKENS
+                seq.extend_keys(end + 1)
+                self._admission.computes(plan, seq.keys[first:end])
+
+    def absorb(self, plan: StepPlan, sampled: Many[Sampled]) -> list[TokenDelta]:
+        """Take in the result of a step, as far as the next plan depends on it: `catch_up` does the rest. Rows of
+        sequences that ended meanwhile are ignored."""
+        deltas: list[TokenDelta] = []
+        guided: list[Sequence] = []
+        self._admission.done(plan)
+        self._planner.succeeded()
+        token_ids, by_number, absorbed, at = drawn_ids(sampled), self._by_number, self._absorbed, 0
+        for row in plan.rows:
+            first, draft_ids = at, row.draft_ids
+            if row.samples:
+                at += 1 + (len(draft_ids) >> 2)
+            seq = by_number.get(row.number)
+            if seq is None or seq.admission != row.admission:
+                continue
+            seq.suspicion = 0
+            absorbed.append(seq)
+            if not row.samples:
+                seq.n_done = row.end
+                self._admission.publish(seq)
+                deltas += self._send_kv(seq, row.end) if seq.prefill_only else ()
+                continue
+            seq.n_sampling -= 1
+            if token_ids[first] < 0:
+                seq.n_done = 0
+                if self._tiers is not None:
+                    self._tiers.discarded(seq)
+                self.cache.discard(seq.table)
+                deltas.append(self._fail(seq, Internal("the model produced invalid numbers")))
+                continue
+            n_tokens, n_own = len(seq.ids) >> 2, len(row.token_ids) >> 2
+            seq.n_done = n_tokens if row.n_ahead else row.start + (n_own or 1)
+            if n_own > 1:  # of a prompt: others may wait for its blocks
+                self._admission.publish(seq)
+            end = first + 1 + (self._verify(seq, draft_ids, token_ids[first:at]) if draft_ids else 0)
+            ids = token_ids[first:end]
+            if seq.guide is not None:
+                self._guides.take(seq, list(sampled[first:end]))
+                guided.append(seq)
+            elif seq.limits_thinking or n_tokens + len(ids) >= seq.most_tokens or not seq.stop_ids.isdisjoint(ids):
+                entries, finish = token_rules.take_run(seq, list(sampled[first:end]), self.limits.eos_ids)
+                deltas.append(self._append(seq, [entry.token_id for entry in entries], entries, finish))
+            else:  # the common case: all of it joins the output, which goes on
+                deltas.append(self._append(seq, ids, sampled[first:end] if seq.wants_logprobs else ()))
+        return deltas + self._take_guided(guided) if guided else deltas
+
+    def catch_up(self) -> None:
+        """At the end of a step, while the device computes the next one: what no plan has to wait for. Full blocks of
+        replies are published, as far as steps have computed them that were absorbed."""
+        for seq in self._absorbed:
+            self._admission.publish(seq)
+        self._absorbed.clear()
+        if self._tiers is not None and self._polls_late:
+            self._polls_late = False
+            self._poll_tiers(self._tiers, self._admission.now_s)
+        if self.speculation is not None:
+            self.speculation.catch_up()
+
+    def measured(self, plan: StepPlan, seconds: float) -> None:
+        """An absorbed step took so long, from the end of the one before it."""
+        if self.speculation is not None:
+            self.speculation.measured(plan, seconds)
+
+    def take_drafts(self, plan: StepPlan, sampled: Many[Sampled], drafts: Iterable[bytes]) -> None:
+        """Before `absorb`: what a draft head proposes behind the last token that each sampling row has drawn."""
+        drawn, drafts, at = drawn_ids(sampled), list(drafts), 0
+        plan.depth = max((len(ids) >> 2 for ids in drafts), default=0)  # a runner may have left out its head
+        for row, ids in zip((row for row in plan.rows if row.samples), drafts):
+            first, at = at, at + 1 + row.n_drafts
+            seq = self._by_number.get(row.number)
+            if seq is not None and seq.admission == row.admission:
+                end = seq.n_tokens if row.n_ahead else row.end
+                seq.proposed_at = end + 1 + n_accepted(drawn[first:at], row.draft_ids)
+                seq.proposed_ids = ids
+                if not ids and drawn[first] >= 0 and self.speculation is not None:
+                    self.speculation.head_failed()
+
+    def retry(self, plan: StepPlan, error: EmberlineError) -> list[TokenDelta]:
+        """The step could not be computed: its sequences are computed again; the one that it fails for ends."""
+        self._admission.done(plan)
+        found = [(self._by_number.get(row.number), row.admission) for row in plan.rows]
+        failed = [seq for seq, admission in found if seq is not None and seq.admission == admission]
+        offender = self._planner.retry(failed, only_these=len(failed) == len(found))
+        return [] if offender is None else [self._fail(offender, error)]
+
+    # --- before a plan ----------------------------------------------------------------------------------------------
+
+    def _expire(self, now_s: float) -> list[TokenDelta]:
+        timed = [(seq, seq.deadline_s) for seq in self._by_number.values() if seq.deadline_s is not None]
+        self._next_deadline_s = min((deadline_s for _, deadline_s in timed if deadline_s > now_s), default=inf)
+        return [
+            self._fail(seq, DeadlineExceeded(f"the request did not finish within its {seq.request.deadline_s:g} s"))
+            for seq, deadline_s in timed
+            if deadline_s <= now_s
+        ]
+
+    def _poll_transfers(self, now_s: float) -> list[TokenDelta]:
+        deltas: list[TokenDelta] = []
+        update = self._transfers.poll(now_s)
+        if update is None:
+            return deltas
+        for seq, error in update.ended:
+            if seq.number in self._by_number:
+                deltas.append(self._end(seq, "stop") if error is None else self._fail(seq, error))
+        for seq in update.granted:
+            if seq.slot != NO_SLOT:
+                self._transfers.outgoing.send(seq, seq.table.n_published)
+        self._admission.grant_transfers(now_s)
+        for seq in update.ready + self._transfers.take_ready():
+            if seq.in_transfer and seq.number in self._by_number:
+                seq.in_transfer = False
+                seq.n_received = 0 if seq.prefill_only else BLOCK_TOKENS * seq.n_transferable
+                self._enqueue(seq)
+        return deltas
+
+    def _poll_tiers(self, tiers: TierCoordinator, now_s: float) -> None:
+        """Queue sequences whose KV was fetched from tiers."""
+        for seq in tiers.poll(now_s, self._admission.compute_queue, self._admission.reserved_for_running):
+            self._queues.enqueue(seq, self._totals.steps)
+
+    def _poll_grammars(self) -> list[TokenDelta]:
+        """Bind grammars that are compiled now; take in tokens that no step has waited for."""
+        deltas = []
+        for seq in self._compiling:
+            if seq.job is None and seq.pending_guide is not None and seq.pending_guide.ready:
+                self._guides.bind(seq)
+        for seq in self._guides.ended():
+            if seq.pending_guide is None:
+                deltas += self._take_job(seq)
+                continue
+            try:
+                self._guides.result(seq)
+            except EmberlineError as error:
+                deltas.append(self._fail(seq, error))
+            else:
+                seq.pending_guide = None
+                self._compiling.remove(seq)
+        return deltas
+
+    # --- after a step -----------------------------------------------------------------------------------------------
+
+    def _verify(self, seq: Sequence, draft_ids: bytes, drawn: list[int]) -> int:
+        """How many of a row's drafts count, given its draws."""
+        n_drafts, n = len(drawn) - 1, n_accepted(drawn, draft_ids)
+        seq.n_drafting -= n_drafts
+        seq.n_accepted = n
+        if self.speculation is not None:
+            self.speculation.verified(seq, n_drafts, n)
+        return n
+
+    def _take_guided(self, seqs: list[Sequence]) -> list[TokenDelta]:
+        """What the grammars say to sampled tokens, as far as it is known in time for the next step."""
+        self._guides.wait(seqs)
+        deltas = [delta for seq in seqs if seq.job is not None and seq.job.done for delta in self._take_job(seq)]
+        for seq in seqs:
+            if seq.job is not None and seq.n_sampling:
+                self._planner.preempt(seq)  # a step in flight samples for it without a mask: that is ignored
+        return deltas
+
+    def _take_job(self, seq: Sequence) -> list[TokenDelta]:
+        try:
+            result = self._guides.result(seq)
+        except EmberlineError as error:
+            return [self._fail(seq, error)]
+        if isinstance(result, DraftMasks):  # too late: its row was ignored
+            return []
+        entries, finish = result
+        if seq.n_appended and self.speculation is not None:
+            self.speculation.appended(seq, seq.n_appended)
+        if seq.slot == NO_SLOT:
+            self._queues.waiting_tokens += len(entries)
+        self._absorbed.append(seq)
+        return [self._append(seq, [entry.token_id for entry in entries], entries, finish)]
+
+    def _append(
+        self, seq: Sequence, ids: list[int], entries: Many[Sampled], finish: FinishReason | None = None
+    ) -> TokenDelta:
+        """entries: the same tokens as they were drawn, where their probabilities are wanted."""
+        packed = pack(ids)
+        first = seq.first_token_step == inf
+        if first:
+            seq.first_token_step = self._totals.steps
+        seq.ids += packed
+        if n := seq.n_accepted:  # drafts that the output has gained, which are computed
+            seq.n_accepted = 0
+            if seq.slot != NO_SLOT:  # not preempted meanwhile
+                seq.n_computed += n
+                seq.n_done += n
+        self._totals.output_tokens += len(ids)
+        logprobs = [_entry(entry) for entry in entries] if seq.wants_logprobs and entries else None
+        if finish is not None:
+            return self._end(seq, finish, packed, logprobs)
+        if first:
+            return TokenDelta(seq.id, packed, None, seq.usage(), logprobs, None, seq.waited_s)
+        return TokenDelta(seq.id, packed, None, seq.usage() if seq.reports_drafts else None, logprobs)
+
+    def _send_kv(self, seq: Sequence, n_computed: int) -> list[TokenDelta]:
+        """Send the computed blocks of a prefill-only sequence; with the last of them it gives up its slot."""
+        self._transfers.outgoing.send(seq, seq.table.n_published)
+        if n_computed == seq.n_tokens:
+            self._admission.release(seq)
+            seq.n_computed, seq.in_transfer = 0, True
+        first = self._transfers.outgoing.is_first_report(seq)
+        return [TokenDelta(seq.id, usage=seq.usage(), waited_s=seq.waited_s)] if first else []
+
+    def _fail(self, seq: Sequence, error: EmberlineError) -> TokenDelta:
+        return self._end(seq, "error", error=error.info())
+
+    def _end(
+        self,
+        seq: Sequence,
+        finish: FinishReason,
+        token_ids: bytes = b"",
+        logprobs: list[TokenLogprobs] | None = None,
+        error: ErrorInfo | None = None,
+    ) -> TokenDelta:
+        """The only way out: everything the sequence held is given back, and its terminal delta is made."""
+        self._admission.publish(seq)
+        del self._by_id[seq.id], self._by_number[seq.number]
+        self._batch_class.ended(seq)
+        if self.speculation is not None:
+            self.speculation.ended(seq)
+        self._guides.drop(seq)
+        if seq.pending_guide is not None:
+            self._compiling.remove(seq)
+        self._end_turn(seq)
+        if seq.slot != NO_SLOT:
+            self._admission.release(seq)
+        elif seq.waits:
+            self._queues.dequeue(seq)
+        self._transfers.leave(seq)
+        if self._tiers is not None:
+            self._tiers.leave(seq)
+        usage = seq.usage(partial=finish in ("cancelled", "error"))
+        return TokenDelta(seq.id, token_ids, finish, usage, logprobs, error)
+
+    def _end_turn(self, seq: Sequence) -> None:
+        """Tell retention, before the blocks of the sequence are released."""
+        request, conversation = seq.request, seq.table.conversation
+        if conversation is None:
+            return
+        keys = seq.keys[: max(seq.table.n_published, seq.n_prompt // BLOCK_TOKENS)]
+        self.cache.retention.end(conversation, keys, request.cache_ttl_s, request.session_final)
+        self._ended[seq.id] = conversation
+        if len(self._ended) > self.limits.work.ended_requests:
+            self._ended.popitem(last=False)
+
+
+def _entry(sample: Sampled) -> TokenLogprobs:
+    return TokenLogprobs(sample.token_id, sample.logprob if sample.logprob is not None else 0.0, sample.top)

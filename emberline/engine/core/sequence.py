@@ -1,0 +1,228 @@
+"""One request in the engine: plain data that only the scheduler and its policies change."""
+
+import secrets
+from dataclasses import InitVar, dataclass, field
+from math import inf
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from emberline.engine.grammar.guide_jobs import GuideJob
+from emberline.engine.core.limits import Limits
+from emberline.engine.core.plan import Guide, PendingGuide
+from emberline.kv.cache import BlockTable, PrefixHit
+from emberline.protocol import block_hash
+from emberline.protocol.block_hash import BLOCK_TOKENS
+from emberline.protocol.events import DraftUsage, Usage
+from emberline.protocol.request import EngineRequest, Priority
+
+NO_SLOT = -1
+_U64 = (1 << 64) - 1
+
+
+SequenceState = Literal["running", "waiting", "transferring", "fetching"]
+
+
+class SequenceSnapshot(NamedTuple):
+    """A sequence as plain data, for tests and benchmarks."""
+
+    id: str
+    number: int  # order of arrival
+    state: SequenceState
+    requested_class: Priority
+    effective_class: Priority  # a better one than requested once the sequence has starved
+    ids: bytes  # prompt and output, u32 LE
+    n_computed: int  # tokens whose KV is in the blocks, or will be when the planned steps are done
+    blocks: tuple[tuple[int, ...], ...]  # block table of each KV group; NULL_BLOCK where a window has passed
+    n_unpublished: int  # full blocks that are computed and not in the prefix index
+    proposed_ids: bytes  # u32 LE; tokens that a draft head proposes behind the first `proposed_at` tokens
+    proposed_at: int
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    request: EngineRequest
+    number: int  # order of arrival, unique in this engine's life
+    limits: InitVar[Limits]
+    fingerprint: InitVar[str]  # of the model
+    table: BlockTable
+    now_s: InitVar[float]
+    pending_guide: PendingGuide | None = None  # while its grammar is being compiled
+    arrival_step: int = 0  # steps planned before it arrived
+    first_token_step: float = inf
+    queued_step: int = 0  # when it last joined the waiting queue
+    planned_step: int = -1  # the last step it has a row in
+    id: str = field(init=False)
+    seed: int = field(init=False)
+    root_key: bytes = field(init=False)  # of its chain of content keys
+    max_tokens: int = field(init=False)  # of the reply, resumed tokens included
+    most_tokens: int = field(init=False)  # of prompt and reply
+    stop_ids: frozenset[int] = field(init=False)  # end tokens included, unless ignored
+    deadline_s: float | None = field(init=False)  # on the monotonic clock
+    arrived_s: float = field(init=False)  # on the same clock
+    waited_s: float = 0.0  # from its arrival to its first admission
+    prefill_only: bool = field(init=False)  # the full blocks of its prompt are computed and sent to a decode worker
+    n_prompt: int = field(init=False)
+    n_resumed: int = field(init=False)  # tokens of the reply that another engine sampled
+    ids: bytearray = field(init=False)  # prompt and output, u32 LE
+    keys: list[bytes] = field(init=False)  # content keys of the full blocks of ids, as far as they are computed
+    effective_class: Priority = field(init=False)  # its priority class, or a better one once it has starved
+    in_transfer: bool = False  # neither waiting nor running: its KV is transferred (engine/transfer)
+    fetching: bool = False  # neither waiting nor running: its KV is read from tiers (engine/tiers)
+    fetches_left: int = 2  # before it is admitted again
+    hit: PrefixHit = field(default_factory=PrefixHit)  # what the cache had of it when it was last asked
+    looked_up: bool = False  # the cache was asked for all of it; it is not admitted before
+    decided_hit: int = -1  # blocks that the device pool had, or was to get, when a fetch was last considered
+    fetched: dict[str, int] | None = None  # blocks that its last fetch brought, by tier
+    n_received: int = 0  # tokens whose KV was received from another engine and is held for it
+    n_computed: int = 0  # tokens whose KV is in the table, or will be when the planned steps are done
+    n_prefilled: int = 0  # prompt tokens whose KV it has had in its table, before it was last preempted
+    n_done: int = 0  # of these, as far as absorbed steps have computed them; full blocks of them can be published
+    n_sampling: int = 0  # tokens that steps in flight sample, at least
+    n_drafting: int = 0  # drafts of its rows in flight, with which it samples more
+    n_chained: int = 0  # tokens that a draft head on the device proposes behind its last planned row
+    proposed_ids: bytes = b""  # u32 LE; what a draft head proposes behind its first `proposed_at` tokens
+    proposed_at: int = 0
+    n_accepted: int = 0  # drafts whose KV is in the table, as tokens that its output is about to gain
+    slot: int = NO_SLOT
+    admission: int = -1  # serial number of its stay in the slot
+    cached_by_tier: dict[str, int] | None = None  # set at first admission
+    guide: Guide | None = None
+    may_ban: bool = field(init=False)  # some tokens must not be sampled, at least for some time
+    awaits_last: bool = field(init=False)  # which tokens are banned next depends on the last one
+    wants_logprobs: bool = field(init=False)
+    reports_drafts: bool = field(init=False)  # every delta says what became of drafts so far
+    can_close: bool = False  # its grammar can be completed within max_tokens, and will be
+    limits_thinking: bool = False  # the thinking limit may still apply
+    suspicion: int = 1  # 0: a step with it succeeded; 1: it has not been in one; 2: one with it failed since
+    mask: NDArray[np.uint32] | None = None  # which tokens its grammar allows next
+    draft_masks: list[NDArray[np.uint32]] = field(default_factory=list)  # and after each draft of its row in flight
+    forced_ids: bytes = b""  # u32 LE; the usual tokens of the text that its grammar forces next, for a drafter
+    n_appended: int = 0  # tokens of the last job's result of which its grammar left one each: they were not drawn
+    n_drafted: int = 0  # draft tokens verified so far
+    n_drafts_accepted: int = 0  # of those
+    job: GuideJob | None = None  # its guide takes in a token, or is bound: it is not planned until that is done
+    slow_guide: bool = False  # by the last job; no step waits for the next one
+    guide_cpu_s: float = 0.0  # of all jobs
+
+    def __post_init__(self, limits: Limits, fingerprint: str, now_s: float) -> None:
+        request, sampling = self.request, self.request.sampling
+        self.id = request.id
+        self.arrived_s = now_s
+        self.effective_class = request.priority
+        self.seed = secrets.randbits(64) if sampling.seed is None else sampling.seed & _U64
+        self.root_key = block_hash.root(fingerprint, request.salt)
+        self.prefill_only = request.push is not None  # nothing is sampled
+        self.n_prompt, self.n_resumed = len(request.prompt_ids) // 4, len(request.output_ids) // 4
+        self.max_tokens = limits.max_output(request)
+        self.most_tokens = self.n_prompt + self.max_tokens
+        self.stop_ids = frozenset(sampling.stop_ids + (() if sampling.ignore_eos else limits.eos_ids))
+        self.may_ban = sampling.min_tokens > 0 or bool(sampling.bad_ids)
+        self.awaits_last = any(len(word) > 4 for word in sampling.bad_ids)
+        self.wants_logprobs, self.reports_drafts = sampling.logprobs is not None, request.speculation.report
+        self.deadline_s = None if request.deadline_s is None else now_s + request.deadline_s
+        self.ids = bytearray(request.prompt_ids + request.output_ids)
+        if self.prefill_only:
+            self.n_resumed = 0
+            self.ids = bytearray(request.prompt_ids[: 4 * BLOCK_TOKENS * self.n_transferable])
+        self.keys = block_hash.split(request.keys)
+
+    def snapshot(self) -> SequenceSnapshot:
+        """The sequence as plain data."""
+        return SequenceSnapshot(
+            id=self.id,
+            number=self.number,
+            state=self.state,
+            requested_class=self.request.priority,
+            effective_class=self.effective_class,
+            ids=bytes(self.ids),
+            n_computed=self.n_computed,
+            blocks=tuple(tuple(held.blocks) for held in self.table.groups),
+            n_unpublished=self.n_done // BLOCK_TOKENS - self.table.n_published,
+            proposed_ids=self.proposed_ids,
+            proposed_at=self.proposed_at,
+        )
+
+    @property
+    def session_digest(self) -> bytes:
+        """Digest of the client's session name; empty if it sent none."""
+        return block_hash.session_digest(self.request.session)
+
+    @property
+    def n_transferable(self) -> int:
+        """Blocks of the prompt that another engine can compute: the last token is computed where the reply is."""
+        return (self.n_prompt - 1) // BLOCK_TOKENS
+
+    @property
+    def max_cached(self) -> int:
+        """Blocks that a prefix hit may have: at least one token must be computed, for its logits."""
+        return (self.n_tokens - (not self.prefill_only)) // BLOCK_TOKENS
+
+    @property
+    def state(self) -> SequenceState:
+        if self.in_transfer:
+            return "transferring"
+        if self.fetching:
+            return "fetching"
+        return "waiting" if self.slot == NO_SLOT else "running"
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is in the waiting queue, provided that it has no slot."""
+        return not (self.in_transfer or self.fetching)
+
+    @property
+    def n_prefill(self) -> int:
+        """Tokens to compute before the next one is sampled."""
+        return self.n_due if self.prefill_only else max(0, self.n_due - 1)  # none: its grammar is late
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Priority class, then arrival; smaller goes first."""
+        return self.effective_class, self.number
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.ids) >> 2
+
+    @property
+    def n_due(self) -> int:
+        """Tokens to compute, those still being sampled included."""
+        return (len(self.ids) >> 2) + self.n_sampling - self.n_computed
+
+    @property
+    def may_append(self) -> bool:
+        """Whether tokens may join the output without a draw: no probabilities are reported, and drafts are allowed."""
+        return self.request.sampling.logprobs is None and self.request.speculation.max_draft_tokens != 0
+
+    @property
+    def n_uncached(self) -> int:
+        """Tokens that were not in the cache when it was first admitted."""
+        return self.n_tokens - sum((self.cached_by_tier or {}).values())
+
+    @property
+    def n_output(self) -> int:
+        return (len(self.ids) >> 2) - self.n_prompt
+
+    @property
+    def n_output_left(self) -> int:
+        return self.most_tokens - (len(self.ids) >> 2)
+
+    def extend_keys(self, n_blocks: int | None = None) -> None:
+        """Compute the content keys of the first n_blocks blocks, or of all full ones."""
+        block_hash.extend(self.keys, self.root_key, self.ids, n_blocks)
+
+    def vacated(self) -> None:
+        """Remember how much of the prompt was computed, before the table is released."""
+        self.n_prefilled = max(self.n_prefilled, min(self.n_computed, self.n_prompt))
+
+    def usage(self, partial: bool = False) -> Usage:
+        """Token counts for a delta. `partial`: of the prompt, only the tokens computed or found in a cache so far."""
+        return Usage(
+            prompt_tokens=self.n_prefilled if partial else self.n_prompt,
+            partial=partial,
+            completion_tokens=0 if self.prefill_only else self.n_output,
+            cached_by_tier=dict(self.cached_by_tier or {}),
+            drafts=DraftUsage(self.n_drafted, self.n_drafts_accepted) if self.reports_drafts else None,
+        )

@@ -1,0 +1,235 @@
+"""The step loop: schedule, launch, absorb the previous result."""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+
+from emberline.engine.cache_control import CacheControl, StoredCache
+from emberline.engine.core.plan import DeviceLost, Handle, Runner, StepPlan
+from emberline.engine.core.scheduler import Scheduler
+from emberline.kv.cache import KVEventFeed
+from emberline.kv.tiers.manager import TierManager
+from emberline.kv.transfer.manager import TransferManager
+from emberline.protocol.errors import EmberlineError, Internal
+from emberline.protocol.events import TokenDelta
+from emberline.protocol.frames import EngineLoad, Vocabulary
+from emberline.protocol.request import EngineRequest
+
+MIN_RATED_TOKENS = 64  # of prompts in a step: fewer say nothing about the prefill rate
+AWAITED_SHARE = 8  # of one row in so many with drafts: else more is lost by their rest than by a device that waits
+MAX_HOST_S = 0.01  # between two steps; more means that there was nothing to do
+_RATE_GAIN = 0.2
+
+_log = logging.getLogger(__name__)
+
+
+class StepTimes:
+    """How long steps take, as moving averages: the prefill rate, which is part of the load report, and small steps."""
+
+    def __init__(self) -> None:
+        self.tokens_per_s = 0.0  # of prompts; 0: not known yet
+        self._small_s = 0.0  # duration of a step that computes few prompt tokens, or none; 0: not known yet
+        self._launched_s: dict[int, float] = {}  # by plan in flight
+        self._done_s = 0.0
+
+    def launched(self, plan: StepPlan) -> None:
+        self._launched_s[id(plan)] = time.perf_counter()
+
+    def forget(self, plan: StepPlan) -> None:
+        self._launched_s.pop(id(plan), None)
+
+    def done(self, plan: StepPlan) -> float:
+        """The device computes one plan after the other: a plan begins when the previous one is done.
+
+        Returns the seconds since that, including those that the device waited for the host, if they are few.
+        """
+        now_s = time.perf_counter()
+        launched_s, done_s = self._launched_s.pop(id(plan), now_s), self._done_s
+        began_s = max(launched_s, done_s)
+        self._done_s = now_s
+        took_s = now_s - began_s
+        if took_s <= 0:
+            return 0.0
+        n_tokens = 0
+        if plan.n_tokens - plan.n_drafts > len(plan.rows):  # it does not only decode
+            n_tokens = sum(row.end - row.start for row in plan.rows if row.end - row.start > 1)
+        if n_tokens >= MIN_RATED_TOKENS:
+            self.tokens_per_s = smoothed(self.tokens_per_s, n_tokens / took_s)
+        else:
+            self._small_s = smoothed(self._small_s, took_s)
+        return now_s - max(done_s, launched_s - MAX_HOST_S)
+
+    def predicted_s(self, plan: StepPlan) -> float:
+        """Of a step that is about to be launched; 0: nothing was measured yet. Before a prompt was, each of its tokens
+        counts as much as a small step, which is too much."""
+        n_prompt = plan.n_tokens - plan.n_drafts - len(plan.rows)
+        if not self.tokens_per_s:
+            return self._small_s * (plan.n_tokens if n_prompt else 1)
+        if not n_prompt and self._small_s:
+            return self._small_s
+        return self._small_s + plan.n_tokens / self.tokens_per_s
+
+
+def smoothed(known: float, measured: float) -> float:
+    return known + _RATE_GAIN * (measured - known) if known else measured
+
+
+class StepLoop:
+    """A scheduler and a runner. Its owner calls `step` while it is busy.
+
+    With two steps in flight the next one is planned and queued while the device computes the previous one.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        steps_in_flight: int = 1,
+        idle_task: Callable[[], bool] | None = None,
+        transfers: TransferManager | None = None,
+        tiers: TierManager | None = None,
+        stored: StoredCache | None = None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.cache_control = CacheControl(stored or StoredCache(scheduler.fingerprint, tiers=tiers), scheduler.purge)
+        self.transfers = transfers
+        self.tiers = tiers
+        self.runner = runner
+        self._steps_in_flight = steps_in_flight
+        self._in_flight: deque[tuple[StepPlan, Handle]] = deque()
+        self._idle_task = idle_task  # something to do while there is no work; returns False when all is done
+        self._times = StepTimes()
+        # What heartbeats say, read by their thread while a step runs:
+        self.computed_tokens = 0
+        self.in_step = False
+        self.preparing = False
+        self.n_prepared = 0  # parts that idle tasks have prepared
+        self.step_s = 0.0  # predicted, of the last launched step; 0: unknown
+        self._stuck_at = -1  # scheduler.n_submitted when a step found nothing to compute
+
+    def kv_events(self) -> KVEventFeed:
+        return KVEventFeed(self.scheduler.cache, () if self.tiers is None else self.tiers.changes)
+
+    @property
+    def n_in_flight(self) -> int:
+        """Steps that were launched and whose results were not absorbed yet."""
+        return len(self._in_flight)
+
+    @property
+    def busy(self) -> bool:
+        return self.scheduler.busy or bool(self._in_flight) or self._has_notices
+
+    @property
+    def blocked(self) -> bool:
+        """Busy, but a step would compute nothing before a grammar is compiled or a transfer advances."""
+        if self._has_notices or self._in_flight:
+            return False
+        return self.scheduler.blocked or self._stuck_at == self.scheduler.n_submitted
+
+    @property
+    def wake_s(self) -> float:
+        """While blocked: when a step is due even if nothing happens."""
+        return self.scheduler.wake_s if self.scheduler.blocked else 0.0
+
+    @property
+    def _has_notices(self) -> bool:
+        has_some = self.transfers is not None and self.transfers.has_notices
+        return has_some or (self.tiers is not None and self.tiers.has_notices)
+
+    @property
+    def has_idle_task(self) -> bool:
+        return self._idle_task is not None
+
+    def run_idle_task(self) -> None:
+        """A part of what can be prepared ahead of requests."""
+        self.preparing = True
+        if self._idle_task is not None and not self._idle_task():
+            self._idle_task = None
+        self.preparing = False
+        self.n_prepared += 1
+
+    @property
+    def load(self) -> EngineLoad:
+        load = self.scheduler.load()
+        load.prefill_rate = self._times.tokens_per_s
+        load.computed_tokens = self.computed_tokens
+        return load
+
+    def submit(self, request: EngineRequest, now_s: float) -> None:
+        self.scheduler.submit(request, now_s)
+
+    def abort(self, request_id: str) -> TokenDelta | None:
+        return self.scheduler.abort(request_id)
+
+    def called_tools(self, request_id: str) -> None:
+        self.scheduler.called_tools(request_id)
+
+    def abort_all(self, error: EmberlineError) -> list[TokenDelta]:
+        return self.scheduler.abort_all(error)
+
+    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
+        self.scheduler.set_vocabulary(vocabulary)
+
+    def step(self, now_s: float) -> list[TokenDelta]:
+        deltas: list[TokenDelta] = []
+        awaited = bool(self._in_flight) and _is_awaited(self._in_flight[-1][0])
+        if awaited:
+            while self._in_flight:
+                deltas += self._absorb_oldest()
+        self.scheduler.cache.fence.set_oldest_in_flight(self._in_flight[0][0].number if self._in_flight else None)
+        deltas += self.scheduler.advance(now_s, device_waits=awaited)
+        plan = self.scheduler.plan()
+        if plan.rows:
+            deltas += self._launch(plan)
+        if len(self._in_flight) == self._steps_in_flight or (self._in_flight and not plan.rows):
+            deltas += self._absorb_oldest()
+        self.scheduler.catch_up()
+        self.in_step = bool(self._in_flight)
+        goes_on = plan.rows or self._in_flight or self.scheduler.has_fetch_work
+        self._stuck_at = -1 if goes_on else self.scheduler.n_submitted
+        return deltas
+
+    def _launch(self, plan: StepPlan) -> list[TokenDelta]:
+        deltas: list[TokenDelta] = []
+        self._times.launched(plan)
+        # Until every common step is prepared, any may have to be compiled first.
+        self.step_s = 0.0 if self.has_idle_task else self._times.predicted_s(plan)
+        self.in_step = True
+        plan.masked = self.scheduler.needs_masks(plan)
+        handle = self.runner.launch(plan)
+        masks = None
+        if plan.masked:
+            # What a grammar allows depends on the tokens of previous steps, where these sequences have any in flight.
+            while self._in_flight and any(row.follows for row in plan.rows):
+                deltas += self._absorb_oldest()
+            masks = self.scheduler.masks(plan)
+        handle.sample(masks)
+        self.scheduler.launched(plan)
+        self._in_flight.append((plan, handle))
+        return deltas
+
+    def _absorb_oldest(self) -> list[TokenDelta]:
+        plan, handle = self._in_flight.popleft()
+        try:
+            sampled = handle.result()
+            took_s = self._times.done(plan)
+            self.scheduler.set_prefill_rate(self._times.tokens_per_s)
+            self.computed_tokens += plan.n_tokens
+        except DeviceLost:
+            raise  # only a new process can go on
+        except Exception:
+            self._times.forget(plan)
+            _log.exception("a step failed and is retried", extra={"rows": len(plan.rows), "tokens": plan.n_tokens})
+            return self.scheduler.retry(plan, Internal("the engine could not compute this request"))
+        if plan.depth:
+            self.scheduler.take_drafts(plan, sampled, handle.drafts())
+        deltas = self.scheduler.absorb(plan, sampled)
+        self.scheduler.measured(plan, took_s)
+        return deltas
+
+
+def _is_awaited(plan: StepPlan) -> bool:
+    """Whether the next step is planned once this one was absorbed: rows with drafts have no row before. Where they are
+    few, the next step is computed without them meanwhile."""
+    return plan.n_awaited * AWAITED_SHARE >= len(plan.rows) if plan.n_awaited else False

@@ -1,0 +1,172 @@
+"""A follower's part of KV transfers and tiers: its slice of each block, by rank 0's commands, and reports to it."""
+
+import contextlib
+import hmac
+import logging
+import select
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from emberline.engine.worker import process
+from emberline.engine.ranks.messages import KVReport, RankCommand, RankFailed
+from emberline.engine.ranks.rank_group import Member
+from emberline.kv.tiers.manager import TierManager
+from emberline.kv.tiers.rank_tiers import FollowerTiers
+from emberline.kv.transfer.connection import PeerConnection, PeerConnectionLost
+from emberline.kv.transfer.manager import TransferManager
+from emberline.kv.transfer.rank_commands import TransferCommand, execute
+from emberline.protocol import frames
+from emberline.protocol.block_hash import KVGroup
+from emberline.protocol.errors import BadInput, EmberlineError, Unauthorized
+from emberline.protocol.frames import EngineInfo, EngineLoad
+
+MAX_GREETINGS = 64
+GREETING_S = 10.0
+_ACCEPT_PAUSE_S = 0.1  # after an error: out of file descriptors, say
+_CLOSE_S = 5.0  # for the thread that reports
+
+_log = logging.getLogger(__name__)
+
+
+class FollowerKV:
+    """A thread reports what the threads of transfers and tiers notice."""
+
+    def __init__(
+        self, member: Member, transfers: TransferManager, tiers: TierManager | None, kv_groups: Sequence[KVGroup]
+    ) -> None:
+        self._member, self.transfers = member, transfers
+        self._tiers = FollowerTiers(tiers, kv_groups, lambda reports: member.send(KVReport(tiers=reports)))
+        self._stopped, self._stop = socket.socketpair()
+        self._lock = threading.Lock()  # commands and notices change what the manager knows of a transfer
+        self._thread = threading.Thread(target=self._report_all, name="kv-report", daemon=True)
+        self._thread.start()
+
+    def execute(self, command: RankCommand) -> None:
+        with self._lock:
+            if isinstance(command, TransferCommand):
+                execute(self.transfers, command, self._member.rank, self._member.slices)
+            else:
+                self._tiers.execute(command)
+
+    def close(self) -> None:
+        """Write what was saved."""
+        self._stop.close()  # `_stopped` becomes readable
+        self._thread.join(_CLOSE_S)
+        self.transfers.close()
+        if self._tiers.tiers is not None:
+            self._tiers.tiers.close()
+
+    def _report_all(self) -> None:
+        with contextlib.suppress(OSError, ValueError, PeerConnectionLost):  # this process ends, or rank 0 has
+            try:
+                self._report_until_stopped()
+            except (OSError, ValueError, PeerConnectionLost):
+                raise
+            except Exception as error:  # rank 0 would wait for what is not reported any more
+                self._member.send(RankFailed(f"its report of KV: {type(error).__name__}: {error}"))
+                raise
+
+    def _report_until_stopped(self) -> None:
+        sources = [each for each in (self.transfers, self._tiers.tiers) if each is not None]
+        while True:
+            woken, _, _ = select.select([self._stopped, *(source.wakeup for source in sources)], [], [])
+            if self._stopped in woken:
+                return
+            for source in sources:
+                if source.wakeup in woken:
+                    source.clear_wakeup()  # before what has come is taken: none is missed
+            with self._lock:
+                taken = TransferManager.notices(self.transfers)  # as they are: rank 0 merges them
+                report = KVReport(taken, self._tiers.reports())
+            if report.transfers or report.tiers:
+                self._member.send(report)
+
+
+class KVListener:
+    """Where other engines send this rank's slices: they present the ticket that rank 0 would accept."""
+
+    def __init__(
+        self, address: str, closing: ExitStack, max_greetings: int = MAX_GREETINGS, greeting_s: float = GREETING_S
+    ) -> None:
+        """Listen at an address until `closing` ends it. Raises BadInput if that is not possible.
+
+        max_greetings: concurrent connections of senders that are not authenticated yet.
+        greeting_s: time for a sender to authenticate itself.
+        """
+        self._greetings, self._greeting_s = threading.BoundedSemaphore(max_greetings), greeting_s
+        try:
+            self._listener, self.address = closing.enter_context(process.listening(address))
+        except OSError as error:
+            raise BadInput(f"this rank cannot receive KV at {address}: {error}") from None
+
+    def serve(self, transfers: TransferManager, info: EngineInfo, token: str) -> None:
+        """Accept senders. Without a token none is served over a network: a worker that joins a cluster has no token for
+        its ranks. A Unix socket is protected by its file mode."""
+        if not token and self.address.startswith("tcp:"):
+            self._listener.close()
+            return
+        self._transfers, self._info, self._token = transfers, info, token
+        self._lock = threading.Lock()
+        threading.Thread(target=self._accept_all, name="kv-listener", daemon=True).start()
+
+    def _accept_all(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                if self._listener.fileno() < 0:
+                    return  # closed
+                time.sleep(_ACCEPT_PAUSE_S)
+                continue
+            if self._greetings.acquire(blocking=False):
+                threading.Thread(target=self._greet, args=(sock,), name="kv-greeting", daemon=True).start()
+            else:
+                sock.close()
+
+    def _greet(self, sock: socket.socket) -> None:
+        try:
+            self._take_over(sock)
+        finally:
+            self._greetings.release()
+
+    def _take_over(self, sock: socket.socket) -> None:
+        connection = PeerConnection(sock)
+        limit = threading.Timer(self._greeting_s, connection.shutdown)
+        limit.daemon = True
+        limit.start()
+        try:
+            hello = connection.receive(frames.hello_decoder, frames.MAX_HELLO_BYTES)
+            refusal = self._refusal(hello)
+            if refusal is not None:
+                _log.warning("refused a sender of KV: %s", refusal.message)
+                connection.send(frames.Refused(refusal.info()))
+                connection.close()
+                return
+            connection.send(frames.Welcome(self._info, EngineLoad()))
+        except PeerConnectionLost:
+            connection.close()
+            return
+        finally:
+            limit.cancel()
+        with self._lock:
+            self._transfers.accept(connection, hello.peer)
+
+    def _refusal(self, hello: frames.Hello) -> EmberlineError | None:
+        expected = frames.transfer_ticket(self._token, hello.peer)
+        if not hello.peer or not hmac.compare_digest(hello.token.encode(), expected.encode()):
+            return Unauthorized("wrong ticket for this rank")
+        if not frames.OLDEST_VERSION <= hello.version <= frames.VERSION:
+            spoken = f"{frames.OLDEST_VERSION} to {frames.VERSION}"
+            return BadInput(f"this engine speaks versions {spoken} of the protocol, not {hello.version}")
+        return None
+
+
+def rank_address(address: str, rank: int, *, by_rank_0: bool) -> str:
+    """Where a follower listens: beside rank 0's socket, on another port of its host, or as it was told itself."""
+    if not address.startswith("tcp:"):
+        return f"{address}.rank{rank}"
+    host = address.removeprefix("tcp:").rpartition(":")[0]
+    return f"tcp:{host}:0" if by_rank_0 else address

@@ -1,0 +1,139 @@
+"""What ranks say to each other beside the collectives: joining a group, and what a step computes.
+
+    follower                              rank 0
+    Join(rank, token, facts)   ─────────▶
+                               ◀─────────    Welcome, or Refused with both sides' values
+    Loaded(kv, n_blocks)       ─────────▶            its weights have their memory: so many blocks are left
+                               ◀─────────    Agreed(n_blocks): the smallest of all ranks
+    Ready                      ─────────▶
+                               ◀═════════    Launch, SampleStep, Prepare, End: in the plan channel, alike for all
+    StepResult, RankFailed     ─────────▶
+                               ◀═════════    KVCommand: what to send, receive, save and fetch of its slice of each block
+    KVReport                   ─────────▶
+
+Everything is plain data (msgpack): no rank runs code that another one sends.
+"""
+
+import msgspec
+
+from emberline.engine.core.plan import StepPlan
+from emberline.kv.tiers.rank_commands import TierCommand, TierReport
+from emberline.kv.transfer.notices import Notice
+from emberline.kv.transfer.rank_commands import TransferCommand
+from emberline.protocol.block_hash import KVGroup
+from emberline.protocol.parallel_layout import Layout
+
+
+class RankFacts(msgspec.Struct, frozen=True):
+    """What must be the same in every rank of a group."""
+
+    version: str  # of Emberline
+    torch: str
+    fingerprint: str  # of the checkpoint
+    layout: Layout
+    bounds: tuple[int, ...]  # of the stages, by layer
+    device: str  # the kind: "cpu" or a GPU's name
+    deterministic: bool
+    max_running: int
+    token_budget: int
+
+    def differences(self, other: "RankFacts") -> list[str]:
+        """In words, the other's values first."""
+        named = {field: (getattr(other, field), getattr(self, field)) for field in self.__struct_fields__}
+        named["layout"] = (other.layout.name, self.layout.name)
+        return [f"{name} {theirs} there, {ours} here" for name, (theirs, ours) in named.items() if theirs != ours]
+
+
+class Join(msgspec.Struct, tag="join"):
+    rank: int
+    token: str
+    facts: RankFacts
+
+
+class Loaded(msgspec.Struct, tag="loaded"):
+    kv: tuple[str, ...]  # name and dtype of each KV group, which must be the same everywhere
+    n_blocks: list[int]  # per group: for how many this rank has memory
+    slices: tuple[KVGroup, ...] = ()  # what it has of each block
+    address: str = ""  # where it receives KV of other engines; empty: it does not
+
+
+class Ready(msgspec.Struct, tag="ready"):
+    pass
+
+
+class StepResult(msgspec.Struct, tag="result"):
+    """What the last stage has sampled."""
+
+    number: int  # of the step
+    sampled: list[tuple[int, float | None, list[tuple[int, float]]]]  # token id, log-probability, the most likely ones
+
+
+class KVReport(msgspec.Struct, tag="kv"):
+    """What has become of this rank's part of transfers, and of its slices in tiers."""
+
+    transfers: list[Notice] = []
+    tiers: list[TierReport] = []
+
+
+class RankFailed(msgspec.Struct, tag="failed"):
+    """This rank cannot go on, and so the group cannot."""
+
+    message: str
+
+
+ToLeader = Join | Loaded | Ready | StepResult | KVReport | RankFailed
+
+
+class Welcome(msgspec.Struct, tag="welcome"):
+    store: str  # where the collectives of the group meet: file:PATH or tcp:HOST:PORT
+    n_descriptors: int = 0  # 1: the plan channel is the shared memory that comes with this; 0: this connection
+
+
+class Refused(msgspec.Struct, tag="refused"):
+    message: str
+
+
+class Agreed(msgspec.Struct, tag="agreed"):
+    n_blocks: list[int]
+    slices: tuple[tuple[KVGroup, ...], ...] = ()  # of every rank
+    token: str = ""  # the worker's join token, of which tickets for senders of KV are made
+
+
+ToFollower = Welcome | Refused | Agreed
+
+
+class Launch(msgspec.Struct, tag="launch", array_like=True):
+    plan: StepPlan
+
+
+class SampleStep(msgspec.Struct, tag="sample", array_like=True):
+    """Behind a plan whose rows wait for masks: what their grammars allow."""
+
+    rows: list[int]  # as in `plan.Masks`
+    bits: bytes  # u32 LE
+
+
+class Prepare(msgspec.Struct, tag="prepare", array_like=True):
+    """Prepare the next kind of step: compile its kernels, capture its CUDA graph."""
+
+
+RankCommand = TransferCommand | TierCommand
+
+
+class KVCommand(msgspec.Struct, tag="kv", array_like=True):
+    """Something to do with blocks, once the steps up to `after` have completed: those wrote what is read."""
+
+    after: int
+    command: RankCommand
+
+
+class End(msgspec.Struct, tag="end", array_like=True):
+    """The group ends in good order."""
+
+
+StepMessage = Launch | SampleStep | Prepare | KVCommand | End
+
+to_leader = msgspec.msgpack.Decoder(ToLeader)
+to_follower = msgspec.msgpack.Decoder(ToFollower)
+step_messages = msgspec.msgpack.Decoder(StepMessage)
+encoder = msgspec.msgpack.Encoder()

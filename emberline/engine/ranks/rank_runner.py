@@ -1,0 +1,205 @@
+"""Runners of a rank group: rank 0's sends every plan to the followers and computes its own part; theirs follow it.
+
+Where tokens are sampled: in a pipeline by the first rank of the last stage, which tells rank 0; without stages, on CPUs
+by rank 0, and on GPUs by every rank alike, from the same logits and seeds, because its next step may begin with that
+token before any host has seen it. In a pipeline that step is one of other sequences.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from threading import Thread
+
+import numpy as np
+
+from emberline.engine.ranks.follower_kv import FollowerKV
+from emberline.engine.ranks.messages import (
+    End,
+    KVCommand,
+    Launch,
+    Prepare,
+    RankFailed,
+    SampleStep,
+    StepMessage,
+    StepResult,
+)
+from emberline.engine.ranks.plan_channel import PlanReader
+from emberline.engine.ranks.rank_group import Leader, Member
+from emberline.engine.core.plan import DeviceLost, Handle, Masks, Runner, Sampled, StepPlan
+
+_IDLE_S = 3600.0  # between two messages: the end of rank 0 is noticed by another thread
+
+
+@dataclass(slots=True, frozen=True)
+class ReportedToken:
+    """A draw of the last stage."""
+
+    token_id: int
+    logprob: float | None
+    top: list[tuple[int, float]]
+
+
+class RankStep:
+    """A step that all ranks compute."""
+
+    def __init__(self, runner: "LeaderRunner", plan: StepPlan, own: Handle) -> None:
+        self._runner, self._plan, self._own = runner, plan, own
+
+    def sample(self, masks: Masks | None = None) -> None:
+        runner = self._runner
+        if self._plan.masked and runner.followers_sample:
+            rows, bits = ([], b"") if masks is None else (masks.rows, masks.bits.tobytes())
+            runner.leader.publish(SampleStep(rows, bits))
+        if not runner.pipelined:
+            self._own.sample(masks)
+
+    def result(self) -> Sequence[Sampled]:
+        """DeviceLost: this rank could not compute its part, and the others wait for it or have gone on without."""
+        leader = self._runner.leader
+        try:
+            sampled = self._own.result()
+        except Exception as error:
+            leader.wait_for_reason()
+            raise DeviceLost(f"rank 0 could not compute its part of a step: {error!r}") from error
+        if self._runner.pipelined:
+            sampled = [ReportedToken(*each) for each in leader.result(self._plan.number).sampled]
+        leader.step_ended(self._plan.number)
+        return sampled
+
+    def drafts(self) -> Sequence[bytes]:
+        return self._own.drafts()
+
+
+class LeaderRunner:
+    """The runner of rank 0, over the one that computes its own part.
+
+    pipelined: the last stage samples and reports; followers_sample: some follower needs the masks of grammars.
+    """
+
+    def __init__(self, leader: Leader, own: Runner, *, pipelined: bool = False, followers_sample: bool = False) -> None:
+        self.leader, self._own = leader, own
+        self.pipelined, self.followers_sample = pipelined, followers_sample
+
+    def launch(self, plan: StepPlan) -> RankStep:
+        self.leader.step_began()
+        self.leader.publish(Launch(plan))
+        return RankStep(self, plan, self._own.launch(plan))
+
+    def idle_task(self, own: Callable[[], bool]) -> Callable[[], bool]:
+        """The same for all ranks together."""
+
+        def task() -> bool:
+            self.leader.publish(Prepare())
+            return own()
+
+        return task
+
+
+class StepReports:
+    """A thread that tells rank 0 what was sampled as soon as it is: steps are launched meanwhile."""
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+        self._launched: SimpleQueue[tuple[StepPlan, Handle] | None] = SimpleQueue()
+        self._thread = Thread(target=self._report_all, name="step-reports", daemon=True)
+        self._thread.start()
+
+    def launched(self, plan: StepPlan, handle: Handle) -> None:
+        self._launched.put((plan, handle))
+
+    def close(self) -> None:
+        """Once all that was launched is reported."""
+        self._launched.put(None)
+        self._thread.join()
+
+    def _report_all(self) -> None:
+        while (launched := self._launched.get()) is not None:
+            plan, handle = launched
+            try:
+                drawn = [(each.token_id, each.logprob, each.top) for each in handle.result()]
+            except Exception as error:  # which ends the group
+                self._member.send(failure(error))
+                raise
+            self._member.send(StepResult(plan.number, drawn))
+
+
+@dataclass(slots=True)
+class FollowerLoop:
+    """A follower's life: compute what rank 0 plans, until it ends the group. A step that fails here ends it, too."""
+
+    member: Member
+    runner: Runner
+    samples: bool  # this rank needs, or reports, what the step samples
+    reports: bool = False  # rank 0 waits for what this rank samples
+    steps_in_flight: int = 1
+    prepare: Callable[[], bool] | None = None
+    kv: FollowerKV | None = None  # this rank's part of transfers
+    transfers: None = None
+    _in_flight: deque[tuple[StepPlan, Handle]] = field(default_factory=deque)
+    _reports: StepReports | None = field(init=False, default=None)
+
+    def run(self, plans: PlanReader | None = None) -> None:
+        plans = plans or self.member.start()
+        self._reports = StepReports(self.member) if self.reports else None
+        try:
+            while not isinstance(message := _next(plans), End):
+                if isinstance(message, Prepare) and self.prepare is not None:
+                    self.prepare()
+                elif isinstance(message, Launch):
+                    self._launch(message.plan, plans)
+                elif isinstance(message, KVCommand):
+                    self._command(message)
+            while self._in_flight:
+                self._absorb_oldest()
+            if self._reports is not None:
+                self._reports.close()
+            if self.kv is not None:
+                self.kv.close()
+        except Exception as error:
+            self.member.send(failure(error))
+            raise
+
+    def _launch(self, plan: StepPlan, plans: PlanReader) -> None:
+        handle = self.runner.launch(plan)
+        if self.samples:
+            handle.sample(self._masks(plans) if plan.masked else None)
+        if self._reports is not None:
+            self._reports.launched(plan, handle)
+            return
+        self._in_flight.append((plan, handle))
+        while len(self._in_flight) >= self.steps_in_flight:
+            self._absorb_oldest()
+
+    def _command(self, message: KVCommand) -> None:
+        """Steps up to that one have completed: rank 0 has absorbed what this rank has reported of them."""
+        while self._in_flight and self._in_flight[0][0].number <= message.after:
+            self._absorb_oldest()
+        if self.kv is not None:
+            self.kv.execute(message.command)
+
+    def _masks(self, plans: PlanReader) -> Masks | None:
+        """Of the plan that was launched last; rank 0 may have absorbed others meanwhile, and told what to do then."""
+        while isinstance(message := _next(plans), KVCommand):
+            self._command(message)
+        return _masks(message)
+
+    def _absorb_oldest(self) -> None:
+        self._in_flight.popleft()[1].result()
+
+
+def failure(error: Exception) -> RankFailed:
+    return RankFailed(f"{type(error).__name__}: {error}")
+
+
+def _next(plans: PlanReader) -> StepMessage:
+    while (message := plans.read(_IDLE_S)) is None:
+        pass
+    return message
+
+
+def _masks(message: StepMessage) -> Masks | None:
+    assert isinstance(message, SampleStep), "masks follow the plan that needs them"
+    if not message.rows:
+        return None
+    return Masks(message.rows, np.frombuffer(message.bits, np.uint32).reshape(len(message.rows), -1))

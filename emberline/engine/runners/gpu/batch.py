@@ -1,0 +1,414 @@
+"""The rows of a plan in device order, the buffers that upload them, and prefixes that decode rows share."""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from msgspec import structs
+from numpy.typing import NDArray
+from torch import Tensor
+
+from emberline.engine.runners.gpu.shapes import (
+    CHUNK_ROWS,
+    MAX_GRAPH_TOKENS,
+    TILE,
+    all_mixed_decode_rows,
+    mixed_decode_rows,
+    mixed_tokens,
+    table_width,
+)
+from emberline.engine.runners.gpu.slots import Slot
+from emberline.engine.runners.gpu.stream import Upload
+from emberline.engine.core.plan import Masks, Row, StepPlan
+from emberline.kernels.decode_inputs import (
+    DRAFT_HEADER_ROWS,
+    HEADER_ROWS,
+    LAST_SAMPLED,
+    MAX_ROW_TOKENS,
+    NO_BLOCK,
+    PADDING,
+    DecodeInputs,
+    SlotState,
+)
+from emberline.kernels.gpu.workspace import PrefillChunk, StepShape
+from emberline.models.decoder import StepInputs
+from emberline.protocol.block_hash import BLOCK_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """A prefix that several decode rows share: cascade attention reads it once."""
+
+    row: int  # one that has it
+    n_blocks: int
+    rows: NDArray[np.bool_]  # which have it
+
+    def saved_blocks(self) -> int:
+        return (int(self.rows.sum()) - 1) * self.n_blocks
+
+
+def find_shared_prefix(tables: NDArray[np.int32], n_full: NDArray[np.int32]) -> SharedPrefix | None:
+    """The prefix that saves the most reads. tables: [rows, width]; n_full: blocks before the last one of each row."""
+    full = np.flatnonzero(n_full > 0)
+    if len(full) < 2:
+        return None
+    firsts, counts = np.unique(tables[full, 0], return_counts=True)
+    most = int(counts.argmax())
+    if counts[most] < 2:
+        return None
+    members = full[tables[full, 0] == firsts[most]]
+    found = [_best_prefix_of(tables, n_full, members, int(row)) for row in {members[0], members[len(members) // 2]}]
+    return max(found, key=SharedPrefix.saved_blocks)
+
+
+def _best_prefix_of(
+    tables: NDArray[np.int32], n_full: NDArray[np.int32], members: NDArray[np.intp], row: int
+) -> SharedPrefix:
+    """The best prefix of one row: the longer it is, the fewer rows share it."""
+    width = int(n_full[row])
+    same = tables[members, :width] == tables[row, :width]
+    lengths = np.where(same.all(1), width, same.argmin(1))
+    lengths = np.minimum(lengths, n_full[members])
+    longest_first = np.sort(lengths)[::-1]
+    n_blocks = int(longest_first[(np.arange(len(members)) * longest_first).argmax()])
+    rows = np.zeros(len(tables), np.bool_)
+    rows[members[lengths >= n_blocks]] = True
+    return SharedPrefix(row, n_blocks, rows)
+
+
+ALIGNED = 4  # int32 numbers
+_LAST_SAMPLED = LAST_SAMPLED.to_bytes(4, "little", signed=True)
+_OWN = bytes(4)  # among drafts, in the place of a row's own token
+
+
+@dataclass(slots=True)
+class StepBatch:
+    """Decode rows first, then prefill chunks. Keeps where each sampling row of the plan went."""
+
+    decodes: list[Row] = field(default_factory=list)
+    chunks: list[Row] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)  # of the rows that sample, in the order of the plan
+    order: list[int] = field(default_factory=list)  # their indices among the samples of the step, without padding
+    logprobs: list[int | None] | None = None  # what each of them wants; None: none wants any
+    masked: bool = False  # some row has a grammar, and waits for its mask
+    left_out: list[int] | None = None  # drafts of each sampling row, where the step does not verify them
+
+    @property
+    def n_samples(self) -> int:
+        return len(self.order)
+
+    def sample_indices(self, n_decodes: int) -> list[int]:
+        """`order`, with the decode rows padded to n_decodes."""
+        d = len(self.decodes)
+        return (
+            self.order if n_decodes == d or not self.chunks else [n if n < d else n - d + n_decodes for n in self.order]
+        )
+
+    def verify(self, starts: Sequence[int]) -> None:
+        """All its rows decode: from here on slots, order and logprobs are those of draws. starts: of rows' tokens."""
+        n_draws = [1 + (len(row.draft_ids) >> 2) for row in self.decodes]
+        self.order = [at for first, n in zip(starts, n_draws) for at in range(first, first + n)]
+        self.slots = [slot for slot, n in zip(self.slots, n_draws) for _ in range(n)]
+        if self.logprobs is not None:
+            self.logprobs = [wanted for wanted, n in zip(self.logprobs, n_draws) for _ in range(n)]
+
+    def leave_out_drafts(self, plan: StepPlan) -> None:
+        """The step draws once for each row."""
+        self.left_out = [row.n_drafts for row in plan.rows if row.samples]
+        # Blocks for drafts are uploaded with the table: a packet has only that of the row's own token.
+        self.decodes = [
+            structs.replace(row, draft_ids=b"", blocks=None) if row.draft_ids else row for row in self.decodes
+        ]
+
+    def own_masks(self, masks: Masks) -> Masks:
+        """Those of the draws that the step makes, by their indices among these."""
+        if self.left_out is None:
+            return masks
+        firsts = accumulate((1 + n for n in self.left_out[:-1]), initial=0)  # of each row's draws
+        index = {first: n for n, first in enumerate(firsts)}
+        kept = [(n, place) for n, place in enumerate(masks.rows) if place in index]
+        return Masks([index[place] for _, place in kept], masks.bits[[n for n, _ in kept]])
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.decodes) + sum(row.end - row.start for row in self.chunks)
+
+    @classmethod
+    def of(cls, plan: StepPlan, slots: Sequence[Slot]) -> "StepBatch":
+        """slots: of the plan's rows."""
+        batch = cls()
+        sampling, known = plan.rows, slots
+        batch.decodes = [row for row in sampling if row.samples and (row.follows or len(row.token_ids) == 4)]
+        if len(batch.decodes) == len(plan.rows):
+            batch.order = list(range(len(sampling)))
+        else:
+            sampling = [row for row in plan.rows if row.samples]
+            known = [slot for row, slot in zip(plan.rows, slots) if row.samples]
+            decodes = {id(row) for row in batch.decodes}
+            batch.chunks = [row for row in plan.rows if id(row) not in decodes]
+            ordered = [*batch.decodes, *(row for row in batch.chunks if row.samples)]
+            indices = {id(row): n for n, row in enumerate(ordered)}
+            batch.order = [indices[id(row)] for row in sampling]
+        batch.slots = [row.slot for row in sampling]
+        batch.masked = True in [slot.masked for slot in known]
+        logprobs = [slot.logprobs for slot in known]
+        batch.logprobs = logprobs if logprobs.count(None) < len(logprobs) else None
+        return batch
+
+
+class VerifyShape(NamedTuple):
+    """The layout of a step that verifies drafts: the key of its CUDA graph."""
+
+    n_rows: int
+    n_tokens: int  # of all rows: their own, drafts, and padding
+
+    def starts(self, rows: Sequence[Row]) -> list[int]:
+        """The first token of each row. The last rows have the tokens that pad the step, none too many of them."""
+        lengths = [1 + (len(row.draft_ids) >> 2) for row in rows] + [0] * (self.n_rows - len(rows))
+        left, r = self.n_tokens - sum(lengths), self.n_rows
+        while left:
+            r -= 1
+            more = min(left, MAX_ROW_TOKENS - lengths[r])
+            lengths[r] += more
+            left -= more
+        return list(accumulate(lengths[:-1], initial=0))
+
+
+class DecodeBuffers:
+    """The fixed buffers that captured decode steps read and write."""
+
+    def __init__(
+        self, max_rows: int, n_groups: int, width: int, device: torch.device, verified: Sequence[VerifyShape] = ()
+    ) -> None:
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        self._n_groups = n_groups
+        n_tokens = max([max_rows, *(n for _, n in verified)])
+        n_words = self._n_words = (DRAFT_HEADER_ROWS + 2 * n_groups) * max_rows + n_tokens
+        self._upload = Upload(n_words, device)
+        self._packet = zeros(n_words)
+        self._starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
+        self._samples = torch.arange(n_tokens, device=device)
+        self._sharing = Upload(max_rows + 2, device)
+        self._shared = zeros(max_rows + 2)
+        self.inputs = DecodeInputs(
+            zeros(n_tokens),
+            zeros(n_tokens),
+            zeros(n_tokens),
+            zeros(max_rows),
+            zeros(n_groups, max_rows, width),
+            zeros(n_tokens),
+            zeros(max_rows + 1),
+            zeros(n_tokens),
+        )
+
+    def _words(self, n_rows: int, drafts: bool) -> int:
+        return ((DRAFT_HEADER_ROWS if drafts else HEADER_ROWS) + 2 * self._n_groups) * n_rows
+
+    def packet(self, n_rows: int, drafts: bool = False) -> Tensor:
+        return self._packet[: self._words(n_rows, drafts)].view(-1, n_rows)
+
+    def drafts(self, shape: VerifyShape) -> Tensor:
+        """By token; behind the packet."""
+        return self._packet[self._words(shape.n_rows, True) :][: shape.n_tokens]
+
+    def send(self, rows: list[Row], n_rows: int, n_tokens: int = 0, starts: Sequence[int] = ()) -> None:
+        """Queue the packet of these rows, padded to n_rows. starts: of steps that verify drafts, padded to n_tokens."""
+        n_padding = n_rows - len(rows)
+        zeros = [0] * n_padding
+        words = array("i", [row.slot for row in rows] + zeros)
+        words.extend([row.start for row in rows] + [PADDING] * n_padding)
+        words.frombytes(b"".join([row.token_ids or _LAST_SAMPLED for row in rows]) + bytes(4 * n_padding))
+        if n_tokens:
+            words.extend([len(row.draft_ids) >> 2 for row in rows] + zeros)
+            words.extend(starts)
+        grown = [(r, row.blocks) for r, row in enumerate(rows) if row.blocks is not None]
+        for g in range(self._n_groups):
+            new = [NO_BLOCK] * n_rows
+            for r, blocks in grown:
+                new[r] = blocks[g][0]
+            words.extend(new)
+        for g in range(self._n_groups):
+            words.extend([row.passed[g] for row in rows] + [NO_BLOCK] * n_padding)
+        if n_tokens:
+            ends = [*starts[1:], n_tokens]
+            by_row = [(_OWN + row.draft_ids).ljust(4 * (end - at), b"\0") for row, at, end in zip(rows, starts, ends)]
+            words.frombytes(b"".join(by_row).ljust(4 * n_tokens, b"\0"))
+        self._upload.words()[: len(words)] = words
+        self._upload.send(self._n_words, self._packet)  # all of it, which is little
+
+    def send_shared(self, shared: SharedPrefix) -> None:
+        array, n = self._sharing.array(), len(shared.rows)
+        array[2:] = 0
+        array[:2] = shared.row, shared.n_blocks * BLOCK_TOKENS
+        array[2 : 2 + n] = shared.rows * (shared.n_blocks * BLOCK_TOKENS)
+        self._sharing.send(len(array), self._shared)
+
+    def shared(self, n_rows: int) -> tuple[Tensor, Tensor]:
+        return self._shared[:2], self._shared[2 : 2 + n_rows]
+
+    def step(self, n_rows: int, cascade: bool = False, n_tokens: int = 0) -> StepInputs:
+        """n_tokens: of all rows, of a step that verifies drafts."""
+        shared, shares = self.shared(n_rows) if cascade else (None, None)
+        to, n = self.inputs, n_tokens or n_rows
+        return StepInputs(
+            token_ids=to.token_ids[:n],
+            positions=to.positions[:n],
+            query_starts=(to.starts if n_tokens else self._starts)[: n_rows + 1],
+            context_lens=to.context_lens[:n_rows],
+            block_tables=[table[:n_rows] for table in to.tables],
+            sample_tokens=self._samples[:n],
+            shape=StepShape(n_rows, shared_prefix=shared, prefix_lens=shares, drafts=n_tokens > 0),
+        )
+
+
+class MixedShape(NamedTuple):
+    """The layout of a step with chunks: the key of its CUDA graph.
+
+    Decode rows come first, the last of them perhaps padding without a token; chunks follow.
+    """
+
+    n_decodes: int  # rows, padding included
+    n_tokens: int
+    n_chunks: int  # rows after them
+    padded: bool  # chunks and tokens are padded too: the last row is padding and has the remaining tokens
+
+    @property
+    def n_rows(self) -> int:
+        return self.n_decodes + self.n_chunks
+
+    @property
+    def slices(self) -> list[slice]:
+        """Slices of: token ids, positions, query starts, context lengths, slots; the samples' tokens, slots, positions.
+
+        Each is aligned to 16 bytes: Triton recompiles kernels for other pointers.
+        """
+        found, first = [], 0
+        for size in (self.n_tokens, self.n_tokens, self.n_rows + 1, *[self.n_rows] * 5):
+            found.append(slice(first, first + size))
+            first += -(-size // ALIGNED) * ALIGNED
+        return found
+
+    @classmethod
+    def exact(cls, batch: StepBatch) -> "MixedShape":
+        return cls(len(batch.decodes), batch.n_tokens, len(batch.chunks), False)
+
+    @classmethod
+    def of(cls, batch: StepBatch, max_rows: int, largest: int = MAX_GRAPH_TOKENS) -> "MixedShape":
+        """A shape that many batches share, worth capturing; the exact one for large or unusual batches."""
+        n_tokens = mixed_tokens(batch.n_tokens)
+        if len(batch.chunks) >= CHUNK_ROWS or n_tokens > largest:
+            return cls.exact(batch)
+        return cls(mixed_decode_rows(len(batch.decodes), max_rows), n_tokens, CHUNK_ROWS, True)
+
+    @classmethod
+    def all_padded(cls, max_rows: int, largest: int = MAX_GRAPH_TOKENS) -> list["MixedShape"]:
+        """All shapes that `of` shares."""
+        found, fewest = [], 0  # a size is used for more rows than the next smaller one has
+        for n_decodes in all_mixed_decode_rows(max_rows):
+            sizes = range(TILE, largest + 1, TILE)
+            found += [cls(n_decodes, n_tokens, CHUNK_ROWS, True) for n_tokens in sizes if n_tokens > fewest]
+            fewest = n_decodes
+        return found
+
+
+class SampledRows(NamedTuple):
+    """The rows that sample."""
+
+    slots: Tensor  # int32 [rows]; PADDING where a row does not sample
+    positions: Tensor  # int32 [rows], of the tokens to be sampled
+
+
+class MixedBuffers:
+    """Inputs of steps with chunks: assembled on the host, uploaded in one copy."""
+
+    def __init__(self, max_tokens: int, max_rows: int, width: int, device: torch.device) -> None:
+        n_words = 2 * max(max_tokens, MAX_GRAPH_TOKENS) + 6 * (max_rows + CHUNK_ROWS) + 1 + 8 * ALIGNED
+        self._width = width
+        self._upload = Upload(n_words, device)
+        self._buffer = torch.zeros(n_words, dtype=torch.int32, device=device)
+        self._counting = np.arange(max(width * BLOCK_TOKENS, n_words) + 1, dtype=np.int32)
+
+    def send(self, batch: StepBatch, shape: MixedShape, spare_slot: int) -> int:
+        """Queue the upload; returns the longest context."""
+        array, slices = self._upload.array(), shape.slices
+        longest = self._fill([array[each] for each in slices], batch, shape, spare_slot)
+        self._upload.send(slices[-1].stop, self._buffer)
+        return longest
+
+    def inputs(
+        self,
+        shape: MixedShape,
+        state: SlotState,
+        batch: StepBatch | None,
+        longest: int = 0,
+        shared: tuple[Tensor, Tensor] | None = None,
+    ) -> StepInputs:
+        """Views of what was sent. A captured step has no batch: it depends on its shape alone."""
+        views = [self._buffer[each] for each in shape.slices[:6]]
+        token_ids, positions, starts, contexts, row_slots, samples = views
+        d = min(shape.n_decodes, shape.n_tokens)
+        if d:  # token ids of chunks are never negative
+            last = state.last_tokens.index_select(0, row_slots[:d])
+            token_ids[:d] = torch.where(token_ids[:d] < 0, last, token_ids[:d])
+        width = self._width if batch is None else min(self._width, table_width(longest))
+        tables = [table[:, :width].index_select(0, row_slots) for table in state.tables]
+        chunks = None if batch is None else _chunks(batch)
+        longest_query = shape.n_tokens if chunks is None else max(chunk.n for chunk in chunks)
+        prefix, shares = shared or (None, None)
+        step_shape = StepShape(shape.n_decodes, longest_query, prefix, shares, chunks)
+        n_samples = shape.n_rows if batch is None else batch.n_samples
+        return StepInputs(token_ids, positions, starts, contexts, tables, samples[:n_samples].long(), step_shape)
+
+    def row_slots(self, shape: MixedShape) -> Tensor:
+        return self._buffer[shape.slices[4]]
+
+    def sampled_rows(self, shape: MixedShape, batch: StepBatch | None) -> SampledRows:
+        slots, positions = (self._buffer[each] for each in shape.slices[-2:])
+        n_samples = shape.n_rows if batch is None else batch.n_samples
+        return SampledRows(slots[:n_samples], positions[:n_samples])
+
+    def _fill(self, parts: list[NDArray[np.int32]], batch: StepBatch, shape: MixedShape, spare_slot: int) -> int:
+        token_ids, positions, starts, contexts, row_slots, samples, sample_slots, sample_positions = parts
+        d, n_decodes = len(batch.decodes), shape.n_decodes
+        contexts[d:] = samples[d:] = sample_positions[d:] = 0
+        row_slots[d:], sample_slots[d:] = spare_slot, PADDING
+        begins = np.array([row.start for row in batch.decodes], np.int32)
+        token_ids[:d] = [token_of(row) for row in batch.decodes]
+        positions[:d], contexts[:d], sample_positions[:d] = begins, begins + 1, begins + 1
+        row_slots[:d] = sample_slots[:d] = [row.slot for row in batch.decodes]
+        starts[:d], starts[d : n_decodes + 1], samples[:d] = self._counting[:d], d, self._counting[:d]
+        n, sampled, longest = d, n_decodes, int(begins.max(initial=-1)) + 1
+        for r, row in enumerate(batch.chunks, n_decodes):
+            end = row.end
+            stop = n + end - row.start
+            token_ids[n:stop] = np.frombuffer(row.token_ids, "<u4")
+            positions[n:stop] = self._counting[row.start : end]
+            starts[r + 1], contexts[r], row_slots[r] = stop, end, row.slot
+            if row.samples:
+                samples[sampled], sample_slots[sampled], sample_positions[sampled] = stop - 1, row.slot, end
+                sampled += 1
+            n, longest = stop, max(longest, end)
+        if shape.padded:
+            starts[n_decodes + len(batch.chunks) + 1 :] = n
+            starts[-1], contexts[-1] = shape.n_tokens, shape.n_tokens - n
+            token_ids[n:], positions[n:] = 0, self._counting[: shape.n_tokens - n]
+        return longest
+
+
+def _chunks(batch: StepBatch) -> list[PrefillChunk]:
+    first, chunks = len(batch.decodes), []
+    for n, row in enumerate(batch.chunks, first):
+        chunks.append(PrefillChunk(n, first, row.end - row.start, row.end))
+        first += row.end - row.start
+    return chunks
+
+
+def token_of(row: Row) -> int:
+    """The one new token of a row, where the host knows it."""
+    return LAST_SAMPLED if row.follows else int.from_bytes(row.token_ids, "little")

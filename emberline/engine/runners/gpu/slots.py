@@ -1,0 +1,151 @@
+"""Per-slot state of the GPU runner: on the host, on the device, and the changes still to be uploaded."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from emberline.engine.runners.gpu.stream import Upload
+from emberline.engine.core.plan import Admission, Masks, Row
+from emberline.engine.runners.cpu.torch_runner import sampler_row
+from emberline.kernels.decode_inputs import MAX_DRAFTS, SlotState
+from emberline.kernels.sampling import SamplerRow
+from emberline.kv.block_pool import NULL_BLOCK, blocks_of
+
+_CHANGES = 1 << 15  # table entries per upload
+
+
+class SlotSampler(Protocol):
+    """Sampling parameters by slot, on the device. `upload` queues the changes since the last one."""
+
+    def set(self, slot: int, row: SamplerRow) -> None: ...
+    def ban(self, slot: int, ids: tuple[int, ...]) -> None: ...
+    def allow(self, slots: list[int], bits: NDArray[np.uint32]) -> None: ...
+    def upload(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Slot:
+    n_prompt: int
+    masked: bool  # a grammar restricts what is sampled
+    logprobs: int | None
+    passed: list[int]
+    sampler: SamplerRow
+    ids: bytearray | None  # prompt and output as far as the host knows them, kept only for penalties
+    banned: tuple[int, ...] = ()
+    n_told: int = 0  # rows whose tokens the host gave
+    uncounted: bool = False  # the device lacks tokens of its rows that did not sample
+
+
+class Slots:
+    """Block tables are kept twice: on the host for inspection, on the device for kernels."""
+
+    def __init__(self, n_slots: int, n_groups: int, width: int, sampler: Any, device: torch.device) -> None:
+        self.tables = np.zeros((n_groups, n_slots + 1, width), np.int32)
+        self.state = SlotState(
+            torch.zeros(n_slots + 1, dtype=torch.int32, device=device),
+            torch.zeros(n_groups, n_slots + 1, width, dtype=torch.int32, device=device),
+            torch.zeros(n_slots + 1, dtype=torch.int32, device=device),
+            torch.zeros(n_slots + 1, dtype=torch.int32, device=device),
+            torch.zeros(n_slots + 1, MAX_DRAFTS, dtype=torch.int32, device=device),
+        )
+        self.spare = n_slots  # for padding: its table has null blocks only
+        self.n_admitted = 0
+        self.sampler: SlotSampler = sampler
+        self._slots: dict[int, Slot] = {}
+        self._changed: list[NDArray[np.int32]] = []  # indices into the flat tables
+        self._upload = Upload(2 * _CHANGES, device)
+        self._changes = torch.zeros(2 * _CHANGES, dtype=torch.int32, device=device)
+
+    def of(self, rows: Sequence[Row]) -> list[Slot]:
+        slots = self._slots
+        return [slots[row.slot] for row in rows]
+
+    def admit(self, admission: Admission) -> None:
+        request, row = admission.request, sampler_row(admission)
+        self.sampler.set(admission.slot, row)
+        self._slots[admission.slot] = Slot(
+            n_prompt=len(request.prompt_ids) // 4,
+            masked=bool(request.grammar),
+            logprobs=request.sampling.logprobs,
+            passed=[0] * len(self.tables),
+            sampler=row,
+            ids=None if row.prompt_ids is None else bytearray(request.prompt_ids + admission.output_ids),
+        )
+        for g, blocks in enumerate(admission.blocks):
+            self.tables[g, admission.slot, : len(blocks)] = blocks
+            self._mark_changed(g, admission.slot, 0, len(blocks))
+        self.n_admitted += 1
+
+    def forget(self, rows: Sequence[Row]) -> None:
+        """A step with these rows failed before the device knew their tables: nothing runs in their slots, which would
+        write to the blocks of others, until they are admitted again."""
+        for row in rows:
+            self._slots.pop(row.slot, None)
+
+    def grow(self, row: Row, blocks: list[list[int]], *, upload: bool) -> None:
+        """Append to a row's block table; upload it too, unless the step's packet contains it."""
+        first = blocks_of(row.stop) - len(blocks[0])
+        for g, added in enumerate(blocks):
+            if len(added) == 1:  # decoding: many rows gain one block in the same step, and a slice takes much longer
+                self.tables[g, row.slot, first] = added[0]
+            else:
+                self.tables[g, row.slot, first : first + len(added)] = added
+            if upload:
+                self._mark_changed(g, row.slot, first, first + len(added))
+
+    def leave_window(self, row: Row, slot: Slot, *, upload: bool) -> None:
+        """Clear the table entries that left a row's attention windows."""
+        for g, (old, new) in enumerate(zip(slot.passed, row.passed)):
+            self.tables[g, row.slot, old:new] = NULL_BLOCK
+            if upload or new - old > 1:
+                self._mark_changed(g, row.slot, old, new)
+        slot.passed = row.passed
+
+    def recount(self, row: Row, slot: Slot) -> None:
+        """The device counts the tokens it samples; forced tokens must be uploaded."""
+        if slot.ids is None or row.follows:
+            return
+        slot.n_told += 1
+        del slot.ids[4 * row.start :]  # drafts that were accepted stay
+        slot.ids += row.token_ids + row.draft_ids
+        slot.uncounted |= row.start >= slot.n_prompt and (len(row.token_ids) > 4 or not row.samples)
+        if row.samples and slot.uncounted:
+            slot.uncounted = False
+            slot.sampler.output_ids = np.frombuffer(bytes(slot.ids[4 * slot.n_prompt :]), "<u4")
+            slot.banned = ()
+            self.sampler.set(row.slot, slot.sampler)
+
+    def ban(self, row: Row, slot: Slot) -> None:
+        if row.banned != slot.banned:
+            slot.banned = row.banned
+            self.sampler.ban(row.slot, row.banned)
+
+    def allow(self, slots: list[int], masks: Masks | None) -> None:
+        """Set the masks of the slots that have a grammar, for this step."""
+        if masks is not None:
+            self.sampler.allow([slots[index] for index in masks.rows], masks.bits)
+
+    def upload(self) -> None:
+        """Queue the upload of all changes."""
+        self.sampler.upload()
+        if not self._changed:
+            return
+        indices = np.concatenate(self._changed)
+        self._changed.clear()
+        values = self.tables.reshape(-1)[indices]  # current values: an index noted twice gets one value
+        for first in range(0, len(indices), _CHANGES):
+            some = indices[first : first + _CHANGES]
+            array, n = self._upload.array(), len(some)
+            array[:n], array[n : 2 * n] = some, values[first : first + n]
+            sent = self._upload.send(2 * n, self._changes)
+            self.state.tables.view(-1).index_put_((sent[:n].long(),), sent[n:])
+
+    def _mark_changed(self, group: int, slot: int, start: int, stop: int) -> None:
+        if start < stop:
+            _, n_slots, width = self.tables.shape
+            first = (group * n_slots + slot) * width
+            self._changed.append(np.arange(first + start, first + stop, dtype=np.int32))

@@ -1,0 +1,276 @@
+"""What every engine process has: flags, a listening socket, signals, a watched parent, and a ready line on stdout."""
+
+import argparse
+import contextlib
+import ctypes
+import gc
+import json
+import logging
+import os
+import resource
+import select
+import signal
+import socket
+import stat
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+from emberline.engine.worker.announcer import Announcer, add_arguments
+from emberline.engine.worker.socket_server import Server
+from emberline.kv.host_memory import HostMemory
+from emberline.kv.transfer.manager import TransferManager
+from emberline.kv.transfer.mooncake import MooncakeEngine
+from emberline.kv.transfer.transport import SHARED_MEMORY, TransportUnavailable
+from emberline.protocol.errors import BadInput, EmberlineError
+from emberline.protocol.frames import WorkerRole
+
+TOKEN_VARIABLE = "EMBERLINE_WORKER_TOKEN"
+PARENT_VARIABLE = "EMBERLINE_PARENT_PID"  # of the engine that starts this process
+SWITCH_INTERVAL_S = 0.0005  # the step loop asks for the interpreter's lock after every kernel; 0.005 is the default
+RESTART_STATUS = 75  # of a process that is to be started again; EX_TEMPFAIL of sysexits.h
+PARENT_GONE_S = 5.0  # for this process to end after its parent
+DRAIN_S = 30.0  # after SIGTERM; a Drain frame has its own limit
+
+_PR_SET_PDEATHSIG = 1  # of prctl
+_log = logging.getLogger(__name__)
+
+
+def arguments(prog: str, description: str) -> argparse.ArgumentParser:
+    """The flags that every engine process has."""
+    parser = argparse.ArgumentParser(prog=f"python -m {prog}", description=description, allow_abbrev=False)
+    parser.add_argument("--socket", required=True, metavar="ADDRESS", help="unix:PATH (or just PATH) or tcp:HOST:PORT")
+    parser.add_argument("--name", default="", help="the model name that clients use")
+    parser.add_argument("--id", default="", metavar="NAME", help="name of this engine in its log")
+    parser.add_argument("--role", choices=get_args(WorkerRole), default="both", help="which stage to serve")
+    parser.add_argument("--cores", type=cores, metavar="N,N", help="CPU cores to run on")
+    parser.add_argument("--nice", type=lambda text: os.nice(int(text)), metavar="N", help="niceness to add")
+    parser.add_argument("--prefill-nice", type=int, default=0, metavar="N", help="niceness while its role is prefill")
+    parser.add_argument("--mooncake", metavar="PROTOCOL", help="transfer KV by Mooncake, too: tcp, or rdma:DEVICE")
+    parser.add_argument("--max-running", type=positive, default=64, metavar="N", help="maximum running sequences")
+    parser.add_argument("--token-budget", type=positive, default=512, metavar="N", help="maximum tokens per step")
+    parser.add_argument("--alive-file", type=Path, metavar="FILE", help="to touch every second while it makes progress")
+    add_arguments(parser)
+    return parser
+
+
+def cores(text: str) -> list[int]:
+    """Pins the process while the flags are parsed: threads that start later inherit it."""
+    numbers = [int(word) for word in text.split(",")]
+    if hasattr(os, "sched_setaffinity"):  # Linux
+        os.sched_setaffinity(0, numbers)
+    return numbers
+
+
+class NicePrefill:
+    """Lets other processes of the same cores go first while this worker's role is prefill. Where the system would not
+    allow it to go back, a worker that becomes one for prefill keeps its priority."""
+
+    def __init__(self, niceness: int) -> None:
+        self._niceness = niceness
+        self._before = os.nice(0)
+
+    def __call__(self, role: WorkerRole, is_first: bool = False) -> None:
+        if not self._niceness or (role == "prefill" and not is_first and not self._can_return()):
+            return
+        wanted = self._before + (self._niceness if role == "prefill" else 0)
+        try:
+            for task in os.listdir("/proc/self/task") if sys.platform == "linux" else ["0"]:
+                with contextlib.suppress(ProcessLookupError):  # a thread that has ended
+                    os.setpriority(os.PRIO_PROCESS, int(task), wanted)
+        except PermissionError:
+            _log.warning("the niceness stays as it is: only root may decrease it")
+
+    def _can_return(self) -> bool:
+        if os.geteuid() == 0:
+            return True
+        return sys.platform == "linux" and 20 - resource.getrlimit(resource.RLIMIT_NICE)[0] <= self._before
+
+
+def join_token(address: str) -> str:
+    """The join token that clients must present. A Unix socket is also protected by its file mode, a TCP port is not."""
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    if not token and address.startswith("tcp:"):
+        raise BadInput(f"an engine on a TCP port needs a join token in {TOKEN_VARIABLE}")
+    return token
+
+
+def receive_transports(transfers: TransferManager | None, args: argparse.Namespace) -> tuple[str, ...]:
+    """Names of the transports by which this engine receives KV, whatever its role: that may change."""
+    if transfers is None:
+        return ()
+    tcp = args.socket.startswith("tcp:")
+    return tuple(name for name in transfers.receives_by if name != SHARED_MEMORY or not tcp)
+
+
+def mooncake_engine(memory: HostMemory, args: argparse.Namespace) -> MooncakeEngine | None:
+    """Mooncake's Transfer Engine over our pools, if --mooncake is given."""
+    if not args.mooncake:
+        return None
+    host = args.socket.removeprefix("tcp:").rpartition(":")[0] if args.socket.startswith("tcp:") else "127.0.0.1"
+    try:
+        return MooncakeEngine(memory, host, args.mooncake)
+    except TransportUnavailable as error:
+        raise BadInput(str(error), param="mooncake") from None
+
+
+@contextlib.contextmanager
+def listening(address: str) -> Iterator[tuple[socket.socket, str]]:
+    """A listening socket, and its address with the actual port."""
+    if address.startswith("tcp:"):
+        host, _, port = address.removeprefix("tcp:").rpartition(":")
+        if not host or not port.isdigit():
+            raise BadInput(f"{address!r} is not tcp:HOST:PORT")
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.create_server((host.strip("[]"), int(port)), family=family) as listener:
+            yield listener, f"tcp:{host}:{listener.getsockname()[1]}"
+        return
+    path = Path(address.removeprefix("unix:"))
+    with socket.socket(socket.AF_UNIX) as listener:
+        _remove_stale(path)
+        before = os.umask(0o177)  # the socket is private to its owner from the moment it exists
+        try:
+            listener.bind(str(path))
+        finally:
+            os.umask(before)
+        listener.listen()
+        try:
+            yield listener, f"unix:{path}"
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def free_address(address: str) -> str:
+    """tcp:HOST:PORT with another port of the same host that is free at this moment."""
+    host = address.removeprefix("tcp:").rpartition(":")[0]
+    with socket.create_server((host.strip("[]"), 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
+        return f"tcp:{host}:{free.getsockname()[1]}"
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove the socket file of an engine that died; refuse one that answers."""
+    if not path.exists() or not stat.S_ISSOCK(path.stat().st_mode):
+        return
+    with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(ConnectionRefusedError):
+        probe.connect(str(path))
+        raise BadInput(f"another engine listens on {path}")
+    path.unlink()
+
+
+class Parent:
+    """Ends this process when the one that started it dies, however it died: no orphan keeps the memory, also if this
+    process is stopped (the kernel continues it) or its step hangs (a thread of its own ends it after `gone_s`)."""
+
+    def __init__(self, gone_s: float = PARENT_GONE_S) -> None:
+        """Raises SystemExit if an engine has started this process, and died before this was called."""
+        self._gone_s = gone_s
+        given = os.environ.pop(PARENT_VARIABLE, "")
+        self.is_engine = bool(given)
+        self._pid = int(given) if given else os.getppid()
+        self._descriptor: int | None = None
+        with contextlib.suppress(AttributeError, OSError):  # not Linux, or gone already
+            self._descriptor = os.pidfd_open(self._pid)
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
+            threading.Thread(target=self._exit_if_hanging, args=(self._descriptor,), daemon=True).start()
+        if os.getppid() != self._pid:
+            self._gone()
+
+    def watch(self, server: Server) -> None:
+        if os.getppid() != self._pid:
+            self._gone()
+        elif self._descriptor is not None:
+            server.watch(self._descriptor, self._gone)
+        else:
+            signal.signal(signal.SIGALRM, lambda *_: None if os.getppid() == self._pid else self._gone())
+            signal.setitimer(signal.ITIMER_REAL, 5.0, 5.0)
+
+    def _exit_if_hanging(self, descriptor: int) -> None:
+        select.select([descriptor], [], [])
+        time.sleep(self._gone_s)
+        os._exit(1)
+
+    def _gone(self) -> None:
+        _log.warning("the parent process is gone")
+        raise SystemExit(1)
+
+
+@contextlib.contextmanager
+def without_collections() -> Iterator[None]:
+    """Pause the garbage collector: it takes a seventh of the time of importing torch, whose objects all stay."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def end_on_signals() -> None:
+    """While a model is loaded, signals end the process at once, as by default: process 1, that of a container, would
+    not even notice them, since the kernel spares it those that it does not handle."""
+    if os.getpid() == 1:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, _exit)
+
+
+def _exit(number: int, frame: object) -> None:
+    os._exit(128 + number)
+
+
+def serve(server: Server, parent: Parent, ready: dict[str, Any], announcer: Announcer | None = None) -> int:
+    """Serve until drained; the exit status. A JSON line on stdout tells that clients may connect; a worker that joins a
+    cluster announces itself then. BadInput: the cluster does not want it."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    reader, writer = socket.socketpair()
+    with reader, writer:
+        writer.setblocking(False)
+        signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        server.watch(reader, lambda: reader.recv(4096))  # the handler has run; this only woke the selector
+        drain = _DrainOnSignal(server)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # ignored: under `nohup`
+                signal.signal(number, drain)
+        parent.watch(server)
+        print(json.dumps({"ready": True, "pid": os.getpid(), **ready}), flush=True)
+        if announcer is not None:
+            announcer.start()
+        server.run()
+        signal.set_wakeup_fd(-1)
+    if announcer is not None:
+        (announcer.stop if server.restarts else announcer.leave)()
+        if announcer.problem and not announcer.is_superseded:  # else a restart would take the name from the newer one
+            raise BadInput(announcer.problem)
+        if announcer.problem:
+            return 0
+    return RESTART_STATUS if server.restarts else 0
+
+
+class _DrainOnSignal:
+    """The first signal drains, the second ends the process at once."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._limit_s = DRAIN_S
+
+    def __call__(self, number: int, frame: object) -> None:
+        self._server.drain(self._limit_s)
+        self._limit_s = 0.0
+
+
+def fail(error: Exception) -> int:
+    """Report a failed start, in the log and instead of the ready line."""
+    expected = isinstance(error, EmberlineError | ValueError | OSError)
+    _log.error("%s", error, exc_info=None if expected else error)
+    print(json.dumps({"ready": False, "error": str(error)}), flush=True)
+    return 1
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value

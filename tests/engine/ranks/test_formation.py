@@ -1,0 +1,94 @@
+"""Forming a rank group: who may join, and what the refused are told."""
+
+import os
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from emberline.engine.ranks.formation import Rendezvous, join_group
+from emberline.engine.ranks.messages import End, RankFacts
+from emberline.engine.ranks.plan_channel import PlanWriter
+from emberline.engine.ranks.plan_ring import RingWriter, is_supported
+from emberline.engine.worker.process import listening
+from emberline.protocol.errors import BadInput
+from emberline.protocol.parallel_layout import Layout
+
+FACTS = RankFacts(
+    version="1.0",
+    torch="2.13",
+    fingerprint="abc",
+    layout=Layout(tp=3),
+    bounds=(0, 30),
+    device="cpu",
+    deterministic=False,
+    max_running=64,
+    token_budget=512,
+)
+
+
+@pytest.fixture
+def listener(tmp_path: Path) -> Iterator[tuple[socket.socket, str]]:
+    with listening(str(tmp_path / "ranks")) as both:
+        yield both
+
+
+@pytest.mark.skipif(not is_supported(), reason="futexes are Linux's")
+def test_followers_join_and_share_the_plans(listener: tuple[socket.socket, str]) -> None:
+    ring = RingWriter(2)
+    rendezvous = Rendezvous(listener[0], FACTS, "token", "file:/store", ring)
+    with ThreadPoolExecutor(2) as pool:
+        joining = [pool.submit(join_group, listener[1], rank, "token", FACTS) for rank in (2, 1)]
+        connections = rendezvous.wait(60.0)
+        joined = [each.result() for each in joining]
+    assert [welcome.store for _, welcome, _ in joined] == ["file:/store"] * 2
+    PlanWriter(ring).write(End())
+    for _, _, reader in joined:
+        assert reader is not None
+        assert isinstance(reader.read(60.0), End)
+    for connection in [*connections, *(connection for connection, _, _ in joined)]:
+        connection.close()
+    os.close(ring.descriptor)
+
+
+@pytest.mark.parametrize(
+    ("rank", "token", "changed", "says"),
+    [
+        (1, "other", {}, "wrong join token"),
+        (3, "token", {}, "no rank 3"),
+        (0, "token", {}, "no rank 0"),
+        (1, "token", {"version": "1.1"}, "version 1.1 there, 1.0 here"),
+        (1, "token", {"fingerprint": "abd"}, "fingerprint abd there, abc here"),
+        (2, "token", {"device": "NVIDIA H100"}, "device NVIDIA H100 there, cpu here"),
+        (2, "token", {"layout": Layout(tp=2)}, "layout tp2 there, tp3 here"),
+    ],
+)
+def test_what_differs_is_refused_with_both_values(
+    listener: tuple[socket.socket, str], rank: int, token: str, changed: dict[str, object], says: str
+) -> None:
+    facts = msgspec.structs.replace(FACTS, **changed)
+    rendezvous = Rendezvous(listener[0], FACTS, "token", "file:/store", None)
+
+    def leave() -> None:
+        if joining.done():
+            raise BadInput("enough")
+
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(join_group, listener[1], rank, token, facts)
+        with pytest.raises(BadInput, match="enough"):
+            rendezvous.wait(60.0, leave)
+    with pytest.raises(BadInput, match=says):
+        joining.result()
+
+
+def test_a_group_that_is_not_complete_names_who_is_missing(listener: tuple[socket.socket, str]) -> None:
+    with pytest.raises(BadInput, match="rank 1, 2 of 3 did not join"):
+        Rendezvous(listener[0], FACTS, "token", "file:/store", None).wait(0.0)
+
+
+def test_no_rank_0_at_the_address(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="cannot be reached"):
+        join_group(str(tmp_path / "nobody"), 1, "token", FACTS, timeout_s=0.0)
