@@ -24,16 +24,16 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from emberline.engine.runners.gpu.graphs import StepKind
-from emberline.engine.runners.gpu.runner import GpuRunner, GpuStep
-from emberline.engine.runners.gpu.shapes import GPU_SHAPES, most_drafts
 from emberline.engine.core.latency_target import LatencyTarget
 from emberline.engine.core.limits import Limits
 from emberline.engine.core.plan import Masks, Sampled, StepPlan
 from emberline.engine.core.scheduler import Scheduler
+from emberline.engine.core.step_loop import StepLoop
+from emberline.engine.runners.gpu.graphs import StepKind
+from emberline.engine.runners.gpu.runner import GpuRunner, GpuStep
+from emberline.engine.runners.gpu.shapes import GPU_SHAPES, most_drafts
 from emberline.engine.speculation.speculator import open_speculator
 from emberline.engine.speculation.verification import Speculation
-from emberline.engine.core.step_loop import StepLoop
 from emberline.kernels.sampling import SamplerRow
 from emberline.kv.cache import KVCache
 from emberline.models.decoder import StepInputs

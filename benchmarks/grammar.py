@@ -15,9 +15,9 @@ from statistics import mean, median
 from typing import Any
 
 from benchmarks.emberline_contender import default_gguf
-from emberline.engine.worker import main as worker
-from emberline.engine.grammar.compiler import MatcherCompiler
 from emberline.engine.core.scheduler import Scheduler
+from emberline.engine.grammar.compiler import MatcherCompiler
+from emberline.engine.worker import main as worker
 from emberline.protocol.grammar import encode
 from emberline.protocol.request import EngineRequest, Message, OutputFormat, SamplingParams
 from emberline.text.grammar.reply_grammar import GrammarSpec, build

@@ -86,11 +86,11 @@ class NullCopies:
 
 def open_loop(n_rows: int, n_steps: int, setting: str) -> Any:
     """A step loop with `n_rows` sequences that decode for at least `n_steps` steps."""
-    from emberline.engine.grammar.compiler import MatcherCompiler
     from emberline.engine.core.limits import Limits
     from emberline.engine.core.scheduler import Scheduler
-    from emberline.engine.speculation.speculator import open_speculator
     from emberline.engine.core.step_loop import StepLoop
+    from emberline.engine.grammar.compiler import MatcherCompiler
+    from emberline.engine.speculation.speculator import open_speculator
     from emberline.kv.cache import KVCache
     from emberline.kv.tiers.host import HostTier
     from emberline.kv.tiers.manager import TierManager

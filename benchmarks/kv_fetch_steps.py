@@ -19,11 +19,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from emberline.engine.worker.process import SWITCH_INTERVAL_S
 from emberline.engine.core.limits import Limits
 from emberline.engine.core.plan import Masks, StepPlan
 from emberline.engine.core.scheduler import Scheduler
 from emberline.engine.core.step_loop import StepLoop
+from emberline.engine.worker.process import SWITCH_INTERVAL_S
 from emberline.kv.cache import KVCache
 from emberline.kv.tiers.host import HostTier
 from emberline.kv.tiers.manager import TierManager

@@ -19,10 +19,10 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.report import markdown
+from emberline.engine.core.plan import Row, StepPlan
 from emberline.engine.ranks.messages import End, Launch
 from emberline.engine.ranks.plan_channel import PlanWriter, SharedMemoryReader
 from emberline.engine.ranks.plan_ring import RingReader, RingWriter
-from emberline.engine.core.plan import Row, StepPlan
 
 WARM_UP = 50
 PAUSE_S = 0.002  # between two plans: followers wait again, as they do between steps
@@ -101,10 +101,10 @@ def broadcast(n_followers: int, n_rows: int, n_plans: int) -> dict[str, float]:
 
 def overhead(n_rows: int, n_steps: int) -> dict[str, float]:
     """Of steps in turn through the plain runner and through a group of one rank."""
-    from emberline.engine.ranks.rank_group import Leader
-    from emberline.engine.ranks.rank_runner import LeaderRunner
     from emberline.engine.core.limits import Limits
     from emberline.engine.core.plan import Admission, Runner
+    from emberline.engine.ranks.rank_group import Leader
+    from emberline.engine.ranks.rank_runner import LeaderRunner
     from emberline.engine.runners.cpu.torch_runner import TorchRunner
     from emberline.kernels.collectives import ALONE
     from emberline.models.registry import load_model

@@ -22,10 +22,10 @@ from typing import Any
 
 from benchmarks.emberline_contender import default_gguf
 from benchmarks.replay_runner import Replay
-from emberline.engine.worker import main as worker
+from emberline.engine.core.step_loop import StepLoop
 from emberline.engine.speculation.suffix_drafter import LEAD_TOKENS, TENANT_TOKENS
 from emberline.engine.speculation.suffix_index import SuffixIndex, SuffixMatcher
-from emberline.engine.core.step_loop import StepLoop
+from emberline.engine.worker import main as worker
 from emberline.protocol.grammar import encode
 from emberline.protocol.request import (
     EngineRequest,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from emberline.balancer.endpoint import Endpoint
 from emberline.config import EngineConfig
-from emberline.engine.worker.process import listening
+from emberline.engine.addresses import listening
 from emberline.engine.worker.socket_server import Server
 from emberline.supervisor.engine_workers import MakeSpec, WorkerPlan
 from emberline.supervisor.process import ProcessSpec

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from benchmarks.gpu.kernels import time_us
 from emberline.catalog.published_shapes import find_shape
-from emberline.engine.runners.gpu.rank_memory import StepMemory, bound_context
+from emberline.engine.core.limits import Limits
 from emberline.engine.planning.hardware import GIB, GPUS, gpu_of_device
 from emberline.engine.planning.layout_plan import LayoutPlan, Planner, StagePlan, Workload
 from emberline.engine.planning.step_time import LayerSeconds, StageWork, Step, StepSeconds
-from emberline.engine.core.limits import Limits
+from emberline.engine.runners.gpu.rank_memory import StepMemory, bound_context
 from emberline.kernels.backend import Layer, MoE
 from emberline.kernels.gpu.sampler_table import SamplerTable
 from emberline.kernels.gpu.triton_backend import TritonBackend

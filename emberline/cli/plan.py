@@ -11,8 +11,8 @@ import msgspec
 from emberline.catalog.model_store import ModelStore, looks_like_path
 from emberline.catalog.published_shapes import find_shape
 from emberline.cli import common
-from emberline.engine.planning.hardware import KERNEL_SHARED_KIB, Gpu, parse_gpus
 from emberline.engine.core.limits import Limits
+from emberline.engine.planning.hardware import KERNEL_SHARED_KIB, Gpu, parse_gpus
 from emberline.protocol.errors import BadInput
 from emberline.protocol.parallel_layout import Layout
 from emberline.weights.checkpoint import open_checkpoint

@@ -2,7 +2,7 @@
 stages of a pipeline pass on.
 
 All ranks of a group call the same collectives in the same order, with tensors of the same shape and dtype. A transport
-is one class of these protocols: the two here are of one rank alone, those of real groups are in `engine.parallel`.
+is one class of these protocols: the two here are of one rank alone, those of real groups are in `engine.ranks`.
 
 Every rank gets bit-identical results, so that ranks which decide by them (sampling, routing) decide alike.
 """

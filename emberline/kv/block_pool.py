@@ -7,8 +7,8 @@ from collections.abc import Set as AbstractSet
 import numpy as np
 from numpy.typing import NDArray
 
-from emberline.kv.prefix_index import Blocks
 from emberline.kv.eviction_order import EvictionOrder
+from emberline.kv.prefix_index import Blocks
 from emberline.kv.retention import Conversation, Retention
 from emberline.protocol.block_hash import BLOCK_TOKENS, KVGroup
 from emberline.protocol.errors import BadInput

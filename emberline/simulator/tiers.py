@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from emberline.kv.tiers import fetch_policy
 from emberline.kv.eviction_order import EvictionOrder
 from emberline.kv.retention import Conversation, Retention
+from emberline.kv.tiers import fetch_policy
 from emberline.simulator.kv_cache import OnKVChange, OracleOrder
 from emberline.simulator.virtual_clock import VirtualClock
 

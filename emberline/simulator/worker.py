@@ -12,8 +12,8 @@ from typing import Protocol
 
 from emberline.engine.core.step_loop import MIN_RATED_TOKENS, smoothed
 from emberline.kv.eviction_order import EvictionOrder
-from emberline.kv.tiers.fetch_policy import ComputeQueue
 from emberline.kv.retention import Retention
+from emberline.kv.tiers.fetch_policy import ComputeQueue
 from emberline.protocol.block_hash import BLOCK_TOKENS
 from emberline.protocol.frames import EngineLoad, WorkerRole
 from emberline.simulator.coefficients import Coefficients, PrefillPolicy

@@ -17,8 +17,8 @@ import msgspec
 
 from emberline.balancer.endpoint import Endpoint
 from emberline.config import EngineConfig
-from emberline.engine.worker import cpu_share
 from emberline.engine.memory import default_kv_bytes
+from emberline.engine.worker import cpu_share
 from emberline.protocol.credential import VARIABLE as CREDENTIAL_VARIABLE
 from emberline.protocol.errors import BadInput
 from emberline.protocol.frames import WorkerRole

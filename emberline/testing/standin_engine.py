@@ -15,14 +15,15 @@ from typing import TextIO
 import msgspec
 
 from emberline import log
-from emberline.engine.worker import process
-from emberline.engine.worker.alive_file import open_alive_file
-from emberline.engine.worker.announcer import open_joining
+from emberline.engine.addresses import listening, positive
 from emberline.engine.core.limits import Limits
 from emberline.engine.core.plan import Admission, Masks, Row, Sampled, StepPlan
 from emberline.engine.core.scheduler import Scheduler
-from emberline.engine.worker.socket_server import Server
 from emberline.engine.core.step_loop import StepLoop
+from emberline.engine.worker import process
+from emberline.engine.worker.alive_file import open_alive_file
+from emberline.engine.worker.announcer import open_joining
+from emberline.engine.worker.socket_server import Server
 from emberline.kv.block_pool import blocks_of
 from emberline.kv.cache import KVCache
 from emberline.kv.host_memory import HostMemory, shared_pages
@@ -284,7 +285,7 @@ def main(argv: list[str] | None = None) -> int:
         if joining is not None:
             joining.release, joining.version = args.release or joining.release, args.protocol or joining.version
         loop, info = build(args, lambda request_id: server.disconnect(request_id))
-        with process.listening(args.socket) as (listener, address):
+        with listening(args.socket) as (listener, address):
             secure = None if joining is None else joining.secure(loop.transfers)
             server = Server(listener, loop, info, token, secure, alive_file)
             if args.protocol:
@@ -304,11 +305,11 @@ def parse_flags(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--script", default="", help="tokens, latency and faults: see engine_script.py")
     parser.add_argument("--journal", help="append the time and id of every accepted request to this file")
     parser.add_argument("--fingerprint", default="standin", help="roots the block hashes")
-    parser.add_argument("--context-len", type=process.positive, default=8192, metavar="N")
-    parser.add_argument("--vocab-size", type=process.positive, default=49_152, metavar="N")
+    parser.add_argument("--context-len", type=positive, default=8192, metavar="N")
+    parser.add_argument("--vocab-size", type=positive, default=49_152, metavar="N")
     parser.add_argument("--eos-ids", type=int, nargs="*", default=[2], metavar="ID")
-    parser.add_argument("--kv-tokens", type=process.positive, default=1 << 20, metavar="N")
-    parser.add_argument("--head-dim", type=process.positive, default=1, metavar="N", help="64 bytes per block each")
+    parser.add_argument("--kv-tokens", type=positive, default=1 << 20, metavar="N")
+    parser.add_argument("--head-dim", type=positive, default=1, metavar="N", help="64 bytes per block each")
     parser.add_argument("--release", default="", help="of Emberline, that it says it is")
     parser.add_argument("--protocol", type=int, default=0, metavar="N", help="the one version that it speaks")
     gone_s = process.PARENT_GONE_S

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from emberline.engine.core.limits import Limits, WorkLimits
 from emberline.engine.core.plan import StepPlan
 from emberline.engine.core.scheduler import Scheduler
-from emberline.engine.speculation.verification import n_accepted
 from emberline.engine.core.step_loop import StepLoop
+from emberline.engine.speculation.verification import n_accepted
 from emberline.kv.block_pool import NULL_BLOCK
 from emberline.kv.cache import KVCache
 from emberline.protocol.block_hash import KVGroup

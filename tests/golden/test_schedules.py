@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from emberline.engine.grammar.compiler import MatcherCompiler
 from emberline.engine.core.prefill_policy import PrefillPolicy
+from emberline.engine.grammar.compiler import MatcherCompiler
 from emberline.kv.tiers.fetch_policy import TierQueue
 from emberline.protocol.request import Priority, Push
 from tests.engine.fakes import FULL, VOCAB, loop_of, request, window_group

@@ -6,8 +6,8 @@ import sys
 import pytest
 import torch
 
-from emberline.engine.training.eagle_training import chain_attention
 from emberline.engine.runners.cpu.torch_runner import allocate_pool
+from emberline.engine.training.eagle_training import chain_attention
 from emberline.kernels.backend import Backend
 from emberline.kernels.cpu.native_backend import NativeBackend
 from emberline.kernels.reference import TorchBackend
@@ -97,7 +97,6 @@ def test_taps_are_what_enters_the_layers(backend: type[Backend]) -> None:
 
 
 def test_an_engine_without_a_head_needs_no_safetensors() -> None:
-    code = (
-        "import sys; sys.modules['safetensors'] = None; import emberline.engine.runners.cpu.torch_runner, emberline.engine.worker.main"
-    )
+    modules = "emberline.engine.runners.cpu.torch_runner, emberline.engine.worker.main"
+    code = f"import sys; sys.modules['safetensors'] = None; import {modules}"
     subprocess.run([sys.executable, "-c", code], check=True)

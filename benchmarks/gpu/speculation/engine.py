@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.replay_runner import Replay
-from emberline.engine.worker import main as worker
 from emberline.engine.core.plan import Runner
 from emberline.engine.core.step_loop import StepLoop
+from emberline.engine.worker import main as worker
 from emberline.protocol.frames import EngineInfo
 from emberline.protocol.request import EngineRequest, SamplingParams
 from emberline.protocol.token_ids import pack

@@ -9,8 +9,6 @@ from math import inf
 import msgspec
 
 from emberline.engine.core import token_rules
-from emberline.engine.grammar import masks as masking
-from emberline.engine.grammar.masks import DraftMasks, GuideJobs
 from emberline.engine.core.admission import AdmissionPolicy
 from emberline.engine.core.limits import Limits
 from emberline.engine.core.plan import Guides, Masks, Sampled, StepPlan
@@ -18,12 +16,14 @@ from emberline.engine.core.planner import StepPlanner
 from emberline.engine.core.prefill_policy import PrefillPolicy
 from emberline.engine.core.queues import BatchYielding, Queues, n_batch
 from emberline.engine.core.sequence import NO_SLOT, Sequence, SequenceSnapshot
+from emberline.engine.grammar import masks as masking
+from emberline.engine.grammar.masks import DraftMasks, GuideJobs
 from emberline.engine.speculation.verification import Speculation, drawn_ids, n_accepted
 from emberline.engine.tiers.coordinator import TierCoordinator
 from emberline.engine.transfer.coordinator import TransferCoordinator
 from emberline.kv.cache import KVCache
-from emberline.kv.tiers.messages import TierPort
 from emberline.kv.retention import Conversation
+from emberline.kv.tiers.messages import TierPort
 from emberline.kv.transfer.notices import TransferPort
 from emberline.protocol.block_hash import BLOCK_TOKENS
 from emberline.protocol.errors import BadInput, DeadlineExceeded, EmberlineError, ErrorInfo, Internal

@@ -8,9 +8,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from emberline.engine.grammar.guide_jobs import GuideJob
 from emberline.engine.core.limits import Limits
 from emberline.engine.core.plan import Guide, PendingGuide
+from emberline.engine.grammar.guide_jobs import GuideJob
 from emberline.kv.cache import BlockTable, PrefixHit
 from emberline.protocol import block_hash
 from emberline.protocol.block_hash import BLOCK_TOKENS

@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from emberline.engine.encoders.request_loop import RequestLoop, deadline_s
 from emberline.engine.core.step_loop import smoothed
+from emberline.engine.encoders.request_loop import RequestLoop, deadline_s
 from emberline.protocol.encoding import EncodeParams, Pooling
 from emberline.protocol.errors import BadInput, Internal
 from emberline.protocol.events import TokenDelta, Usage

@@ -15,9 +15,9 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
+from emberline.engine.core.step_loop import smoothed
 from emberline.engine.encoders.request_loop import RequestLoop, deadline_s
 from emberline.engine.encoders.speech import SAMPLE_RATE, Samples, decode_audio
-from emberline.engine.core.step_loop import smoothed
 from emberline.protocol.errors import BadInput, EmberlineError, Internal
 from emberline.protocol.events import TokenDelta, Usage
 from emberline.protocol.request import EngineRequest

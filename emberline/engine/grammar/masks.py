@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from emberline.engine.core import token_rules
-from emberline.engine.grammar.guide_jobs import GuideThreads, GuideTimings
 from emberline.engine.core.plan import Guide, Masks, Sampled, StepPlan
 from emberline.engine.core.sequence import Sequence
+from emberline.engine.grammar.guide_jobs import GuideThreads, GuideTimings
 from emberline.protocol.errors import BadInput, EmberlineError, Internal
 from emberline.protocol.events import TokenLogprobs
 from emberline.protocol.token_ids import pack, unpack

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from emberline.engine.core.limits import Limits
 from emberline.engine.planning.hardware import GPUS, Gpu
 from emberline.engine.planning.layout_plan import DoesNotFit, LayoutPlan, Planner, Workload
-from emberline.engine.core.limits import Limits
 from emberline.models.shard import check_layout
 from emberline.protocol.errors import BadInput
 from emberline.protocol.parallel_layout import MAX_RANKS, Layout, divisors, nearest_divisors

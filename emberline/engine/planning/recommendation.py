@@ -10,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from emberline.engine.planning.hardware import Gpu, gpu_of_device, parse_gpus
 from emberline.engine.core.limits import Limits
+from emberline.engine.planning.hardware import Gpu, gpu_of_device, parse_gpus
 from emberline.protocol.errors import BadInput
 from emberline.protocol.parallel_layout import Layout
 from emberline.weights.checkpoint import Checkpoint, open_checkpoint

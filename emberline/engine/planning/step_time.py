@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from math import log, prod, sqrt
 from typing import Any, NamedTuple
 
-from emberline.engine.runners.gpu.rank_memory import tensor_bytes
 from emberline.engine.planning.collective_time import Link
 from emberline.engine.planning.hardware import Gpu
+from emberline.engine.runners.gpu.rank_memory import tensor_bytes
 from emberline.kernels.backend import Attention, FeedForward, LatentAttention, Layer, MoE
 from emberline.kernels.gpu.fp8_gemm import FP8Matrix
 from emberline.models.decoder import Decoder

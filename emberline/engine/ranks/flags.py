@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from emberline.engine.worker import process
+from emberline.engine.addresses import positive
 from emberline.engine.speculation.head_drafter import HeadDrafter, ModelDrafter
 from emberline.protocol.errors import BadInput
 from emberline.protocol.parallel_layout import Layout
@@ -16,10 +16,10 @@ _NOT_INHERITED = {"--nice": 1, "--rank": 1, "--rendezvous": 1}  # flags of rank 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--tp", type=process.positive, default=1, metavar="N", help="tensor parallelism: ranks that divide each layer")
-    add("--pp", type=process.positive, default=1, metavar="N", help="pipeline parallelism: stages that divide layers")
+    add("--tp", type=positive, default=1, metavar="N", help="tensor parallelism: ranks that divide each layer")
+    add("--pp", type=positive, default=1, metavar="N", help="pipeline parallelism: stages that divide layers")
     add("--ep", action="store_true", help="expert parallelism: ranks of --tp hold whole experts")
-    add("--dcp", type=process.positive, default=1, metavar="N", help="decode context parallelism, of models with MLA")
+    add("--dcp", type=positive, default=1, metavar="N", help="decode context parallelism, of models with MLA")
     add("--stages", type=_bounds, metavar="N,N", help="where stages begin and end, by layer: 0,14,30; default: evenly")
     add("--rank", type=int, default=0, metavar="R", help="join a group as rank R instead of leading one")
     add("--rendezvous", metavar="ADDRESS", help="where ranks meet, if others start them: unix:PATH or tcp:HOST:PORT")

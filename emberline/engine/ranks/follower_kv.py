@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from emberline.engine.worker import process
+from emberline.engine.addresses import listening
 from emberline.engine.ranks.messages import KVReport, RankCommand, RankFailed
 from emberline.engine.ranks.rank_group import Member
 from emberline.kv.tiers.manager import TierManager
@@ -98,7 +98,7 @@ class KVListener:
         """
         self._greetings, self._greeting_s = threading.BoundedSemaphore(max_greetings), greeting_s
         try:
-            self._listener, self.address = closing.enter_context(process.listening(address))
+            self._listener, self.address = closing.enter_context(listening(address))
         except OSError as error:
             raise BadInput(f"this rank cannot receive KV at {address}: {error}") from None
 

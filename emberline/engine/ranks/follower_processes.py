@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from emberline.engine.worker.process import PARENT_VARIABLE, TOKEN_VARIABLE
+from emberline.engine.addresses import PARENT_VARIABLE, TOKEN_VARIABLE
 from emberline.protocol.errors import BadInput
 
 WORKER = "emberline.engine.worker.main"

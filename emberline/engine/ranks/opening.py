@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 from emberline import __version__
-from emberline.engine.worker import process
+from emberline.engine.addresses import TOKEN_VARIABLE, free_address, listening
+from emberline.engine.core.plan import Runner
 from emberline.engine.ranks.collectives import open_collectives
 from emberline.engine.ranks.flags import follower_command
 from emberline.engine.ranks.follower_kv import FollowerKV
@@ -22,7 +23,6 @@ from emberline.engine.ranks.plan_channel import PlanWriter
 from emberline.engine.ranks.plan_ring import RingWriter, is_supported
 from emberline.engine.ranks.rank_group import Leader, Member, RankGroup
 from emberline.engine.ranks.rank_runner import FollowerLoop, LeaderRunner
-from emberline.engine.core.plan import Runner
 from emberline.kv.tiers.manager import FLUSH_S, TierManager
 from emberline.kv.tiers.rank_tiers import RankTiers
 from emberline.kv.transfer.rank_transfers import RankTransfers
@@ -122,20 +122,20 @@ def private_folder(address: str) -> Path:
 
 def _lead(args: argparse.Namespace, facts: RankFacts, device: str) -> Leader:
     layout, n_followers = facts.layout, facts.layout.n_ranks - 1
-    token = os.environ.get(process.TOKEN_VARIABLE, "") or secrets.token_hex(16)
-    if args.rendezvous and not os.environ.get(process.TOKEN_VARIABLE):
-        raise BadInput(f"--rendezvous needs a join token, the same for all ranks, in {process.TOKEN_VARIABLE}")
+    token = os.environ.get(TOKEN_VARIABLE, "") or secrets.token_hex(16)
+    if args.rendezvous and not os.environ.get(TOKEN_VARIABLE):
+        raise BadInput(f"--rendezvous needs a join token, the same for all ranks, in {TOKEN_VARIABLE}")
     folder = private_folder(args.socket)
     address = args.rendezvous or f"unix:{folder / 'ranks.sock'}"
     ring = RingWriter(n_followers) if is_supported() else None
     started: FollowerProcesses | None = None
     try:
-        with process.listening(address) as (listener, bound):
+        with listening(address) as (listener, bound):
             if not args.rendezvous:
                 command = follower_command(args.command)
                 started = FollowerProcesses(command, range(1, layout.n_ranks), bound, token)
             remote = bound.startswith("tcp:")
-            store = process.free_address(bound) if remote else f"file:{folder / 'store'}"
+            store = free_address(bound) if remote else f"file:{folder / 'store'}"
             rendezvous = Rendezvous(listener, facts, token, store, ring)
             connections = rendezvous.wait(FORM_S, started.check if started is not None else lambda: None)
         own_host, limit_s = _own_host(bound), args.step_timeout
@@ -151,7 +151,7 @@ def _lead(args: argparse.Namespace, facts: RankFacts, device: str) -> Leader:
 
 
 def _follow(args: argparse.Namespace, facts: RankFacts, device: str) -> Member:
-    token = os.environ.get(process.TOKEN_VARIABLE, "")
+    token = os.environ.get(TOKEN_VARIABLE, "")
     connection, welcome, plans = join_group(args.rendezvous, args.rank, token, facts)
     layout, host, limit_s = facts.layout, connection.local_host, args.step_timeout
     groups = open_collectives(welcome.store, layout, args.rank, device, host, limit_s, deterministic=args.deterministic)

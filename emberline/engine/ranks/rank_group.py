@@ -17,6 +17,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import NoReturn
 
+from emberline.engine.core.plan import DeviceLost
 from emberline.engine.ranks import messages
 from emberline.engine.ranks.flags import STEP_TIMEOUT_S
 from emberline.engine.ranks.follower_processes import FollowerProcesses
@@ -34,7 +35,6 @@ from emberline.engine.ranks.messages import (
 )
 from emberline.engine.ranks.plan_channel import ConnectionReader, PlanReader, PlanWriter
 from emberline.engine.ranks.plan_ring import RingClosed
-from emberline.engine.core.plan import DeviceLost
 from emberline.kernels.collectives import ParallelGroups
 from emberline.kv.transfer.connection import PeerConnection, PeerConnectionLost
 from emberline.kv.transfer.rank_commands import dialed

@@ -13,6 +13,7 @@ from threading import Thread
 
 import numpy as np
 
+from emberline.engine.core.plan import DeviceLost, Handle, Masks, Runner, Sampled, StepPlan
 from emberline.engine.ranks.follower_kv import FollowerKV
 from emberline.engine.ranks.messages import (
     End,
@@ -26,7 +27,6 @@ from emberline.engine.ranks.messages import (
 )
 from emberline.engine.ranks.plan_channel import PlanReader
 from emberline.engine.ranks.rank_group import Leader, Member
-from emberline.engine.core.plan import DeviceLost, Handle, Masks, Runner, Sampled, StepPlan
 
 _IDLE_S = 3600.0  # between two messages: the end of rank 0 is noticed by another thread
 

@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from emberline.engine.training import eagle_training
-from emberline.engine.training import target_outputs
+from emberline.engine.training import eagle_training, target_outputs
 from emberline.engine.training.eagle_training import TrainingSettings
 from emberline.models.eagle3 import Eagle3Config, Eagle3Head, save_head
 from emberline.models.registry import select_device

@@ -11,28 +11,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from emberline import log
-from emberline.engine.worker import cpu_share as cpu_shares
-from emberline.engine.worker import process
-from emberline.engine.worker.alive_file import open_alive_file
-from emberline.engine.worker.announcer import open_joining
+from emberline.engine.addresses import TOKEN_VARIABLE, listening, positive
+from emberline.engine.core.limits import Limits
+from emberline.engine.core.prefill_policy import BatchTimeLimit
+from emberline.engine.core.scheduler import Scheduler
+from emberline.engine.core.step_loop import StepLoop
 from emberline.engine.encoders.encoder_loop import EncoderLimits, EncoderLoop
+from emberline.engine.encoders.speech import Transcriber
+from emberline.engine.encoders.speech_loop import SpeechLoop
 from emberline.engine.grammar.compiler import MatcherCompiler
 from emberline.engine.memory import default_kv_bytes, free_host_bytes
 from emberline.engine.ranks.flags import add_arguments as add_parallel_arguments
 from emberline.engine.ranks.flags import check_features, command_of, layout_of, threads_of_rank
-from emberline.engine.core.limits import Limits
-from emberline.engine.core.prefill_policy import BatchTimeLimit
-from emberline.engine.core.scheduler import Scheduler
-from emberline.engine.worker.socket_server import Server
 from emberline.engine.speculation.opening import add_arguments as add_draft_arguments
 from emberline.engine.speculation.opening import open_drafting
 from emberline.engine.speculation.speculator import AUTO, SETTINGS, open_speculator
-from emberline.engine.encoders.speech import Transcriber
-from emberline.engine.encoders.speech_loop import SpeechLoop
-from emberline.engine.worker.start_timeline import StartTimeline
-from emberline.engine.core.step_loop import StepLoop
 from emberline.engine.tiers.opening import add_arguments as add_tier_arguments
 from emberline.engine.tiers.opening import open_tiers, stored_cache
+from emberline.engine.worker import cpu_share as cpu_shares
+from emberline.engine.worker import process
+from emberline.engine.worker.alive_file import open_alive_file
+from emberline.engine.worker.announcer import open_joining
+from emberline.engine.worker.socket_server import Server
+from emberline.engine.worker.start_timeline import StartTimeline
 from emberline.kernels.cpu.build import private_cache_dir
 from emberline.kernels.gpu.compile_server import CompileServer, hash_compiler, load_driver, start_server
 from emberline.kv.block_pool import split_bytes
@@ -49,10 +50,10 @@ from emberline.weights.task_config import TaskConfig, read_json, task_of
 from emberline.weights.whisper_files import CONTEXT_LEN, read_whisper
 
 if TYPE_CHECKING:
-    from emberline.engine.runners.gpu.preparation import StepPreparation
     from emberline.engine.ranks.follower_kv import KVListener
     from emberline.engine.ranks.rank_group import RankGroup
     from emberline.engine.ranks.rank_runner import FollowerLoop
+    from emberline.engine.runners.gpu.preparation import StepPreparation
 
 CPU_DEFAULTS = {"max_running": 64, "token_budget": 512}
 ENCODER_TOKENS, GPU_ENCODER_TOKENS = 1024, 16_384  # of a step: more makes others wait longer and computes no faster
@@ -79,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
             loop, info, facts = build(args, timeline, group)
             gc.freeze()  # permanent objects: collections between steps need not scan them
             secure = None if joining is None else joining.secure(loop.transfers)
-            with process.listening(args.socket) as (listener, address):
+            with listening(args.socket) as (listener, address):
                 server = Server(listener, loop, info, token, secure, alive_file)
                 server.on_role = priority = process.NicePrefill(args.prefill_nice)
                 priority(info.role, is_first=True)
@@ -349,7 +350,7 @@ def _step_loop(
     def caches(kv_bytes: int) -> tuple[list[int], KVCache, Limits]:
         n_blocks = split_bytes(kv_groups, kv_bytes, args.token_budget, args.max_running)
         if group is not None:
-            said = address if isinstance(group, Member) else os.environ.get(process.TOKEN_VARIABLE, "")
+            said = address if isinstance(group, Member) else os.environ.get(TOKEN_VARIABLE, "")
             n_blocks = group.agree(kv_groups, list(n_blocks), said)
         cache = KVCache(kv_groups, n_blocks, chunk=args.token_budget)
         return n_blocks, cache, _limits(model.config, cache, args)
@@ -466,7 +467,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.set_defaults(max_running=None, token_budget=None)  # depend on the device
     parser.add_argument(
-        "--kv-bytes", type=process.positive, metavar="N", help="size of the KV cache; default: from the free memory"
+        "--kv-bytes", type=positive, metavar="N", help="size of the KV cache; default: from the free memory"
     )
     parser.add_argument(
         "--memory-share",
@@ -479,7 +480,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--random-weights", type=int, metavar="SEED", help="for a folder with config.json only: to measure, not to use"
     )
     add_draft_arguments(parser)
-    parser.add_argument("--threads", type=process.positive, metavar="N", help="CPU threads; default: one per core")
+    parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads; default: one per core")
     parser.add_argument(
         "--cpu-share", metavar="FILE:SLOT", help="use fewer threads while other workers compute; all have the same file"
     )

@@ -11,14 +11,13 @@ import resource
 import select
 import signal
 import socket
-import stat
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
+from emberline.engine.addresses import PARENT_VARIABLE, TOKEN_VARIABLE, positive
 from emberline.engine.worker.announcer import Announcer, add_arguments
 from emberline.engine.worker.socket_server import Server
 from emberline.kv.host_memory import HostMemory
@@ -28,8 +27,6 @@ from emberline.kv.transfer.transport import SHARED_MEMORY, TransportUnavailable
 from emberline.protocol.errors import BadInput, EmberlineError
 from emberline.protocol.frames import WorkerRole
 
-TOKEN_VARIABLE = "EMBERLINE_WORKER_TOKEN"
-PARENT_VARIABLE = "EMBERLINE_PARENT_PID"  # of the engine that starts this process
 SWITCH_INTERVAL_S = 0.0005  # the step loop asks for the interpreter's lock after every kernel; 0.005 is the default
 RESTART_STATUS = 75  # of a process that is to be started again; EX_TEMPFAIL of sysexits.h
 PARENT_GONE_S = 5.0  # for this process to end after its parent
@@ -115,49 +112,6 @@ def mooncake_engine(memory: HostMemory, args: argparse.Namespace) -> MooncakeEng
         return MooncakeEngine(memory, host, args.mooncake)
     except TransportUnavailable as error:
         raise BadInput(str(error), param="mooncake") from None
-
-
-@contextlib.contextmanager
-def listening(address: str) -> Iterator[tuple[socket.socket, str]]:
-    """A listening socket, and its address with the actual port."""
-    if address.startswith("tcp:"):
-        host, _, port = address.removeprefix("tcp:").rpartition(":")
-        if not host or not port.isdigit():
-            raise BadInput(f"{address!r} is not tcp:HOST:PORT")
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.create_server((host.strip("[]"), int(port)), family=family) as listener:
-            yield listener, f"tcp:{host}:{listener.getsockname()[1]}"
-        return
-    path = Path(address.removeprefix("unix:"))
-    with socket.socket(socket.AF_UNIX) as listener:
-        _remove_stale(path)
-        before = os.umask(0o177)  # the socket is private to its owner from the moment it exists
-        try:
-            listener.bind(str(path))
-        finally:
-            os.umask(before)
-        listener.listen()
-        try:
-            yield listener, f"unix:{path}"
-        finally:
-            path.unlink(missing_ok=True)
-
-
-def free_address(address: str) -> str:
-    """tcp:HOST:PORT with another port of the same host that is free at this moment."""
-    host = address.removeprefix("tcp:").rpartition(":")[0]
-    with socket.create_server((host.strip("[]"), 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
-        return f"tcp:{host}:{free.getsockname()[1]}"
-
-
-def _remove_stale(path: Path) -> None:
-    """Remove the socket file of an engine that died; refuse one that answers."""
-    if not path.exists() or not stat.S_ISSOCK(path.stat().st_mode):
-        return
-    with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(ConnectionRefusedError):
-        probe.connect(str(path))
-        raise BadInput(f"another engine listens on {path}")
-    path.unlink()
 
 
 class Parent:
@@ -267,10 +221,3 @@ def fail(error: Exception) -> int:
     _log.error("%s", error, exc_info=None if expected else error)
     print(json.dumps({"ready": False, "error": str(error)}), flush=True)
     return 1
-
-
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value

@@ -19,10 +19,10 @@ from typing import Any
 
 import msgspec
 
-from emberline.engine.worker.alive_file import AliveFile
+from emberline.engine.core.step_loop import StepLoop
 from emberline.engine.encoders.encoder_loop import EncoderLoop
 from emberline.engine.encoders.speech_loop import SpeechLoop
-from emberline.engine.core.step_loop import StepLoop
+from emberline.engine.worker.alive_file import AliveFile
 from emberline.protocol import frames
 from emberline.protocol.credential import CORE_HOST, hosts_of, worker_host
 from emberline.protocol.errors import BadInput, EmberlineError, ErrorInfo, Internal, Unauthorized, Unavailable

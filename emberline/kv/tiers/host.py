@@ -10,8 +10,8 @@ from itertools import groupby
 import msgspec
 import numpy as np
 
-from emberline.kv.host_memory import private_pages
 from emberline.kv.eviction_order import EvictionOrder
+from emberline.kv.host_memory import private_pages
 from emberline.kv.retention import Conversation, Retention
 from emberline.kv.tiers.tier import BlockId, BlockMeta, TierStats
 from emberline.kv.tiers.tier_events import TierChanges

@@ -22,12 +22,12 @@ from typing import cast
 
 from emberline.kv.cache import unwindowed_group
 from emberline.kv.notice_queue import NoticeQueue
+from emberline.kv.retention import Conversation, Retention
 from emberline.kv.tiers.fetch_policy import TierQueue
 from emberline.kv.tiers.host import HostTier, Slot
 from emberline.kv.tiers.messages import BlocksCopied, BlocksFetched, Item, LookedUp, Notice, SavedBlock, WantedBlock
 from emberline.kv.tiers.mover import BlockCopy, BlockMover, Ticket
 from emberline.kv.tiers.rates import ReadRate
-from emberline.kv.retention import Conversation, Retention
 from emberline.kv.tiers.tier import BlockId, Retained, Tier, layout_tag
 from emberline.kv.tiers.tier_events import TierChanges
 from emberline.kv.tiers.tier_worker import TierWorker

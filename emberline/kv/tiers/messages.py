@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from emberline.kv.tiers.fetch_policy import TierQueue
 from emberline.kv.retention import Conversation, Retention
+from emberline.kv.tiers.fetch_policy import TierQueue
 from emberline.kv.tiers.tier import BlockId, BlockMeta
 from emberline.protocol.frames import TierStats
 

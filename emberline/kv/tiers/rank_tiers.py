@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+from emberline.kv.retention import Conversation
 from emberline.kv.tiers.host import HostTier
 from emberline.kv.tiers.manager import FLUSH_S, TierManager
 from emberline.kv.tiers.messages import BlocksCopied, BlocksFetched, Item, Notice, SavedBlock, WantedBlock
@@ -32,7 +33,6 @@ from emberline.kv.tiers.rank_commands import (
     TiersPurged,
     UseKeys,
 )
-from emberline.kv.retention import Conversation
 from emberline.kv.tiers.tier import Tier, layout_tag
 from emberline.protocol.block_hash import KVGroup
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from emberline.kv.notice_queue import NoticeQueue
+from emberline.kv.slices import Slices, block_runs
 from emberline.kv.transfer.connection import PeerConnection
 from emberline.kv.transfer.messages import Denied, Grant, Item, Offer, Revoke
 from emberline.kv.transfer.notices import BlocksReleased, Notice, SendAcked, SenderLost, SendRejected
 from emberline.kv.transfer.receiver import Receiver
 from emberline.kv.transfer.sender import Sender, TransportOpener
-from emberline.kv.slices import Slices, block_runs
 from emberline.kv.transfer.transport import BlockSink, ReceiveTransport, Target
 from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.request import Push

@@ -2,9 +2,9 @@
 
 import msgspec
 
+from emberline.kv.slices import Slices, routes
 from emberline.kv.transfer.manager import TransferManager
 from emberline.kv.transfer.messages import Item
-from emberline.kv.slices import Slices, routes
 from emberline.protocol.parallel_layout import MAX_RANKS
 from emberline.protocol.request import Push
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from emberline.kv.slices import SliceMismatch, Slices, routes
 from emberline.kv.transfer.manager import TransferManager
 from emberline.kv.transfer.messages import Item, Offer
 from emberline.kv.transfer.notices import (
@@ -44,7 +45,6 @@ from emberline.kv.transfer.rank_commands import (
     sequence_and_rank,
 )
 from emberline.kv.transfer.sender import TransportOpener
-from emberline.kv.slices import SliceMismatch, Slices, routes
 from emberline.kv.transfer.transport import BlockSink, ReceiveTransport
 from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.request import Push

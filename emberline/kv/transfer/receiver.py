@@ -7,11 +7,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from emberline.kv.slices import Run, SliceMismatch, block_runs
 from emberline.kv.transfer import messages, notices
 from emberline.kv.transfer.connection import PeerConnection, PeerConnectionLost
 from emberline.kv.transfer.messages import Denied, Grant, Item, Revoke
 from emberline.kv.transfer.notices import Notice
-from emberline.kv.slices import Run, SliceMismatch, block_runs
 from emberline.kv.transfer.transport import TCP, BlockSink, ReceiveTransport
 from emberline.protocol.block_hash import KVGroup
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from emberline.kv.host_memory import HostMemory
+from emberline.kv.slices import Run
 from emberline.kv.transfer.connection import PeerConnection
 from emberline.kv.transfer.messages import BlockData, Item, TransportOpened
-from emberline.kv.slices import Run
 
 TCP = "tcp"
 SHARED_MEMORY = "shm"

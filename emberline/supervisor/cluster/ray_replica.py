@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from emberline import log as logs
-from emberline.engine.worker.process import TOKEN_VARIABLE
+from emberline.engine.addresses import TOKEN_VARIABLE
 from emberline.protocol.credential import VARIABLE as CREDENTIAL_VARIABLE
 from emberline.supervisor.cluster.launcher import CPU, LEFT, LaunchState, ReplicaOrder
 from emberline.supervisor.cluster.ray_settings import ADDRESS_VARIABLE, PORTS_VARIABLE, REGION_VARIABLE

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from emberline.engine.grammar.compiler import MatcherCompiler
 from emberline.engine.core.limits import Limits
 from emberline.engine.core.scheduler import Scheduler
+from emberline.engine.grammar.compiler import MatcherCompiler
 from emberline.kv.cache import KVCache
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.request import EngineRequest

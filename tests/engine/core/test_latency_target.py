@@ -2,9 +2,9 @@ from math import inf
 
 import pytest
 
-from emberline.engine.runners.gpu.shapes import CHUNK_ROWS, GPU_SHAPES, MAX_GRAPH_TOKENS, TILE
 from emberline.engine.core.latency_target import DECODE_SHARE, TARGET_S, LatencyTarget
 from emberline.engine.core.prefill_policy import BatchTimeLimit, StepWork
+from emberline.engine.runners.gpu.shapes import CHUNK_ROWS, GPU_SHAPES, MAX_GRAPH_TOKENS, TILE
 
 
 def flat(work):

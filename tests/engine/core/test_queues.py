@@ -6,8 +6,8 @@ from emberline.engine.core.limits import WorkLimits
 from emberline.engine.core.prefill_policy import BatchTimeLimit, StepWork
 from emberline.engine.core.queues import BATCH_DECODE_S, BATCH_PREFILL_S, QUIET_S
 from emberline.protocol.request import Priority
-from tests.engine.fakes import loop_of, request
 from tests.engine.core.test_scheduler import A, B, Bench, sizes
+from tests.engine.fakes import loop_of, request
 
 
 def ids(bench, plan):

@@ -3,7 +3,6 @@ from math import inf
 import msgspec
 import pytest
 
-from emberline.engine.runners.gpu.shapes import CHUNK_ROWS, GPU_SHAPES, MAX_GRAPH_TOKENS
 from emberline.engine.core.latency_target import LatencyTarget
 from emberline.engine.core.limits import Limits, WorkLimits
 from emberline.engine.core.plan import DeviceLost, StepPlan
@@ -11,6 +10,7 @@ from emberline.engine.core.planner import MAX_RETRY_TOKENS
 from emberline.engine.core.prefill_policy import NO_TARGET, PrefillPolicy
 from emberline.engine.core.scheduler import Scheduler
 from emberline.engine.core.step_loop import StepLoop
+from emberline.engine.runners.gpu.shapes import CHUNK_ROWS, GPU_SHAPES, MAX_GRAPH_TOKENS
 from emberline.kv.cache import KVCache
 from emberline.protocol import block_hash as blockhash
 from emberline.protocol.errors import BadInput, ContextExceeded

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from emberline.engine.grammar.compiler import MatcherCompiler
-from emberline.engine.grammar.grammar_automaton import Automaton
-from emberline.engine.grammar.guide_jobs import GuideTimings
 from emberline.engine.core.limits import Limits
 from emberline.engine.core.scheduler import Scheduler
 from emberline.engine.core.step_loop import StepLoop
+from emberline.engine.grammar.compiler import MatcherCompiler
+from emberline.engine.grammar.grammar_automaton import Automaton
+from emberline.engine.grammar.guide_jobs import GuideTimings
 from emberline.kv.cache import KVCache
 from emberline.protocol.grammar import encode
 from emberline.protocol.request import EngineRequest, SamplingParams, ThinkingLimit

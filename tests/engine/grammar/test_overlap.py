@@ -2,8 +2,8 @@
 
 import pytest
 
-from emberline.engine.grammar.compiler import MatcherCompiler
 from emberline.engine.core.step_loop import StepLoop
+from emberline.engine.grammar.compiler import MatcherCompiler
 from tests.engine.client import wait_until
 from tests.engine.grammar.bench import PATIENT, TASTES, VOCAB, Bench
 from tests.engine.grammar.samples import ALL, WORDS, frame

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from emberline.catalog.published_shapes import find_shape
-from emberline.engine.worker import main as worker
-from emberline.engine.runners.gpu import engine
-from emberline.engine.runners.gpu.rank_memory import NCCL_BYTES, StepMemory, bound_context, weight_bytes
+from emberline.engine.core.limits import Limits
 from emberline.engine.planning.hardware import GIB, GPUS, parse_gpus
 from emberline.engine.planning.layout_plan import DoesNotFit, Planner, StepTimes, Workload
 from emberline.engine.planning.step_time import StageWork
-from emberline.engine.core.limits import Limits
+from emberline.engine.runners.gpu import engine
+from emberline.engine.runners.gpu.rank_memory import NCCL_BYTES, StepMemory, bound_context, weight_bytes
+from emberline.engine.worker import main as worker
 from emberline.kernels.gpu.triton_backend import TritonBackend
 from emberline.models import registry
 from emberline.models.decoder import Decoder

@@ -5,10 +5,10 @@ from functools import cache
 import pytest
 
 from emberline.catalog.published_shapes import find_shape, published_shapes
+from emberline.engine.core.limits import Limits
 from emberline.engine.planning.hardware import GPUS
 from emberline.engine.planning.layout_plan import Planner, Workload
 from emberline.engine.planning.layout_search import compare, recommend, sensible_layouts
-from emberline.engine.core.limits import Limits
 from emberline.protocol.errors import BadInput
 from emberline.protocol.parallel_layout import Layout
 from emberline.weights.outline import OutlineCheckpoint

@@ -4,8 +4,8 @@ pipeline, each with other sequences that sample."""
 import sys
 from collections import deque
 
-from emberline.engine.ranks.rank_runner import LeaderRunner, RankStep
 from emberline.engine.core.plan import Sampled, StepPlan
+from emberline.engine.ranks.rank_runner import LeaderRunner, RankStep
 from emberline.engine.worker.main import main
 
 IN_FLIGHT = "steps in flight: "

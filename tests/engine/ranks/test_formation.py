@@ -9,11 +9,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from emberline.engine.addresses import listening
 from emberline.engine.ranks.formation import Rendezvous, join_group
 from emberline.engine.ranks.messages import End, RankFacts
 from emberline.engine.ranks.plan_channel import PlanWriter
 from emberline.engine.ranks.plan_ring import RingWriter, is_supported
-from emberline.engine.worker.process import listening
 from emberline.protocol.errors import BadInput
 from emberline.protocol.parallel_layout import Layout
 

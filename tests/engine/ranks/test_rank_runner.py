@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from emberline.engine.core.plan import Admission, DeviceLost, Masks, Row, Sampled, StepPlan
 from emberline.engine.ranks.messages import RankFailed, StepResult, to_leader
 from emberline.engine.ranks.plan_channel import ConnectionReader, PlanWriter
 from emberline.engine.ranks.rank_group import Leader, Member
 from emberline.engine.ranks.rank_runner import FollowerLoop, LeaderRunner, ReportedToken
-from emberline.engine.core.plan import Admission, DeviceLost, Masks, Row, Sampled, StepPlan
 from emberline.kernels.collectives import NoCollectives, ParallelGroups
 from emberline.kv.transfer.connection import PeerConnection, PeerConnectionLost
 from emberline.protocol.parallel_layout import Layout

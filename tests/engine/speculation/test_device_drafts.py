@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from emberline.protocol.block_hash import BLOCK_TOKENS
 from emberline.protocol.token_ids import unpack
-from tests.engine.fakes import FULL, expected, request
 from tests.engine.core.test_scheduler_properties import InvariantChecker, arrivals, play, setups
+from tests.engine.fakes import FULL, expected, request
 from tests.engine.speculation.standin import DeviceSpeculation, DraftingRunner
 from tests.examples import n_examples
 

@@ -6,12 +6,12 @@ import shutil
 
 import pytest
 
-from emberline.engine.worker import main as worker
 from emberline.engine.speculation.opening import check_draft_model
+from emberline.engine.worker import main as worker
 from emberline.protocol.errors import BadInput
 from tests.engine.fakes import request
-from tests.engine.training.test_head_training import VOCAB, write_model
 from tests.engine.runners.cpu.test_torch_runner import run, tokens
+from tests.engine.training.test_head_training import VOCAB, write_model
 
 
 def model_in(folder, seed, prefix="t"):

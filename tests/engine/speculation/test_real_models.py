@@ -16,8 +16,8 @@ from emberline.models.registry import ARCHITECTURES
 from emberline.protocol.token_ids import pack
 from emberline.weights.model_config import ModelConfig
 from tests.engine.fakes import request
-from tests.engine.speculation.standin import StandinSpeculation, output_of
 from tests.engine.runners.cpu.test_torch_runner import run, tokens
+from tests.engine.speculation.standin import StandinSpeculation, output_of
 from tests.models.random_checkpoint import RandomCheckpoint
 
 VOCAB = 97

@@ -6,7 +6,6 @@ from itertools import pairwise
 import pytest
 from msgspec import structs
 
-from emberline.engine.worker import main as worker
 from emberline.engine.core import scheduler as scheduling
 from emberline.engine.speculation import suffix_index
 from emberline.engine.speculation.drafter import Draft
@@ -14,6 +13,7 @@ from emberline.engine.speculation.grammar_drafter import GrammarDrafter
 from emberline.engine.speculation.head_drafter import HeadDrafter, ModelDrafter
 from emberline.engine.speculation.speculator import OFF, SETTINGS, Speculator, open_speculator
 from emberline.engine.speculation.suffix_drafter import SuffixDrafter
+from emberline.engine.worker import main as worker
 from emberline.protocol.errors import BadInput
 from emberline.protocol.grammar import encode
 from emberline.protocol.request import EngineRequest, Message, SamplingParams, Speculation
@@ -21,8 +21,8 @@ from emberline.protocol.token_ids import pack, unpack
 from emberline.text.text_model import TextModel
 from tests.engine.fakes import request
 from tests.engine.grammar.samples import PERSON
-from tests.engine.speculation.test_real_models import REQUESTS, OneThreadBackend, answers, loop_of, plain_answers
 from tests.engine.runners.cpu.test_torch_runner import run, tokens
+from tests.engine.speculation.test_real_models import REQUESTS, OneThreadBackend, answers, loop_of, plain_answers
 
 needs_compiler = pytest.mark.skipif(not suffix_index.available(), reason="needs a C compiler")
 

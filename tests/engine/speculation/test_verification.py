@@ -5,19 +5,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from emberline.engine.runners.gpu.shapes import GPU_SHAPES
 from emberline.engine.core.latency_target import LatencyTarget
 from emberline.engine.core.limits import Limits
 from emberline.engine.core.plan import Draws
 from emberline.engine.core.scheduler import Scheduler
-from emberline.engine.speculation.verification import drawn_ids, n_accepted
 from emberline.engine.core.step_loop import StepLoop
+from emberline.engine.runners.gpu.shapes import GPU_SHAPES
+from emberline.engine.speculation.verification import drawn_ids, n_accepted
 from emberline.kv.cache import KVCache
 from emberline.protocol.block_hash import BLOCK_TOKENS
 from emberline.protocol.request import Push
 from emberline.protocol.token_ids import pack, unpack
-from tests.engine.fakes import FULL, VOCAB, FakeRunner, LateRunner, expected, request
 from tests.engine.core.test_scheduler_properties import InvariantChecker, arrivals, play, setups
+from tests.engine.fakes import FULL, VOCAB, FakeRunner, LateRunner, expected, request
 from tests.engine.speculation.standin import StandinSpeculation, output_of
 from tests.engine.speculation.test_device_drafts import PublishChecker, prompt_ending_at
 from tests.engine.transfer.fake_wire import Wire

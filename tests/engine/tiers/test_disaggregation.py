@@ -6,12 +6,12 @@ from contextlib import contextmanager
 
 import pytest
 
-from emberline.engine.worker.process import listening
+from emberline.engine.addresses import listening
 from emberline.engine.core.limits import Limits
 from emberline.engine.core.scheduler import Scheduler
-from emberline.engine.worker.socket_server import Server
 from emberline.engine.core.step_loop import StepLoop
 from emberline.engine.runners.cpu.torch_runner import TorchRunner
+from emberline.engine.worker.socket_server import Server
 from emberline.kv.cache import KVCache
 from emberline.kv.tiers.host import HostTier
 from emberline.kv.tiers.manager import TierManager

@@ -10,8 +10,8 @@ import pytest
 from emberline.engine.core.limits import Limits
 from emberline.engine.core.scheduler import Scheduler
 from emberline.engine.core.step_loop import StepLoop
-from emberline.engine.tiers.opening import add_arguments, open_tiers
 from emberline.engine.runners.cpu.torch_runner import TorchRunner
+from emberline.engine.tiers.opening import add_arguments, open_tiers
 from emberline.kv.cache import KVCache
 from emberline.kv.tiers.host import HostTier
 from emberline.kv.tiers.manager import TierManager

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from emberline.engine.worker import main as worker
 from emberline.engine.training import head_training
+from emberline.engine.worker import main as worker
 from emberline.models import eagle3
 from emberline.models.eagle3 import load_head
 from emberline.protocol.errors import BadInput

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from emberline.engine.worker.process import PARENT_VARIABLE, NicePrefill, Parent
+from emberline.engine.addresses import PARENT_VARIABLE
+from emberline.engine.worker.process import NicePrefill, Parent
 
 
 def test_a_parent_that_is_gone_already_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emberline.engine.worker.process import listening
+from emberline.engine.addresses import listening
 from emberline.engine.worker.socket_server import Server
 from emberline.protocol import frames
 from emberline.protocol.frames import Abort, FrameBuffer, Hello, Step, Submit

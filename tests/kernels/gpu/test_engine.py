@@ -6,6 +6,11 @@ import torch
 
 triton = pytest.importorskip("triton")
 
+from emberline.engine.core.latency_target import LatencyTarget  # noqa: E402
+from emberline.engine.core.limits import Limits  # noqa: E402
+from emberline.engine.core.scheduler import Scheduler  # noqa: E402
+from emberline.engine.core.step_loop import StepLoop  # noqa: E402
+from emberline.engine.runners.cpu.torch_runner import TorchRunner  # noqa: E402
 from emberline.engine.runners.gpu.runner import GpuRunner  # noqa: E402
 from emberline.engine.runners.gpu.shapes import (  # noqa: E402
     CHUNK_ROWS,
@@ -14,11 +19,6 @@ from emberline.engine.runners.gpu.shapes import (  # noqa: E402
     max_draws,
     most_drafts,
 )
-from emberline.engine.core.latency_target import LatencyTarget  # noqa: E402
-from emberline.engine.core.limits import Limits  # noqa: E402
-from emberline.engine.core.scheduler import Scheduler  # noqa: E402
-from emberline.engine.core.step_loop import StepLoop  # noqa: E402
-from emberline.engine.runners.cpu.torch_runner import TorchRunner  # noqa: E402
 from emberline.kernels.gpu import decode_inputs as inputs  # noqa: E402
 from emberline.kernels.gpu.sampler import sample_batch  # noqa: E402
 from emberline.kernels.gpu.sampler_table import SamplerTable  # noqa: E402
@@ -31,9 +31,9 @@ from emberline.models.deepseek import deepseek  # noqa: E402
 from emberline.models.llama import llama  # noqa: E402
 from emberline.weights.model_config import LatentConfig, ModelConfig, MoEConfig  # noqa: E402
 from tests.engine.fakes import request  # noqa: E402
+from tests.engine.runners.cpu.test_torch_runner import tokens  # noqa: E402
 from tests.engine.runners.gpu.host_sampler import HostKernels, HostTable  # noqa: E402
 from tests.engine.speculation.standin import StandinSpeculation, output_of  # noqa: E402
-from tests.engine.runners.cpu.test_torch_runner import tokens  # noqa: E402
 from tests.models.random_checkpoint import RandomCheckpoint  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

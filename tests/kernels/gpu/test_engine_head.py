@@ -6,6 +6,11 @@ import torch
 
 triton = pytest.importorskip("triton")
 
+from emberline.engine.core.latency_target import LatencyTarget  # noqa: E402
+from emberline.engine.core.limits import Limits  # noqa: E402
+from emberline.engine.core.scheduler import Scheduler  # noqa: E402
+from emberline.engine.core.step_loop import StepLoop  # noqa: E402
+from emberline.engine.runners.cpu.torch_runner import TorchRunner  # noqa: E402
 from emberline.engine.runners.gpu.engine import _Kernels  # noqa: E402
 from emberline.engine.runners.gpu.runner import GpuRunner  # noqa: E402
 from emberline.engine.runners.gpu.shapes import (  # noqa: E402
@@ -15,12 +20,7 @@ from emberline.engine.runners.gpu.shapes import (  # noqa: E402
     max_draws,
     most_drafts,
 )
-from emberline.engine.core.latency_target import LatencyTarget  # noqa: E402
-from emberline.engine.core.limits import Limits  # noqa: E402
-from emberline.engine.core.scheduler import Scheduler  # noqa: E402
 from emberline.engine.speculation.head_drafter import HeadDrafter  # noqa: E402
-from emberline.engine.core.step_loop import StepLoop  # noqa: E402
-from emberline.engine.runners.cpu.torch_runner import TorchRunner  # noqa: E402
 from emberline.kernels.gpu.sampler_table import SamplerTable  # noqa: E402
 from emberline.kernels.gpu.triton_backend import TritonBackend  # noqa: E402
 from emberline.kernels.gpu.workspace import WorkspaceSizes  # noqa: E402

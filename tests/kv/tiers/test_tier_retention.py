@@ -2,9 +2,9 @@
 
 import pytest
 
+from emberline.kv.retention import Retention
 from emberline.kv.tiers.disk.disk_tier import DiskTier
 from emberline.kv.tiers.host import HostTier
-from emberline.kv.retention import Retention
 from emberline.kv.tiers.tier import BlockMeta
 from tests.kv.tiers.disk.disk_blocks import GROUP, OWNER, block_id, content, open_tier
 

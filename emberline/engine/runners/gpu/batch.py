@@ -12,6 +12,7 @@ from msgspec import structs
 from numpy.typing import NDArray
 from torch import Tensor
 
+from emberline.engine.core.plan import Masks, Row, StepPlan
 from emberline.engine.runners.gpu.shapes import (
     CHUNK_ROWS,
     MAX_GRAPH_TOKENS,
@@ -23,7 +24,6 @@ from emberline.engine.runners.gpu.shapes import (
 )
 from emberline.engine.runners.gpu.slots import Slot
 from emberline.engine.runners.gpu.stream import Upload
-from emberline.engine.core.plan import Masks, Row, StepPlan
 from emberline.kernels.decode_inputs import (
     DRAFT_HEADER_ROWS,
     HEADER_ROWS,

@@ -8,13 +8,13 @@ from functools import partial
 
 import torch
 
+from emberline.engine.core.latency_target import LatencyTarget
+from emberline.engine.core.limits import Limits
 from emberline.engine.runners.gpu.memory_budget import DeviceMemoryBudget, device_memory_budget
 from emberline.engine.runners.gpu.rank_memory import StepMemory, bound_context, weight_bytes
 from emberline.engine.runners.gpu.runner import STEPS_IN_FLIGHT, GpuRunner
 from emberline.engine.runners.gpu.shapes import GPU_SHAPES, most_drafts
 from emberline.engine.runners.gpu.slots import SlotSampler
-from emberline.engine.core.latency_target import LatencyTarget
-from emberline.engine.core.limits import Limits
 from emberline.kernels.gpu import decode_inputs as inputs
 from emberline.kernels.gpu import draft_chain as chain
 from emberline.kernels.gpu import sampler as sampling

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from emberline.engine.runners.gpu.shapes import CHUNK_ROWS, MAX_GRAPH_TOKENS, max_graphs, table_width
 from emberline.engine.core.limits import Limits
+from emberline.engine.runners.gpu.shapes import CHUNK_ROWS, MAX_GRAPH_TOKENS, max_graphs, table_width
 from emberline.protocol.errors import BadInput
 
 GIB = 1 << 30

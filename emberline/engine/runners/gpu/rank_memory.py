@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
+from emberline.engine.core.limits import Limits
 from emberline.engine.runners.gpu.draft_chain import ChainShape, DraftChain
 from emberline.engine.runners.gpu.draft_model_chain import MODEL_CHAIN_DEPTHS, DraftModelChain
 from emberline.engine.runners.gpu.memory_budget import graph_bytes, reserve_bytes, runner_state_bytes
 from emberline.engine.runners.gpu.shapes import CHUNK_ROWS, MAX_GRAPH_TOKENS, max_draws, table_width, verify_rows
-from emberline.engine.core.limits import Limits
 from emberline.kernels.backend import LatentAttention, MoE
 from emberline.kernels.gpu.matmul import workspace_needs
 from emberline.kernels.gpu.sampler_table import SamplerTable

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from emberline.engine.runners.gpu.stream import Upload
 from emberline.engine.core.plan import Admission, Masks, Row
 from emberline.engine.runners.cpu.torch_runner import sampler_row
+from emberline.engine.runners.gpu.stream import Upload
 from emberline.kernels.decode_inputs import MAX_DRAFTS, SlotState
 from emberline.kernels.sampling import SamplerRow
 from emberline.kv.block_pool import NULL_BLOCK, blocks_of

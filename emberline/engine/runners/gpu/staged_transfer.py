@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from emberline.engine.runners.gpu.stream import pinned
-from emberline.kv.transfer.connection import PeerConnection
 from emberline.kv.slices import Run
+from emberline.kv.transfer.connection import PeerConnection
 from emberline.kv.transfer.transport import BlockCopy, Target, TcpSendTransport
 
 

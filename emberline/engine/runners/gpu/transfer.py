@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from emberline.engine.runners.cpu.torch_runner import pool_shape
 from emberline.engine.runners.gpu.staged_transfer import StagedPools, StagedTcpSendTransport
 from emberline.engine.runners.gpu.stream import device_event, pinned
-from emberline.engine.runners.cpu.torch_runner import pool_shape
 from emberline.kernels.gpu.elementwise import COPY_WORDS, copy_block_runs, copy_blocks
+from emberline.kv.slices import Run
 from emberline.kv.transfer import cuda_ipc
 from emberline.kv.transfer.connection import PeerConnection
 from emberline.kv.transfer.cuda_ipc import (
@@ -26,7 +27,6 @@ from emberline.kv.transfer.cuda_ipc import (
 )
 from emberline.kv.transfer.messages import TransportOpened
 from emberline.kv.transfer.rank_transfers import RankTransfers
-from emberline.kv.slices import Run
 from emberline.kv.transfer.transport import (
     TCP,
     BlockCopy,

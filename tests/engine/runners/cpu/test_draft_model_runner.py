@@ -5,9 +5,9 @@ import torch
 
 from emberline.engine.core.limits import Limits
 from emberline.engine.core.scheduler import Scheduler
-from emberline.engine.speculation.head_drafter import MODEL_DEPTH, ModelDrafter
 from emberline.engine.core.step_loop import StepLoop
 from emberline.engine.runners.cpu.torch_runner import TorchRunner
+from emberline.engine.speculation.head_drafter import MODEL_DEPTH, ModelDrafter
 from emberline.kernels.reference import TorchBackend
 from emberline.kv.cache import KVCache
 from emberline.models.decoder import Decoder
@@ -16,8 +16,8 @@ from emberline.models.registry import ARCHITECTURES
 from emberline.weights.model_config import ModelConfig
 from tests.engine.fakes import request
 from tests.engine.runners.cpu.test_head_runner import EagerSpeculator
-from tests.engine.speculation.test_real_models import CONFIGS, SIZES, VOCAB, OneThreadBackend, answers, plain_answers
 from tests.engine.runners.cpu.test_torch_runner import run, tokens
+from tests.engine.speculation.test_real_models import CONFIGS, SIZES, VOCAB, OneThreadBackend, answers, plain_answers
 from tests.models.random_checkpoint import RandomCheckpoint
 
 OTHER = {  # smaller models of the same tokenizer, whose matrices are padded to other sizes

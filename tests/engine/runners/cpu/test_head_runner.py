@@ -5,11 +5,11 @@ import torch
 
 from emberline.engine.core.limits import Limits
 from emberline.engine.core.scheduler import Scheduler
-from emberline.engine.training.eagle_training import chain_attention
-from emberline.engine.speculation.head_drafter import MAX_DEPTH, HeadDrafter
-from emberline.engine.speculation.speculator import Speculator
 from emberline.engine.core.step_loop import StepLoop
 from emberline.engine.runners.cpu.torch_runner import TorchRunner, allocate_pool
+from emberline.engine.speculation.head_drafter import MAX_DEPTH, HeadDrafter
+from emberline.engine.speculation.speculator import Speculator
+from emberline.engine.training.eagle_training import chain_attention
 from emberline.kernels.reference import TorchBackend
 from emberline.kv.cache import KVCache
 from emberline.models.decoder import Decoder, StepInputs
@@ -18,8 +18,8 @@ from emberline.models.eagle3 import Eagle3Config, Eagle3Head
 from emberline.models.registry import ARCHITECTURES
 from emberline.protocol.token_ids import unpack
 from tests.engine.fakes import request
-from tests.engine.speculation.test_real_models import CONFIGS, VOCAB, OneThreadBackend, answers, plain_answers
 from tests.engine.runners.cpu.test_torch_runner import run, tokens
+from tests.engine.speculation.test_real_models import CONFIGS, VOCAB, OneThreadBackend, answers, plain_answers
 from tests.models.random_checkpoint import RandomCheckpoint
 
 CONFIG = CONFIGS["full"]

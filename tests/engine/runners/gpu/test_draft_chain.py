@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from emberline.engine.runners.gpu.draft_chain import CHAIN_DEPTHS, ChainShape
 from emberline.kernels.decode_inputs import MAX_DRAFTS
 from tests.engine.fakes import VOCAB, expected, mix, request
+from tests.engine.runners.cpu.test_torch_runner import FULL, WINDOW, run, tokens
 from tests.engine.runners.gpu.test_runner import Padded, loop_of
 from tests.engine.speculation.standin import DeviceSpeculation
-from tests.engine.runners.cpu.test_torch_runner import FULL, WINDOW, run, tokens
 
 
 class StandinChain:

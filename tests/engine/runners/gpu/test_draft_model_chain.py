@@ -4,25 +4,25 @@ from functools import partial
 
 import pytest
 
-from emberline.engine.runners.gpu.draft_model_chain import MODEL_CHAIN_DEPTHS, pool_blocks
-from emberline.engine.runners.gpu.runner import GpuRunner
-from emberline.engine.runners.gpu.shapes import GPU_SHAPES, most_drafts
 from emberline.engine.core.latency_target import LatencyTarget
 from emberline.engine.core.limits import Limits
 from emberline.engine.core.scheduler import Scheduler
-from emberline.engine.speculation.head_drafter import ModelDrafter
 from emberline.engine.core.step_loop import StepLoop
+from emberline.engine.runners.gpu.draft_model_chain import MODEL_CHAIN_DEPTHS, pool_blocks
+from emberline.engine.runners.gpu.runner import GpuRunner
+from emberline.engine.runners.gpu.shapes import GPU_SHAPES, most_drafts
+from emberline.engine.speculation.head_drafter import ModelDrafter
 from emberline.kernels import draft_chain as chains
 from emberline.kernels.decode_inputs import MAX_DRAFTS
 from emberline.kernels.reference import TorchBackend
 from emberline.kv.cache import KVCache
 from emberline.models.draft_model import DraftModel
 from tests.engine.fakes import request
-from tests.engine.runners.gpu.host_sampler import HostKernels, HostTable
 from tests.engine.runners.cpu.test_draft_model_runner import OTHER, model_of
 from tests.engine.runners.cpu.test_head_runner import EagerSpeculator
-from tests.engine.speculation.test_real_models import CONFIGS, VOCAB
 from tests.engine.runners.cpu.test_torch_runner import run, tokens
+from tests.engine.runners.gpu.host_sampler import HostKernels, HostTable
+from tests.engine.speculation.test_real_models import CONFIGS, VOCAB
 
 EXACT = partial(TorchBackend, row_by_row=True)
 

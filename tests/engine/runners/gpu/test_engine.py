@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from emberline.engine.runners.gpu.batch import VerifyShape
 from emberline.engine.core.limits import Limits
 from emberline.engine.core.scheduler import Scheduler
 from emberline.engine.core.step_loop import StepLoop
+from emberline.engine.runners.gpu.batch import VerifyShape
 from emberline.kv.cache import KVCache
 from emberline.weights.model_config import ModelConfig
 from tests.engine.fakes import request
-from tests.engine.speculation.standin import StandinSpeculation, output_of
 from tests.engine.runners.cpu.test_torch_runner import tokens
+from tests.engine.speculation.standin import StandinSpeculation, output_of
 
 pytestmark = pytest.mark.gpu
 

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from emberline.engine.core.limits import Limits
 from emberline.engine.runners.gpu.memory_budget import (
     CONTEXT_BYTES,
     GIB,
@@ -9,7 +10,6 @@ from emberline.engine.runners.gpu.memory_budget import (
     runner_state_bytes,
 )
 from emberline.engine.runners.gpu.shapes import max_graphs
-from emberline.engine.core.limits import Limits
 from emberline.protocol.errors import BadInput
 from tests.engine.runners.gpu.test_runner import FULL, WINDOW, Padded, runner_of
 

@@ -14,15 +14,15 @@ import pytest
 import torch
 from msgspec import structs
 
-from emberline.engine.runners.gpu.runner import GpuRunner
-from emberline.engine.ranks.messages import StepResult, to_leader
-from emberline.engine.ranks.opening import follower_loop, leader_runner
-from emberline.engine.ranks.plan_channel import ConnectionReader, PlanWriter
-from emberline.engine.ranks.rank_group import Leader, Member
 from emberline.engine.core.limits import Limits
 from emberline.engine.core.plan import Admission, Masks, Row, StepPlan
 from emberline.engine.core.scheduler import Scheduler
 from emberline.engine.core.step_loop import StepLoop
+from emberline.engine.ranks.messages import StepResult, to_leader
+from emberline.engine.ranks.opening import follower_loop, leader_runner
+from emberline.engine.ranks.plan_channel import ConnectionReader, PlanWriter
+from emberline.engine.ranks.rank_group import Leader, Member
+from emberline.engine.runners.gpu.runner import GpuRunner
 from emberline.kv.cache import KVCache
 from emberline.kv.transfer.connection import PeerConnection, PeerConnectionLost
 from emberline.protocol.frames import Vocabulary
@@ -32,14 +32,14 @@ from emberline.protocol.token_ids import pack
 from emberline.testing.thread_collectives import thread_groups
 from tests.engine.client import Client, start
 from tests.engine.fakes import VOCAB, expected, request
-from tests.engine.runners.gpu import stage_process
-from tests.engine.runners.gpu.host_sampler import HostKernels, HostTable
-from tests.engine.runners.gpu.test_runner import Padded
 from tests.engine.grammar.samples import PERSON
 from tests.engine.ranks import observed_worker
 from tests.engine.ranks.test_rank_worker import request as rank_request
 from tests.engine.ranks.test_rank_worker import run as run_ranks
 from tests.engine.runners.cpu.test_torch_runner import FULL, WINDOW, run, tokens
+from tests.engine.runners.gpu import stage_process
+from tests.engine.runners.gpu.host_sampler import HostKernels, HostTable
+from tests.engine.runners.gpu.test_runner import Padded
 
 N_OUT = 8  # few: near ties end the comparison of a reply
 WAIT_S = 60.0  # of a rank that hangs

@@ -11,12 +11,12 @@ pytest.importorskip("triton")
 import triton
 
 from benchmarks.gpu.model_files import SMOLLM2_135M, write_gguf
+from emberline.engine.core.limits import Limits
+from emberline.engine.core.plan import DeviceLost
 from emberline.engine.runners.gpu.batch import MixedShape
 from emberline.engine.runners.gpu.graphs import StepKind
 from emberline.engine.runners.gpu.preparation import StepPreparation
 from emberline.engine.runners.gpu.shapes import MAX_GRAPH_TOKENS
-from emberline.engine.core.limits import Limits
-from emberline.engine.core.plan import DeviceLost
 from emberline.kernels.backend import LatentAttention
 from emberline.kernels.gpu.launch import compiling_only, is_compiling
 from tests.engine.fakes import request

@@ -10,6 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
+from emberline.engine.core.latency_target import LatencyTarget
+from emberline.engine.core.limits import Limits
+from emberline.engine.core.plan import Admission, DeviceLost, Masks, Row, StepPlan
+from emberline.engine.core.scheduler import Scheduler
+from emberline.engine.core.step_loop import StepLoop
 from emberline.engine.runners.gpu import runner as gpu_runner
 from emberline.engine.runners.gpu.batch import MixedShape, StepBatch, VerifyShape
 from emberline.engine.runners.gpu.graphs import CudaGraphs, StepKind
@@ -23,11 +28,6 @@ from emberline.engine.runners.gpu.shapes import (
     verify_shape,
 )
 from emberline.engine.runners.gpu.shapes import decode_rows as bucket
-from emberline.engine.core.latency_target import LatencyTarget
-from emberline.engine.core.limits import Limits
-from emberline.engine.core.plan import Admission, DeviceLost, Masks, Row, StepPlan
-from emberline.engine.core.scheduler import Scheduler
-from emberline.engine.core.step_loop import StepLoop
 from emberline.kernels import decode_inputs as inputs
 from emberline.kernels.decode_inputs import LAST_SAMPLED, PADDING, DecodeInputs, SlotState
 from emberline.kv.cache import KVCache
@@ -35,9 +35,9 @@ from emberline.models.decoder import StepInputs
 from emberline.protocol.request import ThinkingLimit
 from emberline.protocol.token_ids import pack
 from tests.engine.fakes import VOCAB, expected, request
+from tests.engine.runners.cpu.test_torch_runner import FULL, WINDOW, TorchFake, run, tokens
 from tests.engine.runners.gpu.host_sampler import HostKernels, HostTable, as_int32
 from tests.engine.speculation.standin import StandinSpeculation, output_of
-from tests.engine.runners.cpu.test_torch_runner import FULL, WINDOW, TorchFake, run, tokens
 
 
 class Padded(TorchFake):

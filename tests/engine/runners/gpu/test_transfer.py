@@ -21,9 +21,9 @@ from emberline.engine.runners.gpu.transfer import (
     word_runs,
 )
 from emberline.kernels.gpu.elementwise import COPY_WORDS
+from emberline.kv.slices import Run, routes
 from emberline.kv.transfer import cuda_ipc
 from emberline.kv.transfer.messages import TransportOpened
-from emberline.kv.slices import Run, routes
 from emberline.kv.transfer.transport import TCP, BlockCopy, TransportUnavailable
 from emberline.protocol.frames import transfer_ranks
 from emberline.supervisor import machine

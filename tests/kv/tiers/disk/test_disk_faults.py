@@ -18,10 +18,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from emberline.kv.retention import Retention
 from emberline.kv.tiers.disk.direct_file import DirectFile
 from emberline.kv.tiers.disk.disk_tier import DiskTier
 from emberline.kv.tiers.disk.drive_health import DRIVE_TIMES, DriveTimes
-from emberline.kv.retention import Retention
 from tests.kv.tiers.disk.disk_blocks import content, held, open_tier, read, write
 from tests.kv.tiers.disk.disk_writer import N_SLOTS
 
