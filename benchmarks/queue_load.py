@@ -134,15 +134,7 @@ class Engine:
 
     def __init__(self, folder: Path, gguf: Path) -> None:
         self._address = f"unix:{folder / 'engine.sock'}"
-        command = [
-            sys.executable,
-            "-m",
-            "emberline.engine.worker.main",
-            "--model",
-            str(gguf),
-            "--socket",
-            self._address,
-        ]
+        command = [sys.executable, "-m", "emberline.engine.worker", "--model", str(gguf), "--socket", self._address]
         env = {**os.environ, "EMBERLINE_WORKER_TOKEN": TOKEN, "EMBERLINE_LOG_LEVEL": "warning"}
         self.process = Process(command, folder / "engine.log", env)
         self._client = EngineClient(Endpoint(name="e", address=self._address, token=TOKEN))

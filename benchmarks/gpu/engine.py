@@ -20,7 +20,7 @@ from emberline.protocol.frames import FrameBuffer, Hello, Refused, Step, Submit,
 from emberline.protocol.request import EngineRequest, SamplingParams, Speculation
 from emberline.protocol.token_ids import pack, unpack
 
-PROGRAM = ("-m", "emberline.engine.worker.main")
+PROGRAM = ("-m", "emberline.engine.worker")
 WAIT_S = 300.0
 ALL_PREPARED = "every common step is prepared"  # in the worker's log
 

@@ -333,7 +333,7 @@ def worker_spec(plan: WorkerPlan, config: EngineConfig, socket: Path, token: str
     env = {"EMBERLINE_WORKER_TOKEN": token}
     if plan.gpu is not None:
         env["CUDA_VISIBLE_DEVICES"] = plan.gpu
-    return ProcessSpec(name=plan.name, module="emberline.engine.worker.main", arguments=tuple(arguments), env=env)
+    return ProcessSpec(name=plan.name, module="emberline.engine.worker", arguments=tuple(arguments), env=env)
 
 
 def engine_arguments(config: EngineConfig, kv_bytes: int) -> list[str]:

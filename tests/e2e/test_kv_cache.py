@@ -121,5 +121,5 @@ def kill_worker(home: Path) -> None:
             words = path.read_bytes().split(b"\0")
         except OSError:  # another process has just ended
             continue
-        if b"emberline.engine.worker.main" in words and str(home / "kv").encode() in words:
+        if b"emberline.engine.worker" in words and str(home / "kv").encode() in words:
             os.kill(int(path.parent.name), signal.SIGKILL)

@@ -102,7 +102,7 @@ def test_chunked_layers_keep_no_more_than_a_chunk(tmp_path: Path) -> None:
 def test_worker_process_serves_it(tmp_path: Path, kind: str) -> None:
     answer = greedy(save_small_model(tmp_path, kind), PROMPTS[1])
     flags = ("--name", kind, "--device", "cpu", "--kv-bytes", 4 << 20, "--socket", tmp_path / "a.sock")
-    with engine("emberline.engine.worker.main", "--model", tmp_path, *flags) as (_, address), Client(address) as client:
+    with engine("emberline.engine.worker", "--model", tmp_path, *flags) as (_, address), Client(address) as client:
         client.submit(ask("one", PROMPTS[1]))
         client.finish("one")
         assert client.tokens("one") == answer

@@ -92,7 +92,7 @@ async def loop(service: Service, request: GenerateRequest, n_turns: int, result:
 def worker(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
     path = tmp_path_factory.mktemp("worker") / "a.sock"
     flags = ("--model", smollm2, "--socket", path, "--device", "cpu", "--threads", 1)
-    with engine("emberline.engine.worker.main", *flags) as (_, address):
+    with engine("emberline.engine.worker", *flags) as (_, address):
         yield Endpoint(name="e0", address=address, token=TOKEN)
 
 

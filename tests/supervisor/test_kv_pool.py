@@ -92,7 +92,7 @@ async def test_master_and_memory_are_restarted() -> None:
 def test_workers_are_told_the_pool_and_its_key_but_not_on_the_command_line() -> None:
     store = StoreSettings("127.0.0.1:7001", metrics="127.0.0.1:7002")
     tiers = TierSettings(host_bytes=0, disk_bytes=0, disk_path=Path("/kv"), store=store, key=bytes(range(32)))
-    spec = with_tiers(ProcessSpec(name="w", module="emberline.engine.worker.main"), tiers)
+    spec = with_tiers(ProcessSpec(name="w", module="emberline.engine.worker"), tiers)
     assert spec.arguments[spec.arguments.index("--kv-store") + 1] == store.url
     assert spec.env["EMBERLINE_KV_KEY"] == bytes(range(32)).hex()
     assert bytes(range(32)).hex() not in " ".join(spec.arguments)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from emberline.engine.addresses import PARENT_VARIABLE, TOKEN_VARIABLE
 from emberline.protocol.errors import BadInput
 
-WORKER = "emberline.engine.worker.main"
+WORKER = "emberline.engine.worker"
 
 
 class FollowerProcesses:

@@ -1,4 +1,4 @@
-"""The engine process: `python -m emberline.engine.worker.main --model PATH --socket ADDRESS`."""
+"""The engine process: `python -m emberline.engine.worker --model PATH --socket ADDRESS`."""
 
 import argparse
 import gc
@@ -462,7 +462,7 @@ def _share(text: str) -> float:
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = process.arguments("emberline.engine.worker.main", "Serve one model on one socket.")
+    parser = process.arguments("emberline.engine.worker", "Serve one model on one socket.")
     parser.add_argument("--model", type=Path, required=True, metavar="PATH", help="a GGUF file or a checkpoint folder")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.set_defaults(max_running=None, token_budget=None)  # depend on the device
@@ -493,7 +493,3 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.command = command_of(argv)  # which rank 0 starts its followers with
     return args
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

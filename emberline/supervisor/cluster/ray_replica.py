@@ -25,7 +25,7 @@ from emberline.supervisor.cluster.ray_settings import ADDRESS_VARIABLE, PORTS_VA
 from emberline.supervisor.engine_workers import JoinSettings, joining
 from emberline.supervisor.process import ProcessFailed, ProcessSpec, SupervisedProcess
 
-WORKER = "emberline.engine.worker.main"
+WORKER = "emberline.engine.worker"
 TRIES = 3  # to start a process for the first time, where its port was taken or a rank was late
 RETRY_S = 1.0
 STOP_S = 10.0  # for a worker that was drained before

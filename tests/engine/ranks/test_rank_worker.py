@@ -26,7 +26,7 @@ from tests.engine.grammar.samples import PERSON
 from tests.engine.ranks import observed_worker
 from tests.soak.server_process import free_port
 
-WORKER = "emberline.engine.worker.main"
+WORKER = "emberline.engine.worker"
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 256, "hidden_size": 32,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,

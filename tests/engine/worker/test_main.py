@@ -15,7 +15,7 @@ from emberline.text.text_model import TextModel
 from tests.engine.client import Client, LocalEngine, engine, start, wait_until
 from tests.engine.fakes import request
 
-WORKER = "emberline.engine.worker.main"
+WORKER = "emberline.engine.worker"
 KV_BYTES = 100_000  # too few for all TEXTS and their replies
 TEXTS = (
     "The tides are caused by the gravity of the moon. At high tide the water",

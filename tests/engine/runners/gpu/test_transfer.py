@@ -389,7 +389,7 @@ def check_workers(tmp_path, monkeypatch, first=(), second=(), gpus=()):
         limits = ("--kv-bytes", 256 << 20, "--memory-share", "0.2", "--max-running", "4", "--token-budget", "256")
         place = ("--model", tmp_path, "--socket", tmp_path / name)
         with (
-            process("emberline.engine.worker.main", *place, *common, *limits, *flags) as (started, address),
+            process("emberline.engine.worker", *place, *common, *limits, *flags) as (started, address),
             Client(address) as client,
         ):
             yield started, address, client
