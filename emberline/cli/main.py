@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command not in COMMANDS:
         return _unknown(command)
     if command == "worker":  # the engine process defines its own flags
-        return int(importlib.import_module("emberline.engine.worker").main(words[1:]))
+        return int(importlib.import_module("emberline.engine.worker.main").main(words[1:]))
     summary = COMMANDS[command]
     description = f"{summary[0].upper()}{summary[1:]}."  # not capitalize(), which would lower the rest: "openai"
     parser = argparse.ArgumentParser(prog=f"emberline {command}", description=description, allow_abbrev=False)
