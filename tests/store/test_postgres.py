@@ -72,7 +72,7 @@ async def test_an_outage_raises_unavailable_and_recovers(server: StoppablePostgr
 
 
 async def test_slow_reads_delay_no_writes_and_are_no_outage(postgres: str) -> None:
-    store = await PostgresStore.open(postgres, acquire_s=0.5)
+    store = await PostgresStore.open(postgres, acquire_s=1.0)
     holder, key = await asyncpg.connect(postgres), secrets.randbelow(1 << 60)
     await holder.execute("SELECT pg_advisory_lock($1)", key)
     slow = "SELECT 1 FROM (SELECT pg_advisory_xact_lock_shared(?)) AS waits"

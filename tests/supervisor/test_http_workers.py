@@ -109,7 +109,7 @@ async def test_one_that_is_stopped_is_killed(folder: Path, caplog: pytest.LogCap
         folder / "large.sock",
         "worker_script",
         b"plan",
-        heartbeats=HeartbeatLimits(silent_s=0.5, check_s=0.1),
+        heartbeats=HeartbeatLimits(silent_s=1.0, check_s=0.1),
         backoff_s=0.01,
     )
     worker.start()
@@ -131,7 +131,7 @@ async def test_streams_of_a_stopped_worker_end_and_others_go_on(folder: Path) ->
             listener,
             "worker_script",
             b"stream",
-            heartbeats=HeartbeatLimits(silent_s=0.8, check_s=0.1),
+            heartbeats=HeartbeatLimits(silent_s=1.5, check_s=0.1),
             backoff_s=0.01,
         )
         await workers.start()
