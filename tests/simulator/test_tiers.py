@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from msgspec.structs import replace as with_fields
 
-from emberline.kv.tiers.retention import Retention
+from emberline.kv.retention import Retention
 from emberline.protocol.errors import BadInput
 from emberline.simulator.coefficients import load
 from emberline.simulator.experiment import SimulationConfig, SimulationResult
