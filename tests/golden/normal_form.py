@@ -32,7 +32,7 @@ PATTERNS = (
     (re.compile(r"127\.0\.0\.1:\d+"), "127.0.0.1:<port>"),
     (re.compile(re.escape(__version__)), "<version>"),
     (re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|\+00:00)?"), "<time>"),
-    (re.compile(r"(?<!\d)1[789]\d{14}(?!\d)"), "<time>"),
+    (re.compile(r"(?<!\w)1[789]\d{14}(?!\w)"), "<time>"),
     (re.compile(r"retry in \d+ s"), "retry in <duration>"),
     (re.compile(r"ember_[0-9A-Za-z_-]{40,}"), "<key>"),
     (re.compile(r"whsec_[0-9A-Za-z+/=]{40,}"), "<secret>"),
