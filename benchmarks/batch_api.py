@@ -21,7 +21,7 @@ from emberline.accounts.secret import Secret
 from emberline.api.app import ApiSettings, App
 from emberline.api.batch_loader import BatchService
 from emberline.jobs.queue.queue import Queue, open_queue
-from emberline.protocol.answer import Answer, AnswerChoice, TextPart
+from emberline.protocol.complete_response import Answer, AnswerChoice, TextPart
 from emberline.protocol.events import Usage
 from emberline.store import open_store
 from tests.api.fake_service import MODEL, FakeService

@@ -29,12 +29,12 @@ import uvloop
 
 from benchmarks.client import Reply, RequestFailed, stream
 from emberline.balancer.endpoint import Endpoint
+from emberline.cluster.engine_client import EngineClient
+from emberline.cluster.member_table import MemberTable
 from emberline.protocol.credential import worker_host
 from emberline.protocol.member import connection_token
 from emberline.protocol.request import EngineRequest, SamplingParams
 from emberline.protocol.token_ids import pack
-from emberline.service.engine_client import EngineClient
-from emberline.service.member_table import MemberTable
 from emberline.store import open_store
 from tests.cluster_processes import ADMIN, ApiError, ClusterProcesses, CoreProcess, cluster_processes, wait_until
 from tests.conftest import pulled

@@ -43,15 +43,15 @@ from emberline.api.app import ApiSettings, App
 from emberline.balancer.endpoint import Endpoint
 from emberline.catalog.model_card import ModelCard, PathSource
 from emberline.config import ProviderConfig
+from emberline.gateway.service import GatewayService
 from emberline.protocol.price import Price
 from emberline.service import Served, open_service
-from emberline.service.gateway.service import GatewayService
-from emberline.service.open import DATABASE
+from emberline.service.service_factory import DATABASE
 from emberline.store import open_store
 from emberline.text.text_model import TextModel
-from emberline.upstream.client import UpstreamConfig
 from emberline.upstream.models import discover
 from emberline.upstream.providers.directory import ProviderDirectory
+from emberline.upstream.servers.client import UpstreamConfig
 
 PACKAGE = str(Path(emberline.__file__).parent) + os.sep
 LOCAL, REMOTE = "@cf/bench/local", "remote"
@@ -61,7 +61,7 @@ SEEN, MAX_REPEATS = 4, 40  # a count is taken once it has come up so many times 
 PATIENCE_S = 60.0
 LOOK_UPS = {  # functions that turn a model's name into a model, by file
     "service/service.py": {"_unalias"},
-    "upstream/gateway/routing.py": {"plan"},
+    "gateway/routing.py": {"plan"},
 }
 JSON_DECODERS = (msgspec.json.decode, json.loads)
 
@@ -295,7 +295,7 @@ async def core_bench(text: TextModel, folder: Path) -> AsyncIterator[CoreBench]:
 
 @contextmanager
 def _standin_engine(address: str) -> Any:
-    command = [sys.executable, "-m", "emberline.testing.standin_engine", "--name", LOCAL, "--script", "say=count"]
+    command = [sys.executable, "-m", "standins.standin_engine", "--name", LOCAL, "--script", "say=count"]
     process = subprocess.Popen(
         [*command, "--socket", address],
         stdout=subprocess.PIPE,

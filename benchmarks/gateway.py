@@ -134,7 +134,7 @@ async def measure(server: Server | int, pids: Callable[[], list[int]], seconds: 
 async def run(setup: Setup, peers: Sequence[str], scale: float, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     provider = free_port()
-    standin = [sys.executable, "-m", "emberline.testing.standin_openai", "--model", MODEL, "--port", str(provider)]
+    standin = [sys.executable, "-m", "standins.standin_openai", "--model", MODEL, "--port", str(provider)]
     with Process([*standin, "--script", f"canned=true,tokens={EVENTS}"], folder / "provider.log") as behind:
         wait_ready(provider, behind, ["/health"], 30)
         found["provider"] = await measure(provider, behind.tree, 10 * scale, int(3000 * scale))

@@ -24,7 +24,7 @@ from benchmarks.peers.venv import ensure_venv
 from emberline.jobs.batches.batch import NewBatch
 from emberline.jobs.queue.job import NewJob
 from emberline.jobs.queue.queue import Queue, open_queue
-from emberline.protocol.answer import Answer, AnswerChoice, TextPart
+from emberline.protocol.complete_response import Answer, AnswerChoice, TextPart
 from emberline.protocol.events import Usage
 from emberline.protocol.request import GenerateRequest, Message
 from emberline.store import Database, open_store

@@ -36,9 +36,9 @@ from emberline.kv.block_pool import blocks_of
 from emberline.kv.cache import KVCache
 from emberline.protocol.events import ChoiceDone, Completed, Started, TextDelta, TextEvent, Usage
 from emberline.protocol.request import EngineRequest, GenerateRequest, Principal, Priority, SamplingParams
-from emberline.service.request_context import JobContext
 from emberline.store import open_store
-from emberline.testing.standin_engine import LAYOUT
+from emberline.telemetry.request_log import JobContext
+from standins.standin_engine import LAYOUT
 
 MODEL = "m"
 N_PROMPT, N_OUTPUT = 256, 32

@@ -32,8 +32,8 @@ from benchmarks.emberline_contender import default_gguf
 from benchmarks.process import Process, ended_by_sigterm, free_port
 from benchmarks.queue_fleet import quantile, simulate
 from emberline.balancer.endpoint import Endpoint
+from emberline.cluster.engine_client import EngineClient
 from emberline.protocol.request import EngineRequest, Message, SamplingParams
-from emberline.service.engine_client import EngineClient
 from emberline.text.text_model import TextModel
 
 MAX_TOKENS = 32

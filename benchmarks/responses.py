@@ -12,7 +12,7 @@ from statistics import median
 
 from emberline.api.openai.responses.output import ResponseBuilder
 from emberline.api.openai.responses.request import ResponsesRequest
-from emberline.protocol.answer import StoredResponse
+from emberline.protocol.complete_response import StoredResponse
 from emberline.protocol.events import TextDelta
 from emberline.service.responses import DatabaseResponses
 from emberline.store import SqliteStore

@@ -98,7 +98,7 @@ def emberline_command(data: Path, port: int, server: int) -> list[str]:
 
 async def relaying(setup: Setup, names: Sequence[str], scale: float, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    standin = [sys.executable, "-m", "emberline.testing.standin_openai", "--model", MODEL]
+    standin = [sys.executable, "-m", "standins.standin_openai", "--model", MODEL]
     server = free_port()
     script = f"canned=true,tokens={TOKENS}"
     with Process([*standin, "--port", str(server), "--script", script], folder / "standin.log") as behind:

@@ -1,6 +1,6 @@
 """`emberline serve` with stand-in engines as its workers.
 
-Usage: python -m benchmarks.standin_serve SCRIPT [serve's own flags]; for SCRIPT see emberline/testing/engine_script.py.
+Usage: python -m benchmarks.standin_serve SCRIPT [serve's own flags]; for SCRIPT see standins/engine_script.py.
 STANDIN_CONTEXT in the environment is the context in tokens, STANDIN_KV the cache.
 """
 
@@ -22,7 +22,7 @@ def run(script: str, flags: list[str]) -> int:
         if kv := os.environ.get("STANDIN_KV"):
             arguments += ("--kv-tokens", kv)
         env = {"EMBERLINE_WORKER_TOKEN": token}
-        return ProcessSpec(name=plan.name, module="emberline.testing.standin_engine", arguments=arguments, env=env)
+        return ProcessSpec(name=plan.name, module="standins.standin_engine", arguments=arguments, env=env)
 
     local.worker_spec = standin
     return main(["serve", *flags])

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from emberline.accounts.secret import Secret
+from emberline.cluster.cluster import cluster_id, join_key
 from emberline.protocol.credential import client_context
-from emberline.service.cluster import cluster_id, join_key
 from emberline.supervisor.cluster.certificate_authority import KEY_BYTES, CertificateAuthority
 
 ROOT = "r" * 40
@@ -106,7 +106,7 @@ class ClusterProcesses:
         if not tls:
             credential = type(credential)(name=name, cluster=credential.cluster, key=key)
         joins = [word for core in cores for word in ("--join", core.url)]
-        command = ("emberline.testing.standin_engine", "--socket", "tcp:127.0.0.1:0", "--name", self.model)
+        command = ("standins.standin_engine", "--socket", "tcp:127.0.0.1:0", "--name", self.model)
         env = {"EMBERLINE_WORKER_CREDENTIAL": credential.encode()}
         return self._start(f"{name}-{len(self._processes)}", (*command, *joins, *flags), env)
 

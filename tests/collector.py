@@ -11,8 +11,8 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from emberline.config import TracingConfig
-from emberline.service import tracing
-from emberline.service.otlp import ExportLimits
+from emberline.telemetry import tracing
+from emberline.telemetry.otlp import ExportLimits
 
 Start = Callable[..., tracing.Tracer]
 KINDS = ("", "internal", "server", "client", "producer", "consumer")

@@ -9,7 +9,7 @@ from emberline.jobs.batches.blobs import Blobs
 from emberline.jobs.limits import QueueLimits
 from emberline.jobs.queue.job import Lease, NewJob
 from emberline.jobs.queue.queue import Queue
-from emberline.protocol.answer import Answer
+from emberline.protocol.complete_response import Answer
 from emberline.store import Database
 
 Hook = Callable[..., Awaitable[Any]]  # of the call itself, without arguments, and of its arguments

@@ -12,7 +12,7 @@ from emberline.engine.addresses import listening
 from emberline.engine.worker.socket_server import Server
 from emberline.supervisor.engine_workers import MakeSpec, WorkerPlan
 from emberline.supervisor.process import ProcessSpec
-from emberline.testing import standin_engine
+from standins import standin_engine
 
 
 def standin_worker(*flags: str) -> MakeSpec:
@@ -22,7 +22,7 @@ def standin_worker(*flags: str) -> MakeSpec:
         identity = ("--socket", str(socket), "--name", plan.model, "--role", plan.role, "--id", plan.name)
         return ProcessSpec(
             name=plan.name,
-            module="emberline.testing.standin_engine",
+            module="standins.standin_engine",
             arguments=(*identity, *flags),
             env={"EMBERLINE_WORKER_TOKEN": token},
         )

@@ -10,8 +10,8 @@ import pytest
 
 from emberline.cli.main import COMMANDS, main
 from emberline.config import Config, EndpointConfig, ProviderConfig
+from emberline.gateway import options
 from emberline.protocol.gateway import GatewaySettings, Guardrail
-from emberline.upstream.gateway import options
 from emberline.upstream.providers.registry import ALIASES, KNOWN
 from tests.test_architecture import ALLOWED
 

@@ -8,6 +8,7 @@ from urllib.parse import quote
 from emberline import log as logs
 from emberline.accounts.account_service import AccountService
 from emberline.accounts.auth import Authenticator
+from emberline.api.gateway.ai_binding import is_wrapped, unwrap
 from emberline.api.http.body import held_bodies
 from emberline.api.http.call import (
     REQUEST_LIMITS,
@@ -29,13 +30,12 @@ from emberline.api.http.large_requests import LargeRequestRelay
 from emberline.api.http.router import Policy, Router, authorize
 from emberline.api.playground.assets import load as load_assets
 from emberline.api.routes import ROUTES
-from emberline.api.workers_ai.binding import is_wrapped, unwrap
+from emberline.gateway.service import GatewayService
 from emberline.jobs.webhooks.service import WebhookService
 from emberline.protocol import trace_context
 from emberline.protocol.errors import EmberlineError, Internal, NotFound, Unavailable
-from emberline.service.gateway.service import GatewayService
-from emberline.service.request_context import Clock
-from emberline.service.tracing import end_http_request, incoming
+from emberline.telemetry.request_log import Clock
+from emberline.telemetry.tracing import end_http_request, incoming
 
 log = logging.getLogger(__name__)
 

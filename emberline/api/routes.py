@@ -25,13 +25,14 @@ from emberline.api.anthropic import messages as anthropic
 from emberline.api.anthropic.message_request import CountRequest, MessagesRequest
 from emberline.api.batches.submission import JOB_QUERY
 from emberline.api.gateway import admin as gateways
+from emberline.api.gateway import ai_binding as binding
 from emberline.api.gateway import paths as gateway
 from emberline.api.http import openapi, resumable
 from emberline.api.http.call import Call, Reply, encode
 from emberline.api.http.errors import Dialect
 from emberline.api.http.router import ANY_API, APIS, GATEWAY, Policy, Route
-from emberline.api.ollama import endpoints as ollama
-from emberline.api.ollama.request import (
+from emberline.api.ollama import handlers as ollama
+from emberline.api.ollama.chat_request import (
     OllamaChat,
     OllamaEmbed,
     OllamaEmbeddings,
@@ -40,15 +41,15 @@ from emberline.api.ollama.request import (
     OllamaShow,
 )
 from emberline.api.openai import audio, batches, embeddings, files, media
-from emberline.api.openai import endpoints as openai
+from emberline.api.openai import chat_completions as openai
 from emberline.api.openai.chat import ChatRequest
 from emberline.api.openai.completions import CompletionRequest
 from emberline.api.openai.responses import endpoints as responses
 from emberline.api.openai.responses.request import ResponsesRequest
 from emberline.api.playground import assets
-from emberline.api.workers_ai import binding, catalog
-from emberline.api.workers_ai import endpoints as workers_ai
+from emberline.api.workers_ai import catalog
 from emberline.api.workers_ai import event_subscriptions as subscriptions
+from emberline.api.workers_ai import handlers as workers_ai
 from emberline.api.workers_ai.run_request import RunRequest, UniversalRequest
 from emberline.config import EndpointConfig
 from emberline.protocol.gateway import GatewaySettings

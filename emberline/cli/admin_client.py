@@ -69,8 +69,8 @@ async def _request_in_process(config: Config, method: str, path: str, body: dict
     from emberline.accounts.secret import Secret
     from emberline.api.app import ApiSettings, App
     from emberline.api.http.call import Backend
-    from emberline.service.gateway.service import GatewayService
-    from emberline.service.open import DATABASE
+    from emberline.gateway.service import GatewayService
+    from emberline.service.service_factory import DATABASE
     from emberline.store import open_store
 
     secret = Secret.open(config.home)

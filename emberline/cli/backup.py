@@ -30,7 +30,7 @@ from emberline.cli import common
 from emberline.config import FILE_NAME, Config, resolve
 from emberline.jobs.queue.queue import BLOBS
 from emberline.protocol.errors import BadInput, Conflict, Unavailable
-from emberline.service.open import DATABASE, USAGE
+from emberline.service.service_factory import DATABASE, USAGE
 from emberline.store.snapshot import Snapshot, check_target, load_snapshot, sqlite_path, take_snapshot
 
 _MANIFEST, _MANIFEST_DIGEST = "manifest.json", "manifest.sha256"

@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
 def _init(config: Config, args: argparse.Namespace) -> int:
     """Nothing is made but the root secret, if there is none: the authority is derived from it."""
     from emberline.accounts.secret import FILE, Secret
-    from emberline.cli.cluster_keys import ClusterKeys
+    from emberline.server.cluster_keys import ClusterKeys
 
     answer = {
         "id": ClusterKeys(Secret.open(config.home)).id,
@@ -122,10 +122,10 @@ def _credential(config: Config, args: argparse.Namespace) -> int:
     import msgspec
 
     from emberline.accounts.secret import Secret
-    from emberline.cli.cluster_keys import ClusterKeys
+    from emberline.cluster.cluster import cluster_id, join_key
     from emberline.protocol.credential import Credential
     from emberline.protocol.member import MemberName
-    from emberline.service.cluster import cluster_id, join_key
+    from emberline.server.cluster_keys import ClusterKeys
 
     if (args.name is None) == (args.node is None):
         raise BadInput("whose credential? Give the NAME of a worker, or --node ADDRESS")

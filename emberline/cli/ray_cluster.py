@@ -90,7 +90,7 @@ def _orders(config: Config, file: "ClusterFile") -> "list[ReplicaOrder]":
 
 def _node_credential(config: Config, args: argparse.Namespace, address: str, *, is_head: bool) -> "NodeCredential":
     from emberline.accounts.secret import Secret
-    from emberline.cli.cluster_keys import ClusterKeys
+    from emberline.server.cluster_keys import ClusterKeys
     from emberline.supervisor.cluster.ray_settings import NodeCredential
 
     if args.credential:
@@ -116,7 +116,7 @@ def open_launcher(config: Config, file: "ClusterFile", settings: "list[NodeSetti
 
     from emberline.accounts.secret import Secret
     from emberline.catalog.model_store import ModelStore
-    from emberline.cli.cluster_keys import ClusterKeys
+    from emberline.server.cluster_keys import ClusterKeys
     from emberline.supervisor.cluster.ray_launcher import RayLauncher
     from emberline.supervisor.engine_workers import engine_arguments, layout_of
 

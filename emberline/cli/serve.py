@@ -26,14 +26,14 @@ from emberline.balancer.endpoint import Endpoint, engine_endpoint
 from emberline.catalog.model_card import DEFAULT_MODEL, ModelCard
 from emberline.catalog.model_store import ModelEntry, ModelStore
 from emberline.cli import common, startup_panel
-from emberline.cli.gpu_layout import with_recommended_layout
 from emberline.cli.http_client import ServerAddress
 from emberline.cli.log_file import LogFile, log_path
 from emberline.cli.models import fetch
-from emberline.cli.on_demand import OnDemandModels, loaded_at_start, memory_limit
 from emberline.cli.terminal import transient_line
 from emberline.config import Config, ConfigError, ServerConfig, check_exposure, needs_keys
 from emberline.protocol.errors import Unavailable
+from emberline.server.gpu_layout import with_recommended_layout
+from emberline.server.on_demand_models import OnDemandModels, loaded_at_start, memory_limit
 from emberline.supervisor import machine
 from emberline.supervisor.engine_workers import EngineWorkers, MakeSpec, TierSettings, plan_workers
 from emberline.supervisor.http_workers import HttpWorkers, LargeRequestWorker
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from emberline.accounts.account_service import AccountService
     from emberline.accounts.prices import PriceTable
     from emberline.api.batch_loader import BatchService
-    from emberline.cli.http_worker import HttpWorkerPlan
+    from emberline.cluster.timings import Timings
+    from emberline.server.http_worker import HttpWorkerPlan
     from emberline.service import Service
-    from emberline.service.timings import Timings
     from emberline.store import Database
 
 CONNECT_TIMEOUT_S = 10.0  # to workers that reported ready
@@ -258,7 +258,11 @@ async def serve(
         # The workers load weights in their processes while this one imports and reads tokenizers.
         from emberline.accounts.account_service import AccountService
         from emberline.accounts.secret import Secret
-        from emberline.cli.http_worker import (
+        from emberline.cluster.timings import Timings
+        from emberline.gateway.service import GatewayService
+        from emberline.jobs.webhooks.deliverer import DeliveryMetrics
+        from emberline.server.autoscaler import Planning, core_name, open_launcher
+        from emberline.server.http_worker import (
             HttpWorkerPlan,
             core_tls,
             load_models,
@@ -266,16 +270,13 @@ async def serve(
             open_webhooks,
             serve_http,
         )
-        from emberline.cli.planner import Planning, core_name, open_launcher
-        from emberline.jobs.webhooks.deliverer import DeliveryMetrics
-        from emberline.service import open_service, tracing
+        from emberline.service import open_service
         from emberline.service.core import LocalCore
-        from emberline.service.gateway.service import GatewayService
-        from emberline.service.open import DATABASE, ClusterSettings
-        from emberline.service.timings import Timings
+        from emberline.service.service_factory import DATABASE, ClusterSettings
         from emberline.store import open_store
-        from emberline.upstream.client import upstream_configs
+        from emberline.telemetry import tracing
         from emberline.upstream.models import discover
+        from emberline.upstream.servers.client import upstream_configs
 
         timings = timings or Timings()
         traces = tracing.settings(config.tracing, os.environ)
@@ -437,7 +438,7 @@ async def _open_http_workers(
     from emberline.service import open_core_server
 
     assert plan.large_socket is not None
-    server, module = plan.config.server, "emberline.cli.http_worker"
+    server, module = plan.config.server, "emberline.server.http_worker"
     grace_s = server.drain_timeout_s + WORKER_GRACE_S
     http_workers = HttpWorkers(server.http_workers if server.http_workers > 1 else 0, listener, module, plan.encode())
     large = LargeRequestWorker(plan.large_socket, module, msgspec.structs.replace(plan, large_socket=None).encode())

@@ -27,9 +27,9 @@ A service:
 `emberline.accounts.auth.Authenticator` makes the `Principal`.
 """
 
-from emberline.service.health import Health
-from emberline.service.open import open_core_server, open_http_worker, open_service
-from emberline.service.served_models import Served
+from emberline.cluster.served_models import Served
 from emberline.service.service import Service
+from emberline.service.service_factory import open_core_server, open_http_worker, open_service
+from emberline.telemetry.health import Health
 
 __all__ = ["Health", "Served", "Service", "open_core_server", "open_http_worker", "open_service"]

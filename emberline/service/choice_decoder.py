@@ -18,9 +18,9 @@ from emberline.protocol.events import (
 )
 from emberline.protocol.request import Message, ToolCall
 from emberline.protocol.trace_context import Phase
-from emberline.service.metrics import Histogram
 from emberline.service.prepare import Prepared
-from emberline.text.detokenizer import StopMatcher
+from emberline.telemetry.metrics import Histogram
+from emberline.text.tokenizers.detokenizer import StopMatcher
 from emberline.text.tool_calls.harmony import HarmonyParser
 from emberline.text.tool_calls.parser import (
     ArgumentsPiece,

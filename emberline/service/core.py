@@ -24,18 +24,18 @@ from emberline.balancer.endpoint import WorkerConnection
 from emberline.balancer.grants import SHARE, Grants
 from emberline.balancer.route_request import Route, RouteRequest
 from emberline.catalog.aliases import Aliases
+from emberline.cluster.cluster import Cluster, ClusterStatus
+from emberline.cluster.membership import Membership, WorkerChange
+from emberline.cluster.scaled_models import ScaledModels
 from emberline.protocol.errors import Unsupported
 from emberline.protocol.member import Challenge, Signed
-from emberline.service.cluster import Cluster, ClusterStatus
 from emberline.service.event_log import EventLogs, MemoryEventLogs
-from emberline.service.health import Connection, Health, check, disk_problem
-from emberline.service.history import History
-from emberline.service.membership import Membership, WorkerChange
-from emberline.service.metrics import Counts, Metrics
 from emberline.service.responses import DatabaseResponses, ResponseStore
-from emberline.service.scaled_models import ScaledModels
 from emberline.service.sessions import SessionOwner, Sessions
-from emberline.service.status import Status, StatusQuery, status
+from emberline.telemetry.health import Connection, Health, check, disk_problem
+from emberline.telemetry.history import History
+from emberline.telemetry.metrics import Counts, Metrics
+from emberline.telemetry.status import Status, StatusQuery, status
 from emberline.text.prompt import EncodedPrefix, KnownPrefix
 
 log = logging.getLogger("emberline.core")

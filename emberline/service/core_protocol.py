@@ -7,16 +7,16 @@ import msgspec
 from emberline.accounts.usage_row import UsageRow
 from emberline.balancer.route_request import Route, RouteRequest
 from emberline.catalog.aliases import AliasTable
-from emberline.protocol.answer import StoredResponse
+from emberline.cluster.cluster import ClusterStatus
+from emberline.cluster.membership import Members, WorkerChange
+from emberline.protocol.complete_response import StoredResponse
 from emberline.protocol.errors import ErrorInfo
 from emberline.protocol.frames import EngineLoad
 from emberline.protocol.member import Challenge, Signed
-from emberline.service.cluster import ClusterStatus
 from emberline.service.core import RequestEnd
 from emberline.service.event_log import LogPart, NewLog
-from emberline.service.health import Health
-from emberline.service.membership import Members, WorkerChange
-from emberline.service.status import Status, StatusQuery
+from emberline.telemetry.health import Health
+from emberline.telemetry.status import Status, StatusQuery
 from emberline.text.prompt import KnownPrefix
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from emberline.balancer.route_request import Route, RouteRequest
 from emberline.catalog.aliases import AliasTable
+from emberline.cluster.membership import Members
+from emberline.net.link import Link
 from emberline.protocol.errors import EmberlineError, Internal
 from emberline.protocol.frames import decode
-from emberline.service import tracing
-from emberline.service.connection import Link
 from emberline.service.core import LocalCore
 from emberline.service.core_protocol import (
     Admit,
@@ -41,7 +41,7 @@ from emberline.service.core_protocol import (
     WorkerLeft,
     to_core_decoder,
 )
-from emberline.service.membership import Members
+from emberline.telemetry import tracing
 
 log = logging.getLogger("emberline.core")
 

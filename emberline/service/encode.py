@@ -7,17 +7,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from emberline.balancer.route_request import RouteRequest
-from emberline.protocol.answer import Encoded
+from emberline.cluster.engine_client import EngineClient
+from emberline.cluster.served_models import Served
+from emberline.cluster.timings import DEFAULTS, Timings
+from emberline.protocol.complete_response import Encoded
 from emberline.protocol.encoding import EncodeParams
 from emberline.protocol.errors import BadInput, Internal, Unsupported
 from emberline.protocol.frames import EngineInfo
 from emberline.protocol.request import EncodeRequest, EngineRequest, Principal, SamplingParams
 from emberline.protocol.token_ids import count, pack
-from emberline.service.engine_call import EngineCall
-from emberline.service.engine_client import EngineClient
-from emberline.service.request_context import Clock, JobContext, in_flight_id
-from emberline.service.served_models import Served
-from emberline.service.timings import DEFAULTS, Timings
+from emberline.service.single_result_request import EngineCall
+from emberline.telemetry.request_log import Clock, JobContext, in_flight_id
 from emberline.text.text_encoder import EncodedTexts, TextEncoder
 
 MAX_TEXTS = 2048  # of one request, as OpenAI's

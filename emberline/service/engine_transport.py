@@ -9,18 +9,18 @@ from contextlib import suppress
 import msgspec
 
 from emberline.balancer.route_request import Fault, Route, RouteRequest, client_of
+from emberline.cluster.engine_client import EngineClient, EngineStream
+from emberline.cluster.prefill_handover import Prefill, hand_over, prefill_id
+from emberline.cluster.timings import DEFAULTS, Timings
 from emberline.protocol.errors import EmberlineError, ErrorInfo, Internal, Unavailable, from_info
 from emberline.protocol.events import DraftUsage, Started, TextEvent, TokenDelta, Usage
 from emberline.protocol.request import EngineRequest, Message
 from emberline.protocol.trace_context import Phase, TraceContext, TraceDetails
 from emberline.service.choice_decoder import ChoiceDecoder, ParsingChoiceDecoder
-from emberline.service.engine_client import EngineClient, EngineStream
-from emberline.service.metrics import Histogram
-from emberline.service.prefill_handover import Prefill, hand_over, prefill_id
 from emberline.service.prepare import Prepared
-from emberline.service.request_context import JobContext, in_flight_id
-from emberline.service.timings import DEFAULTS, Timings
-from emberline.service.tracing import PROVIDER
+from emberline.telemetry.metrics import Histogram
+from emberline.telemetry.request_log import JobContext, in_flight_id
+from emberline.telemetry.tracing import PROVIDER
 
 encode = msgspec.json.Encoder().encode
 

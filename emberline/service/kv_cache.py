@@ -11,10 +11,10 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+from emberline.cluster.engine_client import EngineClient
 from emberline.protocol.block_hash import session_digest
 from emberline.protocol.errors import BadInput, Conflict, EmberlineError, NotFound, Unavailable, Unsupported
 from emberline.protocol.frames import CacheCommand
-from emberline.service.engine_client import EngineClient
 
 FOLDER = "kv-exchange"  # in the data folder
 

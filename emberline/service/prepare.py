@@ -8,14 +8,14 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
+from emberline.cluster.served_models import Served
 from emberline.protocol import block_hash as blockhash
 from emberline.protocol.errors import BadInput, ContextExceeded, Unsupported
 from emberline.protocol.frames import EngineInfo
 from emberline.protocol.request import GenerateRequest, Message, Principal, SamplingParams, ThinkingLimit
 from emberline.service.core import Core, SessionEntry
-from emberline.service.request_context import Clock
-from emberline.service.served_models import Served
 from emberline.service.validation import validate, validate_prompt
+from emberline.telemetry.request_log import Clock
 from emberline.text.grammar.reply_grammar import GrammarSpec
 from emberline.text.prompt import (
     EncodedPrefix,
@@ -30,7 +30,7 @@ from emberline.text.prompt import (
     turn_entries,
 )
 from emberline.text.text_model import Rendered, TextModel
-from emberline.text.tokenizer import OFF_LOOP_BYTES
+from emberline.text.tokenizers.tokenizer import OFF_LOOP_BYTES
 
 T = TypeVar("T")
 

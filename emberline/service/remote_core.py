@@ -13,13 +13,15 @@ from emberline.accounts.usage_row import UsageRow
 from emberline.balancer.endpoint import Endpoint
 from emberline.balancer.route_request import Route, RouteRequest
 from emberline.catalog.aliases import Aliases, AliasTable
-from emberline.protocol.answer import StoredResponse
+from emberline.cluster.cluster import ClusterStatus
+from emberline.cluster.engine_client import EngineClient
+from emberline.cluster.membership import Members, WorkerChange
+from emberline.cluster.timings import DEFAULTS, Timings
+from emberline.net.link import Link, dial, retry_delays
+from emberline.protocol.complete_response import StoredResponse
 from emberline.protocol.errors import Unavailable, from_info
 from emberline.protocol.frames import decode
 from emberline.protocol.member import Challenge, Signed
-from emberline.service import tracing
-from emberline.service.cluster import ClusterStatus
-from emberline.service.connection import Link, dial, retry_delays
 from emberline.service.core import RequestEnd
 from emberline.service.core_protocol import (
     Admit,
@@ -51,12 +53,10 @@ from emberline.service.core_protocol import (
     WorkerLeft,
     from_core_decoder,
 )
-from emberline.service.engine_client import EngineClient
 from emberline.service.event_log import LogLimits, LogPart, NewLog
-from emberline.service.health import Health
-from emberline.service.membership import Members, WorkerChange
-from emberline.service.status import Status, StatusQuery
-from emberline.service.timings import DEFAULTS, Timings
+from emberline.telemetry import tracing
+from emberline.telemetry.health import Health
+from emberline.telemetry.status import Status, StatusQuery
 from emberline.text.prompt import KnownPrefix
 
 log = logging.getLogger("emberline.core")

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import msgspec
 
-from emberline.protocol.answer import MAX_HISTORY_BYTES, StoredResponse
+from emberline.protocol.complete_response import MAX_HISTORY_BYTES, StoredResponse
 from emberline.protocol.errors import EmberlineError, TooLarge
 from emberline.store import Database
 

@@ -20,9 +20,9 @@ from emberline.protocol.errors import DeadlineExceeded, EmberlineError, Internal
 from emberline.protocol.events import Completed, Usage
 from emberline.protocol.trace_context import TraceContext, TraceDetails
 from emberline.service.core import Core, RequestEnd, SessionEntry
-from emberline.service.metrics import Counts
-from emberline.service.request_context import ONLY_ATTEMPT, AttemptContext, Clock, JobContext, log_end
-from emberline.service.tracing import request_trace
+from emberline.telemetry.metrics import Counts
+from emberline.telemetry.request_log import ONLY_ATTEMPT, AttemptContext, Clock, JobContext, log_end
+from emberline.telemetry.tracing import request_trace
 
 MAX_FAILOVERS = 3  # in a row, no token in between: a request that loses more workers may be what kills them
 

@@ -12,7 +12,12 @@ import msgspec
 from emberline.balancer.route_request import RouteRequest
 from emberline.catalog.aliases import AliasTable
 from emberline.catalog.model_card import ModelCard, with_aliases
-from emberline.protocol.answer import Encoded
+from emberline.cluster.cluster import ClusterStatus
+from emberline.cluster.engine_client import EngineClient
+from emberline.cluster.membership import WorkerChange
+from emberline.cluster.served_models import Served, ServedModels
+from emberline.cluster.timings import DEFAULTS, Timings
+from emberline.protocol.complete_response import Encoded
 from emberline.protocol.errors import Conflict, EmberlineError, Unavailable, Unsupported
 from emberline.protocol.events import Completed, TextEvent
 from emberline.protocol.frames import EngineInfo
@@ -22,32 +27,27 @@ from emberline.protocol.rate_limits import RateLimits
 from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal, SpeechRequest, alias_caller
 from emberline.protocol.speech import Transcript
 from emberline.service import kv_cache
-from emberline.service.cluster import ClusterStatus
 from emberline.service.core import Core, SessionEntry
 from emberline.service.encode import EncodeCall, prepare_encoding, text_bytes
-from emberline.service.engine_client import EngineClient
 from emberline.service.engine_transport import EngineTransport, route_request
 from emberline.service.event_log import EventLogs
-from emberline.service.health import Health
-from emberline.service.membership import WorkerChange
-from emberline.service.metrics import INTER_TOKEN_BOUNDS_S, Counts, Histogram
 from emberline.service.prepare import Prepared, Preparer
-from emberline.service.request_context import ONLY_ATTEMPT, AttemptContext, Clock, JobContext, in_flight_id
 from emberline.service.responses import ResponseStore
 from emberline.service.run import Run, Transport
-from emberline.service.served_models import Served, ServedModels
-from emberline.service.status import Status, StatusQuery
-from emberline.service.timings import DEFAULTS, Timings
 from emberline.service.transcribe import SpeechCall, speech_route
 from emberline.service.validation import validate
+from emberline.telemetry.health import Health
+from emberline.telemetry.metrics import INTER_TOKEN_BOUNDS_S, Counts, Histogram
+from emberline.telemetry.request_log import ONLY_ATTEMPT, AttemptContext, Clock, JobContext, in_flight_id
+from emberline.telemetry.status import Status, StatusQuery
 from emberline.text.grammar.compiler_pool import GrammarCompiler
 from emberline.text.text_model import TextModel
-from emberline.upstream.chunks import BodyAssembler, ChunkReader
+from emberline.upstream.dialects.anthropic_relay import MessageAssembler
+from emberline.upstream.dialects.chunks import BodyAssembler, ChunkReader
 from emberline.upstream.models import UpstreamModels
-from emberline.upstream.providers.anthropic_relay import MessageAssembler
 from emberline.upstream.providers.whole_call import WholeCall
-from emberline.upstream.request import MESSAGES, UpstreamRequest
 from emberline.upstream.transport import UpstreamTransport, passthrough
+from emberline.upstream.upstream_request import MESSAGES, UpstreamRequest
 
 _ANY_VOCABULARY = 1 << 31  # upstream servers check token ids themselves
 

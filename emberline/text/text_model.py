@@ -10,13 +10,13 @@ from emberline.protocol.frames import Vocabulary
 from emberline.protocol.request import Message, Tool
 from emberline.protocol.token_ids import unpack
 from emberline.text.chat_template import ChatTemplate, Turn, with_family_ids, with_system_text
-from emberline.text.detokenizer import Detokenizer
-from emberline.text.gguf_tokenizer import gguf_parts
-from emberline.text.hf_tokenizer import Json, hf_parts, read_json, token_text
-from emberline.text.special_tokens import Guard
-from emberline.text.tiktoken_tokenizer import FILE as RANKS_FILE
-from emberline.text.tiktoken_tokenizer import tiktoken_parts
-from emberline.text.tokenizer import Tokenizer
+from emberline.text.tokenizers.detokenizer import Detokenizer
+from emberline.text.tokenizers.gguf_tokenizer import gguf_parts
+from emberline.text.tokenizers.hf_tokenizer import Json, hf_parts, read_json, token_text
+from emberline.text.tokenizers.special_tokens import Guard
+from emberline.text.tokenizers.tiktoken_tokenizer import FILE as RANKS_FILE
+from emberline.text.tokenizers.tiktoken_tokenizer import tiktoken_parts
+from emberline.text.tokenizers.tokenizer import Tokenizer
 from emberline.text.tool_calls import formats, reasoning
 from emberline.text.tool_calls.harmony import HarmonyFormat, HarmonyParser
 from emberline.text.tool_calls.parser import ReplyFormat, ReplyParser

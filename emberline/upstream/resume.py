@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from emberline.upstream.request import CHAT, COMPLETIONS, UpstreamRequest, continuation_fields
-from emberline.upstream.sse import data_of, encode
+from emberline.upstream.dialects.sse import data_of, encode
+from emberline.upstream.upstream_request import CHAT, COMPLETIONS, UpstreamRequest, continuation_fields
 
 MAX_TRANSCRIPT_BYTES = 4 << 20
 _NOT_WITH = (

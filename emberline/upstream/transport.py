@@ -12,14 +12,12 @@ from emberline.protocol.errors import BadInput, EmberlineError, EngineLost, Unav
 from emberline.protocol.events import Usage
 from emberline.protocol.price import Price, format_amount
 from emberline.protocol.trace_context import TraceContext, TraceDetails, current
-from emberline.upstream.attempt import Attempt, UpstreamBusy
-from emberline.upstream.chunks import UnreadableChunk
-from emberline.upstream.client import UpstreamClient
-from emberline.upstream.providers.anthropic_relay import MessagesEditor
+from emberline.upstream.dialects.anthropic_relay import MessagesEditor
+from emberline.upstream.dialects.chunks import UnreadableChunk
+from emberline.upstream.dialects.sse import MalformedLine, StreamEditor, StreamError, read_usage
 from emberline.upstream.providers.attempt import ProviderAttempt
 from emberline.upstream.providers.client import ProviderClient
 from emberline.upstream.providers.errors import hide_key
-from emberline.upstream.request import COMPLETIONS, MESSAGES, UpstreamRequest
 from emberline.upstream.resume import (
     Continuation,
     Transcript,
@@ -28,7 +26,9 @@ from emberline.upstream.resume import (
     gives_token_ids,
     without_token_ids,
 )
-from emberline.upstream.sse import MalformedLine, StreamEditor, StreamError, read_usage
+from emberline.upstream.servers.attempt import Attempt, UpstreamBusy
+from emberline.upstream.servers.client import UpstreamClient
+from emberline.upstream.upstream_request import COMPLETIONS, MESSAGES, UpstreamRequest
 
 RESTART_WAIT_S = 15.0  # for a server to come back after a failover
 

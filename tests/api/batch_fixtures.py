@@ -21,7 +21,7 @@ from emberline.jobs.queue.job import Lease
 from emberline.jobs.queue.queue import BLOBS, Queue, open_queue
 from emberline.protocol.errors import EmberlineError
 from emberline.protocol.request import Principal
-from emberline.service.answer import collect_answer
+from emberline.service.event_collector import collect_answer
 from emberline.store import Database, open_store
 from tests.api.fake_service import CARDS, FakeService
 from tests.faulty_queue import FaultyQueue

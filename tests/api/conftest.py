@@ -6,8 +6,8 @@ import pytest
 
 from emberline.accounts.account_service import AccountService
 from emberline.api.batch_loader import BatchService
+from emberline.gateway.service import GatewayService
 from emberline.jobs.webhooks.service import WebhookService
-from emberline.service.gateway.service import GatewayService
 from emberline.store import open_store
 from tests.api.batch_fixtures import open_batch_service
 from tests.api.fake_service import SECRET, FakeService, client_of

@@ -15,8 +15,11 @@ from emberline.api.http.call import ASGIApp, Events, OnAdmit, OnComplete
 from emberline.api.http.large_requests import LargeRequestRelay
 from emberline.catalog.aliases import AliasTable
 from emberline.catalog.model_card import SPEECH_RECOGNITION, Capabilities, ModelCard, PathSource
+from emberline.cluster.cluster import ClusterStatus
+from emberline.cluster.membership import WorkerChange
+from emberline.gateway.service import GatewayService
 from emberline.jobs.webhooks.service import WebhookService
-from emberline.protocol.answer import Encoded, StoredResponse
+from emberline.protocol.complete_response import Encoded, StoredResponse
 from emberline.protocol.errors import BadInput, MalformedModelId, ModelNotFound
 from emberline.protocol.events import (
     ChoiceDone,
@@ -34,16 +37,13 @@ from emberline.protocol.price import Price
 from emberline.protocol.rate_limits import RateLimits
 from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal, SamplingDefaults, SpeechRequest
 from emberline.protocol.speech import TimedWord, Transcript, TranscriptSegment
-from emberline.service.cluster import ClusterStatus
 from emberline.service.event_log import MemoryEventLogs
-from emberline.service.gateway.service import GatewayService
-from emberline.service.health import Health
-from emberline.service.membership import WorkerChange
-from emberline.service.request_context import AttemptContext
 from emberline.service.responses import ResponseStore
-from emberline.service.status import Status, StatusQuery
+from emberline.telemetry.health import Health
+from emberline.telemetry.request_log import AttemptContext
+from emberline.telemetry.status import Status, StatusQuery
 from emberline.upstream.models import UpstreamModels
-from emberline.upstream.request import UpstreamRequest
+from emberline.upstream.upstream_request import UpstreamRequest
 
 MODEL = "@cf/huggingfacetb/smollm2-135m-instruct"
 SECRET = Secret("0" * 64)

@@ -10,7 +10,7 @@ from pathlib import Path
 import uvloop
 
 from emberline.api.http.call import ASGIApp
-from emberline.api.http.server import ServerLimits, serve
+from emberline.net.http_server import ServerLimits, serve
 
 
 class Loopback:

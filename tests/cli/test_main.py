@@ -13,10 +13,10 @@ from emberline import __version__
 from emberline.catalog.model_card import describe_path
 from emberline.catalog.model_store import ModelEntry
 from emberline.cli import common, doctor, serve
-from emberline.cli.http_worker import load_models
 from emberline.cli.main import COMMANDS
 from emberline.config import resolve
 from emberline.protocol.errors import BadInput
+from emberline.server.http_worker import load_models
 from tests.catalog.tiny_models import gguf_bytes
 from tests.cli.console import emberline, emberline_process
 from tests.soak.server_process import free_port

@@ -17,12 +17,12 @@ from emberline.catalog.model_files import ModelFiles
 from emberline.catalog.model_store import ModelEntry, ModelStore
 from emberline.catalog.pull import pull
 from emberline.cli import http_client as client
-from emberline.cli import on_demand
 from emberline.cli.http_client import ChatTiming, ServerAddress
-from emberline.cli.on_demand import OnDemandModels
 from emberline.cli.serve import bind, serve
+from emberline.cluster.timings import Timings
 from emberline.config import Config, resolve
-from emberline.service.timings import Timings
+from emberline.server import on_demand_models as on_demand
+from emberline.server.on_demand_models import OnDemandModels
 from tests.standin import standin_worker
 
 NAMED, OTHER = "@local/models/smollm2", "@local/models/other"

@@ -15,8 +15,8 @@ from emberline.cli import http_client as client
 from emberline.cli.http_client import ChatTiming, ServerAddress
 from emberline.cli.main import main
 from emberline.cli.serve import bind, serve
+from emberline.cluster.timings import Timings
 from emberline.config import resolve
-from emberline.service.timings import Timings
 from tests.standin import standin_worker
 
 PATIENCE_S = 90.0

@@ -157,7 +157,7 @@ def test_a_signal_as_soon_as_it_answers_drains(tiny_model: Path, tmp_path: Path,
     def signal_when_it_answers(url: str) -> None:
         started: list[int] = []
         while http_workers > 1 and len(started) < http_workers and not ended.wait(0.005):
-            started = children(os.getpid(), ("emberline.cli.http_worker",))
+            started = children(os.getpid(), ("emberline.server.http_worker",))
         for pid in started[1:]:
             os.kill(pid, signal.SIGSTOP)
         while not ended.wait(0.005):

@@ -15,7 +15,7 @@ from emberline.catalog.model_store import ModelEntry, ModelStore
 from emberline.cli.http_client import ServerAddress
 from emberline.cli.serve import bind, serve
 from emberline.config import resolve
-from emberline.service.open import DATABASE
+from emberline.service.service_factory import DATABASE
 from emberline.store import open_store
 from tests.jobs.webhooks.helpers import emit_event
 from tests.jobs.webhooks.receiver import receiving

@@ -12,8 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from emberline.testing.openai_script import ServerScript
-from emberline.testing.standin_openai import StandinServer
+from standins.openai_script import ServerScript
+from standins.standin_openai import StandinServer
 
 PATIENCE_S = 120.0
 N_STREAMS = 8
@@ -48,7 +48,9 @@ class Stream:
 def http_workers(core_pid: int) -> dict[int, int]:
     """Process ids of the core's HTTP workers, with their numbers of open files."""
     children = Path(f"/proc/{core_pid}/task/{core_pid}/children").read_text().split()
-    found = [int(pid) for pid in children if b"emberline.cli.http_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    found = [
+        int(pid) for pid in children if b"emberline.server.http_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
     return {pid: len(os.listdir(f"/proc/{pid}/fd")) for pid in found}
 
 

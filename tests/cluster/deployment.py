@@ -12,7 +12,7 @@ from tests.cluster_processes import ADMIN, PATIENCE_S, CoreProcess, wait_until
 
 PORT = 8686
 CLI = (sys.executable, "-m", "emberline.cli.main")
-STANDIN = (sys.executable, "-m", "emberline.testing.standin_engine")
+STANDIN = (sys.executable, "-m", "standins.standin_engine")
 
 
 class MachineCore(CoreProcess):

@@ -16,7 +16,7 @@ ARGUMENTS = "EMBERLINE_TEST_ENGINE_ARGUMENTS"  # of each engine
 class StandinLauncher(ray_launcher.RayLauncher):
     def __init__(self, *args: Any, **more: Any) -> None:
         arguments = tuple(os.environ[ARGUMENTS].split())
-        super().__init__(*args, **{**more, "module": "emberline.testing.standin_engine", "arguments": arguments})
+        super().__init__(*args, **{**more, "module": "standins.standin_engine", "arguments": arguments})
 
 
 if __name__ == "__main__":

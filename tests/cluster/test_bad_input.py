@@ -18,7 +18,7 @@ from tests.cluster_processes import ApiError, CoreProcess, wait_until
 
 OTHER_VERSION = """
 from emberline.engine.worker import announcer
-from emberline.testing import standin_engine
+from standins import standin_engine
 announcer.VERSION = 99
 raise SystemExit(standin_engine.main())
 """

@@ -30,7 +30,7 @@ from emberline.cli.main import _MODULES
 from emberline.config import Config, resolve
 from emberline.engine.worker import main as worker
 from emberline.engine.worker.process import DRAIN_S
-from emberline.service.metrics import Metrics
+from emberline.telemetry.metrics import Metrics
 from tests.deploy.kustomize import Manifest, identity, read, render
 from tests.test_docs import config_keys
 

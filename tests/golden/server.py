@@ -2,7 +2,7 @@
 
 This module is the only one here that knows how Emberline is started. The server is the real command in a process of
 its own; its engine is the stand-in engine, whose tokens are scripted; its upstream servers and providers are the
-stand-ins of `emberline.testing`, which live in a thread of the test process and record what they receive.
+stand-ins of `standins`, which live in a thread of the test process and record what they receive.
 """
 
 import asyncio
@@ -24,10 +24,10 @@ import uvloop
 
 from emberline.catalog.model_store import ModelStore
 from emberline.cli.models import load_text
-from emberline.testing.openai_script import ServerScript, StandinPrefixCache
-from emberline.testing.standin_openai import HttpConnection, HttpRequest, StandinServer
-from emberline.testing.standin_providers import ProviderScript, StandinAnthropic, StandinGemini, StandinOpenAI
 from emberline.text.text_model import TextModel
+from standins.openai_script import ServerScript, StandinPrefixCache
+from standins.standin_openai import HttpConnection, HttpRequest, StandinServer
+from standins.standin_providers import ProviderScript, StandinAnthropic, StandinGemini, StandinOpenAI
 
 T = TypeVar("T")
 Standin = StandinServer | StandinAnthropic | StandinGemini | StandinOpenAI
@@ -267,7 +267,7 @@ def running_stage(smollm2: Path, folder: Path) -> Iterator[Stage]:
             stack.callback(background.run, standin.close())
         engine = f"unix:{folder}/engine.sock"
         started = ["--socket", engine, "--name", "smollm2", "--context-len", "1024", "--script", "say=echo"]
-        stack.enter_context(_process("emberline.testing.standin_engine", *started, log=folder / "engine.log"))
+        stack.enter_context(_process("standins.standin_engine", *started, log=folder / "engine.log"))
         home = folder / "home"
         (home / "models").mkdir(parents=True)
         (home / "models" / smollm2.parent.name).symlink_to(smollm2.parent)

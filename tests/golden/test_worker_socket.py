@@ -137,7 +137,7 @@ def worker(tmp_path: Path) -> Iterator[Path]:
     flags = ["--socket", str(path), "--name", "tiny", "--context-len", "256", "--vocab-size", "100"]
     flags += ["--kv-tokens", "1024", "--check-kv"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "emberline.testing.standin_engine", *flags],
+        [sys.executable, "-m", "standins.standin_engine", *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         env={**os.environ, "EMBERLINE_WORKER_TOKEN": TOKEN},

@@ -10,8 +10,8 @@ from emberline.jobs.webhooks.deliveries import DeliveryRecord
 from emberline.protocol.events import TextEvent
 from emberline.protocol.request import GenerateRequest, Principal
 from emberline.protocol.trace_context import TraceContext, current
-from emberline.service.request_context import JobContext
 from emberline.store import Database
+from emberline.telemetry.request_log import JobContext
 from tests.collector import Collector, Start, collector, traced
 from tests.databases import mostly_sqlite, on_both_databases
 from tests.jobs.queue.fakes import FakeService

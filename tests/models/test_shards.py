@@ -17,10 +17,10 @@ from emberline.models.registry import ARCHITECTURES, load_model
 from emberline.models.shard import Shard, check_layout, loopback_groups
 from emberline.protocol.errors import BadInput
 from emberline.protocol.parallel_layout import Layout, Position, StageSplit
-from emberline.testing.thread_collectives import run_ranks, thread_groups
 from emberline.weights.checkpoint import Checkpoint
 from emberline.weights.generated import generate_checkpoint
 from emberline.weights.model_config import LatentConfig, ModelConfig, MoEConfig, QueryTemperature
+from standins.thread_collectives import run_ranks, thread_groups
 from tests.models.step_inputs import pools, step
 from tests.weights.test_rank_checkpoint import checkpoint
 

@@ -12,19 +12,19 @@ from emberline.balancer.admission_controller import AdmissionController
 from emberline.balancer.balancer import Balancer
 from emberline.balancer.endpoint import Endpoint
 from emberline.balancer.route_request import Route, RouteRequest
-from emberline.protocol.answer import Answer
+from emberline.cluster.served_models import ServedModels
+from emberline.protocol.complete_response import Answer
 from emberline.protocol.events import TextDelta
 from emberline.protocol.request import GenerateRequest, Message, Principal, SamplingParams
-from emberline.service.answer import collect_answer
 from emberline.service.core import LocalCore
+from emberline.service.event_collector import collect_answer
 from emberline.service.responses import DatabaseResponses
-from emberline.service.served_models import ServedModels
 from emberline.service.service import Service
 from emberline.service.sessions import Sessions
 from emberline.store import open_store
 from emberline.text.grammar.compiler_pool import GrammarCompiler
-from emberline.upstream.client import UpstreamClient, UpstreamConfig
 from emberline.upstream.models import UpstreamModels
+from emberline.upstream.servers.client import UpstreamClient, UpstreamConfig
 from tests.peers.vllm import MODEL, VllmServer
 
 pytestmark = pytest.mark.timeout(1200)

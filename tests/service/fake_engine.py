@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from emberline.balancer.endpoint import Endpoint
+from emberline.net.link import Link
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.errors import BadInput, ErrorInfo, Unauthorized
 from emberline.protocol.events import FinishReason, TokenDelta, TokenLogprobs, Usage
@@ -30,7 +31,6 @@ from emberline.protocol.frames import (
     to_engine_decoder,
 )
 from emberline.protocol.request import EngineRequest
-from emberline.service.connection import Link
 
 EOS = 2
 Script = Callable[[EngineRequest], Sequence[int]]

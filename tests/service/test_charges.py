@@ -11,6 +11,9 @@ from hypothesis import strategies as st
 
 from emberline.accounts.usage_row import UsageRow
 from emberline.balancer.route_request import Route, RouteRequest
+from emberline.gateway.call import open_call
+from emberline.gateway.gateway_errors import FirstByteTimeout
+from emberline.gateway.service import GatewayService
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.errors import (
     BadInput,
@@ -28,11 +31,8 @@ from emberline.protocol.gateway import GatewayOptions, GatewaySettings
 from emberline.protocol.price import Price
 from emberline.protocol.request import EngineRequest
 from emberline.service import Service
-from emberline.service.gateway.call import open_call
-from emberline.service.gateway.service import GatewayService
-from emberline.service.request_context import JobContext
 from emberline.service.run import Run
-from emberline.upstream.gateway.errors import FirstByteTimeout
+from emberline.telemetry.request_log import JobContext
 from tests.service.fake_engine import FakeEngine
 
 from .conftest import ALICE

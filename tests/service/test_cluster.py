@@ -11,6 +11,11 @@ import pytest
 
 from emberline.accounts.secret import Secret
 from emberline.balancer.endpoint import Endpoint
+from emberline.cluster.cluster import Cluster, join_key
+from emberline.cluster.engine_client import EngineClient
+from emberline.cluster.member_table import MemberLimits, MemberTable
+from emberline.cluster.membership import WorkerChange, WorkerConnections
+from emberline.cluster.timings import Timings
 from emberline.protocol import member as members
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.errors import BadInput, Conflict, NotFound, Unauthorized, Unavailable
@@ -18,13 +23,8 @@ from emberline.protocol.events import TextEvent, TokenDelta
 from emberline.protocol.frames import VERSION
 from emberline.protocol.member import Announcement, Standing
 from emberline.service import Service, open_service
-from emberline.service.cluster import Cluster, join_key
 from emberline.service.core import LocalCore
-from emberline.service.engine_client import EngineClient
-from emberline.service.member_table import MemberLimits, MemberTable
-from emberline.service.membership import WorkerChange, WorkerConnections
-from emberline.service.open import ClusterSettings
-from emberline.service.timings import Timings
+from emberline.service.service_factory import ClusterSettings
 from emberline.text.text_model import TextModel
 from tests.databases import DatabaseLocation, mostly_sqlite, on_both_databases
 from tests.faulty_store import FaultyStore
@@ -305,7 +305,7 @@ async def test_who_may_not_join(
         with pytest.raises(error, match=match):
             await worker.announce(core, **wrong)
     with monkeypatch.context() as patch:
-        patch.setattr("emberline.service.membership.JOIN_TIMEOUT_S", 0.2)
+        patch.setattr("emberline.cluster.membership.JOIN_TIMEOUT_S", 0.2)
         with pytest.raises(Unavailable, match=r"cannot be reached at tcp:127\.0\.0\.1:1"):
             await worker.announce(core, address="tcp:127.0.0.1:1")
     assert (await core.cluster_status()).members == []

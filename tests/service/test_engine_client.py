@@ -9,13 +9,13 @@ import pytest
 
 from emberline.balancer.endpoint import Capacity, Endpoint
 from emberline.balancer.stall_detector import StallLimits
+from emberline.cluster.engine_client import EngineClient
+from emberline.cluster.timings import Timings
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.errors import Conflict, ErrorInfo, Unavailable
 from emberline.protocol.events import TokenDelta
 from emberline.protocol.frames import OLDEST_VERSION, VERSION, EngineLoad, Heartbeat, KVEvents, Step, Vocabulary, encode
 from emberline.protocol.request import EngineRequest, SamplingParams
-from emberline.service.engine_client import EngineClient
-from emberline.service.timings import Timings
 from tests.service.fake_engine import FakeEngine
 
 PATIENCE_S = 60.0

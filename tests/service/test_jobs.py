@@ -13,9 +13,9 @@ from emberline.protocol.errors import EngineLost, Unavailable
 from emberline.protocol.events import Completed, TextDelta, TokenDelta
 from emberline.protocol.request import GenerateRequest, Message, Priority
 from emberline.service import Service
-from emberline.service.answer import collect_answer
 from emberline.service.core import LocalCore
-from emberline.service.request_context import JobContext
+from emberline.service.event_collector import collect_answer
+from emberline.telemetry.request_log import JobContext
 from emberline.text.text_model import TextModel
 from tests.service.fake_engine import EOS, FakeEngine, Script
 

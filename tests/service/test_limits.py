@@ -23,8 +23,8 @@ from emberline.protocol.rate_limits import RateLimits
 from emberline.protocol.request import Principal, Priority
 from emberline.service import Service
 from emberline.service.core import LocalCore
-from emberline.service.request_context import JobContext
 from emberline.store import Database, open_store
+from emberline.telemetry.request_log import JobContext
 from tests.service.conftest import Opener
 from tests.service.fake_engine import FakeEngine, Script
 from tests.service.test_pricing import set_price

@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from emberline.cluster.member_table import MemberLimits, MemberTable
 from emberline.protocol.errors import Conflict, NotFound, Unauthorized, Unavailable
 from emberline.protocol.member import Announcement, Member
-from emberline.service.member_table import MemberLimits, MemberTable
 from emberline.store import Database
 from tests.databases import DatabaseLocation
 from tests.protocol.test_member import announcement

@@ -9,6 +9,9 @@ import pytest
 
 from emberline.balancer.endpoint import Endpoint
 from emberline.balancer.route_request import Route, RouteRequest
+from emberline.cluster.engine_client import EngineClient
+from emberline.cluster.membership import Members, WorkerChange, WorkerConnections
+from emberline.cluster.served_models import ServedModels
 from emberline.config import EndpointConfig
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.errors import BadInput, Conflict, NotFound, Unavailable
@@ -16,14 +19,11 @@ from emberline.protocol.events import TokenDelta
 from emberline.protocol.frames import Welcome
 from emberline.service import Service, open_core_server, open_http_worker
 from emberline.service.core import LocalCore
-from emberline.service.engine_client import EngineClient
-from emberline.service.membership import Members, WorkerChange, WorkerConnections
 from emberline.service.remote_core import RemoteCore
-from emberline.service.served_models import ServedModels
-from emberline.testing.standin_openai import StandinServer
 from emberline.text.text_model import TextModel
-from emberline.upstream.client import UpstreamConfig
 from emberline.upstream.models import UpstreamModels
+from emberline.upstream.servers.client import UpstreamConfig
+from standins.standin_openai import StandinServer
 from tests.service.conftest import MODEL, PATIENCE_S, Opener, offer
 from tests.service.fake_engine import EOS, FakeEngine, Script
 from tests.service.test_service import ask, events_of, row_of, text_of

@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from emberline.cluster.planner_table import PlannerTable
 from emberline.config import ScalingConfig
 from emberline.protocol.errors import NotFound
 from emberline.protocol.scaling import ArrivalPoint, DecisionRow, ModelLoad, PlanRow, ReplicaRow, WorkerView
-from emberline.service.planner_table import PlannerTable
 from emberline.store import Database, ProcessLock
 from emberline.store.advisory_lock import AdvisoryLock
 from tests.databases import DatabaseLocation

@@ -8,13 +8,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from emberline.cluster.engine_client import EngineClient, EngineStream
+from emberline.cluster.prefill_handover import Prefill, hand_over
+from emberline.cluster.timings import Timings
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.errors import EngineLost, ErrorInfo, Unavailable
 from emberline.protocol.events import TokenDelta, Usage
 from emberline.protocol.frames import transfer_ticket
-from emberline.service.engine_client import EngineClient, EngineStream
-from emberline.service.prefill_handover import Prefill, hand_over
-from emberline.service.timings import Timings
 from tests.service.fake_engine import FakeEngine
 from tests.service.test_engine_client import PATIENCE_S, request
 

@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 
+from emberline.cluster import prefix_push
+from emberline.cluster.membership import Membership, WorkerChange
+from emberline.cluster.timings import Timings
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.block_hash import BLOCK_TOKENS, KVGroup
 from emberline.protocol.events import Completed, Usage
 from emberline.protocol.frames import EngineInfo
 from emberline.protocol.request import GenerateRequest, Message, Principal, RankEndpoint
-from emberline.service import Served, Service, open_service, prefix_push
+from emberline.service import Served, Service, open_service
 from emberline.service.core import LocalCore
-from emberline.service.membership import Membership, WorkerChange
-from emberline.service.timings import Timings
 from emberline.text.text_model import TextModel
 from tests.service.conftest import ALICE, PATIENCE_S, offer
 from tests.service.test_service import ask, events_of, in_flight, text_of

@@ -13,7 +13,7 @@ from emberline.protocol.price import Price
 from emberline.protocol.request import Priority
 from emberline.service import Service
 from emberline.service.core import LocalCore
-from emberline.service.request_context import JobContext
+from emberline.telemetry.request_log import JobContext
 from tests.service.fake_engine import FakeEngine
 
 from .conftest import ALICE, MODEL

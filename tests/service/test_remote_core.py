@@ -14,6 +14,7 @@ import pytest
 from emberline.accounts.usage_ledger import UsageTimings
 from emberline.balancer.ledger import ORPHAN_RUNNING_S
 from emberline.balancer.route_request import Route
+from emberline.cluster.timings import Timings
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.errors import BadInput, Conflict, ModelNotFound, NotFound, Overloaded, Unavailable
 from emberline.protocol.events import TokenDelta
@@ -23,7 +24,6 @@ from emberline.service.core import LocalCore
 from emberline.service.core_server import CoreServer
 from emberline.service.event_log import NewLog
 from emberline.service.remote_core import RemoteCore
-from emberline.service.timings import Timings
 from emberline.store import open_store
 from emberline.text.text_model import TextModel
 from tests.faulty_store import FaultyStore

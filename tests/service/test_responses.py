@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from emberline.protocol.answer import StoredResponse
+from emberline.protocol.complete_response import StoredResponse
 from emberline.protocol.errors import TooLarge, Unavailable
 from emberline.service import Service, open_core_server, open_http_worker
 from emberline.service.core import LocalCore

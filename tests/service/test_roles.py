@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from emberline.cluster.membership import WorkerChange
+from emberline.cluster.timings import Timings
 from emberline.protocol.errors import Conflict, NotFound, Unavailable
 from emberline.protocol.events import Completed
 from emberline.service import Served, Service, open_service
-from emberline.service.membership import WorkerChange
-from emberline.service.timings import Timings
 from emberline.text.text_model import TextModel
 from tests.service.conftest import PATIENCE_S, Opener, offer
 from tests.service.fake_engine import FakeEngine

@@ -20,8 +20,8 @@ from emberline.protocol.errors import (
 from emberline.protocol.events import Usage
 from emberline.protocol.trace_context import TraceContext, TraceDetails, current
 from emberline.service.core import RequestEnd
-from emberline.service.request_context import ONLY_ATTEMPT, AttemptContext, Clock, JobContext
 from emberline.service.run import MAX_FAILOVERS, Run
+from emberline.telemetry.request_log import ONLY_ATTEMPT, AttemptContext, Clock, JobContext
 from tests.collector import Start, collector, traced
 
 __all__ = ["collector", "traced"]

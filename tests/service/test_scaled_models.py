@@ -11,15 +11,15 @@ from emberline.accounts.usage_ledger import UsageLedger
 from emberline.balancer.admission_controller import AdmissionController
 from emberline.balancer.endpoint import Capacity
 from emberline.balancer.grants import Grants
+from emberline.cluster.planner_table import PlannerTable
+from emberline.cluster.scaled_models import ScaledModels
+from emberline.cluster.timings import Timings
 from emberline.config import ScalingConfig
 from emberline.protocol.errors import BadInput, NotFound, Unavailable
 from emberline.protocol.scaling import DecisionRow, PlanRow
 from emberline.service.core import LocalCore
-from emberline.service.planner_table import PlannerTable
 from emberline.service.responses import DatabaseResponses
-from emberline.service.scaled_models import ScaledModels
 from emberline.service.sessions import Sessions
-from emberline.service.timings import Timings
 from emberline.store import Database, open_store
 from tests.balancer.balancing import MODEL, endpoint, request
 

@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from emberline.catalog.model_files import ModelFiles
+from emberline.cluster.served_models import Served, ServedModels
 from emberline.protocol.errors import BadInput, MalformedModelId, ModelNotFound
-from emberline.service.served_models import Served, ServedModels
 from emberline.text.text_model import TextModel
 from tests.service.conftest import MODEL, offer
 

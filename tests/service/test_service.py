@@ -15,6 +15,7 @@ from emberline.accounts.usage_ledger import UsageLedger, UsageTimings
 from emberline.accounts.usage_row import UsageRow
 from emberline.balancer.circuit_breaker import FAILURES
 from emberline.catalog.model_card import ModelCard
+from emberline.cluster.timings import Timings
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.errors import (
     BadInput,
@@ -55,7 +56,6 @@ from emberline.protocol.request import (
 from emberline.service import Service
 from emberline.service.core import LocalCore
 from emberline.service.run import MAX_FAILOVERS
-from emberline.service.timings import Timings
 from emberline.store import open_store
 from emberline.text.text_model import TextModel
 from tests.faulty_store import FaultyStore

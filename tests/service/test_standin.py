@@ -13,13 +13,13 @@ import pytest
 
 from emberline.balancer.endpoint import Endpoint
 from emberline.balancer.stall_detector import StallLimits
+from emberline.cluster.timings import Timings
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.errors import Internal, Overloaded, Unavailable
 from emberline.protocol.events import Completed, TextDelta
 from emberline.protocol.request import Message, Principal
 from emberline.service import Served, Service, open_service
-from emberline.service.status import StatusQuery
-from emberline.service.timings import Timings
+from emberline.telemetry.status import StatusQuery
 from emberline.text.text_model import TextModel
 from tests.service.conftest import ALICE, PATIENCE_S, offer
 from tests.service.test_pricing import PRICE, set_price
@@ -37,7 +37,7 @@ class Standin:
     def start(self) -> None:
         self._process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "emberline.testing.standin_engine", "--socket", self.endpoint.address),
+                *(sys.executable, "-m", "standins.standin_engine", "--socket", self.endpoint.address),
                 *("--vocab-size", "259", "--eos-ids", "2", "--context-len", "4096"),
                 *self._flags,
             ],

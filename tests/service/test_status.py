@@ -12,7 +12,7 @@ from emberline.protocol.events import TokenDelta, Usage
 from emberline.service import Service
 from emberline.service.core import LocalCore
 from emberline.service.core_server import CoreServer
-from emberline.service.status import StatusQuery
+from emberline.telemetry.status import StatusQuery
 from tests.service.conftest import ALICE, MODEL
 from tests.service.fake_engine import FakeEngine
 from tests.service.test_remote_core import http_worker, server

@@ -16,7 +16,8 @@ from emberline.api.app import ApiSettings, App
 from emberline.config import ConfigError, TracingConfig
 from emberline.log import ContextFilter, JsonFormatter
 from emberline.protocol.trace_context import TraceContext, current, new_span_id, new_trace_id
-from emberline.service import Service, tracing
+from emberline.service import Service
+from emberline.telemetry import tracing
 from tests.collector import Collector, SpanRecord, Start, collector, traced
 from tests.service.conftest import MODEL, PATIENCE_S, Opener
 from tests.service.fake_engine import FakeEngine, Script

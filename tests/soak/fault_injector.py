@@ -39,7 +39,7 @@ class Upstream:
 
     def start(self) -> None:
         words = ["--port", str(self.port), "--kind", "vllm", "--model", "standin", "--script", SCRIPT]
-        command = [sys.executable, "-m", "emberline.testing.standin_openai", *words]
+        command = [sys.executable, "-m", "standins.standin_openai", *words]
         self._process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
         assert self._process.stdout is not None
         self._process.stdout.readline()  # it listens

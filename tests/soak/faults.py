@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from emberline.store import open_store
-from emberline.testing.openai_script import StandinPrompt
+from standins.openai_script import StandinPrompt
 from tests.databases import StoppablePostgres
 from tests.soak.audit import check_results
 from tests.soak.client import Client

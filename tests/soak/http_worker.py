@@ -2,7 +2,7 @@
 
 import sys
 
-from emberline.cli.http_worker import main
+from emberline.server.http_worker import main
 from emberline.service.service import Service
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 START_S = 300.0  # on a machine that has other things to do
-ENGINES = ("emberline.testing.standin_engine", "emberline.engine.worker")
+ENGINES = ("standins.standin_engine", "emberline.engine.worker")
 HTTP_WORKERS = ("tests.soak.http_worker",)
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from emberline.cluster.engine_client import EngineClient
 from emberline.config import EngineConfig
 from emberline.protocol.errors import BadInput
-from emberline.service.engine_client import EngineClient
 from emberline.supervisor.engine_workers import EngineWorkers, WorkerPlan, plan_workers, runtime_folder, worker_spec
 from emberline.supervisor.machine import Hardware
 from emberline.supervisor.process import ProcessFailed

@@ -5,9 +5,9 @@ from functools import cache
 from typing import Any
 
 from emberline.text.chat_template import ChatTemplate
-from emberline.text.gguf_tokenizer import gguf_parts
 from emberline.text.text_model import TextModel
-from emberline.text.tokenizer import Tokenizer
+from emberline.text.tokenizers.gguf_tokenizer import gguf_parts
+from emberline.text.tokenizers.tokenizer import Tokenizer
 from tests.text.vocab import byte_level, sentencepiece
 
 CHATML = (

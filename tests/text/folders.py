@@ -6,7 +6,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from emberline.text.gguf_tokenizer import LLAMA3
+from emberline.text.tokenizers.gguf_tokenizer import LLAMA3
 from tests.text.vocab import byte_level, sentencepiece
 
 

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberline.protocol.token_ids import pack, unpack
-from emberline.text.detokenizer import Detokenizer
+from emberline.text.tokenizers.detokenizer import Detokenizer
 from tests.text.chats import FAMILIES, family
 from tests.text.strategies import snippets
 

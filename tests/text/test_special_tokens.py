@@ -8,7 +8,7 @@ from emberline.protocol.errors import BadInput
 from emberline.protocol.request import GenerateRequest, Message, ToolCall
 from emberline.protocol.token_ids import unpack
 from emberline.text.prompt import build_prompt
-from emberline.text.special_tokens import MARKS, Guard
+from emberline.text.tokenizers.special_tokens import MARKS, Guard
 from tests.api.adversarial import cpu_s
 from tests.text.chats import family, text_model
 from tests.text.strategies import snippets

@@ -3,7 +3,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.text import special_tokens as trie
+from emberline.text.tokenizers import special_tokens as trie
 
 words = st.lists(st.text("ab<|>.[", min_size=1, max_size=5))
 

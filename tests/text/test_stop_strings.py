@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.text.detokenizer import StopMatcher
+from emberline.text.tokenizers.detokenizer import StopMatcher
 
 letters = st.text("abc", max_size=12)
 stops = st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=4)

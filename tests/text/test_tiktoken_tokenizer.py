@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from emberline.protocol.request import Message
 from emberline.protocol.token_ids import unpack
-from emberline.text.gguf_tokenizer import KIMI, Recipe, pre_tokenizer
 from emberline.text.text_model import TextModel
-from emberline.text.tiktoken_tokenizer import N_SPECIAL, tiktoken_parts
-from emberline.text.tokenizer import Tokenizer
+from emberline.text.tokenizers.gguf_tokenizer import KIMI, Recipe, pre_tokenizer
+from emberline.text.tokenizers.tiktoken_tokenizer import N_SPECIAL, tiktoken_parts
+from emberline.text.tokenizers.tokenizer import Tokenizer
 from emberline.weights.model_config import BadCheckpoint
 
 

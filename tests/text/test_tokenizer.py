@@ -9,9 +9,9 @@ from tokenizers import models, pre_tokenizers
 
 from emberline.protocol.errors import BadInput
 from emberline.protocol.token_ids import unpack
-from emberline.text.gguf_tokenizer import gguf_parts
 from emberline.text.text_model import TextModel
-from emberline.text.tokenizer import OFF_LOOP_BYTES, WORD_CACHE_CHARS, Tokenizer
+from emberline.text.tokenizers.gguf_tokenizer import gguf_parts
+from emberline.text.tokenizers.tokenizer import OFF_LOOP_BYTES, WORD_CACHE_CHARS, Tokenizer
 from emberline.weights.gguf import GGUFFile
 from emberline.weights.model_config import BadCheckpoint
 from tests.text.chats import FAMILIES, family

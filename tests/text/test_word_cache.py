@@ -3,7 +3,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.text.tokenizer import MAX_WORD_CHARS, MAX_WORDS, MIN_CACHED_WORDS, WordCache, _cutter
+from emberline.text.tokenizers.tokenizer import MAX_WORD_CHARS, MAX_WORDS, MIN_CACHED_WORDS, WordCache, _cutter
 from tests.text.strategies import snippets
 
 

@@ -15,19 +15,19 @@ from emberline.balancer.admission_controller import AdmissionController
 from emberline.balancer.balancer import Balancer
 from emberline.balancer.endpoint import Endpoint
 from emberline.balancer.route_request import Route, RouteRequest
+from emberline.cluster.served_models import ServedModels
 from emberline.protocol.request import GenerateRequest, Message, Principal, SamplingParams
 from emberline.service.core import LocalCore
 from emberline.service.responses import DatabaseResponses
-from emberline.service.served_models import ServedModels
 from emberline.service.service import Service
 from emberline.service.sessions import Sessions
 from emberline.store import open_store
-from emberline.testing.openai_script import ServerScript
-from emberline.testing.standin_openai import ServerKind, StandinServer
 from emberline.text.grammar.compiler_pool import GrammarCompiler
-from emberline.upstream.client import UpstreamClient, UpstreamConfig
 from emberline.upstream.models import UpstreamModels
-from emberline.upstream.server_load import ProbeTimings
+from emberline.upstream.servers.client import UpstreamClient, UpstreamConfig
+from emberline.upstream.servers.server_load import ProbeTimings
+from standins.openai_script import ServerScript
+from standins.standin_openai import ServerKind, StandinServer
 
 MODEL = "standin"
 PRINCIPAL = Principal("tenant", salt=b"s" * 16)

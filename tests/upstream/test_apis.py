@@ -19,10 +19,10 @@ from emberline.balancer.route_request import Route, RouteRequest
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.price import Price
 from emberline.protocol.request import GenerateRequest, Message
-from emberline.testing.openai_script import ServerScript, StandinPrompt
 from emberline.text.prompt import build_prompt
 from emberline.text.text_model import TextModel
-from emberline.upstream.kv_events import KVEventDecoder, key_root
+from emberline.upstream.servers.kv_events import KVEventDecoder, key_root
+from standins.openai_script import ServerScript, StandinPrompt
 from tests.service.conftest import text_model
 from tests.upstream.conftest import LONG, PATIENCE_S, Bench, Opener, bench
 

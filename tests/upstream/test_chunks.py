@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from emberline.protocol.events import ChoiceDone, ReasoningDelta, Started, TextDelta, ToolCallDelta, ToolCallStarted
-from emberline.upstream.chunks import BodyAssembler, ChunkReader, UnreadableChunk
+from emberline.upstream.dialects.chunks import BodyAssembler, ChunkReader, UnreadableChunk
 
 HEAD = {"id": "c1", "object": "chat.completion.chunk", "created": 7, "model": "m", "system_fingerprint": "fp"}
 USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 1}}

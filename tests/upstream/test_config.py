@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from emberline.config import ConfigError, resolve
-from emberline.upstream.client import UpstreamClient, upstream_configs
-from emberline.upstream.disaggregation import NixlTransfer
+from emberline.upstream.servers.client import UpstreamClient, upstream_configs
+from emberline.upstream.servers.disaggregation import NixlTransfer
 
 
 def endpoints(folder: Path, text: str, **environ: str):  # type: ignore[no-untyped-def]

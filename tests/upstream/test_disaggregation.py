@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from emberline.upstream.disaggregation import (
+from emberline.upstream.servers.disaggregation import (
     Adapter,
     BadPrefillReply,
     MooncakeTransfer,

@@ -9,16 +9,16 @@ import pytest
 
 from emberline.accounts.usage_row import UsageRow
 from emberline.balancer.route_request import RouteRequest
-from emberline.protocol.answer import Answer
+from emberline.protocol.complete_response import Answer
 from emberline.protocol.errors import BadInput, DeadlineExceeded, EngineLost, Overloaded, Unavailable
 from emberline.protocol.events import Completed, Started, TextDelta
 from emberline.protocol.frames import EngineLoad
 from emberline.protocol.request import GenerateRequest, Priority, SamplingParams
-from emberline.service.answer import collect_answer
-from emberline.service.request_context import JobContext
-from emberline.testing.openai_script import FIRST_WORD_ID, ServerScript, StandinPrompt
-from emberline.upstream.request import CHAT, UpstreamRequest
-from emberline.upstream.server_load import ProbeTimings
+from emberline.service.event_collector import collect_answer
+from emberline.telemetry.request_log import JobContext
+from emberline.upstream.servers.server_load import ProbeTimings
+from emberline.upstream.upstream_request import CHAT, UpstreamRequest
+from standins.openai_script import FIRST_WORD_ID, ServerScript, StandinPrompt
 from tests.upstream.conftest import LONG, MODEL, PATIENCE_S, PRINCIPAL, Bench, Opener, request
 
 PAIRS = [("vllm", "nixl"), ("vllm", "mooncake"), ("vllm", "store"), ("sglang", "bootstrap")]
@@ -372,7 +372,7 @@ async def test_a_load_report_that_cannot_be_handled_does_not_end_the_health_chec
         raise ValueError(metrics)
 
     with monkeypatch.context() as patch:
-        patch.setattr("emberline.upstream.client.vllm_load", broken)
+        patch.setattr("emberline.upstream.servers.client.vllm_load", broken)
         await until(lambda: not made.clients["a"].connected)
     assert await made.clients["a"].wait_connected(PATIENCE_S)
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberline.protocol import token_ids as tokens
-from emberline.upstream.kv_events import BadKVEvents, KVEventDecoder, chain_keys, key_root
+from emberline.upstream.servers.kv_events import BadKVEvents, KVEventDecoder, chain_keys, key_root
 
 ROOT = key_root("vllm", "m")
 IDS = list(range(100, 260))

@@ -9,7 +9,7 @@ import pytest
 
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.frames import KVEvents
-from emberline.upstream.kv_events import END, KVSubscriber, chain_keys, key_root
+from emberline.upstream.servers.kv_events import END, KVSubscriber, chain_keys, key_root
 
 zmq = pytest.importorskip("zmq")
 zmq_asyncio = pytest.importorskip("zmq.asyncio")

@@ -6,8 +6,8 @@ import random
 import pytest
 
 from emberline.protocol.errors import EmberlineError
-from emberline.service.answer import collect_answer
-from emberline.testing.openai_script import ServerScript
+from emberline.service.event_collector import collect_answer
+from standins.openai_script import ServerScript
 from tests.upstream.conftest import PRINCIPAL, Bench, Opener, request
 from tests.upstream.test_failover import expected
 

@@ -4,7 +4,7 @@ import pytest
 
 from emberline.protocol.errors import Unsupported
 from emberline.protocol.request import GenerateRequest, Message, Speculation
-from emberline.upstream.request import body_of, check_known
+from emberline.upstream.upstream_request import body_of, check_known
 
 
 def asked(**more: object) -> GenerateRequest:

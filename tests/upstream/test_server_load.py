@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberline.protocol.frames import EngineLoad
-from emberline.upstream.server_load import (
+from emberline.upstream.servers.server_load import (
     FIRST_LIMIT,
     MAX_LIMIT,
     ConcurrencyLimit,

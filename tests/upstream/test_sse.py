@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.upstream.sse import (
+from emberline.upstream.dialects.sse import (
     MAX_LINE_BYTES,
     MalformedLine,
     StreamEditor,

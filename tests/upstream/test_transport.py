@@ -10,10 +10,10 @@ from emberline.balancer.route_request import Route, RouteRequest
 from emberline.protocol.errors import EngineLost
 from emberline.protocol.events import TextEvent
 from emberline.upstream import resume
-from emberline.upstream.chunks import ChunkReader
-from emberline.upstream.client import UpstreamClient, UpstreamConfig
-from emberline.upstream.request import CHAT, COMPLETIONS, UpstreamRequest
+from emberline.upstream.dialects.chunks import ChunkReader
+from emberline.upstream.servers.client import UpstreamClient, UpstreamConfig
 from emberline.upstream.transport import UpstreamTransport
+from emberline.upstream.upstream_request import CHAT, COMPLETIONS, UpstreamRequest
 
 
 class FakeExchange:

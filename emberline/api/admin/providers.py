@@ -13,9 +13,9 @@ from emberline.accounts.stored_provider import EVERY_ACCOUNT, StoredProvider
 from emberline.api.http.body import read_json
 from emberline.api.http.call import Call, Reply, json_reply
 from emberline.config import is_header_safe
-from emberline.protocol.egress_policy import parse_target
+from emberline.net.egress_policy import parse_target
+from emberline.net.http_client import parse
 from emberline.protocol.errors import BadInput, Forbidden, Unavailable
-from emberline.upstream.http_client import parse
 from emberline.upstream.providers.registry import ALIASES, known
 
 ACCOUNT = {"account": {"type": "string"}}

@@ -8,8 +8,8 @@ from emberline import __version__
 from emberline.api.http.call import Call, Reply, json_reply
 from emberline.jobs.batches.batch import Batch
 from emberline.jobs.queue.queue import Queue
-from emberline.service.history import N_RECENT
-from emberline.service.status import MAX_REQUESTS, StatusQuery
+from emberline.telemetry.history import N_RECENT
+from emberline.telemetry.status import MAX_REQUESTS, StatusQuery
 
 MAX_BATCHES = 20
 QUERY = {

@@ -9,8 +9,8 @@ from emberline.api.http.body import read_json
 from emberline.api.http.call import Call, Reply, json_reply, list_reply
 from emberline.api.http.errors import NoBody
 from emberline.jobs.webhooks.deliveries import DeliveryAttempt, DeliveryRecord
-from emberline.jobs.webhooks.endpoints import OVERLAP_S, EndpointUpdate, WebhookEndpoint
 from emberline.jobs.webhooks.events import cursor_number
+from emberline.jobs.webhooks.webhook_store import OVERLAP_S, EndpointUpdate, WebhookEndpoint
 
 MAX_LISTED = 100
 STATES = ("pending", "delivered", "failed")

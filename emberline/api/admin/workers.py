@@ -6,9 +6,9 @@ import msgspec
 
 from emberline.api.http.body import read_json
 from emberline.api.http.call import Call, Reply, json_reply
+from emberline.cluster.membership import WorkerChange
 from emberline.config import EndpointConfig
 from emberline.protocol.frames import WorkerRole
-from emberline.service.membership import WorkerChange
 
 MAX_WAIT_S = 60.0
 

@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from emberline.api.common.chat_fields import Effort, Thinking
-from emberline.api.common.messages import join_text
+from emberline.api.common.chat_messages import join_text
 from emberline.api.common.response_format import RequestedFormat
 from emberline.api.common.sampling_fields import (
     Probability,

@@ -6,12 +6,12 @@ import msgspec
 
 from emberline.api.anthropic.message_request import CountRequest, MessagesRequest
 from emberline.api.anthropic.upstream_passthrough import anthropic_card, forward_message
-from emberline.api.common.answer import collect, cost_field, drafts_field, json_arguments, tiers_field
+from emberline.api.common.response_body import collect, cost_field, drafts_field, json_arguments, tiers_field
 from emberline.api.http.body import decode, read_model_body
 from emberline.api.http.call import Call, Reply, encode, json_reply
 from emberline.api.http.errors import Dialect, HeaderList, error_body
 from emberline.api.http.sse import EventEncoder, named_event, stream
-from emberline.protocol.answer import Answer, AnswerChoice, AnswerPart, ReasoningPart, TextPart
+from emberline.protocol.complete_response import Answer, AnswerChoice, AnswerPart, ReasoningPart, TextPart
 from emberline.protocol.errors import EmberlineError
 from emberline.protocol.events import ChoiceDone, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStarted, Usage
 

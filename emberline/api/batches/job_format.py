@@ -15,7 +15,7 @@ from emberline.api.http.errors import FieldNames
 from emberline.jobs.batches.batch import Batch
 from emberline.jobs.queue.job import Job, NewJob
 from emberline.jobs.queue.queue import Queue
-from emberline.protocol.answer import Answer
+from emberline.protocol.complete_response import Answer
 from emberline.protocol.errors import EmberlineError, Internal, TooLarge, from_info
 from emberline.protocol.request import GenerateRequest, Priority
 

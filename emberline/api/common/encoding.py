@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from emberline.api.common.unsupported_fields import UnsupportedField, refuse_unsupported
 from emberline.api.http.call import Call, encode, while_connected
-from emberline.protocol.answer import Encoded
+from emberline.protocol.complete_response import Encoded
 from emberline.protocol.errors import BadInput
 from emberline.protocol.request import EncodeRequest
 

@@ -7,9 +7,9 @@ import msgspec
 from emberline.accounts.account import check_account_name
 from emberline.api.http.body import read_json
 from emberline.api.http.call import Call, Reply, json_reply
+from emberline.gateway.log import LogFilter, row_body
 from emberline.protocol.errors import BadInput, Forbidden
 from emberline.protocol.gateway import GatewaySettings
-from emberline.service.gateway.log import LogFilter, row_body
 
 _TEXT = {"type": "string"}
 _NUMBER = {"type": "integer", "minimum": 0}

@@ -9,12 +9,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from emberline.api.common.answer import collect, json_arguments
+from emberline.api.common.response_body import collect, json_arguments
 from emberline.api.http.body import decode
 from emberline.api.http.call import Call, Reply, encode, json_reply
 from emberline.api.http.sse import EventEncoder, data_event, stream
 from emberline.api.openai.chat import ChatRequest
-from emberline.protocol.answer import AnswerChoice
+from emberline.protocol.complete_response import AnswerChoice
 from emberline.protocol.errors import BadInput, Unsupported
 from emberline.protocol.events import ChoiceDone, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStarted, Usage
 from emberline.protocol.request import ToolCall

@@ -16,14 +16,14 @@ from emberline.api.http.body import decode, named_model, read_body
 from emberline.api.http.call import Call, Reply, encode
 from emberline.api.http.router import APIS, Endpoint, check_api
 from emberline.api.openai import audio, embeddings, media
-from emberline.api.openai import endpoints as openai
+from emberline.api.openai import chat_completions as openai
 from emberline.api.openai.responses import endpoints as responses
-from emberline.api.workers_ai import endpoints as workers_ai
+from emberline.api.workers_ai import handlers as workers_ai
+from emberline.gateway.attempts import LOCAL
+from emberline.gateway.gateway_errors import InvalidProvider
+from emberline.gateway.retry import falls_back
 from emberline.protocol.errors import BadInput, EmberlineError, NotFound
 from emberline.protocol.gateway import StepConfig
-from emberline.service.gateway.attempts import LOCAL
-from emberline.upstream.gateway.errors import InvalidProvider
-from emberline.upstream.gateway.retry import falls_back
 from emberline.upstream.providers.access import RequestKey, request_key
 
 COMPAT = "compat"

@@ -13,8 +13,10 @@ import msgspec
 from emberline.accounts.audit_log import Actor
 from emberline.api.http.errors import Dialect, FieldNames, HeaderList
 from emberline.api.http.rate_limit_headers import rate_limit_headers
+from emberline.gateway.call import GatewayCall, open_call
+from emberline.gateway.options import from_headers, merge
 from emberline.protocol import trace_context
-from emberline.protocol.answer import Encoded
+from emberline.protocol.complete_response import Encoded
 from emberline.protocol.errors import BadInput, EmberlineError, Unavailable, Unsupported
 from emberline.protocol.events import Completed, Cost, TextEvent, Usage
 from emberline.protocol.gateway import GatewayOptions
@@ -22,29 +24,27 @@ from emberline.protocol.media import Media, MediaRequest
 from emberline.protocol.rate_limits import RateLimits
 from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal, SpeechRequest, session_name
 from emberline.protocol.speech import MAX_AUDIO_BYTES, Transcript
-from emberline.service.gateway.call import GatewayCall, open_call
-from emberline.service.request_context import AttemptContext
-from emberline.upstream.gateway.options import from_headers, merge
+from emberline.telemetry.request_log import AttemptContext
 
 if TYPE_CHECKING:  # the API needs the types of what it is given, not their imports
     from emberline.accounts.account_service import AccountService
     from emberline.accounts.auth import Authenticator
     from emberline.catalog.aliases import AliasTable
     from emberline.catalog.model_card import ModelCard
+    from emberline.cluster.cluster import ClusterStatus
+    from emberline.cluster.membership import WorkerChange
+    from emberline.gateway.routing import Plan
+    from emberline.gateway.service import GatewayService
     from emberline.jobs.queue.queue import Queue
     from emberline.jobs.webhooks.service import WebhookService
     from emberline.protocol.member import Challenge, Signed
-    from emberline.service.cluster import ClusterStatus
     from emberline.service.event_log import EventLogs
-    from emberline.service.gateway.service import GatewayService
-    from emberline.service.health import Health
     from emberline.service.kv_cache import KVCacheAdmin
-    from emberline.service.membership import WorkerChange
     from emberline.service.responses import ResponseStore
-    from emberline.service.status import Status, StatusQuery
-    from emberline.upstream.gateway.routing import Plan
+    from emberline.telemetry.health import Health
+    from emberline.telemetry.status import Status, StatusQuery
     from emberline.upstream.models import UpstreamModels
-    from emberline.upstream.request import UpstreamRequest
+    from emberline.upstream.upstream_request import UpstreamRequest
 
 T = TypeVar("T")
 Scope = MutableMapping[str, Any]

@@ -5,11 +5,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from emberline.api.common.answer import cost_field
+from emberline.api.common.response_body import cost_field
 from emberline.api.common.transcript import srt, vtt
 from emberline.api.http.body import body_chunks, held_bodies
 from emberline.api.http.call import Call, Reply, encode, json_reply, while_connected
-from emberline.api.http.multipart import MultipartForm, boundary_of
+from emberline.net.multipart import MultipartForm, boundary_of
 from emberline.protocol.errors import BadInput, TooLarge, Unsupported
 from emberline.protocol.request import SpeechRequest
 from emberline.protocol.speech import Transcript

@@ -17,7 +17,7 @@ from emberline.api.openai.responses.items import Item, ItemReference, parse_inpu
 from emberline.api.openai.responses.output import response_body
 from emberline.api.openai.responses.request import ResponsesRequest, response_id
 from emberline.jobs.queue.job import NewJob
-from emberline.protocol.answer import Answer
+from emberline.protocol.complete_response import Answer
 from emberline.protocol.errors import BadInput, EmberlineError, Internal
 from emberline.protocol.request import GenerateRequest
 

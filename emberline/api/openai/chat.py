@@ -6,9 +6,9 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import Meta
 
-from emberline.api.common.answer import logprobs_body, usage_body
 from emberline.api.common.chat_fields import ChatFields
-from emberline.api.common.messages import ChatMessage, canonical_messages
+from emberline.api.common.chat_messages import ChatMessage, canonical_messages
+from emberline.api.common.response_body import logprobs_body, usage_body
 from emberline.api.common.sampling_fields import SpeculationField, TopLogprobs
 from emberline.api.common.tools import (
     DeclaredFunctions,
@@ -20,7 +20,7 @@ from emberline.api.common.tools import (
 from emberline.api.http.call import encode
 from emberline.api.http.errors import Dialect, FieldNames
 from emberline.api.http.sse import EventEncoder, random_padding
-from emberline.protocol.answer import Answer, AnswerChoice
+from emberline.protocol.complete_response import Answer, AnswerChoice
 from emberline.protocol.errors import BadInput
 from emberline.protocol.events import (
     ChoiceDone,

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from emberline.api.common.answer import MIN_LOGPROB, usage_body
+from emberline.api.common.response_body import MIN_LOGPROB, usage_body
 from emberline.api.common.response_format import GenerationFields
 from emberline.api.common.sampling_fields import SpeculationField, TokenId
 from emberline.api.common.unsupported_fields import TrueField, refuse_unsupported, unsupported
@@ -16,7 +16,7 @@ from emberline.api.http.call import Events
 from emberline.api.http.errors import Dialect, FieldNames
 from emberline.api.openai.chat import ChunkStream, StreamOptions, UsageOptions
 from emberline.protocol import token_ids
-from emberline.protocol.answer import Answer, AnswerChoice
+from emberline.protocol.complete_response import Answer, AnswerChoice
 from emberline.protocol.errors import BadInput
 from emberline.protocol.events import Completed, Cost, DraftUsage, Started, TextEvent, TextLogprob, Usage
 from emberline.protocol.request import GenerateRequest, session_name

@@ -7,12 +7,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from emberline.api.common.answer import cost_field
 from emberline.api.common.encoding import EncodeFields, check_top, json_rows, ranking, run_encoding
+from emberline.api.common.response_body import cost_field
 from emberline.api.http.body import decode, read_model_body
 from emberline.api.http.call import Call, Reply, json_reply
 from emberline.api.http.errors import FieldNames
-from emberline.protocol.answer import Encoded
+from emberline.protocol.complete_response import Encoded
 from emberline.protocol.errors import BadInput, Unsupported
 from emberline.protocol.request import EncodeRequest
 from emberline.protocol.token_ids import pack

@@ -10,13 +10,13 @@ from emberline.api.batches.submission import IDEMPOTENCY_KEY, REPLAYED, request_
 from emberline.api.http.body import body_chunks
 from emberline.api.http.call import BatchQueue, Call, Reply, encode, json_reply, list_reply, parse_int
 from emberline.api.http.errors import NoSuchFile
-from emberline.api.http.multipart import FormPart, MultipartForm, boundary_of
 from emberline.api.http.sse import JSONL, send_bytes
 from emberline.api.openai.batch_jobs import result_line
 from emberline.jobs.batches.batch import Batch
 from emberline.jobs.batches.files import File
 from emberline.jobs.batches.idempotency_keys import StoredAnswer
 from emberline.jobs.queue.queue import Queue
+from emberline.net.multipart import FormPart, MultipartForm, boundary_of
 from emberline.protocol.errors import BadInput, NotFound
 
 PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")

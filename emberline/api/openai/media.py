@@ -7,7 +7,7 @@ from msgspec import Meta, Raw
 
 from emberline.api.http.body import body_chunks, decode, held_bodies, read_model_body
 from emberline.api.http.call import Call, Reply, parse_int, while_connected
-from emberline.api.http.multipart import MultipartForm, boundary_of
+from emberline.net.multipart import MultipartForm, boundary_of
 from emberline.protocol.errors import BadInput, TooLarge, Unsupported
 from emberline.protocol.media import MAX_IMAGES, Media, MediaFile, MediaRequest
 

@@ -30,9 +30,9 @@ from emberline.api.http.resumable import HEADER, send_resumable
 from emberline.api.openai.chat import ChatRequest, StreamOptions, UsageOptions
 from emberline.api.openai.completions import CompletionRequest
 from emberline.catalog.model_card import ModelCard
+from emberline.gateway.routing import Plan
 from emberline.protocol.errors import BadInput, EmberlineError
-from emberline.upstream.gateway.routing import Plan
-from emberline.upstream.request import CHAT, COMPLETIONS, UpstreamRequest, check_known, continuation_fields
+from emberline.upstream.upstream_request import CHAT, COMPLETIONS, UpstreamRequest, check_known, continuation_fields
 
 ABSENT = Raw()
 _TEXT_PARTS = frozenset({"text", "refusal"})

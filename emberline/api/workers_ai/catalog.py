@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from emberline.api.common.model_list import cloudflare_model, openrouter_model, source
 from emberline.api.http.call import Call, Reply, json_reply
 from emberline.api.http.openapi import struct_schemas
-from emberline.api.workers_ai.answer import envelope
 from emberline.api.workers_ai.encode_request import OUTPUT_SCHEMAS, EncodeInput, encodes_text
+from emberline.api.workers_ai.response_body import envelope
 from emberline.api.workers_ai.run_request import RunRequest
 from emberline.api.workers_ai.speech import OUTPUT_SCHEMA as SPEECH_OUTPUT
 from emberline.api.workers_ai.speech import SpeechInput

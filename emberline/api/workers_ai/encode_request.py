@@ -6,12 +6,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from emberline.api.common.answer import usage_body
 from emberline.api.common.encoding import EncodeFields, check_top, ranking
+from emberline.api.common.response_body import usage_body
 from emberline.api.http.errors import FieldNames
 from emberline.api.workers_ai.run_request import RunOptions
 from emberline.catalog.model_card import TEXT_CLASSIFICATION, TEXT_EMBEDDINGS, ModelCard
-from emberline.protocol.answer import Encoded
+from emberline.protocol.complete_response import Encoded
 from emberline.protocol.errors import BadInput
 from emberline.protocol.request import EncodeRequest
 

@@ -8,10 +8,10 @@ from msgspec import Meta
 
 from emberline.api.http.body import read_json
 from emberline.api.http.call import Call, Reply, json_reply
-from emberline.api.workers_ai.answer import envelope
 from emberline.api.workers_ai.catalog import paged_reply
-from emberline.jobs.webhooks.endpoints import EndpointForm, EndpointUpdate, WebhookEndpoint
+from emberline.api.workers_ai.response_body import envelope
 from emberline.jobs.webhooks.events import WORKERS_AI, WORKERS_AI_TYPES, timestamp
+from emberline.jobs.webhooks.webhook_store import EndpointForm, EndpointUpdate, WebhookEndpoint
 from emberline.protocol.errors import BadInput
 
 _FORM: EndpointForm = "workers_ai"

@@ -7,7 +7,7 @@ import msgspec
 from emberline.api.http.body import decode
 from emberline.api.http.call import Call, Reply
 from emberline.api.openai.media import make, media_reply
-from emberline.api.workers_ai.answer import result_reply
+from emberline.api.workers_ai.response_body import result_reply
 from emberline.catalog.model_card import TEXT_TO_IMAGE, TEXT_TO_SPEECH, TEXT_TO_VIDEO, ModelCard
 from emberline.protocol.errors import BadInput
 from emberline.protocol.media import MAX_IMAGES, MediaRequest

@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from emberline.api.common.chat_fields import ChatFields
-from emberline.api.common.messages import ChatMessage, canonical_messages
+from emberline.api.common.chat_messages import ChatMessage, canonical_messages
 from emberline.api.common.sampling_fields import SpeculationField
 from emberline.api.common.unsupported_fields import UnsupportedField, unsupported
 from emberline.api.http.errors import FieldNames

@@ -12,7 +12,7 @@ from emberline.api.common.transcript import vtt
 from emberline.api.common.unsupported_fields import UnsupportedField, refuse_unsupported
 from emberline.api.http.body import NO_LIMIT, decode
 from emberline.api.http.call import Call, Reply, while_connected
-from emberline.api.workers_ai.answer import result_reply
+from emberline.api.workers_ai.response_body import result_reply
 from emberline.protocol.errors import BadInput, TooLarge
 from emberline.protocol.request import SpeechRequest
 from emberline.protocol.speech import MAX_AUDIO_BYTES, TimedWord, Transcript

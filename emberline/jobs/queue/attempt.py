@@ -14,7 +14,7 @@ from emberline.jobs.queue.job import Lease
 from emberline.jobs.queue.queue import Queue
 from emberline.jobs.queue.transcript import TranscriptWriter
 from emberline.protocol import trace_context
-from emberline.protocol.answer import Answer, Encoded
+from emberline.protocol.complete_response import Answer, Encoded
 from emberline.protocol.errors import (
     BudgetReserved,
     DeadlineExceeded,
@@ -26,9 +26,9 @@ from emberline.protocol.errors import (
 )
 from emberline.protocol.events import TextEvent
 from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal, Priority
-from emberline.service.answer import collect_answer
-from emberline.service.request_context import JobContext
-from emberline.service.tracing import JobTrace
+from emberline.service.event_collector import collect_answer
+from emberline.telemetry.request_log import JobContext
+from emberline.telemetry.tracing import JobTrace
 
 _TRANSIENT = (Unavailable, Overloaded, Internal)  # another attempt may succeed
 

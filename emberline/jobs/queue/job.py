@@ -6,7 +6,7 @@ from typing import Literal
 import msgspec
 
 from emberline.accounts.usage_row import UsageRow
-from emberline.protocol.answer import Answer
+from emberline.protocol.complete_response import Answer
 from emberline.protocol.errors import ErrorInfo
 from emberline.protocol.request import GenerateRequest
 

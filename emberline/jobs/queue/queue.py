@@ -31,7 +31,7 @@ from emberline.jobs.queue.reader import QueueReader
 from emberline.jobs.queue.sweeper import Sweeper, backoff_us, killed_outcome
 from emberline.jobs.queue.transcript import Transcripts
 from emberline.jobs.webhooks.events import EVENTS_CHANNEL
-from emberline.protocol.answer import Answer
+from emberline.protocol.complete_response import Answer
 from emberline.protocol.errors import (
     BadInput,
     Conflict,

@@ -13,7 +13,7 @@ from emberline.jobs.limits import QueueLimits
 from emberline.jobs.queue import sql
 from emberline.jobs.queue.completion import MINUTE_US
 from emberline.jobs.queue.job import Job, JobKey
-from emberline.protocol.answer import Answer
+from emberline.protocol.complete_response import Answer
 from emberline.protocol.errors import ErrorInfo, NotFound
 from emberline.store import Database, Sql, Value
 from emberline.store.database import Row, decode_row

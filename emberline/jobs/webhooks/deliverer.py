@@ -19,15 +19,15 @@ from prometheus_client.registry import Collector
 from emberline import __version__
 from emberline.accounts.secret import Secret
 from emberline.jobs.webhooks.deliveries import LEASE_S, ClaimedDelivery, Deliveries, DeliveryAttempt
-from emberline.jobs.webhooks.endpoints import signature_headers
 from emberline.jobs.webhooks.events import EVENTS_CHANNEL, Event, webhook_body
-from emberline.jobs.webhooks.http_post import PostFailed, PostResponse, post
+from emberline.jobs.webhooks.webhook_store import signature_headers
+from emberline.net.egress_policy import EgressPolicy, parse_target
+from emberline.net.http_post import PostFailed, PostResponse, post
 from emberline.protocol import trace_context
-from emberline.protocol.egress_policy import EgressPolicy, parse_target
 from emberline.protocol.errors import EmberlineError
 from emberline.protocol.trace_context import TraceContext
-from emberline.service.tracing import DeliveryTrace
 from emberline.store import Database
+from emberline.telemetry.tracing import DeliveryTrace
 
 # The retry schedule: seconds before each attempt after the previous one failed; the first is made at once.
 DELAYS_S = (0, 5, 5 * 60, 30 * 60, 2 * 3600, 5 * 3600, 10 * 3600, 14 * 3600, 20 * 3600, 24 * 3600)

@@ -12,8 +12,8 @@ from typing import Literal
 
 import msgspec
 
-from emberline.jobs.webhooks.endpoints import ENDPOINT_COLUMNS, WebhookEndpoint, fail_pending
 from emberline.jobs.webhooks.events import EVENT_COLUMNS, EVENTS_CHANNEL, Event, event_from_row
+from emberline.jobs.webhooks.webhook_store import ENDPOINT_COLUMNS, WebhookEndpoint, fail_pending
 from emberline.protocol.errors import BadInput, NotFound
 from emberline.store import Database, Query, Sql, Value
 from emberline.store.database import Row, decode_row

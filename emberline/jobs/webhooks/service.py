@@ -8,9 +8,9 @@ import msgspec
 from emberline.accounts.secret import Secret
 from emberline.jobs.webhooks.deliverer import DISABLE_AFTER_DAYS, MAX_IN_FLIGHT, TIMEOUT_S, Deliverer
 from emberline.jobs.webhooks.deliveries import Deliveries
-from emberline.jobs.webhooks.endpoints import WebhookEndpoints
 from emberline.jobs.webhooks.events import EventFeed
-from emberline.protocol.egress_policy import EgressPolicy, Resolve
+from emberline.jobs.webhooks.webhook_store import WebhookEndpoints
+from emberline.net.egress_policy import EgressPolicy, Resolve
 from emberline.protocol.errors import EmberlineError
 from emberline.store import Database
 

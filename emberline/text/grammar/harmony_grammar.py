@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from emberline.protocol.grammar import Expression, Free, Text, Token
-from emberline.text.grammar.builder import Builder, choice, repeat, sequence
+from emberline.text.grammar.expressions.builder import Builder, choice, repeat, sequence
 
 MAX_MESSAGES = 16  # before the answer: ends a model that repeats itself
 

@@ -11,12 +11,12 @@ import msgspec
 from emberline.protocol.errors import BadInput
 from emberline.protocol.grammar import Chars, Expression, Free, Grammar, Text, Token
 from emberline.protocol.request import OutputFormat, Tool
-from emberline.text.grammar.builder import EMPTY, Builder, choice, optional, repeat, sequence
-from emberline.text.grammar.ebnf import grammar_expression
+from emberline.text.grammar.expressions.builder import EMPTY, Builder, choice, optional, repeat, sequence
+from emberline.text.grammar.expressions.ebnf import grammar_expression
+from emberline.text.grammar.expressions.regex import regex_expression
 from emberline.text.grammar.harmony_grammar import harmony_expression
 from emberline.text.grammar.json_schema.compile import any_object_expression, schema_expression
 from emberline.text.grammar.json_schema.document import UnsupportedSchema
-from emberline.text.grammar.regex import regex_expression
 from emberline.text.grammar.tagged_grammar import spelled, tagged_expression
 from emberline.text.tool_calls.formats import FORMATS_BY_FAMILY, ToolCallFormat, split_tokens
 

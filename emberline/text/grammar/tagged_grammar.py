@@ -6,7 +6,7 @@ from typing import Any
 from emberline.protocol.errors import BadInput
 from emberline.protocol.grammar import MAX_CODE_POINT, Chars, Expression, Free, Text, Token
 from emberline.protocol.request import Tool
-from emberline.text.grammar.builder import Builder, choice, optional, repeat, sequence
+from emberline.text.grammar.expressions.builder import Builder, choice, optional, repeat, sequence
 from emberline.text.grammar.json_schema.compile import schema_expression
 from emberline.text.grammar.json_schema.document import UnsupportedSchema
 from emberline.text.tool_calls.formats import ToolCallFormat, split_tokens

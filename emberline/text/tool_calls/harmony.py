@@ -11,7 +11,7 @@ Commentary for nobody is text: what the model tells the user before it calls a t
 import re
 from collections.abc import Collection, Mapping, Sequence
 
-from emberline.text.detokenizer import Detokenizer
+from emberline.text.tokenizers.detokenizer import Detokenizer
 from emberline.text.tool_calls.formats import HARMONY, sentinels
 from emberline.text.tool_calls.parser import (
     ArgumentsPiece,

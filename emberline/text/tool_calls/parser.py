@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from emberline.protocol.request import Message, Tool
-from emberline.text.detokenizer import Detokenizer, MarkerFinder
+from emberline.text.tokenizers.detokenizer import Detokenizer, MarkerFinder
 from emberline.text.tool_calls.formats import ToolCallFormat, sentinels, with_sentinels
 from emberline.text.tool_calls.reasoning import ReasoningFormat
 from emberline.text.tool_calls.tagged_arguments import Scanned, TaggedScanner, Tags

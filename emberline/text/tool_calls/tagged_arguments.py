@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from emberline.text.detokenizer import MarkerFinder
+from emberline.text.tokenizers.detokenizer import MarkerFinder
 
 KEY_CHARS = 256
 _SPACE = re.compile(r"\s*")

@@ -5,8 +5,8 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from emberline.upstream.http_client import ConnectionPool
-from emberline.upstream.providers.api import ProviderAPI
+from emberline.net.http_client import ConnectionPool
+from emberline.upstream.dialects.dialect import ProviderAPI
 from emberline.upstream.providers.registry import ALIASES
 
 

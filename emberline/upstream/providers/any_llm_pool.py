@@ -19,9 +19,9 @@ from typing import Any
 
 import msgspec
 
-from emberline.upstream.http_client import Address, Connection, ConnectionFailed, ConnectionPool, Exchange
+from emberline.net.http_client import Address, Connection, ConnectionFailed, ConnectionPool, Exchange
+from emberline.upstream.dialects.chat_form import error_line
 from emberline.upstream.providers.any_llm_sdk import failure
-from emberline.upstream.providers.chat_form import error_line
 from emberline.upstream.providers.registry import Provider
 
 MAX_CLIENTS = 8  # of different keys, in one thread

@@ -9,12 +9,12 @@ from typing import Any
 
 from emberline.config import ConfigError
 from emberline.protocol.errors import Unsupported
-from emberline.upstream.attempt import CONTEXT_EXCEEDED
-from emberline.upstream.disaggregation import encode
-from emberline.upstream.providers.api import Fields, ProviderCall, decoded
-from emberline.upstream.providers.chat_form import refuse_others
+from emberline.upstream.dialects.chat_form import refuse_others
+from emberline.upstream.dialects.dialect import Fields, ProviderCall, decoded
 from emberline.upstream.providers.registry import Provider
-from emberline.upstream.request import CHAT
+from emberline.upstream.servers.attempt import CONTEXT_EXCEEDED
+from emberline.upstream.servers.disaggregation import encode
+from emberline.upstream.upstream_request import CHAT
 
 # What a request may set. Any other name would reach the package's own options, such as where to connect.
 _FIELDS = frozenset(

@@ -4,16 +4,16 @@ Providers are not probed: whether one works is learnt from the requests that it 
 """
 
 from emberline.balancer.endpoint import Capacity, Endpoint, provider_pool
-from emberline.upstream.client import UpstreamClient, UpstreamConfig
-from emberline.upstream.http_client import ConnectionPool
+from emberline.net.http_client import ConnectionPool
+from emberline.upstream.dialects.anthropic import AnthropicAPI
+from emberline.upstream.dialects.dialect import OpenAIAPI, ProviderAPI
+from emberline.upstream.dialects.gemini import GeminiAPI
 from emberline.upstream.providers.access import Access
-from emberline.upstream.providers.anthropic import AnthropicAPI
 from emberline.upstream.providers.any_llm_pool import AnyLLMPool
 from emberline.upstream.providers.any_llm_sdk import AnyLLMAPI
-from emberline.upstream.providers.api import OpenAIAPI, ProviderAPI
 from emberline.upstream.providers.errors import ProviderFailed
-from emberline.upstream.providers.gemini import GeminiAPI
 from emberline.upstream.providers.registry import Provider
+from emberline.upstream.servers.client import UpstreamClient, UpstreamConfig
 
 
 class ProviderClient(UpstreamClient):

@@ -7,16 +7,16 @@ from typing import Protocol, get_args
 from emberline.balancer.endpoint import Kind
 from emberline.catalog.model_card import ModelCard, PathSource
 from emberline.config import ConfigError, ProviderConfig
-from emberline.protocol.egress_policy import EgressPolicy, parse_target
+from emberline.net.egress_policy import EgressPolicy, parse_target
+from emberline.net.http_client import ConnectionPool
 from emberline.protocol.errors import Forbidden, ModelNotFound, NotFound
 from emberline.protocol.provider import ProviderKey
 from emberline.protocol.request import Principal
-from emberline.upstream.client import DEFAULT_CONTEXT
-from emberline.upstream.http_client import ConnectionPool
 from emberline.upstream.providers.access import Access, own_key
 from emberline.upstream.providers.attempt import list_models
 from emberline.upstream.providers.client import ProviderClient, api_of
 from emberline.upstream.providers.registry import ALIASES, Provider, known, provider, task_of
+from emberline.upstream.servers.client import DEFAULT_CONTEXT
 
 MAX_ID_CHARS = 256
 MAX_CARDS = 4096

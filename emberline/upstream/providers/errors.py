@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from emberline.protocol.errors import BadInput, ContextExceeded, EngineLost, Forbidden, ModelNotFound, TooLarge
-from emberline.upstream.attempt import CONTEXT_EXCEEDED, UpstreamBusy
+from emberline.upstream.servers.attempt import CONTEXT_EXCEEDED, UpstreamBusy
 
 MAX_MESSAGE_CHARS = 1000
 MAX_RETRY_AFTER_S = 86_400.0

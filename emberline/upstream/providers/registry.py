@@ -16,7 +16,7 @@ from emberline.catalog.model_card import (
     TEXT_TO_VIDEO,
 )
 from emberline.config import ConfigError, ProviderConfig
-from emberline.upstream.http_client import Address, parse
+from emberline.net.http_client import Address, parse
 
 DEFAULT_MAX_RUNNING = 1024  # requests at once
 DEFAULT_MAX_THREADS = 64  # of kind any-llm: each request has one

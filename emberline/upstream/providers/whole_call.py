@@ -8,18 +8,18 @@ from typing import Generic, TypeVar
 import msgspec
 
 from emberline.balancer.route_request import Fault, Route, client_of
+from emberline.net.http_client import MAX_REPLY_BYTES, ConnectionFailed
 from emberline.protocol.errors import BadInput, EmberlineError, EngineLost
 from emberline.protocol.events import Usage
 from emberline.protocol.trace_context import TraceContext, TraceDetails, current
-from emberline.upstream.attempt import MAX_ERROR_BYTES
-from emberline.upstream.client import UpstreamClient
-from emberline.upstream.http_client import MAX_REPLY_BYTES, ConnectionFailed
+from emberline.upstream.dialects.dialect import ProviderCall
 from emberline.upstream.providers.access import Access
-from emberline.upstream.providers.api import ProviderCall
 from emberline.upstream.providers.attempt import connection_failure
 from emberline.upstream.providers.client import ProviderClient
 from emberline.upstream.providers.errors import ProviderFailed, hide_key, raise_status
-from emberline.upstream.request import BYTES_PER_TOKEN
+from emberline.upstream.servers.attempt import MAX_ERROR_BYTES
+from emberline.upstream.servers.client import UpstreamClient
+from emberline.upstream.upstream_request import BYTES_PER_TOKEN
 
 UNSEEN_PROMPT_TOKENS = 10_000  # that a provider may add to a prompt; beyond that, its count is absurd
 OFF_LOOP_BYTES = 256 << 10  # a larger body is read in a thread

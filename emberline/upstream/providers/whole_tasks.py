@@ -5,7 +5,7 @@ from typing import Any
 from emberline.protocol.errors import Unsupported
 from emberline.protocol.media import MediaRequest
 from emberline.protocol.request import EncodeRequest, SpeechRequest
-from emberline.upstream.providers import gemini_media, openai_media
+from emberline.upstream.dialects import gemini_media, openai_media
 from emberline.upstream.providers.whole_call import WholeTask
 
 

@@ -1,5 +1,5 @@
+from emberline.cluster.membership import WorkerChange
 from emberline.config import EndpointConfig
-from emberline.service.membership import WorkerChange
 from tests.api.fake_service import KEY, FakeService, client_of
 
 

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.api.common.messages import CalledFunction, ChatMessage, ToolCallField, canonical_messages
+from emberline.api.common.chat_messages import CalledFunction, ChatMessage, ToolCallField, canonical_messages
 from tests.api.adversarial import cpu_s
 
 ids = st.sampled_from(["a", "b", "c"]) | st.none()

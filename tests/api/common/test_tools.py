@@ -12,7 +12,7 @@ from emberline.api.openai.completions import generate_all
 from emberline.protocol.errors import BadInput
 from emberline.protocol.events import ChoiceDone, Completed, ToolCallDelta, ToolCallStarted
 from emberline.protocol.request import GenerateRequest, Message, Principal, Tool, ToolCall, ToolChoice
-from emberline.service.answer import collect_answer
+from emberline.service.event_collector import collect_answer
 from tests.api.fake_service import AGENT, MODEL, FakeService, Wire, agent, app_of, says
 
 CF = "/client/v4/accounts/acme/ai"

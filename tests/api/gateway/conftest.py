@@ -14,15 +14,15 @@ from emberline.accounts.auth import Authenticator
 from emberline.accounts.secret import Secret
 from emberline.api.app import ApiSettings, App
 from emberline.config import ProviderConfig
+from emberline.gateway.service import GatewayService
 from emberline.protocol.gateway import GatewaySettings
 from emberline.protocol.price import Price
-from emberline.service.gateway.service import GatewayService
-from emberline.service.open import DATABASE, open_service
 from emberline.service.service import Service
+from emberline.service.service_factory import DATABASE, open_service
 from emberline.store import open_store
-from emberline.testing.openai_script import ServerScript
-from emberline.testing.standin_openai import StandinServer
 from emberline.upstream.providers.directory import ProviderDirectory
+from standins.openai_script import ServerScript
+from standins.standin_openai import StandinServer
 
 PATIENCE_S = 60.0
 MODEL = "gpt-test"

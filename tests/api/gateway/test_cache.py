@@ -8,10 +8,10 @@ import pytest
 from emberline.accounts.account_service import KeyGrant
 from emberline.accounts.audit_log import Actor
 from emberline.config import ProviderConfig
+from emberline.gateway.service import GatewayService
 from emberline.protocol.gateway import Guardrail
-from emberline.service.gateway.service import GatewayService
-from emberline.testing.openai_script import ServerScript
-from emberline.testing.standin_providers import StandinOpenAI
+from standins.openai_script import ServerScript
+from standins.standin_providers import StandinOpenAI
 from tests.api.gateway.conftest import MODEL, Opener
 
 A = f"a/{MODEL}"

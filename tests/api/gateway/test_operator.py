@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from emberline.accounts.account_service import KeyGrant
 from emberline.accounts.audit_log import Actor
+from emberline.gateway.options import combined, retry_policy
 from emberline.protocol.gateway import Budget, GatewayOptions, GatewaySettings, Guardrail, RouteRule, StepConfig
-from emberline.testing.openai_script import ServerScript
-from emberline.upstream.gateway.options import combined, retry_policy
+from standins.openai_script import ServerScript
 from tests.api.gateway.conftest import MODEL, SAYS, Bench, Opener
 
 A = f"a/{MODEL}"

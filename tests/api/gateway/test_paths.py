@@ -9,7 +9,7 @@ import pytest
 from emberline.accounts.account_service import KeyGrant
 from emberline.accounts.audit_log import Actor
 from emberline.api.http.guard import BINDING_HOST
-from emberline.testing.openai_script import ServerScript
+from standins.openai_script import ServerScript
 from tests.api.gateway.conftest import MODEL, SAYS, Opener
 
 A, B = f"a/{MODEL}", f"b/{MODEL}"

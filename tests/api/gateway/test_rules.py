@@ -8,10 +8,10 @@ import pytest
 from emberline.accounts.account import Limits
 from emberline.accounts.account_service import KeyGrant
 from emberline.accounts.audit_log import Actor
+from emberline.gateway import log
 from emberline.protocol.gateway import Budget, Condition, Guardrail, RateLimit, RouteRule
-from emberline.service.gateway import log
-from emberline.service.status import StatusQuery
-from emberline.testing.openai_script import ServerScript
+from emberline.telemetry.status import StatusQuery
+from standins.openai_script import ServerScript
 from tests.api.gateway.conftest import MODEL, SAYS, Opener
 
 A, B = f"a/{MODEL}", f"b/{MODEL}"

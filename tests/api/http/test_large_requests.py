@@ -18,13 +18,13 @@ import pytest
 from emberline.api.http import body as bodies
 from emberline.api.http.call import RequestLimits
 from emberline.api.http.large_requests import LargeRequestRelay
-from emberline.api.http.server import serve
-from emberline.protocol.answer import StoredResponse
+from emberline.net.http_server import serve
+from emberline.protocol.complete_response import StoredResponse
 from emberline.text.text_model import TextModel
 from tests.api.adversarial import attacks
 from tests.api.fake_service import KEY, MODEL, FakeService, app_of
-from tests.api.http.test_server import slowly, wait_for
 from tests.api.loopback import on_loopback
+from tests.net.test_http_server import slowly, wait_for
 from tests.service.conftest import MODEL as SERVED
 from tests.service.conftest import Opener, open_one, say, text_model
 from tests.service.fake_engine import FakeEngine, Script

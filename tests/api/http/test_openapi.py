@@ -20,16 +20,16 @@ from emberline.accounts.account_service import AccountService
 from emberline.api.batch_loader import BatchService
 from emberline.api.http.call import ASGIApp, Receive, Scope, Send
 from emberline.catalog.model_card import ModelCard
+from emberline.gateway.service import GatewayService
 from emberline.jobs.batches.batch import Batch, NewBatch
 from emberline.jobs.batches.blobs import BlobStore
 from emberline.jobs.limits import QueueLimits
 from emberline.jobs.queue.queue import Queue
-from emberline.protocol.answer import Encoded
+from emberline.protocol.complete_response import Encoded
 from emberline.protocol.errors import BadInput
 from emberline.protocol.events import TextEvent, Usage
 from emberline.protocol.media import Media, MediaRequest
 from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal
-from emberline.service.gateway.service import GatewayService
 from emberline.store import open_store
 from tests.api.admin.test_kv_cache import FakeCache
 from tests.api.fake_service import CARDS, KEY, SECRET, FakeService, agent, app_of, hello

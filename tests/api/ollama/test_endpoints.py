@@ -9,8 +9,8 @@ import pytest
 
 from emberline.accounts.account_service import AccountService
 from emberline.accounts.audit_log import Actor
-from emberline.api.ollama.request import TEMPERATURE, OllamaChat
-from emberline.protocol.answer import Encoded
+from emberline.api.ollama.chat_request import TEMPERATURE, OllamaChat
+from emberline.protocol.complete_response import Encoded
 from emberline.protocol.errors import Unavailable
 from emberline.protocol.events import (
     ChoiceDone,

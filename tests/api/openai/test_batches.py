@@ -15,7 +15,7 @@ from emberline.api.batches.job_format import FileLine, file_lines
 from emberline.api.openai.batch_jobs import OpenAIJobReader
 from emberline.jobs.batches.batch import Batch, NewBatch
 from emberline.jobs.queue.job import NewJob
-from emberline.protocol.answer import Answer, AnswerChoice, TextPart
+from emberline.protocol.complete_response import Answer, AnswerChoice, TextPart
 from emberline.protocol.errors import BadInput, Unavailable
 from emberline.protocol.events import ChoiceDone, ReasoningDelta, TextDelta, TextLogprob, Usage
 from emberline.protocol.request import GenerateRequest, Priority

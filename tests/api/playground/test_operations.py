@@ -15,9 +15,9 @@ from emberline.api.batch_loader import BatchService
 from emberline.api.http.call import ASGIApp, Receive, Scope, Send
 from emberline.jobs.queue.queue import Queue, open_queue
 from emberline.protocol.errors import ErrorInfo
-from emberline.service.history import FIELDS, N_POINTS, STEP_S
-from emberline.service.status import EndedRequest, RequestStatus, Status, StatusQuery, TierStatus, WorkerStatus
 from emberline.store import open_store
+from emberline.telemetry.history import FIELDS, N_POINTS, STEP_S
+from emberline.telemetry.status import EndedRequest, RequestStatus, Status, StatusQuery, TierStatus, WorkerStatus
 from tests.api.fake_service import KEY, MODEL, SECRET, FakeService, app_of
 from tests.api.playground.browser import DRAW_A_FRAME, Stage, expect, module
 from tests.jobs.queue.helpers import MODEL as JOB_MODEL

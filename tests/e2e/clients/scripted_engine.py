@@ -14,10 +14,10 @@ from emberline.engine.grammar.compiler import MatcherCompiler
 from emberline.kv.cache import KVCache
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.request import EngineRequest
-from emberline.testing import engine_script as script
-from emberline.testing import standin_engine as standin
-from emberline.testing.engine_script import EngineScript
 from emberline.text.text_model import TextModel
+from standins import engine_script as script
+from standins import standin_engine as standin
+from standins.engine_script import EngineScript
 from tests.e2e.clients.reply_script import ReplyScript
 
 ITL_MS = 8.0  # between tokens: without a delay, and on a busy machine with a short one, a reply arrives in one piece

@@ -5,7 +5,7 @@ import sys
 
 from emberline.engine.transfer import incoming
 from emberline.kv.transfer import sender
-from emberline.testing import standin_engine
+from standins import standin_engine
 
 if __name__ == "__main__":
     lease_s, sender.KEEP_ALIVE_S = map(float, sys.argv[1:3])

@@ -18,7 +18,7 @@ from tests.engine.client import Client, engine, wait_until
 from tests.engine.fakes import request
 from tests.engine.transfer.test_prefill_decode import halves
 
-STANDIN = "emberline.testing.standin_engine"
+STANDIN = "standins.standin_engine"
 SIZES = ("--head-dim", 256, "--token-budget", 64, "--kv-tokens", 4096, "--context-len", 2048, "--max-running", 16)
 
 

@@ -13,7 +13,7 @@ from emberline.engine.addresses import listening
 from emberline.engine.worker.socket_server import Server
 from emberline.protocol import frames
 from emberline.protocol.frames import Abort, FrameBuffer, Hello, Step, Submit
-from emberline.testing import standin_engine as standin
+from standins import standin_engine as standin
 from tests.engine.fakes import request
 from tests.examples import n_examples
 

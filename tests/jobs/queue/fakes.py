@@ -9,7 +9,7 @@ from emberline.accounts.usage_row import UsageRow, UsageStatus
 from emberline.protocol.errors import BadInput, BudgetReserved, DeadlineExceeded, EngineLost, Unavailable
 from emberline.protocol.events import ChoiceDone, Completed, Started, TextDelta, TextEvent, Usage
 from emberline.protocol.request import GenerateRequest, Principal, Priority
-from emberline.service.request_context import JobContext
+from emberline.telemetry.request_log import JobContext
 
 ERRORS: dict[str, Callable[[], Exception]] = {
     "bad": lambda: BadInput("not like this"),

@@ -8,7 +8,7 @@ from emberline.jobs.batches.batch import NewBatch
 from emberline.jobs.batches.blobs import BlobStore
 from emberline.jobs.limits import QueueLimits
 from emberline.jobs.queue.job import Lease, NewJob
-from emberline.protocol.answer import Answer, AnswerChoice, ReasoningPart, TextPart, ToolCallPart
+from emberline.protocol.complete_response import Answer, AnswerChoice, ReasoningPart, TextPart, ToolCallPart
 from emberline.protocol.events import Usage
 from emberline.protocol.request import GenerateRequest, Message, SamplingParams
 from emberline.store import Database

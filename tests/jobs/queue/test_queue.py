@@ -9,7 +9,7 @@ from emberline.accounts.usage_ledger import UsageLedger
 from emberline.jobs.limits import INSERT_CHUNK
 from emberline.jobs.queue.job import Lease, NewJob
 from emberline.jobs.queue.queue import Queue
-from emberline.protocol.answer import Answer, AnswerChoice, TextPart
+from emberline.protocol.complete_response import Answer, AnswerChoice, TextPart
 from emberline.protocol.errors import BadInput, Conflict, ErrorInfo, NotFound, Overloaded, TooLarge
 from emberline.protocol.events import Usage
 from emberline.store import Database

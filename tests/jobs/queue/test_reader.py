@@ -81,7 +81,7 @@ async def test_jobs_that_never_ran_do_not_count_in_the_rate(queue: Queue, time: 
 
 
 async def test_batch_usage_includes_cached_and_reasoning_tokens(queue: Queue) -> None:
-    from emberline.protocol.answer import Answer, AnswerChoice, TextPart
+    from emberline.protocol.complete_response import Answer, AnswerChoice, TextPart
     from emberline.protocol.events import Usage
 
     batch = await queue.submit(new_batch(), new_jobs(3))

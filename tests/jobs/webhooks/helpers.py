@@ -7,10 +7,10 @@ from typing import Any
 
 from emberline.accounts.secret import Secret
 from emberline.jobs.webhooks.deliveries import DeliveryRecord
-from emberline.jobs.webhooks.endpoints import EndpointUpdate, WebhookEndpoint
 from emberline.jobs.webhooks.events import EVENTS_CHANNEL, batch_event, event_statements
 from emberline.jobs.webhooks.service import WebhookService, WebhookSettings
-from emberline.protocol.egress_policy import Resolve
+from emberline.jobs.webhooks.webhook_store import EndpointUpdate, WebhookEndpoint
+from emberline.net.egress_policy import Resolve
 from emberline.store import Database
 
 SECRET = Secret("7" * 64)

@@ -13,7 +13,7 @@ from standardwebhooks import Webhook
 
 from emberline.jobs.webhooks.deliverer import DELAYS_S, MAX_PER_ENDPOINT, account_room, next_delay_s
 from emberline.jobs.webhooks.deliveries import LEASE_S, DeliveryRecord
-from emberline.jobs.webhooks.endpoints import EndpointUpdate
+from emberline.jobs.webhooks.webhook_store import EndpointUpdate
 from emberline.protocol.errors import BadInput
 from emberline.store import open_store
 from tests.databases import mostly_sqlite, on_both_databases

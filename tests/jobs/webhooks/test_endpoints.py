@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from standardwebhooks import Webhook, WebhookVerificationError
 
-from emberline.jobs.webhooks.endpoints import encode_secret, signature_headers, signing_key
 from emberline.jobs.webhooks.events import Event, webhook_body
+from emberline.jobs.webhooks.webhook_store import encode_secret, signature_headers, signing_key
 from tests.jobs.webhooks.helpers import SECRET
 from tests.lazy_modules import openai
 

@@ -23,8 +23,8 @@ from emberline.models.decoder import Architecture, Decoder
 from emberline.models.deepseek import deepseek
 from emberline.models.shard import Shard
 from emberline.protocol.parallel_layout import Layout, Position
-from emberline.testing.thread_collectives import run_ranks, thread_groups
 from emberline.weights.model_config import ModelConfig
+from standins.thread_collectives import run_ranks, thread_groups
 from tests.kernels.gpu.batches import DEVICE, DTYPE, LIMIT, error, everyday
 from tests.kernels.gpu.mla.layers import latent_batch, latent_layer, mla_reference, new_tokens, rotary
 from tests.kernels.gpu.test_fa3_attention import plain_attention

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 ADDRESS = "127.0.0.2"  # Ray replaces 127.0.0.1 by another address of the machine
 NOWHERE = "http://127.0.0.1:9"  # the discard port: a worker that joins there keeps trying
-STANDIN = "emberline.testing.standin_engine"
+STANDIN = "standins.standin_engine"
 KEY = bytes(range(32))
 PATIENCE_S = 120.0
 

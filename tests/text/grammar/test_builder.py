@@ -1,5 +1,14 @@
 from emberline.protocol.grammar import Chars, OneOf, Repeat, Rule, Sequence, Text, decode, encode
-from emberline.text.grammar.builder import EMPTY, NEVER, Builder, choice, optional, repeat, separated, sequence
+from emberline.text.grammar.expressions.builder import (
+    EMPTY,
+    NEVER,
+    Builder,
+    choice,
+    optional,
+    repeat,
+    separated,
+    sequence,
+)
 from tests.text.grammar.reference import matches
 
 

@@ -2,8 +2,8 @@ import pytest
 
 from emberline.protocol.errors import BadInput
 from emberline.protocol.grammar import Grammar
-from emberline.text.grammar.builder import Builder
-from emberline.text.grammar.ebnf import grammar_expression
+from emberline.text.grammar.expressions.builder import Builder
+from emberline.text.grammar.expressions.ebnf import grammar_expression
 from tests.text.grammar.reference import Sampler, matches
 
 ARITHMETIC = r"""

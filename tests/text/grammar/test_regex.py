@@ -5,8 +5,8 @@ import pytest
 
 from emberline.protocol.errors import BadInput
 from emberline.protocol.grammar import Grammar
-from emberline.text.grammar.builder import Builder
-from emberline.text.grammar.regex import regex_expression
+from emberline.text.grammar.expressions.builder import Builder
+from emberline.text.grammar.expressions.regex import regex_expression
 from tests.text.grammar.reference import Sampler, matches
 
 

@@ -15,21 +15,21 @@ from emberline.accounts.auth import Authenticator
 from emberline.accounts.secret import Secret
 from emberline.api.app import ApiSettings, App
 from emberline.config import ProviderConfig
-from emberline.protocol.egress_policy import EgressPolicy
+from emberline.net.egress_policy import EgressPolicy
 from emberline.service.core import LocalCore
-from emberline.service.open import DATABASE, open_service
 from emberline.service.service import Service
+from emberline.service.service_factory import DATABASE, open_service
 from emberline.store import open_store
-from emberline.testing.openai_script import ServerScript
-from emberline.testing.standin_openai import StandinServer
-from emberline.testing.standin_providers import (
+from emberline.upstream.providers.directory import ProviderDirectory
+from standins.openai_script import ServerScript
+from standins.standin_openai import StandinServer
+from standins.standin_providers import (
     ProviderScript,
     StandinAnthropic,
     StandinGemini,
     StandinOpenAI,
     StandinProvider,
 )
-from emberline.upstream.providers.directory import ProviderDirectory
 
 PATIENCE_S = 60.0
 KEY = "sk-configured-0123456789"

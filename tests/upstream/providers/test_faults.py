@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from emberline.accounts.prices import PriceVersion
 from emberline.config import ProviderConfig
 from emberline.protocol.price import Price
-from emberline.testing.standin_providers import ProviderScript
+from standins.standin_providers import ProviderScript
 from tests.upstream.providers.conftest import Gateway, Opener, StartProvider, configured, events, said
 
 KINDS = ("openai", "anthropic", "gemini")
@@ -141,14 +141,14 @@ def test_wherever_a_stream_is_cut_it_ends_once(kind: str, data: st.DataObject) -
 
 
 async def _cut_anywhere(kind: str, script: ProviderScript) -> None:
-    from emberline.testing.standin_providers import StandinAnthropic, StandinGemini, StandinOpenAI
-    from emberline.upstream.http_client import ConnectionFailed
+    from emberline.net.http_client import ConnectionFailed
+    from emberline.upstream.dialects.sse import StreamEditor
     from emberline.upstream.providers.access import Access
     from emberline.upstream.providers.attempt import ProviderAttempt
     from emberline.upstream.providers.client import ProviderClient
     from emberline.upstream.providers.errors import ProviderFailed
     from emberline.upstream.providers.registry import provider
-    from emberline.upstream.sse import StreamEditor
+    from standins.standin_providers import StandinAnthropic, StandinGemini, StandinOpenAI
 
     server = {"anthropic": StandinAnthropic, "gemini": StandinGemini, "openai": StandinOpenAI}[kind](script)
     await server.start()

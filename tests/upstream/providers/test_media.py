@@ -11,8 +11,8 @@ from emberline.accounts.audit_log import Actor
 from emberline.accounts.prices import PriceVersion
 from emberline.config import ProviderConfig
 from emberline.protocol.price import Price
-from emberline.testing.standin_providers import ProviderScript, StandinOpenAI
-from emberline.upstream.providers import openai_media
+from emberline.upstream.dialects import openai_media
+from standins.standin_providers import ProviderScript, StandinOpenAI
 from tests.upstream.providers.conftest import Gateway, Opener, StartProvider, configured
 
 RUN = "/client/v4/accounts/a/ai/run"

@@ -9,11 +9,11 @@ from emberline.accounts.usage_row import UsageRow
 from emberline.config import ProviderConfig
 from emberline.protocol.price import Price
 from emberline.protocol.request import GenerateRequest, Message, Principal, Priority
-from emberline.service.answer import collect_answer
-from emberline.service.request_context import JobContext
-from emberline.testing.openai_script import ServerScript, StandinPrompt
-from emberline.testing.standin_openai import StandinServer
+from emberline.service.event_collector import collect_answer
+from emberline.telemetry.request_log import JobContext
 from emberline.upstream.providers.registry import KNOWN, KnownProvider
+from standins.openai_script import ServerScript, StandinPrompt
+from standins.standin_openai import StandinServer
 from tests.upstream.providers.conftest import KEY, SAYS, Opener, events, said
 
 MODEL = "acme/gpt-test"

@@ -8,7 +8,7 @@ import pytest
 
 from emberline.accounts.audit_log import Actor
 from emberline.accounts.provider_keys import NewProviderKey
-from emberline.protocol.egress_policy import EgressPolicy
+from emberline.net.egress_policy import EgressPolicy
 from emberline.upstream.providers.registry import KNOWN, KnownProvider
 from tests.upstream.providers.conftest import Gateway, Opener, StartProvider, configured
 

@@ -13,16 +13,16 @@ from emberline.accounts.secret import Secret
 from emberline.api.app import ApiSettings, App
 from emberline.balancer.endpoint import Endpoint
 from emberline.catalog.model_card import ModelCard
+from emberline.cluster.timings import Timings
 from emberline.config import ProviderConfig
-from emberline.protocol.egress_policy import EgressPolicy
+from emberline.net.egress_policy import EgressPolicy
 from emberline.protocol.errors import ModelNotFound
 from emberline.service import open_core_server, open_http_worker
-from emberline.service.timings import Timings
-from emberline.testing.standin_openai import StandinServer
-from emberline.upstream.client import UpstreamClient, UpstreamConfig
 from emberline.upstream.models import UpstreamModels
 from emberline.upstream.providers.client import ProviderClient
 from emberline.upstream.providers.directory import ProviderDirectory
+from emberline.upstream.servers.client import UpstreamClient, UpstreamConfig
+from standins.standin_openai import StandinServer
 from tests.upstream.providers.conftest import PATIENCE_S, SAYS, Gateway, Opener, StartProvider
 from tests.upstream.providers.test_provider_keys import key_of
 

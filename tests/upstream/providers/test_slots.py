@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from emberline.protocol.egress_policy import EgressPolicy
-from emberline.testing.standin_providers import StandinProvider
+from emberline.net.egress_policy import EgressPolicy
+from standins.standin_providers import StandinProvider
 from tests.upstream.providers.conftest import Gateway, Opener, StartProvider, configured
 from tests.upstream.providers.test_provider_keys import key_of
 

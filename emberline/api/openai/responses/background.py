@@ -22,11 +22,11 @@ from emberline.api.openai.responses.request import ResponsesRequest
 from emberline.jobs.batches.batch import Batch
 from emberline.jobs.queue.job import Job, NewJob
 from emberline.jobs.queue.transcript import TranscriptPart
-from emberline.protocol.answer import StoredResponse
+from emberline.protocol.complete_response import StoredResponse
 from emberline.protocol.errors import Conflict, NotFound
 from emberline.protocol.events import ChoiceDone
 from emberline.protocol.request import GenerateRequest
-from emberline.service.answer import events_of
+from emberline.service.event_collector import events_of
 
 ENDPOINT = "/v1/responses"
 QUEUED_POLL_S = 0.5  # how often a stream checks whether its job has started,

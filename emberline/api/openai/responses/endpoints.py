@@ -26,7 +26,7 @@ from emberline.api.openai.responses.items import (
 )
 from emberline.api.openai.responses.output import ResponseBuilder, ResponseStream
 from emberline.api.openai.responses.request import ResponsesRequest, response_id
-from emberline.protocol.answer import MAX_DEPTH, MAX_HISTORY_BYTES, StoredResponse
+from emberline.protocol.complete_response import MAX_DEPTH, MAX_HISTORY_BYTES, StoredResponse
 from emberline.protocol.errors import BadInput, Conflict, EmberlineError, Internal, NoSuchStream, TooLarge
 from emberline.protocol.events import Completed, Started
 from emberline.protocol.request import GenerateRequest

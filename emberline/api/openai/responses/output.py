@@ -7,13 +7,13 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from emberline.api.common.answer import cost_field, drafts_field, logprobs_body, tiers_field
+from emberline.api.common.response_body import cost_field, drafts_field, logprobs_body, tiers_field
 from emberline.api.http.errors import Dialect, FieldNames, codes
 from emberline.api.http.sse import EventEncoder, named_event, random_padding
 from emberline.api.openai.responses.items import Status, item_id, seal
 from emberline.api.openai.responses.request import ResponsesRequest
 from emberline.api.openai.responses.tools import ArgumentTextDecoder, ClientTool, ParsedTools
-from emberline.protocol.answer import Answer
+from emberline.protocol.complete_response import Answer
 from emberline.protocol.errors import BadInput, ContextExceeded, EmberlineError
 from emberline.protocol.events import (
     ChoiceDone,
@@ -24,7 +24,7 @@ from emberline.protocol.events import (
     ToolCallStarted,
     Usage,
 )
-from emberline.service.answer import ChoiceEvent, events_of
+from emberline.service.event_collector import ChoiceEvent, events_of
 
 Json = dict[str, Any]
 StreamEvent = dict[str, Any]

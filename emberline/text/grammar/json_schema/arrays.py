@@ -11,8 +11,8 @@ from itertools import pairwise, product
 from typing import Any, TypeAlias
 
 from emberline.protocol.grammar import Expression, Rule, Text
-from emberline.text.grammar.builder import EMPTY, NEVER, choice, optional, repeat, separated, sequence
-from emberline.text.grammar.character_dfa import CharacterDfa
+from emberline.text.grammar.expressions.builder import EMPTY, NEVER, choice, optional, repeat, separated, sequence
+from emberline.text.grammar.expressions.character_dfa import CharacterDfa
 from emberline.text.grammar.json_schema.document import TRUE, Conjunction, Node, contradictory, negations
 from emberline.text.grammar.json_schema.objects import object_expression
 from emberline.text.grammar.json_schema.set_algebra import (

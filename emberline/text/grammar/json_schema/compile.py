@@ -9,7 +9,7 @@ from typing import Any
 
 from emberline.protocol.errors import BadInput
 from emberline.protocol.grammar import Expression
-from emberline.text.grammar.builder import Builder, blaming
+from emberline.text.grammar.expressions.builder import Builder, blaming
 from emberline.text.grammar.json_schema import arrays, keywords, numbers, objects, strings
 from emberline.text.grammar.json_schema.document import Document, Node, UnsupportedSchema
 from emberline.text.grammar.json_schema.keywords import Reader, size_reader

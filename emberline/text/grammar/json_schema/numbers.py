@@ -11,9 +11,9 @@ from math import gcd, isfinite, lcm, prod
 from typing import Any
 
 from emberline.protocol.grammar import Chars, Expression, Text
-from emberline.text.grammar import character_dfa
-from emberline.text.grammar.builder import EMPTY, NEVER, Builder, choice, optional, repeat, sequence
-from emberline.text.grammar.character_dfa import CharacterDfa
+from emberline.text.grammar.expressions import character_dfa
+from emberline.text.grammar.expressions.builder import EMPTY, NEVER, Builder, choice, optional, repeat, sequence
+from emberline.text.grammar.expressions.character_dfa import CharacterDfa
 from emberline.text.grammar.json_schema.document import Node
 from emberline.text.grammar.json_schema.set_algebra import (
     Bound,

@@ -6,9 +6,10 @@ from itertools import product
 from typing import Any
 
 from emberline.protocol.grammar import Expression, Text
-from emberline.text.grammar import character_dfa
-from emberline.text.grammar.builder import EMPTY, NEVER, choice, optional, repeat, separated, sequence
-from emberline.text.grammar.character_dfa import CharacterDfa
+from emberline.text.grammar.expressions import character_dfa
+from emberline.text.grammar.expressions.builder import EMPTY, NEVER, choice, optional, repeat, separated, sequence
+from emberline.text.grammar.expressions.character_dfa import CharacterDfa
+from emberline.text.grammar.expressions.regex import parse
 from emberline.text.grammar.json_schema.document import FALSE, TRUE, Conjunction, Node, contradictory, negations
 from emberline.text.grammar.json_schema.set_algebra import (
     ObjectSet,
@@ -31,7 +32,6 @@ from emberline.text.grammar.json_schema.strings import (
     quoted_dfa,
 )
 from emberline.text.grammar.json_schema.writer import GrammarWriter
-from emberline.text.grammar.regex import parse
 
 MAX_PATTERNS = 4  # patternProperties up to which every combination of matches is considered
 MAX_COUNTED = 64

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, Final, TypeAlias
 
-from emberline.text.grammar import character_dfa
-from emberline.text.grammar.character_dfa import CharacterDfa
+from emberline.text.grammar.expressions import character_dfa
+from emberline.text.grammar.expressions.character_dfa import CharacterDfa
+from emberline.text.grammar.expressions.regex import parse
 from emberline.text.grammar.json_schema.document import TRUE, Conjunction, Document, Node, contradictory
-from emberline.text.grammar.regex import parse
 
 JSON_TYPES: Final = ("null", "boolean", "number", "string", "array", "object")
 MAX_COMPARED_DEPTH = 4

@@ -5,10 +5,19 @@ from functools import cache
 from typing import Any
 
 from emberline.protocol.grammar import Chars, Expression, OneOf, Repeat, Sequence, Text
-from emberline.text.grammar import character_dfa
-from emberline.text.grammar.builder import NEVER, Builder, choice, lengths_in_chars, optional, repeat, sequence
-from emberline.text.grammar.character_dfa import CharacterDfa
-from emberline.text.grammar.characters import ANY, Ranges, chars, subtract, union
+from emberline.text.grammar.expressions import character_dfa
+from emberline.text.grammar.expressions.builder import (
+    NEVER,
+    Builder,
+    choice,
+    lengths_in_chars,
+    optional,
+    repeat,
+    sequence,
+)
+from emberline.text.grammar.expressions.character_dfa import CharacterDfa
+from emberline.text.grammar.expressions.characters import ANY, Ranges, chars, subtract, union
+from emberline.text.grammar.expressions.regex import parse
 from emberline.text.grammar.json_schema.document import Conjunction, Node
 from emberline.text.grammar.json_schema.set_algebra import (
     SetAlgebra,
@@ -18,7 +27,6 @@ from emberline.text.grammar.json_schema.set_algebra import (
     only,
     typed_sets,
 )
-from emberline.text.grammar.regex import parse
 
 QUOTE = Text('"')
 # The model decides whether a space follows, as it was trained to: most learned `json.dumps` spacing, some compact JSON.

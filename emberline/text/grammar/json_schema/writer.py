@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from emberline.protocol.grammar import Expression, Rule, Text
-from emberline.text.grammar.builder import NEVER, Builder, choice, separated, sequence
+from emberline.text.grammar.expressions.builder import NEVER, Builder, choice, separated, sequence
 from emberline.text.grammar.json_schema.document import Conjunction, contradictory
 from emberline.text.grammar.json_schema.numbers import number_expression
 from emberline.text.grammar.json_schema.set_algebra import (

@@ -11,7 +11,7 @@ import pytest
 from emberline.api.batch_loader import BatchService
 from emberline.api.http.call import RequestLimits
 from emberline.jobs.batches.batch import NewBatch
-from emberline.protocol.answer import Answer, AnswerChoice, TextPart
+from emberline.protocol.complete_response import Answer, AnswerChoice, TextPart
 from emberline.protocol.errors import Unavailable
 from emberline.protocol.events import ChoiceDone, TextDelta, Usage
 from emberline.protocol.request import GenerateRequest, Message, Priority

@@ -19,7 +19,7 @@ from emberline.protocol import token_ids as tokens
 from emberline.protocol.errors import BadInput, EmberlineError, EngineLost, Unavailable
 from emberline.protocol.events import Completed, Started, TextEvent, TokenDelta
 from emberline.protocol.request import GenerateRequest, Principal
-from emberline.service.request_context import JobContext
+from emberline.telemetry.request_log import JobContext
 from tests.api.batch_fixtures import open_batch_service
 from tests.api.fake_service import AGENT, AGENT_USAGE, MODEL, FakeService, Wire, app_of, client_of
 from tests.api.openai.responses.test_background import ASK, events_in, made, streamed

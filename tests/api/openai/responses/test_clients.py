@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pytest
 from pydantic import BaseModel
 
-from emberline.protocol.answer import StoredResponse
+from emberline.protocol.complete_response import StoredResponse
 from emberline.protocol.errors import Unavailable
 from emberline.protocol.events import ReasoningDelta, Started, TextDelta
 from emberline.protocol.request import GenerateRequest, Message, OutputFormat, ToolCall

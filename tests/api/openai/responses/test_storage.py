@@ -12,7 +12,7 @@ import pytest
 from emberline.api.app import ApiSettings, App
 from emberline.api.openai.responses import endpoints as openai_responses
 from emberline.protocol import token_ids as tokens
-from emberline.protocol.answer import StoredResponse
+from emberline.protocol.complete_response import StoredResponse
 from emberline.protocol.errors import Unavailable
 from emberline.protocol.events import ReasoningDelta, Started, TextDelta
 from emberline.protocol.request import GenerateRequest, Message, ToolCall

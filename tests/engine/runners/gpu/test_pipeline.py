@@ -29,7 +29,7 @@ from emberline.protocol.frames import Vocabulary
 from emberline.protocol.grammar import encode
 from emberline.protocol.parallel_layout import Layout
 from emberline.protocol.token_ids import pack
-from emberline.testing.thread_collectives import thread_groups
+from standins.thread_collectives import thread_groups
 from tests.engine.client import Client, start
 from tests.engine.fakes import VOCAB, expected, request
 from tests.engine.grammar.samples import PERSON

@@ -16,7 +16,7 @@ import jsonschema_rs
 
 from emberline.protocol.errors import BadInput
 from emberline.protocol.grammar import Grammar
-from emberline.text.grammar.builder import Builder
+from emberline.text.grammar.expressions.builder import Builder
 from emberline.text.grammar.json_schema.compile import schema_expression
 from tests.text.grammar.reference import Sampler, matches
 

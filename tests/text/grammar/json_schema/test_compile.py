@@ -10,7 +10,7 @@ import pytest
 
 from emberline.protocol.errors import BadInput
 from emberline.protocol.grammar import Grammar, Text
-from emberline.text.grammar.builder import Builder, choice, sequence
+from emberline.text.grammar.expressions.builder import Builder, choice, sequence
 from emberline.text.grammar.json_schema.compile import any_object_expression, schema_expression
 from tests.text.grammar.reference import Sampler, matches
 

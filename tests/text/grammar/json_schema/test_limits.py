@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from emberline.protocol.errors import BadInput
-from emberline.text.grammar.builder import Builder
+from emberline.text.grammar.expressions.builder import Builder
 from emberline.text.grammar.json_schema.compile import schema_expression
 
 LIMIT_S = 5.0  # of CPU time; alone each takes well under one

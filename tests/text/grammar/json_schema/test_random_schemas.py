@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from emberline.protocol.errors import BadInput
-from emberline.text.grammar.builder import Builder
+from emberline.text.grammar.expressions.builder import Builder
 from emberline.text.grammar.json_schema.compile import schema_expression
 from tests.examples import n_examples
 from tests.text.grammar.reference import Sampler

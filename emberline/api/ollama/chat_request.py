@@ -1,0 +1,269 @@
+"""The bodies of Ollama's requests, and their conversion to the canonical request."""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from emberline.api.common.chat_messages import ChatMessage, ToolCallField, canonical_messages
+from emberline.api.common.sampling_fields import (
+    Penalty,
+    Probability,
+    RepetitionPenalty,
+    Seed,
+    StopString,
+    StopStrings,
+    TopK,
+    TopLogprobs,
+    clamp_top_p,
+)
+from emberline.api.common.tools import DeclaredTools, toolset
+from emberline.api.common.unsupported_fields import OneField, UnsupportedField, refuse_unsupported
+from emberline.api.http.errors import FieldNames
+from emberline.protocol.errors import BadInput
+from emberline.protocol.request import (
+    EncodeRequest,
+    GenerateRequest,
+    Message,
+    OutputFormat,
+    Reasoning,
+    SamplingParams,
+)
+from emberline.service.validation import MAX_TEMPERATURE, MAX_TOKENS
+
+# Ollama's own, where neither the request nor the model's publisher names one.
+TEMPERATURE, TOP_K, TOP_P = 0.8, 40, 0.9
+_NUMBER = r"[0-9]{1,18}(\.[0-9]{1,9})?"
+_DURATION = rf"^-?({_NUMBER}|({_NUMBER}(ns|us|µs|ms|s|m|h)){{1,6}})$"
+
+_IMAGES = {"iVBOR": "png", "/9j/": "jpeg", "R0lGOD": "gif", "UklGR": "webp"}  # by how their base64 begins
+
+KeepAlive = float | Annotated[str, Meta(pattern=_DURATION)]
+
+
+class Options(msgspec.Struct, kw_only=True):
+    """What Ollama calls the model's parameters. `num_ctx` and others that only say how a model is loaded are skipped:
+    it has its whole context here, on the devices that the server was started with."""
+
+    num_predict: Annotated[int, Meta(ge=-2, le=MAX_TOKENS)] | None = None  # 0 and less: no limit
+    seed: Seed | None = None
+    temperature: Annotated[float, Meta(ge=0, le=MAX_TEMPERATURE)] | None = None
+    top_k: TopK | None = None
+    top_p: Probability | None = None
+    min_p: Probability | None = None
+    repeat_penalty: RepetitionPenalty | None = None
+    repeat_last_n: Annotated[int, Meta(ge=-1)] | None = None  # 0: no penalty; otherwise it is for the whole context
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    stop: StopString | StopStrings | None = None
+    typical_p: OneField = None
+    tfs_z: OneField = None
+    mirostat: UnsupportedField = None
+    penalize_newline: UnsupportedField = None
+    logits_all: UnsupportedField = None
+    vocab_only: UnsupportedField = None
+    embedding_only: UnsupportedField = None
+
+    def sampling(self, logprobs: int | None) -> SamplingParams:
+        refuse_unsupported(self, "options.")
+        penalty = 1.0 if self.repeat_last_n == 0 else self.repeat_penalty or 1.0
+        return SamplingParams(
+            max_tokens=self.num_predict if self.num_predict and self.num_predict > 0 else None,
+            temperature=TEMPERATURE if self.temperature is None else self.temperature,
+            top_k=TOP_K if self.top_k is None else max(self.top_k, 0),
+            top_p=TOP_P if self.top_p is None else clamp_top_p(self.top_p),
+            min_p=self.min_p or 0.0,
+            repetition_penalty=penalty,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            seed=self.seed,
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            logprobs=logprobs,
+        )
+
+    @property
+    def left_to_model(self) -> tuple[str, ...]:
+        given = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+        given["repetition_penalty"] = self.repeat_penalty
+        return tuple(name for name, value in given.items() if value is None)
+
+
+class ModelRequest(msgspec.Struct, kw_only=True):
+    model: str
+    options: Options | None = None
+    keep_alive: KeepAlive | None = None
+
+    @property
+    def unloads(self) -> bool:
+        """Whether it asks that the model be unloaded at once."""
+        alive = self.keep_alive
+        return alive == 0 or (isinstance(alive, str) and not any(digit in alive for digit in "123456789"))
+
+
+class TextRequest(ModelRequest, kw_only=True):
+    """The fields that chat and generate share."""
+
+    stream: bool | None = None
+    format: Literal["", "json"] | dict[str, Any] | None = None
+    think: bool | Literal["low", "medium", "high", "max"] | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+    template: UnsupportedField = None
+    speculation: UnsupportedField = None
+    truncate: bool | None = None  # a conversation that does not fit is refused, not cut
+    shift: bool | None = None
+
+    @property
+    def streams(self) -> bool:
+        return self.stream is not False
+
+    def fields(self, request_id: str, session: str | None) -> dict[str, Any]:
+        refuse_unsupported(self)
+        options = self.options or Options()
+        effort = self.think if isinstance(self.think, str) else None
+        return {
+            "api": "ollama",
+            "id": request_id,
+            "sampling": options.sampling((self.top_logprobs or 0) if self.logprobs else None),
+            "left_to_model": options.left_to_model,
+            "session": session,
+            "output": self._output(),
+            "reasoning": Reasoning(enabled=None if self.think is None else bool(self.think), effort=effort),
+        }
+
+    def _output(self) -> OutputFormat | None:
+        if isinstance(self.format, dict):
+            return OutputFormat("json_schema", self.format)
+        return OutputFormat("json_object") if self.format else None
+
+
+class OllamaMessage(msgspec.Struct, kw_only=True):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: str | None = None
+    images: list[str] | None = None
+    tool_calls: list[ToolCallField] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+    def chat_message(self) -> ChatMessage:
+        return ChatMessage(
+            role=self.role,
+            content=self.content,
+            name=self.tool_name,
+            tool_calls=self.tool_calls,
+            tool_call_id=self.tool_call_id,
+            reasoning_content=self.thinking,
+        )
+
+
+class OllamaChat(TextRequest, kw_only=True):
+    messages: list[OllamaMessage] | None = None
+    tools: DeclaredTools | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Without messages, the request is for the model itself: to load or unload it."""
+        return not self.messages
+
+    def to_request(self, model: str, request_id: str, session: str | None) -> tuple[GenerateRequest, FieldNames]:
+        found = toolset(self.tools, None)
+        given = self.messages or []
+        messages = canonical_messages([message.chat_message() for message in given])
+        request = GenerateRequest(
+            model=model,
+            messages=tuple(
+                _with_images(message, body.images, f"messages[{i}].images")
+                for i, (message, body) in enumerate(zip(messages, given, strict=True))
+            ),
+            tools=found.tools,
+            tool_choice=found.choice,
+            **self.fields(request_id, session),
+        )
+        return request, FieldNames(output="format", tools=found.fields)
+
+
+class OllamaPrompt(TextRequest, kw_only=True):
+    """Of `/api/generate`."""
+
+    prompt: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+    images: list[str] | None = None
+    suffix: UnsupportedField = None
+    context: UnsupportedField = None
+    width: UnsupportedField = None
+    height: UnsupportedField = None
+    steps: UnsupportedField = None
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.prompt
+
+    def to_request(self, model: str, request_id: str, session: str | None) -> tuple[GenerateRequest, FieldNames]:
+        prompt, names = self.prompt or "", FieldNames(output="format")
+        fields = self.fields(request_id, session)
+        if self.raw:
+            if self.images:
+                raise BadInput("`images` need the chat template, which `raw` leaves out", param="images")
+            if self.system:
+                raise BadInput("`system` needs the chat template, which `raw` leaves out", param="system")
+            return GenerateRequest(model=model, prompt=prompt, **fields), names
+        system = (Message("system", self.system),) if self.system else ()
+        question = _with_images(Message("user", prompt), self.images, "images")
+        return GenerateRequest(model=model, messages=(*system, question), **fields), names
+
+
+class OllamaEmbed(ModelRequest, kw_only=True):
+    input: str | list[str]
+    truncate: bool | None = None
+    dimensions: Annotated[int, Meta(ge=1)] | None = None
+
+    def to_request(self, model: str, request_id: str) -> tuple[EncodeRequest, FieldNames]:
+        is_one = isinstance(self.input, str)
+        request = EncodeRequest(
+            id=request_id,
+            model=model,
+            texts=(self.input,) if isinstance(self.input, str) else tuple(self.input),
+            dimensions=self.dimensions,
+            truncate=self.truncate is not False,
+            api="embeddings",
+        )
+        return request, FieldNames(texts="input", one_text=is_one)
+
+
+class OllamaEmbeddings(ModelRequest, kw_only=True):
+    """Ollama's older form: one text."""
+
+    prompt: str
+
+    def to_request(self, model: str, request_id: str) -> tuple[EncodeRequest, FieldNames]:
+        request = EncodeRequest(id=request_id, model=model, texts=(self.prompt,), truncate=True, api="embeddings")
+        return request, FieldNames(texts="prompt", one_text=True)
+
+
+class OllamaShow(msgspec.Struct, kw_only=True):
+    model: str = ""
+    name: str = ""  # its older name
+    verbose: bool | None = None
+
+
+class OllamaPull(msgspec.Struct, kw_only=True):
+    model: str = ""
+    name: str = ""
+    stream: bool | None = None
+    insecure: bool | None = None
+
+
+def _with_images(message: Message, images: list[str] | None, field: str) -> Message:
+    """Images come as bare base64; what they are is in their first bytes."""
+    if not images:
+        return message
+    return msgspec.structs.replace(message, images=tuple(_data_url(image, field) for image in images))
+
+
+def _data_url(image: str, field: str) -> str:
+    kind = next((kind for begin, kind in _IMAGES.items() if image.startswith(begin)), None)
+    if kind is None or not image.isascii():
+        raise BadInput(f"`{field}` must be PNG, JPEG, GIF or WebP images in base64", param=field)
+    return f"data:image/{kind};base64,{image}"

@@ -1,0 +1,187 @@
+"""Ollama's API: chat, generate, embeddings and the models there are.
+
+Its clients load and unload a model by an empty request, with `keep_alive: 0` for the second; here that is an admin's to
+do, and every other `keep_alive` is left to the server (`[models] keep_alive_s`).
+"""
+
+from typing import TypeVar
+
+import msgspec
+
+from emberline import __version__
+from emberline.api.common.encoding import json_rows, run_encoding
+from emberline.api.common.model_list import ollama_details, ollama_model
+from emberline.api.common.response_body import collect
+from emberline.api.http.body import decode, named_model, read_body, read_json
+from emberline.api.http.call import Call, Reply, encode, json_reply, while_connected
+from emberline.api.http.sse import stream
+from emberline.api.ollama.chat_request import (
+    OllamaChat,
+    OllamaEmbed,
+    OllamaEmbeddings,
+    OllamaPrompt,
+    OllamaPull,
+    OllamaShow,
+)
+from emberline.api.ollama.response_body import NDJSON, ReplyStream, Stopwatch, embed_body, empty_body, reply_body
+from emberline.catalog.model_card import TEXT_EMBEDDINGS, TEXT_GENERATION, ModelCard
+from emberline.protocol.complete_response import Encoded
+from emberline.protocol.errors import BadInput, Forbidden, ModelNotFound
+from emberline.protocol.request import alias_caller
+
+API_VERSION = "0.13.5"  # of Ollama, whose API this is: clients ask before they use newer parts of it
+LATEST = ":latest"  # the tag that Ollama's clients append to a name without one
+
+T = TypeVar("T")
+
+_chat = msgspec.json.Decoder(OllamaChat)
+_generate = msgspec.json.Decoder(OllamaPrompt)
+_embed = msgspec.json.Decoder(OllamaEmbed)
+_embeddings = msgspec.json.Decoder(OllamaEmbeddings)
+_show = msgspec.json.Decoder(OllamaShow)
+_pull = msgspec.json.Decoder(OllamaPull)
+
+
+async def chat(call: Call) -> Reply | None:
+    body = await _read(call, _chat)
+    return await _answer(call, body, is_chat=True)
+
+
+async def generate(call: Call) -> Reply | None:
+    body = await _read(call, _generate)
+    return await _answer(call, body, is_chat=False)
+
+
+async def _answer(call: Call, body: OllamaChat | OllamaPrompt, is_chat: bool) -> Reply | None:
+    name = _served_name(call, body.model)
+    if body.is_empty:
+        return await _load(call, name, body, is_chat)
+    request, call.field_names = body.to_request(name, call.id, call.session)
+    watch, events = Stopwatch(), call.generate(request)
+    if body.streams:
+        encoder = ReplyStream(call.id, call.dialect, body.model, is_chat, watch)
+        await stream(call, events, encoder, call.id_headers)
+        return None
+    answer = await collect(call, watch.watch(events))
+    return json_reply(reply_body(body.model, is_chat, answer, watch), headers=call.id_headers)
+
+
+async def _load(call: Call, name: str, body: OllamaChat | OllamaPrompt, is_chat: bool) -> Reply:
+    """A model that is loaded on demand is loaded by the first request, whoever sends it."""
+    card = call.service.resolve(name)
+    call.service.check_scope(call.principal, card)
+    is_managed = call.service.model_state(card.id) not in ("", "provider")
+    if body.unloads and not call.principal.is_admin:
+        raise Forbidden("unloading a model needs an admin key")
+    if is_managed and call.principal.is_admin:
+        action = call.service.load_model(card.id, "unload" if body.unloads else "load")
+        await while_connected(call.receive, action)
+    reply = empty_body(body.model, is_chat, "unload" if body.unloads else "load")
+    return _lines_reply(reply) if body.streams else json_reply(reply)
+
+
+async def embed(call: Call) -> Reply:
+    watch = Stopwatch()
+    body = await _read(call, _embed)
+    if not body.input:
+        return json_reply({"model": body.model, "embeddings": []})
+    encoded = await _encode(call, body)
+    vectors = await json_rows(encoded)
+    return json_reply(embed_body(body.model, vectors, encoded.usage, watch), headers=call.id_headers)
+
+
+async def embeddings(call: Call) -> Reply:
+    """The older form: one text, one vector."""
+    body = await _read(call, _embeddings)
+    if not body.prompt:
+        return json_reply({"embedding": []})
+    encoded = await _encode(call, body)
+    return json_reply({"embedding": (await json_rows(encoded))[0]}, headers=call.id_headers)
+
+
+async def _encode(call: Call, body: OllamaEmbed | OllamaEmbeddings) -> Encoded:
+    request, call.field_names = body.to_request(_served_name(call, body.model), call.id)
+    if isinstance(body, OllamaEmbeddings) or body.truncate is None:  # as Ollama does; a provider cannot be asked to
+        caller = alias_caller(call.principal, request.session, request.id)
+        request = msgspec.structs.replace(request, truncate=call.service.upstream_card(request.model, caller) is None)
+    encoded = await run_encoding(call, request)
+    if encoded.pooling is None:
+        raise BadInput(f"{body.model} makes no vectors: ask for /v1/rerank or `run`", param="model")
+    return encoded
+
+
+async def tags(call: Call) -> Reply:
+    return json_reply({"models": [ollama_model(card) for card in call.models()]})
+
+
+async def show(call: Call) -> Reply:
+    body = await read_json(call, _show)
+    card = call.service.resolve(_served_name(call, body.model or body.name))
+    architecture = card.architecture or "unknown"
+    info: dict[str, object] = {
+        "general.architecture": architecture,
+        "general.basename": card.id.rpartition("/")[2],
+        f"{architecture}.context_length": card.context_window,
+    }
+    if card.capabilities.output_dimensions:
+        info[f"{architecture}.embedding_length"] = card.capabilities.output_dimensions
+    shown = {
+        "modelfile": f"FROM {card.id}\n",
+        "parameters": "\n".join(f"{name} {value:g}" for name, value in card.defaults.given.items()),
+        "template": "",
+        "license": card.license,
+        "details": ollama_details(card),
+        "model_info": info,
+        "capabilities": _capabilities(card),
+        "modified_at": ollama_model(card)["modified_at"],
+    }
+    return json_reply(shown)
+
+
+def _capabilities(card: ModelCard) -> list[str]:
+    if card.task == TEXT_EMBEDDINGS:
+        return ["embedding"]
+    if card.task != TEXT_GENERATION:
+        return []
+    can = card.capabilities
+    return ["completion", "tools", *(["thinking"] if can.reasoning else []), *(["vision"] if can.vision else [])]
+
+
+async def version(call: Call) -> Reply:
+    return json_reply({"version": API_VERSION, "emberline": __version__})
+
+
+async def pull(call: Call) -> Reply:
+    """Scripts ask for a model before they use it: one that is served is there. Others are added by the operator."""
+    body = await read_json(call, _pull)
+    name = body.model or body.name
+    try:
+        call.service.resolve(_served_name(call, name))
+    except ModelNotFound as missing:
+        raise ModelNotFound(f"{missing.message}: add it with `emberline pull {name[:100]}`", param="model") from None
+    reply = {"status": "success"}
+    return json_reply(reply) if body.stream is False else _lines_reply(reply)
+
+
+def _lines_reply(line: object) -> Reply:
+    return Reply(200, encode(line) + b"\n", NDJSON)
+
+
+async def _read(call: Call, decoder: msgspec.json.Decoder[T]) -> T:
+    """The body. An unknown model is refused before anything else in it."""
+    raw = await read_body(call)
+    if (name := named_model(raw)) is not None:
+        _served_name(call, name)
+    return decode(raw, decoder)
+
+
+def _served_name(call: Call, name: str) -> str:
+    """The name under which the model is served: without the tag that a client appended."""
+    try:
+        call.service.resolve(name)
+    except ModelNotFound:
+        if not name.endswith(LATEST):
+            raise
+        name = name.removesuffix(LATEST)
+        call.service.resolve(name)
+    return name

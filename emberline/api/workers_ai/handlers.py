@@ -1,0 +1,264 @@
+"""The Workers AI API's `run`: now, or queued and polled by request id."""
+
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+
+from emberline.api.batches.job_format import FileLine, Result, batch_request, batch_results
+from emberline.api.batches.submission import find_batch, new_batch, position_body, submit_once, submit_requests
+from emberline.api.common.chat_fields import is_json
+from emberline.api.common.encoding import json_rows, run_encoding
+from emberline.api.common.response_body import collect
+from emberline.api.http.body import MAX_VALUES, NO_LIMIT, decode, n_separators, named_model, read_body
+from emberline.api.http.call import JSON, Backend, Call, Reply, encode
+from emberline.api.http.errors import Dialect, NoSuchBatch, error_body
+from emberline.api.http.sse import send_bytes, stream
+from emberline.api.workers_ai.encode_request import EncodeInput, encoded_result, encodes_text
+from emberline.api.workers_ai.media import TASKS, run_media
+from emberline.api.workers_ai.response_body import ResultOptions, RunStream, enveloped, result_body, result_reply
+from emberline.api.workers_ai.run_request import RunRequest, UniversalRequest
+from emberline.api.workers_ai.speech import run_speech
+from emberline.catalog.model_card import SPEECH_RECOGNITION
+from emberline.jobs.batches.batch import Batch, new_batch_id
+from emberline.jobs.queue.job import NewJob
+from emberline.protocol.complete_response import Answer
+from emberline.protocol.errors import BadInput, EmberlineError, TooLarge, Unsupported
+from emberline.protocol.gateway import DYNAMIC
+from emberline.protocol.request import GenerateRequest
+
+ENDPOINT = "/ai/run"
+_UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+
+Json = dict[str, Any]
+
+
+class _RawInput(msgspec.Struct):
+    """A universal request, its input as it was sent."""
+
+    model: str
+    input: msgspec.Raw
+
+
+class _Submission(msgspec.Struct):
+    """The inputs for the queue in a body. The values of each are limited when it is read, as a line of a batch."""
+
+    requests: msgspec.Raw = msgspec.Raw()
+
+    @property
+    def max_values(self) -> int:
+        return MAX_VALUES + n_separators(bytes(self.requests))
+
+
+class _UniversalSubmission(msgspec.Struct):
+    input: _Submission
+
+
+class _Reference(msgspec.Struct):
+    external_reference: Any = None
+
+
+class _QueuedInput(RunRequest, kw_only=True):
+    external_reference: Any = None
+
+
+_run_decoder = msgspec.json.Decoder(RunRequest)
+_universal_decoder = msgspec.json.Decoder(UniversalRequest)
+_raw_decoder = msgspec.json.Decoder(_RawInput)
+_submission_decoder = msgspec.json.Decoder(_Submission)
+_universal_submission_decoder = msgspec.json.Decoder(_UniversalSubmission)
+_encode_decoder = msgspec.json.Decoder(EncodeInput)
+_input_decoder = msgspec.json.Decoder(_QueuedInput)
+_reference_decoder = msgspec.json.Decoder(_Reference)
+
+
+async def run(call: Call) -> Reply | None:
+    if call.path_param.startswith(DYNAMIC):
+        return await run_model(call, call.path_param, await read_body(call))
+    card = call.service.resolve(call.path_param)  # an unknown model is reported before what is wrong with the body
+    raw = await read_body(call, any_type=card.task == SPEECH_RECOGNITION)
+    return await run_model(call, call.path_param, raw)
+
+
+async def run_model(call: Call, model: str, raw: bytes) -> Reply | None:
+    """`raw`: the model's input. The model may be a route of the gateway that it names."""
+    if model.startswith(DYNAMIC):
+        return await _run_input(call, model, raw, encodes=False)
+    card = call.service.resolve(model)
+    if card.task == SPEECH_RECOGNITION:
+        return await _hear(call, model, raw)
+    if card.task in TASKS:
+        return await run_media(call, model, card, raw)
+    return await _run_input(call, model, raw, encodes_text(card))
+
+
+async def run_universal(call: Call) -> Reply | None:
+    raw = await read_body(call)
+    if (name := named_model(raw)) is not None and not name.startswith(DYNAMIC):
+        call.service.resolve(name)
+    max_values = decode(raw, _universal_submission_decoder, NO_LIMIT).input.max_values
+    body = decode(raw, _raw_decoder, max_values)
+    if body.model.startswith(DYNAMIC):
+        return await _run_input(call, body.model, bytes(body.input), encodes=False)
+    card = call.service.resolve(body.model)
+    if card.task == SPEECH_RECOGNITION:
+        return await _hear(call, body.model, bytes(body.input))
+    if card.task in TASKS:
+        return await run_media(call, body.model, card, bytes(body.input))
+    if encodes_text(card):
+        return await _run_input(call, body.model, bytes(body.input), encodes=True)
+    given = decode(raw, _universal_decoder, max_values)  # names a field that is wrong by its whole path
+    return await _run(call, body.model, bytes(body.input), given.input)
+
+
+async def _run_input(call: Call, model: str, raw: bytes, encodes: bool) -> Reply | None:
+    decoder: msgspec.json.Decoder[Any] = _encode_decoder if encodes else _run_decoder
+    body = decode(raw, decoder, decode(raw, _submission_decoder, NO_LIMIT).max_values)
+    return await _run(call, model, raw, body)
+
+
+async def _run(call: Call, model: str, raw: bytes, body: RunRequest | EncodeInput) -> Reply | None:
+    if body.options is not None and body.options.gateway is not None:
+        call.use_gateway(body.options.gateway)
+    if body.for_queue or _queue_requested(call):
+        call.refuse_gateway("queueRequest")
+        return await _run_queued(call, model, raw, body)
+    if isinstance(body, RunRequest):
+        return await _generate(call, model, body)
+    request, call.field_names = body.to_request(model, call.id)
+    encoded = await run_encoding(call, request)
+    rows = None if encoded.pooling is None else await json_rows(encoded)
+    return result_reply(call, encoded_result(body, encoded, rows))
+
+
+async def _hear(call: Call, model: str, raw: bytes) -> Reply:
+    if _queue_requested(call):
+        raise Unsupported(f"{model} has no queue: leave `queueRequest` out", param="queueRequest")
+    return await run_speech(call, model, raw)
+
+
+def _queue_requested(call: Call) -> bool:
+    value = call.query.get("queueRequest", "false").lower()
+    if value not in ("true", "false"):
+        raise BadInput("`queueRequest` must be true or false", param="queueRequest")
+    return value == "true"
+
+
+async def _generate(call: Call, model: str, body: RunRequest) -> Reply | None:
+    request, call.field_names = body.to_request(model, call.id, call.session)
+    events = call.generate(request)
+    options = ResultOptions(json=is_json(request.output), reasoning=not body.hides_reasoning)
+    if body.stream:
+        await stream(call, events, RunStream(call.id, call.dialect, options), call.id_headers)
+        return None
+    answer = await collect(call, events)
+    return result_reply(call, result_body(answer, options))
+
+
+# --- the queue --------------------------------------------------------------------------------------------------------
+
+
+async def _run_queued(call: Call, model: str, raw: bytes, body: RunRequest | EncodeInput) -> Reply | None:
+    """Submit, or poll. `raw` is the body as sent: without `requests`, it is the only input."""
+    if body.request_id is not None:
+        return await _poll(call, body.request_id)
+    return await _submit(call, model, raw, body)
+
+
+async def _submit(call: Call, model: str, raw: bytes, body: RunRequest | EncodeInput) -> Reply:
+    card = call.service.resolve(model)
+    requests = _requests(call, raw, body, card.id)
+    most = call.queue.limits.max_jobs
+    if len(requests) > most:
+        raise TooLarge(f"{len(requests):,} requests are too many for one call, which takes {most:,}", param="requests")
+
+    async def submit(batch_id: str) -> bytes:
+        new = new_batch(call, batch_id, "workers_ai", ENDPOINT, model=card.id)
+        batch = await submit_requests(call, new, requests)
+        return encode(enveloped(call, {"status": "queued", "request_id": batch.id, "model": model}))
+
+    reply = await submit_once(call, raw, new_batch_id("workers_ai"), submit)
+    return reply._replace(headers=[*reply.headers, *call.id_headers])
+
+
+def _requests(call: Call, raw: bytes, body: RunRequest | EncodeInput, model: str) -> list[msgspec.Raw]:
+    if body.requests is None:
+        _, call.field_names = body.to_request(model, call.id)  # a single invalid input is refused at once
+        if body.stream:
+            raise BadInput("`stream` has no meaning in the queue: leave it out", param="stream")
+        return [msgspec.Raw(raw)]
+    if body.prompt is not None or body.messages is not None:
+        raise BadInput("`requests` excludes `prompt` and `messages`: each request has its own", param="requests")
+    return body.requests
+
+
+async def _poll(call: Call, request_id: str) -> Reply | None:
+    if not _UUID.fullmatch(request_id):
+        raise NoSuchBatch(f"{request_id[:80]!r} is not a request id", param="request_id")
+    batch = await find_batch(call, request_id, "workers_ai")
+    if not batch.ended:
+        position = await call.queue.position(batch)
+        status = "running" if position.running or batch.counts.ended else "queued"
+        body: Json = {"status": status, "request_id": batch.id, "model": batch.model}
+        return result_reply(call, body | position_body(position))
+    await send_bytes(call, _responses(call, batch), JSON, call.id_headers)
+    return None
+
+
+async def _responses(call: Call, batch: Batch) -> AsyncIterator[bytes]:
+    """The envelope, written around the results as they are read."""
+    begin = b'{"result":{' if call.dialect is Dialect.NATIVE else b"{"
+    yield begin + b'"responses":['
+    separator = b""
+    if batch.counts.total:
+        async for result in batch_results(call.queue, batch):
+            yield separator + _job_result(result)
+            separator = b","
+    n_in, n_out = batch.input_tokens, batch.output_tokens
+    usage = {"prompt_tokens": n_in, "completion_tokens": n_out, "total_tokens": n_in + n_out}
+    rest = encode(enveloped(call, {"usage": usage, "request_id": batch.id, "model": batch.model}))
+    yield b"]," + rest.removeprefix(begin)
+
+
+def _job_result(result: Result) -> bytes:
+    body: Json = {"id": result.job.number}
+    try:
+        body |= {"result": _answer_body(result.answer(), result.line), "success": True}
+    except EmberlineError as error:
+        body |= {"success": False, "error": error_body(error, Dialect.NATIVE, result.job.request_id)["errors"][0]}
+    try:
+        reference = decode(result.line, _reference_decoder).external_reference
+    except EmberlineError:
+        reference = None
+    return encode(body if reference is None else body | {"external_reference": reference})
+
+
+def _answer_body(answer: Answer, line: bytes) -> Any:
+    if answer.encoded is not None:
+        return encoded_result(decode(line, _encode_decoder), answer.encoded)
+    given = decode(line, _input_decoder)
+    return result_body(answer, ResultOptions(is_json(given.output().format), not given.hides_reasoning))
+
+
+def read_input_job(service: Backend, model: str, line: FileLine) -> NewJob:
+    reference = ""
+    try:
+        encodes = encodes_text(service.resolve(model))
+        decoder: msgspec.json.Decoder[Any] = _encode_decoder if encodes else _input_decoder
+        given: _QueuedInput | EncodeInput = decode(line.content(), decoder)
+        if isinstance(given.external_reference, str):
+            reference = given.external_reference[:512]
+        if given.stream:
+            raise BadInput("`stream` has no meaning in the queue: leave it out", param="stream")
+        if given.requests is not None or given.request_id is not None:
+            wanted = "a `text`, or a `query` and `contexts`" if encodes else "a `prompt` or `messages`"
+            raise BadInput(f"an input in `requests` is {wanted}", param="requests")
+        if isinstance(given, EncodeInput):
+            texts, _ = given.to_request(model, "")
+            request = GenerateRequest(id="", model=model, encode=texts, api="run")
+        else:
+            request, _ = given.to_request(model, "")
+        return NewJob(reference, batch_request(request, service))
+    except EmberlineError as error:
+        return NewJob(reference, None, error.info())

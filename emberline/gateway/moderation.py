@@ -1,0 +1,104 @@
+"""Applies the guardrails of a gateway: patterns here, moderation models through the pipeline."""
+
+from collections.abc import AsyncGenerator, Sequence
+from typing import Protocol
+
+import msgspec
+
+from emberline.catalog.model_card import TEXT_CLASSIFICATION, ModelCard
+from emberline.gateway.gateway_errors import PromptBlocked, ResponseBlocked
+from emberline.gateway.guardrails import applicable, matches, prompt_text
+from emberline.protocol.complete_response import Encoded
+from emberline.protocol.errors import EmberlineError, Unavailable, Unsupported
+from emberline.protocol.events import TextEvent
+from emberline.protocol.gateway import GatewaySettings, Guardrail
+from emberline.protocol.request import EncodeRequest, GenerateRequest, Message, Principal, SamplingParams
+from emberline.service.event_collector import collect_answer
+from emberline.telemetry.request_log import AttemptContext
+
+MAX_VERDICT_TOKENS = 16
+
+
+class Models(Protocol):
+    """The pipeline, for moderation models."""
+
+    def resolve(self, model_id: str, caller: str = "") -> ModelCard: ...
+
+    def generate(
+        self, request: GenerateRequest, principal: Principal, *, attempt: AttemptContext | None = None
+    ) -> AsyncGenerator[TextEvent, None]: ...
+
+    async def encode(self, request: EncodeRequest, principal: Principal) -> Encoded: ...
+
+
+class Moderator:
+    """The guardrails of one request. `flags` names those that its prompt or reply has violated."""
+
+    def __init__(self, settings: GatewaySettings, models: Models, principal: Principal, request_id: str) -> None:
+        self.flags: list[str] = []
+        self.prompt_rules = applicable(settings.guardrails, "request")
+        self.reply_rules = applicable(settings.guardrails, "response")
+        self._settings = settings
+        self._models = models
+        # The account chose the model, whatever models this caller's key may use.
+        self._principal = msgspec.structs.replace(principal, models=())
+        self._request_id = request_id
+        self._n_asked = 0
+
+    async def check_prompt(self, request: GenerateRequest) -> None:
+        """PromptBlocked names the guardrail."""
+        if self.prompt_rules:
+            is_text = request.prompt_ids is None and not any(message.images for message in request.messages or ())
+            await self.check_texts((prompt_text(request),), is_text)
+
+    async def check_texts(self, texts: Sequence[str], is_text: bool = True) -> None:
+        """What a request of any kind sends to a model. Unsupported: it is not a text, which could be checked."""
+        if not self.prompt_rules:
+            return
+        if not is_text:
+            raise Unsupported("a gateway with guardrails takes texts, not token ids or images", param="prompt")
+        if (rule := await self._violated(self.prompt_rules, "\n".join(texts))) is not None:
+            raise PromptBlocked(self._blocked("prompt", rule))
+
+    async def check_reply(self, text: str) -> None:
+        """ResponseBlocked names the guardrail."""
+        if (rule := await self._violated(self.reply_rules, text)) is not None:
+            raise ResponseBlocked(self._blocked("reply", rule))
+
+    def _blocked(self, what: str, rule: Guardrail) -> str:
+        return f"the {what} was blocked by the guardrail {rule.name!r} of gateway {self._settings.name}"
+
+    async def _violated(self, rules: Sequence[Guardrail], text: str) -> Guardrail | None:
+        """The first rule that blocks the text; those that only flag it are noted."""
+        for rule in rules if text else ():
+            if not await (matches(rule, text) if rule.pattern else self._is_unsafe(rule, text)):
+                continue
+            if rule.name not in self.flags:
+                self.flags.append(rule.name)
+            if rule.action == "block":
+                return rule
+        return None
+
+    async def _is_unsafe(self, rule: Guardrail, text: str) -> bool:
+        """Asks the moderation model. While it cannot answer, nothing passes: the request fails. The account pays for
+        its tokens; a chat model counts for no limit on requests."""
+        self._n_asked += 1
+        request_id = f"{self._request_id}-guard-{self._n_asked}"
+        try:
+            card = self._models.resolve(rule.model)
+            if card.task == TEXT_CLASSIFICATION:
+                asked = EncodeRequest(id=request_id, model=card.id, texts=(text,), truncate=True, api="run")
+                encoded = await self._models.encode(asked, self._principal)
+                scores = dict(zip(encoded.labels, next(iter(encoded.rows())), strict=False))
+                return any(scores.get(label, 0.0) >= rule.threshold for label in rule.labels)
+            sampling = SamplingParams(temperature=0, max_tokens=MAX_VERDICT_TOKENS)
+            messages = (Message("user", text),)
+            request = GenerateRequest(id=request_id, model=card.id, messages=messages, sampling=sampling, api="chat")
+            events = self._models.generate(request, self._principal, attempt=AttemptContext(is_retry=True))
+            answer = await collect_answer(events)
+            return answer.choices[0].text.strip().lower().startswith("unsafe")
+        except EmberlineError as error:
+            raise Unavailable(
+                f"the guardrail {rule.name!r} cannot be applied: its model {rule.model} fails ({error.message})",
+                retry_after_s=error.retry_after_s or 1,
+            ) from error

@@ -1,0 +1,102 @@
+"""Collects the events of one request into a whole answer, and turns an answer back into events."""
+
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+
+from emberline.protocol.complete_response import Answer, AnswerChoice, AnswerPart, ReasoningPart, TextPart, ToolCallPart
+from emberline.protocol.errors import Internal
+from emberline.protocol.events import (
+    ChoiceDone,
+    Completed,
+    ReasoningDelta,
+    Started,
+    TextDelta,
+    TextEvent,
+    TextLogprob,
+    ToolCallDelta,
+    ToolCallStarted,
+)
+
+ChoiceEvent = TextDelta | ReasoningDelta | ToolCallStarted | ToolCallDelta | ChoiceDone
+
+
+class ChoiceCollector:
+    """Collects the events of one choice."""
+
+    def __init__(self) -> None:
+        self._done = ChoiceDone(0, "stop")
+        self._logprobs: list[TextLogprob] = []
+        self._parts: list[tuple[type[TextPart | ReasoningPart] | ToolCallStarted, list[str]]] = []
+        self._arguments: dict[int, list[str]] = {}
+
+    def add(self, event: ChoiceEvent) -> None:
+        if isinstance(event, TextDelta):
+            self._append(TextPart, event.text)
+            self._logprobs += event.logprobs or ()
+        elif isinstance(event, ReasoningDelta):
+            self._append(ReasoningPart, event.text)
+        elif isinstance(event, ToolCallDelta):
+            self._arguments[event.call].append(event.arguments)
+        elif isinstance(event, ToolCallStarted):
+            self._arguments[event.call] = []
+            self._parts.append((event, self._arguments[event.call]))
+        else:
+            self._done = event
+
+    def choice(self) -> AnswerChoice:
+        parts: list[AnswerPart] = []
+        for kind, pieces in self._parts:
+            text = "".join(pieces)
+            parts.append(ToolCallPart(kind.id, kind.name, text) if isinstance(kind, ToolCallStarted) else kind(text))
+        return AnswerChoice(parts, self._logprobs, self._done.finish, self._done.stop_sequence)
+
+    def _append(self, kind: type[TextPart | ReasoningPart], text: str) -> None:
+        if not text:
+            return
+        if not self._parts or self._parts[-1][0] is not kind:
+            self._parts.append((kind, []))
+        self._parts[-1][1].append(text)
+
+
+async def collect_answer(events: AsyncGenerator[TextEvent, None], n_choices: int = 1) -> Answer:
+    choices = [ChoiceCollector() for _ in range(n_choices)]
+    async with aclosing(events):
+        async for event in events:
+            if isinstance(event, Completed):
+                return Answer([choice.choice() for choice in choices], event.usage)
+            if not isinstance(event, Started):
+                choices[event.index].add(event)
+    raise Internal("the events ended before the answer was complete")
+
+
+def events_of(answer: Answer) -> Iterator[ChoiceEvent]:
+    """The events that would have produced the answer, one delta per part."""
+    for index, choice in enumerate(answer.choices):
+        yield from _choice_events(index, choice)
+
+
+def _choice_events(index: int, choice: AnswerChoice) -> Iterator[ChoiceEvent]:
+    n_texts_left = sum(isinstance(part, TextPart) for part in choice.parts)
+    logprobs, n_calls = list(choice.logprobs), 0
+    for part in choice.parts:
+        if isinstance(part, TextPart):
+            n_texts_left -= 1
+            yield TextDelta(index, part.text, _take_logprobs(part.text, logprobs, last=n_texts_left == 0) or None)
+        elif isinstance(part, ReasoningPart):
+            yield ReasoningDelta(index, part.text)
+        else:
+            yield ToolCallStarted(index, n_calls, part.id, part.name)
+            yield ToolCallDelta(index, n_calls, part.arguments)
+            n_calls += 1
+    yield ChoiceDone(index, choice.finish, choice.stop_sequence)
+
+
+def _take_logprobs(text: str, logprobs: list[TextLogprob], last: bool) -> list[TextLogprob]:
+    """Remove and return the logprobs of `text`, which are the first of those left; all of them if it is the last."""
+    n_taken, n_chars = 0, 0
+    while n_taken < len(logprobs) and (last or n_chars < len(text)):
+        n_chars += len(logprobs[n_taken].token)
+        n_taken += 1
+    taken = logprobs[:n_taken]
+    del logprobs[:n_taken]
+    return taken

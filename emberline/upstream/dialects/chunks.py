@@ -1,0 +1,302 @@
+"""What the chunks of an upstream stream are made into: text events, or the body of a reply that is not streamed."""
+
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from emberline.protocol.events import (
+    ChoiceDone,
+    ReasoningDelta,
+    Started,
+    TextDelta,
+    TextEvent,
+    TextLogprob,
+    ToolCallDelta,
+    ToolCallStarted,
+    Usage,
+)
+from emberline.upstream.dialects.sse import data_of
+
+MAX_BODY_BYTES = 64 << 20
+LEAST_LOGPROB = -9999.0
+_MAX_CALLS = 128
+_UNFINISHED = ("abort", "error")  # finish reasons of replies that the server gave up
+
+
+class UnreadableChunk(Exception):
+    """The server sent what no client could read; the message says what."""
+
+
+# --- text events ------------------------------------------------------------------------------------------------------
+
+
+class ChunkAlternative(msgspec.Struct):
+    token: str = ""
+    logprob: float | None = None
+    bytes: list[int] | None = None
+
+
+class ChunkLogprob(ChunkAlternative):
+    top_logprobs: list[ChunkAlternative] | None = None
+
+
+class ChunkLogprobs(msgspec.Struct):
+    """Log-probabilities of a chunk. Of a chat: `content`; of a text completion: parallel lists."""
+
+    content: list[ChunkLogprob] | None = None
+    tokens: list[str] | None = None
+    token_logprobs: list[float | None] | None = None
+    top_logprobs: list[dict[str, float] | None] | None = None
+
+
+class ChunkFunction(msgspec.Struct):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ChunkToolCall(msgspec.Struct):
+    index: int = 0
+    id: str | None = None
+    function: ChunkFunction | None = None
+
+
+class ChunkDelta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ChunkToolCall] | None = None
+
+
+class ChunkChoice(msgspec.Struct):
+    index: int = 0
+    delta: ChunkDelta | None = None
+    text: str | None = None
+    logprobs: ChunkLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: Any = None  # vLLM's: the stop string or token that ended it
+
+
+class Chunk(msgspec.Struct):
+    choices: list[ChunkChoice] = []
+
+
+_decoder = msgspec.json.Decoder(Chunk)
+
+
+class _ChoiceState:
+    def __init__(self) -> None:
+        self.done = False
+        self.n_calls = 0
+
+
+class ChunkReader:
+    """Called with whole lines, returns text events: Started first, one ChoiceDone per choice."""
+
+    def __init__(self, n: int, stops: tuple[str, ...], input_tokens: int) -> None:
+        self._choices = [_ChoiceState() for _ in range(n)]
+        self._stops = stops
+        self._input_tokens = input_tokens
+        self._started = False
+
+    def __call__(self, lines: bytes, last: bool) -> list[TextEvent]:
+        events: list[TextEvent] = []
+        if lines and not self._started:
+            self._started = True
+            events.append(Started(Usage(prompt_tokens=self._input_tokens)))
+        for line in lines.splitlines():
+            if not (data := data_of(line)):
+                continue
+            try:
+                chunk = _decoder.decode(data)
+            except (msgspec.DecodeError, RecursionError) as error:
+                raise UnreadableChunk(f"a chunk that cannot be read: {error}") from None
+            for choice in chunk.choices:
+                events += self._events(choice)
+        if last and not all(choice.done for choice in self._choices):
+            raise UnreadableChunk("a reply without a finish reason")
+        return events
+
+    def _events(self, choice: ChunkChoice) -> Iterator[TextEvent]:
+        if not 0 <= choice.index < len(self._choices):
+            raise UnreadableChunk(f"choice {choice.index} of {len(self._choices)}")
+        state, index = self._choices[choice.index], choice.index
+        if state.done:
+            return
+        delta = choice.delta
+        if delta is not None and (reasoning := delta.reasoning_content or delta.reasoning):
+            yield ReasoningDelta(index, reasoning)
+        text = (delta.content if delta is not None else choice.text) or ""
+        logprobs = _logprobs(choice.logprobs)
+        if text or logprobs:
+            yield TextDelta(index, text, logprobs or None)
+        for call in (delta.tool_calls if delta is not None else None) or ():
+            yield from self._call(index, state, call)
+        if choice.finish_reason is not None:
+            state.done = True
+            yield self._ended(choice, state)
+
+    def _call(self, index: int, state: _ChoiceState, call: ChunkToolCall) -> Iterator[TextEvent]:
+        function = call.function
+        if function is None:
+            return
+        if call.index == state.n_calls and function.name and state.n_calls < _MAX_CALLS:
+            state.n_calls += 1
+            yield ToolCallStarted(index, call.index, call.id or f"call_{uuid.uuid4().hex[:24]}", function.name)
+        if not 0 <= call.index < state.n_calls:
+            raise UnreadableChunk(f"arguments of tool call {call.index}, which it had not begun")
+        if function.arguments:
+            yield ToolCallDelta(index, call.index, function.arguments)
+
+    def _ended(self, choice: ChunkChoice, state: _ChoiceState) -> ChoiceDone:
+        reason = choice.finish_reason
+        if reason in _UNFINISHED:
+            raise UnreadableChunk(f"the finish reason {reason}")
+        if state.n_calls and reason != "length":
+            return ChoiceDone(choice.index, "tool_calls")
+        stop = choice.stop_reason if choice.stop_reason in self._stops else None
+        return ChoiceDone(choice.index, "length" if reason == "length" else "stop", stop)
+
+
+def _logprobs(found: ChunkLogprobs | None) -> list[TextLogprob]:
+    if found is None:
+        return []
+    if found.content is not None:
+        return [_one(entry, [_one(other) for other in entry.top_logprobs or ()]) for entry in found.content]
+    chosen = zip(found.tokens or (), found.token_logprobs or ())
+    tops = found.top_logprobs or []
+    made = [_one(ChunkAlternative(token, logprob)) for token, logprob in chosen]
+    for entry, top in zip(made, tops):
+        entry.top = [_one(ChunkAlternative(token, logprob)) for token, logprob in (top or {}).items()]
+    return made
+
+
+def _one(entry: ChunkAlternative, top: list[TextLogprob] | None = None) -> TextLogprob:
+    logprob = LEAST_LOGPROB if entry.logprob is None else entry.logprob
+    raw = list(entry.token.encode()) if entry.bytes is None else entry.bytes
+    return TextLogprob(entry.token, logprob, raw, top or [])
+
+
+# --- a whole body -----------------------------------------------------------------------------------------------------
+
+_TEXTS = ("content", "reasoning_content", "reasoning", "refusal", "arguments", "text")  # concatenated
+
+
+class BodyAssembler:
+    """Called with whole lines, returns nothing until the last of them: then the body of a chat or text completion.
+
+    Of fields that it does not know, those of the body are kept as sent first, those of a choice as sent last.
+    """
+
+    def __init__(self, max_bytes: int = MAX_BODY_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._body: dict[str, Any] = {}
+        self._choices: dict[int, dict[str, Any]] = {}
+        self._n_bytes = 0
+
+    def __call__(self, lines: bytes, last: bool) -> bytes:
+        self._n_bytes += len(lines)
+        if self._n_bytes > self._max_bytes:
+            raise UnreadableChunk(f"more than {self._max_bytes >> 20} MiB")
+        for line in lines.splitlines():
+            if data := data_of(line):
+                self._add(data)
+        return _body_encoder.encode(self._whole()) if last else b""
+
+    def _add(self, data: bytes) -> None:
+        try:
+            chunk = msgspec.json.decode(data)
+            for name, value in chunk.items():
+                if name in ("choices", "kv_transfer_params"):
+                    continue
+                if self._body.get(name) is None or (name == "usage" and value):
+                    self._body[name] = value
+            for choice in chunk.get("choices") or ():
+                if type(choice["index"]) is not int:
+                    raise TypeError("the index of a choice is no number")
+                self._add_choice(choice)
+        except (msgspec.DecodeError, RecursionError, AttributeError, TypeError, KeyError) as error:
+            raise UnreadableChunk(f"a chunk that cannot be read: {error!r}") from None
+
+    def _add_choice(self, chunk: dict[str, Any]) -> None:
+        choice = self._choices.setdefault(chunk["index"], {})
+        for name, value in chunk.items():
+            if name == "delta":
+                _merge(choice.setdefault("message", {}), value or {})
+            elif name == "logprobs" and value:
+                logprobs = choice.setdefault("logprobs", {}) or {}
+                for part, entries in value.items():
+                    if logprobs.get(part) is None:
+                        logprobs[part] = entries
+                    elif entries:
+                        logprobs[part] += entries
+                choice["logprobs"] = logprobs
+            else:
+                _merge(choice, {name: value})
+
+    def _whole(self) -> dict[str, Any]:
+        choices = [self._choices[index] for index in sorted(self._choices)]
+        if not choices:
+            raise UnreadableChunk("a reply without choices")
+        for choice in choices:
+            reason = choice.get("finish_reason")
+            if not isinstance(reason, str) or reason in _UNFINISHED:
+                raise UnreadableChunk(f"the finish reason {reason}" if reason else "a reply without a finish reason")
+            if (message := choice.get("message")) is not None:
+                message.setdefault("content", None)
+                if (calls := message.get("tool_calls")) is not None:
+                    message["tool_calls"] = [calls[index] for index in sorted(calls)]
+                    if calls:
+                        message["content"] = message["content"] or None
+        if self._body.get("object") == "chat.completion.chunk":
+            self._body["object"] = "chat.completion"
+        return {**self._body, "choices": choices}
+
+
+def _merge(known: dict[str, Any], delta: dict[str, Any]) -> None:
+    """Texts are concatenated, tool calls merged by their index, of all other fields the last value counts."""
+    for name, value in delta.items():
+        if value is None:
+            known.setdefault(name, None)
+        elif name in _TEXTS:
+            _append_text(known, name, value)
+        elif name == "tool_calls":
+            calls = known.setdefault(name, {}) or {}
+            known[name] = calls
+            for call in value:
+                index = call.get("index")
+                if index is None:  # then a call comes whole, or its pieces follow each other
+                    index = len(calls) if call.get("id") or not calls else len(calls) - 1
+                _merge(calls.setdefault(index, {}), {part: call[part] for part in call if part != "index"})
+        elif isinstance(value, dict) and isinstance(known.get(name), dict):
+            _merge(known[name], value)
+        else:
+            known[name] = value
+
+
+class _LongText:
+    """A text in the pieces in which it came: joined once, when the body is encoded."""
+
+    __slots__ = ("pieces",)
+
+    def __init__(self, *pieces: str) -> None:
+        self.pieces = list(pieces)
+
+
+def _append_text(known: dict[str, Any], name: str, piece: Any) -> None:
+    if not isinstance(piece, str):
+        raise TypeError(f"{name} is no text")
+    before = known.get(name)
+    if isinstance(before, _LongText):
+        before.pieces.append(piece)
+    else:
+        known[name] = _LongText(before, piece) if before else piece
+
+
+def _join(value: Any) -> str:
+    assert isinstance(value, _LongText)
+    return "".join(value.pieces)
+
+
+_body_encoder = msgspec.json.Encoder(enc_hook=_join)
