@@ -33,6 +33,10 @@ from emberline.catalog.pull import pull
 from tests.databases import DATABASE_KINDS, DatabaseLocation, database_location, postgres_server
 from tests.triton_interpreter import speed_up
 
+# Processes that tests start find `standins` and `tests` from any working directory.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, (str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH")))
+)
 GPU_SHARE = 0.2  # of a GPU's memory, for each process of `make test-gpu`
 pytest_plugins = ["tests.cpu_time", "tests.scheduling", "tests.skip_rules"]
 SLOW_TIMEOUT_S = 600  # of a test marked `slow` or `gpu`, and of every test of `make test-all`

@@ -8,7 +8,11 @@ from functools import cache
 from pathlib import Path
 
 BANNED = "Of|That|Until|Whether|What|Who|Whom|Whose|Which|It|Its|This|These|Those|They|Them|Their|He|His"
-OURS = ("emberline", "benchmarks")  # packages whose private names tests should not use, and whose code not patch
+OURS = (
+    "emberline",
+    "standins",
+    "benchmarks",
+)  # packages whose private names tests should not use, and whose code not patch
 TESTS = ("tests", "")  # a relative import has an empty first part
 NAMED_TUPLE = {"_replace", "_asdict", "_fields", "_make", "_field_defaults"}  # public despite the underscore
 PATCHING = {"setattr", "delattr", "setitem", "delitem"}  # methods of pytest's monkeypatch

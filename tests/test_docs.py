@@ -21,7 +21,7 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
     *(ROOT / folder / "README.md" for folder in ("benchmarks", "examples", "deploy", "deploy/kubernetes")),
 ]
-FOLDERS = ("emberline", "tests", "docs", "benchmarks", "examples", "deploy", "scripts")
+FOLDERS = ("emberline", "standins", "tests", "docs", "benchmarks", "examples", "deploy", "scripts")
 PATHS = {str(path.relative_to(ROOT)) for folder in FOLDERS for path in (ROOT / folder).rglob("*")} | set(FOLDERS)
 TOP_FOLDERS = {path.rpartition("/")[2] for path in PATHS if path.count("/") == path.startswith("emberline/")}
 CODE = re.compile(r"`([^`\n]+)`")

@@ -17,11 +17,8 @@ from emberline.api.http.call import (
     Call,
     ClientDisconnected,
     LargeRequest,
-    Receive,
     Reply,
     RequestLimits,
-    Scope,
-    Send,
     json_reply,
 )
 from emberline.api.http.errors import error_body, error_headers
@@ -32,6 +29,7 @@ from emberline.api.playground.assets import load as load_assets
 from emberline.api.routes import ROUTES
 from emberline.gateway.service import GatewayService
 from emberline.jobs.webhooks.service import WebhookService
+from emberline.net.http_server import Receive, Scope, Send
 from emberline.protocol import trace_context
 from emberline.protocol.errors import EmberlineError, Internal, NotFound, Unavailable
 from emberline.telemetry.request_log import Clock

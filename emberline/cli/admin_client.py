@@ -14,8 +14,8 @@ from urllib.parse import quote, urlencode
 
 from emberline.cli import common
 from emberline.cli import http_client as client
-from emberline.cli.http_client import ServerAddress
 from emberline.config import Config
+from emberline.server.address import ServerAddress
 
 _PAGE = 1000  # the most that the server gives
 _COMMAND_LINE = "command line"  # the audit log's source

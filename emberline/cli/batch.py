@@ -18,9 +18,9 @@ from typing import Any, TextIO
 from emberline.cli import common
 from emberline.cli import http_client as client
 from emberline.cli.common import format_duration
-from emberline.cli.http_client import ServerAddress
 from emberline.cli.terminal import byte_progress, printable
 from emberline.protocol.errors import BadInput, Unavailable
+from emberline.server.address import ServerAddress
 
 DEFAULT_ENDPOINT = "/v1/chat/completions"
 ENDED = ("completed", "failed", "expired", "cancelled")

@@ -12,9 +12,10 @@ from typing import Any
 
 from emberline.cli import common
 from emberline.cli import http_client as client
-from emberline.cli.http_client import ChatTiming, ServerAddress
+from emberline.cli.http_client import ChatTiming
 from emberline.cli.server_target import served_names, server
 from emberline.protocol.errors import EmberlineError, Unavailable
+from emberline.server.address import ServerAddress
 
 WORDS = (
     *("time", "year", "people", "way", "day", "thing", "life", "child", "world", "school", "state", "family"),

@@ -16,8 +16,8 @@ from urllib.parse import urlencode
 
 from emberline.cli import common
 from emberline.cli import http_client as client
-from emberline.cli.http_client import ServerAddress
 from emberline.protocol.errors import BadInput
+from emberline.server.address import ServerAddress
 
 _HEADINGS = ("WORKER", "TIER", "BLOCKS", "USED", "CAPACITY", "HITS", "READ", "WRITTEN", "RATE", "OLDEST", "STATE")
 

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from emberline.cli import http_client as client
-from emberline.cli.http_client import ChatTiming, ServerAddress
+from emberline.cli.http_client import ChatTiming
 from emberline.cli.terminal import LineReader, WordWrap, printable
 from emberline.protocol.errors import BadInput, EmberlineError
+from emberline.server.address import ServerAddress
 
 HELP = """  /model [NAME]         the model; or go on with another one of this server
   /set [NAME [VALUE]]   the options; set one, or without a value leave it to the model

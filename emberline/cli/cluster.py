@@ -23,11 +23,11 @@ from typing import Any, get_args
 from emberline.cli import cluster_plan, common, ray_cluster
 from emberline.cli import http_client as client
 from emberline.cli.cluster_upgrade import Upgrade
-from emberline.cli.http_client import ServerAddress
 from emberline.cli.terminal import transient_line
 from emberline.config import Config
 from emberline.protocol.errors import BadInput, EmberlineError, NotFound
 from emberline.protocol.frames import WorkerRole
+from emberline.server.address import ServerAddress
 
 POLL_S = 0.2
 ROLE_WAIT_S = 30.0  # of one request; it is repeated
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
 def _init(config: Config, args: argparse.Namespace) -> int:
     """Nothing is made but the root secret, if there is none: the authority is derived from it."""
     from emberline.accounts.secret import FILE, Secret
-    from emberline.server.cluster_keys import ClusterKeys
+    from emberline.server.cluster_setup import ClusterKeys
 
     answer = {
         "id": ClusterKeys(Secret.open(config.home)).id,
@@ -125,7 +125,7 @@ def _credential(config: Config, args: argparse.Namespace) -> int:
     from emberline.cluster.cluster import cluster_id, join_key
     from emberline.protocol.credential import Credential
     from emberline.protocol.member import MemberName
-    from emberline.server.cluster_keys import ClusterKeys
+    from emberline.server.cluster_setup import ClusterKeys
 
     if (args.name is None) == (args.node is None):
         raise BadInput("whose credential? Give the NAME of a worker, or --node ADDRESS")

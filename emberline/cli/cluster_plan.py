@@ -12,9 +12,9 @@ import msgspec
 
 from emberline.cli import common
 from emberline.cli import http_client as client
-from emberline.cli.http_client import ServerAddress
 from emberline.config import ScalingConfig
 from emberline.protocol.errors import BadInput
+from emberline.server.address import ServerAddress
 
 _BOUNDS = (  # flag, key, placeholder, type, help
     ("--min", "min_replicas", "N", int, "replicas at least; 0: none while it is idle"),

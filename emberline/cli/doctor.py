@@ -22,10 +22,10 @@ import msgspec
 from emberline.cli import common
 from emberline.cli import http_client as client
 from emberline.cli.common import format_size
-from emberline.cli.http_client import ServerAddress
 from emberline.config import FILE_NAME, Config, ConfigError, needs_keys
 from emberline.engine.memory import free_host_bytes
 from emberline.protocol.errors import EmberlineError
+from emberline.server.address import ServerAddress
 from emberline.supervisor import machine
 
 if TYPE_CHECKING:

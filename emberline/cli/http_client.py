@@ -2,11 +2,9 @@
 
 import contextlib
 import http.client
-import ipaddress
 import json
 import os
 import secrets
-import socket
 import time
 from collections.abc import Callable, Generator, Iterator
 from itertools import chain
@@ -15,37 +13,12 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from emberline.accounts.operator_ticket import operator_ticket
-from emberline.accounts.secret import Secret
-from emberline.config import Config, is_loopback
 from emberline.protocol.errors import BadInput, EmberlineError, Unavailable
+from emberline.server.address import ServerAddress
 
 PROBE_TIMEOUT_S = 5.0  # of a server whose machine may be busy; where there is none, connections are refused at once
 ANSWER_TIMEOUT_S = 600.0  # between two reads
 _CHUNK_BYTES = 1 << 20
-
-
-class ServerAddress(msgspec.Struct, frozen=True):
-    host: str
-    port: int
-    key: str | None = None
-    secret: Secret | None = None  # of this machine's data folder: without a key, it makes operator tickets
-
-    @classmethod
-    def of(cls, config: Config) -> "ServerAddress":
-        """Where a server with this configuration is reached from this machine."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.server.host, config.server.host)
-        secret = Secret.existing(config.home) if config.auth.key is None and _is_own_address(host) else None
-        return cls(host.strip("[]"), config.server.port, config.auth.key, secret)
-
-    @property
-    def credential(self) -> str | None:
-        """What authenticates a request that is sent now. A ticket is valid for a minute and for this machine only."""
-        return self.key or (operator_ticket(self.secret, int(time.time())) if self.secret is not None else None)
-
-    @property
-    def url(self) -> str:
-        return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
 
 
 class ChatTiming(msgspec.Struct):
@@ -171,17 +144,6 @@ def chat(address: ServerAddress, body: dict[str, Any], timing: ChatTiming) -> Ge
                         yield text
     finally:
         timing.total_s = time.perf_counter() - start_s
-
-
-def _is_own_address(host: str) -> bool:
-    """Whether it is loopback or another address of this machine. Names are not resolved: the answer may change."""
-    try:
-        family = socket.AF_INET6 if ipaddress.ip_address(host.strip("[]")).version == 6 else socket.AF_INET
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.bind((host.strip("[]"), 0))
-    except (ValueError, OSError):
-        return is_loopback(host)
-    return True
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ import argparse
 
 from emberline.cli import common
 from emberline.cli import http_client as client
-from emberline.cli.http_client import ServerAddress
+from emberline.server.address import ServerAddress
 
 _ACTIONS = {"load": ("load", "is loaded"), "stop": ("unload", "is unloaded; the next request for it loads it again")}
 

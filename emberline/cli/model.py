@@ -16,8 +16,8 @@ from emberline.catalog.model_card import BUILT_IN, ModelCard, WheelSource
 from emberline.catalog.model_store import ModelStore
 from emberline.cli import common, models
 from emberline.cli import http_client as client
-from emberline.cli.http_client import ServerAddress
 from emberline.protocol.errors import BadInput, ModelNotFound
+from emberline.server.address import ServerAddress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

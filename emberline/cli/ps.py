@@ -6,7 +6,7 @@ from typing import Any
 
 from emberline.cli import common
 from emberline.cli import http_client as client
-from emberline.cli.http_client import ServerAddress
+from emberline.server.address import ServerAddress
 
 RATE_WINDOW_S = 1.0
 add_arguments = common.add_client_options

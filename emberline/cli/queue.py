@@ -9,8 +9,8 @@ from typing import Any
 
 from emberline.cli import common
 from emberline.cli import http_client as client
-from emberline.cli.http_client import ServerAddress
 from emberline.cli.terminal import printable
+from emberline.server.address import ServerAddress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

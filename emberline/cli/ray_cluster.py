@@ -18,20 +18,19 @@ from typing import TYPE_CHECKING, Any
 from emberline.cli import common
 from emberline.config import Config
 from emberline.protocol.errors import BadInput, EmberlineError, Unavailable
+from emberline.server.cluster_setup import CLUSTER_FILE, open_ray_launcher
 
 if TYPE_CHECKING:
     from emberline.supervisor.cluster.cluster_file import ClusterFile
     from emberline.supervisor.cluster.launcher import ReplicaOrder
-    from emberline.supervisor.cluster.ray_launcher import RayLauncher
     from emberline.supervisor.cluster.ray_settings import NodeCredential, NodeSettings
 
-FILE_NAME = "cluster.yaml"
 LOG_NAME = "ray.log"
 
 
 def add_arguments(actions: Any) -> None:
     up = actions.add_parser("up", help="start Ray here: the head, or a node that joins one", allow_abbrev=False)
-    up.add_argument("--file", metavar="FILE", help=f"the cluster file (default {FILE_NAME} in the data folder)")
+    up.add_argument("--file", metavar="FILE", help=f"the cluster file (default {CLUSTER_FILE} in the data folder)")
     up.add_argument("--join", dest="join_head", metavar="HEAD", help="be a node of the head at HOST or HOST:PORT")
     up.add_argument("--address", metavar="HOST", help="at which the other machines reach this one")
     up.add_argument("--credential", metavar="FILE", help="of this node; not needed where the root secret is")
@@ -51,7 +50,7 @@ def up(config: Config, args: argparse.Namespace) -> int:
     check_ray()
     folder = config.home / ray_cluster.FOLDER
     ray_cluster.check_free(folder)
-    own_file = config.home / FILE_NAME
+    own_file = config.home / CLUSTER_FILE
     path = Path(args.file) if args.file else own_file if own_file.exists() else None
     file = ClusterFile() if path is None else read_cluster_file(path)
     join = ray_cluster.split_address(args.join_head) if args.join_head else None
@@ -90,7 +89,7 @@ def _orders(config: Config, file: "ClusterFile") -> "list[ReplicaOrder]":
 
 def _node_credential(config: Config, args: argparse.Namespace, address: str, *, is_head: bool) -> "NodeCredential":
     from emberline.accounts.secret import Secret
-    from emberline.server.cluster_keys import ClusterKeys
+    from emberline.server.cluster_setup import ClusterKeys
     from emberline.supervisor.cluster.ray_settings import NodeCredential
 
     if args.credential:
@@ -110,30 +109,6 @@ def _node_credential(config: Config, args: argparse.Namespace, address: str, *, 
     return ClusterKeys(secret).node(address)
 
 
-def open_launcher(config: Config, file: "ClusterFile", settings: "list[NodeSettings]") -> "RayLauncher":
-    """Also for a core on a machine with a Ray node. Nothing is connected yet."""
-    import msgspec
-
-    from emberline.accounts.secret import Secret
-    from emberline.catalog.model_store import ModelStore
-    from emberline.server.cluster_keys import ClusterKeys
-    from emberline.supervisor.cluster.ray_launcher import RayLauncher
-    from emberline.supervisor.engine_workers import engine_arguments, layout_of
-
-    node, engine = settings[-1], config.engine
-    if engine.draft_model:
-        engine = msgspec.structs.replace(
-            engine, draft_model=str(ModelStore(config.home).resolve(engine.draft_model).path)
-        )
-    return RayLauncher(
-        node,
-        file.core_urls(node.head),
-        ClusterKeys(Secret.open(config.home)).worker_text,
-        n_ranks=layout_of(engine).n_ranks,
-        arguments=tuple(engine_arguments(engine, engine.kv_bytes)),
-    )
-
-
 async def _keep(
     config: Config, file: "ClusterFile", settings: "list[NodeSettings]", orders: "list[ReplicaOrder]"
 ) -> int:
@@ -146,7 +121,7 @@ async def _keep(
     loop, stopping = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    launcher = open_launcher(config, file, settings) if settings[0].is_head else None  # before anything is started
+    launcher = open_ray_launcher(config, file, settings) if settings[0].is_head else None  # before anything is started
     nodes = RayNodes(settings, settings[0].folder)
     starting, ended = asyncio.create_task(nodes.start()), asyncio.create_task(stopping.wait())
     await asyncio.wait([starting, ended], return_when=asyncio.FIRST_COMPLETED)

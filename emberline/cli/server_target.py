@@ -13,10 +13,10 @@ from emberline import log as logs
 from emberline.catalog.model_card import built_in
 from emberline.catalog.model_store import ModelEntry, ModelStore
 from emberline.cli import http_client as client
-from emberline.cli.http_client import ServerAddress
 from emberline.cli.terminal import transient_line
 from emberline.config import Config
 from emberline.protocol.errors import BadInput
+from emberline.server.address import ServerAddress
 
 
 def served_names(config: Config, *, required: bool) -> dict[str, str]:
@@ -59,7 +59,9 @@ def _model_id(name: str, config: Config) -> str:
 @contextlib.contextmanager
 def temporary_server(config: Config, model: str | None) -> Iterator[tuple[ServerAddress, str]]:
     """A server in a thread of this process, on a free port, for the duration of the block. It logs errors only."""
-    from emberline.cli.serve import bind, fetch_models, serve
+    from emberline.cli.serve import fetch_models
+    from emberline.server.core_process import serve
+    from emberline.server.listener import bind
 
     replace = msgspec.structs.replace
     config = replace(

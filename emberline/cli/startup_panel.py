@@ -8,8 +8,8 @@ from typing import Any
 from emberline import __version__
 from emberline.catalog.model_store import ModelEntry
 from emberline.cli.common import format_size
-from emberline.cli.http_client import ServerAddress
 from emberline.config import Config, needs_keys
+from emberline.server.address import ServerAddress
 
 
 def show(

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from emberline.cli import common
 from emberline.cli import http_client as client
-from emberline.cli.http_client import ServerAddress
 from emberline.cli.terminal import printable
 from emberline.protocol.errors import BadInput, EmberlineError
+from emberline.server.address import ServerAddress
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

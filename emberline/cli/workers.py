@@ -11,9 +11,9 @@ from typing import Any
 
 from emberline.cli import common
 from emberline.cli import http_client as client
-from emberline.cli.http_client import ServerAddress
 from emberline.cli.terminal import transient_line
 from emberline.config import endpoint_key_variable
+from emberline.server.address import ServerAddress
 
 POLL_S = 0.5
 _DONE = {"drain": "drains", "undrain": "gets requests again", "leave": "leaves", "join": "has joined"}

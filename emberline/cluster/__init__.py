@@ -1,0 +1,1 @@
+"""Engine workers as a core sees them: connections, membership, served models, scaling."""

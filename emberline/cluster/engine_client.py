@@ -14,7 +14,7 @@ import msgspec
 from emberline.balancer.endpoint import Capacity, Endpoint, WorkerListener
 from emberline.balancer.stall_detector import StallDetector
 from emberline.cluster.timings import DEFAULTS, Timings
-from emberline.net.link import Link, dial, retry_delays
+from emberline.net.link import Link, dial
 from emberline.protocol.encoding import EncodeParams
 from emberline.protocol.errors import (
     BadInput,
@@ -426,12 +426,12 @@ class EngineClient:
         return f"it has work but took no step in {hung_s:.0f} s" if busy and now_s - self.progress_s > hung_s else ""
 
     async def _stay_connected(self) -> None:
-        delays = retry_delays(self.timings)
+        delays = self.timings.reconnect_delays()
         while True:
             link = _EngineLink(self)
             try:
                 async with asyncio.timeout(self.timings.dial_s):
-                    await dial(link, self.endpoint, self._tls)
+                    await dial(link, self.endpoint.split(), self.endpoint.tls_host, self._tls)
                 await asyncio.wait(
                     [link.welcomed, link.closed], timeout=self.timings.welcome_s, return_when="FIRST_COMPLETED"
                 )
@@ -439,7 +439,7 @@ class EngineClient:
                     link.drop(f"no welcome within {self.timings.welcome_s:.0f} s")
                 await self._end_of(link)
                 if link.trusted:
-                    delays = retry_delays(self.timings)
+                    delays = self.timings.reconnect_delays()
             except OSError as error:  # TimeoutError is one, too
                 self.problem = error.strerror or str(error) or f"no connection within {self.timings.dial_s:.0f} s"
             finally:

@@ -9,7 +9,8 @@ import asyncio
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
 from emberline.balancer.admission_controller import AdmissionController
 from emberline.cluster.engine_client import EngineClient
@@ -19,7 +20,6 @@ from emberline.protocol.block_hash import BLOCK_TOKENS, DIGEST_BYTES
 from emberline.protocol.errors import EmberlineError
 from emberline.protocol.frames import EngineInfo
 from emberline.protocol.request import EngineRequest, Priority, SamplingParams
-from emberline.service.sessions import RecentConversation, Sessions
 
 MAX_CONVERSATIONS = 512
 MAX_SHARE = 0.25  # of the receiver's KV cache: it has conversations of its own
@@ -29,12 +29,29 @@ CONCURRENCY = 4
 log = logging.getLogger("emberline.balancer")
 
 
+class RecentConversation(NamedTuple):
+    """Token ids of a conversation that was used lately, and whose cached KV it is."""
+
+    blocks: tuple[bytes, ...]  # of ids, which conversations with the same beginning share
+    salt: bytes
+    session: str | None
+
+    @property
+    def ids(self) -> bytes:
+        """Token ids, u32 little-endian. Copies them."""
+        return b"".join(self.blocks)
+
+
+# Given a model's fingerprint and a number, returns a slow function that lists that many conversations, newest first.
+Recent = Callable[[str, int], Callable[[], list[RecentConversation]]]
+
+
 class PrefixPusher:
-    """Owned by the core process."""
+    """Sends the cached conversations of a worker that drains to other workers. Owned by the core process."""
 
     def __init__(
         self,
-        sessions: Sessions,
+        recent: Recent,
         admission: AdmissionController,
         engines: Mapping[str, EngineClient],
         limit_s: float = 10.0,
@@ -42,18 +59,19 @@ class PrefixPusher:
     ) -> None:
         """`limit_s` is the time for all conversations of a worker, `max_bytes` the KV that it may send in all."""
         self._limit_s, self._max_bytes = limit_s, max_bytes
-        self._sessions = sessions
+        self._recent = recent
         self._admission = admission
         self._engines = engines  # by name
 
     async def push(self, name: str) -> int:
         """Send the conversations that were used last from this worker to others of its model, for `limit_s` at most.
-        Those that another one has already are left out. How many tokens were sent."""
+
+        Leaves out those that another worker has already. Returns how many tokens were sent."""
         sender = self._engines.get(name)
         receivers = [] if sender is None else self._receivers(sender)
         if sender is None or sender.info is None or not receivers:
             return 0
-        found = iter(await asyncio.to_thread(self._sessions.recent(sender.info.fingerprint, MAX_CONVERSATIONS)))
+        found = iter(await asyncio.to_thread(self._recent(sender.info.fingerprint, MAX_CONVERSATIONS)))
         sent: Counter[str] = Counter()  # tokens, by receiver
         try:
             async with asyncio.timeout(self._limit_s), asyncio.TaskGroup() as group:
@@ -66,7 +84,7 @@ class PrefixPusher:
         return sent.total()
 
     def _receivers(self, sender: EngineClient) -> list[EngineClient]:
-        """Of the same weights, region and account. Of the same stage, if there are any."""
+        """Other ready workers with the same weights, region and account. If some have the same stage, only those."""
         assert sender.info is not None
         own = sender.endpoint
         ready = {worker.name for worker in self._admission.balancer.workers_of(own.models[0]) if worker.ready}

@@ -1,9 +1,12 @@
 """Times of a server: how long it waits for engines, cores and workers, and how often it does things."""
 
+from collections.abc import Iterator
+
 import msgspec
 
 from emberline.accounts.usage_ledger import UsageTimings
 from emberline.balancer.stall_detector import StallLimits
+from emberline.net.link import retry_delays
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +49,10 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
 
     stalls: StallLimits = StallLimits()
     usage: UsageTimings = UsageTimings()
+
+    def reconnect_delays(self) -> Iterator[float]:
+        """Seconds before each attempt to connect again."""
+        return retry_delays(self.first_retry_s, self.last_retry_s)
 
 
 DEFAULTS = Timings()

@@ -1,0 +1,1 @@
+"""Rules around a request to a provider: routes, retries, cache, guardrails, log."""

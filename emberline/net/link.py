@@ -11,8 +11,6 @@ from typing import TypeVar, cast
 
 import msgspec
 
-from emberline.balancer.endpoint import Endpoint
-from emberline.cluster.timings import Timings
 from emberline.protocol.frames import FrameBuffer, FrameError, detect_dead_peer, encode
 
 _TCP_INFO_BYTES, _RTT_OFFSET = 104, 68  # of Linux's struct tcp_info, and of its tcpi_rtt
@@ -40,7 +38,7 @@ class Link(asyncio.Protocol):
             self._transport.write(encode(message))
 
     def round_trip_s(self) -> float:
-        """Of the network, as the kernel measures it; 0: on this machine, or not known."""
+        """The network's round-trip time as the kernel measures it; 0 on this machine, or if it is not known."""
         sock = None if self._transport is None else self._transport.get_extra_info("socket")
         if sock is None or sock.family == socket.AF_UNIX or not hasattr(socket, "TCP_INFO"):
             return 0.0
@@ -78,24 +76,28 @@ class Link(asyncio.Protocol):
 LinkT = TypeVar("LinkT", bound=Link)
 
 
-async def dial(link: LinkT, endpoint: Endpoint, tls: ssl.SSLContext | None = None) -> LinkT:
-    """`tls` has this process's certificate, for endpoints with a `tls_host`."""
+async def dial(
+    link: LinkT, address: tuple[str | None, str, int], tls_host: str = "", tls: ssl.SSLContext | None = None
+) -> LinkT:
+    """Connect `link` to the path of a Unix socket, or to a host and port if the path is None.
+
+    A host with the certificate `tls_host` is dialled by TLS; `tls` then has this process's own certificate."""
     loop = asyncio.get_running_loop()
-    path, host, port = endpoint.split()
+    path, host, port = address
     if path is not None:
         await loop.create_unix_connection(lambda: link, path)
-    elif endpoint.tls_host:
+    elif tls_host:
         if tls is None:
             raise OSError("it uses TLS, and this core has no certificate: install emberline[cluster] here")
-        await loop.create_connection(lambda: link, host, port, ssl=tls, server_hostname=endpoint.tls_host)
+        await loop.create_connection(lambda: link, host, port, ssl=tls, server_hostname=tls_host)
     else:
         await loop.create_connection(lambda: link, host, port)
     return link
 
 
-def retry_delays(timings: Timings) -> Iterator[float]:
+def retry_delays(first_s: float, last_s: float) -> Iterator[float]:
     """Seconds before each reconnect: exponential backoff with jitter, without end."""
-    delay_s = timings.first_retry_s
+    delay_s = first_s
     while True:
         yield delay_s * random.uniform(0.5, 1.0)
-        delay_s = min(timings.last_retry_s, delay_s * 2)
+        delay_s = min(last_s, delay_s * 2)

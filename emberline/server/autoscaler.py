@@ -172,7 +172,7 @@ def open_launcher(config: Config, workers: EngineWorkers, url: str) -> tuple[Lau
 
 def _ray_launcher(config: Config) -> Launcher | None:
     """None: no Ray of this data folder runs here."""
-    from emberline.cli import ray_cluster
+    from emberline.server.cluster_setup import CLUSTER_FILE, open_ray_launcher
     from emberline.supervisor.cluster.cluster_file import ClusterFile, read_cluster_file
     from emberline.supervisor.cluster.ray_cluster import FOLDER
     from emberline.supervisor.cluster.ray_node import Record
@@ -180,6 +180,6 @@ def _ray_launcher(config: Config) -> Launcher | None:
     record = Record.read(config.home / FOLDER)
     if record is None or not record.processes():
         return None
-    path = config.home / ray_cluster.FILE_NAME
+    path = config.home / CLUSTER_FILE
     file = read_cluster_file(path) if path.exists() else ClusterFile()
-    return ray_cluster.open_launcher(config, file, list(record.nodes))
+    return open_ray_launcher(config, file, list(record.nodes))

@@ -1,5 +1,5 @@
-"""Serves HTTP over a service: in the core process itself, and in processes of this module: those of `--http-workers N`,
-and one for large requests.
+"""Serves HTTP over a service: in the core process itself, and in processes of this module, which are those of
+`--http-workers N` and one for large requests.
 
 python -m emberline.server.http_worker --fd N --name NAME, with its plan on standard input
 """
@@ -28,9 +28,8 @@ from emberline.api.http.large_requests import LargeRequestRelay
 from emberline.balancer.endpoint import Endpoint
 from emberline.catalog.card_files import CardFiles
 from emberline.catalog.model_card import ModelCard
-from emberline.catalog.model_files import ModelFiles, read_info
+from emberline.catalog.model_files import ModelFiles, read_info, read_text
 from emberline.catalog.model_store import ModelEntry
-from emberline.cli.models import load_text
 from emberline.cluster.cluster import cluster_id
 from emberline.config import Config, needs_keys
 from emberline.gateway.service import GatewayService
@@ -78,8 +77,8 @@ def load_models(entries: Sequence[ModelEntry], endpoints: Mapping[str, Sequence[
     has none yet is read from its files."""
 
     def served(entry: ModelEntry, workers: Sequence[Endpoint]) -> Served:
-        info = None if workers else read_info(ModelFiles(entry.card, str(entry.path)))
-        return Served(entry.card, load_text(entry), tuple(workers), info)
+        files = ModelFiles(entry.card, str(entry.path))
+        return Served(entry.card, read_text(files), tuple(workers), None if workers else read_info(files))
 
     return [served(entry, endpoints[entry.card.id]) for entry in entries]
 

@@ -17,7 +17,7 @@ from emberline.cluster.cluster import ClusterStatus
 from emberline.cluster.engine_client import EngineClient
 from emberline.cluster.membership import Members, WorkerChange
 from emberline.cluster.timings import DEFAULTS, Timings
-from emberline.net.link import Link, dial, retry_delays
+from emberline.net.link import Link, dial
 from emberline.protocol.complete_response import StoredResponse
 from emberline.protocol.errors import Unavailable, from_info
 from emberline.protocol.frames import decode
@@ -196,13 +196,13 @@ class RemoteCore:
             self._link.send(message)
 
     async def _stay_connected(self) -> None:
-        delays = retry_delays(self._timings)
+        delays = self._timings.reconnect_delays()
         while True:
             link = _CoreLink(self._on_left, self._on_members, self.aliases.follow)
             try:
-                self._link = await dial(link, self._endpoint)
+                self._link = await dial(link, self._endpoint.split())
                 self._linked.set()
-                delays = retry_delays(self._timings)
+                delays = self._timings.reconnect_delays()
                 await link.closed
                 log.warning("the connection to the core process was lost")
             except OSError as error:

@@ -44,10 +44,11 @@ from emberline.text.grammar.compiler_pool import GrammarCompiler
 from emberline.text.text_model import TextModel
 from emberline.upstream.dialects.anthropic_relay import MessageAssembler
 from emberline.upstream.dialects.chunks import BodyAssembler, ChunkReader
+from emberline.upstream.dialects.dialect import MESSAGES
 from emberline.upstream.models import UpstreamModels
 from emberline.upstream.providers.whole_call import WholeCall
 from emberline.upstream.transport import UpstreamTransport, passthrough
-from emberline.upstream.upstream_request import MESSAGES, UpstreamRequest
+from emberline.upstream.upstream_request import UpstreamRequest
 
 _ANY_VOCABULARY = 1 << 31  # upstream servers check token ids themselves
 

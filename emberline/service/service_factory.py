@@ -120,7 +120,7 @@ async def open_service(
     core = LocalCore(admission, workers, usage, sessions, responses, queue_share, written, limits, price_store)
     core.aliases = await open_aliases(store, aliases or {})
     membership = core.membership = Membership(core, connections, on_leave)
-    membership.pusher = PrefixPusher(sessions, admission, connections.engines, timings.push_s)
+    membership.pusher = PrefixPusher(sessions.recent, admission, connections.engines, timings.push_s)
 
     def provider_added(client: ProviderClient) -> None:
         core.add(client)

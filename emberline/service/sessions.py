@@ -10,6 +10,7 @@ from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
+from emberline.cluster.prefix_push import RecentConversation
 from emberline.text.prompt import KnownPrefix, PrefixCut
 
 DEFAULT_BYTES = 64 << 20
@@ -29,17 +30,6 @@ class SessionOwner(NamedTuple):
 
 
 NO_OWNER = SessionOwner()
-
-
-class RecentConversation(NamedTuple):
-    blocks: tuple[bytes, ...]  # of ids, which conversations with the same beginning share
-    salt: bytes
-    session: str | None
-
-    @property
-    def ids(self) -> bytes:
-        """u32 little-endian; copied."""
-        return b"".join(self.blocks)
 
 
 class _Entry:
@@ -105,8 +95,9 @@ class Sessions:
         return KnownPrefix(b"".join(longest.blocks), cuts)
 
     def recent(self, model: str, most: int) -> Callable[[], list[RecentConversation]]:
-        """Of all accounts, the one that was used last first. Not those that another one begins with. What it returns
-        takes a while, and may be called in another thread."""
+        """Return a function that lists recent conversations of all accounts, newest first, skipping prefixes of others.
+
+        The function is slow: call it in a thread."""
         return partial(_longest, list(islice(reversed(self._entries.items()), most * MAX_SCANNED)), model, most)
 
     def add(

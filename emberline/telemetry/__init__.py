@@ -1,0 +1,1 @@
+"""Metrics, history, health, status, traces and log lines of requests."""

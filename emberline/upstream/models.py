@@ -22,16 +22,15 @@ from emberline.text.prompt import Prompt, build_prompt
 from emberline.text.text_model import TextModel
 from emberline.text.tokenizers.tokenizer import OFF_LOOP_BYTES
 from emberline.upstream.dialects.anthropic import message_request
-from emberline.upstream.dialects.dialect import decoded
+from emberline.upstream.dialects.dialect import CHAT, COMPLETIONS, decoded
 from emberline.upstream.providers.access import Access
 from emberline.upstream.providers.attempt import count_tokens
 from emberline.upstream.providers.client import ProviderClient
 from emberline.upstream.providers.directory import ProviderDirectory, remote_name
-from emberline.upstream.providers.whole_call import WholeCall
-from emberline.upstream.providers.whole_tasks import whole_task
+from emberline.upstream.providers.whole_call import WholeCall, whole_task
 from emberline.upstream.servers.client import DEFAULT_CONTEXT, UpstreamClient, UpstreamConfig
 from emberline.upstream.servers.kv_events import chain_keys, key_root
-from emberline.upstream.upstream_request import CHAT, COMPLETIONS, UpstreamRequest, body_of, byte_keys, estimated_tokens
+from emberline.upstream.upstream_request import UpstreamRequest, body_of, byte_keys, estimated_tokens
 
 DISCOVERY_S = 15.0
 _RETRY_S = 0.5

@@ -11,8 +11,9 @@ from typing import Any
 
 import msgspec
 
+from emberline.upstream.dialects.dialect import CHAT, COMPLETIONS
 from emberline.upstream.dialects.sse import data_of, encode
-from emberline.upstream.upstream_request import CHAT, COMPLETIONS, UpstreamRequest, continuation_fields
+from emberline.upstream.upstream_request import UpstreamRequest, continuation_fields
 
 MAX_TRANSCRIPT_BYTES = 4 << 20
 _NOT_WITH = (

@@ -14,6 +14,7 @@ from emberline.protocol.price import Price, format_amount
 from emberline.protocol.trace_context import TraceContext, TraceDetails, current
 from emberline.upstream.dialects.anthropic_relay import MessagesEditor
 from emberline.upstream.dialects.chunks import UnreadableChunk
+from emberline.upstream.dialects.dialect import COMPLETIONS, MESSAGES
 from emberline.upstream.dialects.sse import MalformedLine, StreamEditor, StreamError, read_usage
 from emberline.upstream.providers.attempt import ProviderAttempt
 from emberline.upstream.providers.client import ProviderClient
@@ -28,7 +29,7 @@ from emberline.upstream.resume import (
 )
 from emberline.upstream.servers.attempt import Attempt, UpstreamBusy
 from emberline.upstream.servers.client import UpstreamClient
-from emberline.upstream.upstream_request import COMPLETIONS, MESSAGES, UpstreamRequest
+from emberline.upstream.upstream_request import UpstreamRequest
 
 RESTART_WAIT_S = 15.0  # for a server to come back after a failover
 

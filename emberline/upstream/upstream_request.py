@@ -10,13 +10,10 @@ from emberline.balancer.route_request import RouteRequest
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.errors import Unsupported
 from emberline.protocol.request import GenerateRequest, Message, SamplingParams, Speculation, Tool
+from emberline.upstream.dialects.dialect import BYTES_PER_TOKEN
 
 if TYPE_CHECKING:
     from emberline.upstream.providers.access import Access
-
-CHAT = "/v1/chat/completions"
-COMPLETIONS = "/v1/completions"
-MESSAGES = "/v1/messages"  # Anthropic's, of a request that is in its form already
 
 
 @dataclass(slots=True)
@@ -34,7 +31,6 @@ class UpstreamRequest:
 # --- prefix cache keys without a tokenizer ----------------------------------------------------------------------------
 
 CHUNK_BYTES = 512
-BYTES_PER_TOKEN = 4
 KEYS_PER_CHUNK = CHUNK_BYTES // (16 * BYTES_PER_TOKEN)
 _STEM_BYTES = 15
 _NUMBERS = [bytes([number]) for number in range(KEYS_PER_CHUNK)]

@@ -13,12 +13,12 @@ from emberline.accounts.auth import Authenticator
 from emberline.accounts.secret import Secret
 from emberline.api.app import ApiSettings, App
 from emberline.api.batch_loader import BatchService
-from emberline.api.http.call import ASGIApp, Receive, Scope, Send
 from emberline.jobs.batches.blobs import BlobStore
 from emberline.jobs.batches.database_blobs import DatabaseBlobs
 from emberline.jobs.limits import QueueLimits
 from emberline.jobs.queue.job import Lease
 from emberline.jobs.queue.queue import BLOBS, Queue, open_queue
+from emberline.net.http_server import ASGIApp, Receive, Scope, Send
 from emberline.protocol.errors import EmberlineError
 from emberline.protocol.request import Principal
 from emberline.service.event_collector import collect_answer

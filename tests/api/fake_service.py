@@ -11,7 +11,7 @@ from emberline.accounts.auth import Authenticator
 from emberline.accounts.secret import Secret
 from emberline.api.app import ApiSettings, App
 from emberline.api.batch_loader import BatchService
-from emberline.api.http.call import ASGIApp, Events, OnAdmit, OnComplete
+from emberline.api.http.call import Events, OnAdmit, OnComplete
 from emberline.api.http.large_requests import LargeRequestRelay
 from emberline.catalog.aliases import AliasTable
 from emberline.catalog.model_card import SPEECH_RECOGNITION, Capabilities, ModelCard, PathSource
@@ -19,6 +19,7 @@ from emberline.cluster.cluster import ClusterStatus
 from emberline.cluster.membership import WorkerChange
 from emberline.gateway.service import GatewayService
 from emberline.jobs.webhooks.service import WebhookService
+from emberline.net.http_server import ASGIApp
 from emberline.protocol.complete_response import Encoded, StoredResponse
 from emberline.protocol.errors import BadInput, MalformedModelId, ModelNotFound
 from emberline.protocol.events import (

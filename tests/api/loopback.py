@@ -9,8 +9,7 @@ from pathlib import Path
 
 import uvloop
 
-from emberline.api.http.call import ASGIApp
-from emberline.net.http_server import ServerLimits, serve
+from emberline.net.http_server import ASGIApp, ServerLimits, serve
 
 
 class Loopback:

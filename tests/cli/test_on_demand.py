@@ -17,11 +17,13 @@ from emberline.catalog.model_files import ModelFiles
 from emberline.catalog.model_store import ModelEntry, ModelStore
 from emberline.catalog.pull import pull
 from emberline.cli import http_client as client
-from emberline.cli.http_client import ChatTiming, ServerAddress
-from emberline.cli.serve import bind, serve
+from emberline.cli.http_client import ChatTiming
 from emberline.cluster.timings import Timings
 from emberline.config import Config, resolve
 from emberline.server import on_demand_models as on_demand
+from emberline.server.address import ServerAddress
+from emberline.server.core_process import serve
+from emberline.server.listener import bind
 from emberline.server.on_demand_models import OnDemandModels
 from tests.standin import standin_worker
 

@@ -12,11 +12,13 @@ from emberline.catalog.model_card import DEFAULT_MODEL
 from emberline.catalog.model_store import ModelEntry, ModelStore
 from emberline.catalog.pull import pull
 from emberline.cli import http_client as client
-from emberline.cli.http_client import ChatTiming, ServerAddress
+from emberline.cli.http_client import ChatTiming
 from emberline.cli.main import main
-from emberline.cli.serve import bind, serve
 from emberline.cluster.timings import Timings
 from emberline.config import resolve
+from emberline.server.address import ServerAddress
+from emberline.server.core_process import serve
+from emberline.server.listener import bind
 from tests.standin import standin_worker
 
 PATIENCE_S = 90.0

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from emberline.cli.main import main
-from emberline.cli.ray_cluster import open_launcher
 from emberline.config import resolve
+from emberline.server.cluster_setup import open_ray_launcher
 from emberline.supervisor.cluster import ray_cluster
 from emberline.supervisor.cluster.cluster_file import ClusterFile
 from emberline.supervisor.cluster.launcher import LEFT, ReplicaOrder
@@ -114,7 +114,7 @@ def test_down_without_anything(home: Path, capsys: pytest.CaptureFixture[str]) -
 def test_replicas_have_the_settings_of_the_engine(tmp_path: Path) -> None:
     config = resolve({"engine.tp": 2, "engine.deterministic": True, "engine.kv_bytes": 4096}, {}, tmp_path)
     node = NodeSettings(address="127.0.0.2", head="127.0.0.2", port=9, folder=tmp_path / "ray")
-    launcher = open_launcher(config, ClusterFile(), [node])
+    launcher = open_ray_launcher(config, ClusterFile(), [node])
     assert (launcher.n_ranks, launcher.arguments) == (2, ("--kv-bytes", "4096", "--deterministic"))
 
 

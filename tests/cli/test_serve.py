@@ -19,9 +19,13 @@ from emberline.catalog.model_store import ModelEntry, ModelStore
 from emberline.catalog.pull import pull
 from emberline.cli import doctor, models
 from emberline.cli import http_client as client
-from emberline.cli.http_client import ChatTiming, ServerAddress
-from emberline.cli.serve import bind, fetch_models, local_models, run_until_terminated, serve
+from emberline.cli.http_client import ChatTiming
+from emberline.cli.serve import fetch_models
 from emberline.config import resolve
+from emberline.server.address import ServerAddress
+from emberline.server.core_process import local_models, serve
+from emberline.server.listener import bind
+from emberline.server.signals import run_until_terminated
 from tests.cli.console import emberline, emberline_process
 from tests.soak.server_process import children
 from tests.standin import standin_worker

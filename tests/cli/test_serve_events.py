@@ -12,9 +12,10 @@ import httpx
 from standardwebhooks import Webhook
 
 from emberline.catalog.model_store import ModelEntry, ModelStore
-from emberline.cli.http_client import ServerAddress
-from emberline.cli.serve import bind, serve
 from emberline.config import resolve
+from emberline.server.address import ServerAddress
+from emberline.server.core_process import serve
+from emberline.server.listener import bind
 from emberline.service.service_factory import DATABASE
 from emberline.store import open_store
 from tests.jobs.webhooks.helpers import emit_event

@@ -7,9 +7,9 @@ import pytest
 from rich.console import Console
 
 from emberline.cli import top
-from emberline.cli.http_client import ServerAddress
 from emberline.cli.main import main
 from emberline.cli.top import Watch, frame, sparkline
+from emberline.server.address import ServerAddress
 from tests.cli.fake_server import FakeServer
 
 

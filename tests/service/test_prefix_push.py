@@ -111,7 +111,7 @@ async def test_without_bytes_to_spend_nothing_is_sent(fleet: Fleet) -> None:
     core = fleet.service.core
     assert isinstance(core, LocalCore)
     fleet.membership.pusher = prefix_push.PrefixPusher(
-        core.sessions, core.admission, fleet.service.engines, max_bytes=64
+        core.sessions.recent, core.admission, fleet.service.engines, max_bytes=64
     )
     turns = await fleet.begin("a conversation")
     await fleet.drain_busiest()

@@ -16,8 +16,9 @@ from emberline.protocol.frames import EngineLoad
 from emberline.protocol.request import GenerateRequest, Priority, SamplingParams
 from emberline.service.event_collector import collect_answer
 from emberline.telemetry.request_log import JobContext
+from emberline.upstream.dialects.dialect import CHAT
 from emberline.upstream.servers.server_load import ProbeTimings
-from emberline.upstream.upstream_request import CHAT, UpstreamRequest
+from emberline.upstream.upstream_request import UpstreamRequest
 from standins.openai_script import FIRST_WORD_ID, ServerScript, StandinPrompt
 from tests.upstream.conftest import LONG, MODEL, PATIENCE_S, PRINCIPAL, Bench, Opener, request
 

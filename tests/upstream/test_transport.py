@@ -11,9 +11,10 @@ from emberline.protocol.errors import EngineLost
 from emberline.protocol.events import TextEvent
 from emberline.upstream import resume
 from emberline.upstream.dialects.chunks import ChunkReader
+from emberline.upstream.dialects.dialect import CHAT, COMPLETIONS
 from emberline.upstream.servers.client import UpstreamClient, UpstreamConfig
 from emberline.upstream.transport import UpstreamTransport
-from emberline.upstream.upstream_request import CHAT, COMPLETIONS, UpstreamRequest
+from emberline.upstream.upstream_request import UpstreamRequest
 
 
 class FakeExchange:

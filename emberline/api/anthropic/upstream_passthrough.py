@@ -16,7 +16,8 @@ from emberline.api.http.sse import named_event
 from emberline.catalog.model_card import ModelCard
 from emberline.protocol.errors import EmberlineError
 from emberline.protocol.request import Priority, alias_caller
-from emberline.upstream.upstream_request import MESSAGES, UpstreamRequest, check_known
+from emberline.upstream.dialects.dialect import MESSAGES
+from emberline.upstream.upstream_request import UpstreamRequest, check_known
 
 _VERSION = re.compile(r"\d{4}-\d{2}-\d{2}")
 _BETAS = re.compile(r"[A-Za-z0-9,_ .-]{1,1000}")

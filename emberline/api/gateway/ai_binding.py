@@ -14,7 +14,7 @@ import msgspec
 
 from emberline.api.gateway.paths import universal
 from emberline.api.http.body import NO_LIMIT, decode, read_body
-from emberline.api.http.call import Call, Reply, Scope, encode, json_reply
+from emberline.api.http.call import Call, Reply, encode, json_reply
 from emberline.api.http.errors import Dialect
 from emberline.api.http.guard import BINDING_HOST
 from emberline.api.http.router import APIS, check_api
@@ -23,6 +23,7 @@ from emberline.api.workers_ai.handlers import run_model
 from emberline.api.workers_ai.response_body import envelope
 from emberline.api.workers_ai.run_request import RunOptions, RunRequest
 from emberline.catalog.model_card import SPEECH_RECOGNITION
+from emberline.net.http_server import Scope
 from emberline.protocol.errors import BadInput, NotFound
 from emberline.protocol.gateway import DYNAMIC
 

@@ -3,7 +3,7 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, MutableMapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 from urllib.parse import parse_qsl
@@ -15,6 +15,7 @@ from emberline.api.http.errors import Dialect, FieldNames, HeaderList
 from emberline.api.http.rate_limit_headers import rate_limit_headers
 from emberline.gateway.call import GatewayCall, open_call
 from emberline.gateway.options import from_headers, merge
+from emberline.net.http_server import Receive, Scope, Send
 from emberline.protocol import trace_context
 from emberline.protocol.complete_response import Encoded
 from emberline.protocol.errors import BadInput, EmberlineError, Unavailable, Unsupported
@@ -47,11 +48,6 @@ if TYPE_CHECKING:  # the API needs the types of what it is given, not their impo
     from emberline.upstream.upstream_request import UpstreamRequest
 
 T = TypeVar("T")
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 Events = AsyncGenerator[TextEvent, None]
 OnAdmit = Callable[[RateLimits | None], None]  # called with the caller's rate limits
 OnComplete = Callable[[Completed], None]  # called with the terminal event, which it may change

@@ -9,8 +9,9 @@ import re
 from collections.abc import Iterable
 from functools import lru_cache
 
-from emberline.api.http.call import Message, Reply, Scope, Send
+from emberline.api.http.call import Reply
 from emberline.api.http.errors import HeaderList
+from emberline.net.http_server import Message, Scope, Send
 from emberline.protocol.errors import Forbidden
 
 ANY = "*"

@@ -32,7 +32,8 @@ from emberline.api.openai.completions import CompletionRequest
 from emberline.catalog.model_card import ModelCard
 from emberline.gateway.routing import Plan
 from emberline.protocol.errors import BadInput, EmberlineError
-from emberline.upstream.upstream_request import CHAT, COMPLETIONS, UpstreamRequest, check_known, continuation_fields
+from emberline.upstream.dialects.dialect import CHAT, COMPLETIONS
+from emberline.upstream.upstream_request import UpstreamRequest, check_known, continuation_fields
 
 ABSENT = Raw()
 _TEXT_PARTS = frozenset({"text", "refusal"})

@@ -1,0 +1,1 @@
+"""APIs of providers: their requests, replies and streams in terms of OpenAI's."""

@@ -27,10 +27,8 @@ from emberline.upstream.dialects.chat_form import (
     turns_of,
     unsupported,
 )
-from emberline.upstream.dialects.dialect import Fields, ProviderCall, decoded
-from emberline.upstream.dialects.sse import MalformedLine, token_count
-from emberline.upstream.servers.disaggregation import encode
-from emberline.upstream.upstream_request import CHAT, MESSAGES
+from emberline.upstream.dialects.dialect import CHAT, MESSAGES, Fields, ProviderCall, decoded
+from emberline.upstream.dialects.sse import MalformedLine, encode, token_count
 
 VERSION = "2023-06-01"
 DEFAULT_MAX_TOKENS = 32_000  # the field is required there

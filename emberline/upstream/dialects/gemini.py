@@ -29,9 +29,8 @@ from emberline.upstream.dialects.chat_form import (
     turns_of,
     unsupported,
 )
-from emberline.upstream.dialects.dialect import Fields, ProviderCall, decoded
+from emberline.upstream.dialects.dialect import CHAT, Fields, ProviderCall, decoded
 from emberline.upstream.dialects.sse import token_count
-from emberline.upstream.upstream_request import CHAT
 
 # Reasoning effort in tokens, for models that take no levels.
 _BUDGETS = {"minimal": 1024, "low": 1024, "medium": 8192, "high": 24_576, "xhigh": 24_576, "max": 24_576}

@@ -9,11 +9,10 @@ from emberline.protocol.errors import Unsupported
 from emberline.protocol.events import Usage
 from emberline.protocol.media import Media, MediaRequest
 from emberline.protocol.request import EncodeRequest
-from emberline.upstream.dialects.dialect import ProviderCall
+from emberline.upstream.dialects.dialect import ProviderCall, UnreadableReply, WholeReply, WholeTask
 from emberline.upstream.dialects.gemini import model_path
 from emberline.upstream.dialects.openai_media import encoded, read_json, refuse_encoding
 from emberline.upstream.dialects.sse import token_count
-from emberline.upstream.providers.whole_call import UnreadableReply, WholeReply, WholeTask
 
 _IMAGE_FIELDS = frozenset({"prompt", "n", "response_format", "user"})
 

@@ -17,9 +17,8 @@ from emberline.protocol.events import Usage
 from emberline.protocol.media import Media, MediaFile, MediaRequest
 from emberline.protocol.request import EncodeRequest, SpeechRequest
 from emberline.protocol.speech import TimedWord, Transcript, TranscriptSegment
-from emberline.upstream.dialects.dialect import ProviderCall
+from emberline.upstream.dialects.dialect import Fetch, ProviderCall, UnreadableReply, WholeReply, WholeTask
 from emberline.upstream.dialects.sse import read_usage, token_count
-from emberline.upstream.providers.whole_call import Fetch, UnreadableReply, WholeReply, WholeTask
 
 VIDEO_POLL_S = 5.0
 MAX_VIDEO_S = 1800.0  # for one to be made

@@ -10,11 +10,10 @@ from typing import Any
 from emberline.config import ConfigError
 from emberline.protocol.errors import Unsupported
 from emberline.upstream.dialects.chat_form import refuse_others
-from emberline.upstream.dialects.dialect import Fields, ProviderCall, decoded
+from emberline.upstream.dialects.dialect import CHAT, Fields, ProviderCall, decoded
+from emberline.upstream.dialects.sse import encode
 from emberline.upstream.providers.registry import Provider
 from emberline.upstream.servers.attempt import CONTEXT_EXCEEDED
-from emberline.upstream.servers.disaggregation import encode
-from emberline.upstream.upstream_request import CHAT
 
 # What a request may set. Any other name would reach the package's own options, such as where to connect.
 _FIELDS = frozenset(

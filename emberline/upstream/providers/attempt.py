@@ -8,12 +8,11 @@ from emberline.balancer.route_request import Fault
 from emberline.net.http_client import ConnectionFailed, Exchange
 from emberline.protocol.errors import BadInput, EmberlineError, EngineLost
 from emberline.protocol.trace_context import TraceContext
-from emberline.upstream.dialects.dialect import StreamTranslator
+from emberline.upstream.dialects.dialect import Fields, StreamTranslator
 from emberline.upstream.providers.access import Access
 from emberline.upstream.providers.client import ProviderClient
 from emberline.upstream.providers.errors import ProviderFailed, ProviderTimeout, raise_status
 from emberline.upstream.servers.attempt import MAX_ERROR_BYTES
-from emberline.upstream.servers.disaggregation import Fields
 
 LIST_TIMEOUT_S = 15.0
 MAX_LIST_BYTES = 8 << 20

@@ -54,4 +54,4 @@ def api_of(provider: Provider) -> ProviderAPI:
         return GeminiAPI(provider.name)
     if provider.kind == "any-llm":
         return AnyLLMAPI(provider)
-    return OpenAIAPI(provider)
+    return OpenAIAPI(provider.stream_options, provider.completion_tokens)

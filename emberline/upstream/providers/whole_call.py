@@ -1,25 +1,26 @@
 """A call whose reply comes whole: embeddings, transcripts, images, speech, video."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from collections.abc import Mapping
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from emberline.balancer.route_request import Fault, Route, client_of
 from emberline.net.http_client import MAX_REPLY_BYTES, ConnectionFailed
-from emberline.protocol.errors import BadInput, EmberlineError, EngineLost
+from emberline.protocol.errors import BadInput, EmberlineError, EngineLost, Unsupported
 from emberline.protocol.events import Usage
+from emberline.protocol.media import MediaRequest
+from emberline.protocol.request import EncodeRequest, SpeechRequest
 from emberline.protocol.trace_context import TraceContext, TraceDetails, current
-from emberline.upstream.dialects.dialect import ProviderCall
+from emberline.upstream.dialects import gemini_media, openai_media
+from emberline.upstream.dialects.dialect import BYTES_PER_TOKEN, ProviderCall, UnreadableReply, WholeReply, WholeTask
 from emberline.upstream.providers.access import Access
 from emberline.upstream.providers.attempt import connection_failure
 from emberline.upstream.providers.client import ProviderClient
 from emberline.upstream.providers.errors import ProviderFailed, hide_key, raise_status
 from emberline.upstream.servers.attempt import MAX_ERROR_BYTES
 from emberline.upstream.servers.client import UpstreamClient
-from emberline.upstream.upstream_request import BYTES_PER_TOKEN
 
 UNSEEN_PROMPT_TOKENS = 10_000  # that a provider may add to a prompt; beyond that, its count is absurd
 OFF_LOOP_BYTES = 256 << 10  # a larger body is read in a thread
@@ -28,33 +29,8 @@ POLL_TIMEOUT_S = 30.0
 T = TypeVar("T")
 
 
-class UnreadableReply(Exception):
-    """The message says what of the reply cannot be read."""
-
-
-@dataclass(frozen=True, slots=True)
-class WholeReply:
-    body: bytes
-    content_type: str
-
-
-# Asks for more of a reply: the path below the base URL.
-Fetch = Callable[[str], Awaitable[WholeReply]]
-
-
-@dataclass(frozen=True, slots=True)
-class WholeTask(Generic[T]):
-    """What is asked, and how the reply is read: the result and what it used. `poll` fetches the result of a job that
-    the provider only began."""
-
-    operation: str  # `gen_ai.operation.name`
-    call: ProviderCall
-    read: Callable[[WholeReply], tuple[T, Usage]]
-    poll: Callable[[WholeReply, Fetch], Awaitable[WholeReply]] | None = None
-
-
 class WholeCall(Generic[T]):
-    """To `service.run` a transport with one output, the result."""
+    """A transport for `service.run` with one output, the result."""
 
     restart_wait_s = 0.0
     deadline_grace_s = 0.0
@@ -153,3 +129,24 @@ class WholeCall(Generic[T]):
         if status != 200:
             raise_status(client.provider.name, status, {}, body, access.key)
         return WholeReply(body, "")
+
+
+def whole_task(kind: str, model: str, request: EncodeRequest | SpeechRequest | MediaRequest) -> WholeTask[Any]:
+    """The call that a request for embeddings, a transcript or media becomes in the API of a provider.
+
+    Raises Unsupported if the API has no such call."""
+    if kind == "anthropic":
+        raise Unsupported("Anthropic's API has no embeddings, images or speech", param="model")
+    if kind == "any-llm":
+        raise Unsupported("providers of kind any-llm have chats only", param="model")
+    if kind == "gemini":
+        if isinstance(request, EncodeRequest):
+            return gemini_media.embeddings(model, request)
+        if isinstance(request, MediaRequest):
+            return gemini_media.media(model, request)
+        raise Unsupported("Gemini's API has no transcriptions: send the audio in a chat", param="model")
+    if isinstance(request, EncodeRequest):
+        return openai_media.embeddings(model, request)
+    if isinstance(request, SpeechRequest):
+        return openai_media.transcription(model, request)
+    return openai_media.media(model, request)

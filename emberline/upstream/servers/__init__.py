@@ -1,0 +1,1 @@
+"""The operator's other inference servers: connections, load, KV events, disaggregation."""

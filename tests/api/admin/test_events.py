@@ -12,8 +12,9 @@ from standardwebhooks import Webhook
 
 from emberline.accounts.auth import Authenticator
 from emberline.api.app import ApiSettings, App
-from emberline.api.http.call import ASGIApp, RequestLimits
+from emberline.api.http.call import RequestLimits
 from emberline.jobs.webhooks.service import WebhookService
+from emberline.net.http_server import ASGIApp
 from emberline.protocol.errors import Unavailable
 from emberline.store import Database, open_store
 from tests.api.fake_service import MODEL, FakeService, Wire

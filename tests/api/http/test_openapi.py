@@ -18,13 +18,13 @@ from schemathesis.pytest._test_builder import build_operation_test
 
 from emberline.accounts.account_service import AccountService
 from emberline.api.batch_loader import BatchService
-from emberline.api.http.call import ASGIApp, Receive, Scope, Send
 from emberline.catalog.model_card import ModelCard
 from emberline.gateway.service import GatewayService
 from emberline.jobs.batches.batch import Batch, NewBatch
 from emberline.jobs.batches.blobs import BlobStore
 from emberline.jobs.limits import QueueLimits
 from emberline.jobs.queue.queue import Queue
+from emberline.net.http_server import ASGIApp, Receive, Scope, Send
 from emberline.protocol.complete_response import Encoded
 from emberline.protocol.errors import BadInput
 from emberline.protocol.events import TextEvent, Usage

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import pytest
 
-from emberline.api.http.call import ASGIApp, Message, Receive, Scope, Send
+from emberline.net.http_server import ASGIApp, Message, Receive, Scope, Send
 from emberline.protocol.events import ChoiceDone, Completed, Started, TextDelta, TextEvent, Usage
 from emberline.protocol.request import GenerateRequest
 from tests.api.fake_service import FakeService, Script, app_of, hello

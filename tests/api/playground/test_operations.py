@@ -12,8 +12,8 @@ import pytest
 from emberline.accounts.account_service import AccountService
 from emberline.accounts.usage_row import UsageRow, insert_usage
 from emberline.api.batch_loader import BatchService
-from emberline.api.http.call import ASGIApp, Receive, Scope, Send
 from emberline.jobs.queue.queue import Queue, open_queue
+from emberline.net.http_server import ASGIApp, Receive, Scope, Send
 from emberline.protocol.errors import ErrorInfo
 from emberline.store import open_store
 from emberline.telemetry.history import FIELDS, N_POINTS, STEP_S
