@@ -26,7 +26,8 @@ from emberline.kernels.backend import Layer, MoE
 from emberline.kernels.gpu.sampler_table import SamplerTable
 from emberline.kernels.gpu.triton_backend import TritonBackend
 from emberline.kernels.gpu.workspace import PrefillChunk, StepShape
-from emberline.kv.block_pool import all_sequences, blocks_of, split_bytes
+from emberline.kv.block_pool import blocks_of
+from emberline.kv.groups import all_sequences, split_bytes
 from emberline.models.decoder import Decoder, StepInputs
 from emberline.models.registry import ARCHITECTURES, lay_out, load_model
 from emberline.models.shard import Shard, loopback_groups

@@ -5,7 +5,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from emberline.config import EndpointConfig
-from emberline.protocol.block_hash import BLOCK_TOKENS
+from emberline.protocol.block_hash import bytes_per_token
 from emberline.protocol.errors import BadInput
 from emberline.protocol.frames import EngineInfo, EngineLoad, KVEvents, WorkerRole
 
@@ -82,7 +82,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
         return cls(
             max_running=info.max_running or DEFAULT_MAX_RUNNING,
             kv_tokens=info.kv_tokens,
-            kv_token_bytes=sum(group.block_bytes for group in info.kv_groups if group.window is None) / BLOCK_TOKENS,
+            kv_token_bytes=bytes_per_token(info.kv_groups),
             events=events,
             heartbeats=info.heartbeat_s > 0,
             round_trip_s=round_trip_s,

@@ -159,9 +159,9 @@ class PrefixPusher:
 
 
 def kv_bytes_per_token(info: EngineInfo) -> float:
-    """Of all ranks together."""
+    """Return the bytes of KV that a token takes on all ranks together."""
     ranks = [rank.kv_groups for rank in info.ranks] or [info.kv_groups]
-    return sum(group.block_bytes for groups in ranks for group in groups if group.window is None) / BLOCK_TOKENS
+    return sum(map(block_hash.bytes_per_token, ranks))
 
 
 def _kv_tokens(engine: EngineClient) -> int:

@@ -1,7 +1,6 @@
-"""The block pool of one KV group: reference counts, eviction order, and how many blocks memory allows."""
+"""The block pool of one KV group: reference counts and eviction order."""
 
 from array import array
-from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
 import numpy as np
@@ -10,8 +9,7 @@ from numpy.typing import NDArray
 from emberline.kv.eviction_order import EvictionOrder
 from emberline.kv.prefix_index import Blocks
 from emberline.kv.retention import Conversation, Retention
-from emberline.protocol.block_hash import BLOCK_TOKENS, KVGroup
-from emberline.protocol.errors import BadInput
+from emberline.protocol.block_hash import BLOCK_TOKENS
 
 NULL_BLOCK = 0  # never allocated: padding, and table entries whose block left the window, refer to it
 
@@ -29,15 +27,16 @@ class StepFence:
 
     @property
     def in_flight(self) -> bool:
-        """Whether some planned step is not done."""
+        """True if some planned step is not done."""
         return self.completed < self.planned
 
     def next_step(self) -> int:
+        """Count one more planned step and return its number."""
         self.planned += 1
         return self.planned
 
     def set_oldest_in_flight(self, step: int | None) -> None:
-        """None: no step is in flight."""
+        """Set what has completed: all before `step`, or everything if no step is in flight (None)."""
         self.completed = self.planned if step is None else step - 1
 
 
@@ -59,11 +58,11 @@ class BlockPool:
         self._counts = np.frombuffer(self.refs, np.intc)  # the same memory
 
     def n_unheld(self, blocks: Blocks) -> int:
-        """How many of the blocks are free."""
+        """Return how many of the blocks are free."""
         return len(blocks) - int(np.count_nonzero(self._counts[blocks]))
 
     def take_all(self, n: int) -> list[int]:
-        """The first n free blocks, with one reference each. The caller removes their old content from the index."""
+        """Take the first n free blocks, a reference to each. The caller removes their old content from the index."""
         assert 0 <= n <= self.n_free, f"{n} of {self.n_free} free blocks: check n_free first"
         blocks = self._free.take(n)
         refs = self.refs
@@ -73,11 +72,11 @@ class BlockPool:
         return blocks
 
     def settled(self, n: int, but: AbstractSet[int]) -> list[int]:
-        """The first n free blocks that no step in flight may write, without those of `but`; fewer if there are not."""
+        """Return the first n free blocks that no step in flight may write, without those of `but`, or all there are."""
         return self._free.first(n, self._fence.completed, but) if n else []
 
     def hold(self, block: int) -> None:
-        """One more reference; a free block is revived with its content."""
+        """Add a reference; a free block is revived with its content."""
         assert block != NULL_BLOCK
         if not self.refs[block]:
             self._free.remove((block,))
@@ -85,7 +84,7 @@ class BlockPool:
         self.refs[block] += 1
 
     def hold_all(self, blocks: Blocks) -> None:
-        """The same for many different blocks, soonest in the order of their chains."""
+        """Add a reference to each of many different blocks, fastest in the order of their chains."""
         assert blocks.all(), "nobody holds the null block"
         counts = self._counts[blocks]
         self._counts[blocks] = counts + 1
@@ -94,7 +93,7 @@ class BlockPool:
         self.n_free -= len(revived)
 
     def drop(self, block: int, keep: bool) -> None:
-        """One reference less. At zero the block is free: reused last if `keep`, for its content is cached."""
+        """Drop a reference. At zero the block is free: reused last if `keep`, for its content is cached."""
         left = self.refs[block] = self.refs[block] - 1
         assert left >= 0, f"block {block} dropped more often than held"
         if not left:
@@ -109,8 +108,10 @@ class BlockPool:
         conversation: Conversation | None = None,
         shared: bool = False,
     ) -> None:
-        """The same for many different blocks, in the order of eviction: a chain's last block first. `shared`: they are
-        of a prefix of several sessions."""
+        """Drop a reference to each of many different blocks, in the order of eviction: a chain's last block first.
+
+        `shared` is True if they belong to a prefix of several sessions.
+        """
         free, step = self._free, self._fence.planned
         left = self._counts[blocks] - 1
         assert (left >= 0).all(), "blocks dropped more often than held"
@@ -131,73 +132,6 @@ class BlockPool:
         self.n_releases += n_freed
 
 
-UNBOUNDED = 1 << 40  # tokens: a pool that holds a whole window holds sequences of any length
-
-
 def blocks_of(n_tokens: int) -> int:
+    """Return the number of blocks that n_tokens fill, the last one in part."""
     return -(-n_tokens // BLOCK_TOKENS)
-
-
-def peak_blocks(layout: KVGroup, n_tokens: int, chunk: int) -> int:
-    """Maximum blocks that a sequence of n_tokens holds at once when it gains up to `chunk` tokens per step."""
-    if layout.window is None:
-        return blocks_of(n_tokens)
-    return min(blocks_of(n_tokens), blocks_of(layout.window - 1 + chunk) + 1)
-
-
-def capacity(layout: KVGroup, n_usable: int, chunk: int) -> int:
-    """Tokens of the longest sequence that n_usable blocks of this group can hold."""
-    bounded = layout.window is None or n_usable < peak_blocks(layout, UNBOUNDED, chunk)
-    return n_usable * BLOCK_TOKENS if bounded else UNBOUNDED
-
-
-def all_sequences(n_blocks: Sequence[int]) -> int:
-    """Tokens that sequences have together in pools of so many blocks, the null block included."""
-    return (max(n_blocks) - 1) * BLOCK_TOKENS
-
-
-def one_sequence(layouts: Sequence[KVGroup], n_blocks: Sequence[int], chunk: int) -> int:
-    """Tokens of the longest sequence that pools of so many blocks hold."""
-    return min(capacity(layout, n - 1, chunk) for layout, n in zip(layouts, n_blocks, strict=True))
-
-
-SESSION_TOKENS = 2048  # a session is assumed to be at least so long on average
-SESSION_CHUNKS = 16  # and of a model with chunked attention so many chunks: it is made for long ones
-
-
-def running_blocks(layout: KVGroup, chunk: int, max_running: int) -> int:
-    """Blocks of a window group that all running sequences need: a window each, and what two steps add to them all."""
-    assert layout.window is not None
-    return max_running * (blocks_of(layout.window) + 2) + 2 * blocks_of(chunk)
-
-
-def split_bytes(layouts: Sequence[KVGroup], kv_bytes: int, chunk: int, max_running: int) -> list[int]:
-    """Blocks for each group, the null block included. `chunk`: tokens of a step, of all sequences together.
-
-    Groups without a window get as many blocks each as possible. A window group gets as many as it takes to find the
-    sessions in them again by their last window, at most a quarter, or what all running sequences can need if that is
-    more; never more than the others.
-    """
-
-    def windowed(layout: KVGroup, n_full: int) -> int:
-        assert layout.window is not None
-        session = max(SESSION_TOKENS, SESSION_CHUNKS * layout.window if layout.chunked else 0)
-        kept = n_full * (blocks_of(layout.window) + 1) // blocks_of(session)
-        return min(n_full, max(min(kept, n_full // 4), running_blocks(layout, chunk, max_running)))
-
-    def blocks(n_full: int) -> list[int]:
-        return [n_full if layout.window is None else windowed(layout, n_full) for layout in layouts]
-
-    def cost(n_full: int) -> int:
-        return sum((n + 1) * layout.block_bytes for n, layout in zip(blocks(n_full), layouts))
-
-    min_bytes = cost(2)
-    if kv_bytes < min_bytes:
-        raise BadInput(
-            f"{kv_bytes} bytes of KV cache hold no sequence of this model; give at least {min_bytes}", param="kv_bytes"
-        )
-    low, high = 2, kv_bytes  # cost(low) fits, cost(high) does not: a block has more than one byte
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if cost(middle) <= kv_bytes else (low, middle)
-    return [n + 1 for n in blocks(low)]

@@ -6,16 +6,9 @@ from typing import Protocol
 
 import numpy as np
 
-from emberline.kv.block_pool import (
-    NULL_BLOCK,
-    BlockPool,
-    StepFence,
-    all_sequences,
-    blocks_of,
-    one_sequence,
-    peak_blocks,
-)
-from emberline.kv.prefix_index import NO_OWNER, Blocks, LeadingBlocks, Owner, PrefixIndex, first_visible
+from emberline.kv.block_pool import NULL_BLOCK, BlockPool, StepFence, blocks_of
+from emberline.kv.groups import GroupKind, all_sequences, counted_group, kind_of, one_sequence
+from emberline.kv.prefix_index import NO_OWNER, Blocks, LeadingBlocks, Owner, PrefixIndex
 from emberline.kv.retention import Conversation, Retention
 from emberline.protocol.block_hash import BLOCK_TOKENS, KVGroup
 from emberline.protocol.frames import KVEvents
@@ -24,19 +17,19 @@ KEYS_PER_FRAME = 60_000  # frames stay below 1 MB
 
 
 class KVListener(Protocol):
-    """Learns what content the device pool gains and loses: the seam for KV events and for tiers."""
+    """An observer of the content that the device pool gains and loses: the seam for KV events and for tiers."""
 
     def stored(self, group: KVGroup, keys: Sequence[bytes], blocks: Sequence[int]) -> None: ...
 
     def evicted(self, group: KVGroup, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
-        """Called before the blocks are written again: their bytes can still be saved."""
+        """Handle an eviction. The blocks are not yet written again: their bytes can still be saved."""
 
 
 @dataclass(slots=True)
 class GroupTable:
     """One sequence's blocks in one group. Entry j holds tokens 16j .. 16j + 15.
 
-    blocks[:n_passed] are NULL_BLOCK (they left the window and were freed); each later entry holds one reference.
+    blocks[:n_passed] are NULL_BLOCK (no later token can see them); each later entry holds one reference.
     """
 
     blocks: list[int] = field(default_factory=list)
@@ -58,25 +51,23 @@ class PrefixHit:
     """The cached prefix of a sequence, looked up once however often it is asked for."""
 
     n_blocks: int = 0
-    leading: list[LeadingBlocks] = field(default_factory=list)  # per group; of those with a window nothing is kept
+    leading: list[LeadingBlocks] = field(default_factory=list)  # per group; empty if it does not keep all blocks
     asked: tuple[int, int] = (-1, 0)  # the cache's version and the limit; unchanged: so is n_blocks
 
 
 @dataclass(slots=True, frozen=True)
 class _Group:
     layout: KVGroup
+    kind: GroupKind
     pool: BlockPool
     index: PrefixIndex
-
-    def first_visible(self, position: int) -> int:
-        """The first block of the group that the token at `position` can see."""
-        return first_visible(position, self.layout.window, self.layout.chunked)
 
 
 class KVCache:
     """Block bookkeeping of all groups together: a token has KV in each of them or in none.
 
-    `chunk` is the maximum number of tokens that a sequence gains at once; it bounds the blocks of a window group.
+    `chunk` is the maximum number of tokens that a sequence gains at once; it bounds the blocks of a group that does not
+    keep all of them.
     """
 
     def __init__(
@@ -86,20 +77,20 @@ class KVCache:
         self.fence = StepFence()
         self.retention = Retention()
         self.groups = [
-            _Group(layout, BlockPool(n, self.fence, self.retention), PrefixIndex(n))
+            _Group(layout, kind_of(layout), BlockPool(n, self.fence, self.retention), PrefixIndex(n))
             for layout, n in zip(layouts, n_blocks)
         ]
         self.n_total = sum(group.pool.n_total for group in self.groups)
         self.capacity = one_sequence(layouts, n_blocks, chunk)  # in tokens
         self.n_tokens = all_sequences(n_blocks)
-        self.windowed = any(layout.window is not None for layout in layouts)
+        self.windowed = not all(layout.keeps_all for layout in layouts)
         self.version = 0  # of what the prefix index holds; unchanged: so is what `match` finds
         self._chunk = chunk
         self._listeners: tuple[KVListener, ...] = () if listener is None else (listener,)
 
     @property
     def n_listeners(self) -> int:
-        """Subscribers of KV events."""
+        """Number of subscribers of KV events."""
         return len(self._listeners)
 
     def add_listener(self, listener: KVListener) -> None:
@@ -119,12 +110,14 @@ class KVCache:
         return sum(group.pool.n_releases for group in self.groups)
 
     def table(self, owner: Owner = NO_OWNER) -> BlockTable:
+        """Return an empty table."""
         return BlockTable([GroupTable() for _ in self.groups], owner=owner)
 
     def match(self, keys: Sequence[bytes], limit: int, known: PrefixHit | None = None) -> PrefixHit:
-        """How many of the first `limit` blocks need not be computed. `known`: of the same sequence, to be continued.
+        """Find how many of the first `limit` blocks need not be computed.
 
-        Groups without a window must have them all; a window group only those that the next token can see.
+        Every group must have the blocks that the next token can see. `known` is an earlier hit of the same sequence,
+        which is continued.
         """
         hit = PrefixHit() if known is None else known
         if hit.asked == (self.version, limit):
@@ -132,44 +125,42 @@ class KVCache:
         hit.leading = hit.leading or [LeadingBlocks() for _ in self.groups]
         n = min(limit, len(keys))
         for group, leading in zip(self.groups, hit.leading):
-            if group.layout.window is None:
-                n = group.index.n_leading(keys, n, leading)
-        agreed = -1
+            if group.kind.keeps_all:
+                n = group.kind.n_usable(group.index, keys, n, leading)
+        agreed = -1 if self.windowed else n
         while agreed != n:
             agreed = n
-            for group in self.groups:
-                if group.layout.window is not None:
-                    n = group.index.n_windowed(keys, n, group.layout.window, group.layout.chunked)
+            for group, leading in zip(self.groups, hit.leading):
+                if not group.kind.keeps_all:
+                    n = group.kind.n_usable(group.index, keys, n, leading)
         hit.n_blocks, hit.asked = n, (self.version, limit)
         return hit
 
     def _visible(self, group_number: int, keys: Sequence[bytes], hit: PrefixHit) -> Blocks:
-        """The blocks of a hit that the token behind it can see."""
+        """Return the blocks of a hit that the token after it can see."""
         assert hit.asked[0] == self.version, "the cache has changed since it was asked"
         group = self.groups[group_number]
-        if group.layout.window is None:
-            return hit.leading[group_number].blocks[: hit.n_blocks]
-        return group.index.blocks(keys[group.first_visible(hit.n_blocks * BLOCK_TOKENS) : hit.n_blocks])
+        return group.kind.visible(group.index, keys, hit.n_blocks, hit.leading[group_number])
 
     def may_go_on(self, key: bytes) -> bool:
-        """Whether a prefix hit can extend beyond the block with this key."""
-        return all(key in group.index for group in self.groups if group.layout.window is None)
+        """True if a prefix hit can extend beyond the block with this key."""
+        return all(key in group.index for group in self.groups if group.kind.keeps_all)
 
     def fits(self, keys: Sequence[bytes], hit: PrefixHit, n_tokens: int, reserved: Sequence[int]) -> bool:
-        """Whether n_tokens, the first of them cached, fit and leave `reserved` blocks of each group."""
+        """True if n_tokens, the first of them cached, fit and leave `reserved` blocks of each group."""
         n_new = blocks_of(n_tokens) - hit.n_blocks
         for g, (group, n_reserved) in enumerate(zip(self.groups, reserved)):
             n_revived = group.pool.n_unheld(self._visible(g, keys, hit))
-            # Never more than the peak; but a shared block that leaves the window frees nothing for a new one.
-            n_taken = min(peak_blocks(group.layout, n_tokens, self._chunk), n_revived + n_new)
+            # Never more than the peak; but a shared block that is passed frees nothing for a new one.
+            n_taken = min(group.kind.peak_blocks(n_tokens, self._chunk), n_revived + n_new)
             if n_taken + n_reserved > group.pool.n_free:
                 return False
         return True
 
     def owed(self, table: BlockTable, n_tokens: int) -> list[int]:
-        """Blocks of each group that the sequence may still take until it has n_tokens."""
+        """Return the blocks of each group that the sequence may still take until it has n_tokens."""
         return [
-            min(peak_blocks(group.layout, n_tokens, self._chunk), blocks_of(n_tokens) - len(held.blocks))
+            min(group.kind.peak_blocks(n_tokens, self._chunk), blocks_of(n_tokens) - len(held.blocks))
             for group, held in zip(self.groups, table.groups)
         ]
 
@@ -195,17 +186,17 @@ class KVCache:
             self.release(fetched)
 
     def grow(self, table: BlockTable, start: int, end: int) -> list[list[int]] | None:
-        """Take blocks for the KV of tokens start .. end - 1, all or nothing; free those that left a window.
+        """Take blocks for the KV of tokens start .. end - 1, all or nothing; free those that no token sees any more.
 
-        The blocks that each group's table gained, empty if none; None when there is no room.
+        Returns the blocks that each group's table gained, empty if none, or None if there is no room.
         """
         assert 0 <= end - start <= self._chunk
         if end <= BLOCK_TOKENS * len(table.groups[0].blocks) and not self.windowed:
             return []  # the common case
         n_new = blocks_of(end) - len(table.groups[0].blocks)
         for group, held in zip(self.groups, table.groups):
-            if group.layout.window is not None:
-                self._leave_window(group, held, group.first_visible(start))
+            if not group.kind.keeps_all:
+                self._pass(group, held, group.kind.first_visible(start))
             if n_new > group.pool.n_free:
                 return None
         gained = []
@@ -216,7 +207,7 @@ class KVCache:
         return gained
 
     def publish(self, table: BlockTable, keys: Sequence[bytes], n_blocks: int) -> None:
-        """The first n_blocks of the table are computed and full: add them to the prefix index."""
+        """Add the first n_blocks of the table, which are computed and full, to the prefix index."""
         for group, held in zip(self.groups, table.groups):
             new = range(max(table.n_published, held.n_passed), n_blocks)
             self._index(group, keys, held.blocks, new, table.owner)
@@ -225,27 +216,30 @@ class KVCache:
     def reserve(
         self, keys: Sequence[bytes], n_blocks: int, reserved: Sequence[int], owner: Owner = NO_OWNER
     ) -> BlockTable | None:
-        """A table of the blocks that a token after n_blocks attends to: cached ones are referenced, others taken empty.
+        """Return a table of the blocks that a token after n_blocks attends to. Cached ones are referenced, others taken
+        empty, for writers other than steps.
 
-        Others may write those: no step in flight does. None when they do not fit, leaving `reserved` blocks of each
-        group, or while steps in flight may write the blocks that would be taken.
+        Returns None if they do not fit, leaving `reserved` blocks of each group, or while steps in flight may write the
+        blocks that would be taken.
         """
         table = self.reservation(n_blocks, owner)
         return None if self.reserve_more(table, keys, n_blocks, reserved) is None else table
 
     def reservation(self, n_blocks: int, owner: Owner = NO_OWNER) -> BlockTable:
-        """A table for the blocks that a token after n_blocks attends to, which `reserve_more` adds."""
+        """Return a table for the blocks that a token after n_blocks attends to, which `reserve_more` adds."""
         table = self.table(owner)
         for group, held in zip(self.groups, table.groups):
-            held.n_passed = group.first_visible(n_blocks * BLOCK_TOKENS)
+            held.n_passed = group.kind.first_visible(n_blocks * BLOCK_TOKENS)
             held.blocks = [NULL_BLOCK] * held.n_passed
         return table
 
     def reserve_more(
         self, table: BlockTable, keys: Sequence[bytes], end: int, reserved: Sequence[int]
     ) -> list[dict[int, int]] | None:
-        """As `reserve`, the blocks below `end` that the table lacks. Per group: those that were taken empty, by their
-        index in the table."""
+        """Reserve the blocks below `end` that the table lacks; see `reserve`.
+
+        Returns for each group those that were taken empty, by their index in the table.
+        """
         found = []
         for group, held, n_reserved in zip(self.groups, table.groups, reserved):
             known = group.index.find(keys[len(held.blocks) : end])
@@ -275,7 +269,7 @@ class KVCache:
         return gained
 
     def lacking(self, table: BlockTable) -> list[dict[int, int]]:
-        """Per group: the blocks of a reserved table without content, by their index in it."""
+        """Return for each group the blocks of a reserved table without content, by their index in it."""
         return [
             {j: block for j, block in enumerate(held.blocks) if block != NULL_BLOCK and group.index.key(block) is None}
             for group, held in zip(self.groups, table.groups)
@@ -284,7 +278,7 @@ class KVCache:
     def publish_received(
         self, table: BlockTable, keys: Sequence[bytes], group_number: int, indices: Sequence[int]
     ) -> None:
-        """The content of reserved blocks was received: add it to the prefix index."""
+        """Add the content of reserved blocks, which was received, to the prefix index."""
         group, held = self.groups[group_number], table.groups[group_number]
         new = self._index(group, keys, held.blocks, indices, table.owner)
         if len(new) == len(indices):
@@ -302,7 +296,7 @@ class KVCache:
         return block
 
     def pin(self, group_number: int, block: int) -> None:
-        """One more reference to a block that some table holds."""
+        """Add a reference to a block that some table holds."""
         self.groups[group_number].pool.hold(block)
 
     def unpin(self, group_number: int, block: int) -> None:
@@ -339,7 +333,7 @@ class KVCache:
         table.n_published = 0
 
     def release_last(self, table: BlockTable, n: int) -> bool:
-        """Drop the references to the last n blocks of each group; True: there are none left."""
+        """Drop the references to the last n blocks of each group. Returns True if there are none left."""
         for group, held in zip(self.groups, table.groups):
             first = max(held.n_passed, len(held.blocks) - n)
             self._drop_all(group, held.blocks[first:][::-1], table.conversation)
@@ -353,8 +347,8 @@ class KVCache:
         self.release(table)
 
     def purge(self, root_key: bytes | None, session: bytes = b"") -> int:
-        """Remove from the prefix index what was computed or fetched for an account, for one of its sessions, or (None)
-        everything; the number of blocks. Sequences that reference them keep them."""
+        """Remove from the prefix index what was computed or fetched for an account or for one of its sessions, or
+        everything if `root_key` is None. Returns the number of blocks. Sequences that reference them keep them."""
         n = 0
         for group in self.groups:
             purged = group.index.belonging(root_key, session)
@@ -362,7 +356,8 @@ class KVCache:
             n += len(purged)
         return n
 
-    def _leave_window(self, group: _Group, held: GroupTable, first: int) -> None:
+    def _pass(self, group: _Group, held: GroupTable, first: int) -> None:
+        """Free the table's blocks before `first`."""
         for j in range(held.n_passed, min(first, len(held.blocks))):
             block = held.blocks[j]
             group.pool.drop(block, keep=group.index.key(block) is not None)
@@ -384,7 +379,7 @@ class KVCache:
     def _index(
         self, group: _Group, keys: Sequence[bytes], blocks: Sequence[int], indices: Sequence[int], owner: Owner
     ) -> Sequence[int]:
-        """Those whose content was not indexed before."""
+        """Index blocks and tell listeners. Returns those whose content was not indexed before."""
         new = group.index.put(keys, blocks, indices, owner)
         self.version += bool(new)
         if new and self._listeners:
@@ -399,7 +394,7 @@ def _many(blocks: Sequence[int]) -> Blocks:
 
 
 class EventSource(Protocol):
-    """The KV events of a tier: `tier_events.TierChanges`."""
+    """A source of the KV events of a tier: `tier_events.TierChanges`."""
 
     def watch(self) -> list[KVEvents]: ...
 
@@ -411,19 +406,19 @@ class EventSource(Protocol):
 class KVEventFeed:
     """The KV events of a cache, collected while there is a subscriber: the net change between two calls of `take`.
 
-    Content is reported by the keys of one group, the one without a window: without it there is no prefix hit. The
-    changes of tiers below the cache are told after its own.
+    Content is reported by the keys of one group, without which there is no prefix hit (`counted_group`). The changes of
+    tiers below the cache are told after its own.
     """
 
     def __init__(self, cache: KVCache, tiers: Sequence[EventSource] = ()) -> None:
         self._cache, self._tiers = cache, tiers
-        self._group = unwindowed_group(group.layout for group in cache.groups)
+        self._group = counted_group(group.layout for group in cache.groups)
         self._stored: dict[bytes, None] = {}  # in order
         self._removed: dict[bytes, None] = {}
         self._subscribed = False
 
     def subscribe(self) -> list[KVEvents]:
-        """The content of the cache; from now on `take` returns the changes."""
+        """Return the content of the cache; from now on `take` returns the changes."""
         if not self._subscribed:
             self._subscribed = True
             self._cache.add_listener(self)
@@ -446,7 +441,7 @@ class KVEventFeed:
             _note(keys, self._removed, self._stored)
 
     def take(self) -> list[KVEvents]:
-        """The changes since the last call; mostly one frame, or none."""
+        """Return the changes since the last call; mostly one frame, or none."""
         stored, self._stored = self._stored, {}
         removed, self._removed = self._removed, {}
         frames = [KVEvents(removed=part) for part in _frames_of(removed)]
@@ -468,15 +463,9 @@ def _note(keys: Sequence[bytes], noted: dict[bytes, None], opposite: dict[bytes,
 
 
 def snapshot(keys: Iterable[bytes]) -> list[KVEvents]:
-    """All keys. The first frame replaces what was known, the others add to it."""
+    """Return frames of all keys. The first frame replaces what was known, the others add to it."""
     first, *others = list(_frames_of(keys)) or [b""]
     return [KVEvents(stored=first, whole=True), *(KVEvents(stored=part) for part in others)]
-
-
-def unwindowed_group(groups: Iterable[KVGroup]) -> KVGroup:
-    """The KV group without an attention window, or the first where all have one."""
-    known = list(groups)
-    return next((group for group in known if group.window is None), known[0])
 
 
 def _frames_of(keys: Iterable[bytes]) -> Iterator[bytes]:

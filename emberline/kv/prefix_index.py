@@ -1,31 +1,17 @@
 """The prefix index of one KV group: which block holds which content."""
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 
 import numpy as np
 from numpy.typing import NDArray
 
-from emberline.protocol.block_hash import BLOCK_TOKENS
-
 Blocks = NDArray[np.intp]  # many blocks are handled in one call each: a long prompt has thousands
 LOOKED_UP_AT_ONCE = 256  # keys of a chain, which may end anywhere
 _NONE = 0  # no content is in the null block
 _NEVER = 1 << 62
-
-
-def first_visible(position: int, window: int | None, chunked: bool = False) -> int:
-    """The first block that the token at `position` can see. `window` counts the token itself; None is unlimited.
-
-    `chunked`: it sees the tokens of its own chunk of `window` tokens.
-    """
-    if window is None or position < window:
-        return 0
-    return (position // window * window if chunked else position - window + 1) // BLOCK_TOKENS
-
-
 Owner = tuple[bytes, bytes]  # root key of a chain, which names model and account, and digest of a session
 NO_OWNER: Owner = (b"", b"")
 
@@ -62,25 +48,25 @@ class PrefixIndex:
         return self._blocks[key]
 
     def blocks(self, keys: Sequence[bytes]) -> Blocks:
-        """Of keys that are all indexed."""
+        """Return the blocks of keys that are all indexed."""
         return np.fromiter(map(self._blocks.__getitem__, keys), np.intp, len(keys))
 
     def find(self, keys: Iterable[bytes]) -> list[int | None]:
-        """The block of each key; None: not indexed."""
+        """Return the block of each key, None if it is not indexed."""
         return list(map(self._blocks.get, keys))
 
     def key(self, block: int) -> bytes | None:
         return self._keys[block]
 
     def indexed(self, blocks: Blocks) -> NDArray[np.bool_]:
-        """Whether the content of each block is indexed."""
+        """Return for each block True if its content is indexed."""
         found: NDArray[np.bool_] = self._versions[blocks] != _NEVER
         return found
 
     def put(
         self, keys: Sequence[bytes], blocks: Sequence[int], indices: Sequence[int], owner: Owner = NO_OWNER
     ) -> list[int]:
-        """Index blocks[j] under keys[j] for these j; those j whose key was not indexed before."""
+        """Index blocks[j] under keys[j] for these j. Returns those j whose key was not indexed before."""
         index, keys_of, owners, added, new = self._blocks, self._keys, self._owners, self._added, []
         self.version = version = self.version + 1
         for j in indices:
@@ -92,7 +78,7 @@ class PrefixIndex:
         return new
 
     def belonging(self, root_key: bytes | None, session: bytes = b"") -> list[int]:
-        """The indexed blocks of an account, or of one of its sessions; None: all."""
+        """Return the indexed blocks of an account, or of one of its sessions; all of them if `root_key` is None."""
         owners = self._owners
         if root_key is None:
             return list(self._blocks.values())
@@ -103,7 +89,7 @@ class PrefixIndex:
         ]
 
     def remove(self, blocks: Iterable[int]) -> tuple[list[bytes], list[int]]:
-        """The keys and blocks that were indexed."""
+        """Remove the content of blocks. Returns the keys and blocks of those that were indexed."""
         index, keys_of, added = self._blocks, self._keys, self._added
         keys: list[bytes] = []
         removed: list[int] = []
@@ -116,8 +102,10 @@ class PrefixIndex:
         return keys, removed
 
     def n_leading(self, keys: Sequence[bytes], limit: int, known: LeadingBlocks | None = None) -> int:
-        """How many of the first `limit` keys are indexed, up to the first that is not. `known`: what was found before,
-        which is looked up again only behind the first block that has lost its content."""
+        """Return how many of the first `limit` keys are indexed, up to the first that is not.
+
+        `known` is what was found before. It is looked up again only after the first block that has lost its content.
+        """
         known = LeadingBlocks() if known is None else known
         lost = self._versions[known.blocks] > known.version
         parts = [known.blocks[: lost.argmax()] if lost.any() else known.blocks]
@@ -132,17 +120,3 @@ class PrefixIndex:
                 break
         known.blocks, known.version = np.concatenate(parts) if len(parts) > 1 else parts[0], self.version
         return min(n, limit)
-
-    def n_windowed(self, keys: Sequence[bytes], limit: int, window: int, chunked: bool = False) -> int:
-        """The largest n <= limit for which all blocks that a token after n blocks can see are indexed."""
-        return n_windowed(lambda j: keys[j] in self._blocks, limit, window, chunked)
-
-
-def n_windowed(has: Callable[[int], bool], limit: int, window: int, chunked: bool = False) -> int:
-    """The largest n <= limit for which there are all blocks that a token after n blocks can see."""
-    end = start = limit  # the blocks start .. end - 1 are there
-    while start > first_visible(end * BLOCK_TOKENS, window, chunked):
-        start -= 1
-        if not has(start):
-            end = start
-    return end

@@ -1,4 +1,4 @@
-"""Which bytes of a block one rank has that another one needs, and which ranks of two groups send to which.
+"""Bytes of a block that one rank has and another one needs, and the pairs of ranks that send and receive them.
 
 A rank has a slice of every block: some layers, KV heads and tokens (`KVGroup`). Ranks of groups that are divided alike
 have the same slices, and whole blocks go from one to the other; else a block goes in runs of bytes.
@@ -28,7 +28,10 @@ class Run(NamedTuple):
 
 @lru_cache(256)
 def runs(source: KVGroup, target: KVGroup) -> tuple[Run, ...]:
-    """What `target` has of `source`, in ascending order. SliceMismatch: they are of other models, or not comparable."""
+    """Return the bytes that both slices have, in ascending order.
+
+    Raises SliceMismatch if they are of different models, or not comparable.
+    """
     if source.keys != target.keys:  # the C kernels store keys by channel; with --tp a CPU computes without them
         raise SliceMismatch(
             f"keys are stored by {source.keys} there, by {target.keys} here: give both --tp, or neither"
@@ -45,7 +48,7 @@ def runs(source: KVGroup, target: KVGroup) -> tuple[Run, ...]:
     found: list[Run] = []
     for layer, plane, head in product(layers, range(source.planes), heads) if tokens else ():
         at = (_offset(source, layer, plane, head, tokens.start), _offset(target, layer, plane, head, tokens.start))
-        n_bytes = len(tokens) * _row_bytes(source)
+        n_bytes = len(tokens) * source.row_bytes[plane]
         last = found[-1] if found else Run(-1, -1, 0)
         if (last.source + last.n_bytes, last.target + last.n_bytes) == at:
             found[-1] = Run(last.source, last.target, last.n_bytes + n_bytes)
@@ -55,7 +58,7 @@ def runs(source: KVGroup, target: KVGroup) -> tuple[Run, ...]:
 
 
 def block_runs(sender: Slices, receiver: Slices) -> tuple[tuple[Run, ...], ...] | None:
-    """Per group; None: both have the same slices, whole blocks are sent."""
+    """Return the runs of each group, or None if both ranks have the same slices: whole blocks are sent."""
     if sender == receiver:
         return None
     if len(sender) != len(receiver):
@@ -65,10 +68,10 @@ def block_runs(sender: Slices, receiver: Slices) -> tuple[tuple[Run, ...], ...] 
 
 @lru_cache(64)
 def routes(senders: tuple[Slices, ...], receivers: tuple[Slices, ...]) -> tuple[tuple[int, int], ...]:
-    """Which rank sends to which: pairs (sender, receiver). Of ranks that hold the same, one sends to each receiver: the
-    one of its own number where it can, since groups that share GPUs have these two on the same one.
+    """Return the pairs (sender, receiver) of ranks. Of ranks that hold the same, one sends to each receiver: the one
+    of the receiver's own number if there is one, since groups that share GPUs have these two on the same one.
 
-    SliceMismatch: some receiver would lack a part of its blocks.
+    Raises SliceMismatch if some receiver would lack a part of its blocks.
     """
     alike: dict[Slices, list[int]] = {}
     for rank, slices in enumerate(senders):
@@ -93,6 +96,7 @@ def routes(senders: tuple[Slices, ...], receivers: tuple[Slices, ...]) -> tuple[
 
 
 def as_tuples(ranks: Sequence[Sequence[KVGroup]]) -> tuple[Slices, ...]:
+    """Return the groups of each rank as a value that can be a key."""
     return tuple(map(tuple, ranks))
 
 
@@ -100,12 +104,9 @@ def _common(one: tuple[int, int], other: tuple[int, int]) -> range:
     return range(max(one[0], other[0]), min(one[1], other[1]))
 
 
-def _row_bytes(group: KVGroup) -> int:
-    """Of one token of one head."""
-    return group.head_dim * (4 if group.dtype == "float32" else 2)
-
-
 def _offset(group: KVGroup, layer: int, plane: int, head: int, token: int) -> int:
-    """Of a token in a block: [layers, planes, kv_heads, tokens, head_dim]."""
-    at = (group.layers.index(layer) * group.planes + plane) * group.kv_heads + head - group.first_head
-    return (at * (group.tokens[1] - group.tokens[0]) + token - group.tokens[0]) * _row_bytes(group)
+    """Return the offset in bytes of a token in a block: [layers, planes, kv_heads, tokens, head_dim]."""
+    n_tokens, rows = group.tokens[1] - group.tokens[0], group.row_bytes
+    before = group.layers.index(layer) * sum(rows) + sum(rows[:plane])  # bytes of a token of one head
+    at = (head - group.first_head) * n_tokens + token - group.tokens[0]
+    return before * group.kv_heads * n_tokens + at * rows[plane]

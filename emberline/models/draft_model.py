@@ -29,7 +29,7 @@ class DraftModel:
             )
             for group in model.kv_groups
         )
-        self.has_windows = any(group.window is not None for group in self.kv_groups)
+        self.has_windows = not all(group.keeps_all for group in self.kv_groups)
 
     def forward(self, step: StepInputs, pools: list[Tensor]) -> Tensor:
         """Logits over the vocabulary of the model it drafts for, float32 [samples, vocab]; writes the entries of the

@@ -3,20 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.kv.block_pool import (
-    NULL_BLOCK,
-    UNBOUNDED,
-    BlockPool,
-    StepFence,
-    blocks_of,
-    capacity,
-    peak_blocks,
-    running_blocks,
-    split_bytes,
-)
-from emberline.kv.prefix_index import first_visible
-from emberline.protocol.block_hash import KVGroup
-from emberline.protocol.errors import BadInput
+from emberline.kv.block_pool import NULL_BLOCK, BlockPool, StepFence
 
 
 def free_blocks(pool):
@@ -132,63 +119,3 @@ def test_bulk_operations_equal_single_ones(kept, worth, data):
     assert many.take_all(n) == [one.take_all(1)[0] for _ in range(n)]
     state = [(free_blocks(pool), pool.refs, pool.n_free, pool.n_releases) for pool in (one, many)]
     assert state[0] == state[1]
-
-
-FULL = KVGroup("full", (0, 1), kv_heads=2, head_dim=8, dtype="float16")
-WINDOW = KVGroup("window", (2, 3, 4), kv_heads=2, head_dim=8, dtype="float16", window=40)
-
-
-@given(st.integers(1, 300), st.integers(1, 80), st.integers(1, 64), st.booleans())
-def test_peak_is_never_exceeded_by_a_chunked_prefill(n_tokens, window, chunk, chunked):
-    layout = KVGroup("window", (0,), 1, 1, "float16", window=window, chunked=chunked)
-    for start in range(0, n_tokens, chunk):
-        end = min(start + chunk, n_tokens)
-        assert blocks_of(end) - first_visible(start, window, chunked) <= peak_blocks(layout, n_tokens, chunk)
-
-
-def test_capacity():
-    assert capacity(FULL, 10, chunk=16) == 160
-    peak = peak_blocks(WINDOW, UNBOUNDED, chunk=16)
-    assert capacity(WINDOW, peak, chunk=16) == UNBOUNDED
-    assert capacity(WINDOW, peak - 1, chunk=16) == (peak - 1) * 16
-
-
-@given(st.integers(0, 10_000_000), st.integers(1, 64), st.integers(1, 512))
-def test_kv_bytes_are_used_and_never_exceeded(kv_bytes, max_running, chunk):
-    layouts = [FULL, WINDOW]
-    if kv_bytes < 3 * (FULL.block_bytes + WINDOW.block_bytes):
-        with pytest.raises(BadInput, match="at least"):
-            split_bytes(layouts, kv_bytes, chunk, max_running)
-        return
-    n_blocks = split_bytes(layouts, kv_bytes, chunk, max_running)
-    spent = sum(n * layout.block_bytes for n, layout in zip(n_blocks, layouts))
-    assert spent <= kv_bytes < spent + 2 * (FULL.block_bytes + WINDOW.block_bytes)
-    assert n_blocks[1] <= n_blocks[0]
-    assert min(capacity(layout, n - 1, chunk) for layout, n in zip(layouts, n_blocks)) > 0
-
-
-def test_a_window_group_gets_fewer_blocks_when_memory_is_plentiful():
-    n_full, n_window = split_bytes([FULL, WINDOW], 100_000_000, 64, max_running=8)
-    assert n_window - 1 == (n_full - 1) * 4 // 128, "a window of 3 blocks, and one more, of every 2,048 tokens"
-    wide = KVGroup("wide", (2, 3, 4), kv_heads=2, head_dim=8, dtype="float16", window=8192)
-    n_full, n_window = split_bytes([FULL, wide], 100_000_000, 64, max_running=8)
-    assert n_window - 1 == (n_full - 1) // 4
-
-
-def test_a_narrow_window_needs_little_for_many_sequences_and_large_steps():
-    """GPT-OSS-20B's groups with 256 sequences and steps of 8,192 tokens."""
-    full = KVGroup("full", tuple(range(12)), kv_heads=8, head_dim=64, dtype="bfloat16")
-    window = KVGroup("window", tuple(range(12, 24)), kv_heads=8, head_dim=64, dtype="bfloat16", window=128)
-    n_full, n_window = split_bytes([full, window], 100 << 30, 8192, 256)
-    assert n_window < n_full // 10
-    assert n_window > 256 * 10 + 2 * 512
-    assert capacity(window, n_window - 1, 8192) == UNBOUNDED
-
-
-@given(st.lists(st.tuples(st.integers(1, 200), st.integers(1, 40)), min_size=1, max_size=6), st.integers(1, 64))
-def test_running_sequences_fit_their_windows(sequences, window):
-    """Whatever they have, a step's tokens are shared by all: two steps' new blocks and a window each are enough."""
-    layout = KVGroup("window", (0,), 1, 1, "float16", window=window)
-    chunk = sum(new for _, new in sequences)
-    held = sum(blocks_of(before + new) - first_visible(before, window, False) for before, new in sequences)
-    assert held <= running_blocks(layout, chunk, len(sequences))

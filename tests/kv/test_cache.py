@@ -3,7 +3,8 @@ from hypothesis import strategies as st
 
 from emberline.kv.block_pool import NULL_BLOCK
 from emberline.kv.cache import KVCache
-from emberline.kv.prefix_index import NO_OWNER, first_visible
+from emberline.kv.groups import Window
+from emberline.kv.prefix_index import NO_OWNER
 from emberline.protocol import block_hash as blockhash
 from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.token_ids import pack
@@ -99,7 +100,7 @@ def test_blocks_that_leave_the_window_are_freed_while_the_sequence_runs():
     held = table.groups[0]
     assert len(held.blocks) == 13
     assert held.blocks[: held.n_passed] == [NULL_BLOCK] * held.n_passed
-    assert held.n_passed == first_visible(192, 24) == 10
+    assert held.n_passed == Window(24).first_visible(192) == 10
     assert cache.n_used == 3
 
 
@@ -125,7 +126,7 @@ def test_a_window_group_needs_only_the_last_blocks_of_a_hit():
     assert cache.match(keys, 8).n_blocks == 8
     table = cache.table()
     cache.take_hit(table, keys, cache.match(keys, 8))
-    assert [held.n_passed for held in table.groups] == [0, first_visible(128, 24)]
+    assert [held.n_passed for held in table.groups] == [0, Window(24).first_visible(128)]
     assert cache.match(keys, 3).n_blocks == 0, "no shorter prefix has its window left"
 
 

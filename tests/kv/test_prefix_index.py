@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.kv.prefix_index import LOOKED_UP_AT_ONCE, LeadingBlocks, PrefixIndex, first_visible
+from emberline.kv.prefix_index import LOOKED_UP_AT_ONCE, LeadingBlocks, PrefixIndex
 
 KEYS = [bytes([n]) * 16 for n in range(20)]
 SOME = LOOKED_UP_AT_ONCE
@@ -54,39 +54,3 @@ def test_a_long_chain_is_looked_up_in_parts(n_indexed):
     for limit in (SOME - 2, 2 * SOME, len(keys)):
         assert index.n_leading(keys, limit, known) == min(n_indexed, limit)
     assert known.blocks.tolist() == list(range(1, n_indexed + 1))
-
-
-@pytest.mark.parametrize(
-    ("position", "window", "first"),
-    [
-        (0, 16, 0),
-        (15, 16, 0),
-        (16, 16, 0),
-        (30, 16, 0),
-        (31, 16, 1),
-        (32, 16, 1),
-        (32, 1, 2),
-        (48, 17, 2),
-        (99, None, 0),
-    ],
-)
-def test_first_visible_block(position, window, first):
-    assert first_visible(position, window) == first
-
-
-@pytest.mark.parametrize(
-    ("position", "chunk", "first"), [(0, 32, 0), (31, 32, 0), (32, 32, 2), (63, 32, 2), (64, 32, 4), (41, 40, 2)]
-)
-def test_first_visible_block_of_a_chunk(position, chunk, first):
-    assert first_visible(position, chunk, chunked=True) == first
-
-
-@given(st.sets(st.integers(0, 19)), st.integers(0, 20), st.integers(1, 120), st.booleans())
-def test_n_windowed_is_the_longest_prefix_whose_window_is_indexed(present, limit, window, chunked):
-    index = PrefixIndex(32)
-    for n in present:
-        index.put(KEYS, range(1, 21), range(n, n + 1))
-    usable = [
-        n for n in range(limit + 1) if all(j in present for j in range(first_visible(16 * n, window, chunked), n))
-    ]
-    assert index.n_windowed(KEYS, limit, window, chunked) == max(usable)

@@ -1,5 +1,7 @@
 """Slices of blocks: what one rank has of another's, for any two layouts of one model."""
 
+from itertools import product
+
 import msgspec
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberline.kv.slices import SliceMismatch, block_runs, routes, runs
+from emberline.protocol.block_hash import KVGroup
 from tests.kv.transfer.rank_groups import GROUP, LATENT, divided, part, whole_block
 
 
@@ -32,6 +35,32 @@ def test_every_byte_of_every_rank_is_sent_once(latent, data):
     for receiver, (got, n) in enumerate(zip(written, times)):
         assert (n == 1).all()
         assert got.tobytes() == part(block, receivers[receiver][0], whole).tobytes()
+
+
+class UnevenPlanes(KVGroup, frozen=True):
+    """Keys of six bytes and values of two."""
+
+    @property
+    def row_bytes(self):
+        return 6, 2
+
+
+@given(st.sampled_from([(1, 2), (2, 1), (2, 2)]), st.sampled_from([(0, 16), (4, 12)]))
+def test_planes_of_different_width_are_sent_as_they_lie(heads, tokens):
+    """A model of two layers and two heads; both ranks know the same bytes by layer, plane, head and token."""
+
+    def named(group):
+        for layer, plane, head in product(group.layers, range(2), range(group.kv_heads)):
+            for token, byte in product(range(*group.tokens), range(group.row_bytes[plane])):
+                yield layer, plane, group.first_head + head, token, byte
+
+    source = UnevenPlanes("full", (0, 1), heads[0], 1, "float16", first_head=0)
+    target = UnevenPlanes("full", (1,), heads[1], 1, "float16", first_head=2 - heads[1], tokens=tokens)
+    ours, theirs = list(named(source)), list(named(target))
+    assert (len(ours), len(theirs)) == (source.block_bytes, target.block_bytes)
+    sent = [(run.source + n, run.target + n) for run in runs(source, target) for n in range(run.n_bytes)]
+    assert all(ours[at] == theirs[to] for at, to in sent)
+    assert len(set(sent)) == len(sent) == len(set(ours) & set(theirs))
 
 
 def test_ranks_that_are_divided_alike_send_whole_blocks_to_each_other():

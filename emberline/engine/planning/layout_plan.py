@@ -18,7 +18,7 @@ from emberline.engine.planning.step_time import StageWork, Step, StepSeconds
 from emberline.engine.runners.gpu.memory_budget import device_memory_budget
 from emberline.engine.runners.gpu.rank_memory import StepMemory, bound_context, draft_weight_bytes, weight_bytes
 from emberline.kernels.backend import Layer
-from emberline.kv.block_pool import all_sequences, one_sequence, split_bytes
+from emberline.kv.groups import all_sequences, one_sequence, split_bytes
 from emberline.models.decoder import Decoder
 from emberline.models.draft_head import GpuDraftHead
 from emberline.models.draft_model import DraftModel

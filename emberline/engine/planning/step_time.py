@@ -15,6 +15,7 @@ from emberline.engine.planning.hardware import Gpu
 from emberline.engine.runners.gpu.rank_memory import tensor_bytes
 from emberline.kernels.backend import Attention, FeedForward, LatentAttention, Layer, MoE
 from emberline.kernels.gpu.fp8_gemm import FP8Matrix
+from emberline.kv.groups import kind_of
 from emberline.models.decoder import Decoder
 from emberline.protocol.block_hash import BLOCK_TOKENS, KVGroup
 
@@ -90,7 +91,7 @@ class AttentionWork:
 
     def __init__(self, block: Attention, group: KVGroup, dcp: int) -> None:
         self._products = Matrices.of(*block.matrices)
-        self._window = group.window or 1 << 62
+        self._reach = kind_of(group).reach
         self._token_bytes = token_bytes(group)
         self._latent = block if isinstance(block, LatentAttention) else None
         self._dcp = dcp
@@ -107,8 +108,8 @@ class AttentionWork:
         expanded = step.tokens >= EXPANDED_TOKENS
         if self._latent is not None:
             products += self._up.seconds(step.n_tokens + (step.rows * step.context if expanded else 0), gpu)
-        seen = min(step.context + step.tokens / 2, self._window)  # by a token, on average
-        cache_bytes = step.rows * min(step.context + step.tokens, self._window) * self._token_bytes
+        seen = min(step.context + step.tokens / 2, self._reach)  # by a token, on average
+        cache_bytes = step.rows * min(step.context + step.tokens, self._reach) * self._token_bytes
         flops = 2 * step.n_tokens * seen * (self._width if expanded else self._absorbed)
         over_cache = max(
             cache_bytes / (gpu.bandwidth_tb_s * 1e12 * KV_EFFICIENCY),

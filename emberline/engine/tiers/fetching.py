@@ -15,8 +15,8 @@ from operator import itemgetter
 from emberline.engine.core.sequence import Sequence
 from emberline.engine.tiers.saving import block_meta
 from emberline.engine.tiers.step_budget import StepBudget
-from emberline.kv.cache import BlockTable, KVCache, unwindowed_group
-from emberline.kv.prefix_index import n_windowed
+from emberline.kv.cache import BlockTable, KVCache
+from emberline.kv.groups import counted_group
 from emberline.kv.tiers import fetch_policy
 from emberline.kv.tiers.fetch_policy import ComputeQueue, Run
 from emberline.kv.tiers.messages import BlocksFetched, Item, TierPort, WantedBlock
@@ -76,7 +76,7 @@ class TierFetches:
         layouts = [group.layout for group in cache.groups]
         self._tags = [layout_tag(layout) for layout in layouts]
         self._sizes = [layout.block_bytes for layout in layouts]
-        self._counted_group = layouts.index(unwindowed_group(layouts))
+        self._counted_group = layouts.index(counted_group(layouts))
         self._by_number: dict[int, RunningFetch] = {}
         self._by_seq: dict[int, RunningFetch] = {}
         self._quarantine: dict[int, dict[Item, int]] = {}  # by fetch: device blocks that are still written
@@ -122,7 +122,7 @@ class TierFetches:
         groups, keys = self._cache.groups, seq.keys
         first_group, at = match.next
         for g in range(first_group, len(groups)):
-            if groups[g].layout.window is not None:
+            if not groups[g].kind.keeps_all:
                 continue
             at = max(at, match.n_hit)
             while at < match.n_blocks:
@@ -133,11 +133,11 @@ class TierFetches:
                 self._look_up_part(match, g, at, keys[at : at + n])
                 at += n
             at = 0
-        self._look_up_windows(seq, match)
+        self._look_up_visible(seq, match)
         match.complete = True
 
     def _look_up_part(self, match: TierMatch, g: int, first: int, keys: list[bytes]) -> None:
-        """Blocks of a group without a window."""
+        """Look up blocks of a group that keeps all of them."""
         known = self._cache.groups[g].index.find(keys)
         lacking = [n for n, block in enumerate(known) if block is None]
         found = self._port.find(self._tags[g], keys if len(lacking) == len(keys) else [keys[n] for n in lacking])
@@ -147,7 +147,8 @@ class TierFetches:
             lacking, found = lacking[:end], found[:end]
         match.where[g].update(zip((first + n for n in lacking), filter(None, found)))
 
-    def _look_up_windows(self, seq: Sequence, match: TierMatch) -> None:
+    def _look_up_visible(self, seq: Sequence, match: TierMatch) -> None:
+        """Look up those blocks of the other groups that the token after the prefix can see."""
         groups, keys, where, n = self._cache.groups, seq.keys, match.where, match.n_blocks
 
         def has(g: int, j: int) -> bool:
@@ -162,8 +163,8 @@ class TierFetches:
         while agreed != n:
             agreed = n
             for g, group in enumerate(groups):
-                if group.layout.window is not None:
-                    n = n_windowed(partial(has, g), n, group.layout.window, group.layout.chunked)
+                if not group.kind.keeps_all:
+                    n = group.kind.longest(partial(has, g), n)
         match.n_blocks = n
 
     def choose(self, seq: Sequence, match: TierMatch, compute: ComputeQueue) -> fetch_policy.Fetch | None:
@@ -183,7 +184,9 @@ class TierFetches:
             return
         tier, n_tokens, n_bytes = "", 0, 0
         where = match.where
-        early = ((g, j) for g, found in enumerate(where) for j in found if j < match.n_hit)  # of window groups
+        early = (
+            (g, j) for g, found in enumerate(where) for j in found if j < match.n_hit
+        )  # of groups that keep the end alone
         later = ((g, j) for j in range(match.n_hit, match.n_blocks) for g in range(len(self._sizes)))
         for g, j in (*early, *later):
             if j in where[g] and where[g][j] != tier:

@@ -9,7 +9,8 @@ from math import inf
 from operator import itemgetter
 
 from emberline.engine.core.sequence import Sequence
-from emberline.kv.cache import BlockTable, KVCache, unwindowed_group
+from emberline.kv.cache import BlockTable, KVCache
+from emberline.kv.groups import counted_group
 from emberline.kv.transfer import notices
 from emberline.kv.transfer.messages import Item, Offer
 from emberline.kv.transfer.notices import ReceiverNotice, ReceiverPort
@@ -74,7 +75,7 @@ class IncomingTransfers:
         layouts = [group.layout for group in cache.groups]
         self._tags = tuple(layout.tag for layout in layouts)
         self._block_bytes = tuple(layout.block_bytes for layout in layouts)
-        self._counted_group = layouts.index(unwindowed_group(layouts))  # whose blocks count as the prompt's
+        self._counted_group = layouts.index(counted_group(layouts))  # whose blocks count as the prompt's
         self._by_transfer: dict[str, IncomingTransfer] = {}
         self._by_epoch: dict[int, IncomingTransfer] = {}
         self._complete: dict[int, IncomingTransfer] = {}  # by the sequence's number, until it is admitted

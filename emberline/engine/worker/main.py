@@ -36,8 +36,8 @@ from emberline.engine.worker.socket_server import Server
 from emberline.engine.worker.start_timeline import StartTimeline
 from emberline.kernels.cpu.build import private_cache_dir
 from emberline.kernels.gpu.compile_server import CompileServer, hash_compiler, load_driver, start_server
-from emberline.kv.block_pool import split_bytes
 from emberline.kv.cache import KVCache
+from emberline.kv.groups import split_bytes
 from emberline.kv.tiers.mover import HostMover
 from emberline.kv.transfer.host_transfers import host_transfers
 from emberline.protocol.errors import BadInput

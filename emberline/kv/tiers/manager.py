@@ -20,7 +20,7 @@ from math import inf
 from queue import SimpleQueue
 from typing import cast
 
-from emberline.kv.cache import unwindowed_group
+from emberline.kv.groups import counted_group
 from emberline.kv.notice_queue import NoticeQueue
 from emberline.kv.retention import Conversation, Retention
 from emberline.kv.tiers.fetch_policy import TierQueue
@@ -90,7 +90,7 @@ class TierManager:
         self.remote = any(tier.remote for tier in tiers)
         self._notices: NoticeQueue[Notice] = NoticeQueue()
         self.wakeup, self.clear_wakeup = self._notices.wakeup, self._notices.clear_wakeup
-        told = layout_tag(unwindowed_group(layouts))
+        told = layout_tag(counted_group(layouts))
         self.changes: list[TierChanges] = []
         for tier in self._all:
             tier.changes = TierChanges(tier.name, told, tier.held, self._tier_changed)

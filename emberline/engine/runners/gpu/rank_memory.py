@@ -22,7 +22,7 @@ from emberline.models.decoder import Decoder
 from emberline.models.draft_head import GpuDraftHead
 from emberline.models.draft_model import DraftModel
 from emberline.models.shard import Shard
-from emberline.protocol.block_hash import BLOCK_TOKENS
+from emberline.protocol.block_hash import bytes_per_token
 
 NCCL_BYTES = 600 << 20  # of a communicator, which is made when it is first used; published, not measured
 PEER_BYTES = 17 << 20  # of a region that the other ranks of a group map
@@ -106,7 +106,7 @@ def bound_context(limits: Limits, model: Decoder, room: int) -> Limits:
 
     Llama 4 Scout's tables for its ten million tokens would take 7 GiB.
     """
-    per_token = sum(group.block_bytes for group in model.kv_groups if group.window is None) / BLOCK_TOKENS
+    per_token = bytes_per_token(model.kv_groups)
     if not per_token or room <= 0:
         return limits
     return replace(limits, context_len=min(limits.context_len, max(1, int(room / per_token))))

@@ -156,7 +156,7 @@ class GpuRunner:
         self._kv = list(made if pools is None else pools)  # given where other processes write them
         self._model_kv = self._kv[: len(model.kv_groups)]
         first = model.kv_groups[0]
-        self._block_bytes = first.block_bytes if first.window is None and first.planes == 2 else 0  # 0: never cascade
+        self._block_bytes = first.block_bytes if first.keeps_all and first.planes == 2 else 0  # 0: never cascade
         self.graph_tokens = graph_tokens(any(group.planes == 1 for group in model.kv_groups))
         groups = len(self._kv)
         self._verified = [VerifyShape(*shape) for shape in all_verify_shapes(rows)] if speculates else []
