@@ -3,7 +3,7 @@ from hashlib import blake2b
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from emberline.protocol import block_hash as blockhash
@@ -52,10 +52,12 @@ def test_keys_without_extras_are_those_of_stored_files():
     assert blockhash.chain(root, pack(range(32)), {}) == blockhash.chain(root, pack(range(32)))
 
 
-positions = st.dictionaries(st.integers(0, 2100), st.binary(min_size=1, max_size=4), max_size=5)
+positions = st.dictionaries(
+    st.sampled_from([0, 3, 4, 15, 16, 1023, 1024, 1500, 1501, 2100]), st.sampled_from([b"a", b"b", b"aa"]), max_size=4
+)
 
 
-@given(st.integers(0, 2200), positions, st.integers(0, 40))
+@given(st.sampled_from([0, 16, 1030, 1504, 1520, 2112, 2200]), positions, st.integers(0, 40))
 def test_extras_are_part_of_the_keys_from_their_block_on(n_tokens, parts, n_known):
     root, ids = blockhash.root("model", b"salt"), pack(range(n_tokens))
     extras = blockhash.extras_at(parts.items())
@@ -70,6 +72,8 @@ def test_extras_are_part_of_the_keys_from_their_block_on(n_tokens, parts, n_know
 
 
 @given(positions, positions)
+@example({3: b"a"}, {4: b"a"})
+@example({3: b"a", 4: b"a"}, {3: b"a\x04a"})
 def test_other_digests_or_positions_give_other_keys(one, other):
     ids, root = pack([7]) * 2112, blockhash.root("model", b"salt")  # the same tokens throughout, as of images
     chains = [blockhash.chain(root, ids, blockhash.extras_at(parts.items())) for parts in (one, other)]
