@@ -209,6 +209,7 @@ class ScriptedRunner:
 
 def _hang() -> None:
     """Block the step loop, ignoring signals."""
+    _log.warning("the step loop hangs, as scripted")
     while True:
         time.sleep(3600)
 

@@ -185,9 +185,8 @@ def test_engine_exits_with_its_parent(tmp_path, state):
         "os._exit(9)\n"
     )
     flags = ("--parent-gone-s", "0.2") if state == "hanging" else ()
-    parent = subprocess.Popen(
-        [sys.executable, "-c", code, *flags], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    parent = subprocess.Popen([sys.executable, "-c", code, *flags], **pipes, text=True)
     pid = int(parent.stdout.readline())
     assert json.loads(parent.stdout.readline())["ready"]
     if state == "stopped":
@@ -195,12 +194,16 @@ def test_engine_exits_with_its_parent(tmp_path, state):
     elif state == "hanging":
         with Client(f"unix:{path}", token="") as client:
             client.submit(request("r", [7], max_tokens=4, session="standin:say=count,hang_after=1"))
-            client.step()  # the one before it hangs
+            while "hangs" not in parent.stderr.readline():
+                pass
     parent.stdin.close()
     parent.wait(60)
     parent.stdout.close()
+    parent.stderr.close()
     wait_until(lambda: _gone(pid))
-    if state != "hanging":
+    if state == "hanging":
+        assert path.exists(), "its step loop noticed that the parent is gone, so it did not hang"
+    else:
         wait_until(lambda: not path.exists())
 
 
