@@ -1,7 +1,7 @@
 """Prepares a request for the engine: validation, session lookup, chat template, tokenization, grammar."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -12,7 +12,7 @@ from emberline.cluster.served_models import Served
 from emberline.protocol import block_hash as blockhash
 from emberline.protocol.errors import BadInput, ContextExceeded, Unsupported
 from emberline.protocol.frames import EngineInfo
-from emberline.protocol.request import GenerateRequest, Message, Principal, SamplingParams, ThinkingLimit
+from emberline.protocol.request import GenerateRequest, Message, Principal, SamplingParams, ThinkingLimit, Tool
 from emberline.service.core import Core, SessionEntry
 from emberline.service.validation import validate, validate_prompt
 from emberline.telemetry.request_log import Clock
@@ -22,6 +22,7 @@ from emberline.text.prompt import (
     Prompt,
     build_prompt,
     chain_digests,
+    encode_tools,
     grammar_spec,
     prompt_kwargs,
     reasoning_begun,
@@ -33,6 +34,7 @@ from emberline.text.text_model import Rendered, TextModel
 from emberline.text.tokenizers.tokenizer import OFF_LOOP_BYTES
 
 T = TypeVar("T")
+Tools = Sequence[Tool] | msgspec.Raw  # as they came, or encoded
 
 MESSAGE_BYTES = 64  # of text that are tokenized in the time that a template takes for a message
 
@@ -49,6 +51,7 @@ class Prepared:
     prompt: Prompt
     digests: list[bytes]  # of a conversation's messages
     clock: Clock
+    is_long: bool  # its text is too long to be rendered or tokenized on the event loop
     thinking: bool | None = False  # whether the prompt has begun reasoning; None: the reply may
     thinking_limit: ThinkingLimit | None = None
     grammar: bytes = b""  # encoded; empty: unconstrained
@@ -77,8 +80,9 @@ class Preparer:
     async def prepare(
         self, request: GenerateRequest, principal: Principal, served: Served, info: EngineInfo, clock: Clock
     ) -> Prepared:
-        """Refuses everything that can be refused without an engine."""
-        valid, digests, rendered = await self._run(request, lambda: _read(served.text, request, info))
+        """Make a request ready for an engine. Refuses everything that can be refused without one."""
+        is_long, tools = _is_long(request)
+        valid, digests, rendered = await self._run(is_long, lambda: _read(served.text, request, tools, info))
         asked = served.card.defaults.apply(valid, _left_to_model(request))
         known = await self._core.find(principal.account, info.fingerprint, digests) if digests else None
         thinking = reasoning_begun(served.text, rendered, request.continue_final)
@@ -92,7 +96,7 @@ class Preparer:
                 sampling = msgspec.structs.replace(sampling, bad_words=(), bad_ids=spelled)
             return prompt, sampling, blockhash.chain(blockhash.root(info.fingerprint, principal.salt), prompt.ids)
 
-        tokenizing = self._run(request, tokenize)
+        tokenizing = self._run(is_long, tokenize)
         grammar = b""
         if spec is None:
             prompt, sampling, keys = await tokenizing
@@ -103,7 +107,7 @@ class Preparer:
             )
         limit = reasoning_limit(served.text, request, sampling.max_tokens or 1) if thinking else None
         return Prepared(
-            request, principal, served, info, sampling, prompt, digests, clock, thinking, limit, grammar, keys
+            request, principal, served, info, sampling, prompt, digests, clock, is_long, thinking, limit, grammar, keys
         )
 
     async def count(self, request: GenerateRequest, served: Served) -> int:
@@ -111,13 +115,13 @@ class Preparer:
             validate_prompt(request, served.text.vocab_size)
             return build_prompt(served.text, request).n_ids
 
-        return await self._run(request, tokenize)
+        return await self._run(_is_long(request)[0], tokenize)
 
     async def session_entries(self, prepared: Prepared, replies: list[tuple[Message, bytes]]) -> list[SessionEntry]:
-        """What the next turn of this conversation can reuse; `replies` with their token ids."""
+        """Make the entries that the next turn of this conversation can reuse, from the `replies` and their ids."""
         if prepared.request.messages is None:
             return []
-        return await self._run(prepared.request, lambda: _session_entries(prepared, replies))
+        return await self._run(prepared.is_long, lambda: _session_entries(prepared, replies))
 
     async def load_vocabulary(self, text: TextModel) -> None:
         """Engines need the vocabulary for grammars: built here once, off the event loop."""
@@ -125,27 +129,30 @@ class Preparer:
             await asyncio.get_running_loop().run_in_executor(self._threads, lambda: text.vocabulary)
 
     async def run_off_loop(self, n_bytes: int, work: Callable[[], T]) -> T:
-        """In a thread, if `n_bytes` of text are too many for the event loop."""
-        if n_bytes > OFF_LOOP_BYTES:
+        """Do the work in a thread, if `n_bytes` of text are too many for the event loop."""
+        return await self._run(n_bytes > OFF_LOOP_BYTES, work)
+
+    async def _run(self, is_long: bool, work: Callable[[], T]) -> T:
+        if is_long:
             return await asyncio.get_running_loop().run_in_executor(self._threads, work)
         return work()
 
-    async def _run(self, request: GenerateRequest, work: Callable[[], T]) -> T:
-        return await self.run_off_loop(OFF_LOOP_BYTES + 1 if _is_long(request) else 0, work)
 
-
-def _is_long(request: GenerateRequest) -> bool:
-    """Whether its text is more than OFF_LOOP_BYTES, estimated: about three bytes for a character beyond ASCII. Looks at
-    no more of it than it has to."""
+def _is_long(request: GenerateRequest) -> tuple[bool, Tools]:
+    """True if the request has more than OFF_LOOP_BYTES of text, estimated: about three bytes for a character beyond
+    ASCII. Reads no more of the text than it has to. And the tools: encoded, if that was needed to know their length."""
     n_bytes = MESSAGE_BYTES * len(request.messages or ())
     for text in _texts(request):
         n_bytes += len(text) if text.isascii() else 3 * len(text)
         if n_bytes > OFF_LOOP_BYTES:
-            return True
+            return True, request.tools
+    if not request.tools:
+        return False, ()
     try:
-        return n_bytes + len(msgspec.json.encode(request.tools)) > OFF_LOOP_BYTES
+        tools = encode_tools(request.tools)
     except (UnicodeEncodeError, RecursionError):  # which validation refuses
-        return False
+        return False, request.tools
+    return n_bytes + len(bytes(tools)) > OFF_LOOP_BYTES, tools
 
 
 def _texts(request: GenerateRequest) -> Iterator[str]:
@@ -160,9 +167,9 @@ def _texts(request: GenerateRequest) -> Iterator[str]:
 
 
 def _read(
-    text: TextModel, request: GenerateRequest, info: EngineInfo
+    text: TextModel, request: GenerateRequest, tools: Tools, info: EngineInfo
 ) -> tuple[SamplingParams, list[bytes], Rendered | None]:
-    """The sampling parameters, checked; the digests of a conversation's messages, and its rendered text."""
+    """Check the request. Returns its sampling parameters, the digests of its messages, and its rendered text."""
     valid = validate(request, info.vocab_size)
     for at, message in enumerate(request.messages or ()):
         if message.images:
@@ -173,7 +180,7 @@ def _read(
     if rendered is None:
         return valid, [], None
     _check_length(len(rendered.text), request, text, info.context_len)
-    return valid, chain_digests(request.messages or (), prompt_kwargs(text, request), request.tools), rendered
+    return valid, chain_digests(request.messages or (), prompt_kwargs(text, request), tools), rendered
 
 
 def _prompt_field(request: GenerateRequest) -> str:

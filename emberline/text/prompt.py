@@ -24,11 +24,19 @@ DIGEST_BYTES = 16
 _canonical = msgspec.json.Encoder(order="deterministic")
 
 
+def encode_tools(tools: Sequence[Tool]) -> msgspec.Raw:
+    """Encode tools as canonical JSON, for `chain_digests`."""
+    return msgspec.Raw(_canonical.encode(tools))
+
+
 def chain_digests(
-    messages: Sequence[Message], template_kwargs: Mapping[str, Any] | None = None, tools: Sequence[Tool] = ()
+    messages: Sequence[Message],
+    template_kwargs: Mapping[str, Any] | None = None,
+    tools: Sequence[Tool] | msgspec.Raw = (),
 ) -> list[bytes]:
-    """A digest for each message over it and all before it: equal exactly if role, text, name, reasoning and parsed tool
-    calls are. The chain is rooted in `template_kwargs` and tools, which also decide what the template renders."""
+    """Compute a digest for each message over it and all before it: equal exactly if role, text, name, reasoning and
+    parsed tool calls are. The chain is rooted in `template_kwargs` and tools, encoded or not, which also decide what
+    the template renders."""
     root = _canonical.encode([template_kwargs or {}, tools])
     digest = blake2b(root, key=b"emberline.messages", digest_size=DIGEST_BYTES)
     digests: list[bytes] = []
