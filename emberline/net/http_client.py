@@ -71,38 +71,49 @@ def parse(url: str, keep_version: bool = False) -> Address:
 
 
 class Exchange:
-    """One request and its reply. The owner reads pieces until b"", or closes it before."""
+    """One request and its reply. The owner reads pieces until b"", or closes the exchange before.
+
+    The connection's parser calls it with the parts of the reply. `framing_bytes` counts what the server sends besides
+    the body, before the end of the head and after it: the parser keeps a header or a trailer in memory until it is
+    complete.
+    """
 
     def __init__(self, connection: "Connection") -> None:
         self.status = 0
         self.headers: dict[str, str] = {}
         self.head: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # status and headers are there
+        self.waiter: asyncio.Future[None] | None = None  # of the owner that waits for the next piece
+        self.framing_bytes = 0
+        self.until_eof = False  # the reply ends where the connection does
+        self.was_read = False  # the owner has a piece of the reply
         self._connection: Connection | None = connection  # None once the reply is complete, failed or closed
         self._pieces: list[bytes] = []
         self._n_buffered = 0
         self._n_head_bytes = 0
-        self._waiter: asyncio.Future[None] | None = None
+        self._interim = False  # the head was a 1xx: the reply is still to come
         self._complete = False
         self._error: ConnectionFailed | None = None
 
     async def piece(self) -> bytes:
-        """All that has arrived since the last piece; b"" at the end. ConnectionFailed where the reply was cut off."""
+        """Return all that has arrived since the last piece; b"" at the end. Raises ConnectionFailed if the reply was
+        cut off."""
         while not self._pieces:
             if self._error is not None:
                 raise self._error
             if self._complete:
                 return b""
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            self.waiter = asyncio.get_running_loop().create_future()
+            await self.waiter
         data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
         self._pieces.clear()
         if self._n_buffered > MAX_BUFFERED_BYTES and self._connection is not None:
             self._connection.pause(False)
         self._n_buffered = 0
+        self.was_read = True
         return data
 
     async def read(self, max_bytes: int) -> bytes:
-        """The whole body."""
+        """Return the whole body."""
         pieces: list[bytes] = []
         n_bytes = 0
         while piece := await self.piece():
@@ -114,7 +125,7 @@ class Exchange:
         return b"".join(pieces)
 
     def buffered(self) -> bytes | None:
-        """The whole body if it has arrived and none of it was read; else None."""
+        """Return the whole body if it has arrived and none of it was read, else None."""
         return b"".join(self._pieces) if self._complete else None
 
     def fail(self, reason: str) -> None:
@@ -130,22 +141,10 @@ class Exchange:
 
     # --- called by the connection ------------------------------------------------------------------------------------
 
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._n_head_bytes += len(name) + len(value)
-        if len(self.headers) >= MAX_HEADERS or self._n_head_bytes > MAX_HEAD_BYTES:
-            raise ConnectionFailed("its headers are too large")
-        self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
-
     def on_head(self, status: int) -> None:
         self.status = status
         if not self.head.done():
             self.head.set_result(None)
-
-    def on_body(self, data: bytes) -> None:
-        self._pieces.append(data)
-        before, self._n_buffered = self._n_buffered, self._n_buffered + len(data)
-        if before <= MAX_BUFFERED_BYTES < self._n_buffered and self._connection is not None:
-            self._connection.pause(True)
 
     def on_complete(self) -> None:
         self._complete, self._connection = True, None
@@ -159,17 +158,54 @@ class Exchange:
         self.wake()
 
     def wake(self) -> None:
-        waiter = self._waiter
+        """Resume the owner if it waits for a piece."""
+        waiter = self.waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
+    # --- called by the parser: also with what a server sends after the end, which is no part of the reply ------------
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._connection is None:
+            return
+        self._n_head_bytes += len(name) + len(value)
+        if len(self.headers) >= MAX_HEADERS or self._n_head_bytes > MAX_HEAD_BYTES:
+            raise ConnectionFailed("its headers are too large")
+        self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        if self._connection is None:
+            return
+        status, headers = self._connection.status_code(), self.headers
+        if status < 200:
+            self._interim = True
+            headers.clear()
+            return
+        chunked = "chunked" in headers.get("transfer-encoding", "").lower()
+        self.until_eof = not chunked and "content-length" not in headers and status not in (204, 304)
+        self.framing_bytes = _BOUNDARY
+        self.on_head(status)
+
+    def on_body(self, data: bytes) -> None:
+        connection, n_bytes = self._connection, len(data)
+        self.framing_bytes -= n_bytes + _CHUNK_FRAMING_BYTES
+        if connection is None:
+            return
+        self._pieces.append(data)
+        before, self._n_buffered = self._n_buffered, self._n_buffered + n_bytes
+        if before <= MAX_BUFFERED_BYTES < self._n_buffered:
+            connection.pause(True)
+
+    def on_message_complete(self) -> None:
+        if self._interim:
+            self._interim = False
+        elif self._connection is not None:
+            self._connection.completed()
+            self.on_complete()
+
 
 class Connection(asyncio.Protocol):
-    """One connection, which carries one exchange at a time. `on_free` gets it back after a complete reply.
-
-    `_framing_bytes` counts what the server sends besides the body, before the end of the head and after it: the parser
-    keeps a header or a trailer in memory until it is complete.
-    """
+    """One connection, which carries one exchange at a time. `on_free` gets it back after a complete reply."""
 
     def __init__(self, on_free: "Callable[[Connection], None]", on_lost: "Callable[[Connection], None]") -> None:
         self._on_free = on_free
@@ -177,36 +213,46 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._parser: httptools.HttpResponseParser | None = None
         self._exchange: Exchange | None = None
-        self._until_eof = False  # the reply ends where the connection does
         self._received = False  # a byte of this reply has come
-        self._interim = False  # the head was a 1xx: the reply is still to come
-        self._framing_bytes = 0
         self.n_exchanges = 0
         self.active_s = 0.0  # monotonic, of the last byte in or request out
         self.received_s = 0.0  # monotonic, of the last byte in
 
     @property
     def usable(self) -> bool:
+        """True if the connection is open."""
         return self._transport is not None and not self._transport.is_closing()
 
     @property
     def busy(self) -> bool:
+        """True if a request waits for its reply here, or reads it."""
         return self._exchange is not None
 
     def begin(self, head: bytes, body: bytes) -> Exchange:
+        """Send a request."""
         assert self._transport is not None
         assert self._exchange is None
-        self._parser = httptools.HttpResponseParser(self)
-        self._until_eof = self._received = self._interim = False
-        self._framing_bytes = 0
+        exchange = self._exchange = Exchange(self)
+        self._parser = httptools.HttpResponseParser(exchange)
+        self._received = False
         self.n_exchanges += 1
         self.active_s = time.monotonic()
-        self._exchange = Exchange(self)
         if len(body) < _COPY_BYTES:
             self._transport.write(head + body)
         else:
             self._transport.writelines((head, body))
-        return self._exchange
+        return exchange
+
+    def status_code(self) -> int:
+        """Status of the reply whose head the parser has read."""
+        assert self._parser is not None
+        return self._parser.get_status_code()
+
+    def completed(self) -> None:
+        """End the exchange after a complete reply; the connection is kept if both sides can use it again."""
+        assert self._parser is not None
+        assert self._exchange is not None
+        self.end(self._parser.should_keep_alive() and not self._exchange.until_eof)
 
     def pause(self, paused: bool) -> None:
         """Backpressure: the server has to wait while the reply is not read."""
@@ -214,6 +260,7 @@ class Connection(asyncio.Protocol):
             self._transport.pause_reading() if paused else self._transport.resume_reading()
 
     def end(self, reusable: bool) -> None:
+        """End the exchange, and the connection unless it is `reusable`."""
         self._exchange = None
         if reusable and self.usable:
             self.pause(False)
@@ -222,6 +269,7 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def abort(self, reason: str, timed_out: bool = False) -> None:
+        """Fail the exchange and close the connection."""
         self._fail(ConnectionFailed(reason, untouched=not self._received and not timed_out, timed_out=timed_out))
 
     def _fail(self, error: ConnectionFailed) -> None:
@@ -236,11 +284,12 @@ class Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
+        """Parse what has arrived. The hot path: runs once for each read of a relayed reply."""
         exchange, parser = self._exchange, self._parser
         if exchange is None or parser is None:
             return self._fail(ConnectionFailed("it sent data without a request"))
         self._received = True
-        self._framing_bytes += len(data)  # on_body subtracts
+        exchange.framing_bytes += len(data)  # on_body subtracts
         self.active_s = self.received_s = time.monotonic()
         try:
             parser.feed_data(data)
@@ -250,53 +299,22 @@ class Connection(asyncio.Protocol):
             cause = error.__context__  # what a callback of ours has raised
             failure = cause if isinstance(cause, ConnectionFailed) else None
             self._fail(failure or ConnectionFailed(f"its reply is not HTTP: {error}"))
-        if self._framing_bytes < 0:
-            self._framing_bytes = 0  # how much of this read came after the head is not known
-        elif self._framing_bytes > MAX_HEAD_BYTES:
+        if exchange.framing_bytes < 0:
+            exchange.framing_bytes = 0  # how much of this read came after the head is not known
+        elif exchange.framing_bytes > MAX_HEAD_BYTES:
             self.abort("its headers, chunk extensions or trailers are too large")
-        exchange.wake()
+        waiter = exchange.waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._exchange is not None and self._until_eof and exc is None:
-            self.on_message_complete()
-        elif self._exchange is not None:
+        exchange = self._exchange
+        if exchange is not None and exchange.until_eof and exc is None:
+            exchange.on_message_complete()
+        elif exchange is not None:
             self.abort("it closed the connection" if exc is None else f"the connection was lost: {exc}")
         self._transport = None
         self._on_lost(self)
-
-    # --- httptools ---------------------------------------------------------------------------------------------------
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if self._exchange is not None:
-            self._exchange.on_header(name, value)
-
-    def on_headers_complete(self) -> None:
-        exchange = self._exchange
-        if exchange is None:
-            return
-        assert self._parser is not None
-        status, headers = self._parser.get_status_code(), exchange.headers
-        if status < 200:
-            self._interim = True
-            headers.clear()
-            return
-        chunked = "chunked" in headers.get("transfer-encoding", "").lower()
-        self._until_eof = not chunked and "content-length" not in headers and status not in (204, 304)
-        self._framing_bytes = _BOUNDARY
-        exchange.on_head(status)
-
-    def on_body(self, data: bytes) -> None:
-        self._framing_bytes -= len(data) + _CHUNK_FRAMING_BYTES
-        if self._exchange is not None:
-            self._exchange.on_body(data)
-
-    def on_message_complete(self) -> None:
-        if self._interim:
-            self._interim = False
-        elif (exchange := self._exchange) is not None:
-            assert self._parser is not None
-            self.end(self._parser.should_keep_alive() and not self._until_eof)
-            exchange.on_complete()
 
 
 _tls: list[ssl.SSLContext] = []

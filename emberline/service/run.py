@@ -152,7 +152,7 @@ class Run(Generic[T]):
             raise
 
     def step(self) -> Awaitable[T]:
-        """More output, which may be empty. Failed workers are replaced here."""
+        """Wait for more output, which may be empty. Failed workers are replaced here."""
         return self._step() if self._request.deadline_s is None else self._step_until(self._request.deadline_s)
 
     async def _step_until(self, deadline_s: float) -> T:

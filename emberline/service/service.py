@@ -313,14 +313,15 @@ class Service:
         if on_admit is not None:
             on_admit(run.route.rate_limits)
         async with run:
-            while not run.done:
+            while not transport.done:
                 block = await run.step()
-                if run.done:
+                if transport.done:
                     await run.finish()
                     if on_complete is not None:
                         on_complete(run.completed)
-                if block or run.done:
-                    yield block, run.done
+                    yield block, True
+                elif block:
+                    yield block, False
                 elif transport.began and attempt is not None and attempt.on_began is not None:
                     attempt.on_began()
 

@@ -56,19 +56,16 @@ def without_token_ids(lines: bytes) -> bytes:
 
 
 class Transcript:
-    """The lines that the client has seen; parsed only when the stream breaks. Counted only, if not to be kept."""
+    """The lines that the client has seen, unless they are not to be kept; parsed only when the stream breaks."""
 
     def __init__(self, keep: bool = True, max_bytes: int = MAX_TRANSCRIPT_BYTES) -> None:
         self.keep = keep
-        self.n_events = 0
-        self.n_events_of_attempt = 0  # reset by the transport
         self._blocks: list[bytes] = []
         self._n_bytes = 0
         self._max_bytes = max_bytes if keep else -1
 
-    def add(self, lines: bytes, n_events: int) -> None:
-        self.n_events += n_events
-        self.n_events_of_attempt += n_events
+    def add(self, lines: bytes) -> None:
+        """Keep more lines; once there are too many to keep, none are kept."""
         self._n_bytes += len(lines)
         if self._n_bytes <= self._max_bytes:
             self._blocks.append(lines)
@@ -81,7 +78,7 @@ class Transcript:
         return sum(map(len, self._blocks))
 
     def chunks(self) -> list[dict[str, Any]] | None:
-        """None where they are not kept, are too many to keep, or some cannot be read."""
+        """Parse the lines. Returns None if they are not kept, are too many to keep, or some cannot be read."""
         if self._n_bytes > self._max_bytes:
             return None
         lines = b"".join(self._blocks).splitlines()

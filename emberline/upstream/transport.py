@@ -2,12 +2,13 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 from msgspec import Raw
 
 from emberline.balancer.route_request import Fault, Route, RouteRequest, client_of
+from emberline.net.http_client import ConnectionFailed
 from emberline.protocol.errors import BadInput, EmberlineError, EngineLost, Unavailable
 from emberline.protocol.events import Usage
 from emberline.protocol.price import Price, format_amount
@@ -47,6 +48,7 @@ MakeAttempt = Callable[[str, str, UpstreamClient, UpstreamClient | None, TraceCo
 
 
 def passthrough(lines: bytes, last: bool) -> bytes:
+    """The decoder of a client that takes the lines as they are."""
     return lines
 
 
@@ -88,6 +90,8 @@ class UpstreamTransport(Generic[T]):
         self._attempt: Attempt | ProviderAttempt | None = None
         self._editor = StreamEditor()
         self._transcript = Transcript(keep=False)
+        self._n_events = 0  # of the reply that the client has seen
+        self._n_events_before = 0  # of them, those of earlier attempts
         self._continuation: Continuation | None = None
         self._has_token_ids = False  # the server gives them with the text
         self._unreadable = False  # the decoder failed; what it had decoded of these lines is lost, so none can resume
@@ -101,9 +105,9 @@ class UpstreamTransport(Generic[T]):
         are counted, and the prompt as soon as the server has begun to respond."""
         if (usage := self._editor.usage) is not None and self._is_plausible(usage):
             return usage
-        if not self._transcript.n_events:
+        if not self._n_events:
             return Usage(prompt_tokens=self._request.route.input_tokens if self._responds else 0)
-        n_tokens, n_prompt = max(0, self._transcript.n_events_of_attempt - 1), None  # the first event is the role
+        n_tokens, n_prompt = max(0, self._n_events - self._n_events_before - 1), None  # the first event is the role
         if self._continuation is not None:
             n_tokens, n_prompt = n_tokens + self._continuation.n_tokens, self._continuation.prompt_tokens
         return Usage(
@@ -136,10 +140,10 @@ class UpstreamTransport(Generic[T]):
         kind, resumed = decode.config.kind, self._continuation
         self.provider = decode.provider.name if isinstance(decode, ProviderClient) else kind
         if not request.stream:
-            self._decoder = self._make_decoder()
-        if not request.stream or not self._transcript.n_events:
+            self._decoder, self._n_events = self._make_decoder(), 0
+        if not self._n_events:
             self._transcript = Transcript(keep=can_resume(request, kind))
-        self._transcript.n_events_of_attempt = 0
+        self._n_events_before = self._n_events
         self._has_token_ids = self._transcript.keep and gives_token_ids(request, kind)
         running_usage = kind in ("vllm", "sglang") and request.route.n == 1  # of several choices it is each one's own
         if request.path == MESSAGES:
@@ -184,28 +188,53 @@ class UpstreamTransport(Generic[T]):
         return add
 
     async def next(self) -> T:
-        assert self._attempt is not None
-        server = self._attempt.decode
+        """Wait for more lines, and return what the decoder makes of them. The hot path: runs once for each read."""
+        attempt, editor = self._attempt, self._editor
+        assert attempt is not None
         try:
-            lines = await self._read(self._attempt)
+            try:
+                piece = await attempt.piece()
+                if attempt.prefill is not None and editor.cached is None and editor.needs_cached(piece):
+                    editor.cached = await attempt.cached()
+                lines = editor.feed(piece)
+            except (ConnectionFailed, EngineLost, StreamError, MalformedLine) as error:
+                if not editor.finished or self._request.route.n > 1:
+                    if isinstance(error, ConnectionFailed):
+                        raise attempt.failure(error) from error
+                    raise
+                piece = lines = b""  # the reply is complete: nothing is to be computed again
+                editor.n_events = 0
+            if editor.ended or not piece:
+                lines += self._end(attempt.decode)
             if lines or self.done:
                 self.began = True
             if self._continuation is not None and lines:
                 lines = self._continuation.edit(lines)
-            self._transcript.add(lines, self._editor.n_events)
+            self._n_events += editor.n_events
+            if self._transcript.keep:
+                self._transcript.add(lines)
             if self._has_token_ids:
                 lines = without_token_ids(lines)
-            return self._decoder(lines, self.done)
+            return cast(T, lines) if self._decoder is passthrough else self._decoder(lines, self.done)
         except StreamError as error:
             access = self._request.access
             message = hide_key(error.message, "" if access is None else access.key)[:500]
             if 400 <= error.code < 500:
                 raise BadInput(message) from None
-            raise server.lost(f"failed in the middle of its reply: {message}") from None
+            raise attempt.decode.lost(f"failed in the middle of its reply: {message}") from None
         except (MalformedLine, UnreadableChunk) as error:
             self.done = False
             self._unreadable = isinstance(error, UnreadableChunk)
-            raise server.lost(f"sent {error}") from error
+            raise attempt.decode.lost(f"sent {error}") from error
+
+    def _end(self, server: UpstreamClient) -> bytes:
+        """Set `done`, and return the lines that the server left out at the end of its reply. Raises EngineLost if the
+        reply is not complete."""
+        editor = self._editor
+        if not (editor.ended or editor.finished):
+            raise server.lost("ended its stream before the reply was complete")
+        self.done = True
+        return b"" if editor.ended else editor.closing()
 
     def fault(self, error: EmberlineError) -> Fault:
         attempt = self._attempt
@@ -219,14 +248,14 @@ class UpstreamTransport(Generic[T]):
             return Fault(not self._tried.issuperset(self._servers()), used)
         self._tried.add(error.engine)
         retryable = not attempt.decode.closing and not (self._request.stream and self._unreadable)
-        if retryable and self._request.stream and self._transcript.n_events:
+        if retryable and self._request.stream and self._n_events:
             known, said = self.usage, self._editor.usage is not None
             prompt_tokens = known.prompt_tokens if said else None
             kind = attempt.decode.config.kind
             resumed = continuation(self._request, kind, self._transcript, known.completion_tokens, prompt_tokens)
             retryable = resumed is not None
             if resumed is not None:  # it counts the tokens of this attempt too
-                self._continuation, self._transcript.n_events_of_attempt = resumed, 0
+                self._continuation, self._n_events_before = resumed, self._n_events
                 self._editor = StreamEditor()
         return Fault(retryable, (error.engine,), (error.engine,))
 
@@ -241,26 +270,6 @@ class UpstreamTransport(Generic[T]):
     def close(self) -> None:
         if self._attempt is not None:
             self._attempt.close()
-
-    async def _read(self, attempt: Attempt | ProviderAttempt) -> bytes:
-        """The next whole lines, usage rewritten; sets `done` with the last of them."""
-        editor = self._editor
-        try:
-            piece = await attempt.piece()
-            lines = editor.whole(piece) if piece else editor.tail
-            if attempt.prefill is not None and editor.cached is None and editor.needs_cached(lines):
-                editor.cached = await attempt.cached()
-            lines = editor.edit(lines) if piece else editor.flush()
-        except (EngineLost, StreamError, MalformedLine):
-            if not editor.finished or self._request.route.n > 1:
-                raise
-            piece = lines = b""  # the reply is complete: nothing is to be computed again
-        if editor.ended or not piece:
-            if not (editor.ended or editor.finished):
-                raise attempt.decode.lost("ended its stream before the reply was complete")
-            self.done = True
-            lines += b"" if editor.ended else editor.closing()
-        return lines
 
     def _prefill_for(self, decode: UpstreamClient, chosen: UpstreamClient | None) -> UpstreamClient | None:
         """The balancer's choice, but for what the kinds of servers cannot do."""

@@ -100,6 +100,15 @@ async def test_replies_of_every_form_and_keep_alive(server: Server, pieces: tupl
     pool.close()
 
 
+async def test_what_a_server_sends_after_the_end_is_no_part_of_the_reply(server: Server) -> None:
+    server.talk = says(HEAD + b"content-length: 5\r\n\r\nhello" + HEAD + b"x: y\r\ncontent-length: 4\r\n\r\nmore")
+    pool = await server.start()
+    exchange = await pool.post("/x", b"{}")
+    assert await exchange.read(1 << 20) == b"hello"
+    assert "x" not in exchange.headers
+    pool.close()
+
+
 async def test_a_reply_that_ends_with_its_connection(server: Server) -> None:
     server.talk = says(HEAD + b"\r\nhel", b"lo", close=True)
     pool = await server.start()

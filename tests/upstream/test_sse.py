@@ -2,6 +2,8 @@
 
 import json
 import time
+from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -43,7 +45,7 @@ def run(
     for size in [*(sizes or []), len(stream) + 1]:
         piece, rest = rest[:size], rest[size:]
         if piece:
-            out += editor.edit(editor.whole(piece))
+            out += editor.feed(piece)
     return out + editor.flush(), editor
 
 
@@ -96,13 +98,53 @@ def test_the_usage_so_far_is_read_and_taken_out(sizes: list[int], hides: bool, c
     assert editor.usage.prompt_tokens == 100
 
 
+PARTS = [
+    event(chunk("a")),
+    event(chunk("b", usage=None)),
+    b'data: {"choices":[{"index":0,"delta":{"content":"c"},"finish_reason":null}]}\n\n',
+    b'data: {"choices":[{"index":0,"delta":{"content":"\\"error\\" \\"usage\\":{"},"finish_reason":null}]}\n\n',
+    event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}),
+    event(chunk("d", usage=USAGE)),
+    event(chunk(usage=USAGE)),
+    event({"error": {"message": "no", "code": 500}}),
+    event(chunk("e")).replace(b"\n", b"\r\n"),
+    b"data: [DONE]\n\n",
+    b": ping\n\n",
+    b"event: x\n",
+    b"data: {",
+    b"}\n\n",
+    b"\n",
+]
+
+
+@pytest.mark.parametrize("hides", [False, True])
+def test_passing_a_piece_on_whole_is_the_same_as_reading_its_lines(hides: bool) -> None:
+    """Every two parts as one piece, after every other part."""
+
+    def read(pieces: tuple[bytes, ...], editor: StreamEditor, feed: Callable[[bytes], bytes]) -> list[Any]:
+        found: list[Any] = []
+        for piece in pieces:
+            try:
+                lines = feed(piece)
+            except (StreamError, MalformedLine) as error:
+                return [*found, repr(error), editor.finished, editor.ended]
+            found.append((lines, editor.n_events, editor.finished, editor.ended, editor.usage))
+        return found
+
+    for first, second, third in product(PARTS, repeat=3):
+        whole, by_lines = StreamEditor(hides_usage=hides), StreamEditor(hides_usage=hides)
+        pieces = first, second + third
+        expected = read(pieces, by_lines, lambda piece, editor=by_lines: editor.edit(editor.whole(piece)))
+        assert read(pieces, whole, whole.feed) == expected
+
+
 def test_the_usage_of_lines_with_an_error_does_not_count() -> None:
     """The client does not get these lines either."""
     first = b'data: {"choices":[{"index":0}],"usage":{"completion_tokens":1}}\n\n'
     editor = StreamEditor(running_usage=True)
-    editor.edit(editor.whole(first))
+    editor.feed(first)
     with pytest.raises(StreamError):
-        editor.edit(editor.whole(first.replace(b":1}", b":2}") + b'data: {"error":{"message":"no"}}\n\n'))
+        editor.feed(first.replace(b":1}", b":2}") + b'data: {"error":{"message":"no"}}\n\n')
     assert editor.usage is not None
     assert editor.usage.completion_tokens == 1
 
@@ -181,7 +223,6 @@ def test_a_long_line_in_small_pieces_takes_linear_time() -> None:
     editor, started_s = StreamEditor(), time.process_time()
     for _ in range(4096):
         assert editor.whole(b"x" * 1024) == b""
-    assert editor.tail == b"x" * (4 << 20)
     assert editor.whole(b"\n") == b"x" * (4 << 20) + b"\n"
     assert time.process_time() - started_s < 2
 

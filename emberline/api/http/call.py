@@ -524,33 +524,33 @@ def parse_int(text: str, name: str, least: int, most: int) -> int:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`; if the client disconnects first, cancel it and raise ClientDisconnected.
+    """Return the result of `work`; if the client disconnects first, cancel it and raise ClientDisconnected.
 
-    The request body must have been read, so that `receive` has nothing but the disconnect to report.
+    The request body must have been read, so that `receive` has nothing but the disconnect to report. `work` runs in a
+    task of its own: each token resumes that task, and not all the coroutines that wait for the end of the response. A
+    cancellation of the caller's task cancels `work`.
     """
-    task = asyncio.current_task()
-    assert task is not None
-    is_done = has_left = False
+    working = asyncio.create_task(work)
+    has_left = False
 
     def left(watcher: "asyncio.Task[None]") -> None:
         nonlocal has_left
-        if not (is_done or watcher.cancelled()):
+        if not watcher.cancelled():
             watcher.exception()  # retrieved, so that asyncio does not log it
-            has_left = task.cancel()
+            has_left = working.cancel()
 
     watcher = asyncio.create_task(_disconnect(receive))
     watcher.add_done_callback(left)
+    caller = asyncio.current_task()
+    assert caller is not None
     try:
-        return await work
+        return await working
     except (Exception, asyncio.CancelledError):
-        if not has_left or task.cancelling() > 1:  # else the server stops
+        if not has_left or caller.cancelling():  # else the server stops
             raise
         raise ClientDisconnected from None
     finally:
-        is_done = True
         watcher.cancel()
-        if has_left:
-            task.uncancel()
 
 
 async def _disconnect(receive: Receive) -> None:

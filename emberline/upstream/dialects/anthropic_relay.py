@@ -19,6 +19,8 @@ _TEXTS = {"text_delta": "text", "thinking_delta": "thinking", "signature_delta":
 class MessagesEditor(StreamEditor):
     """The stream of one attempt, which ends with `message_stop`."""
 
+    _may_skip = False  # the type of an event says what it is
+
     def __init__(self) -> None:
         super().__init__()
         self._counts: dict[str, Any] = {}

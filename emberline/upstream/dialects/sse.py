@@ -134,6 +134,8 @@ class MalformedLine(Exception):
 class StreamEditor:
     """Cuts one attempt's stream into whole lines and rewrites them for the client."""
 
+    _may_skip = True  # events without usage, error, finish reason or end marker say nothing that has to be read
+
     def __init__(self, *, hides_usage: bool = False, running_usage: bool = False) -> None:
         self.cached: int | None = None  # tokens, as the prefill server counted; None: leave the decode server's count
         self.adjust: Callable[[dict[str, Any]], None] | None = None  # a further change to each usage object
@@ -172,8 +174,28 @@ class StreamEditor:
             lines += b"data: " + encode({**head, "choices": [], "usage": self._untold}) + b"\n\n"
         return lines + b"data: [DONE]\n\n"
 
+    def feed(self, piece: bytes) -> bytes:
+        """Return the lines that are complete now as the client gets them; the beginning of the next line is kept. An
+        empty piece ends the stream. Sets `n_events`; raises as `edit` does.
+
+        Most pieces are whole events with nothing but more text. Such a piece is counted and passed on as it is.
+        """
+        if piece.startswith(b"data:") and piece.endswith(b"}\n\n") and not (self._tail or self._drops_blank):
+            n_events = piece.count(b"}\n\ndata:") + 1
+            # Each line is a data line if all line ends belong to events.
+            if (
+                piece.count(b"\n") == 2 * n_events
+                and self._may_skip
+                and _ERROR not in piece
+                and not (b'"usage"' in piece and _USAGE.search(piece) is not None)
+                and _FINISHED.search(piece) is None
+            ):
+                self.n_events, self._last = n_events, piece
+                return piece
+        return self.edit(self.whole(piece)) if piece else self.flush()
+
     def whole(self, data: bytes) -> bytes:
-        """The lines that are complete now; the beginning of the next is kept."""
+        """Return the lines that are complete now; the beginning of the next is kept."""
         cut = data.rfind(b"\n") + 1
         if cut == len(data) and not self._tail:
             return data
@@ -188,18 +210,16 @@ class StreamEditor:
                 raise MalformedLine(f"a line of more than {MAX_LINE_BYTES >> 20} MiB")
         return lines
 
-    @property
-    def tail(self) -> bytes:
-        """A line that has not ended yet."""
-        return b"".join(self._tail)
-
-    def needs_cached(self, lines: bytes) -> bool:
-        """Whether the lines have a usage object, which needs `cached` set first."""
+    def needs_cached(self, piece: bytes) -> bool:
+        """True if the next lines have a usage object, which needs `cached` set first."""
+        if piece and b"\n" not in piece:
+            return False
+        lines = b"".join((*self._tail, piece))
         return b'"usage"' in lines and _USAGE.search(lines) is not None
 
     def edit(self, lines: bytes) -> bytes:
-        """Whole lines as the client gets them; sets `n_events`. StreamError where the server reports one, MalformedLine
-        where no client could read it: then none of the lines count."""
+        """Return whole lines as the client gets them; sets `n_events`. Raises StreamError if the server reports one,
+        MalformedLine if no client could read a line: then none of the lines count."""
         self._next_running = b""
         if self._drops_blank and lines:
             self._drops_blank = False
@@ -224,9 +244,10 @@ class StreamEditor:
         return self._last
 
     def flush(self) -> bytes:
-        """The last line of a stream that ended without a line end."""
-        tail = self.tail
+        """Return the last line of a stream that ended without a line end."""
+        tail = b"".join(self._tail)
         self._tail, self._n_tail_bytes = [], 0
+        self.n_events = 0
         return self.edit(tail) if tail else b""
 
     def _drop(self, parts: list[bytes], at: int) -> None:

@@ -1,5 +1,6 @@
 """One attempt of a request on a provider."""
 
+from collections.abc import Awaitable
 from typing import Any
 
 import msgspec
@@ -65,21 +66,23 @@ class ProviderAttempt:
             raise BadInput(f"provider {client.provider.name}: {error.message}", param="model") from None
         raise_status(client.provider.name, exchange.status, exchange.headers, body, access.key)
 
-    async def piece(self) -> bytes:
-        """More of the reply in OpenAI's form; b"" at its end."""
+    def piece(self) -> Awaitable[bytes]:
+        """Wait for more of the reply in OpenAI's form; b"" at its end. Raises ConnectionFailed, see `failure`."""
         assert self._exchange is not None
-        while True:
-            try:
-                piece = await self._exchange.piece()
-            except ConnectionFailed as error:
-                raise connection_failure(self.decode, error) from error
-            if self._translator is None:
-                return piece
-            if not piece:  # from here on, the exchange tells its end again
-                translator, self._translator = self._translator, None
-                return translator.end()
-            if lines := self._translator.feed(piece):
+        if self._translator is None:
+            return self._exchange.piece()
+        return self._translated(self._exchange, self._translator)
+
+    async def _translated(self, exchange: Exchange, translator: StreamTranslator) -> bytes:
+        while piece := await exchange.piece():
+            if lines := translator.feed(piece):
                 return lines
+        self._translator = None  # from here on, the exchange tells its end again
+        return translator.end()
+
+    def failure(self, error: ConnectionFailed) -> EmberlineError:
+        """The error of a request whose reply was cut off."""
+        return connection_failure(self.decode, error)
 
     async def cached(self) -> int | None:
         return None

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn
 
 import msgspec
@@ -54,7 +54,6 @@ class Attempt:
         self._prefilling: asyncio.Task[bytes] | None = None  # where both exchanges run at once
         self._prefill_error: EmberlineError | None = None
         self._cached: int | None = None
-        self._began = False  # the decode server has sent part of its reply
         self._sent = False  # the decode server has the request, or will have it
 
     async def open(self, fields: Fields) -> Exchange:
@@ -76,15 +75,14 @@ class Attempt:
             self._exchange = await self._concurrent(prefill, body, plan.decode)
         return self._exchange
 
-    async def piece(self) -> bytes:
-        """More of the decode server's reply; b"" at its end."""
+    def piece(self) -> Awaitable[bytes]:
+        """Wait for more of the decode server's reply; b"" at its end. Raises ConnectionFailed, see `failure`."""
         assert self._exchange is not None
-        try:
-            piece = await self._exchange.piece()
-        except ConnectionFailed as error:
-            raise self._prefill_error or self.decode.lost(str(error)) from error
-        self._began = True
-        return piece
+        return self._exchange.piece()
+
+    def failure(self, error: ConnectionFailed) -> EmberlineError:
+        """The error of a request whose reply was cut off; it names the server at fault."""
+        return self._prefill_error or self.decode.lost(str(error))
 
     async def cached(self) -> int | None:
         """Prompt tokens that the prefill server found in its cache; None: the decode server reports them."""
@@ -182,7 +180,7 @@ class Attempt:
 
     def _prefill_ended(self, half: "asyncio.Task[bytes]") -> None:
         error = None if half.cancelled() else half.exception()
-        if isinstance(error, EmberlineError) and not self._began:
+        if isinstance(error, EmberlineError) and not (self._exchange is not None and self._exchange.was_read):
             self._prefill_error = error
             if self._exchange is not None:
                 self._exchange.fail("prefill failed")

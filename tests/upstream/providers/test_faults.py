@@ -160,7 +160,7 @@ async def _cut_anywhere(kind: str, script: ProviderScript) -> None:
         try:
             await attempt.open(fields)
             while piece := await attempt.piece():
-                text += editor.edit(editor.whole(piece))
+                text += editor.feed(piece)
         except (ProviderFailed, ConnectionFailed):
             failed = True
         attempt.close()
