@@ -41,7 +41,7 @@ class Alias(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     configured: bool = False  # in emberline.toml, where alone it can be changed
 
 
-class AliasTable(msgspec.Struct, frozen=True, tag="aliases", dict=True):
+class AliasTable(msgspec.Struct, frozen=True, dict=True):
     """All aliases of a server, by their names in lower case. Sent to HTTP workers whenever it changes."""
 
     aliases: dict[str, Alias] = {}

@@ -452,7 +452,7 @@ class _EngineLink(Link):
     """Sends Hello, receives Welcome or Refused, then steps."""
 
     def __init__(self, client: EngineClient) -> None:
-        super().__init__()
+        super().__init__(f"engine {client.name}")
         self._client = client
         self.trusted = False  # requests may use it
         self.has_vocabulary = False  # it was sent on this connection

@@ -46,7 +46,7 @@ class WorkerChange(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     stop: bool = False  # leave: end the worker's process, too, where another machine started it
 
 
-class Members(msgspec.Struct, tag="members", omit_defaults=True):
+class Members(msgspec.Struct, omit_defaults=True):
     """From the core to HTTP workers: how membership differs from the configuration."""
 
     engines: list[Endpoint] = []  # that have joined,

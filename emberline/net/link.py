@@ -21,7 +21,9 @@ log = logging.getLogger("emberline.balancer")
 class Link(asyncio.Protocol):
     """One connection, closed when the peer violates the protocol. Subclasses implement the `on_` methods."""
 
-    def __init__(self) -> None:
+    def __init__(self, peer: str = "another process") -> None:
+        """`peer` names the other side in log messages."""
+        self.peer = peer
         self._transport: asyncio.Transport | None = None
         self._buffer = FrameBuffer()
         self._reason = "the other side closed the connection"
@@ -60,10 +62,10 @@ class Link(asyncio.Protocol):
             for payload in self._buffer.feed(data):
                 self.on_frame(payload)
         except FrameError as error:
-            log.error("connection closed: %s", error)
+            log.error("connection to %s closed: %s", self.peer, error)
             self.drop("the other side violated the protocol")
         except Exception:
-            log.exception("a frame could not be handled")
+            log.exception("a frame of %s could not be handled", self.peer)
             self.drop("a frame of the other side could not be handled")
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -1,6 +1,7 @@
 """What exists once per node: admission and the in-flight ledger, sessions, usage rows, stored responses, metrics.
 
-The pipeline uses it through `Core`: `LocalCore` in the core process, `RemoteCore` in the other HTTP workers.
+The pipeline uses it through `CoreAccess`: `LocalCore` in the core process, `core_link.RemoteCore` in the other HTTP
+workers.
 """
 
 import asyncio
@@ -65,6 +66,72 @@ class RequestEnd(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Core(Protocol):
+    """The part of the core that every request uses."""
+
+    async def find(self, account: str, model_version: str, digests: list[bytes]) -> KnownPrefix | None:
+        """Returns the longest known prefix of the conversation whose messages have these digests."""
+
+    async def admit(self, request: RouteRequest) -> Route:
+        """Choose workers; the request is in flight there until it is finalized. Asking again moves the request.
+        Raises Overloaded or Unavailable if no worker can take the request."""
+
+    def first_token(self, request_id: str, cached_tokens: int) -> None:
+        """Note that a request has its first token, and that `cached_tokens` of its prompt were cached."""
+
+    def checkpoint(self, rows: Sequence[UsageRow]) -> None:
+        """Note what running requests have used by now: it is recorded if they never end."""
+
+    async def finalize(self, end: RequestEnd) -> None:
+        """Remove the request's record, update sessions and metrics; return once the usage row is durable."""
+
+    def refused(self, kind: str, times: int = 1) -> None:
+        """Count requests that were not admitted, by kind of error."""
+
+
+class Operations(Protocol):
+    """Operations that the APIs offer to the server's operator."""
+
+    async def health(self) -> Health: ...
+
+    async def metrics(self) -> bytes:
+        """Returns the metrics of the whole server in the Prometheus text format."""
+
+    async def status(self, query: StatusQuery) -> Status: ...
+
+    async def refresh_prices(self) -> None:
+        """Read the prices from the store, where they were changed; return once the core charges them."""
+
+    async def change_alias(self, name: str, targets: Mapping[str, int] | None) -> None:
+        """Set an alias, or remove it (None). All HTTP workers are told before this returns."""
+
+    async def load_model(self, model: str, action: Literal["load", "unload"]) -> None:
+        """Load or unload a model for an operator; return when it is done."""
+
+
+class ClusterAdmin(Protocol):
+    """Workers of the core, and the cluster that they join."""
+
+    async def change_workers(self, change: WorkerChange) -> list[str]:
+        """Let workers join, leave or drain; returns their names."""
+
+    async def join_challenge(self) -> Challenge:
+        """Returns a challenge for a worker that wants to announce itself."""
+
+    async def announce(self, signed: Signed) -> Signed:
+        """Take the announcement of a worker; returns the signed answer to it."""
+
+    async def cluster_status(self) -> ClusterStatus: ...
+
+    async def scaling_plan(self, model: str, limit: int) -> dict[str, Any]:
+        """Returns what the planner saw, did and why, of one model, or of all (empty), as plain data."""
+
+    async def set_scaling_bounds(self, model: str, changes: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Change the scaling bounds of a model; None restores the configured ones. Returns the bounds in effect."""
+
+
+class CoreAccess(Core, Protocol):
+    """The core with all that it keeps, as the pipeline and the APIs use it in any process."""
+
     @property
     def responses(self) -> ResponseStore: ...
 
@@ -74,55 +141,11 @@ class Core(Protocol):
     @property
     def aliases(self) -> Aliases: ...
 
-    async def change_alias(self, name: str, targets: Mapping[str, int] | None) -> None:
-        """Set an alias, or remove it (None), in all HTTP workers."""
+    @property
+    def operations(self) -> Operations: ...
 
-    async def find(self, account: str, model_version: str, digests: list[bytes]) -> KnownPrefix | None:
-        """The longest known prefix of the conversation whose messages have these digests."""
-
-    async def admit(self, request: RouteRequest) -> Route:
-        """Which workers to use; in flight there until finalized. Overloaded, Unavailable. Asking again moves it."""
-
-    def first_token(self, request_id: str, cached_tokens: int) -> None:
-        """The request has its first token; `cached_tokens` of its prompt were cached."""
-
-    def checkpoint(self, rows: Sequence[UsageRow]) -> None:
-        """What running requests have used by now: it is recorded if they never end."""
-
-    async def finalize(self, end: RequestEnd) -> None:
-        """Remove the request's record, update sessions and metrics; return once the usage row is durable."""
-
-    async def health(self) -> Health: ...
-
-    async def metrics(self) -> bytes: ...
-
-    async def status(self, query: StatusQuery) -> Status: ...
-
-    async def change_workers(self, change: WorkerChange) -> list[str]:
-        """Workers join, leave or drain; returns their names."""
-
-    async def join_challenge(self) -> Challenge:
-        """For a worker that wants to announce itself."""
-
-    async def announce(self, signed: Signed) -> Signed:
-        """A worker announces itself to the cluster."""
-
-    async def cluster_status(self) -> ClusterStatus: ...
-
-    async def scaling_plan(self, model: str, limit: int) -> dict[str, Any]:
-        """What the planner saw, did and why, of one model, or of all (empty), as plain data."""
-
-    async def set_scaling_bounds(self, model: str, changes: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Returns the bounds in effect. `changes` None: those of the configuration count again."""
-
-    async def refresh_prices(self) -> None:
-        """Prices were set in the store: return once the core charges them."""
-
-    async def load_model(self, model: str, action: Literal["load", "unload"]) -> None:
-        """What an operator asks for; returns when it is done."""
-
-    def refused(self, kind: str) -> None:
-        """Count a request that was not admitted."""
+    @property
+    def cluster_admin(self) -> ClusterAdmin: ...
 
 
 class ModelLoading(Protocol):
@@ -144,6 +167,8 @@ class CoreConnection(Connection, WorkerConnection, Protocol):
 
 
 class LocalCore:
+    """Implements CoreAccess, Operations and ClusterAdmin in the core process."""
+
     def __init__(
         self,
         admission: AdmissionController,
@@ -180,8 +205,16 @@ class LocalCore:
         for connection in connections:
             self.add(connection)
 
+    @property
+    def operations(self) -> Operations:
+        return self
+
+    @property
+    def cluster_admin(self) -> ClusterAdmin:
+        return self
+
     def add(self, connection: CoreConnection) -> None:
-        """A worker whose connection is not started yet."""
+        """Add a worker whose connection is not started yet."""
         self.admission.watch(connection)
         self._connections.append(connection)
 

@@ -52,8 +52,7 @@ class LogPart(msgspec.Struct):
 
 
 class EventLogs(Protocol):
-    @property
-    def limits(self) -> LogLimits: ...
+    limits: LogLimits = DEFAULTS
 
     async def open(self, log: NewLog) -> None:
         """Overloaded: there are too many."""

@@ -27,7 +27,7 @@ from emberline.protocol.rate_limits import RateLimits
 from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal, SpeechRequest, alias_caller
 from emberline.protocol.speech import Transcript
 from emberline.service import kv_cache
-from emberline.service.core import Core, SessionEntry
+from emberline.service.core import CoreAccess, SessionEntry
 from emberline.service.encode import EncodeCall, prepare_encoding, text_bytes
 from emberline.service.engine_transport import EngineTransport, route_request
 from emberline.service.event_log import EventLogs
@@ -63,7 +63,7 @@ class Service:
 
     def __init__(
         self,
-        core: Core,
+        core: CoreAccess,
         served: ServedModels,
         engines: Mapping[str, EngineClient],
         close_core: Callable[[], Awaitable[None]],
@@ -133,7 +133,7 @@ class Service:
             for target in targets:
                 if target.lower() not in self.core.aliases.table.aliases:
                     self.resolve(target)
-        await self.core.change_alias(name, targets)
+        await self.core.operations.change_alias(name, targets)
 
     async def count_tokens(self, request: GenerateRequest, principal: Principal) -> int:
         """Tokens of the prompt as `generate` would build it; no engine of ours is asked."""
@@ -163,42 +163,45 @@ class Service:
         return self.core.event_logs
 
     async def health(self) -> Health:
-        """Not ok while draining, so that load balancers in front send their requests elsewhere."""
-        health = await self.core.health()
+        """Not ok without the core, and while draining, so that load balancers send their requests elsewhere."""
+        try:
+            health = await self.core.operations.health()
+        except Unavailable as error:
+            health = Health(False, {"core": error.message})
         return Health(health.ok and not self._draining, {**health.detail, "draining": self._draining})
 
     async def metrics(self) -> bytes:
-        return await self.core.metrics()
+        return await self.core.operations.metrics()
 
     async def status(self, query: StatusQuery) -> Status:
         """Of the whole server, for its operator."""
-        found = await self.core.status(query)
+        found = await self.core.operations.status(query)
         found.ok &= not self._draining
         return found
 
     async def refresh_prices(self) -> None:
-        await self.core.refresh_prices()
+        await self.core.operations.refresh_prices()
 
     async def change_workers(self, change: WorkerChange) -> list[str]:
         """Workers join, leave or drain; returns their names."""
-        return await self.core.change_workers(change)
+        return await self.core.cluster_admin.change_workers(change)
 
     async def join_challenge(self) -> Challenge:
-        return await self.core.join_challenge()
+        return await self.core.cluster_admin.join_challenge()
 
     async def announce(self, signed: Signed) -> Signed:
         """A worker announces itself to the cluster."""
-        return await self.core.announce(signed)
+        return await self.core.cluster_admin.announce(signed)
 
     async def cluster_status(self) -> ClusterStatus:
-        return await self.core.cluster_status()
+        return await self.core.cluster_admin.cluster_status()
 
     async def scaling_plan(self, model: str, limit: int) -> dict[str, Any]:
         """What the planner saw, did and why."""
-        return await self.core.scaling_plan(model, limit)
+        return await self.core.cluster_admin.scaling_plan(model, limit)
 
     async def set_scaling_bounds(self, model: str, changes: dict[str, Any] | None) -> dict[str, Any] | None:
-        return await self.core.set_scaling_bounds(model, changes)
+        return await self.core.cluster_admin.set_scaling_bounds(model, changes)
 
     @property
     def kv_cache(self) -> kv_cache.KVCacheAdmin:
@@ -213,7 +216,7 @@ class Service:
     async def load_model(self, model_id: str, action: Literal["load", "unload"]) -> ModelCard:
         """What an operator asks for; returns when it is done."""
         card = self._models.resolve(self._unalias(model_id, ""))
-        await self.core.load_model(card.id, action)
+        await self.core.operations.load_model(card.id, action)
         return card
 
     @property

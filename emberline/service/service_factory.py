@@ -34,8 +34,7 @@ from emberline.cluster.timings import Timings
 from emberline.config import ScalingConfig
 from emberline.protocol.price import Price
 from emberline.service.core import CoreConnection, LocalCore
-from emberline.service.core_server import CoreServer
-from emberline.service.remote_core import RemoteCore
+from emberline.service.core_link import CoreServer, RemoteCore
 from emberline.service.responses import RETENTION_DAYS, DatabaseResponses
 from emberline.service.service import Service
 from emberline.service.sessions import Sessions

@@ -107,10 +107,6 @@ def start(settings: TracingSettings, process: str, limits: ExportLimits = EXPORT
     return _tracer
 
 
-def has_new_counts() -> bool:
-    return _tracer is not None and _tracer.exporter.counts != _tracer.told
-
-
 def take_counts() -> dict[str, int]:
     """What became of this process's spans since the last call: an HTTP worker tells the core, which has the metrics."""
     if _tracer is None:

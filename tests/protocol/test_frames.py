@@ -9,10 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emberline.kv.transfer import messages
+from emberline.net import rpc
 from emberline.protocol import frames
+from emberline.protocol.errors import Overloaded
 from emberline.protocol.frames import Abort, CalledTools, FrameBuffer, FrameError, Hello, Submit
 from emberline.protocol.request import EngineRequest, SamplingParams
-from emberline.service import core_protocol
+from emberline.service.core_link import TO_CORE, TO_HTTP_WORKER
 from tests.examples import n_examples
 
 DECODERS = {
@@ -21,8 +23,8 @@ DECODERS = {
     "from engine": frames.from_engine_decoder,
     "to receiver": messages.to_receiver,
     "to sender": messages.to_sender,
-    "to core": core_protocol.to_core_decoder,
-    "from core": core_protocol.from_core_decoder,
+    "to core": rpc.decoder(TO_CORE, TO_HTTP_WORKER),
+    "from core": rpc.decoder(TO_HTTP_WORKER, TO_CORE),
 }
 SAMPLES = [
     Hello("token", peer="p"),
@@ -33,11 +35,14 @@ SAMPLES = [
     frames.Step([], frames.EngineLoad(running=1)),
     messages.Grant("t", 1, [{0: 1}]),
     messages.BlocksWritten(1, [(0, 1)]),
-    core_protocol.GetResponse(1, "account", "id", True),
+    TO_CORE.methods["responses.get"].request(1, "account", "id", True),
+    TO_HTTP_WORKER.methods["news.worker_left"].request(0, "e0", "it hangs"),
+    rpc.Failed(1, Overloaded("full", retry_after_s=1).info()),
 ]
 UNREADABLE = {
     "not UTF-8": b"\x82\xa4type\xa5hello\xa5token\xa2\xff\xff",
     "nested": b"\x83\xa4type\xa5hello\xa5token\xa1a\xa1x" + b"\x91" * 60_000 + b"\xc0",
+    "a nested argument": b"\x93\xa9core.find\x01" + b"\x91" * 60_000 + b"\xc0",
     "a list of four billion": b"\x82\xa4type\xa5abort\xa3ids\xdd\xff\xff\xff\xff",
     "empty": b"",
 }

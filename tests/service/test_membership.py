@@ -19,7 +19,7 @@ from emberline.protocol.events import TokenDelta
 from emberline.protocol.frames import Welcome
 from emberline.service import Service, open_core_server, open_http_worker
 from emberline.service.core import LocalCore
-from emberline.service.remote_core import RemoteCore
+from emberline.service.core_link import RemoteCore
 from emberline.text.text_model import TextModel
 from emberline.upstream.models import UpstreamModels
 from emberline.upstream.servers.client import UpstreamConfig

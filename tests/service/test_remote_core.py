@@ -21,9 +21,8 @@ from emberline.protocol.events import TokenDelta
 from emberline.protocol.request import Message
 from emberline.service import Service, open_core_server, open_http_worker, open_service
 from emberline.service.core import LocalCore
-from emberline.service.core_server import CoreServer
+from emberline.service.core_link import CoreServer, RemoteCore
 from emberline.service.event_log import NewLog
-from emberline.service.remote_core import RemoteCore
 from emberline.store import open_store
 from emberline.text.text_model import TextModel
 from tests.faulty_store import FaultyStore

@@ -244,7 +244,8 @@ async def test_whatever_happens_to_a_tree(
 async def test_from_a_door(open_one: Opener, engine: FakeEngine, text_model: TextModel, tmp_path: Path) -> None:
     service: Service = await open_one(engine)
     server = await open_core_server(service, tmp_path / "core.sock")
-    http_worker = await open_http_worker([offer(text_model, engine)], core_socket=tmp_path / "core.sock")
+    served = [offer(text_model, engine)]
+    http_worker = await open_http_worker(served, core_socket=tmp_path / "core.sock")
     assert await http_worker.ready(PATIENCE_S)
     far_us = 4_000_000_000_000_000
     assert await http_worker.responses.put(record(0, far_us))
@@ -262,6 +263,8 @@ async def test_from_a_door(open_one: Opener, engine: FakeEngine, text_model: Tex
     assert await http_worker.responses.get("bob", "r1") == []
     assert isinstance(service.core, LocalCore)
     service.core.responses = DatabaseResponses(service.core.usage.store, max_history_bytes=100)
+    await http_worker.close()
+    http_worker = await open_http_worker(served, core_socket=tmp_path / "core.sock")
     with pytest.raises(TooLarge) as refused:
         await http_worker.responses.get("alice", "r1", whole=True)
     assert refused.value.param == "previous_response_id"

@@ -11,7 +11,7 @@ from emberline.protocol import token_ids as tokens
 from emberline.protocol.events import TokenDelta, Usage
 from emberline.service import Service
 from emberline.service.core import LocalCore
-from emberline.service.core_server import CoreServer
+from emberline.service.core_link import CoreServer
 from emberline.telemetry.status import StatusQuery
 from tests.service.conftest import ALICE, MODEL
 from tests.service.fake_engine import FakeEngine
