@@ -13,7 +13,7 @@ import pytest
 
 from emberline.accounts.usage_ledger import UsageTimings
 from emberline.balancer.ledger import ORPHAN_RUNNING_S
-from emberline.balancer.route_request import Route
+from emberline.balancer.route_request import Route, RouteRequest
 from emberline.cluster.timings import Timings
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.errors import BadInput, Conflict, ModelNotFound, NotFound, Overloaded, Unavailable
@@ -26,7 +26,7 @@ from emberline.service.event_log import NewLog
 from emberline.store import open_store
 from emberline.text.text_model import TextModel
 from tests.faulty_store import FaultyStore
-from tests.service.conftest import ALICE, PATIENCE_S, Opener, offer
+from tests.service.conftest import ALICE, MODEL, PATIENCE_S, Opener, offer
 from tests.service.fake_engine import EOS, FakeEngine, Script
 from tests.service.test_service import ask, events_of, in_flight, row_of, rows, settled, text_of
 
@@ -226,7 +226,7 @@ async def test_a_cancelled_request_that_waits_holds_nothing(
 
 
 async def test_a_client_that_leaves_the_admission_queue_leaves_nothing_behind(
-    service: Service, http_worker: Service, engine: FakeEngine
+    service: Service, server: CoreServer, http_worker: Service, engine: FakeEngine
 ) -> None:
     engine.script = None
     n = engine.info.max_running
@@ -242,6 +242,7 @@ async def test_a_client_that_leaves_the_admission_queue_leaves_nothing_behind(
     await asyncio.wait([leaving])
     await until(lambda: ledger.get(request.id) is None)
     assert service.core.admission.snapshot().waiting == {}
+    await until(lambda: not server.tasks)
     for task in running:  # and room that becomes free is not given to it
         task.cancel()
     await asyncio.wait(running)
@@ -270,6 +271,29 @@ async def test_an_http_worker_that_dies_during_failover_leaves_a_usage_row(
     assert [sent.id for sent in engine.submitted].count(request.id) == 1, "it is not sent when the engine is back"
     assert in_flight(service) == 0
     assert await rows(service) == 2
+
+
+async def test_a_request_that_no_worker_takes_over_is_ended_when_its_http_worker_dies(
+    service: Service, server: CoreServer, engine: FakeEngine, tmp_path: Path
+) -> None:
+    """It has run, so it needs a usage row, also if the HTTP worker dies before it can tell the end."""
+    remote = RemoteCore(tmp_path / "core.sock", [])
+    assert await remote.wait_connected(PATIENCE_S)
+    assert await service.ready(PATIENCE_S)
+    request = RouteRequest(
+        id="moved", account="alice", model=MODEL, model_version="f" * 32, input_tokens=3, created_us=1
+    )
+    assert (await remote.admit(request)).decode == "e0"
+    await engine.die()
+    await until(lambda: not service.engines["e0"].connected)
+    with pytest.raises(Unavailable):
+        await remote.admit(msgspec.structs.replace(request, avoid=("e0",), lost=("e0",)))
+    assert await rows(service) == 0
+    kill_http_workers(server)
+    async with asyncio.timeout(PATIENCE_S):
+        while await rows(service) == 0:
+            await asyncio.sleep(0.001)
+    await remote.close()
 
 
 class UnawareCore:
