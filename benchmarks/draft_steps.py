@@ -27,13 +27,13 @@ import torch
 from emberline.engine.core.latency_target import LatencyTarget
 from emberline.engine.core.limits import Limits
 from emberline.engine.core.plan import Masks, Sampled, StepPlan
-from emberline.engine.core.scheduler import Scheduler
 from emberline.engine.core.step_loop import StepLoop
 from emberline.engine.runners.gpu.graphs import StepKind
 from emberline.engine.runners.gpu.runner import GpuRunner, GpuStep
 from emberline.engine.runners.gpu.shapes import GPU_SHAPES, most_drafts
 from emberline.engine.speculation.speculator import open_speculator
 from emberline.engine.speculation.verification import Speculation
+from emberline.engine.worker.build import build_scheduler
 from emberline.kernels.sampling import SamplerRow
 from emberline.kv.cache import KVCache
 from emberline.models.decoder import StepInputs
@@ -204,7 +204,7 @@ def open_loop(n_rows: int, device: Device, speculation: Speculation | None = Non
     cache = KVCache(Model.kv_groups, [n_blocks], chunk=limits.token_budget)
     prefill = LatencyTarget(GPU_SHAPES, most_drafts=lambda rows: most_drafts(rows, n_rows))
     runner = Recorded(limits, n_blocks, prefill, device)
-    scheduler = Scheduler(cache, limits, "benchmark", prefill=prefill, speculation=speculation)
+    scheduler = build_scheduler(cache, limits, "benchmark", prefill=prefill, speculation=speculation)
     return StepLoop(scheduler, runner, steps_in_flight=2), runner
 
 

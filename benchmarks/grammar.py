@@ -17,6 +17,7 @@ from typing import Any
 from benchmarks.emberline_contender import default_gguf
 from emberline.engine.core.scheduler import Scheduler
 from emberline.engine.grammar.compiler import MatcherCompiler
+from emberline.engine.grammar.guided_decoding import GuidedDecoding
 from emberline.engine.worker import main as worker
 from emberline.protocol.grammar import encode
 from emberline.protocol.request import EngineRequest, Message, OutputFormat, SamplingParams
@@ -80,7 +81,7 @@ class Engine:
         self.loop, self.info, _ = worker.build(worker.parse_arguments(flags))
         self.text = TextModel.load(gguf)
         self.scheduler: Scheduler = self.loop.scheduler
-        grammars = self.scheduler.grammars
+        grammars = self.scheduler.feature(GuidedDecoding).grammars
         assert isinstance(grammars, MatcherCompiler)
         self.grammars = grammars
         self.scheduler.set_vocabulary(self.text.vocabulary)

@@ -91,6 +91,7 @@ def open_loop(n_rows: int, n_steps: int, setting: str) -> Any:
     from emberline.engine.core.step_loop import StepLoop
     from emberline.engine.grammar.compiler import MatcherCompiler
     from emberline.engine.speculation.speculator import open_speculator
+    from emberline.engine.worker.build import build_scheduler
     from emberline.kv.cache import KVCache
     from emberline.kv.tiers.host import HostTier
     from emberline.kv.tiers.manager import TierManager
@@ -108,7 +109,7 @@ def open_loop(n_rows: int, n_steps: int, setting: str) -> Any:
     else:
         host = HostTier(2 * n_blocks * group.block_bytes + (64 << 20), [group.block_bytes])
         tiers = TierManager([group], NullCopies(), host, [], 25e9)
-        scheduler = Scheduler(
+        scheduler = build_scheduler(
             cache,
             limits,
             "benchmark",

@@ -21,8 +21,8 @@ from typing import Any
 
 from emberline.engine.core.limits import Limits
 from emberline.engine.core.plan import Masks, StepPlan
-from emberline.engine.core.scheduler import Scheduler
 from emberline.engine.core.step_loop import StepLoop
+from emberline.engine.worker.build import build_scheduler
 from emberline.engine.worker.process import SWITCH_INTERVAL_S
 from emberline.kv.cache import KVCache
 from emberline.kv.tiers.host import HostTier
@@ -120,7 +120,7 @@ class Engine:
         limits = Limits(n_tokens + 2048, 128_000, (), n_streams + 1, 2048)
         self.device = Device()
         self.loop = StepLoop(
-            Scheduler(self.cache, limits, FINGERPRINT, tiers=self.tiers), self.device, 2, tiers=self.tiers
+            build_scheduler(self.cache, limits, FINGERPRINT, tiers=self.tiers), self.device, 2, tiers=self.tiers
         )
         self.loop.kv_events().subscribe()
         self.usage: dict[str, dict[str, int]] = {}

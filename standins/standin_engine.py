@@ -23,6 +23,7 @@ from emberline.engine.core.step_loop import StepLoop
 from emberline.engine.worker import process
 from emberline.engine.worker.alive_file import open_alive_file
 from emberline.engine.worker.announcer import open_joining
+from emberline.engine.worker.build import build_scheduler
 from emberline.engine.worker.socket_server import Server
 from emberline.kv.block_pool import blocks_of
 from emberline.kv.cache import KVCache
@@ -272,7 +273,7 @@ def build(args: argparse.Namespace, drop_connection: Callable[[str], None]) -> t
     base = script.parse(args.script)
     runner = ScriptedRunner(limits, base, drop_connection, stamps)
     journal = open(args.journal, "a", encoding="utf-8") if args.journal else None  # noqa: SIM115
-    scheduler = Scheduler(cache, limits, info.fingerprint, transfers=transfers)
+    scheduler = build_scheduler(cache, limits, info.fingerprint, transfers=transfers)
     return StandinLoop(scheduler, runner, base, journal, transfers), info
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from emberline.engine.core.limits import Limits, WorkLimits
 from emberline.engine.core.plan import StepPlan
-from emberline.engine.core.scheduler import Scheduler
 from emberline.engine.core.step_loop import StepLoop
 from emberline.engine.speculation.verification import n_accepted
+from emberline.engine.worker.build import build_scheduler
 from emberline.kv.block_pool import NULL_BLOCK
 from emberline.kv.cache import KVCache
 from emberline.protocol.block_hash import KVGroup
@@ -204,7 +204,7 @@ def scheduler_of(
     sizes = [n_blocks] * len(layouts) if isinstance(n_blocks, int) else n_blocks
     cache = KVCache(layouts, sizes, chunk=token_budget, listener=listener)
     limits = Limits(min(context_len, cache.capacity), VOCAB, (EOS,), max_running, token_budget, WorkLimits(**work))
-    made = Scheduler(
+    made = build_scheduler(
         cache,
         limits,
         "fake",

@@ -6,7 +6,7 @@ from math import inf
 from emberline.engine.core.limits import WorkLimits
 from emberline.engine.core.plan import Admission, StepPlan
 from emberline.engine.core.queues import Queues
-from emberline.engine.core.sequence import NO_SLOT, Sequence
+from emberline.engine.core.sequence import NO_SLOT, Hold, Sequence
 from emberline.engine.tiers.coordinator import TierCoordinator, Verdict
 from emberline.engine.transfer.coordinator import TransferCoordinator
 from emberline.kv.cache import KVCache, PrefixHit
@@ -49,14 +49,15 @@ class AdmissionPolicy:
         long prefix take several steps while others run, and cannot be admitted before."""
         left = self._limits.look_ups if self._queues.running else inf
         for seq in self._queues.waiting:
-            if seq.looked_up:
+            if not seq.holds & Hold.LOOK_UP:
                 continue
             if left <= 0:
                 return
             n_asked = seq.hit.asked[1]
             limit = int(min(seq.max_cached, n_asked + left))
             n_hit = self._match(seq, limit).n_blocks
-            seq.looked_up = n_hit < limit or limit == seq.max_cached
+            if n_hit < limit or limit == seq.max_cached:
+                seq.holds &= ~Hold.LOOK_UP
             left -= max(1, n_hit - n_asked)
 
     def match(self, seq: Sequence) -> PrefixHit:
@@ -143,7 +144,7 @@ class AdmissionPolicy:
                 return
             if first.rank < seq.rank and self._refused == (first.number, n_releases):
                 return
-            if seq.job is None and seq.looked_up:
+            if not seq.holds & (Hold.JOB | Hold.LOOK_UP):
                 self._decide(self._tiers, seq, self.match(seq).n_blocks)
 
     def _decide(self, tiers: TierCoordinator, seq: Sequence, n_hit: int) -> bool:

@@ -1,11 +1,10 @@
 """The limits of one engine, and the validation of requests against them."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from emberline.engine.grammar.guide_jobs import GuideTimings
 from emberline.protocol.block_hash import BLOCK_TOKENS, DIGEST_BYTES
 from emberline.protocol.errors import BadInput, ContextExceeded
 from emberline.protocol.request import MAX_DRAFT_TOKENS, EngineRequest, SamplingParams, ThinkingLimit
@@ -35,7 +34,6 @@ class Limits:
     max_running: int
     token_budget: int  # maximum tokens computed in a step
     work: WorkLimits = WorkLimits()
-    guides: GuideTimings = field(default_factory=GuideTimings)
 
     def __post_init__(self) -> None:
         assert 1 <= self.max_running <= self.token_budget, "every running sequence must get one token per step"

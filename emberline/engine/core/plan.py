@@ -11,7 +11,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from emberline.protocol.frames import Vocabulary
 from emberline.protocol.request import EngineRequest
 
 
@@ -83,59 +82,6 @@ class Masks:
 
     rows: list[int]  # indices of these draws among all draws of the plan; those of one row follow each other
     bits: NDArray[np.uint32]  # [rows, words]; bit i % 32 of word i // 32: token i is allowed
-
-
-class Guide(Protocol):
-    """The grammar state of one sequence. It has accepted exactly the tokens of its output."""
-
-    @property
-    def n_words(self) -> int:
-        """u32 words of a mask."""
-
-    @property
-    def digest(self) -> str:
-        """Identifies the grammar in the log."""
-
-    @property
-    def complete(self) -> bool:
-        """The output may end here."""
-
-    @property
-    def finished(self) -> bool:
-        """The output can only end here."""
-
-    def fill(self, bits: NDArray[np.uint32]) -> None:
-        """Set the bits of the tokens that may follow, end tokens excluded."""
-
-    def accept(self, token_id: int) -> bool: ...
-
-    def rollback(self, n: int) -> None:
-        """Undo the last n accepted tokens."""
-
-    def forced(self) -> list[int]:
-        """The tokens that must follow, or the usual ones of the text that must; empty where several texts may."""
-
-    def fits(self, room: int) -> bool:
-        """Whether the output can be completed with `room` tokens more."""
-
-    def closing(self) -> list[int]:
-        """The tokens that complete it, after `fits` returned True."""
-
-
-class PendingGuide(Protocol):
-    """A grammar that is being compiled."""
-
-    @property
-    def ready(self) -> bool: ...
-
-    def guide(self) -> Guide:
-        """Once ready; raises an EmberlineError if the grammar could not be compiled."""
-
-
-class Guides(Protocol):
-    def request(self, encoded: bytes) -> PendingGuide: ...
-
-    def learn(self, vocabulary: Vocabulary) -> None: ...
 
 
 class DeviceLost(Exception):

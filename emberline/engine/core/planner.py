@@ -217,7 +217,7 @@ class StepPlanner:
         accepted."""
         if (
             seq.suspicion
-            or seq.slow_guide
+            or seq.slow
             or seq.prefill_only
             or (seq.effective_class == _BATCH and self._batch_class.is_limited)
         ):
@@ -247,7 +247,7 @@ class StepPlanner:
 
     def _can_draft_ahead(self, seq: Sequence) -> bool:
         """Whether it can have a row whose position only the device knows: what it samples depends on nothing else."""
-        return self._runs_ahead and seq.guide is None and not (seq.may_ban or seq.limits_thinking or seq.suspicion)
+        return self._runs_ahead and not (seq.guided or seq.may_ban or seq.limits_thinking or seq.suspicion)
 
     def _add_row(self, plan: StepPlan, seq: Sequence, n: int, n_due: int, draft_ids: bytes = b"") -> bool:
         """Plan the next n of a running sequence's n_due tokens. False: it was preempted itself, or has to wait."""
@@ -353,4 +353,4 @@ def _can_run_ahead(seq: Sequence) -> bool:
     limit = seq.request.thinking_limit if seq.limits_thinking else None
     if limit is not None and seq.n_output + seq.n_sampling >= limit.most:
         return False
-    return not seq.slow_guide and seq.n_sampling + seq.n_drafting < seq.n_output_left
+    return not seq.slow and seq.n_sampling + seq.n_drafting < seq.n_output_left

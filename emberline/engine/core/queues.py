@@ -28,8 +28,8 @@ class Queues:
         self._n_admitted = 0
 
     def admissible(self) -> Iterator[Sequence]:
-        """Those whose prefix was looked up, and whose grammar is compiled and applied."""
-        return (seq for seq in self.waiting if seq.looked_up and seq.pending_guide is None and seq.job is None)
+        """Waiting sequences that nothing holds back, by rank."""
+        return (seq for seq in self.waiting if not seq.holds)
 
     def enqueue(self, seq: Sequence, step: int) -> None:
         insort(self.waiting, seq, key=by_rank)

@@ -5,19 +5,19 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from math import inf
+from typing import TypeVar
 
 import msgspec
 
 from emberline.engine.core import token_rules
 from emberline.engine.core.admission import AdmissionPolicy
+from emberline.engine.core.feature import Draws, Feature, Moments
 from emberline.engine.core.limits import Limits
-from emberline.engine.core.plan import Guides, Masks, Sampled, StepPlan
+from emberline.engine.core.plan import Masks, Sampled, StepPlan
 from emberline.engine.core.planner import StepPlanner
 from emberline.engine.core.prefill_policy import PrefillPolicy
 from emberline.engine.core.queues import BatchYielding, Queues, n_batch
-from emberline.engine.core.sequence import NO_SLOT, Sequence, SequenceSnapshot
-from emberline.engine.grammar import masks as masking
-from emberline.engine.grammar.masks import DraftMasks, GuideJobs
+from emberline.engine.core.sequence import NO_SLOT, Hold, Sequence, SequenceSnapshot
 from emberline.engine.speculation.verification import Speculation, drawn_ids, n_accepted
 from emberline.engine.tiers.coordinator import TierCoordinator
 from emberline.engine.transfer.coordinator import TransferCoordinator
@@ -33,6 +33,7 @@ from emberline.protocol.request import EngineRequest
 from emberline.protocol.token_ids import pack
 
 _log = logging.getLogger(__name__)
+F = TypeVar("F", bound=Feature)
 
 
 class Scheduler:
@@ -46,7 +47,7 @@ class Scheduler:
         cache: KVCache,
         limits: Limits,
         fingerprint: str,
-        grammars: Guides | None = None,
+        features: Iterable[Feature] = (),
         prefill: PrefillPolicy | None = None,
         transfers: TransferPort | None = None,
         speculation: Speculation | None = None,
@@ -58,8 +59,9 @@ class Scheduler:
         self.cache = cache
         self.n_submitted = 0
         self.fingerprint = fingerprint
-        self.grammars = grammars  # None: grammars are ignored
-        self._compiling: list[Sequence] = []  # those whose grammar is being compiled; they are waiting, too
+        self._features = tuple(features)
+        self._moments = Moments(self._features)
+        self._deltas: list[TokenDelta] = []  # of the step so far
         self._by_id: dict[str, Sequence] = {}
         self._by_number: dict[int, Sequence] = {}
         self._ended: OrderedDict[str, Conversation] = OrderedDict()  # of the last requests, which may have called tools
@@ -73,21 +75,26 @@ class Scheduler:
         self._admission = AdmissionPolicy(cache, self._queues, self._transfers, self._totals, self._tiers, limits.work)
         self._batch_class = BatchYielding(limits.work)
         self.speculation = speculation
-        prefill = prefill or PrefillPolicy()
-        drafts = speculation is not None
-        appends = drafts and prefill.drafts_beside_prompts
-        self._guides = GuideJobs(limits.eos_ids, drafts, appends, limits.guides)
         self._planner = StepPlanner(
             cache,
             limits,
             self._queues,
             self._admission,
-            prefill,
+            prefill or PrefillPolicy(),
             self._batch_class,
             self._totals,
             speculation,
             micro_batches,
         )
+        for feature in self._features:
+            feature.attach(self)
+
+    def feature(self, kind: type[F]) -> F:
+        """The feature of this class. Raises LookupError if the engine does not have it."""
+        for feature in self._features:
+            if isinstance(feature, kind):
+                return feature
+        raise LookupError(f"this engine has no {kind.__name__}")
 
     @property
     def busy(self) -> bool:
@@ -95,11 +102,10 @@ class Scheduler:
 
     @property
     def blocked(self) -> bool:
-        """Busy, but nothing can be computed before a grammar is compiled or a transfer advances."""
+        """True if it is busy, but nothing can be computed before a grammar is compiled or a transfer advances."""
         if not self.busy or self._queues.running or self.has_fetch_work:
             return False
-        n_compiling = sum(seq.waits for seq in self._compiling)
-        return len(self._queues.waiting) == n_compiling and not self._admission.may_grant
+        return all(seq.holds & Hold.GRAMMAR for seq in self._queues.waiting) and not self._admission.may_grant
 
     @property
     def has_fetch_work(self) -> bool:
@@ -108,14 +114,10 @@ class Scheduler:
 
     @property
     def wake_s(self) -> float:
-        """While blocked: when a step is due even if no notice comes. While a grammar is compiled, now."""
+        """While blocked: when a step is due even if no notice comes."""
         tiers_s = inf if self._tiers is None else self._tiers.wake_s
-        return 0.0 if self._compiling else min(self._next_deadline_s, self._transfers.wake_s, tiers_s)
-
-    @property
-    def n_compiling(self) -> int:
-        """Sequences whose grammar is being compiled."""
-        return len(self._compiling)
+        times_s = (wake_s() for wake_s in self._moments.wake_s)
+        return min(self._next_deadline_s, self._transfers.wake_s, tiers_s, *times_s)
 
     def snapshot(self) -> list[SequenceSnapshot]:
         """Every sequence as plain data: running ones first, then waiting ones, each by rank."""
@@ -153,9 +155,9 @@ class Scheduler:
             raise BadInput(f"request id {request.id!r} is in use", param="id")
         self.limits.check(request)
         self._transfers.check(request)
-        guided = request.grammar and self.grammars is not None and request.push is None
-        pending = self.grammars.request(request.grammar) if guided and self.grammars is not None else None
-        seq = Sequence(request, self.n_submitted, self.limits, self.fingerprint, self.cache.table(), now_s, pending)
+        for check in self._moments.check:
+            check(request)
+        seq = Sequence(request, self.n_submitted, self.limits, self.fingerprint, self.cache.table(), now_s)
         seq.table.owner = seq.root_key, seq.session_digest
         seq.arrival_step = self._totals.steps
         seq.limits_thinking = token_rules.limits_thinking(seq)
@@ -163,8 +165,8 @@ class Scheduler:
         self._by_id[request.id] = self._by_number[seq.number] = seq
         if seq.deadline_s is not None:
             self._next_deadline_s = min(self._next_deadline_s, seq.deadline_s)
-        if pending is not None:
-            self._compiling.append(seq)
+        for enter in self._moments.enter:
+            enter(seq, now_s)
         self._transfers.begin(seq, now_s)
         if not seq.in_transfer:
             self._enqueue(seq)
@@ -188,26 +190,27 @@ class Scheduler:
             self.cache.retention.ended_with_tool_calls(conversation)
 
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """What tokens stand for, which grammars need to know."""
-        if self.grammars is not None:
-            self.grammars.learn(vocabulary)
+        """Tell features what tokens stand for."""
+        for learn in self._moments.learn:
+            learn(vocabulary)
 
     # --- one step ---------------------------------------------------------------------------------------------------
 
     def advance(self, now_s: float, device_waits: bool = False) -> list[TokenDelta]:
-        """Before a plan: deadlines, progress of KV transfers and grammars. Ends sequences that failed. device_waits:
-        what the plan does not depend on is left to `catch_up`."""
+        """Before a plan: end sequences that are late, and let features advance. device_waits: what the plan does not
+        depend on is left to `catch_up`."""
         self._admission.now_s = self.cache.retention.now_s = now_s
         self._batch_class.advance(self._queues, now_s)
-        deltas = self._expire(now_s) if now_s >= self._next_deadline_s else []
-        deltas += self._poll_transfers(now_s)
-        if self.grammars is not None:
-            deltas += self._poll_grammars()
+        if now_s >= self._next_deadline_s:
+            self._expire(now_s)
+        self._poll_transfers(now_s)
+        for advance in self._moments.advance:
+            advance(now_s)
         if self._tiers is not None:
             self._polls_late = device_waits and not self._tiers.busy
             if not self._polls_late:
                 self._poll_tiers(self._tiers, now_s)
-        return deltas
+        return self._take_deltas()
 
     def set_prefill_rate(self, tokens_per_s: float) -> None:
         """As measured: prompt tokens per second."""
@@ -219,38 +222,16 @@ class Scheduler:
         number = self.cache.fence.next_step()
         plan = self._planner.plan()
         plan.number = number
+        for planned in self._moments.planned:
+            planned(plan)
         return plan
 
-    def needs_masks(self, plan: StepPlan) -> bool:
-        """Whether a grammar restricts what the plan samples."""
-        by_number = self._by_number
-        return self.grammars is not None and any(
-            by_number[row.number].guide is not None for row in plan.rows if row.samples
-        )
-
     def masks(self, plan: StepPlan) -> Masks | None:
-        """What the grammars of the plan's rows allow next; None when no row has one."""
-        if plan.n_drafting:
-            self._follow_drafts(plan)
-        return masking.masks(plan, self._by_number)
-
-    def _follow_drafts(self, plan: StepPlan) -> None:
-        """Let the grammars of the plan's rows go along their drafts, as far as a step may wait for that."""
-        found = ((self._by_number.get(row.number), row) for row in plan.rows if row.draft_ids)
-        following = [
-            (seq, row.draft_ids)
-            for seq, row in found
-            if seq is not None and seq.admission == row.admission and seq.mask is not None and not seq.slow_guide
-        ]
-        for seq, draft_ids in following:
-            self._guides.follow(seq, draft_ids)
-        self._guides.wait([seq for seq, _ in following])
-        for seq, _ in following:
-            assert seq.job is not None
-            if seq.job.done and seq.job.error is None:
-                seq.draft_masks = self._guides.result(seq).bits
-            else:
-                self._planner.preempt(seq)  # what the step samples for it is ignored
+        """Masks of the plan's draws, after its launch. Returns None if no draw has one."""
+        for masks in self._moments.masks:
+            if (found := masks(plan)) is not None:
+                return found
+        return None
 
     def launched(self, plan: StepPlan) -> None:
         """While the device is busy: hash the blocks that the plan computes, and the one behind them."""
@@ -265,8 +246,8 @@ class Scheduler:
     def absorb(self, plan: StepPlan, sampled: Many[Sampled]) -> list[TokenDelta]:
         """Take in the result of a step, as far as the next plan depends on it: `catch_up` does the rest. Rows of
         sequences that ended meanwhile are ignored."""
-        deltas: list[TokenDelta] = []
-        guided: list[Sequence] = []
+        deltas = self._deltas
+        guided: Draws = []
         self._admission.done(plan)
         self._planner.succeeded()
         token_ids, by_number, absorbed, at = drawn_ids(sampled), self._by_number, self._absorbed, 0
@@ -290,7 +271,7 @@ class Scheduler:
                 if self._tiers is not None:
                     self._tiers.discarded(seq)
                 self.cache.discard(seq.table)
-                deltas.append(self._fail(seq, Internal("the model produced invalid numbers")))
+                self.fail(seq, Internal("the model produced invalid numbers"))
                 continue
             n_tokens, n_own = len(seq.ids) >> 2, len(row.token_ids) >> 2
             seq.n_done = n_tokens if row.n_ahead else row.start + (n_own or 1)
@@ -298,15 +279,17 @@ class Scheduler:
                 self._admission.publish(seq)
             end = first + 1 + (self._verify(seq, draft_ids, token_ids[first:at]) if draft_ids else 0)
             ids = token_ids[first:end]
-            if seq.guide is not None:
-                self._guides.take(seq, list(sampled[first:end]))
-                guided.append(seq)
+            if seq.guided:
+                guided.append((seq, list(sampled[first:end])))
             elif seq.limits_thinking or n_tokens + len(ids) >= seq.most_tokens or not seq.stop_ids.isdisjoint(ids):
-                entries, finish = token_rules.take_run(seq, list(sampled[first:end]), self.limits.eos_ids)
+                entries, finish = token_rules.take_run(seq, list(sampled[first:end]))
                 deltas.append(self._append(seq, [entry.token_id for entry in entries], entries, finish))
             else:  # the common case: all of it joins the output, which goes on
                 deltas.append(self._append(seq, ids, sampled[first:end] if seq.wants_logprobs else ()))
-        return deltas + self._take_guided(guided) if guided else deltas
+        if guided:
+            for absorb in self._moments.absorb:
+                absorb(guided)
+        return self._take_deltas()
 
     def catch_up(self) -> None:
         """At the end of a step, while the device computes the next one: what no plan has to wait for. Full blocks of
@@ -345,27 +328,28 @@ class Scheduler:
         found = [(self._by_number.get(row.number), row.admission) for row in plan.rows]
         failed = [seq for seq, admission in found if seq is not None and seq.admission == admission]
         offender = self._planner.retry(failed, only_these=len(failed) == len(found))
-        return [] if offender is None else [self._fail(offender, error)]
+        if offender is not None:
+            self.fail(offender, error)
+        return self._take_deltas()
 
     # --- before a plan ----------------------------------------------------------------------------------------------
 
-    def _expire(self, now_s: float) -> list[TokenDelta]:
+    def _expire(self, now_s: float) -> None:
+        """End the sequences whose deadline is over."""
         timed = [(seq, seq.deadline_s) for seq in self._by_number.values() if seq.deadline_s is not None]
         self._next_deadline_s = min((deadline_s for _, deadline_s in timed if deadline_s > now_s), default=inf)
-        return [
-            self._fail(seq, DeadlineExceeded(f"the request did not finish within its {seq.request.deadline_s:g} s"))
-            for seq, deadline_s in timed
-            if deadline_s <= now_s
-        ]
+        for seq, deadline_s in timed:
+            if deadline_s <= now_s:
+                error = DeadlineExceeded(f"the request did not finish within its {seq.request.deadline_s:g} s")
+                self.fail(seq, error)
 
-    def _poll_transfers(self, now_s: float) -> list[TokenDelta]:
-        deltas: list[TokenDelta] = []
+    def _poll_transfers(self, now_s: float) -> None:
         update = self._transfers.poll(now_s)
         if update is None:
-            return deltas
+            return
         for seq, error in update.ended:
             if seq.number in self._by_number:
-                deltas.append(self._end(seq, "stop") if error is None else self._fail(seq, error))
+                self._deltas.append(self._end(seq, "stop") if error is None else self._fail(seq, error))
         for seq in update.granted:
             if seq.slot != NO_SLOT:
                 self._transfers.outgoing.send(seq, seq.table.n_published)
@@ -375,31 +359,11 @@ class Scheduler:
                 seq.in_transfer = False
                 seq.n_received = 0 if seq.prefill_only else BLOCK_TOKENS * seq.n_transferable
                 self._enqueue(seq)
-        return deltas
 
     def _poll_tiers(self, tiers: TierCoordinator, now_s: float) -> None:
         """Queue sequences whose KV was fetched from tiers."""
         for seq in tiers.poll(now_s, self._admission.compute_queue, self._admission.reserved_for_running):
             self._queues.enqueue(seq, self._totals.steps)
-
-    def _poll_grammars(self) -> list[TokenDelta]:
-        """Bind grammars that are compiled now; take in tokens that no step has waited for."""
-        deltas = []
-        for seq in self._compiling:
-            if seq.job is None and seq.pending_guide is not None and seq.pending_guide.ready:
-                self._guides.bind(seq)
-        for seq in self._guides.ended():
-            if seq.pending_guide is None:
-                deltas += self._take_job(seq)
-                continue
-            try:
-                self._guides.result(seq)
-            except EmberlineError as error:
-                deltas.append(self._fail(seq, error))
-            else:
-                seq.pending_guide = None
-                self._compiling.remove(seq)
-        return deltas
 
     # --- after a step -----------------------------------------------------------------------------------------------
 
@@ -412,29 +376,26 @@ class Scheduler:
             self.speculation.verified(seq, n_drafts, n)
         return n
 
-    def _take_guided(self, seqs: list[Sequence]) -> list[TokenDelta]:
-        """What the grammars say to sampled tokens, as far as it is known in time for the next step."""
-        self._guides.wait(seqs)
-        deltas = [delta for seq in seqs if seq.job is not None and seq.job.done for delta in self._take_job(seq)]
-        for seq in seqs:
-            if seq.job is not None and seq.n_sampling:
-                self._planner.preempt(seq)  # a step in flight samples for it without a mask: that is ignored
-        return deltas
+    # --- for features -----------------------------------------------------------------------------------------------
 
-    def _take_job(self, seq: Sequence) -> list[TokenDelta]:
-        try:
-            result = self._guides.result(seq)
-        except EmberlineError as error:
-            return [self._fail(seq, error)]
-        if isinstance(result, DraftMasks):  # too late: its row was ignored
-            return []
-        entries, finish = result
-        if seq.n_appended and self.speculation is not None:
-            self.speculation.appended(seq, seq.n_appended)
+    def append(self, seq: Sequence, entries: Many[Sampled], finish: FinishReason | None) -> None:
+        """Add tokens to the output of a sequence, and end it if `finish` says why."""
         if seq.slot == NO_SLOT:
             self._queues.waiting_tokens += len(entries)
         self._absorbed.append(seq)
-        return [self._append(seq, [entry.token_id for entry in entries], entries, finish)]
+        self._deltas.append(self._append(seq, [entry.token_id for entry in entries], entries, finish))
+
+    def fail(self, seq: Sequence, error: EmberlineError) -> None:
+        """End a sequence with an error."""
+        self._deltas.append(self._fail(seq, error))
+
+    def preempt(self, seq: Sequence) -> None:
+        """Take the slot of a running sequence, which waits again; ignore what steps in flight sample for it."""
+        self._planner.preempt(seq)
+
+    def _take_deltas(self) -> list[TokenDelta]:
+        deltas, self._deltas = self._deltas, []
+        return deltas
 
     def _append(
         self, seq: Sequence, ids: list[int], entries: Many[Sampled], finish: FinishReason | None = None
@@ -484,9 +445,6 @@ class Scheduler:
         self._batch_class.ended(seq)
         if self.speculation is not None:
             self.speculation.ended(seq)
-        self._guides.drop(seq)
-        if seq.pending_guide is not None:
-            self._compiling.remove(seq)
         self._end_turn(seq)
         if seq.slot != NO_SLOT:
             self._admission.release(seq)
@@ -495,6 +453,8 @@ class Scheduler:
         self._transfers.leave(seq)
         if self._tiers is not None:
             self._tiers.leave(seq)
+        for leave in self._moments.leave:
+            leave(seq)
         usage = seq.usage(partial=finish in ("cancelled", "error"))
         return TokenDelta(seq.id, token_ids, finish, usage, logprobs, error)
 

@@ -5,12 +5,7 @@ from dataclasses import InitVar, dataclass, field
 from math import inf
 from typing import Literal, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from emberline.engine.core.limits import Limits
-from emberline.engine.core.plan import Guide, PendingGuide
-from emberline.engine.grammar.guide_jobs import GuideJob
 from emberline.kv.cache import BlockTable, PrefixHit
 from emberline.protocol import block_hash
 from emberline.protocol.block_hash import BLOCK_TOKENS
@@ -22,6 +17,14 @@ _U64 = (1 << 64) - 1
 
 
 SequenceState = Literal["running", "waiting", "transferring", "fetching"]
+
+
+class Hold:
+    """Reasons why a sequence cannot be admitted: bits of `Sequence.holds`."""
+
+    LOOK_UP = 1  # the cache was not asked for all of its prefix yet
+    GRAMMAR = 2  # its grammar is being compiled
+    JOB = 4  # a thread takes in what was drawn for it: tokens may still join it
 
 
 class SequenceSnapshot(NamedTuple):
@@ -48,7 +51,6 @@ class Sequence:
     fingerprint: InitVar[str]  # of the model
     table: BlockTable
     now_s: InitVar[float]
-    pending_guide: PendingGuide | None = None  # while its grammar is being compiled
     arrival_step: int = 0  # steps planned before it arrived
     first_token_step: float = inf
     queued_step: int = 0  # when it last joined the waiting queue
@@ -72,7 +74,7 @@ class Sequence:
     fetching: bool = False  # neither waiting nor running: its KV is read from tiers (engine/tiers)
     fetches_left: int = 2  # before it is admitted again
     hit: PrefixHit = field(default_factory=PrefixHit)  # what the cache had of it when it was last asked
-    looked_up: bool = False  # the cache was asked for all of it; it is not admitted before
+    holds: int = Hold.LOOK_UP  # bits of Hold: it is not admitted before none is left
     decided_hit: int = -1  # blocks that the device pool had, or was to get, when a fetch was last considered
     fetched: dict[str, int] | None = None  # blocks that its last fetch brought, by tier
     n_received: int = 0  # tokens whose KV was received from another engine and is held for it
@@ -88,23 +90,17 @@ class Sequence:
     slot: int = NO_SLOT
     admission: int = -1  # serial number of its stay in the slot
     cached_by_tier: dict[str, int] | None = None  # set at first admission
-    guide: Guide | None = None
+    guided: bool = False  # a feature decides what it may sample and what becomes of its draws
+    slow: bool = False  # that feature is slow: no step waits for it, and no row is planned ahead of it
     may_ban: bool = field(init=False)  # some tokens must not be sampled, at least for some time
     awaits_last: bool = field(init=False)  # which tokens are banned next depends on the last one
     wants_logprobs: bool = field(init=False)
     reports_drafts: bool = field(init=False)  # every delta says what became of drafts so far
-    can_close: bool = False  # its grammar can be completed within max_tokens, and will be
     limits_thinking: bool = False  # the thinking limit may still apply
     suspicion: int = 1  # 0: a step with it succeeded; 1: it has not been in one; 2: one with it failed since
-    mask: NDArray[np.uint32] | None = None  # which tokens its grammar allows next
-    draft_masks: list[NDArray[np.uint32]] = field(default_factory=list)  # and after each draft of its row in flight
-    forced_ids: bytes = b""  # u32 LE; the usual tokens of the text that its grammar forces next, for a drafter
-    n_appended: int = 0  # tokens of the last job's result of which its grammar left one each: they were not drawn
+    n_appended: int = 0  # tokens at the end of its output that a feature has appended without a draw
     n_drafted: int = 0  # draft tokens verified so far
     n_drafts_accepted: int = 0  # of those
-    job: GuideJob | None = None  # its guide takes in a token, or is bound: it is not planned until that is done
-    slow_guide: bool = False  # by the last job; no step waits for the next one
-    guide_cpu_s: float = 0.0  # of all jobs
 
     def __post_init__(self, limits: Limits, fingerprint: str, now_s: float) -> None:
         request, sampling = self.request, self.request.sampling

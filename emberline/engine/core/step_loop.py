@@ -196,7 +196,6 @@ class StepLoop:
         # Until every common step is prepared, any may have to be compiled first.
         self.step_s = 0.0 if self.has_idle_task else self._times.predicted_s(plan)
         self.in_step = True
-        plan.masked = self.scheduler.needs_masks(plan)
         handle = self.runner.launch(plan)
         masks = None
         if plan.masked:

@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 class GrammarGuide:
-    """Implements the scheduler's `plan.Guide`, for one thread at a time. Sequences of one grammar share its lock."""
+    """Implements `guided_rules.Guide`, for one thread at a time. Sequences of one grammar share its lock."""
 
     def __init__(
         self,

@@ -108,7 +108,7 @@ class GuideThreads:
     """Two lanes: one that steps wait for, briefly, and one for sequences whose grammar is slow."""
 
     def __init__(self, timings: GuideTimings) -> None:
-        self._timings = timings
+        self.timings = timings
         self._lanes: dict[bool, _Lane] = {}  # by slow; started on first use
 
     def start(self, work: Callable[[], Any], slow: bool) -> GuideJob:
@@ -120,7 +120,7 @@ class GuideThreads:
 
     def wait(self, n_jobs: int) -> None:
         """Wait for the jobs of the quick lane; those behind a job that takes too long go on in another thread."""
-        limit_s = self._timings.step_wait_s + self._timings.job_wait_s * n_jobs
+        limit_s = self.timings.step_wait_s + self.timings.job_wait_s * n_jobs
         if False in self._lanes and not self._lanes[False].wait(limit_s):
             self._replace(slow=False)
 

@@ -5,6 +5,8 @@ proposed and verified like any other draft, so the output stays what the model w
 one token, the draw can only confirm it.
 """
 
+from collections.abc import Callable
+
 from emberline.engine.core.sequence import Sequence
 from emberline.engine.speculation.drafter import Draft
 
@@ -12,15 +14,18 @@ INNER, LAST = 0, 1  # cells: the last token may become another one with the text
 
 
 class GrammarDrafter:
-    """The thread that applies a grammar has left the forced tokens at the sequence (`engine/grammar/masks.py`)."""
+    """Proposes what `forced_ids` says must follow a sequence, given by its number."""
 
     name = "grammar"
+
+    def __init__(self) -> None:
+        self.forced_ids: Callable[[int], bytes] = lambda number: b""  # u32 LE; set by the engine that has grammars
 
     def begin_step(self) -> None:
         pass
 
     def propose(self, seq: Sequence, most: int, after: bytes = b"") -> Draft | None:
-        ids = seq.forced_ids
+        ids = self.forced_ids(seq.number)
         if not ids or after:
             return None
         n = len(ids) // 4

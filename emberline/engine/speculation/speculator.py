@@ -2,9 +2,10 @@
 
 import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -37,6 +38,16 @@ class _InFlight(msgspec.Struct, gc=False):
     cells: Many[int]
     n_guessed: int  # leading tokens of it that its row does not have
     expected: float  # tokens of it that the policy expects to be drawn
+
+
+class Grammars(Protocol):
+    """The grammars of sequences, by the number of the sequence."""
+
+    def mask(self, number: int) -> NDArray[np.uint32] | None:
+        """The tokens that may be drawn next: bit i % 32 of word i // 32. Returns None if there is no mask."""
+
+    def forced_ids(self, number: int) -> bytes:
+        """Tokens (u32 LE) that must follow; empty if several may."""
 
 
 @dataclass(slots=True)
@@ -90,6 +101,7 @@ class Speculator:
         self._depth = max((drafter.depth for drafter in drafters if isinstance(drafter, HeadDrafter)), default=0)
         self.runs_ahead = on_device and self._head == 0 and len(drafters) == 1
         self.policy = LengthPolicy(self._prior, marginal, 0.0 if self.runs_ahead else fixed_s)
+        self._masks: Callable[[int], NDArray[np.uint32] | None] = lambda number: None
         self._drafting: dict[int, _Drafting] = {}  # by sequence number
         self._counts: dict[int, tuple[list[int], list[int]]] = {}  # drafted and accepted by position, by drafter
         self._stats: tuple[DraftStats, ...] | None = ()
@@ -104,6 +116,13 @@ class Speculator:
     def calibrate(self, step_s: Mapping[tuple[int, int], float]) -> None:
         """As `LengthPolicy.calibrate`."""
         self.policy.calibrate(step_s)
+
+    def follow_grammars(self, grammars: Grammars) -> None:
+        """Propose only what grammars allow, and what they force."""
+        self._masks = grammars.mask
+        for drafter in self.drafters:
+            if isinstance(drafter, GrammarDrafter):
+                drafter.forced_ids = grammars.forced_ids
 
     def begin_step(self, n_running: int) -> int:
         self.drafts = self.policy.begin_step(n_running)
@@ -127,7 +146,7 @@ class Speculator:
         ids, cells = b"", list[int]()
         for first_cell, drafter in self._by_first_cell:
             found = drafter.propose(seq, n - len(cells), ids)
-            if found is not None and (cells or seq.mask is None or _may_follow(seq.mask, found.ids)):
+            if found is not None and (cells or not seq.guided or _may_follow(self._masks(seq.number), found.ids)):
                 ids += found.ids
                 cells += [first_cell + cell for cell in found.cells] if first_cell else found.cells
                 if len(cells) >= n:
@@ -227,7 +246,9 @@ class Speculator:
         return self.drafters[cell // MAX_CELLS].prior(cell % MAX_CELLS)
 
 
-def _may_follow(mask: NDArray[np.uint32], ids: bytes) -> bool:
-    """Whether the first of the tokens may be sampled next, as far as the sequence's grammar is concerned."""
+def _may_follow(mask: NDArray[np.uint32] | None, ids: bytes) -> bool:
+    """True if the mask, where there is one, allows the first of the tokens."""
+    if mask is None:
+        return True
     token_id = int.from_bytes(ids[:4], "little")
     return bool(mask[token_id >> 5] >> (token_id & 31) & 1)

@@ -14,7 +14,6 @@ from emberline import log
 from emberline.engine.addresses import TOKEN_VARIABLE, listening, positive
 from emberline.engine.core.limits import Limits
 from emberline.engine.core.prefill_policy import BatchTimeLimit
-from emberline.engine.core.scheduler import Scheduler
 from emberline.engine.core.step_loop import StepLoop
 from emberline.engine.encoders.encoder_loop import EncoderLimits, EncoderLoop
 from emberline.engine.encoders.speech import Transcriber
@@ -32,6 +31,7 @@ from emberline.engine.worker import cpu_share as cpu_shares
 from emberline.engine.worker import process
 from emberline.engine.worker.alive_file import open_alive_file
 from emberline.engine.worker.announcer import open_joining
+from emberline.engine.worker.build import build_scheduler
 from emberline.engine.worker.socket_server import Server
 from emberline.engine.worker.start_timeline import StartTimeline
 from emberline.kernels.cpu.build import private_cache_dir
@@ -375,7 +375,9 @@ def _step_loop(
         n_steps = 1 if group is None else group.layout.pp
         setting = "off" if n_steps > 1 and args.speculation == AUTO else args.speculation
         speculation = open_speculator(setting, device, head=drafting.drafter)
-        scheduler = Scheduler(cache, limits, fingerprint, compiler, prefill, transfers, speculation, tiers, n_steps)
+        scheduler = build_scheduler(
+            cache, limits, fingerprint, compiler, prefill, transfers, speculation, tiers, n_steps
+        )
         stored = stored_cache(args, fingerprint, kv_groups, tiers)
         launching = runner if group is None else leader_runner(group, runner)
         loop = StepLoop(scheduler, launching, n_steps, transfers=transfers, tiers=tiers, stored=stored)
@@ -409,7 +411,7 @@ def _step_loop(
     if group is not None:
         lead_kv(group, transfers, tiers)
     compiler, n_stages = MatcherCompiler(limits.vocab_size), model.shard.layout.pp
-    scheduler = Scheduler(
+    scheduler = build_scheduler(
         cache, limits, fingerprint, compiler, engine.prefill, transfers, speculation, tiers, micro_batches=n_stages
     )
     stored = stored_cache(args, fingerprint, kv_groups, tiers)

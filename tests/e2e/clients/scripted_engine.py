@@ -11,6 +11,7 @@ from typing import Any
 from emberline.engine.core.limits import Limits
 from emberline.engine.core.scheduler import Scheduler
 from emberline.engine.grammar.compiler import MatcherCompiler
+from emberline.engine.worker.build import build_scheduler
 from emberline.kv.cache import KVCache
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.request import EngineRequest
@@ -31,10 +32,10 @@ def serve(replies: ReplyScript, text: TextModel, flags: list[str]) -> int:
         return EngineScript(say=".".join(map(str, ids[replies.index_for(prompt)])), itl_ms=ITL_MS)
 
     def scheduler(cache: KVCache, limits: Limits, fingerprint: str, **more: Any) -> Scheduler:
-        return Scheduler(cache, limits, fingerprint, MatcherCompiler(limits.vocab_size), **more)
+        return build_scheduler(cache, limits, fingerprint, MatcherCompiler(limits.vocab_size), **more)
 
     script.of_request = of_request
-    standin.Scheduler = scheduler
+    standin.build_scheduler = scheduler
     return standin.main(flags)
 
 

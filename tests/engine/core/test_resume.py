@@ -136,7 +136,7 @@ BOUND = {
 
 @pytest.fixture(scope="module")
 def grammars():
-    return Bench().scheduler.grammars
+    return Bench().guided.grammars
 
 
 @pytest.mark.parametrize("name", BOUND)
@@ -166,7 +166,7 @@ def test_resumed_output_that_violates_its_grammar_is_refused(grammars):
     bench.scheduler.submit(msgspec.structs.replace(asked, id="b", output_ids=pack([ord("x")])), 0.0)
     bench.finish()
     assert (bench.end("b").error.kind, bench.end("b").error.param) == ("bad_input", "output_ids")
-    assert not bench.scheduler.n_compiling
+    assert not bench.guided.n_compiling
 
 
 # --- computed models --------------------------------------------------------------------------------------------------

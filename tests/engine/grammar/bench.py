@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from emberline.engine.core.limits import Limits
-from emberline.engine.core.scheduler import Scheduler
 from emberline.engine.core.step_loop import StepLoop
 from emberline.engine.grammar.compiler import MatcherCompiler
 from emberline.engine.grammar.grammar_automaton import Automaton
-from emberline.engine.grammar.guide_jobs import GuideTimings
+from emberline.engine.grammar.guide_jobs import GuideThreads, GuideTimings
+from emberline.engine.grammar.guided_decoding import GuidedDecoding
+from emberline.engine.worker.build import build_scheduler
 from emberline.kv.cache import KVCache
 from emberline.protocol.grammar import encode
 from emberline.protocol.request import EngineRequest, SamplingParams, ThinkingLimit
@@ -94,20 +95,26 @@ class Bench:
         speculation=None,
         in_flight=1,
         micro_batches=1,
+        threads=GuideThreads,
         **timings,
     ):
         """`timings`: fields of GuideTimings."""
         cache = KVCache((FULL,), [n_blocks], chunk=token_budget)
-        limits = Limits(
-            min(2000, cache.capacity), VOCAB, (END_ID,), max_running, token_budget, guides=GuideTimings(**timings)
-        )
+        limits = Limits(min(2000, cache.capacity), VOCAB, (END_ID,), max_running, token_budget)
         if grammars is None:
             grammars = MatcherCompiler(VOCAB)
             grammars.learn(frame(WORDS))
         self.cache = cache
-        self.scheduler = Scheduler(
-            cache, limits, "fake", grammars, speculation=speculation, micro_batches=micro_batches
+        self.scheduler = build_scheduler(
+            cache,
+            limits,
+            "fake",
+            grammars,
+            speculation=speculation,
+            micro_batches=micro_batches,
+            guide_threads=threads(GuideTimings(**timings)),
         )
+        self.guided = self.scheduler.feature(GuidedDecoding)
         self.runner = runner or Taste()
         self.loop = StepLoop(self.scheduler, self.runner, in_flight)
         self.deltas = {}

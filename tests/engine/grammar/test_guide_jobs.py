@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from emberline.engine.grammar import guide_jobs, masks
+from emberline.engine.grammar import guide_jobs, guided_decoding
 from emberline.engine.grammar.compiler import MatcherCompiler
 from emberline.engine.grammar.guide_jobs import GuideThreads, GuideTimings
 from emberline.protocol.grammar import Grammar, Repeat, Rule, Text
@@ -36,14 +36,13 @@ def blocked_bench(steps_in_flight, **timings):
     bench = Bench(grammars=guides, in_flight=steps_in_flight, **timings)
     bench.submit("bound", "json")
     bench.submit("plain", None, max_tokens=400, ignore_eos=True)
-    wait_until(lambda: bench.step() or (bench.scheduler._guides._open and not bench.scheduler.n_compiling))
+    wait_until(lambda: bench.step() or (bench.guided.jobs and not bench.guided.n_compiling))
     return bench, guides.applied
 
 
 def make_stuck(bench):
     """The job that runs has run for too long. (A shorter limit could hit others, too.)"""
-    (bound,) = bench.scheduler._guides._open.values()
-    job = bound.job
+    (job,) = bench.guided.jobs
     wait_until(lambda: job.started_s)
     job.started_s -= guide_jobs.MAX_JOB_S
 
@@ -91,8 +90,8 @@ def test_a_grammar_that_never_returns_ends_its_request():
     bench, guide = blocked_bench(1, step_wait_s=0.001)
     make_stuck(bench)
     bench.finish()
-    assert (bench.end("bound").error.kind, bench.end("bound").error.message) == ("bad_input", masks.TOO_SLOW)
-    bench.scheduler.grammars.applied = Fake()
+    assert (bench.end("bound").error.kind, bench.end("bound").error.message) == ("bad_input", guided_decoding.TOO_SLOW)
+    bench.guided.grammars.applied = Fake()
     bench.submit("next", "json")
     bench.finish()
     assert bench.tokens("next") == [97, 98], "others have another thread"
@@ -103,7 +102,7 @@ def test_a_grammar_that_never_returns_delays_no_others_after_its_request_was_abo
     bench, guide = blocked_bench(1, slow_cpu_s=-1.0)  # all take in their tokens in one slow thread
     make_stuck(bench)
     bench.scheduler.abort("bound")
-    bench.scheduler.grammars.applied = Fake()
+    bench.guided.grammars.applied = Fake()
     bench.submit("next", "json")
     bench.finish()
     assert bench.tokens("next") == [97, 98]

@@ -41,7 +41,7 @@ def test_micro_batches_with_grammars_do_not_wait_for_each_other(grammars):
     bench = Bench(grammars=grammars, in_flight=2, micro_batches=2, **PATIENT)
     for n in range(2):
         bench.submit(f"{n}", "json", "strings", max_tokens=30)
-    wait_until(lambda: bench.step() or not bench.scheduler.n_compiling)
+    wait_until(lambda: bench.step() or not bench.guided.n_compiling)
     launch, n_before = bench.runner.launch, []
 
     def counted(plan):
@@ -67,7 +67,7 @@ def test_a_grammar_costs_no_extra_steps(grammars):
     def steps(steps_in_flight):
         bench = Bench(grammars=grammars, in_flight=steps_in_flight, **PATIENT)
         bench.submit("a", "json", "strings", max_tokens=60)
-        wait_until(lambda: bench.step() or not bench.scheduler.n_compiling)
+        wait_until(lambda: bench.step() or not bench.guided.n_compiling)
         bench.submit("b", None, "none", max_tokens=60)
         bench.finish()
         return bench.runner.steps

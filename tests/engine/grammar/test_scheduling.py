@@ -239,6 +239,8 @@ def test_masks_are_for_the_rows_that_have_grammars(grammars):
 class Slow:
     """Grammars that are ready when the test says so."""
 
+    digest = "fake"
+
     def __init__(self, guide=None, error=None):
         self.ready, self.applied, self._error = False, guide, error
 
@@ -258,7 +260,6 @@ class Fake:
     """A guide of the test's making: a, b, then the end."""
 
     n_words = 10
-    digest = "fake"
 
     def __init__(self, fail=None):
         self.accepted, self.fail = [], fail
@@ -358,7 +359,7 @@ def test_a_grammar_that_fails_ends_its_request_alone():
     bench.finish()
     assert (bench.end("bound").error.kind, bench.end("bound").error.param) == ("bad_input", "grammar")
     assert bench.end("plain").finish == "length"
-    assert not bench.scheduler.n_compiling
+    assert not bench.guided.n_compiling
 
 
 def test_abort_and_deadline_while_a_grammar_is_compiled():
@@ -368,7 +369,7 @@ def test_abort_and_deadline_while_a_grammar_is_compiled():
     bench.submit("b", "json")
     assert [delta.id for delta in bench.scheduler.abort_all(Internal("over"))] == ["b"]
     assert not bench.scheduler.busy
-    assert not bench.scheduler.n_compiling
+    assert not bench.guided.n_compiling
 
 
 @pytest.mark.parametrize("fail", ["fill", "empty", "accept"])

@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emberline.engine.grammar import masks
+from emberline.engine.grammar import guided_rules
 from emberline.engine.grammar.compiler import MatcherCompiler
+from emberline.engine.grammar.guide_jobs import GuideThreads
 from emberline.protocol.token_ids import pack
 from tests.engine.grammar.bench import PATIENT, TASTES, VOCAB, Bench
 from tests.engine.grammar.samples import ALL, END_ID, SPECIAL, WORDS, frame
@@ -74,19 +75,18 @@ def test_the_output_is_that_of_the_plain_path(grammars, arrived, wrong, n_blocks
             assert [entry.token_id for entry in delta.logprobs or []] == [*memoryview(delta.token_ids).cast("I")]
 
 
-def test_a_grammar_that_follows_drafts_too_slowly_is_ignored_for_the_step(grammars, monkeypatch):
+def test_a_grammar_that_follows_drafts_too_slowly_is_ignored_for_the_step(grammars):
     arrived = [("json", "nesting", 40, 5, 1, {}), (None, "none", 40, 5, 1, {})]
     plain = play(Bench(grammars=grammars), arrived)
     speculation = replay({id: tokens for id, (tokens, _, _) in plain.items()}, 0)
     waits = iter(range(1_000_000))
 
-    def wait(self, seqs):  # every other one is late
-        if next(waits) % 2:
-            original(self, seqs)
+    class EveryOtherLate(GuideThreads):
+        def wait(self, n_jobs):
+            if next(waits) % 2:
+                super().wait(n_jobs)
 
-    original = masks.GuideJobs.wait
-    monkeypatch.setattr(masks.GuideJobs, "wait", wait)
-    assert play(Bench(grammars=grammars, speculation=speculation), arrived) == plain
+    assert play(Bench(grammars=grammars, speculation=speculation, threads=EveryOtherLate), arrived) == plain
     assert speculation.n_verified > 0
 
 
@@ -147,10 +147,10 @@ def test_appended_tokens_and_drafts_share_the_budget_of_a_step(grammars):
 
 def test_the_only_token_of_a_mask():
     mask = np.zeros(4, np.uint32)
-    assert masks.only_token(mask) is None
+    assert guided_rules.only_token(mask) is None
     mask[2] = 1 << 31
-    assert masks.only_token(mask) == 95
+    assert guided_rules.only_token(mask) == 95
     mask[2] |= 1
-    assert masks.only_token(mask) is None
+    assert guided_rules.only_token(mask) is None
     mask[:] = [1, 0, 0, 1]
-    assert masks.only_token(mask) is None
+    assert guided_rules.only_token(mask) is None

@@ -5,9 +5,9 @@ from functools import cache
 import pytest
 
 from emberline.engine.core.limits import Limits
-from emberline.engine.core.scheduler import Scheduler
 from emberline.engine.core.step_loop import StepLoop
 from emberline.engine.runners.cpu.torch_runner import TorchRunner
+from emberline.engine.worker.build import build_scheduler
 from emberline.kernels.cpu.native_backend import NativeBackend
 from emberline.kernels.reference import TorchBackend
 from emberline.kv.cache import KVCache
@@ -46,7 +46,7 @@ def loop_of(name, backend, speculation=None, n_blocks=60, **limits):
     )
     sizes = [n_blocks] * len(model.kv_groups)
     kv = KVCache(model.kv_groups, sizes, chunk=limits.token_budget)
-    return StepLoop(Scheduler(kv, limits, "x", speculation=speculation), TorchRunner(model, sizes, limits))
+    return StepLoop(build_scheduler(kv, limits, "x", speculation=speculation), TorchRunner(model, sizes, limits))
 
 
 REQUESTS = {

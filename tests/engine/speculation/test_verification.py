@@ -8,10 +8,10 @@ from msgspec import structs
 from emberline.engine.core.latency_target import LatencyTarget
 from emberline.engine.core.limits import Limits
 from emberline.engine.core.plan import Draws
-from emberline.engine.core.scheduler import Scheduler
 from emberline.engine.core.step_loop import StepLoop
 from emberline.engine.runners.gpu.shapes import GPU_SHAPES
 from emberline.engine.speculation.verification import drawn_ids, n_accepted
+from emberline.engine.worker.build import build_scheduler
 from emberline.kv.cache import KVCache
 from emberline.protocol.block_hash import BLOCK_TOKENS
 from emberline.protocol.request import Push
@@ -237,7 +237,7 @@ def test_rows_share_what_a_step_may_draft(n_rows, most):
     prefill = LatencyTarget(GPU_SHAPES, most_drafts=lambda rows: most)
     cache = KVCache((FULL,), [200], chunk=128)
     limits = Limits(512, VOCAB, (0,), n_rows, 128)
-    scheduler = Scheduler(cache, limits, "fake", prefill=prefill, speculation=Repeating())
+    scheduler = build_scheduler(cache, limits, "fake", prefill=prefill, speculation=Repeating())
     loop = StepLoop(scheduler, FakeRunner(cache), 1)
     for n in range(n_rows):
         loop.submit(request(f"r{n}", [n % 6, 2, 3], max_tokens=60, ignore_eos=True), 0.0)

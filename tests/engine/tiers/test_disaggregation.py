@@ -8,9 +8,9 @@ import pytest
 
 from emberline.engine.addresses import listening
 from emberline.engine.core.limits import Limits
-from emberline.engine.core.scheduler import Scheduler
 from emberline.engine.core.step_loop import StepLoop
 from emberline.engine.runners.cpu.torch_runner import TorchRunner
+from emberline.engine.worker.build import build_scheduler
 from emberline.engine.worker.socket_server import Server
 from emberline.kv.cache import KVCache
 from emberline.kv.tiers.host import HostTier
@@ -35,7 +35,7 @@ def serving(address, layouts):
     host = HostTier(8 << 20, [layout.block_bytes for layout in layouts])
     tiers = TierManager(layouts, HostMover(runner.memory), host, [], 1e9)
     cache = KVCache(layouts, sizes, chunk=LIMITS.token_budget)
-    scheduler = Scheduler(cache, LIMITS, "fake", transfers=transfers, tiers=tiers)
+    scheduler = build_scheduler(cache, LIMITS, "fake", transfers=transfers, tiers=tiers)
     loop = StepLoop(scheduler, runner, transfers=transfers, tiers=tiers)
     info = EngineInfo(
         model="fake",

@@ -7,9 +7,9 @@ import pytest
 
 from emberline.engine.core.admission import AdmissionPolicy
 from emberline.engine.core.limits import Limits
-from emberline.engine.core.scheduler import Scheduler
 from emberline.engine.core.step_loop import StepLoop
 from emberline.engine.tiers.step_budget import MAX_STEPS, STEP_S, StepBudget
+from emberline.engine.worker.build import build_scheduler
 from emberline.kv.block_pool import BlockPool
 from emberline.kv.cache import KVCache
 from emberline.kv.prefix_index import PrefixIndex
@@ -96,7 +96,7 @@ def engine():
     cache = KVCache([FULL], [1400], chunk=512)
     tier = MemoryTier()
     limits = Limits(N_TOKENS + 100, VOCAB, (), 8, 512)
-    return StepLoop(Scheduler(cache, limits, "fake", tiers=tier), CountingRunner()), cache, tier
+    return StepLoop(build_scheduler(cache, limits, "fake", tiers=tier), CountingRunner()), cache, tier
 
 
 def run(loop, now_s, until):

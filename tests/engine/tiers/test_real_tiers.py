@@ -8,10 +8,10 @@ import time
 import pytest
 
 from emberline.engine.core.limits import Limits
-from emberline.engine.core.scheduler import Scheduler
 from emberline.engine.core.step_loop import StepLoop
 from emberline.engine.runners.cpu.torch_runner import TorchRunner
 from emberline.engine.tiers.opening import add_arguments, open_tiers
+from emberline.engine.worker.build import build_scheduler
 from emberline.kv.cache import KVCache
 from emberline.kv.tiers.host import HostTier
 from emberline.kv.tiers.manager import TierManager
@@ -36,7 +36,7 @@ class Engine:
         runner = TorchRunner(TorchFake(layouts), sizes, LIMITS)
         self.cache = KVCache(layouts, sizes, chunk=LIMITS.token_budget)
         self.tiers = make_tiers(layouts, HostMover(runner.memory))
-        self.loop = StepLoop(Scheduler(self.cache, LIMITS, "fake", tiers=self.tiers), runner, tiers=self.tiers)
+        self.loop = StepLoop(build_scheduler(self.cache, LIMITS, "fake", tiers=self.tiers), runner, tiers=self.tiers)
         self.serial = 0
 
     def ask(self, *prompts):

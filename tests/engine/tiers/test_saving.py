@@ -5,9 +5,9 @@ import time
 import pytest
 
 from emberline.engine.core.limits import Limits
-from emberline.engine.core.scheduler import Scheduler
 from emberline.engine.core.step_loop import StepLoop
 from emberline.engine.tiers.saving import MAX_PINNED_SHARE, PART_BYTES
+from emberline.engine.worker.build import build_scheduler
 from emberline.kv.cache import KVCache
 from emberline.kv.tiers.host import HostTier
 from emberline.kv.tiers.manager import TierManager
@@ -36,7 +36,7 @@ class Engine:
         self.host = HostTier(host_bytes, [LLAMA_8B.block_bytes])
         self.tiers = TierManager([LLAMA_8B], InstantMover(), self.host, [], 1e9)
         limits = Limits(4 * BUDGET, VOCAB, (EOS,), max_running=2, token_budget=BUDGET)
-        scheduler = Scheduler(self.cache, limits, "fake", tiers=self.tiers)
+        scheduler = build_scheduler(self.cache, limits, "fake", tiers=self.tiers)
         self.loop = StepLoop(scheduler, FakeRunner(self.cache), tiers=self.tiers)
 
     def submit(self, n_tokens):

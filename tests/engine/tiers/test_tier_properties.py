@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emberline.engine.core.limits import Limits
-from emberline.engine.core.scheduler import Scheduler
 from emberline.engine.core.step_loop import StepLoop
+from emberline.engine.worker.build import build_scheduler
 from emberline.kv.cache import KVCache
 from emberline.kv.tiers.fetch_policy import TierQueue
 from emberline.kv.tiers.messages import BlocksCopied, BlocksFetched, LookedUp
@@ -116,7 +116,7 @@ def build(layouts, n_blocks, tier, late, in_flight):
     runner = (LateRunner if late else FakeRunner)(cache)
     if tier is not None:
         tier.runner = runner
-    return StepLoop(Scheduler(cache, limits, "fake", tiers=tier), runner, in_flight), cache, limits
+    return StepLoop(build_scheduler(cache, limits, "fake", tiers=tier), runner, in_flight), cache, limits
 
 
 faults = st.fixed_dictionaries(

@@ -8,9 +8,9 @@ import pytest
 
 from emberline.engine.addresses import listening
 from emberline.engine.core.limits import Limits
-from emberline.engine.core.scheduler import Scheduler
 from emberline.engine.core.step_loop import StepLoop
 from emberline.engine.runners.cpu.torch_runner import TorchRunner
+from emberline.engine.worker.build import build_scheduler
 from emberline.engine.worker.socket_server import Server
 from emberline.kv.cache import KVCache
 from emberline.kv.transfer.host_transfers import host_transfers
@@ -30,7 +30,7 @@ def serving(address, layouts, shared):
     runner = TorchRunner(model, sizes, LIMITS, shared=shared)
     transfers = host_transfers("fake", layouts, runner.memory)
     cache = KVCache(layouts, sizes, chunk=LIMITS.token_budget)
-    loop = StepLoop(Scheduler(cache, LIMITS, "fake", transfers=transfers), runner, transfers=transfers)
+    loop = StepLoop(build_scheduler(cache, LIMITS, "fake", transfers=transfers), runner, transfers=transfers)
     info = EngineInfo(
         model="fake",
         fingerprint="fake",

@@ -8,7 +8,6 @@ triton = pytest.importorskip("triton")
 
 from emberline.engine.core.latency_target import LatencyTarget  # noqa: E402
 from emberline.engine.core.limits import Limits  # noqa: E402
-from emberline.engine.core.scheduler import Scheduler  # noqa: E402
 from emberline.engine.core.step_loop import StepLoop  # noqa: E402
 from emberline.engine.runners.cpu.torch_runner import TorchRunner  # noqa: E402
 from emberline.engine.runners.gpu.runner import GpuRunner  # noqa: E402
@@ -19,6 +18,7 @@ from emberline.engine.runners.gpu.shapes import (  # noqa: E402
     max_draws,
     most_drafts,
 )
+from emberline.engine.worker.build import build_scheduler  # noqa: E402
 from emberline.kernels.gpu import decode_inputs as inputs  # noqa: E402
 from emberline.kernels.gpu.sampler import sample_batch  # noqa: E402
 from emberline.kernels.gpu.sampler_table import SamplerTable  # noqa: E402
@@ -62,7 +62,7 @@ LIMITS = Limits(256, 97, (0,), 4, 48)
 
 def generate(make_runner, model, steps_in_flight, speculation=None, prefill=None):
     cache = KVCache(model.kv_groups, [40], chunk=LIMITS.token_budget)
-    scheduler = Scheduler(cache, LIMITS, "x", speculation=speculation, prefill=prefill)
+    scheduler = build_scheduler(cache, LIMITS, "x", speculation=speculation, prefill=prefill)
     loop = StepLoop(scheduler, make_runner(model), steps_in_flight)
     generator = torch.Generator().manual_seed(3)
     deltas = {}

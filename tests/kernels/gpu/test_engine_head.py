@@ -8,7 +8,6 @@ triton = pytest.importorskip("triton")
 
 from emberline.engine.core.latency_target import LatencyTarget  # noqa: E402
 from emberline.engine.core.limits import Limits  # noqa: E402
-from emberline.engine.core.scheduler import Scheduler  # noqa: E402
 from emberline.engine.core.step_loop import StepLoop  # noqa: E402
 from emberline.engine.runners.cpu.torch_runner import TorchRunner  # noqa: E402
 from emberline.engine.runners.gpu.engine import _Kernels  # noqa: E402
@@ -21,6 +20,7 @@ from emberline.engine.runners.gpu.shapes import (  # noqa: E402
     most_drafts,
 )
 from emberline.engine.speculation.head_drafter import HeadDrafter  # noqa: E402
+from emberline.engine.worker.build import build_scheduler  # noqa: E402
 from emberline.kernels.gpu.sampler_table import SamplerTable  # noqa: E402
 from emberline.kernels.gpu.triton_backend import TritonBackend  # noqa: E402
 from emberline.kernels.gpu.workspace import WorkspaceSizes  # noqa: E402
@@ -71,7 +71,7 @@ def head_of():
 def generate(runner, groups, prefill, steps_in_flight, temperature):
     cache = KVCache(groups, [40] * len(groups), chunk=LIMITS.token_budget)
     speculation = Watched(steps_in_flight > 1) if len(groups) > 1 else None
-    scheduler = Scheduler(cache, LIMITS, "x", speculation=speculation, prefill=prefill)
+    scheduler = build_scheduler(cache, LIMITS, "x", speculation=speculation, prefill=prefill)
     take_drafts = scheduler.take_drafts
 
     def take_and_note(plan, sampled, drafts):

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from emberline.engine.core.limits import Limits
-from emberline.engine.core.scheduler import Scheduler
 from emberline.engine.core.step_loop import StepLoop
 from emberline.engine.runners.cpu.torch_runner import TorchRunner
 from emberline.engine.speculation.head_drafter import MODEL_DEPTH, ModelDrafter
+from emberline.engine.worker.build import build_scheduler
 from emberline.kernels.reference import TorchBackend
 from emberline.kv.cache import KVCache
 from emberline.models.decoder import Decoder
@@ -58,7 +58,7 @@ def loop_of(name, backend, draft=None, speculation=None, n_blocks=60, max_runnin
     sizes = [n_blocks] * len(groups)
     runner = TorchRunner(model, sizes, limits, head=head)
     cache = KVCache(groups, sizes, chunk=limits.token_budget)
-    return StepLoop(Scheduler(cache, limits, "x", speculation=speculation), runner)
+    return StepLoop(build_scheduler(cache, limits, "x", speculation=speculation), runner)
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from emberline.engine.core.limits import Limits
-from emberline.engine.core.scheduler import Scheduler
 from emberline.engine.core.step_loop import StepLoop
 from emberline.engine.runners.cpu.torch_runner import TorchRunner, allocate_pool
 from emberline.engine.speculation.head_drafter import MAX_DEPTH, HeadDrafter
 from emberline.engine.speculation.speculator import Speculator
 from emberline.engine.training.eagle_training import chain_attention
+from emberline.engine.worker.build import build_scheduler
 from emberline.kernels.reference import TorchBackend
 from emberline.kv.cache import KVCache
 from emberline.models.decoder import Decoder, StepInputs
@@ -59,7 +59,7 @@ def loop_of(backend, head=None, n_blocks=60, max_running=3):
     cache = KVCache(groups, sizes, chunk=limits.token_budget)
     speculation = None if head is None else EagerSpeculator([HeadDrafter()], 0.0)
     runner = TorchRunner(model, sizes, limits, head=drafting)
-    return StepLoop(Scheduler(cache, limits, "x", speculation=speculation), runner), model
+    return StepLoop(build_scheduler(cache, limits, "x", speculation=speculation), runner), model
 
 
 @pytest.mark.parametrize("backend", [TorchBackend, OneThreadBackend])

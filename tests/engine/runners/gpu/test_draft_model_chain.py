@@ -6,12 +6,12 @@ import pytest
 
 from emberline.engine.core.latency_target import LatencyTarget
 from emberline.engine.core.limits import Limits
-from emberline.engine.core.scheduler import Scheduler
 from emberline.engine.core.step_loop import StepLoop
 from emberline.engine.runners.gpu.draft_model_chain import MODEL_CHAIN_DEPTHS, pool_blocks
 from emberline.engine.runners.gpu.runner import GpuRunner
 from emberline.engine.runners.gpu.shapes import GPU_SHAPES, most_drafts
 from emberline.engine.speculation.head_drafter import ModelDrafter
+from emberline.engine.worker.build import build_scheduler
 from emberline.kernels import draft_chain as chains
 from emberline.kernels.decode_inputs import MAX_DRAFTS
 from emberline.kernels.reference import TorchBackend
@@ -63,7 +63,7 @@ def loop_of(name, draft=None, speculation=None, n_blocks=60, max_running=3):
     )
     policy = LatencyTarget(GPU_SHAPES, most_drafts=lambda rows: most_drafts(rows, max_running))
     cache = KVCache(groups, sizes, chunk=limits.token_budget)
-    return StepLoop(Scheduler(cache, limits, "x", speculation=speculation, prefill=policy), runner, 2)
+    return StepLoop(build_scheduler(cache, limits, "x", speculation=speculation, prefill=policy), runner, 2)
 
 
 def asked(name, most=24):

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from emberline.engine.core.limits import Limits
-from emberline.engine.core.scheduler import Scheduler
 from emberline.engine.core.step_loop import StepLoop
 from emberline.engine.runners.gpu.batch import VerifyShape
+from emberline.engine.worker.build import build_scheduler
 from emberline.kv.cache import KVCache
 from emberline.weights.model_config import ModelConfig
 from tests.engine.fakes import request
@@ -89,7 +89,7 @@ def engine_of(deterministic=False, graphs=True, n_blocks=600, steps_in_flight=2,
         for kind in runner.step_kinds():
             if isinstance(kind.shape, VerifyShape):  # until they are captured, drafts are left out
                 runner.capture(kind)
-    scheduler = Scheduler(cache, limits, "gpu", prefill=engine.prefill, speculation=speculation)
+    scheduler = build_scheduler(cache, limits, "gpu", prefill=engine.prefill, speculation=speculation)
     return StepLoop(scheduler, runner, steps_in_flight), engine
 
 

@@ -13,7 +13,6 @@ from msgspec import structs
 from emberline.engine.core.latency_target import LatencyTarget
 from emberline.engine.core.limits import Limits
 from emberline.engine.core.plan import Admission, DeviceLost, Masks, Row, StepPlan
-from emberline.engine.core.scheduler import Scheduler
 from emberline.engine.core.step_loop import StepLoop
 from emberline.engine.runners.gpu import runner as gpu_runner
 from emberline.engine.runners.gpu.batch import MixedShape, StepBatch, VerifyShape
@@ -28,6 +27,7 @@ from emberline.engine.runners.gpu.shapes import (
     verify_shape,
 )
 from emberline.engine.runners.gpu.shapes import decode_rows as bucket
+from emberline.engine.worker.build import build_scheduler
 from emberline.kernels import decode_inputs as inputs
 from emberline.kernels.decode_inputs import LAST_SAMPLED, PADDING, DecodeInputs, SlotState
 from emberline.kv.cache import KVCache
@@ -101,7 +101,7 @@ def loop_of(model, n_blocks=40, graphs=True, steps_in_flight=2, speculation=None
     speculates = speculation is not None
     runner = GpuRunner(model, sizes, limits, "cpu", kernels, table, graphs=graphs, speculates=speculates)
     policy = LatencyTarget(GPU_SHAPES, most_drafts=lambda rows: most_drafts(rows, limits.max_running))
-    scheduler = Scheduler(cache, limits, "fake", prefill=policy if speculates else None, speculation=speculation)
+    scheduler = build_scheduler(cache, limits, "fake", prefill=policy if speculates else None, speculation=speculation)
     return StepLoop(scheduler, runner, steps_in_flight), kernels
 
 
