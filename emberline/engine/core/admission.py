@@ -1,16 +1,14 @@
 """Admission of waiting sequences: a slot, a cached prefix, and blocks for the rest of the prompt."""
 
-from itertools import takewhile
+from collections.abc import Iterable
 from math import inf
 
+from emberline.engine.core.feature import Brought, Moments
 from emberline.engine.core.limits import WorkLimits
 from emberline.engine.core.plan import Admission, StepPlan
 from emberline.engine.core.queues import Queues
 from emberline.engine.core.sequence import NO_SLOT, Hold, Sequence
-from emberline.engine.tiers.coordinator import TierCoordinator, Verdict
-from emberline.engine.transfer.coordinator import TransferCoordinator
 from emberline.kv.cache import KVCache, PrefixHit
-from emberline.kv.tiers.fetch_policy import ComputeQueue
 from emberline.protocol.block_hash import BLOCK_TOKENS
 from emberline.protocol.frames import EngineLoad
 
@@ -26,23 +24,25 @@ class AdmissionPolicy:
         self,
         cache: KVCache,
         queues: Queues,
-        transfers: TransferCoordinator,
         totals: EngineLoad,
-        tiers: TierCoordinator | None,
         limits: WorkLimits,
+        moments: Moments,
     ) -> None:
         self._cache = cache
         self._queues = queues
-        self._transfers = transfers
         self._totals = totals
-        self._tiers = tiers
         self._limits = limits
+        self._moments = moments
         self.now_s = 0.0  # of the step that is planned
         self.tokens_per_s = 0.0  # of prompts, as measured; 0: unknown
         self._computing: dict[int, set[bytes]] = {}  # content keys of blocks that a plan in flight computes, by plan
         self._refused = (-1, -1)  # (number, cache.n_releases) of the sequence that did not fit, and when
-        self._no_room = (-1, -1)  # the same of the sequence whose KV was to be fetched
-        self._n_releases = -1  # cache.n_releases when transfers were last granted; -1: with steps in flight
+
+    def enqueue(self, seq: Sequence) -> None:
+        """Let a sequence wait, in its rank."""
+        self._queues.enqueue(seq, self._totals.steps)
+        for queued in self._moments.queued:
+            queued(seq)
 
     def look_up(self) -> None:
         """Before a plan: find out what the cache has of sequences that have begun to wait, in rank order. Those with a
@@ -76,25 +76,36 @@ class AdmissionPolicy:
         return self.match(seq).n_blocks * BLOCK_TOKENS if seq.slot == NO_SLOT else seq.n_computed
 
     def fits(self, seq: Sequence) -> bool:
+        """True if there is room for a waiting sequence with all its tokens."""
         return self._cache.fits(seq.keys, self.match(seq), seq.n_tokens, self._reserved())
+
+    def was_refused(self, seq: Sequence) -> bool:
+        """True if the sequence did not fit and no block was released since."""
+        return self._refused == (seq.number, self._cache.n_releases)
+
+    def would_overtake(self, seq: Sequence) -> bool:
+        """True if the first waiting sequence, of a better rank, did not fit: no blocks are taken for this one."""
+        waiting = self._queues.waiting
+        return bool(waiting) and waiting[0].rank < seq.rank and self.was_refused(waiting[0])
 
     def try_admit(self, plan: StepPlan, seq: Sequence) -> bool:
         """Give a waiting sequence a slot, if it fits and need not wait a step. False: none behind it may pass."""
-        if not self._queues.free_slots or self._refused == (seq.number, self._cache.n_releases):
+        moments = self._moments
+        if not self._queues.free_slots or self.was_refused(seq):
             return False
-        if any(other.rank < seq.rank for other in self._transfers.incoming.ungranted()):
+        if any(precedes(seq) for precedes in moments.precedes):
             return False
         n_hit = self.match(seq).n_blocks
-        if n_hit < seq.max_cached and any(seq.keys[n_hit] in keys for keys in self._computing.values()):
+        if n_hit < seq.max_cached and self.is_computing(seq.keys[n_hit]):
             return True
         if not self.fits(seq):
             self._refused = (seq.number, self._cache.n_releases)
             return False
-        if self._tiers is not None and self._tiers.waits(seq, n_hit) and not self._decide(self._tiers, seq, n_hit):
+        if not all(admits(seq, n_hit) for admits in moments.admits):
             return True
         self._queues.dequeue(seq)
         self._take_hit(seq)
-        if not seq.in_transfer:
+        if not seq.is_parked:
             self._queues.run(seq)
             output = bytes(memoryview(seq.ids)[4 * seq.n_prompt :])
             blocks = [list(held.blocks) for held in seq.table.groups]
@@ -107,8 +118,8 @@ class AdmissionPolicy:
         if n_blocks > first:
             seq.extend_keys(n_blocks)
             self._cache.publish(seq.table, seq.keys, n_blocks)
-            if self._tiers is not None:
-                self._tiers.published(seq, first, n_blocks)
+            for published in self._moments.published:
+                published(seq, first, n_blocks)
 
     def release(self, seq: Sequence) -> None:
         """Take a running sequence's slot and blocks back; its full blocks stay cached until others need the room."""
@@ -118,63 +129,9 @@ class AdmissionPolicy:
         self._cache.release(seq.table)
         self._queues.vacate(seq)
 
-    def preempted(self, seq: Sequence) -> None:
-        """It waits again. What is evicted of it meanwhile may come from a tier."""
-        if self._tiers is not None:
-            self._tiers.preempted(seq)
-
-    def grant_transfers(self, now_s: float) -> None:
-        """Reserve blocks for offered prompts, in rank order; not ahead of a waiting sequence that does not fit."""
-        self._n_releases = -1 if self._cache.fence.in_flight else self._cache.n_releases
-        for seq in self._transfers.incoming.ungranted():
-            first = self._queues.waiting[0] if self._queues.waiting else None
-            if first is not None and first.rank < seq.rank and self._refused == (first.number, self._cache.n_releases):
-                return
-            seq.extend_keys()
-            if not self._transfers.incoming.grant(seq, self.reserved_for_running(), now_s):
-                return
-
-    def prefetch(self) -> None:
-        """Begin to fetch the cached prefixes of waiting sequences from tiers, in rank order, as far as they fit."""
-        if self._tiers is None or not (undecided := self._tiers.undecided()):
-            return
-        first, n_releases = self._queues.waiting[0], self._cache.n_releases
-        for seq in undecided[: self._limits.decisions]:
-            if (seq.number, n_releases) in (self._no_room, self._refused):
-                return
-            if first.rank < seq.rank and self._refused == (first.number, n_releases):
-                return
-            if not seq.holds & (Hold.JOB | Hold.LOOK_UP):
-                self._decide(self._tiers, seq, self.match(seq).n_blocks)
-
-    def _decide(self, tiers: TierCoordinator, seq: Sequence, n_hit: int) -> bool:
-        """Fetch what the device pool lacks of a waiting sequence? True: no, it may be admitted."""
-        if n_hit >= seq.max_cached or not seq.fetches_left:
-            tiers.decide_to_compute(seq, n_hit)
-            return True
-        key = seq.keys[n_hit]
-        if tiers.is_fetching(key) or any(key in keys for keys in self._computing.values()):
-            return False
-        if not self.fits(seq):
-            self._no_room = (seq.number, self._cache.n_releases)
-            return False
-        seq.extend_keys(seq.max_cached)
-        verdict = tiers.consider(seq, n_hit, self.reserved_for_running(), self.compute_queue(seq), self.now_s)
-        if verdict is Verdict.FETCH:
-            self._queues.dequeue(seq)
-        return verdict is Verdict.COMPUTE
-
-    def compute_queue(self, seq: Sequence) -> ComputeQueue:
-        """What the sequence has to expect if its prompt is computed."""
-        queues = self._queues
-        n_before = sum(other.n_prefill for other in queues.running)
-        n_before += sum(other.n_tokens for other in takewhile(lambda other: other.rank < seq.rank, queues.waiting))
-        return ComputeQueue(self.tokens_per_s, n_before, len(queues.waiting) + len(queues.running) > 1)
-
-    @property
-    def may_grant(self) -> bool:
-        """Whether offered prompts wait for blocks, and some may have become free for them since the last attempt."""
-        return self._n_releases != self._cache.n_releases and bool(self._transfers.incoming.ungranted())
+    def is_computing(self, key: bytes) -> bool:
+        """True if a plan in flight computes the block with this content key."""
+        return any(key in keys for keys in self._computing.values())
 
     def computes(self, plan: StepPlan, keys: list[bytes]) -> None:
         """The plan computes the blocks with these keys, from now until it is `done`."""
@@ -184,42 +141,42 @@ class AdmissionPolicy:
         self._computing.pop(id(plan), None)
 
     def _take_hit(self, seq: Sequence) -> None:
-        """Give a sequence its cached prefix. A prefill-only one that has all of it needs no slot."""
+        """Give a sequence its cached prefix. If a feature then holds it, it gives its blocks back: it needs no slot."""
         hit = self.match(seq)
         n_hit = hit.n_blocks
-        if seq.table.conversation is None:
-            n_found = n_hit - sum((seq.fetched or {}).values())  # fetched blocks may well be its own
+        brought = [found for bring in self._moments.bring if (found := bring(seq)) is not None]
+        if seq.table.conversation is None:  # blocks from a cache may well be its own
+            n_found = n_hit - sum(sum(each.blocks.values()) for each in brought if each.cached)
             begin = self._cache.retention.begin
             seq.table.conversation = begin(seq.root_key, seq.session_digest, seq.keys, max(0, n_found))
-        fetched = None if self._tiers is None else self._tiers.take_fetched(seq)
-        self._cache.take_hit(seq.table, seq.keys, hit, fetched)
+        table = next((each.table for each in brought if each.table is not None), None)
+        self._cache.take_hit(seq.table, seq.keys, hit, table)
         seq.n_computed = n_hit * BLOCK_TOKENS
         if seq.cached_by_tier is None:
             seq.waited_s = max(0.0, self.now_s - seq.arrived_s)
-            received = 0
-            if seq.n_received:
-                received = min(BLOCK_TOKENS * self._transfers.incoming.n_received_blocks(seq), seq.n_computed)
-            own = min(seq.n_computed, seq.n_prompt) - received
-            self._totals.cached_tokens += own
-            seq.cached_by_tier = {"pushed": received} if received else {}
-            for tier, n_blocks in (seq.fetched or {}).items():
-                seq.cached_by_tier[tier] = min(own, n_blocks * BLOCK_TOKENS)
-                own -= seq.cached_by_tier[tier]
-            seq.cached_by_tier["device"] = own
-        if self._tiers is not None:
-            self._tiers.admitted(seq, n_hit)
-            if seq.n_received:
-                self._tiers.published(seq, 0, n_hit)
-        if seq.n_received:
-            self._transfers.incoming.leave(seq)  # its own table holds the received blocks now
-            seq.n_received = 0
-        if seq.prefill_only:
-            self._transfers.outgoing.offer(seq)
-            self._transfers.outgoing.send(seq, n_hit)
-            if n_hit == seq.n_transferable:
-                seq.vacated()
-                self._cache.release(seq.table)
-                seq.n_computed, seq.in_transfer = 0, True
+            self._count_cached(seq, brought)
+        for admitted in self._moments.admitted:
+            admitted(seq, n_hit)
+        if not all(each.cached for each in brought):
+            for published in self._moments.published:
+                published(seq, 0, n_hit)
+        if seq.is_parked:
+            seq.vacated()
+            self._cache.release(seq.table)
+            seq.n_computed = 0
+
+    def _count_cached(self, seq: Sequence, brought: Iterable[Brought]) -> None:
+        """Count the prompt tokens that need not be computed, by where they were."""
+        n_cached = left = min(seq.n_computed, seq.n_prompt)
+        seq.cached_by_tier = {}
+        for found in brought:
+            for source, n_blocks in found.blocks.items():
+                n_tokens = min(left, n_blocks * BLOCK_TOKENS)
+                seq.cached_by_tier[source] = n_tokens
+                left -= n_tokens
+                n_cached -= 0 if found.cached else n_tokens
+        seq.cached_by_tier["device"] = left
+        self._totals.cached_tokens += n_cached
 
     def reserved_for_running(self) -> list[int]:
         """Blocks of each group that whoever takes some for others than running sequences must leave."""

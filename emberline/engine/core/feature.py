@@ -5,20 +5,59 @@ which feature implements which moment: one that no feature implements costs noth
 the number of the sequence, until `leave`. Threads never call features: they leave notices for `advance`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Many
-from typing import Any, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from emberline.engine.core.limits import Limits
 from emberline.engine.core.plan import Masks, Sampled, StepPlan
+from emberline.engine.core.queues import Queues
 from emberline.engine.core.sequence import Sequence
-from emberline.kv.cache import KVCache
+from emberline.kv.cache import BlockTable, KVCache, PrefixHit
 from emberline.protocol.errors import EmberlineError
 from emberline.protocol.events import FinishReason
-from emberline.protocol.frames import Vocabulary
+from emberline.protocol.frames import EngineLoad, Vocabulary
 from emberline.protocol.request import EngineRequest
 
 Draws = list[tuple[Sequence, list[Sampled]]]  # sequences, and the draws of each that count
+
+
+class Brought(NamedTuple):
+    """Blocks of a sequence's prefix that a feature has put into the device pool for it."""
+
+    blocks: Mapping[str, int]  # by source, as the request's usage names it
+    cached: bool  # False: another engine has computed them for this request
+    table: BlockTable | None = None  # references to them, which the sequence takes over
+
+
+class Admitting(Protocol):
+    """What a feature may ask of admission: `AdmissionPolicy`."""
+
+    @property
+    def now_s(self) -> float:
+        """Time of the step that is planned."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Prompt tokens per second, as measured; 0: unknown."""
+
+    def match(self, seq: Sequence) -> PrefixHit:
+        """Look up the prefix of a sequence in the cache."""
+
+    def fits(self, seq: Sequence) -> bool:
+        """True if there is room for a waiting sequence with all its tokens."""
+
+    def was_refused(self, seq: Sequence) -> bool:
+        """True if the sequence did not fit and no block was released since."""
+
+    def would_overtake(self, seq: Sequence) -> bool:
+        """True if the first waiting sequence, of a better rank, did not fit: no blocks are taken for this one."""
+
+    def is_computing(self, key: bytes) -> bool:
+        """True if a plan in flight computes the block with this content key."""
+
+    def reserved_for_running(self) -> list[int]:
+        """Blocks of each group that whoever takes some for others than running sequences must leave."""
 
 
 class Core(Protocol):
@@ -26,21 +65,41 @@ class Core(Protocol):
 
     cache: KVCache
     limits: Limits
+    queues: Queues
+
+    @property
+    def admission(self) -> Admitting: ...
+
+    def has(self, seq: Sequence) -> bool:
+        """True if the sequence has not ended."""
+
+    def park(self, seq: Sequence, hold: int) -> None:
+        """Take a running or waiting sequence out of its queue, with its slot and blocks, until `unpark`."""
+
+    def unpark(self, seq: Sequence, hold: int) -> None:
+        """Let a parked sequence wait again."""
+
+    def preempt(self, seq: Sequence) -> None:
+        """Take the slot of a running sequence, which waits again; ignore what steps in flight sample for it."""
 
     def append(self, seq: Sequence, entries: Many[Sampled], finish: FinishReason | None) -> None:
         """Add tokens to the output of a sequence, and end it if `finish` says why."""
 
+    def tell_usage(self, seq: Sequence) -> None:
+        """Tell the client what was cached of a sequence that does not sample."""
+
+    def end(self, seq: Sequence, finish: FinishReason) -> None:
+        """End a sequence without more tokens."""
+
     def fail(self, seq: Sequence, error: EmberlineError) -> None:
         """End a sequence with an error."""
-
-    def preempt(self, seq: Sequence) -> None:
-        """Take the slot of a running sequence, which waits again; ignore what steps in flight sample for it."""
 
 
 class Feature:
     """Base class: every moment, none implemented."""
 
     core: Core
+    transfers_kv: ClassVar[bool] = False  # it serves requests that send or await KV
 
     def attach(self, core: Core) -> None:
         """Keep the scheduler, which calls this once, at start."""
@@ -49,14 +108,50 @@ class Feature:
     def learn(self, vocabulary: Vocabulary) -> None:
         """Take in what tokens stand for."""
 
+    # --- a sequence, from its request to its end ---------------------------------------------------------------------
+
     def check(self, request: EngineRequest) -> None:
         """Raise an EmberlineError to refuse a new request. If no feature does, `enter` follows at once."""
 
     def enter(self, seq: Sequence, now_s: float) -> None:
         """Take note of a new sequence, and hold it if it cannot be admitted yet."""
 
-    def advance(self, now_s: float) -> None:
-        """Before a plan: handle notices and timeouts."""
+    def queued(self, seq: Sequence) -> None:
+        """Take note of a sequence that has begun to wait: new, preempted or no longer parked."""
+
+    def precedes(self, seq: Sequence) -> bool:
+        """True if a parked sequence goes first: neither this one nor those after it are admitted."""
+        raise NotImplementedError
+
+    def admits(self, seq: Sequence, n_hit: int) -> bool:
+        """True if a waiting sequence that fits, with n_hit cached blocks, may be admitted now; others may pass it."""
+        raise NotImplementedError
+
+    def bring(self, seq: Sequence) -> Brought | None:
+        """Say which blocks of a sequence that is being admitted the feature has brought. Returns None if none."""
+
+    def admitted(self, seq: Sequence, n_hit: int) -> None:
+        """Take note of a sequence whose table has its n_hit cached blocks; it gets a slot unless it is held now."""
+
+    def computed(self, seq: Sequence, n_tokens: int) -> None:
+        """Take note of the tokens that steps have computed of a running sequence that does not sample."""
+
+    def published(self, seq: Sequence, first: int, end: int) -> None:
+        """Take note of blocks first .. end - 1 of a sequence's table, which the prefix index has gained."""
+
+    def discarded(self, seq: Sequence) -> None:
+        """Forget the blocks of a sequence, whose content is invalid."""
+
+    def leave(self, seq: Sequence) -> None:
+        """Forget a sequence that has ended, and give back what is held for it."""
+
+    # --- a step ------------------------------------------------------------------------------------------------------
+
+    def advance(self, now_s: float, device_waits: bool) -> None:
+        """Handle notices and timeouts. device_waits: leave what the next plan does not depend on to `catch_up`."""
+
+    def before_plan(self) -> None:
+        """Act on waiting sequences, whose prefixes have been looked up."""
 
     def planned(self, plan: StepPlan) -> None:
         """Complete a plan whose rows are known."""
@@ -67,12 +162,25 @@ class Feature:
     def absorb(self, draws: Draws) -> None:
         """Take in a step's draws for guided sequences, whose output the feature decides."""
 
-    def leave(self, seq: Sequence) -> None:
-        """Forget a sequence that has ended, and give back what is held for it."""
+    def catch_up(self) -> None:
+        """At the end of a step, while the device computes the next one: do what no plan has to wait for."""
+
+    # --- what the engine's owner asks --------------------------------------------------------------------------------
+
+    def busy(self) -> bool:
+        """True if the feature has work though there is no sequence."""
+        raise NotImplementedError
+
+    def has_work(self) -> bool:
+        """True if the next step has something to do for the feature, though no notice comes."""
+        raise NotImplementedError
 
     def wake_s(self) -> float:
         """Time at which a step is due even if nothing can be computed and no notice comes; inf if never."""
         raise NotImplementedError
+
+    def report(self, load: EngineLoad) -> None:
+        """Add the feature's part to a load report."""
 
 
 class Moments:
@@ -88,9 +196,22 @@ class Moments:
         self.learn: tuple[Callable[[Vocabulary], None], ...] = found("learn")
         self.check: tuple[Callable[[EngineRequest], None], ...] = found("check")
         self.enter: tuple[Callable[[Sequence, float], None], ...] = found("enter")
-        self.advance: tuple[Callable[[float], None], ...] = found("advance")
+        self.queued: tuple[Callable[[Sequence], None], ...] = found("queued")
+        self.precedes: tuple[Callable[[Sequence], bool], ...] = found("precedes")
+        self.admits: tuple[Callable[[Sequence, int], bool], ...] = found("admits")
+        self.bring: tuple[Callable[[Sequence], Brought | None], ...] = found("bring")
+        self.admitted: tuple[Callable[[Sequence, int], None], ...] = found("admitted")
+        self.computed: tuple[Callable[[Sequence, int], None], ...] = found("computed")
+        self.published: tuple[Callable[[Sequence, int, int], None], ...] = found("published")
+        self.discarded: tuple[Callable[[Sequence], None], ...] = found("discarded")
+        self.leave: tuple[Callable[[Sequence], None], ...] = found("leave")
+        self.advance: tuple[Callable[[float, bool], None], ...] = found("advance")
+        self.before_plan: tuple[Callable[[], None], ...] = found("before_plan")
         self.planned: tuple[Callable[[StepPlan], None], ...] = found("planned")
         self.masks: tuple[Callable[[StepPlan], Masks | None], ...] = found("masks")
         self.absorb: tuple[Callable[[Draws], None], ...] = found("absorb")
-        self.leave: tuple[Callable[[Sequence], None], ...] = found("leave")
+        self.catch_up: tuple[Callable[[], None], ...] = found("catch_up")
+        self.busy: tuple[Callable[[], bool], ...] = found("busy")
+        self.has_work: tuple[Callable[[], bool], ...] = found("has_work")
         self.wake_s: tuple[Callable[[], float], ...] = found("wake_s")
+        self.report: tuple[Callable[[EngineLoad], None], ...] = found("report")

@@ -91,7 +91,7 @@ class StepPlanner:
             if seq.slot == NO_SLOT or (paused and seq.effective_class == _BATCH):
                 continue  # preempted for one before it, or yields
             if not n_due:
-                continue  # a prefill-only sequence that is planned to its end
+                continue  # one that does not sample is planned to its end, or a grammar is late
             if n_due > 1 and not self._is_short(plan, seq):
                 prefills.append(seq)
                 continue
@@ -218,7 +218,7 @@ class StepPlanner:
         if (
             seq.suspicion
             or seq.slow
-            or seq.prefill_only
+            or not seq.samples
             or (seq.effective_class == _BATCH and self._batch_class.is_limited)
         ):
             return b""
@@ -269,7 +269,7 @@ class StepPlanner:
             if victim is seq:
                 return False
             blocks = self._cache.grow(seq.table, lowest, end)
-        samples = n == n_due and not seq.prefill_only
+        samples = n == n_due and seq.samples
         follows = n_sampling > 0
         plan.rows.append(
             Row(  # by position: keywords take as long as all else
@@ -337,8 +337,7 @@ class StepPlanner:
         self._admission.release(seq)
         seq.n_computed = seq.n_sampling = seq.n_drafting = seq.n_accepted = 0
         self._totals.preemptions += 1
-        self._queues.enqueue(seq, self._totals.steps)
-        self._admission.preempted(seq)
+        self._admission.enqueue(seq)
 
 
 def _can_run_ahead(seq: Sequence) -> bool:

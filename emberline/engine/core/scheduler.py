@@ -1,7 +1,7 @@
 """The scheduler: requests in, plans out, results absorbed. Pure Python: no torch, no I/O, no clock of its own."""
 
 import logging
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from math import inf
@@ -19,14 +19,10 @@ from emberline.engine.core.prefill_policy import PrefillPolicy
 from emberline.engine.core.queues import BatchYielding, Queues, n_batch
 from emberline.engine.core.sequence import NO_SLOT, Hold, Sequence, SequenceSnapshot
 from emberline.engine.speculation.verification import Speculation, drawn_ids, n_accepted
-from emberline.engine.tiers.coordinator import TierCoordinator
-from emberline.engine.transfer.coordinator import TransferCoordinator
 from emberline.kv.cache import KVCache
 from emberline.kv.retention import Conversation
-from emberline.kv.tiers.messages import TierPort
-from emberline.kv.transfer.notices import TransferPort
 from emberline.protocol.block_hash import BLOCK_TOKENS
-from emberline.protocol.errors import BadInput, DeadlineExceeded, EmberlineError, ErrorInfo, Internal
+from emberline.protocol.errors import BadInput, DeadlineExceeded, EmberlineError, ErrorInfo, Internal, Unavailable
 from emberline.protocol.events import FinishReason, TokenDelta, TokenLogprobs
 from emberline.protocol.frames import EngineLoad, Vocabulary
 from emberline.protocol.request import EngineRequest
@@ -49,9 +45,7 @@ class Scheduler:
         fingerprint: str,
         features: Iterable[Feature] = (),
         prefill: PrefillPolicy | None = None,
-        transfers: TransferPort | None = None,
         speculation: Speculation | None = None,
-        tiers: TierPort | None = None,
         micro_batches: int = 1,
     ) -> None:
         assert limits.context_len <= cache.capacity, "a lone sequence must be able to reach the end of its context"
@@ -61,25 +55,23 @@ class Scheduler:
         self.fingerprint = fingerprint
         self._features = tuple(features)
         self._moments = Moments(self._features)
+        self._transfers_kv = any(feature.transfers_kv for feature in self._features)
         self._deltas: list[TokenDelta] = []  # of the step so far
         self._by_id: dict[str, Sequence] = {}
         self._by_number: dict[int, Sequence] = {}
         self._ended: OrderedDict[str, Conversation] = OrderedDict()  # of the last requests, which may have called tools
         self._absorbed: list[Sequence] = []  # that had rows in steps absorbed since `catch_up`
-        self._polls_late = False  # tiers are polled by `catch_up`
         self._next_deadline_s = inf
         self._totals = EngineLoad(kv_total_blocks=cache.n_total)
-        self._queues = Queues(limits.max_running)
-        self._transfers = TransferCoordinator(cache, transfers, fingerprint)
-        self._tiers = None if tiers is None else TierCoordinator(cache, tiers)
-        self._admission = AdmissionPolicy(cache, self._queues, self._transfers, self._totals, self._tiers, limits.work)
+        self.queues = Queues(limits.max_running)
+        self.admission = AdmissionPolicy(cache, self.queues, self._totals, limits.work, self._moments)
         self._batch_class = BatchYielding(limits.work)
         self.speculation = speculation
         self._planner = StepPlanner(
             cache,
             limits,
-            self._queues,
-            self._admission,
+            self.queues,
+            self.admission,
             prefill or PrefillPolicy(),
             self._batch_class,
             self._totals,
@@ -98,46 +90,40 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        return bool(self._by_number) or self._transfers.busy
+        """True if there are sequences, or a feature still has work."""
+        return bool(self._by_number) or any(busy() for busy in self._moments.busy)
 
     @property
     def blocked(self) -> bool:
         """True if it is busy, but nothing can be computed before a grammar is compiled or a transfer advances."""
-        if not self.busy or self._queues.running or self.has_fetch_work:
+        if not self.busy or self.queues.running or self.has_work:
             return False
-        return all(seq.holds & Hold.GRAMMAR for seq in self._queues.waiting) and not self._admission.may_grant
+        return all(seq.holds & Hold.GRAMMAR for seq in self.queues.waiting)
 
     @property
-    def has_fetch_work(self) -> bool:
-        """Whether the next step goes on with a fetch that is too long for one."""
-        return self._tiers is not None and self._tiers.has_work
+    def has_work(self) -> bool:
+        """True if the next step has something to do for a feature, though there may be nothing to compute."""
+        return any(has_work() for has_work in self._moments.has_work)
 
     @property
     def wake_s(self) -> float:
         """While blocked: when a step is due even if no notice comes."""
-        tiers_s = inf if self._tiers is None else self._tiers.wake_s
-        times_s = (wake_s() for wake_s in self._moments.wake_s)
-        return min(self._next_deadline_s, self._transfers.wake_s, tiers_s, *times_s)
+        return min([self._next_deadline_s, *(wake_s() for wake_s in self._moments.wake_s)])
 
     def snapshot(self) -> list[SequenceSnapshot]:
         """Every sequence as plain data: running ones first, then waiting ones, each by rank."""
-        listed = [*self._queues.running, *self._queues.waiting]
-        others = [seq for seq in self._by_number.values() if not seq.waits]
+        listed = [*self.queues.running, *self.queues.waiting]
+        others = [seq for seq in self._by_number.values() if seq.is_parked]
         return [seq.snapshot() for seq in [*listed, *others]]
 
-    def transfer_references(self) -> Counter[tuple[int, int]]:
-        """References to KV blocks that transfers hold, by (group, block)."""
-        return self._transfers.incoming.references() + self._transfers.outgoing.references()
-
     def load(self) -> EngineLoad:
-        load, queues = msgspec.structs.replace(self._totals), self._queues
+        load, queues = msgspec.structs.replace(self._totals), self.queues
         load.running, load.running_batch = len(queues.running), n_batch(queues.running)
         load.waiting, load.waiting_batch = len(queues.waiting), n_batch(queues.waiting)
         load.waiting_tokens = queues.waiting_tokens + sum(seq.n_prefill for seq in queues.running)
         load.kv_used_blocks = self.cache.n_used
-        self._transfers.report(load)
-        if self._tiers is not None:
-            self._tiers.report(load)
+        for report in self._moments.report:
+            report(load)
         if self.speculation is not None:
             load.drafts = self.speculation.stats
         return load
@@ -154,7 +140,8 @@ class Scheduler:
         if request.id in self._by_id:
             raise BadInput(f"request id {request.id!r} is in use", param="id")
         self.limits.check(request)
-        self._transfers.check(request)
+        if (request.push is not None or request.awaits) and not self._transfers_kv:
+            raise Unavailable("this engine does not transfer KV", param="transfer")
         for check in self._moments.check:
             check(request)
         seq = Sequence(request, self.n_submitted, self.limits, self.fingerprint, self.cache.table(), now_s)
@@ -167,14 +154,8 @@ class Scheduler:
             self._next_deadline_s = min(self._next_deadline_s, seq.deadline_s)
         for enter in self._moments.enter:
             enter(seq, now_s)
-        self._transfers.begin(seq, now_s)
-        if not seq.in_transfer:
-            self._enqueue(seq)
-
-    def _enqueue(self, seq: Sequence) -> None:
-        self._queues.enqueue(seq, self._totals.steps)
-        if self._tiers is not None:
-            self._tiers.enqueued(seq)
+        if not seq.is_parked:
+            self.admission.enqueue(seq)
 
     def abort(self, request_id: str) -> TokenDelta | None:
         """The terminal delta, or None when there is no such request (any more)."""
@@ -199,26 +180,22 @@ class Scheduler:
     def advance(self, now_s: float, device_waits: bool = False) -> list[TokenDelta]:
         """Before a plan: end sequences that are late, and let features advance. device_waits: what the plan does not
         depend on is left to `catch_up`."""
-        self._admission.now_s = self.cache.retention.now_s = now_s
-        self._batch_class.advance(self._queues, now_s)
+        self.admission.now_s = self.cache.retention.now_s = now_s
+        self._batch_class.advance(self.queues, now_s)
         if now_s >= self._next_deadline_s:
             self._expire(now_s)
-        self._poll_transfers(now_s)
         for advance in self._moments.advance:
-            advance(now_s)
-        if self._tiers is not None:
-            self._polls_late = device_waits and not self._tiers.busy
-            if not self._polls_late:
-                self._poll_tiers(self._tiers, now_s)
+            advance(now_s, device_waits)
         return self._take_deltas()
 
     def set_prefill_rate(self, tokens_per_s: float) -> None:
         """As measured: prompt tokens per second."""
-        self._admission.tokens_per_s = tokens_per_s
+        self.admission.tokens_per_s = tokens_per_s
 
     def plan(self) -> StepPlan:
-        self._admission.look_up()
-        self._admission.prefetch()
+        self.admission.look_up()
+        for before_plan in self._moments.before_plan:
+            before_plan()
         number = self.cache.fence.next_step()
         plan = self._planner.plan()
         plan.number = number
@@ -241,14 +218,14 @@ class Scheduler:
             if len(row.token_ids) > 4 and (seq := self._by_number.get(row.number)) is not None:
                 first, end = row.start // BLOCK_TOKENS, row.end // BLOCK_TOKENS
                 seq.extend_keys(end + 1)
-                self._admission.computes(plan, seq.keys[first:end])
+                self.admission.computes(plan, seq.keys[first:end])
 
     def absorb(self, plan: StepPlan, sampled: Many[Sampled]) -> list[TokenDelta]:
         """Take in the result of a step, as far as the next plan depends on it: `catch_up` does the rest. Rows of
         sequences that ended meanwhile are ignored."""
         deltas = self._deltas
         guided: Draws = []
-        self._admission.done(plan)
+        self.admission.done(plan)
         self._planner.succeeded()
         token_ids, by_number, absorbed, at = drawn_ids(sampled), self._by_number, self._absorbed, 0
         for row in plan.rows:
@@ -262,21 +239,23 @@ class Scheduler:
             absorbed.append(seq)
             if not row.samples:
                 seq.n_done = row.end
-                self._admission.publish(seq)
-                deltas += self._send_kv(seq, row.end) if seq.prefill_only else ()
+                self.admission.publish(seq)
+                if not seq.samples:
+                    for computed in self._moments.computed:
+                        computed(seq, row.end)
                 continue
             seq.n_sampling -= 1
             if token_ids[first] < 0:
                 seq.n_done = 0
-                if self._tiers is not None:
-                    self._tiers.discarded(seq)
+                for discarded in self._moments.discarded:
+                    discarded(seq)
                 self.cache.discard(seq.table)
                 self.fail(seq, Internal("the model produced invalid numbers"))
                 continue
             n_tokens, n_own = len(seq.ids) >> 2, len(row.token_ids) >> 2
             seq.n_done = n_tokens if row.n_ahead else row.start + (n_own or 1)
             if n_own > 1:  # of a prompt: others may wait for its blocks
-                self._admission.publish(seq)
+                self.admission.publish(seq)
             end = first + 1 + (self._verify(seq, draft_ids, token_ids[first:at]) if draft_ids else 0)
             ids = token_ids[first:end]
             if seq.guided:
@@ -295,11 +274,10 @@ class Scheduler:
         """At the end of a step, while the device computes the next one: what no plan has to wait for. Full blocks of
         replies are published, as far as steps have computed them that were absorbed."""
         for seq in self._absorbed:
-            self._admission.publish(seq)
+            self.admission.publish(seq)
         self._absorbed.clear()
-        if self._tiers is not None and self._polls_late:
-            self._polls_late = False
-            self._poll_tiers(self._tiers, self._admission.now_s)
+        for catch_up in self._moments.catch_up:
+            catch_up()
         if self.speculation is not None:
             self.speculation.catch_up()
 
@@ -324,7 +302,7 @@ class Scheduler:
 
     def retry(self, plan: StepPlan, error: EmberlineError) -> list[TokenDelta]:
         """The step could not be computed: its sequences are computed again; the one that it fails for ends."""
-        self._admission.done(plan)
+        self.admission.done(plan)
         found = [(self._by_number.get(row.number), row.admission) for row in plan.rows]
         failed = [seq for seq, admission in found if seq is not None and seq.admission == admission]
         offender = self._planner.retry(failed, only_these=len(failed) == len(found))
@@ -343,28 +321,6 @@ class Scheduler:
                 error = DeadlineExceeded(f"the request did not finish within its {seq.request.deadline_s:g} s")
                 self.fail(seq, error)
 
-    def _poll_transfers(self, now_s: float) -> None:
-        update = self._transfers.poll(now_s)
-        if update is None:
-            return
-        for seq, error in update.ended:
-            if seq.number in self._by_number:
-                self._deltas.append(self._end(seq, "stop") if error is None else self._fail(seq, error))
-        for seq in update.granted:
-            if seq.slot != NO_SLOT:
-                self._transfers.outgoing.send(seq, seq.table.n_published)
-        self._admission.grant_transfers(now_s)
-        for seq in update.ready + self._transfers.take_ready():
-            if seq.in_transfer and seq.number in self._by_number:
-                seq.in_transfer = False
-                seq.n_received = 0 if seq.prefill_only else BLOCK_TOKENS * seq.n_transferable
-                self._enqueue(seq)
-
-    def _poll_tiers(self, tiers: TierCoordinator, now_s: float) -> None:
-        """Queue sequences whose KV was fetched from tiers."""
-        for seq in tiers.poll(now_s, self._admission.compute_queue, self._admission.reserved_for_running):
-            self._queues.enqueue(seq, self._totals.steps)
-
     # --- after a step -----------------------------------------------------------------------------------------------
 
     def _verify(self, seq: Sequence, draft_ids: bytes, drawn: list[int]) -> int:
@@ -378,10 +334,36 @@ class Scheduler:
 
     # --- for features -----------------------------------------------------------------------------------------------
 
+    def has(self, seq: Sequence) -> bool:
+        """True if the sequence has not ended."""
+        return seq.number in self._by_number
+
+    def park(self, seq: Sequence, hold: int) -> None:
+        """Take a running or waiting sequence out of its queue, with its slot and blocks, until `unpark`."""
+        seq.holds |= hold
+        if seq.slot == NO_SLOT:
+            self.queues.dequeue(seq)
+        else:
+            self.admission.release(seq)
+            seq.n_computed = 0
+
+    def unpark(self, seq: Sequence, hold: int) -> None:
+        """Let a parked sequence wait again."""
+        seq.holds &= ~hold
+        self.admission.enqueue(seq)
+
+    def tell_usage(self, seq: Sequence) -> None:
+        """Tell the client what was cached of a sequence that does not sample."""
+        self._deltas.append(TokenDelta(seq.id, usage=seq.usage(), waited_s=seq.waited_s))
+
+    def end(self, seq: Sequence, finish: FinishReason) -> None:
+        """End a sequence without more tokens."""
+        self._deltas.append(self._end(seq, finish))
+
     def append(self, seq: Sequence, entries: Many[Sampled], finish: FinishReason | None) -> None:
         """Add tokens to the output of a sequence, and end it if `finish` says why."""
         if seq.slot == NO_SLOT:
-            self._queues.waiting_tokens += len(entries)
+            self.queues.waiting_tokens += len(entries)
         self._absorbed.append(seq)
         self._deltas.append(self._append(seq, [entry.token_id for entry in entries], entries, finish))
 
@@ -419,15 +401,6 @@ class Scheduler:
             return TokenDelta(seq.id, packed, None, seq.usage(), logprobs, None, seq.waited_s)
         return TokenDelta(seq.id, packed, None, seq.usage() if seq.reports_drafts else None, logprobs)
 
-    def _send_kv(self, seq: Sequence, n_computed: int) -> list[TokenDelta]:
-        """Send the computed blocks of a prefill-only sequence; with the last of them it gives up its slot."""
-        self._transfers.outgoing.send(seq, seq.table.n_published)
-        if n_computed == seq.n_tokens:
-            self._admission.release(seq)
-            seq.n_computed, seq.in_transfer = 0, True
-        first = self._transfers.outgoing.is_first_report(seq)
-        return [TokenDelta(seq.id, usage=seq.usage(), waited_s=seq.waited_s)] if first else []
-
     def _fail(self, seq: Sequence, error: EmberlineError) -> TokenDelta:
         return self._end(seq, "error", error=error.info())
 
@@ -440,19 +413,16 @@ class Scheduler:
         error: ErrorInfo | None = None,
     ) -> TokenDelta:
         """The only way out: everything the sequence held is given back, and its terminal delta is made."""
-        self._admission.publish(seq)
+        self.admission.publish(seq)
         del self._by_id[seq.id], self._by_number[seq.number]
         self._batch_class.ended(seq)
         if self.speculation is not None:
             self.speculation.ended(seq)
         self._end_turn(seq)
         if seq.slot != NO_SLOT:
-            self._admission.release(seq)
-        elif seq.waits:
-            self._queues.dequeue(seq)
-        self._transfers.leave(seq)
-        if self._tiers is not None:
-            self._tiers.leave(seq)
+            self.admission.release(seq)
+        elif not seq.is_parked:
+            self.queues.dequeue(seq)
         for leave in self._moments.leave:
             leave(seq)
         usage = seq.usage(partial=finish in ("cancelled", "error"))

@@ -25,6 +25,9 @@ class Hold:
     LOOK_UP = 1  # the cache was not asked for all of its prefix yet
     GRAMMAR = 2  # its grammar is being compiled
     JOB = 4  # a thread takes in what was drawn for it: tokens may still join it
+    TRANSFER = 8  # its KV is sent to another engine, or received from one
+    FETCH = 16  # its KV is read from tiers
+    PARKED = TRANSFER | FETCH  # it is in neither queue
 
 
 class SequenceSnapshot(NamedTuple):
@@ -64,20 +67,14 @@ class Sequence:
     deadline_s: float | None = field(init=False)  # on the monotonic clock
     arrived_s: float = field(init=False)  # on the same clock
     waited_s: float = 0.0  # from its arrival to its first admission
-    prefill_only: bool = field(init=False)  # the full blocks of its prompt are computed and sent to a decode worker
     n_prompt: int = field(init=False)
-    n_resumed: int = field(init=False)  # tokens of the reply that another engine sampled
     ids: bytearray = field(init=False)  # prompt and output, u32 LE
     keys: list[bytes] = field(init=False)  # content keys of the full blocks of ids, as far as they are computed
     effective_class: Priority = field(init=False)  # its priority class, or a better one once it has starved
-    in_transfer: bool = False  # neither waiting nor running: its KV is transferred (engine/transfer)
-    fetching: bool = False  # neither waiting nor running: its KV is read from tiers (engine/tiers)
-    fetches_left: int = 2  # before it is admitted again
+    samples: bool = True  # False: nothing is sampled after its last token
     hit: PrefixHit = field(default_factory=PrefixHit)  # what the cache had of it when it was last asked
     holds: int = Hold.LOOK_UP  # bits of Hold: it is not admitted before none is left
-    decided_hit: int = -1  # blocks that the device pool had, or was to get, when a fetch was last considered
-    fetched: dict[str, int] | None = None  # blocks that its last fetch brought, by tier
-    n_received: int = 0  # tokens whose KV was received from another engine and is held for it
+    n_received: int = 0  # tokens whose KV a feature keeps in the device pool until it is admitted
     n_computed: int = 0  # tokens whose KV is in the table, or will be when the planned steps are done
     n_prefilled: int = 0  # prompt tokens whose KV it has had in its table, before it was last preempted
     n_done: int = 0  # of these, as far as absorbed steps have computed them; full blocks of them can be published
@@ -109,8 +106,7 @@ class Sequence:
         self.effective_class = request.priority
         self.seed = secrets.randbits(64) if sampling.seed is None else sampling.seed & _U64
         self.root_key = block_hash.root(fingerprint, request.salt)
-        self.prefill_only = request.push is not None  # nothing is sampled
-        self.n_prompt, self.n_resumed = len(request.prompt_ids) // 4, len(request.output_ids) // 4
+        self.n_prompt = len(request.prompt_ids) // 4
         self.max_tokens = limits.max_output(request)
         self.most_tokens = self.n_prompt + self.max_tokens
         self.stop_ids = frozenset(sampling.stop_ids + (() if sampling.ignore_eos else limits.eos_ids))
@@ -119,9 +115,6 @@ class Sequence:
         self.wants_logprobs, self.reports_drafts = sampling.logprobs is not None, request.speculation.report
         self.deadline_s = None if request.deadline_s is None else now_s + request.deadline_s
         self.ids = bytearray(request.prompt_ids + request.output_ids)
-        if self.prefill_only:
-            self.n_resumed = 0
-            self.ids = bytearray(request.prompt_ids[: 4 * BLOCK_TOKENS * self.n_transferable])
         self.keys = block_hash.split(request.keys)
 
     def snapshot(self) -> SequenceSnapshot:
@@ -153,25 +146,24 @@ class Sequence:
     @property
     def max_cached(self) -> int:
         """Blocks that a prefix hit may have: at least one token must be computed, for its logits."""
-        return (self.n_tokens - (not self.prefill_only)) // BLOCK_TOKENS
+        return (self.n_tokens - self.samples) // BLOCK_TOKENS
 
     @property
     def state(self) -> SequenceState:
-        if self.in_transfer:
-            return "transferring"
-        if self.fetching:
-            return "fetching"
+        """Which queue it is in, or why it is in none."""
+        if self.is_parked:
+            return "transferring" if self.holds & Hold.TRANSFER else "fetching"
         return "waiting" if self.slot == NO_SLOT else "running"
 
     @property
-    def waits(self) -> bool:
-        """Whether it is in the waiting queue, provided that it has no slot."""
-        return not (self.in_transfer or self.fetching)
+    def is_parked(self) -> bool:
+        """True if it is neither waiting nor running."""
+        return self.holds & Hold.PARKED != 0
 
     @property
     def n_prefill(self) -> int:
         """Tokens to compute before the next one is sampled."""
-        return self.n_due if self.prefill_only else max(0, self.n_due - 1)  # none: its grammar is late
+        return max(0, self.n_due - 1) if self.samples else self.n_due  # none are due: its grammar is late
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -218,7 +210,7 @@ class Sequence:
         return Usage(
             prompt_tokens=self.n_prefilled if partial else self.n_prompt,
             partial=partial,
-            completion_tokens=0 if self.prefill_only else self.n_output,
+            completion_tokens=self.n_output if self.samples else 0,
             cached_by_tier=dict(self.cached_by_tier or {}),
             drafts=DraftUsage(self.n_drafted, self.n_drafts_accepted) if self.reports_drafts else None,
         )

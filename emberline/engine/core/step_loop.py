@@ -186,7 +186,7 @@ class StepLoop:
             deltas += self._absorb_oldest()
         self.scheduler.catch_up()
         self.in_step = bool(self._in_flight)
-        goes_on = plan.rows or self._in_flight or self.scheduler.has_fetch_work
+        goes_on = plan.rows or self._in_flight or self.scheduler.has_work
         self._stuck_at = -1 if goes_on else self.scheduler.n_submitted
         return deltas
 

@@ -112,7 +112,7 @@ class GuidedDecoding(Feature):
             self._guided[seq.number] = self._compiling[seq.number] = Guided(seq, self._checked)
             seq.holds |= Hold.GRAMMAR
 
-    def advance(self, now_s: float) -> None:
+    def advance(self, now_s: float, device_waits: bool) -> None:
         """Bind grammars that are compiled now; take in tokens that no step has waited for."""
         for guided in self._compiling.values():
             if guided.job is None and guided.pending.ready:

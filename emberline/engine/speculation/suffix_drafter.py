@@ -87,7 +87,7 @@ class SuffixDrafter:
         self._drop(seq.number)
         self._evicted.discard(seq.number)
         n_output = min(seq.n_output, TENANT_TOKENS // 4)
-        if not n_output or seq.prefill_only:
+        if not n_output or not seq.samples:
             return
         entry = self._entries.get(seq.root_key)
         if entry is not None and entry.index.n_tokens > MAX_TOKENS - TENANT_TOKENS:

@@ -81,6 +81,7 @@ class TierFetches:
         self._by_seq: dict[int, RunningFetch] = {}
         self._quarantine: dict[int, dict[Item, int]] = {}  # by fetch: device blocks that are still written
         self._ended: dict[int, BlockTable] = {}  # by sequence: what was fetched, until it is admitted, or the next step
+        self._arrived: dict[int, dict[str, int]] = {}  # by sequence: blocks that its last fetch brought, by tier
         self._n_begun = 0
         self._keys: dict[bytes, int] = {}  # the fetch that brings the block with this content key
         self.n_missed = 0  # fetches that did not meet their deadline
@@ -337,14 +338,15 @@ class TierFetches:
             self._cache.release(before)
         self._ended[seq.number] = fetch.table
         if fetch.n_arrived:
-            seq.fetched = dict(fetch.arrived)
+            self._arrived[seq.number] = dict(fetch.arrived)
         return seq
 
     # --- what was fetched -------------------------------------------------------------------------------------------
 
-    def take_fetched(self, seq: Sequence) -> BlockTable | None:
-        """What was fetched for a sequence that is admitted now; its references are the caller's."""
-        return self._ended.pop(seq.number, None)
+    def take_fetched(self, seq: Sequence) -> tuple[dict[str, int], BlockTable | None]:
+        """Blocks that were fetched for a sequence that is admitted now, by tier, and a table of those that are still
+        referenced; these references are the caller's."""
+        return self._arrived.pop(seq.number, {}), self._ended.pop(seq.number, None)
 
     def give_back(self) -> None:
         """The references to what was fetched for sequences that could not be admitted at once."""
@@ -357,6 +359,7 @@ class TierFetches:
         """The sequence has ended."""
         if (fetch := self._by_seq.get(seq.number)) is not None:
             self._end(fetch)
+        self._arrived.pop(seq.number, None)
         if (table := self._ended.pop(seq.number, None)) is not None:
             self._cache.release(table)
 

@@ -29,10 +29,9 @@ class BlockSaver:
                 key = seq.keys[j]
                 if key in group.index and group.index.block(key) == held.blocks[j]:
                     self._waiting[g, key] = block_meta(seq, session, j)
-        self.dispatch()
 
     def dispatch(self) -> None:
-        """Hand over as many blocks as may be read at once, in parts."""
+        """Hand over as many blocks as may be read at once, in parts: once per step, and before a plan."""
         if not self._waiting:
             return
         room = self._port.room()
@@ -61,7 +60,6 @@ class BlockSaver:
         for g in range(len(self._layouts)):
             self._cache.unpin_all(g, [saved.block for saved in notice.blocks if saved.group == g])
         self._n_pinned -= len(notice.blocks)
-        self.dispatch()
 
 
 def block_meta(seq: Sequence, session: bytes, j: int) -> BlockMeta:

@@ -9,6 +9,8 @@ from emberline.engine.grammar.guided_decoding import GuidedDecoding
 from emberline.engine.grammar.guided_rules import Guides
 from emberline.engine.speculation.speculator import Speculator
 from emberline.engine.speculation.verification import Speculation
+from emberline.engine.tiers.tiering import Tiering
+from emberline.engine.transfer.handover import Handover
 from emberline.kv.cache import KVCache
 from emberline.kv.tiers.messages import TierPort
 from emberline.kv.transfer.notices import TransferPort
@@ -29,6 +31,8 @@ def build_scheduler(
     """A scheduler with the features that are given. Without `grammars`, the grammars of requests are ignored."""
     prefill = prefill or PrefillPolicy()
     features: list[Feature] = []
+    if transfers is not None:
+        features.append(Handover(transfers, fingerprint))
     if grammars is not None:
         appends = speculation is not None and prefill.drafts_beside_prompts
         appended = None if speculation is None else speculation.appended
@@ -36,4 +40,6 @@ def build_scheduler(
         if isinstance(speculation, Speculator):
             speculation.follow_grammars(guided)
         features.append(guided)
-    return Scheduler(cache, limits, fingerprint, features, prefill, transfers, speculation, tiers, micro_batches)
+    if tiers is not None:
+        features.append(Tiering(tiers))
+    return Scheduler(cache, limits, fingerprint, features, prefill, speculation, micro_batches)

@@ -9,6 +9,7 @@ from emberline.engine.core.admission import AdmissionPolicy
 from emberline.engine.core.limits import Limits
 from emberline.engine.core.step_loop import StepLoop
 from emberline.engine.tiers.step_budget import MAX_STEPS, STEP_S, StepBudget
+from emberline.engine.tiers.tiering import Tiering
 from emberline.engine.worker.build import build_scheduler
 from emberline.kv.block_pool import BlockPool
 from emberline.kv.cache import KVCache
@@ -159,8 +160,8 @@ def test_what_was_fetched_and_cannot_be_admitted_is_given_back_in_parts():
     now_s = run(loop, 0.0, "first")
     loop.scheduler.purge(None, b"")
     loop.submit(request("again", session, max_tokens=2), now_s)
-    fetches, scheduler = loop.scheduler._tiers._fetches, loop.scheduler
-    admit, scheduler._admission.try_admit = scheduler._admission.try_admit, lambda plan, seq: False
+    fetches, scheduler = loop.scheduler.feature(Tiering).fetches, loop.scheduler
+    admit, scheduler.admission.try_admit = scheduler.admission.try_admit, lambda plan, seq: False
     used = []
     while not used or used[-1]:
         loop.step(now_s := now_s + STEP_S)
@@ -169,7 +170,7 @@ def test_what_was_fetched_and_cannot_be_admitted_is_given_back_in_parts():
     falls = [before - after for before, after in pairwise(used) if before > after]
     assert max(falls) <= StepBudget.PUBLISHED
     assert sum(falls) >= 900
-    scheduler._admission.try_admit = admit
+    scheduler.admission.try_admit = admit
     run(loop, now_s, "again")
     assert cache.n_used == 0
 

@@ -7,6 +7,7 @@ import pytest
 from emberline.engine.core.limits import Limits
 from emberline.engine.core.step_loop import StepLoop
 from emberline.engine.tiers.saving import MAX_PINNED_SHARE, PART_BYTES
+from emberline.engine.tiers.tiering import Tiering
 from emberline.engine.worker.build import build_scheduler
 from emberline.kv.cache import KVCache
 from emberline.kv.tiers.host import HostTier
@@ -75,7 +76,7 @@ def test_all_blocks_of_a_step_are_saved_before_the_next_one(engine):
 )
 def test_a_part_of_the_pools_at_most_is_being_saved(engine, most):
     """The rest is saved in later steps."""
-    saver = engine.loop.scheduler._tiers._saver
+    saver = engine.loop.scheduler.feature(Tiering).saver
     engine.submit(BUDGET + 1)
     engine.step()
     assert engine.host.stats().blocks == saver._n_pinned == most

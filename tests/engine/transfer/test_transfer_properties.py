@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emberline.engine.transfer import incoming, outgoing
+from emberline.engine.transfer.handover import Handover
 from emberline.kv.block_pool import NULL_BLOCK
 from emberline.protocol.request import EngineRequest, Push, SamplingParams
 from emberline.protocol.token_ids import pack, unpack
@@ -101,7 +102,7 @@ class TransferChecker:
     def check_blocks(self):
         """Each reference belongs to a running sequence, an incoming transfer, the quarantine or a pin."""
         for side in (self.wire.prefill, self.wire.decode):
-            held = side.scheduler.transfer_references()
+            held = side.scheduler.feature(Handover).references()
             for seq in side.scheduler.snapshot():
                 held.update((g, block) for g, blocks in enumerate(seq.blocks) for block in blocks)
             for g, group in enumerate(side.cache.groups):
