@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from emberline.engine.core.feature import Speculation
 from emberline.engine.core.latency_target import LatencyTarget
 from emberline.engine.core.limits import Limits
 from emberline.engine.core.plan import Masks, Sampled, StepPlan
@@ -32,7 +33,6 @@ from emberline.engine.runners.gpu.graphs import StepKind
 from emberline.engine.runners.gpu.runner import GpuRunner, GpuStep
 from emberline.engine.runners.gpu.shapes import GPU_SHAPES, most_drafts
 from emberline.engine.speculation.speculator import open_speculator
-from emberline.engine.speculation.verification import Speculation
 from emberline.engine.worker.build import build_scheduler
 from emberline.kernels.sampling import SamplerRow
 from emberline.kv.cache import KVCache

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from emberline.engine.core.limits import Limits, WorkLimits
-from emberline.engine.core.plan import StepPlan
+from emberline.engine.core.plan import StepPlan, n_accepted
 from emberline.engine.core.step_loop import StepLoop
-from emberline.engine.speculation.verification import n_accepted
 from emberline.engine.worker.build import build_scheduler
 from emberline.kv.block_pool import NULL_BLOCK
 from emberline.kv.cache import KVCache

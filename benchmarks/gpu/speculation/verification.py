@@ -17,10 +17,9 @@ from typing import Any
 from benchmarks.gpu.large_models import Deadline
 from benchmarks.gpu.model_files import LLAMA_8B
 from benchmarks.gpu.speculation.engine import build
-from emberline.engine.core.plan import StepPlan
+from emberline.engine.core.feature import Speculation
 from emberline.engine.core.sequence import Sequence as Running
 from emberline.engine.core.step_loop import StepLoop
-from emberline.protocol.frames import DraftStats
 from emberline.protocol.request import EngineRequest, SamplingParams
 from emberline.protocol.token_ids import pack
 
@@ -41,34 +40,35 @@ class Sizes:
         return itertools.product(self.contexts, self.batches)
 
 
-class FixedDrafts:
-    """Implements `verification.Speculation`: n draft tokens behind every row, whether they pay or not."""
+@dataclass(slots=True)
+class FixedDraft:
+    """n draft tokens of a sequence."""
 
-    drafts, runs_ahead = True, False
-    stats: tuple[DraftStats, ...] = ()
+    seq: Running
+    n: int
+
+    def take(self, most: int) -> bytes:
+        """All of them, as far as the row may have so many."""
+        return pack([TOKEN] * min(most, self.n))
+
+
+class FixedDrafts(Speculation):
+    """n draft tokens behind every row, whether they pay or not."""
+
+    drafts = True
 
     def __init__(self, n: int = 0) -> None:
         self.n = n
         self.n_drafted = self.n_accepted = 0
 
-    def begin_step(self, n_running: int) -> int:
-        return 0
-
-    def propose(self, seq: Running, n: int) -> bytes:
-        return pack([TOKEN] * min(n, self.n + seq.n_sampling)) if self.n else b""
-
-    def propose_ahead(self, seq: Running, n: int) -> int:
-        return 0
+    def draft(self, seqs: Sequence[Running]) -> dict[int, FixedDraft]:
+        """The same for all."""
+        return {seq.number: FixedDraft(seq, self.n) for seq in seqs} if self.n else {}
 
     def verified(self, seq: Running, n_drafted: int, n_accepted: int) -> None:
+        """Count them."""
         self.n_drafted += n_drafted
         self.n_accepted += n_accepted
-
-    def head_failed(self) -> None: ...
-    def appended(self, seq: Running, n: int) -> None: ...
-    def catch_up(self) -> None: ...
-    def ended(self, seq: Running) -> None: ...
-    def measured(self, plan: StepPlan, seconds: float) -> None: ...
 
 
 class VerifySteps:

@@ -10,12 +10,12 @@ from collections.abc import Sequence as Many
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from emberline.engine.core.limits import Limits
-from emberline.engine.core.plan import Masks, Sampled, StepPlan
+from emberline.engine.core.plan import Masks, Row, Sampled, StepPlan
 from emberline.engine.core.queues import Queues
 from emberline.engine.core.sequence import Sequence
 from emberline.kv.cache import BlockTable, KVCache, PrefixHit
 from emberline.protocol.errors import EmberlineError
-from emberline.protocol.events import FinishReason
+from emberline.protocol.events import DraftUsage, FinishReason
 from emberline.protocol.frames import EngineLoad, Vocabulary
 from emberline.protocol.request import EngineRequest
 
@@ -72,6 +72,9 @@ class Core(Protocol):
 
     def has(self, seq: Sequence) -> bool:
         """True if the sequence has not ended."""
+
+    def sequence_of(self, row: Row) -> Sequence | None:
+        """The sequence of a planned row. Returns None if it has left its slot since."""
 
     def park(self, seq: Sequence, hold: int) -> None:
         """Take a running or waiting sequence out of its queue, with its slot and blocks, until `unpark`."""
@@ -181,6 +184,51 @@ class Feature:
 
     def report(self, load: EngineLoad) -> None:
         """Add the feature's part to a load report."""
+
+
+class Draft(Protocol):
+    """Tokens that may follow a sequence."""
+
+    def take(self, most: int) -> bytes:
+        """Ids (u32 LE) of the leading tokens, at most `most`, that the sequence's next row is to verify."""
+
+
+class Speculation(Feature):
+    """The feature that drafts: an engine has one at most. Base class: drafts nothing."""
+
+    drafts = False  # the step being planned may have drafts; if False, nothing else is asked for it
+    runs_ahead = False  # all drafts are the device's own: it can verify them before the host knows them
+
+    def begin_step(self, n_running: int) -> int:
+        """Begin a step in which so many sequences may have a row, and decide whether it `drafts`.
+
+        Returns how many tokens a draft head or draft model is to propose after each row; 0: none, or there is no head.
+        """
+        return 0
+
+    def draft(self, seqs: Many[Sequence]) -> Mapping[int, Draft]:
+        """Propose tokens for sequences that may have a row with drafts. Returns proposals by sequence number.
+
+        A row may follow a token that is still being sampled: the first tokens that a drafter proposes stand for those,
+        and are no part of what the row verifies.
+        """
+        return {}
+
+    def take_drafts(self, plan: StepPlan, sampled: Many[Sampled], drafts: Iterable[bytes]) -> None:
+        """Keep what a draft head proposes after the last token that each sampling row has drawn; before `absorb`."""
+
+    def verified(self, seq: Sequence, n_drafted: int, n_accepted: int) -> None:
+        """Count what became of the drafts of a sequence's row. The sequence does not have these tokens yet."""
+
+    def appended(self, seq: Sequence, n: int) -> None:
+        """Count tokens that join the output without a draw: its grammar leaves one each."""
+
+    def measured(self, plan: StepPlan, seconds: float) -> None:
+        """Take in how long a step took, from the end of the one before it; its drafts were just verified."""
+
+    def usage(self, seq: Sequence) -> DraftUsage:
+        """Number of draft tokens of a sequence that were verified, and accepted."""
+        return DraftUsage(0, 0)
 
 
 class Moments:

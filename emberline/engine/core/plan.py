@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from emberline.protocol.request import EngineRequest
+from emberline.protocol.token_ids import unpack
 
 
 @dataclass(slots=True)
@@ -26,6 +27,7 @@ class Admission:
 
 
 UNKNOWN_DRAFT = b"\xff\xff\xff\xff"  # in place of a draft's id: the one that the device has left in the slot
+_UNKNOWN = int.from_bytes(UNKNOWN_DRAFT, "little")
 
 
 class Row(msgspec.Struct, gc=False, array_like=True):
@@ -149,3 +151,37 @@ class Handle(Protocol):
 
 class Runner(Protocol):
     def launch(self, plan: StepPlan) -> Handle: ...
+
+
+def n_accepted(drawn: Sequence[int], draft_ids: bytes) -> int:
+    """Number of a row's drafts that are accepted: as long as the draw before a draft is the draft. Of its draws, which
+    are one more than its drafts, as many count, and the first.
+
+    A draft is verified by the model's own draws: the noise of a draw depends on seed, position and token id alone, so
+    what is drawn after accepted drafts is what would have been drawn without any. A draft can cost time, never a wrong
+    token. A draw that is not valid ends the run: the next step draws it again. So do draws after a wrong draft whose id
+    only the device knows.
+    """
+    last, n = drawn[0], 0
+    for draft in unpack(draft_ids):
+        token_id = drawn[n + 1]
+        if (last != draft and draft != _UNKNOWN) or token_id < 0:
+            return n
+        last = token_id
+        n += 1
+    return n
+
+
+def drawn_ids(draws: Sequence[Sampled]) -> list[int]:
+    """Token ids of draws."""
+    return draws.token_ids if isinstance(draws, Draws) else [draw.token_id for draw in draws]
+
+
+def known_tokens(row: Row, draws: Sequence[Sampled]) -> list[int]:
+    """The row's tokens that are known once it has drawn: its own, accepted drafts, and the last one drawn. Without
+    draws: its own."""
+    tokens = list(unpack(row.token_ids))
+    if draws:
+        drawn = drawn_ids(draws)
+        tokens += drawn[: 1 + n_accepted(drawn, row.draft_ids)]
+    return tokens

@@ -1,12 +1,14 @@
 """The plan of one step: decoding sequences first, then prompts in chunks, by rank."""
 
+from collections.abc import Mapping
 from itertools import islice
 from math import inf
 
 from emberline.engine.core import token_rules
 from emberline.engine.core.admission import AdmissionPolicy
+from emberline.engine.core.feature import Draft, Speculation
 from emberline.engine.core.limits import Limits
-from emberline.engine.core.plan import UNKNOWN_DRAFT, Row, StepPlan
+from emberline.engine.core.plan import Row, StepPlan
 from emberline.engine.core.prefill_policy import (
     MAX_DRAFTS,
     NO_TARGET,
@@ -17,7 +19,6 @@ from emberline.engine.core.prefill_policy import (
 )
 from emberline.engine.core.queues import BATCH_DECODE_S, BatchYielding, PreemptionPolicy, Queues, by_rank
 from emberline.engine.core.sequence import NO_SLOT, Sequence
-from emberline.engine.speculation.verification import Speculation
 from emberline.kv.cache import KVCache
 from emberline.protocol.block_hash import BLOCK_TOKENS
 from emberline.protocol.frames import EngineLoad
@@ -65,8 +66,9 @@ class StepPlanner:
         self._runs_ahead = False  # all drafts of it are the device's own
         self._none_passed = [0] * len(cache.groups)
 
-    def plan(self) -> StepPlan:
-        plan, queues, speculation = StepPlan(), self._queues, self._speculation
+    def plan(self, number: int) -> StepPlan:
+        """The next step, of the given number. It may have no rows."""
+        plan, queues, speculation = StepPlan(number=number), self._queues, self._speculation
         if speculation is not None:
             plan.depth = speculation.begin_step(len(queues.running))
             self._runs_ahead = speculation.runs_ahead
@@ -83,10 +85,12 @@ class StepPlanner:
         running = tuple(queues.running)
         most_rows = self._micro_batch_rows(running) if pipelined else inf
         n_dues = [seq.n_due for seq in running]
+        drafts: Mapping[int, Draft] = {}
         if speculation is not None:
             self._most_drafts = self._count_most_drafts(max(n_dues, default=0) > 1)
-            if not self._most_drafts or not speculation.drafts:
-                speculation = None
+            if self._most_drafts and speculation.drafts:
+                may_draft = [seq for seq, n_due in zip(running, n_dues) if n_due and self._may_draft(seq, n_due)]
+                drafts = speculation.draft(may_draft) if may_draft else {}
         for seq, n_due in zip(running, n_dues):
             if seq.slot == NO_SLOT or (paused and seq.effective_class == _BATCH):
                 continue  # preempted for one before it, or yields
@@ -101,7 +105,8 @@ class StepPlanner:
             if pipelined and (seq.n_sampling or len(plan.rows) >= most_rows):
                 continue  # it is in another micro-batch, or will be in the next one
             if (not seq.n_sampling or _can_run_ahead(seq)) and not (seq.suspicion and self._holds_back(seq)):
-                draft_ids = b"" if speculation is None else self._drafts(plan, seq, n_due, speculation)
+                draft = drafts.get(seq.number) if drafts else None
+                draft_ids = b"" if draft is None else self._take_draft(plan, seq, n_due, draft)
                 self._add_row(plan, seq, n_due, n_due, draft_ids)
         if prefills or queues.waiting:
             self._plan_prefills(plan, prefills, decoding)
@@ -211,17 +216,18 @@ class StepPlanner:
             return 0
         return self._prefill.most_drafts(len(queues.running))
 
-    def _drafts(self, plan: StepPlan, seq: Sequence, n_due: int, speculation: Speculation) -> bytes:
-        """What the sequence's next row, of n_due tokens, drafts. Where that row follows a token that is still being
-        sampled, the first proposed token stands for that one: if it is another, the drafts behind it will hardly be
-        accepted."""
-        if (
-            seq.suspicion
-            or seq.slow
-            or not seq.samples
-            or (seq.effective_class == _BATCH and self._batch_class.is_limited)
-        ):
-            return b""
+    def _may_draft(self, seq: Sequence, n_due: int) -> bool:
+        """True if the sequence's next row, of n_due tokens, may have drafts: known before the rows of the step are."""
+        if n_due > 1 and n_due != seq.n_appended + 1:
+            return False
+        if seq.suspicion or seq.slow or not seq.samples or (seq.n_drafting and not self._can_draft_ahead(seq)):
+            return False
+        if seq.n_sampling and self._runs_ahead and not self._can_draft_ahead(seq):
+            return False
+        return seq.effective_class != _BATCH or not self._batch_class.is_limited
+
+    def _take_draft(self, plan: StepPlan, seq: Sequence, n_due: int, draft: Draft) -> bytes:
+        """The drafts that the sequence's next row, of n_due tokens, verifies."""
         n_sampling, n_rows = seq.n_sampling, len(self._queues.running) - len(plan.rows)  # this one and those after it
         # Its share of those that are left; where these are many, twice as many, as long as one is left for each row.
         left = self._most_drafts - plan.n_drafts
@@ -235,14 +241,7 @@ class StepPlanner:
         )
         if seq.limits_thinking and (limit := seq.request.thinking_limit) is not None:
             most = min(most, limit.most - seq.n_output - n_sampling - 1)
-        if most <= 0:
-            return b""
-        if n_sampling and speculation.runs_ahead:
-            n_chained = min(most, seq.n_chained) if self._can_draft_ahead(seq) else 0
-            return speculation.propose_ahead(seq, n_chained) * UNKNOWN_DRAFT if n_chained else b""
-        draft_ids = speculation.propose(seq, most + n_sampling)
-        if n_sampling:
-            draft_ids = draft_ids[4 * n_sampling :]
+        draft_ids = draft.take(most) if most > 0 else b""
         return token_rules.evenly_banned(seq, draft_ids) if draft_ids and seq.may_ban else draft_ids
 
     def _can_draft_ahead(self, seq: Sequence) -> bool:
@@ -263,7 +262,7 @@ class StepPlanner:
         if blocks is None and n_ahead:
             return False
         while blocks is None:
-            victim = self._preemption.victim(self._queues.running, self._totals.steps)
+            victim = self._preemption.victim(self._queues.running, plan.number)
             plan.n_preempted += 1
             self.preempt(victim)
             if victim is seq:
@@ -295,8 +294,7 @@ class StepPlanner:
             seq.n_drafting = n_ahead + n_drafts
         seq.n_computed = lowest + n
         seq.n_sampling = n_sampling + samples
-        seq.n_chained = plan.depth
-        seq.planned_step = self._totals.steps
+        seq.planned_step = plan.number
         self._n_suspects += seq.suspicion > 0
         if start < seq.n_prompt:
             self._totals.prompt_tokens += min(end, seq.n_prompt) - start

@@ -11,19 +11,18 @@ import msgspec
 
 from emberline.engine.core import token_rules
 from emberline.engine.core.admission import AdmissionPolicy
-from emberline.engine.core.feature import Draws, Feature, Moments
+from emberline.engine.core.feature import Draws, Feature, Moments, Speculation
 from emberline.engine.core.limits import Limits
-from emberline.engine.core.plan import Masks, Sampled, StepPlan
+from emberline.engine.core.plan import Masks, Row, Sampled, StepPlan, drawn_ids, n_accepted
 from emberline.engine.core.planner import StepPlanner
 from emberline.engine.core.prefill_policy import PrefillPolicy
 from emberline.engine.core.queues import BatchYielding, Queues, n_batch
 from emberline.engine.core.sequence import NO_SLOT, Hold, Sequence, SequenceSnapshot
-from emberline.engine.speculation.verification import Speculation, drawn_ids, n_accepted
 from emberline.kv.cache import KVCache
 from emberline.kv.retention import Conversation
 from emberline.protocol.block_hash import BLOCK_TOKENS
 from emberline.protocol.errors import BadInput, DeadlineExceeded, EmberlineError, ErrorInfo, Internal, Unavailable
-from emberline.protocol.events import FinishReason, TokenDelta, TokenLogprobs
+from emberline.protocol.events import DraftUsage, FinishReason, TokenDelta, TokenLogprobs, Usage
 from emberline.protocol.frames import EngineLoad, Vocabulary
 from emberline.protocol.request import EngineRequest
 from emberline.protocol.token_ids import pack
@@ -45,7 +44,6 @@ class Scheduler:
         fingerprint: str,
         features: Iterable[Feature] = (),
         prefill: PrefillPolicy | None = None,
-        speculation: Speculation | None = None,
         micro_batches: int = 1,
     ) -> None:
         assert limits.context_len <= cache.capacity, "a lone sequence must be able to reach the end of its context"
@@ -66,7 +64,7 @@ class Scheduler:
         self.queues = Queues(limits.max_running)
         self.admission = AdmissionPolicy(cache, self.queues, self._totals, limits.work, self._moments)
         self._batch_class = BatchYielding(limits.work)
-        self.speculation = speculation
+        self.speculation = next((each for each in self._features if isinstance(each, Speculation)), None)
         self._planner = StepPlanner(
             cache,
             limits,
@@ -75,7 +73,7 @@ class Scheduler:
             prefill or PrefillPolicy(),
             self._batch_class,
             self._totals,
-            speculation,
+            self.speculation,
             micro_batches,
         )
         for feature in self._features:
@@ -124,8 +122,6 @@ class Scheduler:
         load.kv_used_blocks = self.cache.n_used
         for report in self._moments.report:
             report(load)
-        if self.speculation is not None:
-            load.drafts = self.speculation.stats
         return load
 
     def purge(self, owner: bytes | None, session: bytes) -> int:
@@ -196,9 +192,7 @@ class Scheduler:
         self.admission.look_up()
         for before_plan in self._moments.before_plan:
             before_plan()
-        number = self.cache.fence.next_step()
-        plan = self._planner.plan()
-        plan.number = number
+        plan = self._planner.plan(self.cache.fence.next_step())
         for planned in self._moments.planned:
             planned(plan)
         return plan
@@ -278,8 +272,6 @@ class Scheduler:
         self._absorbed.clear()
         for catch_up in self._moments.catch_up:
             catch_up()
-        if self.speculation is not None:
-            self.speculation.catch_up()
 
     def measured(self, plan: StepPlan, seconds: float) -> None:
         """An absorbed step took so long, from the end of the one before it."""
@@ -288,24 +280,16 @@ class Scheduler:
 
     def take_drafts(self, plan: StepPlan, sampled: Many[Sampled], drafts: Iterable[bytes]) -> None:
         """Before `absorb`: what a draft head proposes behind the last token that each sampling row has drawn."""
-        drawn, drafts, at = drawn_ids(sampled), list(drafts), 0
+        drafts = list(drafts)
         plan.depth = max((len(ids) >> 2 for ids in drafts), default=0)  # a runner may have left out its head
-        for row, ids in zip((row for row in plan.rows if row.samples), drafts):
-            first, at = at, at + 1 + row.n_drafts
-            seq = self._by_number.get(row.number)
-            if seq is not None and seq.admission == row.admission:
-                end = seq.n_tokens if row.n_ahead else row.end
-                seq.proposed_at = end + 1 + n_accepted(drawn[first:at], row.draft_ids)
-                seq.proposed_ids = ids
-                if not ids and drawn[first] >= 0 and self.speculation is not None:
-                    self.speculation.head_failed()
+        if self.speculation is not None:
+            self.speculation.take_drafts(plan, sampled, drafts)
 
     def retry(self, plan: StepPlan, error: EmberlineError) -> list[TokenDelta]:
         """The step could not be computed: its sequences are computed again; the one that it fails for ends."""
         self.admission.done(plan)
-        found = [(self._by_number.get(row.number), row.admission) for row in plan.rows]
-        failed = [seq for seq, admission in found if seq is not None and seq.admission == admission]
-        offender = self._planner.retry(failed, only_these=len(failed) == len(found))
+        failed = [seq for row in plan.rows if (seq := self.sequence_of(row)) is not None]
+        offender = self._planner.retry(failed, only_these=len(failed) == len(plan.rows))
         if offender is not None:
             self.fail(offender, error)
         return self._take_deltas()
@@ -338,6 +322,11 @@ class Scheduler:
         """True if the sequence has not ended."""
         return seq.number in self._by_number
 
+    def sequence_of(self, row: Row) -> Sequence | None:
+        """The sequence of a planned row. Returns None if it has left its slot since."""
+        seq = self._by_number.get(row.number)
+        return seq if seq is not None and seq.admission == row.admission else None
+
     def park(self, seq: Sequence, hold: int) -> None:
         """Take a running or waiting sequence out of its queue, with its slot and blocks, until `unpark`."""
         seq.holds |= hold
@@ -354,7 +343,7 @@ class Scheduler:
 
     def tell_usage(self, seq: Sequence) -> None:
         """Tell the client what was cached of a sequence that does not sample."""
-        self._deltas.append(TokenDelta(seq.id, usage=seq.usage(), waited_s=seq.waited_s))
+        self._deltas.append(TokenDelta(seq.id, usage=self._usage(seq), waited_s=seq.waited_s))
 
     def end(self, seq: Sequence, finish: FinishReason) -> None:
         """End a sequence without more tokens."""
@@ -398,8 +387,14 @@ class Scheduler:
         if finish is not None:
             return self._end(seq, finish, packed, logprobs)
         if first:
-            return TokenDelta(seq.id, packed, None, seq.usage(), logprobs, None, seq.waited_s)
-        return TokenDelta(seq.id, packed, None, seq.usage() if seq.reports_drafts else None, logprobs)
+            return TokenDelta(seq.id, packed, None, self._usage(seq), logprobs, None, seq.waited_s)
+        return TokenDelta(seq.id, packed, None, self._usage(seq) if seq.reports_drafts else None, logprobs)
+
+    def _usage(self, seq: Sequence, partial: bool = False) -> Usage:
+        """Token counts of a sequence, with those of drafts if its request asks for them."""
+        if not seq.reports_drafts:
+            return seq.usage(partial=partial)
+        return seq.usage(DraftUsage(0, 0) if self.speculation is None else self.speculation.usage(seq), partial)
 
     def _fail(self, seq: Sequence, error: EmberlineError) -> TokenDelta:
         return self._end(seq, "error", error=error.info())
@@ -416,16 +411,14 @@ class Scheduler:
         self.admission.publish(seq)
         del self._by_id[seq.id], self._by_number[seq.number]
         self._batch_class.ended(seq)
-        if self.speculation is not None:
-            self.speculation.ended(seq)
         self._end_turn(seq)
         if seq.slot != NO_SLOT:
             self.admission.release(seq)
         elif not seq.is_parked:
             self.queues.dequeue(seq)
+        usage = self._usage(seq, partial=finish in ("cancelled", "error"))
         for leave in self._moments.leave:
             leave(seq)
-        usage = seq.usage(partial=finish in ("cancelled", "error"))
         return TokenDelta(seq.id, token_ids, finish, usage, logprobs, error)
 
     def _end_turn(self, seq: Sequence) -> None:

@@ -42,8 +42,6 @@ class SequenceSnapshot(NamedTuple):
     n_computed: int  # tokens whose KV is in the blocks, or will be when the planned steps are done
     blocks: tuple[tuple[int, ...], ...]  # block table of each KV group; NULL_BLOCK where a window has passed
     n_unpublished: int  # full blocks that are computed and not in the prefix index
-    proposed_ids: bytes  # u32 LE; tokens that a draft head proposes behind the first `proposed_at` tokens
-    proposed_at: int
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +55,7 @@ class Sequence:
     arrival_step: int = 0  # steps planned before it arrived
     first_token_step: float = inf
     queued_step: int = 0  # when it last joined the waiting queue
-    planned_step: int = -1  # the last step it has a row in
+    planned_step: int = -1  # number of the last plan that it has a row in
     id: str = field(init=False)
     seed: int = field(init=False)
     root_key: bytes = field(init=False)  # of its chain of content keys
@@ -80,9 +78,6 @@ class Sequence:
     n_done: int = 0  # of these, as far as absorbed steps have computed them; full blocks of them can be published
     n_sampling: int = 0  # tokens that steps in flight sample, at least
     n_drafting: int = 0  # drafts of its rows in flight, with which it samples more
-    n_chained: int = 0  # tokens that a draft head on the device proposes behind its last planned row
-    proposed_ids: bytes = b""  # u32 LE; what a draft head proposes behind its first `proposed_at` tokens
-    proposed_at: int = 0
     n_accepted: int = 0  # drafts whose KV is in the table, as tokens that its output is about to gain
     slot: int = NO_SLOT
     admission: int = -1  # serial number of its stay in the slot
@@ -96,8 +91,6 @@ class Sequence:
     limits_thinking: bool = False  # the thinking limit may still apply
     suspicion: int = 1  # 0: a step with it succeeded; 1: it has not been in one; 2: one with it failed since
     n_appended: int = 0  # tokens at the end of its output that a feature has appended without a draw
-    n_drafted: int = 0  # draft tokens verified so far
-    n_drafts_accepted: int = 0  # of those
 
     def __post_init__(self, limits: Limits, fingerprint: str, now_s: float) -> None:
         request, sampling = self.request, self.request.sampling
@@ -129,8 +122,6 @@ class Sequence:
             n_computed=self.n_computed,
             blocks=tuple(tuple(held.blocks) for held in self.table.groups),
             n_unpublished=self.n_done // BLOCK_TOKENS - self.table.n_published,
-            proposed_ids=self.proposed_ids,
-            proposed_at=self.proposed_at,
         )
 
     @property
@@ -205,12 +196,12 @@ class Sequence:
         """Remember how much of the prompt was computed, before the table is released."""
         self.n_prefilled = max(self.n_prefilled, min(self.n_computed, self.n_prompt))
 
-    def usage(self, partial: bool = False) -> Usage:
+    def usage(self, drafts: DraftUsage | None = None, partial: bool = False) -> Usage:
         """Token counts for a delta. `partial`: of the prompt, only the tokens computed or found in a cache so far."""
         return Usage(
             prompt_tokens=self.n_prefilled if partial else self.n_prompt,
             partial=partial,
             completion_tokens=self.n_output if self.samples else 0,
             cached_by_tier=dict(self.cached_by_tier or {}),
-            drafts=DraftUsage(self.n_drafted, self.n_drafts_accepted) if self.reports_drafts else None,
+            drafts=drafts,
         )

@@ -1,9 +1,10 @@
-"""A drafter: one kind of draft. It proposes the tokens that may follow a sequence; a step verifies them.
+"""A drafter: one kind of draft. It proposes the tokens that may follow sequences; a step verifies them.
 
 Drafters that need a model of their own (a smaller model, a head over the target's hidden states) fit here, too: what
 they computed ahead, beside the step, is what they propose.
 """
 
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Many
 from typing import Protocol
 
@@ -12,6 +13,7 @@ import msgspec
 from emberline.engine.core.sequence import Sequence
 
 MAX_CELLS = 100  # that a drafter tells apart
+MOST = 16  # tokens of a draft, however few of them a step may verify
 
 
 class Draft(msgspec.Struct, gc=False):
@@ -22,6 +24,7 @@ class Draft(msgspec.Struct, gc=False):
 
     @property
     def n_tokens(self) -> int:
+        """Number of proposed tokens."""
         return len(self.cells)
 
 
@@ -30,15 +33,15 @@ class Drafter(Protocol):
 
     name: str
 
-    def begin_step(self) -> None:
-        """A step is about to be planned."""
+    def propose(self, seqs: Many[Sequence], before: Mapping[int, Draft]) -> Iterable[tuple[Sequence, Draft]]:
+        """Propose up to MOST tokens that may follow the last ones of the sequences that a step may draft for.
 
-    def propose(self, seq: Sequence, most: int, after: bytes) -> Draft | None:
-        """Up to `most` tokens that may follow the sequence's last one and the tokens `after` it (u32 LE), which
-        another drafter proposed. Cells are below MAX_CELLS."""
+        `before` has, by sequence number, what another drafter proposes: the tokens follow that. Cells are below
+        MAX_CELLS. Sequences for which there is nothing to propose are left out.
+        """
 
     def prior(self, cell: int) -> float:
         """Probability that a token of the cell is drawn where all before it are, before any was measured."""
 
     def ended(self, seq: Sequence) -> None:
-        """The sequence ends, with all its tokens."""
+        """Take note of a sequence that ends, with all its tokens."""

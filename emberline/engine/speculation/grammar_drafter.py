@@ -5,10 +5,11 @@ proposed and verified like any other draft, so the output stays what the model w
 one token, the draw can only confirm it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Many
 
 from emberline.engine.core.sequence import Sequence
-from emberline.engine.speculation.drafter import Draft
+from emberline.engine.speculation.drafter import MOST, Draft
 
 INNER, LAST = 0, 1  # cells: the last token may become another one with the text after it
 
@@ -21,19 +22,16 @@ class GrammarDrafter:
     def __init__(self) -> None:
         self.forced_ids: Callable[[int], bytes] = lambda number: b""  # u32 LE; set by the engine that has grammars
 
-    def begin_step(self) -> None:
-        pass
-
-    def propose(self, seq: Sequence, most: int, after: bytes = b"") -> Draft | None:
-        ids = self.forced_ids(seq.number)
-        if not ids or after:
-            return None
-        n = len(ids) // 4
-        cells = [INNER] * (n - 1) + [LAST]
-        return Draft(ids[: 4 * most], cells[:most])
+    def propose(self, seqs: Many[Sequence], before: Mapping[int, Draft]) -> Iterable[tuple[Sequence, Draft]]:
+        """Propose the forced tokens of guided sequences for which no other drafter proposes any."""
+        for seq in seqs:
+            if seq.guided and seq.number not in before and (ids := self.forced_ids(seq.number)):
+                cells = [INNER] * (len(ids) // 4 - 1) + [LAST]
+                yield seq, Draft(ids[: 4 * MOST], cells[:MOST])
 
     def prior(self, cell: int) -> float:
+        """Probability that a forced token is drawn in this spelling."""
         return 0.9 if cell == INNER else 0.7
 
     def ended(self, seq: Sequence) -> None:
-        pass
+        """Do nothing: the grammar's owner forgets the sequence."""

@@ -2,7 +2,7 @@
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -11,21 +11,24 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from emberline.engine.core.plan import StepPlan
+from emberline.engine.core.feature import Speculation
+from emberline.engine.core.plan import UNKNOWN_DRAFT, Sampled, StepPlan
 from emberline.engine.core.sequence import Sequence
 from emberline.engine.speculation import suffix_index
-from emberline.engine.speculation.drafter import MAX_CELLS, Drafter
+from emberline.engine.speculation.drafter import MAX_CELLS, Draft, Drafter
 from emberline.engine.speculation.grammar_drafter import GrammarDrafter
 from emberline.engine.speculation.head_drafter import HeadDrafter, ModelDrafter
 from emberline.engine.speculation.length_policy import LengthPolicy
 from emberline.engine.speculation.suffix_drafter import DEFAULT_BYTES, SuffixDrafter
 from emberline.protocol.errors import BadInput
-from emberline.protocol.frames import DraftStats
+from emberline.protocol.events import DraftUsage
+from emberline.protocol.frames import DraftStats, EngineLoad
 
 AUTO, OFF = "auto", "off"
 SETTINGS = (AUTO, OFF, "suffix", "grammar", HeadDrafter.name, ModelDrafter.name)
 CPU_MARGINAL, GPU_MARGINAL = 0.4, 0.02  # see LengthPolicy; on a GPU until it has measured its steps
 GPU_WAIT_S = 0.0005  # that a GPU waits for the host, which plans a step with drafts late; before it was measured
+MAX_IN_FLIGHT = 16  # steps of which it is known how many tokens the head proposes; more are never in flight
 _WAITING_STEPS = 4  # for which what a head has proposed may wait at a sequence
 _FADE = 0.9  # weight of a sequence's earlier drafts, with every new one
 _LEAST_TRUST, _MOST_TRUST = 0.2, 1.3
@@ -57,7 +60,39 @@ class _Drafting:
     in_flight: deque[_InFlight] = field(default_factory=deque)
     n_expected: float = 0.0  # of earlier drafts, weighted
     n_accepted: float = 0.0
+    n_drafted: int = 0  # draft tokens verified so far
+    n_drafts_accepted: int = 0  # of those
     trust: float = 1.0  # how much better or worse its drafts fare than others in the same situations
+
+
+class Proposal(Draft):
+    """Tokens that drafters propose for a sequence; the first n_sampling stand for tokens that are being sampled."""
+
+    speculator: "Speculator"
+    seq: Sequence
+
+    def take(self, most: int) -> bytes:
+        """Choose how many of the tokens are verified."""
+        n_sampling, allowed = self.seq.n_sampling, self.seq.request.speculation.max_draft_tokens
+        cells = self.cells[: n_sampling + (most if allowed is None else min(most, allowed))]
+        if len(cells) <= n_sampling:
+            return b""
+        n_chosen = self.speculator.choose(self.seq, cells, n_sampling)
+        return self.ids[4 * n_sampling : 4 * (n_sampling + n_chosen)]
+
+
+class DeviceProposal(msgspec.Struct, gc=False):
+    """Tokens that the device will have proposed for a sequence, once the steps in flight are done."""
+
+    speculator: "Speculator"
+    seq: Sequence
+    n_tokens: int
+
+    def take(self, most: int) -> bytes:
+        """Choose how many of the tokens are verified."""
+        allowed = self.seq.request.speculation.max_draft_tokens
+        n = min(most, self.n_tokens) if allowed is None else min(most, self.n_tokens, allowed)
+        return self.speculator.choose(self.seq, range(n), 0) * UNKNOWN_DRAFT if n else b""
 
 
 def open_speculator(
@@ -87,9 +122,8 @@ def open_speculator(
     return Speculator(drafters, GPU_MARGINAL, GPU_WAIT_S, on_device=True)
 
 
-class Speculator:
-    """Implements `verification.Speculation`. Drafters are given in the order of how sure they are; a later one goes on
-    where an earlier one ends."""
+class Speculator(Speculation):
+    """Drafters are given in the order of how sure they are; a later one goes on where an earlier one ends."""
 
     def __init__(self, drafters: Many[Drafter], marginal: float, fixed_s: float = 0.0, on_device: bool = False) -> None:
         """on_device: a draft head leaves its drafts there."""
@@ -97,12 +131,15 @@ class Speculator:
         self._by_first_cell = tuple((MAX_CELLS * n, drafter) for n, drafter in enumerate(drafters))
         kinds = [isinstance(drafter, GrammarDrafter) for drafter in drafters]
         self._grammar = kinds.index(True) if True in kinds else 0  # whom appended tokens are counted for
-        self._head = next((n for n, drafter in enumerate(drafters) if isinstance(drafter, HeadDrafter)), None)
-        self._depth = max((drafter.depth for drafter in drafters if isinstance(drafter, HeadDrafter)), default=0)
-        self.runs_ahead = on_device and self._head == 0 and len(drafters) == 1
+        heads = [(n, drafter) for n, drafter in enumerate(drafters) if isinstance(drafter, HeadDrafter)]
+        self._head = heads[0] if heads else None  # its place among the drafters, and itself
+        self.runs_ahead = on_device and len(drafters) == 1 and self._head is not None
         self.policy = LengthPolicy(self._prior, marginal, 0.0 if self.runs_ahead else fixed_s)
         self._masks: Callable[[int], NDArray[np.uint32] | None] = lambda number: None
         self._drafting: dict[int, _Drafting] = {}  # by sequence number
+        self._planned_depths: deque[tuple[int, int]] = deque(
+            maxlen=MAX_IN_FLIGHT
+        )  # by plan: tokens that the head proposes
         self._counts: dict[int, tuple[list[int], list[int]]] = {}  # drafted and accepted by position, by drafter
         self._stats: tuple[DraftStats, ...] | None = ()
         self.drafts = False  # the step being planned may draft
@@ -125,42 +162,44 @@ class Speculator:
                 drafter.forced_ids = grammars.forced_ids
 
     def begin_step(self, n_running: int) -> int:
+        """Begin a step in which so many sequences may have a row; returns how many tokens the head is to propose."""
         self.drafts = self.policy.begin_step(n_running)
-        if not self.drafts:
+        if not self.drafts or self._head is None:
             return 0
-        for drafter in self.drafters:
-            drafter.begin_step()
-        if self._head is None:
-            return 0
-        depth = self.policy.depth([self._head * MAX_CELLS + n for n in range(self._depth)])
+        place, head = self._head
+        depth = self.policy.depth([place * MAX_CELLS + n for n in range(head.depth)])
         self._n_unasked = 0 if depth else self._n_unasked + 1
         self.drafts = len(self.drafters) > 1 or self._n_unasked <= _WAITING_STEPS
         return depth
 
-    def propose(self, seq: Sequence, n: int) -> bytes:
-        allowed, n_sampling = seq.request.speculation.max_draft_tokens, seq.n_sampling
-        if allowed is not None:
-            n = min(n, allowed + n_sampling)
-        if not self.drafts or n <= n_sampling:
-            return b""
-        ids, cells = b"", list[int]()
+    def draft(self, seqs: Many[Sequence]) -> Mapping[int, Proposal | DeviceProposal]:
+        """Ask the drafters, one after the other, for all sequences whose requests allow drafts."""
+        found: dict[int, Proposal | DeviceProposal] = {}
+        seqs = [seq for seq in seqs if seq.request.speculation.max_draft_tokens != 0]
+        if self.runs_ahead:
+            depths = dict(self._planned_depths)
+            for seq in seqs:
+                if seq.n_sampling and (n_tokens := depths.get(seq.planned_step, 0)):
+                    found[seq.number] = DeviceProposal(self, seq, n_tokens)
+            seqs = [seq for seq in seqs if not seq.n_sampling]
+        if seqs:
+            found.update(self._ask(seqs))
+        return found
+
+    def _ask(self, seqs: Many[Sequence]) -> dict[int, Proposal]:
+        proposed: dict[int, Proposal] = {}
         for first_cell, drafter in self._by_first_cell:
-            found = drafter.propose(seq, n - len(cells), ids)
-            if found is not None and (cells or not seq.guided or _may_follow(self._masks(seq.number), found.ids)):
-                ids += found.ids
-                cells += [first_cell + cell for cell in found.cells] if first_cell else found.cells
-                if len(cells) >= n:
-                    break
-        if len(cells) <= n_sampling:
-            return b""
-        return ids[: 4 * (n_sampling + self._choose(seq, cells, n_sampling))]
+            for seq, draft in drafter.propose(seqs, proposed):
+                cells = [first_cell + cell for cell in draft.cells] if first_cell else draft.cells
+                if (known := proposed.get(seq.number)) is not None:
+                    known.ids += draft.ids
+                    known.cells = [*known.cells, *cells]
+                elif not seq.guided or _may_follow(self._masks(seq.number), draft.ids):
+                    proposed[seq.number] = Proposal(draft.ids, cells, self, seq)
+        return proposed
 
-    def propose_ahead(self, seq: Sequence, n: int) -> int:
-        allowed = seq.request.speculation.max_draft_tokens
-        n = n if allowed is None else min(n, allowed)
-        return self._choose(seq, list(range(n)), 0) if self.drafts and n else 0
-
-    def _choose(self, seq: Sequence, cells: Many[int], n_guessed: int) -> int:
+    def choose(self, seq: Sequence, cells: Many[int], n_guessed: int) -> int:
+        """How many tokens after the n_guessed first ones are worth verifying; they are then in flight."""
         state = self._drafting.get(seq.number)
         n_chosen, expected = self.policy.choose(cells, n_guessed, 1.0 if state is None else state.trust)
         if n_chosen:
@@ -171,22 +210,30 @@ class Speculator:
             state.in_flight.append(_InFlight(cells, n_guessed, expected))
         return n_chosen
 
-    def head_failed(self) -> None:
+    def planned(self, plan: StepPlan) -> None:
+        """Remember how many tokens the head proposes after the rows of a plan."""
         if self._head is not None:
-            kind = "model" if isinstance(self.drafters[self._head], ModelDrafter) else "head"
+            self._planned_depths.append((plan.number, plan.depth))
+
+    def take_drafts(self, plan: StepPlan, sampled: Many[Sampled], drafts: Iterable[bytes]) -> None:
+        """Keep what the head proposes, or give it up if its numbers are invalid."""
+        if self._head is not None and not self._head[1].take(self.core, plan, sampled, drafts):
+            kind = "model" if isinstance(self._head[1], ModelDrafter) else "head"
             self._head, self.runs_ahead = None, False
             _log.error("the draft %s gives invalid numbers: it is not used any more", kind)
 
     def verified(self, seq: Sequence, n_drafted: int, n_accepted: int) -> None:
+        """Count what became of the drafts of a sequence's row."""
         state = self._drafting.get(seq.number)
         if state is None or not state.in_flight:
             return
         self._n_accepted += n_accepted
-        seq.n_drafted += n_drafted
-        seq.n_drafts_accepted += n_accepted
+        state.n_drafted += n_drafted
+        state.n_drafts_accepted += n_accepted
         self._verified.append((state, state.in_flight.popleft(), n_drafted, n_accepted))
 
     def catch_up(self) -> None:
+        """Learn from verified drafts and step times, and tell the drafters which sequences have ended."""
         for state, draft, n_drafted, n_accepted in self._verified:
             guessed = draft.n_guessed
             state.n_expected = _FADE * state.n_expected + draft.expected
@@ -208,8 +255,10 @@ class Speculator:
         self._ended.clear()
 
     def appended(self, seq: Sequence, n: int) -> None:
-        seq.n_drafted += n
-        seq.n_drafts_accepted += n
+        """Count tokens that join the output without a draw: its grammar leaves one each."""
+        state = self._drafting.setdefault(seq.number, _Drafting())
+        state.n_drafted += n
+        state.n_drafts_accepted += n
         self._count([self._grammar] * n, n)
 
     def _count(self, drafters: list[int], n_accepted: int) -> None:
@@ -223,11 +272,22 @@ class Speculator:
             accepted[position] += position < n_accepted
         self._stats = None
 
-    def ended(self, seq: Sequence) -> None:
+    def usage(self, seq: Sequence) -> DraftUsage:
+        """Number of draft tokens of a sequence that were verified, and accepted."""
+        state = self._drafting.get(seq.number)
+        return DraftUsage(0, 0) if state is None else DraftUsage(state.n_drafted, state.n_drafts_accepted)
+
+    def report(self, load: EngineLoad) -> None:
+        """Add draft tokens by drafter and position to a load report."""
+        load.drafts = self.stats
+
+    def leave(self, seq: Sequence) -> None:
+        """Forget a sequence that has ended; `catch_up` tells the drafters."""
         self._drafting.pop(seq.number, None)
         self._ended.append(seq)
 
     def measured(self, plan: StepPlan, seconds: float) -> None:
+        """Take in how long a step took."""
         self._steps.append((plan, self._n_accepted, seconds))
         self._n_accepted = 0
 

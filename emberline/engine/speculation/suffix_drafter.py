@@ -6,10 +6,12 @@ the prefix cache, so nothing is ever proposed across accounts. Indexes are bound
 recently used ones go first. Indexing a long prompt is spread over steps.
 """
 
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
 from emberline.engine.core.sequence import Sequence
-from emberline.engine.speculation.drafter import Draft
+from emberline.engine.speculation.drafter import MOST, Draft
 from emberline.engine.speculation.suffix_index import (
     CONTEXT_BYTES,
     MAX_DRAFT,
@@ -22,7 +24,6 @@ from emberline.engine.speculation.suffix_index import (
 
 DEFAULT_BYTES = 64 << 20
 STEP_TOKENS = 8192  # of prompts that a step indexes, of all sequences: about 0.4 ms
-MOST = 16  # tokens of a draft that are looked up, however few of them a step may verify
 TENANT_TOKENS = 1 << 17
 REPLY_ROOM = 4096  # tokens that an index has for the reply; a longer one displaces the begin of the prompt
 LEAD_TOKENS = 16  # of the prompt before a reply, so that the first tokens of a reply have something to match
@@ -36,16 +37,12 @@ _PRIORS = (0.25, 0.45, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8)  # where all occurrences 
 @dataclass(slots=True)
 class _Entry:
     index: SuffixIndex
-    seq: Sequence | None = None  # None: of a tenant
     n_indexed: int = 0  # tokens of the sequence that were appended, or skipped
     used_step: int = 0
-    found_step: int = -1  # when it was looked up what may follow:
-    ids: bytes = b""  # u32 LE
-    cells: bytes = b""
 
 
 class SuffixDrafter:
-    """The first sequence that a step asks for has all others looked up that the last step asked for: in one call."""
+    """Looks up all sequences that a step may draft for in one call."""
 
     name = "suffix"
 
@@ -55,29 +52,44 @@ class SuffixDrafter:
         self._entries: dict[int | bytes, _Entry] = {}  # by sequence number or tenant
         self._evicted: set[int] = set()  # sequences that have lost their index: it is not built again
         self._step = 0
-        self._looked_step = -1  # the last one in which anything was
         self._left = STEP_TOKENS  # to index in this step
         self.n_bytes = 0
 
-    def begin_step(self) -> None:
-        self._step += 1
+    def propose(self, seqs: Many[Sequence], before: Mapping[int, Draft]) -> Iterable[tuple[Sequence, Draft]]:
+        """Index what the sequences have gained, and propose what followed their last tokens before."""
+        self._step = step = self._step + 1
         self._left = STEP_TOKENS
-
-    def propose(self, seq: Sequence, most: int, after: bytes = b"") -> Draft | None:
-        own, step = self._entries.get(seq.number) or self._of_sequence(seq), self._step
-        if own is not None:
-            own.used_step = step
-            if own.found_step != step:
-                self._look_up(own, seq)
-        if own is not None and not after and most <= MOST:
-            ids, cells = own.ids, own.cells
-            if len(cells) > most:
-                ids, cells = ids[: 4 * most], cells[:most]
-        else:
-            context = seq.ids[-CONTEXT_BYTES:] + after
-            request = [own.index.address if own else 0, self._tenant(seq), len(context) >> 2, 0]
-            [(ids, cells)] = self._matcher.drafts(request, [context], most)
-        return Draft(ids, cells) if ids else None
+        entries, asked = self._entries, list[Sequence | None]()
+        requests, contexts = list[int](), list[bytes | bytearray]()
+        root_key, tenant = b"", 0  # those of the last one: most are of few tenants
+        for seq in seqs:
+            if seq.root_key != root_key:
+                root_key, tenant = seq.root_key, self._tenant(seq)
+            ids, context = seq.ids, seq.ids[-CONTEXT_BYTES:]
+            entry = entries.get(seq.number) or self._of_sequence(seq)
+            address = 0 if entry is None else entry.index.address
+            n_new = 0
+            if entry is not None:
+                entry.used_step = step
+                n_new = (len(ids) >> 2) - entry.n_indexed
+                if n_new > MAX_MATCH:
+                    n_new = self._index(entry, seq)
+                entry.n_indexed += n_new
+                entry.index.n_tokens += n_new
+            if (draft := before.get(seq.number)) is not None:  # one request indexes, the other looks up
+                asked.append(None)
+                requests += (address, tenant, len(context) >> 2, n_new)
+                contexts.append(context)
+                if draft.n_tokens >= MOST:
+                    continue
+                context, n_new = context + draft.ids, 0
+            asked.append(seq)
+            requests += (address, tenant, len(context) >> 2, n_new)
+            contexts.append(context)
+        if not asked:
+            return []
+        found = zip(asked, self._matcher.drafts(requests, contexts, MOST))
+        return [(seq, Draft(ids, cells)) for seq, (ids, cells) in found if ids and seq is not None]
 
     def prior(self, cell: int) -> float:
         return _PRIORS[cell // 3] * (1.0, 0.7, 0.4)[cell % 3]
@@ -116,7 +128,7 @@ class SuffixDrafter:
         if entry is None:
             self._evicted.add(seq.number)
         else:  # what the ring would drop again is left out
-            entry.seq, entry.n_indexed = seq, max(0, seq.n_tokens - entry.index.size)
+            entry.n_indexed = max(0, seq.n_tokens - entry.index.size)
         return entry
 
     def _tenant(self, seq: Sequence) -> int:
@@ -127,43 +139,15 @@ class SuffixDrafter:
         entry.used_step = self._step
         return entry.index.address
 
-    def _look_up(self, asked: _Entry, seq: Sequence) -> None:
-        """Index what the sequence has gained, and find what may follow it; in a step's first call of all sequences that
-        will probably be asked for."""
-        self._catch_up(asked, seq)
-        step, before, due = self._step, self._looked_step, list[_Entry]()
-        requests, contexts = list[int](), list[bytearray]()
-        root_key, tenant = b"", 0  # those of the last one: most are of few tenants
-        self._looked_step = step
-        for entry in [asked] if before == step else self._entries.values():
-            owner = entry.seq
-            if owner is None or entry.used_step < before or entry.found_step == step:
-                continue
-            ids, index = owner.ids, entry.index
-            n_new = (len(ids) >> 2) - entry.n_indexed
-            if n_new > MAX_MATCH:
-                if entry is not asked:
-                    continue
-                n_new = 0  # the draft is from what is known
-            entry.n_indexed += n_new
-            index.n_tokens += n_new
-            context = ids[-CONTEXT_BYTES:]
-            due.append(entry)
-            if owner.root_key != root_key:
-                root_key, tenant = owner.root_key, self._tenant(owner)
-            requests += (index.address, tenant, len(context) >> 2, n_new)
-            contexts.append(context)
-        for entry, found in zip(due, self._matcher.drafts(requests, contexts, MOST)):
-            entry.ids, entry.cells = found
-            entry.found_step = step
-
-    def _catch_up(self, entry: _Entry, seq: Sequence) -> None:
-        """Index what a lookup does not: a prompt, as far as a step may."""
+    def _index(self, entry: _Entry, seq: Sequence) -> int:
+        """Index a prompt, as far as a step may. Returns the number of tokens left for the lookup to index."""
         n = min(seq.n_tokens - entry.n_indexed, self._left)
         if n > MAX_MATCH:
             entry.index.extend(bytes(memoryview(seq.ids)[4 * entry.n_indexed : 4 * (entry.n_indexed + n)]))
             entry.n_indexed += n
             self._left -= n
+        n_left = seq.n_tokens - entry.n_indexed
+        return n_left if n_left <= MAX_MATCH else 0  # the draft is from what is known
 
     def _allocate(self, key: int | bytes, n_tokens: int) -> _Entry | None:
         """None where the memory is taken by indexes that this step or the last one has used."""

@@ -1,6 +1,6 @@
 """Composition of an engine's scheduler: which features it has, and what one feature tells another."""
 
-from emberline.engine.core.feature import Feature
+from emberline.engine.core.feature import Feature, Speculation
 from emberline.engine.core.limits import Limits
 from emberline.engine.core.prefill_policy import PrefillPolicy
 from emberline.engine.core.scheduler import Scheduler
@@ -8,7 +8,6 @@ from emberline.engine.grammar.guide_jobs import GuideThreads
 from emberline.engine.grammar.guided_decoding import GuidedDecoding
 from emberline.engine.grammar.guided_rules import Guides
 from emberline.engine.speculation.speculator import Speculator
-from emberline.engine.speculation.verification import Speculation
 from emberline.engine.tiers.tiering import Tiering
 from emberline.engine.transfer.handover import Handover
 from emberline.kv.cache import KVCache
@@ -42,4 +41,6 @@ def build_scheduler(
         features.append(guided)
     if tiers is not None:
         features.append(Tiering(tiers))
-    return Scheduler(cache, limits, fingerprint, features, prefill, speculation, micro_batches)
+    if speculation is not None:
+        features.append(speculation)
+    return Scheduler(cache, limits, fingerprint, features, prefill, micro_batches)

@@ -2,17 +2,31 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from msgspec import structs
 
-from emberline.engine.core.plan import UNKNOWN_DRAFT, DeviceLost
-from emberline.engine.speculation.verification import known_tokens
+from emberline.engine.core.feature import Speculation
+from emberline.engine.core.plan import UNKNOWN_DRAFT, DeviceLost, known_tokens
+from emberline.engine.speculation.head_drafter import HeadDrafter
 from emberline.protocol.request import SamplingParams
 from emberline.protocol.token_ids import pack, unpack
 from tests.engine.fakes import VOCAB, Drawn, LateHandle, LateRunner, expected, mix
 
 
-class StandinSpeculation:
+@dataclass
+class StandinDraft:
+    speculation: "StandinSpeculation"
+    seq: Any
+
+    def take(self, most):
+        seq, speculation = self.seq, self.speculation
+        if seq.n_sampling and speculation.runs_ahead:
+            return UNKNOWN_DRAFT * speculation.propose_ahead(seq, min(most, speculation.depth))
+        return speculation.propose(seq, most + seq.n_sampling)[4 * seq.n_sampling :]
+
+
+class StandinSpeculation(Speculation):
     """Proposes what `oracle(seq)` says will follow, with about one token in `wrong` replaced; 0: none, 1: all."""
 
     def __init__(self, oracle, wrong=0, vocab=7, most=15):
@@ -20,10 +34,10 @@ class StandinSpeculation:
         self.n_drafted = self.n_accepted = self.n_verified = self.n_appended = 0
         self.ended_ids = []
 
-    drafts, runs_ahead = True, False
+    drafts = True
 
-    def begin_step(self, n_running):
-        return 0
+    def draft(self, seqs):
+        return {seq.number: StandinDraft(self, seq) for seq in seqs}
 
     def propose(self, seq, n):
         state = mix(seq.number, len(seq.ids))
@@ -41,18 +55,10 @@ class StandinSpeculation:
         self.n_drafted += n_drafted
         self.n_accepted += n_accepted
 
-    stats = ()
-
-    def measured(self, plan, seconds):
-        pass
-
-    def catch_up(self):
-        pass
-
     def appended(self, seq, n):
         self.n_appended += n
 
-    def ended(self, seq):
+    def leave(self, seq):
         self.ended_ids.append(seq.id)
 
 
@@ -68,14 +74,17 @@ class DeviceSpeculation(StandinSpeculation):
 
     def __init__(self, depth):
         super().__init__(lambda seq: [])
-        self.depth, self.n_ahead = depth, 0
+        self.depth, self.n_ahead, self.head = depth, 0, HeadDrafter()
 
     def begin_step(self, n_running):
         return self.depth
 
     def propose(self, seq, n):
-        fresh = seq.proposed_ids and seq.proposed_at == seq.n_tokens
-        return seq.proposed_ids[: 4 * n] if fresh else b""
+        at, ids = self.head.proposal(seq.number)
+        return ids[: 4 * n] if at == seq.n_tokens else b""
+
+    def take_drafts(self, plan, sampled, drafts):
+        assert self.head.take(self.core, plan, sampled, drafts)
 
     def propose_ahead(self, seq, n):
         self.n_ahead += 1

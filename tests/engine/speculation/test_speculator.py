@@ -123,12 +123,8 @@ class Scripted:
         self.name, self.ids = name, ids
         self.ended_ids = []
 
-    def begin_step(self):
-        pass
-
-    def propose(self, seq, most, after):
-        ids = self.ids[: max(0, most)]
-        return Draft(pack(ids), [0] * len(ids)) if ids else None
+    def propose(self, seqs, before):
+        return [(seq, Draft(pack(self.ids), [0] * len(self.ids))) for seq in seqs]
 
     def prior(self, cell):
         return 0.9

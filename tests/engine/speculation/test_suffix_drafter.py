@@ -24,9 +24,7 @@ def sequence(number, prompt, output=(), salt=b"a"):
 
 
 def draft(drafter, seq, most=4):
-    drafter.begin_step()
-    found = drafter.propose(seq, most)
-    return [] if found is None else unpack(found.ids)
+    return [token_id for _, found in drafter.propose([seq], {}) for token_id in unpack(found.ids)[:most]]
 
 
 def test_a_sequence_repeats_its_prompt_and_its_reply():
@@ -79,8 +77,7 @@ def test_memory_stays_within_its_bound():
     drafter = SuffixDrafter(max_bytes=1 << 20)
     for number in range(200):
         seq = sequence(number, range(3000), [40_000 + number] * 3, salt=b"%d" % (number % 50))
-        drafter.begin_step()
-        drafter.propose(seq, 4)
+        drafter.propose([seq], {})
         assert drafter.n_bytes <= 1 << 20
         if number % 2:
             drafter.ended(seq)
@@ -93,8 +90,8 @@ def test_running_sequences_do_not_take_each_others_memory():
     seqs = [sequence(number, [*range(3000), 2990]) for number in range(10)]
     drafted = []
     for _ in range(4):
-        drafter.begin_step()
-        drafted.append([drafter.propose(seq, 2) is not None for seq in seqs])
+        found = {seq.number for seq, _ in drafter.propose(seqs, {})}
+        drafted.append([seq.number in found for seq in seqs])
     assert 0 < sum(drafted[-1]) < len(seqs)
     assert drafted[1:] == [drafted[-1]] * 3
 
@@ -109,9 +106,7 @@ def test_a_prompt_beyond_the_bound_is_known_by_its_end():
 
 def test_cells_tell_match_length_and_agreement_apart():
     drafter = SuffixDrafter()
-    drafter.begin_step()
-    found = drafter.propose(sequence(0, [1, 2, 3, 4, 5, 8, 1, 2, 3, 4, 6, 8, 1, 2, 3, 4]), 4)
-    assert found is not None
+    [(_, found)] = drafter.propose([sequence(0, [1, 2, 3, 4, 5, 8, 1, 2, 3, 4, 6, 8, 1, 2, 3, 4])], {})
     priors = [drafter.prior(cell) for cell in found.cells]
     assert priors[0] < priors[1] < 1  # two continuations, then one
     assert suffix_drafter.TENANT_TOKENS * suffix_index.TOKEN_BYTES <= suffix_drafter.DEFAULT_BYTES // 4

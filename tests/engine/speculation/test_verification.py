@@ -7,10 +7,9 @@ from msgspec import structs
 
 from emberline.engine.core.latency_target import LatencyTarget
 from emberline.engine.core.limits import Limits
-from emberline.engine.core.plan import Draws
+from emberline.engine.core.plan import Draws, drawn_ids, n_accepted
 from emberline.engine.core.step_loop import StepLoop
 from emberline.engine.runners.gpu.shapes import GPU_SHAPES
-from emberline.engine.speculation.verification import drawn_ids, n_accepted
 from emberline.engine.worker.build import build_scheduler
 from emberline.kv.cache import KVCache
 from emberline.protocol.block_hash import BLOCK_TOKENS

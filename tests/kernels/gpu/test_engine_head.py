@@ -52,13 +52,18 @@ class Watched(EagerSpeculator):
         self.n_drafts_accepted += n_accepted
         super().verified(seq, n_drafted, n_accepted)
 
-    def ended(self, seq):
-        super().ended(seq)
+    def leave(self, seq):
+        super().leave(seq)
         for at, ids in self.proposed.pop(seq.number, {}).items():
             self.seen[seq.id, at] = ids
 
-    def note(self, seq, at, ids):
-        self.proposed.setdefault(seq.number, {})[at] = ids
+    def take_drafts(self, plan, sampled, drafts):
+        """Tokens are the same in all engines: a position says behind which of them something was drafted."""
+        super().take_drafts(plan, sampled, drafts)
+        for seq in (self.core.sequence_of(row) for row in plan.rows if row.samples):
+            if seq is not None:
+                at, ids = self.drafters[0].proposal(seq.number)
+                self.proposed.setdefault(seq.number, {})[at] = ids
 
 
 def head_of():
@@ -72,17 +77,6 @@ def generate(runner, groups, prefill, steps_in_flight, temperature):
     cache = KVCache(groups, [40] * len(groups), chunk=LIMITS.token_budget)
     speculation = Watched(steps_in_flight > 1) if len(groups) > 1 else None
     scheduler = build_scheduler(cache, LIMITS, "x", speculation=speculation, prefill=prefill)
-    take_drafts = scheduler.take_drafts
-
-    def take_and_note(plan, sampled, drafts):
-        """Tokens are the same in all engines: a position says behind which of them something was drafted."""
-        take_drafts(plan, sampled, drafts)
-        sampling = {row.number for row in plan.rows if row.samples}
-        for seq in scheduler.snapshot() if speculation is not None else ():
-            if seq.number in sampling:
-                speculation.note(seq, seq.proposed_at, seq.proposed_ids)
-
-    scheduler.take_drafts = take_and_note
     loop = StepLoop(scheduler, runner, steps_in_flight)
     generator = torch.Generator().manual_seed(3)
     deltas = {}

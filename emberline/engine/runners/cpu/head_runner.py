@@ -14,8 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from emberline.engine.core.plan import Row, Sampled, StepPlan
-from emberline.engine.speculation.verification import known_tokens
+from emberline.engine.core.plan import Row, Sampled, StepPlan, known_tokens
 from emberline.kernels.sampling import SamplerRow, sample
 from emberline.kv.block_pool import blocks_of
 from emberline.models.decoder import StepInputs

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from emberline.engine.core.limits import Limits
-from emberline.engine.core.plan import DeviceLost, Masks, Row, SampledToken, StepPlan
+from emberline.engine.core.plan import DeviceLost, Masks, Row, SampledToken, StepPlan, drawn_ids, n_accepted
 from emberline.engine.core.prefill_policy import PrefillPolicy, StepWork
 from emberline.engine.runners.cpu.torch_runner import Model, allocate_pool
 from emberline.engine.runners.gpu.batch import (
@@ -48,7 +48,6 @@ from emberline.engine.runners.gpu.shapes import (
 )
 from emberline.engine.runners.gpu.slots import Slot, Slots, SlotSampler
 from emberline.engine.runners.gpu.stream import StepOutputs, UrgentWait, device_event, sampled_tensors
-from emberline.engine.speculation.verification import drawn_ids, n_accepted
 from emberline.kernels.decode_inputs import MAX_ROW_TOKENS, PADDING, DecodeInputs, SlotState
 from emberline.kv.block_pool import NULL_BLOCK
 from emberline.models.decoder import StepInputs
