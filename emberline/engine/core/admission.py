@@ -125,9 +125,9 @@ class AdmissionPolicy:
         """Take a running sequence's slot and blocks back; its full blocks stay cached until others need the room."""
         self.publish(seq)
         seq.vacated()
-        seq.n_done = 0
         self._cache.release(seq.table)
         self._queues.vacate(seq)
+        seq.n_computed = seq.n_done = seq.n_sampling = seq.n_drafting = seq.n_accepted = 0
 
     def is_computing(self, key: bytes) -> bool:
         """True if a plan in flight computes the block with this content key."""

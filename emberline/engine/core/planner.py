@@ -333,7 +333,6 @@ class StepPlanner:
     def preempt(self, seq: Sequence) -> None:
         """Back to waiting, in its old rank. Its full blocks stay cached until others need the room."""
         self._admission.release(seq)
-        seq.n_computed = seq.n_sampling = seq.n_drafting = seq.n_accepted = 0
         self._totals.preemptions += 1
         self._admission.enqueue(seq)
 

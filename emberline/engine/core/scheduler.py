@@ -334,7 +334,6 @@ class Scheduler:
             self.queues.dequeue(seq)
         else:
             self.admission.release(seq)
-            seq.n_computed = 0
 
     def unpark(self, seq: Sequence, hold: int) -> None:
         """Let a parked sequence wait again."""
