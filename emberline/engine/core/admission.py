@@ -127,7 +127,7 @@ class AdmissionPolicy:
         seq.vacated()
         self._cache.release(seq.table)
         self._queues.vacate(seq)
-        seq.n_computed = seq.n_done = seq.n_sampling = seq.n_drafting = seq.n_accepted = 0
+        seq.n_computed = seq.n_done = seq.n_sampling = seq.n_drafting = 0
 
     def is_computing(self, key: bytes) -> bool:
         """True if a plan in flight computes the block with this content key."""

@@ -85,8 +85,8 @@ class Core(Protocol):
     def preempt(self, seq: Sequence) -> None:
         """Take the slot of a running sequence, which waits again; ignore what steps in flight sample for it."""
 
-    def append(self, seq: Sequence, entries: Many[Sampled], finish: FinishReason | None) -> None:
-        """Add tokens to the output of a sequence, and end it if `finish` says why."""
+    def append(self, seq: Sequence, entries: Many[Sampled], finish: FinishReason | None, n_accepted: int) -> None:
+        """Add tokens to the output of a sequence, and end it if `finish` says why. n_accepted: drafts among them."""
 
     def tell_usage(self, seq: Sequence) -> None:
         """Tell the client what was cached of a sequence that does not sample."""

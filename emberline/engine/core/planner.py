@@ -18,7 +18,7 @@ from emberline.engine.core.prefill_policy import (
     StepWork,
 )
 from emberline.engine.core.queues import BATCH_DECODE_S, BatchYielding, PreemptionPolicy, Queues, by_rank
-from emberline.engine.core.sequence import NO_SLOT, Sequence
+from emberline.engine.core.sequence import NO_SLOT, Flag, Sequence
 from emberline.kv.cache import KVCache
 from emberline.protocol.block_hash import BLOCK_TOKENS
 from emberline.protocol.frames import EngineLoad
@@ -27,6 +27,8 @@ from emberline.protocol.request import Priority
 MAX_RETRY_TOKENS = 1024  # of a step that retries; on a GPU it fits a CUDA graph, which allocates nothing
 LONG_QUEUE = 16_384  # waiting tokens beyond which the latency target is relaxed in favor of throughput
 ROOMY_SHARE = 4  # draft tokens for each row of a step, from which on a row may have twice its share
+_NO_DRAFTS = Flag.SLOW | Flag.PREFILL_ONLY  # flags of sequences that draft nothing
+_NOT_ON_DEVICE = Flag.GUIDED | Flag.BANS | Flag.THINKING  # flags of sequences whose draws the host must know
 _BATCH = Priority.BATCH  # asked of every row: a lookup in an Enum takes longer than all else that is
 
 
@@ -220,7 +222,7 @@ class StepPlanner:
         """True if the sequence's next row, of n_due tokens, may have drafts: known before the rows of the step are."""
         if n_due > 1 and n_due != seq.n_appended + 1:
             return False
-        if seq.suspicion or seq.slow or not seq.samples or (seq.n_drafting and not self._can_draft_ahead(seq)):
+        if seq.suspicion or seq.flags & _NO_DRAFTS or (seq.n_drafting and not self._can_draft_ahead(seq)):
             return False
         if seq.n_sampling and self._runs_ahead and not self._can_draft_ahead(seq):
             return False
@@ -242,11 +244,11 @@ class StepPlanner:
         if seq.limits_thinking and (limit := seq.request.thinking_limit) is not None:
             most = min(most, limit.most - seq.n_output - n_sampling - 1)
         draft_ids = draft.take(most) if most > 0 else b""
-        return token_rules.evenly_banned(seq, draft_ids) if draft_ids and seq.may_ban else draft_ids
+        return token_rules.evenly_banned(seq, draft_ids) if draft_ids and seq.flags & Flag.BANS else draft_ids
 
     def _can_draft_ahead(self, seq: Sequence) -> bool:
         """Whether it can have a row whose position only the device knows: what it samples depends on nothing else."""
-        return self._runs_ahead and not (seq.guided or seq.may_ban or seq.limits_thinking or seq.suspicion)
+        return self._runs_ahead and not (seq.flags & _NOT_ON_DEVICE or seq.suspicion)
 
     def _add_row(self, plan: StepPlan, seq: Sequence, n: int, n_due: int, draft_ids: bytes = b"") -> bool:
         """Plan the next n of a running sequence's n_due tokens. False: it was preempted itself, or has to wait."""
@@ -268,7 +270,7 @@ class StepPlanner:
             if victim is seq:
                 return False
             blocks = self._cache.grow(seq.table, lowest, end)
-        samples = n == n_due and seq.samples
+        samples = n == n_due and not seq.flags & Flag.PREFILL_ONLY
         follows = n_sampling > 0
         plan.rows.append(
             Row(  # by position: keywords take as long as all else
@@ -279,7 +281,7 @@ class StepPlanner:
                 blocks or None,
                 [held.n_passed for held in seq.table.groups] if self._cache.windowed else self._none_passed,
                 samples,
-                token_rules.banned(seq) if seq.may_ban else (),
+                token_rules.banned(seq) if seq.flags & Flag.BANS else (),
                 seq.admission,
                 follows,
                 draft_ids,
@@ -344,9 +346,9 @@ def _can_run_ahead(seq: Sequence) -> bool:
     follow; not when the thinking limit is reached with it, and may insert other tokens; nor when it is the last for
     sure. An end token shows one step late, and what was computed behind it is thrown away.
     """
-    if seq.awaits_last:
+    if seq.flags & (Flag.AWAITS_LAST | Flag.SLOW):
         return False
-    limit = seq.request.thinking_limit if seq.limits_thinking else None
+    limit = seq.request.thinking_limit if seq.flags & Flag.THINKING else None
     if limit is not None and seq.n_output + seq.n_sampling >= limit.most:
         return False
-    return not seq.slow and seq.n_sampling + seq.n_drafting < seq.n_output_left
+    return seq.n_sampling + seq.n_drafting < seq.n_output_left

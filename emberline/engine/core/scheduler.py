@@ -17,7 +17,7 @@ from emberline.engine.core.plan import Masks, Row, Sampled, StepPlan, drawn_ids,
 from emberline.engine.core.planner import StepPlanner
 from emberline.engine.core.prefill_policy import PrefillPolicy
 from emberline.engine.core.queues import BatchYielding, Queues, n_batch
-from emberline.engine.core.sequence import NO_SLOT, Hold, Sequence, SequenceSnapshot
+from emberline.engine.core.sequence import NO_SLOT, Flag, Hold, Sequence, SequenceSnapshot
 from emberline.kv.cache import KVCache
 from emberline.kv.retention import Conversation
 from emberline.protocol.block_hash import BLOCK_TOKENS
@@ -141,9 +141,8 @@ class Scheduler:
         for check in self._moments.check:
             check(request)
         seq = Sequence(request, self.n_submitted, self.limits, self.fingerprint, self.cache.table(), now_s)
-        seq.table.owner = seq.root_key, seq.session_digest
         seq.arrival_step = self._totals.steps
-        seq.limits_thinking = token_rules.limits_thinking(seq)
+        seq.set_flag(Flag.THINKING, token_rules.limits_thinking(seq))
         self.n_submitted += 1
         self._by_id[request.id] = self._by_number[seq.number] = seq
         if seq.deadline_s is not None:
@@ -252,13 +251,15 @@ class Scheduler:
                 self.admission.publish(seq)
             end = first + 1 + (self._verify(seq, draft_ids, token_ids[first:at]) if draft_ids else 0)
             ids = token_ids[first:end]
-            if seq.guided:
+            flags = seq.flags
+            if flags & Flag.GUIDED:
                 guided.append((seq, list(sampled[first:end])))
-            elif seq.limits_thinking or n_tokens + len(ids) >= seq.most_tokens or not seq.stop_ids.isdisjoint(ids):
-                entries, finish = token_rules.take_run(seq, list(sampled[first:end]))
-                deltas.append(self._append(seq, [entry.token_id for entry in entries], entries, finish))
+            elif flags & Flag.THINKING or n_tokens + len(ids) >= seq.most_tokens or not seq.stop_ids.isdisjoint(ids):
+                entries, finish, n = token_rules.take_run(seq, list(sampled[first:end]))
+                deltas.append(self._append(seq, [entry.token_id for entry in entries], entries, finish, n))
             else:  # the common case: all of it joins the output, which goes on
-                deltas.append(self._append(seq, ids, sampled[first:end] if seq.wants_logprobs else ()))
+                drawn = sampled[first:end] if flags & Flag.LOGPROBS else ()
+                deltas.append(self._append(seq, ids, drawn, n_accepted=end - first - 1))
         if guided:
             for absorb in self._moments.absorb:
                 absorb(guided)
@@ -311,7 +312,6 @@ class Scheduler:
         """How many of a row's drafts count, given its draws."""
         n_drafts, n = len(drawn) - 1, n_accepted(drawn, draft_ids)
         seq.n_drafting -= n_drafts
-        seq.n_accepted = n
         if self.speculation is not None:
             self.speculation.verified(seq, n_drafts, n)
         return n
@@ -348,12 +348,13 @@ class Scheduler:
         """End a sequence without more tokens."""
         self._deltas.append(self._end(seq, finish))
 
-    def append(self, seq: Sequence, entries: Many[Sampled], finish: FinishReason | None) -> None:
-        """Add tokens to the output of a sequence, and end it if `finish` says why."""
-        if seq.slot == NO_SLOT:
+    def append(self, seq: Sequence, entries: Many[Sampled], finish: FinishReason | None, n_accepted: int) -> None:
+        """Add tokens to the output of a sequence, and end it if `finish` says why. n_accepted: drafts among them."""
+        if seq.slot == NO_SLOT:  # preempted meanwhile: what was computed is given up
             self.queues.waiting_tokens += len(entries)
+            n_accepted = 0
         self._absorbed.append(seq)
-        self._deltas.append(self._append(seq, [entry.token_id for entry in entries], entries, finish))
+        self._deltas.append(self._append(seq, [entry.token_id for entry in entries], entries, finish, n_accepted))
 
     def fail(self, seq: Sequence, error: EmberlineError) -> None:
         """End a sequence with an error."""
@@ -368,30 +369,35 @@ class Scheduler:
         return deltas
 
     def _append(
-        self, seq: Sequence, ids: list[int], entries: Many[Sampled], finish: FinishReason | None = None
+        self,
+        seq: Sequence,
+        ids: list[int],
+        entries: Many[Sampled],
+        finish: FinishReason | None = None,
+        n_accepted: int = 0,
     ) -> TokenDelta:
-        """entries: the same tokens as they were drawn, where their probabilities are wanted."""
+        """Add tokens to the output. entries: the same tokens as they were drawn, where their probabilities are wanted.
+        n_accepted: drafts among them, whose KV is in the table."""
         packed = pack(ids)
         first = seq.first_token_step == inf
         if first:
             seq.first_token_step = self._totals.steps
         seq.ids += packed
-        if n := seq.n_accepted:  # drafts that the output has gained, which are computed
-            seq.n_accepted = 0
-            if seq.slot != NO_SLOT:  # not preempted meanwhile
-                seq.n_computed += n
-                seq.n_done += n
+        if n_accepted:
+            seq.n_computed += n_accepted
+            seq.n_done += n_accepted
         self._totals.output_tokens += len(ids)
-        logprobs = [_entry(entry) for entry in entries] if seq.wants_logprobs and entries else None
+        logprobs = [_entry(entry) for entry in entries] if entries and seq.flags & Flag.LOGPROBS else None
         if finish is not None:
             return self._end(seq, finish, packed, logprobs)
         if first:
             return TokenDelta(seq.id, packed, None, self._usage(seq), logprobs, None, seq.waited_s)
-        return TokenDelta(seq.id, packed, None, self._usage(seq) if seq.reports_drafts else None, logprobs)
+        usage = self._usage(seq) if seq.flags & Flag.DRAFT_REPORTS else None
+        return TokenDelta(seq.request.id, packed, None, usage, logprobs)
 
     def _usage(self, seq: Sequence, partial: bool = False) -> Usage:
         """Token counts of a sequence, with those of drafts if its request asks for them."""
-        if not seq.reports_drafts:
+        if not seq.flags & Flag.DRAFT_REPORTS:
             return seq.usage(partial=partial)
         return seq.usage(DraftUsage(0, 0) if self.speculation is None else self.speculation.usage(seq), partial)
 

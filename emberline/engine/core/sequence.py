@@ -30,6 +30,19 @@ class Hold:
     PARKED = TRANSFER | FETCH  # it is in neither queue
 
 
+class Flag:
+    """What is unusual about a sequence: bits of `Sequence.flags`. Most sequences have none."""
+
+    BANS = 1  # some tokens must not be sampled, at least for some time
+    AWAITS_LAST = 2  # which tokens are banned next depends on the last one
+    LOGPROBS = 4  # its client wants probabilities
+    DRAFT_REPORTS = 8  # every delta says what became of drafts so far
+    THINKING = 16  # a thinking limit may still apply
+    GUIDED = 32  # a feature decides what it may sample and what becomes of its draws
+    SLOW = 64  # that feature is slow: no step waits for it, and no row is planned ahead of it
+    PREFILL_ONLY = 128  # nothing is sampled after its last token
+
+
 class SequenceSnapshot(NamedTuple):
     """A sequence as plain data, for tests and benchmarks."""
 
@@ -56,20 +69,16 @@ class Sequence:
     first_token_step: float = inf
     queued_step: int = 0  # when it last joined the waiting queue
     planned_step: int = -1  # number of the last plan that it has a row in
-    id: str = field(init=False)
     seed: int = field(init=False)
-    root_key: bytes = field(init=False)  # of its chain of content keys
-    max_tokens: int = field(init=False)  # of the reply, resumed tokens included
-    most_tokens: int = field(init=False)  # of prompt and reply
+    most_tokens: int = field(init=False)  # of prompt and reply, resumed tokens included
     stop_ids: frozenset[int] = field(init=False)  # end tokens included, unless ignored
-    deadline_s: float | None = field(init=False)  # on the monotonic clock
-    arrived_s: float = field(init=False)  # on the same clock
+    arrived_s: float = field(init=False)  # on the monotonic clock
     waited_s: float = 0.0  # from its arrival to its first admission
     n_prompt: int = field(init=False)
     ids: bytearray = field(init=False)  # prompt and output, u32 LE
     keys: list[bytes] = field(init=False)  # content keys of the full blocks of ids, as far as they are computed
     effective_class: Priority = field(init=False)  # its priority class, or a better one once it has starved
-    samples: bool = True  # False: nothing is sampled after its last token
+    flags: int = field(init=False)  # bits of Flag
     hit: PrefixHit = field(default_factory=PrefixHit)  # what the cache had of it when it was last asked
     holds: int = Hold.LOOK_UP  # bits of Hold: it is not admitted before none is left
     n_received: int = 0  # tokens whose KV a feature keeps in the device pool until it is admitted
@@ -78,35 +87,27 @@ class Sequence:
     n_done: int = 0  # of these, as far as absorbed steps have computed them; full blocks of them can be published
     n_sampling: int = 0  # tokens that steps in flight sample, at least
     n_drafting: int = 0  # drafts of its rows in flight, with which it samples more
-    n_accepted: int = 0  # drafts whose KV is in the table, as tokens that its output is about to gain
     slot: int = NO_SLOT
     admission: int = -1  # serial number of its stay in the slot
     cached_by_tier: dict[str, int] | None = None  # set at first admission
-    guided: bool = False  # a feature decides what it may sample and what becomes of its draws
-    slow: bool = False  # that feature is slow: no step waits for it, and no row is planned ahead of it
-    may_ban: bool = field(init=False)  # some tokens must not be sampled, at least for some time
-    awaits_last: bool = field(init=False)  # which tokens are banned next depends on the last one
-    wants_logprobs: bool = field(init=False)
-    reports_drafts: bool = field(init=False)  # every delta says what became of drafts so far
-    limits_thinking: bool = False  # the thinking limit may still apply
     suspicion: int = 1  # 0: a step with it succeeded; 1: it has not been in one; 2: one with it failed since
     n_appended: int = 0  # tokens at the end of its output that a feature has appended without a draw
 
     def __post_init__(self, limits: Limits, fingerprint: str, now_s: float) -> None:
         request, sampling = self.request, self.request.sampling
-        self.id = request.id
         self.arrived_s = now_s
         self.effective_class = request.priority
         self.seed = secrets.randbits(64) if sampling.seed is None else sampling.seed & _U64
-        self.root_key = block_hash.root(fingerprint, request.salt)
+        self.table.owner = block_hash.root(fingerprint, request.salt), block_hash.session_digest(request.session)
         self.n_prompt = len(request.prompt_ids) // 4
-        self.max_tokens = limits.max_output(request)
-        self.most_tokens = self.n_prompt + self.max_tokens
+        self.most_tokens = self.n_prompt + limits.max_output(request)
         self.stop_ids = frozenset(sampling.stop_ids + (() if sampling.ignore_eos else limits.eos_ids))
-        self.may_ban = sampling.min_tokens > 0 or bool(sampling.bad_ids)
-        self.awaits_last = any(len(word) > 4 for word in sampling.bad_ids)
-        self.wants_logprobs, self.reports_drafts = sampling.logprobs is not None, request.speculation.report
-        self.deadline_s = None if request.deadline_s is None else now_s + request.deadline_s
+        self.flags = (
+            Flag.BANS * (sampling.min_tokens > 0 or bool(sampling.bad_ids))
+            | Flag.AWAITS_LAST * any(len(word) > 4 for word in sampling.bad_ids)
+            | Flag.LOGPROBS * (sampling.logprobs is not None)
+            | Flag.DRAFT_REPORTS * request.speculation.report
+        )
         self.ids = bytearray(request.prompt_ids + request.output_ids)
         self.keys = block_hash.split(request.keys)
 
@@ -125,9 +126,54 @@ class Sequence:
         )
 
     @property
+    def id(self) -> str:
+        """Id of its request."""
+        return self.request.id
+
+    @property
+    def root_key(self) -> bytes:
+        """Root of its chain of content keys."""
+        return self.table.owner[0]
+
+    @property
     def session_digest(self) -> bytes:
         """Digest of the client's session name; empty if it sent none."""
-        return block_hash.session_digest(self.request.session)
+        return self.table.owner[1]
+
+    @property
+    def deadline_s(self) -> float | None:
+        """When it must have ended, on the monotonic clock. Returns None if it may take any time."""
+        limit_s = self.request.deadline_s
+        return None if limit_s is None else self.arrived_s + limit_s
+
+    @property
+    def max_tokens(self) -> int:
+        """Maximum tokens of its reply, resumed tokens included."""
+        return self.most_tokens - self.n_prompt
+
+    @property
+    def samples(self) -> bool:
+        """True if a token is sampled after its last one."""
+        return not self.flags & Flag.PREFILL_ONLY
+
+    @property
+    def guided(self) -> bool:
+        """True if a feature decides what it may sample and what becomes of its draws."""
+        return self.flags & Flag.GUIDED != 0
+
+    @property
+    def slow(self) -> bool:
+        """True if that feature is slow: no step waits for it, and no row is planned ahead of it."""
+        return self.flags & Flag.SLOW != 0
+
+    @property
+    def limits_thinking(self) -> bool:
+        """True if a thinking limit may still apply."""
+        return self.flags & Flag.THINKING != 0
+
+    def set_flag(self, flag: int, value: bool) -> None:
+        """Set or clear a flag."""
+        self.flags = self.flags | flag if value else self.flags & ~flag
 
     @property
     def n_transferable(self) -> int:

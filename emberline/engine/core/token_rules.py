@@ -3,16 +3,17 @@
 from typing import NamedTuple
 
 from emberline.engine.core.plan import Sampled
-from emberline.engine.core.sequence import Sequence
+from emberline.engine.core.sequence import Flag, Sequence
 from emberline.protocol.events import FinishReason, TokenLogprobs
 from emberline.protocol.token_ids import unpack
 
 
 class Taken(NamedTuple):
-    """The tokens that the output gains, and why it ends, if it does."""
+    """The tokens that the output gains, why it ends, if it does, and how many drafts among them count."""
 
     entries: list[Sampled]
     finish: FinishReason | None
+    n_accepted: int
 
 
 def take_run(seq: Sequence, run: list[Sampled]) -> Taken:
@@ -20,35 +21,34 @@ def take_run(seq: Sequence, run: list[Sampled]) -> Taken:
 
     The output may end within the run, or gain tokens that were not sampled: the drafts after that are not accepted.
     """
+    n_accepted = len(run) - 1
     if not seq.limits_thinking:  # the common case, and quicker
         n_left, stop_ids = seq.n_output_left, seq.stop_ids
         for n, entry in enumerate(run, 1):
             if entry.token_id in stop_ids or n >= n_left:
-                seq.n_accepted = min(seq.n_accepted, n)
-                return Taken(run[:n], "stop" if entry.token_id in stop_ids else "length")
-        return Taken(run, None)
+                return Taken(run[:n], "stop" if entry.token_id in stop_ids else "length", min(n_accepted, n))
+        return Taken(run, None, n_accepted)
     taken: list[Sampled] = []
     finish: FinishReason | None = None
     for n, entry in enumerate(run):
         entries, finish = _take(seq, entry, n)
         taken += entries
         if finish is not None or len(entries) > 1:
-            seq.n_accepted = min(seq.n_accepted, n + 1)
+            n_accepted = min(n_accepted, n + 1)
             break
-    return Taken(taken, finish)
+    return Taken(taken, finish, n_accepted)
 
 
-def _take(seq: Sequence, entry: Sampled, n_new: int) -> Taken:
+def _take(seq: Sequence, entry: Sampled, n_new: int) -> tuple[list[Sampled], FinishReason | None]:
     """Take in a sampled token and those that end the thinking. n_new: tokens before it that `seq.ids` lacks."""
     if entry.token_id in seq.stop_ids:
-        return Taken([entry], "stop")
+        return [entry], "stop"
     entries = [entry]
     if seq.limits_thinking:
-        ids, seq.limits_thinking = end_of_thinking(seq, entry.token_id, seq.n_output + n_new + 1)
-        if ids:
-            entries += forced(ids)
-            seq.limits_thinking = False
-    return Taken(entries, "length" if len(entries) >= seq.n_output_left - n_new else None)
+        ids, may_apply = end_of_thinking(seq, entry.token_id, seq.n_output + n_new + 1)
+        entries += forced(ids)
+        seq.set_flag(Flag.THINKING, may_apply and not ids)
+    return entries, "length" if len(entries) >= seq.n_output_left - n_new else None
 
 
 def end_of_thinking(seq: Sequence, token_id: int, n_output: int) -> tuple[list[int], bool]:
@@ -98,7 +98,7 @@ def evenly_banned(seq: Sequence, draft_ids: bytes) -> bytes:
     n_output = seq.n_output + seq.n_sampling
     if n_output < sampling.min_tokens:
         draft_ids = draft_ids[: 4 * (sampling.min_tokens - 1 - n_output)]
-    if seq.awaits_last:
+    if seq.flags & Flag.AWAITS_LAST:
         bans = ends_of_bad_words(seq)
         for n_bytes in range(4, len(draft_ids) + 1, 4):
             if ends_of_bad_words(seq, draft_ids[:n_bytes]) != bans:

@@ -11,7 +11,7 @@ import numpy as np
 
 from emberline.engine.core.feature import Draws, Feature
 from emberline.engine.core.plan import Masks, StepPlan
-from emberline.engine.core.sequence import Hold, Sequence
+from emberline.engine.core.sequence import Flag, Hold, Sequence
 from emberline.engine.grammar import guided_rules
 from emberline.engine.grammar.guide_jobs import GuideJob, GuideThreads, GuideTimings
 from emberline.engine.grammar.guided_rules import (
@@ -216,15 +216,15 @@ class GuidedDecoding(Feature):
         if isinstance(result, Bound):
             guided.guide, guided.can_close, guided.forced_ids = result.guide, result.can_close, result.forced_ids
             del self._compiling[seq.number]
-            seq.guided = True
+            seq.flags |= Flag.GUIDED
             seq.holds &= ~Hold.GRAMMAR
         elif isinstance(result, GuidedTokens):
             guided.forced_ids = result.forced_ids
-            seq.n_accepted = min(seq.n_accepted, result.n_accepted)
-            seq.n_appended, seq.limits_thinking = result.n_appended, result.limits_thinking
+            seq.n_appended = result.n_appended
+            seq.set_flag(Flag.THINKING, result.limits_thinking)
             if result.n_appended and self._appended is not None:
                 self._appended(seq, result.n_appended)
-            self.core.append(seq, result.entries, result.finish)
+            self.core.append(seq, result.entries, result.finish, result.n_accepted)
         # Draft masks come too late here: their row was ignored.
 
     def _result(self, guided: Guided) -> Any:
@@ -236,7 +236,7 @@ class GuidedDecoding(Feature):
         seq.holds &= ~Hold.JOB
         if not job.done:
             raise BadInput(TOO_SLOW, param="grammar")
-        seq.slow = job.cpu_s > self._timings.slow_cpu_s
+        seq.set_flag(Flag.SLOW, job.cpu_s > self._timings.slow_cpu_s)
         if job.error is not None:
             raise guide_failed(guided, job.error)
         guided.mask = job.result.mask

@@ -105,7 +105,7 @@ class GuidedTokens:
 
     entries: list[Sampled]  # join the output
     finish: FinishReason | None  # why the output ends
-    n_accepted: int  # at most so many drafts of the run count
+    n_accepted: int  # drafts of the run that count
     n_appended: int  # tokens at the end of `entries` that were not drawn: the grammar leaves one each
     limits_thinking: bool  # the thinking limit may still apply
     mask: Bits | None  # of the next token; None if the output ends
@@ -161,11 +161,11 @@ class GuidedRun:
         Where the mask then leaves one token only, up to `most_appended` tokens are appended without a draw. Raises what
         the guide raises, and ValueError if the grammar contradicts itself.
         """
-        n_accepted = len(run)
+        n_accepted = len(run) - 1
         for n, entry in enumerate(run):
             entries = self._take(entry)
             if self._finish is not None or len(entries) > 1:
-                n_accepted = n + (entries[:1] == [entry])
+                n_accepted = min(n_accepted, n + (entries[:1] == [entry]))
                 break
         n_drawn, mask = len(self._entries), None
         while self._finish is None:

@@ -3,7 +3,7 @@
 from typing import TypeVar
 
 from emberline.engine.core.feature import Brought, Core, Feature
-from emberline.engine.core.sequence import NO_SLOT, Hold, Sequence
+from emberline.engine.core.sequence import NO_SLOT, Flag, Hold, Sequence
 from emberline.engine.transfer.incoming import IncomingTransfers, transfer_failed
 from emberline.engine.transfer.outgoing import OutgoingTransfers
 from emberline.kv.transfer import notices
@@ -58,7 +58,7 @@ class Handover(Feature):
         """Take note of a sequence that sends or awaits KV, and hold it unless it is to be queued at once."""
         request = seq.request
         if request.push is not None:  # the full blocks of its prompt are computed and sent; nothing is sampled
-            seq.samples = False
+            seq.flags |= Flag.PREFILL_ONLY
             seq.ids = bytearray(request.prompt_ids[: 4 * BLOCK_TOKENS * seq.n_transferable])
             self.outgoing.begin(seq, now_s)
             if not seq.n_transferable:

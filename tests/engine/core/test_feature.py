@@ -7,7 +7,7 @@ import pytest
 from emberline.engine.core.feature import Feature, Moments
 from emberline.engine.core.limits import Limits
 from emberline.engine.core.scheduler import Scheduler
-from emberline.engine.core.sequence import Hold
+from emberline.engine.core.sequence import Hold, Sequence
 from emberline.engine.core.step_loop import StepLoop
 from emberline.kv.cache import KVCache
 from emberline.protocol.errors import BadInput
@@ -76,6 +76,11 @@ def finish(loop, limit=500):
 
 def answer(ids, max_tokens=4):
     return expected(ids, SamplingParams(ignore_eos=True, max_tokens=max_tokens), (FULL,), 200)[0]
+
+
+def test_a_sequence_has_few_fields():
+    """What a feature keeps of a sequence is in the feature: a new field is needed by the core, or has no place here."""
+    assert len(Sequence.__slots__) <= 30
 
 
 def test_a_moment_that_no_feature_implements_has_nothing_to_call():

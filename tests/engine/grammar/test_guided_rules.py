@@ -4,7 +4,7 @@ import pytest
 
 from emberline.engine.core import token_rules
 from emberline.engine.core.limits import Limits
-from emberline.engine.core.sequence import Sequence
+from emberline.engine.core.sequence import Flag, Sequence
 from emberline.engine.grammar.guided_rules import GuidedRun, bind, follow
 from emberline.kv.cache import BlockTable
 from emberline.protocol.errors import BadInput
@@ -79,7 +79,7 @@ def sequence(output=(), thinking=None, **sampling):
         thinking_limit=None if thinking is None else ThinkingLimit(thinking[0], thinking[1], pack(thinking[2])),
     )
     seq = Sequence(request, 0, LIMITS, "model", BlockTable([]), 0.0)
-    seq.limits_thinking = token_rules.limits_thinking(seq)
+    seq.set_flag(Flag.THINKING, token_rules.limits_thinking(seq))
     return ReadOnly(seq)
 
 
@@ -112,7 +112,7 @@ def test_a_run_of_draws():
     guide = Letters()
     ids, taken = take(sequence(), guide, B, A)
     assert (ids, taken.finish, tokens(taken.mask), taken.forced_ids) == ([B, A], None, [B], pack([B]))
-    assert (taken.n_accepted, taken.n_appended) == (2, 0)
+    assert (taken.n_accepted, taken.n_appended) == (1, 0)
     assert guide.text == [B, A]
     ids, taken = take(sequence(), guide, B, C, A)
     assert (ids, taken.finish, taken.mask, taken.n_accepted) == ([B, C], "stop", None, 2)
