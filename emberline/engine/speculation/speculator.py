@@ -98,8 +98,8 @@ class DeviceProposal(msgspec.Struct, gc=False):
 def open_speculator(
     setting: str, device: str, max_bytes: int = DEFAULT_BYTES, head: HeadDrafter | None = None, n_ranks: int = 1
 ) -> "Speculator | None":
-    """With the drafters of a setting: all that there are, none, or the one that it names. head: what the runner has, a
-    head or a draft model. n_ranks: of the worker."""
+    """A speculator with the drafters of a setting: all that there are, or the one that it names. Returns None if there
+    are none. head: what the runner has, a head or a draft model. n_ranks: of the worker."""
     drafters: list[Drafter] = []
     if setting == AUTO and device != "cpu":
         if head is not None:
@@ -137,9 +137,7 @@ class Speculator(Speculation):
         self.policy = LengthPolicy(self._prior, marginal, 0.0 if self.runs_ahead else fixed_s)
         self._masks: Callable[[int], NDArray[np.uint32] | None] = lambda number: None
         self._drafting: dict[int, _Drafting] = {}  # by sequence number
-        self._planned_depths: deque[tuple[int, int]] = deque(
-            maxlen=MAX_IN_FLIGHT
-        )  # by plan: tokens that the head proposes
+        self._planned_depths: deque[tuple[int, int]] = deque(maxlen=MAX_IN_FLIGHT)  # numbers of plans, the head's depth
         self._counts: dict[int, tuple[list[int], list[int]]] = {}  # drafted and accepted by position, by drafter
         self._stats: tuple[DraftStats, ...] | None = ()
         self.drafts = False  # the step being planned may draft
@@ -151,7 +149,7 @@ class Speculator(Speculation):
         self._ended: list[Sequence] = []
 
     def calibrate(self, step_s: Mapping[tuple[int, int], float]) -> None:
-        """As `LengthPolicy.calibrate`."""
+        """Take in measured step times, by rows and drafts: see `LengthPolicy.calibrate`."""
         self.policy.calibrate(step_s)
 
     def follow_grammars(self, grammars: Grammars) -> None:
