@@ -108,8 +108,8 @@ class BatchService:
 
 def job_reader(batch: Batch, service: Backend) -> JobReader:
     if batch.kind == "anthropic":
-        return partial(read_message_job, service, batch)
+        return partial(read_message_job, service)
     if batch.kind == "workers_ai":
-        return partial(read_input_job, service, batch)
+        return partial(read_input_job, service, batch.model)
     assert batch.kind == "openai", "a background response has no file to load"
-    return OpenAIJobReader(service, batch)
+    return OpenAIJobReader(service, batch.endpoint)

@@ -98,9 +98,10 @@ class AdmissionPolicy:
         n_hit = self.match(seq).n_blocks
         if n_hit < seq.max_cached and self.is_computing(seq.keys[n_hit]):
             return True
-        if not self.fits(seq):
-            self._refused = (seq.number, self._cache.n_releases)
-            return False
+        while not self.fits(seq):
+            if self._queues.running or not self.reclaim(seq):
+                self._refused = (seq.number, self._cache.n_releases)
+                return False
         if not all(admits(seq, n_hit) for admits in moments.admits):
             return True
         self._queues.dequeue(seq)
@@ -111,6 +112,11 @@ class AdmissionPolicy:
             blocks = [list(held.blocks) for held in seq.table.groups]
             plan.admissions.append(Admission(seq.slot, seq.request, seq.seed, output, blocks))
         return True
+
+    def reclaim(self, seq: Sequence) -> bool:
+        """Take blocks back that features hold for sequences that wait after this one, so that the first in rank always
+        advances. Returns False if there are none."""
+        return any(gives_back(seq) for gives_back in self._moments.gives_back)
 
     def publish(self, seq: Sequence) -> None:
         """Add the full blocks of what is done of the sequence to the prefix index."""

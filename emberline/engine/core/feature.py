@@ -130,6 +130,10 @@ class Feature:
         """True if a waiting sequence that fits, with n_hit cached blocks, may be admitted now; others may pass it."""
         raise NotImplementedError
 
+    def gives_back(self, seq: Sequence) -> bool:
+        """Give back blocks that are held for a sequence that waits after this one. Returns False if there are none."""
+        raise NotImplementedError
+
     def bring(self, seq: Sequence) -> Brought | None:
         """Say which blocks of a sequence that is being admitted the feature has brought. Returns None if none."""
 
@@ -247,6 +251,7 @@ class Moments:
         self.queued: tuple[Callable[[Sequence], None], ...] = found("queued")
         self.precedes: tuple[Callable[[Sequence], bool], ...] = found("precedes")
         self.admits: tuple[Callable[[Sequence, int], bool], ...] = found("admits")
+        self.gives_back: tuple[Callable[[Sequence], bool], ...] = found("gives_back")
         self.bring: tuple[Callable[[Sequence], Brought | None], ...] = found("bring")
         self.admitted: tuple[Callable[[Sequence, int], None], ...] = found("admitted")
         self.computed: tuple[Callable[[Sequence, int], None], ...] = found("computed")

@@ -265,10 +265,11 @@ class StepPlanner:
             return False
         while blocks is None:
             victim = self._preemption.victim(self._queues.running, plan.number)
-            plan.n_preempted += 1
-            self.preempt(victim)
-            if victim is seq:
-                return False
+            if victim is not seq or not self._admission.reclaim(seq):
+                plan.n_preempted += 1
+                self.preempt(victim)
+                if victim is seq:
+                    return False
             blocks = self._cache.grow(seq.table, lowest, end)
         samples = n == n_due and not seq.flags & Flag.PREFILL_ONLY
         follows = n_sampling > 0

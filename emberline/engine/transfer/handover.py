@@ -72,6 +72,10 @@ class Handover(Feature):
         """True if an offered prompt of a better rank waits for blocks."""
         return any(other.rank < seq.rank for other in self.incoming.ungranted())
 
+    def gives_back(self, seq: Sequence) -> bool:
+        """Give back the received blocks of a prompt of a worse rank; they stay cached until others need the room."""
+        return self.incoming.give_back(seq)
+
     def bring(self, seq: Sequence) -> Brought | None:
         """Say how many blocks were received."""
         if not seq.n_received:

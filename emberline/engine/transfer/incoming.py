@@ -149,6 +149,17 @@ class IncomingTransfers:
         if transfer.table is not None:
             self._cache.release(transfer.table)
 
+    def give_back(self, seq: Sequence) -> bool:
+        """Drop the references to the blocks of the last received sequence of a worse rank. Returns False if none."""
+        behind = [each for each in self._complete.values() if each.seq.rank > seq.rank]
+        if not behind:
+            return False
+        last = max(behind, key=lambda each: each.seq.rank)
+        del self._complete[last.seq.number]
+        if last.table is not None:
+            self._cache.release(last.table)
+        return True
+
     def n_received_blocks(self, seq: Sequence) -> int:
         transfer = self._complete.get(seq.number)
         return 0 if transfer is None else transfer.n_received

@@ -290,5 +290,30 @@ def test_a_grant_that_crosses_the_end_of_its_sender_is_revoked():
     checker.check()
 
 
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+@pytest.mark.parametrize("how", ["grows", "arrives"])
+def test_the_first_in_rank_advances_though_received_prompts_hold_the_blocks(how, steps_in_flight):
+    """They wait for the only slot, after a sequence that needs blocks of theirs: it grows, or is of a better class."""
+    decode = {"n_blocks": 10, "max_running": 1, "token_budget": 64, "steps_in_flight": steps_in_flight}
+    checker = TransferChecker((FULL,), {"n_blocks": 24}, decode)
+    wire = checker.wire
+    n_output = 90 if how == "grows" else 30
+    checker.submit(wire.decode, request("local", [5, 6] * 4, max_tokens=n_output))
+    checker.step(wire.decode)
+    for n in range(3):
+        checker.pair([1, 2, 3, 4 + n] * 9, (1, True, ""))
+    while wire.decode.loop.load.waiting < 3:
+        wire.tick()
+        checker.step(wire.prefill)
+        wire.decode.transfers.tick()
+        if wire.decode.transfers.queued:
+            checker.step(wire.decode)
+    if how == "arrives":
+        checker.submit(wire.decode, request("better", [3, 1] * 50, priority=0, max_tokens=8))
+    checker.finish()
+    checker.check()
+    assert {delta.finish for delta in wire.decode.ended.values()} <= {"stop", "length"}
+
+
 def is_failed(delta):
     return delta.finish == "error" and "gave up" in delta.error.message
