@@ -4,7 +4,8 @@ import httpx
 import jsonschema_rs
 import pytest
 
-from tests.api.fake_service import CARDS, MODEL, PRICED, SPEECH, FakeModels, FakeService, Wire, app_of, client_of
+from emberline.catalog.model_card import ModelCard
+from tests.api.fake_service import CARDS, MODEL, PRICED, SPEECH, FakeService, Wire, app_of, client_of
 
 AI = "/client/v4/accounts/acme/ai"
 
@@ -110,9 +111,11 @@ async def test_tasks_and_authors(client: httpx.AsyncClient) -> None:
 
 
 async def test_what_a_card_says_is_in_its_properties() -> None:
-    service = FakeService()
-    service.models = FakeModels([*CARDS, PRICED, SPEECH])
-    client = client_of(service)
+    class Described(FakeService):
+        def models(self) -> list[ModelCard]:
+            return [*CARDS, PRICED, SPEECH]
+
+    client = client_of(Described())
     row = (await search(client, search="priced"))["result"][0]
     properties = {item["property_id"]: item["value"] for item in row["properties"]}
     assert properties == {

@@ -1,0 +1,386 @@
+"""An engine whose ranks are all in this process: the fake model on every rank, over the bytes of its own slices.
+
+Each rank has real tiers and transfers, with their threads. A test says when a follower hears what rank 0 has told it,
+when its reports reach rank 0, and when copies of its blocks end. A block that is written while some rank still copies
+it, or read before its copy has ended, fails the test at once.
+"""
+
+import threading
+from collections import Counter, deque
+
+import msgspec
+import numpy as np
+
+from emberline.engine.core.limits import Limits
+from emberline.engine.core.step_loop import StepLoop
+from emberline.engine.ranks.follower_kv import FollowerKV, KVListener
+from emberline.engine.ranks.messages import KVCommand, KVReport
+from emberline.engine.ranks.opening import lead_kv
+from emberline.engine.worker.build import build_scheduler
+from emberline.kv.cache import KVCache
+from emberline.kv.host_memory import HostMemory
+from emberline.kv.tiers.host import HostTier, padded
+from emberline.kv.tiers.manager import TierManager
+from emberline.kv.tiers.messages import BlocksCopied, BlocksFetched
+from emberline.kv.tiers.mover import HostMover
+from emberline.kv.tiers.rank_tiers import RankTiers
+from emberline.kv.transfer.host_transfers import host_transfers
+from emberline.protocol.block_hash import KVGroup
+from emberline.protocol.frames import EngineInfo
+from emberline.protocol.request import RankEndpoint
+from tests.engine.fakes import EOS, VOCAB, FakeRunner, LateHandle
+from tests.kv.transfer.rank_groups import divided
+
+WHOLE = KVGroup(
+    "full", (0, 1, 2, 3, 4, 5), kv_heads=2, head_dim=8, dtype="bfloat16"
+)  # a row: token and state, 8 bytes each
+LAYOUTS = {1: {}, 2: {"tp": 2}, 3: {"pp": 3}, 4: {"tp": 2, "pp": 2}}
+WAIT_S = 20.0
+INFO = EngineInfo(model="m", fingerprint="fake", context_len=1, vocab_size=1, eos_ids=(), transfers=("tcp",))
+
+
+class Gate:
+    """Holds the copies of a rank while it is closed."""
+
+    def __init__(self):
+        self._open = threading.Event()
+        self._open.set()
+        self.close, self.open = self._open.clear, self._open.set
+
+    def wait(self):
+        assert self._open.wait(WAIT_S), "a gate was never opened"
+
+
+class RankMemory(HostMemory):
+    """The device pool of a rank. Every layer, plane and head has each token's entry, marked with its own place."""
+
+    def __init__(self, slices, n_blocks):
+        (self.group,) = slices
+        pool = bytearray(n_blocks * self.group.block_bytes)
+        super().__init__([memoryview(pool)], [self.group.block_bytes])
+        layers, planes, heads, tokens, _ = self.group.block_shape
+        self.entries = np.frombuffer(pool, np.uint64).reshape(n_blocks, layers, planes, heads, tokens, 2)
+        places = [
+            [[(layer * 16 + plane) * 16 + head for head in range(heads)] for plane in range(planes)]
+            for layer in self.group.layers
+        ]
+        self.marks = np.array(places, np.uint64) + np.uint64(self.group.first_head)
+        self._lock = threading.Lock()
+        self.gate = Gate()
+        self.copied_from, self.copied_to = Counter(), Counter()  # blocks, by copies that have not ended
+        self.is_held = lambda block: True  # by a sequence, a fetch or a transfer
+        self.faults = []  # of threads, where nobody sees them
+
+    def begin(self, blocks, to):
+        with self._lock:
+            self.faults += [
+                f"block {block} is copied while it is copied, or free"
+                for block in blocks
+                if self.copied_to[block] or (to and self.copied_from[block]) or not self.is_held(block)
+            ]
+            (self.copied_to if to else self.copied_from).update(blocks)
+
+    def end(self, blocks, to):
+        with self._lock:
+            (self.copied_to if to else self.copied_from).subtract(blocks)
+
+    def fill(self, group, block, runs, read_into):
+        """A sender of KV writes a block. Parts of it may come from several senders."""
+        self.gate.wait()
+        with self._lock:
+            self.faults += [] if self.is_held(block) and not self.copied_from[block] else [f"block {block} is written"]
+            self.copied_to[block] += 1
+        super().fill(group, block, runs, read_into)
+        self.end([block], to=True)
+
+    def __getitem__(self, block):
+        return _Block(self, block)
+
+    def is_whole(self, block):
+        """True if all layers, planes and heads have the same entries, each in its place."""
+        plain = self.entries[block] ^ self.marks[..., None, None]
+        return bool((plain == plain[0, 0, 0]).all())
+
+
+class _Block:
+    """A block as the fake runner has it: an entry for each of 16 tokens."""
+
+    def __init__(self, memory, block):
+        self._memory, self._block = memory, block
+
+    def __getitem__(self, position):
+        assert not self._memory.copied_to[self._block], f"block {self._block} is read while it is copied"
+        mark = int(self._memory.marks[0, 0, 0])
+        token, state = self._memory.entries[self._block, 0, 0, 0, position].tolist()
+        return token ^ mark, state ^ mark
+
+    def __setitem__(self, position, entry):
+        busy = self._memory.copied_to[self._block] or self._memory.copied_from[self._block]
+        assert not busy, f"block {self._block} is written while it is copied"
+        self._memory.entries[self._block, :, :, :, position] = (
+            np.array(entry, np.uint64) ^ self._memory.marks[..., None]
+        )
+
+
+class GatedMover:
+    """Copies as a device does: for some time a block is neither what it was nor what it will be."""
+
+    def __init__(self, memory):
+        self._memory, self._mover = memory, HostMover(memory)
+
+    def load(self, copies):
+        self._memory.begin([copy.block for copy in copies], to=True)
+        for copy in copies:
+            self._memory.block(copy.group, copy.block)[:] = b"\xaa" * len(copy.slot.buffer)
+        return _Copying(self, copies, to=True)
+
+    def save(self, copies):
+        self._memory.begin([copy.block for copy in copies], to=False)
+        return _Copying(self, copies, to=False)
+
+    def finish(self, copies, to):
+        self._memory.gate.wait()
+        (self._mover.load if to else self._mover.save)(copies)
+        self._memory.end([copy.block for copy in copies], to)
+
+
+class _Copying:
+    def __init__(self, mover, copies, to):
+        self._finish = lambda: mover.finish(copies, to)
+
+    def wait(self):
+        self._finish()
+
+
+class Member:
+    """A follower's connection to rank 0. The test delivers its reports."""
+
+    def __init__(self, rank, slices):
+        self.rank, self.slices = rank, slices
+        self.reports = deque()
+
+    def send(self, report):
+        self.reports.append(msgspec.msgpack.decode(msgspec.msgpack.encode(report), type=KVReport))
+
+
+class Leader:
+    """Rank 0's end of the group: what it tells waits in the inbox of each follower."""
+
+    def __init__(self, slices):
+        self.slices, self.end_s, self.on_report = slices, 0.0, None
+        self.inboxes = [deque() for _ in slices[1:]]
+        self.layout = self
+        self.n_ranks = len(slices)
+
+    def tell(self, command):
+        encoded = msgspec.msgpack.encode(KVCommand(0, command))
+        for inbox in self.inboxes:
+            inbox.append(msgspec.msgpack.decode(encoded, type=KVCommand).command)
+
+
+class OrderBook:
+    """Rank 0's tiers as the scheduler has them, and a check that each of its orders ends, and ends once."""
+
+    def __init__(self, tiers, engine):
+        self._tiers, self._engine = tiers, engine
+        self.saves, self.fetches, self.cancelled = [], {}, {}
+        self.contents = {}  # entries of every content key that was saved
+        self.n_fetched = self.n_lost = 0  # blocks of fetches
+
+    def __getattr__(self, name):
+        return getattr(self._tiers, name)
+
+    def save(self, blocks):
+        self.saves.append(blocks)
+        for block in blocks:
+            self.contents[block.id.key] = self._engine.content(block.block)
+        self._tiers.save(blocks)
+
+    def fetch(self, number, blocks):
+        wanted = list(blocks)
+        known = self.fetches.setdefault(number, {})
+        assert not known.keys() & {block.item for block in wanted}
+        known.update((block.item, block) for block in wanted)
+        self._tiers.fetch(number, wanted)
+
+    def cancel(self, number):
+        left = self._tiers.cancel(number)
+        known = self.fetches.pop(number, {})
+        assert set(left) <= known.keys(), "what was named already is not written any more"
+        if left:
+            self.cancelled[number] = {item: known[item].block for item in left}
+        return left
+
+    def notices(self):
+        taken = self._tiers.notices()
+        for notice in taken:
+            if isinstance(notice, BlocksCopied):
+                (found,) = [n for n, blocks in enumerate(self.saves) if blocks is notice.blocks]
+                del self.saves[found]
+            elif isinstance(notice, BlocksFetched):
+                self._named(notice)
+        return taken
+
+    def _named(self, notice):
+        items = [*notice.fetched, *notice.missing]
+        assert len(set(items)) == len(items)
+        if notice.number in self.cancelled:
+            for item in items:
+                del self.cancelled[notice.number][item]  # named once
+            if not self.cancelled[notice.number]:
+                del self.cancelled[notice.number]
+            return
+        known = self.fetches.get(notice.number, {})
+        for item in items:
+            assert item in known or not self._engine.grouped, "named twice, or after the end"
+        blocks = [known.pop(item) for item in items if item in known]
+        for block in blocks[: len(notice.fetched)]:
+            expected = self.contents[block.id.key]
+            assert self._engine.content(block.block) == expected, "fetched on every rank, or missing"
+        self.n_fetched += len(notice.fetched)
+        self.n_lost += len(notice.missing)
+
+    @property
+    def blocks(self):
+        """Device blocks that some rank may still read or write."""
+        saved = {block.block for blocks in self.saves for block in blocks}
+        return saved.union(*(left.values() for left in self.cancelled.values()))
+
+    @property
+    def open(self):
+        return bool(self.saves or self.cancelled or any(self.fetches.values()))
+
+
+class RankRunner:
+    """Computes a step on every rank when its result is asked for; all must draw the same tokens."""
+
+    def __init__(self, engine, cache):
+        self._engine = engine
+        self._runners = [FakeRunner(cache) for _ in engine.memories]
+        for runner, memory in zip(self._runners, engine.memories):
+            runner.blocks = [memory]
+        self.meanwhile = lambda: None
+
+    def launch(self, plan):
+        for inbox in self._engine.inboxes:
+            inbox.append(plan)
+        return LateHandle(lambda: self.meanwhile() or self._compute(plan))
+
+    def _compute(self, plan):
+        for rank in range(1, self._engine.n_ranks):
+            self._engine.hear(rank, until=plan)
+        own, *others = [runner.launch(plan) for runner in self._runners]
+        drawn = own.result()
+        for other in others:
+            assert [each.token_id for each in other.result()] == [each.token_id for each in drawn]
+        return own
+
+
+class RankEngine:
+    """A step loop over n ranks. `host_blocks` of them fit into each rank's host tier; 0: it has no tiers."""
+
+    def __init__(self, n_ranks, n_blocks, host_blocks, closing, steps_in_flight=1, max_running=4, without_tiers=()):
+        self.n_ranks, self.grouped = n_ranks, n_ranks > 1
+        self.slices = divided(WHOLE, **LAYOUTS[n_ranks])
+        self.memories = [RankMemory(slices, n_blocks) for slices in self.slices]
+        self.gates = [memory.gate for memory in self.memories]
+        self.managers = [
+            self._open_tiers(rank, host_blocks) if host_blocks and rank not in without_tiers else None
+            for rank in range(n_ranks)
+        ]
+        transfers = self.all_transfers = [host_transfers("fake", *pair) for pair in zip(self.slices, self.memories)]
+        self.leader, self.transfers = Leader(self.slices), transfers[0]
+        self.inboxes = self.leader.inboxes
+        self.members = [Member(rank, self.slices) for rank in range(1, n_ranks)]
+        self.followers = [
+            FollowerKV(member, transfers[member.rank], self.managers[member.rank], self.slices[member.rank])
+            for member in self.members
+        ]
+        if n_ranks > 1:
+            lead_kv(self.leader, self.transfers, self.managers[0])
+        self.book = OrderBook(self.managers[0], self) if host_blocks else None
+        self.alive = set(range(n_ranks))
+        for rank in range(n_ranks):
+            closing.callback(self.kill, rank)
+        self.cache = KVCache(self.slices[0], [n_blocks], chunk=32)
+        for memory in self.memories:
+            memory.is_held = self.is_held
+        self.limits = Limits(min(400, self.cache.capacity), VOCAB, (EOS,), max_running, 32)
+        self.runner = RankRunner(self, self.cache)
+        scheduler = build_scheduler(self.cache, self.limits, "fake", tiers=self.book, transfers=self.transfers)
+        self.loop = StepLoop(scheduler, self.runner, steps_in_flight)
+
+    def _open_tiers(self, rank, host_blocks):
+        size = self.slices[rank][0].block_bytes
+        host = HostTier(host_blocks * padded(size), [size], segment_bytes=padded(size))
+        mover = GatedMover(self.memories[rank])
+        kind = RankTiers if self.grouped and rank == 0 else TierManager
+        return kind(self.slices[rank], mover, host, [], 1e9)
+
+    def is_held(self, block):
+        """True if something references the block, so that it is not taken for anything else."""
+        return self.cache.groups[0].pool.refs[block] > 0
+
+    def content(self, block):
+        """The entries of a block on all ranks, or None if ranks do not have the same."""
+        plain = [memory.entries[block, 0, 0, 0] ^ memory.marks[0, 0, 0] for memory in self.memories]
+        same = all((other == plain[0]).all() for other in plain)
+        return plain[0].tobytes() if same and all(memory.is_whole(block) for memory in self.memories) else None
+
+    def hear(self, rank, most=1 << 30, until=None):
+        """A follower does what rank 0 has told it: `most` commands, or those before a plan."""
+        inbox = self.inboxes[rank - 1]
+        while inbox and most > 0:
+            message = inbox.popleft()
+            most -= 1
+            if message is until:
+                return
+            if hasattr(message, "rows"):
+                continue  # a step: it is computed when rank 0 asks for its result
+            self.followers[rank - 1].execute(message)
+
+    def deliver(self, rank, most=1 << 30):
+        """Reports of a follower reach rank 0."""
+        reports = self.members[rank - 1].reports
+        while reports and most > 0:
+            self.leader.on_report(rank, reports.popleft())
+            most -= 1
+
+    def pump(self, silent=0):
+        """Let everything arrive that was told or reported, but what one rank reports."""
+        for rank in range(1, self.n_ranks):
+            self.hear(rank)
+            if rank != silent:
+                self.deliver(rank)
+
+    def listen(self, folder, name, closing):
+        """Let other engines send KV to every rank."""
+        self.endpoints = []
+        for rank, transfers in enumerate(self.all_transfers):
+            listener = KVListener(str(folder / f"{name}{rank}"), closing)
+            listener.serve(transfers, INFO, "secret")
+            self.endpoints.append(RankEndpoint(listener.address, self.slices[rank]))
+
+    def kill(self, rank):
+        """A rank ends: its connections are lost, and so is what it had to report."""
+        if rank not in self.alive:
+            return
+        self.alive.remove(rank)
+        for gate in self.gates:
+            gate.open()
+        if rank:
+            self.followers[rank - 1].close()
+            return
+        self.transfers.close()
+        if self.managers[0] is not None:
+            self.managers[0].close()
+
+    @property
+    def faults(self):
+        return [fault for memory in self.memories for fault in memory.faults]
+
+    def lose(self, rank, n):
+        """Some block of a rank's tiers is lost."""
+        tier = self.managers[rank].all_tiers[0]
+        held = sorted(tier.held())
+        tier.remove(held[n % len(held) :][:1] if held else ())
