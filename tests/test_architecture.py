@@ -25,7 +25,7 @@ ALLOWED = {
     "store": {"protocol"},
     "text": {"weights", "protocol"},
     "catalog": {"store", "text", "weights", "protocol"},
-    "accounts": {"store", "protocol"},
+    "accounts": {"net", "protocol", "store"},
     "net": {"protocol"},
     "balancer": {"protocol"},
     "telemetry": {"accounts", "balancer", "protocol"},
@@ -34,7 +34,7 @@ ALLOWED = {
     "service": {
         *("accounts", "balancer", "catalog", "cluster", "net", "protocol", "store", "telemetry", "text", "upstream"),
     },
-    "gateway": {"accounts", "balancer", "catalog", "protocol", "service", "store", "telemetry", "upstream"},
+    "gateway": {"accounts", "balancer", "catalog", "net", "protocol", "service", "store", "telemetry", "upstream"},
     "supervisor": {"balancer", "engine", "protocol"},
     "simulator": {"balancer", "engine", "kv", "protocol", "supervisor"},
     "jobs": {"accounts", "net", "protocol", "service", "store", "telemetry"},

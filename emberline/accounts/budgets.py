@@ -19,6 +19,7 @@ import msgspec
 from emberline.accounts import budget_leases
 from emberline.accounts.account import BudgetPeriod
 from emberline.accounts.budget_leases import BudgetKey, LeaseState, period_bounds, period_label
+from emberline.net.periodic import every, stop
 from emberline.protocol.errors import BudgetExceeded, BudgetReserved, EmberlineError
 from emberline.protocol.price import format_amount
 from emberline.store import Database
@@ -122,14 +123,13 @@ class Budgets:
         return f"{self._core}.{self._epoch}"
 
     def start(self) -> None:
-        self._tasks = [asyncio.create_task(self._renew_leases()), asyncio.create_task(self._answer())]
+        renewing = every(self._lease_s / 6, self.renew, log, "leases of budgets are not renewed")
+        self._tasks = [asyncio.create_task(renewing), asyncio.create_task(self._answer())]
 
     async def close(self, rows_stored: bool = True) -> None:
         """After all requests have ended, before the store closes. Where rows are still in the journal, the process that
         adopts it takes the leases over."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await stop(*self._tasks)
         if rows_stored and (self._allowances or self._retired):
             try:
                 await self.recover([self._core])
@@ -303,16 +303,6 @@ class Budgets:
                 allowance.is_lost = True  # a request that waits for it begins another
                 if self._allowances.get(allowance.key) is allowance:
                     del self._allowances[allowance.key]
-
-    async def _renew_leases(self) -> None:
-        while True:
-            await asyncio.sleep(self._lease_s / 6)
-            try:
-                await self.renew()
-            except EmberlineError as error:
-                log.warning("leases of budgets are not renewed: %s", error.message)
-            except Exception:
-                log.exception("leases of budgets are not renewed")
 
     async def renew(self) -> None:
         """Extend the leases, and report what is spent: one transaction for all. End those not used for long."""

@@ -16,6 +16,7 @@ from emberline.accounts.account import ACCOUNT_COLUMNS, Account
 from emberline.accounts.api_key import KEY_COLUMNS, ApiKey
 from emberline.accounts.audit_log import CHANNEL
 from emberline.accounts.stored_provider import PROVIDER_COLUMNS, StoredProvider
+from emberline.net.periodic import stop
 from emberline.protocol.errors import EmberlineError
 from emberline.store import Database
 from emberline.store.database import Row, decode_row
@@ -68,10 +69,7 @@ class KeyDirectory:
         self._following = asyncio.create_task(follow())
 
     async def close(self) -> None:
-        tasks = [task for task in (self._following, self._refreshing) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await stop(self._following, self._refreshing)
 
     def account(self, account_id: str) -> Account | None:
         """None: no record, hence no limits."""

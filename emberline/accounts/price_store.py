@@ -12,6 +12,7 @@ import msgspec
 
 from emberline.accounts.audit_log import Actor, AuditLog
 from emberline.accounts.prices import PriceSource, PriceTable, PriceVersion
+from emberline.net.periodic import stop
 from emberline.protocol.errors import BadInput, Conflict, Unavailable
 from emberline.protocol.price import Price, price_fields
 from emberline.store import Database, Query, Rows, Transaction
@@ -59,9 +60,7 @@ class PriceStore:
         self._following = asyncio.create_task(self._follow())
 
     async def close(self) -> None:
-        if self._following is not None:
-            self._following.cancel()
-            await asyncio.gather(self._following, return_exceptions=True)
+        await stop(self._following)
 
     async def set(
         self,

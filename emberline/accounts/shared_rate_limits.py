@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from emberline.accounts.rate_limits import CONCURRENCY_RETRY_S, MINUTE_S, RateLimit, RateLimiter, Taken
+from emberline.net.periodic import every, stop
 from emberline.protocol.errors import RateLimited, Unavailable
 from emberline.protocol.rate_limits import LimitState, RateLimits
 from emberline.store import Database, Query, Transaction, Value
@@ -125,12 +126,10 @@ class SharedRateLimiter:
         self._forgot_s = -math.inf
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._keep())
+        self._task = asyncio.create_task(every(KEEP_S, self.give_back, log, "rate limits could not be given back"))
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await stop(self._task)
         for share in self._shares.values():
             share.used_s = -math.inf
         await self.give_back()
@@ -262,14 +261,6 @@ class SharedRateLimiter:
         share.at_s = share.renewed_s = self._clock()
         share.granted = granted
         return granted
-
-    async def _keep(self) -> None:
-        while True:
-            await asyncio.sleep(KEEP_S)
-            try:
-                await self.give_back()
-            except Exception as error:
-                log.warning("rate limits could not be given back: %s", error)
 
     async def give_back(self) -> None:
         """Give back what this core does not use, and renew its leases on slots."""

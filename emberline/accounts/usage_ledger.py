@@ -15,6 +15,7 @@ import msgspec
 from emberline.accounts.budget_leases import insert_rows
 from emberline.accounts.usage_journal import UsageJournal
 from emberline.accounts.usage_row import COLUMNS, UsageRow, insert_usage
+from emberline.net.periodic import every, stop
 from emberline.protocol.errors import Unavailable
 from emberline.store import Database
 
@@ -53,7 +54,9 @@ class UsageLedger:
     def start(self, on_adopted: Callable[[Sequence[str]], Awaitable[None]] | None = None) -> None:
         """`on_adopted` is called with the names of dead processes' journals, once their rows are in the store."""
         if self._journal is not None:
-            self._checkpoints = asyncio.create_task(self._write_checkpoints(self._journal))
+            write = partial(self._write_checkpoint, self._journal)
+            writing = every(self._timings.checkpoint_s, write, log, "what running requests have used is not written")
+            self._checkpoints = asyncio.create_task(writing)
             self._forward(self._journal)
             if on_adopted is not None and self._journal.adopted:
                 self._adopting = asyncio.create_task(self._tell_adopted(self._journal.adopted, on_adopted))
@@ -65,10 +68,7 @@ class UsageLedger:
 
     async def close(self) -> None:
         """Before the store. Rows that it has not taken are forwarded by the next process."""
-        tasks = [task for task in (self._checkpoints, self._forwarding, self._adopting) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await stop(self._checkpoints, self._forwarding, self._adopting)
         if self._journal is not None:
             await self._journal.close()
 
@@ -174,9 +174,7 @@ class UsageLedger:
             except Unavailable:
                 await asyncio.sleep(self._timings.forward_s * random.uniform(0.75, 1.25))
 
-    async def _write_checkpoints(self, journal: UsageJournal) -> None:
-        while True:
-            await asyncio.sleep(self._timings.checkpoint_s)
-            if self._changed:
-                self._changed = False
-                await journal.checkpoint(list(self._running.values()))
+    async def _write_checkpoint(self, journal: UsageJournal) -> None:
+        if self._changed:
+            self._changed = False
+            await journal.checkpoint(list(self._running.values()))

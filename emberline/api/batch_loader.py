@@ -18,6 +18,7 @@ from emberline.jobs.batches.batch import Batch
 from emberline.jobs.limits import INSERT_CHUNK
 from emberline.jobs.queue.job import NewJob
 from emberline.jobs.queue.queue import Queue
+from emberline.net.periodic import stop
 from emberline.protocol.errors import Conflict, EmberlineError, Internal, TooLarge, Unavailable
 
 CONCURRENT_BATCHES = 2  # so that a small batch need not wait for a large one
@@ -49,9 +50,7 @@ class BatchService:
     async def close(self) -> None:
         """Stop loading. The queue stays open."""
         self.closing.set()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await stop(*self._tasks)
 
     async def _run(self) -> None:
         owner = f"loader-{secrets.token_hex(8)}"

@@ -9,7 +9,6 @@ import asyncio
 import hmac
 import logging
 import secrets
-from collections.abc import Awaitable, Callable
 from typing import Literal, Protocol
 
 import msgspec
@@ -19,6 +18,7 @@ from emberline.balancer.endpoint import Endpoint
 from emberline.cluster.member_table import MemberTable
 from emberline.cluster.membership import DRAIN_POLL_S, Membership
 from emberline.cluster.timings import DEFAULTS, Timings
+from emberline.net.periodic import attempt, every, stop
 from emberline.protocol import member as members
 from emberline.protocol.credential import worker_host
 from emberline.protocol.errors import BadInput, EmberlineError, Unauthorized
@@ -28,6 +28,8 @@ from emberline.protocol.member import Announcement, Challenge, Member, Signed, S
 RENEW_S = 10.0  # between two announcements of a worker
 END_LIMIT_S = 600.0  # for a worker that leaves, or was superseded, to finish what it has
 _MAC_CHARS = 32
+
+_NOT_READ = "the cluster's members could not be read"
 
 log = logging.getLogger("emberline.cluster")
 
@@ -103,20 +105,13 @@ class Cluster:
         async def follow() -> None:
             async for _ in changes:
                 changes.skip()  # however many have changed, all rows are read once
-                await _logged(self._follow)
+                await attempt(self._follow, log, _NOT_READ)
 
-        async def keep() -> None:
-            while True:
-                await asyncio.sleep(self._sweep_s)
-                await _logged(self._keep)
-
-        self._tasks = [asyncio.create_task(follow()), asyncio.create_task(keep())]
+        keeping = every(self._sweep_s, self._keep, log, _NOT_READ)
+        self._tasks = [asyncio.create_task(follow()), asyncio.create_task(keeping)]
 
     async def close(self) -> None:
-        tasks = [*self._tasks, *self._ending.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await stop(*self._tasks, *self._ending.values())
 
     # --- workers that announce themselves -----------------------------------------------------------------------------
 
@@ -260,7 +255,7 @@ class Cluster:
             task.add_done_callback(lambda _: self._ending.pop(member.name, None))
 
     def _wake(self) -> None:
-        task = asyncio.ensure_future(_logged(self._follow))
+        task = asyncio.create_task(attempt(self._follow, log, _NOT_READ))
         self._tasks = [*(task for task in self._tasks if not task.done()), task]
 
     async def _drop(self, name: str) -> None:
@@ -331,11 +326,3 @@ class Cluster:
                 )
             )
         return ClusterStatus(id=self.id, region=self._region, release=__version__, members=found)
-
-
-async def _logged(work: Callable[[], Awaitable[None]]) -> None:
-    """Run it; the store may be away for a while."""
-    try:
-        await work()
-    except Exception as error:
-        log.warning("the cluster's members could not be read: %s", error)

@@ -15,6 +15,7 @@ from emberline.balancer.endpoint import Capacity, Endpoint, WorkerListener
 from emberline.balancer.stall_detector import StallDetector
 from emberline.cluster.timings import DEFAULTS, Timings
 from emberline.net.link import Link, dial
+from emberline.net.periodic import stop
 from emberline.protocol.encoding import EncodeParams
 from emberline.protocol.errors import (
     BadInput,
@@ -220,9 +221,7 @@ class EngineClient:
     async def close(self, server_ends: bool = False) -> None:
         """Its requests move to other workers, unless the server itself ends."""
         self.closing |= server_ends
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await stop(self._task)
         if self._link is not None:
             self.problem = "closed"
             self._link.drop("closed")

@@ -20,6 +20,7 @@ from emberline.cluster.prefix_push import PrefixPusher
 from emberline.cluster.served_models import ServedModels
 from emberline.cluster.timings import DEFAULTS, Timings
 from emberline.config import EndpointConfig
+from emberline.net.periodic import stop
 from emberline.protocol.errors import BadInput, Conflict, NotFound, Unavailable
 from emberline.protocol.frames import WorkerRole
 from emberline.protocol.member import Member
@@ -376,10 +377,7 @@ class Membership:
             self._tell()
 
     async def close(self) -> None:
-        tasks = [*self._leaving.values(), *self._pushing.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await stop(*self._leaving.values(), *self._pushing.values())
 
     def _named(self, name: str) -> list[str]:
         known = self._core.admission.worker_names()

@@ -5,7 +5,6 @@ replica waits for one, for a bounded time and in bounded number.
 """
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,6 +17,7 @@ from emberline.balancer.model_load import ModelLoadMeter
 from emberline.cluster.planner_table import PlannerTable
 from emberline.cluster.timings import DEFAULTS, Timings
 from emberline.config import ScalingConfig
+from emberline.net.periodic import every, stop
 from emberline.protocol.errors import BadInput, NotFound, Unavailable
 from emberline.protocol.scaling import ModelLoad
 from emberline.store.notifications import Subscription
@@ -58,8 +58,10 @@ class ScaledModels:
     async def start(self) -> None:
         news = self.table.listen(self._timings.report_s)
         await self.refresh()
+        problem = "what this core sees of its models could not be reported"
+        reporting = every(self._timings.report_s, self._refresh_and_report, log, problem, wake=self._woken)
         self._tasks = [
-            asyncio.create_task(self._run(), name="load reports"),
+            asyncio.create_task(reporting, name="load reports"),
             asyncio.create_task(self._listen(news), name="bounds"),
         ]
 
@@ -69,22 +71,12 @@ class ScaledModels:
             if model:
                 self._woken.set()
 
-    async def _run(self) -> None:
-        while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._timings.report_s):
-                    await self._woken.wait()
-            self._woken.clear()
-            try:
-                await self.refresh()
-                await self.report()
-            except Exception as error:  # the store may be away for a while
-                log.warning("what this core sees of its models could not be reported: %s", error)
+    async def _refresh_and_report(self) -> None:
+        await self.refresh()
+        await self.report()
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await stop(*self._tasks)
 
     # --- requests ----------------------------------------------------------------------------------------------------
 

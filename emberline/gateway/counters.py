@@ -12,7 +12,7 @@ import time
 import msgspec
 
 from emberline.gateway.routing import Counter
-from emberline.protocol.errors import EmberlineError
+from emberline.net.periodic import attempt, stop
 from emberline.protocol.gateway import MAX_COST_PICO
 from emberline.store import BulkQuery, Database, Sql
 
@@ -58,8 +58,7 @@ class CounterTable:
 
     async def close(self) -> None:
         if self._syncing is not None:
-            self._syncing.cancel()
-            await asyncio.gather(self._syncing, return_exceptions=True)
+            await stop(self._syncing)
             await self._try_sync()
 
     def has_room(self, account: str, gateway: str, counter: Counter) -> bool:
@@ -99,12 +98,7 @@ class CounterTable:
                 idle_s = 0.0
 
     async def _try_sync(self) -> None:
-        try:
-            await self.sync()
-        except EmberlineError as error:
-            log.warning("the counts of dynamic routes were not stored: %s", error.message)
-        except Exception:
-            log.exception("the counts of dynamic routes were not stored")
+        await attempt(self.sync, log, "the counts of dynamic routes were not stored")
 
     async def sync(self) -> None:
         """Add what is new to the store, and take over what is there."""

@@ -13,7 +13,8 @@ import msgspec
 
 from emberline.gateway.gateway_errors import GatewayNotFound
 from emberline.gateway.options import check_additions, check_settings, combined
-from emberline.protocol.errors import BadInput, Conflict, EmberlineError, Forbidden
+from emberline.net.periodic import attempt, stop
+from emberline.protocol.errors import BadInput, Conflict, Forbidden
 from emberline.protocol.gateway import DEFAULT_GATEWAY, GatewaySettings
 from emberline.store import Database, Query
 from emberline.store.notifications import Subscription
@@ -54,9 +55,7 @@ class Gateways:
         self._following = asyncio.create_task(self._follow(subscription))
 
     async def close(self) -> None:
-        if self._following is not None:
-            self._following.cancel()
-            await asyncio.gather(self._following, return_exceptions=True)
+        await stop(self._following)
 
     def find(self, account: str, name: str) -> GatewaySettings:
         """The operator's gateway with the account's additions, or the account's own. `default` exists always."""
@@ -147,9 +146,4 @@ class Gateways:
 
     async def _follow(self, subscription: Subscription) -> None:
         async for _ in subscription:
-            try:
-                await self.refresh()
-            except EmberlineError as error:
-                log.warning("gateways were not read: %s", error.message)
-            except Exception:  # the next look may succeed
-                log.exception("gateways were not read")
+            await attempt(self.refresh, log, "gateways were not read")

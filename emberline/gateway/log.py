@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from emberline.gateway.gateways import Gateways
+from emberline.net.periodic import every, stop
 from emberline.protocol.errors import EmberlineError
 from emberline.store import BulkQuery, Database
 from emberline.store.database import Rows, Value, decode_row
@@ -109,12 +110,11 @@ class LogWriter:
 
     async def open(self) -> None:
         if self._store is not None:
-            self._tasks = [asyncio.create_task(self._write_behind()), asyncio.create_task(self._sweep_often())]
+            works = (self._write_behind(), every(SWEEP_S, self.sweep, log, "log rows were not swept"))
+            self._tasks = [asyncio.create_task(work) for work in works]
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await stop(*self._tasks)
         await self.flush()
 
     def add(self, row: LogRow) -> None:
@@ -174,16 +174,6 @@ class LogWriter:
             return True
 
     # --- retention ---------------------------------------------------------------------------------------------------
-
-    async def _sweep_often(self) -> None:
-        while True:
-            await asyncio.sleep(SWEEP_S)
-            try:
-                await self.sweep()
-            except EmberlineError as error:
-                log.warning("log rows were not swept: %s", error.message)
-            except Exception:
-                log.exception("log rows were not swept")
 
     async def sweep(self) -> None:
         """Delete rows beyond each gateway's retention, in age and in number."""

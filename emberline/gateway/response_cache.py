@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from emberline.net.periodic import attempt, every, stop
 from emberline.protocol.complete_response import Answer, Encoded
 from emberline.protocol.errors import EmberlineError
 from emberline.protocol.request import EncodeRequest, GenerateRequest, Priority, Speculation
@@ -122,14 +123,13 @@ class ResponseCache:
         if self._store is not None:
             subscription = self._store.listen(CHANNEL, POLL_S)
             self._purged = await self._store.read(_PURGED)
-            works = (self._write_behind(), self._sweep_often(), self._follow_purges(subscription))
+            sweeping = every(SWEEP_S, self.sweep, log, "cached replies were not swept")
+            works = (self._write_behind(), sweeping, self._follow_purges(subscription))
             self._tasks = [asyncio.create_task(work) for work in works]
 
     async def close(self) -> None:
         """What is still to be written is written."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await stop(*self._tasks)
         if self._store is not None:
             await self._flush()
 
@@ -194,12 +194,7 @@ class ResponseCache:
     async def _follow_purges(self, subscription: Subscription) -> None:
         assert self._store is not None
         async for _ in subscription:
-            try:
-                await self.check_purged()
-            except EmberlineError as error:
-                log.warning("whether replies were purged is not known: %s", error.message)
-            except Exception:
-                log.exception("whether replies were purged is not known")
+            await attempt(self.check_purged, log, "whether replies were purged is not known")
 
     async def check_purged(self) -> None:
         """Forget what is in memory and not yet written if another process has purged replies: the rest is in the
@@ -256,16 +251,6 @@ class ResponseCache:
     def _keep_pending(self, pending: dict[tuple[str, str], tuple[int, bytes]]) -> None:
         self._pending = pending
         self._n_pending_bytes = sum(len(reply) for _, reply in pending.values())
-
-    async def _sweep_often(self) -> None:
-        while True:
-            await asyncio.sleep(SWEEP_S)
-            try:
-                await self.sweep()
-            except EmberlineError as error:
-                log.warning("cached replies were not swept: %s", error.message)
-            except Exception:
-                log.exception("cached replies were not swept")
 
     async def sweep(self, account_bytes: int = ACCOUNT_BYTES) -> None:
         """Remove what has expired, and of an account with too many bytes the oldest."""

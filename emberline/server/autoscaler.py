@@ -15,6 +15,7 @@ from emberline.cluster.cluster import Cluster, cluster_id, join_key
 from emberline.cluster.member_table import MemberTable
 from emberline.cluster.planner_table import PlannerTable
 from emberline.config import Config
+from emberline.net.periodic import stop
 from emberline.protocol.credential import Credential
 from emberline.protocol.errors import Unavailable, Unsupported
 from emberline.protocol.frames import WorkerRole
@@ -149,9 +150,7 @@ class Planning:
         self._task = asyncio.create_task(self._planner.run(), name="planner")
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await stop(self._task)
         if isinstance(self._launcher, RayLauncher):
             await self._launcher.close()
 

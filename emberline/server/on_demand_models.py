@@ -13,6 +13,7 @@ from emberline.catalog.model_files import ModelFiles
 from emberline.catalog.model_store import ModelEntry, ModelStore
 from emberline.config import Config, EngineConfig
 from emberline.engine.memory import MAX_HOST_KV_BYTES, free_host_bytes
+from emberline.net.periodic import stop
 from emberline.supervisor import machine
 from emberline.supervisor.engine_workers import EngineWorkers, workers_per_model
 from emberline.supervisor.model_manager import LoadableModel, ModelManager
@@ -112,9 +113,7 @@ class OnDemandModels:
             await self._manager.ask(model, "load")
 
     async def close(self) -> None:
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
+        await stop(self._watching)
         await self._manager.close()
 
     async def _offer(self) -> None:

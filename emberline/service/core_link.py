@@ -19,6 +19,7 @@ from emberline.cluster.engine_client import EngineClient
 from emberline.cluster.membership import Members
 from emberline.cluster.timings import DEFAULTS, Timings
 from emberline.net.link import dial
+from emberline.net.periodic import every, stop
 from emberline.net.rpc import Maker, Message, Peer, Table
 from emberline.protocol.errors import EmberlineError, Unavailable
 from emberline.protocol.frames import EngineLoad
@@ -214,7 +215,8 @@ class RemoteCore:
         self._reported_s = 0.0  # when the last report was sent
         self._link: Peer | None = None
         self._linked = asyncio.Event()
-        self._tasks = [asyncio.create_task(self._stay_connected()), asyncio.create_task(self._send_reports())]
+        reporting = every(timings.notice_interval_s, self._report, log, "nothing was reported to the core")
+        self._tasks = [asyncio.create_task(self._stay_connected()), asyncio.create_task(reporting)]
 
     @property
     def connected(self) -> bool:
@@ -238,9 +240,7 @@ class RemoteCore:
 
     async def close(self) -> None:
         self._report()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await stop(*self._tasks)
 
     def _send(self, notice: Message) -> None:
         if self._link is not None:
@@ -268,11 +268,6 @@ class RemoteCore:
                 self._linked.clear()
                 link.drop("the HTTP worker is closing")
             await asyncio.sleep(next(delays))
-
-    async def _send_reports(self) -> None:
-        while True:
-            await asyncio.sleep(self._timings.notice_interval_s)
-            self._report()
 
     def _report(self) -> None:
         """Tell the core what is new since the last report: nothing while this HTTP worker is idle."""

@@ -6,7 +6,6 @@ when no stored response continues it any more.
 """
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import Counter
@@ -15,8 +14,9 @@ from typing import Protocol
 
 import msgspec
 
+from emberline.net.periodic import every, stop
 from emberline.protocol.complete_response import MAX_HISTORY_BYTES, StoredResponse
-from emberline.protocol.errors import EmberlineError, TooLarge
+from emberline.protocol.errors import TooLarge
 from emberline.store import Database
 
 RETENTION_DAYS = 30
@@ -91,12 +91,12 @@ class DatabaseResponses:
         """Read how much is stored, and clean up from now on."""
         for account, n_bytes in await self._store.read("SELECT account, SUM(n_bytes) FROM responses GROUP BY account"):
             self.n_bytes[str(account)] = int(n_bytes or 0)
-        self._cleaning = asyncio.create_task(self._clean_up_forever())
+        problem = "old responses were not removed"
+        cleaning = every(CLEANUP_INTERVAL_S, self.clean_up, log, problem, at_once=True, wake=self._full)
+        self._cleaning = asyncio.create_task(cleaning)
 
     async def close(self) -> None:
-        if self._cleaning is not None:
-            self._cleaning.cancel()
-            await asyncio.gather(self._cleaning, return_exceptions=True)
+        await stop(self._cleaning)
 
     async def put(self, record: StoredResponse) -> bool:
         own = (record.id, record.account, record.parent, record.depth, record.created_us, record.input, record.body)
@@ -152,15 +152,3 @@ class DatabaseResponses:
             ((account, parent, n_bytes),) = rows
             self.n_bytes[str(account)] -= int(n_bytes or 0)
             next_id = None if parent is None else str(parent)
-
-    async def _clean_up_forever(self) -> None:
-        while True:
-            self._full.clear()
-            try:
-                await self.clean_up()
-            except EmberlineError as error:  # the store may be back at the next cleanup
-                log.error("old responses were not removed: %s", error.message)
-            # Not wait_for: before Python 3.12 it loses a cancellation that comes together with the event.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(CLEANUP_INTERVAL_S):
-                    await self._full.wait()

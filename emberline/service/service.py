@@ -17,6 +17,7 @@ from emberline.cluster.engine_client import EngineClient
 from emberline.cluster.membership import WorkerChange
 from emberline.cluster.served_models import Served, ServedModels
 from emberline.cluster.timings import DEFAULTS, Timings
+from emberline.net.periodic import every
 from emberline.protocol.complete_response import Encoded
 from emberline.protocol.errors import Conflict, EmberlineError, Unavailable, Unsupported
 from emberline.protocol.events import Completed, TextEvent
@@ -87,7 +88,8 @@ class Service:
         self._idle.set()
         for engine in engines.values():
             engine.start()
-        self._checkpoints = asyncio.create_task(self._send_checkpoints())
+        checkpoints = every(timings.checkpoint_s, self._send_checkpoint, log, "usage so far was not told to the core")
+        self._checkpoints = asyncio.create_task(checkpoints)
 
     # --- queries -----------------------------------------------------------------------------------------------------
 
@@ -482,13 +484,10 @@ class Service:
         if not self._running:
             self._idle.set()
 
-    async def _send_checkpoints(self) -> None:
-        """Should this process or the core die, what running requests have used is known."""
-        while True:
-            await asyncio.sleep(self._timings.checkpoint_s)
-            rows = [row for run in self._running if (row := run.checkpoint()) is not None]
-            if rows:
-                self.core.checkpoint(rows)
+    def _send_checkpoint(self) -> None:
+        """Tell the core what running requests have used, so that it is known should this process or the core die."""
+        if rows := [row for run in self._running if (row := run.checkpoint()) is not None]:
+            self.core.checkpoint(rows)
 
     async def _session_entries(self, prepared: Prepared, transport: EngineTransport) -> list[SessionEntry]:
         try:

@@ -14,6 +14,7 @@ from emberline.balancer.route_request import RouteRequest
 from emberline.catalog.model_card import ModelCard, PathSource
 from emberline.config import ConfigError
 from emberline.net.http_client import ConnectionFailed
+from emberline.net.periodic import every
 from emberline.protocol.errors import Unsupported
 from emberline.protocol.media import MAX_IMAGE_TOKENS, MediaRequest
 from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal, Priority, SpeechRequest
@@ -101,12 +102,11 @@ class UpstreamModels:
 
     async def sweep_providers(self, interval_s: float, is_used: Callable[[ProviderClient], bool]) -> None:
         """Remove unused providers whose last key was removed, every `interval_s`, until cancelled."""
-        while True:
-            await asyncio.sleep(interval_s)
-            try:
-                await asyncio.gather(*(client.close() for client in self.providers.sweep(is_used)))
-            except Exception:
-                log.exception("unused providers could not be removed")
+
+        async def sweep() -> None:
+            await asyncio.gather(*(client.close() for client in self.providers.sweep(is_used)))
+
+        await every(interval_s, sweep, log, "unused providers could not be removed")
 
     def cards(self) -> list[ModelCard]:
         return [*self._by_name.values(), *self.providers.cards()]

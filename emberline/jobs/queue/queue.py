@@ -31,6 +31,7 @@ from emberline.jobs.queue.reader import QueueReader
 from emberline.jobs.queue.sweeper import Sweeper, backoff_us, killed_outcome
 from emberline.jobs.queue.transcript import Transcripts
 from emberline.jobs.webhooks.events import EVENTS_CHANNEL
+from emberline.net.periodic import stop
 from emberline.protocol.complete_response import Answer
 from emberline.protocol.errors import (
     BadInput,
@@ -81,9 +82,7 @@ class Queue(QueueReader):
         self._sweeping = asyncio.create_task(self._sweeper.run())
 
     async def close(self) -> None:
-        if self._sweeping is not None:
-            self._sweeping.cancel()
-            await asyncio.gather(self._sweeping, return_exceptions=True)
+        await stop(self._sweeping)
         await self._outcomes.close()
 
     def now_us(self) -> int:

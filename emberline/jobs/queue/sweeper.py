@@ -3,7 +3,6 @@
 Every process may sweep: each action is a transaction that changes nothing if another process has done it.
 """
 
-import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable
@@ -20,6 +19,7 @@ from emberline.jobs.queue.enqueue import release_jobs
 from emberline.jobs.queue.finalize import reject_batch
 from emberline.jobs.queue.job import JobKey, JobOutcome, JobState
 from emberline.jobs.webhooks.events import EVENTS_CHANNEL
+from emberline.net.periodic import every
 from emberline.protocol.errors import Conflict, ErrorInfo
 from emberline.store import Database, Query, Rows, Transaction
 
@@ -54,10 +54,8 @@ class Sweeper:
         self._next_purge_us = 0
 
     async def run(self) -> None:
-        """Forever. An action that fails is repeated in the next round."""
-        while True:
-            await asyncio.sleep(self._limits.sweep_s * random.uniform(0.5, 1.5))
-            await self.sweep()
+        """Sweep until cancelled. An action that fails is repeated in the next round."""
+        await every(self._limits.sweep_s, self.sweep, log, "sweeping the queue failed", jitter=0.5)
 
     async def sweep(self) -> None:
         actions: list[Callable[[], Awaitable[None]]] = [self._reclaim_expired_leases, self._expire, self.recover]

@@ -23,6 +23,7 @@ from emberline.jobs.webhooks.events import EVENTS_CHANNEL, Event, webhook_body
 from emberline.jobs.webhooks.webhook_store import signature_headers
 from emberline.net.egress_policy import EgressPolicy, parse_target
 from emberline.net.http_post import PostFailed, PostResponse, post
+from emberline.net.periodic import stop
 from emberline.protocol import trace_context
 from emberline.protocol.errors import EmberlineError
 from emberline.protocol.trace_context import TraceContext
@@ -104,14 +105,10 @@ class Deliverer:
 
     async def close(self) -> None:
         """Let attempts finish for a moment; one that is cancelled is repeated elsewhere when its lease ends."""
-        if self._loop_task is not None:
-            self._loop_task.cancel()
-            await asyncio.gather(self._loop_task, return_exceptions=True)
+        await stop(self._loop_task)
         if self._attempts:
             _, late = await asyncio.wait(self._attempts, timeout=_CLOSE_S)
-            for task in late:
-                task.cancel()
-            await asyncio.gather(*late, return_exceptions=True)
+            await stop(*late)
 
     async def _run(self) -> None:
         while True:

@@ -11,7 +11,7 @@ from emberline.jobs.webhooks.deliveries import Deliveries
 from emberline.jobs.webhooks.events import EventFeed
 from emberline.jobs.webhooks.webhook_store import WebhookEndpoints
 from emberline.net.egress_policy import EgressPolicy, Resolve
-from emberline.protocol.errors import EmberlineError
+from emberline.net.periodic import every, stop
 from emberline.store import Database
 
 RETENTION_DAYS = 30
@@ -55,14 +55,14 @@ class WebhookService:
     def deliver(self) -> None:
         """Start sending due deliveries and removing old ones."""
         self.deliverer.start()
-        self._purging = asyncio.create_task(self._purge_forever())
+        self._purging = asyncio.create_task(
+            every(PURGE_INTERVAL_S, self.purge_expired, log, "old events were not removed", at_once=True)
+        )
 
     async def close(self) -> None:
         """Release waiting readers and let running attempts finish; the store stays open."""
         self.feed.end()
-        if self._purging is not None:
-            self._purging.cancel()
-            await asyncio.gather(self._purging, return_exceptions=True)
+        await stop(self._purging)
         await self.deliverer.close()
 
     async def purge_expired(self) -> None:
@@ -70,11 +70,3 @@ class WebhookService:
         before_us = self._db.now_us() - self._retention_us
         await self.deliveries.remove_before(before_us)
         await self._db.write("DELETE FROM events WHERE created_us < ?", (before_us,))
-
-    async def _purge_forever(self) -> None:
-        while True:
-            try:
-                await self.purge_expired()
-            except EmberlineError as error:  # the store may be back in the next round
-                log.error("old events were not removed: %s", error.message)
-            await asyncio.sleep(PURGE_INTERVAL_S)

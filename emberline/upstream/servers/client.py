@@ -16,6 +16,7 @@ import msgspec
 from emberline.balancer.endpoint import Capacity, Endpoint, WorkerListener
 from emberline.config import ConfigError, EndpointConfig
 from emberline.net.http_client import ConnectionFailed, ConnectionPool, parse
+from emberline.net.periodic import stop
 from emberline.protocol.block_hash import BLOCK_TOKENS
 from emberline.protocol.errors import EngineLost
 from emberline.protocol.frames import EngineInfo, EngineLoad, KVEvents
@@ -201,10 +202,7 @@ class UpstreamClient:
 
     async def close(self) -> None:
         self.closing = True
-        tasks = [*self._tasks, *(() if self._canary is None else (self._canary,))]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await stop(*self._tasks, self._canary)
         self.problem = "closed"
         self.pool.close()
         self._probes.close()
