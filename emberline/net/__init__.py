@@ -1,2 +1,2 @@
-"""Network code that knows no models: HTTP client and server, links and typed calls between processes, background loops, multipart forms,
-egress policy."""
+"""Network code that knows no models: HTTP client and server, links and typed calls between processes, repeated
+background work, multipart forms, egress policy."""
