@@ -29,7 +29,8 @@ LONG_QUEUE = 16_384  # waiting tokens beyond which the latency target is relaxed
 ROOMY_SHARE = 4  # draft tokens for each row of a step, from which on a row may have twice its share
 _NO_DRAFTS = Flag.SLOW | Flag.PREFILL_ONLY  # flags of sequences that draft nothing
 _NOT_ON_DEVICE = Flag.GUIDED | Flag.BANS | Flag.THINKING  # flags of sequences whose draws the host must know
-_BATCH = Priority.BATCH  # asked of every row: a lookup in an Enum takes longer than all else that is
+_NOT_AHEAD = Flag.AWAITS_LAST | Flag.SLOW  # flags of sequences whose last token must be known first
+_BATCH = Priority.BATCH  # asked of every row: a lookup in a class takes longer than all else that is
 
 
 class StepPlanner:
@@ -107,8 +108,8 @@ class StepPlanner:
             if pipelined and (seq.n_sampling or len(plan.rows) >= most_rows):
                 continue  # it is in another micro-batch, or will be in the next one
             if (not seq.n_sampling or _can_run_ahead(seq)) and not (seq.suspicion and self._holds_back(seq)):
-                draft = drafts.get(seq.number) if drafts else None
-                draft_ids = b"" if draft is None else self._take_draft(plan, seq, n_due, draft)
+                has_draft = drafts and seq.number in drafts
+                draft_ids = self._take_draft(plan, seq, n_due, drafts[seq.number]) if has_draft else b""
                 self._add_row(plan, seq, n_due, n_due, draft_ids)
         if prefills or queues.waiting:
             self._plan_prefills(plan, prefills, decoding)
@@ -271,7 +272,8 @@ class StepPlanner:
                 if victim is seq:
                     return False
             blocks = self._cache.grow(seq.table, lowest, end)
-        samples = n == n_due and not seq.flags & Flag.PREFILL_ONLY
+        flags = seq.flags
+        samples = n == n_due and not (flags and flags & Flag.PREFILL_ONLY)
         follows = n_sampling > 0
         plan.rows.append(
             Row(  # by position: keywords take as long as all else
@@ -282,7 +284,7 @@ class StepPlanner:
                 blocks or None,
                 [held.n_passed for held in seq.table.groups] if self._cache.windowed else self._none_passed,
                 samples,
-                token_rules.banned(seq) if seq.flags & Flag.BANS else (),
+                token_rules.banned(seq) if flags and flags & Flag.BANS else (),
                 seq.admission,
                 follows,
                 draft_ids,
@@ -347,9 +349,10 @@ def _can_run_ahead(seq: Sequence) -> bool:
     follow; not when the thinking limit is reached with it, and may insert other tokens; nor when it is the last for
     sure. An end token shows one step late, and what was computed behind it is thrown away.
     """
-    if seq.flags & (Flag.AWAITS_LAST | Flag.SLOW):
-        return False
-    limit = seq.request.thinking_limit if seq.flags & Flag.THINKING else None
-    if limit is not None and seq.n_output + seq.n_sampling >= limit.most:
-        return False
-    return seq.n_sampling + seq.n_drafting < seq.n_output_left
+    if seq.flags:
+        if seq.flags & _NOT_AHEAD:
+            return False
+        limit = seq.request.thinking_limit if seq.flags & Flag.THINKING else None
+        if limit is not None and seq.n_output + seq.n_sampling >= limit.most:
+            return False
+    return seq.n_sampling + seq.n_drafting < seq.most_tokens - (len(seq.ids) >> 2)

@@ -222,15 +222,15 @@ class Scheduler:
         self._planner.succeeded()
         token_ids, by_number, absorbed, at = drawn_ids(sampled), self._by_number, self._absorbed, 0
         for row in plan.rows:
-            first, draft_ids = at, row.draft_ids
-            if row.samples:
-                at += 1 + (len(draft_ids) >> 2)
+            first, draft_ids, samples = at, row.draft_ids, row.samples
+            if samples:
+                at += 1 + (len(draft_ids) >> 2) if draft_ids else 1
             seq = by_number.get(row.number)
             if seq is None or seq.admission != row.admission:
                 continue
             seq.suspicion = 0
             absorbed.append(seq)
-            if not row.samples:
+            if not samples:
                 seq.n_done = row.end
                 self.admission.publish(seq)
                 if not seq.samples:
@@ -249,17 +249,15 @@ class Scheduler:
             seq.n_done = n_tokens if row.n_ahead else row.start + (n_own or 1)
             if n_own > 1:  # of a prompt: others may wait for its blocks
                 self.admission.publish(seq)
-            end = first + 1 + (self._verify(seq, draft_ids, token_ids[first:at]) if draft_ids else 0)
-            ids = token_ids[first:end]
-            flags = seq.flags
-            if flags & Flag.GUIDED:
-                guided.append((seq, list(sampled[first:end])))
-            elif flags & Flag.THINKING or n_tokens + len(ids) >= seq.most_tokens or not seq.stop_ids.isdisjoint(ids):
-                entries, finish, n = token_rules.take_run(seq, list(sampled[first:end]))
+            n = self._verify(seq, draft_ids, token_ids[first:at]) if draft_ids else 0
+            ids = token_ids[first : first + 1 + n]
+            if not seq.flags and n_tokens + n + 1 < seq.most_tokens and seq.stop_ids.isdisjoint(ids):
+                deltas.append(self._append(seq, ids, (), None, n))  # the common case: all of it joins the output
+            elif seq.flags & Flag.GUIDED:
+                guided.append((seq, list(sampled[first : first + 1 + n])))
+            else:
+                entries, finish, n = token_rules.take_run(seq, list(sampled[first : first + 1 + n]))
                 deltas.append(self._append(seq, [entry.token_id for entry in entries], entries, finish, n))
-            else:  # the common case: all of it joins the output, which goes on
-                drawn = sampled[first:end] if flags & Flag.LOGPROBS else ()
-                deltas.append(self._append(seq, ids, drawn, n_accepted=end - first - 1))
         if guided:
             for absorb in self._moments.absorb:
                 absorb(guided)
@@ -373,8 +371,8 @@ class Scheduler:
         seq: Sequence,
         ids: list[int],
         entries: Many[Sampled],
-        finish: FinishReason | None = None,
-        n_accepted: int = 0,
+        finish: FinishReason | None,
+        n_accepted: int,
     ) -> TokenDelta:
         """Add tokens to the output. entries: the same tokens as they were drawn, where their probabilities are wanted.
         n_accepted: drafts among them, whose KV is in the table."""
@@ -392,7 +390,7 @@ class Scheduler:
             return self._end(seq, finish, packed, logprobs)
         if first:
             return TokenDelta(seq.id, packed, None, self._usage(seq), logprobs, None, seq.waited_s)
-        usage = self._usage(seq) if seq.flags & Flag.DRAFT_REPORTS else None
+        usage = self._usage(seq) if seq.flags and seq.flags & Flag.DRAFT_REPORTS else None
         return TokenDelta(seq.request.id, packed, None, usage, logprobs)
 
     def _usage(self, seq: Sequence, partial: bool = False) -> Usage:
