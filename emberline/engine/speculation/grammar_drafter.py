@@ -25,7 +25,7 @@ class GrammarDrafter:
     def propose(self, seqs: Many[Sequence], before: Mapping[int, Draft]) -> Iterable[tuple[Sequence, Draft]]:
         """Propose the forced tokens of guided sequences for which no other drafter proposes any."""
         for seq in seqs:
-            if seq.guided and seq.number not in before and (ids := self.forced_ids(seq.number)):
+            if seq.flags and seq.guided and seq.number not in before and (ids := self.forced_ids(seq.number)):
                 cells = [INNER] * (len(ids) // 4 - 1) + [LAST]
                 yield seq, Draft(ids[: 4 * MOST], cells[:MOST])
 

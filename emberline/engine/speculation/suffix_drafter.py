@@ -63,20 +63,19 @@ class SuffixDrafter:
         requests, contexts = list[int](), list[bytes | bytearray]()
         root_key, tenant = b"", 0  # those of the last one: most are of few tenants
         for seq in seqs:
-            if seq.root_key != root_key:
-                root_key, tenant = seq.root_key, self._tenant(seq)
-            ids, context = seq.ids, seq.ids[-CONTEXT_BYTES:]
-            entry = entries.get(seq.number) or self._of_sequence(seq)
-            address = 0 if entry is None else entry.index.address
-            n_new = 0
-            if entry is not None:
-                entry.used_step = step
+            if (owner := seq.table.owner[0]) != root_key:
+                root_key, tenant = owner, self._tenant(seq)
+            ids = seq.ids
+            context, address, n_new = ids[-CONTEXT_BYTES:], 0, 0
+            if (entry := entries.get(seq.number) or self._of_sequence(seq)) is not None:
+                index = entry.index
+                address, entry.used_step = index.address, step
                 n_new = (len(ids) >> 2) - entry.n_indexed
                 if n_new > MAX_MATCH:
                     n_new = self._index(entry, seq)
                 entry.n_indexed += n_new
-                entry.index.n_tokens += n_new
-            if (draft := before.get(seq.number)) is not None:  # one request indexes, the other looks up
+                index.n_tokens += n_new
+            if before and (draft := before.get(seq.number)) is not None:  # one request indexes, the other looks up
                 asked.append(None)
                 requests += (address, tenant, len(context) >> 2, n_new)
                 contexts.append(context)
