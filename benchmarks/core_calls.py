@@ -60,7 +60,7 @@ SHORT, LONG = 3, 9  # pieces of a paced reply
 SEEN, MAX_REPEATS = 4, 40  # a count is taken once it has come up so many times and none was smaller
 PATIENCE_S = 60.0
 LOOK_UPS = {  # functions that turn a model's name into a model, by file
-    "service/service.py": {"_unalias"},
+    "service/models.py": {"find"},
     "gateway/routing.py": {"plan"},
 }
 JSON_DECODERS = (msgspec.json.decode, json.loads)

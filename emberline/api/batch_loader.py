@@ -107,8 +107,8 @@ class BatchService:
 
 def job_reader(batch: Batch, service: Backend) -> JobReader:
     if batch.kind == "anthropic":
-        return partial(read_message_job, service)
+        return partial(read_message_job, service, batch)
     if batch.kind == "workers_ai":
-        return partial(read_input_job, service, batch.model)
+        return partial(read_input_job, service, batch)
     assert batch.kind == "openai", "a background response has no file to load"
-    return OpenAIJobReader(service, batch.endpoint)
+    return OpenAIJobReader(service, batch)

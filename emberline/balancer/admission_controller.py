@@ -91,11 +91,13 @@ class AdmissionController:
         self._dispatch()
 
     async def admit(self, request: RouteRequest) -> Route:
-        """Wait for a route; the request is in flight until `ended`. Overloaded, Unavailable, DeadlineExceeded.
+        """Wait for a route; the request is in flight until `ended`. Raises Overloaded, Unavailable, DeadlineExceeded.
         A request that asks again is moved to other workers."""
         if request.engine:
             return self.balancer.dispatch_job(request, self._clock())
-        self.balancer.enqueue(request, self._clock())
+        record = self.balancer.enqueue(request, self._clock())
+        if not self._waiting and (route := self.balancer.claim(record)) is not None:
+            return route
         waiting: asyncio.Future[Route] = asyncio.get_running_loop().create_future()
         self._waiting[request.id] = waiting
         self._dispatch()
@@ -108,12 +110,14 @@ class AdmissionController:
 
     def first_token(self, request_id: str, cached_tokens: int) -> None:
         self.balancer.first_token(request_id, self._clock(), cached_tokens)
-        self._dispatch()
+        if self._waiting:
+            self._dispatch()
 
     def ended(self, request_id: str, outcome: Outcome, output_tokens: int = 0, blame: tuple[str, ...] = ()) -> None:
-        """`blame`: the workers that failed the request."""
+        """End a request. `blame`: the workers that failed it."""
         self.balancer.ended(request_id, self._clock(), outcome, output_tokens, blame)
-        self._dispatch()
+        if self._waiting:
+            self._dispatch()
 
     def find(self, request_id: str) -> InFlightRequest | None:
         return self.balancer.ledger.get(request_id)

@@ -50,10 +50,10 @@ class AdmissionQueue:
         self._reroutes: deque[tuple[float, InFlightRequest]] = deque()  # when each was last routed
         self._expirations: list[tuple[float, int, InFlightRequest]] = []
         self._tie = count()
-        self._n_waiting = 0
+        self.n_waiting = 0  # requests, in all queues; changed here alone
 
     def __len__(self) -> int:
-        return self._n_waiting
+        return self.n_waiting
 
     def __iter__(self) -> Iterator[InFlightRequest]:
         return chain.from_iterable(queue.waiting for queue in self._pools.values())
@@ -74,7 +74,7 @@ class AdmissionQueue:
         was_waiting = self._is_waiting(record)
         if not was_waiting:
             self._pools[record.pool].waiting[record] = None
-            self._n_waiting += 1
+            self.n_waiting += 1
             if record.deadline_s is not None:
                 self._expire_at(record.deadline_s, record)
         else:
@@ -90,7 +90,7 @@ class AdmissionQueue:
     def remove(self, record: InFlightRequest) -> None:
         if self._is_waiting(record):
             del self._pools[record.pool].waiting[record]
-            self._n_waiting -= 1
+            self.n_waiting -= 1
             self._leave_queue(record)
 
     def forget(self, pool: str) -> None:
@@ -145,8 +145,8 @@ class AdmissionQueue:
         return expired
 
     def wake_s(self) -> float | None:
-        """When the next request expires or is to be routed again; None while none waits."""
-        if not self._n_waiting:
+        """When the next request expires or is to be routed again. Returns None if no request waits."""
+        if not self.n_waiting:
             return None
         while self._expirations and not self._is_waiting(self._expirations[0][2]):
             heapq.heappop(self._expirations)

@@ -209,10 +209,15 @@ class Balancer:
             raise
         return record
 
+    def claim(self, record: InFlightRequest) -> Route | None:
+        """Take the route of the request that was enqueued last, so that `dispatch` does not hand it out. Returns None
+        if the request waits."""
+        return self._decided.pop().route if self._decided and self._decided[-1] is record else None
+
     def dispatch(self, now_s: float) -> list[InFlightRequest]:
-        """Requests that leave the queue now, each with its route or its error."""
+        """Hand out the requests that leave the queue now, each with its route or its error."""
         self._check(now_s)
-        if len(self.queue):
+        if self.queue.n_waiting:
             for record, error in self.queue.expired(now_s):
                 self._refused(record, error, hand_out=True)
             for record in self.queue.due(now_s):
@@ -309,7 +314,7 @@ class Balancer:
         record.requeue(request, now_s)
 
     def _admit(self, record: InFlightRequest, now_s: float, is_new: bool) -> None:
-        """Route it, or let it wait, if it may."""
+        """Route a request, or let it wait, if it may."""
         request, pool = record.request, self._pools.get(record.pool)
         decoders = pool.candidates((*request.avoid, *request.lost), request.account)[0] if pool is not None else []
         if not decoders and request.wait_s <= 0:
@@ -326,8 +331,8 @@ class Balancer:
             self._refused(last, self.queue.overloaded(last, now_s), hand_out=True)
 
     def _route(self, record: InFlightRequest, now_s: float, serving: Worker | None = None) -> bool:
-        """Dispatch it if the best workers for it have room and no queue; else put it into the queue of the one that
-        blocks it. `serving`: the worker whose queue is being served, and it is first there."""
+        """Dispatch a request if the best workers for it have room and no queue; else put it into the queue of the one
+        that blocks it. `serving`: the worker whose queue is being served, and the request is first there."""
         request, pool = record.request, self._pools[record.pool]
         decoders, prefillers = pool.candidates((*request.avoid, *request.lost), request.account)
         if not decoders:
@@ -335,15 +340,18 @@ class Balancer:
             return False
         need = self.routing_input(request, pool, decoders)
         pair = pool.decide(decoders, prefillers, need, now_s)
-        if record.rank_s is None:
-            record.rank_s = record.arrived_s + need.prefill_s(pair.prefill)
-        blocker = pair.blocker or self._queued_before(pair, record, serving)
+        blocker, is_queued = pair.blocker, self.queue.n_waiting > 0
+        if blocker is None and is_queued:
+            blocker = self._queued_before(pair, record, serving)
         if blocker is None and request.reject_if_busy and pair.decode.has_queue(now_s):
             blocker = pair.decode
         if blocker is not None:
+            if record.rank_s is None:
+                record.rank_s = record.arrived_s + need.prefill_s(pair.prefill)
             self.queue.hold(record, blocker.name, now_s)
             return False
-        self.queue.remove(record)
+        if is_queued:
+            self.queue.remove(record)
         self.queue.departed(record, now_s)
         route = self._charge(record, pair, need, now_s)
         cached = route.cached_tokens
@@ -367,16 +375,17 @@ class Balancer:
                 return
 
     def routing_input(self, request: RouteRequest, pool: WorkerPool, decoders: list[Worker]) -> RoutingInput:
-        """The facts about a request that a routing policy compares workers by."""
-        match = self.index.match(request.keys)
-        shared = shared_blocks(match, [worker.slot_bits for worker in decoders]) if match else 0
+        """Collect the facts about a request that its workers are chosen by."""
+        compares = len(pool.workers) > 1  # else no policy is asked: only the worker's room and cache count
+        match = self.index.match(request.keys) if request.keys else []
+        shared = shared_blocks(match, [worker.slot_bits for worker in decoders]) if match and compares else 0
         return RoutingInput(
             max(1, request.input_tokens),
             request.n,
             match,
             shared,
-            session_hash(request, shared),
-            pool.replies.expected(request.max_tokens),
+            session_hash(request, shared) if compares else 0,
+            pool.replies.expected(request.max_tokens) if compares else 0.0,
             request.n * pool.replies.predicted(request.max_tokens),
             self.settings.block_tokens,
             passes_flex=request.priority in ("priority", "default"),
@@ -394,12 +403,12 @@ class Balancer:
         if need.match:
             self.index.used(keys, need.match[0][0])
         for worker in {decode, prefill}:
-            prefill_s = prefill.wait_s(now_s) + record.work_us * 1e-6 * prefill.prefill_speed.scale
-            new_keys = keys[need.depth(1 << worker.slot) * DIGEST_BYTES :]
-            if worker.capacity.events:
-                self.index.expect(worker.slot, new_keys, now_s + EXPECTED_S + prefill_s)
-            else:
-                self.index.stored(worker.slot, new_keys)
+            if new_keys := keys[need.depth(1 << worker.slot) * DIGEST_BYTES :] if need.match else keys:
+                if worker.capacity.events:
+                    prefill_s = prefill.wait_s(now_s) + record.work_us * 1e-6 * prefill.prefill_speed.scale
+                    self.index.expect(worker.slot, new_keys, now_s + EXPECTED_S + prefill_s)
+                else:
+                    self.index.stored(worker.slot, new_keys)
             worker.dispatched(need.tokens, now_s)
             if worker.breaker.state != "closed":
                 worker.breaker.sent()
@@ -476,7 +485,8 @@ class Balancer:
         self._close(record)
 
     def _unqueue(self, record: InFlightRequest) -> None:
-        self.queue.remove(record)
+        if self.queue.n_waiting:
+            self.queue.remove(record)
         if record in self._decided:
             self._decided.remove(record)
 
@@ -534,8 +544,8 @@ class Balancer:
         self._has_freed(worker)
 
     def _has_freed(self, worker: Worker) -> None:
-        """Capacity of the worker was freed: the next `dispatch` serves its queue."""
-        if self.queue.waiting_for(worker.name):
+        """Note that capacity of the worker was freed: the next `dispatch` serves its queue."""
+        if self.queue.n_waiting and self.queue.waiting_for(worker.name):
             self._freed.add(worker)
 
     def _reset(self, worker: Worker, now_s: float) -> None:

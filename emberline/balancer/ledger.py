@@ -152,9 +152,11 @@ class InFlightRequest:
     first_token_s: float | None = None
     mixed: bool = False  # jobs ran on the decode worker when this was dispatched
     priority: Priority = field(init=False)
+    is_job: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.priority = Priority[self.request.priority.upper()]
+        self.is_job = self.tenant is None
         self.pool = self.pool or self.request.model
         self.requeue(self.request, self.arrived_s)
 
@@ -164,10 +166,6 @@ class InFlightRequest:
         self.progress_s = self.checked_s = now_s
         self.deadline_s = None if request.deadline_s is None else now_s + request.deadline_s
         self.rank_s, self.waits_for, self.route, self.error = None, "", None, None
-
-    @property
-    def is_job(self) -> bool:
-        return self.tenant is None
 
     @property
     def phase(self) -> Phase:

@@ -137,7 +137,11 @@ class FleetPrefixIndex:
     def match(self, keys: bytes) -> Match:
         """How many leading blocks each worker holds, deepest first. Workers in no entry hold none."""
         n = len(keys) // DIGEST_BYTES
-        mask = self._mask(keys, 0) & self._live if n else 0
+        if not n:
+            return []
+        held, expected = self._held.get, self._expected.get
+        key = _key(keys, 0)
+        mask = (held(key, 0) | expected(key, 0)) & self._live
         match: Match = []
         # Block `low` is held by `at_low`, block `high` by a subset `at_high`; the others end in between. The later span
         # is pushed last, so that depths come out descending.
@@ -150,14 +154,12 @@ class FleetPrefixIndex:
                 match.append((high, at_low ^ at_high))
                 continue
             middle = (low + high) // 2
-            at_middle = (self._mask(keys, middle) | at_high) & at_low
+            start = middle * DIGEST_BYTES
+            key = int.from_bytes(keys[start : start + KEY_BYTES], sys.byteorder)  # `_key`, without a call
+            at_middle = (held(key, 0) | expected(key, 0) | at_high) & at_low
             spans.append((low, middle, at_low, at_middle))
             spans.append((middle, high, at_middle, at_high))
         return match
-
-    def _mask(self, keys: bytes, block: int) -> int:
-        key = _key(keys, block)
-        return self._held.get(key, 0) | self._expected.get(key, 0)
 
     def _unset(self, known: dict[int, int], slot: int, keys: list[int]) -> None:
         bit = 1 << slot

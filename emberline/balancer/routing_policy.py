@@ -19,14 +19,14 @@ MIXED_STEP_S = 0.0145  # a step that mixes prefill and decode lasts so long, or 
 
 @dataclass(slots=True, eq=False)
 class RoutingInput:
-    """One request, as policies see it."""
+    """One request, as policies see it. What only a policy asks for is left out where there is one candidate."""
 
     tokens: int
     n: int = 1
     match: Match = field(default_factory=list)  # leading blocks believed to be cached, and where
-    shared: int = 0  # of them, those that most workers hold
-    session64: int = 0  # identifies the conversation
-    output_tokens: float = 0.0  # expected of each sequence
+    shared: int = 0  # of them, those that most workers hold; for policies
+    session64: int = 0  # identifies the conversation; for policies
+    output_tokens: float = 0.0  # expected of each sequence; for policies
     reply_tokens: int = 0  # that KV is kept free for, of all sequences
     block_tokens: int = BLOCK_TOKENS
     passes_flex: bool = True  # engines preempt running flex requests for it
@@ -51,10 +51,12 @@ class RoutingInput:
         return min(self.depth(worker.slot_bits) * self.block_tokens, self.tokens - 1)
 
     def available(self, worker: Worker) -> tuple[int, float]:
-        """Prompt tokens that the worker need not compute: cached there, or fetched from the tier that saves most. And
-        the seconds of the fetch."""
+        """Return the prompt tokens that the worker need not compute: cached there, or fetched from the tier that saves
+        most. And the seconds of the fetch."""
+        if not self.match:
+            return 0, 0.0
         cached = self.cached(worker)
-        if not worker.fetch_costs or not self.match:
+        if not worker.fetch_costs:
             return cached, 0.0
         best, best_s, most_s = cached, 0.0, 0.0
         scale, cost = worker.prefill_speed.scale, worker.cost

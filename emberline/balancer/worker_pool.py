@@ -55,6 +55,9 @@ class WorkerPair(NamedTuple):
     blocker: Worker | None  # the one of them that has no room yet
 
 
+Candidates = tuple[list[Worker], list[Worker]]  # for decode, and for prefill only
+
+
 class WorkerPool:
     def __init__(self, settings: Settings) -> None:
         self.workers: list[Worker] = []
@@ -89,8 +92,8 @@ class WorkerPool:
         self._has_dedicated = any(worker.endpoint.account for worker in self.workers)
         self._has_regions = any(self._region(worker) for worker in self.workers)
 
-    def candidates(self, avoid: Sequence[str], account: str = "") -> tuple[list[Worker], list[Worker]]:
-        """For decode, and for prefill only, of the account's requests. Workers that are to be avoided, are stalled or
+    def candidates(self, avoid: Sequence[str], account: str = "") -> Candidates:
+        """The workers that the account's requests may go to. Workers that are to be avoided, are stalled or
         ejected come in only when there is no other. An account with workers of its own uses no others while one of
         them is connected; nobody else uses those."""
         if self._has_dedicated:
@@ -104,9 +107,7 @@ class WorkerPool:
         connected = [worker for worker in self.workers if worker.connected and not worker.draining]
         return self._healthy(self._ready, connected, avoid)
 
-    def _healthy(
-        self, ready: list[Worker], connected: list[Worker], avoid: Sequence[str]
-    ) -> tuple[list[Worker], list[Worker]]:
+    def _healthy(self, ready: list[Worker], connected: list[Worker], avoid: Sequence[str]) -> Candidates:
         for workers in (ready, connected):
             decoders, prefillers = _by_stage([worker for worker in workers if worker.name not in avoid])
             if decoders:
@@ -148,7 +149,7 @@ class WorkerPool:
 
     def _decide(self, decoders: list[Worker], prefillers: list[Worker], need: RoutingInput, now_s: float) -> WorkerPair:
         if not prefillers:
-            decode = self._policy.choose(decoders, need, now_s)
+            decode = decoders[0] if len(decoders) == 1 else self._policy.choose(decoders, need, now_s)
             return WorkerPair(decode, decode, None if self._has_room(decode, need, now_s, prefills=True) else decode)
         prefill = self._choose_prefill(prefillers, need, now_s)
         decode = self._decode_policy.choose(decoders, need, now_s)
@@ -212,7 +213,7 @@ class WorkerPool:
         return self._prefill_policy.backpressure and worker.wait_s(now_s) > self._settings.ahead_s
 
 
-def _by_stage(workers: list[Worker]) -> tuple[list[Worker], list[Worker]]:
+def _by_stage(workers: list[Worker]) -> Candidates:
     """Workers that can decode, given the others, and those that only prefill."""
     prefillers = [worker for worker in workers if worker.endpoint.role == "prefill"]
     decoders = [worker for worker in workers if worker.endpoint.role != "prefill"]

@@ -44,20 +44,20 @@ class Served:
 
     @property
     def text(self) -> TextModel:
-        """Of a model that generates text; BadInput for any other."""
+        """The tokenizer of a model that generates text. Raises BadInput for any other model."""
         if isinstance(self.tokenizer, TextModel):
             return self.tokenizer
         raise self._not_for("generates no text")
 
     @property
     def encoder(self) -> TextEncoder:
-        """Of a model that encodes text; BadInput for one that generates it."""
+        """The tokenizer of a model that encodes text. Raises BadInput for one that generates it."""
         if isinstance(self.tokenizer, TextEncoder):
             return self.tokenizer
         raise self._not_for("has no embeddings, scores or labels")
 
     def check_speech(self) -> None:
-        """BadInput for a model that does not transcribe speech."""
+        """Raise BadInput for a model that does not transcribe speech."""
         if self.card.task != SPEECH_RECOGNITION:
             raise self._not_for("transcribes no speech")
 
@@ -70,7 +70,7 @@ LoadModel = Callable[[ModelFiles], Served]
 
 
 class ServedModels:
-    """Owned by one process. Names are those of the cards: ids and aliases, in any case of letters."""
+    """The models of our engines in one process. Their names are those of their cards, in any case of letters."""
 
     def __init__(self, served: Sequence[Served] = (), load: LoadModel | None = None) -> None:
         self._load = load or load_served
@@ -87,41 +87,55 @@ class ServedModels:
         return list(self._cards.values())
 
     def known(self) -> list[Served]:
-        """Those whose tokenizers are in memory."""
+        """The models whose tokenizers are in memory."""
         return list(self._served.values())
 
     def model_id(self, name: str) -> str | None:
         return self._names.get(name.lower())
 
-    def resolve(self, name: str, hint: str = "") -> ModelCard:
-        """ModelNotFound and MalformedModelId say what to do about it; the first with the hint, if there is one."""
-        if (model := self.model_id(name)) is not None:
-            return self._cards[model]
+    def card(self, model_id: str) -> ModelCard | None:
+        """The card of the model with this id."""
+        return self._cards.get(model_id)
+
+    def find(self, name: str) -> ModelCard | None:
+        """The card of the model with this id or short name, in any case of letters."""
+        model = self._names.get(name.lower())
+        return None if model is None else self._cards[model]
+
+    def resolve(self, name: str) -> ModelCard:
+        """The card of the model with this name. Raises ModelNotFound or MalformedModelId."""
+        if (card := self.find(name)) is None:
+            raise self.not_found(name)
+        return card
+
+    def not_found(self, name: str, hint: str = "") -> ModelNotFound | MalformedModelId:
+        """The error for a name that no model here has. It says what to do about it, with the hint if there is one."""
         if len(name) > _MODEL_ID_CHARS or not _MODEL_ID.fullmatch(name):
-            raise MalformedModelId(f"{name[:_MODEL_ID_CHARS]!r} is not a model id", param="model")
+            return MalformedModelId(f"{name[:_MODEL_ID_CHARS]!r} is not a model id", param="model")
         if built_in(name) is not None:
-            raise ModelNotFound(f"{name} is not on this machine: run `emberline pull {name}` there", param="model")
-        raise ModelNotFound(f"no model {name} here; there are {', '.join(self._cards) or 'none'}{hint}", param="model")
+            return ModelNotFound(f"{name} is not on this machine: run `emberline pull {name}` there", param="model")
+        return ModelNotFound(f"no model {name} here; there are {', '.join(self._cards) or 'none'}{hint}", param="model")
 
     def text_of(self, model: str) -> TextModel:
-        """Of a model whose tokenizer is in memory."""
+        """The tokenizer of a model that generates text, which is in memory already."""
         return self._served[model].text
 
-    async def get(self, name: str) -> Served:
-        """The model of that name, its tokenizer read if it was not yet. A file that cannot be read is tried again."""
-        card = self.resolve(name)
+    async def get(self, card: ModelCard) -> Served:
+        """The model of the card, its tokenizer read if it was not yet. A file that cannot be read is tried again."""
         served = self._served.get(card.id)
         if served is not None and not self._lacks_info(served):
             return served
         loading = self._loading.get(card.id)
         if loading is None:
-            loading = asyncio.ensure_future(asyncio.to_thread(self._load, self._files[card.id]))
+            if (files := self._files.get(card.id)) is None:
+                raise self.not_found(card.id)  # it was removed after the request had found it
+            loading = asyncio.ensure_future(asyncio.to_thread(self._load, files))
             self._loading[card.id] = loading
             loading.add_done_callback(lambda done: self._loaded(card.id, done))
         return await asyncio.shield(loading)
 
     def offer(self, models: Iterable[ModelFiles]) -> None:
-        """These models, and no others, are loaded on demand. Those that were named at start stay as they are."""
+        """Let these models, and no others, be loaded on demand. Those that were named at start stay as they are."""
         files = {model.card.id: model for model in models}
         for model in self._files.keys() - files.keys() - self._at_start:
             del self._cards[model]
@@ -132,7 +146,7 @@ class ServedModels:
         self._index()
 
     def _lacks_info(self, served: Served) -> bool:
-        """A model that was named at start, and was unloaded since: its engine is not there to be asked."""
+        """True if a model was named at start and was unloaded since: its engine is not there to be asked."""
         model = served.card.id
         return served.info is None and model in self._files and self.states.get(model, "loaded") != "loaded"
 
@@ -150,5 +164,5 @@ class ServedModels:
 
 
 def load_served(files: ModelFiles) -> Served:
-    """Blocks."""
+    """Read a model's tokenizer and facts from its files. Blocks."""
     return Served(files.card, read_text(files), info=read_info(files))

@@ -19,12 +19,12 @@ LOCAL = "workers-ai"  # the provider of the models of our own engines, as Cloudf
 T = TypeVar("T")
 
 
-class Target(NamedTuple):
-    """One model of a plan."""
+class PlanStep(NamedTuple):
+    """One model of a plan, and its provider."""
 
     card: ModelCard
     provider: str
-    step: int  # its position in the chain
+    number: int  # its position in the chain
 
     @property
     def model(self) -> str:
@@ -32,7 +32,9 @@ class Target(NamedTuple):
 
 
 class Attempt(NamedTuple):
-    target: Target
+    """One attempt to have a model answer a request."""
+
+    step: PlanStep
     id: str  # under which it is in flight, and of its usage row
     is_retry: bool  # of a request that was admitted before: it does not count for rate limits again
     on_began: Callable[[], None] | None = None  # ends its timeout, where nothing is returned yet
@@ -62,21 +64,20 @@ class Attempts:
 
     def __init__(self, request_id: str, account: str, breakers: Breakers) -> None:
         self.made: list[LogAttempt] = []
-        self.answering: Target | None = None
+        self.answering: PlanStep | None = None
         self.was_admitted = False  # an attempt has counted for the limits on requests
         self._breaker: CircuitBreaker | None = None  # of the attempt that answers
         self._request_id = request_id
         self._account = account
         self._breakers = breakers
 
-    async def begin(self, target: Target, policy: RetryPolicy, start: Callable[[Attempt], Awaitable[T]]) -> T:
-        """What `start` returns for the first attempt that begins to answer. EmberlineError: none did; the last one's,
-        if that was not the model's fault to retry."""
+    async def begin(self, step: PlanStep, policy: RetryPolicy, start: Callable[[Attempt], Awaitable[T]]) -> T:
+        """Call `start` until an attempt begins to answer, and return its result. Raises the last error if none does."""
         delays_s = policy.delays_s()
         waited_s = 0.0
         while True:
             try:
-                return await self._attempt(target, policy.timeout_ms, waited_s, start)
+                return await self._attempt(step, policy.timeout_ms, waited_s, start)
             except EmberlineError as error:
                 delay_s = next(delays_s, None)
                 pause_s = None if delay_s is None or not is_transient(error) else wait_s(error, delay_s)
@@ -86,21 +87,21 @@ class Attempts:
             waited_s = pause_s
 
     async def _attempt(
-        self, target: Target, timeout_ms: int, waited_s: float, start: Callable[[Attempt], Awaitable[T]]
+        self, step: PlanStep, timeout_ms: int, waited_s: float, start: Callable[[Attempt], Awaitable[T]]
     ) -> T:
         number = len(self.made)
         attempt_id = self._request_id if not number else f"{self._request_id}-{number + 1}"
-        attempt = Attempt(target, attempt_id, self.was_admitted)
-        breaker = self._breakers.find(self._account, target.provider)
+        attempt = Attempt(step, attempt_id, self.was_admitted)
+        breaker = self._breakers.find(self._account, step.provider)
         began_s = time.monotonic()
         failed: EmberlineError | None = None
         try:
             if breaker is not None:
                 if not breaker.allows:
-                    raise CircuitOpen(target.provider, OPEN_S - (began_s - breaker.opened_s))
+                    raise CircuitOpen(step.provider, OPEN_S - (began_s - breaker.opened_s))
                 breaker.sent()
             found = await start(attempt) if not timeout_ms else await _in_time(start, attempt, timeout_ms)
-            self.answering, self._breaker = target, breaker
+            self.answering, self._breaker = step, breaker
             return found
         except EmberlineError as error:
             failed = error
@@ -117,10 +118,10 @@ class Attempts:
         finally:
             self.made.append(
                 LogAttempt(
-                    target.model,
-                    target.provider,
+                    step.model,
+                    step.provider,
                     attempt.id,
-                    target.step,
+                    step.number,
                     round((time.monotonic() - began_s) * 1000, 1),
                     round(waited_s * 1000, 1),
                     "" if failed is None else failed.kind,
@@ -156,7 +157,7 @@ async def _in_time(start: Callable[[Attempt], Awaitable[T]], attempt: Attempt, t
             is_waiting = False
             return found
     except TimeoutError:
-        model, provider = attempt.target.model, attempt.target.provider
+        model, provider = attempt.step.model, attempt.step.provider
         raise FirstByteTimeout(f"{model} ({provider}) sent nothing within {timeout_ms} ms", param="model") from None
 
 

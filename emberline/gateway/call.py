@@ -14,7 +14,7 @@ import msgspec
 
 from emberline.accounts.usage_row import UsageRow
 from emberline.catalog.model_card import ModelCard
-from emberline.gateway.attempts import LOCAL, Attempt, Attempts, Target, final_error, tries_next
+from emberline.gateway.attempts import LOCAL, Attempt, Attempts, PlanStep, final_error, tries_next
 from emberline.gateway.guardrails import HeldReply, applicable
 from emberline.gateway.log import LogRow, shortened
 from emberline.gateway.moderation import Moderator
@@ -24,15 +24,17 @@ from emberline.gateway.response_cache import CachedReply, request_digest
 from emberline.gateway.routing import Counter, Plan, plan
 from emberline.gateway.service import GatewayService
 from emberline.protocol.complete_response import Answer, Encoded
-from emberline.protocol.errors import EmberlineError
+from emberline.protocol.errors import EmberlineError, ModelNotFound
 from emberline.protocol.events import Completed, Started, TextEvent, Usage
 from emberline.protocol.gateway import GatewayOptions, GatewaySettings, StepConfig
 from emberline.protocol.media import Media, MediaRequest
+from emberline.protocol.provider import OwnKey
 from emberline.protocol.rate_limits import RateLimits
 from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal, SpeechRequest, alias_caller
 from emberline.protocol.speech import Transcript
 from emberline.service.event_collector import ChoiceCollector, events_of
 from emberline.telemetry.request_log import AttemptContext, never
+from emberline.upstream.target import Target
 from emberline.upstream.upstream_request import UpstreamRequest
 
 T = TypeVar("T")
@@ -67,13 +69,15 @@ class GatewayCall:
         self.begin_step()
         self._log_id = log_id
         self._n_requests = 0
-        self._cards: dict[tuple[str, str], ModelCard | None] = {}
+        self._cards: dict[tuple[str, str], ModelCard] = {}  # by name and caller
+        self._plan: tuple[str, Plan] | None = None  # of the next request, and the name of its model
         self._open: _Request | None = None  # of a universal request whose earlier steps have failed
         self._shown: _Request | None = None  # whose headers the response has
 
     def begin_step(self, number: int = 0, step: StepConfig | None = None, has_next: bool = False) -> None:
         """Of a universal request. Any other is one step. `has_next`: a failure is not the end."""
         self.first_step, self.step, self.has_next_step = number, step, has_next
+        self.own_key: OwnKey | None = None  # a provider's, which the client sends along
         self.ttl_s = cache_ttl_s(self.settings, self.options, step)
         self.retry_policy = retry_policy(self.settings, self.options, step, self.floor)
         # Whether replies, or prompts, must be read, and cannot be passed on as they come.
@@ -99,22 +103,45 @@ class GatewayCall:
         return found
 
     def plan(self, model: str, session: str | None, request_id: str) -> Plan:
-        """Which models are tried. Asking does not count for the limits of routes."""
-        metadata = self.options.metadata or {}
-        return plan(self.settings, model, metadata, alias_caller(self.principal, session, request_id), self)
+        """The models that the next request tries, planned once. Planning does not count for the limits of routes."""
+        caller = alias_caller(self.principal.account, session, request_id)
+        if self._plan is None or (self._plan[0], self._plan[1].caller) != (model, caller):
+            self._plan = model, plan(self.settings, model, self.options.metadata or {}, caller, self)
+        return self._plan[1]
 
-    def upstream_card(self, model: str, caller: str) -> ModelCard | None:
-        """As `Service.upstream_card`, looked up once for the request."""
+    def take_plan(self, model: str, session: str | None, request_id: str) -> Plan:
+        """The plan of a request that begins now. Another request of the same call is planned anew."""
+        found, self._plan = self.plan(model, session, request_id), None
+        return found
+
+    def card(self, model: str, caller: str) -> ModelCard:
+        """The model with this name, looked up once for the call. Raises ModelNotFound if there is none."""
         key = model, caller
-        if key not in self._cards:
-            self._cards[key] = self.pipeline.upstream_card(model, caller)
-        return self._cards[key]
+        if (found := self._cards.get(key)) is None:
+            found = self._cards[key] = self.pipeline.models.find(model, caller)
+        return found
 
-    def check_model(self, model: str, session: str | None, request_id: str) -> None:
-        """ModelNotFound where there is no such model and no other to try."""
+    def target(self, card: ModelCard) -> Target:
+        """The model as a request of this call uses it. Raises Forbidden if the caller may not use it."""
+        return self.pipeline.models.target(card, self.principal, self.own_key)
+
+    def use_model(self, model: str, session: str | None, request_id: str) -> ModelCard:
+        """The model that is tried first. Raises ModelNotFound if there is none that could be tried."""
         models, caller, *_ = self.plan(model, session, request_id)
-        if len(models) == 1 and self.upstream_card(models[0], caller) is None:
-            self.pipeline.resolve(models[0], caller)
+        for number, name in enumerate(models):
+            try:
+                return self.card(name, caller)
+            except ModelNotFound:
+                if number == len(models) - 1:
+                    raise
+        raise AssertionError("a plan has a model")
+
+    def relays(self, models: Plan) -> bool:
+        """True if upstream servers compute all models of the plan."""
+        try:
+            return all(self.pipeline.models.is_upstream(self.card(name, models.caller)) for name in models.models)
+        except EmberlineError:  # there is no such model: whether another one is tried is decided where it is asked
+            return False
 
     def has_room(self, counter: Counter) -> bool:
         return self.owner.counters.has_room(self.principal.account, self.settings.name, counter)
@@ -126,7 +153,7 @@ class GatewayCall:
     ) -> AsyncGenerator[TextEvent, None]:
         """As `Service.generate`."""
         with self._request(request.id, request.model, request.api) as run:
-            run.begin(self.plan(request.model, request.session, request.id))
+            run.begin(self.take_plan(request.model, request.session, request.id))
             if self.logs_content:
                 run.row.request = shortened(msgspec.json.encode(request.messages or request.prompt).decode())
             await run.moderator.check_prompt(request)
@@ -139,13 +166,14 @@ class GatewayCall:
                     return
 
             async def start(attempt: Attempt) -> tuple[TextEvent, AsyncGenerator[TextEvent, None]]:
-                asked = msgspec.structs.replace(request, id=attempt.id, model=attempt.target.model)
+                asked = msgspec.structs.replace(request, id=attempt.id, model=attempt.step.model)
                 events = self.pipeline.generate(
                     asked,
                     self.principal,
                     on_admit=run.admitting(on_admit),
                     on_complete=run.completing(on_complete),
                     attempt=run.context(attempt),
+                    card=attempt.step.card,
                 )
                 return await _first_of(events), events
 
@@ -156,7 +184,7 @@ class GatewayCall:
 
     async def forward(
         self,
-        make: Callable[[ModelCard, str], Awaitable[UpstreamRequest]],
+        make: Callable[[Target, str], Awaitable[UpstreamRequest]],
         models: Plan,
         request_id: str,
         requested: str,
@@ -168,11 +196,12 @@ class GatewayCall:
         servers."""
         with self._request(request_id, requested, api) as run:
             run.begin(models)
+            self._plan = None
 
             async def start(
                 attempt: Attempt,
             ) -> tuple[tuple[bytes, bool], AsyncGenerator[tuple[bytes, bool], None]]:
-                asked = await make(attempt.target.card, attempt.id)
+                asked = await make(self.target(attempt.step.card), attempt.id)
                 context = run.context(attempt, bills_failure=asked.stream)
                 blocks = self.pipeline.forward(asked, run.admitting(on_admit), run.completing(on_complete), context)
                 return await _first_of(blocks), blocks
@@ -191,7 +220,7 @@ class GatewayCall:
     ) -> Encoded:
         """As `Service.encode`."""
         with self._request(request.id, request.model, request.api) as run:
-            run.begin(self.plan(request.model, request.session, request.id))
+            run.begin(self.take_plan(request.model, request.session, request.id))
             texts = (*request.texts, request.query or "")
             await run.moderator.check_texts(texts, is_text=not request.token_ids)
             digest = run.digest(request) if self.ttl_s else ""
@@ -201,10 +230,13 @@ class GatewayCall:
                 return cached.encoded
 
             async def start(attempt: Attempt) -> Encoded:
-                asked = msgspec.structs.replace(request, id=attempt.id, model=attempt.target.model)
-                completing = run.completing(on_complete)
                 return await self.pipeline.encode(
-                    asked, self.principal, on_admit=on_admit, on_complete=completing, attempt=run.context(attempt)
+                    msgspec.structs.replace(request, id=attempt.id, model=attempt.step.model),
+                    self.principal,
+                    on_admit=on_admit,
+                    on_complete=run.completing(on_complete),
+                    attempt=run.context(attempt),
+                    card=attempt.step.card,
                 )
 
             encoded = await run.attempt(start)
@@ -217,9 +249,14 @@ class GatewayCall:
         """As `Service.transcribe`."""
 
         async def start(attempt: Attempt, completing: OnComplete, context: AttemptContext) -> Transcript:
-            asked = msgspec.structs.replace(request, id=attempt.id, model=attempt.target.model)
+            asked = msgspec.structs.replace(request, id=attempt.id, model=attempt.step.model)
             return await self.pipeline.transcribe(
-                asked, self.principal, on_admit=on_admit, on_complete=completing, attempt=context
+                asked,
+                self.principal,
+                on_admit=on_admit,
+                on_complete=completing,
+                attempt=context,
+                card=attempt.step.card,
             )
 
         texts = (request.prompt,)
@@ -231,9 +268,14 @@ class GatewayCall:
         """As `Service.make_media`."""
 
         async def start(attempt: Attempt, completing: OnComplete, context: AttemptContext) -> Media:
-            asked = msgspec.structs.replace(request, id=attempt.id, model=attempt.target.model)
+            asked = msgspec.structs.replace(request, id=attempt.id, model=attempt.step.model)
             return await self.pipeline.make_media(
-                asked, self.principal, on_admit=on_admit, on_complete=completing, attempt=context
+                asked,
+                self.principal,
+                on_admit=on_admit,
+                on_complete=completing,
+                attempt=context,
+                card=attempt.step.card,
             )
 
         texts = [value for value in request.fields.values() if isinstance(value, str)]
@@ -251,7 +293,7 @@ class GatewayCall:
     ) -> T:
         """A request of any other kind, whose result comes whole and is not cached. `texts`: for the guardrails."""
         with self._request(request_id, model, api) as run:
-            run.begin(self.plan(model, session, request_id))
+            run.begin(self.take_plan(model, session, request_id))
             await run.moderator.check_texts(texts)
             completing = run.completing(on_complete)
             found = await run.attempt(lambda attempt: start(attempt, completing, run.context(attempt)))
@@ -303,7 +345,7 @@ class _Request:
         self._is_answered = False
         self._began_s = time.monotonic()
         self._attempts = Attempts(request_id, call.principal.account, call.owner.breakers)
-        self.moderator = Moderator(call.settings, call.pipeline, call.principal, request_id)
+        self.moderator = Moderator(call.settings, call.pipeline, call.principal, request_id, call.own_key)
         self.row = LogRow(
             id=log_id,
             account=call.principal.account,
@@ -337,7 +379,7 @@ class _Request:
     def _model_id(self, model: str) -> str:
         """The id of the model that a name stands for; the name itself if there is none, as a fallback may answer."""
         try:
-            return self._target(model, 0).model
+            return self._call.card(model, self._plan.caller).id
         except EmberlineError:
             return model
 
@@ -359,10 +401,10 @@ class _Request:
         return found
 
     def _may_use(self, model: str) -> bool:
-        pipeline = self._call.pipeline
+        models = self._call.pipeline.models
         try:
-            pipeline.check_scope(self._call.principal, pipeline.resolve(model))
-        except EmberlineError:  # also where the model is gone
+            models.target(models.find(model), self._call.principal)
+        except EmberlineError:  # also if the model is gone
             return False
         return True
 
@@ -374,9 +416,9 @@ class _Request:
         for number, model in enumerate(self._plan.models):
             self.row.model, self.row.provider, self.row.step = model, "", call.first_step + number
             try:
-                target = self._target(model, self.row.step)
-                self.row.model, self.row.provider = target.model, target.provider
-                found = await self._attempts.begin(target, policy, start)
+                step = self._step(model, self.row.step)
+                self.row.model, self.row.provider = step.model, step.provider
+                found = await self._attempts.begin(step, policy, start)
                 self.row.ttft_us = self._elapsed_us()
                 return found
             except EmberlineError as error:
@@ -384,22 +426,28 @@ class _Request:
                     raise
         raise AssertionError("a plan has a model")
 
-    def _target(self, model: str, step: int) -> Target:
-        """ModelNotFound where there is none."""
-        pipeline, caller = self._call.pipeline, self._plan.caller
-        card = self._call.upstream_card(model, caller)
-        if card is not None:
-            return Target(card, pipeline.upstream.provider_of(card), step)
-        return Target(pipeline.resolve(model, caller), LOCAL, step)
+    def _step(self, model: str, number: int) -> PlanStep:
+        """Raises ModelNotFound if there is no such model."""
+        pipeline, card = self._call.pipeline, self._call.card(model, self._plan.caller)
+        is_upstream = pipeline.models.is_upstream(card)
+        return PlanStep(card, pipeline.upstream.provider_of(card) if is_upstream else LOCAL, number)
 
     def context(self, attempt: Attempt, bills_failure: bool = True) -> AttemptContext:
         """Make the context of an attempt. Our own fleets move a request between their workers; a provider has one,
         which is asked again by us. Only the operator's timeout makes an attempt free."""
         call, max_failovers = self._call, None
-        if attempt.target.provider != LOCAL:
-            max_failovers = call.pipeline.upstream.n_servers(attempt.target.card) - 1
+        if attempt.step.provider != LOCAL:
+            max_failovers = call.pipeline.upstream.n_servers(attempt.step.card) - 1
         timed_out = attempt.timed_out if is_operators_timeout(call.retry_policy, call.floor) else never
-        return AttemptContext(attempt.is_retry, max_failovers, bills_failure, attempt.on_began, timed_out, self._count)
+        return AttemptContext(
+            is_retry=attempt.is_retry,
+            max_failovers=max_failovers,
+            bills_failure=bills_failure,
+            on_began=attempt.on_began,
+            timed_out=timed_out,
+            on_end=self._count,
+            own_key=call.own_key,
+        )
 
     def admitting(self, on_admit: OnAdmit | None) -> OnAdmit:
         def admit(rate_limits: RateLimits | None) -> None:

@@ -12,6 +12,7 @@ from emberline.protocol.complete_response import Encoded
 from emberline.protocol.errors import EmberlineError, Unavailable, Unsupported
 from emberline.protocol.events import TextEvent
 from emberline.protocol.gateway import GatewaySettings, Guardrail
+from emberline.protocol.provider import OwnKey
 from emberline.protocol.request import EncodeRequest, GenerateRequest, Message, Principal, SamplingParams
 from emberline.service.event_collector import collect_answer
 from emberline.telemetry.request_log import AttemptContext
@@ -19,27 +20,54 @@ from emberline.telemetry.request_log import AttemptContext
 MAX_VERDICT_TOKENS = 16
 
 
-class Models(Protocol):
+class ModerationModels(Protocol):
+    """Finds moderation models by name."""
+
+    def find(self, name: str, caller: str = "") -> ModelCard: ...
+
+
+class ModerationPipeline(Protocol):
     """The pipeline, for moderation models."""
 
-    def resolve(self, model_id: str, caller: str = "") -> ModelCard: ...
+    @property
+    def models(self) -> ModerationModels: ...
 
     def generate(
-        self, request: GenerateRequest, principal: Principal, *, attempt: AttemptContext | None = None
+        self,
+        request: GenerateRequest,
+        principal: Principal,
+        *,
+        attempt: AttemptContext | None = None,
+        card: ModelCard | None = None,
     ) -> AsyncGenerator[TextEvent, None]: ...
 
-    async def encode(self, request: EncodeRequest, principal: Principal) -> Encoded: ...
+    async def encode(
+        self,
+        request: EncodeRequest,
+        principal: Principal,
+        *,
+        attempt: AttemptContext | None = None,
+        card: ModelCard | None = None,
+    ) -> Encoded: ...
 
 
 class Moderator:
     """The guardrails of one request. `flags` names those that its prompt or reply has violated."""
 
-    def __init__(self, settings: GatewaySettings, models: Models, principal: Principal, request_id: str) -> None:
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        pipeline: ModerationPipeline,
+        principal: Principal,
+        request_id: str,
+        own_key: OwnKey | None = None,
+    ) -> None:
         self.flags: list[str] = []
         self.prompt_rules = applicable(settings.guardrails, "request")
         self.reply_rules = applicable(settings.guardrails, "response")
         self._settings = settings
-        self._models = models
+        self._pipeline = pipeline
+        self._own_key = own_key
         # The account chose the model, whatever models this caller's key may use.
         self._principal = msgspec.structs.replace(principal, models=())
         self._request_id = request_id
@@ -85,16 +113,18 @@ class Moderator:
         self._n_asked += 1
         request_id = f"{self._request_id}-guard-{self._n_asked}"
         try:
-            card = self._models.resolve(rule.model)
+            card = self._pipeline.models.find(rule.model)
             if card.task == TEXT_CLASSIFICATION:
                 asked = EncodeRequest(id=request_id, model=card.id, texts=(text,), truncate=True, api="run")
-                encoded = await self._models.encode(asked, self._principal)
+                context = AttemptContext(own_key=self._own_key)
+                encoded = await self._pipeline.encode(asked, self._principal, attempt=context, card=card)
                 scores = dict(zip(encoded.labels, next(iter(encoded.rows())), strict=False))
                 return any(scores.get(label, 0.0) >= rule.threshold for label in rule.labels)
             sampling = SamplingParams(temperature=0, max_tokens=MAX_VERDICT_TOKENS)
             messages = (Message("user", text),)
             request = GenerateRequest(id=request_id, model=card.id, messages=messages, sampling=sampling, api="chat")
-            events = self._models.generate(request, self._principal, attempt=AttemptContext(is_retry=True))
+            context = AttemptContext(is_retry=True, own_key=self._own_key)
+            events = self._pipeline.generate(request, self._principal, attempt=context, card=card)
             answer = await collect_answer(events)
             return answer.choices[0].text.strip().lower().startswith("unsafe")
         except EmberlineError as error:

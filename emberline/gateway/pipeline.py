@@ -7,15 +7,27 @@ from emberline.catalog.model_card import ModelCard
 from emberline.protocol.complete_response import Encoded
 from emberline.protocol.events import Completed, TextEvent
 from emberline.protocol.media import Media, MediaRequest
+from emberline.protocol.provider import OwnKey
 from emberline.protocol.rate_limits import RateLimits
 from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal, SpeechRequest
 from emberline.protocol.speech import Transcript
 from emberline.telemetry.request_log import AttemptContext
 from emberline.upstream.models import UpstreamModels
+from emberline.upstream.target import Target
 from emberline.upstream.upstream_request import UpstreamRequest
 
 OnAdmit = Callable[[RateLimits | None], None]
 OnComplete = Callable[[Completed], None]
+
+
+class ModelLookup(Protocol):
+    """Finds models by name; `service.models.Models` implements it."""
+
+    def find(self, name: str, caller: str = "") -> ModelCard: ...
+
+    def target(self, card: ModelCard, principal: Principal, own_key: OwnKey | None = None) -> Target: ...
+
+    def is_upstream(self, card: ModelCard) -> bool: ...
 
 
 class Pipeline(Protocol):
@@ -24,11 +36,8 @@ class Pipeline(Protocol):
     @property
     def upstream(self) -> UpstreamModels: ...
 
-    def resolve(self, model_id: str, caller: str = "") -> ModelCard: ...
-
-    def upstream_card(self, model_id: str, caller: str = "") -> ModelCard | None: ...
-
-    def check_scope(self, principal: Principal, card: ModelCard) -> None: ...
+    @property
+    def models(self) -> ModelLookup: ...
 
     def generate(
         self,
@@ -38,6 +47,7 @@ class Pipeline(Protocol):
         on_admit: OnAdmit | None = None,
         on_complete: OnComplete | None = None,
         attempt: AttemptContext | None = None,
+        card: ModelCard | None = None,
     ) -> AsyncGenerator[TextEvent, None]: ...
 
     def forward(
@@ -56,6 +66,7 @@ class Pipeline(Protocol):
         on_admit: OnAdmit | None = None,
         on_complete: OnComplete | None = None,
         attempt: AttemptContext | None = None,
+        card: ModelCard | None = None,
     ) -> Encoded: ...
 
     async def transcribe(
@@ -66,6 +77,7 @@ class Pipeline(Protocol):
         on_admit: OnAdmit | None = None,
         on_complete: OnComplete | None = None,
         attempt: AttemptContext | None = None,
+        card: ModelCard | None = None,
     ) -> Transcript: ...
 
     async def make_media(
@@ -76,4 +88,5 @@ class Pipeline(Protocol):
         on_admit: OnAdmit | None = None,
         on_complete: OnComplete | None = None,
         attempt: AttemptContext | None = None,
+        card: ModelCard | None = None,
     ) -> Media: ...

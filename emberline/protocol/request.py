@@ -287,6 +287,6 @@ def session_name(*names: str | None) -> str | None:
     return name
 
 
-def alias_caller(principal: Principal, session: str | None, request_id: str) -> str:
+def alias_caller(account: str, session: str | None, request_id: str) -> str:
     """The key that selects a target of an alias: the session, or the request if it has no session."""
-    return f"{principal.account}/{session}" if session else request_id
+    return f"{account}/{session}" if session else request_id

@@ -212,7 +212,7 @@ async def serve(
         webhooks.deliver()
         service.core.register(DeliveryMetrics(webhooks.deliverer))
         if needs_keys(config):
-            _warn_of_missing_prices(service.core.prices, [card.id for card in service.models()])
+            _warn_of_missing_prices(service.core.prices, [card.id for card in service.models.cards()])
         if tracer is not None:
             service.core.register(tracer.exporter)
         batches = await _open_queue(stack, config, store, service, stop, accounts)
@@ -284,7 +284,7 @@ async def _open_queue(
 
     def models() -> list[str]:
         """A provider's need not be listed to be asked for."""
-        listed = [card.id for card in service.models()]
+        listed = [card.id for card in service.models.cards()]
         queued = (model for model in puller.metrics.models if service.upstream.providers.find(model) is not None)
         return list(dict.fromkeys((*listed, *queued)))
 

@@ -18,8 +18,8 @@ A service:
     service.generate(request, principal) -> AsyncGenerator[TextEvent]   # aclose() cancels the work in the engine
     await service.count_tokens(request, principal) -> int
     service.responses                               # stored responses: put, get, delete
-    service.models() -> list[ModelCard]
-    service.resolve(model_id) -> ModelCard          # ModelNotFound, MalformedModelId
+    service.models.cards() -> list[ModelCard]
+    service.models.find(name) -> ModelCard          # raises ModelNotFound, MalformedModelId
     await service.health() -> Health                # .ok: tokens can move; .detail: plain data, per engine
     await service.metrics() -> bytes                # Prometheus text
 

@@ -11,7 +11,7 @@ import msgspec
 
 from emberline.balancer.route_request import RouteRequest
 from emberline.catalog.aliases import AliasTable
-from emberline.catalog.model_card import ModelCard, with_aliases
+from emberline.catalog.model_card import ModelCard
 from emberline.cluster.cluster import ClusterStatus
 from emberline.cluster.engine_client import EngineClient
 from emberline.cluster.membership import WorkerChange
@@ -19,7 +19,7 @@ from emberline.cluster.served_models import Served, ServedModels
 from emberline.cluster.timings import DEFAULTS, Timings
 from emberline.net.periodic import every
 from emberline.protocol.complete_response import Encoded
-from emberline.protocol.errors import Conflict, EmberlineError, Unavailable, Unsupported
+from emberline.protocol.errors import EmberlineError, Unavailable, Unsupported
 from emberline.protocol.events import Completed, TextEvent
 from emberline.protocol.frames import EngineInfo
 from emberline.protocol.media import Media, MediaRequest
@@ -32,6 +32,7 @@ from emberline.service.core import CoreAccess, SessionEntry
 from emberline.service.encode import EncodeCall, prepare_encoding, text_bytes
 from emberline.service.engine_transport import EngineTransport, route_request
 from emberline.service.event_log import EventLogs
+from emberline.service.models import Models
 from emberline.service.prepare import Prepared, Preparer
 from emberline.service.responses import ResponseStore
 from emberline.service.run import Run, Transport
@@ -48,6 +49,7 @@ from emberline.upstream.dialects.chunks import BodyAssembler, ChunkReader
 from emberline.upstream.dialects.dialect import MESSAGES
 from emberline.upstream.models import UpstreamModels
 from emberline.upstream.providers.whole_call import WholeCall
+from emberline.upstream.target import Target
 from emberline.upstream.transport import UpstreamTransport, passthrough
 from emberline.upstream.upstream_request import UpstreamRequest
 
@@ -77,7 +79,8 @@ class Service:
         self._timings = timings
         self._exchange = None if data_dir is None else data_dir / kv_cache.FOLDER
         self.upstream = upstream if upstream is not None else UpstreamModels(())
-        self._models = served
+        self._served = served
+        self.models = Models(served, self.upstream, core.aliases)
         self.engines = engines  # by endpoint name
         self._close_core = close_core
         self._grammars = grammars
@@ -93,36 +96,6 @@ class Service:
 
     # --- queries -----------------------------------------------------------------------------------------------------
 
-    def models(self) -> list[ModelCard]:
-        """With the aliases that the operator has given them."""
-        cards = [*self._models.cards(), *self.upstream.cards()]
-        table = self.core.aliases.table
-        return [with_aliases(card, table.names_of(card)) for card in cards] if table.aliases else cards
-
-    def upstream_card(self, model_id: str, caller: str = "") -> ModelCard | None:
-        """The card of a model on upstream servers; a model of ours with the same name takes precedence. An alias with
-        several targets stands for the same one in all requests of a caller."""
-        model_id = self._unalias(model_id, caller)
-        return None if self._models.model_id(model_id) is not None else self.upstream.find(model_id)
-
-    def resolve(self, model_id: str, caller: str = "") -> ModelCard:
-        """The card of a model by id or alias, in any case of letters."""
-        if (card := self.upstream_card(model_id, caller)) is not None:
-            return card
-        return self._models.resolve(self._unalias(model_id, caller), self.upstream.providers.hint(model_id))
-
-    def _unalias(self, name: str, caller: str) -> str:
-        """The name of a model where `name` is an alias, else `name`. Ids of models are no aliases."""
-        table = self.core.aliases.table
-        return name if name.lower() not in table.aliases or self._is_id(name) else table.pick(name, caller, self._has)
-
-    def _has(self, name: str) -> bool:
-        return self._models.model_id(name) is not None or self.upstream.find(name) is not None
-
-    def _is_id(self, name: str) -> bool:
-        model = self._models.model_id(name)
-        return self.upstream.find(name) is not None or (model is not None and model.lower() == name.lower())
-
     @property
     def aliases(self) -> AliasTable:
         return self.core.aliases.table
@@ -130,30 +103,23 @@ class Service:
     async def change_alias(self, name: str, targets: Mapping[str, int] | None) -> None:
         """Set an alias, or remove it; in effect in every HTTP worker once this returns, and after a restart."""
         if targets is not None:
-            if self._is_id(name):
-                raise Conflict(f"{name} is the id of a model: choose another name", param="name")
-            for target in targets:
-                if target.lower() not in self.core.aliases.table.aliases:
-                    self.resolve(target)
+            self.models.check_alias(name, targets)
         await self.core.operations.change_alias(name, targets)
 
-    async def count_tokens(self, request: GenerateRequest, principal: Principal) -> int:
+    async def count_tokens(self, request: GenerateRequest, principal: Principal, target: Target | None = None) -> int:
         """Tokens of the prompt as `generate` would build it; no engine of ours is asked."""
-        request = self._checked(request, principal)
-        if (card := self.upstream_card(request.model)) is not None:
-            return await self.upstream.count_tokens(request, card, principal)
-        return await self._preparer.count(request, await self._models.get(request.model))
+        target = target or self._target(request, principal, None)
+        if target.is_upstream:
+            return await self.upstream.count_tokens(request, target)
+        return await self._preparer.count(request, await self._served.get(target.card))
 
-    def check_scope(self, principal: Principal, card: ModelCard) -> None:
-        """Raise Forbidden unless the principal's key may use the model, by its id or an alias that stands for it."""
-        if principal.models:
-            principal.check_model(card.id, (*card.aliases, *self.core.aliases.table.names_of(card)))
-
-    def _checked(self, request: AnyRequest, principal: Principal) -> AnyRequest:
-        """With the name of the model where it is an alias, if the principal may use the model."""
-        model = self._unalias(request.model, alias_caller(principal, request.session, request.id))
-        self.check_scope(principal, self.resolve(model))
-        return request if model is request.model else msgspec.structs.replace(request, model=model)
+    def _target(
+        self, request: AnyRequest, principal: Principal, card: ModelCard | None, attempt: AttemptContext | None = None
+    ) -> Target:
+        """The request's model as the principal may use it. A name that was not looked up yet, as a job's, is now."""
+        if card is None:
+            card = self.models.find(request.model, alias_caller(principal.account, request.session, request.id))
+        return self.models.target(card, principal, None if attempt is None else attempt.own_key)
 
     @property
     def responses(self) -> ResponseStore:
@@ -210,14 +176,10 @@ class Service:
         """Cached KV of the engine workers, for its owners and the operator."""
         return kv_cache.KVCacheAdmin(list(self.engines.values()), self._exchange)
 
-    def model_state(self, model_id: str) -> str:
-        """on_disk, loading, loaded, unloading or failed of a model that is loaded and unloaded here; provider where
-        upstream servers have it; empty for one that is always loaded."""
-        return self._models.states.get(model_id) or ("provider" if self.upstream_card(model_id) else "")
-
     async def load_model(self, model_id: str, action: Literal["load", "unload"]) -> ModelCard:
-        """What an operator asks for; returns when it is done."""
-        card = self._models.resolve(self._unalias(model_id, ""))
+        """Load or unload a model of ours, as an operator asks; returns when it is done."""
+        if self.models.is_upstream(card := self.models.find(model_id)):
+            raise self._served.not_found(card.id)
         await self.core.operations.load_model(card.id, action)
         return card
 
@@ -230,14 +192,14 @@ class Service:
 
     async def ready(self, timeout_s: float) -> bool:
         """Wait until every configured engine is connected; members of a cluster may be away for long."""
-        names = {endpoint.name for item in self._models.known() for endpoint in item.endpoints}
+        names = {endpoint.name for item in self._served.known() for endpoint in item.endpoints}
         waits = [engine.wait_connected(timeout_s) for name, engine in self.engines.items() if name in names]
         return all(await asyncio.gather(*waits))
 
     async def warm_up(self) -> None:
         """Prepare what only requests with grammars need, so that the first of them need not wait for it."""
         await self._grammars.start()
-        for item in self._models.known():
+        for item in self._served.known():
             if not isinstance(item.tokenizer, TextModel):
                 continue
             await self._preparer.load_vocabulary(item.tokenizer)
@@ -278,15 +240,18 @@ class Service:
         on_admit: Callable[[RateLimits | None], None] | None = None,
         on_complete: Callable[[Completed], None] | None = None,
         attempt: AttemptContext | None = None,
+        card: ModelCard | None = None,
     ) -> AsyncGenerator[TextEvent, None]:
         """Started, deltas, a ChoiceDone per choice, Completed. A request that is refused raises before the first event.
 
         Once admitted, a request ends in one way, with one usage row: finished, failed, or cancelled by `aclose`.
         A job's owner writes the row itself. `on_admit` is called with the caller's rate limits, before the first event;
-        `on_complete` with the terminal event, before it is yielded. `attempt` is a gateway's.
+        `on_complete` with the terminal event, before it is yielded. `attempt` is a gateway's. `card` is that of the
+        request's model, if its name was looked up already.
         """
         with self._accepting(request.id):
-            run, session_entries = await self._start(request, principal, job, attempt)
+            target = self._target(request, principal, card, attempt)
+            run, session_entries = await self._start(request, target, principal, job, attempt)
         if on_admit is not None:
             on_admit(run.route.rate_limits)
         async with run:
@@ -339,16 +304,17 @@ class Service:
         on_admit: Callable[[RateLimits | None], None] | None = None,
         on_complete: Callable[[Completed], None] | None = None,
         attempt: AttemptContext | None = None,
+        card: ModelCard | None = None,
     ) -> Encoded:
         """The vectors, scores or labels of the request's texts. It ends in one way, as `generate` does."""
         with self._accepting(request.id):
             clock = Clock()
-            request = self._checked(request, principal)
+            target = self._target(request, principal, card, attempt)
             call: EncodeCall | WholeCall[Encoded]
-            if (card := self.upstream_card(request.model)) is not None:
-                route, call = self._whole_call(request, card, principal, job)
+            if target.is_upstream:
+                route, call = self._whole_call(request, target, principal, job)
             else:
-                served = await self._models.get(request.model)
+                served = await self._served.get(target.card)
                 prepared = await self._preparer.run_off_loop(
                     text_bytes(request), lambda: prepare_encoding(request, principal, served, self._info(served), clock)
                 )
@@ -368,16 +334,17 @@ class Service:
         on_admit: Callable[[RateLimits | None], None] | None = None,
         on_complete: Callable[[Completed], None] | None = None,
         attempt: AttemptContext | None = None,
+        card: ModelCard | None = None,
     ) -> Transcript:
         """The text of recorded speech. It ends in one way, as `generate` does."""
         with self._accepting(request.id):
             clock = Clock()
-            request = self._checked(request, principal)
+            target = self._target(request, principal, card, attempt)
             call: SpeechCall | WholeCall[Transcript]
-            if (card := self.upstream_card(request.model)) is not None:
-                route, call = self._whole_call(request, card, principal, None)
+            if target.is_upstream:
+                route, call = self._whole_call(request, target, principal, None)
             else:
-                served = await self._models.get(request.model)
+                served = await self._served.get(target.card)
                 served.check_speech()
                 info = msgspec.structs.replace(self._info(served), model=served.card.id)
                 route, call = (
@@ -396,16 +363,16 @@ class Service:
         on_admit: Callable[[RateLimits | None], None] | None = None,
         on_complete: Callable[[Completed], None] | None = None,
         attempt: AttemptContext | None = None,
+        card: ModelCard | None = None,
     ) -> Media:
         """Images, speech or video, made by a provider. It ends in one way, as `generate` does."""
         with self._accepting(request.id):
             clock = Clock()
-            request = self._checked(request, principal)
-            if (card := self.upstream_card(request.model)) is None:
-                self._models.resolve(request.model)
+            target = self._target(request, principal, card, attempt)
+            if not target.is_upstream:
                 message = f"{request.model} makes no images, speech or video: models of providers do"
                 raise Unsupported(message, param="model")
-            route, call = self._whole_call(request, card, principal, None)
+            route, call = self._whole_call(request, target, principal, None)
             run = await self._admit(route, call, clock, attempt=attempt)
         await _complete(run, on_admit, on_complete)
         media: Media = call.result()
@@ -414,11 +381,11 @@ class Service:
     def _whole_call(
         self,
         request: EncodeRequest | SpeechRequest | MediaRequest,
-        card: ModelCard,
+        target: Target,
         principal: Principal,
         job: JobContext | None,
     ) -> tuple[RouteRequest, WholeCall[Any]]:
-        route, call = self.upstream.whole_call(request, card, principal, "" if job is None else job.engine)
+        route, call = self.upstream.whole_call(request, target, principal, "" if job is None else job.engine)
         in_flight, accepted_us = in_flight_id(request.id, job), 0 if job is None else job.accepted_us
         return msgspec.structs.replace(route, id=in_flight, accepted_us=accepted_us), call
 
@@ -435,21 +402,25 @@ class Service:
             raise
 
     async def _start(
-        self, request: GenerateRequest, principal: Principal, job: JobContext | None, attempt: AttemptContext | None
+        self,
+        request: GenerateRequest,
+        target: Target,
+        principal: Principal,
+        job: JobContext | None,
+        attempt: AttemptContext | None,
     ) -> tuple[Run[list[TextEvent]], Callable[[], Awaitable[Sequence[SessionEntry]]]]:
         """An admitted run, and what returns its session entries once it is done."""
         clock = Clock()
-        request = self._checked(request, principal)
-        if (card := self.upstream_card(request.model)) is not None:
+        if target.is_upstream:
             validate(request, _ANY_VOCABULARY)
-            sent = await self.upstream.upstream_request(request, card, principal, "" if job is None else job.engine)
+            sent = await self.upstream.upstream_request(request, target, principal, "" if job is None else job.engine)
             accepted_us = 0 if job is None else job.accepted_us
             in_flight = in_flight_id(request.id, job)
             sent.route = msgspec.structs.replace(sent.route, id=in_flight, api=request.api, accepted_us=accepted_us)
             reader = ChunkReader(request.n, request.sampling.stop, sent.route.input_tokens)
             upstream = UpstreamTransport(sent, self.upstream.clients, lambda: reader)
             return await self._admit(sent.route, upstream, clock, job, attempt=attempt), _no_session_entries
-        served = await self._models.get(request.model)
+        served = await self._served.get(target.card)
         prepared = await self._preparer.prepare(request, principal, served, self._info(served), clock)
         inter_token = Histogram(INTER_TOKEN_BOUNDS_S)
         engine = EngineTransport(prepared, self.engines, inter_token, job, self._timings)

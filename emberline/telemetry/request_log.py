@@ -10,6 +10,7 @@ from typing import NamedTuple
 from emberline.accounts.usage_row import UsageRow
 from emberline.protocol.errors import EmberlineError
 from emberline.protocol.events import TokenDelta
+from emberline.protocol.provider import OwnKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class AttemptContext(NamedTuple):
     on_began: Callable[[], None] | None = None  # called where a reply has begun that comes whole; perhaps several times
     timed_out: Callable[[], bool] = never  # True once the operator's timeout, not the client, cancelled the attempt
     on_end: Callable[[UsageRow], None] | None = None  # called once with the usage row of an attempt that was admitted
+    own_key: OwnKey | None = None  # a provider's, which the client sent along
 
 
 ONLY_ATTEMPT = AttemptContext()

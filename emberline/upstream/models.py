@@ -15,8 +15,9 @@ from emberline.catalog.model_card import ModelCard, PathSource
 from emberline.config import ConfigError
 from emberline.net.http_client import ConnectionFailed
 from emberline.net.periodic import every
-from emberline.protocol.errors import Unsupported
+from emberline.protocol.errors import ModelNotFound, Unsupported
 from emberline.protocol.media import MAX_IMAGE_TOKENS, MediaRequest
+from emberline.protocol.provider import OwnKey
 from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal, Priority, SpeechRequest
 from emberline.protocol.speech import max_audio_ms
 from emberline.text.prompt import Prompt, build_prompt
@@ -24,13 +25,13 @@ from emberline.text.text_model import TextModel
 from emberline.text.tokenizers.tokenizer import OFF_LOOP_BYTES
 from emberline.upstream.dialects.anthropic import message_request
 from emberline.upstream.dialects.dialect import CHAT, COMPLETIONS, decoded
-from emberline.upstream.providers.access import Access
 from emberline.upstream.providers.attempt import count_tokens
 from emberline.upstream.providers.client import ProviderClient
 from emberline.upstream.providers.directory import ProviderDirectory, remote_name
 from emberline.upstream.providers.whole_call import WholeCall, whole_task
 from emberline.upstream.servers.client import DEFAULT_CONTEXT, UpstreamClient, UpstreamConfig
 from emberline.upstream.servers.kv_events import chain_keys, key_root
+from emberline.upstream.target import Target
 from emberline.upstream.upstream_request import UpstreamRequest, body_of, byte_keys, estimated_tokens
 
 DISCOVERY_S = 15.0
@@ -118,53 +119,45 @@ class UpstreamModels:
     def find(self, model_id: str) -> ModelCard | None:
         return self._by_name.get(model_id.lower()) or self.providers.find(model_id)
 
-    def kind_of(self, card: ModelCard, access: Access | None = None) -> str:
-        if access is not None and access.traits:
-            return access.traits
-        provider = self.providers.client_of(card)
-        return self._kinds[card.id] if provider is None else provider.provider.traits
+    def target(self, card: ModelCard, principal: Principal, own_key: OwnKey | None = None) -> Target:
+        """The model as a request of this account uses it.
 
-    def takes_any_field(self, card: ModelCard, access: Access | None) -> bool:
-        """Whether its server is a provider's: then it gets all that a client sends, and may fetch what is named there.
-        A server of the operator's gets what is known to be harmless."""
-        provider = self.providers.client_of(card)
-        if access is None or provider is None:
-            return False
-        return access.is_own_url if access.pool is not None else provider.provider.is_hosted
-
-    def target(self, card: ModelCard, principal: Principal) -> tuple[str, Access | None]:
-        """The model as its server calls it, and of a provider also how it is called for this account. Forbidden where
-        there is no key for it."""
-        provider = self.providers.client_of(card)
-        return (card.id, None) if provider is None else (remote_name(card), self.providers.access(provider, principal))
+        Raises Forbidden if there is no key for its provider, and ModelNotFound if its server has left."""
+        if (client := self.providers.client_of(card)) is None:
+            if (kind := self._kinds.get(card.id)) is None:
+                raise ModelNotFound(f"no server has {card.id} any more", param="model")
+            return Target(card, "server", card.id, kind)
+        access, provider = self.providers.access(client, principal, own_key), client.provider
+        takes_any = access.is_own_url if access.pool is not None else provider.is_hosted
+        return Target(card, "provider", remote_name(card), access.traits or provider.traits, access, takes_any)
 
     def provider_of(self, card: ModelCard) -> str:
-        """Whose model it is, as the gateway's logs and circuit breakers name it."""
+        """The owner of a model, as the gateway's logs and circuit breakers name it."""
         provider = self.providers.client_of(card)
         return self._serving(card.id)[0].name if provider is None else provider.provider.name
 
     def n_servers(self, card: ModelCard) -> int:
-        """That may serve a request one after the other."""
+        """How many servers may serve a request one after the other."""
         return 1 if self.providers.client_of(card) is not None else len(self._serving(card.id))
 
-    def cache_salt(self, card: ModelCard, principal: Principal) -> dict[str, Any]:
+    def cache_salt(self, target: Target, principal: Principal) -> dict[str, Any]:
         """The field that keeps tenants' prefix caches apart, for servers that know it."""
-        known = self.kind_of(card) in ("vllm", "sglang") and principal.salt
+        known = target.kind in ("vllm", "sglang") and principal.salt
         return {"cache_salt": principal.salt.hex()} if known else {}
 
     def whole_call(
-        self, request: EncodeRequest | SpeechRequest | MediaRequest, card: ModelCard, principal: Principal, engine: str
+        self, request: EncodeRequest | SpeechRequest | MediaRequest, target: Target, principal: Principal, engine: str
     ) -> tuple[RouteRequest, WholeCall[Any]]:
-        """A call that a provider answers with one result. Unsupported where its API has none of the kind."""
-        model, access = self.target(card, principal)
-        client = self.providers.client_of(card)
-        if client is None or access is None:
-            raise Unsupported(f"{card.id} is on an upstream server: only generation is relayed", param="model")
-        task = whole_task(access.traits or client.provider.kind, model, request)
+        """A call that a provider answers with one result. Raises Unsupported if its API has none of the kind."""
+        client = self.providers.client_of(target.card)
+        if client is None:
+            raise Unsupported(f"{target.card.id} is on an upstream server: only generation is relayed", param="model")
+        access = target.provider_access
+        task = whole_task(access.traits or client.provider.kind, target.remote, request)
         n_bytes = 0 if isinstance(request, SpeechRequest) else len(task.call.body)
         route = self.route_request(
             request.id,
-            card,
+            target,
             principal,
             (),
             n=1,
@@ -176,7 +169,6 @@ class UpstreamModels:
             body_bytes=n_bytes,
             engine=engine,
             api=request.api,
-            access=access,
         )
         route = msgspec.structs.replace(
             route,
@@ -189,7 +181,7 @@ class UpstreamModels:
     def route_request(
         self,
         request_id: str,
-        card: ModelCard,
+        target: Target,
         principal: Principal,
         prompt: Sequence[bytes],
         *,
@@ -202,11 +194,12 @@ class UpstreamModels:
         body_bytes: int = 0,
         engine: str = "",
         api: str = "",
-        access: Access | None = None,
     ) -> RouteRequest:
-        """Its prefix keys are over the bytes of the prompt; a provider has one server, so it needs none. `body_bytes`:
-        of the whole body, which the server may put into its prompt. `engine` is the endpoint that a job was granted."""
-        n_bytes = sum(map(len, prompt))
+        """A request as the balancer routes it, with prefix keys over the bytes of the prompt.
+
+        A provider has one server, so its requests need no keys. `body_bytes` are those of the whole body, which the
+        server may put into its prompt. `engine` is the endpoint that a job was granted."""
+        card, n_bytes = target.card, sum(map(len, prompt))
         return RouteRequest(
             id=request_id,
             account=principal.account,
@@ -221,32 +214,34 @@ class UpstreamModels:
             n=n,
             reject_if_busy=reject_if_busy,
             engine=engine,
-            keys=b"" if self.providers.client_of(card) else byte_keys(card.id, principal.salt, *prompt),
+            keys=b"" if target.where == "provider" else byte_keys(card.id, principal.salt, *prompt),
             max_tokens=max_tokens,
             context_len=card.context_window,
             max_input_tokens=max(n_bytes, body_bytes),  # no token is shorter than a byte
             deadline_s=deadline_s,
-            slots="" if access is None else access.slots,
+            slots="" if target.access is None else target.access.slots,
         )
 
-    async def with_token_keys(self, route: RouteRequest, request: GenerateRequest, card: ModelCard) -> RouteRequest:
-        """Where the tokenizer is here, prefix keys are over token ids, as in the server's own KV events."""
-        if (text := self.texts.get(card.id)) is None:
+    async def with_token_keys(self, route: RouteRequest, request: GenerateRequest, target: Target) -> RouteRequest:
+        """The route with prefix keys over token ids, as in the server's own KV events, if its tokenizer is here."""
+        model = target.card.id
+        if (text := self.texts.get(model)) is None:
             return route
         prompt = await _tokenize(request, text)
-        keys = chain_keys(key_root(self.kind_of(card), card.id), prompt.ids)
+        keys = chain_keys(key_root(target.kind, model), prompt.ids)
         return msgspec.structs.replace(route, keys=keys, input_tokens=prompt.n_ids)
 
     async def upstream_request(
-        self, request: GenerateRequest, card: ModelCard, principal: Principal, engine: str
+        self, request: GenerateRequest, target: Target, principal: Principal, engine: str
     ) -> UpstreamRequest:
-        model, access = self.target(card, principal)
-        fields = {"model": model, **body_of(request, self.kind_of(card, access)), **self.cache_salt(card, principal)}
+        """A canonical request as the target's server takes it."""
+        salt = self.cache_salt(target, principal)
+        fields = {"model": target.remote, **body_of(request, target.kind), **salt}
         prompt = bytes(fields["messages"])[:-1] if "messages" in fields else msgspec.json.encode(fields["prompt"])
         others = {name: value for name, value in fields.items() if name not in ("messages", "prompt")}
         route = self.route_request(
             request.id,
-            card,
+            target,
             principal,
             (msgspec.json.encode(fields.get("tools")), prompt),
             n=request.n,
@@ -257,27 +252,26 @@ class UpstreamModels:
             deadline_s=request.deadline_s,
             body_bytes=len(prompt) + len(msgspec.json.encode(others)),
             engine=engine,
-            access=access,
         )
         if n_images := sum(len(message.images) for message in request.messages or ()):
             route = msgspec.structs.replace(route, images=n_images)
         else:
-            route = await self.with_token_keys(route, request, card)
+            route = await self.with_token_keys(route, request, target)
         path = CHAT if request.messages is not None else COMPLETIONS
-        return UpstreamRequest(route, path, fields, access=access)
+        return UpstreamRequest(route, path, fields, access=target.access)
 
-    async def count_tokens(self, request: GenerateRequest, card: ModelCard, principal: Principal) -> int:
-        """By our own copy of the tokenizer, or as a vLLM server or Anthropic counts."""
+    async def count_tokens(self, request: GenerateRequest, target: Target) -> int:
+        """Tokens of the prompt by our own copy of the tokenizer, or as a vLLM server or Anthropic counts them."""
+        card = target.card
         if (text := self.texts.get(card.id)) is not None:
             return (await _tokenize(request, text)).n_ids
         if (provider := self.providers.client_of(card)) is not None:
-            model, access = self.target(card, principal)
-            assert access is not None
-            if self.kind_of(card, access) != "anthropic":
-                raise Unsupported(f"provider {provider.provider.name} cannot count tokens")
-            body = message_request(provider.provider.name, {"model": model, **decoded(body_of(request, "anthropic"))})
-            counted = {name: value for name, value in body.items() if name not in ("max_tokens", "stream")}
-            return await count_tokens(provider, access, counted)
+            name = provider.provider.name
+            if target.kind != "anthropic":
+                raise Unsupported(f"provider {name} cannot count tokens")
+            body = message_request(name, {"model": target.remote, **decoded(body_of(request, "anthropic"))})
+            counted = {field: value for field, value in body.items() if field not in ("max_tokens", "stream")}
+            return await count_tokens(provider, target.provider_access, counted)
         client = next((client for client in self._serving(card.id) if client.config.kind == "vllm"), None)
         if client is None:
             raise Unsupported(f"the server of {card.id} cannot count tokens")

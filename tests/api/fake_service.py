@@ -1,7 +1,7 @@
 """A fake service that answers from a script, and clients that reach the app without a socket."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import httpx
@@ -35,6 +35,7 @@ from emberline.protocol.events import (
 )
 from emberline.protocol.member import Challenge, Signed
 from emberline.protocol.price import Price
+from emberline.protocol.provider import OwnKey
 from emberline.protocol.rate_limits import RateLimits
 from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal, SamplingDefaults, SpeechRequest
 from emberline.protocol.speech import TimedWord, Transcript, TranscriptSegment
@@ -44,6 +45,7 @@ from emberline.telemetry.health import Health
 from emberline.telemetry.request_log import AttemptContext
 from emberline.telemetry.status import Status, StatusQuery
 from emberline.upstream.models import UpstreamModels
+from emberline.upstream.target import Target
 from emberline.upstream.upstream_request import UpstreamRequest
 
 MODEL = "@cf/huggingfacetb/smollm2-135m-instruct"
@@ -141,9 +143,42 @@ def says(*events: TextEvent, usage: Usage = USAGE) -> Script:
 agent = says(*AGENT, usage=AGENT_USAGE)  # thinks, speaks, and calls a function twice
 
 
+class FakeModels:
+    """The models of a fake service, all of them our own."""
+
+    def __init__(self, cards: Sequence[ModelCard] = CARDS, hidden: Sequence[ModelCard] = (SPEECH,)) -> None:
+        """`hidden` ones are not listed."""
+        self._cards, self._hidden = cards, hidden
+
+    def cards(self) -> Sequence[ModelCard]:
+        return self._cards
+
+    def find(self, name: str, caller: str = "") -> ModelCard:
+        if not name.isascii() or not name.isprintable() or " " in name:
+            raise MalformedModelId("a model id is @source/author/name")
+        for known in (*self._cards, *self._hidden):
+            if name in (known.id, *known.aliases):
+                return known
+        raise ModelNotFound(f"No such model {name} or task", param="model")
+
+    def target(self, card: ModelCard, principal: Principal, own_key: OwnKey | None = None) -> Target:
+        principal.check_model(card.id, card.aliases)
+        return Target(card)
+
+    def is_upstream(self, card: ModelCard) -> bool:
+        return False
+
+    def is_alias(self, name: str) -> bool:
+        return False
+
+    def state(self, model_id: str) -> str:
+        return "loaded" if model_id == MODEL else ""
+
+
 class FakeService:
     def __init__(self, script: Script = hello) -> None:
         self.script = script
+        self.models = FakeModels()
         self.requests: list[GenerateRequest] = []
         self.speech_requests: list[SpeechRequest] = []
         self.principals: list[Principal] = []
@@ -168,8 +203,9 @@ class FakeService:
         on_admit: OnAdmit | None = None,
         on_complete: OnComplete | None = None,
         attempt: AttemptContext | None = None,
+        card: ModelCard | None = None,
     ) -> Events:
-        self.resolve(request.model)
+        self.models.find(request.model)
         self.requests.append(request)
         self.principals.append(principal)
         self.open += 1
@@ -191,7 +227,7 @@ class FakeService:
     ) -> Transcript:
         if on_complete is not None:
             on_complete(Completed(Usage(audio_ms=1250), self.price, None if self.price is None else self.cost_pico))
-        self.resolve(request.model)
+        self.models.find(request.model)
         self.speech_requests.append(request)
         segment = TranscriptSegment(
             start_s=0.0,
@@ -204,12 +240,6 @@ class FakeService:
     async def encode(self, request: EncodeRequest, principal: Principal, **_: Any) -> Encoded:
         raise NotImplementedError
 
-    def check_scope(self, principal: Principal, card: ModelCard) -> None:
-        principal.check_model(card.id, card.aliases)
-
-    def upstream_card(self, model_id: str, caller: str = "") -> None:
-        return None
-
     def forward(
         self,
         request: UpstreamRequest,
@@ -219,13 +249,10 @@ class FakeService:
     ) -> AsyncGenerator[tuple[bytes, bool], None]:
         raise NotImplementedError
 
-    async def count_tokens(self, request: GenerateRequest, principal: Principal) -> int:
-        self.resolve(request.model)
+    async def count_tokens(self, request: GenerateRequest, principal: Principal, target: Target | None = None) -> int:
+        self.models.find(request.model)
         self.requests.append(request)
         return sum(len(message.content.split()) for message in request.messages or ())
-
-    def models(self) -> list[ModelCard]:
-        return CARDS
 
     @property
     def aliases(self) -> AliasTable:
@@ -233,14 +260,6 @@ class FakeService:
 
     async def change_alias(self, name: str, targets: Mapping[str, int] | None) -> None:
         self.alias_changes.append((name, targets))
-
-    def resolve(self, model_id: str, caller: str = "") -> ModelCard:
-        if not model_id.isascii() or not model_id.isprintable() or " " in model_id:
-            raise MalformedModelId("a model id is @source/author/name")
-        for known in (*CARDS, SPEECH):
-            if model_id in (known.id, *known.aliases):
-                return known
-        raise ModelNotFound(f"No such model {model_id} or task", param="model")
 
     async def health(self) -> Health:
         load = {"running": 1, "waiting": 0, "kv_used_blocks": 5, "kv_total_blocks": 100, "tiers": ()}
@@ -250,12 +269,9 @@ class FakeService:
         models = {MODEL: {"ready": self.ok, "workers": 1, "workers_ready": int(self.ok)}}
         return Health(self.ok, {"engines": [engine], "models": models})
 
-    def model_state(self, model_id: str) -> str:
-        return "loaded" if model_id == MODEL else ""
-
     async def load_model(self, model_id: str, action: Literal["load", "unload"]) -> ModelCard:
         self.loads.append((model_id, action))
-        return self.resolve(model_id)
+        return self.models.find(model_id)
 
     async def refresh_prices(self) -> None:
         self.price_refreshes += 1

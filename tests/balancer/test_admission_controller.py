@@ -59,6 +59,26 @@ async def test_requests_that_run_and_that_wait_are_a_workers(admission: Admissio
     assert not admission.has_requests("e0")
 
 
+async def test_a_request_is_handed_out_once_whether_it_waits_or_not(
+    admission: AdmissionController, clock: Clock
+) -> None:
+    running, waiting = request(tokens=10), request(tokens=10)
+    assert (await admission.admit(running)).decode == "e0"
+    assert admission.balancer.dispatch(clock.now_s) == []
+    asked = asyncio.create_task(admission.admit(waiting))
+    while waiting.id not in open_ids(admission.balancer):
+        await asyncio.sleep(0)
+    assert not asked.done()
+    admission.ended(running.id, "finished")
+    for _ in range(3):  # iterations of the event loop, long before a timer
+        await asyncio.sleep(0)
+    assert asked.done()
+    assert asked.result().decode == "e0"
+    assert admission.balancer.dispatch(clock.now_s) == []
+    admission.ended(waiting.id, "finished")
+    assert nothing_left(admission.balancer, clock.now_s)
+
+
 async def test_a_request_that_waits_when_the_last_worker_dies_is_refused_in_time(
     admission: AdmissionController, clock: Clock
 ) -> None:

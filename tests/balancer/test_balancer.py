@@ -29,6 +29,39 @@ def end(balancer: Balancer, name: str, outcome: Any, times: int, now_s: float = 
     balancer.pool_of("m").refresh()
 
 
+# --- pools of one worker ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("events", [True, False])
+def test_a_conversation_stays_with_the_worker_that_was_alone_when_it_began(events: bool) -> None:
+    """Nothing is compared while there is one worker, and all that a later comparison needs is known."""
+    balancer = fleet("both", events=events)
+    conversations = [keys((f"c{n}", 40)) for n in range(8)]
+    for n, chain in enumerate(conversations):
+        wanted = request(chain, affinity=f"a/s{n}")
+        if events:
+            serve(balancer, wanted, 1.0 + n)
+        else:  # the worker tells nothing: only what it was given is known
+            send(balancer, wanted, 1.0 + n)
+            balancer.first_token(wanted.id, 1.01 + n)
+            balancer.ended(wanted.id, 1.01 + n, "finished", 10)
+    balancer.join(endpoint("e1"), Capacity(events=events), 10.0)
+    turns = [request(chain, affinity=f"a/s{n}") for n, chain in enumerate(conversations)]
+    assert [serve(balancer, turn, 11.0 + n).decode for n, turn in enumerate(turns)] == ["e0"] * 8
+    fresh = [serve(balancer, request(keys((f"n{n}", 40))), 20.0 + n).decode for n in range(8)]
+    assert "e1" in fresh
+
+
+def test_a_lone_worker_is_charged_only_with_what_it_has_not_cached() -> None:
+    """Else a few long conversations would seem to keep it busy, and requests would wait for nothing."""
+    balancer = fleet("both")
+    for n in range(8):
+        serve(balancer, request(keys((f"c{n}", 400))), 1.0 + n)
+    for n in range(8):
+        turn = request(keys((f"c{n}", 400), ("next", 1)))
+        assert send(balancer, turn, 20.0).cached_tokens == 400 * balancer.settings.block_tokens
+
+
 # --- whose fault it is -----------------------------------------------------------------------------------------------
 
 

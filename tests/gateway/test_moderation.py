@@ -29,12 +29,16 @@ class FakeModels:
         self.asked: list[EncodeRequest | GenerateRequest] = []
         self.principals: list[Principal] = []
 
-    def resolve(self, model_id: str, caller: str = "") -> ModelCard:
-        if model_id not in (CLASSIFIER, CHAT):
-            raise ModelNotFound(f"no model {model_id}")
-        task = TEXT_CLASSIFICATION if model_id == CLASSIFIER else "text-generation"
+    @property
+    def models(self) -> "FakeModels":
+        return self
+
+    def find(self, name: str, caller: str = "") -> ModelCard:
+        if name not in (CLASSIFIER, CHAT):
+            raise ModelNotFound(f"no model {name}")
+        task = TEXT_CLASSIFICATION if name == CLASSIFIER else "text-generation"
         return ModelCard(
-            id=model_id,
+            id=name,
             aliases=(),
             description="",
             author="",
@@ -44,14 +48,26 @@ class FakeModels:
             task=task,
         )
 
-    async def encode(self, request: EncodeRequest, principal: Principal) -> Encoded:
+    async def encode(
+        self,
+        request: EncodeRequest,
+        principal: Principal,
+        *,
+        attempt: AttemptContext | None = None,
+        card: ModelCard | None = None,
+    ) -> Encoded:
         self.asked.append(request)
         self.principals.append(principal)
         values = array("f", self.scores).tobytes()
         return Encoded(values=values, n_rows=1, usage=Usage(), labels=LABELS)
 
     async def generate(
-        self, request: GenerateRequest, principal: Principal, *, attempt: AttemptContext | None = None
+        self,
+        request: GenerateRequest,
+        principal: Principal,
+        *,
+        attempt: AttemptContext | None = None,
+        card: ModelCard | None = None,
     ) -> AsyncGenerator[TextEvent, None]:
         self.asked.append(request)
         self.principals.append(principal)

@@ -112,7 +112,7 @@ async def test_embeddings(folders: dict[str, Path], tmp_path: Path) -> None:
         schema = (await client.get(f"/client/v4/accounts/a/ai/models/schema?model={model}")).json()["result"]
         assert "text" in schema["input"]["properties"]
         assert "data" in schema["output"]["properties"]
-        assert service.resolve(model).task == TEXT_EMBEDDINGS
+        assert service.models.find(model).task == TEXT_EMBEDDINGS
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ async def test_reranker(folders: dict[str, Path], tmp_path: Path) -> None:
         refused = await client.post("/v1/embeddings", json={"model": model, "input": "x"})
         assert refused.status_code == 400
         assert "/v1/rerank" in refused.json()["error"]["message"]
-        assert service.resolve(model).task == TEXT_CLASSIFICATION
+        assert service.models.find(model).task == TEXT_CLASSIFICATION
 
 
 async def test_classifier(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -216,7 +216,7 @@ async def test_an_upstream_server_joins_and_leaves(service: Service) -> None:
     assert text_of(await events_of(service, ask(model="far/model")))
     await change(service, "leave", "far")
     await wait_for_states(service, {"e0": "ready"})
-    assert [card.id for card in service.models()] == [MODEL]
+    assert [card.id for card in service.models.cards()] == [MODEL]
     await standin.close()
 
 

@@ -395,7 +395,7 @@ async def test_notices_are_sent_periodically(service: Service, http_worker: Serv
 async def test_aliases_are_in_effect_in_every_process_at_once(service: Service, http_worker: Service) -> None:
     for name in ("gpt-4o", "@cf/moonshotai/kimi-k2.5"):
         await http_worker.change_alias(name, {"bytes": 1})
-        assert service.resolve(name).id == http_worker.resolve(name.upper()).id == "@cf/test/bytes"
+        assert service.models.find(name).id == http_worker.models.find(name.upper()).id == "@cf/test/bytes"
         request = msgspec.structs.replace(ask("hello"), model=name)
         assert text_of(await events_of(http_worker, request)) == "Hello!"
         assert (await row_of(service, request)).model == "@cf/test/bytes"
@@ -409,10 +409,10 @@ async def test_aliases_are_in_effect_in_every_process_at_once(service: Service, 
     ):
         with pytest.raises(error):
             await http_worker.change_alias(name, targets)
-    assert http_worker.models()[0].aliases == ("bytes", "gpt-4o", "@cf/moonshotai/kimi-k2.5", "best")
+    assert http_worker.models.cards()[0].aliases == ("bytes", "gpt-4o", "@cf/moonshotai/kimi-k2.5", "best")
     await service.change_alias("best", None)
     with pytest.raises(ModelNotFound):
-        service.resolve("best")
+        service.models.find("best")
     await until(lambda: "best" not in http_worker.aliases.aliases)
 
 

@@ -42,10 +42,10 @@ async def test_a_model_on_demand_is_read_once_for_all_that_ask(named: Served) ->
     models.offer([files(named, "other")])
     assert [card.id for card in models.cards()] == [MODEL, "@cf/test/other"]
     assert models.resolve("BYTES").id == MODEL, "a model that was named at start keeps its names"
-    found = await asyncio.gather(*(models.get("Other") for _ in range(8)))
+    found = await asyncio.gather(*(models.get(models.resolve("Other")) for _ in range(8)))
     assert {served.card.id for served in found} == {"@cf/test/other"}
     assert load.loaded == ["@cf/test/other"]
-    assert await models.get(MODEL) is named
+    assert await models.get(models.resolve(MODEL)) is named
 
 
 def test_ids_take_precedence_over_the_aliases_of_other_models(named: Served) -> None:
@@ -61,10 +61,11 @@ async def test_a_failed_read_is_everybodys_error_and_tried_again(named: Served) 
     models = ServedModels([], load)
     models.offer([files(named, "other")])
     load.error = BadInput("no tokenizer")
-    for result in await asyncio.gather(models.get("other"), models.get("other"), return_exceptions=True):
+    other = models.resolve("other")
+    for result in await asyncio.gather(models.get(other), models.get(other), return_exceptions=True):
         assert isinstance(result, BadInput)
     load.error = None
-    assert (await models.get("other")).card.id == "@cf/test/other"
+    assert (await models.get(other)).card.id == "@cf/test/other"
     assert len(load.loaded) == 2
 
 
@@ -72,15 +73,18 @@ async def test_models_come_and_go(named: Served) -> None:
     load = Loader(named)
     models = ServedModels([named], load)
     models.offer([files(named, "a"), files(named, "b")])
-    await models.get("a")
+    await models.get(models.resolve("a"))
+    removed = models.resolve("b")
     models.offer([files(named, "a", "/elsewhere"), ModelFiles(named.card, "/m")])
     assert [card.id for card in models.cards()] == [MODEL, "@cf/test/a"]
-    await models.get("a")
+    await models.get(models.resolve("a"))
     assert load.loaded == ["@cf/test/a", "@cf/test/a"], "its files have changed"
     models.offer([])
     assert [card.id for card in models.cards()] == [MODEL]
     with pytest.raises(ModelNotFound, match=f"no model b here; there are {MODEL}"):
-        await models.get("b")
+        models.resolve("b")
+    with pytest.raises(ModelNotFound, match="no model @cf/test/b here"):
+        await models.get(removed)
 
 
 async def test_what_is_not_here_is_told_apart(named: Served) -> None:

@@ -479,8 +479,8 @@ async def test_what_is_refused_leaves_no_row(
 
 
 async def test_aliases_in_any_case(service: Service) -> None:
-    assert service.resolve("BYTES").id == service.resolve("@CF/test/bytes").id == MODEL
-    assert [card.id for card in service.models()] == [MODEL]
+    assert service.models.find("BYTES").id == service.models.find("@CF/test/bytes").id == MODEL
+    assert [card.id for card in service.models.cards()] == [MODEL]
     assert text_of(await events_of(service, ask(model="Bytes"))) == "Hello!"
 
 

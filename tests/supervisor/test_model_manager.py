@@ -85,13 +85,13 @@ class Bench:
         service.core.models = self.manager
         card = offer(text).card
         cards = [msgspec.structs.replace(card, id=name, aliases=(name[-1],)) for name in (A, B)]
-        service._models._load = lambda files: Served(files.card, text, info=INFO)
+        service._served._load = lambda files: Served(files.card, text, info=INFO)
         service.core.membership.offer([ModelFiles(found, "/m") for found in cards])
         self.manager.offer([LoadableModel(id=found.id, path=Path("/m"), memory_bytes=10) for found in cards])
         self.manager.start()
 
     def states(self) -> dict[str, str]:
-        return {name[-1]: self.service.model_state(name) for name in (A, B)}
+        return {name[-1]: self.service.models.state(name) for name in (A, B)}
 
     async def until(self, **states: str) -> None:
         async with asyncio.timeout(PATIENCE_S):
@@ -353,18 +353,18 @@ async def test_switching_under_load_ends_every_request_once(bench: Bench, tmp_pa
 async def test_http_workers_follow(bench: Bench, text_model: TextModel, tmp_path: Path) -> None:
     server = await open_core_server(bench.service, tmp_path / "core.sock")
     worker = await open_http_worker([], core_socket=tmp_path / "core.sock")
-    worker._models._load = lambda files: Served(files.card, text_model, info=INFO)
+    worker._served._load = lambda files: Served(files.card, text_model, info=INFO)
     try:
         async with asyncio.timeout(PATIENCE_S):
-            while [card.id for card in worker.models()] != [A, B]:
+            while [card.id for card in worker.models.cards()] != [A, B]:
                 await asyncio.sleep(0.002)
-        assert worker.model_state(A) == "on_disk"
+        assert worker.models.state(A) == "on_disk"
         for model in ("a", "b", "a"):
             assert text_of(await events_of(worker, ask(model=model))) == "Hello!"
             assert text_of(await events_of(bench.service, ask(model=model))) == "Hello!"
         await worker.load_model("a", "unload")
         async with asyncio.timeout(PATIENCE_S):
-            while worker.model_state(A) != "on_disk":
+            while worker.models.state(A) != "on_disk":
                 await asyncio.sleep(0.002)
         assert not worker.engines, "its connection is closed, too"
     finally:

@@ -37,7 +37,7 @@ async def metrics(call: Call) -> Reply:
 async def ps(call: Call) -> Reply:
     """The models that can compute now, with the fields that Ollama's clients read; for an admin, workers and their load
     too."""
-    cards = [card for card in call.models() if call.service.model_state(card.id) in ("", "loaded", "provider")]
+    cards = [card for card in call.models() if call.service.models.state(card.id) in ("", "loaded", "provider")]
     if not call.principal.is_admin:
         return json_reply({"models": [_model(card) for card in cards]}, headers=NO_STORE)
     found = await call.service.health()

@@ -63,7 +63,7 @@ async def export(call: Call) -> None:
     salt, session = _salt(call, call.query.get("account")), _session(call.query.get("session", ""))
     model = call.query.get("model")
     if model is not None:
-        model = call.service.resolve(model).id
+        model = call.service.models.find(model).id
     async with call.service.kv_cache.export(salt, session, model) as (path, _):
         await send_bytes(call, _pieces(path), OCTETS)
 

@@ -76,7 +76,7 @@ def _model_id(call: Call, name: str) -> str:
     """Prices are by id: an alias of a served model stands for it. Others may be served later."""
     service = _service(call)
     try:
-        return name if service is None else service.resolve(name).id
+        return name if service is None else service.models.find(name).id
     except EmberlineError:
         return name
 

@@ -115,7 +115,7 @@ async def _endpoint(call: Call) -> WebhookEndpoint:
 
 
 def _update(call: Call, body: EndpointChange) -> EndpointUpdate:
-    model = call.service.resolve(body.model).id if body.model else body.model
+    model = call.service.models.find(body.model).id if body.model else body.model
     return EndpointUpdate(name=body.name, url=body.url, model=model, types=body.events, enabled=body.enabled)
 
 

@@ -12,9 +12,9 @@ from emberline.api.batches.job_format import (
     CooperativeYield,
     FileLine,
     Result,
-    batch_request,
     batch_results,
     job_error,
+    line_request,
 )
 from emberline.api.batches.submission import (
     cancel_batch,
@@ -60,7 +60,7 @@ _request_decoder = msgspec.json.Decoder(BatchRequest)
 _params_decoder = msgspec.json.Decoder(MessagesRequest)
 
 
-def read_message_job(service: Backend, line: FileLine) -> NewJob:
+def read_message_job(service: Backend, batch: Batch, line: FileLine) -> NewJob:
     """The job of one line. Custom ids were checked when the batch was created."""
     custom_id = ""
     try:
@@ -69,7 +69,7 @@ def read_message_job(service: Backend, line: FileLine) -> NewJob:
         params = decode(bytes(given.params), _params_decoder)
         if params.stream:
             raise BadInput("`stream` has no meaning in a batch: leave it out", param="params.stream")
-        return NewJob(custom_id, batch_request(params.to_request("")[0], service))
+        return NewJob(custom_id, line_request(params.to_request("")[0], service, batch))
     except EmberlineError as error:
         return NewJob(custom_id, None, error.info())
 

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from emberline.api.anthropic.message_request import CountRequest, MessagesRequest
-from emberline.api.anthropic.upstream_passthrough import anthropic_card, forward_message
+from emberline.api.anthropic.upstream_passthrough import forward_message
 from emberline.api.common.response_body import collect, cost_field, drafts_field, json_arguments, tiers_field
 from emberline.api.http.body import decode, read_model_body
 from emberline.api.http.call import Call, Reply, encode, json_reply
@@ -14,6 +14,7 @@ from emberline.api.http.sse import EventEncoder, named_event, stream
 from emberline.protocol.complete_response import Answer, AnswerChoice, AnswerPart, ReasoningPart, TextPart
 from emberline.protocol.errors import EmberlineError
 from emberline.protocol.events import ChoiceDone, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStarted, Usage
+from emberline.upstream.target import Target
 
 # Clients send thinking back only if it has a signature. Ours is constant and is not verified.
 SIGNATURE = "ZW1iZXJsaW5l"
@@ -27,8 +28,8 @@ _count_decoder = msgspec.json.Decoder(CountRequest)
 
 async def messages(call: Call) -> Reply | None:
     raw = await read_model_body(call, _SESSION_FIELDS)
-    if (card := anthropic_card(call)) is not None:
-        return await forward_message(call, card, raw, _headers(call))
+    if (target := _relay_target(call)) is not None:
+        return await forward_message(call, target, raw, _headers(call))
     body = decode(raw, _messages_decoder)
     request, call.field_names = body.to_request(call.id, call.session)
     events = call.generate(request)
@@ -43,8 +44,16 @@ async def messages(call: Call) -> Reply | None:
 async def count_tokens(call: Call) -> Reply:
     body = decode(await read_model_body(call, _SESSION_FIELDS), _count_decoder)
     request, call.field_names = body.to_request(call.id, call.session)
-    n_tokens = await call.service.count_tokens(request, call.principal)
+    n_tokens = await call.count_tokens(request)
     return json_reply({"input_tokens": n_tokens}, headers=_headers(call))
+
+
+def _relay_target(call: Call) -> Target | None:
+    """The target of the request, if Anthropic's API serves the model and no gateway has to read what is sent."""
+    if call.card is None or call.gateway is not None or not call.service.models.is_upstream(call.card):
+        return None
+    target = call.service.models.target(call.card, call.principal)
+    return target if target.kind == "anthropic" else None
 
 
 def _headers(call: Call) -> HeaderList:

@@ -13,10 +13,10 @@ from emberline.api.http.errors import HeaderList, error_body
 from emberline.api.http.relay import relay_body, relay_chunks, relay_stream
 from emberline.api.http.resumable import HEADER, send_resumable
 from emberline.api.http.sse import named_event
-from emberline.catalog.model_card import ModelCard
 from emberline.protocol.errors import EmberlineError
-from emberline.protocol.request import Priority, alias_caller
+from emberline.protocol.request import Priority
 from emberline.upstream.dialects.dialect import MESSAGES
+from emberline.upstream.target import Target
 from emberline.upstream.upstream_request import UpstreamRequest, check_known
 
 _VERSION = re.compile(r"\d{4}-\d{2}-\d{2}")
@@ -38,33 +38,15 @@ _body = msgspec.json.Decoder(_Body)
 _fields = msgspec.json.Decoder(dict[str, Raw])
 
 
-def anthropic_card(call: Call) -> ModelCard | None:
-    """The card of the model that the body names, if Anthropic's API serves the model.
-
-    Returns None if another API serves it, or if a rule of a gateway has to read what is sent.
-    """
-    if call.named_model is None or call.gateway is not None:
-        return None
-    caller = alias_caller(call.principal, call.session, call.id)
-    card = call.service.upstream_card(call.named_model, caller)
-    if card is None:
-        return None
-    upstream = call.service.upstream
-    _, access = upstream.target(card, call.principal)
-    return card if upstream.kind_of(card, access) == "anthropic" else None
-
-
-async def forward_message(call: Call, card: ModelCard, raw: bytes, headers: HeaderList) -> Reply | None:
+async def forward_message(call: Call, target: Target, raw: bytes, headers: HeaderList) -> Reply | None:
+    """Relay a request for a model that Anthropic's API serves."""
     body = decode(raw, _body)
     if body.speculation is not None:
         check_known("speculation", "anthropic")
-    call.service.check_scope(call.principal, card)
-    upstream = call.service.upstream
-    model, access = upstream.target(card, call.principal)
-    fields: dict[str, Any] = {**_fields.decode(raw), "model": model, "stream": True}
-    route = upstream.route_request(
+    fields: dict[str, Any] = {**_fields.decode(raw), "model": target.remote, "stream": True}
+    route = call.service.upstream.route_request(
         call.id,
-        card,
+        target,
         call.principal,
         (bytes(body.messages),),
         n=1,
@@ -74,7 +56,6 @@ async def forward_message(call: Call, card: ModelCard, raw: bytes, headers: Head
         reject_if_busy=False,
         body_bytes=len(raw),
         api="messages",
-        access=access,
     )
     request = UpstreamRequest(
         route,
@@ -82,7 +63,7 @@ async def forward_message(call: Call, card: ModelCard, raw: bytes, headers: Head
         fields,
         stream=bool(body.stream),
         adds_cost=call.wants_cost,
-        access=access,
+        access=target.access,
         headers=_headers(call),
     )
     blocks = call.forward(request)

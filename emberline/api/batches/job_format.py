@@ -17,7 +17,7 @@ from emberline.jobs.queue.job import Job, NewJob
 from emberline.jobs.queue.queue import Queue
 from emberline.protocol.complete_response import Answer
 from emberline.protocol.errors import EmberlineError, Internal, TooLarge, from_info
-from emberline.protocol.request import GenerateRequest, Priority
+from emberline.protocol.request import GenerateRequest, Priority, alias_caller
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 PAGE_JOBS = 100  # jobs that are in memory at once while results are read
@@ -122,7 +122,14 @@ async def batch_results(queue: Queue, batch: Batch, states: Collection[str] = ()
         after = jobs[-1].number
 
 
-def batch_request(request: GenerateRequest, service: Backend) -> GenerateRequest:
+def line_request(request: GenerateRequest, service: Backend, batch: Batch) -> GenerateRequest:
+    """The request of a batch's line, as the queue runs it.
+
+    An alias of several models stands for the same one in all lines of a batch, and in all requests of a session."""
+    caller = alias_caller(batch.account, request.session, batch.id)
+    return queued_request(request, service.models.find(request.model, caller).id)
+
+
+def queued_request(request: GenerateRequest, model: str) -> GenerateRequest:
     """The request as the queue runs it: with the model's canonical id, at batch priority, willing to wait."""
-    model = service.resolve(request.model).id
     return msgspec.structs.replace(request, model=model, priority=Priority.BATCH, reject_if_busy=False)

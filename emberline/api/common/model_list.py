@@ -77,7 +77,7 @@ def _prices(card: ModelCard) -> list[dict[str, Any]]:
 
 
 def openai_model(card: ModelCard, state: str = "") -> dict[str, Any]:
-    """`state`: as `Service.model_state` has it."""
+    """`state`: as `Models.state` has it."""
     return ({"state": state} if state else {}) | {
         "id": card.id,
         "aliases": list(card.aliases),

@@ -55,7 +55,7 @@ _object = msgspec.json.Decoder(dict[str, Any])
 
 async def run(call: Call) -> Reply | None:
     model = _model(call)
-    card = None if model.startswith(DYNAMIC) else call.service.resolve(model)
+    card = None if model.startswith(DYNAMIC) else call.use_model(model)
     content_type = call.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type in _JSON:
         body = decode(await read_body(call), _body, NO_LIMIT)  # the values of the input are limited where it is read

@@ -206,7 +206,7 @@ def model_of(endpoint: str) -> str | None:
 async def generate_content(call: Call, model: str, endpoint: str) -> Reply | None:
     given = decode(call.body or b"", _decoder)
     body = decode(encode(given.chat(model)), _chat_decoder)
-    call.check_model(model)
+    call.use_model(model)
     request, call.field_names = body.to_request(call.id, call.session)
     events = call.generate(request)
     if endpoint.endswith(":streamGenerateContent"):

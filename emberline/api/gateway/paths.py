@@ -24,7 +24,7 @@ from emberline.gateway.gateway_errors import InvalidProvider
 from emberline.gateway.retry import falls_back
 from emberline.protocol.errors import BadInput, EmberlineError, NotFound
 from emberline.protocol.gateway import StepConfig
-from emberline.upstream.providers.access import RequestKey, request_key
+from emberline.protocol.provider import OwnKey
 
 COMPAT = "compat"
 MAX_STEPS = 10
@@ -93,7 +93,7 @@ async def universal(call: Call) -> Reply | None:
     route = call.route
     for number, step in enumerate(steps):
         gateway.begin_step(number, step.config, number + 1 < len(steps))
-        call.body, call.path_param, call.route = bytes(step.query), "", route
+        call.body, call.path_param, call.route, call.card = bytes(step.query), "", route, None
         headers = {name.lower(): value for name, value in step.headers.items()}
         try:
             return await _run(call, step.provider, step.endpoint.lstrip("/"), headers.get, is_step=True)
@@ -120,16 +120,16 @@ async def _run(call: Call, provider: str, endpoint: str, header: Any, is_step: b
     call.route = f"{call.route}/{name}"
     if (model := gemini.model_of(endpoint)) is not None:
         check_api(call.principal, "chat")
-        with _own_key(call, name, header, is_step):
-            return await gemini.generate_content(call, f"{name}/{model}", endpoint)
+        _use_own_key(call, name, header, is_step)
+        return await gemini.generate_content(call, f"{name}/{model}", endpoint)
     path = _without_version(endpoint)
     found = (_ANTHROPIC if path in _ANTHROPIC else _OPENAI).get(path)
     if found is None:
         raise _no_endpoint(provider, endpoint)
     check_api(call.principal, APIS[path.partition("/")[0]])
     call.body = _with_model(call.body, f"{name}/")
-    with _own_key(call, name, header, is_step):
-        return await found(call)
+    _use_own_key(call, name, header, is_step)
+    return await found(call)
 
 
 async def _run_any(call: Call, provider: str, endpoint: str, header: Any) -> Reply | None:
@@ -137,8 +137,8 @@ async def _run_any(call: Call, provider: str, endpoint: str, header: Any) -> Rep
     if (found := _OPENAI.get(path)) is not None:
         check_api(call.principal, APIS[path.partition("/")[0]])
         model = (named_model(call.body or b"") or "").partition("/")[0].lower()
-        with _own_key(call, model, header, is_step=False):
-            return await found(call)
+        _use_own_key(call, model, header, is_step=False)
+        return await found(call)
     if provider == COMPAT:
         raise _no_endpoint(provider, endpoint)
     check_api(call.principal, "run")
@@ -186,13 +186,14 @@ def _with_model(body: bytes, prefix: str) -> bytes:
     return encode(fields)
 
 
-def _own_key(call: Call, provider: str, header: Any, is_step: bool) -> RequestKey:
-    """The provider's key that the client sends along with ours: it goes to that provider and no other, and is not
-    kept. A client's `Authorization` is one only where our key is in `cf-aig-authorization`, or in a universal step."""
-    key = ""
+def _use_own_key(call: Call, provider: str, header: Any, is_step: bool) -> None:
+    """Take the provider's key that the client sends along with ours, if it does.
+
+    A client's `Authorization` is one only if our key is in `cf-aig-authorization`, or in a universal step."""
+    gateway, key = _check_gateway(call), ""
     if is_step or "cf-aig-authorization" in call.headers:
         found = next((value for name in sorted(_KEY_HEADERS) if (value := header(name))), "")
         key = found.removeprefix("Bearer ").strip()
         if key and not (key.isascii() and key.isprintable() and " " not in key and len(key) <= 4096):
             raise BadInput("the provider's key has characters that a header cannot have", param="authorization")
-    return request_key(provider, key)
+    gateway.own_key = OwnKey(provider, key) if key else None

@@ -180,7 +180,7 @@ def _text(value: Any) -> str | None:
 
 
 async def read_model_body(call: Call, session_fields: Sequence[str] = ("prompt_cache_key", "user")) -> bytes:
-    """Read a JSON body without decoding it. Sets the call's model and session; refuses an unknown model.
+    """Read a JSON body without decoding it. Sets the call's model, target and session; refuses an unknown model.
 
     `session_fields` are the body's names of its session, by precedence.
     """
@@ -189,7 +189,7 @@ async def read_model_body(call: Call, session_fields: Sequence[str] = ("prompt_c
     call.named_model = _text(found.model)
     call.body_session = session_name(*(_text(getattr(found, field)) for field in session_fields))
     if call.named_model is not None:
-        call.check_model(call.named_model)
+        call.use_model(call.named_model)
     return body
 
 

@@ -23,7 +23,14 @@ from emberline.protocol.events import Completed, Cost, TextEvent, Usage
 from emberline.protocol.gateway import GatewayOptions
 from emberline.protocol.media import Media, MediaRequest
 from emberline.protocol.rate_limits import RateLimits
-from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal, SpeechRequest, session_name
+from emberline.protocol.request import (
+    EncodeRequest,
+    GenerateRequest,
+    Principal,
+    SpeechRequest,
+    alias_caller,
+    session_name,
+)
 from emberline.protocol.speech import MAX_AUDIO_BYTES, Transcript
 from emberline.telemetry.request_log import AttemptContext
 
@@ -39,12 +46,14 @@ if TYPE_CHECKING:  # the API needs the types of what it is given, not their impo
     from emberline.jobs.queue.queue import Queue
     from emberline.jobs.webhooks.service import WebhookService
     from emberline.protocol.member import Challenge, Signed
+    from emberline.protocol.provider import OwnKey
     from emberline.service.event_log import EventLogs
     from emberline.service.kv_cache import KVCacheAdmin
     from emberline.service.responses import ResponseStore
     from emberline.telemetry.health import Health
     from emberline.telemetry.status import Status, StatusQuery
     from emberline.upstream.models import UpstreamModels
+    from emberline.upstream.target import Target
     from emberline.upstream.upstream_request import UpstreamRequest
 
 T = TypeVar("T")
@@ -62,16 +71,36 @@ _STREAM_HEADERS: HeaderList = [
 ]
 
 
+class ModelLookup(Protocol):
+    """Finds models by name: `service.models.Models`; tests replace it with a fake."""
+
+    def cards(self) -> "Sequence[ModelCard]": ...
+
+    def find(self, name: str, caller: str = "") -> "ModelCard":
+        """The model with this id or alias. An alias of several stands for the same one in all requests of a caller."""
+
+    def target(self, card: "ModelCard", principal: Principal, own_key: "OwnKey | None" = None) -> "Target":
+        """The model as a request of the principal uses it. Raises Forbidden if the principal may not use it."""
+
+    def is_upstream(self, card: "ModelCard") -> bool:
+        """True if another server computes the model, not an engine worker of ours."""
+
+    def is_alias(self, name: str) -> bool:
+        """True if the model that the name stands for may depend on the caller."""
+
+    def state(self, model_id: str) -> str:
+        """State of a model that the server loads and unloads; empty for others."""
+
+
 class Backend(Protocol):
     """The inference service as the API uses it; tests replace it with a fake."""
 
     @property
+    def models(self) -> ModelLookup: ...
+
+    @property
     def upstream(self) -> "UpstreamModels":
         """The models on upstream servers."""
-
-    def upstream_card(self, model_id: str, caller: str = "") -> "ModelCard | None":
-        """The card of a model on upstream servers; None for every other model. An alias with several targets stands
-        for the same one in all requests of a caller."""
 
     def forward(
         self,
@@ -89,9 +118,6 @@ class Backend(Protocol):
     def event_logs(self) -> "EventLogs":
         """Of streams that their clients may resume."""
 
-    def check_scope(self, principal: Principal, card: "ModelCard") -> None:
-        """Raise Forbidden unless the principal's key may use the model."""
-
     def generate(
         self,
         request: GenerateRequest,
@@ -100,6 +126,7 @@ class Backend(Protocol):
         on_admit: OnAdmit | None = None,
         on_complete: OnComplete | None = None,
         attempt: AttemptContext | None = None,
+        card: "ModelCard | None" = None,
     ) -> Events: ...
 
     async def encode(
@@ -110,6 +137,7 @@ class Backend(Protocol):
         on_admit: OnAdmit | None = None,
         on_complete: OnComplete | None = None,
         attempt: AttemptContext | None = None,
+        card: "ModelCard | None" = None,
     ) -> Encoded: ...
 
     async def transcribe(
@@ -120,6 +148,7 @@ class Backend(Protocol):
         on_admit: OnAdmit | None = None,
         on_complete: OnComplete | None = None,
         attempt: AttemptContext | None = None,
+        card: "ModelCard | None" = None,
     ) -> Transcript: ...
 
     async def make_media(
@@ -130,13 +159,12 @@ class Backend(Protocol):
         on_admit: OnAdmit | None = None,
         on_complete: OnComplete | None = None,
         attempt: AttemptContext | None = None,
+        card: "ModelCard | None" = None,
     ) -> Media: ...
 
-    async def count_tokens(self, request: GenerateRequest, principal: Principal) -> int: ...
-
-    def models(self) -> "Sequence[ModelCard]": ...
-
-    def resolve(self, model_id: str, caller: str = "") -> "ModelCard": ...
+    async def count_tokens(
+        self, request: GenerateRequest, principal: Principal, target: "Target | None" = None
+    ) -> int: ...
 
     @property
     def aliases(self) -> "AliasTable": ...
@@ -171,9 +199,6 @@ class Backend(Protocol):
 
     @property
     def kv_cache(self) -> "KVCacheAdmin": ...
-
-    def model_state(self, model_id: str) -> str:
-        """Of a model that the server loads and unloads; empty for others."""
 
     async def load_model(self, model_id: str, action: Literal["load", "unload"]) -> "ModelCard":
         """Returns when it is done."""
@@ -265,6 +290,7 @@ class Call:
         self.gateway_name = ""  # of the path; empty: it names none
         self.body: bytes | None = None  # of the request, where it was read and perhaps rewritten
         self.named_model: str | None = None  # the model that the body names
+        self.card: ModelCard | None = None  # the model that the request is for, once it was looked up
         self.body_session: str | None = None  # the session id that the body has
         self.is_audited = False  # what it does is in the audit log
         self.audit_target = ""  # what an admin's act is done to, for the audit log; empty: `path_param`
@@ -312,7 +338,7 @@ class Call:
 
     def models(self) -> "list[ModelCard]":
         """Those that the caller may use, with the prices that are valid now."""
-        cards = [card for card in self.service.models() if self.principal.may_use((card.id, *card.aliases))]
+        cards = [card for card in self.service.models.cards() if self.principal.may_use((card.id, *card.aliases))]
         if self._accounts is None:
             return cards
         prices, now_us = self._accounts.prices.table, time.time_ns() // 1000
@@ -372,12 +398,23 @@ class Call:
         if self.gateway is not None:
             raise Unsupported(f"a gateway answers at once: leave `{field}` out, or the gateway", param=field)
 
-    def check_model(self, name: str) -> None:
-        """ModelNotFound: there is no such model. A gateway may have others to try."""
-        if self.gateway is None:
-            self.service.resolve(name)
+    def use_model(self, name: str) -> "ModelCard":
+        """Look up the model that the request is for, once, and keep it as `card`.
+
+        Through a gateway it is the model that is tried first. Raises ModelNotFound if there is no such model."""
+        if self.gateway is not None:
+            self.card = self.gateway.use_model(name, self.session, self.id)
         else:
-            self.gateway.check_model(name, self.session, self.id)
+            caller = alias_caller(self.principal.account, self.session, self.id)
+            self.card = self.service.models.find(name, caller)
+        return self.card
+
+    def _card(self, request: GenerateRequest | EncodeRequest | SpeechRequest | MediaRequest) -> "ModelCard | None":
+        """The model of the request. A session that only the request itself has decides what an alias stands for."""
+        models = self.service.models
+        if self.card is not None and request.session != self.session and models.is_alias(request.model):
+            return models.find(request.model, alias_caller(self.principal.account, request.session, self.id))
+        return self.card
 
     @property
     def has_queue(self) -> bool:
@@ -451,28 +488,43 @@ class Call:
             request = msgspec.structs.replace(request, session_final=True)
         if self.gateway is not None:
             return self.gateway.generate(request, self._admitted, self._completed)
-        return self.service.generate(request, self.principal, on_admit=self._admitted, on_complete=self._completed)
+        return self.service.generate(
+            request, self.principal, on_admit=self._admitted, on_complete=self._completed, card=self._card(request)
+        )
 
     def encode(self, request: EncodeRequest) -> Coroutine[Any, Any, Encoded]:
         if self.gateway is not None:
             return self.gateway.encode(request, self._admitted, self._completed)
-        return self.service.encode(request, self.principal, on_admit=self._admitted, on_complete=self._completed)
+        return self.service.encode(
+            request, self.principal, on_admit=self._admitted, on_complete=self._completed, card=self._card(request)
+        )
 
     def transcribe(self, request: SpeechRequest) -> Coroutine[Any, Any, Transcript]:
         if self.gateway is not None:
             return self.gateway.transcribe(request, self._admitted, self._completed)
-        return self.service.transcribe(request, self.principal, on_admit=self._admitted, on_complete=self._completed)
+        return self.service.transcribe(
+            request, self.principal, on_admit=self._admitted, on_complete=self._completed, card=self._card(request)
+        )
 
     def make_media(self, request: MediaRequest) -> Coroutine[Any, Any, Media]:
         if self.gateway is not None:
             return self.gateway.make_media(request, self._admitted, self._completed)
-        return self.service.make_media(request, self.principal, on_admit=self._admitted, on_complete=self._completed)
+        return self.service.make_media(
+            request, self.principal, on_admit=self._admitted, on_complete=self._completed, card=self._card(request)
+        )
+
+    async def count_tokens(self, request: GenerateRequest) -> int:
+        """Tokens of the request's prompt. A gateway's routes and rules are for requests that generate."""
+        own_key = None if self.gateway is None else self.gateway.own_key
+        assert self.card is not None, "the model was looked up when its body was read"
+        target = self.service.models.target(self.card, self.principal, own_key)
+        return await self.service.count_tokens(request, self.principal, target)
 
     def forward(self, request: "UpstreamRequest") -> AsyncGenerator[tuple[bytes, bool], None]:
         return self.service.forward(request, on_admit=self._admitted, on_complete=self._completed)
 
     def forward_any(
-        self, make: "Callable[[ModelCard, str], Awaitable[UpstreamRequest]]", models: "Plan", requested: str, api: str
+        self, make: "Callable[[Target, str], Awaitable[UpstreamRequest]]", models: "Plan", requested: str, api: str
     ) -> AsyncGenerator[tuple[bytes, bool], None]:
         """`forward` through the gateway: `make` makes the request for one of the models, which are tried in order."""
         assert self.gateway is not None

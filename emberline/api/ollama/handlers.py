@@ -4,6 +4,7 @@ Its clients load and unload a model by an empty request, with `keep_alive: 0` fo
 do, and every other `keep_alive` is left to the server (`[models] keep_alive_s`).
 """
 
+from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
@@ -27,7 +28,6 @@ from emberline.api.ollama.response_body import NDJSON, ReplyStream, Stopwatch, e
 from emberline.catalog.model_card import TEXT_EMBEDDINGS, TEXT_GENERATION, ModelCard
 from emberline.protocol.complete_response import Encoded
 from emberline.protocol.errors import BadInput, Forbidden, ModelNotFound
-from emberline.protocol.request import alias_caller
 
 API_VERSION = "0.13.5"  # of Ollama, whose API this is: clients ask before they use newer parts of it
 LATEST = ":latest"  # the tag that Ollama's clients append to a name without one
@@ -68,9 +68,9 @@ async def _answer(call: Call, body: OllamaChat | OllamaPrompt, is_chat: bool) ->
 
 async def _load(call: Call, name: str, body: OllamaChat | OllamaPrompt, is_chat: bool) -> Reply:
     """A model that is loaded on demand is loaded by the first request, whoever sends it."""
-    card = call.service.resolve(name)
-    call.service.check_scope(call.principal, card)
-    is_managed = call.service.model_state(card.id) not in ("", "provider")
+    models = call.service.models
+    card = models.target(call.card or models.find(name), call.principal).card
+    is_managed = models.state(card.id) not in ("", "provider")
     if body.unloads and not call.principal.is_admin:
         raise Forbidden("unloading a model needs an admin key")
     if is_managed and call.principal.is_admin:
@@ -102,8 +102,8 @@ async def embeddings(call: Call) -> Reply:
 async def _encode(call: Call, body: OllamaEmbed | OllamaEmbeddings) -> Encoded:
     request, call.field_names = body.to_request(_served_name(call, body.model), call.id)
     if isinstance(body, OllamaEmbeddings) or body.truncate is None:  # as Ollama does; a provider cannot be asked to
-        caller = alias_caller(call.principal, request.session, request.id)
-        request = msgspec.structs.replace(request, truncate=call.service.upstream_card(request.model, caller) is None)
+        assert call.card is not None, "the model was looked up when its body was read"
+        request = msgspec.structs.replace(request, truncate=not call.service.models.is_upstream(call.card))
     encoded = await run_encoding(call, request)
     if encoded.pooling is None:
         raise BadInput(f"{body.model} makes no vectors: ask for /v1/rerank or `run`", param="model")
@@ -116,7 +116,7 @@ async def tags(call: Call) -> Reply:
 
 async def show(call: Call) -> Reply:
     body = await read_json(call, _show)
-    card = call.service.resolve(_served_name(call, body.model or body.name))
+    card = _find(call, body.model or body.name)
     architecture = card.architecture or "unknown"
     info: dict[str, object] = {
         "general.architecture": architecture,
@@ -156,7 +156,7 @@ async def pull(call: Call) -> Reply:
     body = await read_json(call, _pull)
     name = body.model or body.name
     try:
-        call.service.resolve(_served_name(call, name))
+        _find(call, name)
     except ModelNotFound as missing:
         raise ModelNotFound(f"{missing.message}: add it with `emberline pull {name[:100]}`", param="model") from None
     reply = {"status": "success"}
@@ -177,11 +177,22 @@ async def _read(call: Call, decoder: msgspec.json.Decoder[T]) -> T:
 
 def _served_name(call: Call, name: str) -> str:
     """The name under which the model is served: without the tag that a client appended."""
+    if call.named_model is None:
+        call.named_model = _untagged(name, call.use_model)[0]
+    return call.named_model
+
+
+def _find(call: Call, name: str) -> ModelCard:
+    """The model that a client asks about."""
+    return _untagged(name, call.service.models.find)[1]
+
+
+def _untagged(name: str, find: Callable[[str], ModelCard]) -> tuple[str, ModelCard]:
+    """The name that `find` knows, and its model: without the tag that a client appended, if need be."""
     try:
-        call.service.resolve(name)
+        return name, find(name)
     except ModelNotFound:
         if not name.endswith(LATEST):
             raise
         name = name.removesuffix(LATEST)
-        call.service.resolve(name)
-    return name
+        return name, find(name)

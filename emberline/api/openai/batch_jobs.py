@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from emberline.api.batches.job_format import FileLine, Result, batch_request
+from emberline.api.batches.job_format import FileLine, Result, line_request
 from emberline.api.common.unsupported_fields import refuse_unsupported
 from emberline.api.http.body import decode
 from emberline.api.http.call import Backend, encode
@@ -16,6 +16,7 @@ from emberline.api.openai.embeddings import EmbeddingsRequest, embeddings_body
 from emberline.api.openai.responses.items import Item, ItemReference, parse_input, with_ids
 from emberline.api.openai.responses.output import response_body
 from emberline.api.openai.responses.request import ResponsesRequest, response_id
+from emberline.jobs.batches.batch import Batch
 from emberline.jobs.queue.job import NewJob
 from emberline.protocol.complete_response import Answer
 from emberline.protocol.errors import BadInput, EmberlineError, Internal
@@ -98,9 +99,12 @@ _line_decoder = msgspec.json.Decoder(BatchLine)
 
 
 class OpenAIJobReader:
-    def __init__(self, service: Backend, endpoint: str) -> None:
+    """Reads the lines of a batch in order; no two may have the same custom id."""
+
+    def __init__(self, service: Backend, batch: Batch) -> None:
         self._service = service
-        self._endpoint = endpoint
+        self._batch = batch
+        self._endpoint = batch.endpoint
         self._line_of: dict[str, int] = {}  # by custom id, the line that has it
 
     def __call__(self, line: FileLine) -> NewJob:
@@ -113,7 +117,7 @@ class OpenAIJobReader:
             if body.stream:
                 raise BadInput("`stream` has no meaning in a batch: leave it out", param="body.stream")
             request, _ = FORMATS[self._endpoint].to_request(body, "")
-            return NewJob(custom_id, batch_request(request, self._service))
+            return NewJob(custom_id, line_request(request, self._service, self._batch))
         except EmberlineError as error:
             error.message = f"line {line.number}: {error.message}"
             return NewJob(custom_id, None, error.info())

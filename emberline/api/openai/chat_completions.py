@@ -15,7 +15,6 @@ from emberline.api.openai.upstream_passthrough import forward_chat, forward_comp
 from emberline.catalog.model_card import ModelCard
 from emberline.gateway.routing import Plan
 from emberline.protocol.errors import BadInput
-from emberline.protocol.request import alias_caller
 
 MAX_TOTAL_CHOICES = 128  # of one call: prompts times n
 
@@ -65,29 +64,27 @@ async def completions(call: Call) -> Reply | None:
 
 
 def _upstream_targets(call: Call, unread: bool = False) -> ModelCard | Plan | None:
-    """The card of the model that the body names, if upstream servers compute the model.
+    """The model of the request, if upstream servers compute the model.
 
     Through a gateway: the models that it tries, if upstream servers compute all of them and nothing of the request or
     its reply has to be read. `unread`: the request cannot be read, so it is neither cached nor logged with its content;
     guardrails still refuse it.
     """
-    name, session = call.named_model, call.session
-    if name is None:
-        return None
-    gateway = call.gateway
+    gateway, card = call.gateway, call.card
     if gateway is None:
-        return call.service.upstream_card(name, alias_caller(call.principal, session, call.id))
-    if gateway.settings.guardrails if unread else gateway.reads_prompts:
+        return card if card is not None and call.service.models.is_upstream(card) else None
+    if call.named_model is None or (gateway.settings.guardrails if unread else gateway.reads_prompts):
         return None
-    plan = gateway.plan(name, session, call.id)
-    return plan if all(gateway.upstream_card(model, plan.caller) is not None for model in plan.models) else None
+    plan = gateway.plan(call.named_model, call.session, call.id)
+    return plan if gateway.relays(plan) else None
 
 
 async def list_models(call: Call) -> Reply:
-    state = call.service.model_state
+    state = call.service.models.state
     return list_reply([openai_model(card, state(card.id)) for card in call.models()], has_more=False)
 
 
 async def get_model(call: Call) -> Reply:
-    card = call.service.resolve(call.path_param)
-    return json_reply(openai_model(card, call.service.model_state(card.id)))
+    models = call.service.models
+    card = models.find(call.path_param)
+    return json_reply(openai_model(card, models.state(card.id)))

@@ -33,6 +33,7 @@ from emberline.catalog.model_card import ModelCard
 from emberline.gateway.routing import Plan
 from emberline.protocol.errors import BadInput, EmberlineError
 from emberline.upstream.dialects.dialect import CHAT, COMPLETIONS
+from emberline.upstream.target import Target
 from emberline.upstream.upstream_request import UpstreamRequest, check_known, continuation_fields
 
 ABSENT = Raw()
@@ -203,14 +204,14 @@ log = logging.getLogger(__name__)
 async def forward_chat(call: Call, targets: ModelCard | Plan, raw: bytes) -> Reply | None:
     body = decode(raw, _chat)
 
-    async def make(card: ModelCard, request_id: str) -> UpstreamRequest:
-        request, n_images = _upstream_request(call, card, request_id, body, CHAT, raw)
+    async def make(target: Target, request_id: str) -> UpstreamRequest:
+        request, n_images = _upstream_request(call, target, request_id, body, CHAT, raw)
         if n_images:
             request.route = msgspec.structs.replace(request.route, images=n_images)
-        if card.id in call.service.upstream.texts:
+        if target.card.id in call.service.upstream.texts:
             with contextlib.suppress(EmberlineError):  # not all that its server takes can be rendered here
                 canonical, call.field_names = decode(raw, _canonical_chat).to_request(call.id, call.session)
-                request.route = await call.service.upstream.with_token_keys(request.route, canonical, card)
+                request.route = await call.service.upstream.with_token_keys(request.route, canonical, target)
         return request
 
     return await _reply(call, targets, make, body, "chat")
@@ -219,36 +220,33 @@ async def forward_chat(call: Call, targets: ModelCard | Plan, raw: bytes) -> Rep
 async def forward_completion(call: Call, targets: ModelCard | Plan, raw: bytes) -> Reply | None:
     body = decode(raw, _completion)
 
-    async def make(card: ModelCard, request_id: str) -> UpstreamRequest:
-        request, _ = _upstream_request(call, card, request_id, body, COMPLETIONS, raw)
-        if card.id in call.service.upstream.texts and body.n_prompts == 1:
+    async def make(target: Target, request_id: str) -> UpstreamRequest:
+        request, _ = _upstream_request(call, target, request_id, body, COMPLETIONS, raw)
+        if target.card.id in call.service.upstream.texts and body.n_prompts == 1:
             with contextlib.suppress(EmberlineError):
                 (canonical,), call.field_names = decode(raw, _canonical_completion).to_requests(call.id, call.session)
-                request.route = await call.service.upstream.with_token_keys(request.route, canonical, card)
+                request.route = await call.service.upstream.with_token_keys(request.route, canonical, target)
         return request
 
     return await _reply(call, targets, make, body, "completions")
 
 
-Make = Callable[[ModelCard, str], Awaitable[UpstreamRequest]]  # of the model that serves it, and its id
+Make = Callable[[Target, str], Awaitable[UpstreamRequest]]  # given the model that serves the request, and its id
 
 
 def _upstream_request(
-    call: Call, card: ModelCard, request_id: str, body: PassthroughBody, path: str, raw: bytes
+    call: Call, target: Target, request_id: str, body: PassthroughBody, path: str, raw: bytes
 ) -> tuple[UpstreamRequest, int]:
     """The request, and the number of images in it."""
-    call.service.check_scope(call.principal, card)
     upstream = call.service.upstream
-    model, access = upstream.target(card, call.principal)
-    takes_any = upstream.takes_any_field(card, access)
     if body.speculation is not None:
-        check_known("speculation", upstream.kind_of(card, access))
-    n_images = body.check(fetches=takes_any)
-    fields = _all_fields(raw) if takes_any else body.upstream_fields(upstream.kind_of(card, access))
-    fields |= {"model": model, **upstream.cache_salt(card, call.principal)}
+        check_known("speculation", target.kind)
+    n_images = body.check(fetches=target.takes_any_field)
+    fields = _all_fields(raw) if target.takes_any_field else body.upstream_fields(target.kind)
+    fields |= {"model": target.remote, **upstream.cache_salt(target, call.principal)}
     route = upstream.route_request(
         request_id,
-        card,
+        target,
         call.principal,
         body.prompt_bytes,
         n=(body.n or 1) * body.n_prompts,
@@ -258,7 +256,6 @@ def _upstream_request(
         reject_if_busy=body.reject_if_busy,
         body_bytes=len(raw),
         api="chat" if path == CHAT else "completions",
-        access=access,
     )
     call.wants_cost = call.wants_cost or bool(body.usage and body.usage.include)
     asks_usage = call.wants_cost or (body.stream_options is not None and body.stream_options.include_usage)
@@ -270,7 +267,7 @@ def _upstream_request(
         stream=bool(body.stream),
         hides_usage=hides_usage,
         adds_cost=call.wants_cost,
-        access=access,
+        access=target.access,
     )
     return request, n_images
 
@@ -283,7 +280,8 @@ def _all_fields(raw: bytes) -> dict[str, Any]:
 
 async def _reply(call: Call, targets: ModelCard | Plan, make: Make, body: PassthroughBody, api: str) -> Reply | None:
     if isinstance(targets, ModelCard):
-        blocks = call.forward(await make(targets, call.id))
+        target = call.service.models.target(targets, call.principal)
+        blocks = call.forward(await make(target, call.id))
     else:
         blocks = call.forward_any(make, targets, body.model, api)
     failed = partial(_error_event, call)

@@ -85,7 +85,7 @@ async def models(call: Call) -> Reply:
     cards = [card for card in call.models() if not (hides_beta and card.capabilities.beta)]
     found = [card for card in cards if _matches(card, call.query)]
     if "format" not in call.query:
-        return paged_reply(call, [cloudflare_model(card, call.service.model_state(card.id)) for card in found])
+        return paged_reply(call, [cloudflare_model(card, call.service.models.state(card.id)) for card in found])
     call.enum_param("format", ("openrouter",), "openrouter")
     rows = _page(call, [openrouter_model(card) for card in found])
     return json_reply(envelope(rows, data=rows))
@@ -95,7 +95,7 @@ async def schema(call: Call) -> Reply:
     name = call.query.get("model")
     if not name:
         raise BadInput("the query must name a `model`", param="model")
-    card = call.service.resolve(name)
+    card = call.service.models.find(name)
     body = SpeechInput if card.task == SPEECH_RECOGNITION else EncodeInput if encodes_text(card) else RunRequest
     return json_reply(envelope({"input": _input_schema(body), "output": _OUTPUTS.get(card.task, _OUTPUT)}))
 

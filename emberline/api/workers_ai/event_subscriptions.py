@@ -80,7 +80,7 @@ async def delete(call: Call) -> Reply:
 
 
 def _update(call: Call, body: SubscriptionChange) -> EndpointUpdate:
-    model = call.service.resolve(body.source.model_name).id if body.source else None
+    model = call.service.models.find(body.source.model_name).id if body.source else None
     return EndpointUpdate(
         name=body.name,
         url=_url(body.destination) if body.destination else None,

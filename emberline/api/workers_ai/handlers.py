@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from emberline.api.batches.job_format import FileLine, Result, batch_request, batch_results
+from emberline.api.batches.job_format import FileLine, Result, batch_results, line_request
 from emberline.api.batches.submission import find_batch, new_batch, position_body, submit_once, submit_requests
 from emberline.api.common.chat_fields import is_json
 from emberline.api.common.encoding import json_rows, run_encoding
@@ -76,16 +76,15 @@ _reference_decoder = msgspec.json.Decoder(_Reference)
 async def run(call: Call) -> Reply | None:
     if call.path_param.startswith(DYNAMIC):
         return await run_model(call, call.path_param, await read_body(call))
-    card = call.service.resolve(call.path_param)  # an unknown model is reported before what is wrong with the body
+    card = call.use_model(call.path_param)  # an unknown model is reported before what is wrong with the body
     raw = await read_body(call, any_type=card.task == SPEECH_RECOGNITION)
     return await run_model(call, call.path_param, raw)
 
 
 async def run_model(call: Call, model: str, raw: bytes) -> Reply | None:
-    """`raw`: the model's input. The model may be a route of the gateway that it names."""
-    if model.startswith(DYNAMIC):
+    """Run the model on its input, `raw`. The model was looked up, unless it is a route of the gateway that it names."""
+    if (card := call.card) is None:
         return await _run_input(call, model, raw, encodes=False)
-    card = call.service.resolve(model)
     if card.task == SPEECH_RECOGNITION:
         return await _hear(call, model, raw)
     if card.task in TASKS:
@@ -96,12 +95,11 @@ async def run_model(call: Call, model: str, raw: bytes) -> Reply | None:
 async def run_universal(call: Call) -> Reply | None:
     raw = await read_body(call)
     if (name := named_model(raw)) is not None and not name.startswith(DYNAMIC):
-        call.service.resolve(name)
+        call.use_model(name)
     max_values = decode(raw, _universal_submission_decoder, NO_LIMIT).input.max_values
     body = decode(raw, _raw_decoder, max_values)
-    if body.model.startswith(DYNAMIC):
+    if (card := call.card) is None:
         return await _run_input(call, body.model, bytes(body.input), encodes=False)
-    card = call.service.resolve(body.model)
     if card.task == SPEECH_RECOGNITION:
         return await _hear(call, body.model, bytes(body.input))
     if card.task in TASKS:
@@ -167,7 +165,7 @@ async def _run_queued(call: Call, model: str, raw: bytes, body: RunRequest | Enc
 
 
 async def _submit(call: Call, model: str, raw: bytes, body: RunRequest | EncodeInput) -> Reply:
-    card = call.service.resolve(model)
+    card = call.card or call.use_model(model)
     requests = _requests(call, raw, body, card.id)
     most = call.queue.limits.max_jobs
     if len(requests) > most:
@@ -241,10 +239,11 @@ def _answer_body(answer: Answer, line: bytes) -> Any:
     return result_body(answer, ResultOptions(is_json(given.output().format), not given.hides_reasoning))
 
 
-def read_input_job(service: Backend, model: str, line: FileLine) -> NewJob:
-    reference = ""
+def read_input_job(service: Backend, batch: Batch, line: FileLine) -> NewJob:
+    """The job of one input. The batch names its model, by id."""
+    reference, model = "", batch.model
     try:
-        encodes = encodes_text(service.resolve(model))
+        encodes = encodes_text(service.models.find(model))
         decoder: msgspec.json.Decoder[Any] = _encode_decoder if encodes else _input_decoder
         given: _QueuedInput | EncodeInput = decode(line.content(), decoder)
         if isinstance(given.external_reference, str):
@@ -259,6 +258,6 @@ def read_input_job(service: Backend, model: str, line: FileLine) -> NewJob:
             request = GenerateRequest(id="", model=model, encode=texts, api="run")
         else:
             request, _ = given.to_request(model, "")
-        return NewJob(reference, batch_request(request, service))
+        return NewJob(reference, line_request(request, service, batch))
     except EmberlineError as error:
         return NewJob(reference, None, error.info())

@@ -10,9 +10,9 @@ from emberline.config import ConfigError, ProviderConfig
 from emberline.net.egress_policy import EgressPolicy, parse_target
 from emberline.net.http_client import ConnectionPool
 from emberline.protocol.errors import Forbidden, ModelNotFound, NotFound
-from emberline.protocol.provider import ProviderKey
+from emberline.protocol.provider import OwnKey, ProviderKey
 from emberline.protocol.request import Principal
-from emberline.upstream.providers.access import Access, own_key
+from emberline.upstream.providers.access import Access
 from emberline.upstream.providers.attempt import list_models
 from emberline.upstream.providers.client import ProviderClient, api_of
 from emberline.upstream.providers.registry import ALIASES, Provider, known, provider, task_of
@@ -125,17 +125,19 @@ class ProviderDirectory:
             raise ModelNotFound(f"provider {name} was removed: add its key again", param="model")
         return client
 
-    def access(self, client: ProviderClient, principal: Principal) -> Access:
+    def access(self, client: ProviderClient, principal: Principal, own_key: OwnKey | None = None) -> Access:
         """The key that the request brings, the account's own, the stored one of all accounts, or the configured one.
-        Forbidden where there is none, ModelNotFound where the provider is another account's."""
+
+        Raises Forbidden if there is none, and ModelNotFound if the provider is another account's."""
         name = client.provider.name
-        stored = None if self._keys is None else self._keys.find(principal.account, name)
-        if stored is not None and not own_key(name):
+        own = "" if own_key is None or _known_name(own_key.provider) != _known_name(name) else own_key.key
+        stored = None if own or self._keys is None else self._keys.find(principal.account, name)
+        if stored is not None:
             return self._stored_access(client, stored)
         if client.provider.url == NOWHERE:
             raise ModelNotFound(f"this account has no provider {name}", param="model")
-        if key := own_key(name):
-            return Access(key)
+        if own:
+            return Access(own)
         if not client.access.key and client.provider.needs_key:
             raise Forbidden(
                 f"there is no key for provider {name}: add one with `emberline provider add {name}`",
@@ -224,6 +226,10 @@ class ProviderDirectory:
             tell(client)
         self.clients[name] = client
         return client
+
+
+def _known_name(name: str) -> str:
+    return ALIASES.get(name, name)
 
 
 def _known_url(name: str) -> str:

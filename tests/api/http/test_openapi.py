@@ -32,16 +32,24 @@ from emberline.protocol.media import Media, MediaRequest
 from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal
 from emberline.store import open_store
 from tests.api.admin.test_kv_cache import FakeCache
-from tests.api.fake_service import CARDS, KEY, SECRET, FakeService, agent, app_of, hello
+from tests.api.fake_service import CARDS, KEY, SECRET, FakeModels, FakeService, Script, agent, app_of, hello
 from tests.examples import EVERY_EXAMPLE
 from tests.jobs.webhooks.helpers import webhook_service
 
 
-class Obliging(FakeService):
-    """Resolves every model name, so that fuzzed requests get past model resolution."""
+class AnyModel(FakeModels):
+    """Finds a model under every name, so that fuzzed requests get past model resolution."""
 
-    def resolve(self, model_id: str, caller: str = "") -> ModelCard:
+    def find(self, name: str, caller: str = "") -> ModelCard:
         return CARDS[0]
+
+
+class Obliging(FakeService):
+    """Serves requests for every model name."""
+
+    def __init__(self, script: Script = hello) -> None:
+        super().__init__(script)
+        self.models = AnyModel()
 
     async def make_media(self, request: MediaRequest, principal: Principal, **_: Any) -> Media:
         return Media(b'{"data":[]}')

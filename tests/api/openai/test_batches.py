@@ -8,20 +8,26 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from emberline.api.batch_loader import BatchService, job_reader
 from emberline.api.batches.job_format import FileLine, file_lines
 from emberline.api.openai.batch_jobs import OpenAIJobReader
+from emberline.catalog.aliases import Aliases, configured_table
+from emberline.catalog.model_files import ModelFiles
+from emberline.cluster.served_models import ServedModels
 from emberline.jobs.batches.batch import Batch, NewBatch
 from emberline.jobs.queue.job import NewJob
 from emberline.protocol.complete_response import Answer, AnswerChoice, TextPart
 from emberline.protocol.errors import BadInput, Unavailable
 from emberline.protocol.events import ChoiceDone, ReasoningDelta, TextDelta, TextLogprob, Usage
 from emberline.protocol.request import GenerateRequest, Priority
+from emberline.service.models import Models
 from emberline.store import Database
+from emberline.upstream.models import UpstreamModels
 from tests.api.batch_fixtures import jsonl, lines_in, open_batch_service, run_all, run_one, until
-from tests.api.fake_service import MODEL, FakeService, client_of, hello, says
+from tests.api.fake_service import CARDS, MODEL, FakeService, client_of, hello, says
 from tests.databases import DatabaseLocation, mostly_sqlite, on_both_databases
 from tests.faulty_queue import FaultyQueue
 from tests.faulty_store import FaultyStore
@@ -388,6 +394,34 @@ async def test_cancel_one_job(client: httpx.AsyncClient, batches: BatchService, 
     assert [line["custom_id"] for line in output] == ["a", "c"]
     (error,) = lines_in(await client.get(f"/v1/files/{batch['error_file_id']}/content"))
     assert (error["custom_id"], error["error"]["code"]) == ("b", "batch_cancelled")
+
+
+async def test_an_alias_stands_for_one_model_in_all_lines_of_a_batch(
+    client: httpx.AsyncClient, batches: BatchService
+) -> None:
+    """Batches are divided between the models of an alias by weight, also after a restart in the same way."""
+    await batches.close()
+    await submit(client, jsonl([chat("a")]))
+    batch = await batches.queue.claim_validating("me")
+    assert batch is not None
+    service, (old, new) = FakeService(), CARDS
+    served = ServedModels()
+    served.offer([ModelFiles(old, "/old"), ModelFiles(new, "/new")])
+    aliases = Aliases(configured_table({"best": {old.id: 1, new.id: 1}}))
+    service.models = Models(served, UpstreamModels(()), aliases)  # type: ignore[assignment]
+    message = {"model": "best", "max_tokens": 1, "messages": [{"role": "user", "content": "Hi"}]}
+    lines = {"openai": chat("a", model="best"), "anthropic": {"custom_id": "a", "params": message}}
+
+    def chosen(kind: str, name: str) -> str:
+        read = job_reader(msgspec.structs.replace(batch, kind=kind, id=name), service)
+        jobs = [read(FileLine(1, jsonl([lines[kind]]))) for _ in range(4)]
+        (model,) = {job.request.model for job in jobs if job.request is not None}
+        return model
+
+    for kind in lines:
+        found = {name: chosen(kind, name) for name in map("batch-{}".format, range(40))}
+        assert found == {name: chosen(kind, name) for name in found}
+        assert set(found.values()) == {old.id, new.id}
 
 
 async def test_cancel_while_the_last_line_is_loaded(client: httpx.AsyncClient, batches: BatchService) -> None:

@@ -21,7 +21,7 @@ from emberline.protocol.events import (
     Usage,
 )
 from emberline.protocol.request import GenerateRequest
-from tests.api.fake_service import KEY, FakeService, app_of, card
+from tests.api.fake_service import KEY, FakeModels, app_of, card
 from tests.api.playground.browser import Stage, ask, dismiss, endless, expect, module, reply, writes
 from tests.cluster_processes import wait_until
 
@@ -69,8 +69,8 @@ async def hostile(request: GenerateRequest) -> AsyncIterator[TextEvent]:
 def test_markup_in_output_names_and_arguments_is_text(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["@cf/x/<img/src=x/onerror=alert(1)>", "@cf/y/\x1b[31m\u202eevil", "@cf/<script>alert(1)</script>/z"]
     cards = [card(name, "<b>me</b>") for name in names]
-    monkeypatch.setattr(FakeService, "models", lambda self: cards)
-    monkeypatch.setattr(FakeService, "resolve", lambda self, name: cards[0])
+    monkeypatch.setattr(FakeModels, "cards", lambda self: cards)
+    monkeypatch.setattr(FakeModels, "find", lambda self, name, caller="": cards[0])
     with stage.site(hostile) as here:
         page = here.open()
         page.wait_for_selector(".model-button:has-text('onerror')")

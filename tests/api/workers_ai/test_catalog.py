@@ -4,8 +4,7 @@ import httpx
 import jsonschema_rs
 import pytest
 
-from emberline.catalog.model_card import ModelCard
-from tests.api.fake_service import CARDS, MODEL, PRICED, SPEECH, FakeService, Wire, app_of, client_of
+from tests.api.fake_service import CARDS, MODEL, PRICED, SPEECH, FakeModels, FakeService, Wire, app_of, client_of
 
 AI = "/client/v4/accounts/acme/ai"
 
@@ -111,11 +110,9 @@ async def test_tasks_and_authors(client: httpx.AsyncClient) -> None:
 
 
 async def test_what_a_card_says_is_in_its_properties() -> None:
-    class Described(FakeService):
-        def models(self) -> list[ModelCard]:
-            return [*CARDS, PRICED, SPEECH]
-
-    client = client_of(Described())
+    service = FakeService()
+    service.models = FakeModels([*CARDS, PRICED, SPEECH])
+    client = client_of(service)
     row = (await search(client, search="priced"))["result"][0]
     properties = {item["property_id"]: item["value"] for item in row["properties"]}
     assert properties == {

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from emberline.api.batches.job_format import batch_request, job_error
+from emberline.api.batches.job_format import job_error, queued_request
 from emberline.api.batches.submission import new_batch, queue_position, store_requests
 from emberline.api.http.body import decode
 from emberline.api.http.call import Call, encode, while_connected
@@ -69,8 +69,9 @@ _body_decoder = msgspec.json.Decoder(ResponsesRequest)
 async def submit(
     call: Call, own_id: str, raw: bytes, items: Sequence[Item], request: GenerateRequest
 ) -> BackgroundResponse:
-    """Durable on return."""
-    request = batch_request(request, call.service)
+    """Queue the response durably."""
+    assert call.card is not None, "the model was looked up when its body was read"
+    request = queued_request(request, call.card.id)
     submitted = encode(_Submitted(msgspec.Raw(raw), msgspec.Raw(encode(items))))
     file = await store_requests(call, own_id, [msgspec.Raw(submitted)])
     try:

@@ -109,7 +109,7 @@ async def _create_in_background(call: Call, raw: bytes, body: ResponsesRequest) 
 
 async def count_tokens(call: Call) -> Reply:
     turn = await _prepare(call, decode(await read_model_body(call, _SESSION_FIELDS), _decoder))
-    n_tokens = await call.service.count_tokens(turn.request, call.principal)
+    n_tokens = await call.count_tokens(turn.request)
     return json_reply({"object": "response.input_tokens", "input_tokens": n_tokens})
 
 

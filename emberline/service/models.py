@@ -1,0 +1,83 @@
+"""The models that this process can serve, found by name. Nothing else looks up the name of a model."""
+
+from collections.abc import Mapping
+
+from emberline.catalog.aliases import Aliases
+from emberline.catalog.model_card import ModelCard, with_aliases
+from emberline.cluster.served_models import ServedModels
+from emberline.protocol.errors import Conflict
+from emberline.protocol.provider import OwnKey
+from emberline.protocol.request import Principal
+from emberline.upstream.models import UpstreamModels
+from emberline.upstream.target import Target
+
+
+class Models:
+    """The models of our engines, of upstream servers and of providers, under their ids and aliases.
+
+    A model of ours takes precedence over one of another server with the same name.
+    """
+
+    def __init__(self, served: ServedModels, upstream: UpstreamModels, aliases: Aliases) -> None:
+        self._served = served
+        self._upstream = upstream
+        self._aliases = aliases
+
+    def cards(self) -> list[ModelCard]:
+        """All models, with the aliases that the operator has given them."""
+        cards = [*self._served.cards(), *self._upstream.cards()]
+        table = self._aliases.table
+        return [with_aliases(card, table.names_of(card)) for card in cards] if table.aliases else cards
+
+    def find(self, name: str, caller: str = "") -> ModelCard:
+        """The model with this id or alias, in any case of letters.
+
+        An alias of several models stands for the same one in all requests of a caller, and for the one of the largest
+        weight without a caller. Raises ModelNotFound or MalformedModelId, which say what to do about it.
+        """
+        found = name
+        if self.is_alias(name) and not self.is_id(name):
+            found = self._aliases.table.pick(name, caller, self._has)
+        if (card := self._served.find(found) or self._upstream.find(found)) is not None:
+            return card
+        raise self._served.not_found(found, self._upstream.providers.hint(name))
+
+    def target(self, card: ModelCard, principal: Principal, own_key: OwnKey | None = None) -> Target:
+        """The model as a request of the principal uses it; `own_key` is a provider's key that the request brings along.
+
+        Raises Forbidden if the principal's key may not use the model, or if there is no key for its provider.
+        """
+        if principal.models:
+            principal.check_model(card.id, (*card.aliases, *self._aliases.table.names_of(card)))
+        return self._upstream.target(card, principal, own_key) if self.is_upstream(card) else Target(card)
+
+    def is_upstream(self, card: ModelCard) -> bool:
+        """True if another server computes the model, not an engine worker of ours."""
+        return self._served.card(card.id) is None
+
+    def state(self, model_id: str) -> str:
+        """State of a model that is loaded and unloaded here: on_disk, loading, loaded, unloading or failed.
+
+        Returns `provider` if upstream servers have the model, and an empty text if it is always loaded."""
+        on_upstream = self._served.card(model_id) is None and self._upstream.find(model_id) is not None
+        return self._served.states.get(model_id) or ("provider" if on_upstream else "")
+
+    def is_alias(self, name: str) -> bool:
+        """True if the name is an alias, so that the model which it stands for may depend on the caller."""
+        return name.lower() in self._aliases.table.aliases
+
+    def is_id(self, name: str) -> bool:
+        """True if the name is a model's id, which no alias replaces."""
+        own = self._served.find(name)
+        return (own is not None and own.id.lower() == name.lower()) or self._upstream.find(name) is not None
+
+    def check_alias(self, name: str, targets: Mapping[str, int]) -> None:
+        """Raise Conflict if the name is a model's id, and ModelNotFound if a target is neither a model nor an alias."""
+        if self.is_id(name):
+            raise Conflict(f"{name} is the id of a model: choose another name", param="name")
+        for target in targets:
+            if not self.is_alias(target):
+                self.find(target)
+
+    def _has(self, name: str) -> bool:
+        return (self._served.find(name) or self._upstream.find(name)) is not None

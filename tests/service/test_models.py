@@ -1,0 +1,75 @@
+"""Names are looked up in one place, and a target is made only of a model that the caller may use."""
+
+from collections import Counter
+
+import pytest
+
+from emberline.catalog.aliases import Aliases, configured_table
+from emberline.catalog.model_card import ModelCard, PathSource
+from emberline.catalog.model_files import ModelFiles
+from emberline.cluster.served_models import ServedModels
+from emberline.config import ProviderConfig
+from emberline.protocol.errors import Conflict, Forbidden, ModelNotFound
+from emberline.protocol.provider import OwnKey
+from emberline.protocol.request import Principal
+from emberline.service.models import Models
+from emberline.upstream.models import UpstreamModels
+from emberline.upstream.providers.directory import ProviderDirectory
+
+OLD, NEW = "@cf/test/old", "@cf/test/new"
+ANYONE = Principal("alice")
+
+
+def card(model_id: str) -> ModelCard:
+    name = model_id.rpartition("/")[2]
+    return ModelCard(
+        id=model_id, aliases=(name,), description="", author="", context_window=64, source=PathSource(""), created_at=""
+    )
+
+
+def models_of(**aliases: dict[str, int]) -> Models:
+    served = ServedModels()
+    served.offer([ModelFiles(card(OLD), "/old"), ModelFiles(card(NEW), "/new")])
+    return Models(served, UpstreamModels(()), Aliases(configured_table(aliases)))
+
+
+def test_names() -> None:
+    models = models_of(best={"new": 1}, team={"best": 1})
+    for name in (NEW, NEW.upper(), "new", "best", "TEAM"):
+        assert models.find(name).id == NEW
+    assert models.is_alias("Team")
+    assert not models.is_alias("new")
+    with pytest.raises(ModelNotFound, match=f"no model other here; there are {OLD}, {NEW}"):
+        models.find("other")
+    with pytest.raises(Conflict):
+        models.check_alias(OLD, {"new": 1})
+    with pytest.raises(ModelNotFound):
+        models.check_alias("more", {"other": 1})
+
+
+def test_an_alias_of_several_models_is_divided_between_callers() -> None:
+    models = models_of(best={"old": 60, "new": 40})
+    found = {caller: models.find("best", caller).id for caller in map(str, range(200))}
+    assert found == {caller: models.find("best", caller).id for caller in found}
+    assert 60 <= Counter(found.values())[NEW] <= 100
+    assert models.find("best").id == OLD
+
+
+def test_a_target_is_made_only_of_a_model_in_the_callers_scope() -> None:
+    models = models_of(best={"new": 1})
+    for scope in ((), (NEW,), ("new",), ("best",), ("@cf/test/*",)):
+        target = models.target(models.find("best"), Principal("alice", models=scope))
+        assert (target.card.id, target.where, target.is_upstream) == (NEW, "engine", False)
+    with pytest.raises(Forbidden, match=f"this key may not use {NEW}; it may use old"):
+        models.target(models.find("best"), Principal("alice", models=("old",)))
+
+
+async def test_a_key_that_the_client_sends_along_opens_its_own_provider_alone() -> None:
+    configs = [ProviderConfig(name="xai", key="sk-xai"), ProviderConfig(name="groq", key="sk-groq")]
+    models = Models(ServedModels(), UpstreamModels((), providers=ProviderDirectory(configs)), Aliases())
+    xai, other = models.find("xai/grok"), models.find("groq/llama")
+    for named in ("xai", "grok"):
+        target = models.target(xai, ANYONE, OwnKey(named, "sk-own"))
+        assert (target.where, target.remote, target.provider_access.key) == ("provider", "grok", "sk-own")
+        assert models.target(other, ANYONE, OwnKey(named, "sk-own")).provider_access.key == "sk-groq"
+    assert models.target(xai, ANYONE).provider_access.key == "sk-xai"
