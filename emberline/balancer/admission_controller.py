@@ -10,11 +10,11 @@ from emberline.balancer.balancer import Balancer, Outcome
 from emberline.balancer.cost_model import Settings
 from emberline.balancer.endpoint import Capacity, Endpoint, WorkerConnection
 from emberline.balancer.ledger import InFlightRequest
-from emberline.balancer.route_request import Route, RouteRequest
 from emberline.balancer.worker import Snapshot
 from emberline.protocol.block_hash import DIGEST_BYTES
 from emberline.protocol.errors import BadInput, EmberlineError
 from emberline.protocol.frames import EngineLoad, KVEvents
+from emberline.protocol.route_request import Route, RouteRequest
 
 KV_KEYS_AT_ONCE = 1024  # of KV events: a snapshot of a large cache must not hold up the event loop
 

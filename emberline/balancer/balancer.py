@@ -22,7 +22,6 @@ from emberline.balancer.ledger import (
     Tenants,
 )
 from emberline.balancer.prefix_index import FleetPrefixIndex, shared_blocks
-from emberline.balancer.route_request import Route, RouteRequest, session_hash
 from emberline.balancer.routing_policy import RoutingInput
 from emberline.balancer.tier_index import TierIndex
 from emberline.balancer.worker import Snapshot, Worker
@@ -30,6 +29,7 @@ from emberline.balancer.worker_pool import WorkerPair, WorkerPool
 from emberline.protocol.block_hash import DIGEST_BYTES
 from emberline.protocol.errors import BadInput, DeadlineExceeded, EmberlineError, Overloaded, Unavailable
 from emberline.protocol.frames import EngineLoad
+from emberline.protocol.route_request import Route, RouteRequest, session_hash
 
 EXPECTED_S = 4.0  # a dispatched prompt counts as cached for so long after its prefill, until a KV event confirms it
 NO_EVENTS_S = 300.0  # a worker without KV events is believed to cache what it was given for one to two times as long

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Literal
 
-from emberline.balancer.route_request import Route, RouteRequest
 from emberline.protocol.errors import EmberlineError
 from emberline.protocol.request import Priority
+from emberline.protocol.route_request import Route, RouteRequest
 
 # Progress is measured by tokens, not by answered probes. With work in flight and no progress for so long,
 STALLED_S = 30.0  # a worker without heartbeats is unhealthy: it gets no requests,

@@ -7,9 +7,9 @@ from typing import Protocol
 
 from emberline.balancer.cost_model import PolicyName, Settings
 from emberline.balancer.prefix_index import Match
-from emberline.balancer.route_request import RouteRequest
 from emberline.balancer.worker import Worker
 from emberline.protocol.block_hash import BLOCK_TOKENS
+from emberline.protocol.route_request import RouteRequest
 
 NEAR_S, NEAR = 0.01, 0.1  # costs that differ by less, in seconds or relative to the best, count as equal
 # Leaving a cache costs later turns too: a multiple of the seconds computed again, up to a limit.

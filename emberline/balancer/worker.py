@@ -12,9 +12,9 @@ from emberline.balancer.cost_model import Cost, SpeedEstimate
 from emberline.balancer.endpoint import Capacity, Endpoint
 from emberline.balancer.ledger import STALLED_S, InFlightLoad, InFlightRequest
 from emberline.balancer.load_reports import LoadReports
-from emberline.balancer.route_request import RouteRequest
 from emberline.protocol.block_hash import BLOCK_TOKENS
 from emberline.protocol.frames import EngineLoad
+from emberline.protocol.route_request import RouteRequest
 
 RECENT_S = 120.0  # time constant over which prompts count as recent
 BUSY_S = 600.0  # time constant of the share of busy time

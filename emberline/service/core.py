@@ -23,13 +23,13 @@ from emberline.balancer.admission_controller import AdmissionController
 from emberline.balancer.balancer import Outcome
 from emberline.balancer.endpoint import WorkerConnection
 from emberline.balancer.grants import SHARE, Grants
-from emberline.balancer.route_request import Route, RouteRequest
 from emberline.catalog.aliases import Aliases
 from emberline.cluster.cluster import Cluster, ClusterStatus
 from emberline.cluster.membership import Membership, WorkerChange
 from emberline.cluster.scaled_models import ScaledModels
 from emberline.protocol.errors import Unsupported
 from emberline.protocol.member import Challenge, Signed
+from emberline.protocol.route_request import Route, RouteRequest
 from emberline.service.event_log import EventLogs, MemoryEventLogs
 from emberline.service.responses import DatabaseResponses, ResponseStore
 from emberline.service.sessions import SessionOwner, Sessions

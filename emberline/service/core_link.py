@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from emberline.balancer.route_request import Route, RouteRequest
 from emberline.catalog.aliases import Aliases, AliasTable
 from emberline.cluster.engine_client import EngineClient
 from emberline.cluster.membership import Members
@@ -23,6 +22,7 @@ from emberline.net.periodic import every, stop
 from emberline.net.rpc import Maker, Message, Peer, Table
 from emberline.protocol.errors import EmberlineError, Unavailable
 from emberline.protocol.frames import EngineLoad
+from emberline.protocol.route_request import Route, RouteRequest
 from emberline.service.core import ClusterAdmin, Core, LocalCore, Operations, RequestEnd
 from emberline.service.event_log import EventLogs, NewLog
 from emberline.service.responses import ResponseStore

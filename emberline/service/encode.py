@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from emberline.balancer.route_request import RouteRequest
 from emberline.cluster.engine_client import EngineClient
 from emberline.cluster.served_models import Served
 from emberline.cluster.timings import DEFAULTS, Timings
@@ -15,6 +14,7 @@ from emberline.protocol.encoding import EncodeParams
 from emberline.protocol.errors import BadInput, Internal, Unsupported
 from emberline.protocol.frames import EngineInfo
 from emberline.protocol.request import EncodeRequest, EngineRequest, Principal, SamplingParams
+from emberline.protocol.route_request import RouteRequest
 from emberline.protocol.token_ids import count, pack
 from emberline.service.single_result_request import EngineCall
 from emberline.telemetry.request_log import Clock, JobContext, in_flight_id

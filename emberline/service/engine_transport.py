@@ -8,13 +8,13 @@ from contextlib import suppress
 
 import msgspec
 
-from emberline.balancer.route_request import Fault, Route, RouteRequest, client_of
 from emberline.cluster.engine_client import EngineClient, EngineStream
 from emberline.cluster.prefill_handover import Prefill, hand_over, prefill_id
 from emberline.cluster.timings import DEFAULTS, Timings
 from emberline.protocol.errors import EmberlineError, ErrorInfo, Internal, Unavailable, from_info
 from emberline.protocol.events import DraftUsage, Started, TextEvent, TokenDelta, Usage
 from emberline.protocol.request import EngineRequest, Message
+from emberline.protocol.route_request import Fault, Route, RouteRequest, client_of
 from emberline.protocol.trace_context import Phase, TraceContext, TraceDetails
 from emberline.service.choice_decoder import ChoiceDecoder, ParsingChoiceDecoder
 from emberline.service.prepare import Prepared

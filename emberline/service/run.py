@@ -15,9 +15,9 @@ import msgspec
 
 from emberline.accounts.usage_row import UsageRow, UsageStatus, session_digest
 from emberline.balancer.endpoint import logged_name
-from emberline.balancer.route_request import Fault, Route, RouteRequest
 from emberline.protocol.errors import DeadlineExceeded, EmberlineError, Internal, Unavailable, WorkerRemoved
 from emberline.protocol.events import Completed, Usage
+from emberline.protocol.route_request import Fault, Route, RouteRequest
 from emberline.protocol.trace_context import TraceContext, TraceDetails
 from emberline.service.core import Core, RequestEnd, SessionEntry
 from emberline.telemetry.metrics import Counts

@@ -9,7 +9,6 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from emberline.balancer.route_request import RouteRequest
 from emberline.catalog.aliases import AliasTable
 from emberline.catalog.model_card import ModelCard
 from emberline.cluster.cluster import ClusterStatus
@@ -26,6 +25,7 @@ from emberline.protocol.media import Media, MediaRequest
 from emberline.protocol.member import Challenge, Signed
 from emberline.protocol.rate_limits import RateLimits
 from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal, SpeechRequest, alias_caller
+from emberline.protocol.route_request import RouteRequest
 from emberline.protocol.speech import Transcript
 from emberline.service import kv_cache
 from emberline.service.core import CoreAccess, SessionEntry

@@ -7,12 +7,12 @@ from contextlib import suppress
 
 import msgspec
 
-from emberline.balancer.route_request import Fault, Route, client_of
 from emberline.cluster.engine_client import EngineClient, EngineStream
 from emberline.cluster.timings import DEFAULTS, Timings
 from emberline.protocol.errors import EmberlineError, Internal, Unavailable, from_info
 from emberline.protocol.events import TokenDelta, Usage
 from emberline.protocol.request import EngineRequest
+from emberline.protocol.route_request import Fault, Route, client_of
 from emberline.protocol.trace_context import TraceContext, TraceDetails
 
 

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 
 import msgspec
 
-from emberline.balancer.route_request import RouteRequest
 from emberline.cluster.engine_client import EngineClient
 from emberline.cluster.timings import DEFAULTS, Timings
 from emberline.protocol.errors import BadInput, Internal
 from emberline.protocol.frames import EngineInfo
 from emberline.protocol.request import EngineRequest, Principal, SamplingParams, SpeechRequest
+from emberline.protocol.route_request import RouteRequest
 from emberline.protocol.speech import MAX_PROMPT_CHARS, TranscribeParams, Transcript, max_audio_ms
 from emberline.service.single_result_request import EngineCall
 from emberline.telemetry.request_log import Clock

@@ -12,9 +12,9 @@ import msgspec
 from emberline.balancer.balancer import Balancer
 from emberline.balancer.cost_model import Settings
 from emberline.balancer.endpoint import Capacity, Endpoint
-from emberline.balancer.route_request import RouteRequest
 from emberline.protocol.errors import EmberlineError, Overloaded, Unavailable
 from emberline.protocol.frames import EngineLoad
+from emberline.protocol.route_request import RouteRequest
 from emberline.simulator.baselines import Send
 from emberline.simulator.request import BlockKeys, SimRequest
 from emberline.simulator.virtual_clock import VirtualClock

@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 
-from emberline.balancer.route_request import RouteRequest
 from emberline.catalog.model_card import ModelCard, PathSource
 from emberline.config import ConfigError
 from emberline.net.http_client import ConnectionFailed
@@ -19,6 +18,7 @@ from emberline.protocol.errors import ModelNotFound, Unsupported
 from emberline.protocol.media import MAX_IMAGE_TOKENS, MediaRequest
 from emberline.protocol.provider import OwnKey
 from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal, Priority, SpeechRequest
+from emberline.protocol.route_request import RouteRequest
 from emberline.protocol.speech import max_audio_ms
 from emberline.text.prompt import Prompt, build_prompt
 from emberline.text.text_model import TextModel

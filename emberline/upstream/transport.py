@@ -7,11 +7,11 @@ from typing import Any, Generic, TypeVar, cast
 import msgspec
 from msgspec import Raw
 
-from emberline.balancer.route_request import Fault, Route, RouteRequest, client_of
 from emberline.net.http_client import ConnectionFailed
 from emberline.protocol.errors import BadInput, EmberlineError, EngineLost, Unavailable
 from emberline.protocol.events import Usage
 from emberline.protocol.price import Price, format_amount
+from emberline.protocol.route_request import Fault, Route, RouteRequest, client_of
 from emberline.protocol.trace_context import TraceContext, TraceDetails, current
 from emberline.upstream.dialects.anthropic_relay import MessagesEditor
 from emberline.upstream.dialects.chunks import UnreadableChunk

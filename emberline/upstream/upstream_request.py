@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from emberline.balancer.route_request import RouteRequest
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.errors import Unsupported
 from emberline.protocol.request import GenerateRequest, Message, SamplingParams, Speculation, Tool
+from emberline.protocol.route_request import RouteRequest
 from emberline.upstream.dialects.dialect import BYTES_PER_TOKEN
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from emberline.balancer.balancer import Balancer
 from emberline.balancer.cost_model import Settings
 from emberline.balancer.endpoint import Capacity, Endpoint
 from emberline.balancer.ledger import InFlightLoad
-from emberline.balancer.route_request import Route, RouteRequest
 from emberline.protocol.block_hash import BLOCK_TOKENS
+from emberline.protocol.route_request import Route, RouteRequest
 
 MODEL = "m"
 _ids = count()

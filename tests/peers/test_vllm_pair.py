@@ -11,11 +11,11 @@ from emberline.accounts.usage_ledger import UsageLedger
 from emberline.balancer.admission_controller import AdmissionController
 from emberline.balancer.balancer import Balancer
 from emberline.balancer.endpoint import Endpoint
-from emberline.balancer.route_request import Route, RouteRequest
 from emberline.cluster.served_models import ServedModels
 from emberline.protocol.complete_response import Answer
 from emberline.protocol.events import TextDelta
 from emberline.protocol.request import GenerateRequest, Message, Principal, SamplingParams
+from emberline.protocol.route_request import Route, RouteRequest
 from emberline.service.core import LocalCore
 from emberline.service.event_collector import collect_answer
 from emberline.service.responses import DatabaseResponses

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emberline.accounts.usage_row import UsageRow
-from emberline.balancer.route_request import Route, RouteRequest
 from emberline.gateway.call import open_call
 from emberline.gateway.gateway_errors import FirstByteTimeout
 from emberline.gateway.service import GatewayService
@@ -30,6 +29,7 @@ from emberline.protocol.events import Started, TextEvent, TokenDelta, Usage
 from emberline.protocol.gateway import GatewayOptions, GatewaySettings
 from emberline.protocol.price import Price
 from emberline.protocol.request import EngineRequest
+from emberline.protocol.route_request import Route, RouteRequest
 from emberline.service import Service
 from emberline.service.run import Run
 from emberline.telemetry.request_log import JobContext

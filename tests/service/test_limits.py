@@ -15,12 +15,12 @@ from emberline.accounts.audit_log import Actor
 from emberline.accounts.limit_enforcement import RequestExtent
 from emberline.accounts.secret import Secret
 from emberline.accounts.usage_row import UsageRow
-from emberline.balancer.route_request import Route
 from emberline.protocol.errors import BudgetExceeded, BudgetReserved, Forbidden, Overloaded, RateLimited
 from emberline.protocol.events import Completed
 from emberline.protocol.price import Price
 from emberline.protocol.rate_limits import RateLimits
 from emberline.protocol.request import Principal, Priority
+from emberline.protocol.route_request import Route
 from emberline.service import Service
 from emberline.service.core import LocalCore
 from emberline.store import Database, open_store

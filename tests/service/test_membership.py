@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from emberline.balancer.endpoint import Endpoint
-from emberline.balancer.route_request import Route, RouteRequest
 from emberline.cluster.engine_client import EngineClient
 from emberline.cluster.membership import Members, WorkerChange, WorkerConnections
 from emberline.cluster.served_models import ServedModels
@@ -17,6 +16,7 @@ from emberline.protocol import token_ids as tokens
 from emberline.protocol.errors import BadInput, Conflict, NotFound, Unavailable
 from emberline.protocol.events import TokenDelta
 from emberline.protocol.frames import Welcome
+from emberline.protocol.route_request import Route, RouteRequest
 from emberline.service import Service, open_core_server, open_http_worker
 from emberline.service.core import LocalCore
 from emberline.service.core_link import RemoteCore

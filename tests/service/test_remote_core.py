@@ -13,12 +13,12 @@ import pytest
 
 from emberline.accounts.usage_ledger import UsageTimings
 from emberline.balancer.ledger import ORPHAN_RUNNING_S
-from emberline.balancer.route_request import Route, RouteRequest
 from emberline.cluster.timings import Timings
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.errors import BadInput, Conflict, ModelNotFound, NotFound, Overloaded, Unavailable
 from emberline.protocol.events import TokenDelta
 from emberline.protocol.request import Message
+from emberline.protocol.route_request import Route, RouteRequest
 from emberline.service import Service, open_core_server, open_http_worker, open_service
 from emberline.service.core import LocalCore
 from emberline.service.core_link import CoreServer, RemoteCore

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from emberline.accounts.usage_row import UsageRow
-from emberline.balancer.route_request import Fault, Route, RouteRequest
 from emberline.protocol.errors import (
     BadInput,
     DeadlineExceeded,
@@ -18,6 +17,7 @@ from emberline.protocol.errors import (
     WorkerRemoved,
 )
 from emberline.protocol.events import Usage
+from emberline.protocol.route_request import Fault, Route, RouteRequest
 from emberline.protocol.trace_context import TraceContext, TraceDetails, current
 from emberline.service.core import RequestEnd
 from emberline.service.run import MAX_FAILOVERS, Run

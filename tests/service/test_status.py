@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from emberline.balancer.ledger import InFlightRequest
-from emberline.balancer.route_request import RouteRequest
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.events import TokenDelta, Usage
+from emberline.protocol.route_request import RouteRequest
 from emberline.service import Service
 from emberline.service.core import LocalCore
 from emberline.service.core_link import CoreServer

@@ -14,9 +14,9 @@ from emberline.accounts.usage_row import UsageRow
 from emberline.balancer.admission_controller import AdmissionController
 from emberline.balancer.balancer import Balancer
 from emberline.balancer.endpoint import Endpoint
-from emberline.balancer.route_request import Route, RouteRequest
 from emberline.cluster.served_models import ServedModels
 from emberline.protocol.request import GenerateRequest, Message, Principal, SamplingParams
+from emberline.protocol.route_request import Route, RouteRequest
 from emberline.service.core import LocalCore
 from emberline.service.responses import DatabaseResponses
 from emberline.service.service import Service

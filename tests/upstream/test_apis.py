@@ -15,10 +15,10 @@ from emberline.accounts.auth import Authenticator
 from emberline.accounts.prices import PriceVersion
 from emberline.accounts.secret import Secret
 from emberline.api.app import ApiSettings, App
-from emberline.balancer.route_request import Route, RouteRequest
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.price import Price
 from emberline.protocol.request import GenerateRequest, Message
+from emberline.protocol.route_request import Route, RouteRequest
 from emberline.text.prompt import build_prompt
 from emberline.text.text_model import TextModel
 from emberline.upstream.servers.kv_events import KVEventDecoder, key_root

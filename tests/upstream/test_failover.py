@@ -8,12 +8,12 @@ from contextlib import aclosing
 import pytest
 
 from emberline.accounts.usage_row import UsageRow
-from emberline.balancer.route_request import RouteRequest
 from emberline.protocol.complete_response import Answer
 from emberline.protocol.errors import BadInput, DeadlineExceeded, EngineLost, Overloaded, Unavailable
 from emberline.protocol.events import Completed, Started, TextDelta
 from emberline.protocol.frames import EngineLoad
 from emberline.protocol.request import GenerateRequest, Priority, SamplingParams
+from emberline.protocol.route_request import RouteRequest
 from emberline.service.event_collector import collect_answer
 from emberline.telemetry.request_log import JobContext
 from emberline.upstream.dialects.dialect import CHAT

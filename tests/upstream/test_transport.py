@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from emberline.balancer.endpoint import Endpoint
-from emberline.balancer.route_request import Route, RouteRequest
 from emberline.protocol.errors import EngineLost
 from emberline.protocol.events import TextEvent
+from emberline.protocol.route_request import Route, RouteRequest
 from emberline.upstream import resume
 from emberline.upstream.dialects.chunks import ChunkReader
 from emberline.upstream.dialects.dialect import CHAT, COMPLETIONS

@@ -5,9 +5,9 @@ from typing import Any
 
 import msgspec
 
-from emberline.balancer.route_request import Fault
 from emberline.net.http_client import ConnectionFailed, Exchange
 from emberline.protocol.errors import BadInput, EmberlineError, EngineLost
+from emberline.protocol.route_request import Fault
 from emberline.protocol.trace_context import TraceContext
 from emberline.upstream.dialects.dialect import Fields, StreamTranslator
 from emberline.upstream.providers.access import Access

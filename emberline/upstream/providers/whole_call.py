@@ -6,12 +6,12 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from emberline.balancer.route_request import Fault, Route, client_of
 from emberline.net.http_client import MAX_REPLY_BYTES, ConnectionFailed
 from emberline.protocol.errors import BadInput, EmberlineError, EngineLost, Unsupported
 from emberline.protocol.events import Usage
 from emberline.protocol.media import MediaRequest
 from emberline.protocol.request import EncodeRequest, SpeechRequest
+from emberline.protocol.route_request import Fault, Route, client_of
 from emberline.protocol.trace_context import TraceContext, TraceDetails, current
 from emberline.upstream.dialects import gemini_media, openai_media
 from emberline.upstream.dialects.dialect import BYTES_PER_TOKEN, ProviderCall, UnreadableReply, WholeReply, WholeTask
