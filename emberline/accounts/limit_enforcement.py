@@ -18,20 +18,7 @@ from emberline.accounts.usage_row import UsageRow
 from emberline.protocol.errors import BadInput, Forbidden
 from emberline.protocol.price import Price
 from emberline.protocol.rate_limits import RateLimits
-
-
-class RequestExtent(msgspec.Struct, frozen=True, kw_only=True):
-    """How much a request may use."""
-
-    created_us: int
-    priority: str
-    input_tokens: int  # for an upstream server an estimate
-    max_input_tokens: int
-    max_output_tokens: int | None  # of all choices; None: not bounded
-    max_audio_ms: int = 0
-    images: int = 0
-    is_job: bool = False
-    is_retry: bool = False  # it counts for no limit on requests
+from emberline.protocol.route_request import RouteRequest
 
 
 class Share(msgspec.Struct, frozen=True):
@@ -76,33 +63,33 @@ class LimitEnforcer:
         """Running requests that are limited."""
         return len(self._held)
 
-    async def admit(
-        self, request_id: str, account_id: str, key_id: str, extent: RequestExtent, price: Price | None
-    ) -> Share:
-        """Let a request in, or raise RateLimited, BudgetExceeded, BudgetReserved. One that is moved to another worker
-        has its share already."""
-        if (held := self._held.get(request_id)) is not None:
+    async def admit(self, request: RouteRequest, price: Price | None) -> Share:
+        """Let a request in, or raise RateLimited, BudgetExceeded, BudgetReserved.
+
+        A request that is moved to another worker has its share already."""
+        if (held := self._held.get(request.id)) is not None:
             return held.share
-        account, key = self._directory.account(account_id), self._directory.key(key_id) if key_id else None
+        account = self._directory.account(request.account)
+        key = self._directory.key(request.key_id) if request.key_id else None
         if account is not None and account.disabled_us is not None:
             raise Forbidden(f"account {account.id} is disabled")
         limited = [self._limits_of(owner) for owner in (key, account) if owner is not None]
-        rate_limits = [] if extent.is_job else [limits.rate for limits in limited if limits.rate is not None]
+        rate_limits = [] if request.engine else [limits.rate for limits in limited if limits.rate is not None]
         budgets = [limits.budget for limits in limited if limits.budget is not None]
         if not rate_limits and not budgets:
             return Share()
         held = _Held(Share(), None)
         if rate_limits:
-            n_requests = 0 if extent.is_retry else 1
-            n_output = extent.max_output_tokens or 0
+            n_requests = 0 if request.is_retry else 1
+            n_output = request.most_output_tokens or 0
             if isinstance(self._limiter, SharedRateLimiter):
-                held.taken = await self._limiter.take(rate_limits, extent.input_tokens, n_output, n_requests)
+                held.taken = await self._limiter.take(rate_limits, request.input_tokens, n_output, n_requests)
             else:
-                held.taken = self._limiter.take(rate_limits, extent.input_tokens, n_output, n_requests)
+                held.taken = self._limiter.take(rate_limits, request.input_tokens, n_output, n_requests)
         if budgets and self._budgets is not None:
             try:
-                amount_pico = _worst_case_pico(extent, price, budgets[0].name)
-                held.reservation = await self._budgets.reserve(budgets, amount_pico, extent.created_us)
+                amount_pico = _worst_case_pico(request, price, budgets[0].name)
+                held.reservation = await self._budgets.reserve(budgets, amount_pico, request.created_us)
             except BaseException:
                 self._give_up(held)
                 raise
@@ -111,7 +98,7 @@ class LimitEnforcer:
             "" if held.reservation is None else held.reservation.lease,
             0 if held.reservation is None else held.reservation.amount_pico,
         )
-        self._held[request_id] = held
+        self._held[request.id] = held
         return held.share
 
     def _limits_of(self, owner: Account | ApiKey) -> "_OwnersLimits":
@@ -164,14 +151,14 @@ def _budget(owner: Account | ApiKey) -> Budget | None:
     return Budget(account, key_id, _name(owner), owner.budget_pico, owner.budget_period)
 
 
-def _worst_case_pico(extent: RequestExtent, price: Price | None, name: str) -> int:
-    """BadInput where nothing bounds it."""
+def _worst_case_pico(request: RouteRequest, price: Price | None, name: str) -> int:
+    """What a request may cost at most. Raises BadInput if nothing bounds it."""
     if price is None:
         raise Forbidden(
             f"{name} has a budget, and this model has no price: set one in `[[prices]]` of the configuration",
             param="model",
         )
-    n_output = extent.max_output_tokens
+    n_output = request.most_output_tokens
     if n_output is None:
         if price.output:
             raise BadInput(
@@ -180,5 +167,5 @@ def _worst_case_pico(extent: RequestExtent, price: Price | None, name: str) -> i
             )
         n_output = 0
     return price.worst_case_pico(
-        extent.max_input_tokens, n_output, extent.priority, images=extent.images, audio_ms=extent.max_audio_ms
+        request.most_input_tokens, n_output, request.priority, images=request.images, audio_ms=request.max_audio_ms
     )

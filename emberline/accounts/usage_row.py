@@ -5,7 +5,9 @@ from typing import Literal
 
 import msgspec
 
+from emberline.protocol.events import Usage
 from emberline.protocol.price import Price
+from emberline.protocol.route_request import RouteRequest
 from emberline.store import Query
 
 UsageStatus = Literal["finished", "failed", "cancelled"]
@@ -65,13 +67,45 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         )
 
 
+def usage_row(
+    request: RouteRequest,
+    usage: Usage,
+    status: UsageStatus,
+    finished_us: int,
+    first_token_us: int | None = None,
+    lease: str = "",
+) -> UsageRow:
+    """The row of a request that has ended, without its cost. `lease` is that of its budgets."""
+    return UsageRow(
+        id=request.id,
+        account=request.account,
+        key_id=request.key_id,
+        model=request.model,
+        model_version=request.model_version,
+        priority=request.priority,
+        input_tokens=usage.prompt_tokens,
+        cached_by_tier=usage.cached_by_tier,
+        output_tokens=usage.completion_tokens,
+        reasoning_tokens=usage.reasoning_tokens,
+        status=status,
+        created_us=request.created_us,
+        first_token_us=first_token_us,
+        finished_us=finished_us,
+        images=usage.images or (request.images if usage.prompt_tokens else 0),
+        audio_ms=usage.audio_ms,
+        api=request.api,
+        session=session_digest(request.affinity),
+        lease=lease,
+    )
+
+
 COLUMNS = ", ".join(UsageRow.__struct_fields__).replace("priority", "class")
 _PLACEHOLDERS = ", ".join("?" * (len(UsageRow.__struct_fields__) + 1))
 _INSERT = f"INSERT INTO usage ({COLUMNS}, cached_tokens) VALUES ({_PLACEHOLDERS}) ON CONFLICT DO NOTHING"
 
 
 def session_digest(affinity: str | None) -> str:
-    """Of a session id, so that a row tells which session it belongs to and not what the client calls it."""
+    """Digest of a session id, so that a row tells its session and not what the client calls it."""
     return "" if affinity is None else blake2b(affinity.encode("utf-8", "replace"), digest_size=8).hexdigest()
 
 

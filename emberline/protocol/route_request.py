@@ -1,8 +1,9 @@
-"""What admission is asked and what it answers: a request to be routed, its route, and why an attempt failed."""
+"""A request as admission sees it, the route that it answers, and the fault of an attempt that failed."""
 
+import time
 from collections.abc import Mapping
 from hashlib import blake2b
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -10,6 +11,7 @@ from emberline.protocol.block_hash import DIGEST_BYTES
 from emberline.protocol.errors import WorkerRemoved
 from emberline.protocol.price import Price
 from emberline.protocol.rate_limits import RateLimits
+from emberline.protocol.request import Principal, Priority
 
 Client = TypeVar("Client")
 
@@ -44,6 +46,75 @@ class RouteRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     slots: str = ""  # an address of the account's own, whose slots are apart from the provider's; empty: the provider's
     accepted_us: int = 0  # of a job: when it was queued, which decides its price; 0: `created_us`
 
+    @property
+    def most_input_tokens(self) -> int:
+        """Tokens that the prompt has at most."""
+        most = self.max_input_tokens or self.input_tokens
+        return min(most, self.context_len) if self.context_len else most
+
+    @property
+    def most_output_tokens(self) -> int | None:
+        """Tokens that all choices have together at most. Returns None if nothing bounds them."""
+        most = self.max_tokens or self.context_len
+        return most * self.n if most else None
+
+
+class RouteTerms(NamedTuple):
+    """How a request is to be routed, whatever it asks for."""
+
+    id: str  # under which it is in flight
+    api: str
+    priority: Priority = Priority.DEFAULT
+    session: str | None = None
+    n: int = 1  # choices
+    reject_if_busy: bool = False
+    deadline_s: float | None = None
+    engine: str = ""  # the worker that a job was granted
+    accepted_us: int = 0  # of a job: when it was queued
+    created_us: int = 0  # 0: now
+
+
+def route_request(
+    terms: RouteTerms,
+    principal: Principal,
+    model: str,
+    model_version: str,
+    *,
+    input_tokens: int,
+    keys: bytes = b"",
+    max_tokens: int = 0,
+    context_len: int = 0,
+    max_input_tokens: int = 0,
+    max_audio_ms: int = 0,
+    images: int = 0,
+    slots: str = "",
+) -> RouteRequest:
+    """A request of the principal as admission sees it: its terms, its model, and how much it may use."""
+    return RouteRequest(
+        id=terms.id,
+        account=principal.account,
+        key_id=principal.key_id,
+        model=model,
+        model_version=model_version,
+        priority=terms.priority.name.lower(),
+        input_tokens=input_tokens,
+        created_us=terms.created_us or time.time_ns() // 1000,
+        affinity=None if terms.session is None else f"{principal.account}/{terms.session}",
+        n=terms.n,
+        reject_if_busy=terms.reject_if_busy,
+        engine=terms.engine,
+        keys=keys,
+        max_tokens=max_tokens,
+        context_len=context_len,
+        max_input_tokens=max_input_tokens,
+        max_audio_ms=max_audio_ms,
+        images=images,
+        deadline_s=terms.deadline_s,
+        api=terms.api,
+        slots=slots,
+        accepted_us=terms.accepted_us,
+    )
+
 
 class Route(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Names of workers. Without `prefill` the decode worker computes the prompt itself."""
@@ -66,7 +137,7 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 def client_of(clients: Mapping[str, Client], worker: str) -> Client:
-    """The connection to a worker of a route. WorkerRemoved: it was removed after the route was decided."""
+    """The connection to a worker of a route. Raises WorkerRemoved if it was removed after the route was decided."""
     client = clients.get(worker)
     if client is None:
         raise WorkerRemoved(worker)

@@ -14,11 +14,11 @@ from typing import Any, Literal, Protocol
 import msgspec
 from prometheus_client.registry import Collector
 
-from emberline.accounts.limit_enforcement import LimitEnforcer, RequestExtent
+from emberline.accounts.limit_enforcement import LimitEnforcer
 from emberline.accounts.price_store import PriceStore
 from emberline.accounts.prices import PriceTable
 from emberline.accounts.usage_ledger import UsageLedger
-from emberline.accounts.usage_row import UsageRow, session_digest
+from emberline.accounts.usage_row import UsageRow, usage_row
 from emberline.balancer.admission_controller import AdmissionController
 from emberline.balancer.balancer import Outcome
 from emberline.balancer.endpoint import WorkerConnection
@@ -28,6 +28,7 @@ from emberline.cluster.cluster import Cluster, ClusterStatus
 from emberline.cluster.membership import Membership, WorkerChange
 from emberline.cluster.scaled_models import ScaledModels
 from emberline.protocol.errors import Unsupported
+from emberline.protocol.events import Usage
 from emberline.protocol.member import Challenge, Signed
 from emberline.protocol.route_request import Route, RouteRequest
 from emberline.service.event_log import EventLogs, MemoryEventLogs
@@ -282,7 +283,7 @@ class LocalCore:
         price = self.prices.find(request.model, request.accepted_us or request.created_us)
         if self.limits is None:
             return msgspec.structs.replace(await self.admission.admit(self._held(request)), price=price)
-        share = await self.limits.admit(request.id, request.account, request.key_id, _extent(request), price)
+        share = await self.limits.admit(request, price)
         try:
             route = await self.admission.admit(self._held(request))
         except BaseException:
@@ -333,28 +334,17 @@ class LocalCore:
             await self.usage.record(row, is_late)
 
     async def abandon(self, request_id: str) -> None:
-        """The HTTP worker that owned this request has died: if it was dispatched, it ends here, failed. It is billed
-        what it had used at its last checkpoint; before the first, nothing, or its prompt if that was computed."""
+        """End a request, failed, whose HTTP worker has died, if the request was dispatched.
+
+        It has used what its last checkpoint says; before the first, nothing, or its prompt if that was computed."""
         record = self.admission.find(request_id)
         if record is None or not record.admitted:
             return
         request, now_us = record.request, time.time_ns() // 1000
-        row = UsageRow(
-            id=request.id,
-            account=request.account,
-            key_id=request.key_id,
-            model=request.model,
-            model_version=request.model_version,
-            priority=request.priority,
-            input_tokens=0 if record.first_token_s is None else request.input_tokens,
-            status="failed",
-            created_us=request.created_us,
-            finished_us=now_us,
-            api=request.api,
-            session=session_digest(request.affinity),
-        )
-        if (used := self.usage.used_by(request_id)) is not None:
-            row = msgspec.structs.replace(used, finished_us=now_us)
+        if (row := self.usage.used_by(request_id)) is None:
+            prompt = Usage() if record.first_token_s is None else Usage(prompt_tokens=request.input_tokens)
+            row = usage_row(request, prompt, "failed", now_us)
+        row = msgspec.structs.replace(row, finished_us=now_us)
         log.warning("the HTTP worker of a request died", extra={"request_id": request_id})
         await self.finalize(RequestEnd(row))
 
@@ -411,24 +401,6 @@ class LocalCore:
 def _waiting(request: RouteRequest, wait_s: float) -> RouteRequest:
     """The same request, which may wait at least so long for a worker."""
     return msgspec.structs.replace(request, wait_s=wait_s) if wait_s > request.wait_s else request
-
-
-def _extent(request: RouteRequest) -> RequestExtent:
-    n_input = request.max_input_tokens or request.input_tokens
-    if request.context_len:
-        n_input = min(n_input, request.context_len)
-    max_tokens = request.max_tokens or request.context_len or None
-    return RequestExtent(
-        created_us=request.created_us,
-        priority=request.priority,
-        input_tokens=request.input_tokens,
-        max_input_tokens=n_input,
-        max_output_tokens=None if max_tokens is None else max_tokens * request.n,
-        max_audio_ms=request.max_audio_ms,
-        images=request.images,
-        is_job=bool(request.engine),
-        is_retry=request.is_retry,
-    )
 
 
 def _outcome(end: RequestEnd) -> Outcome:

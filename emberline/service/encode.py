@@ -14,10 +14,10 @@ from emberline.protocol.encoding import EncodeParams
 from emberline.protocol.errors import BadInput, Internal, Unsupported
 from emberline.protocol.frames import EngineInfo
 from emberline.protocol.request import EncodeRequest, EngineRequest, Principal, SamplingParams
-from emberline.protocol.route_request import RouteRequest
+from emberline.protocol.route_request import RouteRequest, route_request
 from emberline.protocol.token_ids import count, pack
 from emberline.service.single_result_request import EngineCall
-from emberline.telemetry.request_log import Clock, JobContext, in_flight_id
+from emberline.telemetry.request_log import Clock, JobContext, in_flight_id, route_terms
 from emberline.text.text_encoder import EncodedTexts, TextEncoder
 
 MAX_TEXTS = 2048  # of one request, as OpenAI's
@@ -40,27 +40,15 @@ class PreparedEncoding:
     def n_tokens(self) -> int:
         return count(self.texts.ids)
 
-    def route_request(self, job: JobContext | None) -> RouteRequest:
-        request, principal = self.request, self.principal
-        return RouteRequest(
-            id=in_flight_id(request.id, job),
-            account=principal.account,
-            key_id=principal.key_id,
-            model=self.served.card.id,
-            model_version=self.info.fingerprint,
-            priority=request.priority.name.lower(),
-            input_tokens=self.n_tokens,
-            created_us=self.clock.created_us,
-            deadline_s=request.deadline_s,
-            reject_if_busy=request.reject_if_busy,
-            engine="" if job is None else job.engine,
-            api=request.api,
-            accepted_us=0 if job is None else job.accepted_us,
-        )
+    def route(self, job: JobContext | None) -> RouteRequest:
+        """The request as admission sees it. A worker keeps nothing of a session that only encodes texts."""
+        terms = route_terms(self.request, self.clock, job)._replace(session=None)
+        model, version = self.served.card.id, self.info.fingerprint
+        return route_request(terms, self.principal, model, version, input_tokens=self.n_tokens)
 
 
 def text_bytes(request: EncodeRequest) -> int:
-    """Of the text to tokenize, about."""
+    """Approximate bytes of text to tokenize."""
     return sum(map(len, request.texts)) + len(request.query or "") * len(request.texts)
 
 

@@ -14,7 +14,7 @@ from emberline.cluster.timings import DEFAULTS, Timings
 from emberline.protocol.errors import EmberlineError, ErrorInfo, Internal, Unavailable, from_info
 from emberline.protocol.events import DraftUsage, Started, TextEvent, TokenDelta, Usage
 from emberline.protocol.request import EngineRequest, Message
-from emberline.protocol.route_request import Fault, Route, RouteRequest, client_of
+from emberline.protocol.route_request import Fault, Route, client_of
 from emberline.protocol.trace_context import Phase, TraceContext, TraceDetails
 from emberline.service.choice_decoder import ChoiceDecoder, ParsingChoiceDecoder
 from emberline.service.prepare import Prepared
@@ -23,29 +23,6 @@ from emberline.telemetry.request_log import JobContext, in_flight_id
 from emberline.telemetry.tracing import PROVIDER
 
 encode = msgspec.json.Encoder().encode
-
-
-def route_request(prepared: Prepared, job: JobContext | None) -> RouteRequest:
-    request, principal = prepared.request, prepared.principal
-    return RouteRequest(
-        id=in_flight_id(request.id, job),
-        account=principal.account,
-        key_id=principal.key_id,
-        model=prepared.served.card.id,
-        model_version=prepared.info.fingerprint,
-        priority=request.priority.name.lower(),
-        input_tokens=prepared.prompt.n_ids,
-        created_us=prepared.clock.created_us,
-        affinity=None if request.session is None else f"{principal.account}/{request.session}",
-        n=request.n,
-        keys=prepared.keys,
-        max_tokens=prepared.sampling.max_tokens or 0,
-        deadline_s=request.deadline_s,
-        reject_if_busy=request.reject_if_busy,
-        engine="" if job is None else job.engine,
-        api=request.api,
-        accepted_us=0 if job is None else job.accepted_us,
-    )
 
 
 class EngineTransport:

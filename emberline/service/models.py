@@ -35,9 +35,9 @@ class Models:
         An alias of several models stands for the same one in all requests of a caller, and for the one of the largest
         weight without a caller. Raises ModelNotFound or MalformedModelId, which say what to do about it.
         """
-        found = name
-        if self.is_alias(name) and not self.is_id(name):
-            found = self._aliases.table.pick(name, caller, self._has)
+        table, found = self._aliases.table, name
+        if name.lower() in table.aliases and not self.is_id(name):
+            found = table.pick(name, caller, self._has)
         if (card := self._served.find(found) or self._upstream.find(found)) is not None:
             return card
         raise self._served.not_found(found, self._upstream.providers.hint(name))

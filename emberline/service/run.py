@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
-from emberline.accounts.usage_row import UsageRow, UsageStatus, session_digest
+from emberline.accounts.usage_row import UsageRow, UsageStatus, usage_row
 from emberline.balancer.endpoint import logged_name
 from emberline.protocol.errors import DeadlineExceeded, EmberlineError, Internal, Unavailable, WorkerRemoved
 from emberline.protocol.events import Completed, Usage
@@ -338,29 +338,8 @@ class Run(Generic[T]):
         return left_s
 
     def _usage_row(self, status: UsageStatus, is_billed: bool, finished_us: int) -> UsageRow:
-        request = self._request
         usage = self.usage if status != "failed" or self._attempt.bills_failure or is_billed else Usage()
-        row = UsageRow(
-            id=request.id,
-            account=request.account,
-            key_id=request.key_id,
-            model=request.model,
-            model_version=request.model_version,
-            priority=request.priority,
-            input_tokens=usage.prompt_tokens,
-            cached_by_tier=usage.cached_by_tier,
-            output_tokens=usage.completion_tokens,
-            reasoning_tokens=usage.reasoning_tokens,
-            status=status,
-            created_us=request.created_us,
-            first_token_us=self._first_token_us,
-            finished_us=finished_us,
-            images=usage.images or (request.images if usage.prompt_tokens else 0),
-            audio_ms=usage.audio_ms,
-            api=request.api,
-            session=session_digest(request.affinity),
-            lease=self._route.lease,
-        )
+        row = usage_row(self._request, usage, status, finished_us, self._first_token_us, self._route.lease)
         if self._route.price is None:
             return row
         row = row.priced(self._route.price, is_billed)

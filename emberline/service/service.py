@@ -25,12 +25,12 @@ from emberline.protocol.media import Media, MediaRequest
 from emberline.protocol.member import Challenge, Signed
 from emberline.protocol.rate_limits import RateLimits
 from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal, SpeechRequest, alias_caller
-from emberline.protocol.route_request import RouteRequest
+from emberline.protocol.route_request import RouteRequest, route_request
 from emberline.protocol.speech import Transcript
 from emberline.service import kv_cache
 from emberline.service.core import CoreAccess, SessionEntry
 from emberline.service.encode import EncodeCall, prepare_encoding, text_bytes
-from emberline.service.engine_transport import EngineTransport, route_request
+from emberline.service.engine_transport import EngineTransport
 from emberline.service.event_log import EventLogs
 from emberline.service.models import Models
 from emberline.service.prepare import Prepared, Preparer
@@ -40,7 +40,7 @@ from emberline.service.transcribe import SpeechCall, speech_route
 from emberline.service.validation import validate
 from emberline.telemetry.health import Health
 from emberline.telemetry.metrics import INTER_TOKEN_BOUNDS_S, Counts, Histogram
-from emberline.telemetry.request_log import ONLY_ATTEMPT, AttemptContext, Clock, JobContext, in_flight_id
+from emberline.telemetry.request_log import ONLY_ATTEMPT, AttemptContext, Clock, JobContext, route_terms
 from emberline.telemetry.status import Status, StatusQuery
 from emberline.text.grammar.compiler_pool import GrammarCompiler
 from emberline.text.text_model import TextModel
@@ -312,13 +312,13 @@ class Service:
             target = self._target(request, principal, card, attempt)
             call: EncodeCall | WholeCall[Encoded]
             if target.is_upstream:
-                route, call = self._whole_call(request, target, principal, job)
+                route, call = self.upstream.whole_call(request, target, principal, route_terms(request, clock, job))
             else:
                 served = await self._served.get(target.card)
                 prepared = await self._preparer.run_off_loop(
                     text_bytes(request), lambda: prepare_encoding(request, principal, served, self._info(served), clock)
                 )
-                route, call = prepared.route_request(job), EncodeCall(prepared, self.engines, job, self._timings)
+                route, call = prepared.route(job), EncodeCall(prepared, self.engines, job, self._timings)
             run = await self._admit(route, call, clock, job, attempt=attempt)
         completed = await _complete(run, on_admit, on_complete)
         result = call.result()
@@ -342,7 +342,7 @@ class Service:
             target = self._target(request, principal, card, attempt)
             call: SpeechCall | WholeCall[Transcript]
             if target.is_upstream:
-                route, call = self._whole_call(request, target, principal, None)
+                route, call = self.upstream.whole_call(request, target, principal, route_terms(request, clock))
             else:
                 served = await self._served.get(target.card)
                 served.check_speech()
@@ -372,22 +372,11 @@ class Service:
             if not target.is_upstream:
                 message = f"{request.model} makes no images, speech or video: models of providers do"
                 raise Unsupported(message, param="model")
-            route, call = self._whole_call(request, target, principal, None)
+            route, call = self.upstream.whole_call(request, target, principal, route_terms(request, clock))
             run = await self._admit(route, call, clock, attempt=attempt)
         await _complete(run, on_admit, on_complete)
         media: Media = call.result()
         return media
-
-    def _whole_call(
-        self,
-        request: EncodeRequest | SpeechRequest | MediaRequest,
-        target: Target,
-        principal: Principal,
-        job: JobContext | None,
-    ) -> tuple[RouteRequest, WholeCall[Any]]:
-        route, call = self.upstream.whole_call(request, target, principal, "" if job is None else job.engine)
-        in_flight, accepted_us = in_flight_id(request.id, job), 0 if job is None else job.accepted_us
-        return msgspec.structs.replace(route, id=in_flight, accepted_us=accepted_us), call
 
     @contextmanager
     def _accepting(self, request_id: str) -> Iterator[None]:
@@ -413,10 +402,7 @@ class Service:
         clock = Clock()
         if target.is_upstream:
             validate(request, _ANY_VOCABULARY)
-            sent = await self.upstream.upstream_request(request, target, principal, "" if job is None else job.engine)
-            accepted_us = 0 if job is None else job.accepted_us
-            in_flight = in_flight_id(request.id, job)
-            sent.route = msgspec.structs.replace(sent.route, id=in_flight, api=request.api, accepted_us=accepted_us)
+            sent = await self.upstream.upstream_request(request, target, principal, route_terms(request, clock, job))
             reader = ChunkReader(request.n, request.sampling.stop, sent.route.input_tokens)
             upstream = UpstreamTransport(sent, self.upstream.clients, lambda: reader)
             return await self._admit(sent.route, upstream, clock, job, attempt=attempt), _no_session_entries
@@ -424,7 +410,16 @@ class Service:
         prepared = await self._preparer.prepare(request, principal, served, self._info(served), clock)
         inter_token = Histogram(INTER_TOKEN_BOUNDS_S)
         engine = EngineTransport(prepared, self.engines, inter_token, job, self._timings)
-        run = await self._admit(route_request(prepared, job), engine, clock, job, inter_token.counts, attempt)
+        route = route_request(
+            route_terms(request, clock, job),
+            principal,
+            served.card.id,
+            prepared.info.fingerprint,
+            input_tokens=prepared.prompt.n_ids,
+            keys=prepared.keys,
+            max_tokens=prepared.sampling.max_tokens or 0,
+        )
+        run = await self._admit(route, engine, clock, job, inter_token.counts, attempt)
         # No later request continues a job's conversation.
         return run, _no_session_entries if job is not None else lambda: self._session_entries(prepared, engine)
 

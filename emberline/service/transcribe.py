@@ -9,34 +9,22 @@ from emberline.cluster.timings import DEFAULTS, Timings
 from emberline.protocol.errors import BadInput, Internal
 from emberline.protocol.frames import EngineInfo
 from emberline.protocol.request import EngineRequest, Principal, SamplingParams, SpeechRequest
-from emberline.protocol.route_request import RouteRequest
+from emberline.protocol.route_request import RouteRequest, route_request
 from emberline.protocol.speech import MAX_PROMPT_CHARS, TranscribeParams, Transcript, max_audio_ms
 from emberline.service.single_result_request import EngineCall
-from emberline.telemetry.request_log import Clock
+from emberline.telemetry.request_log import Clock, route_terms
 
 _decoder = msgspec.json.Decoder(Transcript)
 
 
 def speech_route(request: SpeechRequest, principal: Principal, info: EngineInfo, clock: Clock) -> RouteRequest:
-    """Refuses what can be refused without decoding the audio."""
+    """The request as admission sees it. Refuses what can be refused without decoding the audio."""
     if not request.audio:
         raise BadInput("there is no audio", param="audio")
     if len(request.prompt) > MAX_PROMPT_CHARS:
         raise BadInput(f"the prompt has more than {MAX_PROMPT_CHARS} characters", param="prompt")
-    return RouteRequest(
-        id=request.id,
-        account=principal.account,
-        key_id=principal.key_id,
-        model=info.model,
-        model_version=info.fingerprint,
-        priority=request.priority.name.lower(),
-        input_tokens=0,
-        max_audio_ms=max_audio_ms(request.audio),
-        created_us=clock.created_us,
-        deadline_s=request.deadline_s,
-        reject_if_busy=request.reject_if_busy,
-        api=request.api,
-    )
+    terms, audio_ms = route_terms(request, clock)._replace(session=None), max_audio_ms(request.audio)
+    return route_request(terms, principal, info.model, info.fingerprint, input_tokens=0, max_audio_ms=audio_ms)
 
 
 class SpeechCall(EngineCall):

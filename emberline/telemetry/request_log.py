@@ -10,7 +10,10 @@ from typing import NamedTuple
 from emberline.accounts.usage_row import UsageRow
 from emberline.protocol.errors import EmberlineError
 from emberline.protocol.events import TokenDelta
+from emberline.protocol.media import MediaRequest
 from emberline.protocol.provider import OwnKey
+from emberline.protocol.request import EncodeRequest, GenerateRequest, SpeechRequest
+from emberline.protocol.route_request import RouteTerms
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,26 @@ class AttemptContext(NamedTuple):
 
 
 ONLY_ATTEMPT = AttemptContext()
+
+
+def route_terms(
+    request: GenerateRequest | EncodeRequest | SpeechRequest | MediaRequest,
+    clock: "Clock",
+    job: JobContext | None = None,
+) -> RouteTerms:
+    """How a canonical request is to be routed."""
+    return RouteTerms(
+        id=in_flight_id(request.id, job),
+        api=request.api,
+        priority=request.priority,
+        session=request.session,
+        n=request.n if isinstance(request, GenerateRequest) else 1,
+        reject_if_busy=not isinstance(request, MediaRequest) and request.reject_if_busy,
+        deadline_s=None if isinstance(request, MediaRequest) else request.deadline_s,
+        engine="" if job is None else job.engine,
+        accepted_us=0 if job is None else job.accepted_us,
+        created_us=clock.created_us,
+    )
 
 
 def in_flight_id(request_id: str, job: JobContext | None) -> str:

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,8 +16,8 @@ from emberline.net.periodic import every
 from emberline.protocol.errors import ModelNotFound, Unsupported
 from emberline.protocol.media import MAX_IMAGE_TOKENS, MediaRequest
 from emberline.protocol.provider import OwnKey
-from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal, Priority, SpeechRequest
-from emberline.protocol.route_request import RouteRequest
+from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal, SpeechRequest
+from emberline.protocol.route_request import RouteRequest, RouteTerms, route_request
 from emberline.protocol.speech import max_audio_ms
 from emberline.text.prompt import Prompt, build_prompt
 from emberline.text.text_model import TextModel
@@ -146,7 +145,11 @@ class UpstreamModels:
         return {"cache_salt": principal.salt.hex()} if known else {}
 
     def whole_call(
-        self, request: EncodeRequest | SpeechRequest | MediaRequest, target: Target, principal: Principal, engine: str
+        self,
+        request: EncodeRequest | SpeechRequest | MediaRequest,
+        target: Target,
+        principal: Principal,
+        terms: RouteTerms,
     ) -> tuple[RouteRequest, WholeCall[Any]]:
         """A call that a provider answers with one result. Raises Unsupported if its API has none of the kind."""
         client = self.providers.client_of(target.card)
@@ -155,70 +158,47 @@ class UpstreamModels:
         access = target.provider_access
         task = whole_task(access.traits or client.provider.kind, target.remote, request)
         n_bytes = 0 if isinstance(request, SpeechRequest) else len(task.call.body)
-        route = self.route_request(
-            request.id,
-            target,
+        route = route_request(
+            terms,
             principal,
-            (),
-            n=1,
-            max_tokens=_max_output_tokens(request),
-            priority=request.priority,
-            session=request.session,
-            reject_if_busy=getattr(request, "reject_if_busy", False),
-            deadline_s=getattr(request, "deadline_s", None),
-            body_bytes=n_bytes,
-            engine=engine,
-            api=request.api,
-        )
-        route = msgspec.structs.replace(
-            route,
+            target.card.id,
+            target.card.fingerprint,
             input_tokens=estimated_tokens(n_bytes),
-            images=request.n_images if isinstance(request, MediaRequest) else 0,
+            max_tokens=_max_output_tokens(request),
+            context_len=target.card.context_window,
+            max_input_tokens=n_bytes,
             max_audio_ms=_max_audio_ms(request),
+            images=request.n_images if isinstance(request, MediaRequest) else 0,
+            slots=access.slots,
         )
         return route, WholeCall(task, access, self.clients, request.id)
 
     def route_request(
         self,
-        request_id: str,
+        terms: RouteTerms,
         target: Target,
         principal: Principal,
         prompt: Sequence[bytes],
-        *,
-        n: int,
         max_tokens: int,
-        priority: Priority,
-        session: str | None,
-        reject_if_busy: bool,
-        deadline_s: float | None = None,
-        body_bytes: int = 0,
-        engine: str = "",
-        api: str = "",
+        body_bytes: int,
+        images: int = 0,
     ) -> RouteRequest:
-        """A request as the balancer routes it, with prefix keys over the bytes of the prompt.
+        """A generating request as admission sees it, with prefix keys over the bytes of the prompt.
 
         A provider has one server, so its requests need no keys. `body_bytes` are those of the whole body, which the
-        server may put into its prompt. `engine` is the endpoint that a job was granted."""
+        server may put into its prompt."""
         card, n_bytes = target.card, sum(map(len, prompt))
-        return RouteRequest(
-            id=request_id,
-            account=principal.account,
-            api=api,
-            key_id=principal.key_id,
-            model=card.id,
-            model_version=card.fingerprint,
-            priority=priority.name.lower(),
+        return route_request(
+            terms,
+            principal,
+            card.id,
+            card.fingerprint,
             input_tokens=estimated_tokens(n_bytes),
-            created_us=time.time_ns() // 1000,
-            affinity=None if session is None else f"{principal.account}/{session}",
-            n=n,
-            reject_if_busy=reject_if_busy,
-            engine=engine,
             keys=b"" if target.where == "provider" else byte_keys(card.id, principal.salt, *prompt),
             max_tokens=max_tokens,
             context_len=card.context_window,
             max_input_tokens=max(n_bytes, body_bytes),  # no token is shorter than a byte
-            deadline_s=deadline_s,
+            images=images,
             slots="" if target.access is None else target.access.slots,
         )
 
@@ -232,30 +212,24 @@ class UpstreamModels:
         return msgspec.structs.replace(route, keys=keys, input_tokens=prompt.n_ids)
 
     async def upstream_request(
-        self, request: GenerateRequest, target: Target, principal: Principal, engine: str
+        self, request: GenerateRequest, target: Target, principal: Principal, terms: RouteTerms
     ) -> UpstreamRequest:
         """A canonical request as the target's server takes it."""
         salt = self.cache_salt(target, principal)
         fields = {"model": target.remote, **body_of(request, target.kind), **salt}
         prompt = bytes(fields["messages"])[:-1] if "messages" in fields else msgspec.json.encode(fields["prompt"])
         others = {name: value for name, value in fields.items() if name not in ("messages", "prompt")}
+        n_images = sum(len(message.images) for message in request.messages or ())
         route = self.route_request(
-            request.id,
+            terms,
             target,
             principal,
             (msgspec.json.encode(fields.get("tools")), prompt),
-            n=request.n,
             max_tokens=request.sampling.max_tokens or 0,
-            priority=request.priority,
-            session=request.session,
-            reject_if_busy=request.reject_if_busy,
-            deadline_s=request.deadline_s,
             body_bytes=len(prompt) + len(msgspec.json.encode(others)),
-            engine=engine,
+            images=n_images,
         )
-        if n_images := sum(len(message.images) for message in request.messages or ()):
-            route = msgspec.structs.replace(route, images=n_images)
-        else:
+        if not n_images:
             route = await self.with_token_keys(route, request, target)
         path = CHAT if request.messages is not None else COMPLETIONS
         return UpstreamRequest(route, path, fields, access=target.access)

@@ -12,7 +12,6 @@ import pytest
 from emberline.accounts.account import Limits
 from emberline.accounts.account_service import AccountService, KeyGrant
 from emberline.accounts.audit_log import Actor
-from emberline.accounts.limit_enforcement import RequestExtent
 from emberline.accounts.secret import Secret
 from emberline.accounts.usage_row import UsageRow
 from emberline.protocol.errors import BudgetExceeded, BudgetReserved, Forbidden, Overloaded, RateLimited
@@ -20,7 +19,7 @@ from emberline.protocol.events import Completed
 from emberline.protocol.price import Price
 from emberline.protocol.rate_limits import RateLimits
 from emberline.protocol.request import Principal, Priority
-from emberline.protocol.route_request import Route
+from emberline.protocol.route_request import Route, RouteRequest
 from emberline.service import Service
 from emberline.service.core import LocalCore
 from emberline.store import Database, open_store
@@ -31,7 +30,6 @@ from tests.service.test_pricing import set_price
 from tests.service.test_service import ask, events_of
 
 ADMIN = Actor("admin", "here")
-EXTENT = RequestExtent(created_us=0, priority="default", input_tokens=1, max_input_tokens=1, max_output_tokens=1)
 PRICE = Price(input=1000, cached_input=100, output=5000, batch=50)
 
 
@@ -106,7 +104,17 @@ async def test_concurrency_is_given_back_by_a_client_that_leaves(
     async with asyncio.timeout(60):
         while core.limits.n_held:
             await asyncio.sleep(0.001)
-    await core.limits.admit("next", key.account, key.key_id, EXTENT, None)
+    request = RouteRequest(
+        id="next",
+        account=key.account,
+        key_id=key.key_id,
+        model="m",
+        model_version="",
+        input_tokens=1,
+        max_tokens=1,
+        created_us=0,
+    )
+    await core.limits.admit(request, None)
 
 
 async def test_a_request_shed_for_capacity_does_not_count(

@@ -14,7 +14,7 @@ from emberline.api.http.relay import relay_body, relay_chunks, relay_stream
 from emberline.api.http.resumable import HEADER, send_resumable
 from emberline.api.http.sse import named_event
 from emberline.protocol.errors import EmberlineError
-from emberline.protocol.request import Priority
+from emberline.protocol.route_request import RouteTerms
 from emberline.upstream.dialects.dialect import MESSAGES
 from emberline.upstream.target import Target
 from emberline.upstream.upstream_request import UpstreamRequest, check_known
@@ -45,17 +45,12 @@ async def forward_message(call: Call, target: Target, raw: bytes, headers: Heade
         check_known("speculation", "anthropic")
     fields: dict[str, Any] = {**_fields.decode(raw), "model": target.remote, "stream": True}
     route = call.service.upstream.route_request(
-        call.id,
+        RouteTerms(call.id, "messages", session=call.session),
         target,
         call.principal,
         (bytes(body.messages),),
-        n=1,
         max_tokens=body.max_tokens,
-        priority=Priority.DEFAULT,
-        session=call.session,
-        reject_if_busy=False,
         body_bytes=len(raw),
-        api="messages",
     )
     request = UpstreamRequest(
         route,

@@ -32,6 +32,7 @@ from emberline.api.openai.completions import CompletionRequest
 from emberline.catalog.model_card import ModelCard
 from emberline.gateway.routing import Plan
 from emberline.protocol.errors import BadInput, EmberlineError
+from emberline.protocol.route_request import RouteTerms
 from emberline.upstream.dialects.dialect import CHAT, COMPLETIONS
 from emberline.upstream.target import Target
 from emberline.upstream.upstream_request import UpstreamRequest, check_known, continuation_fields
@@ -205,9 +206,7 @@ async def forward_chat(call: Call, targets: ModelCard | Plan, raw: bytes) -> Rep
     body = decode(raw, _chat)
 
     async def make(target: Target, request_id: str) -> UpstreamRequest:
-        request, n_images = _upstream_request(call, target, request_id, body, CHAT, raw)
-        if n_images:
-            request.route = msgspec.structs.replace(request.route, images=n_images)
+        request = _upstream_request(call, target, request_id, body, CHAT, raw)
         if target.card.id in call.service.upstream.texts:
             with contextlib.suppress(EmberlineError):  # not all that its server takes can be rendered here
                 canonical, call.field_names = decode(raw, _canonical_chat).to_request(call.id, call.session)
@@ -221,7 +220,7 @@ async def forward_completion(call: Call, targets: ModelCard | Plan, raw: bytes) 
     body = decode(raw, _completion)
 
     async def make(target: Target, request_id: str) -> UpstreamRequest:
-        request, _ = _upstream_request(call, target, request_id, body, COMPLETIONS, raw)
+        request = _upstream_request(call, target, request_id, body, COMPLETIONS, raw)
         if target.card.id in call.service.upstream.texts and body.n_prompts == 1:
             with contextlib.suppress(EmberlineError):
                 (canonical,), call.field_names = decode(raw, _canonical_completion).to_requests(call.id, call.session)
@@ -236,31 +235,30 @@ Make = Callable[[Target, str], Awaitable[UpstreamRequest]]  # given the model th
 
 def _upstream_request(
     call: Call, target: Target, request_id: str, body: PassthroughBody, path: str, raw: bytes
-) -> tuple[UpstreamRequest, int]:
-    """The request, and the number of images in it."""
+) -> UpstreamRequest:
+    """The request as the target's server gets it."""
     upstream = call.service.upstream
     if body.speculation is not None:
         check_known("speculation", target.kind)
     n_images = body.check(fetches=target.takes_any_field)
     fields = _all_fields(raw) if target.takes_any_field else body.upstream_fields(target.kind)
     fields |= {"model": target.remote, **upstream.cache_salt(target, call.principal)}
-    route = upstream.route_request(
+    terms = RouteTerms(
         request_id,
-        target,
-        call.principal,
-        body.prompt_bytes,
+        "chat" if path == CHAT else "completions",
+        body.priority_class,
+        call.session,
         n=(body.n or 1) * body.n_prompts,
-        max_tokens=body.max_completion_tokens or body.max_tokens or 0,
-        priority=body.priority_class,
-        session=call.session,
         reject_if_busy=body.reject_if_busy,
-        body_bytes=len(raw),
-        api="chat" if path == CHAT else "completions",
+    )
+    max_tokens = body.max_completion_tokens or body.max_tokens or 0
+    route = upstream.route_request(
+        terms, target, call.principal, body.prompt_bytes, max_tokens, body_bytes=len(raw), images=n_images
     )
     call.wants_cost = call.wants_cost or bool(body.usage and body.usage.include)
     asks_usage = call.wants_cost or (body.stream_options is not None and body.stream_options.include_usage)
     hides_usage = bool(body.stream) and not asks_usage and call.dialect is not Dialect.OPENAI_ENVELOPED
-    request = UpstreamRequest(
+    return UpstreamRequest(
         route,
         path,
         fields,
@@ -269,7 +267,6 @@ def _upstream_request(
         adds_cost=call.wants_cost,
         access=target.access,
     )
-    return request, n_images
 
 
 def _all_fields(raw: bytes) -> dict[str, Any]:
