@@ -129,7 +129,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """What a failed attempt tells the next one: which workers to avoid, and which of them are to blame."""
+    """Why an attempt failed, for the next one: which workers to avoid, and which of them are to blame."""
 
     retryable: bool
     avoid: tuple[str, ...] = ()
