@@ -59,7 +59,6 @@ class RequestEnd(msgspec.Struct, frozen=True, omit_defaults=True):
 
     row: UsageRow
     inter_token: Counts = msgspec.field(default_factory=Counts)  # latencies
-    session_entries: list[SessionEntry] = []
     is_job: bool = False  # the job queue writes the usage row itself
     lost: tuple[str, ...] = ()  # workers that failed it
     operation: str = "chat"  # `gen_ai.operation.name` and `gen_ai.provider.name`
@@ -72,6 +71,9 @@ class Core(Protocol):
     async def find(self, account: str, model_version: str, digests: list[bytes]) -> KnownPrefix | None:
         """Returns the longest known prefix of the conversation whose messages have these digests."""
 
+    def remember(self, entries: Sequence[SessionEntry]) -> None:
+        """Keep token ids of conversations, for `find`."""
+
     async def admit(self, request: RouteRequest) -> Route:
         """Choose workers; the request is in flight there until it is finalized. Asking again moves the request.
         Raises Overloaded or Unavailable if no worker can take the request."""
@@ -83,7 +85,7 @@ class Core(Protocol):
         """Note what running requests have used by now: it is recorded if they never end."""
 
     async def finalize(self, end: RequestEnd) -> None:
-        """Remove the request's record, update sessions and metrics; return once the usage row is durable."""
+        """Remove the request's record, update the metrics; return once the usage row is durable."""
 
     def refused(self, kind: str, times: int = 1) -> None:
         """Count requests that were not admitted, by kind of error."""
@@ -310,6 +312,12 @@ class LocalCore:
         if self.price_store is not None:
             await self.price_store.refresh()
 
+    def remember(self, entries: Sequence[SessionEntry]) -> None:
+        for stored in entries:
+            entry, owner = stored.entry, SessionOwner(stored.salt, stored.session)
+            key = stored.account, stored.model_version, stored.digest
+            self.sessions.add(*key, entry.ids, entry.text_len, entry.text_digest, owner)
+
     def first_token(self, request_id: str, cached_tokens: int) -> None:
         self.admission.first_token(request_id, cached_tokens)
 
@@ -324,10 +332,6 @@ class LocalCore:
         is_late = self.limits is not None and self.limits.settle(row)
         self.admission.ended(row.id, _outcome(end), row.output_tokens, end.lost)
         self.grants.notify_room()
-        for stored in end.session_entries:
-            entry, owner = stored.entry, SessionOwner(stored.salt, stored.session)
-            key = stored.account, stored.model_version, stored.digest
-            self.sessions.add(*key, entry.ids, entry.text_len, entry.text_digest, owner)
         self._metrics.record(row, end.inter_token, end.operation, end.provider)
         self.history.ended(row, self.usage.used_by(row.id), end.inter_token)
         if not end.is_job:

@@ -79,7 +79,8 @@ class LinkCore:
         self._core = core
         self._admissions: dict[str, asyncio.Task[Any]] = {}  # of requests not finalized yet, by id; done or waiting
         self._logs: set[str] = set()  # ids of the event logs that this HTTP worker writes
-        self.find, self.first_token, self.checkpoint = core.find, core.first_token, core.checkpoint
+        self.find, self.remember = core.find, core.remember
+        self.first_token, self.checkpoint = core.first_token, core.checkpoint
         self.refused, self.observed, self.count_spans = core.refused, core.admission.observed, tracing.add_counts
         logs = core.event_logs
         self.limits, self.read, self.idle_s, self.cancel = logs.limits, logs.read, logs.idle_s, logs.cancel
@@ -200,7 +201,8 @@ class RemoteCore:
         """`on_left` is called with the name of a worker that the core has lost, and why; `follow` with the workers
         that have joined and left."""
         remote = self._remote = TO_CORE.remote(self._send, self._call)
-        self.find, self.admit, self.finalize = remote.core.find, remote.core.admit, remote.core.finalize
+        self.find, self.remember = remote.core.find, remote.core.remember
+        self.admit, self.finalize = remote.core.admit, remote.core.finalize
         self.first_token, self.checkpoint = remote.core.first_token, remote.core.checkpoint
         self.responses, self.event_logs = remote.responses, remote.event_logs
         self.operations, self.cluster_admin = remote.operations, remote.cluster

@@ -1,6 +1,7 @@
 """Prepares a request for the engine: validation, session lookup, chat template, tokenization, grammar."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ from emberline.text.tokenizers.tokenizer import OFF_LOOP_BYTES
 
 T = TypeVar("T")
 Tools = Sequence[Tool] | msgspec.Raw  # as they came, or encoded
+
+log = logging.getLogger("emberline.request")
 
 MESSAGE_BYTES = 64  # of text that are tokenized in the time that a template takes for a message
 
@@ -73,8 +76,11 @@ class Preparer:
         self._core = core
         self._grammars = grammars
         self._threads = ThreadPoolExecutor(2, "emberline-text")
+        self._remembering: dict[bytes, asyncio.Task[None]] = {}  # by the digest of a conversation
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        """Return when all conversations are remembered that have ended."""
+        await asyncio.gather(*self._remembering.values())
         self._threads.shutdown(cancel_futures=True)
 
     async def prepare(
@@ -84,6 +90,8 @@ class Preparer:
         is_long, tools = _is_long(request)
         valid, digests, rendered = await self._run(is_long, lambda: _read(served.text, request, tools, info))
         asked = served.card.defaults.apply(valid, _left_to_model(request))
+        if self._remembering:
+            await self._remembered(digests)
         known = await self._core.find(principal.account, info.fingerprint, digests) if digests else None
         thinking = reasoning_begun(served.text, rendered, request.continue_final)
         spec = grammar_spec(served.text, request, thinking)
@@ -117,11 +125,30 @@ class Preparer:
 
         return await self._run(_is_long(request)[0], tokenize)
 
-    async def session_entries(self, prepared: Prepared, replies: list[tuple[Message, bytes]]) -> list[SessionEntry]:
-        """Make the entries that the next turn of this conversation can reuse, from the `replies` and their ids."""
-        if prepared.request.messages is None:
-            return []
-        return await self._run(prepared.is_long, lambda: _session_entries(prepared, replies))
+    def remember(self, prepared: Prepared, replies: list[tuple[Message, bytes]]) -> None:
+        """Let the core remember a conversation that has ended, with its `replies` and their ids, for its next turn.
+
+        The entries are made after the reply has gone out: rendering the conversation again takes as long as the first
+        time. The next turn waits for them if it comes earlier."""
+        if not prepared.digests:
+            return
+        digest = prepared.digests[-1]
+        task = self._remembering[digest] = asyncio.create_task(self._remember(prepared, replies))
+        task.add_done_callback(lambda done: self._remembering.get(digest) is done and self._remembering.pop(digest))
+
+    async def _remember(self, prepared: Prepared, replies: list[tuple[Message, bytes]]) -> None:
+        for _ in range(2):  # iterations of the event loop, in which the end of the reply is sent
+            await asyncio.sleep(0)
+        try:
+            entries = await self._run(prepared.is_long, lambda: _session_entries(prepared, replies))
+            self._core.remember(entries)
+        except Exception:  # the next turn is slower, nothing worse
+            log.exception("a conversation was not remembered", extra={"request_id": prepared.request.id})
+
+    async def _remembered(self, digests: list[bytes]) -> None:
+        """Wait for the entries of the conversation's earlier turns that are being made."""
+        if pending := [task for digest in digests if (task := self._remembering.get(digest)) is not None]:
+            await asyncio.wait(pending)
 
     async def load_vocabulary(self, text: TextModel) -> None:
         """Engines need the vocabulary for grammars: built here once, off the event loop."""

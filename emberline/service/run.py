@@ -6,7 +6,7 @@ A `Run` is the same state machine for every kind of worker. What differs between
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Generic, Protocol, TypeVar
@@ -19,7 +19,7 @@ from emberline.protocol.errors import DeadlineExceeded, EmberlineError, Internal
 from emberline.protocol.events import Completed, Usage
 from emberline.protocol.route_request import Fault, Route, RouteRequest
 from emberline.protocol.trace_context import TraceContext, TraceDetails
-from emberline.service.core import Core, RequestEnd, SessionEntry
+from emberline.service.core import Core, RequestEnd
 from emberline.telemetry.metrics import Counts
 from emberline.telemetry.request_log import ONLY_ATTEMPT, AttemptContext, Clock, JobContext, log_end
 from emberline.telemetry.tracing import request_trace
@@ -162,13 +162,11 @@ class Run(Generic[T]):
         except TimeoutError:
             raise DeadlineExceeded(f"not finished within {deadline_s:g} s") from None
 
-    async def finish(self, session_entries: Sequence[SessionEntry] = ()) -> None:
+    async def finish(self) -> None:
         """Return once the usage row is durable."""
-        await asyncio.shield(self.finalize("finished", session_entries=session_entries))
+        await asyncio.shield(self.finalize("finished"))
 
-    def finalize(
-        self, status: UsageStatus, error: Exception | None = None, session_entries: Sequence[SessionEntry] = ()
-    ) -> "asyncio.Task[None]":
+    def finalize(self, status: UsageStatus, error: Exception | None = None) -> "asyncio.Task[None]":
         """End the request, once; the task goes on whatever becomes of the caller. Later calls change nothing."""
         if self.finalizing is None:
             finished_us = self._clock.now_us()
@@ -176,9 +174,7 @@ class Run(Generic[T]):
                 is_billed = isinstance(error, EmberlineError) and error.caused_by_request
             else:
                 is_billed = not self._attempt.timed_out()
-            self.finalizing = asyncio.create_task(
-                self._finalize(status, error, session_entries, finished_us, is_billed)
-            )
+            self.finalizing = asyncio.create_task(self._finalize(status, error, finished_us, is_billed))
             self.finalizing.add_done_callback(lambda task: self._end(error, task))
         return self.finalizing
 
@@ -186,7 +182,6 @@ class Run(Generic[T]):
         self,
         status: UsageStatus,
         error: Exception | None,
-        session_entries: Sequence[SessionEntry],
         finished_us: int,
         is_billed: bool,
     ) -> None:
@@ -212,7 +207,6 @@ class Run(Generic[T]):
         end = RequestEnd(
             row,
             self._inter_token,
-            list(session_entries),
             self._job is not None,
             lost=self._lost,
             operation=transport.operation,

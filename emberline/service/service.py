@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -28,12 +28,12 @@ from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal
 from emberline.protocol.route_request import RouteRequest, route_request
 from emberline.protocol.speech import Transcript
 from emberline.service import kv_cache
-from emberline.service.core import CoreAccess, SessionEntry
+from emberline.service.core import CoreAccess
 from emberline.service.encode import EncodeCall, prepare_encoding, text_bytes
 from emberline.service.engine_transport import EngineTransport
 from emberline.service.event_log import EventLogs
 from emberline.service.models import Models
-from emberline.service.prepare import Prepared, Preparer
+from emberline.service.prepare import Preparer
 from emberline.service.responses import ResponseStore
 from emberline.service.run import Run, Transport
 from emberline.service.transcribe import SpeechCall, speech_route
@@ -226,7 +226,7 @@ class Service:
         finalizing = [run.finalizing for run in self._running if run.finalizing is not None]
         await asyncio.gather(*finalizing, return_exceptions=True)
         self._checkpoints.cancel()
-        self._preparer.close()
+        await self._preparer.close()
         await self._grammars.close()
         await self._close_core()
 
@@ -251,14 +251,15 @@ class Service:
         """
         with self._accepting(request.id):
             target = self._target(request, principal, card, attempt)
-            run, session_entries = await self._start(request, target, principal, job, attempt)
+            run, remember = await self._start(request, target, principal, job, attempt)
         if on_admit is not None:
             on_admit(run.route.rate_limits)
         async with run:
             while not run.done:
                 for event in await run.step():
                     yield event
-            await run.finish(await session_entries())
+            await run.finish()
+        remember()
         completed = run.completed
         if on_complete is not None:
             on_complete(completed)
@@ -397,15 +398,15 @@ class Service:
         principal: Principal,
         job: JobContext | None,
         attempt: AttemptContext | None,
-    ) -> tuple[Run[list[TextEvent]], Callable[[], Awaitable[Sequence[SessionEntry]]]]:
-        """An admitted run, and what returns its session entries once it is done."""
+    ) -> tuple[Run[list[TextEvent]], Callable[[], None]]:
+        """Returns an admitted run, and what remembers the conversation once the run is done."""
         clock = Clock()
         if target.is_upstream:
             validate(request, _ANY_VOCABULARY)
             sent = await self.upstream.upstream_request(request, target, principal, route_terms(request, clock, job))
             reader = ChunkReader(request.n, request.sampling.stop, sent.route.input_tokens)
             upstream = UpstreamTransport(sent, self.upstream.clients, lambda: reader)
-            return await self._admit(sent.route, upstream, clock, job, attempt=attempt), _no_session_entries
+            return await self._admit(sent.route, upstream, clock, job, attempt=attempt), _nothing
         served = await self._served.get(target.card)
         prepared = await self._preparer.prepare(request, principal, served, self._info(served), clock)
         inter_token = Histogram(INTER_TOKEN_BOUNDS_S)
@@ -421,7 +422,7 @@ class Service:
         )
         run = await self._admit(route, engine, clock, job, inter_token.counts, attempt)
         # No later request continues a job's conversation.
-        return run, _no_session_entries if job is not None else lambda: self._session_entries(prepared, engine)
+        return run, _nothing if job is not None else lambda: self._preparer.remember(prepared, engine.replies)
 
     async def _admit(
         self,
@@ -455,13 +456,6 @@ class Service:
         if rows := [row for run in self._running if (row := run.checkpoint()) is not None]:
             self.core.checkpoint(rows)
 
-    async def _session_entries(self, prepared: Prepared, transport: EngineTransport) -> list[SessionEntry]:
-        try:
-            return await self._preparer.session_entries(prepared, transport.replies)
-        except Exception:  # the next turn is slower, nothing worse
-            log.exception("a conversation was not remembered", extra={"request_id": prepared.request.id})
-            return []
-
     def _info(self, served: Served) -> EngineInfo:
         for engine in self._engines_of(served):
             if engine.info is not None:
@@ -474,8 +468,8 @@ class Service:
         return [engine for engine in self.engines.values() if served.card.id in engine.endpoint.models]
 
 
-async def _no_session_entries() -> Sequence[SessionEntry]:
-    return ()
+def _nothing() -> None:
+    """Remember nothing."""
 
 
 async def _complete(
