@@ -3,7 +3,7 @@ import errno
 import itertools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -54,12 +54,15 @@ from emberline.protocol.request import (
     ToolChoice,
 )
 from emberline.service import Service
-from emberline.service.core import LocalCore
+from emberline.service.core import LocalCore, SessionEntry
+from emberline.service.prepare import Preparer
 from emberline.service.run import MAX_FAILOVERS
 from emberline.store import open_store
+from emberline.telemetry.request_log import Clock
+from emberline.text.grammar.compiler_pool import GrammarCompiler
 from emberline.text.text_model import TextModel
 from tests.faulty_store import FaultyStore
-from tests.service.conftest import ALICE, MODEL, PATIENCE_S, Opener
+from tests.service.conftest import ALICE, MODEL, PATIENCE_S, Opener, offer
 from tests.service.fake_engine import EOS, FakeEngine, Script
 
 _ids = itertools.count()
@@ -962,6 +965,46 @@ async def test_end_survives_msgpack(service: Service) -> None:
     (end,) = seen
     raw = msgspec.msgpack.encode(end)
     assert msgspec.msgpack.decode(raw, type=RequestEnd) == end
+
+
+async def test_a_conversation_is_remembered_after_its_last_event(service: Service) -> None:
+    """Rendering it again takes time, and no client waits for that; a service that closes does."""
+    core = service.core
+    assert isinstance(core, LocalCore)
+    seen = [len(core.sessions) async for _ in service.generate(ask(), ALICE)]
+    assert seen[-1] == 0
+    await service.close()
+    assert len(core.sessions) == 2  # up to the prompt, and with the reply
+
+
+class RecordingCore:
+    """Notes the calls that concern sessions."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    async def find(self, account: str, model_version: str, digests: list[bytes]) -> None:
+        self.calls.append("find")
+
+    def remember(self, entries: Sequence[SessionEntry]) -> None:
+        self.calls.append("remember")
+
+
+@pytest.mark.parametrize(("next_turn", "calls"), [("hi", ["find", "remember", "find"]), ("ho", ["find", "find"])])
+async def test_a_turn_waits_for_the_one_before_it_to_be_remembered(
+    engine: FakeEngine, text_model: TextModel, next_turn: str, calls: list[str]
+) -> None:
+    core = RecordingCore()
+    preparer = Preparer(core, GrammarCompiler())  # type: ignore[arg-type]
+    served = offer(text_model, engine)
+    prepared = await preparer.prepare(ask(), ALICE, served, engine.info, Clock())
+    reply = Message("assistant", "ab")
+    preparer.remember(prepared, [(reply, tokens.pack([97, 98]))])
+    turn = ask(messages=(Message("user", next_turn), reply, Message("user", "and?")))
+    await preparer.prepare(turn, ALICE, served, engine.info, Clock())
+    assert core.calls == calls
+    await preparer.close()
+    assert core.calls.count("remember") == 1
 
 
 async def test_images_are_refused_by_a_model_of_this_machine(service: Service) -> None:
