@@ -82,11 +82,14 @@ class EngineTransport:
     def usage(self) -> Usage:
         """Token counts so far. The prompt counts in full with the first token; of a request that was aborted or failed
         before it, as far as the engine says it was computed."""
-        n_tokens = sum(choice.n_tokens for choice in self._choices)
+        n_tokens = n_reasoning = 0
+        for choice in self._choices:
+            n_tokens += choice.n_tokens
+            n_reasoning += choice.n_reasoning
         return Usage(
             prompt_tokens=self._prepared.prompt.n_ids if self._started or n_tokens else self._n_prefilled,
             completion_tokens=n_tokens,
-            reasoning_tokens=sum(choice.n_reasoning for choice in self._choices),
+            reasoning_tokens=n_reasoning,
             cached_by_tier=self._cached_by_tier or {},
             drafts=self._draft_usage(),
         )
