@@ -35,7 +35,7 @@ WHOLE = KVGroup(
     "full", (0, 1, 2, 3, 4, 5), kv_heads=2, head_dim=8, dtype="bfloat16"
 )  # a row: token and state, 8 bytes each
 LAYOUTS = {1: {}, 2: {"tp": 2}, 3: {"pp": 3}, 4: {"tp": 2, "pp": 2}}
-WAIT_S = 20.0
+WAIT_S = 30.0
 INFO = EngineInfo(model="m", fingerprint="fake", context_len=1, vocab_size=1, eos_ids=(), transfers=("tcp",))
 
 
