@@ -48,6 +48,7 @@ class RunningFetch:
     began_s: float
     deadline_s: float  # monotonic
     limit_s: float  # from its beginning
+    n_promised: int  # leading blocks, once it is complete
     n_useful: int  # leading blocks that can still become complete
     n_reserved: int = 0  # leading blocks that its table has
     n_tries: int = 0  # steps in which there was no room for more
@@ -57,6 +58,11 @@ class RunningFetch:
     @property
     def n_arrived(self) -> int:
         return self.arrived.total()
+
+    @property
+    def n_there(self) -> int:
+        """Leading blocks that need not be computed, of groups that keep all of them."""
+        return min(self.n_useful, self.n_reserved, *(min(missing) for missing in self.missing if missing))
 
     @property
     def is_complete(self) -> bool:
@@ -85,6 +91,7 @@ class TierFetches:
         self._n_begun = 0
         self._keys: dict[bytes, int] = {}  # the fetch that brings the block with this content key
         self.n_missed = 0  # fetches that did not meet their deadline
+        self.recomputed: Counter[str] = Counter()  # blocks that a fetch promised and did not bring, by tier
 
     def __len__(self) -> int:
         return len(self._by_number)
@@ -216,6 +223,7 @@ class TierFetches:
             began_s=now_s,
             deadline_s=now_s + chosen.deadline_s,
             limit_s=chosen.limit_s,
+            n_promised=n_blocks,
             n_useful=n_blocks,
             missing=[{} for _ in self._tags],
         )
@@ -325,8 +333,12 @@ class TierFetches:
         return missed
 
     def _end(self, fetch: RunningFetch) -> Sequence:
-        """Fetched blocks stay cached until others need the room."""
+        """End a fetch, complete or not. Fetched blocks stay cached until others need the room."""
         seq = fetch.seq
+        if (n_there := fetch.n_there) < fetch.n_promised:
+            first = 0 if self._cache.windowed else n_there
+            promised = fetch.match.where[self._counted_group].items()
+            self.recomputed.update(tier for j, tier in promised if first <= j < fetch.n_promised)
         del self._by_number[fetch.number], self._by_seq[seq.number]
         self._forget_keys(fetch, fetch.missing[self._counted_group])
         writing = self._port.cancel(fetch.number)
@@ -356,8 +368,9 @@ class TierFetches:
                 del self._ended[number]
 
     def leave(self, seq: Sequence) -> None:
-        """The sequence has ended."""
+        """Forget a sequence that has ended."""
         if (fetch := self._by_seq.get(seq.number)) is not None:
+            fetch.n_promised = 0  # nothing is computed again
             self._end(fetch)
         self._arrived.pop(seq.number, None)
         if (table := self._ended.pop(seq.number, None)) is not None:

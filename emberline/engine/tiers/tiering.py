@@ -258,3 +258,5 @@ class Tiering(Feature):
         """Add fetches and tiers to a load report."""
         load.fetching, load.fetching_tokens = len(self.fetches), self.fetches.n_tokens
         load.tiers = self._port.stats()
+        for tier in load.tiers if self.fetches.recomputed else ():
+            tier.extra["recomputed"] = self.fetches.recomputed[tier.name]

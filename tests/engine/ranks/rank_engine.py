@@ -185,7 +185,7 @@ class OrderBook:
         self._tiers, self._engine = tiers, engine
         self.saves, self.fetches, self.cancelled = [], {}, {}
         self.contents = {}  # entries of every content key that was saved
-        self.n_fetched = self.n_lost = 0  # blocks of fetches
+        self.n_wanted = 0  # blocks of all fetches
 
     def __getattr__(self, name):
         return getattr(self._tiers, name)
@@ -201,6 +201,7 @@ class OrderBook:
         known = self.fetches.setdefault(number, {})
         assert not known.keys() & {block.item for block in wanted}
         known.update((block.item, block) for block in wanted)
+        self.n_wanted += len(wanted)
         self._tiers.fetch(number, wanted)
 
     def cancel(self, number):
@@ -237,8 +238,6 @@ class OrderBook:
         for block in blocks[: len(notice.fetched)]:
             expected = self.contents[block.id.key]
             assert self._engine.content(block.block) == expected, "fetched on every rank, or missing"
-        self.n_fetched += len(notice.fetched)
-        self.n_lost += len(notice.missing)
 
     @property
     def blocks(self):
@@ -378,6 +377,16 @@ class RankEngine:
     @property
     def faults(self):
         return [fault for memory in self.memories for fault in memory.faults]
+
+    def flush(self):
+        """Wait until all that was saved and fetched is where it belongs."""
+        for manager in self.managers:
+            assert manager is None or manager.flush(WAIT_S)
+
+    @property
+    def recomputed(self):
+        """Blocks that fetches promised and that were computed again, by tier, as the engine reports them."""
+        return Counter({tier.name: tier.extra.get("recomputed", 0) for tier in self.loop.load.tiers})
 
     def lose(self, rank, n):
         """Some block of a rank's tiers is lost."""

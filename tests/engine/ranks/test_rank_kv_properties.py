@@ -7,10 +7,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emberline.engine.transfer import incoming, outgoing
+from emberline.kv.tiers.tier import BlockId, layout_tag
+from emberline.protocol import block_hash
 from emberline.protocol.frames import transfer_ticket
 from emberline.protocol.request import EngineRequest, Push, SamplingParams
 from emberline.protocol.token_ids import pack, unpack
@@ -136,7 +139,7 @@ class TierScript:
                 assert (self.tokens[id], self.ended[id].finish) == (ids, finish)
 
 
-@settings(max_examples=n_examples(32), deadline=None)
+@settings(max_examples=n_examples(40), deadline=None)
 @given(setups, st.integers(0, 1 << 20), st.lists(actions, min_size=5, max_size=40), ranks)
 def test_tiers_of_all_ranks_are_one(setup, seed, script, silent):
     with ExitStack() as closing:
@@ -148,6 +151,46 @@ def test_tiers_of_all_ranks_are_one(setup, seed, script, silent):
             tiers.go_on_without(silent)
         tiers.finish()
         tiers.check()
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_blocks_after_one_that_a_rank_has_lost_count_as_recomputed(n_ranks):
+    with ExitStack() as closing:
+        tiers = TierScript(RankEngine(n_ranks, 20, 64, closing), 3)
+        engine, (first, *_) = tiers.engine, tiers.heads
+        tiers.save_all()
+        assert engine.recomputed["host"] == 0
+        tiers.submit(first)
+        tiers.finish()
+        assert (engine.book.n_wanted, engine.recomputed["host"]) == (9, 0)
+        tiers.save_all()  # which evicts it from the device pool
+        n_wanted = engine.book.n_wanted
+        keys = list(block_hash.split(block_hash.chain(block_hash.root("fake", b""), pack(first))))
+        lost = BlockId(keys[5], layout_tag(engine.slices[-1][0]))
+        engine.managers[-1].all_tiers[0].remove([lost])
+        tiers.submit([*first, 1])
+        tiers.finish()
+        tiers.check()
+        if n_ranks == 1:
+            assert (engine.book.n_wanted - n_wanted, engine.recomputed["host"]) == (5, 0), "rank 0 knows what it lacks"
+        else:
+            assert engine.book.n_wanted - n_wanted >= 9
+            assert engine.recomputed["host"] >= 4
+
+
+def test_nothing_is_recomputed_for_a_request_that_ends_while_it_is_fetched():
+    with ExitStack() as closing:
+        tiers = TierScript(RankEngine(2, 20, 64, closing), 3)
+        tiers.save_all()
+        tiers.engine.gates[1].close()
+        tiers.submit(tiers.heads[0])
+        tiers.act("run", 3, 0)
+        assert tiers.engine.loop.load.fetching == 1
+        tiers.act("abort", 0, 0)
+        assert tiers.engine.cache.n_used > 0, "rank 1 may still write"
+        tiers.finish()
+        tiers.check()
+        assert tiers.engine.recomputed["host"] == 0
 
 
 sides = st.sampled_from(["prefill", "decode"])
@@ -309,7 +352,7 @@ def is_harmless(action):
     return action[0] not in ("abort", "time")
 
 
-@settings(max_examples=n_examples(24), deadline=None)
+@settings(max_examples=n_examples(32), deadline=None)
 @given(st.integers(1, 3), st.integers(1, 3), st.lists(transfer_actions, min_size=4, max_size=25), deaths)
 def test_transfers_of_all_ranks_are_one(n_prefill, n_decode, script, death):
     with TemporaryDirectory() as folder, ExitStack() as closing:
@@ -321,7 +364,7 @@ def test_transfers_of_all_ranks_are_one(n_prefill, n_decode, script, death):
         transfers.check(transfers.finish())
 
 
-@settings(max_examples=n_examples(16), deadline=None)
+@settings(max_examples=n_examples(24), deadline=None)
 @given(st.integers(1, 3), st.integers(1, 3), st.lists(transfer_actions.filter(is_harmless), min_size=4, max_size=20))
 def test_without_faults_every_transfer_of_all_ranks_succeeds(n_prefill, n_decode, script):
     with TemporaryDirectory() as folder, ExitStack() as closing:
