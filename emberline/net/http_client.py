@@ -1,13 +1,15 @@
-"""An HTTP/1.1 client for upstream servers: keep-alive connections over httptools, and the exchanges on them.
+"""The HTTP/1.1 client, for upstream servers and webhooks: connections over httptools, and the exchanges on them.
 
 Written by hand because it is the hot path of every forwarded token: docs/design/upstream.md compares it with aiohttp.
 """
 
 import asyncio
 import contextlib
+import math
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from email.utils import parsedate_to_datetime
 from typing import NamedTuple, cast
 from urllib.parse import urlsplit
 
@@ -37,6 +39,14 @@ class ConnectionFailed(Exception):
         super().__init__(reason)
         self.untouched = untouched  # no byte came back, so the server may not have seen the request
         self.timed_out = timed_out  # nothing came for too long
+
+
+class MalformedReply(ConnectionFailed):
+    """The server sent something other than HTTP."""
+
+
+class HeadTooLarge(ConnectionFailed):
+    """The server sent more headers, chunk extensions or trailers than are accepted."""
 
 
 class Address(NamedTuple):
@@ -170,7 +180,7 @@ class Exchange:
             return
         self._n_head_bytes += len(name) + len(value)
         if len(self.headers) >= MAX_HEADERS or self._n_head_bytes > MAX_HEAD_BYTES:
-            raise ConnectionFailed("its headers are too large")
+            raise HeadTooLarge("its headers are too large")
         self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
@@ -298,11 +308,11 @@ class Connection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             cause = error.__context__  # what a callback of ours has raised
             failure = cause if isinstance(cause, ConnectionFailed) else None
-            self._fail(failure or ConnectionFailed(f"its reply is not HTTP: {error}"))
+            self._fail(failure or MalformedReply(f"its reply is not HTTP: {error}"))
         if exchange.framing_bytes < 0:
             exchange.framing_bytes = 0  # how much of this read came after the head is not known
         elif exchange.framing_bytes > MAX_HEAD_BYTES:
-            self.abort("its headers, chunk extensions or trailers are too large")
+            self._fail(HeadTooLarge("its headers, chunk extensions or trailers are too large"))
         waiter = exchange.waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
@@ -321,10 +331,48 @@ _tls: list[ssl.SSLContext] = []
 
 
 async def _tls_context() -> ssl.SSLContext:
-    """One for all pools: reading the system's certificates takes 50 ms and more, and accounts choose addresses."""
+    """One for all: reading the system's certificates takes 50 ms and more, and accounts choose addresses."""
     if not _tls:
         _tls.append(await asyncio.to_thread(ssl.create_default_context))
     return _tls[-1]
+
+
+async def dial(
+    make: Callable[[], Connection],
+    address: Address,
+    hosts: Sequence[str] | None = None,
+    tls: ssl.SSLContext | None = None,
+) -> Connection:
+    """Connect to the first of `hosts` that accepts, by default to the address's own. Raises ConnectionFailed if none
+    does. The certificate is checked against the address's host; `tls` says which ones are trusted, by default the
+    system's."""
+    context = (tls or await _tls_context()) if address.tls else None
+    checked, failure = address.host if address.tls else None, ConnectionFailed("no connection: no address")
+    for host in (address.host,) if hosts is None else hosts:
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                _, connection = await asyncio.get_running_loop().create_connection(
+                    make, host, address.port, ssl=context, server_hostname=checked
+                )
+                return connection
+        except TimeoutError:
+            failure = ConnectionFailed(f"no connection within {CONNECT_TIMEOUT_S:g} s", timed_out=True)
+        except ssl.SSLCertVerificationError as error:
+            failure = ConnectionFailed(f"no connection: the certificate is not valid: {error.verify_message}")
+        except ssl.SSLError as error:
+            failure = ConnectionFailed(f"no connection: TLS failed: {error.reason or 'handshake'}")
+        except OSError as error:
+            failure = ConnectionFailed(f"no connection: {error.strerror or error}")
+    raise failure
+
+
+def retry_after_s(headers: Mapping[str, str]) -> float | None:
+    """Seconds that a Retry-After header asks to wait, as a number or a date. Returns None without a valid one."""
+    text = headers.get("retry-after", "").strip()
+    with contextlib.suppress(ValueError, TypeError, OverflowError):
+        wait_s = float(text) if text[:1].isdigit() else parsedate_to_datetime(text).timestamp() - time.time()
+        return max(0.0, wait_s) if math.isfinite(wait_s) else None
+    return None
 
 
 class ConnectionPool:
@@ -462,27 +510,11 @@ class ConnectionPool:
     async def _dial(self) -> Connection:
         if self._closed:
             raise ConnectionFailed("we closed the connection")
-        address, loop = self._address, asyncio.get_running_loop()
-        host, pinned = address.host, None
-        context = await _tls_context() if address.tls else None
-        try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                if self._resolve is not None:
-                    host, pinned = (await self._resolve())[0], address.host if address.tls else None
-                _, connection = await loop.create_connection(
-                    lambda: Connection(self._freed, self._lost),
-                    host,
-                    address.port,
-                    ssl=context,
-                    server_hostname=pinned,
-                )
-        except TimeoutError:
-            raise ConnectionFailed(f"no connection within {CONNECT_TIMEOUT_S:g} s", timed_out=True) from None
-        except OSError as error:
-            raise ConnectionFailed(f"no connection: {error.strerror or error}") from error
+        hosts = None if self._resolve is None else await self._resolve()
+        connection = await dial(lambda: Connection(self._freed, self._lost), self._address, hosts)
         self._all.add(connection)
         if self._sweeper is None:
-            self._sweeper = loop.call_later(self._sweep_interval_s, self._sweep)
+            self._sweeper = asyncio.get_running_loop().call_later(self._sweep_interval_s, self._sweep)
         return connection
 
     def _freed(self, connection: Connection) -> None:

@@ -2,12 +2,14 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 
 import pytest
 import uvloop
 
 from emberline.net import http_client
-from emberline.net.http_client import Address, ConnectionFailed, ConnectionPool, parse
+from emberline.net.http_client import Address, ConnectionFailed, ConnectionPool, parse, retry_after_s
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\n"
@@ -26,7 +28,8 @@ class Server:
 
     async def start(self, closed_s: float = http_client.CLOSED_S) -> ConnectionPool:
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
-        address = Address("127.0.0.1", self._server.sockets[0].getsockname()[1], False, "")
+        self.port = self._server.sockets[0].getsockname()[1]
+        address = Address("127.0.0.1", self.port, False, "")
         return ConnectionPool(address, key="secret", closed_s=closed_s)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -265,6 +268,45 @@ async def test_connection_refused() -> None:
     with pytest.raises(ConnectionFailed, match="no connection"):
         await pool.post("/x", b"{}")
     pool.close()
+
+
+async def test_only_the_resolved_addresses_are_dialled_in_their_order(server: Server) -> None:
+    server.talk = says(HEAD + b"content-length: 2\r\n\r\nok")
+    await server.start()
+    hosts: list[str] = []
+
+    async def resolve() -> list[str]:
+        return hosts
+
+    pool = ConnectionPool(Address("127.0.0.1", server.port, False, ""), resolve=resolve)
+    with pytest.raises(ConnectionFailed, match="no address"):  # never the name itself, which was not checked
+        await pool.post("/x", b"{}")
+    assert server.n_connections == 0
+    hosts += ["127.0.0.2", "127.0.0.1"]  # nothing listens on the first
+    assert (await pool.post("/x", b"{}")).status == 200
+    assert server.n_connections == 1
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("value", "least_s", "most_s"),
+    [
+        ("3", 3, 3),
+        (" 2.5 ", 2.5, 2.5),
+        (lambda: format_datetime(datetime.now(UTC) + timedelta(hours=1), usegmt=True), 3590, 3601),
+        ("Wed, 21 Oct 2015 07:28:00 GMT", 0, 0),
+    ],
+)
+def test_retry_after(value: str | Callable[[], str], least_s: float, most_s: float) -> None:
+    found = retry_after_s({"retry-after": value if isinstance(value, str) else value()})
+    assert found is not None
+    assert least_s <= found <= most_s
+
+
+@pytest.mark.parametrize("value", ["", "soon", "-3", "nan", "inf", "1e999", "Wed, 99 Oct 2015 07:28:00 GMT"])
+def test_no_valid_retry_after(value: str) -> None:
+    assert retry_after_s({"retry-after": value}) is None
+    assert retry_after_s({}) is None
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Deliveries over TLS: to the checked address, with a certificate for the host name of the URL."""
 
 import asyncio
+import contextlib
 import shutil
 import ssl
 import subprocess
@@ -103,3 +104,29 @@ async def test_the_next_address_is_tried(receiver: TlsReceiver) -> None:
     trusting = ssl.create_default_context(cafile=str(receiver.certificate))
     target = parse_target(f"https://{NAME}:{receiver.port}/")
     assert await post(target, ["127.0.0.2", "127.0.0.1"], {}, b"{}", trusting) == PostResponse(200)
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 204 Done\r\n\r\n", b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n"])
+async def test_the_connection_ends_with_the_post(answer: bytes) -> None:
+    """Also where the caller gives up, the receiver would keep it, or the body does not come."""
+    arrived, left = asyncio.Event(), asyncio.Event()
+
+    async def receive(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n{}")
+        writer.write(answer)
+        arrived.set()
+        with contextlib.suppress(ConnectionError):
+            await reader.read()
+        left.set()
+        writer.close()
+
+    server = await asyncio.start_server(receive, "127.0.0.1", 0)
+    target = parse_target(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/")
+    posting = asyncio.create_task(post(target, ["127.0.0.1"], {}, b"{}", body_s=0.01))
+    await arrived.wait()
+    if answer:
+        assert (await posting).status in (200, 204)
+    else:
+        posting.cancel()
+    await asyncio.wait_for(left.wait(), 60)
+    server.close()

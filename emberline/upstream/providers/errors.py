@@ -1,11 +1,10 @@
 """What a provider's failures become: errors that say who failed and what to do, without the key that was used."""
 
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from typing import Any, NoReturn
 
 import msgspec
 
+from emberline.net.http_client import retry_after_s
 from emberline.protocol.errors import BadInput, ContextExceeded, EngineLost, Forbidden, ModelNotFound, TooLarge
 from emberline.upstream.servers.attempt import CONTEXT_EXCEEDED, UpstreamBusy
 
@@ -69,7 +68,7 @@ def hide_key(text: str, key: str) -> str:
 
 def retry_after(headers: dict[str, str], details: Any = None) -> float:
     """In seconds: of `retry-after-ms`, `Retry-After` (seconds or a date), or Google's RetryInfo."""
-    for found in (_milliseconds(headers), _seconds_or_date(headers), _retry_info(details)):
+    for found in (_milliseconds(headers), retry_after_s(headers), _retry_info(details)):
         if found is not None and 0 <= found < float("inf"):
             return min(MAX_RETRY_AFTER_S, max(DEFAULT_RETRY_AFTER_S, found))
     return DEFAULT_RETRY_AFTER_S
@@ -78,16 +77,6 @@ def retry_after(headers: dict[str, str], details: Any = None) -> float:
 def _milliseconds(headers: dict[str, str]) -> float | None:
     value = _number(headers.get("retry-after-ms", ""))
     return None if value is None else value / 1000
-
-
-def _seconds_or_date(headers: dict[str, str]) -> float | None:
-    text = headers.get("retry-after", "")
-    if (value := _number(text)) is not None or not text:
-        return value
-    try:
-        return (parsedate_to_datetime(text) - datetime.now(UTC)).total_seconds()
-    except (ValueError, TypeError, OverflowError):
-        return None
 
 
 def _retry_info(details: Any) -> float | None:

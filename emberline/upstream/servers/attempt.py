@@ -4,12 +4,12 @@ import asyncio
 import contextlib
 import logging
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NoReturn
 
 import msgspec
 
-from emberline.net.http_client import MAX_REPLY_BYTES, ConnectionFailed, Exchange
+from emberline.net.http_client import MAX_REPLY_BYTES, ConnectionFailed, Exchange, retry_after_s
 from emberline.protocol.errors import BadInput, ContextExceeded, EmberlineError, Overloaded, TooLarge
 from emberline.protocol.trace_context import TraceContext
 from emberline.upstream.dialects.sse import cached_of
@@ -232,9 +232,7 @@ async def _raise_status(server: UpstreamClient, exchange: Exchange) -> NoReturn:
     status = exchange.status
     message, param = _error_of(body)
     if status == 429:
-        raise UpstreamBusy(
-            message or f"{server.name} has no room", retry_after_s=_seconds(exchange.headers.get("retry-after"))
-        )
+        raise UpstreamBusy(message or f"{server.name} has no room", retry_after_s=_retry_after_s(exchange.headers))
     if status == 413:
         raise TooLarge(message or "the request is too large for the server")
     if status in (400, 422):
@@ -259,8 +257,5 @@ def _error_of(body: bytes) -> tuple[str, str | None]:
     return str(message)[:_MAX_MESSAGE_CHARS], param[:64] if isinstance(param, str) else None
 
 
-def _seconds(retry_after: str | None) -> float:
-    try:
-        return min(600.0, max(1.0, float(retry_after or 1)))
-    except ValueError:
-        return 1.0
+def _retry_after_s(headers: Mapping[str, str]) -> float:
+    return min(600.0, max(1.0, retry_after_s(headers) or 1.0))
