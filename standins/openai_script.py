@@ -119,7 +119,7 @@ class KVHandoffs:
         return n_tokens
 
     async def wait(self, name: str) -> int | None:
-        """As `fetch`, but waits for the prefill request."""
+        """Wait for the prefill request, then do as `fetch` does."""
         try:
             async with asyncio.timeout(self.wait_s):
                 await self._offered.setdefault(name, asyncio.Event()).wait()

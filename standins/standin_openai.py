@@ -478,7 +478,7 @@ class StandinCompletion:
         connection.end_stream()
 
     def _inject_fault(self, n_words: int) -> bool:
-        """Whether a fault after that many words has ended the stream."""
+        """True if a fault after that many words has ended the stream."""
         script, connection = self._script, self._connection
         if n_words < 0:
             return False

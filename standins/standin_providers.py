@@ -18,7 +18,7 @@ Json = dict[str, Any]
 
 
 class ProviderScript(msgspec.Struct, kw_only=True):
-    """What is replied, and how it fails."""
+    """The reply of a provider, and how it fails."""
 
     text: str = "Hello from afar."
     thinking: str = ""
@@ -270,7 +270,7 @@ def _deltas(block: Json) -> Iterator[Json]:
 
 
 def check_message_request(body: Json) -> None:
-    """What the API refuses, as far as a translator can get it wrong."""
+    """The refusal of the API, for what a translator can get wrong."""
     for name in body:
         _refuse(name not in _ANTHROPIC_FIELDS, f"{name}: Extra inputs are not permitted")
     _refuse(type(body.get("max_tokens")) is not int or body["max_tokens"] < 1, "max_tokens: Field required")

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _Meeting:
-    """What the threads of a group share."""
+    """State that the threads of a group share."""
 
     size: int
     timeout_s: float

@@ -65,7 +65,7 @@ def cluster_id(keys: ClusterKeys) -> str:
 
 
 def join_key(keys: ClusterKeys, name: str) -> bytes:
-    """Of the worker with this name."""
+    """The secret with which the worker of this name joins."""
     return keys.derive("cluster-join", name.lower(), size=32)
 
 
@@ -175,7 +175,7 @@ class Cluster:
         return known is None or not (known.instance == said.instance or 0 < said.epoch < known.epoch)
 
     async def _check(self, said: Announcement) -> None:
-        """Of a worker that is new: whether this core could use it."""
+        """Raise BadInput, Conflict or Unavailable if this core could not use a new worker."""
         if not OLDEST_VERSION <= said.version <= VERSION:
             raise BadInput(
                 f"{said.name} speaks version {said.version} of the protocol, and this core {OLDEST_VERSION} to "

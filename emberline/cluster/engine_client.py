@@ -219,7 +219,7 @@ class EngineClient:
         return True
 
     async def close(self, server_ends: bool = False) -> None:
-        """Its requests move to other workers, unless the server itself ends."""
+        """Cut the connection. Its requests move to other workers, unless the server itself ends."""
         self.closing |= server_ends
         await stop(self._task)
         if self._link is not None:

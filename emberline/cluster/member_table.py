@@ -100,7 +100,7 @@ class MemberTable:
             await self._notify(said.name)
 
     async def set_state(self, name: str, state: MemberState) -> Member:
-        """What an operator or the planner wants. NotFound; Conflict: it is leaving."""
+        """Set the state that an operator or the planner wants. Raises NotFound, or Conflict if it leaves."""
         member = await self._store.run(lambda: _change(name, state))
         await self._notify(name)
         return member
@@ -121,7 +121,7 @@ class MemberTable:
             await self._notify(name)
 
     async def reached(self, members: list[tuple[str, int]]) -> None:
-        """This core is connected to these, by name and epoch."""
+        """Record that this core is connected to these members, by name and epoch."""
         now_us = self.now_us()
         statements = [Query(_SEEN, (now_us, name, epoch, now_us)) for name, epoch in sorted(members)]
         if statements:

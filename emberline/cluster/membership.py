@@ -37,7 +37,7 @@ log = logging.getLogger("emberline.balancer")
 
 
 class WorkerChange(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What an operator asks for. A name stands for all the models of an upstream server."""
+    """A change that an operator asks for. A name stands for all the models of an upstream server."""
 
     action: Literal["join", "leave", "drain", "undrain", "role", "restart"]
     name: str = ""
@@ -186,7 +186,7 @@ class Membership:
     # --- members of a cluster ----------------------------------------------------------------------------------------
 
     async def check_engine(self, endpoint: Endpoint) -> None:
-        """Whether this core could use the worker. BadInput, Unavailable."""
+        """Raise BadInput, Conflict or Unavailable if this core could not use the worker."""
         name = endpoint.name
         if name in self._connections.engines and name not in {engine.name for engine in self.members.engines}:
             raise Conflict(f"a worker is called {name} in the configuration of this core: choose another name")
@@ -266,7 +266,7 @@ class Membership:
         )
 
     def want_role(self, name: str, role: WorkerRole) -> None:
-        """It gets the role, now or when it connects. What runs there goes on."""
+        """Give a worker a role, now or when it connects. Its running requests go on."""
         engine = self._connections.engines.get(name)
         if engine is None:
             return
@@ -276,8 +276,7 @@ class Membership:
         engine.set_role(role)
 
     async def wait_role(self, name: str, role: WorkerRole) -> None:
-        """Until the worker has said that it has it. Unavailable: it did not in time. One that is not connected is not
-        waited for."""
+        """Wait until a connected worker has confirmed its role. Raises Unavailable if it does not in time."""
         engine = self._connections.engines.get(name)
         try:
             async with asyncio.timeout(limit_s := self._connections.timings.role_s):
@@ -297,13 +296,13 @@ class Membership:
         return len(former)
 
     async def wait_former(self, name: str, limit_s: float) -> None:
-        """Until those have ended, or moved."""
+        """Wait up to `limit_s` for the requests that `n_former` counts to end or move."""
         end_s = asyncio.get_running_loop().time() + limit_s
         while self.n_former(name) and asyncio.get_running_loop().time() < end_s:
             await asyncio.sleep(DRAIN_POLL_S)
 
     def restart_worker(self, name: str) -> None:
-        """It finishes what it has, and ends with a status that says to start it again. Unavailable: no connection."""
+        """Ask a worker to finish what it has, and to end so that it is started again. Raises Unavailable."""
         engine = self._connections.engines.get(name)
         if engine is None or not engine.connected:
             why = "it is not dialed" if engine is None else engine.problem
@@ -320,7 +319,7 @@ class Membership:
         return engine is not None and engine.connected
 
     def standing(self, name: str) -> tuple[bool, str, int, int]:
-        """Whether it is connected; if not, why; and how many sequences of this core and of all run there."""
+        """True if the worker is connected, the reason if not, and its sequences: those of this core, and all."""
         engine = self._connections.engines.get(name)
         if engine is None:
             return False, "not dialed yet", 0, 0
@@ -328,12 +327,12 @@ class Membership:
         return engine.connected, engine.problem, self._core.admission.in_flight_on(name), running
 
     async def wait_idle(self, name: str) -> None:
-        """Until no request of this core runs on the worker."""
+        """Wait until no request of this core runs on the worker."""
         while self._core.admission.in_flight_on(name):
             await asyncio.sleep(DRAIN_POLL_S)
 
     async def wait_gone(self, name: str, limit_s: float) -> bool:
-        """Until the worker has closed the connection, which it does when it ends."""
+        """Wait until the worker closes the connection, as it does when it ends. Returns False after `limit_s`."""
         try:
             async with asyncio.timeout(limit_s):
                 while self.reaches(name):
@@ -416,7 +415,7 @@ class Membership:
         return client
 
     async def _check_weights(self, endpoint: Endpoint) -> None:
-        """Whether it can be reached, and has the same weights as the other workers of its model."""
+        """Raise an error unless the worker can be reached and has the weights of the other workers of its model."""
         probe = EngineClient(endpoint, self._connections.tls, self._connections.timings)
         probe.start()
         try:

@@ -50,7 +50,7 @@ class PlannerTable:
         return self._store.now_us()
 
     def lock(self) -> ProcessLock:
-        """Of the planner."""
+        """The lock that the one core which plans holds."""
         return self._store.lock("planner")
 
     def listen(self, poll_s: float) -> Subscription:
@@ -79,7 +79,7 @@ class PlannerTable:
     # --- bounds ------------------------------------------------------------------------------------------------------
 
     async def bounds(self) -> dict[str, ScalingConfig]:
-        """That operators have set, by model."""
+        """Scaling bounds that operators have set, by model."""
         rows = await self._store.read("SELECT model, bounds FROM scaling_bounds ORDER BY model")
         return {str(model): msgspec.json.decode(str(text), type=ScalingConfig) for model, text in rows}
 

@@ -92,7 +92,7 @@ class Prefill:
 
 
 def prefill_id(sequence_id: str) -> str:
-    """Of the same sequence on the prefill worker."""
+    """Id of the same sequence on the prefill worker."""
     return f"{sequence_id}-prefill"
 
 

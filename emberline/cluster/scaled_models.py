@@ -99,7 +99,7 @@ class ScaledModels:
 
     @property
     def can_wake(self) -> bool:
-        """Whether some model has no replica on purpose, and gets one with the first request."""
+        """True if a model has no replica on purpose, and gets one with the first request."""
         return any(not bounds.min_replicas for bounds in self.bounds.values())
 
     # --- bounds ------------------------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ class ScaledModels:
         return model
 
     async def plan(self, name: str = "", limit: int = 20) -> dict[str, Any]:
-        """What the planner last saw and did, of one model or of all, as plain data."""
+        """The last observations and actions of the planner, for one model or all, as plain data."""
         wanted = self._known(name) if name else ""
         now_us, plans = self.table.now_us(), {row.model: row for row in await self.table.plans()}
         models = []

@@ -173,13 +173,14 @@ class CircuitOpen(Unavailable):
 
 
 def tries_next(error: EmberlineError) -> bool:
-    """Whether the next model of the plan is tried after `error`."""
+    """True if the next model of the plan is tried after `error`."""
     return falls_back(error)
 
 
 def final_error(error: EmberlineError, n_attempts: int) -> EmberlineError:
-    """What the client is told when no attempt is left, or when a reply broke off: the gateway's error with its code.
-    An error of the request itself stays what it is."""
+    """The error for the client when no attempt is left, or when a reply broke off: the gateway's, with its code.
+
+    An error of the request itself stays as it is."""
     message = redact(error.message)
     if n_attempts > 1:
         message = f"{message} (after {n_attempts} attempts)"

@@ -75,7 +75,7 @@ class GatewayCall:
         self._shown: _Request | None = None  # whose headers the response has
 
     def begin_step(self, number: int = 0, step: StepConfig | None = None, has_next: bool = False) -> None:
-        """Of a universal request. Any other is one step. `has_next`: a failure is not the end."""
+        """Begin a step of a universal request; any other request is one step. `has_next`: a failure is not the end."""
         self.first_step, self.step, self.has_next_step = number, step, has_next
         self.own_key: OwnKey | None = None  # a provider's, which the client sends along
         self.ttl_s = cache_ttl_s(self.settings, self.options, step)
@@ -86,7 +86,7 @@ class GatewayCall:
         self.reads_prompts = self.reads_replies or bool(guards)
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Of the response."""
+        """The gateway's headers of the response."""
         shown = self._shown
         if shown is None:
             return []
@@ -151,7 +151,7 @@ class GatewayCall:
     async def generate(
         self, request: GenerateRequest, on_admit: OnAdmit | None = None, on_complete: OnComplete | None = None
     ) -> AsyncGenerator[TextEvent, None]:
-        """As `Service.generate`."""
+        """Generate a reply, as `Service.generate` does, or answer from the cache."""
         with self._request(request.id, request.model, request.api) as run:
             run.begin(self.take_plan(request.model, request.session, request.id))
             if self.logs_content:
@@ -192,8 +192,9 @@ class GatewayCall:
         on_admit: OnAdmit | None = None,
         on_complete: OnComplete | None = None,
     ) -> AsyncGenerator[tuple[bytes, bool], None]:
-        """As `Service.forward`; `make` makes the request for a model and an id. All models of the plan are on upstream
-        servers."""
+        """Relay a reply, as `Service.forward` does. `make` makes the request for a target and an id.
+
+        All models of the plan are on upstream servers."""
         with self._request(request_id, requested, api) as run:
             run.begin(models)
             self._plan = None
@@ -218,7 +219,7 @@ class GatewayCall:
     async def encode(
         self, request: EncodeRequest, on_admit: OnAdmit | None = None, on_complete: OnComplete | None = None
     ) -> Encoded:
-        """As `Service.encode`."""
+        """Encode texts, as `Service.encode` does, or answer from the cache."""
         with self._request(request.id, request.model, request.api) as run:
             run.begin(self.take_plan(request.model, request.session, request.id))
             texts = (*request.texts, request.query or "")
@@ -246,7 +247,7 @@ class GatewayCall:
     async def transcribe(
         self, request: SpeechRequest, on_admit: OnAdmit | None = None, on_complete: OnComplete | None = None
     ) -> Transcript:
-        """As `Service.transcribe`."""
+        """Transcribe speech, as `Service.transcribe` does."""
 
         async def start(attempt: Attempt, completing: OnComplete, context: AttemptContext) -> Transcript:
             asked = msgspec.structs.replace(request, id=attempt.id, model=attempt.step.model)
@@ -265,7 +266,7 @@ class GatewayCall:
     async def make_media(
         self, request: MediaRequest, on_admit: OnAdmit | None = None, on_complete: OnComplete | None = None
     ) -> Media:
-        """As `Service.make_media`."""
+        """Make images, speech or video, as `Service.make_media` does."""
 
         async def start(attempt: Attempt, completing: OnComplete, context: AttemptContext) -> Media:
             asked = msgspec.structs.replace(request, id=attempt.id, model=attempt.step.model)
@@ -520,7 +521,7 @@ class _Request:
             raise told from error
 
     def fail(self, error: EmberlineError) -> EmberlineError:
-        """What the client is told."""
+        """Note the failure in the log row. Returns the error for the client."""
         told = final_error(error, len(self._attempts.made))
         self.row.status, self.row.error, self.row.message = "error", told.kind, told.message
         return told

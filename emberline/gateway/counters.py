@@ -1,4 +1,4 @@
-"""What the limits of dynamic routes have counted: requests, and what they cost, by window of time.
+"""Counters for the limits of dynamic routes: requests and their cost, by window of time.
 
 Each process counts in memory, adds what is new to the store twice a second, and learns there what the others have
 counted. A limit is therefore kept to within half a second of traffic, and over a restart.
@@ -139,7 +139,7 @@ class CounterTable:
 
 
 def _is_shared(key: _Key) -> bool:
-    """It does not take the place of one of MAX_ACCOUNT_COUNTS: else processes would keep different ones."""
+    """True for a counter outside MAX_ACCOUNT_COUNTS, so that all processes keep the same counters."""
     return key[2].endswith(_OTHERS)
 
 

@@ -1,4 +1,4 @@
-"""What can go wrong in a gateway. The APIs give each kind of error the code that Cloudflare's AI Gateway has for it."""
+"""Errors of a gateway. The APIs give each kind of error the code that Cloudflare's AI Gateway has for it."""
 
 import re
 

@@ -77,7 +77,7 @@ class Gateways:
         return self._stored.get((_OPERATORS + account, name)) or configured
 
     def of_account(self, account: str) -> list[GatewaySettings]:
-        """Those that the account can use, by name."""
+        """Gateways that the account can use, by name."""
         owners = ("", account, _OPERATORS + account)
         names = {DEFAULT_GATEWAY} | {name for owner, name in (*self._stored, *self._configured) if owner in owners}
         return [self.find(account, name) for name in sorted(names)]

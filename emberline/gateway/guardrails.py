@@ -70,7 +70,7 @@ def applicable(rules: Sequence[Guardrail], side: Side) -> tuple[Guardrail, ...]:
 
 
 async def matches(rule: Guardrail, text: str) -> bool:
-    """Whether the rule's pattern occurs in the text. A long text is searched on a thread."""
+    """True if the rule's pattern occurs in the text. A long text is searched on a thread."""
     pattern = _compiled(rule.pattern, rule.ignore_case)
     text = text.encode("utf-8", "replace").decode()  # RE2 takes no lone surrogates
     if len(text) <= OFF_LOOP_CHARS:
@@ -141,7 +141,7 @@ class HeldReply:
         return self.text() if is_end else None
 
     def text(self) -> str:
-        """What is held, behind the end of what was checked before; one choice after the other."""
+        """The held text, after the end of what was checked before, one choice after the other."""
         return "\n".join(self._text_of(index) for index in sorted(self._texts))
 
     def _text_of(self, index: int) -> str:

@@ -78,7 +78,7 @@ _INSERT = (
 
 
 class LogFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """What to search for; None and empty: everything."""
+    """Conditions of a search. None and empty ones match everything."""
 
     log_id: str = ""
     model: str = ""

@@ -80,7 +80,7 @@ class Moderator:
             await self.check_texts((prompt_text(request),), is_text)
 
     async def check_texts(self, texts: Sequence[str], is_text: bool = True) -> None:
-        """What a request of any kind sends to a model. Unsupported: it is not a text, which could be checked."""
+        """Check the texts that a request of any kind sends to a model. Raises Unsupported for anything but text."""
         if not self.prompt_rules:
             return
         if not is_text:

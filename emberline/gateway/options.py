@@ -1,4 +1,4 @@
-"""What a request asks of its gateway: the `cf-aig-*` headers, and how they and the gateway's settings combine."""
+"""Options of a request for its gateway: the `cf-aig-*` headers, and how they combine with the gateway's settings."""
 
 import re
 from collections.abc import Iterable, Mapping

@@ -128,7 +128,7 @@ class ResponseCache:
             self._tasks = [asyncio.create_task(work) for work in works]
 
     async def close(self) -> None:
-        """What is still to be written is written."""
+        """Write the replies that are still to be written, and stop."""
         await stop(*self._tasks)
         if self._store is not None:
             await self._flush()

@@ -43,7 +43,7 @@ class RetryPolicy(NamedTuple):
 
 
 def is_transient(error: EmberlineError) -> bool:
-    """Whether the same request may succeed a little later."""
+    """True if the same request may succeed a little later."""
     return isinstance(error, _TRANSIENT)
 
 
@@ -55,10 +55,10 @@ def wait_s(error: EmberlineError, delay_s: float) -> float | None:
 
 
 def falls_back(error: EmberlineError) -> bool:
-    """Whether another model may do better. A request that is wrong, or that the caller may not make, is refused."""
+    """True if another model may do better. A request that is wrong, or that the caller may not make, is refused."""
     return is_transient(error) or isinstance(error, _OF_THE_MODEL)
 
 
 def is_providers_fault(error: EmberlineError) -> bool:
-    """Whether a circuit breaker counts it. A rate limit is no fault."""
+    """True if a circuit breaker counts the error as its provider's fault. A rate limit is none."""
     return isinstance(error, Unavailable | FirstByteTimeout)

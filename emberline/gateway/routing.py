@@ -1,4 +1,4 @@
-"""Which models a gateway tries for a request, in order: dynamic routes and fallback chains.
+"""Routing of a gateway: the models that it tries for a request, in order, by dynamic routes and fallback chains.
 
 Settings are checked when they are written, so that no chain loops and every route that is named exists. The same is
 checked again for each request, because aliases may have changed since.
@@ -24,7 +24,7 @@ Metadata = Mapping[str, MetadataValue]
 
 
 class Counter(NamedTuple):
-    """What a rule counts: requests, or pico-units of cost, in windows of `per_s`."""
+    """A count that a rule limits: requests, or pico-units of cost, in windows of `per_s`."""
 
     name: str
     per_s: int
@@ -33,7 +33,7 @@ class Counter(NamedTuple):
 
 class Counters(Protocol):
     def has_room(self, counter: Counter) -> bool:
-        """Whether less than its limit was counted in its current window."""
+        """True if less than its limit was counted in its current window."""
 
 
 class Plan(NamedTuple):

@@ -36,12 +36,12 @@ LOOPBACK = "127.0.0.1"
 
 
 def core_name(home: Path) -> str:
-    """Of the core with this data folder: unique in the cluster, and the same after a restart."""
+    """Name of the core with this data folder: unique in the cluster, and the same after a restart."""
     return f"{socket.gethostname()[:40]}-{hashlib.sha256(str(home).encode()).hexdigest()[:8]}"
 
 
 class NoLauncher:
-    """Of a core that starts no engine workers: the planner drains, undrains and flips those that have joined."""
+    """Launcher of a core that starts no engine workers: the planner drains and flips those that have joined."""
 
     async def offers(self) -> tuple[NodeOffer, ...]:
         return ()
@@ -63,7 +63,7 @@ class FleetMembers:
         self._cluster, self._table, self._model_id = cluster, table, model_id
 
     async def all(self) -> list[Member]:
-        """Their models by id: workers may have joined under another name of it."""
+        """All members, their models by id: workers may have joined under another name of a model."""
         found = await self._table.all()
         return [msgspec.structs.replace(each, model=self._model_id(each.model) or each.model) for each in found]
 

@@ -30,7 +30,7 @@ log = logging.getLogger("emberline.models")
 
 
 def loaded_at_start(config: Config, local: Mapping[str, Path]) -> dict[str, Path]:
-    """Of the models that were named, those that stay loaded: all, or none if fewer may be loaded at once."""
+    """The named models that stay loaded: all, or none if fewer may be loaded at the same time."""
     most = config.models.max_loaded
     return dict(local) if not most or len(local) <= most else {}
 
@@ -150,7 +150,7 @@ class OnDemandModels:
         )
 
     def _check(self, model: str) -> None:
-        """Whether its files are as they were pulled. Blocks."""
+        """Raise an error unless the model's files are as they were pulled. Blocks."""
         if (entry := self._store.find(model)) is not None:
             verify(self._store, entry.card)
 

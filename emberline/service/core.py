@@ -1,4 +1,4 @@
-"""What exists once per node: admission and the in-flight ledger, sessions, usage rows, stored responses, metrics.
+"""The core, of which a node has one: admission and in-flight ledger, sessions, usage rows, responses, metrics.
 
 The pipeline uses it through `CoreAccess`: `LocalCore` in the core process, `core_link.RemoteCore` in the other HTTP
 workers.
@@ -159,7 +159,7 @@ class ModelLoading(Protocol):
         demand. Unavailable: it cannot be loaded."""
 
     def statuses(self) -> list[dict[str, Any]]:
-        """Of the models that are loaded and unloaded here, as plain data."""
+        """States of the models that are loaded and unloaded here, as plain data."""
 
     async def ask(self, model: str, action: Literal["load", "unload"]) -> None:
         """Returns when it is done. NotFound, Unavailable."""
@@ -394,7 +394,7 @@ class LocalCore:
         self.history.refused(times)
 
     def _observe_ttft(self, row: UsageRow) -> None:
-        """Of a request that is no job: how jobs on the same worker slow it down."""
+        """Tell the grants the TTFT of a request that is no job: how much jobs on the same worker slow it down."""
         record = self.admission.find(row.id)
         if record is None or record.route is None or record.is_job or row.first_token_us is None:
             return

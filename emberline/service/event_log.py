@@ -58,7 +58,7 @@ class EventLogs(Protocol):
         """Overloaded: there are too many."""
 
     def append(self, log_id: str, events: list[bytes], done: bool = False) -> None:
-        """What is beyond the log's size is dropped: whoever writes it stops before that."""
+        """Add events. Those beyond the log's size are dropped: whoever writes it stops before that."""
 
     async def read(self, account: str, log_id: str, after: int, wait_s: float) -> LogPart:
         """The events with numbers above `after`, as many as one frame takes; waits for the first up to `wait_s`.

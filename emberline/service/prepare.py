@@ -62,7 +62,7 @@ class Prepared:
 
     @property
     def parsed(self) -> bool:
-        """Whether the reply may be more than text."""
+        """True if the reply may be more than text."""
         return bool(self.request.tools) or self.thinking is not False
 
 

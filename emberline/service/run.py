@@ -43,7 +43,7 @@ class Transport(Protocol[Output_co]):
 
     @property
     def began(self) -> bool:
-        """Whether the current attempt has produced output, so its prompt is computed."""
+        """True if the current attempt has produced output, so that its prompt is computed."""
 
     @property
     def cached_tokens(self) -> int:
@@ -51,7 +51,7 @@ class Transport(Protocol[Output_co]):
 
     @property
     def done(self) -> bool:
-        """Whether `next` has returned the last output."""
+        """True if `next` has returned the last output."""
 
     @property
     def usage(self) -> Usage:
@@ -64,7 +64,7 @@ class Transport(Protocol[Output_co]):
         """More output, which may be empty."""
 
     def fault(self, error: EmberlineError) -> Fault:
-        """Which workers failed the attempt with `error`, and whether another attempt can follow."""
+        """The workers that failed the attempt with `error`, and True if another attempt can follow."""
 
     def trace_details(self, content: bool) -> TraceDetails:
         """For the spans of a request that is traced; `content`: with its messages. Called before `close`."""

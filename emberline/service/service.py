@@ -142,7 +142,7 @@ class Service:
         return await self.core.operations.metrics()
 
     async def status(self, query: StatusQuery) -> Status:
-        """Of the whole server, for its operator."""
+        """Status of the whole server, for its operator."""
         found = await self.core.operations.status(query)
         found.ok &= not self._draining
         return found
@@ -165,7 +165,7 @@ class Service:
         return await self.core.cluster_admin.cluster_status()
 
     async def scaling_plan(self, model: str, limit: int) -> dict[str, Any]:
-        """What the planner saw, did and why."""
+        """Observations and actions of the planner, with its reasons."""
         return await self.core.cluster_admin.scaling_plan(model, limit)
 
     async def set_scaling_bounds(self, model: str, changes: dict[str, Any] | None) -> dict[str, Any] | None:

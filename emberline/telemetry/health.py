@@ -1,4 +1,4 @@
-"""Whether tokens can be generated, which is more than whether a process is alive."""
+"""Readiness: whether tokens can be generated, which is more than that a process is alive."""
 
 import tempfile
 from collections.abc import Sequence

@@ -118,7 +118,7 @@ class History:
         return {name: [getattr(point, name) for point in points] for name in FIELDS}
 
     def rate(self, worker: str, prompt_tokens: int, output_tokens: int) -> WorkerRate:
-        """Of a worker whose totals are these now; totals that have decreased belong to a restarted one."""
+        """Tokens per second of a worker whose totals are these now. Totals that decreased are of a restarted one."""
         then = self._totals[0].get(worker) or self._totals[1].get(worker)
         if then is None:
             return WorkerRate()

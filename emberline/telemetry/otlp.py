@@ -137,7 +137,7 @@ class Exporter(Collector):
             backoff_s = min(MAX_BACKOFF_S, 2 * backoff_s)
 
     def _post(self, body: bytes) -> tuple[str, bool]:
-        """What went wrong, or nothing; and whether it may succeed later."""
+        """Send one request. Returns the problem, empty if there is none, and True if it may succeed later."""
         reused = self._connection is not None
         if self._connection is None:
             kind = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection

@@ -1,4 +1,4 @@
-"""What accompanies a request through the pipeline: its clock, its job if it has one, its log line at the end."""
+"""Companions of a request in the pipeline: its clock, its job if it has one, its log line at the end."""
 
 import asyncio
 import logging

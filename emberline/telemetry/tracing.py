@@ -75,7 +75,7 @@ def settings(config: TracingConfig, environ: Mapping[str, str]) -> TracingSettin
 
 
 def _sampler(environ: Mapping[str, str]) -> tuple[float, bool]:
-    """Of OTEL_TRACES_SAMPLER: the share of traces, and whether a parent's decision comes first."""
+    """Read OTEL_TRACES_SAMPLER: the share of traces, and True if a parent's decision comes first."""
     name = environ.get("OTEL_TRACES_SAMPLER", "parentbased_always_on")
     kind = name.removeprefix("parentbased_")
     if kind not in ("always_on", "always_off", "traceidratio"):
@@ -108,7 +108,7 @@ def start(settings: TracingSettings, process: str, limits: ExportLimits = EXPORT
 
 
 def take_counts() -> dict[str, int]:
-    """What became of this process's spans since the last call: an HTTP worker tells the core, which has the metrics."""
+    """Counts of this process's spans by outcome since the last call. HTTP workers send them to the core's metrics."""
     if _tracer is None:
         return {}
     now, before = dict(_tracer.exporter.counts), _tracer.told
@@ -117,7 +117,7 @@ def take_counts() -> dict[str, int]:
 
 
 def add_counts(counts: Mapping[str, int]) -> None:
-    """Of another process."""
+    """Add the span counts of another process to those of this one."""
     if _tracer is not None:
         for outcome, n in counts.items():
             _tracer.exporter.others[outcome] += n
@@ -281,7 +281,7 @@ PROVIDER = "emberline"  # `gen_ai.provider.name` of our own engines
 
 
 def request_trace(clock: Clock) -> RequestTrace | None:
-    """Of the request that begins now; None: it is not sampled."""
+    """The trace of the request that begins now. Returns None if the request is not sampled."""
     if _tracer is None:
         return None
     context = current.get()

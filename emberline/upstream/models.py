@@ -258,7 +258,7 @@ class UpstreamModels:
 
 
 def _max_output_tokens(request: EncodeRequest | SpeechRequest | MediaRequest) -> int:
-    """That a provider may count for a result that is no text: what it may cost is reserved."""
+    """Tokens that a provider may count for a result that is no text: their cost is reserved."""
     return max(1, MAX_IMAGE_TOKENS * request.n_images) if isinstance(request, MediaRequest) else 1
 
 

@@ -33,7 +33,7 @@ _TOKEN_IDS = re.compile(rb',\s*"(?:prompt_)?token_ids"\s*:\s*(?:\[[0-9,\s]*\]|nu
 
 
 def can_resume(request: UpstreamRequest, kind: str) -> bool:
-    """Whether a stream of the request on a server of this kind could be resumed, as far as that is known before."""
+    """True if a stream of the request on a server of this kind could be resumed, as far as that is known before."""
     return (
         request.stream
         and kind in _CAN_CONTINUE
@@ -44,7 +44,7 @@ def can_resume(request: UpstreamRequest, kind: str) -> bool:
 
 
 def gives_token_ids(request: UpstreamRequest, kind: str) -> bool:
-    """Whether the server is asked for token ids: with media in the prompt, it could not be put together from them."""
+    """True if the server is asked for token ids. A prompt with media could not be put together from them."""
     messages = request.fields.get("messages", b"")
     raw = messages if isinstance(messages, msgspec.Raw) else encode(messages)
     return kind == "vllm" and _MEDIA.search(raw) is None
@@ -120,7 +120,7 @@ class Continuation:
         return b"".join(self._line(line) for line in lines.splitlines(keepends=True))
 
     def adjust_usage(self, usage: dict[str, Any]) -> None:
-        """What was delivered before is part of this server's prompt."""
+        """Count as output what was delivered before, which is part of this server's prompt."""
         prompt, output = usage.get("prompt_tokens"), usage.get("completion_tokens")
         if isinstance(prompt, int) and isinstance(output, int):
             known = self.prompt_tokens
@@ -192,7 +192,7 @@ def continuation(
 
 
 def _text(chunk: dict[str, Any]) -> str | None:
-    """What the chunk adds to the text; None where it adds anything else."""
+    """Text that the chunk adds. Returns None if the chunk adds anything else."""
     choices = chunk.get("choices")
     if not isinstance(choices, list) or any(not isinstance(choice, dict) for choice in choices):
         return None
@@ -208,7 +208,7 @@ def _text(chunk: dict[str, Any]) -> str | None:
 
 
 def _token_ids(chunks: list[dict[str, Any]]) -> tuple[list[int], list[int]] | None:
-    """Of the prompt and of the text in the chunks; None unless all are known."""
+    """Token ids of the prompt and of the text in the chunks. Returns None unless all are known."""
     prompt_ids: list[int] | None = None
     output_ids: list[int] = []
     for chunk in chunks:

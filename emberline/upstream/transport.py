@@ -116,7 +116,7 @@ class UpstreamTransport(Generic[T]):
         )
 
     def _is_plausible(self, usage: Usage) -> bool:
-        """What a provider counts is billed, so counts that cannot be are not believed: then they are estimated."""
+        """True if the counts are possible. A provider's are billed, so impossible ones are replaced by estimates."""
         if not isinstance(self._attempt, ProviderAttempt):
             return True
         route = self._request.route

@@ -1,4 +1,4 @@
-"""What is sent to an upstream server, and the canonical request as the body of a chat or text completion."""
+"""Requests to upstream servers, and the canonical request as the body of a chat or text completion."""
 
 from dataclasses import dataclass
 from hashlib import blake2b

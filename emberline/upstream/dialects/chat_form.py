@@ -164,7 +164,7 @@ def stops_of(fields: Mapping[str, Any]) -> list[str]:
 
 
 def thinking_of(fields: Mapping[str, Any]) -> bool | None:
-    """Whether it was turned on or off by `chat_template_kwargs`, which is what every API here makes of it."""
+    """True or False if `chat_template_kwargs`, as every API here writes it, turns thinking on or off; else None."""
     kwargs = fields.get("chat_template_kwargs") or {}
     for name in kwargs:
         if name not in ("enable_thinking", "thinking"):
@@ -174,7 +174,7 @@ def thinking_of(fields: Mapping[str, Any]) -> bool | None:
 
 
 def arguments_of(call: Call, where: str) -> Json:
-    """Of an earlier tool call, as an object."""
+    """Arguments of an earlier tool call, as an object."""
     arguments: Any = call.function.arguments
     if isinstance(arguments, str):
         try:

@@ -1,4 +1,4 @@
-"""What the chunks of an upstream stream are made into: text events, or the body of a reply that is not streamed."""
+"""Chunks of an upstream stream as text events, or as the body of a reply that is not streamed."""
 
 import uuid
 from collections.abc import Iterator

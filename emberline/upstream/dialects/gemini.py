@@ -279,7 +279,7 @@ _FAILED = ("MALFORMED_FUNCTION_CALL", "UNEXPECTED_TOOL_CALL", "TOO_MANY_TOOL_CAL
 
 
 class GeminiStream:
-    """It ends where the connection does, once every candidate has its finish reason."""
+    """Translates a stream of Gemini's. It ends with the connection, once every candidate has its finish reason."""
 
     def __init__(self, model: str) -> None:
         self._events = EventParser()

@@ -165,8 +165,7 @@ class StreamEditor:
         return self._usage
 
     def closing(self) -> bytes:
-        """What a server left out that ended, or broke off, behind a finished reply: the usage, if it has told it, and
-        the end marker."""
+        """SSE lines to add if the server closed after a complete reply: its usage, if known, and `[DONE]`."""
         lines = b"" if self._last.endswith((b"\n\n", b"\n\r\n")) else b"\n"
         if self.usage is not None and self._untold is not None and not self._hides_usage:
             last = next((data for line in reversed(self._last.splitlines()) if (data := data_of(line))), b"{}")

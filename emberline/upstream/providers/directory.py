@@ -1,4 +1,4 @@
-"""Which provider a model id names, with whose key it is called, and the cards of providers' models."""
+"""The providers of this process: found by model id, called with whose key, and the cards of their models."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
@@ -33,7 +33,7 @@ class StoredKeys(Protocol):
         """The account's own, or else the one of all accounts."""
 
     def has(self, provider: str) -> bool:
-        """Whether any account has a key of this provider."""
+        """True if any account has a key of this provider."""
 
     async def catch_up(self) -> None:
         """See what other processes have stored."""
@@ -103,7 +103,7 @@ class ProviderDirectory:
         return self._keys is not None and self._keys.has(name)
 
     def cards(self) -> list[ModelCard]:
-        """Of the models that are known by name."""
+        """Cards of the models that are known by name."""
         listed = ((client, model) for client in self.clients.values() for model in client.provider.models)
         return [self._describe(_card(client, model)) for client, model in listed]
 
@@ -146,7 +146,7 @@ class ProviderDirectory:
         return client.access
 
     def hint(self, model_id: str) -> str:
-        """What to do about a model that is not found, where its name begins with that of a provider."""
+        """Advice about a model that is not found, if its name begins with that of a provider."""
         name = model_id.partition("/")[0].lower()
         if "/" not in model_id or known(name) is None:
             return ""

@@ -1,4 +1,4 @@
-"""What a provider's failures become: errors that say who failed and what to do, without the key that was used."""
+"""Errors for a provider's failures: they say who failed and what to do, without the key that was used."""
 
 from typing import Any, NoReturn
 
@@ -25,7 +25,7 @@ class ProviderFailed(EngineLost):
 
 
 class ProviderTimeout(ProviderFailed):
-    """It did not answer in time."""
+    """The provider did not answer in time."""
 
 
 class ProviderRefusedKey(Forbidden):

@@ -123,7 +123,7 @@ def known(name: str) -> KnownProvider | None:
 
 
 def provider(config: ProviderConfig) -> Provider:
-    """What a `[[providers]]` table describes. ConfigError says what is missing or wrong."""
+    """The provider of a `[[providers]]` table. Raises ConfigError, which says what is missing or wrong."""
     if config.kind == "any-llm":
         return _any_llm(config)
     if config.provider:

@@ -52,7 +52,7 @@ class Adapter:
         return Plan(prefill_body(request), request, "serial")
 
     def after_prefill(self, reply: Any) -> Fields:
-        """What prefill's reply adds to decode's body. BadPrefillReply where decode could not use it."""
+        """Fields that prefill's reply adds to decode's body. Raises BadPrefillReply if decode could not use it."""
         return {}
 
 

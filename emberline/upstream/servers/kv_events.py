@@ -241,7 +241,7 @@ class KVSubscriber:
             self._on_events(events)
 
     async def _replay_gap(self, context: Any, first: int, end: int) -> bool:
-        """Whether all of first..end-1 were replayed."""
+        """Replay the events first..end-1. Returns True if all were replayed."""
         if not self._replay:
             return False
         try:

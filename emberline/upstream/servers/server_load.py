@@ -1,4 +1,4 @@
-"""What an upstream server says of its load, and what follows from it: how much it is given, whether it is stuck."""
+"""Load reports of upstream servers, and what follows from them: how much a server is given, whether it is stuck."""
 
 import math
 import re
@@ -108,7 +108,7 @@ class ConcurrencyLimit:
         self._had_queue = False  # at the last report: prompts that just arrived are waiting too
 
     def observe(self, load: EngineLoad) -> bool:
-        """Whether the limit has changed."""
+        """Follow the latest load report. Returns True if the limit has changed."""
         before = self.sequences
         if load.waiting and self._had_queue:
             self.sequences = min(before, max(1, load.running))
@@ -153,7 +153,7 @@ class ProgressCheck:
         self._changed_s = now_s
 
     def progressed(self, now_s: float) -> None:
-        """It has computed a token, whatever its report says."""
+        """Record that the server has computed a token, whatever its report says."""
         self._changed_s = now_s
 
     @property
