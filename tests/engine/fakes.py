@@ -144,11 +144,11 @@ class FakeRunner:
         if self.requests[row.slot].id in self.nan_ids:
             self.last[row.slot] = 0
             return [Drawn(-1)] * (1 + row.n_drafts)
-        drawn = [self._draw(row, tables, end) for end in range(row.end, row.stop + 1)]
+        drawn = [self.draw(row, tables, end) for end in range(row.end, row.stop + 1)]
         self.last[row.slot] = drawn[n_accepted([each.token_id for each in drawn], row.draft_ids)].token_id
         return drawn
 
-    def _draw(self, row, tables, end):
+    def draw(self, row, tables, end):
         views = []
         for g, table in enumerate(tables):
             first = 0 if self.layouts[g].window is None else max(0, end - self.layouts[g].window)

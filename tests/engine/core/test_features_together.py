@@ -129,8 +129,8 @@ class MaskedRunner(FakeRunner):
         self.n_drawn = 0
         return self._compute(plan)
 
-    def _draw(self, row, tables, end):
-        drawn, place = super()._draw(row, tables, end), self.n_drawn
+    def draw(self, row, tables, end):
+        drawn, place = super().draw(row, tables, end), self.n_drawn
         self.n_drawn += 1
         if place not in self.masks:
             return drawn
