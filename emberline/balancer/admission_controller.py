@@ -17,6 +17,7 @@ from emberline.protocol.frames import EngineLoad, KVEvents
 from emberline.protocol.route_request import Route, RouteRequest
 
 KV_KEYS_AT_ONCE = 1024  # of KV events: a snapshot of a large cache must not hold up the event loop
+REPORT_S = 0.05  # a load report is applied after so long, if nothing has needed it before
 
 log = logging.getLogger("emberline.balancer")
 
@@ -34,6 +35,8 @@ class AdmissionController:
         # To be applied: worker, tier, stored or removed, keys
         self._kv_events: deque[tuple[str, str, bool, memoryview]] = deque()
         self._kv_handle: asyncio.Handle | None = None
+        self._reports: dict[str, tuple[EngineLoad, float]] = {}  # the last of each worker, if not applied yet
+        self._reports_timer: asyncio.TimerHandle | None = None
 
     def watch(self, connection: WorkerConnection) -> None:
         """Register a worker, and follow its connection. Before the connection is started."""
@@ -42,17 +45,17 @@ class AdmissionController:
         connection.listener = self
 
     def drain(self, name: str) -> None:
-        """The worker gets nothing new."""
-        self.balancer.drain(name, self._clock())
+        """Send nothing new to the worker."""
+        self.balancer.drain(name, self._now())
         self._dispatch()
 
     def undrain(self, name: str) -> None:
-        self.balancer.undrain(name, self._clock())
+        self.balancer.undrain(name, self._now())
         self._dispatch()
 
     def remove(self, name: str) -> None:
         self._watched.discard(name)
-        self.balancer.remove(name, self._clock())
+        self.balancer.remove(name, self._now())
         self._dispatch()
 
     def worker_names(self) -> list[str]:
@@ -94,8 +97,8 @@ class AdmissionController:
         """Wait for a route; the request is in flight until `ended`. Raises Overloaded, Unavailable, DeadlineExceeded.
         A request that asks again is moved to other workers."""
         if request.engine:
-            return self.balancer.dispatch_job(request, self._clock())
-        record = self.balancer.enqueue(request, self._clock())
+            return self.balancer.dispatch_job(request, self._now())
+        record = self.balancer.enqueue(request, self._now())
         if not self._waiting and (route := self.balancer.claim(record)) is not None:
             return route
         waiting: asyncio.Future[Route] = asyncio.get_running_loop().create_future()
@@ -109,13 +112,13 @@ class AdmissionController:
             raise
 
     def first_token(self, request_id: str, cached_tokens: int) -> None:
-        self.balancer.first_token(request_id, self._clock(), cached_tokens)
+        self.balancer.first_token(request_id, self._now(), cached_tokens)
         if self._waiting:
             self._dispatch()
 
     def ended(self, request_id: str, outcome: Outcome, output_tokens: int = 0, blame: tuple[str, ...] = ()) -> None:
         """End a request. `blame`: the workers that failed it."""
-        self.balancer.ended(request_id, self._clock(), outcome, output_tokens, blame)
+        self.balancer.ended(request_id, self._now(), outcome, output_tokens, blame)
         if self._waiting:
             self._dispatch()
 
@@ -127,16 +130,16 @@ class AdmissionController:
         return self._clock()
 
     def snapshot(self) -> Snapshot:
-        return self.balancer.snapshot(self._clock())
+        return self.balancer.snapshot(self._now())
 
     def close(self) -> None:
-        for handle in (self._timer, self._kv_handle):
+        for handle in (self._timer, self._kv_handle, self._reports_timer):
             if handle is not None:
                 handle.cancel()
 
     def _dispatch(self) -> None:
         """Wake the requests that are decided, and set the timer for the others."""
-        now_s = self._clock()
+        now_s = self._now()
         for record in self.balancer.dispatch(now_s):
             waiting = self._waiting.pop(record.request.id, None)
             if waiting is None or waiting.done():  # its client has left meanwhile
@@ -158,7 +161,7 @@ class AdmissionController:
     def joined(self, endpoint: Endpoint, capacity: Capacity, load: EngineLoad | None) -> None:
         if endpoint.name not in self._watched:
             return  # it was removed, and its connection is not closed yet
-        now_s = self._clock()
+        now_s = self._now()
         try:
             self.balancer.join(endpoint, capacity, now_s)
         except BadInput as error:
@@ -174,13 +177,30 @@ class AdmissionController:
             self._dispatch()
 
     def reported(self, name: str, load: EngineLoad) -> None:
-        self.balancer.report(name, load, self._clock())
+        """Note a load report. Engines send one with every step, and only the last one before a decision counts."""
+        self._reports[name] = load, self._clock()
         if self._waiting:
             self._dispatch()
+        elif self._reports_timer is None:
+            self._reports_timer = asyncio.get_running_loop().call_later(REPORT_S, self._apply_reports)
+
+    def _now(self) -> float:
+        """The time of a decision, or of a change to what is in flight: load reports of before are applied first."""
+        if self._reports:
+            self._apply_reports()
+        return self._clock()
+
+    def _apply_reports(self) -> None:
+        reports, self._reports = self._reports, {}
+        for name, (load, at_s) in reports.items():
+            self.balancer.report(name, load, at_s)
+        if self._reports_timer is not None:
+            self._reports_timer.cancel()
+            self._reports_timer = None
 
     def observed(self, name: str, load: EngineLoad, age_s: float) -> None:
         """A load report that an HTTP worker received on its own connection, so long ago."""
-        now_s = self._clock()
+        now_s = self._now()
         self.balancer.observed(name, load, now_s - age_s, now_s)
         if self._waiting:
             self._dispatch()
@@ -221,7 +241,7 @@ class AdmissionController:
 
     def left(self, name: str, why: str) -> None:
         self._forget_kv_events(name)
-        self.balancer.disconnected(name, self._clock(), why)
+        self.balancer.disconnected(name, self._now(), why)
         self._dispatch()
         for tell in self.on_left:
             tell(name, why)

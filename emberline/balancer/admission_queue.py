@@ -28,16 +28,13 @@ class PoolQueue:
         self._departed_s = -math.inf
 
     def departed(self, now_s: float) -> None:
-        self._departures = self._departures * self._decay(now_s) + 1
+        self._departures = self._departures * math.exp((self._departed_s - now_s) / RATE_S) + 1
         self._departed_s = now_s
 
     def retry_after_s(self, now_s: float) -> float:
         """In how many seconds the queue will be empty, at the recent rate of departures."""
-        rate = self._departures * self._decay(now_s) / RATE_S
+        rate = self._departures * math.exp((self._departed_s - now_s) / RATE_S) / RATE_S
         return min(MAX_RETRY_S, max(MIN_RETRY_S, len(self.waiting) / rate)) if rate > 0 else MAX_RETRY_S
-
-    def _decay(self, now_s: float) -> float:
-        return math.exp((self._departed_s - now_s) / RATE_S)
 
 
 class AdmissionQueue:

@@ -158,7 +158,7 @@ class Balancer:
         return self._pools.get(self._pool_name(model))
 
     def workers_of(self, model: str) -> list[Worker]:
-        pool = self.pool_of(model)
+        pool = self._pools.get(self._pool_name(model))
         return [] if pool is None else pool.workers
 
     # --- KV events ---------------------------------------------------------------------------------------------------

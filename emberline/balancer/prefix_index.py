@@ -140,7 +140,7 @@ class FleetPrefixIndex:
         if not n:
             return []
         held, expected = self._held.get, self._expected.get
-        key = _key(keys, 0)
+        key = int.from_bytes(keys[:KEY_BYTES], sys.byteorder)  # `_key`, without a call
         mask = (held(key, 0) | expected(key, 0)) & self._live
         match: Match = []
         # Block `low` is held by `at_low`, block `high` by a subset `at_high`; the others end in between. The later span
@@ -155,7 +155,7 @@ class FleetPrefixIndex:
                 continue
             middle = (low + high) // 2
             start = middle * DIGEST_BYTES
-            key = int.from_bytes(keys[start : start + KEY_BYTES], sys.byteorder)  # `_key`, without a call
+            key = int.from_bytes(keys[start : start + KEY_BYTES], sys.byteorder)
             at_middle = (held(key, 0) | expected(key, 0) | at_high) & at_low
             spans.append((low, middle, at_low, at_middle))
             spans.append((middle, high, at_middle, at_high))

@@ -96,6 +96,50 @@ async def test_a_request_that_waits_when_the_last_worker_dies_is_refused_in_time
     assert nothing_left(admission.balancer, clock.now_s)
 
 
+class CountingBalancer(Balancer):
+    n_reports = 0
+
+    def report(self, name: str, load: EngineLoad, now_s: float) -> None:
+        self.n_reports += 1
+        super().report(name, load, now_s)
+
+
+async def test_only_the_last_load_report_before_a_decision_is_applied(clock: Clock) -> None:
+    balancer = CountingBalancer()
+    admission = AdmissionController(balancer, clock)
+    admission.watch(Connection(endpoint("e0")))
+    admission.joined(endpoint("e0"), Capacity(max_running=8), None)
+    for n in range(100):
+        clock.now_s += 0.01
+        admission.reported("e0", EngineLoad(running=1, steps=n))
+    assert balancer.n_reports == 0
+    assert admission.snapshot().workers[0].load.steps == 99
+    assert balancer.n_reports == 1
+    admission.reported("e0", EngineLoad(running=2, steps=100))
+    await admission.admit(wanted := request(tokens=10))
+    assert balancer.workers["e0"].reports.load.steps == 100, "a decision sees all that came before it"
+    admission.reported("e0", EngineLoad(running=3, steps=101))
+    async with asyncio.timeout(30):  # at the latest after REPORT_S
+        while balancer.n_reports < 3:
+            await asyncio.sleep(0.001)
+    admission.ended(wanted.id, "finished")
+    admission.close()
+
+
+async def test_a_report_that_frees_a_worker_wakes_the_request_that_waits(admission: AdmissionController) -> None:
+    admission.reported("e0", EngineLoad(running=1))  # another core's
+    asked = asyncio.create_task(admission.admit(waiting := request(tokens=10)))
+    while waiting.id not in open_ids(admission.balancer):
+        await asyncio.sleep(0)
+    assert not asked.done()
+    admission.reported("e0", EngineLoad())
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert asked.done()
+    admission.ended(waiting.id, "finished")
+    admission.close()
+
+
 def n_matched(admission: AdmissionController, keys: bytes) -> int:
     match = admission.balancer.index.match(keys)
     return match[0][0] if match else 0
