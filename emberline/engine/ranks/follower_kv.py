@@ -37,7 +37,7 @@ class FollowerKV:
     def __init__(
         self, member: Member, transfers: TransferManager, tiers: TierManager | None, kv_groups: Sequence[KVGroup]
     ) -> None:
-        self._member, self.transfers = member, transfers
+        self._member, self.transfers, self.tiers = member, transfers, tiers
         self._tiers = FollowerTiers(tiers, kv_groups, lambda reports: member.send(KVReport(tiers=reports)))
         self._stopped, self._stop = socket.socketpair()
         self._lock = threading.Lock()  # commands and notices change what the manager knows of a transfer
