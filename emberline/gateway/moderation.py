@@ -1,16 +1,14 @@
 """Applies the guardrails of a gateway: patterns here, moderation models through the pipeline."""
 
-from collections.abc import AsyncGenerator, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 import msgspec
 
-from emberline.catalog.model_card import TEXT_CLASSIFICATION, ModelCard
+from emberline.catalog.model_card import TEXT_CLASSIFICATION
 from emberline.gateway.gateway_errors import PromptBlocked, ResponseBlocked
 from emberline.gateway.guardrails import applicable, matches, prompt_text
-from emberline.protocol.complete_response import Encoded
+from emberline.gateway.pipeline import Pipeline
 from emberline.protocol.errors import EmberlineError, Unavailable, Unsupported
-from emberline.protocol.events import TextEvent
 from emberline.protocol.gateway import GatewaySettings, Guardrail
 from emberline.protocol.provider import OwnKey
 from emberline.protocol.request import EncodeRequest, GenerateRequest, Message, Principal, SamplingParams
@@ -20,44 +18,13 @@ from emberline.telemetry.request_log import AttemptContext
 MAX_VERDICT_TOKENS = 16
 
 
-class ModerationModels(Protocol):
-    """Finds moderation models by name."""
-
-    def find(self, name: str, caller: str = "") -> ModelCard: ...
-
-
-class ModerationPipeline(Protocol):
-    """The pipeline, for moderation models."""
-
-    @property
-    def models(self) -> ModerationModels: ...
-
-    def generate(
-        self,
-        request: GenerateRequest,
-        principal: Principal,
-        *,
-        attempt: AttemptContext | None = None,
-        card: ModelCard | None = None,
-    ) -> AsyncGenerator[TextEvent, None]: ...
-
-    async def encode(
-        self,
-        request: EncodeRequest,
-        principal: Principal,
-        *,
-        attempt: AttemptContext | None = None,
-        card: ModelCard | None = None,
-    ) -> Encoded: ...
-
-
 class Moderator:
     """The guardrails of one request. `flags` names those that its prompt or reply has violated."""
 
     def __init__(
         self,
         settings: GatewaySettings,
-        pipeline: ModerationPipeline,
+        pipeline: Pipeline,
         principal: Principal,
         request_id: str,
         own_key: OwnKey | None = None,

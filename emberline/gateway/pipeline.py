@@ -7,27 +7,16 @@ from emberline.catalog.model_card import ModelCard
 from emberline.protocol.complete_response import Encoded
 from emberline.protocol.events import Completed, TextEvent
 from emberline.protocol.media import Media, MediaRequest
-from emberline.protocol.provider import OwnKey
 from emberline.protocol.rate_limits import RateLimits
 from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal, SpeechRequest
 from emberline.protocol.speech import Transcript
+from emberline.service.models import ModelLookup
 from emberline.telemetry.request_log import AttemptContext
 from emberline.upstream.models import UpstreamModels
-from emberline.upstream.target import Target
 from emberline.upstream.upstream_request import UpstreamRequest
 
 OnAdmit = Callable[[RateLimits | None], None]
 OnComplete = Callable[[Completed], None]
-
-
-class ModelLookup(Protocol):
-    """Finds models by name; `service.models.Models` implements it."""
-
-    def find(self, name: str, caller: str = "") -> ModelCard: ...
-
-    def target(self, card: ModelCard, principal: Principal, own_key: OwnKey | None = None) -> Target: ...
-
-    def is_upstream(self, card: ModelCard) -> bool: ...
 
 
 class Pipeline(Protocol):

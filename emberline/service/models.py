@@ -1,6 +1,7 @@
 """The models that this process can serve, found by name. Nothing else looks up the name of a model."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from emberline.catalog.aliases import Aliases
 from emberline.catalog.model_card import ModelCard, with_aliases
@@ -10,6 +11,22 @@ from emberline.protocol.provider import OwnKey
 from emberline.protocol.request import Principal
 from emberline.upstream.models import UpstreamModels
 from emberline.upstream.target import Target
+
+
+class ModelLookup(Protocol):
+    """`Models` as the APIs and the gateway use it; tests replace it with a fake."""
+
+    def cards(self) -> Sequence[ModelCard]: ...
+
+    def find(self, name: str, caller: str = "") -> ModelCard: ...
+
+    def target(self, card: ModelCard, principal: Principal, own_key: OwnKey | None = None) -> Target: ...
+
+    def is_upstream(self, card: ModelCard) -> bool: ...
+
+    def is_alias(self, name: str) -> bool: ...
+
+    def state(self, model_id: str) -> str: ...
 
 
 class Models:

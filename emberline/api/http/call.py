@@ -46,9 +46,9 @@ if TYPE_CHECKING:  # the API needs the types of what it is given, not their impo
     from emberline.jobs.queue.queue import Queue
     from emberline.jobs.webhooks.service import WebhookService
     from emberline.protocol.member import Challenge, Signed
-    from emberline.protocol.provider import OwnKey
     from emberline.service.event_log import EventLogs
     from emberline.service.kv_cache import KVCacheAdmin
+    from emberline.service.models import ModelLookup
     from emberline.service.responses import ResponseStore
     from emberline.telemetry.health import Health
     from emberline.telemetry.status import Status, StatusQuery
@@ -71,32 +71,11 @@ _STREAM_HEADERS: HeaderList = [
 ]
 
 
-class ModelLookup(Protocol):
-    """Finds models by name: `service.models.Models`; tests replace it with a fake."""
-
-    def cards(self) -> "Sequence[ModelCard]": ...
-
-    def find(self, name: str, caller: str = "") -> "ModelCard":
-        """The model with this id or alias. An alias of several stands for the same one in all requests of a caller."""
-
-    def target(self, card: "ModelCard", principal: Principal, own_key: "OwnKey | None" = None) -> "Target":
-        """The model as a request of the principal uses it. Raises Forbidden if the principal may not use it."""
-
-    def is_upstream(self, card: "ModelCard") -> bool:
-        """True if another server computes the model, not an engine worker of ours."""
-
-    def is_alias(self, name: str) -> bool:
-        """True if the model that the name stands for may depend on the caller."""
-
-    def state(self, model_id: str) -> str:
-        """State of a model that the server loads and unloads; empty for others."""
-
-
 class Backend(Protocol):
     """The inference service as the API uses it; tests replace it with a fake."""
 
     @property
-    def models(self) -> ModelLookup: ...
+    def models(self) -> "ModelLookup": ...
 
     @property
     def upstream(self) -> "UpstreamModels":
