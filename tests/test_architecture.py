@@ -263,7 +263,8 @@ def test_banned_openings_are_found(docstring: str, bad: bool) -> None:
 TEST_MODULE = """
 import os
 import emberline.kv.cache as cache_module
-from emberline.service import core, run as run_module
+from emberline.service import core
+from emberline.service import request_run as run_module
 from emberline.service.service import Service, _secret
 from tests.fakes import FakeCore
 torch = pytest.importorskip("torch")

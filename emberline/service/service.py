@@ -34,8 +34,8 @@ from emberline.service.engine_transport import EngineTransport
 from emberline.service.event_log import EventLogs
 from emberline.service.models import Models
 from emberline.service.prepare import Preparer
+from emberline.service.request_run import RequestRun, Transport
 from emberline.service.responses import ResponseStore
-from emberline.service.run import Run, Transport
 from emberline.service.transcribe import SpeechCall, speech_route
 from emberline.service.validation import validate
 from emberline.telemetry.health import Health
@@ -85,7 +85,7 @@ class Service:
         self._close_core = close_core
         self._grammars = grammars
         self._preparer = Preparer(core, grammars)
-        self._running: set[Run[Any]] = set()  # not yet finalized
+        self._running: set[RequestRun[Any]] = set()  # not yet finalized
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -398,7 +398,7 @@ class Service:
         principal: Principal,
         job: JobContext | None,
         attempt: AttemptContext | None,
-    ) -> tuple[Run[list[TextEvent]], Callable[[], None]]:
+    ) -> tuple[RequestRun[list[TextEvent]], Callable[[], None]]:
         """Returns an admitted run, and what remembers the conversation once the run is done."""
         clock = Clock()
         if target.is_upstream:
@@ -432,11 +432,11 @@ class Service:
         job: JobContext | None = None,
         inter_token: Counts | None = None,
         attempt: AttemptContext | None = None,
-    ) -> Run[T]:
+    ) -> RequestRun[T]:
         attempt = attempt or ONLY_ATTEMPT
         if attempt.is_retry:
             request = msgspec.structs.replace(request, is_retry=True)
-        run = Run(request, transport, self.core, clock, self._ended, job, inter_token, attempt)
+        run = RequestRun(request, transport, self.core, clock, self._ended, job, inter_token, attempt)
         self._running.add(run)
         self._idle.clear()
         await run.admit()
@@ -446,7 +446,7 @@ class Service:
         """True if a request of this process, running or waiting, is for a model of the provider."""
         return any(run.model.startswith(f"{name}/") for run in self._running)
 
-    def _ended(self, run: Run[Any]) -> None:
+    def _ended(self, run: RequestRun[Any]) -> None:
         self._running.discard(run)
         if not self._running:
             self._idle.set()
@@ -473,7 +473,7 @@ def _nothing() -> None:
 
 
 async def _complete(
-    run: Run[Any],
+    run: RequestRun[Any],
     on_admit: Callable[[RateLimits | None], None] | None,
     on_complete: Callable[[Completed], None] | None,
 ) -> Completed:

@@ -38,8 +38,8 @@ def test_requests_stay_within_their_budgets(profiles: dict[str, Profile]) -> Non
 
 def test_a_request_passes_through_the_whole_core(profiles: dict[str, Profile]) -> None:
     for kind, files in {
-        "local": ["api/app.py", "service/run.py", "cluster/engine_client.py", "balancer/balancer.py"],
-        "relayed": ["api/app.py", "service/run.py", "upstream/transport.py", "accounts/usage_ledger.py"],
+        "local": ["api/app.py", "service/request_run.py", "cluster/engine_client.py", "balancer/balancer.py"],
+        "relayed": ["api/app.py", "service/request_run.py", "upstream/transport.py", "accounts/usage_ledger.py"],
         "gateway": ["api/gateway/paths.py", "gateway/attempts.py", "net/http_client.py"],
     }.items():
         called = {path.removeprefix(PACKAGE) for path, _ in profiles[kind].functions}

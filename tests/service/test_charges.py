@@ -31,7 +31,7 @@ from emberline.protocol.price import Price
 from emberline.protocol.request import EngineRequest
 from emberline.protocol.route_request import Route, RouteRequest
 from emberline.service import Service
-from emberline.service.run import Run
+from emberline.service.request_run import RequestRun
 from emberline.telemetry.request_log import JobContext
 from tests.service.fake_engine import FakeEngine
 
@@ -238,7 +238,7 @@ THEIRS: list[Callable[[], EmberlineError]] = [
 ]
 
 
-async def leave(run: Run[str], n_read: int) -> None:
+async def leave(run: RequestRun[str], n_read: int) -> None:
     await run.admit()
     async with run:
         for _ in range(n_read):

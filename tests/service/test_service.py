@@ -56,7 +56,7 @@ from emberline.protocol.request import (
 from emberline.service import Service
 from emberline.service.core import LocalCore, SessionEntry
 from emberline.service.prepare import Preparer
-from emberline.service.run import MAX_FAILOVERS
+from emberline.service.request_run import MAX_FAILOVERS
 from emberline.store import open_store
 from emberline.telemetry.request_log import Clock
 from emberline.text.grammar.compiler_pool import GrammarCompiler

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class WholeCall(Generic[T]):
-    """A transport for `service.run` with one output, the result."""
+    """A transport for `RequestRun` with one output, the result."""
 
     restart_wait_s = 0.0
     deadline_grace_s = 0.0

@@ -1,7 +1,7 @@
 """One admitted request: routed, attempted, moved to other workers when they fail, finalized exactly once.
 
-A `Run` is the same state machine for every kind of worker. What differs between our engines and other servers is behind
-`Transport`: `engine_transport.py` and `upstream/transport.py`.
+A `RequestRun` is the same state machine for every kind of worker. What differs between our engines and other servers is
+behind `Transport`: `engine_transport.py` and `upstream/transport.py`.
 """
 
 import asyncio
@@ -76,8 +76,10 @@ class Transport(Protocol[Output_co]):
         """Abort what the workers still compute. Computing on is a waste, and nobody is charged for it."""
 
 
-class Run(Generic[T]):
-    """`admit`, then `step` inside `async with` until `done`, then `finish`. Leaving it earlier is a failure, or a
+class RequestRun(Generic[T]):
+    """One request from its admission to its end.
+
+    Call `admit`, then `step` inside `async with` until `done`, then `finish`. Leaving it earlier is a failure, or a
     cancellation."""
 
     def __init__(
@@ -86,7 +88,7 @@ class Run(Generic[T]):
         transport: Transport[T],
         core: Core,
         clock: Clock,
-        on_end: "Callable[[Run[T]], None]",
+        on_end: "Callable[[RequestRun[T]], None]",
         job: JobContext | None = None,
         inter_token: Counts | None = None,
         attempt: AttemptContext = ONLY_ATTEMPT,
@@ -239,7 +241,7 @@ class Run(Generic[T]):
         self._n_checkpointed = n_tokens
         return self._usage_row("failed", False, self._clock.now_us())
 
-    async def __aenter__(self) -> "Run[T]":
+    async def __aenter__(self) -> "RequestRun[T]":
         return self
 
     async def __aexit__(

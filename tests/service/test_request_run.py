@@ -20,7 +20,7 @@ from emberline.protocol.events import Usage
 from emberline.protocol.route_request import Fault, Route, RouteRequest
 from emberline.protocol.trace_context import TraceContext, TraceDetails, current
 from emberline.service.core import RequestEnd
-from emberline.service.run import MAX_FAILOVERS, Run
+from emberline.service.request_run import MAX_FAILOVERS, RequestRun
 from emberline.telemetry.request_log import ONLY_ATTEMPT, AttemptContext, Clock, JobContext
 from tests.collector import Start, collector, traced
 
@@ -111,13 +111,13 @@ def lost() -> EngineLost:
     return EngineLost("w")
 
 
-def run_of(core: FakeCore, transport: FakeTransport, **more: Any) -> Run[str]:
+def run_of(core: FakeCore, transport: FakeTransport, **more: Any) -> RequestRun[str]:
     fields = {"deadline_s": more.pop("deadline_s", None), "reject_if_busy": True}
     request = RouteRequest(id="r", account="a", model="m", model_version="v", input_tokens=3, created_us=1, **fields)
-    return Run(request, transport, core, Clock(), more.pop("on_end", lambda run: None), **more)  # type: ignore[arg-type]
+    return RequestRun(request, transport, core, Clock(), more.pop("on_end", lambda run: None), **more)  # type: ignore[arg-type]
 
 
-async def output_of(run: Run[str]) -> str:
+async def output_of(run: RequestRun[str]) -> str:
     pieces: list[str] = []
     await run.admit()
     async with run:
@@ -139,7 +139,7 @@ async def ended(core: FakeCore) -> RequestEnd:
 
 async def test_a_request_without_failures() -> None:
     core, transport = FakeCore(), FakeTransport(["ab", "c"])
-    ends: list[Run[str]] = []
+    ends: list[RequestRun[str]] = []
     run = run_of(core, transport, on_end=ends.append)
     assert await output_of(run) == "abc"
     end = await ended(core)
@@ -264,7 +264,7 @@ async def test_a_request_ends_whatever_fails_at_its_end(
     def fail(row: UsageRow) -> None:
         raise ValueError("a bug")
 
-    core, transport, ends = FakeCore(), FailingTransport(["a", BadInput("no"), "b"]), list[Run[str]]()
+    core, transport, ends = FakeCore(), FailingTransport(["a", BadInput("no"), "b"]), list[RequestRun[str]]()
     attempt = AttemptContext(on_end=fail) if failing == "on_end" else ONLY_ATTEMPT
     job = JobContext("w0", fail) if failing == "record_usage" else None
     token = current.set(traced().begin(None))
@@ -292,7 +292,7 @@ async def test_a_usage_row_that_cannot_be_written_is_reported_as_internal() -> N
         async def finalize(self, end: RequestEnd) -> None:
             raise ValueError("a bug")
 
-    ends: list[Run[str]] = []
+    ends: list[RequestRun[str]] = []
     run = run_of(BrokenCore(), FakeTransport(["a"]), on_end=ends.append)
     with pytest.raises(Internal):
         await output_of(run)
