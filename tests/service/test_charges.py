@@ -34,10 +34,10 @@ from emberline.service import Service
 from emberline.service.request_run import RequestRun
 from emberline.telemetry.request_log import JobContext
 from tests.service.fake_engine import FakeEngine
+from tests.service.test_request_run import FakeCore, FakeTransport, ended, output_of, run_of
 
 from .conftest import ALICE
 from .test_pricing import PRICE, set_price
-from .test_run import FakeCore, FakeTransport, ended, output_of, run_of
 from .test_service import ask, events_of, ledger_of, row_of
 
 LONG = "a prompt of some length, which is computed in several steps"
