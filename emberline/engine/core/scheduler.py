@@ -267,7 +267,8 @@ class Scheduler:
         """At the end of a step, while the device computes the next one: what no plan has to wait for. Full blocks of
         replies are published, as far as steps have computed them that were absorbed."""
         for seq in self._absorbed:
-            self.admission.publish(seq)
+            if seq.n_done >= BLOCK_TOKENS * (seq.table.n_published + 1):  # one row in BLOCK_TOKENS has a full block
+                self.admission.publish(seq)
         self._absorbed.clear()
         for catch_up in self._moments.catch_up:
             catch_up()
