@@ -31,9 +31,9 @@ from emberline.protocol.request import RankEndpoint
 from tests.engine.fakes import EOS, VOCAB, FakeRunner, LateHandle
 from tests.kv.transfer.rank_groups import divided
 
-WHOLE = KVGroup(
-    "full", (0, 1, 2, 3, 4, 5), kv_heads=2, head_dim=8, dtype="bfloat16"
-)  # a row: token and state, 8 bytes each
+# A row of a block is a token's entry: token and state, 8 bytes each.
+WHOLE = KVGroup("full", (0, 1, 2, 3, 4, 5), kv_heads=2, head_dim=8, dtype="bfloat16")
+WINDOW = KVGroup("window40", (6, 7, 8, 9, 10, 11), kv_heads=2, head_dim=8, dtype="bfloat16", window=40)
 LAYOUTS = {1: {}, 2: {"tp": 2}, 3: {"pp": 3}, 4: {"tp": 2, "pp": 2}}
 WAIT_S = 30.0
 INFO = EngineInfo(model="m", fingerprint="fake", context_len=1, vocab_size=1, eos_ids=(), transfers=("tcp",))
@@ -52,74 +52,81 @@ class Gate:
 
 
 class RankMemory(HostMemory):
-    """The device pool of a rank. Every layer, plane and head has each token's entry, marked with its own place."""
+    """The device pools of a rank. Every layer, plane and head has each token's entry, marked with its own place."""
 
     def __init__(self, slices, n_blocks):
-        (self.group,) = slices
-        pool = bytearray(n_blocks * self.group.block_bytes)
-        super().__init__([memoryview(pool)], [self.group.block_bytes])
-        layers, planes, heads, tokens, _ = self.group.block_shape
-        self.entries = np.frombuffer(pool, np.uint64).reshape(n_blocks, layers, planes, heads, tokens, 2)
-        places = [
-            [[(layer * 16 + plane) * 16 + head for head in range(heads)] for plane in range(planes)]
-            for layer in self.group.layers
-        ]
-        self.marks = np.array(places, np.uint64) + np.uint64(self.group.first_head)
+        pools = [bytearray(n_blocks * group.block_bytes) for group in slices]
+        super().__init__(list(map(memoryview, pools)), [group.block_bytes for group in slices])
+        self.pools_of_entries = [_Pool(self, *pair) for pair in enumerate(zip(slices, pools))]
         self._lock = threading.Lock()
         self.gate = Gate()
-        self.copied_from, self.copied_to = Counter(), Counter()  # blocks, by copies that have not ended
-        self.is_held = lambda block: True  # by a sequence, a fetch or a transfer
+        self.copied_from, self.copied_to = Counter(), Counter()  # (group, block), by copies that have not ended
+        self.is_held = lambda place: True  # by a sequence, a fetch or a transfer
         self.faults = []  # of threads, where nobody sees them
 
-    def begin(self, blocks, to):
+    def begin(self, places, to):
         with self._lock:
             self.faults += [
-                f"block {block} is copied while it is copied, or free"
-                for block in blocks
-                if self.copied_to[block] or (to and self.copied_from[block]) or not self.is_held(block)
+                f"block {place} is copied while it is copied, or free"
+                for place in places
+                if self.copied_to[place] or (to and self.copied_from[place]) or not self.is_held(place)
             ]
-            (self.copied_to if to else self.copied_from).update(blocks)
+            (self.copied_to if to else self.copied_from).update(places)
 
-    def end(self, blocks, to):
+    def end(self, places, to):
         with self._lock:
-            (self.copied_to if to else self.copied_from).subtract(blocks)
+            (self.copied_to if to else self.copied_from).subtract(places)
 
     def fill(self, group, block, runs, read_into):
         """A sender of KV writes a block. Parts of it may come from several senders."""
         self.gate.wait()
+        place = group, block
         with self._lock:
-            self.faults += [] if self.is_held(block) and not self.copied_from[block] else [f"block {block} is written"]
-            self.copied_to[block] += 1
+            self.faults += [] if self.is_held(place) and not self.copied_from[place] else [f"block {place} is written"]
+            self.copied_to[place] += 1
         super().fill(group, block, runs, read_into)
-        self.end([block], to=True)
+        self.end([place], to=True)
+
+
+class _Pool:
+    """The blocks of a group as the fake runner has them."""
+
+    def __init__(self, memory, number, made):
+        self.memory, self.number, (group, pool) = memory, number, made
+        layers, planes, heads, tokens, _ = group.block_shape
+        self.entries = np.frombuffer(pool, np.uint64).reshape(-1, layers, planes, heads, tokens, 2)
+        heads = range(group.first_head, group.first_head + heads)
+        places = [
+            [[(layer * 16 + plane) * 16 + head for head in heads] for plane in range(planes)] for layer in group.layers
+        ]
+        self.marks = np.array(places, np.uint64)
 
     def __getitem__(self, block):
         return _Block(self, block)
 
-    def is_whole(self, block):
-        """True if all layers, planes and heads have the same entries, each in its place."""
+    def plain(self, block):
+        """The block's entries, or None if its layers, planes and heads do not have the same, each in its place."""
         plain = self.entries[block] ^ self.marks[..., None, None]
-        return bool((plain == plain[0, 0, 0]).all())
+        return plain[0, 0, 0].tobytes() if (plain == plain[0, 0, 0]).all() else None
 
 
 class _Block:
-    """A block as the fake runner has it: an entry for each of 16 tokens."""
+    """An entry for each of 16 tokens."""
 
-    def __init__(self, memory, block):
-        self._memory, self._block = memory, block
+    def __init__(self, pool, block):
+        self._pool, self._block, self._place = pool, block, (pool.number, block)
 
     def __getitem__(self, position):
-        assert not self._memory.copied_to[self._block], f"block {self._block} is read while it is copied"
-        mark = int(self._memory.marks[0, 0, 0])
-        token, state = self._memory.entries[self._block, 0, 0, 0, position].tolist()
+        assert not self._pool.memory.copied_to[self._place], f"block {self._place} is read while it is copied"
+        mark = int(self._pool.marks[0, 0, 0])
+        token, state = self._pool.entries[self._block, 0, 0, 0, position].tolist()
         return token ^ mark, state ^ mark
 
     def __setitem__(self, position, entry):
-        busy = self._memory.copied_to[self._block] or self._memory.copied_from[self._block]
-        assert not busy, f"block {self._block} is written while it is copied"
-        self._memory.entries[self._block, :, :, :, position] = (
-            np.array(entry, np.uint64) ^ self._memory.marks[..., None]
-        )
+        memory = self._pool.memory
+        busy = memory.copied_to[self._place] or memory.copied_from[self._place]
+        assert not busy, f"block {self._place} is written while it is copied"
+        self._pool.entries[self._block, :, :, :, position] = np.array(entry, np.uint64) ^ self._pool.marks[..., None]
 
 
 class GatedMover:
@@ -129,19 +136,19 @@ class GatedMover:
         self._memory, self._mover = memory, HostMover(memory)
 
     def load(self, copies):
-        self._memory.begin([copy.block for copy in copies], to=True)
+        self._memory.begin([(copy.group, copy.block) for copy in copies], to=True)
         for copy in copies:
             self._memory.block(copy.group, copy.block)[:] = b"\xaa" * len(copy.slot.buffer)
         return _Copying(self, copies, to=True)
 
     def save(self, copies):
-        self._memory.begin([copy.block for copy in copies], to=False)
+        self._memory.begin([(copy.group, copy.block) for copy in copies], to=False)
         return _Copying(self, copies, to=False)
 
     def finish(self, copies, to):
         self._memory.gate.wait()
         (self._mover.load if to else self._mover.save)(copies)
-        self._memory.end([copy.block for copy in copies], to)
+        self._memory.end([(copy.group, copy.block) for copy in copies], to)
 
 
 class _Copying:
@@ -193,7 +200,7 @@ class OrderBook:
     def save(self, blocks):
         self.saves.append(blocks)
         for block in blocks:
-            self.contents[block.id.key] = self._engine.content(block.block)
+            self.contents[block.group, block.id.key] = self._engine.content(block.group, block.block)
         self._tiers.save(blocks)
 
     def fetch(self, number, blocks):
@@ -209,7 +216,7 @@ class OrderBook:
         known = self.fetches.pop(number, {})
         assert set(left) <= known.keys(), "what was named already is not written any more"
         if left:
-            self.cancelled[number] = {item: known[item].block for item in left}
+            self.cancelled[number] = {item: (item[0], known[item].block) for item in left}
         return left
 
     def notices(self):
@@ -236,13 +243,14 @@ class OrderBook:
             assert item in known or not self._engine.grouped, "named twice, or after the end"
         blocks = [known.pop(item) for item in items if item in known]
         for block in blocks[: len(notice.fetched)]:
-            expected = self.contents[block.id.key]
-            assert self._engine.content(block.block) == expected, "fetched on every rank, or missing"
+            group = block.item[0]
+            expected = self.contents[group, block.id.key]
+            assert self._engine.content(group, block.block) == expected, "fetched on every rank, or missing"
 
     @property
     def blocks(self):
         """Device blocks that some rank may still read or write."""
-        saved = {block.block for blocks in self.saves for block in blocks}
+        saved = {(block.group, block.block) for blocks in self.saves for block in blocks}
         return saved.union(*(left.values() for left in self.cancelled.values()))
 
     @property
@@ -257,7 +265,7 @@ class RankRunner:
         self._engine = engine
         self._runners = [FakeRunner(cache) for _ in engine.memories]
         for runner, memory in zip(self._runners, engine.memories):
-            runner.blocks = [memory]
+            runner.blocks = memory.pools_of_entries
         self.meanwhile = lambda: None
 
     def launch(self, plan):
@@ -278,15 +286,15 @@ class RankRunner:
 class RankEngine:
     """A step loop over n ranks. `host_blocks` of them fit into each rank's host tier; 0: it has no tiers."""
 
-    def __init__(self, n_ranks, n_blocks, host_blocks, closing, steps_in_flight=1, max_running=4, without_tiers=()):
+    def __init__(self, n_ranks, n_blocks, host_blocks, closing, steps_in_flight=1, layouts=(WHOLE,)):
         self.n_ranks, self.grouped = n_ranks, n_ranks > 1
-        self.slices = divided(WHOLE, **LAYOUTS[n_ranks])
+        self.layouts = layouts
+        self.slices = tuple(
+            tuple(group for (group,) in rank) for rank in zip(*(divided(each, **LAYOUTS[n_ranks]) for each in layouts))
+        )
         self.memories = [RankMemory(slices, n_blocks) for slices in self.slices]
         self.gates = [memory.gate for memory in self.memories]
-        self.managers = [
-            self._open_tiers(rank, host_blocks) if host_blocks and rank not in without_tiers else None
-            for rank in range(n_ranks)
-        ]
+        self.managers = [self._open_tiers(rank, host_blocks) if host_blocks else None for rank in range(n_ranks)]
         transfers = self.all_transfers = [host_transfers("fake", *pair) for pair in zip(self.slices, self.memories)]
         self.leader, self.transfers = Leader(self.slices), transfers[0]
         self.inboxes = self.leader.inboxes
@@ -301,30 +309,30 @@ class RankEngine:
         self.alive = set(range(n_ranks))
         for rank in range(n_ranks):
             closing.callback(self.kill, rank)
-        self.cache = KVCache(self.slices[0], [n_blocks], chunk=32)
+        self.cache = KVCache(self.slices[0], [n_blocks] * len(layouts), chunk=32)
         for memory in self.memories:
             memory.is_held = self.is_held
-        self.limits = Limits(min(400, self.cache.capacity), VOCAB, (EOS,), max_running, 32)
+        self.limits = Limits(min(400, self.cache.capacity), VOCAB, (EOS,), 4, 32)
         self.runner = RankRunner(self, self.cache)
         scheduler = build_scheduler(self.cache, self.limits, "fake", tiers=self.book, transfers=self.transfers)
         self.loop = StepLoop(scheduler, self.runner, steps_in_flight)
 
     def _open_tiers(self, rank, host_blocks):
-        size = self.slices[rank][0].block_bytes
-        host = HostTier(host_blocks * padded(size), [size], segment_bytes=padded(size))
+        sizes = [group.block_bytes for group in self.slices[rank]]
+        host = HostTier(host_blocks * sum(map(padded, sizes)), sizes, segment_bytes=padded(max(sizes)))
         mover = GatedMover(self.memories[rank])
         kind = RankTiers if self.grouped and rank == 0 else TierManager
         return kind(self.slices[rank], mover, host, [], 1e9)
 
-    def is_held(self, block):
+    def is_held(self, place):
         """True if something references the block, so that it is not taken for anything else."""
-        return self.cache.groups[0].pool.refs[block] > 0
+        group, block = place
+        return self.cache.groups[group].pool.refs[block] > 0
 
-    def content(self, block):
+    def content(self, group, block):
         """The entries of a block on all ranks, or None if ranks do not have the same."""
-        plain = [memory.entries[block, 0, 0, 0] ^ memory.marks[0, 0, 0] for memory in self.memories]
-        same = all((other == plain[0]).all() for other in plain)
-        return plain[0].tobytes() if same and all(memory.is_whole(block) for memory in self.memories) else None
+        first, *others = [memory.pools_of_entries[group].plain(block) for memory in self.memories]
+        return first if all(other == first for other in others) else None
 
     def hear(self, rank, most=1 << 30, until=None):
         """A follower does what rank 0 has told it: `most` commands, or those before a plan."""

@@ -18,7 +18,7 @@ from emberline.protocol.frames import transfer_ticket
 from emberline.protocol.request import EngineRequest, Push, SamplingParams
 from emberline.protocol.token_ids import pack, unpack
 from tests.engine.fakes import VOCAB, expected, request
-from tests.engine.ranks.rank_engine import WAIT_S, WHOLE, RankEngine
+from tests.engine.ranks.rank_engine import WAIT_S, WHOLE, WINDOW, RankEngine
 from tests.examples import n_examples
 
 setups = st.fixed_dictionaries(
@@ -27,6 +27,7 @@ setups = st.fixed_dictionaries(
         "n_blocks": st.integers(14, 24),
         "host_blocks": st.sampled_from([24, 40, 64]),
         "steps_in_flight": st.integers(1, 2),
+        "layouts": st.sampled_from([(WHOLE,), (WHOLE,), (WHOLE, WINDOW)]),
     }
 )
 ranks = st.integers(0, 3)
@@ -133,7 +134,9 @@ class TierScript:
         assert engine.cache.n_used == 0, "nothing is pinned"
         assert not engine.faults
         for id, wanted in self.accepted.items():
-            ids, finish = expected(unpack(wanted.prompt_ids), wanted.sampling, [WHOLE], engine.limits.context_len)
+            ids, finish = expected(
+                unpack(wanted.prompt_ids), wanted.sampling, engine.layouts, engine.limits.context_len
+            )
             assert self.tokens[id] == ids[: len(self.tokens[id])]
             if self.ended[id].finish != "cancelled":
                 assert (self.tokens[id], self.ended[id].finish) == (ids, finish)
@@ -332,7 +335,9 @@ class TransferScript:
             assert (load.awaiting, load.awaiting_tokens, load.pushing, load.quarantined) == (0, 0, 0, 0)
             assert not engine.faults
             for id, wanted in self.accepted[name].items():
-                ids, finish = expected(unpack(wanted.prompt_ids), wanted.sampling, [WHOLE], engine.limits.context_len)
+                ids, finish = expected(
+                    unpack(wanted.prompt_ids), wanted.sampling, engine.layouts, engine.limits.context_len
+                )
                 if wanted.push is not None:
                     assert not self.tokens[id]
                     continue
@@ -341,9 +346,9 @@ class TransferScript:
                     assert (self.tokens[id], self.ended[id].finish) == (ids, finish)
 
 
-def open_pair(n_prefill, n_decode, folder, closing):
-    prefill = RankEngine(n_prefill, 24, 0, closing)
-    decode = RankEngine(n_decode, 20, 0, closing, steps_in_flight=2)
+def open_pair(n_prefill, n_decode, folder, closing, layouts=(WHOLE,)):
+    prefill = RankEngine(n_prefill, 24, 0, closing, layouts=layouts)
+    decode = RankEngine(n_decode, 20, 0, closing, steps_in_flight=2, layouts=layouts)
     decode.listen(Path(folder), "decode", closing)
     return TransferScript(prefill, decode)
 
@@ -353,10 +358,16 @@ def is_harmless(action):
 
 
 @settings(max_examples=n_examples(32), deadline=None)
-@given(st.integers(1, 3), st.integers(1, 3), st.lists(transfer_actions, min_size=4, max_size=25), deaths)
-def test_transfers_of_all_ranks_are_one(n_prefill, n_decode, script, death):
+@given(
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.lists(transfer_actions, min_size=4, max_size=25),
+    deaths,
+    st.sampled_from([(WHOLE,), (WHOLE,), (WHOLE, WINDOW)]),
+)
+def test_transfers_of_all_ranks_are_one(n_prefill, n_decode, script, death, layouts):
     with TemporaryDirectory() as folder, ExitStack() as closing:
-        transfers = open_pair(n_prefill, n_decode, folder, closing)
+        transfers = open_pair(n_prefill, n_decode, folder, closing, layouts)
         for n, each in enumerate(script):
             if death is not None and n == 3 * len(script) // 4:
                 transfers.die(*death)
