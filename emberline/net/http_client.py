@@ -1,4 +1,4 @@
-"""The HTTP/1.1 client, for upstream servers and webhooks: connections over httptools, and the exchanges on them.
+"""The HTTP/1.1 client, for upstream servers, webhooks and large requests: connections over httptools, and exchanges.
 
 Written by hand because it is the hot path of every forwarded token: docs/design/upstream.md compares it with aiohttp.
 """
@@ -224,6 +224,7 @@ class Connection(asyncio.Protocol):
         self._parser: httptools.HttpResponseParser | None = None
         self._exchange: Exchange | None = None
         self._received = False  # a byte of this reply has come
+        self._room: asyncio.Future[None] | None = None  # while the server does not take more of a request's body
         self.n_exchanges = 0
         self.active_s = 0.0  # monotonic, of the last byte in or request out
         self.received_s = 0.0  # monotonic, of the last byte in
@@ -252,6 +253,15 @@ class Connection(asyncio.Protocol):
         else:
             self._transport.writelines((head, body))
         return exchange
+
+    async def write(self, data: bytes) -> None:
+        """Send more of the body of a request that was begun, and wait until the server takes more. Raises
+        ConnectionFailed if the connection is closed."""
+        if self._transport is None or self._transport.is_closing():
+            raise ConnectionFailed("it closed the connection")
+        self._transport.write(data)
+        if self._room is not None:
+            await asyncio.shield(self._room)
 
     def status_code(self) -> int:
         """Status of the reply whose head the parser has read."""
@@ -293,6 +303,14 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
 
+    def pause_writing(self) -> None:
+        self._room = asyncio.get_running_loop().create_future()
+
+    def resume_writing(self) -> None:
+        room, self._room = self._room, None
+        if room is not None and not room.done():
+            room.set_result(None)
+
     def data_received(self, data: bytes) -> None:
         """Parse what has arrived. The hot path: runs once for each read of a relayed reply."""
         exchange, parser = self._exchange, self._parser
@@ -324,6 +342,7 @@ class Connection(asyncio.Protocol):
         elif exchange is not None:
             self.abort("it closed the connection" if exc is None else f"the connection was lost: {exc}")
         self._transport = None
+        self.resume_writing()
         self._on_lost(self)
 
 

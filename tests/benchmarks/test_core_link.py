@@ -7,4 +7,5 @@ def test_every_kind_of_work_is_measured(capsys: pytest.CaptureFixture[str]) -> N
     core_link.main(["--rounds", "1", "--calls", "3"])
     *_, find, request = capsys.readouterr().out.splitlines()
     measured = {name: float(us) for _, name, us, _ in (map(str.strip, line.split("|")) for line in (find, request))}
-    assert 0 < measured["find"] < measured["request"]
+    assert measured.keys() == {"find", "request"}
+    assert min(measured.values()) > 0

@@ -9,7 +9,7 @@ import pytest
 import uvloop
 
 from emberline.net import http_client
-from emberline.net.http_client import Address, ConnectionFailed, ConnectionPool, parse, retry_after_s
+from emberline.net.http_client import Address, Connection, ConnectionFailed, ConnectionPool, dial, parse, retry_after_s
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\n"
@@ -261,6 +261,31 @@ async def test_a_reply_beyond_the_limit_is_aborted(server: Server) -> None:
     with pytest.raises(ConnectionFailed, match="larger"):
         await exchange.read(1 << 20)
     pool.close()
+
+
+async def test_a_body_in_pieces_waits_for_a_server_that_does_not_read(server: Server) -> None:
+    reading, body = asyncio.Event(), b"x" * (1 << 20)
+
+    async def receive(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reading.wait()
+        writer.write(HEAD + b"content-length: %d\r\n\r\n" % len(server.body))
+        for _ in range(8):
+            writer.write(await reader.readexactly(len(body)))
+
+    server.talk = receive
+    await server.start()
+    made = Connection(lambda connection: connection.abort("ended"), lambda connection: None)
+    connection = await dial(lambda: made, Address("127.0.0.1", server.port, False, ""))
+    exchange = connection.begin(b"POST / HTTP/1.1\r\n\r\n", b"")
+    writing = asyncio.create_task(connection.write(8 * body))
+    await asyncio.wait([writing], timeout=0.05)
+    assert not writing.done()
+    server.body = 8 * body
+    reading.set()
+    await writing
+    assert await exchange.read(8 << 20) == 8 * body
+    with pytest.raises(ConnectionFailed, match="closed"):
+        await connection.write(b"more")
 
 
 async def test_connection_refused() -> None:

@@ -9,16 +9,14 @@ import contextlib
 from pathlib import Path
 from urllib.parse import quote
 
-import httptools
-
 from emberline.api.http.body import body_chunks, held_bodies
 from emberline.api.http.call import Call, while_connected
-from emberline.api.http.errors import HeaderList
 from emberline.api.http.sse import IncompleteBody
+from emberline.net.http_client import Connection, ConnectionFailed, Exchange
+from emberline.net.periodic import stop
 from emberline.protocol.errors import Unavailable
 
 STALL_S = 60.0  # for the worker to read on; it may have to start first
-_READ_BYTES = 64 << 10
 # Headers of one connection, and those that were checked here: Host and Origin.
 _NOT_RELAYED = frozenset(
     {b"host", b"origin", b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect"}
@@ -28,17 +26,24 @@ _NOT_RETURNED = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b
 
 
 class LargeRequestRelay:
-    def __init__(self, socket_path: Path) -> None:
-        self._path = str(socket_path)
+    """Relays requests to the HTTP worker that listens on a Unix socket."""
+
+    def __init__(self, socket_path: Path, stall_s: float = STALL_S) -> None:
+        self._path, self._stall_s = str(socket_path), stall_s
 
     async def relay(self, call: Call, max_bytes: int) -> None:
         """Send the request on, with what has been read of its body and what has not; send its response back."""
+        connection, loop = Connection(_close, lambda connection: None), asyncio.get_running_loop()
         try:
-            reader, writer = await asyncio.open_unix_connection(self._path)
+            await loop.create_unix_connection(lambda: connection, self._path)
         except OSError as error:
             raise Unavailable(f"large requests cannot be served now: {error.strerror}", retry_after_s=1) from None
-        sending = asyncio.create_task(_send(call, writer, max_bytes))
-        receiving = asyncio.create_task(_respond(call, reader))
+        announced = call.headers.get("content-length", "")
+        chunked = not announced.isdecimal()
+        framing = b"transfer-encoding: chunked" if chunked else b"content-length: " + announced.encode()
+        exchange = connection.begin(_head(call, framing), b"")
+        sending = asyncio.create_task(_send(call, connection, chunked, max_bytes, self._stall_s))
+        receiving = asyncio.create_task(_respond(call, exchange))
         try:
             await asyncio.wait((sending, receiving), return_when=asyncio.FIRST_COMPLETED)
             if not receiving.done():  # else the worker has refused it before its end
@@ -46,46 +51,38 @@ class LargeRequestRelay:
                 await while_connected(call.receive, _result(receiving))
             receiving.result()
         finally:
-            for task in (sending, receiving):
-                task.cancel()
-            await asyncio.gather(sending, receiving, return_exceptions=True)
-            writer.close()
+            await stop(sending, receiving)
+            exchange.close()
+
+
+def _close(connection: Connection) -> None:
+    connection.abort("its one request has ended")
 
 
 async def _result(task: "asyncio.Task[None]") -> None:
     await task
 
 
-async def _send(call: Call, writer: asyncio.StreamWriter, max_bytes: int) -> None:
-    announced = call.headers.get("content-length", "")
-    chunked = not announced.isdecimal()
-    writer.write(_head(call, b"transfer-encoding: chunked" if chunked else b"content-length: " + announced.encode()))
-    with contextlib.suppress(ConnectionError):  # then the response, or its absence, tells why
-        for chunk in call.received:
-            await _write(writer, chunk, chunked)
+async def _send(call: Call, connection: Connection, chunked: bool, max_bytes: int, stall_s: float) -> None:
+    async def write(chunk: bytes) -> None:
+        try:
+            async with asyncio.timeout(stall_s):
+                await connection.write(b"%x\r\n%b\r\n" % (len(chunk), chunk) if chunked else chunk)
+        except TimeoutError:
+            raise Unavailable("large requests cannot be served now: too many are waiting", retry_after_s=5) from None
+
+    with contextlib.suppress(ConnectionFailed):  # then the response, or its absence, tells why
+        for chunk in filter(None, call.received):
+            await write(chunk)
         call.received.clear()
         held_bodies.release(call)
         if not call.body_complete:
             async for chunk in body_chunks(call, max_bytes):
-                await _write(writer, chunk, chunked)
+                if chunk:
+                    await write(chunk)
             call.body_complete = True
         if chunked:
-            writer.write(b"0\r\n\r\n")
-        await _drain(writer)
-
-
-async def _write(writer: asyncio.StreamWriter, chunk: bytes, chunked: bool) -> None:
-    if chunk:
-        writer.write(b"%x\r\n%b\r\n" % (len(chunk), chunk) if chunked else chunk)
-        await _drain(writer)
-
-
-async def _drain(writer: asyncio.StreamWriter) -> None:
-    try:
-        async with asyncio.timeout(STALL_S):
-            await writer.drain()
-    except TimeoutError:
-        raise Unavailable("large requests cannot be served now: too many are waiting", retry_after_s=5) from None
+            await write(b"")  # which ends the body
 
 
 def _head(call: Call, framing: bytes) -> bytes:
@@ -101,44 +98,16 @@ def _head(call: Call, framing: bytes) -> bytes:
     return b"\r\n".join([request, b"host: localhost", b"connection: close", framing, *fields, b"\r\n"])
 
 
-async def _respond(call: Call, reader: asyncio.StreamReader) -> None:
-    response = _Response()
-    parser = httptools.HttpResponseParser(response)
-    while not response.complete:
-        try:
-            data = await reader.read(_READ_BYTES)
-        except ConnectionError:
-            data = b""
-        if not data:
-            problem = "the process for large requests has ended"
-            raise IncompleteBody(problem) if call.status else Unavailable(f"{problem}: try again", retry_after_s=1)
-        parser.feed_data(data)
-        if response.has_head and not call.status:
-            await call.start(parser.get_status_code(), response.headers)
-        if response.body:
-            body, response.body = b"".join(response.body), []
+async def _respond(call: Call, exchange: Exchange) -> None:
+    try:
+        await exchange.head
+        headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in exchange.headers.items()]
+        await call.start(exchange.status, [field for field in headers if field[0] not in _NOT_RETURNED])
+        while body := await exchange.piece():
             await call.send({"type": "http.response.body", "body": body, "more_body": True})
+    except ConnectionFailed:
+        problem = "the process for large requests has ended"
+        raise (
+            IncompleteBody(problem) if call.status else Unavailable(f"{problem}: try again", retry_after_s=1)
+        ) from None
     await call.send({"type": "http.response.body", "body": b""})
-
-
-class _Response:
-    """What the parser has found since it was last asked."""
-
-    def __init__(self) -> None:
-        self.headers: HeaderList = []
-        self.body: list[bytes] = []
-        self.has_head = False
-        self.complete = False
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if name.lower() not in _NOT_RETURNED:
-            self.headers.append((name.lower(), value))
-
-    def on_headers_complete(self) -> None:
-        self.has_head = True
-
-    def on_body(self, body: bytes) -> None:
-        self.body.append(body)
-
-    def on_message_complete(self) -> None:
-        self.complete = True

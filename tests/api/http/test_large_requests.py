@@ -17,7 +17,7 @@ import pytest
 
 from emberline.api.http import body as bodies
 from emberline.api.http.call import RequestLimits
-from emberline.api.http.large_requests import LargeRequestRelay
+from emberline.api.http.large_requests import STALL_S, LargeRequestRelay
 from emberline.net.http_server import serve
 from emberline.protocol.complete_response import StoredResponse
 from emberline.text.text_model import TextModel
@@ -40,11 +40,11 @@ HEADERS = {"authorization": f"Bearer {KEY}", "origin": "http://page.example"}
 class Pair:
     """An app that relays large requests, and the app that serves them on a Unix socket."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, stall_s: float = STALL_S) -> None:
         self.small, self.large = FakeService(), FakeService()
         self.path = path
         options: Any = {"key": KEY, "origins": ("http://page.example",)}
-        self.app = app_of(self.small, large_requests=LargeRequestRelay(path), **options)
+        self.app = app_of(self.small, large_requests=LargeRequestRelay(path, stall_s), **options)
         self.worker = app_of(self.large, **options)
 
     def client(self) -> httpx.AsyncClient:
@@ -163,6 +163,19 @@ def test_a_worker_that_dies(tmp_path: Path, sent: bytes) -> None:
                 assert client.post("/v1/chat/completions", json=LARGE).status_code == 503
             assert client.post("/v1/chat/completions", json=CHAT).status_code == 200
         dying.join()
+
+
+@pytest.mark.parametrize("announced", [True, False])
+async def test_a_worker_that_does_not_read(tmp_path: Path, announced: bool) -> None:
+    pair = Pair(tmp_path / "large.sock", stall_s=0.05)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(pair.path))
+        listener.listen()
+        async with pair.client() as client:
+            body: Any = {"json": LARGE} if announced else {"content": in_chunks(LARGE)}
+            answer = await client.post("/v1/chat/completions", **body)
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+    assert "too many are waiting" in answer.text
 
 
 def test_a_client_that_leaves(pair: Pair) -> None:
