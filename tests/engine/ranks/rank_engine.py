@@ -63,6 +63,7 @@ class RankMemory(HostMemory):
         self.copied_from, self.copied_to = Counter(), Counter()  # (group, block), by copies that have not ended
         self.is_held = lambda place: True  # by a sequence, a fetch or a transfer
         self.faults = []  # of threads, where nobody sees them
+        self.n_filled = 0  # times that a sender has written to a block
 
     def begin(self, places, to):
         with self._lock:
@@ -86,6 +87,7 @@ class RankMemory(HostMemory):
             self.copied_to[place] += 1
         super().fill(group, block, runs, read_into)
         self.end([place], to=True)
+        self.n_filled += 1
 
 
 class _Pool:

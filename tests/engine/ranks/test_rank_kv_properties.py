@@ -142,7 +142,7 @@ class TierScript:
                 assert (self.tokens[id], self.ended[id].finish) == (ids, finish)
 
 
-@settings(max_examples=n_examples(40), deadline=None)
+@settings(max_examples=n_examples(28), deadline=None)
 @given(setups, st.integers(0, 1 << 20), st.lists(actions, min_size=5, max_size=40), ranks)
 def test_tiers_of_all_ranks_are_one(setup, seed, script, silent):
     with ExitStack() as closing:
@@ -384,3 +384,19 @@ def test_without_faults_every_transfer_of_all_ranks_succeeds(n_prefill, n_decode
             transfers.act(*each)
         transfers.check(transfers.finish(timeouts=False))
         assert {delta.finish for delta in transfers.ended.values()} <= {"stop", "length"}
+
+
+def test_a_transfer_ends_when_every_rank_has_received_its_part(tmp_path):
+    with ExitStack() as closing:
+        transfers = open_pair(2, 2, tmp_path, closing)
+        decode, until_s = transfers.engines["decode"], time.monotonic() + WAIT_S
+        decode.gates[1].close()
+        transfers.pair(True, 60)
+        while decode.memories[0].n_filled < 3:
+            assert time.monotonic() < until_s
+            transfers.act("run", "both", 1)
+        transfers.act("run", "both", 30)
+        assert not transfers.ended, "rank 1 has nothing yet"
+        assert decode.loop.load.blocks_received == 0
+        transfers.check(transfers.finish(timeouts=False))
+        assert {id: delta.finish for id, delta in transfers.ended.items()} == {"r0-p": "stop", "r0": "length"}
