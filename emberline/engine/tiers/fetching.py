@@ -66,14 +66,14 @@ class RunningFetch:
 
     @property
     def is_complete(self) -> bool:
-        """Nothing is missing any more that could be of use."""
+        """True if nothing is missing any more that could be of use."""
         return self.n_reserved >= self.n_useful and not any(
             j < self.n_useful for missing in self.missing for j in missing
         )
 
 
 class TierFetches:
-    """Owns the tables of fetches, and blocks that a cancelled fetch may still write."""
+    """Owner of the tables of fetches, and of blocks that a cancelled fetch may still write."""
 
     def __init__(self, cache: KVCache, port: TierPort, budget: StepBudget) -> None:
         self._cache = cache
@@ -106,11 +106,11 @@ class TierFetches:
 
     @property
     def has_work(self) -> bool:
-        """Whether the next step has more of some fetch to reserve, or to give back."""
+        """True if the next step has more of some fetch to reserve, or to give back."""
         return bool(self._ended) or any(fetch.n_reserved < fetch.n_useful for fetch in self._by_number.values())
 
     def is_fetching(self, key: bytes) -> bool:
-        """Whether the block with this content key is being fetched, or is about to be."""
+        """True if the block with this content key is being fetched, or is about to be."""
         if key in self._keys:
             return True
         unreserved = (fetch for fetch in self._by_number.values() if fetch.n_reserved < fetch.n_useful)
@@ -122,7 +122,7 @@ class TierFetches:
     # --- what there is ----------------------------------------------------------------------------------------------
 
     def match(self, seq: Sequence, n_hit: int) -> TierMatch:
-        """To be looked up, with n_hit blocks in the device pool."""
+        """Return what is to be looked up, with n_hit blocks in the device pool."""
         return TierMatch(n_hit, seq.max_cached, [{} for _ in self._tags])
 
     def look_up(self, seq: Sequence, match: TierMatch) -> None:
@@ -183,7 +183,7 @@ class TierFetches:
         return fetch_policy.choose(list(self._runs(match)), tiers, mover, n_tail, compute, self._cache.windowed)
 
     def _runs(self, match: TierMatch) -> Iterator[Run]:
-        """What is fetched, in order. Tokens of blocks that the device pool has belong to the next run, or the last."""
+        """Yield what is fetched, in order. Tokens of blocks in the device pool belong to the next run, or the last."""
         tiers = list(map(match.where[0].get, range(match.n_hit, match.n_blocks)))
         if len(self._sizes) == 1 and not self._cache.windowed and None not in tiers:  # the common case, and long
             for tier, run in groupby(filter(None, tiers)):
@@ -212,7 +212,7 @@ class TierFetches:
     def begin(
         self, seq: Sequence, match: TierMatch, chosen: fetch_policy.Fetch, reserved: list[int], now_s: float
     ) -> bool:
-        """Take blocks that the sequence lacks, the first ones, and let the tiers write them. False: not now."""
+        """Take the first blocks that the sequence lacks, and let the tiers write them. Returns False if not now."""
         n_blocks = match.n_blocks if self._cache.windowed else match.n_hit + chosen.n_tokens // BLOCK_TOKENS
         fetch = RunningFetch(
             number=self._n_begun + 1,
@@ -234,20 +234,20 @@ class TierFetches:
         return True
 
     def go_on(self, reserved: Callable[[], list[int]]) -> list[Sequence]:
-        """Reserve more of each fetch; the sequences of those that end because there is no room."""
+        """Reserve more of each fetch. Returns the sequences of those that end because there is no room."""
         unreserved = [fetch for fetch in self._by_number.values() if fetch.n_reserved < fetch.n_useful]
         ended = []
         for fetch in unreserved:
             if self._budget.takes and not self._reserve(fetch, reserved()):
                 fetch.n_tries += 1
                 if fetch.n_tries == MAX_TRIES:
-                    fetch.n_useful = 0 if self._cache.windowed else fetch.n_reserved
+                    self._shorten(fetch, fetch.n_reserved)
             if fetch.is_complete:
                 ended.append(self._end(fetch))
         return ended
 
     def _reserve(self, fetch: RunningFetch, reserved: list[int]) -> bool:
-        """As much as this step allows; False: there is no room, or steps in flight may still write it."""
+        """Reserve as much as this step allows. Returns False if there is no room, or steps may still write to it."""
         n_known = max(0, fetch.match.n_hit - fetch.n_reserved)  # they are only referenced
         n = self._budget.look_up(n_known)
         if n == n_known:
@@ -262,13 +262,13 @@ class TierFetches:
         return True
 
     def _expect(self, fetch: RunningFetch, g: int, blocks: dict[int, int]) -> dict[int, str]:
-        """The tiers of reserved blocks of a group; those that no tier has any more are left out."""
+        """Return the tiers of reserved blocks of a group, without those that no tier has any more."""
         keys = fetch.seq.keys
         tiers = list(map(fetch.match.where[g].get, blocks))
         if None in tiers:  # the device pool has evicted it since it was looked up
             tiers = self._port.find(self._tags[g], [keys[j] for j in blocks])
             for j in [j for j, tier in zip(blocks, tiers) if tier is None]:
-                fetch.n_useful = 0 if self._cache.windowed else min(fetch.n_useful, j)
+                self._shorten(fetch, j)
                 del blocks[j]
         found = dict(zip(blocks, filter(None, tiers)))
         fetch.missing[g].update(found)
@@ -276,10 +276,15 @@ class TierFetches:
             self._keys.update(zip(map(keys.__getitem__, blocks), repeat(fetch.number)))
         return found
 
+    def _shorten(self, fetch: RunningFetch, n_blocks: int) -> None:
+        """Give up what is not among the first n_blocks. Groups that do not keep all blocks have none of a shorter
+        prefix, so nothing is left then."""
+        fetch.n_useful = 0 if self._cache.windowed else min(fetch.n_useful, n_blocks)
+
     def _wanted(
         self, fetch: RunningFetch, lacking: list[dict[int, int]], tiers: list[dict[int, str]]
     ) -> Iterator[WantedBlock]:
-        """In the order of the chain, as far as a tier's reads of many blocks of one group allow."""
+        """Yield blocks in the order of the chain, as far as a tier's reads of many blocks of one group allow."""
         seq, tags, session = fetch.seq, self._tags, fetch.seq.session_digest
         order = sorted((j // ORDERED_BLOCKS, g, j) for g, blocks in enumerate(lacking) for j in blocks)
         for _, g, j in order:
@@ -287,7 +292,7 @@ class TierFetches:
             yield WantedBlock((g, j), lacking[g][j], block_id, block_meta(seq, session, j), tiers[g][j])
 
     def fetched(self, notice: BlocksFetched) -> Sequence | None:
-        """The sequence, if nothing of its fetch is missing any more."""
+        """Publish blocks that have arrived. Returns the sequence if nothing of its fetch is missing any more."""
         fetch = self._by_number.get(notice.number)
         if fetch is None:
             self._end_quarantine(notice)
@@ -302,12 +307,12 @@ class TierFetches:
                 self._forget_keys(fetch, indices)
         for item in notice.missing:
             del fetch.missing[item[0]][item[1]]
-            fetch.n_useful = 0 if self._cache.windowed else min(fetch.n_useful, item[1])
+            self._shorten(fetch, item[1])
             self._forget_keys(fetch, (item[1],) if item[0] == self._counted_group else ())
         return self._end(fetch) if fetch.is_complete else None
 
     def look_up_arrived(self) -> None:
-        """What has arrived is looked up step by step, so that a sequence is admitted without looking all of it up."""
+        """Look up what has arrived, step by step, so that a sequence is admitted without looking all of it up."""
         for fetch in self._by_number.values():
             self._cache.match(fetch.seq.keys, fetch.match.n_hit + fetch.n_arrived, fetch.seq.hit)
 
@@ -318,7 +323,7 @@ class TierFetches:
                 del self._keys[key]
 
     def late(self, now_s: float, compute: Callable[[Sequence], ComputeQueue]) -> list[Sequence]:
-        """Sequences whose fetch has missed its deadline; what has arrived of it counts."""
+        """Return the sequences whose fetch has missed its deadline; what has arrived of it counts."""
         missed = []
         for fetch in [fetch for fetch in self._by_number.values() if now_s >= fetch.deadline_s]:
             elapsed_s, n_arrived = now_s - fetch.began_s, BLOCK_TOKENS * fetch.n_arrived
@@ -361,7 +366,7 @@ class TierFetches:
         return self._arrived.pop(seq.number, {}), self._ended.pop(seq.number, None)
 
     def give_back(self) -> None:
-        """The references to what was fetched for sequences that could not be admitted at once."""
+        """Give back the references to what was fetched for sequences that could not be admitted at once."""
         for number, table in list(self._ended.items()):
             most = max(len(held.blocks) - held.n_passed for held in table.groups)
             if self._cache.release_last(table, self._budget.publish(most)):
