@@ -6,8 +6,8 @@ import secrets
 import signal
 from pathlib import Path
 
-from tests.cluster.machines import Machine
 from tests.cluster_processes import wait_until
+from tests.machines.machines import Machine
 
 _USER = "emberline"
 _PORT = 5432

@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.cluster.machines import Machine
 from tests.cluster_processes import ADMIN, PATIENCE_S, CoreProcess, wait_until
+from tests.machines.machines import Machine
 
 PORT = 8686
 CLI = (sys.executable, "-m", "emberline.cli.main")

@@ -4,8 +4,8 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from tests.cluster.deployment import Deployment
-from tests.cluster.streams import stream
+from tests.machines.deployment import Deployment
+from tests.machines.streams import stream
 from tests.soak.streams_client import StreamRecord
 
 

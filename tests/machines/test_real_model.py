@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.deployment import Deployment
-from tests.cluster.machines import Machine
-from tests.cluster.streams import cut_or_failed, stream
-from tests.cluster.test_faults import MAX_CUT_S
 from tests.cluster_processes import wait_until
+from tests.machines.deployment import Deployment
+from tests.machines.machines import Machine
+from tests.machines.streams import cut_or_failed, stream
+from tests.machines.test_faults import MAX_CUT_S
 from tests.soak.streams_client import StreamRecord
 
 N_TOKENS = 192

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from tests.cluster.machines import Machine
 from tests.cluster_processes import wait_until
+from tests.machines.machines import Machine
 
 SERVE = "import socket as s; l = s.create_server(('', 7000)); print('up', flush=True)\nwhile 1: l.accept()[0].close()"
 

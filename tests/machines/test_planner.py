@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from tests.cluster import standin_replicas
-from tests.cluster.client_load import ClientLoad
-from tests.cluster.deployment import Deployment
-from tests.cluster.machines import Machine
-from tests.cluster.postgres_machine import PostgresMachine
-from tests.cluster.streams import stream
 from tests.cluster_processes import ADMIN, wait_until
+from tests.machines import standin_replicas
+from tests.machines.client_load import ClientLoad
+from tests.machines.deployment import Deployment
+from tests.machines.machines import Machine
+from tests.machines.postgres_machine import PostgresMachine
+from tests.machines.streams import stream
 
 pytest.importorskip("ray")
 
@@ -109,7 +109,7 @@ def planned(
     cluster = PlannedCluster(deployment, machines)
     try:
         cluster.start_ray()
-        deployment.command = (sys.executable, "-m", "tests.cluster.standin_replicas")
+        deployment.command = (sys.executable, "-m", "tests.machines.standin_replicas")
         deployment.start_cores(machines["one"], machines["two"], env={standin_replicas.ARGUMENTS: _ENGINE})
         yield cluster
     finally:

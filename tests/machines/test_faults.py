@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.cluster.deployment import Deployment, is_connected
-from tests.cluster.machines import Machine
-from tests.cluster.postgres_machine import PostgresMachine
-from tests.cluster.streams import cut_or_failed, stream
 from tests.cluster_processes import ApiError, wait_until
+from tests.machines.deployment import Deployment, is_connected
+from tests.machines.machines import Machine
+from tests.machines.postgres_machine import PostgresMachine
+from tests.machines.streams import cut_or_failed, stream
 from tests.soak.streams_client import StreamRecord
 
 N_TOKENS = 200

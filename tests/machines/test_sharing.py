@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.cluster.deployment import Deployment, MachineCore
-from tests.cluster.machines import Machine
-from tests.cluster.streams import cut_or_failed, stream
 from tests.cluster_processes import ApiError, wait_until
+from tests.machines.deployment import Deployment, MachineCore
+from tests.machines.machines import Machine
+from tests.machines.streams import cut_or_failed, stream
 
 MAX_JOIN_S = 2.0
 N_STREAMS, STREAM_TOKENS = 500, 60

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.deployment import Deployment, MachineCore
-from tests.cluster.machines import Machine
-from tests.cluster.postgres_machine import PostgresMachine
-from tests.cluster.streams import stream
-from tests.cluster.test_sharing import wait_known
 from tests.cluster_processes import ApiError, wait_until
+from tests.machines.deployment import Deployment, MachineCore
+from tests.machines.machines import Machine
+from tests.machines.postgres_machine import PostgresMachine
+from tests.machines.streams import stream
+from tests.machines.test_sharing import wait_known
 
 LEASE_S = 30.0  # of a budget; slots have the same
 RENEWED_S = LEASE_S / 6  # so much of it has passed at most, when a core dies

@@ -13,9 +13,9 @@ from emberline.protocol.errors import Conflict, NotFound, Unavailable
 from emberline.protocol.events import Completed
 from emberline.service import Served, Service, open_service
 from emberline.text.text_model import TextModel
+from tests.cluster.test_membership import until
 from tests.service.conftest import PATIENCE_S, Opener, offer
 from tests.service.fake_engine import FakeEngine
-from tests.service.test_membership import until
 from tests.service.test_service import ask, events_of, in_flight
 from tests.service.test_standin import Standin
 

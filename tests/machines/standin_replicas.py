@@ -1,4 +1,4 @@
-"""`emberline serve` whose planner has Ray start stand-in engines: `python -m tests.cluster.standin_replicas serve …`.
+"""`emberline serve` whose planner has Ray start stand-in engines: `python -m tests.machines.standin_replicas serve …`.
 
 Everything else is the command's own. A stand-in engine computes nothing, so its rates are those of its script, however
 busy the machine is.

@@ -26,12 +26,12 @@ from emberline.service import Service, open_service
 from emberline.service.core import LocalCore
 from emberline.service.service_factory import ClusterSettings
 from emberline.text.text_model import TextModel
+from tests.cluster.test_member_table import said as said_in_table
+from tests.cluster.test_membership import states, until
 from tests.databases import DatabaseLocation, mostly_sqlite, on_both_databases
 from tests.faulty_store import FaultyStore
 from tests.service.conftest import ALICE, PATIENCE_S, offer
 from tests.service.fake_engine import EOS, FakeEngine, Script
-from tests.service.test_member_table import said as said_in_table
-from tests.service.test_membership import states, until
 from tests.service.test_service import ask, events_of, text_of
 
 database = mostly_sqlite

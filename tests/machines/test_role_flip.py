@@ -2,10 +2,10 @@
 
 import pytest
 
-from tests.cluster.client_load import ClientLoad
-from tests.cluster.deployment import Deployment
-from tests.cluster.machines import Machine
 from tests.cluster_processes import wait_until
+from tests.machines.client_load import ClientLoad
+from tests.machines.deployment import Deployment
+from tests.machines.machines import Machine
 
 RETUNED_S = 300.0  # within which the roles are to fit a change of the mix
 # A prompt takes 0.25 s for each 256 tokens; four sequences get a token every 20 ms.

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from emberline.protocol.credential import Credential
-from tests.cluster.deployment import CLI, Deployment, is_connected
-from tests.cluster.machines import Machine
-from tests.cluster.postgres_machine import PostgresMachine
 from tests.cluster_processes import ApiError, CoreProcess, wait_until
+from tests.machines.deployment import CLI, Deployment, is_connected
+from tests.machines.machines import Machine
+from tests.machines.postgres_machine import PostgresMachine
 
 OTHER_VERSION = """
 from emberline.engine.worker import announcer

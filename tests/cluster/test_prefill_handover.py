@@ -15,8 +15,8 @@ from emberline.protocol import token_ids as tokens
 from emberline.protocol.errors import EngineLost, ErrorInfo, Unavailable
 from emberline.protocol.events import TokenDelta, Usage
 from emberline.protocol.frames import transfer_ticket
+from tests.cluster.test_engine_client import PATIENCE_S, request
 from tests.service.fake_engine import FakeEngine
-from tests.service.test_engine_client import PATIENCE_S, request
 
 TOKEN = TokenDelta("r1", tokens.pack([5]))
 

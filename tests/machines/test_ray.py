@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.deployment import Deployment
-from tests.cluster.machines import Machine
-from tests.cluster.streams import stream
 from tests.cluster_processes import wait_until
+from tests.machines.deployment import Deployment
+from tests.machines.machines import Machine
+from tests.machines.streams import stream
 
 pytest.importorskip("ray")
 
