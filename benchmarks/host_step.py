@@ -93,6 +93,7 @@ def open_loop(n_rows: int, n_steps: int, setting: str) -> Any:
     from emberline.engine.speculation.speculator import open_speculator
     from emberline.engine.worker.build import build_scheduler
     from emberline.kv.cache import KVCache
+    from emberline.kv.tiers.group_tiers import GroupTiers
     from emberline.kv.tiers.host import HostTier
     from emberline.kv.tiers.manager import TierManager
     from emberline.protocol.block_hash import KVGroup
@@ -108,7 +109,7 @@ def open_loop(n_rows: int, n_steps: int, setting: str) -> Any:
         scheduler, tiers = Scheduler(cache, limits, "benchmark"), None
     else:
         host = HostTier(2 * n_blocks * group.block_bytes + (64 << 20), [group.block_bytes])
-        tiers = TierManager([group], NullCopies(), host, [], 25e9)
+        tiers = GroupTiers(TierManager([group], NullCopies(), host, [], 25e9))
         scheduler = build_scheduler(
             cache,
             limits,

@@ -25,6 +25,7 @@ from emberline.engine.core.step_loop import StepLoop
 from emberline.engine.worker.build import build_scheduler
 from emberline.engine.worker.process import SWITCH_INTERVAL_S
 from emberline.kv.cache import KVCache
+from emberline.kv.tiers.group_tiers import GroupTiers
 from emberline.kv.tiers.host import HostTier
 from emberline.kv.tiers.manager import TierManager
 from emberline.kv.tiers.mover import BlockCopy
@@ -116,7 +117,7 @@ class Engine:
         n_blocks = 2 * n_tokens // 16 + n_streams * 64 + 512
         self.cache = KVCache([GROUP], [n_blocks], chunk=2048)
         host = HostTier((n_sessions + 1) * (n_tokens // 16 + 64) * GROUP.block_bytes, [GROUP.block_bytes])
-        self.tiers = TierManager([GROUP], Copies(), host, [], COPY_RATE)
+        self.tiers = GroupTiers(TierManager([GROUP], Copies(), host, [], COPY_RATE))
         limits = Limits(n_tokens + 2048, 128_000, (), n_streams + 1, 2048)
         self.device = Device()
         self.loop = StepLoop(

@@ -254,6 +254,7 @@ def from_disk(args: argparse.Namespace) -> dict[str, Any]:
     from emberline.kv.tiers.host import HostTier
     from emberline.kv.tiers.manager import TierManager
     from emberline.kv.tiers.messages import BlocksFetched, SavedBlock, WantedBlock
+    from emberline.kv.tiers.orders import Save, Saved
     from emberline.kv.tiers.tier import BlockId, BlockMeta, layout_tag
 
     n_blocks = args.disk_tokens // 16
@@ -269,19 +270,19 @@ def from_disk(args: argparse.Namespace) -> dict[str, Any]:
         host = HostTier(512 << 20, [GROUP.block_bytes], keep=False, allocate=PinnedAllocator("cuda"))
         manager = TierManager([GROUP], CudaMover([pool], [GROUP]), host, [disk], 25e9)
         ids = [BlockId(n.to_bytes(16, "little"), layout_tag(GROUP)) for n in range(n_blocks)]
-        began_s = time.perf_counter()
+        began_s, unsaved = time.perf_counter(), 0
         for at in range(0, n_blocks, 16):
-            manager.save(
-                [
-                    SavedBlock(0, n + 1, ids[n], BlockMeta(b"o" * 16, position=n))
-                    for n in range(at, min(at + 16, n_blocks))
-                ]
-            )
-            while manager.room() < (64 << 20) and time.perf_counter() - began_s < LIMIT_S:
-                manager.notices()
+            part = range(at, min(at + 16, n_blocks))
+            blocks = [SavedBlock(0, n + 1, ids[n], BlockMeta(b"o" * 16, position=n)) for n in part]
+            manager.execute([Save(at, blocks)])
+            unsaved += len(blocks)
+            while manager.max_saving - unsaved * GROUP.block_bytes < (64 << 20):
+                unsaved -= sum(16 for each in manager.reports() if isinstance(each, Saved))
+                if time.perf_counter() - began_s > LIMIT_S:
+                    break
                 time.sleep(0.001)
         while not all(disk.holds(ids)) and time.perf_counter() - began_s < LIMIT_S:
-            manager.notices()
+            manager.reports()
             time.sleep(0.01)
         saved_s = time.perf_counter() - began_s
         held = torch.tensor(disk.holds(ids), device="cuda")  # a tier may drop blocks that come too fast
@@ -295,7 +296,7 @@ def from_disk(args: argparse.Namespace) -> dict[str, Any]:
                 [WantedBlock((0, n), n + 1, ids[n], BlockMeta(b"o" * 16, position=n), "disk") for n in range(n_blocks)],
             )
             while n_done < n_blocks and time.perf_counter() - began_s < LIMIT_S:
-                for each in manager.notices():
+                for each in manager.reports():
                     if isinstance(each, BlocksFetched):
                         n_done += len(each.fetched) + len(each.missing)
                         missing += len(each.missing)

@@ -70,6 +70,10 @@ class Core(Protocol):
     @property
     def admission(self) -> Admitting: ...
 
+    def order(self, feature: str, order: Any) -> None:
+        """Give an order to the feature's executor on every rank, with a plan of this step or the next one. Any thread
+        may call this."""
+
     def has(self, seq: Sequence) -> bool:
         """True if the sequence has not ended."""
 

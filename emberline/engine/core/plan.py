@@ -5,7 +5,7 @@ A runner keeps state per slot. A plan says which sequence takes a slot, then onl
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, overload
+from typing import Any, Protocol, overload
 
 import msgspec
 import numpy as np
@@ -66,6 +66,8 @@ class Row(msgspec.Struct, gc=False, array_like=True):
 
 @dataclass(slots=True)
 class StepPlan:
+    """All that every rank does in a step. Without rows nothing is computed: there are orders alone."""
+
     admissions: list[Admission] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     n_tokens: int = 0  # drafts included
@@ -76,6 +78,8 @@ class StepPlan:
     masked: bool = False  # a grammar restricts what rows may sample: masks come after the launch
     n_preempted: int = 0  # running sequences whose blocks were taken for these rows
     number: int = 0  # steps are launched in this order
+    after: int = 0  # this step and all before it have completed: orders may read the blocks that they wrote
+    orders: dict[str, list[Any]] = field(default_factory=dict)  # by feature: what to do beside computing the rows
 
 
 @dataclass(slots=True)

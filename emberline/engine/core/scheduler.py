@@ -17,6 +17,7 @@ from emberline.engine.core.plan import Masks, Row, Sampled, StepPlan, drawn_ids,
 from emberline.engine.core.planner import StepPlanner
 from emberline.engine.core.prefill_policy import PrefillPolicy
 from emberline.engine.core.queues import BatchYielding, Queues, n_batch
+from emberline.engine.core.rank import OrderBox
 from emberline.engine.core.sequence import NO_SLOT, Flag, Hold, Sequence, SequenceSnapshot
 from emberline.kv.cache import KVCache
 from emberline.kv.retention import Conversation
@@ -61,6 +62,8 @@ class Scheduler:
         self._absorbed: list[Sequence] = []  # that had rows in steps absorbed since `catch_up`
         self._next_deadline_s = inf
         self._totals = EngineLoad(kv_total_blocks=cache.n_total)
+        self.orders = OrderBox()
+        self.order = self.orders.add
         self.queues = Queues(limits.max_running)
         self.admission = AdmissionPolicy(cache, self.queues, self._totals, limits.work, self._moments)
         self._batch_class = BatchYielding(limits.work)

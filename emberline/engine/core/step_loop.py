@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 from emberline.engine.cache_control import CacheControl, StoredCache
 from emberline.engine.core.plan import DeviceLost, Handle, Runner, StepPlan
+from emberline.engine.core.rank import Executor, Rank
 from emberline.engine.core.scheduler import Scheduler
 from emberline.kv.cache import KVEventFeed
-from emberline.kv.tiers.manager import TierManager
+from emberline.kv.tiers.group_tiers import GroupTiers
 from emberline.kv.transfer.manager import TransferManager
 from emberline.protocol.errors import EmberlineError, Internal
 from emberline.protocol.events import TokenDelta
@@ -88,17 +89,24 @@ class StepLoop:
         steps_in_flight: int = 1,
         idle_task: Callable[[], bool] | None = None,
         transfers: TransferManager | None = None,
-        tiers: TierManager | None = None,
+        tiers: GroupTiers | None = None,
         stored: StoredCache | None = None,
+        publish: Callable[[StepPlan], None] | None = None,
     ) -> None:
+        """idle_task: something to do while there is no work; returns False when all is done.
+        publish: sends plans to the other ranks.
+        """
         self.scheduler = scheduler
         self.cache_control = CacheControl(stored or StoredCache(scheduler.fingerprint, tiers=tiers), scheduler.purge)
         self.transfers = transfers
         self.tiers = tiers
         self.runner = runner
+        executors: dict[str, Executor] = {} if tiers is None else {"tiers": tiers.own}
+        self._rank = Rank(runner, executors, publish)
+        self._last_absorbed = 0  # number of a step
         self._steps_in_flight = steps_in_flight
         self._in_flight: deque[tuple[StepPlan, Handle]] = deque()
-        self._idle_task = idle_task  # something to do while there is no work; returns False when all is done
+        self._idle_task = idle_task
         self._times = StepTimes()
         # What heartbeats say, read by their thread while a step runs:
         self.computed_tokens = 0
@@ -118,12 +126,12 @@ class StepLoop:
 
     @property
     def busy(self) -> bool:
-        return self.scheduler.busy or bool(self._in_flight) or self._has_notices
+        return self.scheduler.busy or bool(self._in_flight) or self._has_notices or bool(self.scheduler.orders)
 
     @property
     def blocked(self) -> bool:
         """Busy, but a step would compute nothing before a grammar is compiled or a transfer advances."""
-        if self._has_notices or self._in_flight:
+        if self._has_notices or self._in_flight or self.scheduler.orders:
             return False
         return self.scheduler.blocked or self._stuck_at == self.scheduler.n_submitted
 
@@ -185,6 +193,9 @@ class StepLoop:
         if len(self._in_flight) == self._steps_in_flight or (self._in_flight and not plan.rows):
             deltas += self._absorb_oldest()
         self.scheduler.catch_up()
+        orders = self.scheduler.orders
+        if orders and (orders.urgent or not self._in_flight):  # else the next plan takes them
+            self._rank.run(StepPlan(after=self._last_absorbed, orders=orders.take()))
         self.in_step = bool(self._in_flight)
         goes_on = plan.rows or self._in_flight or self.scheduler.has_work
         self._stuck_at = -1 if goes_on else self.scheduler.n_submitted
@@ -196,7 +207,9 @@ class StepLoop:
         # Until every common step is prepared, any may have to be compiled first.
         self.step_s = 0.0 if self.has_idle_task else self._times.predicted_s(plan)
         self.in_step = True
-        handle = self.runner.launch(plan)
+        plan.after, plan.orders = self._last_absorbed, self.scheduler.orders.take()
+        handle = self._rank.run(plan)
+        assert handle is not None, "the plan has rows"
         masks = None
         if plan.masked:
             # What a grammar allows depends on the tokens of previous steps, where these sequences have any in flight.
@@ -212,6 +225,7 @@ class StepLoop:
         plan, handle = self._in_flight.popleft()
         try:
             sampled = handle.result()
+            self._last_absorbed = plan.number
             took_s = self._times.done(plan)
             self.scheduler.set_prefill_rate(self._times.tokens_per_s)
             self.computed_tokens += plan.n_tokens

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from emberline.engine.addresses import listening
-from emberline.engine.ranks.messages import KVReport, RankCommand, RankFailed
+from emberline.engine.core.rank import Executor
+from emberline.engine.ranks.messages import KVReport, RankFailed
 from emberline.engine.ranks.rank_group import Member
+from emberline.kv.tiers.group_tiers import FollowerTiers
 from emberline.kv.tiers.manager import TierManager
-from emberline.kv.tiers.rank_tiers import FollowerTiers
 from emberline.kv.transfer.connection import PeerConnection, PeerConnectionLost
 from emberline.kv.transfer.manager import TransferManager
 from emberline.kv.transfer.rank_commands import TransferCommand, execute
@@ -38,26 +39,23 @@ class FollowerKV:
         self, member: Member, transfers: TransferManager, tiers: TierManager | None, kv_groups: Sequence[KVGroup]
     ) -> None:
         self._member, self.transfers, self.tiers = member, transfers, tiers
-        self._tiers = FollowerTiers(tiers, kv_groups, lambda reports: member.send(KVReport(tiers=reports)))
+        self._tiers = FollowerTiers(tiers, kv_groups)
+        self.executors: dict[str, Executor] = {"tiers": self._tiers}
         self._stopped, self._stop = socket.socketpair()
         self._lock = threading.Lock()  # commands and notices change what the manager knows of a transfer
         self._thread = threading.Thread(target=self._report_all, name="kv-report", daemon=True)
         self._thread.start()
 
-    def execute(self, command: RankCommand) -> None:
+    def execute(self, command: TransferCommand) -> None:
         with self._lock:
-            if isinstance(command, TransferCommand):
-                execute(self.transfers, command, self._member.rank, self._member.slices)
-            else:
-                self._tiers.execute(command)
+            execute(self.transfers, command, self._member.rank, self._member.slices)
 
     def close(self) -> None:
         """Write what was saved."""
         self._stop.close()  # `_stopped` becomes readable
         self._thread.join(_CLOSE_S)
         self.transfers.close()
-        if self._tiers.tiers is not None:
-            self._tiers.tiers.close()
+        self._tiers.close()
 
     def _report_all(self) -> None:
         with contextlib.suppress(OSError, ValueError, PeerConnectionLost):  # this process ends, or rank 0 has
@@ -70,7 +68,7 @@ class FollowerKV:
                 raise
 
     def _report_until_stopped(self) -> None:
-        sources = [each for each in (self.transfers, self._tiers.tiers) if each is not None]
+        sources = (self.transfers, self._tiers.queue)
         while True:
             woken, _, _ = select.select([self._stopped, *(source.wakeup for source in sources)], [], [])
             if self._stopped in woken:
@@ -80,7 +78,7 @@ class FollowerKV:
                     source.clear_wakeup()  # before what has come is taken: none is missed
             with self._lock:
                 taken = TransferManager.notices(self.transfers)  # as they are: rank 0 merges them
-                report = KVReport(taken, self._tiers.reports())
+            report = KVReport(taken, self._tiers.reports())
             if report.transfers or report.tiers:
                 self._member.send(report)
 

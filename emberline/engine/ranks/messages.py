@@ -8,16 +8,18 @@
     Ready                      ─────────▶
                                ◀═════════    Launch, SampleStep, Prepare, End: in the plan channel, alike for all
     StepResult, RankFailed     ─────────▶
-                               ◀═════════    KVCommand: what to send, receive, save and fetch of its slice of each block
+                               ◀═════════    KVCommand: what to send and receive of its slice of each block
     KVReport                   ─────────▶
 
 Everything is plain data (msgpack): no rank runs code that another one sends.
 """
 
+from typing import Any
+
 import msgspec
 
 from emberline.engine.core.plan import StepPlan
-from emberline.kv.tiers.rank_commands import TierCommand, TierReport
+from emberline.kv.tiers.orders import TierOrder, TierReport, without_conversation
 from emberline.kv.transfer.notices import Notice
 from emberline.kv.transfer.rank_commands import TransferCommand
 from emberline.protocol.block_hash import KVGroup
@@ -106,6 +108,14 @@ class Launch(msgspec.Struct, tag="launch", array_like=True):
     plan: StepPlan
 
 
+ORDERS: dict[str, Any] = {"tiers": list[TierOrder]}  # types by feature
+
+
+def orders_of(plan: StepPlan) -> dict[str, list[Any]]:
+    """The orders of a plan that was decoded, in their own types."""
+    return {feature: msgspec.convert(orders, ORDERS[feature]) for feature, orders in plan.orders.items()}
+
+
 class SampleStep(msgspec.Struct, tag="sample", array_like=True):
     """Behind a plan whose rows wait for masks: what their grammars allow."""
 
@@ -117,14 +127,11 @@ class Prepare(msgspec.Struct, tag="prepare", array_like=True):
     """Prepare the next kind of step: compile its kernels, capture its CUDA graph."""
 
 
-RankCommand = TransferCommand | TierCommand
-
-
 class KVCommand(msgspec.Struct, tag="kv", array_like=True):
     """Something to do with blocks, once the steps up to `after` have completed: those wrote what is read."""
 
     after: int
-    command: RankCommand
+    command: TransferCommand
 
 
 class End(msgspec.Struct, tag="end", array_like=True):
@@ -136,4 +143,4 @@ StepMessage = Launch | SampleStep | Prepare | KVCommand | End
 to_leader = msgspec.msgpack.Decoder(ToLeader)
 to_follower = msgspec.msgpack.Decoder(ToFollower)
 step_messages = msgspec.msgpack.Decoder(StepMessage)
-encoder = msgspec.msgpack.Encoder()
+encoder = msgspec.msgpack.Encoder(enc_hook=without_conversation)

@@ -23,8 +23,8 @@ from emberline.engine.ranks.plan_channel import PlanWriter
 from emberline.engine.ranks.plan_ring import RingWriter, is_supported
 from emberline.engine.ranks.rank_group import Leader, Member, RankGroup
 from emberline.engine.ranks.rank_runner import FollowerLoop, LeaderRunner
-from emberline.kv.tiers.manager import FLUSH_S, TierManager
-from emberline.kv.tiers.rank_tiers import RankTiers
+from emberline.kv.tiers.group_tiers import GroupTiers
+from emberline.kv.tiers.manager import FLUSH_S
 from emberline.kv.transfer.rank_transfers import RankTransfers
 from emberline.models.shard import Shard, check_layout
 from emberline.protocol.errors import BadInput
@@ -78,18 +78,17 @@ def follower_loop(
     return FollowerLoop(member, runner, samples, reports, steps_in_flight, prepare, kv)
 
 
-def lead_kv(leader: Leader, transfers: RankTransfers, tiers: TierManager | None) -> None:
-    """Rank 0's transfers and tiers are those of the group from now on."""
+def lead_kv(leader: Leader, transfers: RankTransfers, tiers: GroupTiers | None) -> None:
+    """Rank 0's transfers are those of the group from now on, and its tiers hear of the others'."""
     transfers.form(leader.slices, leader.tell)
 
     def on_report(rank: int, report: KVReport) -> None:
         transfers.report(rank, report.transfers)
-        if isinstance(tiers, RankTiers):
+        if tiers is not None:
             tiers.report(report.tiers)
 
     leader.on_report = on_report
-    if isinstance(tiers, RankTiers):
-        tiers.form(leader.layout.n_ranks, leader.tell)
+    if tiers is not None:
         leader.end_s += FLUSH_S  # for followers to write what they have saved
 
 

@@ -10,6 +10,7 @@ import msgspec
 from emberline.engine.ranks.messages import End, StepMessage, encoder, step_messages
 from emberline.engine.ranks.plan_ring import RingReader, RingWriter
 from emberline.kv.transfer.connection import PeerConnection, PeerConnectionLost
+from emberline.protocol.frames import LENGTH
 
 
 class PlanWriter:
@@ -19,10 +20,11 @@ class PlanWriter:
         self._ring, self._remote = ring, remote
 
     def write(self, message: StepMessage) -> None:
+        encoded = encoder.encode(message)
         if self._ring is not None:
-            self._ring.write(encoder.encode(message))
+            self._ring.write(encoded)
         for connection in self._remote:
-            connection.send(message)
+            connection.send_bytes([memoryview(LENGTH.pack(len(encoded)) + encoded)])
 
     def n_unread(self) -> list[int]:
         """Messages that each follower on this machine has not done yet."""

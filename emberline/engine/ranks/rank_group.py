@@ -17,7 +17,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import NoReturn
 
-from emberline.engine.core.plan import DeviceLost
+from emberline.engine.core.plan import DeviceLost, StepPlan
 from emberline.engine.ranks import messages
 from emberline.engine.ranks.flags import STEP_TIMEOUT_S
 from emberline.engine.ranks.follower_processes import FollowerProcesses
@@ -26,8 +26,8 @@ from emberline.engine.ranks.messages import (
     End,
     KVCommand,
     KVReport,
+    Launch,
     Loaded,
-    RankCommand,
     RankFailed,
     Ready,
     StepMessage,
@@ -37,7 +37,7 @@ from emberline.engine.ranks.plan_channel import ConnectionReader, PlanReader, Pl
 from emberline.engine.ranks.plan_ring import RingClosed
 from emberline.kernels.collectives import ParallelGroups
 from emberline.kv.transfer.connection import PeerConnection, PeerConnectionLost
-from emberline.kv.transfer.rank_commands import dialed
+from emberline.kv.transfer.rank_commands import TransferCommand, dialed
 from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.errors import BadInput
 from emberline.protocol.parallel_layout import Layout, Position
@@ -145,6 +145,10 @@ class Leader:
         except (RingClosed, PeerConnectionLost) as error:
             raise DeviceLost(f"the followers do not take plans: {error}") from None
 
+    def publish_plan(self, plan: StepPlan) -> None:
+        """Send a plan to all followers."""
+        self.publish(Launch(plan))
+
     def step_began(self) -> None:
         self._steps.append(time.monotonic())
 
@@ -152,7 +156,7 @@ class Leader:
         self._steps.popleft()
         self._last_ended = number
 
-    def tell(self, command: RankCommand) -> None:
+    def tell(self, command: TransferCommand) -> None:
         """To all followers, what concerns blocks of steps that were absorbed here."""
         self.publish(KVCommand(self._last_ended, command))
 

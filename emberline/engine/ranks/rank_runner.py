@@ -14,6 +14,7 @@ from threading import Thread
 import numpy as np
 
 from emberline.engine.core.plan import DeviceLost, Handle, Masks, Runner, Sampled, StepPlan
+from emberline.engine.core.rank import Rank
 from emberline.engine.ranks.follower_kv import FollowerKV
 from emberline.engine.ranks.messages import (
     End,
@@ -24,6 +25,7 @@ from emberline.engine.ranks.messages import (
     SampleStep,
     StepMessage,
     StepResult,
+    orders_of,
 )
 from emberline.engine.ranks.plan_channel import PlanReader
 from emberline.engine.ranks.rank_group import Leader, Member
@@ -82,8 +84,8 @@ class LeaderRunner:
         self.pipelined, self.followers_sample = pipelined, followers_sample
 
     def launch(self, plan: StepPlan) -> RankStep:
+        """Launch rank 0's part of a plan that was published."""
         self.leader.step_began()
-        self.leader.publish(Launch(plan))
         return RankStep(self, plan, self._own.launch(plan))
 
     def idle_task(self, own: Callable[[], bool]) -> Callable[[], bool]:
@@ -138,6 +140,10 @@ class FollowerLoop:
     transfers: None = None
     _in_flight: deque[tuple[StepPlan, Handle]] = field(default_factory=deque)
     _reports: StepReports | None = field(init=False, default=None)
+    _rank: Rank = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._rank = Rank(self.runner, {} if self.kv is None else self.kv.executors)
 
     def run(self, plans: PlanReader | None = None) -> None:
         plans = plans or self.member.start()
@@ -147,7 +153,7 @@ class FollowerLoop:
                 if isinstance(message, Prepare) and self.prepare is not None:
                     self.prepare()
                 elif isinstance(message, Launch):
-                    self._launch(message.plan, plans)
+                    self._run(message.plan, plans)
                 elif isinstance(message, KVCommand):
                     self._command(message)
             while self._in_flight:
@@ -160,8 +166,13 @@ class FollowerLoop:
             self.member.send(failure(error))
             raise
 
-    def _launch(self, plan: StepPlan, plans: PlanReader) -> None:
-        handle = self.runner.launch(plan)
+    def _run(self, plan: StepPlan, plans: PlanReader) -> None:
+        if plan.orders:
+            self._settle(plan.after)
+            plan.orders = orders_of(plan)
+        handle = self._rank.run(plan)
+        if handle is None:
+            return
         if self.samples:
             handle.sample(self._masks(plans) if plan.masked else None)
         if self._reports is not None:
@@ -171,10 +182,13 @@ class FollowerLoop:
         while len(self._in_flight) >= self.steps_in_flight:
             self._absorb_oldest()
 
-    def _command(self, message: KVCommand) -> None:
-        """Steps up to that one have completed: rank 0 has absorbed what this rank has reported of them."""
-        while self._in_flight and self._in_flight[0][0].number <= message.after:
+    def _settle(self, number: int) -> None:
+        """Wait for the steps up to a number, which rank 0 has absorbed."""
+        while self._in_flight and self._in_flight[0][0].number <= number:
             self._absorb_oldest()
+
+    def _command(self, message: KVCommand) -> None:
+        self._settle(message.after)
         if self.kv is not None:
             self.kv.execute(message.command)
 

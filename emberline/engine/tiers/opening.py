@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from emberline.engine.cache_control import StoredCache
+from emberline.engine.cache_control import StoredCache, StoredTiers
 from emberline.engine.memory import default_host_tier_bytes, free_host_bytes, n_gpus_of_machine
 from emberline.kv.tiers.disk.block_cipher import CipherUnavailable, derived_key
 from emberline.kv.tiers.disk.disk_folder import model_folder
@@ -14,7 +14,6 @@ from emberline.kv.tiers.host import HostTier, Segment, padded
 from emberline.kv.tiers.manager import TierManager
 from emberline.kv.tiers.mover import BlockMover
 from emberline.kv.tiers.pool.pool_tier import open_pool
-from emberline.kv.tiers.rank_tiers import RankTiers
 from emberline.kv.tiers.tier import Tier
 from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.errors import BadInput
@@ -47,7 +46,7 @@ def open_tiers(
     layouts: Sequence[KVGroup],
     mover: BlockMover,
     allocate: Callable[[int], Segment] | None = None,
-    n_ranks: int = 1,
+    ranks: Sequence[Sequence[KVGroup]] = (),
     default_bytes: int | None = None,
     stage_bytes: int = STAGE_BYTES,
     free_bytes: Callable[[], int] = free_host_bytes,
@@ -55,12 +54,14 @@ def open_tiers(
     """Open the tiers that the flags ask for, and a GPU's host tier. Returns None if there are none. Raises BadInput if
     a tier cannot be opened.
 
-    Each of several ranks has an even part of what the worker was given, for its own slices of each block.
     allocate: pinned memory for a GPU.
+    ranks: slices that each of several ranks has of a block. Each rank has a part of what the worker was given, in which
+    there is room for as many blocks as on the others: what one evicts, all do.
     default_bytes: size of the host tier that no flag gives; None: `default_host_tier_bytes`.
     stage_bytes: host memory for blocks on their way to other tiers, where there is no host tier.
     free_bytes: tells how much host memory is free.
     """
+    n_ranks = max(1, len(ranks))
     tiers: list[Tier] = []
     if args.kv_disk_bytes:
         tiers.append(_open_disk(args, fingerprint, layouts, n_ranks))
@@ -69,6 +70,9 @@ def open_tiers(
     sizes = [layout.block_bytes for layout in layouts]
     least = MIN_STAGED_BLOCKS * sum(map(padded, set(sizes)))
     host_bytes = (args.kv_host_bytes or 0) // n_ranks
+    if ranks and host_bytes:
+        padded_bytes = [sum(padded(group.block_bytes) for group in slices) for slices in ranks]
+        host_bytes = host_bytes * sum(map(padded, sizes)) // max(padded_bytes)
     if args.kv_host_bytes is None and allocate is not None and n_ranks == 1:
         if default_bytes is None:
             default_bytes = default_host_tier_bytes(free_bytes(), n_gpus_of_machine())
@@ -84,8 +88,7 @@ def open_tiers(
             param="kv_host_bytes",
         )
     host = HostTier(host_bytes or max(stage_bytes, least), sizes, keep=bool(host_bytes), allocate=allocate)
-    manager = RankTiers if n_ranks > 1 and args.rank == 0 else TierManager
-    return manager(layouts, mover, host, tiers, PINNED_RATE if allocate is not None else HOST_RATE)
+    return TierManager(layouts, mover, host, tiers, PINNED_RATE if allocate is not None else HOST_RATE)
 
 
 class SpareMemory:
@@ -120,7 +123,7 @@ def _open_disk(args: argparse.Namespace, fingerprint: str, layouts: Sequence[KVG
 
 
 def stored_cache(
-    args: argparse.Namespace, fingerprint: str, layouts: Sequence[KVGroup], tiers: TierManager | None
+    args: argparse.Namespace, fingerprint: str, layouts: Sequence[KVGroup], tiers: StoredTiers | None
 ) -> StoredCache:
     """The same tiers as operators purge, export and import them."""
     key = tagging_key() if tiers is not None and os.environ.get(KEY_VARIABLE) else None

@@ -3,6 +3,7 @@
 from collections import deque
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 from itertools import takewhile
 from math import inf
 
@@ -66,7 +67,7 @@ class Tiering(Feature):
         super().attach(core)
         self.saver = BlockSaver(core.cache, self._port)
         self.fetches = TierFetches(core.cache, self._port, self._budget)
-        self._port.follow(core.cache.retention)
+        self._port.start(core.cache.retention, partial(core.order, "tiers"))
 
     # --- a sequence --------------------------------------------------------------------------------------------------
 

@@ -38,6 +38,7 @@ from emberline.kernels.cpu.build import private_cache_dir
 from emberline.kernels.gpu.compile_server import CompileServer, hash_compiler, load_driver, start_server
 from emberline.kv.cache import KVCache
 from emberline.kv.groups import split_bytes
+from emberline.kv.tiers.group_tiers import GroupTiers
 from emberline.kv.tiers.mover import HostMover
 from emberline.kv.transfer.host_transfers import host_transfers
 from emberline.protocol.errors import BadInput
@@ -372,14 +373,16 @@ def _step_loop(
         prefill = BatchTimeLimit()
         cpu_share = cpu_shares.open_share(args.cpu_share, args.threads, _thread_setter(model.backend))
         runner = TorchRunner(model, n_blocks, limits, device, prefill, args.role != "both", cpu_share, head)
-        transfers, tiers = None, None
+        transfers, own_tiers = None, None
+        slices = () if group is None else group.slices
         if runner.memory is not None:
             mooncake = process.mooncake_engine(runner.memory, args)
             transfers = host_transfers(fingerprint, kv_groups, runner.memory, mooncake)
-            tiers = open_tiers(args, fingerprint, kv_groups, HostMover(runner.memory), n_ranks=n_ranks)
+            own_tiers = open_tiers(args, fingerprint, kv_groups, HostMover(runner.memory), ranks=slices)
         if isinstance(group, Member):
-            kv = None if transfers is None else FollowerKV(group, transfers, tiers, kv_groups)
+            kv = None if transfers is None else FollowerKV(group, transfers, own_tiers, kv_groups)
             return follower_loop(group, runner, kv), cache, limits, None
+        tiers = None if own_tiers is None else GroupTiers(own_tiers, n_ranks)
         if group is not None and transfers is not None:
             lead_kv(group, transfers, tiers)
         compiler = MatcherCompiler(limits.vocab_size)
@@ -390,8 +393,8 @@ def _step_loop(
             cache, limits, fingerprint, compiler, prefill, transfers, speculation, tiers, n_steps
         )
         stored = stored_cache(args, fingerprint, kv_groups, tiers)
-        launching = runner if group is None else leader_runner(group, runner)
-        loop = StepLoop(scheduler, launching, n_steps, transfers=transfers, tiers=tiers, stored=stored)
+        launching, publish = (runner, None) if group is None else (leader_runner(group, runner), group.publish_plan)
+        loop = StepLoop(scheduler, launching, n_steps, None, transfers, tiers, stored, publish)
         return loop, cache, limits, None
     from emberline.engine.runners.gpu.draft_model_chain import pool_blocks
     from emberline.engine.runners.gpu.engine import GpuEngine
@@ -414,11 +417,13 @@ def _step_loop(
     preparation = StepPreparation(model, gpu_runner, limits, compile_server, timed)
     transfers = device_transfers(fingerprint, kv_groups, gpu_runner.pools, spans)
     mover = CudaMover(gpu_runner.pools, kv_groups)
-    tiers = open_tiers(args, fingerprint, kv_groups, mover, PinnedAllocator(device), n_ranks)
+    slices = () if group is None else group.slices
+    own_tiers = open_tiers(args, fingerprint, kv_groups, mover, PinnedAllocator(device), slices)
     if isinstance(group, Member):
-        kv = FollowerKV(group, transfers, tiers, kv_groups)
+        kv = FollowerKV(group, transfers, own_tiers, kv_groups)
         following = follower_loop(group, gpu_runner, kv, engine.steps_in_flight, preparation.next)
         return following, cache, limits, preparation
+    tiers = None if own_tiers is None else GroupTiers(own_tiers, n_ranks)
     if group is not None:
         lead_kv(group, transfers, tiers)
     compiler, n_stages = MatcherCompiler(limits.vocab_size), model.shard.layout.pp
@@ -429,7 +434,8 @@ def _step_loop(
     if group is not None:
         leading = leader_runner(group, gpu_runner, samples_everywhere=True)
         idle_task = leading.idle_task(preparation.next)
-        loop = StepLoop(scheduler, leading, engine.steps_in_flight, idle_task, transfers, tiers, stored)
+        n_steps, publish = engine.steps_in_flight, group.publish_plan
+        loop = StepLoop(scheduler, leading, n_steps, idle_task, transfers, tiers, stored, publish)
         return loop, cache, limits, preparation
     loop = StepLoop(scheduler, gpu_runner, engine.steps_in_flight, preparation.next, transfers, tiers, stored)
     return loop, cache, limits, preparation

@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -55,6 +56,7 @@ class SlotClass:
         self.slots: list[Slot] = []  # by number
         self.free: list[Slot] = []
         self.in_use: set[int] = set()  # numbers of slots that hold a block of the tier and are referenced
+        self.n_promised = 0  # slots that blocks on their way here will take
 
     def add(self, slots: Sequence[Slot]) -> None:
         """To the order: in that of their chain, by what they belong to."""
@@ -105,6 +107,7 @@ class HostTier:
         self._allocated_all = threading.Event()  # not set: a thread allocates more
         self._allocated_all.set()
         self.changes: TierChanges | None = None
+        self.evicted: deque[BlockId] | None = None  # what was evicted, if somebody wants to know
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
@@ -188,15 +191,34 @@ class HostTier:
         while len(known.free) < n and self._segments:
             self._divide(n_bytes)
         taken = [known.free.pop() for _ in range(min(n, len(known.free)))]
-        for slot in known.evict(n - len(taken)):
-            assert slot.id is not None
-            del self._blocks[slot.id.tag][slot.id.key]
-            self._forget(slot)
-            self._stats.evicted += 1
-            taken.append(slot)
+        taken += self._evict(known, n - len(taken))
         for slot in taken:
             slot.n_refs = 1
         return taken
+
+    def _evict(self, known: SlotClass, n: int) -> list[Slot]:
+        slots = known.evict(n)
+        for slot in slots:
+            assert slot.id is not None
+            if self.evicted is not None:
+                self.evicted.append(slot.id)
+            del self._blocks[slot.id.tag][slot.id.key]
+            self._forget(slot)
+            self._stats.evicted += 1
+        return slots
+
+    def promise(self, n_bytes: int, n: int) -> None:
+        """Evict blocks, so that there are slots for n more blocks of n_bytes, until `end_promise`."""
+        with self._changed:
+            known = self._classes[n_bytes]
+            known.n_promised += n
+            n_free = self._n_free(n_bytes) + max(0, self.capacity_bytes - self._allocated) // padded(n_bytes)
+            known.free += self._evict(known, max(0, known.n_promised - n_free))
+
+    def end_promise(self, n_bytes: int, n: int) -> None:
+        """The blocks that were expected are here, or will not come."""
+        with self._changed:
+            self._classes[n_bytes].n_promised -= n
 
     def _forget(self, slot: Slot) -> None:
         if self.changes is not None and slot.id is not None:

@@ -12,7 +12,7 @@ import errno
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, islice, repeat
@@ -22,11 +22,25 @@ from typing import cast
 
 from emberline.kv.groups import counted_group
 from emberline.kv.notice_queue import NoticeQueue
-from emberline.kv.retention import Conversation, Retention
+from emberline.kv.retention import Retention
 from emberline.kv.tiers.fetch_policy import TierQueue
 from emberline.kv.tiers.host import HostTier, Slot
-from emberline.kv.tiers.messages import BlocksCopied, BlocksFetched, Item, LookedUp, Notice, SavedBlock, WantedBlock
+from emberline.kv.tiers.messages import BlocksFetched, Item, LookedUp, SavedBlock, WantedBlock
 from emberline.kv.tiers.mover import BlockCopy, BlockMover, Ticket
+from emberline.kv.tiers.orders import (
+    CancelFetch,
+    FetchCancelled,
+    Purge,
+    Purged,
+    Remove,
+    Retire,
+    Save,
+    Saved,
+    TierOrder,
+    TierReport,
+    Use,
+)
+from emberline.kv.tiers.orders import Fetch as FetchOrder
 from emberline.kv.tiers.rates import ReadRate
 from emberline.kv.tiers.tier import BlockId, Retained, Tier, layout_tag
 from emberline.kv.tiers.tier_events import TierChanges
@@ -43,27 +57,6 @@ FLUSH_S = 10.0  # for blocks on their way to be written when the engine ends
 _log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, frozen=True)
-class _Touched:
-    keys: Sequence[bytes]
-    conversation: Conversation | None
-
-
-@dataclass(slots=True, frozen=True)
-class _Retired:
-    owner: bytes
-    session: bytes
-    first: int
-
-
-@dataclass(slots=True, frozen=True)
-class _Removed:
-    keys: Sequence[bytes]
-
-
-_Command = _Touched | _Retired | _Removed
-
-
 @dataclass(slots=True, eq=False)
 class Fetch:
     """Blocks on their way to the device pool."""
@@ -74,22 +67,21 @@ class Fetch:
 
 
 class TierManager:
-    """A `messages.TierPort`. `host` is the first tier, or only stages for the others."""
+    """The tiers of one rank: does what it is ordered. `host` is the first tier, or only stages for the others."""
 
-    n_ranks = 1  # whose slices these tiers and others like them keep
+    n_ranks = 1
 
     def __init__(
         self, layouts: Sequence[KVGroup], mover: BlockMover, host: HostTier, tiers: Sequence[Tier], host_rate: float
     ) -> None:
         self._host, self._mover = host, mover
-        self._sizes = [layout.block_bytes for layout in layouts]
+        self.sizes = [layout.block_bytes for layout in layouts]
         self._tags = [layout_tag(layout) for layout in layouts]
         self._tiers: dict[str, Tier] = {tier.name: tier for tier in tiers}
         self._all: list[Tier] = [host, *tiers] if host.keeps else list(tiers)
         self.names = tuple(tier.name for tier in self._all)
         self.remote = any(tier.remote for tier in tiers)
-        self._notices: NoticeQueue[Notice] = NoticeQueue()
-        self.wakeup, self.clear_wakeup = self._notices.wakeup, self._notices.clear_wakeup
+        self.queue: NoticeQueue[TierReport | LookedUp] = NoticeQueue()
         told = layout_tag(counted_group(layouts))
         self.changes: list[TierChanges] = []
         for tier in self._all:
@@ -97,11 +89,11 @@ class TierManager:
             self.changes.append(tier.changes)
         self._lock = threading.Lock()  # guards fetches, and what is loaded for them
         self._fetches: dict[int, Fetch] = {}
-        self._saving_bytes = 0  # changed by the step loop's thread only
         self._n_unsaved = 0  # blocks for which host memory had no room
-        self._max_saving = min(SAVING_BYTES, host.capacity_bytes // 4)
+        self.max_saving = min(SAVING_BYTES, host.capacity_bytes // 4)
         self._load_rate = ReadRate(host_rate)
-        self._saves: SimpleQueue[Sequence[SavedBlock] | _Command | threading.Event | None] = SimpleQueue()
+        self._saves: SimpleQueue[Save | Use | Retire | Remove | threading.Event | None] = SimpleQueue()
+        self._promised: dict[int, list[tuple[int, int]]] = {}  # by save: block sizes, and slots of the host tier
         self._loads: SimpleQueue[tuple[Fetch, list[tuple[WantedBlock, Slot]]] | None] = SimpleQueue()
         self._wanted: SimpleQueue[tuple[Fetch, Iterable[WantedBlock]] | None] = SimpleQueue()
         self._workers = {name: TierWorker(tier, host) for name, tier in self._tiers.items()}
@@ -118,40 +110,46 @@ class TierManager:
 
     # --- the step loop's side ---------------------------------------------------------------------------------------
 
-    @property
-    def has_notices(self) -> bool:
-        return bool(self._notices)
+    def execute(self, orders: Sequence[TierOrder]) -> None:
+        """Begin what is ordered, in this order; threads do it, and `reports` tells what has become of it."""
+        for order in orders:
+            if isinstance(order, FetchOrder):
+                self.fetch(order.number, order.blocks)
+            elif isinstance(order, CancelFetch):
+                self.cancel(order.number)
+            elif isinstance(order, Purge):
+                threading.Thread(target=self._execute_purge, args=(order,), name="kv-purge", daemon=True).start()
+            else:
+                self._saves.put(order)
 
-    def notices(self) -> list[Notice]:
-        taken = self._notices.take()
-        for notice in taken:
-            if isinstance(notice, BlocksCopied):
-                self._saving_bytes -= sum(self._sizes[block.group] for block in notice.blocks)
-        return taken
+    def reports(self) -> list[TierReport | LookedUp]:
+        """Take what has happened since the last call."""
+        return self.queue.take()
 
-    def room(self) -> int:
-        return self._max_saving - self._saving_bytes
+    def record_evictions(self) -> None:
+        """Remember from now on what the host tier evicts, for `make_room`."""
+        self._host.evicted = deque()
 
-    def save(self, blocks: Sequence[SavedBlock]) -> None:
-        self._saving_bytes += sum(self._sizes[block.group] for block in blocks)
-        self._saves.put(blocks)
+    def make_room(self, number: int, blocks: Sequence[SavedBlock]) -> list[tuple[int, bytes]]:
+        """Evict blocks of the host tier now, so that a save finds room there. Returns the group and key of all that it
+        has evicted since the last call."""
+        evicted = self._host.evicted
+        assert evicted is not None
+        if self._host.keeps:
+            held = self._host.holds([block.id for block in blocks])
+            for size, n in Counter(self.sizes[block.group] for block, has in zip(blocks, held) if not has).items():
+                self._host.promise(size, n)
+                self._promised.setdefault(number, []).append((size, n))
+        taken = [evicted.popleft() for _ in range(len(evicted))]
+        return [(self._tags.index(block_id.tag), block_id.key) for block_id in taken if block_id.tag in self._tags]
 
     def follow(self, retention: Retention) -> None:
         for tier in self._all:
             if isinstance(tier, Retained):
                 tier.follow(retention)
 
-    def used(self, keys: Sequence[bytes], conversation: Conversation | None) -> None:
-        self._saves.put(_Touched(keys, conversation))
-
-    def retire(self, owner: bytes, session: bytes, first: int) -> None:
-        self._saves.put(_Retired(owner, session, first))
-
-    def remove(self, keys: Sequence[bytes]) -> None:
-        self._saves.put(_Removed(keys))
-
     def find(self, tag: bytes, keys: Sequence[bytes]) -> list[str | None]:
-        if self._host.capacity_bytes < max(self._sizes):  # none could be allocated: nothing passes
+        if self._host.capacity_bytes < max(self.sizes):  # none could be allocated: nothing passes
             return [None] * len(keys)
         ids = cast("list[BlockId]", list(zip(keys, repeat(tag))))  # which are equal, and sooner made
         first, *others = self._all
@@ -171,7 +169,7 @@ class TierManager:
                 left[0] -= 1
                 last = not left[0]
             if last:
-                self._notices.put(LookedUp(number))
+                self.queue.put(LookedUp(number))
 
         for worker in workers:
             worker.look_up(ids, done)
@@ -202,12 +200,16 @@ class TierManager:
                     )
 
     def cancel(self, number: int) -> Sequence[Item]:
+        """End a fetch, complete or not. Returns the blocks that are being written at this moment: `FetchCancelled` is
+        reported once none is. Others are not written."""
         with self._lock:
             fetch = self._fetches.pop(number, None)
-            if fetch is None:
-                return ()
-            fetch.cancelled = True
-            return tuple(fetch.writing)
+            writing = () if fetch is None else tuple(fetch.writing)
+            if fetch is not None:
+                fetch.cancelled = True
+        if not writing:
+            self.queue.put(FetchCancelled(number))
+        return writing
 
     def queues(self) -> tuple[dict[str, TierQueue], TierQueue]:
         load = self._load_rate.queue()
@@ -215,7 +217,7 @@ class TierManager:
 
     def _tier_changed(self) -> None:
         self._stats_stale = True
-        self._notices.wake()
+        self.queue.wake()
 
     @property
     def report_s(self) -> float:
@@ -273,6 +275,12 @@ class TierManager:
         """Wait until host memory is allocated, and pinned for a GPU. Returns False if it takes longer."""
         return self._host.wait_allocated(limit_s)
 
+    def _execute_purge(self, order: Purge) -> None:
+        try:
+            self.queue.put(Purged(order.number, self.purge(order.owner, order.session)))
+        except OSError as error:
+            self.queue.put(Purged(order.number, error=error.strerror or str(error)))
+
     @property
     def all_tiers(self) -> Sequence[Tier]:
         """Fastest first."""
@@ -288,15 +296,15 @@ class TierManager:
         for worker in self._workers.values():
             worker.stop(until_s)
         self._host.close()
-        self._notices.close()
+        self.queue.close()
 
     def _size(self, blocks: Sequence[WantedBlock]) -> int:
-        return self._sizes[blocks[0].item[0]]
+        return self.sizes[blocks[0].item[0]]
 
     def _batches(self, blocks: Iterable[WantedBlock]) -> Iterator[list[WantedBlock]]:
         """Of blocks of one size."""
         for group, run in groupby(blocks, key=lambda block: block.item[0]):
-            n = max(1, BATCH_BYTES // self._sizes[group])
+            n = max(1, BATCH_BYTES // self.sizes[group])
             while batch := list(islice(run, n)):
                 yield batch
 
@@ -325,7 +333,7 @@ class TierManager:
                 ids = [block.id for block in again]
                 self._workers[tier.name].read(ids, self._size(again), _Cancelled(fetch), self._read(fetch, again))
         if left:
-            self._notices.put(BlocksFetched(fetch.number, (), [block.item for block in left]))
+            self.queue.put(BlocksFetched(fetch.number, (), [block.item for block in left]))
 
     def _read(self, fetch: Fetch, batch: list[WantedBlock]) -> Callable[[int, Sequence[Slot], Sequence[bool]], None]:
         """What to do with a part of a batch that was read from another tier: the first index, its slots, and which
@@ -396,8 +404,13 @@ class TierManager:
         self._host.drop([slot for _, slot in found])
         with self._lock:
             fetch.writing.difference_update(items)
+            cancelled, writing = fetch.cancelled, bool(fetch.writing)
+        if cancelled:
+            if not writing:
+                self.queue.put(FetchCancelled(fetch.number))
+            return
         fetched, missing = (items, []) if ticket else ([], items)
-        self._notices.put(BlocksFetched(fetch.number, fetched, missing, found[0][0].tier))
+        self.queue.put(BlocksFetched(fetch.number, fetched, missing, found[0][0].tier))
 
     # --- saving -----------------------------------------------------------------------------------------------------
 
@@ -406,25 +419,29 @@ class TierManager:
             if isinstance(entry, threading.Event):
                 entry.set()
                 continue
-            if isinstance(entry, _Retired):
+            if isinstance(entry, Retire):
                 for tier in self._all:
                     tier.retire(entry.owner, entry.session, entry.first)
                 continue
-            if isinstance(entry, _Touched | _Removed):
+            if isinstance(entry, Use | Remove):
                 ids = [BlockId(key, tag) for tag in self._tags for key in entry.keys]
                 for tier in self._all:
                     with contextlib.suppress(Exception):
-                        if isinstance(entry, _Touched):
+                        if isinstance(entry, Use):
                             tier.touch(ids, entry.conversation)
                         else:
                             tier.remove(ids)
                 continue
             copied: list[tuple[SavedBlock, Slot]] = []
             try:
-                copied = self._copy_out(entry)
+                if self._host.evicted is None:  # this rank does not decide what is evicted
+                    self._host.remove([BlockId(key, self._tags[group]) for group, key in entry.evicted])
+                copied = self._copy_out(entry.blocks)
             except Exception:
                 _log.exception("blocks could not be saved")
-            self._notices.put(BlocksCopied(entry))
+            for size, n in self._promised.pop(entry.number, ()):
+                self._host.end_promise(size, n)
+            self.queue.put(Saved(entry.number))
             self._distribute(copied)
 
     def _copy_out(self, blocks: Sequence[SavedBlock]) -> list[tuple[SavedBlock, Slot]]:
@@ -432,12 +449,12 @@ class TierManager:
         ids = [block.id for block in blocks]
         lacked = [not all(held) for held in zip(*(tier.holds(ids) for tier in self._all))]
         copied: list[tuple[SavedBlock, Slot]] = []
-        for group in range(len(self._sizes)):
+        for group in range(len(self.sizes)):
             wanted = [block for block, lacks in zip(blocks, lacked) if lacks and block.group == group]
-            n = max(1, BATCH_BYTES // self._sizes[group])
+            n = max(1, BATCH_BYTES // self.sizes[group])
             for start in range(0, len(wanted), n):
                 part = wanted[start : start + n]
-                slots = self._host.take(self._sizes[group], len(part), wait_s=0.05)
+                slots = self._host.take(self.sizes[group], len(part), wait_s=0.05)
                 self._n_unsaved += len(part) - len(slots)
                 if not slots:
                     continue  # all are in use: what is not saved now is lost when the device evicts it

@@ -1,11 +1,14 @@
-"""The interface between the step loop and the threads of the tiers: commands in, notices out. No call blocks.
+"""The interface between the step loop and the tiers: commands in, notices out. No call blocks.
 
-The step loop owns the blocks of the device pool (engine/tiers). Threads own the tiers and host memory (`manager.py`).
+The step loop owns the blocks of the device pool (engine/tiers). Threads own the tiers and host memory (`manager.py`),
+on every rank; the orders that they get are in `orders.py`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
 
 from emberline.kv.retention import Conversation, Retention
 from emberline.kv.tiers.fetch_policy import TierQueue
@@ -41,8 +44,7 @@ class BlocksCopied:
     blocks: Sequence[SavedBlock]
 
 
-@dataclass(slots=True, frozen=True)
-class BlocksFetched:
+class BlocksFetched(msgspec.Struct, frozen=True, tag=True):
     """Blocks of a fetch are in the device pool, or will not be: a tier does not have them after all.
 
     Of a cancelled fetch: the blocks that were being written are not written any more.
@@ -86,14 +88,14 @@ class TierPort(Protocol):
 
     def fetch(self, number: int, blocks: Iterable[WantedBlock]) -> None:
         """Begin a fetch, or add blocks to it. Answered by `BlocksFetched` until each block is named, unless it is
-        cancelled. The blocks are iterated over by another thread."""
+        cancelled."""
 
     def cancel(self, number: int) -> Sequence[Item]:
-        """End a fetch, complete or not: the blocks that are being written at this moment, which `BlocksFetched` will
-        name. Others are not written. Fetches have numbers of their own, which are not used again."""
+        """End a fetch, complete or not: the blocks that may still be written, which `BlocksFetched` will name. Others
+        are not written. Fetches have numbers of their own, which are not used again."""
 
-    def follow(self, retention: Retention) -> None:
-        """What tiers keep follows this retention from now on."""
+    def start(self, retention: Retention, order: Callable[[Any], None]) -> None:
+        """Follow a retention in what tiers keep, and give orders to all ranks by this function. Called once, first."""
 
     def used(self, keys: Sequence[bytes], conversation: Conversation | None) -> None:
         """Blocks with these content keys were found in the device pool, for a turn of this conversation: tiers keep

@@ -13,17 +13,18 @@ import numpy as np
 
 from emberline.engine.core.limits import Limits
 from emberline.engine.core.step_loop import StepLoop
+from emberline.engine.ranks import messages
 from emberline.engine.ranks.follower_kv import FollowerKV, KVListener
 from emberline.engine.ranks.messages import KVCommand, KVReport
 from emberline.engine.ranks.opening import lead_kv
 from emberline.engine.worker.build import build_scheduler
 from emberline.kv.cache import KVCache
 from emberline.kv.host_memory import HostMemory
+from emberline.kv.tiers.group_tiers import GroupTiers
 from emberline.kv.tiers.host import HostTier, padded
 from emberline.kv.tiers.manager import TierManager
 from emberline.kv.tiers.messages import BlocksCopied, BlocksFetched
 from emberline.kv.tiers.mover import HostMover
-from emberline.kv.tiers.rank_tiers import RankTiers
 from emberline.kv.transfer.host_transfers import host_transfers
 from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.frames import EngineInfo
@@ -186,6 +187,11 @@ class Leader:
         for inbox in self.inboxes:
             inbox.append(msgspec.msgpack.decode(encoded, type=KVCommand).command)
 
+    def publish_plan(self, plan):
+        encoded = messages.encoder.encode(messages.Launch(plan))
+        for inbox in self.inboxes:
+            inbox.append((plan, messages.step_messages.decode(encoded).plan))
+
 
 class OrderBook:
     """Rank 0's tiers as the scheduler has them, and a check that each of its orders ends, and ends once."""
@@ -242,7 +248,7 @@ class OrderBook:
             return
         known = self.fetches.get(notice.number, {})
         for item in items:
-            assert item in known or not self._engine.grouped, "named twice, or after the end"
+            assert item in known, "named twice, or after the end"
         blocks = [known.pop(item) for item in items if item in known]
         for block in blocks[: len(notice.fetched)]:
             group = block.item[0]
@@ -271,8 +277,6 @@ class RankRunner:
         self.meanwhile = lambda: None
 
     def launch(self, plan):
-        for inbox in self._engine.inboxes:
-            inbox.append(plan)
         return LateHandle(lambda: self.meanwhile() or self._compute(plan))
 
     def _compute(self, plan):
@@ -289,7 +293,7 @@ class RankEngine:
     """A step loop over n ranks. `host_blocks` of them fit into each rank's host tier; 0: it has no tiers."""
 
     def __init__(self, n_ranks, n_blocks, host_blocks, closing, steps_in_flight=1, layouts=(WHOLE,)):
-        self.n_ranks, self.grouped = n_ranks, n_ranks > 1
+        self.n_ranks = n_ranks
         self.layouts = layouts
         self.slices = tuple(
             tuple(group for (group,) in rank) for rank in zip(*(divided(each, **LAYOUTS[n_ranks]) for each in layouts))
@@ -305,9 +309,10 @@ class RankEngine:
             FollowerKV(member, transfers[member.rank], self.managers[member.rank], self.slices[member.rank])
             for member in self.members
         ]
+        self.tiers = GroupTiers(self.managers[0], n_ranks) if host_blocks else None
         if n_ranks > 1:
-            lead_kv(self.leader, self.transfers, self.managers[0])
-        self.book = OrderBook(self.managers[0], self) if host_blocks else None
+            lead_kv(self.leader, self.transfers, self.tiers)
+        self.book = OrderBook(self.tiers, self) if host_blocks else None
         self.alive = set(range(n_ranks))
         for rank in range(n_ranks):
             closing.callback(self.kill, rank)
@@ -317,14 +322,14 @@ class RankEngine:
         self.limits = Limits(min(400, self.cache.capacity), VOCAB, (EOS,), 4, 32)
         self.runner = RankRunner(self, self.cache)
         scheduler = build_scheduler(self.cache, self.limits, "fake", tiers=self.book, transfers=self.transfers)
-        self.loop = StepLoop(scheduler, self.runner, steps_in_flight)
+        publish = self.leader.publish_plan if n_ranks > 1 else None
+        self.loop = StepLoop(scheduler, self.runner, steps_in_flight, tiers=self.tiers, publish=publish)
 
     def _open_tiers(self, rank, host_blocks):
         sizes = [group.block_bytes for group in self.slices[rank]]
         host = HostTier(host_blocks * sum(map(padded, sizes)), sizes, segment_bytes=padded(max(sizes)))
         mover = GatedMover(self.memories[rank])
-        kind = RankTiers if self.grouped and rank == 0 else TierManager
-        return kind(self.slices[rank], mover, host, [], 1e9)
+        return TierManager(self.slices[rank], mover, host, [], 1e9)
 
     def is_held(self, place):
         """True if something references the block, so that it is not taken for anything else."""
@@ -337,16 +342,20 @@ class RankEngine:
         return first if all(other == first for other in others) else None
 
     def hear(self, rank, most=1 << 30, until=None):
-        """A follower does what rank 0 has told it: `most` commands, or those before a plan."""
-        inbox = self.inboxes[rank - 1]
+        """A follower does what rank 0 has told it: `most` commands, or those up to a plan. Rows are computed when rank
+        0 asks for their result."""
+        inbox, follower = self.inboxes[rank - 1], self.followers[rank - 1]
         while inbox and most > 0:
             message = inbox.popleft()
             most -= 1
-            if message is until:
+            if not isinstance(message, tuple):
+                follower.execute(message)
+                continue
+            plan, sent = message
+            for feature, orders in messages.orders_of(sent).items():
+                follower.executors[feature].execute(orders)
+            if plan is until:
                 return
-            if hasattr(message, "rows"):
-                continue  # a step: it is computed when rank 0 asks for its result
-            self.followers[rank - 1].execute(message)
 
     def deliver(self, rank, most=1 << 30):
         """Reports of a follower reach rank 0."""

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from emberline.engine.core.plan import Admission, DeviceLost, Masks, Row, Sampled, StepPlan
+from emberline.engine.core.rank import Rank
 from emberline.engine.ranks.messages import RankFailed, StepResult, to_leader
 from emberline.engine.ranks.plan_channel import ConnectionReader, PlanWriter
 from emberline.engine.ranks.rank_group import Leader, Member
@@ -71,6 +72,10 @@ def plan(number: int, *, masked: bool = False) -> StepPlan:
     return StepPlan([Admission(0, request, 2**63 + 1, b"", [[]])], rows, n_tokens=3, number=number, masked=masked)
 
 
+def leading(runner: LeaderRunner) -> Rank:
+    return Rank(runner, publish=runner.leader.publish_plan)
+
+
 class Pair:
     """A leader and one follower in a thread, connected by a socket."""
 
@@ -96,9 +101,9 @@ def test_every_rank_gets_the_same_plans() -> None:
     follower = FakeRunner()
     pair = Pair(Layout(tp=2), follower, samples=False)
     own = FakeRunner()
-    runner = LeaderRunner(pair.leader, own)
+    runner = leading(LeaderRunner(pair.leader, own))
     for number in range(3):
-        step = runner.launch(plan(number))
+        step = runner.run(plan(number))
         step.sample()
         assert [each.token_id for each in step.result()] == [7, 9]
     pair.end()
@@ -109,10 +114,10 @@ def test_every_rank_gets_the_same_plans() -> None:
 def test_masks_reach_followers_that_sample() -> None:
     follower = FakeRunner()
     pair = Pair(Layout(tp=2), follower, samples=True)
-    runner = LeaderRunner(pair.leader, FakeRunner(), followers_sample=True)
+    runner = leading(LeaderRunner(pair.leader, FakeRunner(), followers_sample=True))
     bits = np.arange(6, dtype=np.uint32).reshape(2, 3)
     for masked, masks in ((True, Masks([0, 1], bits)), (False, None), (True, None)):
-        step = runner.launch(plan(1, masked=masked))
+        step = runner.run(plan(1, masked=masked))
         step.sample(masks)
         step.result()
     pair.end()
@@ -125,8 +130,8 @@ def test_masks_reach_followers_that_sample() -> None:
 
 def test_the_last_stage_tells_what_it_sampled() -> None:
     pair = Pair(Layout(pp=2), FakeRunner(), samples=True)
-    runner = LeaderRunner(pair.leader, FakeRunner(), pipelined=True, followers_sample=True)
-    steps = [runner.launch(plan(number)) for number in range(2)]
+    runner = leading(LeaderRunner(pair.leader, FakeRunner(), pipelined=True, followers_sample=True))
+    steps = [runner.run(plan(number)) for number in range(2)]
     for number, step in enumerate(steps):
         step.sample()
         result = pair.connection.receive(to_leader)
@@ -141,9 +146,9 @@ def test_the_last_stage_launches_while_it_computes() -> None:
     last = FakeRunner()
     last.computed.clear()
     pair = Pair(Layout(pp=2), last, samples=True)
-    runner = LeaderRunner(pair.leader, FakeRunner(), pipelined=True, followers_sample=True)
+    runner = leading(LeaderRunner(pair.leader, FakeRunner(), pipelined=True, followers_sample=True))
     for number in range(3):
-        runner.launch(plan(number))
+        runner.run(plan(number))
         assert last.launched.acquire(timeout=60.0), "it waits for a step before"
     last.computed.set()
     results = [pair.connection.receive(to_leader) for _ in range(3)]
@@ -154,21 +159,21 @@ def test_the_last_stage_launches_while_it_computes() -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_last_stage_that_fails_says_so() -> None:
     pair = Pair(Layout(pp=2), FakeRunner(error=RuntimeError("out of memory")), samples=True)
-    LeaderRunner(pair.leader, FakeRunner(), pipelined=True, followers_sample=True).launch(plan(0))
+    leading(LeaderRunner(pair.leader, FakeRunner(), pipelined=True, followers_sample=True)).run(plan(0))
     assert pair.connection.receive(to_leader) == RankFailed("RuntimeError: out of memory")
     pair.end()
 
 
 def test_a_follower_that_fails_says_so() -> None:
     pair = Pair(Layout(tp=2), FakeRunner(error=RuntimeError("out of memory")), samples=False)
-    LeaderRunner(pair.leader, FakeRunner()).launch(plan(0))
+    leading(LeaderRunner(pair.leader, FakeRunner())).run(plan(0))
     assert pair.connection.receive(to_leader) == RankFailed("RuntimeError: out of memory")
     pair.end()
 
 
 def test_a_step_that_fails_on_rank_0_ends_the_group() -> None:
     leader = Leader(Layout(), GROUPS, [], PlanWriter(None))
-    step = LeaderRunner(leader, FakeRunner(error=ValueError("bad"))).launch(plan(0))
+    step = leading(LeaderRunner(leader, FakeRunner(error=ValueError("bad")))).run(plan(0))
     step.sample()
     with pytest.raises(DeviceLost, match="bad"):
         step.result()
@@ -179,6 +184,6 @@ def test_rank_0_notices_that_a_follower_is_gone() -> None:
     leader = Leader(Layout(tp=2), GROUPS, [ours], PlanWriter(None, [ours]))
     theirs.close()
     with pytest.raises(DeviceLost, match="do not take plans"):
-        LeaderRunner(leader, FakeRunner()).launch(plan(0))
+        leading(LeaderRunner(leader, FakeRunner())).run(plan(0))
     with pytest.raises(PeerConnectionLost):
         ours.receive(to_leader)

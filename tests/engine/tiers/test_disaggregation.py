@@ -13,6 +13,7 @@ from emberline.engine.runners.cpu.torch_runner import TorchRunner
 from emberline.engine.worker.build import build_scheduler
 from emberline.engine.worker.socket_server import Server
 from emberline.kv.cache import KVCache
+from emberline.kv.tiers.group_tiers import GroupTiers
 from emberline.kv.tiers.host import HostTier
 from emberline.kv.tiers.manager import TierManager
 from emberline.kv.tiers.mover import HostMover
@@ -33,7 +34,7 @@ def serving(address, layouts):
     runner = TorchRunner(TorchFake(layouts), sizes, LIMITS, shared=True)
     transfers = host_transfers("fake", layouts, runner.memory)
     host = HostTier(8 << 20, [layout.block_bytes for layout in layouts])
-    tiers = TierManager(layouts, HostMover(runner.memory), host, [], 1e9)
+    tiers = GroupTiers(TierManager(layouts, HostMover(runner.memory), host, [], 1e9))
     cache = KVCache(layouts, sizes, chunk=LIMITS.token_budget)
     scheduler = build_scheduler(cache, LIMITS, "fake", transfers=transfers, tiers=tiers)
     loop = StepLoop(scheduler, runner, transfers=transfers, tiers=tiers)

@@ -62,7 +62,7 @@ class MemoryTier:
     def used(self, *arguments):
         pass
 
-    retire = remove = follow = used
+    retire = remove = start = used
 
     def stats(self):
         return ()

@@ -13,6 +13,7 @@ from emberline.engine.runners.cpu.torch_runner import TorchRunner
 from emberline.engine.tiers.opening import add_arguments, open_tiers
 from emberline.engine.worker.build import build_scheduler
 from emberline.kv.cache import KVCache
+from emberline.kv.tiers.group_tiers import GroupTiers
 from emberline.kv.tiers.host import HostTier
 from emberline.kv.tiers.manager import TierManager
 from emberline.kv.tiers.mover import HostMover
@@ -35,7 +36,7 @@ class Engine:
         self.layouts, sizes = layouts, [N_BLOCKS] * len(layouts)
         runner = TorchRunner(TorchFake(layouts), sizes, LIMITS)
         self.cache = KVCache(layouts, sizes, chunk=LIMITS.token_budget)
-        self.tiers = make_tiers(layouts, HostMover(runner.memory))
+        self.tiers = GroupTiers(make_tiers(layouts, HostMover(runner.memory)))
         self.loop = StepLoop(build_scheduler(self.cache, LIMITS, "fake", tiers=self.tiers), runner, tiers=self.tiers)
         self.serial = 0
 
@@ -64,7 +65,7 @@ class Engine:
     def settle(self):
         """Until everything that was published is saved and written."""
         until_s = time.monotonic() + WAIT_S
-        while self.cache.n_used or self.tiers._saving_bytes:
+        while self.cache.n_used or self.tiers.room() < self.tiers.own.max_saving:
             assert time.monotonic() < until_s
             self.loop.step(time.monotonic())
             time.sleep(0.001)

@@ -10,6 +10,7 @@ from emberline.engine.tiers.saving import MAX_PINNED_SHARE, PART_BYTES
 from emberline.engine.tiers.tiering import Tiering
 from emberline.engine.worker.build import build_scheduler
 from emberline.kv.cache import KVCache
+from emberline.kv.tiers.group_tiers import GroupTiers
 from emberline.kv.tiers.host import HostTier
 from emberline.kv.tiers.manager import TierManager
 from emberline.kv.tiers.messages import BlocksCopied
@@ -35,7 +36,7 @@ class Engine:
     def __init__(self, n_blocks, host_bytes):
         self.cache = KVCache([LLAMA_8B], [n_blocks], chunk=BUDGET)
         self.host = HostTier(host_bytes, [LLAMA_8B.block_bytes])
-        self.tiers = TierManager([LLAMA_8B], InstantMover(), self.host, [], 1e9)
+        self.tiers = GroupTiers(TierManager([LLAMA_8B], InstantMover(), self.host, [], 1e9))
         limits = Limits(4 * BUDGET, VOCAB, (EOS,), max_running=2, token_budget=BUDGET)
         scheduler = build_scheduler(self.cache, limits, "fake", tiers=self.tiers)
         self.loop = StepLoop(scheduler, FakeRunner(self.cache), tiers=self.tiers)
@@ -65,7 +66,7 @@ def test_all_blocks_of_a_step_are_saved_before_the_next_one(engine):
     while engine.loop.busy:
         engine.step()
     assert engine.cache.n_used == 0
-    assert engine.tiers.room() == engine.tiers._max_saving
+    assert engine.tiers.room() == engine.tiers.own.max_saving
 
 
 @pytest.mark.parametrize(

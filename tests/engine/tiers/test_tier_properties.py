@@ -61,7 +61,7 @@ class ScriptedTier:
     def retire(self, owner, session, first):
         pass
 
-    def follow(self, retention):
+    def start(self, retention, order):
         pass
 
     def used(self, keys, conversation):

@@ -8,8 +8,9 @@ import pytest
 from emberline.kv.host_memory import HostMemory
 from emberline.kv.tiers.host import HostTier, plain_segment
 from emberline.kv.tiers.manager import TierManager
-from emberline.kv.tiers.messages import BlocksCopied, BlocksFetched, LookedUp, SavedBlock, WantedBlock
+from emberline.kv.tiers.messages import BlocksFetched, LookedUp, SavedBlock, WantedBlock
 from emberline.kv.tiers.mover import HostMover
+from emberline.kv.tiers.orders import Remove, Save, Saved
 from emberline.kv.tiers.tier import BlockId, BlockMeta, layout_tag
 from emberline.protocol.block_hash import KVGroup
 
@@ -53,14 +54,16 @@ def wait_for(manager, kind, n=1):
     found, until_s = [], time.monotonic() + 60
     while len(found) < n:
         assert time.monotonic() < until_s
-        found += [notice for notice in manager.notices() if isinstance(notice, kind)]
+        found += [notice for notice in manager.reports() if isinstance(notice, kind)]
         time.sleep(0.001)
     return found
 
 
 def save(manager, *numbers):
-    manager.save([SavedBlock(0, n, id, BlockMeta(owner=b"o", position=n)) for n, id in zip(numbers, ids(*numbers))])
-    wait_for(manager, BlocksCopied)
+    manager.execute(
+        [Save(1, [SavedBlock(0, n, id, BlockMeta(owner=b"o", position=n)) for n, id in zip(numbers, ids(*numbers))])]
+    )
+    wait_for(manager, Saved)
     assert manager.flush(60)
 
 
@@ -70,7 +73,7 @@ def fetch(manager, tier, blocks):
     fetched, missing, until_s = [], [], time.monotonic() + 60
     while len(fetched) + len(missing) < len(blocks):
         assert time.monotonic() < until_s
-        for notice in manager.notices():
+        for notice in manager.reports():
             if isinstance(notice, BlocksFetched):
                 fetched += notice.fetched
                 missing += notice.missing
@@ -84,7 +87,6 @@ def test_a_saved_block_is_in_every_tier(tiers):
     save(manager, 1, 2, 3)
     assert find(manager, 1, 2, 3, 4) == ["host", "host", "host", None]
     assert [tier.holds(ids(1, 2, 3, 4)) for tier in manager.all_tiers] == [[True, True, True, False]] * 3
-    assert manager.room() == manager._max_saving
 
 
 def test_a_copy_that_fails_leaves_its_slots_free(tiers, monkeypatch, caplog):
@@ -116,9 +118,9 @@ def test_blocks_are_saved_although_memory_is_allocated_late():
 
     host = HostTier(4 << 20, [GROUP.block_bytes], allocate=allocate)
     manager = TierManager([GROUP], HostMover(memory), host, [], 1e9)
-    manager.save([SavedBlock(0, 1, ids(1)[0], BlockMeta(owner=b"o"))])
+    manager.execute([Save(1, [SavedBlock(0, 1, ids(1)[0], BlockMeta(owner=b"o"))])])
     may_allocate.set()
-    wait_for(manager, BlocksCopied)
+    wait_for(manager, Saved)
     assert manager.flush(60)
     assert find(manager, 1) == ["host"]
     manager.close()
@@ -183,7 +185,7 @@ def test_blocks_that_a_tier_could_not_take_are_counted(tiers):
 def test_removed_content_is_gone_everywhere(tiers):
     manager, _ = tiers
     save(manager, 1, 2)
-    manager.remove([ids(1)[0].key])
+    manager.execute([Remove([ids(1)[0].key])])
     assert manager.flush(60)
     assert find(manager, 1, 2) == [None, "host"]
 
@@ -204,7 +206,7 @@ def test_a_cancelled_fetch_writes_nothing_afterwards(tiers):
     now = {block: bytes(memory.block(0, block)) for block in range(10, 19)}
     assert manager.flush(60)
     fetch(manager, "host", [(1, ids(1)[0])])  # behind the cancelled one
-    done = {10 + j for notice in manager.notices() if isinstance(notice, BlocksFetched) for _, j in notice.fetched}
+    done = {10 + j for notice in manager.reports() if isinstance(notice, BlocksFetched) for _, j in notice.fetched}
     for block in set(range(10, 19)) - writing - done:
         assert bytes(memory.block(0, block)) == now[block]
 

@@ -3,15 +3,19 @@
 import threading
 import time
 
+import msgspec
 import pytest
 
+from emberline.engine.ranks.messages import encoder
 from emberline.kv.host_memory import HostMemory
+from emberline.kv.retention import Retention
 from emberline.kv.tiers.disk.disk_tier import DiskTier
+from emberline.kv.tiers.group_tiers import FollowerTiers, GroupTiers
 from emberline.kv.tiers.host import HostTier
 from emberline.kv.tiers.manager import TierManager
 from emberline.kv.tiers.messages import BlocksCopied, BlocksFetched, SavedBlock, WantedBlock
 from emberline.kv.tiers.mover import HostMover
-from emberline.kv.tiers.rank_tiers import FollowerTiers, RankTiers
+from emberline.kv.tiers.orders import TierOrder
 from emberline.kv.tiers.tier import BlockId, BlockMeta, layout_tag
 from tests.kv.transfer.rank_groups import GROUP, divided, part, whole_block
 
@@ -29,19 +33,20 @@ class Group:
             size = slices[0].block_bytes
             memory = HostMemory([memoryview(bytearray(N_BLOCKS * size))], [size])
             disk = DiskTier(folder / str(rank), slices, 1 << 20, KEY)
-            kind = RankTiers if rank == 0 else TierManager
             self.memories.append(memory)
-            self.managers.append(kind(slices, HostMover(memory), HostTier(1 << 20, [size]), [disk], 1e9))
-        self.leader = self.managers[0]
-        self.follower = FollowerTiers(self.managers[1], SLICES[1], self.leader.report)
+            self.managers.append(TierManager(slices, HostMover(memory), HostTier(1 << 20, [size]), [disk], 1e9))
+        self.leader = GroupTiers(self.managers[0], n_ranks=2)
+        self.follower = FollowerTiers(self.managers[1], SLICES[1])
         self.hears = True
-        self.commands = []
-        self.leader.form(2, self._tell)
+        self.orders = []
+        self.leader.start(Retention(), self._order)
 
-    def _tell(self, command):
-        self.commands.append(command)
+    def _order(self, order):
+        sent = msgspec.convert(msgspec.msgpack.decode(encoder.encode(order)), TierOrder)
+        self.orders.append(sent)
+        self.managers[0].execute([order])
         if self.hears:
-            self.follower.execute(command)
+            self.follower.execute([sent])
 
     def notices(self):
         self.leader.report(self.follower.reports())
@@ -140,14 +145,13 @@ def test_blocks_of_a_cancelled_fetch_are_named_once_every_rank_has_stopped(group
     group.leader.fetch(5, [WantedBlock((0, 1), 11, block_id(1), BlockMeta(), "host")])
     assert group.leader.cancel(5) == ((0, 1),)
     assert not [each for each in group.notices() if isinstance(each, BlocksFetched)], "rank 1 may still write"
-    for command in group.commands[-2:]:  # now it hears of both
-        group.follower.execute(command)
+    group.follower.execute(group.orders[-2:])  # now it hears of both
     (named,) = group.wait_for(BlocksFetched)
     assert (named.number, list(named.fetched), list(named.missing)) == (5, [], [(0, 1)])
 
 
 def test_a_follower_without_tiers_has_lost_every_slice(group):
-    group.follower = FollowerTiers(None, SLICES[1], group.leader.report)
+    group.follower = FollowerTiers(None, SLICES[1])
     group.save(1)
     assert group.fetch(1, 1) == ([], [1])
 
@@ -157,6 +161,9 @@ def test_a_purge_reaches_every_rank(group):
     done = []
     thread = threading.Thread(target=lambda: done.append(group.leader.purge(b"o", None)))
     thread.start()
-    thread.join(60)
+    until_s = time.monotonic() + 60
+    while thread.is_alive() and time.monotonic() < until_s:
+        group.notices()
+        thread.join(0.001)
     assert done == [{"host": 2, "disk": 2}]
     assert [tier.stats().blocks for manager in group.managers for tier in manager.all_tiers] == [0, 0, 0, 0]
