@@ -66,7 +66,7 @@ class Row(msgspec.Struct, gc=False, array_like=True):
 
 @dataclass(slots=True)
 class StepPlan:
-    """All that every rank does in a step. Without rows nothing is computed: there are orders alone."""
+    """Everything that each rank does in a step. Without rows nothing is computed: there are orders alone."""
 
     admissions: list[Admission] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What a rank does: it executes plans. Rank 0 and its followers do it alike, and so does an engine with one rank.
+"""A rank executes plans. Rank 0 and its followers do it alike, and so does an engine with one rank.
 
 A plan has rows, which the runner computes, and orders, which are for the features' executors: saves and fetches of KV
 blocks, for instance. A plan without rows is legal: its orders are executed, and nothing is launched.
@@ -12,7 +12,7 @@ from emberline.engine.core.plan import Handle, Runner, StepPlan
 
 
 class Executor(Protocol):
-    """What a feature has on every rank. Its threads work; no call blocks."""
+    """Hands of a feature on one rank. Its threads work; no call blocks."""
 
     def execute(self, orders: Sequence[Any]) -> None:
         """Begin what is ordered, in this order. The steps up to the plan's `after` have completed."""

@@ -1,0 +1,45 @@
+"""Host memory of several ranks under pressure: followers evict what rank 0 evicts, so that fetches find it."""
+
+import random
+from contextlib import ExitStack
+
+import msgspec
+import pytest
+
+from tests.engine.fakes import VOCAB, request
+from tests.engine.ranks.rank_engine import RankEngine
+from tests.engine.ranks.test_rank_kv_properties import TierScript
+
+N_SESSIONS, N_TURNS = 8, 60
+
+
+def turns(engine):
+    """Turns of sessions, half of which end in tool calls and come back soon. Retention keeps them longer than others
+    that are as old."""
+    script, rng = TierScript(engine, 5), random.Random(5)
+    heads = [[rng.randrange(VOCAB) for _ in range(90)] for _ in range(N_SESSIONS)]
+    for turn in range(N_TURNS):
+        session = rng.choice([rng.randrange(4), rng.randrange(N_SESSIONS)])
+        wanted = request(f"r{turn}", heads[session], session=f"s{session}")
+        if session > 5:
+            wanted = msgspec.structs.replace(wanted, session_final=True)
+        engine.loop.submit(wanted, script.now_s)
+        script.accepted[wanted.id], script.tokens[wanted.id] = wanted, []
+        script.finish()
+        if session < 4:
+            engine.loop.called_tools(wanted.id)
+        script.now_s += 2.0
+    script.check()
+    return engine.book
+
+
+@pytest.mark.parametrize("n_ranks", [2, 3])
+def test_followers_evict_what_rank_0_evicts(n_ranks):
+    with ExitStack() as closing:
+        engine = RankEngine(n_ranks, n_blocks=14, host_blocks=24, closing=closing)
+        book = turns(engine)
+        assert book.n_fetched > 30
+        assert book.n_lost == 0
+        held = [{key for key, _ in manager.all_tiers[0].held()} for manager in engine.managers]
+        assert engine.managers[0].all_tiers[0].stats().evicted > 30
+        assert all(each == held[0] for each in held)
