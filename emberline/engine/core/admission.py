@@ -61,11 +61,11 @@ class AdmissionPolicy:
             left -= max(1, n_hit - n_asked)
 
     def match(self, seq: Sequence) -> PrefixHit:
-        """What the cache has of the sequence."""
+        """Look up the prefix of a sequence in the cache."""
         return self._match(seq, seq.max_cached)
 
     def _match(self, seq: Sequence, most: int) -> PrefixHit:
-        """Of its first blocks. Keys are computed as far as those in the cache reach, and a few more."""
+        """Look up the first blocks of a sequence. Computes keys as far as those in the cache reach, and a few more."""
         keys = seq.keys
         while len(keys) < most and (not keys or self._cache.may_go_on(keys[-1])):
             seq.extend_keys(len(keys) + self._limits.keys_at_once)

@@ -31,7 +31,7 @@ class Brought(NamedTuple):
 
 
 class Admitting(Protocol):
-    """What a feature may ask of admission: `AdmissionPolicy`."""
+    """Admission, as features see it: `AdmissionPolicy`."""
 
     @property
     def now_s(self) -> float:
@@ -61,7 +61,7 @@ class Admitting(Protocol):
 
 
 class Core(Protocol):
-    """What a feature may ask of the scheduler."""
+    """The scheduler, as features see it."""
 
     cache: KVCache
     limits: Limits

@@ -84,7 +84,7 @@ class StepPlan:
 
 @dataclass(slots=True)
 class Masks:
-    """Which tokens may be sampled, for the draws of the rows that have a grammar."""
+    """Tokens that may be sampled, for the draws of the rows that have a grammar."""
 
     rows: list[int]  # indices of these draws among all draws of the plan; those of one row follow each other
     bits: NDArray[np.uint32]  # [rows, words]; bit i % 32 of word i // 32: token i is allowed

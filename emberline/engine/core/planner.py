@@ -207,7 +207,7 @@ class StepPlanner:
         return max(1.0, self._queues.waiting_tokens / LONG_QUEUE)
 
     def _is_short(self, plan: StepPlan, seq: Sequence) -> bool:
-        """Whether it decodes, and has a few tokens more than the sampled one: those that its grammar forced."""
+        """True if the sequence decodes, and has a few tokens more than the sampled one: those its grammar forced."""
         n_more = seq.n_due - 1
         room = self._limits.token_budget - plan.n_tokens + len(plan.rows) - len(self._queues.running)
         return seq.n_output > 1 and seq.n_appended == n_more <= room and self._prefill.drafts_beside_prompts
@@ -248,7 +248,7 @@ class StepPlanner:
         return token_rules.evenly_banned(seq, draft_ids) if draft_ids and seq.flags & Flag.BANS else draft_ids
 
     def _can_draft_ahead(self, seq: Sequence) -> bool:
-        """Whether it can have a row whose position only the device knows: what it samples depends on nothing else."""
+        """True if a row may have a position that only the device knows: what it samples depends on nothing else."""
         return self._runs_ahead and not (seq.flags & _NOT_ON_DEVICE or seq.suspicion)
 
     def _add_row(self, plan: StepPlan, seq: Sequence, n: int, n_due: int, draft_ids: bytes = b"") -> bool:
@@ -343,7 +343,7 @@ class StepPlanner:
 
 
 def _can_run_ahead(seq: Sequence) -> bool:
-    """Whether its next token can be computed before the one in front of it was absorbed.
+    """True if the sequence's next token can be computed before the one in front of it was absorbed.
 
     Not when that one decides whether the next would complete a bad word, or its grammar takes long to say what may
     follow; not when the thinking limit is reached with it, and may insert other tokens; nor when it is the last for

@@ -57,7 +57,7 @@ class PreemptionPolicy:
     """The sequence of the last rank gives way. So the first in rank always advances, and every sequence ends."""
 
     def victim(self, running: list[Sequence], step: int) -> Sequence:
-        """Whose blocks to take when a sequence of this step cannot grow; it may be that sequence itself."""
+        """The sequence whose blocks to take when one of this step cannot grow; it may be that one itself."""
         return next(seq for seq in reversed(running) if seq.planned_step != step)
 
     def displaced(self, queues: Queues) -> tuple[Sequence, Sequence] | None:
@@ -96,7 +96,7 @@ class BatchYielding:
 
     @property
     def is_limited(self) -> bool:
-        """Whether an interactive request is here, or may be soon."""
+        """True if an interactive request is here, or may be soon."""
         return self._now_s - self._interactive_s < QUIET_S
 
     def prefill_limit_s(self, seq: Sequence) -> float:
@@ -127,7 +127,7 @@ class BatchYielding:
             insort(waiting, first, key=by_rank)
 
     def pauses(self, queues: Queues) -> bool:
-        """Whether batch-class sequences have no row in this step, because a better class has prompts to compute."""
+        """True if batch-class sequences have no row in this step, because a better class has prompts to compute."""
         running = queues.running
         if not running or running[-1].effective_class != _BATCH:
             self._n_paused = 0

@@ -31,7 +31,7 @@ class Hold:
 
 
 class Flag:
-    """What is unusual about a sequence: bits of `Sequence.flags`. Most sequences have none."""
+    """Unusual properties of a sequence: bits of `Sequence.flags`. Most sequences have none."""
 
     BANS = 1  # some tokens must not be sampled, at least for some time
     AWAITS_LAST = 2  # which tokens are banned next depends on the last one
@@ -187,7 +187,7 @@ class Sequence:
 
     @property
     def state(self) -> SequenceState:
-        """Which queue it is in, or why it is in none."""
+        """The queue that holds the sequence, or why none does."""
         if self.is_parked:
             return "transferring" if self.holds & Hold.TRANSFER else "fetching"
         return "waiting" if self.slot == NO_SLOT else "running"
@@ -218,7 +218,7 @@ class Sequence:
 
     @property
     def may_append(self) -> bool:
-        """Whether tokens may join the output without a draw: no probabilities are reported, and drafts are allowed."""
+        """True if tokens may join the output without a draw: no probabilities are reported, and drafts are allowed."""
         return self.request.sampling.logprobs is None and self.request.speculation.max_draft_tokens != 0
 
     @property

@@ -1,4 +1,4 @@
-"""What a sampled token does to its sequence: the thinking limit, bad words, and whether the output ends with it."""
+"""Rules for sampled tokens: the thinking limit, bad words, and whether the output ends with a token."""
 
 from typing import NamedTuple
 

@@ -74,7 +74,7 @@ class _Lane:
         self._jobs.put(job)
 
     def wait(self, timeout_s: float) -> bool:
-        """Until all jobs so far are done. One wake-up for all of them."""
+        """Wait until all jobs so far are done, with one wake-up for all. Returns False if they take too long."""
         done = threading.Event()
         self._jobs.put(done)
         return done.wait(timeout_s)

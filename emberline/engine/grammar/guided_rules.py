@@ -1,4 +1,4 @@
-"""What a grammar makes of drawn tokens: which join the output, which must follow, and which may be drawn next.
+"""Rules of a grammar for drawn tokens: which join the output, which must follow, and which may be drawn next.
 
 These functions run in the threads of `guide_jobs`. They read the sequence, which nothing changes meanwhile, change the
 guide alone, and return plain records: `guided_decoding` takes these in.
@@ -93,7 +93,7 @@ class Bound:
 
 @dataclass(slots=True, frozen=True)
 class DraftMasks:
-    """Which tokens a grammar allows after each of some drafts, as far as it allows these."""
+    """Tokens that a grammar allows after each of some drafts, as far as it allows these."""
 
     mask: Bits  # before the first draft
     after: list[Bits]
@@ -101,7 +101,7 @@ class DraftMasks:
 
 @dataclass(slots=True, frozen=True)
 class GuidedTokens:
-    """What becomes of a run of draws."""
+    """The tokens that a run of draws gives."""
 
     entries: list[Sampled]  # join the output
     finish: FinishReason | None  # why the output ends

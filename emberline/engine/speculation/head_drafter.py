@@ -37,7 +37,7 @@ class HeadDrafter:
         return is_valid
 
     def proposal(self, number: int) -> tuple[int, bytes]:
-        """What the head proposes for a sequence: the position of the first token, and the token ids (u32 LE)."""
+        """The head's proposal for a sequence: the position of the first token, and the token ids (u32 LE)."""
         return self._proposed.get(number, (0, b""))
 
     def propose(self, seqs: Many[Sequence], before: Mapping[int, Draft]) -> Iterable[tuple[Sequence, Draft]]:

@@ -1,4 +1,4 @@
-"""Which drafts a step verifies: asks the drafters, lets the length policy choose, and counts what became of them."""
+"""Speculation: asks the drafters, lets the length policy choose, and counts what became of drafts."""
 
 import logging
 from collections import deque
@@ -55,7 +55,7 @@ class Grammars(Protocol):
 
 @dataclass(slots=True)
 class _Drafting:
-    """What is known of a sequence's drafts."""
+    """State of a sequence's drafts."""
 
     in_flight: deque[_InFlight] = field(default_factory=deque)
     n_expected: float = 0.0  # of earlier drafts, weighted

@@ -94,7 +94,7 @@ class SuffixDrafter:
         return _PRIORS[cell // 3] * (1.0, 0.7, 0.4)[cell % 3]
 
     def ended(self, seq: Sequence) -> None:
-        """Its reply is remembered for its tenant."""
+        """Remember the reply of a sequence for its tenant."""
         self._drop(seq.number)
         self._evicted.discard(seq.number)
         n_output = min(seq.n_output, TENANT_TOKENS // 4)
@@ -116,7 +116,7 @@ class SuffixDrafter:
 
     @property
     def _most_tokens(self) -> int:
-        """Of one index: a quarter of the memory, as a power of two."""
+        """Largest number of tokens of one index: a quarter of the memory, as a power of two."""
         return 1 << max(10, (self._max_bytes // 4 // TOKEN_BYTES).bit_length() - 1)
 
     def _of_sequence(self, seq: Sequence) -> _Entry | None:

@@ -23,7 +23,7 @@ MIN_LOOK_UP_BLOCKS = 8  # that are not in the device pool: for fewer no remote t
 
 
 class Verdict(Enum):
-    """What is done about the blocks of a waiting sequence that the device pool lacks."""
+    """How a waiting sequence gets the blocks that the device pool lacks."""
 
     COMPUTE = auto()
     FETCH = auto()
@@ -198,7 +198,7 @@ class Tiering(Feature):
         return Verdict.COMPUTE
 
     def _compute_queue(self, seq: Sequence) -> ComputeQueue:
-        """What the sequence has to expect if its prompt is computed."""
+        """The work ahead of a sequence if its prompt is computed."""
         queues = self.core.queues
         n_before = sum(other.n_prefill for other in queues.running)
         n_before += sum(other.n_tokens for other in takewhile(lambda other: other.rank < seq.rank, queues.waiting))

@@ -335,5 +335,5 @@ def _described(layouts: Iterable[tuple[str, int]]) -> str:
 
 
 def transfer_failed(why: str) -> Unavailable:
-    """This engine is healthy: the request may be retried, with another engine."""
+    """The error of a failed transfer. This engine is healthy: the request may be retried, with another engine."""
     return Unavailable(why, param="transfer", retry_after_s=1)

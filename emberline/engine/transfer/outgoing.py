@@ -54,7 +54,7 @@ class OutgoingTransfers:
         self._open[seq.number] = OutgoingTransfer(seq, now_s)
 
     def offer(self, seq: Sequence) -> None:
-        """Its prefill begins: the receiver may reserve blocks. Idempotent."""
+        """Offer the blocks of a sequence whose prefill begins, so that the receiver may reserve some. Idempotent."""
         push = seq.request.push
         transfer = self._open[seq.number]
         assert push is not None
