@@ -11,6 +11,7 @@ from emberline.api.admin import (
     cluster,
     events,
     kv_cache,
+    model_loading,
     prices,
     providers,
     status,
@@ -19,7 +20,6 @@ from emberline.api.admin import (
     workers,
 )
 from emberline.api.admin import endpoints as admin
-from emberline.api.admin import models as admin_models
 from emberline.api.anthropic import batches as message_batches
 from emberline.api.anthropic import messages as anthropic
 from emberline.api.anthropic.message_request import CountRequest, MessagesRequest
@@ -197,8 +197,8 @@ _ADMIN: tuple[_Row, ...] = (
     ("GET", "/api/cache", kv_cache.show, "Tiers of the KV cache of every engine worker"),
     ("GET", "/api/audit", audit.entries, "List the audit log", None, audit.PAGE),
     ("GET", "/api/audit/verify", audit.verify, "Verify the audit log", None, audit.HEAD),
-    ("POST", "/api/models/load", admin_models.load, "Load a model", admin_models.ModelName),
-    ("POST", "/api/models/unload", admin_models.unload, "Unload a model once it is idle", admin_models.ModelName),
+    ("POST", "/api/models/load", model_loading.load, "Load a model", model_loading.ModelName),
+    ("POST", "/api/models/unload", model_loading.unload, "Unload a model once it is idle", model_loading.ModelName),
     ("POST", "/api/prices", prices.set_price, "Set a model's price", prices.NewPrice),
     ("POST", "/api/prices/remove", prices.remove_price, "Take a model's price away", prices.NoPrice),
     ("POST", "/api/workers/drain", workers.drain, "Send a worker nothing new", workers.WorkerName),

@@ -56,7 +56,7 @@ class CalledFunction(msgspec.Struct):
     arguments: str | Json = ""
 
 
-class Call(msgspec.Struct):
+class TurnToolCall(msgspec.Struct):
     function: CalledFunction
     id: str = ""
     extra_content: Any = None  # Google's: what a model needs to get back with the call
@@ -66,7 +66,7 @@ class Turn(msgspec.Struct):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[Part] | None = None
     name: str | None = None
-    tool_calls: list[Call] | None = None
+    tool_calls: list[TurnToolCall] | None = None
     function_call: Any = None
     tool_call_id: str | None = None
     thinking_blocks: list[Any] | None = None  # Anthropic's signed thinking, in the form that gateways pass it in
@@ -173,7 +173,7 @@ def thinking_of(fields: Mapping[str, Any]) -> bool | None:
     return None if value is None else bool(value)
 
 
-def arguments_of(call: Call, where: str) -> Json:
+def arguments_of(call: TurnToolCall, where: str) -> Json:
     """Arguments of an earlier tool call, as an object."""
     arguments: Any = call.function.arguments
     if isinstance(arguments, str):

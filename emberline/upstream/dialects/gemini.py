@@ -9,12 +9,12 @@ import msgspec
 
 from emberline.protocol.errors import Unsupported
 from emberline.upstream.dialects.chat_form import (
-    Call,
     ChunkWriter,
     EventParser,
     Json,
     Part,
     Turn,
+    TurnToolCall,
     arguments_of,
     data_uri,
     error_line,
@@ -144,7 +144,7 @@ def _inline(url: str, where: str) -> Json:
     return {"mimeType": mime, "data": data}
 
 
-def _call(call: Call, where: str, needs_signature: bool) -> Json:
+def _call(call: TurnToolCall, where: str, needs_signature: bool) -> Json:
     function: Json = {"name": call.function.name, "args": arguments_of(call, where)}
     part: Json = {"functionCall": function}
     extra = call.extra_content if isinstance(call.extra_content, dict) else {}
