@@ -18,7 +18,7 @@ from emberline.kv.tiers.group_tiers import FollowerTiers
 from emberline.kv.tiers.manager import TierManager
 from emberline.kv.transfer.connection import PeerConnection, PeerConnectionLost
 from emberline.kv.transfer.manager import TransferManager
-from emberline.kv.transfer.rank_commands import TransferCommand, execute
+from emberline.kv.transfer.orders import TransferExecutor
 from emberline.protocol import frames
 from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.errors import BadInput, EmberlineError, Unauthorized
@@ -40,15 +40,14 @@ class FollowerKV:
     ) -> None:
         self._member, self.transfers, self.tiers = member, transfers, tiers
         self._tiers = FollowerTiers(tiers, kv_groups)
-        self.executors: dict[str, Executor] = {"tiers": self._tiers}
         self._stopped, self._stop = socket.socketpair()
-        self._lock = threading.Lock()  # commands and notices change what the manager knows of a transfer
+        self._lock = threading.Lock()  # orders and notices change what the manager knows of a transfer
+        self.executors: dict[str, Executor] = {
+            "tiers": self._tiers,
+            "transfers": TransferExecutor(transfers, member.rank, member.slices, self._lock),
+        }
         self._thread = threading.Thread(target=self._report_all, name="kv-report", daemon=True)
         self._thread.start()
-
-    def execute(self, command: TransferCommand) -> None:
-        with self._lock:
-            execute(self.transfers, command, self._member.rank, self._member.slices)
 
     def close(self) -> None:
         """Write what was saved."""

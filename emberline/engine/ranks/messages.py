@@ -8,7 +8,6 @@
     Ready                      ─────────▶
                                ◀═════════    Launch, SampleStep, Prepare, End: in the plan channel, alike for all
     StepResult, RankFailed     ─────────▶
-                               ◀═════════    KVCommand: what to send and receive of its slice of each block
     KVReport                   ─────────▶
 
 Everything is plain data (msgpack): no rank runs code that another one sends.
@@ -21,7 +20,7 @@ import msgspec
 from emberline.engine.core.plan import StepPlan
 from emberline.kv.tiers.orders import TierOrder, TierReport, without_conversation
 from emberline.kv.transfer.notices import Notice
-from emberline.kv.transfer.rank_commands import TransferCommand
+from emberline.kv.transfer.orders import TransferOrder
 from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.parallel_layout import Layout
 
@@ -108,7 +107,7 @@ class Launch(msgspec.Struct, tag="launch", array_like=True):
     plan: StepPlan
 
 
-ORDERS: dict[str, Any] = {"tiers": list[TierOrder]}  # types by feature
+ORDERS: dict[str, Any] = {"tiers": list[TierOrder], "transfers": list[TransferOrder]}  # types by feature
 
 
 def orders_of(plan: StepPlan) -> dict[str, list[Any]]:
@@ -127,18 +126,11 @@ class Prepare(msgspec.Struct, tag="prepare", array_like=True):
     """Prepare the next kind of step: compile its kernels, capture its CUDA graph."""
 
 
-class KVCommand(msgspec.Struct, tag="kv", array_like=True):
-    """Something to do with blocks, once the steps up to `after` have completed: those wrote what is read."""
-
-    after: int
-    command: TransferCommand
-
-
 class End(msgspec.Struct, tag="end", array_like=True):
     """The group ends in good order."""
 
 
-StepMessage = Launch | SampleStep | Prepare | KVCommand | End
+StepMessage = Launch | SampleStep | Prepare | End
 
 to_leader = msgspec.msgpack.Decoder(ToLeader)
 to_follower = msgspec.msgpack.Decoder(ToFollower)

@@ -80,7 +80,7 @@ def follower_loop(
 
 def lead_kv(leader: Leader, transfers: RankTransfers, tiers: GroupTiers | None) -> None:
     """Rank 0's transfers are those of the group from now on, and its tiers hear of the others'."""
-    transfers.form(leader.slices, leader.tell)
+    transfers.form(leader.slices)
 
     def on_report(rank: int, report: KVReport) -> None:
         transfers.report(rank, report.transfers)

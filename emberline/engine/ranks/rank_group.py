@@ -24,7 +24,6 @@ from emberline.engine.ranks.follower_processes import FollowerProcesses
 from emberline.engine.ranks.messages import (
     Agreed,
     End,
-    KVCommand,
     KVReport,
     Launch,
     Loaded,
@@ -37,7 +36,7 @@ from emberline.engine.ranks.plan_channel import ConnectionReader, PlanReader, Pl
 from emberline.engine.ranks.plan_ring import RingClosed
 from emberline.kernels.collectives import ParallelGroups
 from emberline.kv.transfer.connection import PeerConnection, PeerConnectionLost
-from emberline.kv.transfer.rank_commands import TransferCommand, dialed
+from emberline.kv.transfer.orders import dialed
 from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.errors import BadInput
 from emberline.protocol.parallel_layout import Layout, Position
@@ -76,8 +75,6 @@ class Leader:
         self._steps: deque[float] = deque()  # when the steps in flight were launched
         self._closing = self._started = False
         self.end_s = END_S  # for followers to end by themselves
-        self._publishing = threading.Lock()
-        self._last_ended = 0  # number of the last step that was absorbed
         self.slices: tuple[tuple[KVGroup, ...], ...] = ()  # of every rank, once they have agreed
         self.endpoints: tuple[RankEndpoint, ...] = ()  # where they receive KV; empty: some do not
         self.on_report: Callable[[int, KVReport], None] = lambda rank, report: None  # called by the watching thread
@@ -140,8 +137,7 @@ class Leader:
     def publish(self, message: StepMessage) -> None:
         """DeviceLost: the followers do not take it."""
         try:
-            with self._publishing:  # beside the step loop a purge publishes
-                self._plans.write(message)
+            self._plans.write(message)
         except (RingClosed, PeerConnectionLost) as error:
             raise DeviceLost(f"the followers do not take plans: {error}") from None
 
@@ -152,13 +148,8 @@ class Leader:
     def step_began(self) -> None:
         self._steps.append(time.monotonic())
 
-    def step_ended(self, number: int) -> None:
+    def step_ended(self) -> None:
         self._steps.popleft()
-        self._last_ended = number
-
-    def tell(self, command: TransferCommand) -> None:
-        """To all followers, what concerns blocks of steps that were absorbed here."""
-        self.publish(KVCommand(self._last_ended, command))
 
     def result(self, number: int) -> StepResult:
         """What the last stage sampled in a step, which must be the oldest in flight."""

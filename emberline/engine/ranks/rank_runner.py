@@ -18,7 +18,6 @@ from emberline.engine.core.rank import Rank
 from emberline.engine.ranks.follower_kv import FollowerKV
 from emberline.engine.ranks.messages import (
     End,
-    KVCommand,
     Launch,
     Prepare,
     RankFailed,
@@ -66,7 +65,7 @@ class RankStep:
             raise DeviceLost(f"rank 0 could not compute its part of a step: {error!r}") from error
         if self._runner.pipelined:
             sampled = [ReportedToken(*each) for each in leader.result(self._plan.number).sampled]
-        leader.step_ended(self._plan.number)
+        leader.step_ended()
         return sampled
 
     def drafts(self) -> Sequence[bytes]:
@@ -154,8 +153,6 @@ class FollowerLoop:
                     self.prepare()
                 elif isinstance(message, Launch):
                     self._run(message.plan, plans)
-                elif isinstance(message, KVCommand):
-                    self._command(message)
             while self._in_flight:
                 self._absorb_oldest()
             if self._reports is not None:
@@ -174,7 +171,7 @@ class FollowerLoop:
         if handle is None:
             return
         if self.samples:
-            handle.sample(self._masks(plans) if plan.masked else None)
+            handle.sample(_masks(_next(plans)) if plan.masked else None)
         if self._reports is not None:
             self._reports.launched(plan, handle)
             return
@@ -186,17 +183,6 @@ class FollowerLoop:
         """Wait for the steps up to a number, which rank 0 has absorbed."""
         while self._in_flight and self._in_flight[0][0].number <= number:
             self._absorb_oldest()
-
-    def _command(self, message: KVCommand) -> None:
-        self._settle(message.after)
-        if self.kv is not None:
-            self.kv.execute(message.command)
-
-    def _masks(self, plans: PlanReader) -> Masks | None:
-        """Of the plan that was launched last; rank 0 may have absorbed others meanwhile, and told what to do then."""
-        while isinstance(message := _next(plans), KVCommand):
-            self._command(message)
-        return _masks(message)
 
     def _absorb_oldest(self) -> None:
         self._in_flight.popleft()[1].result()

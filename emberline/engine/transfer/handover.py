@@ -1,5 +1,6 @@
 """Prefill/decode disaggregation as the scheduler sees it: sequences that send KV to another engine, or await it."""
 
+from functools import partial
 from typing import TypeVar
 
 from emberline.engine.core.feature import Brought, Core, Feature
@@ -38,6 +39,7 @@ class Handover(Feature):
     def attach(self, core: Core) -> None:
         """Keep the scheduler, over whose cache transfers are made."""
         super().attach(core)
+        self._port.start(partial(core.order, "transfers"))
         self.incoming = IncomingTransfers(core.cache, self._port, self._fingerprint, self._ready.append, self._fail)
         self.outgoing = OutgoingTransfers(core.cache, self._port)
 

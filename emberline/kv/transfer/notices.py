@@ -4,8 +4,8 @@ A thread owns each connection and its socket (`sender.Sender`, `receiver.Receive
 transfer epochs and the quarantine (engine/transfer).
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import msgspec
 
@@ -109,4 +109,7 @@ class RankNotice(msgspec.Struct, frozen=True):
 
 
 class TransferPort(SenderPort, ReceiverPort, Protocol):
+    def start(self, order: Callable[[Any], None]) -> None:
+        """Give orders to all ranks by this function. Called once, first."""
+
     def notices(self) -> list[Notice]: ...

@@ -2,18 +2,18 @@
 directly to those that need it, and rank 0 makes one transfer of these parts.
 
 A part is what one rank of the sender has of the blocks of one rank of the receiver (`slices.routes`). Rank 0 decides:
-it tells its followers what to offer, grant and revoke (`rank_commands`), and they report what happens. To the step loop
+it tells its followers what to offer, grant and revoke (`orders.py`), and they report what happens. To the step loop
 a transfer is granted, received or acknowledged when all its parts are, and lost when one is; blocks are given back once
 no peer reads or writes them. Between two engines of one rank each nothing is divided, and nothing of this applies.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from emberline.kv.slices import SliceMismatch, Slices, routes
+from emberline.kv.tally import Tally
 from emberline.kv.transfer.manager import TransferManager
 from emberline.kv.transfer.messages import Item, Offer
 from emberline.kv.transfer.notices import (
@@ -31,7 +31,7 @@ from emberline.kv.transfer.notices import (
     SenderNotice,
     SendRejected,
 )
-from emberline.kv.transfer.rank_commands import (
+from emberline.kv.transfer.orders import (
     CancelParts,
     DenyParts,
     GrantParts,
@@ -39,8 +39,8 @@ from emberline.kv.transfer.rank_commands import (
     Peers,
     RevokeParts,
     SendParts,
-    TransferCommand,
-    execute,
+    TransferExecutor,
+    TransferOrder,
     receivers,
     sequence_and_rank,
 )
@@ -61,7 +61,7 @@ class _Outgoing:
     granted: int = 0  # parts
     acked: int = 0
     ended: bool = False  # the step loop knows
-    readers: Counter[Item] = field(default_factory=Counter)  # parts that still read a block
+    readers: Tally[Item] = field(default_factory=Tally)  # blocks that some part still reads
 
 
 @dataclass(slots=True, eq=False)
@@ -71,7 +71,7 @@ class _Incoming:
     parts: dict[tuple[int, int], int | None]  # by the ranks of both sides: our connection, once it is offered
     epoch: int = 0
     writing: set[Peer] = field(default_factory=set)  # that may write, from the grant on
-    missing: Counter[Item] = field(default_factory=Counter)  # parts that were not received yet
+    missing: Tally[Item] = field(default_factory=Tally)  # blocks of which some part was not received yet
     ending: Notice | None = None  # what it is told once no peer writes any more
 
     @property
@@ -93,15 +93,23 @@ class RankTransfers(TransferManager):
     ) -> None:
         super().__init__(fingerprint, layouts, memory, receive_transports, send_transports, open_transport)
         self.ranks: tuple[Slices, ...] = ()  # of this group; empty: this engine is alone
-        self._tell: Callable[[TransferCommand], None] | None = None
+        self._order: Callable[[TransferOrder], None]
         self._outgoing: dict[int, _Outgoing] = {}  # by the sequence's number
         self._incoming: dict[str, _Incoming] = {}  # by transfer
         self._n_parted = 0  # incoming transfers in parts so far
         self._merged: list[Notice] = []  # of the call of `notices` that runs
 
-    def form(self, ranks: tuple[Slices, ...], tell: Callable[[TransferCommand], None]) -> None:
-        """This is rank 0 of a group. `tell` says something to all followers, in order with the steps."""
-        self.ranks, self._tell = ranks, tell
+    def form(self, ranks: tuple[Slices, ...]) -> None:
+        """Transfer for a group from now on, whose rank 0 this is."""
+        self.ranks = ranks
+
+    def start(self, order: Callable[[TransferOrder], None]) -> None:
+        """Give orders to all ranks by this function, this one among them."""
+        self._order = order
+
+    def executor(self) -> TransferExecutor:
+        """Rank 0's own part of orders."""
+        return TransferExecutor(self, 0, self._slices)
 
     def report(self, rank: int, reported: Iterable[Notice]) -> None:
         """Notices of a follower, from any thread."""
@@ -111,11 +119,6 @@ class RankTransfers(TransferManager):
     @property
     def _slices(self) -> tuple[Slices, ...]:
         return self.ranks or (self._layouts,)
-
-    def _do(self, command: TransferCommand) -> None:
-        if self._tell is not None:
-            self._tell(command)
-        execute(self, command, 0, self._slices)
 
     def notices(self) -> list[Notice]:
         taken = super().notices()
@@ -155,15 +158,15 @@ class RankTransfers(TransferManager):
             self._notices.put(SendRejected(number, f"the decode engine has another KV layout: {error}"))
             return
         self._outgoing[number] = _Outgoing(push, n_parts)
-        self._do(OfferParts(number, push, n_blocks, key))
+        self._order(OfferParts(number, push, n_blocks, key))
 
     def send(self, number: int, items: Sequence[tuple[Item, int]]) -> None:
         out = self._outgoing.get(number)
         if out is None:
             super().send(number, items)
             return
-        out.readers.update({item: out.n_parts for item, _ in items})
-        self._do(SendParts(number, out.push, list(items)))
+        out.readers.expect([item for item, _ in items], out.n_parts)
+        self._order(SendParts(number, out.push, list(items)))
 
     def cancel(self, number: int, message: str) -> None:
         out = self._outgoing.get(number)
@@ -174,7 +177,7 @@ class RankTransfers(TransferManager):
 
     def _end_sending(self, number: int, out: _Outgoing, message: str) -> None:
         out.ended = True
-        self._do(CancelParts(number, out.push, message))
+        self._order(CancelParts(number, out.push, message))
         self._forget_sent(number, out)
 
     def _merge_sent(self, notice: SenderNotice) -> None:
@@ -183,10 +186,7 @@ class RankTransfers(TransferManager):
         if out is None:
             return
         if isinstance(notice, BlocksReleased):
-            out.readers.subtract(notice.items)
-            released = [item for item in notice.items if not out.readers[item]]
-            for item in released:
-                del out.readers[item]
+            released, _ = out.readers.said(notice.items)
             if released:
                 self._merged.append(BlocksReleased(number, released))
         elif not out.ended:
@@ -215,10 +215,10 @@ class RankTransfers(TransferManager):
         if incoming is None:
             super().grant(peer, transfer, epoch, blocks)
             return
-        n_parts = len(incoming.parts)
         incoming.epoch, incoming.writing = epoch, incoming.peers
-        incoming.missing = Counter({(g, j): n_parts for g, wanted in enumerate(blocks) for j in wanted})
-        self._do(GrantParts(_by_rank(incoming.peers), transfer, epoch, blocks))
+        items = [(g, j) for g, wanted in enumerate(blocks) for j in wanted]
+        incoming.missing = Tally(items, len(incoming.parts))
+        self._order(GrantParts(_by_rank(incoming.peers), transfer, epoch, blocks))
         if not incoming.missing:
             del self._incoming[transfer]
 
@@ -228,7 +228,7 @@ class RankTransfers(TransferManager):
             super().deny(peer, transfer, message)
             return
         del self._incoming[incoming.offer.transfer]
-        self._do(DenyParts(_by_rank(incoming.peers), transfer, message))
+        self._order(DenyParts(_by_rank(incoming.peers), transfer, message))
 
     def revoke(self, peer: int, epoch: int) -> None:
         incoming = self._of_peer(peer)
@@ -253,7 +253,7 @@ class RankTransfers(TransferManager):
         part = (offer.rank, rank)
         if incoming is None:
             if len(self._incoming) >= MAX_OPEN:
-                self._do(DenyParts({rank: [peer]}, offer.transfer, "too many transfers"))
+                self._order(DenyParts({rank: [peer]}, offer.transfer, "too many transfers"))
                 return
             self._n_parted += 1
             try:
@@ -268,7 +268,9 @@ class RankTransfers(TransferManager):
         first = incoming.offer
         alike = (offer.fingerprint, offer.n_blocks, offer.key) == (first.fingerprint, first.n_blocks, first.key)
         if not alike or incoming.parts.get(part, peer) is not None:
-            self._do(DenyParts({rank: [peer]}, offer.transfer, "another rank has offered something else, or the same"))
+            self._order(
+                DenyParts({rank: [peer]}, offer.transfer, "another rank has offered something else, or the same")
+            )
             return
         incoming.parts[part] = peer
         if None not in incoming.parts.values():
@@ -285,10 +287,7 @@ class RankTransfers(TransferManager):
         if incoming is None or isinstance(notice, LeaseRenewed):
             self._merged.append(notice)
         elif isinstance(notice, BlocksReceived):
-            incoming.missing.subtract(notice.items)
-            complete = [item for item in notice.items if not incoming.missing[item]]
-            for item in complete:
-                del incoming.missing[item]
+            complete, _ = incoming.missing.said(notice.items)
             if incoming.ending is None:
                 if complete:
                     self._merged.append(BlocksReceived(notice.epoch, complete))
@@ -326,7 +325,7 @@ class RankTransfers(TransferManager):
         transfer = incoming.offer.transfer
         del self._incoming[transfer]
         others = _by_rank(incoming.peers - {gone})
-        self._do(DenyParts(others, transfer, f"another rank of the prefill engine has ended it: {why}"))
+        self._order(DenyParts(others, transfer, f"another rank of the prefill engine has ended it: {why}"))
         self._merged.append(SenderGaveUp(incoming.number, transfer, 0, why))
 
     def _end_receiving(self, incoming: _Incoming, why: Notice, stopped: Peer | None = None) -> None:
@@ -335,7 +334,7 @@ class RankTransfers(TransferManager):
         if first or isinstance(why, EpochReleased):
             incoming.ending = why
         if first:
-            self._do(RevokeParts(_by_rank(incoming.writing - {stopped}), incoming.epoch))
+            self._order(RevokeParts(_by_rank(incoming.writing - {stopped}), incoming.epoch))
         if stopped is not None:
             self._stopped(incoming, stopped)
 

@@ -15,7 +15,7 @@ from emberline.engine.core.limits import Limits
 from emberline.engine.core.step_loop import StepLoop
 from emberline.engine.ranks import messages
 from emberline.engine.ranks.follower_kv import FollowerKV, KVListener
-from emberline.engine.ranks.messages import KVCommand, KVReport
+from emberline.engine.ranks.messages import KVReport
 from emberline.engine.ranks.opening import lead_kv
 from emberline.engine.worker.build import build_scheduler
 from emberline.kv.cache import KVCache
@@ -182,11 +182,6 @@ class Leader:
         self.layout = self
         self.n_ranks = len(slices)
 
-    def tell(self, command):
-        encoded = msgspec.msgpack.encode(KVCommand(0, command))
-        for inbox in self.inboxes:
-            inbox.append(msgspec.msgpack.decode(encoded, type=KVCommand).command)
-
     def publish_plan(self, plan):
         encoded = messages.encoder.encode(messages.Launch(plan))
         for inbox in self.inboxes:
@@ -323,7 +318,9 @@ class RankEngine:
         self.runner = RankRunner(self, self.cache)
         scheduler = build_scheduler(self.cache, self.limits, "fake", tiers=self.book, transfers=self.transfers)
         publish = self.leader.publish_plan if n_ranks > 1 else None
-        self.loop = StepLoop(scheduler, self.runner, steps_in_flight, tiers=self.tiers, publish=publish)
+        self.loop = StepLoop(
+            *(scheduler, self.runner, steps_in_flight), transfers=self.transfers, tiers=self.tiers, publish=publish
+        )
 
     def _open_tiers(self, rank, host_blocks):
         sizes = [group.block_bytes for group in self.slices[rank]]
@@ -346,12 +343,8 @@ class RankEngine:
         0 asks for their result."""
         inbox, follower = self.inboxes[rank - 1], self.followers[rank - 1]
         while inbox and most > 0:
-            message = inbox.popleft()
+            plan, sent = inbox.popleft()
             most -= 1
-            if not isinstance(message, tuple):
-                follower.execute(message)
-                continue
-            plan, sent = message
             for feature, orders in messages.orders_of(sent).items():
                 follower.executors[feature].execute(orders)
             if plan is until:

@@ -38,6 +38,9 @@ class Side:
 
 
 class NoticeQueue:
+    def start(self, order):
+        pass
+
     def __init__(self):
         self.queued = deque()
 

@@ -6,10 +6,11 @@ import msgspec
 import numpy as np
 
 from emberline.engine.ranks.follower_kv import FollowerKV, KVListener
-from emberline.engine.ranks.messages import KVCommand, KVReport
+from emberline.engine.ranks.messages import KVReport
 from emberline.kv.host_memory import HostMemory, private_pages, shared_pages
 from emberline.kv.transfer.host_transfers import host_transfers
 from emberline.kv.transfer.notices import BlocksReceived, BlocksReleased, OfferGranted, OfferReceived, SendAcked
+from emberline.kv.transfer.orders import TransferOrder
 from emberline.protocol.block_hash import BLOCK_TOKENS, KVGroup
 from emberline.protocol.frames import EngineInfo, transfer_ticket
 from emberline.protocol.request import Push, RankEndpoint
@@ -98,7 +99,9 @@ class Group:
         for follower in self.followers:
             closing.callback(follower.close)
         if self.followers:
-            self.leader.form(self.slices, self._tell)
+            self.leader.form(self.slices)
+        self.leader.start(self._order)
+        self._own = self.leader.executor()
 
     def open_rank(self, slices, shared):
         pages = [(shared_pages if shared else private_pages)(N_BLOCKS * group.block_bytes) for group in slices]
@@ -107,10 +110,11 @@ class Group:
         memory = HostMemory(views, [group.block_bytes for group in slices], descriptors)
         return memory, host_transfers("fake", slices, memory)
 
-    def _tell(self, command):
-        encoded = msgspec.msgpack.encode(KVCommand(0, command))
+    def _order(self, order):
+        encoded = msgspec.msgpack.encode(order)
         for follower in self.followers:
-            follower.execute(msgspec.msgpack.decode(encoded, type=KVCommand).command)
+            follower.executors["transfers"].execute([msgspec.msgpack.decode(encoded, type=TransferOrder)])
+        self._own.execute([order])
 
     def expect(self, kind):
         """All notices until there is one of a kind: that one is moved to the end."""

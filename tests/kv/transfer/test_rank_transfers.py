@@ -14,7 +14,7 @@ from emberline.kv.transfer.notices import (
     SenderLost,
     SendRejected,
 )
-from emberline.kv.transfer.rank_commands import dialed
+from emberline.kv.transfer.orders import dialed
 from emberline.protocol.frames import transfer_ticket
 from emberline.protocol.request import Push, RankEndpoint
 from tests.kv.transfer.rank_groups import GROUP, LATENT, LAYOUTS, Group, check_received, divided, granted, pair
