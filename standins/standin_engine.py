@@ -29,7 +29,7 @@ from emberline.kv.block_pool import blocks_of
 from emberline.kv.cache import KVCache
 from emberline.kv.host_memory import HostMemory, shared_pages
 from emberline.kv.transfer.host_transfers import host_transfers
-from emberline.kv.transfer.manager import TransferManager
+from emberline.kv.transfer.rank_transfers import RankTransfers
 from emberline.protocol import block_hash as blockhash
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.block_hash import BLOCK_TOKENS, KVGroup
@@ -224,7 +224,7 @@ class StandinLoop(StepLoop):
         runner: ScriptedRunner,
         base: EngineScript,
         journal: TextIO | None = None,
-        transfers: TransferManager | None = None,
+        transfers: RankTransfers | None = None,
     ) -> None:
         super().__init__(scheduler, runner, transfers=transfers)
         self._base = base
