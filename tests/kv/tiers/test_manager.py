@@ -10,7 +10,7 @@ from emberline.kv.tiers.host import HostTier, plain_segment
 from emberline.kv.tiers.manager import TierManager
 from emberline.kv.tiers.messages import BlocksFetched, LookedUp, SavedBlock, WantedBlock
 from emberline.kv.tiers.mover import HostMover
-from emberline.kv.tiers.orders import Remove, Save, Saved
+from emberline.kv.tiers.orders import CancelFetch, Fetch, FetchCancelled, Remove, Save, Saved
 from emberline.kv.tiers.tier import BlockId, BlockMeta, layout_tag
 from emberline.protocol.block_hash import KVGroup
 
@@ -209,6 +209,38 @@ def test_a_cancelled_fetch_writes_nothing_afterwards(tiers):
     done = {10 + j for notice in manager.reports() if isinstance(notice, BlocksFetched) for _, j in notice.fetched}
     for block in set(range(10, 19)) - writing - done:
         assert bytes(memory.block(0, block)) == now[block]
+
+
+class HeldMover(HostMover):
+    """Copies to the device end when `go` is set."""
+
+    def __init__(self, memory):
+        super().__init__(memory)
+        self.began, self.go = threading.Event(), threading.Event()
+
+    def load(self, copies):
+        self.began.set()
+        return self
+
+    def wait(self):
+        assert self.go.wait(60)
+
+
+def test_a_cancelled_fetch_is_over_when_its_blocks_are_not_written_any_more():
+    memory = HostMemory([memoryview(bytearray(N_BLOCKS * GROUP.block_bytes))], [GROUP.block_bytes])
+    mover = HeldMover(memory)
+    manager = TierManager([GROUP], mover, HostTier(4 << 20, [GROUP.block_bytes]), [], 1e9)
+    manager.execute([Save(1, [SavedBlock(0, 1, ids(1)[0], BlockMeta(owner=b"o"))])])
+    wait_for(manager, Saved)
+    assert manager.flush(60)
+    manager.execute([Fetch(7, [WantedBlock((0, 0), 10, ids(1)[0], BlockMeta(), "host")])])
+    assert mover.began.wait(60)
+    manager.execute([CancelFetch(7), CancelFetch(8)])
+    assert manager.reports() == [FetchCancelled(8)], "the block of the other one is still written"
+    mover.go.set()
+    assert wait_for(manager, FetchCancelled) == [FetchCancelled(7)]
+    assert manager.reports() == []
+    manager.close()
 
 
 def test_what_to_expect_of_each_tier(tiers):
