@@ -158,7 +158,7 @@ def measured_in(checkout: Path, rows: Sequence[int], n_steps: int) -> dict[str, 
     flags = ["--measure", "--rows", ",".join(map(str, rows)), "--steps", str(n_steps)]
     done = subprocess.run(
         [sys.executable, "-P", str(script), *flags],  # -P: this folder has modules named as the standard library's
-        env={**os.environ, "PYTHONPATH": str(checkout)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(checkout), os.environ.get("PYTHONPATH", "")])},
         stdout=subprocess.PIPE,
         check=True,
     )

@@ -38,7 +38,7 @@ class FollowerKV:
     def __init__(
         self, member: Member, transfers: TransferManager, tiers: TierManager | None, kv_groups: Sequence[KVGroup]
     ) -> None:
-        self._member, self.transfers, self.tiers = member, transfers, tiers
+        self._member, self.transfers = member, transfers
         self._tiers = FollowerTiers(tiers, kv_groups)
         self._stopped, self._stop = socket.socketpair()
         self._lock = threading.Lock()  # orders and notices change what the manager knows of a transfer

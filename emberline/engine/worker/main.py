@@ -61,7 +61,6 @@ ENCODER_TOKENS, GPU_ENCODER_TOKENS = 1024, 16_384  # of a step: more makes other
 ENCODER_RUNNING = 256  # requests
 SPEECH_RUNNING = 4  # they take turns: more would only hold more decoded audio
 GPU_DEFAULTS = {"max_running": 256, "token_budget": 8192}
-PIN_S = 10.0  # for a start to wait for host memory that is being pinned, once all else is ready
 
 _log = logging.getLogger(__name__)
 
@@ -207,8 +206,6 @@ def _build(
     if ahead is not None:
         ahead.release()
     timeline.end("release")
-    _wait_for_host_memory(loop)
-    timeline.end("host memory")
     if group is not None and args.rank == 0:
         group.start()  # a follower says that it is ready when it runs
         timeline.end("ranks")
@@ -240,14 +237,6 @@ def _build(
         facts["layout"] = layout.name
     facts["kv_bytes"] = sum((group.pool.n_total + 1) * group.layout.block_bytes for group in cache.groups)
     return loop, info, facts
-
-
-def _wait_for_host_memory(loop: "StepLoop | FollowerLoop") -> None:
-    """Wait until host memory for KV is pinned, which has begun before the weights were read: no step is to wait for it.
-    If that takes too long, the rest is pinned while the worker serves."""
-    tiers = loop.tiers if isinstance(loop, StepLoop) else None if loop.kv is None else loop.kv.tiers
-    if tiers is not None and not tiers.wait_allocated(PIN_S):
-        _log.info("host memory for the KV cache is still being pinned", extra={"seconds": PIN_S})
 
 
 def _open_listener(args: argparse.Namespace, group: "RankGroup | None", closing: ExitStack) -> "KVListener | None":

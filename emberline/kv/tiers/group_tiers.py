@@ -51,7 +51,7 @@ class GroupTiers:
         self.names, self.remote, self.changes, self.all_tiers = own.names, own.remote, own.changes, own.all_tiers
         self.wakeup, self.clear_wakeup = own.queue.wakeup, own.queue.clear_wakeup
         self.find, self.look_up, self.queues = own.find, own.look_up, own.queues
-        self.stats, self.flush, self.close, self.wait_allocated = own.stats, own.flush, own.close, own.wait_allocated
+        self.stats, self.flush, self.close = own.stats, own.flush, own.close
         self._order: Callable[[TierOrder], None]
         self._numbers = count(1)  # of saves and purges, which other threads begin
         self._saves: dict[int, Sequence[SavedBlock]] = {}

@@ -21,6 +21,7 @@ SEGMENT_BYTES = 32 << 20  # while one is pinned, at 23 to 30 GB/s, the process l
 MAX_SEGMENTS = 16_384  # larger ones rather than more: Linux allows a process 65,530 mappings
 PAGE_BYTES = 4096
 WRITE_WAIT_S = 1.0  # for a slot that is in use
+AHEAD_BYTES = 1 << 30  # that are allocated before they are used: touching and pinning take about 0.1 s for as many
 
 _log = logging.getLogger(__name__)
 
@@ -88,13 +89,16 @@ class HostTier:
         keep: bool = True,
         allocate: Callable[[int], Segment] | None = None,
         segment_bytes: int = SEGMENT_BYTES,
+        ahead_bytes: int = AHEAD_BYTES,
     ) -> None:
-        """`segment_bytes`: wanted size of a part of memory; it is rounded to whole blocks of every size."""
+        """`segment_bytes`: wanted size of a part of memory; it is rounded to whole blocks of every size. `ahead_bytes`:
+        memory that is allocated before it is used."""
         self.capacity_bytes, self.keeps = capacity_bytes, keep
         self._allocate = allocate or plain_segment
         self._without_room = sorted(set(sizes))  # block sizes that have no segment yet
         share, largest = capacity_bytes // (4 * len(self._without_room)), padded(self._without_room[-1])
         wanted = min(share, max(segment_bytes, capacity_bytes // MAX_SEGMENTS))
+        self._ahead_bytes = ahead_bytes
         self.segment_bytes = max(1, wanted // largest) * largest
         self._changed = threading.Condition()  # guards everything below
         self._blocks: dict[bytes, dict[bytes, Slot]] = {}  # by layout tag and content key
@@ -104,29 +108,39 @@ class HostTier:
         self._used = 0
         self._stats = TierStats(self.name, capacity_bytes=capacity_bytes)
         self._stopped = False
-        self._allocated_all = threading.Event()  # not set: a thread allocates more
-        self._allocated_all.set()
+        self._grows = False  # a thread allocates more
         self.changes: TierChanges | None = None
         self.evicted: deque[BlockId] | None = None  # what was evicted, if somebody wants to know
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
     def allocate_all(self) -> None:
-        """Allocate all memory; blocking, until there is no more or the tier is closed."""
+        """Allocate the memory ahead of its use; blocking. Until then slots are made of what there is."""
         while self.grow():
             pass
-        self._allocated_all.set()
-        with self._changed:
-            self._changed.notify_all()
 
     def start_allocating(self) -> None:
-        """Allocate all memory in a thread. Until then slots are made of what there is, and `take` waits for more."""
-        self._allocated_all.clear()
-        threading.Thread(target=self.allocate_all, name="kv-allocate", daemon=True).start()
+        """`allocate_ahead` in a thread. From now on `take` waits for what it allocates."""
+        self._grows = True
+        threading.Thread(target=self.allocate_ahead, name="kv-allocate", daemon=True).start()
 
-    def wait_allocated(self, limit_s: float) -> bool:
-        """Wait until the thread that allocates has ended. Returns False if it takes longer than `limit_s`."""
-        return self._allocated_all.wait(limit_s)
+    def allocate_ahead(self) -> None:
+        """Allocate memory shortly before it is used, so that a start takes no longer and what is not used stays free;
+        blocking, until there is no more or the tier is closed."""
+        self._grows = True
+        grown = True
+        while grown:
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopped or self._is_short)
+            grown = self.grow()
+        with self._changed:
+            self._grows = False
+            self._changed.notify_all()
+
+    @property
+    def _is_short(self) -> bool:
+        unused = sum(len(segment.buffer) for segment in self._segments)
+        return any(unused + len(known.free) * size < self._ahead_bytes for size, known in self._classes.items())
 
     def grow(self) -> bool:
         """Allocate one more segment. Returns False if there is no more to allocate."""
@@ -173,7 +187,10 @@ class HostTier:
             while True:
                 left_s = until_s - time.monotonic()
                 lacks = self._n_free(n_bytes) < n
-                if wait_s > 0 and lacks and not self._stopped and not self._allocated_all.is_set():
+                grows = self._grows and self._is_short and not self._stopped
+                if grows:
+                    self._changed.notify_all()
+                if wait_s > 0 and lacks and grows:
                     self._changed.wait()
                     continue
                 taken = self._take(n_bytes, n)

@@ -271,10 +271,6 @@ class TierManager:
         self._stats_s = 0.0  # the next report tells it
         return purged
 
-    def wait_allocated(self, limit_s: float) -> bool:
-        """Wait until host memory is allocated, and pinned for a GPU. Returns False if it takes longer."""
-        return self._host.wait_allocated(limit_s)
-
     def _execute_purge(self, order: Purge) -> None:
         try:
             self.queue.put(Purged(order.number, self.purge(order.owner, order.session)))

@@ -131,28 +131,27 @@ def test_a_slot_dropped_too_often_is_an_error(n):
         tier.drop(slots)
 
 
-def test_memory_is_allocated_before_it_is_used_and_nothing_is_evicted_meanwhile():
-    made, may_allocate = [], threading.Semaphore(0)
+def test_memory_is_allocated_ahead_of_its_use():
+    made = []
 
     def allocate(n_bytes) -> Segment:
-        assert may_allocate.acquire(timeout=60)
         made.append(n_bytes)
         return plain_segment(n_bytes)
 
-    tier = HostTier(8 * SIZE, [SIZE], allocate=allocate, segment_bytes=SIZE)
-    tier.start_allocating()
-    assert not tier.wait_allocated(0.0)
-    for n in range(4):
-        may_allocate.release()
+    tier = HostTier(8 * SIZE, [SIZE], allocate=allocate, segment_bytes=SIZE, ahead_bytes=2 * SIZE)
+    thread = threading.Thread(target=tier.allocate_ahead, daemon=True)
+    thread.start()
+    n_written = 0
+    while n_written < 8:
         slots = tier.take(SIZE, 1, wait_s=60.0)
-        tier.put([block_id(n)], slots, [BlockMeta()])
+        tier.put([block_id(n_written)], slots, [BlockMeta()])
         tier.drop(slots)
-    assert tier.holds([block_id(n) for n in range(4)]) == [True] * 4, "nothing is evicted while there is room to come"
-    may_allocate.release(4)
-    assert tier.wait_allocated(60)
-    assert len(made) == 8, "also what nobody uses yet"
-    assert len(tier.take(SIZE, 4)) == 4
-    assert tier.stats().evicted == 0
+        n_written += 1
+        assert len(made) <= n_written + 2, "what is not used stays free"
+    assert tier.holds([block_id(n) for n in range(8)]) == [True] * 8, "nothing is evicted while there is room to come"
+    assert len(made) == 8
+    thread.join(60)
+    assert not thread.is_alive()
     tier.take(SIZE, 1, wait_s=60.0)
     assert tier.stats().evicted == 1
 
@@ -189,17 +188,9 @@ def test_nothing_is_evicted_for_a_batch_of_several_segments_that_are_being_alloc
 
 
 def test_allocation_ends_when_the_tier_is_closed():
-    began, go_on = threading.Event(), threading.Event()
-
-    def allocate(n_bytes) -> Segment:
-        began.set()
-        assert go_on.wait(60)
-        return plain_segment(n_bytes)
-
-    tier = HostTier(8 * SIZE, [SIZE], allocate=allocate, segment_bytes=SIZE)
-    tier.start_allocating()
-    assert began.wait(60)
+    tier = HostTier(8 * SIZE, [SIZE], segment_bytes=SIZE, ahead_bytes=SIZE)
+    thread = threading.Thread(target=tier.allocate_ahead, daemon=True)
+    thread.start()
     tier.close()
-    go_on.set()
-    assert tier.wait_allocated(60)
-    assert len(tier.take(SIZE, 8)) == 1, "the one that was being allocated"
+    thread.join(60)
+    assert not thread.is_alive()
