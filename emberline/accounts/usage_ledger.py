@@ -177,4 +177,8 @@ class UsageLedger:
     async def _write_checkpoint(self, journal: UsageJournal) -> None:
         if self._changed:
             self._changed = False
-            await journal.checkpoint(list(self._running.values()))
+            try:
+                await journal.checkpoint(list(self._running.values()))
+            except BaseException:
+                self._changed = True  # the next round writes it
+                raise

@@ -404,7 +404,7 @@ class _Request:
     def _may_use(self, model: str) -> bool:
         models = self._call.pipeline.models
         try:
-            models.target(models.find(model), self._call.principal)
+            models.check_scope(models.find(model), self._call.principal)
         except EmberlineError:  # also if the model is gone
             return False
         return True

@@ -129,7 +129,7 @@ class Preparer:
         """Let the core remember a conversation that has ended, with its `replies` and their ids, for its next turn.
 
         The entries are made after the reply has gone out: rendering the conversation again takes as long as the first
-        time. The next turn waits for them if it comes earlier."""
+        time. The next turn waits for them if it comes earlier, to this process."""
         if not prepared.digests:
             return
         digest = prepared.digests[-1]

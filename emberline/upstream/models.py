@@ -132,8 +132,11 @@ class UpstreamModels:
 
     def provider_of(self, card: ModelCard) -> str:
         """The owner of a model, as the gateway's logs and circuit breakers name it."""
-        provider = self.providers.client_of(card)
-        return self._serving(card.id)[0].name if provider is None else provider.provider.name
+        if (provider := self.providers.client_of(card)) is not None:
+            return provider.provider.name
+        if not (serving := self._serving(card.id)):
+            raise ModelNotFound(f"no server has {card.id} any more", param="model")
+        return serving[0].name
 
     def n_servers(self, card: ModelCard) -> int:
         """How many servers may serve a request one after the other."""

@@ -165,6 +165,9 @@ class FakeModels:
         principal.check_model(card.id, card.aliases)
         return Target(card)
 
+    def check_scope(self, card: ModelCard, principal: Principal) -> None:
+        principal.check_model(card.id, card.aliases)
+
     def is_upstream(self, card: ModelCard) -> bool:
         return False
 

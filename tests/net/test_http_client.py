@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
+from functools import partial
 
 import pytest
 import uvloop
@@ -311,6 +312,23 @@ async def test_only_the_resolved_addresses_are_dialled_in_their_order(server: Se
     assert (await pool.post("/x", b"{}")).status == 200
     assert server.n_connections == 1
     pool.close()
+
+
+async def test_many_addresses_that_do_not_answer_take_no_longer_than_one() -> None:
+    accepted: list[asyncio.StreamWriter] = []
+
+    async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        accepted.append(writer)
+        await reader.read()  # no TLS handshake
+        writer.close()
+
+    silent = await asyncio.start_server(hang, "127.0.0.1", 0)
+    address = Address("127.0.0.1", silent.sockets[0].getsockname()[1], True, "")
+    make = partial(Connection, lambda _: None, lambda _: None)
+    with pytest.raises(ConnectionFailed, match=r"no connection within 0\.4 s"):
+        await dial(make, address, ["127.0.0.1"] * 50, timeout_s=0.4)
+    assert len(accepted) <= 3
+    silent.close()
 
 
 @pytest.mark.parametrize(

@@ -73,3 +73,15 @@ async def test_a_key_that_the_client_sends_along_opens_its_own_provider_alone() 
         assert (target.where, target.remote, target.provider_access.key) == ("provider", "grok", "sk-own")
         assert models.target(other, ANYONE, OwnKey(named, "sk-own")).provider_access.key == "sk-groq"
     assert models.target(xai, ANYONE).provider_access.key == "sk-xai"
+
+
+async def test_a_model_whose_provider_has_no_key_is_in_scope_but_only_a_key_makes_it_a_target() -> None:
+    """A cached reply needs the scope alone: a client that brings its provider's key along finds its own replies."""
+    models = Models(
+        ServedModels(), UpstreamModels((), providers=ProviderDirectory([ProviderConfig(name="xai")])), Aliases()
+    )
+    card = models.find("xai/grok")
+    models.check_scope(card, ANYONE)
+    assert models.target(card, ANYONE, OwnKey("xai", "sk-own")).provider_access.key == "sk-own"
+    with pytest.raises(Forbidden):
+        models.target(card, ANYONE)

@@ -388,6 +388,10 @@ class Call:
             self.card = self.service.models.find(name, caller)
         return self.card
 
+    def model_card(self, name: str) -> "ModelCard":
+        """The model that was looked up when the body was read, or now if its first look could not read the name."""
+        return self.card or self.use_model(name)
+
     def _card(self, request: GenerateRequest | EncodeRequest | SpeechRequest | MediaRequest) -> "ModelCard | None":
         """The model of the request. A session that only the request itself has decides what an alias stands for."""
         models = self.service.models
@@ -495,8 +499,7 @@ class Call:
     async def count_tokens(self, request: GenerateRequest) -> int:
         """Tokens of the request's prompt. A gateway's routes and rules are for requests that generate."""
         own_key = None if self.gateway is None else self.gateway.own_key
-        assert self.card is not None, "the model was looked up when its body was read"
-        target = self.service.models.target(self.card, self.principal, own_key)
+        target = self.service.models.target(self.model_card(request.model), self.principal, own_key)
         return await self.service.count_tokens(request, self.principal, target)
 
     def forward(self, request: "UpstreamRequest") -> AsyncGenerator[tuple[bytes, bool], None]:

@@ -69,7 +69,8 @@ async def _answer(call: Call, body: OllamaChat | OllamaPrompt, is_chat: bool) ->
 async def _load(call: Call, name: str, body: OllamaChat | OllamaPrompt, is_chat: bool) -> Reply:
     """A model that is loaded on demand is loaded by the first request, whoever sends it."""
     models = call.service.models
-    card = models.target(call.card or models.find(name), call.principal).card
+    card = call.card or models.find(name)
+    models.check_scope(card, call.principal)
     is_managed = models.state(card.id) not in ("", "provider")
     if body.unloads and not call.principal.is_admin:
         raise Forbidden("unloading a model needs an admin key")
@@ -102,8 +103,8 @@ async def embeddings(call: Call) -> Reply:
 async def _encode(call: Call, body: OllamaEmbed | OllamaEmbeddings) -> Encoded:
     request, call.field_names = body.to_request(_served_name(call, body.model), call.id)
     if isinstance(body, OllamaEmbeddings) or body.truncate is None:  # as Ollama does; a provider cannot be asked to
-        assert call.card is not None, "the model was looked up when its body was read"
-        request = msgspec.structs.replace(request, truncate=not call.service.models.is_upstream(call.card))
+        card = call.model_card(request.model)
+        request = msgspec.structs.replace(request, truncate=not call.service.models.is_upstream(card))
     encoded = await run_encoding(call, request)
     if encoded.pooling is None:
         raise BadInput(f"{body.model} makes no vectors: ask for /v1/rerank or `run`", param="model")

@@ -48,6 +48,7 @@ from emberline.kv.tiers.tier_worker import TierWorker
 from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.frames import TierStats
 
+MAX_EVICTED = 1 << 16  # evictions that followers are yet to hear of; of older ones they keep the blocks for longer
 BATCH_BYTES = 32 << 20  # of one copy between host memory and the device
 SAVING_BYTES = 2 << 30  # of the device pool that are being saved at once: the blocks of a step, which come together
 LOADS_IN_FLIGHT = 2
@@ -128,7 +129,7 @@ class TierManager:
 
     def record_evictions(self) -> None:
         """Remember from now on what the host tier evicts, for `make_room`."""
-        self._host.evicted = deque()
+        self._host.evicted = deque(maxlen=MAX_EVICTED)
 
     def make_room(self, number: int, blocks: Sequence[SavedBlock]) -> list[tuple[int, bytes]]:
         """Evict blocks of the host tier now, so that a save finds room there. Returns the group and key of all that it

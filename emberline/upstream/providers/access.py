@@ -14,6 +14,6 @@ class Access:
     # Connections and API of a stored key with an address of its own; None: those of the provider.
     pool: ConnectionPool | None = None
     api: ProviderAPI | None = None
-    traits: str = ""  # which fields are taken there, as `upstream.request` knows them
+    traits: str = ""  # which fields are taken there, as `upstream_request` knows them
     slots: str = ""  # `RouteRequest.slots`
     is_own_url: bool = False  # the address is an account's: its failures say nothing about the provider

@@ -101,7 +101,7 @@ class Provider(NamedTuple):
 
     @property
     def traits(self) -> str:
-        """The kind of server as `upstream.request` knows them: which fields it takes."""
+        """The kind of server as `upstream_request` knows them: which fields it takes."""
         return self.server or self.kind
 
 

@@ -134,6 +134,14 @@ async def test_count_tokens(client: httpx.AsyncClient, service: FakeService) -> 
         assert answer.json() == {"input_tokens": 5}
 
 
+@pytest.mark.parametrize("field", ["user", "safety_identifier", "prompt_cache_key"])
+async def test_count_tokens_of_a_body_whose_other_fields_are_odd(client: httpx.AsyncClient, field: str) -> None:
+    """The first look at a body, for the model's name, cannot read such a number."""
+    body = f'{{"model": "{MODEL}", "messages": [{{"role": "user", "content": "one two"}}], "{field}": 1e999}}'
+    answer = await client.post("/v1/messages/count_tokens", content=body)
+    assert answer.status_code in (200, 400), answer.text
+
+
 async def test_error_forms(client: httpx.AsyncClient) -> None:
     answer = await client.post("/v1/messages", json=BODY | {"model": "nope"})
     assert answer.status_code == 404

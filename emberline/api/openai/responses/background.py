@@ -70,8 +70,7 @@ async def submit(
     call: Call, own_id: str, raw: bytes, items: Sequence[Item], request: GenerateRequest
 ) -> BackgroundResponse:
     """Queue the response durably."""
-    assert call.card is not None, "the model was looked up when its body was read"
-    request = queued_request(request, call.card.id)
+    request = queued_request(request, call.model_card(request.model).id)
     submitted = encode(_Submitted(msgspec.Raw(raw), msgspec.Raw(encode(items))))
     file = await store_requests(call, own_id, [msgspec.Raw(submitted)])
     try:
