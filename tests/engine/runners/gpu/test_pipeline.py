@@ -99,7 +99,7 @@ class Pipeline:
         layouts, n_stages = self.stages[0].kv_groups, self.layout.pp
         cache = KVCache(layouts, self.sizes, chunk=self.limits.token_budget)
         scheduler = Scheduler(cache, self.limits, "fake", micro_batches=n_stages)
-        loop = StepLoop(scheduler, SimpleNamespace(launch=self._launch), n_stages)
+        loop = StepLoop(scheduler, SimpleNamespace(launch=self._launch), n_stages, publish=self.leader.publish_plan)
         self._in_flight = loop._in_flight
         return loop
 
