@@ -16,6 +16,7 @@ from msgspec import structs
 
 from emberline.engine.core.limits import Limits
 from emberline.engine.core.plan import Admission, Masks, Row, StepPlan
+from emberline.engine.core.rank import Rank
 from emberline.engine.core.scheduler import Scheduler
 from emberline.engine.core.step_loop import StepLoop
 from emberline.engine.ranks.messages import StepResult, to_leader
@@ -82,6 +83,7 @@ class Pipeline:
         self._theirs = [PeerConnection(theirs) for _, theirs in pairs]
         self.leader = Leader(self.layout, self.groups[0], self._ours, PlanWriter(None, self._ours))
         self.runner = leader_runner(self.leader, self._runner(0))
+        self.rank = Rank(self.runner, publish=self.leader.publish_plan)
         self.most_in_flight = 0
 
     def _runner(self, rank):
@@ -213,7 +215,7 @@ def test_a_stage_computes_the_next_micro_batch_before_the_last_stage_has_begun_o
         for n, each in enumerate(asked):
             row = Row(n, n, 0, each.prompt_ids, [[n + 1]], [0], True)
             plan = StepPlan([Admission(n, each, 1, b"", [[]])], [row], n_tokens=1, number=n + 1)
-            handles.append(pipeline.runner.launch(plan))
+            handles.append(pipeline.rank.run(plan))
         for each, handle in zip(asked, handles):
             handle.sample()
             ids = np.frombuffer(each.prompt_ids, "<u4").tolist()
@@ -228,14 +230,14 @@ def test_masks_reach_the_last_stage_while_earlier_steps_are_reported():
         for n, each in enumerate((plain, guided)):
             row = Row(n, n, 0, each.prompt_ids, [[n + 1]], [0], True)
             admission = Admission(n, each, 1, b"", [[]])
-            handles.append(pipeline.runner.launch(StepPlan([admission], [row], 1, number=n + 1, masked=n == 1)))
+            handles.append(pipeline.rank.run(StepPlan([admission], [row], 1, number=n + 1, masked=n == 1)))
             if n == 0:
                 handles[0].sample()
         assert len(handles[0].result()) == 1  # the last stage waits for the masks of the other
         for token in (4, 5):
             if token == 5:  # another step of the same sequence
                 row = Row(1, 1, 1, pack([4]), None, [0], True)
-                handles.append(pipeline.runner.launch(StepPlan([], [row], 1, number=3, masked=True)))
+                handles.append(pipeline.rank.run(StepPlan([], [row], 1, number=3, masked=True)))
             handles[-1].sample(Masks([0], np.array([[1 << token]], np.uint32)))
             assert [drawn.token_id for drawn in handles[-1].result()] == [token]
 
