@@ -66,13 +66,13 @@ class Models:
 
         Raises Forbidden if the principal's key may not use the model, or if there is no key for its provider.
         """
-        self.check_scope(card, principal)
+        if principal.models:
+            self.check_scope(card, principal)
         return self._upstream.target(card, principal, own_key) if self.is_upstream(card) else Target(card)
 
     def check_scope(self, card: ModelCard, principal: Principal) -> None:
         """Raise Forbidden if the principal's key may not use the model."""
-        if principal.models:
-            principal.check_model(card.id, (*card.aliases, *self._aliases.table.names_of(card)))
+        principal.check_model(card.id, (*card.aliases, *self._aliases.table.names_of(card)))
 
     def is_upstream(self, card: ModelCard) -> bool:
         """True if another server computes the model, not an engine worker of ours."""
