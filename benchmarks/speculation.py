@@ -58,7 +58,7 @@ class Engine:
         assert isinstance(loop, StepLoop)
         self.loop = loop
         self.replay = Replay(loop.runner, self.info.eos_ids[0])
-        loop.runner = self.replay
+        loop.rank.runner = self.replay
         self.n_tokens, self.n_steps, self.seconds = 0, 0, 0.0
 
     def run(self, request: EngineRequest, reply: list[int]) -> float:

@@ -81,6 +81,17 @@ def quick_triton_interpreter() -> None:
 
 
 @pytest.fixture(autouse=True)
+def usual_signal_handlers() -> Iterator[None]:
+    """Fail a test that leaves a signal handler behind: it would take the signals of later tests of the process."""
+    yield
+    handlers = {number.name: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    wakeup_fd = signal.set_wakeup_fd(-1)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    assert (set(handlers.values()), wakeup_fd) == ({signal.SIG_DFL}, -1), handlers
+
+
+@pytest.fixture(autouse=True)
 def gpu_memory(request: pytest.FixtureRequest) -> Iterator[None]:
     """Tests on a GPU share it: one that takes more than its part fails by itself, and none keeps what it took."""
     if request.node.get_closest_marker("gpu") is None:

@@ -43,7 +43,7 @@ def test_times_of_several_processes_add_up() -> None:
 def test_the_budget_names_every_folder_and_tests_that_exist() -> None:
     budget = read_budget()
     folders = {path.parent.relative_to(TESTS).parts[0] for path in TESTS.glob("*/**/test_*.py")}
-    assert set(budget.folders) == folders - {"cluster"} | {".", SHARED}
+    assert set(budget.folders) == folders - {"machines"} | {".", SHARED}
     for test in budget.tests:
         path, _, name = test.partition("::")
         assert f"def {name}(" in (TESTS.parent / path).read_text(), test

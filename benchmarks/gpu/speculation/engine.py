@@ -71,7 +71,7 @@ class Engine:
         waiting, n_open = deque(work), 0
         replays = waiting[0].reply is not None
         runner: Runner = self._replay if replays else self._runner
-        self.loop.runner = runner
+        self.loop.rank.runner = runner
         unbegun: set[str] | None = set()  # of the first batch
         n_tokens = n_steps = n_untimed = 0
         began_s = time.perf_counter()

@@ -100,11 +100,10 @@ class StepLoop:
         self.cache_control = CacheControl(stored or StoredCache(scheduler.fingerprint, tiers=tiers), scheduler.purge)
         self.transfers = transfers
         self.tiers = tiers
-        self.runner = runner
         executors: dict[str, Executor] = {} if tiers is None else {"tiers": tiers.own}
         if transfers is not None:
             executors["transfers"] = transfers.executor()
-        self._rank = Rank(runner, executors, publish)
+        self.rank = Rank(runner, executors, publish)
         self._last_absorbed = 0  # number of a step
         self._steps_in_flight = steps_in_flight
         self._in_flight: deque[tuple[StepPlan, Handle]] = deque()
@@ -117,6 +116,10 @@ class StepLoop:
         self.n_prepared = 0  # parts that idle tasks have prepared
         self.step_s = 0.0  # predicted, of the last launched step; 0: unknown
         self._stuck_at = -1  # scheduler.n_submitted when a step found nothing to compute
+
+    @property
+    def runner(self) -> Runner:
+        return self.rank.runner
 
     def kv_events(self) -> KVEventFeed:
         return KVEventFeed(self.scheduler.cache, () if self.tiers is None else self.tiers.changes)
@@ -197,7 +200,7 @@ class StepLoop:
         self.scheduler.catch_up()
         orders = self.scheduler.orders
         if orders and (orders.urgent or not self._in_flight):  # else the next plan takes them
-            self._rank.run(StepPlan(after=self._last_absorbed, orders=orders.take()))
+            self.rank.run(StepPlan(after=self._last_absorbed, orders=orders.take()))
         self.in_step = bool(self._in_flight)
         goes_on = plan.rows or self._in_flight or self.scheduler.has_work
         self._stuck_at = -1 if goes_on else self.scheduler.n_submitted
@@ -210,7 +213,7 @@ class StepLoop:
         self.step_s = 0.0 if self.has_idle_task else self._times.predicted_s(plan)
         self.in_step = True
         plan.after, plan.orders = self._last_absorbed, self.scheduler.orders.take()
-        handle = self._rank.run(plan)
+        handle = self.rank.run(plan)
         assert handle is not None, "the plan has rows"
         masks = None
         if plan.masked:
