@@ -162,8 +162,7 @@ class Client:
 
         The server answers a failed request before it has written the usage row and the log lines.
         """
-        for request_id in self._request_ids:
-            await self._logged(request_id)
+        await self.logged()
         record, changed_s = self.record(), time.monotonic()
         while not is_over(record) and time.monotonic() < changed_s + SETTLE_S:
             await asyncio.sleep(0.005)
@@ -193,12 +192,13 @@ class Client:
         found += sorted(jobs, key=lambda line: (line["model"], line["message"]))
         return _without_empty({"usage": self.stage.usage_rows(self.account), "log": found})
 
-    async def _logged(self, request_id: str) -> None:
-        """Wait for the line that ends a request."""
+    async def logged(self) -> None:
+        """Wait for the lines that end the requests so far."""
         end_s = time.monotonic() + PATIENCE_S
-        while not any("ms" in line for line in self.stage.log.lines(request_id)):
-            assert time.monotonic() < end_s, f"request {request_id} was not logged"
-            await asyncio.sleep(0.002)
+        for request_id in self._request_ids:
+            while not any("ms" in line for line in self.stage.log.lines(request_id)):
+                assert time.monotonic() < end_s, f"request {request_id} was not logged"
+                await asyncio.sleep(0.002)
 
 
 def one(name: str, path: str, body: Json = None, *, method: str = "POST", **options: Any) -> Case:

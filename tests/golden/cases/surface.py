@@ -42,6 +42,7 @@ async def _metrics(client: Client) -> None:
     for _ in range(2):
         await client.post(CHAT, chat("openai/gpt-test"), headers={"cf-aig-cache-ttl": "600"})
     await client.post(CHAT, chat("nothing"))
+    await client.logged()  # a request is counted after its reply
     text = await client.get("/metrics", key=ADMIN_KEY, record=False)
     client.note("metrics", families(text))
 
