@@ -157,6 +157,7 @@ class ServerScript(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     bad_json: bool = False  # invalid JSON in the stream or body
     cut_after: int = -1  # close the connection
     error_after: int = -1  # send an error event
+    fault_ms: float = 0.0  # wait before a cut or an error: what was sent has been relayed by then
     die_after: int = -1  # exit the process
     stall_after: int = -1  # compute nothing any more, for any request, and go on answering health checks
     no_params: bool = False  # a prefill reply without kv_transfer_params

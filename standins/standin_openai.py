@@ -466,6 +466,8 @@ class StandinCompletion:
             connection.chunk(b"".join(events))
             return connection.end_stream()
         for number, event in enumerate(events):
+            if self._failing and script.fault_ms and number - 1 in (script.cut_after, script.error_after):
+                await asyncio.sleep(script.fault_ms / 1000)
             if self._failing and self._inject_fault(number - 1):
                 return
             await self._server.compute(1)

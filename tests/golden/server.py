@@ -44,8 +44,8 @@ UPSTREAMS = {
     "down": ("openai", ServerScript(tokens=4, status=500)),
     "limited": ("openai", ServerScript(tokens=4, status=429)),
     "refusing": ("openai", ServerScript(tokens=4, status=400, message="scripted refusal")),
-    "breaking": ("openai", ServerScript(tokens=4, itl_ms=20, error_after=2)),
-    "cutting": ("openai", ServerScript(tokens=4, itl_ms=20, cut_after=2)),
+    "breaking": ("openai", ServerScript(tokens=4, fault_ms=400, error_after=2)),
+    "cutting": ("openai", ServerScript(tokens=4, fault_ms=400, cut_after=2)),
 }
 
 CONFIG = """
