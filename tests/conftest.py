@@ -83,12 +83,14 @@ def quick_triton_interpreter() -> None:
 @pytest.fixture(autouse=True)
 def usual_signal_handlers() -> Iterator[None]:
     """Fail a test that leaves a signal handler behind: it would take the signals of later tests of the process."""
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]  # a server of the module may have its own
     yield
-    handlers = {number.name: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    wakeup_fd = signal.set_wakeup_fd(-1)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
-    assert (set(handlers.values()), wakeup_fd) == ({signal.SIG_DFL}, -1), handlers
+    after = [signal.getsignal(number) for number in numbers]
+    if after != before:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+        pytest.fail(f"left behind: {after}, before: {before}")
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,11 @@ def run_until_terminated(main: Coroutine[Any, Any, None]) -> int:
         task = asyncio.current_task()
         assert task is not None
         on_signals(task.cancel, (signal.SIGTERM, signal.SIGHUP))
-        await main
+        try:
+            await main
+        finally:  # uvloop leaves them installed when it closes
+            for number in DRAIN_SIGNALS:
+                asyncio.get_running_loop().remove_signal_handler(number)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:

@@ -19,6 +19,7 @@ Run = Callable[["Client"], Awaitable[None]]
 
 # Headers whose values follow from the connection, not from the request.
 CONNECTION_HEADERS = frozenset({"date", "content-length", "host", "connection", "transfer-encoding", "accept-encoding"})
+IN_STEP_S = 0.5  # after which the engine computes its next step, which takes longer
 QUIET_PATHS = frozenset({"/health", "/metrics", "/api/ps", "/api/status"})  # the server does not log them
 SETTLE_S = 1.0  # without a change, after which a record is taken as it is
 LONGEST_TEXT = 2000  # characters of a recorded text; a longer one is cut
@@ -124,13 +125,17 @@ class Client:
         return answer
 
     async def leave(self, path: str, body: Json, *, after: str, script: str, say: str) -> list[Json]:
-        """Send a request that is streamed and disconnect as soon as its reply contains `after`; the events so far."""
+        """Send a request that is streamed and disconnect during the step after the one whose reply contains `after`.
+
+        Returns the events so far.
+        """
         sent, text = self._script_headers(script, say), ""
         auth = {"authorization": f"Bearer {self.key}"}
         async with self._http.stream("POST", path, headers=auth | sent, json=body) as response:
             async for piece in response.aiter_text():
                 text += piece
                 if after in text:
+                    await asyncio.sleep(IN_STEP_S)
                     break
         self._request_ids.append(response.headers["x-request-id"])
         reply = {"status": response.status_code, "headers": _headers(response.headers.multi_items())}

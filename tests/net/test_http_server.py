@@ -146,20 +146,20 @@ def test_endless_request_heads_are_closed() -> None:
         assert httpx.get(f"{server.url}/health", headers=headers, timeout=PATIENCE_S).status_code == 200
 
 
-@pytest.fixture
-def few_files() -> Iterator[int]:
-    """Room for few connections."""
+def test_the_limit_on_open_files_bounds_connections() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (servers.RESERVED_FILES + 100, hard))
-    yield 100
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    try:
+        assert servers.max_connections() == 100
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_half_sent_heads_lock_nobody_out(few_files: int) -> None:
+def test_half_sent_heads_lock_nobody_out() -> None:
     """The server closes those that have waited longest, and not a stream that runs."""
-    release = threading.Event()
+    release, most = threading.Event(), 100
     with (
-        on_loopback(app_of(FakeService(held(release)))) as server,
+        on_loopback(app_of(FakeService(held(release))), limits=ServerLimits(n_connections=most)) as server,
         httpx.Client(base_url=server.url, timeout=PATIENCE_S) as client,
         client.stream("POST", "/v1/chat/completions", json=CHAT) as streamed,
         contextlib.ExitStack() as stack,
@@ -167,7 +167,7 @@ def test_half_sent_heads_lock_nobody_out(few_files: int) -> None:
         lines = streamed.iter_lines()
         next(lines)
         half_sent = []
-        for _ in range(few_files + 30):
+        for _ in range(most + 30):
             half_sent.append(stack.enter_context(socket.create_connection(("127.0.0.1", server.port), PATIENCE_S)))
             half_sent[-1].sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Half: ")
         assert httpx.get(f"{server.url}/health", timeout=PATIENCE_S).status_code == 200
