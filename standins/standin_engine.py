@@ -28,8 +28,8 @@ from emberline.engine.worker.socket_server import Server
 from emberline.kv.block_pool import blocks_of
 from emberline.kv.cache import KVCache
 from emberline.kv.host_memory import HostMemory, shared_pages
+from emberline.kv.transfer.group_transfers import GroupTransfers
 from emberline.kv.transfer.host_transfers import host_transfers
-from emberline.kv.transfer.rank_transfers import RankTransfers
 from emberline.protocol import block_hash as blockhash
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.block_hash import BLOCK_TOKENS, KVGroup
@@ -224,7 +224,7 @@ class StandinLoop(StepLoop):
         runner: ScriptedRunner,
         base: EngineScript,
         journal: TextIO | None = None,
-        transfers: RankTransfers | None = None,
+        transfers: GroupTransfers | None = None,
     ) -> None:
         super().__init__(scheduler, runner, transfers=transfers)
         self._base = base
@@ -255,7 +255,7 @@ def build(args: argparse.Namespace, drop_connection: Callable[[str], None]) -> t
         pages = shared_pages(n_blocks * layout.block_bytes)
         memory = HostMemory([memoryview(pages.buffer)], [layout.block_bytes], [pages.descriptor])
         engine = process.mooncake_engine(memory, args)
-        transfers = host_transfers(args.fingerprint, [layout], memory, engine)
+        transfers = GroupTransfers(host_transfers(args.fingerprint, [layout], memory, engine))
         stamps = KVStamps(args.fingerprint, memory)
     info = EngineInfo(
         model=args.name or "standin",
@@ -268,7 +268,7 @@ def build(args: argparse.Namespace, drop_connection: Callable[[str], None]) -> t
         backend="standin",
         max_running=limits.max_running,
         role=args.role,
-        transfers=process.receive_transports(transfers, args),
+        transfers=process.receive_transports(None if transfers is None else transfers.own, args),
     )
     base = script.parse(args.script)
     runner = ScriptedRunner(limits, base, drop_connection, stamps)

@@ -11,7 +11,7 @@ from emberline.engine.core.rank import Executor, Rank
 from emberline.engine.core.scheduler import Scheduler
 from emberline.kv.cache import KVEventFeed
 from emberline.kv.tiers.group_tiers import GroupTiers
-from emberline.kv.transfer.rank_transfers import RankTransfers
+from emberline.kv.transfer.group_transfers import GroupTransfers
 from emberline.protocol.errors import EmberlineError, Internal
 from emberline.protocol.events import TokenDelta
 from emberline.protocol.frames import EngineLoad, Vocabulary
@@ -88,7 +88,7 @@ class StepLoop:
         runner: Runner,
         steps_in_flight: int = 1,
         idle_task: Callable[[], bool] | None = None,
-        transfers: RankTransfers | None = None,
+        transfers: GroupTransfers | None = None,
         tiers: GroupTiers | None = None,
         stored: StoredCache | None = None,
         publish: Callable[[StepPlan], None] | None = None,
@@ -102,7 +102,7 @@ class StepLoop:
         self.tiers = tiers
         executors: dict[str, Executor] = {} if tiers is None else {"tiers": tiers.own}
         if transfers is not None:
-            executors["transfers"] = transfers.executor()
+            executors["transfers"] = transfers.own
         self.rank = Rank(runner, executors, publish)
         self._last_absorbed = 0  # number of a step
         self._steps_in_flight = steps_in_flight

@@ -18,7 +18,6 @@ from emberline.kv.tiers.group_tiers import FollowerTiers
 from emberline.kv.tiers.manager import TierManager
 from emberline.kv.transfer.connection import PeerConnection, PeerConnectionLost
 from emberline.kv.transfer.manager import TransferManager
-from emberline.kv.transfer.orders import TransferExecutor
 from emberline.protocol import frames
 from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.errors import BadInput, EmberlineError, Unauthorized
@@ -41,11 +40,8 @@ class FollowerKV:
         self._member, self.transfers = member, transfers
         self._tiers = FollowerTiers(tiers, kv_groups)
         self._stopped, self._stop = socket.socketpair()
-        self._lock = threading.Lock()  # orders and notices change what the manager knows of a transfer
-        self.executors: dict[str, Executor] = {
-            "tiers": self._tiers,
-            "transfers": TransferExecutor(transfers, member.rank, member.slices, self._lock),
-        }
+        transfers.join(member.rank, member.slices)
+        self.executors: dict[str, Executor] = {"tiers": self._tiers, "transfers": transfers}
         self._thread = threading.Thread(target=self._report_all, name="kv-report", daemon=True)
         self._thread.start()
 
@@ -67,7 +63,7 @@ class FollowerKV:
                 raise
 
     def _report_until_stopped(self) -> None:
-        sources = (self.transfers, self._tiers.queue)
+        sources = (self.transfers.queue, self._tiers.queue)
         while True:
             woken, _, _ = select.select([self._stopped, *(source.wakeup for source in sources)], [], [])
             if self._stopped in woken:
@@ -75,9 +71,7 @@ class FollowerKV:
             for source in sources:
                 if source.wakeup in woken:
                     source.clear_wakeup()  # before what has come is taken: none is missed
-            with self._lock:
-                taken = TransferManager.notices(self.transfers)  # as they are: rank 0 merges them
-            report = KVReport(taken, self._tiers.reports())
+            report = KVReport(self.transfers.reports(), self._tiers.reports())
             if report.transfers or report.tiers:
                 self._member.send(report)
 
@@ -106,7 +100,6 @@ class KVListener:
             self._listener.close()
             return
         self._transfers, self._info, self._token = transfers, info, token
-        self._lock = threading.Lock()
         threading.Thread(target=self._accept_all, name="kv-listener", daemon=True).start()
 
     def _accept_all(self) -> None:
@@ -148,8 +141,7 @@ class KVListener:
             return
         finally:
             limit.cancel()
-        with self._lock:
-            self._transfers.accept(connection, hello.peer)
+        self._transfers.accept(connection, hello.peer)
 
     def _refusal(self, hello: frames.Hello) -> EmberlineError | None:
         expected = frames.transfer_ticket(self._token, hello.peer)

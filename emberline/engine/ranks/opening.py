@@ -25,7 +25,7 @@ from emberline.engine.ranks.rank_group import Leader, Member, RankGroup
 from emberline.engine.ranks.rank_runner import FollowerLoop, LeaderRunner
 from emberline.kv.tiers.group_tiers import GroupTiers
 from emberline.kv.tiers.manager import FLUSH_S
-from emberline.kv.transfer.rank_transfers import RankTransfers
+from emberline.kv.transfer.group_transfers import GroupTransfers
 from emberline.models.shard import Shard, check_layout
 from emberline.protocol.errors import BadInput
 from emberline.protocol.parallel_layout import Layout, StageSplit
@@ -78,9 +78,8 @@ def follower_loop(
     return FollowerLoop(member, runner, samples, reports, steps_in_flight, prepare, kv)
 
 
-def lead_kv(leader: Leader, transfers: RankTransfers, tiers: GroupTiers | None) -> None:
-    """Rank 0's transfers are those of the group from now on, and its tiers hear of the others'."""
-    transfers.form(leader.slices)
+def lead_kv(leader: Leader, transfers: GroupTransfers, tiers: GroupTiers | None) -> None:
+    """Pass what followers report on to the transfers and the tiers of the group."""
 
     def on_report(rank: int, report: KVReport) -> None:
         transfers.report(rank, report.transfers)

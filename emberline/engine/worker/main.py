@@ -40,6 +40,7 @@ from emberline.kv.cache import KVCache
 from emberline.kv.groups import split_bytes
 from emberline.kv.tiers.group_tiers import GroupTiers
 from emberline.kv.tiers.mover import HostMover
+from emberline.kv.transfer.group_transfers import GroupTransfers
 from emberline.kv.transfer.host_transfers import host_transfers
 from emberline.protocol.errors import BadInput
 from emberline.protocol.frames import EngineInfo
@@ -210,8 +211,11 @@ def _build(
         group.start()  # a follower says that it is ready when it runs
         timeline.end("ranks")
 
-    transfers = loop.transfers if isinstance(loop, StepLoop) else None if loop.kv is None else loop.kv.transfers
-    receives_by = process.receive_transports(transfers, args)
+    if isinstance(loop, StepLoop):
+        own_transfers = None if loop.transfers is None else loop.transfers.own
+    else:
+        own_transfers = None if loop.kv is None else loop.kv.transfers
+    receives_by = process.receive_transports(own_transfers, args)
     if group is not None and args.join:
         receives_by = ()  # followers have no certificate: others cannot send to them
     info = EngineInfo(
@@ -230,8 +234,8 @@ def _build(
         layout=layout,
         ranks=getattr(group, "endpoints", ()),
     )
-    if receives is not None and transfers is not None:
-        receives.serve(transfers, info, getattr(group, "token", ""))
+    if receives is not None and own_transfers is not None:
+        receives.serve(own_transfers, info, getattr(group, "token", ""))
     facts = {name: getattr(info, name) for name in ("model", "role", "device", "backend", "context_len", "kv_tokens")}
     if group is not None:
         facts["layout"] = layout.name
@@ -362,15 +366,16 @@ def _step_loop(
         prefill = BatchTimeLimit()
         cpu_share = cpu_shares.open_share(args.cpu_share, args.threads, _thread_setter(model.backend))
         runner = TorchRunner(model, n_blocks, limits, device, prefill, args.role != "both", cpu_share, head)
-        transfers, own_tiers = None, None
+        own_transfers, own_tiers = None, None
         slices = () if group is None else group.slices
         if runner.memory is not None:
             mooncake = process.mooncake_engine(runner.memory, args)
-            transfers = host_transfers(fingerprint, kv_groups, runner.memory, mooncake)
+            own_transfers = host_transfers(fingerprint, kv_groups, runner.memory, mooncake)
             own_tiers = open_tiers(args, fingerprint, kv_groups, HostMover(runner.memory), ranks=slices)
         if isinstance(group, Member):
-            kv = None if transfers is None else FollowerKV(group, transfers, own_tiers, kv_groups)
+            kv = None if own_transfers is None else FollowerKV(group, own_transfers, own_tiers, kv_groups)
             return follower_loop(group, runner, kv), cache, limits, None
+        transfers = None if own_transfers is None else GroupTransfers(own_transfers, slices)
         tiers = None if own_tiers is None else GroupTiers(own_tiers, n_ranks)
         if group is not None and transfers is not None:
             lead_kv(group, transfers, tiers)
@@ -404,14 +409,15 @@ def _step_loop(
     gpu_runner = engine.runner(n_blocks, limits, pools=pools)
     timed = None if speculation is None else speculation.calibrate
     preparation = StepPreparation(model, gpu_runner, limits, compile_server, timed)
-    transfers = device_transfers(fingerprint, kv_groups, gpu_runner.pools, spans)
+    own_transfers = device_transfers(fingerprint, kv_groups, gpu_runner.pools, spans)
     mover = CudaMover(gpu_runner.pools, kv_groups)
     slices = () if group is None else group.slices
     own_tiers = open_tiers(args, fingerprint, kv_groups, mover, PinnedAllocator(device), slices)
     if isinstance(group, Member):
-        kv = FollowerKV(group, transfers, own_tiers, kv_groups)
+        kv = FollowerKV(group, own_transfers, own_tiers, kv_groups)
         following = follower_loop(group, gpu_runner, kv, engine.steps_in_flight, preparation.next)
         return following, cache, limits, preparation
+    transfers = GroupTransfers(own_transfers, slices)
     tiers = None if own_tiers is None else GroupTiers(own_tiers, n_ranks)
     if group is not None:
         lead_kv(group, transfers, tiers)

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from emberline.kv.host_memory import HostMemory
 from emberline.kv.transfer.connection import PeerConnection
+from emberline.kv.transfer.manager import TransferManager
 from emberline.kv.transfer.messages import TransportOpened
 from emberline.kv.transfer.mooncake import MOONCAKE, MooncakeEngine, MooncakeReceiveTransport, MooncakeSendTransport
-from emberline.kv.transfer.rank_transfers import RankTransfers
 from emberline.kv.transfer.transport import (
     SHARED_MEMORY,
     TCP,
@@ -24,8 +24,8 @@ from emberline.protocol.block_hash import KVGroup
 
 def host_transfers(
     fingerprint: str, layouts: Sequence[KVGroup], memory: HostMemory, mooncake: MooncakeEngine | None = None
-) -> RankTransfers:
-    """For pools in host memory: sends by all transports; receives by shared memory if its pools are shared."""
+) -> TransferManager:
+    """Transfers of pools in host memory: send by all transports; receive by shared memory if the pools are shared."""
 
     def open_transport(
         transport: str, opened: TransportOpened, connection: PeerConnection, target: Target | None
@@ -47,4 +47,4 @@ def host_transfers(
         send_transports.append(MOONCAKE)
     if memory.descriptors:
         receive_transports.insert(0, SharedMemoryReceiveTransport(memory))
-    return RankTransfers(fingerprint, layouts, memory, receive_transports, send_transports, open_transport)
+    return TransferManager(fingerprint, layouts, memory, receive_transports, send_transports, open_transport)

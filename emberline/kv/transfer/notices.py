@@ -1,7 +1,8 @@
 """The interface between the step loop and the transfer threads: commands in, notices out. No call blocks.
 
 A thread owns each connection and its socket (`sender.Sender`, `receiver.Receiver`). The step loop owns the blocks, the
-transfer epochs and the quarantine (engine/transfer).
+transfer epochs and the quarantine (engine/transfer). A rank's own notices have the number of a part instead of a
+sequence's, and that of a connection as the peer; `group_transfers.py` makes those of whole transfers of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +36,7 @@ class SendRejected(msgspec.Struct, frozen=True, tag=True):
 
 
 class OfferReceived(msgspec.Struct, frozen=True, tag=True):
-    peer: int  # the connection, not the name: two engines may have one name
+    peer: int  # a number, not the name: two engines may have one name
     offer: Offer
 
 
@@ -99,13 +100,6 @@ class ReceiverPort(Protocol):
 
     def revoke(self, peer: int, epoch: int) -> None:
         """Answered by `EpochReleased`, or by `SenderLost`."""
-
-
-class RankNotice(msgspec.Struct, frozen=True):
-    """Of another rank of this group: numbers of transfers and peers are that rank's."""
-
-    rank: int
-    notice: Notice
 
 
 class TransferPort(SenderPort, ReceiverPort, Protocol):

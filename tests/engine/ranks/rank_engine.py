@@ -25,6 +25,7 @@ from emberline.kv.tiers.host import HostTier, padded
 from emberline.kv.tiers.manager import TierManager
 from emberline.kv.tiers.messages import BlocksCopied, BlocksFetched
 from emberline.kv.tiers.mover import HostMover
+from emberline.kv.transfer.group_transfers import GroupTransfers
 from emberline.kv.transfer.host_transfers import host_transfers
 from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.frames import EngineInfo
@@ -297,7 +298,8 @@ class RankEngine:
         self.gates = [memory.gate for memory in self.memories]
         self.managers = [self._open_tiers(rank, host_blocks) if host_blocks else None for rank in range(n_ranks)]
         transfers = self.all_transfers = [host_transfers("fake", *pair) for pair in zip(self.slices, self.memories)]
-        self.leader, self.transfers = Leader(self.slices), transfers[0]
+        self.leader = Leader(self.slices)
+        self.transfers = GroupTransfers(transfers[0], self.slices if n_ranks > 1 else ())
         self.inboxes = self.leader.inboxes
         self.members = [Member(rank, self.slices) for rank in range(1, n_ranks)]
         self.followers = [

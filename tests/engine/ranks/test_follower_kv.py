@@ -93,7 +93,7 @@ def test_a_rank_that_cannot_report_any_more_ends_the_group(transfers, monkeypatc
     member = BrokenMember()
     follower = FollowerKV(member, transfers, None, [GROUP])
     monkeypatch.setattr(follower._tiers, "reports", lambda: {}["not there"])
-    transfers._notices.put(LeaseRenewed(1))
+    transfers.queue.put(LeaseRenewed(1))
     failed = member.sent.get(timeout=60)
     assert isinstance(failed, RankFailed)
     assert "KeyError" in failed.message

@@ -17,6 +17,7 @@ from emberline.kv.tiers.group_tiers import GroupTiers
 from emberline.kv.tiers.host import HostTier
 from emberline.kv.tiers.manager import TierManager
 from emberline.kv.tiers.mover import HostMover
+from emberline.kv.transfer.group_transfers import GroupTransfers
 from emberline.kv.transfer.host_transfers import host_transfers
 from emberline.protocol.frames import Drain, EngineInfo
 from tests.engine.client import Client
@@ -32,7 +33,7 @@ N_BLOCKS = 24
 def serving(address, layouts):
     sizes = [N_BLOCKS] * len(layouts)
     runner = TorchRunner(TorchFake(layouts), sizes, LIMITS, shared=True)
-    transfers = host_transfers("fake", layouts, runner.memory)
+    transfers = GroupTransfers(host_transfers("fake", layouts, runner.memory))
     host = HostTier(8 << 20, [layout.block_bytes for layout in layouts])
     tiers = GroupTiers(TierManager(layouts, HostMover(runner.memory), host, [], 1e9))
     cache = KVCache(layouts, sizes, chunk=LIMITS.token_budget)
@@ -45,7 +46,7 @@ def serving(address, layouts):
         vocab_size=VOCAB,
         eos_ids=(0,),
         kv_groups=layouts,
-        transfers=transfers.receives_by,
+        transfers=transfers.own.receives_by,
     )
     with listening(str(address)) as (listener, at):
         server = Server(listener, loop, info, "secret")

@@ -13,6 +13,7 @@ from emberline.engine.runners.cpu.torch_runner import TorchRunner
 from emberline.engine.worker.build import build_scheduler
 from emberline.engine.worker.socket_server import Server
 from emberline.kv.cache import KVCache
+from emberline.kv.transfer.group_transfers import GroupTransfers
 from emberline.kv.transfer.host_transfers import host_transfers
 from emberline.protocol.frames import Drain, EngineInfo
 from tests.engine.client import Client
@@ -28,7 +29,7 @@ LAYOUTS = {"full": (FULL,), "window": (FULL, WINDOW), "window first": (WINDOW, F
 def serving(address, layouts, shared):
     model, sizes = TorchFake(layouts), [60] * len(layouts)
     runner = TorchRunner(model, sizes, LIMITS, shared=shared)
-    transfers = host_transfers("fake", layouts, runner.memory)
+    transfers = GroupTransfers(host_transfers("fake", layouts, runner.memory))
     cache = KVCache(layouts, sizes, chunk=LIMITS.token_budget)
     loop = StepLoop(build_scheduler(cache, LIMITS, "fake", transfers=transfers), runner, transfers=transfers)
     info = EngineInfo(
@@ -38,7 +39,7 @@ def serving(address, layouts, shared):
         vocab_size=VOCAB,
         eos_ids=(0,),
         kv_groups=layouts,
-        transfers=transfers.receives_by,
+        transfers=transfers.own.receives_by,
     )
     with listening(str(address)) as (listener, at):
         server = Server(listener, loop, info, "secret")

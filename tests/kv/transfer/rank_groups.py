@@ -8,6 +8,7 @@ import numpy as np
 from emberline.engine.ranks.follower_kv import FollowerKV, KVListener
 from emberline.engine.ranks.messages import KVReport
 from emberline.kv.host_memory import HostMemory, private_pages, shared_pages
+from emberline.kv.transfer.group_transfers import GroupTransfers
 from emberline.kv.transfer.host_transfers import host_transfers
 from emberline.kv.transfer.notices import BlocksReceived, BlocksReleased, OfferGranted, OfferReceived, SendAcked
 from emberline.kv.transfer.orders import TransferOrder
@@ -91,17 +92,14 @@ class Group:
             self.endpoints.append(RankEndpoint(listener.address, slices))
             if rank == 0:
                 closing.callback(manager.close)
-        self.leader = self.ranks[0]
+        self.leader = GroupTransfers(self.ranks[0], self.slices if len(self.ranks) > 1 else ())
         self.followers = [
             FollowerKV(Member(rank, self.slices, self.leader), manager, None, self.slices[rank])
             for rank, manager in enumerate(self.ranks[1:], 1)
         ]
         for follower in self.followers:
             closing.callback(follower.close)
-        if self.followers:
-            self.leader.form(self.slices)
         self.leader.start(self._order)
-        self._own = self.leader.executor()
 
     def open_rank(self, slices, shared):
         pages = [(shared_pages if shared else private_pages)(N_BLOCKS * group.block_bytes) for group in slices]
@@ -114,7 +112,7 @@ class Group:
         encoded = msgspec.msgpack.encode(order)
         for follower in self.followers:
             follower.executors["transfers"].execute([msgspec.msgpack.decode(encoded, type=TransferOrder)])
-        self._own.execute([order])
+        self.leader.own.execute([order])
 
     def expect(self, kind):
         """All notices until there is one of a kind: that one is moved to the end."""

@@ -106,7 +106,7 @@ def test_layouts_that_do_not_fit_are_refused_on_either_side(tmp_path, closing):
 
 def test_an_offer_of_no_kv_groups_is_refused(tmp_path, closing):
     group = Group(GROUP, {"tp": 2}, tmp_path, "group", closing)
-    group.leader._notices.put(OfferReceived(1, Offer("t", "fake", (), (), 2, b"k")))
+    group.ranks[0].queue.put(OfferReceived(1, Offer("t", "fake", (), (), 2, b"k")))
     *_, offered = group.expect(OfferReceived)
     assert "this engine has several ranks" in offered.offer.tags[0]
 

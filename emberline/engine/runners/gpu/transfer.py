@@ -25,8 +25,8 @@ from emberline.kv.transfer.cuda_ipc import (
     new_probe,
     probed_gpu,
 )
+from emberline.kv.transfer.manager import TransferManager
 from emberline.kv.transfer.messages import TransportOpened
-from emberline.kv.transfer.rank_transfers import RankTransfers
 from emberline.kv.transfer.transport import (
     TCP,
     BlockCopy,
@@ -64,8 +64,8 @@ def exported_pools(
 
 def device_transfers(
     fingerprint: str, layouts: Sequence[KVGroup], pools: Sequence[Tensor], spans: Sequence[DeviceSpan]
-) -> RankTransfers:
-    """For pools in device memory: sends from them, and receives into them where they can be exported (`spans`)."""
+) -> TransferManager:
+    """Transfers of pools in device memory: send from them, and receive into them if they can be exported (`spans`)."""
     words = [pool_words(pool, layout) for pool, layout in zip(pools, layouts)]
     blocks = [each.view(torch.uint8) for each in words]
 
@@ -79,7 +79,7 @@ def device_transfers(
         return open_cuda_ipc(words, opened, target)
 
     if not spans:
-        return RankTransfers(fingerprint, layouts, None, (), (cuda_ipc.CUDA_IPC, TCP), open_transport)
+        return TransferManager(fingerprint, layouts, None, (), (cuda_ipc.CUDA_IPC, TCP), open_transport)
     receive: list[ReceiveTransport] = []
     try:
         receive.append(exporting(pools, spans))
@@ -87,7 +87,7 @@ def device_transfers(
         _log.warning("this worker receives KV through host memory: %s", error)
     receive.append(TcpReceiveTransport())
     staged = StagedPools(blocks)
-    return RankTransfers(fingerprint, layouts, staged, receive, (cuda_ipc.CUDA_IPC, TCP), open_transport)
+    return TransferManager(fingerprint, layouts, staged, receive, (cuda_ipc.CUDA_IPC, TCP), open_transport)
 
 
 def _gpu_uuid(device: torch.device) -> str:
