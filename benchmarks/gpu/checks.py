@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from emberline.kernels.gpu.workspace import WorkspaceSizes
+from emberline.kernels.gpu.backend.workspace import WorkspaceSizes
 from emberline.models.decoder import Decoder, StepInputs
 from emberline.models.registry import load_model
 from emberline.protocol.block_hash import BLOCK_TOKENS

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from emberline.engine.worker import main as worker
-from emberline.kernels.gpu import moe_block
+from emberline.kernels.gpu.backend import moe_block
 from emberline.kernels.gpu.moe_routing import Permutation, make_permutation
 
 _ARENA_INTS = 1 << 24

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.kernels import Card, time_us
+from emberline.kernels.gpu.backend.workspace import result_columns
 from emberline.kernels.gpu.dequantize import pack_nibbles, pack_scales
 from emberline.kernels.gpu.expert_matrix import ExpertMatrix, divide_codes, divide_words, empty_packed
 from emberline.kernels.gpu.grouped_gemm import EXPERT_GATES, block_tokens, combine_pairs, grouped_gemm, grouped_tile
 from emberline.kernels.gpu.moe_routing import Permutation, make_permutation, permutation_ints, route_tokens
-from emberline.kernels.gpu.workspace import result_columns
 from emberline.kernels.moe import Routing
 
 

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from emberline.kernels.backend import GroupedQueryAttention, Rope
 from emberline.kernels.gpu import long_attention, split_kv
+from emberline.kernels.gpu.backend.matmul import DenseMatrix, Fusion, Matmul
+from emberline.kernels.gpu.backend.workspace import AttentionShape, Workspace, WorkspaceSizes
 from emberline.kernels.gpu.decode_attention import decode_attention, n_prefix_splits, shared_prefix_attention
 from emberline.kernels.gpu.elementwise import (
     add_norm,
@@ -26,14 +28,12 @@ from emberline.kernels.gpu.elementwise import (
     gated_activation,
     gated_activation_reference,
 )
-from emberline.kernels.gpu.matmul import DenseMatrix, Fusion, Matmul
 from emberline.kernels.gpu.prefill_attention import plan_prefill_splits, prefill_attention, prefill_scratch_floats
 from emberline.kernels.gpu.quantized_gemm import QuantizedMatrix, dequantize_reference, pack_quantized
 from emberline.kernels.gpu.rope import rope_and_cache, rope_and_cache_reference, rotary_table
 from emberline.kernels.gpu.sampler import sample_batch
 from emberline.kernels.gpu.sampler_table import SampledBatch, SamplerTable, sample_reference
 from emberline.kernels.gpu.verify_attention import verify_attention, verify_partial_floats, verify_queries
-from emberline.kernels.gpu.workspace import AttentionShape, Workspace, WorkspaceSizes
 from emberline.kernels.reference import attend, rms_norm
 from emberline.kernels.sampling import SamplerRow
 from emberline.protocol.block_hash import BLOCK_TOKENS

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.kernels import Card, time_us
+from emberline.kernels.gpu.backend.matmul import DenseMatrix, Fusion, Matmul, Matrix, workspace_needs
+from emberline.kernels.gpu.backend.workspace import AttentionShape, Workspace, WorkspaceSizes, mlp_tokens
 from emberline.kernels.gpu.dequantize import pack_nibbles, pack_scales
 from emberline.kernels.gpu.fp8_gemm import FP8Matrix
-from emberline.kernels.gpu.matmul import DenseMatrix, Fusion, Matmul, Matrix, workspace_needs
 from emberline.kernels.gpu.packed_gemm import PackedMatrix
 from emberline.kernels.gpu.quantized_gemm import QuantizedMatrix
-from emberline.kernels.gpu.workspace import AttentionShape, Workspace, WorkspaceSizes, mlp_tokens
 
 HIDDEN, WIDTH, QKV = 4096, 14336, 6144
 ROWS = (1, 8, 32, 64, 128, 256, 512, 2048, 8192)

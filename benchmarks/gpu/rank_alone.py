@@ -23,9 +23,9 @@ from emberline.engine.planning.layout_plan import LayoutPlan, Planner, StagePlan
 from emberline.engine.planning.step_time import LayerSeconds, StageWork, Step, StepSeconds
 from emberline.engine.runners.gpu.rank_memory import StepMemory, bound_context
 from emberline.kernels.backend import Layer, MoE
+from emberline.kernels.gpu.backend.triton_backend import TritonBackend
+from emberline.kernels.gpu.backend.workspace import PrefillChunk, StepShape
 from emberline.kernels.gpu.sampler_table import SamplerTable
-from emberline.kernels.gpu.triton_backend import TritonBackend
-from emberline.kernels.gpu.workspace import PrefillChunk, StepShape
 from emberline.kv.block_pool import blocks_of
 from emberline.kv.groups import all_sequences, split_bytes
 from emberline.models.decoder import Decoder, StepInputs

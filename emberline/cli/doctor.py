@@ -146,11 +146,11 @@ def gpu(torch: dict[str, Any] | str, n_installed: int) -> DoctorCheck:
 
 
 def compiler() -> DoctorCheck:
-    from emberline.kernels.cpu import build
+    from emberline.kernels import native_library
 
     try:
-        library = build.library_path()
-    except build.BuildError as error:
+        library = native_library.library_path()
+    except native_library.BuildError as error:
         return DoctorCheck(
             "cpu kernels",
             "warn",

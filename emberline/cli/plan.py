@@ -179,7 +179,7 @@ def _drafting(
 
 def _import_kernels() -> None:
     try:
-        import emberline.kernels.gpu.triton_backend  # noqa: F401
+        import emberline.kernels.gpu.backend.triton_backend  # noqa: F401
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise

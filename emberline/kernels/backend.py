@@ -1,7 +1,8 @@
 """The interface between models and kernels: the blocks that layers are made of, and what a backend does with them.
 
 A block is data: weights in the backend's layout, and parameters. `reference.TorchBackend` computes every block in plain
-PyTorch on any device, `gpu.triton_backend` in Triton; `cpu.native_backend` runs whole models of the common ones in C.
+PyTorch on any device, `gpu.backend.triton_backend` in Triton; `cpu.native_backend` runs whole models of the common
+ones in C.
 
 Under tensor parallelism a block's weights are the rank's slices (`weights.rank_checkpoint`), so its output is a part of
 a sum: the backend adds up the parts of all ranks before anything else is done to it (post-norm, residual). Embedding

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from emberline.kernels.cpu.build import BuildError, load_library
+from emberline.kernels.native_library import BuildError, load_library
 
 NEGLIGIBLE = 30.0  # with a filter on, tokens at most e^-30 times as likely as the best are dropped
 MIN_TEMPERATURE = 1e-5  # below, the most likely token is taken: logits divided by less leave float32's range

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from emberline.kernels.backend import WeightSource
 from emberline.kernels.cpu import native_encoder
-from emberline.kernels.cpu.build import BuildError
 from emberline.kernels.encoder_layers import EncoderLayer, EncoderLayers, EncoderShape, Linear, TorchEncoderLayers
+from emberline.kernels.native_library import BuildError
 from emberline.models.encoder import PackedTexts
 from emberline.models.layer_weights import CheckpointSource
 from emberline.weights.encoder_checkpoint import EncoderConfig

@@ -49,7 +49,7 @@ class StepInputs:
     context_lens: Tensor  # int32 [rows], the new tokens included
     block_tables: list[Tensor]  # per KV group: int32 [rows, max_blocks]; entry j holds tokens 16j .. 16j + 15
     sample_tokens: Tensor  # int64 [samples], indices into tokens whose logits are wanted
-    shape: Any = None  # kernels.gpu.workspace.StepShape: lengths known on the host, saving a device sync
+    shape: Any = None  # kernels.gpu.backend.workspace.StepShape: lengths known on the host, saving a device sync
 
 
 class Decoder:

@@ -10,7 +10,7 @@ import torch
 from emberline.kernels.backend import Backend, Layer, WeightSource
 from emberline.kernels.collectives import ALONE, ParallelGroups
 from emberline.kernels.cpu import native_backend
-from emberline.kernels.cpu.build import BuildError
+from emberline.kernels.native_library import BuildError
 from emberline.kernels.reference import TorchBackend
 from emberline.models.bert import Bert
 from emberline.models.decoder import Architecture, Decoder
@@ -143,7 +143,7 @@ def lay_out(
     Needs Triton. Layers of the same kind share their tensors. `kinds`: by `weights.outline.layer_kinds`, if known;
     `made`: layers by kind, kept for parts that have the same (another stage, another context parallelism).
     """
-    from emberline.kernels.gpu.triton_backend import TritonBackend
+    from emberline.kernels.gpu.backend.triton_backend import TritonBackend
 
     source = source if shard is None else shard.checkpoint(source)
     of_kind = layer_kinds(source) if kinds is None else kinds
@@ -210,7 +210,7 @@ def select_backend(
                 _log.warning("%s; falling back to PyTorch, several times slower", error)
     if device.startswith("cuda"):
         try:
-            from emberline.kernels.gpu.triton_backend import TritonBackend  # Triton is optional
+            from emberline.kernels.gpu.backend.triton_backend import TritonBackend  # Triton is optional
         except ImportError as error:
             _log.warning("%s; falling back to PyTorch, many times slower", error)
         else:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-from emberline.kernels.cpu.build import BuildError, library_path
+from emberline.kernels.native_library import BuildError, library_path
 
 MAX_MATCH = 64  # tokens of the context that are compared
 MAX_DRAFT = 64

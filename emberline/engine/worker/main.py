@@ -34,8 +34,8 @@ from emberline.engine.worker.announcer import open_joining
 from emberline.engine.worker.build import build_scheduler
 from emberline.engine.worker.socket_server import Server
 from emberline.engine.worker.start_timeline import StartTimeline
-from emberline.kernels.cpu.build import private_cache_dir
 from emberline.kernels.gpu.compile_server import CompileServer, hash_compiler, load_driver, start_server
+from emberline.kernels.native_library import private_cache_dir
 from emberline.kv.cache import KVCache
 from emberline.kv.groups import split_bytes
 from emberline.kv.tiers.group_tiers import GroupTiers

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from emberline.kernels.backend import MLP, GroupedQueryAttention, Layer, Rope, WeightSource
 from emberline.kernels.collectives import ALONE, ParallelGroups
-from emberline.kernels.cpu.build import load_library
+from emberline.kernels.native_library import load_library
 from emberline.protocol.block_hash import BLOCK_TOKENS, KVGroup
 
 PANEL_ROWS = 16

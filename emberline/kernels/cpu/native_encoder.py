@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from emberline.kernels.cpu.build import load_library
 from emberline.kernels.encoder_layers import EncoderLayer, EncoderShape, Linear
+from emberline.kernels.native_library import load_library
 
 PANEL_ROWS = 16
 MAX_HEAD_DIM = 256

@@ -25,7 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-_MODULES = ("triton_backend", "sampler", "decode_inputs")  # which import all others
+_MODULES = ("backend.triton_backend", "sampler", "decode_inputs")  # which import all others
 _READY = b"ready\n"  # the server's first line, before its results
 _log = logging.getLogger(__name__)
 MIN_CORES = 4  # with fewer, the processes would only compete with the threads that read weights
@@ -48,7 +48,7 @@ class CompileServer:
         threading.Thread(target=self._read_results, daemon=True).start()
 
     def compile(self, source: Any, target: Any, options: dict[str, Any], **more: Any) -> Any:
-        """What `triton.compile` returns for a kernel in Triton or Gluon. Waits, so it belongs on a thread."""
+        """Compile a kernel of Triton or Gluon, as `triton.compile` does. Blocks, so call it on a thread."""
         import triton
 
         function, where = source.fn, (target.backend, target.arch, target.warp_size)
@@ -58,7 +58,8 @@ class CompileServer:
         return triton.compile(source, target=target, options=options, **more)
 
     def _submit(self, job: tuple[Any, ...]) -> Future[None]:
-        """Done when the result is in the cache, or the job has failed: the engine's own call then tells why."""
+        """Submit a job. Its future ends when the result is in the cache, or the job has failed: the engine's own call
+        then tells why."""
         done: Future[None] = Future()
         with self._lock:
             number = len(self._jobs)
@@ -157,7 +158,7 @@ def _compile(
     module: str, name: str, language: tuple[str, str], signature: Any, constants: Any, attrs: Any, where: Any,
     options: Any,
 ) -> None:  # fmt: skip
-    """language: the class of the source, Triton's or Gluon's, by module and name."""
+    """Compile one kernel. language: the class of the source, Triton's or Gluon's, by module and name."""
     import triton
     from triton.backends.compiler import GPUTarget
 

@@ -14,7 +14,7 @@ from emberline.engine.planning.step_time import StageWork
 from emberline.engine.runners.gpu import engine
 from emberline.engine.runners.gpu.rank_memory import NCCL_BYTES, StepMemory, bound_context, weight_bytes
 from emberline.engine.worker import main as worker
-from emberline.kernels.gpu.triton_backend import TritonBackend
+from emberline.kernels.gpu.backend.triton_backend import TritonBackend
 from emberline.models import registry
 from emberline.models.decoder import Decoder
 from emberline.models.draft_model import DraftModel

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from emberline.kernels.backend import MLP, GroupedQueryAttention, Rope
-from emberline.kernels.cpu.build import library_path
 from emberline.kernels.cpu.native_backend import NativeBackend, set_threads
+from emberline.kernels.native_library import library_path
 from emberline.kernels.reference import TorchBackend
 from emberline.protocol.block_hash import BLOCK_TOKENS, KVGroup
 from emberline.weights.tensors import Affine

@@ -27,7 +27,7 @@ def compiled(kernel, types, **constants):
 EXPERTS = """
 from emberline.kernels.gpu.expert_loading import _interleave
 from emberline.kernels.gpu.grouped_gemm import _combine_pairs, _grouped_gemm
-from emberline.kernels.gpu.moe_block import _mark_valid
+from emberline.kernels.gpu.backend.moe_block import _mark_valid
 from emberline.kernels.gpu.moe_routing import _norm_and_route, _route
 
 compiled(_interleave, ["*u8", "*i16", *["i32"] * 4], ROWS=64, HALVES_=32, TILES=64)

@@ -20,10 +20,10 @@ from emberline.engine.runners.gpu.shapes import (  # noqa: E402
 )
 from emberline.engine.worker.build import build_scheduler  # noqa: E402
 from emberline.kernels.gpu import decode_inputs as inputs  # noqa: E402
+from emberline.kernels.gpu.backend.triton_backend import TritonBackend  # noqa: E402
+from emberline.kernels.gpu.backend.workspace import WorkspaceSizes  # noqa: E402
 from emberline.kernels.gpu.sampler import sample_batch  # noqa: E402
 from emberline.kernels.gpu.sampler_table import SamplerTable  # noqa: E402
-from emberline.kernels.gpu.triton_backend import TritonBackend  # noqa: E402
-from emberline.kernels.gpu.workspace import WorkspaceSizes  # noqa: E402
 from emberline.kernels.reference import TorchBackend  # noqa: E402
 from emberline.kv.cache import KVCache  # noqa: E402
 from emberline.models.decoder import Decoder  # noqa: E402

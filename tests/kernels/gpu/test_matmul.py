@@ -7,7 +7,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from emberline.kernels.gpu import matmul as dispatch
+from emberline.kernels.gpu.backend import matmul as dispatch
+from emberline.kernels.gpu.backend.matmul import DenseMatrix, Fusion, Matmul, quantized_gemv_tile
+from emberline.kernels.gpu.backend.workspace import AttentionShape, Workspace, WorkspaceSizes
 from emberline.kernels.gpu.elementwise import gated_activation_reference
 from emberline.kernels.gpu.gemm import (
     GemvTile,
@@ -18,7 +20,6 @@ from emberline.kernels.gpu.gemm import (
     skinny_gemm,
     skinny_gemm_floats,
 )
-from emberline.kernels.gpu.matmul import DenseMatrix, Fusion, Matmul, quantized_gemv_tile
 from emberline.kernels.gpu.quantized_gemm import (
     MAX_GEMV_WORDS,
     QuantizedGemmTile,
@@ -28,7 +29,6 @@ from emberline.kernels.gpu.quantized_gemm import (
     quantized_gemv,
     quantized_skinny_gemm,
 )
-from emberline.kernels.gpu.workspace import AttentionShape, Workspace, WorkspaceSizes
 from emberline.kernels.reference import rms_norm
 from emberline.weights.tensors import Affine
 from tests.kernels.gpu.batches import DEVICE, DTYPE, LIMIT, error, everyday, noise

@@ -7,13 +7,13 @@ import torch
 
 pytest.importorskip("triton")
 
+from emberline.kernels.gpu.backend.matmul import DenseMatrix, Fusion, Matmul, workspace_needs
+from emberline.kernels.gpu.backend.triton_backend import TritonBackend
+from emberline.kernels.gpu.backend.workspace import AttentionShape, Workspace, WorkspaceSizes
 from emberline.kernels.gpu.fp8_gemm import FP8Matrix
 from emberline.kernels.gpu.launch import INTERPRETED
-from emberline.kernels.gpu.matmul import DenseMatrix, Fusion, Matmul, workspace_needs
 from emberline.kernels.gpu.packed_gemm import PackedMatrix
 from emberline.kernels.gpu.quantized_loading import load_quantized
-from emberline.kernels.gpu.triton_backend import TritonBackend
-from emberline.kernels.gpu.workspace import AttentionShape, Workspace, WorkspaceSizes
 from emberline.kernels.reference import TorchBackend
 from emberline.models.decoder import Decoder
 from emberline.models.llama import llama

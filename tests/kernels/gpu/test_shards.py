@@ -12,12 +12,12 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from emberline.kernels.collectives import Collectives, ParallelGroups
-from emberline.kernels.gpu import triton_backend
+from emberline.kernels.gpu.backend import triton_backend
+from emberline.kernels.gpu.backend.triton_backend import TritonBackend
+from emberline.kernels.gpu.backend.workspace import WorkspaceSizes
 from emberline.kernels.gpu.mla import prefill as mla_prefill
 from emberline.kernels.gpu.mla.prefill import attend_expanded
 from emberline.kernels.gpu.mla.shares import LatentShares, gathered_elements
-from emberline.kernels.gpu.triton_backend import TritonBackend
-from emberline.kernels.gpu.workspace import WorkspaceSizes
 from emberline.kernels.reference import TorchBackend, rotate
 from emberline.models.decoder import Architecture, Decoder
 from emberline.models.deepseek import deepseek

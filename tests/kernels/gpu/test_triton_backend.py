@@ -10,13 +10,21 @@ import torch
 
 pytest.importorskip("triton")
 
-from emberline.kernels.gpu import prefill_attention, split_kv, triton_backend
-from emberline.kernels.gpu import workspace as workspace_module
+from emberline.kernels.gpu import prefill_attention, split_kv
+from emberline.kernels.gpu.backend import triton_backend
+from emberline.kernels.gpu.backend import workspace as workspace_module
+from emberline.kernels.gpu.backend.triton_backend import TritonBackend
+from emberline.kernels.gpu.backend.workspace import (
+    AttentionShape,
+    PrefillChunk,
+    StepShape,
+    Workspace,
+    WorkspaceSizes,
+    _layout,
+)
 from emberline.kernels.gpu.mla import prefill as mla_prefill
 from emberline.kernels.gpu.prefill_attention import PrefillTile
 from emberline.kernels.gpu.quantized_gemm import dequantize_reference, pack_quantized
-from emberline.kernels.gpu.triton_backend import TritonBackend
-from emberline.kernels.gpu.workspace import AttentionShape, PrefillChunk, StepShape, Workspace, WorkspaceSizes, _layout
 from emberline.kernels.reference import TorchBackend
 from emberline.models.decoder import Architecture, Decoder, StepInputs
 from emberline.models.deepseek import deepseek

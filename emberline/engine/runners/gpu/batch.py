@@ -34,7 +34,7 @@ from emberline.kernels.decode_inputs import (
     DecodeInputs,
     SlotState,
 )
-from emberline.kernels.gpu.workspace import PrefillChunk, StepShape
+from emberline.kernels.gpu.backend.workspace import PrefillChunk, StepShape
 from emberline.models.decoder import StepInputs
 from emberline.protocol.block_hash import BLOCK_TOKENS
 

@@ -19,7 +19,7 @@ from emberline.engine.runners.gpu.slots import Slots
 from emberline.engine.runners.gpu.stream import Upload
 from emberline.kernels.decode_inputs import MAX_DRAFTS, PADDING, SlotState
 from emberline.kernels.draft_chain import NOT_KNOWN, CarriedStates, ChainInputs
-from emberline.kernels.gpu.workspace import StepShape
+from emberline.kernels.gpu.backend.workspace import StepShape
 from emberline.models.decoder import StepInputs, Taps
 from emberline.models.draft_head import GpuDraftHead
 

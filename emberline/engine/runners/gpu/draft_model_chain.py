@@ -15,7 +15,7 @@ from torch import Tensor
 
 from emberline.engine.runners.gpu.draft_chain import ChainKernels, ChainOfDrafts, ChainShape, DraftChain, first_rows
 from emberline.engine.runners.gpu.slots import Slots
-from emberline.kernels.gpu.workspace import StepShape
+from emberline.kernels.gpu.backend.workspace import StepShape
 from emberline.models.decoder import StepInputs, Taps
 from emberline.models.draft_head import GpuDraftHead
 from emberline.models.draft_model import DraftModel

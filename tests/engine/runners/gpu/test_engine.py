@@ -76,7 +76,7 @@ class Source:
 
 def engine_of(deterministic=False, graphs=True, n_blocks=600, steps_in_flight=2, speculation=None):
     from emberline.engine.runners.gpu.engine import GpuEngine
-    from emberline.kernels.gpu.triton_backend import TritonBackend
+    from emberline.kernels.gpu.backend.triton_backend import TritonBackend
     from emberline.models.decoder import Decoder
     from emberline.models.qwen import qwen3
 

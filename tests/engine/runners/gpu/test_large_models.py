@@ -38,7 +38,7 @@ SCALE = 0.05  # of the random weights
 def engine_of(name, deterministic=False, graphs=True):
     from emberline.engine.runners.gpu.engine import GpuEngine
     from emberline.engine.runners.gpu.preparation import StepPreparation
-    from emberline.kernels.gpu.triton_backend import TritonBackend
+    from emberline.kernels.gpu.backend.triton_backend import TritonBackend
 
     config, architecture = MODELS[name]
     backend = TritonBackend("cuda", deterministic=deterministic)

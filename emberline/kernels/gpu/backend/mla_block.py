@@ -1,6 +1,6 @@
 """Latent attention of a layer: its projections and kernels in the workspace's memory, and their plan for a step.
 
-Decode rows and the chunks of captured steps attend absorbed; other chunks expanded, where a library for that is there.
+Decode rows and the chunks of captured steps attend absorbed. Other chunks attend expanded if a library supports it.
 Under decode context parallelism (`shares`) a rank plans with the tokens that it has.
 """
 
@@ -12,9 +12,10 @@ from torch import Tensor
 
 from emberline.kernels.backend import LatentAttention
 from emberline.kernels.context_parallel import TokenShare
+from emberline.kernels.gpu.backend.matmul import Fusion, Matmul
+from emberline.kernels.gpu.backend.workspace import LatentShape, PrefillChunk, StepShape, Workspace
 from emberline.kernels.gpu.launch import cdiv
 from emberline.kernels.gpu.long_attention import LongAttention
-from emberline.kernels.gpu.matmul import Fusion, Matmul
 from emberline.kernels.gpu.mla import prefill
 from emberline.kernels.gpu.mla.attention import (
     LSE_ROOM,
@@ -28,7 +29,6 @@ from emberline.kernels.gpu.mla.prefill import attend_expanded
 from emberline.kernels.gpu.mla.projections import absorb_queries, project_values, rotate_and_cache
 from emberline.kernels.gpu.mla.shares import LatentShares, merge_shares
 from emberline.kernels.gpu.mla.splits import ITEM_FIELDS, LatentSplits, max_items, plan_latent_splits
-from emberline.kernels.gpu.workspace import LatentShape, PrefillChunk, StepShape, Workspace
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class AbsorbedRows:
 
 @dataclass(frozen=True, slots=True)
 class LatentPlan:
-    """What the layers of a KV group share in a step."""
+    """Plan of a step, which all layers of a KV group share."""
 
     absorbed: list[AbsorbedRows]
     expanded: list[PrefillChunk]
@@ -63,7 +63,7 @@ class _Planner:
         self.found: list[AbsorbedRows] = []
 
     def add(self, rows: slice, tokens: slice, *, decodes_only: bool = False) -> None:
-        """Rows that have these tokens of the step; of a row alone it may be some of its tokens."""
+        """Plan rows that have these tokens of the step; a single row may have more tokens than these."""
         step, n = self._step, tokens.stop - tokens.start
         starts, contexts = step.query_starts[rows.start : rows.stop + 1], step.context_lens[rows]
         if tokens.start or n < len(step.token_ids):  # computed on the device: the host would wait for a copy to it
@@ -73,7 +73,7 @@ class _Planner:
         self._add(rows, tokens, starts, contexts, decodes_only)
 
     def _add(self, rows: slice, tokens: slice, starts: Tensor, contexts: Tensor, decodes_only: bool) -> None:
-        """deterministic: keys are not split, and every step has the same tiles."""
+        """Plan the tiles of rows. In deterministic mode keys are not split, and every step has the same tiles."""
         shape, n = self._shape, tokens.stop - tokens.start
         heads, kept = shape.attended_heads, contexts if self._shares is None else self._shares.contexts(contexts)
         per_tile = 1 if decodes_only and not self._deterministic else tile_tokens(heads)
@@ -97,7 +97,7 @@ def plan_latent(
     workspace: Workspace, group: int, shape: LatentShape, step: Any, step_shape: StepShape,
     library: LongAttention | None, deterministic: bool, shares: LatentShares | None = None,
 ) -> LatentPlan:  # fmt: skip
-    """library: for chunks that attend expanded; None: there is none. shares: of each block's tokens."""
+    """Plan a step. library: attends to expanded chunks; None: all attend absorbed. shares: divide a block's tokens."""
     planner = _Planner(workspace, group, shape, step, deterministic, shares)
     limit = workspace.sizes.absorbed_tokens
     if not step_shape.max_query or step_shape.chunks is None:
@@ -137,7 +137,7 @@ def attend_latents(
     attn: LatentAttention, x: Tensor, workspace: Workspace, matmul: Matmul, plan: LatentPlan, step: Any,
     rotary: tuple[Tensor, Tensor], pool: Tensor, library: LongAttention, pdl: bool,
 ) -> Tensor:  # fmt: skip
-    """The heads' outputs for the residual x: [tokens, heads * v_dim]. Writes the new tokens' rows of the cache."""
+    """Compute the heads' outputs [tokens, heads * v_dim] for the residual x, and write the new tokens to the cache."""
     tokens, width, shares = len(x), attn.kv_lora + attn.rope_dim, plan.shares
     projected = workspace.take("qkv", tokens, attn.qkv_a.shape[0])
     matmul(x, attn.qkv_a, projected, Fusion(attn.norm, attn.eps))
@@ -187,6 +187,6 @@ def attend_latents(
 
 
 def _by_head(x: Tensor, heads: int) -> Tensor:
-    """[tokens, heads * dim], perhaps columns of a wider tensor, as [tokens, heads, dim]."""
+    """View of x [tokens, heads * dim], which may be columns of a wider tensor, as [tokens, heads, dim]."""
     dim = x.shape[1] // heads
     return x.as_strided((len(x), heads, dim), (x.stride(0), dim, 1))

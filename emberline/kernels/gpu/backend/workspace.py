@@ -36,12 +36,12 @@ _ALIGN = 256
 
 
 def mlp_tokens(tokens: int) -> int:
-    """How many of a step's tokens an MLP processes at a time: cuBLAS is a tenth slower at 1,024 than at twice 512."""
+    """Number of a step's tokens that an MLP processes at a time: cuBLAS is a tenth slower at 1,024 than at 2 x 512."""
     return 512 if tokens == 1024 else MLP_TOKENS
 
 
 def result_columns(pairs: int, hidden: int, item: int) -> int:
-    """Columns of the experts' results that are computed and summed at a time: all of them, but for long chunks."""
+    """Columns of the experts' results that are computed and summed at a time: all of them except for long chunks."""
     return min(hidden, max(256, RESULT_BYTES // (max(1, pairs) * item) // 256 * 256))
 
 
@@ -78,7 +78,7 @@ class ExpertsShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WorkspaceSizes:
-    """What the sizes of the regions follow from: a model's blocks, and the largest step."""
+    """Sizes of a model's blocks and of the largest step, which determine the sizes of the regions."""
 
     hidden: int
     vocab: int
@@ -104,7 +104,7 @@ class WorkspaceSizes:
         cls, model: Any, max_tokens: int, max_rows: int, max_samples: int, item: int = 2, quantized: bool = False,
         fp8: bool = False, verify_rows: int = 0, head: Layer | None = None,
     ) -> "WorkspaceSizes":  # fmt: skip
-        """Of a `models.decoder.Decoder`. head: the layer of its draft head, whose KV group comes last."""
+        """Sizes of a `models.decoder.Decoder`. head: the layer of its draft head, whose KV group comes last."""
         layout = model.shard.layout
         shapes = {attn.kv_group: _attention_shape(attn, layout.dcp) for attn in model.attentions}
         groups = [shapes[group] for group in range(len(model.kv_groups))]
@@ -153,7 +153,7 @@ class _Regions:
         self.end = 0  # of all
 
     def add(self, name: str, size: int, at: int | None = None) -> int:
-        """Place a region behind all others, or at an offset, over what is there; returns where the next may begin."""
+        """Place a region after all others, or at an offset, over what is there. Returns where the next may begin."""
         start = self.end if at is None else at
         after = cdiv(start + size, _ALIGN) * _ALIGN
         self.found[name] = (start, size)
@@ -271,7 +271,7 @@ def _add_latent(regions: _Regions, s: WorkspaceSizes, shapes: set[LatentShape], 
 
 
 def _latent_items(s: WorkspaceSizes, shape: LatentShape) -> int:
-    """Of a step that only decodes, or of one with chunks."""
+    """Maximum number of work items of a step, which only decodes or has chunks."""
     chunks = latent_splits.max_items(s.absorbed_tokens, s.max_rows, tile_tokens(shape.attended_heads))
     return max(latent_splits.max_items(s.max_rows, s.max_rows, 1), chunks)
 
@@ -307,7 +307,7 @@ class Workspace:
             self.expert_counts = self.region("expert_counts", torch.int32).zero_()
 
     def beside(self) -> "Workspace":
-        """The same memory, but for what a second stream's products of up to BESIDE_TOKENS tokens write."""
+        """The same memory for a second stream: its products of up to BESIDE_TOKENS tokens write to other regions."""
         other = copy(self)
         other._regions = self._regions | {name: self._regions[f"beside_{name}"] for name in ("gate_up", "activated")}
         other.matmul, other.counters = self.region("beside_matmul"), self.region("beside_counters", torch.int32).zero_()
@@ -335,7 +335,7 @@ class PrefillChunk:
 
 @dataclass(slots=True)
 class StepShape:
-    """What the host knows of a step's shape. Decode rows come first, row r having token r; chunks follow.
+    """Shape of a step, as far as the host knows it. Decode rows come first, row r having token r; chunks follow.
 
     A captured CUDA graph is replayed with other contexts: only `decode_rows` and `max_query` are fixed in it. The last
     decode rows may be padding: their context is 0, and in a step with chunks they have no token.

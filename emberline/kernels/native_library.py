@@ -1,4 +1,4 @@
-"""Compiling the C kernels for this host's processor, once, into a cache.
+"""The C kernels as a library, which is compiled for this host's processor once, into a cache.
 
 The sources compile in seconds, and compiling here lets them use every instruction the processor has. The cache key
 covers everything that determines the result, so a changed processor, compiler or source never loads a stale library.
@@ -18,7 +18,7 @@ from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 
-SOURCES = Path(__file__).parent
+SOURCES = Path(__file__).parent / "cpu"
 FLAGS = ("-O3", "-std=gnu11", "-pthread", "-fno-strict-aliasing", "-fno-math-errno", "-fPIC", "-shared", "-Wno-psabi")
 
 
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class BuildError(RuntimeError):
-    """The kernels cannot be compiled here; the message says why and how to fix it."""
+    """Says why the kernels cannot be compiled here, and how to fix it."""
 
 
 def cache_dir() -> Path:
@@ -35,7 +35,7 @@ def cache_dir() -> Path:
 
 
 def private_cache_dir() -> Path:
-    """The cache folder, if only this user can write to it; else a folder of this process."""
+    """The cache folder, or a folder of this process if other users can write to the cache folder."""
     folder = cache_dir()
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -59,7 +59,7 @@ def _process_folder() -> Path:
 
 
 def _is_private(path: Path) -> bool:
-    """Whether only this user, and root, can write it. Of a folder: the folder itself, not what holds it."""
+    """True if only this user, and root, can write to a file or folder. The folders above it are not checked."""
     found = path.stat()
     return found.st_uid in (os.getuid(), 0) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
@@ -80,7 +80,7 @@ def _target_flag() -> str:
 
 
 def _processor() -> str:
-    """What -march=native depends on: part of the cache key, so that hosts may share a home folder."""
+    """Description of the processor, on which -march=native depends: hosts that share a home folder may differ."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -90,7 +90,10 @@ def _processor() -> str:
 
 
 def library_path(target: str | None = None) -> Path:
-    """The library compiled for `target`, a compiler flag (default: this processor); compiles it if missing."""
+    """Path of the library for `target`, a compiler flag (default: this processor). Compiles the library if missing.
+
+    Raises BuildError if the library cannot be compiled.
+    """
     cc, target = compiler(), target or _target_flag()
     version = subprocess.run([cc, "--version"], capture_output=True, text=True, check=False).stdout
     key = blake2b(digest_size=12)
@@ -118,5 +121,5 @@ def _compile(cc: str, target: str, library: Path) -> None:
 
 @cache
 def load_library(target: str | None = None) -> ctypes.CDLL:
-    """The compiled kernels; raises BuildError or OSError where they cannot be built or loaded."""
+    """Load the compiled kernels. Raises BuildError or OSError if they cannot be built or loaded."""
     return ctypes.CDLL(str(library_path(target)))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from emberline.kernels.gpu.backend.workspace import DEQUANTIZED_BYTES, MLP_TOKENS, Workspace
 from emberline.kernels.gpu.elementwise import add_norm, gated_activation
 from emberline.kernels.gpu.fp8_gemm import (
     MAX_GEMV_COLS,
@@ -53,7 +54,6 @@ from emberline.kernels.gpu.quantized_gemm import (
     quantized_gemv,
     quantized_skinny_gemm,
 )
-from emberline.kernels.gpu.workspace import DEQUANTIZED_BYTES, MLP_TOKENS, Workspace
 
 GATES = ("", "silu", "gelu_tanh")
 MAX_SKINNY = 64  # tokens; above, cuBLAS
@@ -81,7 +81,7 @@ Matrix = DenseMatrix | QuantizedMatrix | PackedMatrix | FP8Matrix
 
 
 def workspace_needs(matrices: Iterable[Matrix]) -> dict[str, bool]:
-    """Which optional regions products with these matrices use: arguments of `WorkspaceSizes.of`."""
+    """Arguments of `WorkspaceSizes.of`: the optional regions that products with these matrices use."""
     matrices = list(matrices)
     return {
         "quantized": any(isinstance(matrix, QuantizedMatrix | PackedMatrix | FP8Matrix) for matrix in matrices),
@@ -104,7 +104,7 @@ def dequantize_matrix_rows(
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
-    """What is fused with a product: out = rms_norm(x) · matrixᵀ + bias, then gated, or added to out."""
+    """Operations that are fused with a product: out = rms_norm(x) · matrixᵀ + bias, then gated, or added to out."""
 
     norm: Tensor | None = None
     eps: float = 0.0
@@ -120,7 +120,7 @@ def _has_blocks(matrix: Matrix) -> bool:
 
 
 def dense_tile(m: int, n: int, k: int, gated: bool) -> GemvTile | PersistentGemvTile | SkinnyGemmTile | None:
-    """The kernel and tile config for m tokens and n output columns; None: cuBLAS."""
+    """Kernel and tile config for m tokens and n output columns. Returns None if cuBLAS is faster."""
     if m == 1:
         return _gemv_tile(n, k, gated)
     if m <= MAX_SKINNY or (m <= MAX_GATED and gated and n >= 8192):
@@ -207,9 +207,9 @@ class Matmul:
         fusion: Fusion,
         after_attention: bool = False,
     ) -> None:
-        """x: [m, k], out: [m, n] contiguous; with a gate, n is half the matrix's rows.
+        """Compute out [m, n], contiguous, from x [m, k]; with a gate, n is half the matrix's rows.
 
-        Reads x before it writes out. With a norm, x may be columns of a wider tensor.
+        The kernels read x before they write out. With a norm, x may be columns of a wider tensor.
         """
         if not len(x):
             return
@@ -228,7 +228,7 @@ class Matmul:
             self._dense(x, matrix, out, fusion, after_attention)
 
     def gated(self, x: Tensor, matrix: Matrix, fusion: Fusion, consumer: Matrix) -> Tensor | FP8Rows:
-        """The gated product, as `consumer` reads it: for many tokens it is quantized as the activation is computed."""
+        """The gated product in the form that `consumer` reads: for many tokens its activation is quantized at once."""
         m, width = len(x), consumer.shape[1]
         if (
             self._takes_fp8_rows(matrix, m) and self._takes_fp8_rows(consumer, m)
@@ -322,7 +322,7 @@ class Matmul:
         )
 
     def _fp8_rows(self, rows: FP8Rows, matrix: FP8Matrix, out: Tensor, fusion: Fusion) -> None:
-        """The product of quantized activations; their norm is done."""
+        """Compute the product of quantized activations, whose norm is done."""
         (m, n), workspace, gated = out.shape, self._workspace, bool(fusion.gate)
         blocks = _has_blocks(matrix)
         tile = fp8_gemm_tile(m, n, matrix.shape[1], gated, blocks)
@@ -353,7 +353,7 @@ class Matmul:
         return normed
 
     def _unfused(self, x: Tensor, matrix: Matrix, out: Tensor, fusion: Fusion) -> None:
-        """Norm, product and gate as separate launches."""
+        """Launch norm, product and gate one after the other."""
         x = self._normed(x, fusion)
         if not fusion.gate:
             self._product(x, matrix, out, fusion.add)
@@ -376,7 +376,7 @@ class Matmul:
             self._library(x, weight, bias, out[:, first : first + rows], add)
 
     def _library(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, add: bool) -> None:
-        """cuBLAS, or the batch-invariant matmul in deterministic mode."""
+        """Multiply by cuBLAS, or by the batch-invariant matmul in deterministic mode."""
         if self._deterministic:
             batch_invariant_matmul(x, weight, bias, out, add, pdl=self._pdl)
         elif out.dtype != x.dtype:

@@ -20,6 +20,17 @@ from emberline.kernels.backend import (
     WeightSource,
 )
 from emberline.kernels.collectives import ALONE, ParallelGroups
+from emberline.kernels.gpu.backend.matmul import GATES, DenseMatrix, Fusion, Matmul, Matrix, dequantize_matrix_rows
+from emberline.kernels.gpu.backend.mla_block import LatentPlan, attend_latents, plan_latent
+from emberline.kernels.gpu.backend.moe_block import Beside, mark_valid, run_moe
+from emberline.kernels.gpu.backend.workspace import (
+    LatentShape,
+    PrefillChunk,
+    StepShape,
+    Workspace,
+    WorkspaceSizes,
+    mlp_tokens,
+)
 from emberline.kernels.gpu.decode_attention import decode_attention, shared_prefix_attention
 from emberline.kernels.gpu.elementwise import add_norm, embedding
 from emberline.kernels.gpu.expert_loading import load_expert_matrix
@@ -27,18 +38,14 @@ from emberline.kernels.gpu.expert_matrix import ExpertMatrix
 from emberline.kernels.gpu.fp8_gemm import FP8Rows
 from emberline.kernels.gpu.launch import INTERPRETED, supports_pdl
 from emberline.kernels.gpu.long_attention import MIN_TOKENS, is_long, long_attention
-from emberline.kernels.gpu.matmul import GATES, DenseMatrix, Fusion, Matmul, Matrix, dequantize_matrix_rows
-from emberline.kernels.gpu.mla.block import LatentPlan, attend_latents, plan_latent
 from emberline.kernels.gpu.mla.prefill import warm_up_expanded
 from emberline.kernels.gpu.mla.shares import LatentShares
-from emberline.kernels.gpu.moe_block import Beside, mark_valid, run_moe
 from emberline.kernels.gpu.prefill_attention import plan_prefill_splits, prefill_attention
 from emberline.kernels.gpu.quantized_gemm import pack_quantized
 from emberline.kernels.gpu.quantized_loading import load_quantized
 from emberline.kernels.gpu.rope import rope_and_cache, rotary_table
 from emberline.kernels.gpu.split_kv import DecodeSplits, PrefillSplits, locality, plan_decode_splits
 from emberline.kernels.gpu.verify_attention import verifies, verify_attention, verify_queries
-from emberline.kernels.gpu.workspace import LatentShape, PrefillChunk, StepShape, Workspace, WorkspaceSizes, mlp_tokens
 from emberline.protocol.block_hash import KVGroup
 
 QUANTIZED_KINDS = frozenset({"int4", "mxfp4", "fp8"})  # of weights whose bytes the kernels decode
@@ -46,7 +53,7 @@ QUANTIZED_KINDS = frozenset({"int4", "mxfp4", "fp8"})  # of weights whose bytes 
 
 @dataclass(frozen=True, slots=True)
 class TritonStep:
-    """What the layers of a step share; lists and dictionaries are per KV group."""
+    """State that all layers of a step share; lists and dictionaries are per KV group."""
 
     step: Any
     shape: StepShape
@@ -124,7 +131,7 @@ class TritonBackend:
         return load_expert_matrix(experts, biases, self.dtype, self.device)
 
     def _load_biases(self, bias: list[list[WeightSource]]) -> Tensor:
-        """Each list as one vector: [lists, rows]. (torch.cat imports a compiler for tensors without memory.)"""
+        """Stack each list to one vector: [lists, rows]. (torch.cat imports a compiler for tensors without memory.)"""
         rows = [part.shape[0] for part in bias[0]]
         stacked = torch.empty(len(bias), sum(rows), dtype=self.dtype, device=self.device)
         for parts, vector in zip(bias, stacked, strict=True):
@@ -137,7 +144,7 @@ class TritonBackend:
     def begin_step(
         self, step: Any, kv: list[Tensor], groups: tuple[KVGroup, ...], ropes: list[Rope], first_group: int = 0
     ) -> TritonStep:
-        """first_group: number of the first of the groups in the workspace."""
+        """Plan what all layers share. first_group: number of the first of the groups in the workspace."""
         shape, workspace = step.shape or _shape_of(step), self._workspace
         context = TritonStep(step, shape, kv, [], {}, {}, {}, self._mark_valid(step))
         for i, (group, rope) in enumerate(zip(groups, ropes, strict=True)):
@@ -162,13 +169,13 @@ class TritonBackend:
         return context
 
     def _split_rows(self, shape: StepShape, group: int) -> int:
-        """Decode rows whose attention is by split-KV; the others are computed as chunks are."""
+        """Number of decode rows whose attention is by split-KV; the others are computed as chunks are."""
         if self._deterministic or (shape.drafts and not verifies(group)):
             return 0
         return shape.decode_rows
 
     def _expands(self, q_dim: int, v_dim: int) -> bool:
-        """Whether chunks of MLA attend expanded, by the library; if not, absorbed like decode rows."""
+        """True if the library computes chunks of MLA, expanded. If False, they attend absorbed like decode rows."""
         return not self._deterministic and not INTERPRETED and self._long.supports_expanded(q_dim, v_dim)
 
     def _mark_valid(self, step: Any) -> Tensor | None:
@@ -257,8 +264,8 @@ class TritonBackend:
         return self._add_attended(attended, attn, x, following)
 
     def _add_attended(self, attended: Tensor, attn: Attention, x: Tensor, following: FeedForward) -> Tensor | None:
-        """Add the output projection to the residual; or return its sum over all ranks for experts, which add it in the
-        launch of their norm."""
+        """Add the output projection to the residual and return None; or, for experts of several ranks, return its sum
+        over all ranks, which the launch of their norm adds."""
         if self._tp is None or attn.post_norm is not None or not isinstance(following, MoE):
             self.linear_add(attended, attn.output, x, attn.post_norm, attn.eps, after_attention=True)
             return None
@@ -294,14 +301,14 @@ class TritonBackend:
     def joint_qkv(
         self, embeds: Tensor, embed_norm: Tensor, of_embeds: Any, hidden: Tensor, attn: GroupedQueryAttention
     ) -> Tensor:
-        """q, k and v of a draft head, whose attention reads two normed inputs."""
+        """Compute q, k and v of a draft head, whose attention reads two normed inputs."""
         qkv = self._workspace.take("qkv", len(hidden), attn.qkv.shape[0])
         self._matmul(embeds, of_embeds, qkv, Fusion(embed_norm, attn.eps))
         self._matmul(hidden, attn.qkv, qkv, Fusion(attn.norm, attn.eps, add=True))
         return qkv
 
     def write_kv(self, qkv: Tensor, attn: GroupedQueryAttention, context: TritonStep) -> None:
-        """Only the part of attention that writes the cache, for rows of any length."""
+        """Write new tokens to the cache without attention, for rows of any length."""
         step, pool = context.step, context.kv[attn.kv_group][:, attn.layer_index]
         queries = self._workspace.take("queries", len(qkv), attn.heads * attn.head_dim)
         rope_and_cache(
@@ -310,12 +317,12 @@ class TritonBackend:
         )  # fmt: skip
 
     def rotate_only(self, step: Any, pool: Tensor, rope: Rope, group: int) -> TritonStep:
-        """What `write_kv` needs of `begin_step`. group: number of the KV group in the workspace."""
+        """Prepare the part of a step that `write_kv` needs. group: number of the KV group in the workspace."""
         rotary = rotary_table(step.positions, rope, self._workspace.region(f"rotary{group}"))
         return TritonStep(step, step.shape, [pool], [rotary], {}, {}, {}, None)
 
     def _attend(self, qkv: Tensor, out: Tensor, attn: GroupedQueryAttention, context: TritonStep) -> Tensor:
-        """Attention of all rows; returns `out`, or another tensor that holds the result."""
+        """Compute the attention of all rows. Returns `out`, or another tensor that holds the result."""
         shape, workspace = context.shape, self._workspace
         pool, tables = context.kv[attn.kv_group][:, attn.layer_index], context.step.block_tables[attn.kv_group]
         rotary = context.rotary[attn.kv_group]
@@ -406,7 +413,7 @@ class TritonBackend:
 
 
 def _is_full(attn: GroupedQueryAttention) -> bool:
-    """Every token sees all before it."""
+    """True if every token attends to all tokens before it."""
     return attn.window is None and attn.chunk is None
 
 
@@ -415,7 +422,7 @@ def _locality(group: KVGroup) -> tuple[int, int]:
 
 
 def _shape_of(step: Any) -> StepShape:
-    """The shape of a step that comes without one; waits for the device."""
+    """Shape of a step that comes without one. Waits for the device."""
     starts, contexts = step.query_starts.tolist(), step.context_lens.tolist()
     lengths = [b - a for a, b in pairwise(starts)]
     n_decodes = next((row for row, n in enumerate(lengths) if n != 1), len(lengths))

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from emberline.kernels.backend import MLP, MoE
 from emberline.kernels.collectives import Collectives
+from emberline.kernels.gpu.backend.matmul import GATES, MAX_WHOLE_ROW, DenseMatrix, Fusion, Matmul
+from emberline.kernels.gpu.backend.workspace import BESIDE_TOKENS, Workspace, mlp_tokens, result_columns
 from emberline.kernels.gpu.elementwise import add_norm
 from emberline.kernels.gpu.grouped_gemm import EXPERT_GATES, block_tokens, combine_pairs, grouped_gemm, grouped_tile
-from emberline.kernels.gpu.matmul import GATES, MAX_WHOLE_ROW, DenseMatrix, Fusion, Matmul
 from emberline.kernels.gpu.moe_routing import Permutation, make_permutation, norm_and_route, route_tokens
-from emberline.kernels.gpu.workspace import BESIDE_TOKENS, Workspace, mlp_tokens, result_columns
 
 NULL_BLOCK = 0  # of a KV pool: padding refers to it
 _DETERMINISTIC_BLOCK = 64
@@ -42,7 +42,7 @@ def _mark_valid(
 
 
 def mark_valid(step: Any, valid: Tensor) -> Tensor:
-    """1 for each token of a step, 0 for its padding: a row without context, or whose new token is in the null block."""
+    """Write 1 for each token of a step and 0 for padding: rows without context, or with a token in the null block."""
     tokens, table = len(step.token_ids), step.block_tables[0]
     if tokens:
         _mark_valid[(tokens,)](
@@ -54,9 +54,9 @@ def mark_valid(step: Any, valid: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """A second stream for the shared experts of a few tokens, beside the routed ones; in a captured step a branch.
+    """A second stream, which computes the shared experts of a few tokens alongside the routed ones.
 
-    What its kernels write has memory of its own. They are launched without PDL.
+    In a captured step the stream is a branch. Its kernels write to memory of their own, and are launched without PDL.
     """
 
     workspace: Workspace
@@ -69,12 +69,13 @@ class Beside:
         return cls(own, Matmul(own, False, False), torch.cuda.Stream(priority=-1))
 
     def add_shared(self, shared: MLP, normed: Tensor, x: Tensor, add: bool = True) -> None:
-        """Behind what the current stream has launched."""
+        """Compute the shared experts after what the current stream has launched so far."""
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             _add_shared(shared, normed, x, self.workspace, self.matmul, add)
 
     def join(self) -> None:
+        """Let the current stream wait for the shared experts."""
         torch.cuda.current_stream().wait_stream(self.stream)
 
 
@@ -125,7 +126,7 @@ def run_moe(
 def _add_shared(
     shared: MLP, normed: Tensor, x: Tensor, workspace: Workspace, matmul: Matmul, add: bool = True
 ) -> None:  # fmt: skip
-    """add: to what x holds."""
+    """Compute the shared experts into x, or add them to x if `add`."""
     n = mlp_tokens(len(x))
     for given, to in zip(torch.split(normed, n), torch.split(x, n), strict=True):
         activated = workspace.take("activated", len(given), shared.down.shape[1])
