@@ -2,6 +2,7 @@
 engine host needs installed, how a docstring may begin, and what tests may know of the package's insides.
 """
 
+import re
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -171,6 +172,13 @@ def test_shared_api_modules_import_no_endpoints(folder: str) -> None:
             other = name.removeprefix("emberline.api.").split(".")[0]
             imports_endpoints = name.startswith("emberline.api.") and other not in ("http", "common", "batches")
             assert not imports_endpoints, f"{path.relative_to(PACKAGE)} imports {name}"
+
+
+def test_endpoints_return_responses_and_only_the_app_sends() -> None:
+    for path in (PACKAGE / "api").rglob("*.py"):
+        if path.parent.name != "http" and path.name != "app.py":
+            found = re.search(r"\b(call|exchange)\.(send|start|start_stream|reply)\b", path.read_text())
+            assert found is None, f"{path.relative_to(PACKAGE)} sends by itself: {found[0]}; return a Response"
 
 
 def test_cycles_are_found() -> None:

@@ -20,11 +20,14 @@ from emberline.api.http.call import (
     Reply,
     RequestLimits,
     json_reply,
+    while_connected,
 )
 from emberline.api.http.errors import error_body, error_headers
 from emberline.api.http.guard import Guard, preflight, with_cors_headers
 from emberline.api.http.large_requests import LargeRequestRelay
+from emberline.api.http.resumable import HEADER, send_resumable
 from emberline.api.http.router import Policy, Router, authorize
+from emberline.api.http.streaming import Response, Streaming
 from emberline.api.playground.assets import load as load_assets
 from emberline.api.routes import ROUTES
 from emberline.gateway.service import GatewayService
@@ -105,6 +108,8 @@ class App:
         """Send a response to every request. Once one has started (call.status is set), no error can be reported."""
         try:
             reply = await self._dispatch(call)
+            if isinstance(reply, Streaming):
+                reply = await _deliver(call, reply)
         except ClientDisconnected:
             call.status = call.status or CLIENT_CLOSED_REQUEST
             return
@@ -124,7 +129,7 @@ class App:
         if reply is not None:
             await call.reply(reply)
 
-    async def _dispatch(self, call: Call) -> Reply | None:
+    async def _dispatch(self, call: Call) -> Response | None:
         scope = call.scope
         raw_path: bytes = scope.get("raw_path") or quote(scope["path"]).encode()
         found = self._router.find(raw_path)
@@ -144,18 +149,36 @@ class App:
             call.principal = await self._auth.authenticate(scope["headers"], found.account)
             authorize(call.principal, route)
         try:
-            reply = await route.endpoint(call)
+            response = await route.endpoint(call)
         except LargeRequest as large:
             max_bytes = large.max_bytes
         else:
             if route.policy is Policy.ADMIN and route.method != "GET" and not call.is_audited and call.has_accounts:
                 target = call.audit_target or call.path_param
                 await call.accounts.audit.record(call.actor(), f"{route.method} {route.path}", target)
-            return reply
+            return response
         # Not inside `except`: the exception's frames hold the body, and a relayed stream may last for minutes.
         assert self._large_requests is not None
         await self._large_requests.relay(call, max_bytes)
         return None
+
+
+async def _deliver(call: Call, streaming: Streaming) -> Reply | None:
+    """Send a response as it is produced. Returns the reply to send instead, if it fails before its first byte."""
+    response: Response = streaming
+    while isinstance(response, Streaming):
+        resumable = HEADER in call.headers and response.failed is not None
+        try:
+            return await while_connected(
+                call.receive, send_resumable(call, response) if resumable else response.send(call)
+            )
+        except EmberlineError as error:
+            if call.status or response.otherwise is None:
+                raise
+            failure = error
+        # Not inside `except`: the error's frames hold the body.
+        response = await response.otherwise(failure)
+    return response
 
 
 def _error_reply(call: Call, error: EmberlineError) -> Reply:

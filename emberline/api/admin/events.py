@@ -3,7 +3,8 @@
 import asyncio
 import logging
 
-from emberline.api.http.call import Call, Reply, encode, list_reply, while_connected
+from emberline.api.http.call import Call, encode, list_reply, while_connected
+from emberline.api.http.streaming import Blocks, BlockStream, Response
 from emberline.jobs.webhooks.events import MAX_PAGE, Event, cursor_number, event_object
 from emberline.protocol.errors import EmberlineError
 
@@ -21,8 +22,8 @@ QUERY = {
 }
 
 
-async def events(call: Call) -> Reply | None:
-    """Events after a given one, oldest first. `wait`: seconds to wait for the first; `stream`: send them as SSE."""
+async def events(call: Call) -> Response:
+    """List the events after a given one, oldest first. `wait`: seconds to wait for the first; `stream`: as SSE."""
     after = call.query.get("after") or call.headers.get("last-event-id")
     limit = call.int_param("limit", MAX_PAGE, 1, MAX_PAGE)
     wait_s = call.int_param("wait", 0, 0, MAX_WAIT_S)
@@ -30,19 +31,17 @@ async def events(call: Call) -> Reply | None:
     account, feed = call.principal.account, call.webhooks.feed
     if streams and call.scope["method"] != "HEAD":
         number = cursor_number(after) if after else await feed.last_number(account)
-        await while_connected(call.receive, _stream(call, number))
-        return None
+        return BlockStream(_blocks(call, number))
     number = cursor_number(after) if after else 0
     found = await while_connected(call.receive, feed.wait(account, number, wait_s, limit + 1))
     return list_reply([event_object(event) for event in found[:limit]], has_more=len(found) > limit)
 
 
-async def _stream(call: Call, after: int) -> None:
-    """Send events until the client disconnects or the server stops. A client resumes with the id of its last event."""
-    account, feed, send = call.principal.account, call.webhooks.feed, call.send
+async def _blocks(call: Call, after: int) -> Blocks:
+    """Encode events until the client disconnects or the server stops. A client resumes with the id of its last one."""
+    account, feed = call.principal.account, call.webhooks.feed
     await feed.last_number(account)  # so that an unavailable store becomes an HTTP status
-    await call.start_stream([])
-    await send({"type": "http.response.body", "body": b"retry: %d\n\n" % _RETRY_MS, "more_body": True})
+    yield b"retry: %d\n\n" % _RETRY_MS, False
     while not feed.ended:
         try:
             found = await feed.wait(account, after, call.limits.heartbeat_s)
@@ -50,10 +49,9 @@ async def _stream(call: Call, after: int) -> None:
             log.warning("an event stream waits for the store: %s", error.message)
             found = []
             await asyncio.sleep(call.limits.store_retry_s)
-        chunk = b"".join(_encoded(event) for event in found) or b": heartbeat\n\n"
-        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        yield b"".join(_encoded(event) for event in found) or b": heartbeat\n\n", False
         after = found[-1].number if found else after
-    await send({"type": "http.response.body", "body": b""})
+    yield b"", True
 
 
 def _encoded(event: Event) -> bytes:

@@ -1,15 +1,13 @@
 """Endpoints for cached KV: statistics, purge, export and import. A key acts for its own account, an admin for any."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
 from emberline.api.http.body import body_chunks, read_json
 from emberline.api.http.call import Call, Reply, json_reply
-from emberline.api.http.sse import send_bytes
+from emberline.api.http.streaming import ByteStream, Chunks
 from emberline.protocol.errors import BadInput, Conflict, Forbidden
 from emberline.protocol.frames import TierStats
 
@@ -58,14 +56,13 @@ async def purge(call: Call) -> Reply:
     return json_reply(_purged(await call.service.kv_cache.purge(salt, session)))
 
 
-async def export(call: Call) -> None:
-    """A session's KV as a file."""
+async def export(call: Call) -> ByteStream:
+    """Send a session's KV as a file."""
     salt, session = _salt(call, call.query.get("account")), _session(call.query.get("session", ""))
     model = call.query.get("model")
     if model is not None:
         model = call.service.models.find(model).id
-    async with call.service.kv_cache.export(salt, session, model) as (path, _):
-        await send_bytes(call, _pieces(path), OCTETS)
+    return ByteStream(_pieces(call, salt, session, model), OCTETS)
 
 
 async def import_(call: Call) -> Reply:
@@ -104,8 +101,8 @@ def _worker(engine: dict[str, Any]) -> dict[str, Any]:
     return {"name": engine["name"], "model": engine["model"], "device": device, "tiers": tiers}
 
 
-async def _pieces(path: Path) -> AsyncIterator[bytes]:
-    file: BinaryIO = path.open("rb")
-    with file:
-        while piece := await asyncio.to_thread(file.read, PIECE_BYTES):
-            yield piece
+async def _pieces(call: Call, salt: bytes, session: str, model: str | None) -> Chunks:
+    async with call.service.kv_cache.export(salt, session, model) as (path, _):
+        with path.open("rb") as file:
+            while piece := await asyncio.to_thread(file.read, PIECE_BYTES):
+                yield piece

@@ -1,6 +1,5 @@
 """Anthropic's message batches: created from a list, retrieved, listed, cancelled, deleted; results as JSON lines."""
 
-from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 import msgspec
@@ -27,7 +26,7 @@ from emberline.api.batches.submission import (
 from emberline.api.http.body import decode, read_body
 from emberline.api.http.call import Backend, Call, Reply, encode, json_reply
 from emberline.api.http.errors import Dialect, error_body
-from emberline.api.http.sse import JSONL, send_bytes
+from emberline.api.http.streaming import JSONL, ByteStream, Chunks
 from emberline.jobs.batches.batch import Batch, new_batch_id
 from emberline.jobs.queue.job import NewJob
 from emberline.jobs.webhooks.events import timestamp
@@ -138,14 +137,14 @@ async def delete(call: Call) -> Reply:
     return json_reply({"id": call.path_param, "type": "message_batch_deleted"})
 
 
-async def results(call: Call) -> None:
+async def results(call: Call) -> ByteStream:
     batch = await find_batch(call, call.path_param, "anthropic")
     if not batch.ended:
         raise BadInput("the batch has not ended: its results can be read when `processing_status` is `ended`")
-    await send_bytes(call, _result_lines(call, batch), JSONL)
+    return ByteStream(_result_lines(call, batch), JSONL)
 
 
-async def _result_lines(call: Call, batch: Batch) -> AsyncIterator[bytes]:
+async def _result_lines(call: Call, batch: Batch) -> Chunks:
     if not batch.counts.total:  # cancelled before its requests were read
         return
     async for result in batch_results(call.queue, batch):

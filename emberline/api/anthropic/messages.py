@@ -10,7 +10,8 @@ from emberline.api.common.response_body import collect, cost_field, drafts_field
 from emberline.api.http.body import decode, read_model_body
 from emberline.api.http.call import Call, Reply, encode, json_reply
 from emberline.api.http.errors import Dialect, HeaderList, error_body
-from emberline.api.http.sse import EventEncoder, named_event, stream
+from emberline.api.http.sse import EventEncoder, named_event
+from emberline.api.http.streaming import EventStream, Response
 from emberline.protocol.complete_response import Answer, AnswerChoice, AnswerPart, ReasoningPart, TextPart
 from emberline.protocol.errors import EmberlineError
 from emberline.protocol.events import ChoiceDone, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStarted, Usage
@@ -26,7 +27,7 @@ _messages_decoder = msgspec.json.Decoder(MessagesRequest)
 _count_decoder = msgspec.json.Decoder(CountRequest)
 
 
-async def messages(call: Call) -> Reply | None:
+async def messages(call: Call) -> Response:
     raw = await read_model_body(call, _SESSION_FIELDS)
     if (target := _relay_target(call)) is not None:
         return await forward_message(call, target, raw, _headers(call))
@@ -35,8 +36,7 @@ async def messages(call: Call) -> Reply | None:
     events = call.generate(request)
     if body.stream:
         encoder = MessageStream(call.id, call.dialect, body.model, body.hides_thinking)
-        await stream(call, events, encoder, _headers(call))
-        return None
+        return EventStream(events, encoder, headers=_headers(call))
     answer = await collect(call, events)
     return json_reply(message_body(call.id, body.model, answer, body.hides_thinking), headers=_headers(call))
 

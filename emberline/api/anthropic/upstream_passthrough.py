@@ -8,11 +8,10 @@ import msgspec
 from msgspec import Meta, Raw
 
 from emberline.api.http.body import decode
-from emberline.api.http.call import EVENT_STREAM, Call, Reply, while_connected
+from emberline.api.http.call import Call, Reply, while_connected
 from emberline.api.http.errors import HeaderList, error_body
-from emberline.api.http.relay import relay_body, relay_chunks, relay_stream
-from emberline.api.http.resumable import HEADER, send_resumable
 from emberline.api.http.sse import named_event
+from emberline.api.http.streaming import BlockStream, Response, whole_body
 from emberline.protocol.errors import EmberlineError
 from emberline.protocol.route_request import RouteTerms
 from emberline.upstream.dialects.dialect import MESSAGES
@@ -38,7 +37,7 @@ _body = msgspec.json.Decoder(_Body)
 _fields = msgspec.json.Decoder(dict[str, Raw])
 
 
-async def forward_message(call: Call, target: Target, raw: bytes, headers: HeaderList) -> Reply | None:
+async def forward_message(call: Call, target: Target, raw: bytes, headers: HeaderList) -> Response:
     """Relay a request for a model that Anthropic's API serves."""
     body = decode(raw, _body)
     if body.speculation is not None:
@@ -63,13 +62,8 @@ async def forward_message(call: Call, target: Target, raw: bytes, headers: Heade
     )
     blocks = call.forward(request)
     if not body.stream:
-        return Reply(200, await while_connected(call.receive, relay_body(blocks)), headers=headers)
-    failed = partial(_event, call)
-    if HEADER in call.headers:
-        await send_resumable(call, relay_chunks(blocks, failed), headers, EVENT_STREAM, failed)
-    else:
-        await while_connected(call.receive, relay_stream(call, blocks, headers, failed))
-    return None
+        return Reply(200, await while_connected(call.receive, whole_body(blocks)), headers=headers)
+    return BlockStream(blocks, partial(_event, call), headers=headers)
 
 
 def _headers(call: Call) -> str:

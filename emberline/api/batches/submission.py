@@ -9,7 +9,7 @@ import msgspec
 from emberline.api.batches.job_format import CooperativeYield
 from emberline.api.http.call import Call, Reply
 from emberline.api.http.errors import HeaderList, NoSuchBatch
-from emberline.api.http.sse import coalesce
+from emberline.api.http.streaming import coalesce
 from emberline.jobs.batches.batch import Batch, BatchKind, NewBatch
 from emberline.jobs.batches.files import File
 from emberline.jobs.batches.idempotency_keys import StoredAnswer

@@ -18,6 +18,7 @@ from emberline.api.http.call import Call, Reply, encode, json_reply
 from emberline.api.http.errors import Dialect
 from emberline.api.http.guard import BINDING_HOST
 from emberline.api.http.router import APIS, check_api
+from emberline.api.http.streaming import Response
 from emberline.api.workers_ai import catalog
 from emberline.api.workers_ai.handlers import run_model
 from emberline.api.workers_ai.response_body import envelope
@@ -53,7 +54,7 @@ _body = msgspec.json.Decoder(_Body)
 _object = msgspec.json.Decoder(dict[str, Any])
 
 
-async def run(call: Call) -> Reply | None:
+async def run(call: Call) -> Response:
     model = _model(call)
     card = None if model.startswith(DYNAMIC) else call.use_model(model)
     content_type = call.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -93,7 +94,7 @@ def _with_fields(call: Call, audio: bytes) -> bytes:
 # --- env.AI.gateway(id) -----------------------------------------------------------------------------------------------
 
 
-async def run_universal(call: Call) -> Reply | None:
+async def run_universal(call: Call) -> Response:
     """`gateway(id).run(…)`: several providers in order. The binding returns the response as it is."""
     call.gateway_name, call.path_param, call.dialect = call.path_param, "", Dialect.GATEWAY
     return await universal(call)
@@ -115,15 +116,15 @@ async def gateway_url(call: Call) -> Reply:
 
 # --- requests inside others -------------------------------------------------------------------------------------------
 
-_ENDPOINTS: dict[str, Callable[[Call], Awaitable[Reply | None]]] = {
+_ENDPOINTS: dict[str, Callable[[Call], Awaitable[Response]]] = {
     "/run": run,
     "/ai-gateway/run": run,
     "/ai-api/models/search": catalog.models,
 }
-_PREFIXES: dict[str, Callable[[Call], Awaitable[Reply | None]]] = {UNIVERSAL: run_universal, GATEWAYS: gateway_url}
+_PREFIXES: dict[str, Callable[[Call], Awaitable[Response]]] = {UNIVERSAL: run_universal, GATEWAYS: gateway_url}
 
 
-async def wrapped(call: Call) -> Reply | None:
+async def wrapped(call: Call) -> Response:
     url = call.headers.get("mf-url") or call.headers.get("x-forwarded")
     if not url:
         raise BadInput("the header `mf-url` must have the URL of the binding's request", param="mf-url")

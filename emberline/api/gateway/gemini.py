@@ -11,8 +11,9 @@ from msgspec import Meta
 
 from emberline.api.common.response_body import collect, json_arguments
 from emberline.api.http.body import decode
-from emberline.api.http.call import Call, Reply, encode, json_reply
-from emberline.api.http.sse import EventEncoder, data_event, stream
+from emberline.api.http.call import Call, encode, json_reply
+from emberline.api.http.sse import EventEncoder, data_event
+from emberline.api.http.streaming import EventStream, Response
 from emberline.api.openai.chat import ChatRequest
 from emberline.protocol.complete_response import AnswerChoice
 from emberline.protocol.errors import BadInput, Unsupported
@@ -203,7 +204,7 @@ def model_of(endpoint: str) -> str | None:
     return None if found is None else found[1]
 
 
-async def generate_content(call: Call, model: str, endpoint: str) -> Reply | None:
+async def generate_content(call: Call, model: str, endpoint: str) -> Response:
     given = decode(call.body or b"", _decoder)
     body = decode(encode(given.chat(model)), _chat_decoder)
     call.use_model(model)
@@ -212,8 +213,7 @@ async def generate_content(call: Call, model: str, endpoint: str) -> Reply | Non
     if endpoint.endswith(":streamGenerateContent"):
         if call.query.get("alt", "sse") != "sse":
             raise BadInput("a stream comes as server-sent events: add `alt=sse` to the query", param="alt")
-        await stream(call, events, GeminiStream(call, model), call.id_headers)
-        return None
+        return EventStream(events, GeminiStream(call, model), headers=call.id_headers)
     answer = await collect(call, events)
     candidate = {"content": {"parts": _parts(answer.choices[0]), "role": "model"}, "index": 0}
     finish = {"finishReason": _FINISH[answer.choices[0].finish]}

@@ -5,6 +5,7 @@ bodies of its own API. The universal endpoint takes several of them, to be tried
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -15,6 +16,7 @@ from emberline.api.gateway import gemini
 from emberline.api.http.body import decode, named_model, read_body
 from emberline.api.http.call import Call, Reply, encode
 from emberline.api.http.router import APIS, Endpoint, check_api
+from emberline.api.http.streaming import Response, Streaming
 from emberline.api.openai import audio, embeddings, media
 from emberline.api.openai import chat_completions as openai
 from emberline.api.openai.responses import endpoints as responses
@@ -63,7 +65,7 @@ _steps: msgspec.json.Decoder[list[UniversalStep]] = msgspec.json.Decoder(Steps)
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-async def dispatch(call: Call) -> Reply | None:
+async def dispatch(call: Call) -> Response:
     """Any path of a gateway."""
     _check_gateway(call)
     provider, _, endpoint = call.path_param.partition("/")
@@ -83,25 +85,40 @@ async def list_models(call: Call) -> Reply:
     return await openai.list_models(call)
 
 
-async def universal(call: Call) -> Reply | None:
-    """The first step that answers: a step that fails before its first byte is followed by the next."""
-    gateway = _check_gateway(call)
+async def universal(call: Call) -> Response:
+    """Answer by the first step that can: a step that fails before its first byte is followed by the next."""
+    _check_gateway(call)
     steps = decode(await read_body(call), _steps)
     for number, step in enumerate(steps):
         _check_headers(step.headers, f"[{number}].headers")
         _check_provider(call, step.provider)
-    route = call.route
-    for number, step in enumerate(steps):
-        gateway.begin_step(number, step.config, number + 1 < len(steps))
-        call.body, call.path_param, call.route, call.card = bytes(step.query), "", route, None
-        headers = {name.lower(): value for name, value in step.headers.items()}
-        try:
-            return await _run(call, step.provider, step.endpoint.lstrip("/"), headers.get, is_step=True)
-        except EmberlineError as error:
-            if call.status or not gateway.has_next_step or not falls_back(error):
-                gateway.log_failure(error)
-                raise
-    raise AssertionError("there is a step")
+    return await _run_step(call, steps, 0, call.route)
+
+
+async def _run_step(call: Call, steps: list[UniversalStep], number: int, route: str) -> Response:
+    step = steps[number]
+    _check_gateway(call).begin_step(number, step.config, number + 1 < len(steps))
+    call.body, call.path_param, call.route, call.card = bytes(step.query), "", route, None
+    headers = {name.lower(): value for name, value in step.headers.items()}
+    otherwise = partial(_run_next_step, call, steps, number, route)
+    try:
+        response = await _run(call, step.provider, step.endpoint.lstrip("/"), headers.get, is_step=True)
+    except EmberlineError as error:
+        return await otherwise(error)
+    if isinstance(response, Streaming):
+        response.otherwise = otherwise
+    return response
+
+
+async def _run_next_step(
+    call: Call, steps: list[UniversalStep], number: int, route: str, error: EmberlineError
+) -> Response:
+    """Run the step after one that failed, if the error is one that the next step is for. Raises the error if not."""
+    gateway = _check_gateway(call)
+    if not gateway.has_next_step or not falls_back(error):
+        gateway.log_failure(error)
+        raise error
+    return await _run_step(call, steps, number + 1, route)
 
 
 def _check_gateway(call: Call) -> Any:
@@ -110,7 +127,7 @@ def _check_gateway(call: Call) -> Any:
     return call.gateway
 
 
-async def _run(call: Call, provider: str, endpoint: str, header: Any, is_step: bool = False) -> Reply | None:
+async def _run(call: Call, provider: str, endpoint: str, header: Any, is_step: bool = False) -> Response:
     """Call the endpoint of a provider's API with `call.body`."""
     assert call.body is not None
     if provider in (COMPAT, LOCAL):
@@ -132,7 +149,7 @@ async def _run(call: Call, provider: str, endpoint: str, header: Any, is_step: b
     return await found(call)
 
 
-async def _run_any(call: Call, provider: str, endpoint: str, header: Any) -> Reply | None:
+async def _run_any(call: Call, provider: str, endpoint: str, header: Any) -> Response:
     path = _without_version(endpoint)
     if (found := _OPENAI.get(path)) is not None:
         check_api(call.principal, APIS[path.partition("/")[0]])

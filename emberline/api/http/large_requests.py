@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from emberline.api.http.body import body_chunks, held_bodies
 from emberline.api.http.call import Call, while_connected
-from emberline.api.http.sse import IncompleteBody
+from emberline.api.http.streaming import IncompleteBody
 from emberline.net.http_client import Connection, ConnectionFailed, Exchange
 from emberline.net.periodic import stop
 from emberline.protocol.errors import Unavailable

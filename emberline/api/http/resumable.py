@@ -7,12 +7,12 @@ so does whoever resumes, at any HTTP worker. Without a reader for the grace peri
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
-from emberline.api.http.call import EVENT_STREAM, Call, Reply, encode, json_reply, parse_int, while_connected
+from emberline.api.http.call import EVENT_STREAM, Call, Reply, encode, json_reply, parse_int
 from emberline.api.http.errors import HeaderList, error_body
-from emberline.protocol.errors import EmberlineError, Internal, TooLarge, Unavailable
+from emberline.api.http.streaming import Blocks, BlockStream, Chunks, Failed, Streaming
+from emberline.protocol.errors import Internal, TooLarge, Unavailable
 from emberline.service.event_log import EVENT_BYTES, EventLogs, NewLog
 
 HEADER = "x-emberline-resume"
@@ -24,9 +24,6 @@ _COMMENT = b": waiting\n\n"
 
 log = logging.getLogger(__name__)
 _running: set[asyncio.Task[None]] = set()  # asyncio itself holds tasks weakly
-
-Chunks = AsyncGenerator[bytes, None]
-Failed = Callable[[EmberlineError], bytes]  # an error as the stream's last event
 
 
 def grace_period_s(call: Call) -> int:
@@ -70,18 +67,12 @@ class _Numbering:
         return number + event + self._end
 
 
-async def send_resumable(
-    call: Call, chunks: Chunks, headers: HeaderList, content_type: bytes, failed: Failed, log_id: str = ""
-) -> None:
-    """As `sse.stream`: an error before the first chunk is raised and becomes an HTTP status."""
-    await while_connected(call.receive, _start(call, chunks, headers, content_type, failed, log_id))
-
-
-async def _start(
-    call: Call, chunks: Chunks, headers: HeaderList, content_type: bytes, failed: Failed, log_id: str
-) -> None:
+async def send_resumable(call: Call, streaming: Streaming) -> None:
+    """Send a stream by way of an event log, which the client, or another one, can read again."""
+    chunks, content_type, failed = streaming.chunks(), streaming.content_type, streaming.failed
+    assert failed is not None
     logs, grace_s = call.service.event_logs, grace_period_s(call)
-    log_id = log_id or f"stream_{uuid.uuid4().hex}"
+    log_id = streaming.log_id or f"stream_{uuid.uuid4().hex}"
     try:
         first = await anext(chunks)
         await logs.open(NewLog(log_id, call.principal.account, grace_s, content_type, _lost(call, content_type)))
@@ -91,8 +82,7 @@ async def _start(
     running = asyncio.create_task(_run(logs, log_id, first, chunks, _Numbering(content_type), failed, grace_s))
     _running.add(running)
     running.add_done_callback(_running.discard)
-    await call.start_stream([*headers, (STREAM_ID, log_id.encode())], content_type)
-    await _send_log(call, log_id, -1, content_type)
+    await _log_stream(call, log_id, -1, content_type, streaming.headers).send(call)
 
 
 def _lost(call: Call, content_type: bytes) -> bytes:
@@ -143,8 +133,14 @@ async def _cancel_when_idle(logs: EventLogs, log_id: str, grace_s: float, task: 
             continue
 
 
-async def _send_log(call: Call, log_id: str, after: int, content_type: bytes) -> None:
-    """The events after that number, up to the last."""
+def _log_stream(call: Call, log_id: str, after: int, content_type: bytes, headers: HeaderList) -> BlockStream:
+    """The events of a log after that number, up to the last. The client resumes if the stream breaks off."""
+    headers = [*headers, (STREAM_ID, log_id.encode())]
+    return BlockStream(_read(call, log_id, after, content_type), None, content_type, headers=headers)
+
+
+async def _read(call: Call, log_id: str, after: int, content_type: bytes) -> Blocks:
+    yield b"", False  # the response begins before there are events
     logs, account = call.service.event_logs, call.principal.account
     done = False
     while not done:
@@ -154,25 +150,23 @@ async def _send_log(call: Call, log_id: str, after: int, content_type: bytes) ->
         body = b"".join(part.events)
         if not body and not done and content_type == EVENT_STREAM:
             body = _COMMENT
-        if body or done:
-            await call.send({"type": "http.response.body", "body": body, "more_body": not done})
+        yield body, done
 
 
 # --- endpoints --------------------------------------------------------------------------------------------------------
 
 
-async def resume(call: Call) -> None:
-    """The events after `starting_after`, or after the header `Last-Event-ID`; without either from the first."""
-    await resume_log(call, call.path_param)
+async def resume(call: Call) -> BlockStream:
+    """Send the events after `starting_after`, or after the header `Last-Event-ID`; without either all of them."""
+    return await resume_log(call, call.path_param)
 
 
-async def resume_log(call: Call, log_id: str) -> None:
+async def resume_log(call: Call, log_id: str) -> BlockStream:
     last_id = call.headers.get("last-event-id")
     after = -1 if not last_id else parse_int(last_id, "last-event-id", 0, _MAX_EVENT_NUMBER)
     after = call.int_param("starting_after", after, 0, _MAX_EVENT_NUMBER)
     found = await call.service.event_logs.read(call.principal.account, log_id, after, 0)
-    await call.start_stream([*call.id_headers, (STREAM_ID, log_id.encode())], found.content_type)
-    await while_connected(call.receive, _send_log(call, log_id, after, found.content_type))
+    return _log_stream(call, log_id, after, found.content_type, call.id_headers)
 
 
 async def cancel(call: Call) -> Reply:

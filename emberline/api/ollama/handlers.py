@@ -15,7 +15,7 @@ from emberline.api.common.model_list import ollama_details, ollama_model
 from emberline.api.common.response_body import collect
 from emberline.api.http.body import decode, named_model, read_body, read_json
 from emberline.api.http.call import Call, Reply, encode, json_reply, while_connected
-from emberline.api.http.sse import stream
+from emberline.api.http.streaming import EventStream, Response
 from emberline.api.ollama.chat_request import (
     OllamaChat,
     OllamaEmbed,
@@ -42,17 +42,17 @@ _show = msgspec.json.Decoder(OllamaShow)
 _pull = msgspec.json.Decoder(OllamaPull)
 
 
-async def chat(call: Call) -> Reply | None:
+async def chat(call: Call) -> Response:
     body = await _read(call, _chat)
     return await _answer(call, body, is_chat=True)
 
 
-async def generate(call: Call) -> Reply | None:
+async def generate(call: Call) -> Response:
     body = await _read(call, _generate)
     return await _answer(call, body, is_chat=False)
 
 
-async def _answer(call: Call, body: OllamaChat | OllamaPrompt, is_chat: bool) -> Reply | None:
+async def _answer(call: Call, body: OllamaChat | OllamaPrompt, is_chat: bool) -> Response:
     name = _served_name(call, body.model)
     if body.is_empty:
         return await _load(call, name, body, is_chat)
@@ -60,8 +60,7 @@ async def _answer(call: Call, body: OllamaChat | OllamaPrompt, is_chat: bool) ->
     watch, events = Stopwatch(), call.generate(request)
     if body.streams:
         encoder = ReplyStream(call.id, call.dialect, body.model, is_chat, watch)
-        await stream(call, events, encoder, call.id_headers)
-        return None
+        return EventStream(events, encoder, headers=call.id_headers)
     answer = await collect(call, watch.watch(events))
     return json_reply(reply_body(body.model, is_chat, answer, watch), headers=call.id_headers)
 

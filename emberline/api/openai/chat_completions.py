@@ -8,7 +8,7 @@ from emberline.api.common.model_list import openai_model
 from emberline.api.common.response_body import collect
 from emberline.api.http.body import decode, read_model_body
 from emberline.api.http.call import Call, Reply, json_reply, list_reply
-from emberline.api.http.sse import stream
+from emberline.api.http.streaming import EventStream, Response
 from emberline.api.openai.chat import ChatRequest, ChatStream, chat_body
 from emberline.api.openai.completions import CompletionRequest, CompletionStream, completion_body, generate_all
 from emberline.api.openai.upstream_passthrough import forward_chat, forward_completion
@@ -22,7 +22,7 @@ _chat_decoder = msgspec.json.Decoder(ChatRequest)
 _completion_decoder = msgspec.json.Decoder(CompletionRequest)
 
 
-async def chat_completions(call: Call) -> Reply | None:
+async def chat_completions(call: Call) -> Response:
     raw = await read_model_body(call)
     if (targets := _upstream_targets(call)) is not None:
         return await forward_chat(call, targets, raw)
@@ -37,13 +37,12 @@ async def chat_completions(call: Call) -> Reply | None:
     created = int(time.time())
     events = call.generate(request)
     if body.stream:
-        await stream(call, events, ChatStream(call.id, call.dialect, body, created), call.id_headers)
-        return None
+        return EventStream(events, ChatStream(call.id, call.dialect, body, created), headers=call.id_headers)
     answer = await collect(call, events, request.n)
     return json_reply(chat_body(call.id, body, created, answer), headers=call.id_headers)
 
 
-async def completions(call: Call) -> Reply | None:
+async def completions(call: Call) -> Response:
     raw = await read_model_body(call)
     if (targets := _upstream_targets(call)) is not None:
         return await forward_completion(call, targets, raw)
@@ -57,8 +56,7 @@ async def completions(call: Call) -> Reply | None:
     events = generate_all(call.generate, requests)
     if body.stream:
         encoder = CompletionStream(call.id, call.dialect, body, created, n_choices)
-        await stream(call, events, encoder, call.id_headers)
-        return None
+        return EventStream(events, encoder, headers=call.id_headers)
     answer = await collect(call, events, n_choices)
     return json_reply(completion_body(call.id, body, created, answer), headers=call.id_headers)
 

@@ -1,7 +1,6 @@
 """OpenAI's files: uploaded, listed, downloaded, deleted. A batch's results are files too, generated when read."""
 
 import re
-from collections.abc import AsyncIterator
 from hashlib import blake2b
 from typing import Any
 
@@ -10,7 +9,7 @@ from emberline.api.batches.submission import IDEMPOTENCY_KEY, REPLAYED, request_
 from emberline.api.http.body import body_chunks
 from emberline.api.http.call import BatchQueue, Call, Reply, encode, json_reply, list_reply, parse_int
 from emberline.api.http.errors import NoSuchFile
-from emberline.api.http.sse import JSONL, send_bytes
+from emberline.api.http.streaming import JSONL, ByteStream, Chunks
 from emberline.api.openai.batch_jobs import result_line
 from emberline.jobs.batches.batch import Batch
 from emberline.jobs.batches.files import File
@@ -74,13 +73,12 @@ async def delete(call: Call) -> Reply:
     return json_reply({"id": call.path_param, "object": "file", "deleted": True})
 
 
-async def content(call: Call) -> None:
+async def content(call: Call) -> ByteStream:
     if batch := await _batch_of_results(call):
-        await send_bytes(call, _result_lines(call.queue, batch, call.path_param), JSONL)
-        return
+        return ByteStream(_result_lines(call.queue, batch, call.path_param), JSONL)
     file = await _find_file(call)
     length = (b"content-length", b"%d" % file.n_bytes)
-    await send_bytes(call, call.queue.files.content(file), b"application/octet-stream", [length])
+    return ByteStream(call.queue.files.content(file), b"application/octet-stream", headers=[length])
 
 
 # --- result files -----------------------------------------------------------------------------------------------------
@@ -106,7 +104,7 @@ async def _batch_of_results(call: Call) -> Batch | None:
         raise _no_such_file(call.path_param) from None
 
 
-async def _result_lines(queue: Queue, batch: Batch, file_id: str) -> AsyncIterator[bytes]:
+async def _result_lines(queue: Queue, batch: Batch, file_id: str) -> Chunks:
     """The results of the jobs that have ended, in the order of the batch's lines."""
     if batch.status == "validating" or batch.input_blob is None:
         return

@@ -22,11 +22,10 @@ from emberline.api.common.sampling_fields import (
 )
 from emberline.api.common.unsupported_fields import UnsupportedField, refuse_unsupported, supported_fields
 from emberline.api.http.body import decode
-from emberline.api.http.call import EVENT_STREAM, Call, Reply, encode, while_connected
+from emberline.api.http.call import Call, Reply, encode, while_connected
 from emberline.api.http.decode_errors import explain
 from emberline.api.http.errors import Dialect, error_body
-from emberline.api.http.relay import relay_body, relay_chunks, relay_stream
-from emberline.api.http.resumable import HEADER, send_resumable
+from emberline.api.http.streaming import BlockStream, Response, whole_body
 from emberline.api.openai.chat import ChatRequest, StreamOptions, UsageOptions
 from emberline.api.openai.completions import CompletionRequest
 from emberline.catalog.model_card import ModelCard
@@ -202,7 +201,7 @@ _canonical_completion = msgspec.json.Decoder(CompletionRequest)
 log = logging.getLogger(__name__)
 
 
-async def forward_chat(call: Call, targets: ModelCard | Plan, raw: bytes) -> Reply | None:
+async def forward_chat(call: Call, targets: ModelCard | Plan, raw: bytes) -> Response:
     body = decode(raw, _chat)
 
     async def make(target: Target, request_id: str) -> UpstreamRequest:
@@ -216,7 +215,7 @@ async def forward_chat(call: Call, targets: ModelCard | Plan, raw: bytes) -> Rep
     return await _reply(call, targets, make, body, "chat")
 
 
-async def forward_completion(call: Call, targets: ModelCard | Plan, raw: bytes) -> Reply | None:
+async def forward_completion(call: Call, targets: ModelCard | Plan, raw: bytes) -> Response:
     body = decode(raw, _completion)
 
     async def make(target: Target, request_id: str) -> UpstreamRequest:
@@ -275,20 +274,15 @@ def _all_fields(raw: bytes) -> dict[str, Any]:
     return {**fields, "stream": True, "stream_options": {"include_usage": True}}
 
 
-async def _reply(call: Call, targets: ModelCard | Plan, make: Make, body: PassthroughBody, api: str) -> Reply | None:
+async def _reply(call: Call, targets: ModelCard | Plan, make: Make, body: PassthroughBody, api: str) -> Response:
     if isinstance(targets, ModelCard):
         target = call.service.models.target(targets, call.principal)
         blocks = call.forward(await make(target, call.id))
     else:
         blocks = call.forward_any(make, targets, body.model, api)
-    failed = partial(_error_event, call)
-    if body.stream and HEADER in call.headers:
-        await send_resumable(call, relay_chunks(blocks, failed), call.id_headers, EVENT_STREAM, failed)
-        return None
     if body.stream:
-        await while_connected(call.receive, relay_stream(call, blocks, call.id_headers, failed))
-        return None
-    whole = await while_connected(call.receive, relay_body(blocks))
+        return BlockStream(blocks, partial(_error_event, call), headers=call.id_headers)
+    whole = await while_connected(call.receive, whole_body(blocks))
     return Reply(200, whole, headers=call.id_headers)
 
 

@@ -1,7 +1,6 @@
 """The Workers AI API's `run`: now, or queued and polled by request id."""
 
 import re
-from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -14,7 +13,7 @@ from emberline.api.common.response_body import collect
 from emberline.api.http.body import MAX_VALUES, NO_LIMIT, decode, n_separators, named_model, read_body
 from emberline.api.http.call import JSON, Backend, Call, Reply, encode
 from emberline.api.http.errors import Dialect, NoSuchBatch, error_body
-from emberline.api.http.sse import send_bytes, stream
+from emberline.api.http.streaming import ByteStream, Chunks, EventStream, Response
 from emberline.api.workers_ai.encode_request import EncodeInput, encoded_result, encodes_text
 from emberline.api.workers_ai.media import TASKS, run_media
 from emberline.api.workers_ai.response_body import ResultOptions, RunStream, enveloped, result_body, result_reply
@@ -73,7 +72,7 @@ _input_decoder = msgspec.json.Decoder(_QueuedInput)
 _reference_decoder = msgspec.json.Decoder(_Reference)
 
 
-async def run(call: Call) -> Reply | None:
+async def run(call: Call) -> Response:
     if call.path_param.startswith(DYNAMIC):
         return await run_model(call, call.path_param, await read_body(call))
     card = call.use_model(call.path_param)  # an unknown model is reported before what is wrong with the body
@@ -81,7 +80,7 @@ async def run(call: Call) -> Reply | None:
     return await run_model(call, call.path_param, raw)
 
 
-async def run_model(call: Call, model: str, raw: bytes) -> Reply | None:
+async def run_model(call: Call, model: str, raw: bytes) -> Response:
     """Run the model on its input, `raw`. The model was looked up, unless it is a route of the gateway that it names."""
     if (card := call.card) is None:
         return await _run_input(call, model, raw, encodes=False)
@@ -92,7 +91,7 @@ async def run_model(call: Call, model: str, raw: bytes) -> Reply | None:
     return await _run_input(call, model, raw, encodes_text(card))
 
 
-async def run_universal(call: Call) -> Reply | None:
+async def run_universal(call: Call) -> Response:
     raw = await read_body(call)
     if (name := named_model(raw)) is not None and not name.startswith(DYNAMIC):
         call.use_model(name)
@@ -110,13 +109,13 @@ async def run_universal(call: Call) -> Reply | None:
     return await _run(call, body.model, bytes(body.input), given.input)
 
 
-async def _run_input(call: Call, model: str, raw: bytes, encodes: bool) -> Reply | None:
+async def _run_input(call: Call, model: str, raw: bytes, encodes: bool) -> Response:
     decoder: msgspec.json.Decoder[Any] = _encode_decoder if encodes else _run_decoder
     body = decode(raw, decoder, decode(raw, _submission_decoder, NO_LIMIT).max_values)
     return await _run(call, model, raw, body)
 
 
-async def _run(call: Call, model: str, raw: bytes, body: RunRequest | EncodeInput) -> Reply | None:
+async def _run(call: Call, model: str, raw: bytes, body: RunRequest | EncodeInput) -> Response:
     if body.options is not None and body.options.gateway is not None:
         call.use_gateway(body.options.gateway)
     if body.for_queue or _queue_requested(call):
@@ -143,13 +142,12 @@ def _queue_requested(call: Call) -> bool:
     return value == "true"
 
 
-async def _generate(call: Call, model: str, body: RunRequest) -> Reply | None:
+async def _generate(call: Call, model: str, body: RunRequest) -> Response:
     request, call.field_names = body.to_request(model, call.id, call.session)
     events = call.generate(request)
     options = ResultOptions(json=is_json(request.output), reasoning=not body.hides_reasoning)
     if body.stream:
-        await stream(call, events, RunStream(call.id, call.dialect, options), call.id_headers)
-        return None
+        return EventStream(events, RunStream(call.id, call.dialect, options), headers=call.id_headers)
     answer = await collect(call, events)
     return result_reply(call, result_body(answer, options))
 
@@ -157,7 +155,7 @@ async def _generate(call: Call, model: str, body: RunRequest) -> Reply | None:
 # --- the queue --------------------------------------------------------------------------------------------------------
 
 
-async def _run_queued(call: Call, model: str, raw: bytes, body: RunRequest | EncodeInput) -> Reply | None:
+async def _run_queued(call: Call, model: str, raw: bytes, body: RunRequest | EncodeInput) -> Response:
     """Submit, or poll. `raw` is the body as sent: without `requests`, it is the only input."""
     if body.request_id is not None:
         return await _poll(call, body.request_id)
@@ -191,7 +189,7 @@ def _requests(call: Call, raw: bytes, body: RunRequest | EncodeInput, model: str
     return body.requests
 
 
-async def _poll(call: Call, request_id: str) -> Reply | None:
+async def _poll(call: Call, request_id: str) -> Response:
     if not _UUID.fullmatch(request_id):
         raise NoSuchBatch(f"{request_id[:80]!r} is not a request id", param="request_id")
     batch = await find_batch(call, request_id, "workers_ai")
@@ -200,11 +198,10 @@ async def _poll(call: Call, request_id: str) -> Reply | None:
         status = "running" if position.running or batch.counts.ended else "queued"
         body: Json = {"status": status, "request_id": batch.id, "model": batch.model}
         return result_reply(call, body | position_body(position))
-    await send_bytes(call, _responses(call, batch), JSON, call.id_headers)
-    return None
+    return ByteStream(_responses(call, batch), JSON, headers=call.id_headers)
 
 
-async def _responses(call: Call, batch: Batch) -> AsyncIterator[bytes]:
+async def _responses(call: Call, batch: Batch) -> Chunks:
     """The envelope, written around the results as they are read."""
     begin = b'{"result":{' if call.dialect is Dialect.NATIVE else b"{"
     yield begin + b'"responses":['

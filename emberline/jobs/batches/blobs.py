@@ -11,7 +11,7 @@ import fcntl
 import os
 import secrets
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterable, Iterator
 from hashlib import blake2b
 from pathlib import Path
 from typing import IO, Protocol
@@ -31,7 +31,7 @@ class Blobs(Protocol):
 
     async def get(self, name: str) -> bytes: ...
 
-    def stream(self, name: str) -> AsyncIterator[bytes]: ...
+    def stream(self, name: str) -> AsyncGenerator[bytes, None]: ...
 
     async def unused_since(self, grace_s: float) -> list[str]:
         """Names of blobs that were neither stored nor renewed since; whether rows refer to them is not known here."""
@@ -74,7 +74,7 @@ class BlobStore:
         with _io_errors("read a stored body"):
             return await asyncio.to_thread(self.path_of(name).read_bytes)
 
-    async def stream(self, name: str) -> AsyncIterator[bytes]:
+    async def stream(self, name: str) -> AsyncGenerator[bytes, None]:
         with _io_errors("read a stored file"):
             file = await asyncio.to_thread(self.path_of(name).open, "rb")
             try:

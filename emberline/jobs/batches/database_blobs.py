@@ -6,7 +6,7 @@ What was stored in the data folder before there were such rows is read from ther
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterable, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterable
 from hashlib import blake2b
 
 from emberline.jobs.batches.blobs import BlobStore, too_large
@@ -79,7 +79,7 @@ class DatabaseBlobs:
     async def get(self, name: str) -> bytes:
         return b"".join([part async for part in self.stream(name)])
 
-    async def stream(self, name: str) -> AsyncIterator[bytes]:
+    async def stream(self, name: str) -> AsyncGenerator[bytes, None]:
         rows = await self._store.read("SELECT upload, n_parts FROM blobs WHERE name = ?", (name,))
         if not rows:
             async for chunk in self._folder.stream(name):

@@ -4,7 +4,7 @@ A batch references its input's blob itself, so deleting a file does not affect a
 """
 
 import secrets
-from collections.abc import AsyncIterable, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
 from typing import Literal
 
 import msgspec
@@ -108,7 +108,7 @@ class FileStore:
         rows = await self._store.read(query, (*params, limit + 1))
         return [decode_row(File, _COLUMNS, row) for row in rows[:limit]], len(rows) > limit
 
-    def content(self, file: File) -> AsyncIterator[bytes]:
+    def content(self, file: File) -> AsyncGenerator[bytes, None]:
         return self._blobs.stream(file.blob)
 
     async def delete(self, account: str, file_id: str) -> bool:

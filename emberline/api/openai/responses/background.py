@@ -13,9 +13,10 @@ import msgspec
 from emberline.api.batches.job_format import job_error, queued_request
 from emberline.api.batches.submission import new_batch, queue_position, store_requests
 from emberline.api.http.body import decode
-from emberline.api.http.call import Call, encode, while_connected
+from emberline.api.http.call import Call, encode
 from emberline.api.http.errors import NoSuchResponse
 from emberline.api.http.sse import named_event
+from emberline.api.http.streaming import Blocks, BlockStream
 from emberline.api.openai.responses.items import Item
 from emberline.api.openai.responses.output import ResponseBuilder, StreamEvent
 from emberline.api.openai.responses.request import ResponsesRequest
@@ -145,13 +146,12 @@ async def delete(call: Call, found: BackgroundResponse) -> None:
     await call.queue.delete(call.principal.account, found.batch.id)
 
 
-async def stream(call: Call, found: BackgroundResponse, after: int) -> None:
-    """Send the events with sequence numbers above `after`, until the response has ended."""
-    await while_connected(call.receive, _stream(call, found, after))
+def stream(call: Call, found: BackgroundResponse, after: int) -> BlockStream:
+    """The events with sequence numbers above `after`, until the response has ended."""
+    return BlockStream(_blocks(call, found, after), headers=call.id_headers)
 
 
-async def _stream(call: Call, found: BackgroundResponse, after: int) -> None:
-    await call.start_stream(call.id_headers)
+async def _blocks(call: Call, found: BackgroundResponse, after: int) -> Blocks:
     batches, events = call.batches, BackgroundEvents(found)
     sent_s = time.monotonic()
     while True:
@@ -164,7 +164,7 @@ async def _stream(call: Call, found: BackgroundResponse, after: int) -> None:
             chunk = b": heartbeat\n\n"
         if chunk or last:
             sent_s = time.monotonic()
-            await call.send({"type": "http.response.body", "body": chunk, "more_body": not last})
+        yield chunk, last
         if last:
             return
         poll_s = RUNNING_POLL_S if found.job.state == "leased" else QUEUED_POLL_S

@@ -14,7 +14,7 @@ from emberline.api.http.body import LARGE_BYTES, decode, read_model_body
 from emberline.api.http.call import Call, Events, LargeRequest, Reply, encode, json_reply, list_reply, while_connected
 from emberline.api.http.errors import NoPreviousResponse, NoSuchResponse
 from emberline.api.http.resumable import HEADER, resume_log
-from emberline.api.http.sse import stream
+from emberline.api.http.streaming import EventStream, Response
 from emberline.api.openai.responses import background
 from emberline.api.openai.responses.items import (
     Item,
@@ -71,7 +71,7 @@ class Turn:
     builder: ResponseBuilder
 
 
-async def create(call: Call) -> Reply | None:
+async def create(call: Call) -> Response:
     raw = await read_model_body(call, _SESSION_FIELDS)
     body = decode(raw, _decoder)
     if body.background:
@@ -80,13 +80,12 @@ async def create(call: Call) -> Reply | None:
     events = _store_on_completion(call, turn, call.generate(turn.request))
     if body.stream:
         encoder = ResponseStream(call.id, call.dialect, turn.builder, call.field_names, padded=body.obfuscates)
-        await stream(call, events, encoder, call.id_headers, turn.id)
-        return None
+        return EventStream(events, encoder, headers=call.id_headers, log_id=turn.id)
     await while_connected(call.receive, _build(events, turn.builder))
     return json_reply(turn.builder.response, headers=call.id_headers)
 
 
-async def _create_in_background(call: Call, raw: bytes, body: ResponsesRequest) -> Reply | None:
+async def _create_in_background(call: Call, raw: bytes, body: ResponsesRequest) -> Response:
     call.refuse_gateway("background")
     if not body.stored:
         raise BadInput("a background response is always stored: leave `store` out", param="store")
@@ -103,8 +102,7 @@ async def _create_in_background(call: Call, raw: bytes, body: ResponsesRequest) 
     found = await background.find(call, _body_decoder.decode(reply.body).id)
     if found is None:
         raise _no_such_response(response_id(call.id))
-    await background.stream(call, found, -1)
-    return None
+    return background.stream(call, found, -1)
 
 
 async def count_tokens(call: Call) -> Reply:
@@ -113,14 +111,13 @@ async def count_tokens(call: Call) -> Reply:
     return json_reply({"object": "response.input_tokens", "input_tokens": n_tokens})
 
 
-async def retrieve(call: Call) -> Reply | None:
+async def retrieve(call: Call) -> Response:
     """With `stream`, the events after `starting_after`, of a background response or of a resumable one."""
     streams = call.bool_param("stream")
     after = call.int_param("starting_after", -1, 0, 999_999_999)
     found = await _find_background(call, call.path_param)
     if streams:
-        await (_resume(call) if found is None else background.stream(call, found, after))
-        return None
+        return await _resume(call) if found is None else background.stream(call, found, after)
     if after >= 0:
         raise BadInput("`starting_after` needs `stream=true`", param="starting_after")
     if found is not None:
@@ -129,9 +126,9 @@ async def retrieve(call: Call) -> Reply | None:
     return Reply(200, record.body.encode())
 
 
-async def _resume(call: Call) -> None:
+async def _resume(call: Call) -> Response:
     try:
-        await resume_log(call, call.path_param)
+        return await resume_log(call, call.path_param)
     except NoSuchStream:
         await _load(call)
         raise BadInput(

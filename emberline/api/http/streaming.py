@@ -1,0 +1,199 @@
+"""Responses that are sent as they are produced: an endpoint returns one of these descriptions, and the app sends it."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
+from contextlib import aclosing
+
+import msgspec
+
+from emberline.api.http.call import EVENT_STREAM, Call, Events, Reply
+from emberline.api.http.errors import HeaderList
+from emberline.api.http.sse import EventEncoder
+from emberline.protocol.errors import EmberlineError, Internal, Unavailable
+from emberline.protocol.events import Completed, Started, TextDelta
+
+JSONL = b"application/x-jsonl"
+_CHUNK_BYTES = 64 << 10
+
+log = logging.getLogger(__name__)
+
+Chunks = AsyncGenerator[bytes, None]
+Blocks = AsyncGenerator[tuple[bytes, bool], None]  # parts of a body, each with True if it is the last one
+Failed = Callable[[EmberlineError], bytes]  # encodes an error as the last event of a stream
+
+
+class IncompleteBody(Exception):
+    """The body cannot be finished: the connection is closed without its end, so that no client takes it for whole."""
+
+
+class Streaming(msgspec.Struct, kw_only=True):
+    """A response whose body is not known yet. An error before its first byte is raised and becomes an HTTP status."""
+
+    headers: HeaderList = []
+    log_id: str = ""  # the id by which a client can resume the stream; empty if it gets one of its own
+    # Makes another response if this one fails before its first byte.
+    otherwise: "Callable[[EmberlineError], Awaitable[Response]] | None" = None
+
+    @property
+    def content_type(self) -> bytes:
+        return EVENT_STREAM
+
+    @property
+    def failed(self) -> Failed | None:
+        """Encodes an error. Returns None for a response that is cut off if it fails; such a one cannot be resumed."""
+        return None
+
+    async def send(self, call: Call) -> None:
+        """Send the response. Only the app calls this, in a task that a client's disconnection cancels."""
+        raise NotImplementedError
+
+    def chunks(self) -> Chunks:
+        """The body for an event log. An error before the first chunk is raised; a later one is the last chunk."""
+        raise NotImplementedError
+
+
+Response = Reply | Streaming
+
+
+class EventStream(Streaming):
+    """The events of a request in the encoding of one API."""
+
+    events: Events
+    encoder: EventEncoder
+
+    @property
+    def content_type(self) -> bytes:
+        return self.encoder.content_type
+
+    @property
+    def failed(self) -> Failed:
+        return self.encoder.failed
+
+    async def send(self, call: Call) -> None:
+        events, encoder, send = self.events, self.encoder, call.send
+        async with aclosing(events):
+            first = await anext(events)
+            assert isinstance(first, Started)
+            await call.start_stream(self.headers, encoder.content_type)
+            if opening := encoder.started(first.usage):
+                await send({"type": "http.response.body", "body": opening, "more_body": True})
+            last = await _send_events(call, events, encoder)
+        await send({"type": "http.response.body", "body": last})
+
+    async def chunks(self) -> Chunks:
+        events, encoder = self.events, self.encoder
+        async with aclosing(events):
+            yield encoder.encode(await anext(events))
+            try:
+                async for event in events:
+                    yield encoder.encode(event)
+                    if type(event) is Completed:
+                        return
+                raise Internal("the events ended before the answer was complete")
+            except EmberlineError as error:
+                yield encoder.failed(error)
+
+
+async def _send_events(call: Call, events: Events, encoder: EventEncoder) -> bytes:
+    """Send every event after Started. Returns the bytes of the last one, because they end the response."""
+    send, text_delta = call.send, encoder.text_delta
+    try:
+        async for event in events:
+            chunk = text_delta(event) if type(event) is TextDelta else encoder.encode(event)
+            if type(event) is Completed:
+                return chunk
+            if chunk:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        raise Internal("the events ended before the answer was complete")
+    except EmberlineError as error:
+        return encoder.failed(error)
+    except asyncio.CancelledError:
+        # Either the client disconnected or the server stops; in the second case the client can still be told.
+        await send({"type": "http.response.body", "body": encoder.failed(Unavailable("the server is stopping"))})
+        raise
+    except Exception:
+        log.exception("a stream failed")
+        return encoder.failed(Internal("the request failed; the server's log has the reason under this request's id"))
+
+
+class BlockStream(Streaming):
+    """Blocks of bytes that are events already: a relayed reply, one write per network read, or a log of events."""
+
+    blocks: Blocks
+    failed: Failed | None = None
+    content_type: bytes = EVENT_STREAM
+
+    async def send(self, call: Call) -> None:
+        blocks, send, failed = self.blocks, call.send, self.failed
+        async with aclosing(blocks):
+            block, last = await anext(blocks)
+            await call.start_stream(self.headers, self.content_type)
+            try:
+                while not last:
+                    if block:
+                        await send({"type": "http.response.body", "body": block, "more_body": True})
+                    block, last = await anext(blocks)
+            except EmberlineError as error:
+                if failed is None:
+                    raise IncompleteBody(error.message) from error
+                block = failed(error)
+            except BaseException:  # the client disconnected, or the server stops: then the client still reads
+                if failed is not None:
+                    await send({"type": "http.response.body", "body": failed(Unavailable("the server is stopping"))})
+                raise
+        await send({"type": "http.response.body", "body": block})
+
+    async def chunks(self) -> Chunks:
+        assert self.failed is not None
+        async with aclosing(self.blocks) as blocks:
+            block, _ = await anext(blocks)
+            yield block
+            try:
+                async for block, _ in blocks:
+                    yield block
+            except EmberlineError as error:
+                yield self.failed(error)
+
+
+class ByteStream(Streaming):
+    """A file, or what is written as one. A body that cannot be finished is cut off."""
+
+    body: Chunks
+    content_type: bytes
+
+    async def send(self, call: Call) -> None:
+        send = call.send
+        async with aclosing(self.body), aclosing(coalesce(self.body)) as body:
+            chunk = await anext(body, b"")
+            head = [(b"x-request-id", call.id.encode()), (b"content-type", self.content_type)]
+            await call.start(200, [*head, *self.headers])
+            try:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                async for chunk in body:
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            except EmberlineError as error:
+                log.warning("a response body could not be completed: %s", error.message)
+                raise IncompleteBody(error.message) from error
+        await send({"type": "http.response.body", "body": b""})
+
+
+async def whole_body(blocks: Blocks) -> bytes:
+    """The body of a relayed reply that comes as one block."""
+    async with aclosing(blocks):
+        body, _ = await anext(blocks)
+        return body
+
+
+async def coalesce(chunks: AsyncIterable[bytes]) -> Chunks:
+    """Join small chunks into larger ones."""
+    pending: list[bytes] = []
+    n_bytes = 0
+    async for chunk in chunks:
+        pending.append(chunk)
+        n_bytes += len(chunk)
+        if n_bytes >= _CHUNK_BYTES:
+            yield b"".join(pending)
+            pending, n_bytes = [], 0
+    if pending:
+        yield b"".join(pending)
