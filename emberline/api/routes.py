@@ -22,8 +22,9 @@ from emberline.api.admin import (
 from emberline.api.admin import endpoints as admin
 from emberline.api.anthropic import batches as message_batches
 from emberline.api.anthropic import messages as anthropic
-from emberline.api.anthropic.message_request import CountRequest, MessagesRequest
+from emberline.api.anthropic.message_request import CountRequest
 from emberline.api.batches.submission import JOB_QUERY
+from emberline.api.common.form import Form
 from emberline.api.gateway import admin as gateways
 from emberline.api.gateway import ai_binding as binding
 from emberline.api.gateway import paths as gateway
@@ -42,7 +43,6 @@ from emberline.api.ollama.chat_request import (
 )
 from emberline.api.openai import audio, batches, embeddings, files, media
 from emberline.api.openai import chat_completions as openai
-from emberline.api.openai.chat import ChatRequest
 from emberline.api.openai.completions import CompletionRequest
 from emberline.api.openai.responses import endpoints as responses
 from emberline.api.openai.responses.request import ResponsesRequest
@@ -59,14 +59,14 @@ AI = "/client/v4/accounts/{account}/ai"
 SUBSCRIPTIONS = "/client/v4/accounts/{account}/event_subscriptions/subscriptions"
 QUEUE = {"queueRequest": {"type": "boolean"}}
 
-# Method, path, endpoint, summary; then the struct of the body and the query parameters, where there are any.
+# Method, path, endpoint, summary; then the struct of the body, unless the endpoint is a form, and the query parameters.
 _Row = tuple[Any, ...]
 
 _OPENAI: tuple[_Row, ...] = (
-    ("POST", "/chat/completions", openai.chat_completions, "Chat", ChatRequest),
+    ("POST", "/chat/completions", openai.CHAT, "Chat"),
     ("POST", "/completions", openai.completions, "Complete text", CompletionRequest),
-    ("POST", "/embeddings", embeddings.embeddings, "Embed texts", embeddings.EmbeddingsRequest),
-    ("POST", "/rerank", embeddings.rerank, "Rank documents by relevance", embeddings.RerankRequest),
+    ("POST", "/embeddings", embeddings.EMBEDDINGS, "Embed texts"),
+    ("POST", "/rerank", embeddings.RERANK, "Rank documents by relevance"),
     ("POST", "/images/generations", media.generate_images, "Make images", media.ImagesRequest),
     ("POST", "/images/edits", media.edit_images, "Edit images"),
     ("POST", "/audio/speech", media.speech, "Turn text into speech", media.SpeechRequestBody),
@@ -114,11 +114,9 @@ _STREAMS: tuple[_Row, ...] = (
     ("GET", "/streams/{id}", resumable.resume, "Resume a stream", None, resumable.AFTER),
     ("DELETE", "/streams/{id}", resumable.cancel, "Cancel the request of a resumable stream"),
 )
-_COHERE: tuple[_Row, ...] = (
-    ("POST", "/rerank", embeddings.rerank_v2, "Rank documents by relevance, as Cohere does", embeddings.RerankRequest),
-)
+_COHERE: tuple[_Row, ...] = (("POST", "/rerank", embeddings.RERANK_V2, "Rank documents by relevance, as Cohere does"),)
 _ANTHROPIC: tuple[_Row, ...] = (
-    ("POST", "/messages", anthropic.messages, "Create a message", MessagesRequest),
+    ("POST", "/messages", anthropic.MESSAGES, "Create a message"),
     ("POST", "/messages/count_tokens", anthropic.count_tokens, "Count a message's tokens", CountRequest),
     ("POST", "/messages/batches", message_batches.create, "Run many messages", message_batches.NewMessageBatch),
     ("GET", "/messages/batches", message_batches.list_all, "List message batches", None, message_batches.PAGE),
@@ -249,6 +247,8 @@ def _routes(prefix: str, dialect: Dialect, rows: tuple[_Row, ...], policy: Polic
 
 def _route(method: str, path: str, policy: Policy, dialect: Dialect, *rest: Any) -> Route:
     route = Route(method, path, policy, dialect, *rest)
+    if isinstance(route.endpoint, Form):
+        route = replace(route, body=route.endpoint.decoder.type)
     if path.startswith(GATEWAY) or rest[0] in _OF_ANY_API:
         return replace(route, api=ANY_API)
     return replace(route, api=APIS[_first_word(path)]) if policy is Policy.KEY else route

@@ -5,8 +5,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from emberline.api.anthropic.message_request import MessagesRequest
-from emberline.api.anthropic.messages import message_body
+from emberline.api.anthropic.messages import MESSAGES
 from emberline.api.batches.job_format import (
     CooperativeYield,
     FileLine,
@@ -56,7 +55,6 @@ class NewMessageBatch(msgspec.Struct):
 
 _batch_decoder = msgspec.json.Decoder(NewMessageBatch)
 _request_decoder = msgspec.json.Decoder(BatchRequest)
-_params_decoder = msgspec.json.Decoder(MessagesRequest)
 
 
 def read_message_job(service: Backend, batch: Batch, line: FileLine) -> NewJob:
@@ -65,10 +63,10 @@ def read_message_job(service: Backend, batch: Batch, line: FileLine) -> NewJob:
     try:
         given = decode(line.content(), _request_decoder)
         custom_id = given.custom_id
-        params = decode(bytes(given.params), _params_decoder)
+        params = decode(bytes(given.params), MESSAGES.decoder)
         if params.stream:
             raise BadInput("`stream` has no meaning in a batch: leave it out", param="params.stream")
-        return NewJob(custom_id, line_request(params.to_request("")[0], service, batch))
+        return NewJob(custom_id, line_request(MESSAGES.to_task(params, "")[0], service, batch))
     except EmberlineError as error:
         return NewJob(custom_id, None, error.info())
 
@@ -84,15 +82,14 @@ def _result_body(result: Result) -> Json:
     if job.state == "cancelled":
         return {"type": "canceled"}
     if job.state != "succeeded" or job.answer is None:
-        error = result.renamed(job_error(job), lambda: _params(result).to_request(job.request_id)[1])
+        error = result.renamed(job_error(job), lambda: MESSAGES.to_task(_params(result), job.request_id)[1])
         return {"type": "errored", "error": error_body(error, Dialect.ANTHROPIC, job.request_id)}
-    params = _params(result)
-    message = message_body(job.request_id, params.model, job.answer, params.hides_thinking)
+    message = MESSAGES.to_body(job.request_id, _params(result), 0, job.answer)
     return {"type": "succeeded", "message": message}
 
 
-def _params(result: Result) -> MessagesRequest:
-    return decode(bytes(decode(result.line, _request_decoder).params), _params_decoder)
+def _params(result: Result) -> Any:
+    return decode(bytes(decode(result.line, _request_decoder).params), MESSAGES.decoder)
 
 
 async def create(call: Call) -> Reply:

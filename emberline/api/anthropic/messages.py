@@ -1,59 +1,35 @@
 """The Anthropic Messages API: messages, streamed or whole, and token counting."""
 
+from collections.abc import Awaitable
 from typing import Any
 
 import msgspec
 
 from emberline.api.anthropic.message_request import CountRequest, MessagesRequest
 from emberline.api.anthropic.upstream_passthrough import forward_message
-from emberline.api.common.response_body import collect, cost_field, drafts_field, json_arguments, tiers_field
+from emberline.api.common.form import Form
+from emberline.api.common.response_body import cost_field, drafts_field, json_arguments, tiers_field
 from emberline.api.http.body import decode, read_model_body
 from emberline.api.http.call import Call, Reply, encode, json_reply
 from emberline.api.http.errors import Dialect, HeaderList, error_body
 from emberline.api.http.sse import EventEncoder, named_event
-from emberline.api.http.streaming import EventStream, Response
+from emberline.api.http.streaming import Response
 from emberline.protocol.complete_response import Answer, AnswerChoice, AnswerPart, ReasoningPart, TextPart
 from emberline.protocol.errors import EmberlineError
 from emberline.protocol.events import ChoiceDone, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStarted, Usage
-from emberline.upstream.target import Target
 
 # Clients send thinking back only if it has a signature. Ours is constant and is not verified.
 SIGNATURE = "ZW1iZXJsaW5l"
 
 Json = dict[str, Any]
 
-_SESSION_FIELDS = ("user_id",)  # of `metadata`
-_messages_decoder = msgspec.json.Decoder(MessagesRequest)
-_count_decoder = msgspec.json.Decoder(CountRequest)
 
-
-async def messages(call: Call) -> Response:
-    raw = await read_model_body(call, _SESSION_FIELDS)
-    if (target := _relay_target(call)) is not None:
-        return await forward_message(call, target, raw, _headers(call))
-    body = decode(raw, _messages_decoder)
-    request, call.field_names = body.to_request(call.id, call.session)
-    events = call.generate(request)
-    if body.stream:
-        encoder = MessageStream(call.id, call.dialect, body.model, body.hides_thinking)
-        return EventStream(events, encoder, headers=_headers(call))
-    answer = await collect(call, events)
-    return json_reply(message_body(call.id, body.model, answer, body.hides_thinking), headers=_headers(call))
-
-
-async def count_tokens(call: Call) -> Reply:
-    body = decode(await read_model_body(call, _SESSION_FIELDS), _count_decoder)
-    request, call.field_names = body.to_request(call.id, call.session)
-    n_tokens = await call.count_tokens(request)
-    return json_reply({"input_tokens": n_tokens}, headers=_headers(call))
-
-
-def _relay_target(call: Call) -> Target | None:
-    """The target of the request, if Anthropic's API serves the model and no gateway has to read what is sent."""
-    if call.card is None or call.gateway is not None or not call.service.models.is_upstream(call.card):
+def _relay(call: Call, raw: bytes, unread: bool) -> Awaitable[Response] | None:
+    """Relay the request if Anthropic's API serves the model and no gateway has to read what is sent."""
+    if unread or call.card is None or call.gateway is not None or not call.service.models.is_upstream(call.card):
         return None
     target = call.service.models.target(call.card, call.principal)
-    return target if target.kind == "anthropic" else None
+    return forward_message(call, target, raw, _headers(call)) if target.kind == "anthropic" else None
 
 
 def _headers(call: Call) -> HeaderList:
@@ -88,11 +64,11 @@ def _head(request_id: str, model: str) -> Json:
     return {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": model}
 
 
-def message_body(request_id: str, model: str, answer: Answer, hides_thinking: bool = False) -> Json:
+def message_body(request_id: str, body: MessagesRequest, created: int, answer: Answer) -> Json:
     choice = answer.choices[0]
-    blocks = [_block(part, hides_thinking) for part in choice.parts]
+    blocks = [_block(part, body.hides_thinking) for part in choice.parts]
     return {
-        **_head(request_id, model),
+        **_head(request_id, body.model),
         "content": [block for block in blocks if block] or [{"type": "text", "text": ""}],
         "stop_reason": _stop_reason(choice),
         "stop_sequence": choice.stop_sequence,
@@ -122,10 +98,10 @@ _DELTA_END = b"}}\n\n"
 class MessageStream(EventEncoder):
     """The message's start, its content blocks one after another, its end with the final usage."""
 
-    def __init__(self, request_id: str, dialect: Dialect, model: str, hides_thinking: bool = False) -> None:
+    def __init__(self, request_id: str, dialect: Dialect, body: MessagesRequest, created: int) -> None:
         super().__init__(request_id, dialect)
-        self._model = model
-        self._hides_thinking = hides_thinking
+        self._model = body.model
+        self._hides_thinking = body.hides_thinking
         self._stop: Json = {}
         self._index = -1  # of the last block
         self._open = ""  # the type of the open block; empty if there is none
@@ -186,3 +162,22 @@ class MessageStream(EventEncoder):
 
 def _event(kind: str, fields: Json) -> bytes:
     return named_event(kind, {"type": kind} | fields)
+
+
+MESSAGES = Form(
+    decoder=msgspec.json.Decoder(MessagesRequest),
+    to_task=MessagesRequest.to_request,
+    to_body=message_body,
+    to_stream=MessageStream,
+    relay=_relay,
+    session_fields=("user_id",),  # of `metadata`
+    headers=_headers,
+)
+_count_decoder = msgspec.json.Decoder(CountRequest)
+
+
+async def count_tokens(call: Call) -> Reply:
+    body = decode(await read_model_body(call, MESSAGES.session_fields), _count_decoder)
+    request, call.field_names = body.to_request(call.id, call.session)
+    n_tokens = await call.count_tokens(request)
+    return json_reply({"input_tokens": n_tokens}, headers=_headers(call))

@@ -8,8 +8,8 @@ from msgspec import Meta
 
 from emberline.api.common.unsupported_fields import UnsupportedField, refuse_unsupported
 from emberline.api.http.call import Call, encode, while_connected
-from emberline.protocol.complete_response import Encoded
-from emberline.protocol.errors import BadInput
+from emberline.protocol.complete_response import Answer, Encoded
+from emberline.protocol.errors import BadInput, Internal
 from emberline.protocol.request import EncodeRequest
 
 _ROWS_AT_ONCE = 32
@@ -30,6 +30,11 @@ class EncodeFields(msgspec.Struct, kw_only=True):
     images: UnsupportedField = None
 
     @property
+    def wants_rows(self) -> bool:
+        """True if the vectors are lists of numbers in the reply."""
+        return True
+
+    @property
     def truncates(self) -> bool:
         refuse_unsupported(self)
         named = self.truncate is True or self.truncate == "END"
@@ -39,6 +44,12 @@ class EncodeFields(msgspec.Struct, kw_only=True):
 async def run_encoding(call: Call, request: EncodeRequest) -> Encoded:
     """A client that disconnects cancels the work."""
     return await while_connected(call.receive, call.encode(request))
+
+
+def encoded_of(answer: Answer) -> Encoded:
+    if answer.encoded is None:
+        raise Internal("the result has no vectors")
+    return answer.encoded
 
 
 async def json_rows(encoded: Encoded) -> list[msgspec.Raw]:

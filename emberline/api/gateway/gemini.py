@@ -9,13 +9,15 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from emberline.api.common.response_body import collect, json_arguments
+from emberline.api.common.form import Form
+from emberline.api.common.response_body import json_arguments
 from emberline.api.http.body import decode
-from emberline.api.http.call import Call, encode, json_reply
+from emberline.api.http.call import Call, encode
+from emberline.api.http.errors import Dialect
 from emberline.api.http.sse import EventEncoder, data_event
-from emberline.api.http.streaming import EventStream, Response
+from emberline.api.http.streaming import Response
 from emberline.api.openai.chat import ChatRequest
-from emberline.protocol.complete_response import AnswerChoice
+from emberline.protocol.complete_response import Answer, AnswerChoice
 from emberline.protocol.errors import BadInput, Unsupported
 from emberline.protocol.events import ChoiceDone, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStarted, Usage
 from emberline.protocol.request import ToolCall
@@ -125,7 +127,6 @@ class GenerateContent(_Struct, frozen=True):
 
 
 _decoder = msgspec.json.Decoder(GenerateContent)
-_chat_decoder = msgspec.json.Decoder(ChatRequest)
 
 
 def _config(given: GenerationConfig) -> Json:
@@ -206,18 +207,19 @@ def model_of(endpoint: str) -> str | None:
 
 async def generate_content(call: Call, model: str, endpoint: str) -> Response:
     given = decode(call.body or b"", _decoder)
-    body = decode(encode(given.chat(model)), _chat_decoder)
+    body: ChatRequest = decode(encode(given.chat(model)), GEMINI.decoder)
     call.use_model(model)
     request, call.field_names = body.to_request(call.id, call.session)
-    events = call.generate(request)
-    if endpoint.endswith(":streamGenerateContent"):
-        if call.query.get("alt", "sse") != "sse":
-            raise BadInput("a stream comes as server-sent events: add `alt=sse` to the query", param="alt")
-        return EventStream(events, GeminiStream(call, model), headers=call.id_headers)
-    answer = await collect(call, events)
-    candidate = {"content": {"parts": _parts(answer.choices[0]), "role": "model"}, "index": 0}
-    finish = {"finishReason": _FINISH[answer.choices[0].finish]}
-    return json_reply(_body(model, call.id, candidate | finish, answer.usage), headers=call.id_headers)
+    streams = endpoint.endswith(":streamGenerateContent")
+    if streams and call.query.get("alt", "sse") != "sse":
+        raise BadInput("a stream comes as server-sent events: add `alt=sse` to the query", param="alt")
+    return await GEMINI.answer(call, body, call.generate(request), streams=streams)
+
+
+def content_body(request_id: str, body: ChatRequest, created: int, answer: Answer) -> Json:
+    choice = answer.choices[0]
+    candidate = {"content": {"parts": _parts(choice), "role": "model"}, "index": 0}
+    return _body(body.model, request_id, candidate | {"finishReason": _FINISH[choice.finish]}, answer.usage)
 
 
 def _parts(choice: AnswerChoice) -> list[Json]:
@@ -249,9 +251,9 @@ def _body(model: str, response_id: str, candidate: Json, usage: Usage | None) ->
 class GeminiStream(EventEncoder):
     """One chunk per piece of text; a function call comes whole; the last chunk has the finish reason and the usage."""
 
-    def __init__(self, call: Call, model: str) -> None:
-        super().__init__(call.id, call.dialect)
-        self._model = model
+    def __init__(self, request_id: str, dialect: Dialect, body: ChatRequest, created: int) -> None:
+        super().__init__(request_id, dialect)
+        self._model = body.model
         self._finish = "STOP"
         self._calls: list[tuple[ToolCallStarted, list[str]]] = []
 
@@ -282,3 +284,12 @@ class GeminiStream(EventEncoder):
 
     def completed(self, usage: Usage) -> bytes:
         return self._chunk([{"text": ""}], self._finish, usage)
+
+
+# The body is the chat that `GenerateContent.chat` makes of a request.
+GEMINI = Form(
+    decoder=msgspec.json.Decoder(ChatRequest),
+    to_task=ChatRequest.to_request,
+    to_body=content_body,
+    to_stream=GeminiStream,
+)

@@ -31,11 +31,11 @@ from emberline.protocol.provider import OwnKey
 COMPAT = "compat"
 MAX_STEPS = 10
 _OPENAI: Mapping[str, Endpoint] = {
-    "chat/completions": openai.chat_completions,
+    "chat/completions": openai.CHAT,
     "completions": openai.completions,
     "responses": responses.create,
-    "embeddings": embeddings.embeddings,
-    "rerank": embeddings.rerank,
+    "embeddings": embeddings.EMBEDDINGS,
+    "rerank": embeddings.RERANK,
     "images/generations": media.generate_images,
     "audio/speech": media.speech,
 }
@@ -45,7 +45,7 @@ _FORMS: Mapping[str, Endpoint] = {  # not JSON: their model is named in a form
     "audio/translations": audio.translations,
 }
 _ANTHROPIC: Mapping[str, Endpoint] = {
-    "messages": anthropic.messages,
+    "messages": anthropic.MESSAGES,
     "messages/count_tokens": anthropic.count_tokens,
 }
 _KEY_HEADERS = {"authorization", "x-api-key", "x-goog-api-key", "api-key"}

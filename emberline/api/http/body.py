@@ -21,6 +21,7 @@ MIN_BYTES_PER_S = 16 << 10  # of a body, after a first pause of `RequestLimits.i
 LARGE_BYTES = 1 << 20  # a longer body, or one with more values, is decoded in another process: here that would take
 LARGE_VALUES = 10_000  # tens of milliseconds, in which no stream goes on
 SCAN_BYTES = 256 << 10  # of a body, looked at together
+SESSION_FIELDS = ("prompt_cache_key", "user")  # of a body's session in the OpenAI API, by precedence
 _NOT_JSON = ("multipart/", "audio/", "image/", "application/octet-stream")
 
 
@@ -165,7 +166,8 @@ _model_decoder = msgspec.json.Decoder(_ModelFields)
 
 def named_model(body: bytes) -> str | None:
     """The model that a body names. What is wrong with a body without one is reported where it is decoded in full."""
-    return _text(_model_fields(body).model)
+    name = _model_fields(body).model
+    return name if isinstance(name, str) else None
 
 
 def _model_fields(body: bytes) -> _ModelFields:
@@ -175,21 +177,18 @@ def _model_fields(body: bytes) -> _ModelFields:
         return _ModelFields()
 
 
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) else None
-
-
-async def read_model_body(call: Call, session_fields: Sequence[str] = ("prompt_cache_key", "user")) -> bytes:
+async def read_model_body(call: Call, session_fields: Sequence[str] = SESSION_FIELDS) -> bytes:
     """Read a JSON body without decoding it. Sets the call's model, target and session; refuses an unknown model.
 
     `session_fields` are the body's names of its session, by precedence.
     """
     body = await read_body(call)
     found = _model_fields(body)
-    call.named_model = _text(found.model)
-    call.body_session = session_name(*(_text(getattr(found, field)) for field in session_fields))
-    if call.named_model is not None:
-        call.use_model(call.named_model)
+    named = [getattr(found, field) for field in session_fields]
+    call.body_session = session_name(*[name if isinstance(name, str) else None for name in named])
+    if isinstance(found.model, str):
+        call.named_model = found.model
+        call.use_model(found.model)
     return body
 
 

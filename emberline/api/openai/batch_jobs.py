@@ -1,26 +1,21 @@
 """The jobs of OpenAI batches: `{custom_id, method, url, body}` in, `{id, custom_id, response, error}` out."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
 from emberline.api.batches.job_format import FileLine, Result, line_request
-from emberline.api.common.unsupported_fields import refuse_unsupported
+from emberline.api.common.form import Form
 from emberline.api.http.body import decode
 from emberline.api.http.call import Backend, encode
 from emberline.api.http.errors import Dialect, FieldNames, codes, error_body
-from emberline.api.openai.chat import ChatRequest, chat_body
-from emberline.api.openai.completions import CompletionRequest, completion_body
-from emberline.api.openai.embeddings import EmbeddingsRequest, embeddings_body
-from emberline.api.openai.responses.items import Item, ItemReference, parse_input, with_ids
-from emberline.api.openai.responses.output import response_body
-from emberline.api.openai.responses.request import ResponsesRequest, response_id
+from emberline.api.openai.chat_completions import CHAT, COMPLETION
+from emberline.api.openai.embeddings import EMBEDDINGS
+from emberline.api.openai.responses.form import RESPONSE
 from emberline.jobs.batches.batch import Batch
 from emberline.jobs.queue.job import NewJob
-from emberline.protocol.complete_response import Answer
-from emberline.protocol.errors import BadInput, EmberlineError, Internal
-from emberline.protocol.request import GenerateRequest
+from emberline.protocol.errors import BadInput, EmberlineError
 
 MAX_ID_CHARS = 512
 _NOT_RUN = {
@@ -29,7 +24,6 @@ _NOT_RUN = {
 }
 
 Json = dict[str, Any]
-Parsed = tuple[GenerateRequest, FieldNames]
 
 
 class BatchLine(msgspec.Struct, kw_only=True):
@@ -39,60 +33,11 @@ class BatchLine(msgspec.Struct, kw_only=True):
     body: msgspec.Raw = msgspec.Raw(b"")
 
 
-def _completion_request(body: CompletionRequest, request_id: str) -> Parsed:
-    requests, names = body.to_requests(request_id)
-    if len(requests) > 1:
-        raise BadInput("a line of a batch has one `prompt`: write a line for each", param="prompt")
-    return requests[0], names
-
-
-def _response_request(body: ResponsesRequest, request_id: str) -> Parsed:
-    """Lines are independent of each other and of stored responses: each must hold its whole conversation."""
-    refuse_unsupported(body)
-    if body.background:
-        raise BadInput("`background` has no meaning in a batch: leave it out", param="background")
-    if body.previous_response_id is not None:
-        raise BadInput("a line of a batch continues no response: send its items", param="previous_response_id")
-    items: list[Item] = []
-    for item in parse_input(body.input):
-        if isinstance(item, ItemReference):
-            raise BadInput("a line of a batch refers to no stored item: send the item itself", param="input")
-        items.append(item)
-    items = with_ids(items, request_id)
-    request, names = body.to_request(request_id, items, [f"input[{i}]" for i in range(len(items))], body.parse_tools())
-    if request.session == response_id(request_id):  # nothing continues the session of a batch line
-        request = msgspec.structs.replace(request, session=None)
-    return request, names
-
-
-def _response_body(request_id: str, body: ResponsesRequest, created: int, answer: Answer) -> Json:
-    return response_body(body, response_id(request_id), created, answer) | {"store": False}
-
-
-def _embeddings_request(body: EmbeddingsRequest, request_id: str) -> Parsed:
-    encode, names = body.to_request(request_id)
-    return GenerateRequest(id=request_id, model=body.model, encode=encode, api="embeddings"), names
-
-
-def _embeddings_body(request_id: str, body: EmbeddingsRequest, created: int, answer: Answer) -> Json:
-    if answer.encoded is None:
-        raise Internal("the result has no vectors")
-    return embeddings_body(body, answer.encoded)
-
-
-class EndpointFormat(NamedTuple):
-    """How the body of a line is parsed and its result formatted, for one endpoint."""
-
-    decoder: msgspec.json.Decoder[Any]
-    to_request: Callable[[Any, str], Parsed]  # body and request id
-    to_body: Callable[[str, Any, int, Answer], Json]  # request id, body, Unix time and answer
-
-
-FORMATS = {
-    "/v1/chat/completions": EndpointFormat(msgspec.json.Decoder(ChatRequest), ChatRequest.to_request, chat_body),
-    "/v1/completions": EndpointFormat(msgspec.json.Decoder(CompletionRequest), _completion_request, completion_body),
-    "/v1/embeddings": EndpointFormat(msgspec.json.Decoder(EmbeddingsRequest), _embeddings_request, _embeddings_body),
-    "/v1/responses": EndpointFormat(msgspec.json.Decoder(ResponsesRequest), _response_request, _response_body),
+FORMS: Mapping[str, Form] = {  # by the endpoint that a batch names
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": COMPLETION,
+    "/v1/embeddings": EMBEDDINGS,
+    "/v1/responses": RESPONSE,
 }
 
 _line_decoder = msgspec.json.Decoder(BatchLine)
@@ -116,8 +61,8 @@ class OpenAIJobReader:
             body = _body(self._endpoint, given)
             if body.stream:
                 raise BadInput("`stream` has no meaning in a batch: leave it out", param="body.stream")
-            request, _ = FORMATS[self._endpoint].to_request(body, "")
-            return NewJob(custom_id, line_request(request, self._service, self._batch))
+            task, _ = FORMS[self._endpoint].to_task(body, "")
+            return NewJob(custom_id, line_request(task, self._service, self._batch))
         except EmberlineError as error:
             error.message = f"line {line.number}: {error.message}"
             return NewJob(custom_id, None, error.info())
@@ -139,7 +84,7 @@ class OpenAIJobReader:
 
 def result_line(result: Result, endpoint: str) -> bytes:
     """A line of the output file if the job succeeded, else of the error file."""
-    job, form = result.job, FORMATS[endpoint]
+    job, form = result.job, FORMS[endpoint]
     response: Json | None = None
     error: Json | None = None
     try:
@@ -161,14 +106,14 @@ def result_line(result: Result, endpoint: str) -> bytes:
 
 def _field_names(result: Result, endpoint: str) -> FieldNames:
     body = _body(endpoint, decode(result.line, _line_decoder))
-    return FORMATS[endpoint].to_request(body, result.job.request_id)[1]
+    return FORMS[endpoint].to_task(body, result.job.request_id)[1]
 
 
 def _body(endpoint: str, given: BatchLine) -> Any:
     if not bytes(given.body):
         raise BadInput("`body` is missing: it is the request itself", param="body")
     try:
-        return decode(bytes(given.body), FORMATS[endpoint].decoder)
+        return decode(bytes(given.body), FORMS[endpoint].decoder)
     except EmberlineError as error:
         error.param = f"body.{error.param}" if error.param else "body"
         raise

@@ -11,7 +11,7 @@ from emberline.api.common.unsupported_fields import UnsupportedField, refuse_uns
 from emberline.api.http.body import decode, read_body
 from emberline.api.http.call import Call, Reply, encode, json_reply, list_reply
 from emberline.api.http.errors import NoSuchFile, codes
-from emberline.api.openai.batch_jobs import FORMATS
+from emberline.api.openai.batch_jobs import FORMS
 from emberline.api.openai.files import error_file_id, output_file_id
 from emberline.jobs.batches.batch import Batch, new_batch_id
 from emberline.protocol.errors import BadInput, ErrorInfo, NotFound, Unsupported, from_info
@@ -87,8 +87,8 @@ async def delete(call: Call) -> Reply:
 
 
 async def _check(call: Call, body: NewBatchRequest) -> None:
-    if body.endpoint not in FORMATS:
-        supported = ", ".join(FORMATS)
+    if body.endpoint not in FORMS:
+        supported = ", ".join(FORMS)
         raise Unsupported(f"there are no batches for {body.endpoint[:100]!r}, only for {supported}", param="endpoint")
     _window_s(body.completion_window)
     try:

@@ -1,14 +1,15 @@
 """The OpenAI API's chat completions, completions and models."""
 
-import time
+from collections.abc import Awaitable, Callable
+from functools import partial
 
 import msgspec
 
+from emberline.api.common.form import Form
 from emberline.api.common.model_list import openai_model
-from emberline.api.common.response_body import collect
 from emberline.api.http.body import decode, read_model_body
 from emberline.api.http.call import Call, Reply, json_reply, list_reply
-from emberline.api.http.streaming import EventStream, Response
+from emberline.api.http.streaming import Response
 from emberline.api.openai.chat import ChatRequest, ChatStream, chat_body
 from emberline.api.openai.completions import CompletionRequest, CompletionStream, completion_body, generate_all
 from emberline.api.openai.upstream_passthrough import forward_chat, forward_completion
@@ -18,47 +19,12 @@ from emberline.protocol.errors import BadInput
 
 MAX_TOTAL_CHOICES = 128  # of one call: prompts times n
 
-_chat_decoder = msgspec.json.Decoder(ChatRequest)
-_completion_decoder = msgspec.json.Decoder(CompletionRequest)
 
-
-async def chat_completions(call: Call) -> Response:
-    raw = await read_model_body(call)
-    if (targets := _upstream_targets(call)) is not None:
-        return await forward_chat(call, targets, raw)
-    try:
-        body = decode(raw, _chat_decoder)
-        request, call.field_names = body.to_request(call.id, call.session)
-    except BadInput:
-        if (targets := _upstream_targets(call, unread=True)) is None:
-            raise
-        return await forward_chat(call, targets, raw)  # images, say, which only its server can read
-    call.wants_cost = call.wants_cost or bool(body.usage and body.usage.include)
-    created = int(time.time())
-    events = call.generate(request)
-    if body.stream:
-        return EventStream(events, ChatStream(call.id, call.dialect, body, created), headers=call.id_headers)
-    answer = await collect(call, events, request.n)
-    return json_reply(chat_body(call.id, body, created, answer), headers=call.id_headers)
-
-
-async def completions(call: Call) -> Response:
-    raw = await read_model_body(call)
-    if (targets := _upstream_targets(call)) is not None:
-        return await forward_completion(call, targets, raw)
-    body = decode(raw, _completion_decoder)
-    call.wants_cost = call.wants_cost or bool(body.usage and body.usage.include)
-    requests, call.field_names = body.to_requests(call.id, call.session)
-    n_choices = len(requests) * requests[0].n
-    if n_choices > MAX_TOTAL_CHOICES:
-        raise BadInput(f"{n_choices} choices requested, at most {MAX_TOTAL_CHOICES} in one call", param="n")
-    created = int(time.time())
-    events = generate_all(call.generate, requests)
-    if body.stream:
-        encoder = CompletionStream(call.id, call.dialect, body, created, n_choices)
-        return EventStream(events, encoder, headers=call.id_headers)
-    answer = await collect(call, events, n_choices)
-    return json_reply(completion_body(call.id, body, created, answer), headers=call.id_headers)
+def _relay(
+    forward: Callable[[Call, ModelCard | Plan, bytes], Awaitable[Response]], call: Call, raw: bytes, unread: bool
+) -> Awaitable[Response] | None:
+    targets = _upstream_targets(call, unread)
+    return None if targets is None else forward(call, targets, raw)
 
 
 def _upstream_targets(call: Call, unread: bool = False) -> ModelCard | Plan | None:
@@ -75,6 +41,35 @@ def _upstream_targets(call: Call, unread: bool = False) -> ModelCard | Plan | No
         return None
     plan = gateway.plan(call.named_model, call.session, call.id)
     return plan if gateway.relays(plan) else None
+
+
+# A chat that cannot be read here, because of images say, is relayed if an upstream server computes its model.
+CHAT = Form(
+    decoder=msgspec.json.Decoder(ChatRequest),
+    to_task=ChatRequest.to_request,
+    to_body=chat_body,
+    to_stream=ChatStream,
+    relay=partial(_relay, forward_chat),
+)
+COMPLETION = Form(
+    decoder=msgspec.json.Decoder(CompletionRequest),
+    to_task=CompletionRequest.to_request,
+    to_body=completion_body,
+    to_stream=CompletionStream,
+)
+
+
+async def completions(call: Call) -> Response:
+    """Complete one or more prompts, whose choices come as one answer."""
+    raw = await read_model_body(call)
+    if (targets := _upstream_targets(call)) is not None:
+        return await forward_completion(call, targets, raw)
+    body: CompletionRequest = decode(raw, COMPLETION.decoder)
+    call.wants_cost = call.wants_cost or bool(body.usage and body.usage.include)
+    requests, call.field_names = body.to_requests(call.id, call.session)
+    if body.n_choices > MAX_TOTAL_CHOICES:
+        raise BadInput(f"{body.n_choices} choices requested, at most {MAX_TOTAL_CHOICES} in one call", param="n")
+    return await COMPLETION.answer(call, body, generate_all(call.generate, requests), body.n_choices, body.stream)
 
 
 async def list_models(call: Call) -> Reply:

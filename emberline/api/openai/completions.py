@@ -64,6 +64,17 @@ class CompletionRequest(GenerationFields, kw_only=True):
         ]
         return requests, FieldNames(output=field)
 
+    def to_request(self, request_id: str, session: str | None = None) -> tuple[GenerateRequest, FieldNames]:
+        """Make the one request of a line of a batch."""
+        requests, names = self.to_requests(request_id, session)
+        if len(requests) > 1:
+            raise BadInput("a line of a batch has one `prompt`: write a line for each", param="prompt")
+        return requests[0], names
+
+    @property
+    def n_choices(self) -> int:
+        return len(self._prompts()) * (self.n or 1)
+
     def _prompts(self) -> list[str | bytes]:
         """`prompt` is a text, a list of texts, one prompt's token ids, or a list of those."""
         given = self.prompt
@@ -112,9 +123,8 @@ class CompletionStream(ChunkStream):
     after_text = b""
     last = b'"text":""'
 
-    def __init__(
-        self, request_id: str, dialect: Dialect, body: CompletionRequest, created: int, n_choices: int
-    ) -> None:
+    def __init__(self, request_id: str, dialect: Dialect, body: CompletionRequest, created: int) -> None:
+        n_choices = body.n_choices
         super().__init__(request_id, dialect, _head(request_id, created, body), n_choices, body.stream_options)
         self._offsets = [0] * n_choices
 

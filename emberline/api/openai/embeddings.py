@@ -2,17 +2,17 @@
 
 import base64
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from emberline.api.common.encoding import EncodeFields, check_top, json_rows, ranking, run_encoding
+from emberline.api.common.encoding import EncodeFields, check_top, encoded_of, ranking
+from emberline.api.common.form import Form
 from emberline.api.common.response_body import cost_field
-from emberline.api.http.body import decode, read_model_body
-from emberline.api.http.call import Call, Reply, json_reply
 from emberline.api.http.errors import FieldNames
-from emberline.protocol.complete_response import Encoded
+from emberline.protocol.complete_response import Answer, Encoded
 from emberline.protocol.errors import BadInput, Unsupported
 from emberline.protocol.request import EncodeRequest
 from emberline.protocol.token_ids import pack
@@ -28,7 +28,11 @@ class EmbeddingsRequest(EncodeFields, kw_only=True):
     dimensions: Annotated[int, Meta(ge=1)] | None = None
     user: str | None = None
 
-    def to_request(self, request_id: str) -> tuple[EncodeRequest, FieldNames]:
+    @property
+    def wants_rows(self) -> bool:
+        return self.encoding_format != "base64"
+
+    def to_request(self, request_id: str, session: str | None = None) -> tuple[EncodeRequest, FieldNames]:
         texts, token_ids, is_list = self._input()
         request = EncodeRequest(
             id=request_id,
@@ -56,19 +60,11 @@ class EmbeddingsRequest(EncodeFields, kw_only=True):
         return ((), (pack(numbers),), False) if numbers else ((), tuple(map(pack, lists)), True)
 
 
-_embeddings_decoder = msgspec.json.Decoder(EmbeddingsRequest)
-
-
-async def embeddings(call: Call) -> Reply:
-    body = decode(await read_model_body(call), _embeddings_decoder)
-    request, call.field_names = body.to_request(call.id)
-    encoded = await run_encoding(call, request)
-    rows = None if body.encoding_format == "base64" else await json_rows(encoded)
-    return json_reply(embeddings_body(body, encoded, rows), headers=call.id_headers)
-
-
-def embeddings_body(body: EmbeddingsRequest, encoded: Encoded, rows: Sequence[msgspec.Raw] | None = None) -> Json:
-    """`rows`: the vectors, where they are JSON already."""
+def embeddings_body(
+    request_id: str, body: EmbeddingsRequest, created: int, answer: Answer, rows: Sequence[msgspec.Raw] | None = None
+) -> Json:
+    """Build the reply. `rows` are the vectors, if they are JSON already."""
+    encoded = encoded_of(answer)
     if encoded.pooling is None:
         raise BadInput(f"{body.model} makes no vectors: ask for /v1/rerank or `run`", param="model")
     vectors: Any = rows or encoded.rows()
@@ -81,6 +77,11 @@ def embeddings_body(body: EmbeddingsRequest, encoded: Encoded, rows: Sequence[ms
 def _usage(encoded: Encoded) -> Json:
     n_tokens = encoded.usage.prompt_tokens
     return {"prompt_tokens": n_tokens, "total_tokens": n_tokens, **cost_field(encoded.usage)}
+
+
+EMBEDDINGS = Form(
+    decoder=msgspec.json.Decoder(EmbeddingsRequest), to_task=EmbeddingsRequest.to_request, to_body=embeddings_body
+)
 
 
 class Document(msgspec.Struct):
@@ -97,7 +98,7 @@ class RerankRequest(EncodeFields, kw_only=True):
     max_tokens_per_doc: Any = None
     max_chunks_per_doc: Any = None
 
-    def to_request(self, request_id: str) -> tuple[EncodeRequest, FieldNames]:
+    def to_request(self, request_id: str, session: str | None = None) -> tuple[EncodeRequest, FieldNames]:
         for field in ("rank_fields", "max_tokens_per_doc", "max_chunks_per_doc"):
             if getattr(self, field) is not None:
                 raise Unsupported(f"`{field}` is not supported; use `truncate`", param=field)
@@ -117,29 +118,27 @@ class RerankRequest(EncodeFields, kw_only=True):
         return tuple(item if isinstance(item, str) else item.text for item in self.documents)
 
 
-_rerank_decoder = msgspec.json.Decoder(RerankRequest)
-
-
-async def rerank(call: Call) -> Reply:
-    """Jina's: the documents come back unless `return_documents` is false."""
-    return await _rerank(call, returns_documents=True)
-
-
-async def rerank_v2(call: Call) -> Reply:
-    """Cohere's: they do not, unless it is true."""
-    return await _rerank(call, returns_documents=False)
-
-
-async def _rerank(call: Call, returns_documents: bool) -> Reply:
-    body = decode(await read_model_body(call), _rerank_decoder)
-    request, call.field_names = body.to_request(call.id)
-    encoded = await run_encoding(call, request)
+def _rerank_body(
+    returns_documents: bool, request_id: str, body: RerankRequest, created: int, answer: Answer, rows: None = None
+) -> Json:
+    encoded, texts = encoded_of(answer), body.texts
     if body.return_documents is not None:
         returns_documents = body.return_documents
     results: list[Json] = []
     for index, score in ranking(encoded, body.top_n):
-        document = {"document": {"text": request.texts[index]}} if returns_documents else {}
+        document = {"document": {"text": texts[index]}} if returns_documents else {}
         results.append({"index": index, "relevance_score": score} | document)
     meta = {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}}
-    found = {"id": call.id, "object": "list", "model": body.model, "results": results}
-    return json_reply(found | {"usage": _usage(encoded), "meta": meta}, headers=call.id_headers)
+    found = {"id": request_id, "object": "list", "model": body.model, "results": results}
+    return found | {"usage": _usage(encoded), "meta": meta}
+
+
+# In Jina's form the documents come back unless `return_documents` is false; in Cohere's, they do only if it is true.
+RERANK, RERANK_V2 = (
+    Form(
+        decoder=msgspec.json.Decoder(RerankRequest),
+        to_task=RerankRequest.to_request,
+        to_body=partial(_rerank_body, returns_documents),
+    )
+    for returns_documents in (True, False)
+)

@@ -6,12 +6,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from emberline.api.common.encoding import EncodeFields, check_top, ranking
+from emberline.api.common.encoding import EncodeFields, check_top, encoded_of, ranking
 from emberline.api.common.response_body import usage_body
 from emberline.api.http.errors import FieldNames
 from emberline.api.workers_ai.run_request import RunOptions
 from emberline.catalog.model_card import TEXT_CLASSIFICATION, TEXT_EMBEDDINGS, ModelCard
-from emberline.protocol.complete_response import Encoded
+from emberline.protocol.complete_response import Answer
 from emberline.protocol.errors import BadInput
 from emberline.protocol.request import EncodeRequest
 
@@ -45,7 +45,7 @@ class EncodeInput(EncodeFields, kw_only=True):
         queued = self.options is not None and bool(self.options.queue_request)
         return queued or self.requests is not None or self.request_id is not None
 
-    def to_request(self, model: str, request_id: str) -> tuple[EncodeRequest, FieldNames]:
+    def to_request(self, request_id: str, session: str | None, model: str) -> tuple[EncodeRequest, FieldNames]:
         if (self.text is None) == (self.contexts is None):
             raise BadInput("a `text`, or a `query` and `contexts` for a reranker, is needed", param="text")
         check_top(self.top_k, "top_k")
@@ -72,9 +72,13 @@ class EncodeInput(EncodeFields, kw_only=True):
         return (self.text,) if isinstance(self.text, str) else tuple(self.text)
 
 
-def encoded_result(given: EncodeInput, encoded: Encoded, rows: Sequence[msgspec.Raw] | None = None) -> Any:
-    """As the model's task has it: vectors, `response` of a reranker, or labels, for one text or for each. `rows`: the
-    vectors, where they are JSON already."""
+def encoded_result(
+    request_id: str, given: EncodeInput, created: int, answer: Answer, rows: Sequence[msgspec.Raw] | None = None
+) -> Any:
+    """Build the result for the model's task: vectors, reranker scores or labels, for one text or for each.
+
+    `rows` are the vectors, if they are JSON already."""
+    encoded = encoded_of(answer)
     if encoded.pooling is not None:
         vectors: Sequence[Any] = rows or list(encoded.rows())
         shape = [encoded.n_rows, len(encoded.values) // 4 // encoded.n_rows]

@@ -7,25 +7,21 @@ import msgspec
 
 from emberline.api.batches.job_format import FileLine, Result, batch_results, line_request
 from emberline.api.batches.submission import find_batch, new_batch, position_body, submit_once, submit_requests
-from emberline.api.common.chat_fields import is_json
-from emberline.api.common.encoding import json_rows, run_encoding
-from emberline.api.common.response_body import collect
+from emberline.api.common.form import Form
 from emberline.api.http.body import MAX_VALUES, NO_LIMIT, decode, n_separators, named_model, read_body
 from emberline.api.http.call import JSON, Backend, Call, Reply, encode
 from emberline.api.http.errors import Dialect, NoSuchBatch, error_body
-from emberline.api.http.streaming import ByteStream, Chunks, EventStream, Response
+from emberline.api.http.streaming import ByteStream, Chunks, Response
 from emberline.api.workers_ai.encode_request import EncodeInput, encoded_result, encodes_text
 from emberline.api.workers_ai.media import TASKS, run_media
-from emberline.api.workers_ai.response_body import ResultOptions, RunStream, enveloped, result_body, result_reply
+from emberline.api.workers_ai.response_body import RunStream, enveloped, result_body, result_reply
 from emberline.api.workers_ai.run_request import RunRequest, UniversalRequest
 from emberline.api.workers_ai.speech import run_speech
 from emberline.catalog.model_card import SPEECH_RECOGNITION
 from emberline.jobs.batches.batch import Batch, new_batch_id
 from emberline.jobs.queue.job import NewJob
-from emberline.protocol.complete_response import Answer
 from emberline.protocol.errors import BadInput, EmberlineError, TooLarge, Unsupported
 from emberline.protocol.gateway import DYNAMIC
-from emberline.protocol.request import GenerateRequest
 
 ENDPOINT = "/ai/run"
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -62,13 +58,24 @@ class _QueuedInput(RunRequest, kw_only=True):
     external_reference: Any = None
 
 
+RUN = Form(
+    decoder=msgspec.json.Decoder(_QueuedInput),
+    to_task=RunRequest.to_request,
+    to_body=result_body,
+    to_stream=RunStream,
+    envelope=enveloped,
+)
+ENCODE = Form(
+    decoder=msgspec.json.Decoder(EncodeInput),
+    to_task=EncodeInput.to_request,
+    to_body=encoded_result,
+    envelope=enveloped,
+)
 _run_decoder = msgspec.json.Decoder(RunRequest)
 _universal_decoder = msgspec.json.Decoder(UniversalRequest)
 _raw_decoder = msgspec.json.Decoder(_RawInput)
 _submission_decoder = msgspec.json.Decoder(_Submission)
 _universal_submission_decoder = msgspec.json.Decoder(_UniversalSubmission)
-_encode_decoder = msgspec.json.Decoder(EncodeInput)
-_input_decoder = msgspec.json.Decoder(_QueuedInput)
 _reference_decoder = msgspec.json.Decoder(_Reference)
 
 
@@ -110,7 +117,7 @@ async def run_universal(call: Call) -> Response:
 
 
 async def _run_input(call: Call, model: str, raw: bytes, encodes: bool) -> Response:
-    decoder: msgspec.json.Decoder[Any] = _encode_decoder if encodes else _run_decoder
+    decoder: msgspec.json.Decoder[Any] = ENCODE.decoder if encodes else _run_decoder
     body = decode(raw, decoder, decode(raw, _submission_decoder, NO_LIMIT).max_values)
     return await _run(call, model, raw, body)
 
@@ -122,11 +129,10 @@ async def _run(call: Call, model: str, raw: bytes, body: RunRequest | EncodeInpu
         call.refuse_gateway("queueRequest")
         return await _run_queued(call, model, raw, body)
     if isinstance(body, RunRequest):
-        return await _generate(call, model, body)
-    request, call.field_names = body.to_request(model, call.id)
-    encoded = await run_encoding(call, request)
-    rows = None if encoded.pooling is None else await json_rows(encoded)
-    return result_reply(call, encoded_result(body, encoded, rows))
+        request, call.field_names = body.to_request(call.id, call.session, model)
+        return await RUN.answer(call, body, call.generate(request), streams=body.stream)
+    task, call.field_names = body.to_request(call.id, call.session, model)
+    return await ENCODE.encode(call, body, task)
 
 
 async def _hear(call: Call, model: str, raw: bytes) -> Reply:
@@ -140,16 +146,6 @@ def _queue_requested(call: Call) -> bool:
     if value not in ("true", "false"):
         raise BadInput("`queueRequest` must be true or false", param="queueRequest")
     return value == "true"
-
-
-async def _generate(call: Call, model: str, body: RunRequest) -> Response:
-    request, call.field_names = body.to_request(model, call.id, call.session)
-    events = call.generate(request)
-    options = ResultOptions(json=is_json(request.output), reasoning=not body.hides_reasoning)
-    if body.stream:
-        return EventStream(events, RunStream(call.id, call.dialect, options), headers=call.id_headers)
-    answer = await collect(call, events)
-    return result_reply(call, result_body(answer, options))
 
 
 # --- the queue --------------------------------------------------------------------------------------------------------
@@ -180,7 +176,7 @@ async def _submit(call: Call, model: str, raw: bytes, body: RunRequest | EncodeI
 
 def _requests(call: Call, raw: bytes, body: RunRequest | EncodeInput, model: str) -> list[msgspec.Raw]:
     if body.requests is None:
-        _, call.field_names = body.to_request(model, call.id)  # a single invalid input is refused at once
+        _, call.field_names = body.to_request(call.id, None, model)  # a single invalid input is refused at once
         if body.stream:
             raise BadInput("`stream` has no meaning in the queue: leave it out", param="stream")
         return [msgspec.Raw(raw)]
@@ -219,7 +215,10 @@ async def _responses(call: Call, batch: Batch) -> Chunks:
 def _job_result(result: Result) -> bytes:
     body: Json = {"id": result.job.number}
     try:
-        body |= {"result": _answer_body(result.answer(), result.line), "success": True}
+        answer = result.answer()
+        form = RUN if answer.encoded is None else ENCODE
+        shown = form.to_body(result.job.request_id, decode(result.line, form.decoder), 0, answer)
+        body |= {"result": shown, "success": True}
     except EmberlineError as error:
         body |= {"success": False, "error": error_body(error, Dialect.NATIVE, result.job.request_id)["errors"][0]}
     try:
@@ -229,20 +228,13 @@ def _job_result(result: Result) -> bytes:
     return encode(body if reference is None else body | {"external_reference": reference})
 
 
-def _answer_body(answer: Answer, line: bytes) -> Any:
-    if answer.encoded is not None:
-        return encoded_result(decode(line, _encode_decoder), answer.encoded)
-    given = decode(line, _input_decoder)
-    return result_body(answer, ResultOptions(is_json(given.output().format), not given.hides_reasoning))
-
-
 def read_input_job(service: Backend, batch: Batch, line: FileLine) -> NewJob:
     """The job of one input. The batch names its model, by id."""
     reference, model = "", batch.model
     try:
         encodes = encodes_text(service.models.find(model))
-        decoder: msgspec.json.Decoder[Any] = _encode_decoder if encodes else _input_decoder
-        given: _QueuedInput | EncodeInput = decode(line.content(), decoder)
+        form = ENCODE if encodes else RUN
+        given: _QueuedInput | EncodeInput = decode(line.content(), form.decoder)
         if isinstance(given.external_reference, str):
             reference = given.external_reference[:512]
         if given.stream:
@@ -250,11 +242,7 @@ def read_input_job(service: Backend, batch: Batch, line: FileLine) -> NewJob:
         if given.requests is not None or given.request_id is not None:
             wanted = "a `text`, or a `query` and `contexts`" if encodes else "a `prompt` or `messages`"
             raise BadInput(f"an input in `requests` is {wanted}", param="requests")
-        if isinstance(given, EncodeInput):
-            texts, _ = given.to_request(model, "")
-            request = GenerateRequest(id="", model=model, encode=texts, api="run")
-        else:
-            request, _ = given.to_request(model, "")
-        return NewJob(reference, line_request(request, service, batch))
+        task, _ = form.to_task(given, "", None, model)
+        return NewJob(reference, line_request(task, service, batch))
     except EmberlineError as error:
         return NewJob(reference, None, error.info())

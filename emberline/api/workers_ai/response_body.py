@@ -1,24 +1,19 @@
 """The results of the Workers AI API: the envelope, a flat result, and the stream of its chunks."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
+from emberline.api.common.chat_fields import is_json
 from emberline.api.common.response_body import json_arguments, usage_body
 from emberline.api.http.call import Call, Reply, encode, json_reply
 from emberline.api.http.errors import Dialect, JsonModeFailed
 from emberline.api.http.sse import EventEncoder, data_event, random_padding
+from emberline.api.workers_ai.run_request import RunRequest
 from emberline.protocol.complete_response import Answer, AnswerChoice
 from emberline.protocol.events import ChoiceDone, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStarted, Usage
 
 Json = dict[str, Any]
-
-
-class ResultOptions(NamedTuple):
-    """Parts of the request that shape its result."""
-
-    json: bool = False  # `response` is the parsed text
-    reasoning: bool = True
 
 
 def envelope(result: Any, **fields: Any) -> Json:
@@ -34,14 +29,14 @@ def result_reply(call: Call, result: Any) -> Reply:
     return json_reply(enveloped(call, result), headers=call.id_headers)
 
 
-def result_body(answer: Answer, options: ResultOptions) -> Json:
+def result_body(request_id: str, body: RunRequest, created: int, answer: Answer) -> Json:
     choice = answer.choices[0]
     calls = [(call, json_arguments(call)) for call in choice.tool_calls]
     complete = [
         {"name": call.name, "arguments": arguments, "id": call.id} for call, arguments in calls if arguments is not None
     ]
-    result: Json = {"response": _response(choice, options.json), "tool_calls": complete}
-    if choice.reasoning and options.reasoning:
+    result: Json = {"response": _response(choice, is_json(body.output().format)), "tool_calls": complete}
+    if choice.reasoning and not body.hides_reasoning:
         result["reasoning_content"] = choice.reasoning
     return result | _finish_reason(choice) | {"usage": usage_body(answer.usage)}
 
@@ -80,21 +75,22 @@ def _truncated_json() -> JsonModeFailed:
 class RunStream(EventEncoder):
     """Chunks of `response`, each padded; then the usage and [DONE]."""
 
-    def __init__(self, request_id: str, dialect: Dialect, options: ResultOptions) -> None:
+    def __init__(self, request_id: str, dialect: Dialect, body: RunRequest, created: int) -> None:
         super().__init__(request_id, dialect)
-        self._options = options
+        self._is_json = is_json(body.output().format)
+        self._hides_reasoning = body.hides_reasoning
         self._paddings = random_padding()
         self._texts: list[str] = []  # in JSON mode, to check at the end whether the text is JSON
         self._truncated = False
         self._end: Json = {"response": ""}
 
     def text_delta(self, event: TextDelta) -> bytes:
-        if self._options.json:
+        if self._is_json:
             self._texts.append(event.text)
         return b'data: {"response":' + encode(event.text) + b',"p":"' + next(self._paddings) + b'"}\n\n'
 
     def reasoning_delta(self, event: ReasoningDelta) -> bytes:
-        if not self._options.reasoning:
+        if self._hides_reasoning:
             return b""
         return self._padded({"response": "", "reasoning_content": event.text})
 
@@ -107,7 +103,7 @@ class RunStream(EventEncoder):
         return self._padded({"tool_calls": [{"index": event.call, "function": {"arguments": event.arguments}}]})
 
     def choice_done(self, event: ChoiceDone) -> bytes:
-        self._truncated = self._options.json and event.finish == "length" and not _is_json("".join(self._texts))
+        self._truncated = self._is_json and event.finish == "length" and not _is_json("".join(self._texts))
         self._end |= _finish_reason(event)
         return b""
 

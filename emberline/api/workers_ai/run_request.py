@@ -46,8 +46,8 @@ class RunRequest(ChatFields, kw_only=True):
         queued = self.options is not None and bool(self.options.queue_request)
         return queued or self.requests is not None or self.request_id is not None
 
-    def to_request(self, model: str, request_id: str, session: str | None = None) -> tuple[GenerateRequest, FieldNames]:
-        """The canonical request; `session` is the session id from the headers."""
+    def to_request(self, request_id: str, session: str | None, model: str) -> tuple[GenerateRequest, FieldNames]:
+        """Make the canonical request. `session` is the session id from the headers, `model` is named by the path."""
         fields, names = self.chat_request_fields()
         if self.n not in (None, 1):
             raise unsupported("n")

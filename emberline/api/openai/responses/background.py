@@ -17,6 +17,7 @@ from emberline.api.http.call import Call, encode
 from emberline.api.http.errors import NoSuchResponse
 from emberline.api.http.sse import named_event
 from emberline.api.http.streaming import Blocks, BlockStream
+from emberline.api.openai.responses.form import RESPONSE
 from emberline.api.openai.responses.items import Item
 from emberline.api.openai.responses.output import ResponseBuilder, StreamEvent
 from emberline.api.openai.responses.request import ResponsesRequest
@@ -64,7 +65,6 @@ class BackgroundResponse(NamedTuple):
 
 
 _submitted_decoder = msgspec.json.Decoder(_Submitted)
-_body_decoder = msgspec.json.Decoder(ResponsesRequest)
 
 
 async def submit(
@@ -96,7 +96,7 @@ async def find(call: Call, own_id: str) -> BackgroundResponse | None:
         return None
     submitted = decode(await queue.blobs.get(batch.input_blob), _submitted_decoder)
     parts = await queue.transcripts.read(own_id, 0)
-    body = decode(bytes(submitted.body), _body_decoder)
+    body = decode(bytes(submitted.body), RESPONSE.decoder)
     return BackgroundResponse(batch, job, parts, body, bytes(submitted.items).decode())
 
 

@@ -16,6 +16,7 @@ from emberline.api.http.errors import NoPreviousResponse, NoSuchResponse
 from emberline.api.http.resumable import HEADER, resume_log
 from emberline.api.http.streaming import EventStream, Response
 from emberline.api.openai.responses import background
+from emberline.api.openai.responses.form import RESPONSE
 from emberline.api.openai.responses.items import (
     Item,
     ItemReference,
@@ -41,9 +42,6 @@ STREAM = {"stream": {"type": "boolean"}, "starting_after": {"type": "integer", "
 MAX_REFERENCED = 256  # responses whose items one request may refer to
 _RESPONSE_ID = re.compile(r"resp_[0-9a-f]{32}")
 _FIELD_NAMES = {"messages": "input", "max_tokens": "max_output_tokens"}
-
-_SESSION_FIELDS = ("prompt_cache_key", "safety_identifier", "user")
-_decoder = msgspec.json.Decoder(ResponsesRequest)
 
 
 class _StoredBody(msgspec.Struct):
@@ -72,8 +70,8 @@ class Turn:
 
 
 async def create(call: Call) -> Response:
-    raw = await read_model_body(call, _SESSION_FIELDS)
-    body = decode(raw, _decoder)
+    raw = await read_model_body(call, RESPONSE.session_fields)
+    body: ResponsesRequest = decode(raw, RESPONSE.decoder)
     if body.background:
         return await _create_in_background(call, raw, body)
     turn = await _prepare(call, body)
@@ -106,7 +104,7 @@ async def _create_in_background(call: Call, raw: bytes, body: ResponsesRequest) 
 
 
 async def count_tokens(call: Call) -> Reply:
-    turn = await _prepare(call, decode(await read_model_body(call, _SESSION_FIELDS), _decoder))
+    turn = await _prepare(call, decode(await read_model_body(call, RESPONSE.session_fields), RESPONSE.decoder))
     n_tokens = await call.count_tokens(turn.request)
     return json_reply({"object": "response.input_tokens", "input_tokens": n_tokens})
 

@@ -1,0 +1,82 @@
+"""Request forms: how the body of one kind of request is read, and how its answer is written.
+
+A form is the endpoint of its HTTP route. The lines of batches, the paths of gateways and background responses use the
+same form, so that a body means the same wherever it comes from.
+"""
+
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import msgspec
+
+from emberline.api.common.encoding import json_rows, run_encoding
+from emberline.api.common.response_body import collect
+from emberline.api.http.body import SESSION_FIELDS, decode, read_model_body
+from emberline.api.http.call import Call, Events, json_reply
+from emberline.api.http.errors import FieldNames, HeaderList
+from emberline.api.http.sse import EventEncoder
+from emberline.api.http.streaming import EventStream, Response
+from emberline.protocol.complete_response import Answer
+from emberline.protocol.errors import BadInput
+from emberline.protocol.request import EncodeRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """One kind of request. `to_task` takes a body, the request's id and its session, and returns the canonical request
+    with the client's names of its fields. `to_body` takes the request's id, its body, the Unix time and the answer;
+    `to_stream` the id, the API, the body and the time.
+    """
+
+    decoder: msgspec.json.Decoder[Any]
+    to_task: Callable[..., tuple[Any, FieldNames]]
+    to_body: Callable[..., Any]
+    to_stream: Callable[..., EventEncoder] | None = None  # None: the answer comes whole
+    # Relays a body to an upstream server. Returns None if the body has to be read here; `unread`: it cannot be.
+    relay: Callable[[Call, bytes, bool], Awaitable[Response] | None] | None = None
+    session_fields: tuple[str, ...] = SESSION_FIELDS  # the body's names of its session, by precedence
+    headers: Callable[[Call], HeaderList] = attrgetter("id_headers")
+    envelope: Callable[[Call, Any], Any] | None = None  # wraps the body of a reply that comes whole
+
+    async def __call__(self, call: Call) -> Response:
+        """Serve the form as an endpoint."""
+        raw = await read_model_body(call, self.session_fields)
+        if self.relay is not None and (relayed := self.relay(call, raw, False)) is not None:
+            return await relayed
+        try:
+            body = decode(raw, self.decoder)
+            task, call.field_names = self.to_task(body, call.id, call.session)
+        except BadInput:
+            if self.relay is None or (relayed := self.relay(call, raw, True)) is None:
+                raise
+            return await relayed
+        if isinstance(task, EncodeRequest):
+            return await self.encode(call, body, task)
+        if (usage := getattr(body, "usage", None)) is not None and usage.include:
+            call.wants_cost = True
+        return await self.answer(call, body, call.generate(task), task.n, body.stream)
+
+    async def answer(
+        self, call: Call, body: Any, events: Events, n_choices: int = 1, streams: bool | None = False
+    ) -> Response:
+        """Answer with what a model generates: as a stream, or whole."""
+        created = int(time.time())
+        if streams:
+            assert self.to_stream is not None
+            return EventStream(events, self.to_stream(call.id, call.dialect, body, created), headers=self.headers(call))
+        answer = await collect(call, events, n_choices)
+        return self._reply(call, self.to_body(call.id, body, created, answer))
+
+    async def encode(self, call: Call, body: Any, task: EncodeRequest) -> Response:
+        """Answer with vectors, scores or labels of texts."""
+        encoded = await run_encoding(call, task)
+        rows = await json_rows(encoded) if encoded.pooling is not None and body.wants_rows else None
+        answer = Answer([], encoded.usage, encoded)
+        return self._reply(call, self.to_body(call.id, body, int(time.time()), answer, rows))
+
+    def _reply(self, call: Call, body: Any) -> Response:
+        body = body if self.envelope is None else self.envelope(call, body)
+        return json_reply(body, headers=self.headers(call))
