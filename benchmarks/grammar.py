@@ -78,7 +78,7 @@ class Engine:
     def __init__(self, gguf: Path, threads: int | None) -> None:
         flags = ["--model", str(gguf), "--socket", "unused", "--device", "cpu"]
         flags += ["--threads", str(threads)] if threads else []
-        self.loop, self.info, _ = worker.build(worker.parse_arguments(flags))
+        self.loop, self.info, *_ = worker.build(worker.parse_arguments(flags))
         self.text = TextModel.load(gguf)
         self.scheduler: Scheduler = self.loop.scheduler
         grammars = self.scheduler.feature(GuidedDecoding).grammars

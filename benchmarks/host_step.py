@@ -119,7 +119,7 @@ def open_loop(n_rows: int, n_steps: int, setting: str) -> Any:
             tiers=tiers,
         )
     unused = iter(range(1, VOCAB))
-    loop = StepLoop(scheduler, NullRunner(unused), steps_in_flight=2, tiers=tiers)
+    loop = StepLoop(scheduler, NullRunner(unused), steps_in_flight=2)
     sampling = SamplingParams(max_tokens=n_steps + WARM_STEPS + BLOCK, temperature=0.0, ignore_eos=True)
     for number in range(n_rows):
         prompt = pack(islice(unused, PROMPT))

@@ -120,9 +120,7 @@ class Engine:
         self.tiers = GroupTiers(TierManager([GROUP], Copies(), host, [], COPY_RATE))
         limits = Limits(n_tokens + 2048, 128_000, (), n_streams + 1, 2048)
         self.device = Device()
-        self.loop = StepLoop(
-            build_scheduler(self.cache, limits, FINGERPRINT, tiers=self.tiers), self.device, 2, tiers=self.tiers
-        )
+        self.loop = StepLoop(build_scheduler(self.cache, limits, FINGERPRINT, tiers=self.tiers), self.device, 2)
         self.loop.kv_events().subscribe()
         self.usage: dict[str, dict[str, int]] = {}
         self.timed: set[str] = set()  # requests that had a token

@@ -54,7 +54,7 @@ class Engine:
     def __init__(self, gguf: Path, threads: int | None, speculation: str) -> None:
         flags = ["--model", str(gguf), "--socket", "unused", "--device", "cpu", "--speculation", speculation]
         flags += ["--threads", str(threads)] if threads else []
-        loop, self.info, _ = worker.build(worker.parse_arguments(flags))
+        loop, self.info, *_ = worker.build(worker.parse_arguments(flags))
         assert isinstance(loop, StepLoop)
         self.loop = loop
         self.replay = Replay(loop.runner, self.info.eos_ids[0])

@@ -30,6 +30,7 @@ from emberline.kv.cache import KVCache
 from emberline.kv.host_memory import HostMemory, shared_pages
 from emberline.kv.transfer.group_transfers import GroupTransfers
 from emberline.kv.transfer.host_transfers import host_transfers
+from emberline.kv.transfer.manager import TransferManager
 from emberline.protocol import block_hash as blockhash
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.block_hash import BLOCK_TOKENS, KVGroup
@@ -224,9 +225,11 @@ class StandinLoop(StepLoop):
         runner: ScriptedRunner,
         base: EngineScript,
         journal: TextIO | None = None,
-        transfers: GroupTransfers | None = None,
+        transfers: TransferManager | None = None,
     ) -> None:
-        super().__init__(scheduler, runner, transfers=transfers)
+        super().__init__(scheduler, runner)
+        self.transfers = transfers
+        self.accept_sender = None if transfers is None else transfers.accept
         self._base = base
         self._journal = journal
 
@@ -255,7 +258,7 @@ def build(args: argparse.Namespace, drop_connection: Callable[[str], None]) -> t
         pages = shared_pages(n_blocks * layout.block_bytes)
         memory = HostMemory([memoryview(pages.buffer)], [layout.block_bytes], [pages.descriptor])
         engine = process.mooncake_engine(memory, args)
-        transfers = GroupTransfers(host_transfers(args.fingerprint, [layout], memory, engine))
+        transfers = host_transfers(args.fingerprint, [layout], memory, engine)
         stamps = KVStamps(args.fingerprint, memory)
     info = EngineInfo(
         model=args.name or "standin",
@@ -268,12 +271,13 @@ def build(args: argparse.Namespace, drop_connection: Callable[[str], None]) -> t
         backend="standin",
         max_running=limits.max_running,
         role=args.role,
-        transfers=process.receive_transports(None if transfers is None else transfers.own, args),
+        transfers=process.receive_transports(transfers, args),
     )
     base = script.parse(args.script)
     runner = ScriptedRunner(limits, base, drop_connection, stamps)
     journal = open(args.journal, "a", encoding="utf-8") if args.journal else None  # noqa: SIM115
-    scheduler = build_scheduler(cache, limits, info.fingerprint, transfers=transfers)
+    of_group = None if transfers is None else GroupTransfers(transfers)
+    scheduler = build_scheduler(cache, limits, info.fingerprint, transfers=of_group)
     return StandinLoop(scheduler, runner, base, journal, transfers), info
 
 
@@ -289,7 +293,8 @@ def main(argv: list[str] | None = None) -> int:
         loop, info = build(args, lambda request_id: server.disconnect(request_id))
         with listening(args.socket) as (listener, address):
             secure = None if joining is None else joining.secure(loop.transfers)
-            server = Server(listener, loop, info, token, secure, alive_file)
+            accept = loop.accept_sender
+            server = Server(listener, loop, info, token, secure, alive_file, accept_sender=accept)
             if args.protocol:
                 server.versions = (args.protocol, args.protocol)
             _log.info("serving %s", info.model, extra={"address": address, "kv_tokens": info.kv_tokens})

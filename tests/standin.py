@@ -40,7 +40,7 @@ def standin_thread(path: Path, *flags: object) -> Iterator[Endpoint]:
     loop, info = standin_engine.build(args, lambda request_id: server.disconnect(request_id))
     stopping, stop = socket.socketpair()
     with listening(args.socket) as (listener, address), stopping, stop:
-        server = Server(listener, loop, info, "secret")
+        server = Server(listener, loop, info, "secret", accept_sender=loop.accept_sender)
         server.watch(stopping, lambda: stopping.recv(1) and server.drain(0.0))
         thread = threading.Thread(target=server.run)
         thread.start()

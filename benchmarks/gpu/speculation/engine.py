@@ -43,7 +43,7 @@ def build(model: Path, setting: str, device: str, max_running: int, *flags: str)
     args += ["--max-running", str(max_running), *(CPU_FLAGS if device == "cpu" else ()), *flags]
     if model.is_dir() and not any(model.glob("*.safetensors")):
         args += ["--random-weights", "0"]
-    loop, info, _ = worker.build(worker.parse_arguments(args))
+    loop, info, *_ = worker.build(worker.parse_arguments(args))
     assert isinstance(loop, StepLoop)
     while loop.has_idle_task:
         loop.run_idle_task()

@@ -12,8 +12,9 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 from emberline.engine.core.limits import Limits
 from emberline.engine.core.plan import Masks, Row, Sampled, StepPlan
 from emberline.engine.core.queues import Queues
+from emberline.engine.core.rank import Executor
 from emberline.engine.core.sequence import Sequence
-from emberline.kv.cache import BlockTable, KVCache, PrefixHit
+from emberline.kv.cache import BlockTable, EventSource, KVCache, PrefixHit
 from emberline.protocol.errors import EmberlineError
 from emberline.protocol.events import DraftUsage, FinishReason
 from emberline.protocol.frames import EngineLoad, Vocabulary
@@ -106,6 +107,9 @@ class Feature:
     """Base class: every moment, none implemented."""
 
     core: Core
+    name: ClassVar[str] = ""  # key of its orders in a plan
+    executor: Executor | None = None  # carries out these orders on rank 0
+    sources: Many[EventSource] = ()  # KV events beside those of the device pool
     transfers_kv: ClassVar[bool] = False  # it serves requests that send or await KV
 
     def attach(self, core: Core) -> None:
@@ -182,6 +186,10 @@ class Feature:
         """True if the feature has work though there is no sequence."""
         raise NotImplementedError
 
+    def has_notices(self) -> bool:
+        """True if threads have left notices, which `advance` is to handle."""
+        raise NotImplementedError
+
     def has_work(self) -> bool:
         """True if the next step has something to do for the feature, though no notice comes."""
         raise NotImplementedError
@@ -192,6 +200,10 @@ class Feature:
 
     def report(self, load: EngineLoad) -> None:
         """Add the feature's part to a load report."""
+
+    def report_s(self) -> float:
+        """Time at which a load report is due though no step was made; inf if nothing has changed."""
+        raise NotImplementedError
 
 
 class Draft(Protocol):
@@ -269,6 +281,8 @@ class Moments:
         self.absorb: tuple[Callable[[Draws], None], ...] = found("absorb")
         self.catch_up: tuple[Callable[[], None], ...] = found("catch_up")
         self.busy: tuple[Callable[[], bool], ...] = found("busy")
+        self.has_notices: tuple[Callable[[], bool], ...] = found("has_notices")
         self.has_work: tuple[Callable[[], bool], ...] = found("has_work")
         self.wake_s: tuple[Callable[[], float], ...] = found("wake_s")
         self.report: tuple[Callable[[EngineLoad], None], ...] = found("report")
+        self.report_s: tuple[Callable[[], float], ...] = found("report_s")

@@ -9,13 +9,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from emberline.engine.core.plan import Handle, Runner, StepPlan
+from emberline.kv.notice_queue import NoticeQueue
 
 
 class Executor(Protocol):
-    """Hands of a feature on one rank. Its threads work; no call blocks."""
+    """Hands of a feature on one rank. Its threads work; only `close` blocks."""
+
+    @property
+    def queue(self) -> NoticeQueue[Any]:
+        """Notices of its threads, whose socket wakes the step loop."""
 
     def execute(self, orders: Sequence[Any]) -> None:
         """Begin what is ordered, in this order. The steps up to the plan's `after` have completed."""
+
+    def close(self) -> None:
+        """End the threads, after they have written what must not be lost."""
 
 
 class Rank:

@@ -52,9 +52,9 @@ class Scheduler:
         self.cache = cache
         self.n_submitted = 0
         self.fingerprint = fingerprint
-        self._features = tuple(features)
-        self._moments = Moments(self._features)
-        self._transfers_kv = any(feature.transfers_kv for feature in self._features)
+        self.features = tuple(features)
+        self._moments = Moments(self.features)
+        self._transfers_kv = any(feature.transfers_kv for feature in self.features)
         self._deltas: list[TokenDelta] = []  # of the step so far
         self._by_id: dict[str, Sequence] = {}
         self._by_number: dict[int, Sequence] = {}
@@ -67,7 +67,7 @@ class Scheduler:
         self.queues = Queues(limits.max_running)
         self.admission = AdmissionPolicy(cache, self.queues, self._totals, limits.work, self._moments)
         self._batch_class = BatchYielding(limits.work)
-        self.speculation = next((each for each in self._features if isinstance(each, Speculation)), None)
+        self.speculation = next((each for each in self.features if isinstance(each, Speculation)), None)
         self._planner = StepPlanner(
             cache,
             limits,
@@ -79,12 +79,12 @@ class Scheduler:
             self.speculation,
             micro_batches,
         )
-        for feature in self._features:
+        for feature in self.features:
             feature.attach(self)
 
     def feature(self, kind: type[F]) -> F:
         """The feature of this class. Raises LookupError if the engine does not have it."""
-        for feature in self._features:
+        for feature in self.features:
             if isinstance(feature, kind):
                 return feature
         raise LookupError(f"this engine has no {kind.__name__}")
@@ -102,6 +102,11 @@ class Scheduler:
         return all(seq.holds & Hold.GRAMMAR for seq in self.queues.waiting)
 
     @property
+    def has_notices(self) -> bool:
+        """True if a feature has notices to handle."""
+        return any(has_notices() for has_notices in self._moments.has_notices)
+
+    @property
     def has_work(self) -> bool:
         """True if the next step has something to do for a feature, though there may be nothing to compute."""
         return any(has_work() for has_work in self._moments.has_work)
@@ -110,6 +115,11 @@ class Scheduler:
     def wake_s(self) -> float:
         """While blocked: when a step is due even if no notice comes."""
         return min([self._next_deadline_s, *(wake_s() for wake_s in self._moments.wake_s)])
+
+    @property
+    def report_s(self) -> float:
+        """Time at which a load report is due though no step was made; inf if nothing has changed."""
+        return min((report_s() for report_s in self._moments.report_s), default=inf)
 
     def snapshot(self) -> list[SequenceSnapshot]:
         """Every sequence as plain data: running ones first, then waiting ones, each by rank."""

@@ -1,17 +1,14 @@
-"""The step loop: schedule, launch, absorb the previous result."""
+"""The step loop: plans a step, launches it and absorbs the result of the one before."""
 
 import logging
 import time
 from collections import deque
 from collections.abc import Callable
 
-from emberline.engine.cache_control import CacheControl, StoredCache
 from emberline.engine.core.plan import DeviceLost, Handle, Runner, StepPlan
-from emberline.engine.core.rank import Executor, Rank
+from emberline.engine.core.rank import Rank
 from emberline.engine.core.scheduler import Scheduler
 from emberline.kv.cache import KVEventFeed
-from emberline.kv.tiers.group_tiers import GroupTiers
-from emberline.kv.transfer.group_transfers import GroupTransfers
 from emberline.protocol.errors import EmberlineError, Internal
 from emberline.protocol.events import TokenDelta
 from emberline.protocol.frames import EngineLoad, Vocabulary
@@ -26,27 +23,29 @@ _log = logging.getLogger(__name__)
 
 
 class StepTimes:
-    """How long steps take, as moving averages: the prefill rate, which is part of the load report, and small steps."""
+    """Durations of steps as moving averages: the prefill rate, which is part of the load report, and small steps."""
 
     def __init__(self) -> None:
         self.tokens_per_s = 0.0  # of prompts; 0: not known yet
         self._small_s = 0.0  # duration of a step that computes few prompt tokens, or none; 0: not known yet
-        self._launched_s: dict[int, float] = {}  # by plan in flight
+        self._launched_s: dict[int, float] = {}  # by the number of a plan in flight
         self._done_s = 0.0
 
     def launched(self, plan: StepPlan) -> None:
-        self._launched_s[id(plan)] = time.perf_counter()
+        """Note that a plan is launched now."""
+        self._launched_s[plan.number] = time.perf_counter()
 
     def forget(self, plan: StepPlan) -> None:
-        self._launched_s.pop(id(plan), None)
+        """Leave out a plan that has failed."""
+        self._launched_s.pop(plan.number, None)
 
     def done(self, plan: StepPlan) -> float:
-        """The device computes one plan after the other: a plan begins when the previous one is done.
+        """Measure a plan whose result has come. The device begins a plan when the previous one is done.
 
-        Returns the seconds since that, including those that the device waited for the host, if they are few.
+        Returns the seconds since then, including those that the device waited for the host, if they are few.
         """
         now_s = time.perf_counter()
-        launched_s, done_s = self._launched_s.pop(id(plan), now_s), self._done_s
+        launched_s, done_s = self._launched_s.pop(plan.number, now_s), self._done_s
         began_s = max(launched_s, done_s)
         self._done_s = now_s
         took_s = now_s - began_s
@@ -62,8 +61,10 @@ class StepTimes:
         return now_s - max(done_s, launched_s - MAX_HOST_S)
 
     def predicted_s(self, plan: StepPlan) -> float:
-        """Of a step that is about to be launched; 0: nothing was measured yet. Before a prompt was, each of its tokens
-        counts as much as a small step, which is too much."""
+        """Expected duration of a step that is about to be launched; 0 if nothing was measured yet.
+
+        Until a prompt was measured, each of its tokens counts as much as a small step, which is too much.
+        """
         n_prompt = plan.n_tokens - plan.n_drafts - len(plan.rows)
         if not self.tokens_per_s:
             return self._small_s * (plan.n_tokens if n_prompt else 1)
@@ -73,11 +74,12 @@ class StepTimes:
 
 
 def smoothed(known: float, measured: float) -> float:
+    """Moving average after one more measurement; `known` is 0 before the first."""
     return known + _RATE_GAIN * (measured - known) if known else measured
 
 
 class StepLoop:
-    """A scheduler and a runner. Its owner calls `step` while it is busy.
+    """A scheduler and a rank. Its owner calls `step` while it is busy.
 
     With two steps in flight the next one is planned and queued while the device computes the previous one.
     """
@@ -88,22 +90,15 @@ class StepLoop:
         runner: Runner,
         steps_in_flight: int = 1,
         idle_task: Callable[[], bool] | None = None,
-        transfers: GroupTransfers | None = None,
-        tiers: GroupTiers | None = None,
-        stored: StoredCache | None = None,
         publish: Callable[[StepPlan], None] | None = None,
     ) -> None:
         """idle_task: something to do while there is no work; returns False when all is done.
         publish: sends plans to the other ranks.
         """
         self.scheduler = scheduler
-        self.cache_control = CacheControl(stored or StoredCache(scheduler.fingerprint, tiers=tiers), scheduler.purge)
-        self.transfers = transfers
-        self.tiers = tiers
-        executors: dict[str, Executor] = {} if tiers is None else {"tiers": tiers.own}
-        if transfers is not None:
-            executors["transfers"] = transfers.own
-        self.rank = Rank(runner, executors, publish)
+        self.purge = scheduler.purge
+        self.executors = {each.name: each.executor for each in scheduler.features if each.executor is not None}
+        self.rank = Rank(runner, self.executors, publish)
         self._last_absorbed = 0  # number of a step
         self._steps_in_flight = steps_in_flight
         self._in_flight: deque[tuple[StepPlan, Handle]] = deque()
@@ -119,43 +114,49 @@ class StepLoop:
 
     @property
     def runner(self) -> Runner:
+        """The runner of this rank."""
         return self.rank.runner
 
     def kv_events(self) -> KVEventFeed:
-        return KVEventFeed(self.scheduler.cache, () if self.tiers is None else self.tiers.changes)
+        """KV events of the device pool and of the features."""
+        sources = [source for feature in self.scheduler.features for source in feature.sources]
+        return KVEventFeed(self.scheduler.cache, sources)
 
     @property
     def n_in_flight(self) -> int:
-        """Steps that were launched and whose results were not absorbed yet."""
+        """Number of steps that were launched and whose results were not absorbed yet."""
         return len(self._in_flight)
 
     @property
     def busy(self) -> bool:
-        return self.scheduler.busy or bool(self._in_flight) or self._has_notices or bool(self.scheduler.orders)
+        """True if a step has something to do."""
+        scheduler = self.scheduler
+        return scheduler.busy or bool(self._in_flight) or scheduler.has_notices or bool(scheduler.orders)
 
     @property
     def blocked(self) -> bool:
-        """Busy, but a step would compute nothing before a grammar is compiled or a transfer advances."""
-        if self._has_notices or self._in_flight or self.scheduler.orders:
+        """True if the loop is busy, but a step would do nothing before a thread leaves a notice."""
+        if self.scheduler.has_notices or self._in_flight or self.scheduler.orders:
             return False
         return self.scheduler.blocked or self._stuck_at == self.scheduler.n_submitted
 
     @property
     def wake_s(self) -> float:
-        """While blocked: when a step is due even if nothing happens."""
+        """Time at which a blocked loop is to make a step even if nothing happens."""
         return self.scheduler.wake_s if self.scheduler.blocked else 0.0
 
     @property
-    def _has_notices(self) -> bool:
-        has_some = self.transfers is not None and self.transfers.has_notices
-        return has_some or (self.tiers is not None and self.tiers.has_notices)
+    def report_s(self) -> float:
+        """Time at which a load report is due though no step was made; inf if nothing has changed."""
+        return self.scheduler.report_s
 
     @property
     def has_idle_task(self) -> bool:
+        """True if something can be prepared while there is no work."""
         return self._idle_task is not None
 
     def run_idle_task(self) -> None:
-        """A part of what can be prepared ahead of requests."""
+        """Prepare a part of what later requests may need."""
         self.preparing = True
         if self._idle_task is not None and not self._idle_task():
             self._idle_task = None
@@ -164,27 +165,34 @@ class StepLoop:
 
     @property
     def load(self) -> EngineLoad:
+        """The load report of this engine."""
         load = self.scheduler.load()
         load.prefill_rate = self._times.tokens_per_s
         load.computed_tokens = self.computed_tokens
         return load
 
     def submit(self, request: EngineRequest, now_s: float) -> None:
+        """Accept a request, or raise an EmberlineError that says why not."""
         self.scheduler.submit(request, now_s)
 
     def abort(self, request_id: str) -> TokenDelta | None:
+        """End a request. Returns its terminal delta, or None if there is no such request any more."""
         return self.scheduler.abort(request_id)
 
     def called_tools(self, request_id: str) -> None:
+        """Note that the reply of a request that has ended was tool calls."""
         self.scheduler.called_tools(request_id)
 
     def abort_all(self, error: EmberlineError) -> list[TokenDelta]:
+        """End all requests with an error. Returns their terminal deltas."""
         return self.scheduler.abort_all(error)
 
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
+        """Tell features what tokens stand for."""
         self.scheduler.set_vocabulary(vocabulary)
 
     def step(self, now_s: float) -> list[TokenDelta]:
+        """Plan and launch a step, and absorb the oldest one in flight. Returns what clients are to be told."""
         deltas: list[TokenDelta] = []
         awaited = bool(self._in_flight) and _is_awaited(self._in_flight[-1][0])
         if awaited:
@@ -248,6 +256,8 @@ class StepLoop:
 
 
 def _is_awaited(plan: StepPlan) -> bool:
-    """Whether the next step is planned once this one was absorbed: rows with drafts have no row before. Where they are
-    few, the next step is computed without them meanwhile."""
+    """True if the next step is planned only after this one was absorbed, because many rows have drafts.
+
+    A row with drafts has no next row before that. If such rows are few, the next step is computed without them.
+    """
     return plan.n_awaited * AWAITED_SHARE >= len(plan.rows) if plan.n_awaited else False

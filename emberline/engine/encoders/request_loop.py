@@ -4,11 +4,13 @@ Unlike `step_loop.py` they have no KV cache, no scheduler and nothing in flight 
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from math import inf
+from types import MappingProxyType
 from typing import Generic, Protocol, TypeVar
 
-from emberline.engine.cache_control import CacheControl, StoredCache
+from emberline.engine.core.rank import Executor
 from emberline.protocol.errors import BadInput, DeadlineExceeded, EmberlineError
 from emberline.protocol.events import TokenDelta, Usage
 from emberline.protocol.frames import EngineLoad, KVEvents, Vocabulary
@@ -21,7 +23,7 @@ class QueuedRequest(Protocol):
 
     @property
     def running(self) -> bool:
-        """Whether a step has computed a part of it, or does so now."""
+        """True if a step has computed a part of it, or does so now."""
 
     def usage(self) -> Usage: ...
 
@@ -33,7 +35,7 @@ Item = TypeVar("Item", bound=QueuedRequest)
 
 
 class NoKVEvents:
-    """Nothing is cached, so there is nothing to tell."""
+    """A feed of KV events of a loop that caches nothing."""
 
     def subscribe(self) -> list[KVEvents]:
         return []
@@ -48,8 +50,8 @@ class NoKVEvents:
 class RequestLoop(Generic[Item]):
     """The owner calls `step`, which subclasses have, while the loop is busy."""
 
-    transfers = None
-    tiers = None
+    executors: Mapping[str, Executor] = MappingProxyType({})  # no feature gives orders
+    report_s = inf  # a load report is due after each step alone
     has_idle_task = False
     blocked = False
     wake_s = 0.0
@@ -62,7 +64,6 @@ class RequestLoop(Generic[Item]):
         cpu_share: AbstractContextManager[None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.cache_control = CacheControl(StoredCache(""))  # nothing is cached
         self._max_waiting = max_waiting  # requests
         self._cpu_share = cpu_share or nullcontext()
         self._clock = clock
@@ -75,7 +76,12 @@ class RequestLoop(Generic[Item]):
         self.step_s = 0.0  # predicted, of the last step; 0: unknown
 
     def kv_events(self) -> NoKVEvents:
+        """A feed without events."""
         return NoKVEvents()
+
+    def purge(self, owner: bytes | None, session: bytes) -> int:
+        """Forget nothing, since nothing is cached. Returns the number of blocks, 0."""
+        return 0
 
     @property
     def busy(self) -> bool:
@@ -98,13 +104,13 @@ class RequestLoop(Generic[Item]):
         )
 
     def run_idle_task(self) -> None:
-        """There is none."""
+        """Do nothing: there is no idle task."""
 
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """Of no use here: nothing is generated."""
+        """Ignore the vocabulary: nothing is generated."""
 
     def called_tools(self, request_id: str) -> None:
-        """Of no use here: nothing is cached."""
+        """Ignore tool calls: nothing is cached."""
 
     def abort(self, request_id: str) -> TokenDelta | None:
         item = self._requests.pop(request_id, None)
@@ -133,5 +139,5 @@ class RequestLoop(Generic[Item]):
 
 
 def deadline_s(request: EngineRequest, now_s: float) -> float | None:
-    """The monotonic time until which the request must have ended."""
+    """Monotonic time until which the request must have ended. Returns None if it may take any time."""
     return None if request.deadline_s is None else now_s + request.deadline_s

@@ -52,8 +52,11 @@ class _Undecided:
 class Tiering(Feature):
     """Owns the sequences with `Hold.FETCH`: neither waiting nor running."""
 
+    name = "tiers"
+
     def __init__(self, port: TierPort) -> None:
         self._port = port
+        self.executor, self.sources = port.own, port.changes
         self._budget = StepBudget()
         self._notices: deque[Notice] = deque()  # that the last step had no time for
         self._waiting: dict[int, _Waiting] = {}  # by sequence number; fetching ones, too
@@ -67,7 +70,7 @@ class Tiering(Feature):
         super().attach(core)
         self.saver = BlockSaver(core.cache, self._port)
         self.fetches = TierFetches(core.cache, self._port, self._budget)
-        self._port.start(core.cache.retention, partial(core.order, "tiers"))
+        self._port.start(core.cache.retention, partial(core.order, self.name))
 
     # --- a sequence --------------------------------------------------------------------------------------------------
 
@@ -247,6 +250,10 @@ class Tiering(Feature):
 
     # --- what the engine's owner asks --------------------------------------------------------------------------------
 
+    def has_notices(self) -> bool:
+        """True if a rank's tiers have reported something."""
+        return self._port.has_notices
+
     def has_work(self) -> bool:
         """True if the next step has something to do for fetches, though no notice has come."""
         return self._looks_up or bool(self._notices) or self.fetches.has_work
@@ -261,3 +268,7 @@ class Tiering(Feature):
         load.tiers = self._port.stats()
         for tier in load.tiers if self.fetches.recomputed else ():
             tier.extra["recomputed"] = self.fetches.recomputed[tier.name]
+
+    def report_s(self) -> float:
+        """Time at which the statistics of tiers are to be reported again."""
+        return self._port.report_s

@@ -35,7 +35,7 @@ def write_replies(
     """The engine's reply to each prompt, at a temperature each. Prompts and replies are token ids, u32 LE."""
     own = ["--device", device, "--speculation", "off", *_share_of(device)]
     args = parse_arguments(["--model", str(model), "--socket", "unused", *own])
-    loop, _, _ = build(args)
+    loop = build(args).loop
     assert isinstance(loop, StepLoop), "the model generates text"
     replies = [b""] * len(prompts)
     n_done, most, waiting = 0, args.max_running, list(enumerate(prompts))[::-1]

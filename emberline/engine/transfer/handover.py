@@ -25,10 +25,12 @@ class Handover(Feature):
     The port leads to the threads that own the connections (kv/transfer); blocks and epochs are owned here.
     """
 
+    name = "transfers"
     transfers_kv = True
 
     def __init__(self, port: TransferPort, fingerprint: str) -> None:
         self._port = port
+        self.executor = port.own
         self._fingerprint = fingerprint
         self._n_releases = -1  # cache.n_releases when transfers were last granted; -1: with steps in flight
         # What the next `advance` does:
@@ -39,7 +41,7 @@ class Handover(Feature):
     def attach(self, core: Core) -> None:
         """Keep the scheduler, over whose cache transfers are made."""
         super().attach(core)
-        self._port.start(partial(core.order, "transfers"))
+        self._port.start(partial(core.order, self.name))
         self.incoming = IncomingTransfers(core.cache, self._port, self._fingerprint, self._ready.append, self._fail)
         self.outgoing = OutgoingTransfers(core.cache, self._port)
 
@@ -162,6 +164,10 @@ class Handover(Feature):
     def busy(self) -> bool:
         """True if a prompt is being sent, or its blocks are still read."""
         return self.outgoing.busy
+
+    def has_notices(self) -> bool:
+        """True if a rank has reported something of a transfer."""
+        return self._port.has_notices
 
     def has_work(self) -> bool:
         """True if offered prompts wait for blocks, and some may have become free for them since the last attempt."""

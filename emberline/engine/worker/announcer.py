@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from emberline import __version__
-from emberline.kv.transfer.group_transfers import GroupTransfers
+from emberline.kv.transfer.manager import TransferManager
 from emberline.protocol import member as members
 from emberline.protocol.credential import Credential, client_context, server_context
 from emberline.protocol.errors import BadInput, Unauthorized
@@ -80,13 +80,13 @@ class Joining:
         if not args.socket.startswith("tcp:"):
             raise BadInput("a worker that joins a cluster needs --socket tcp:HOST:PORT, which every core can reach")
 
-    def secure(self, transfers: GroupTransfers | None) -> ssl.SSLContext | None:
+    def secure(self, transfers: TransferManager | None) -> ssl.SSLContext | None:
         """Return the TLS context for the engine's clients, and send KV over TLS, too. Returns None if the credential
         has no certificate."""
         if not self.credential.pem:
             return None
         if transfers is not None:
-            transfers.own.tls = client_context(self.credential.pem)
+            transfers.tls = client_context(self.credential.pem)
         return server_context(self.credential.pem)
 
     def announcer(self, info: EngineInfo, address: str) -> "Announcer":

@@ -8,10 +8,11 @@ import signal
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from emberline import log
 from emberline.engine.addresses import TOKEN_VARIABLE, listening, positive
+from emberline.engine.cache_control import StoredCache
 from emberline.engine.core.limits import Limits
 from emberline.engine.core.prefill_policy import BatchTimeLimit
 from emberline.engine.core.step_loop import StepLoop
@@ -42,6 +43,7 @@ from emberline.kv.tiers.group_tiers import GroupTiers
 from emberline.kv.tiers.mover import HostMover
 from emberline.kv.transfer.group_transfers import GroupTransfers
 from emberline.kv.transfer.host_transfers import host_transfers
+from emberline.kv.transfer.manager import TransferManager
 from emberline.protocol.errors import BadInput
 from emberline.protocol.frames import EngineInfo
 from emberline.weights.checkpoint import Checkpoint, open_checkpoint
@@ -54,8 +56,6 @@ from emberline.weights.whisper_files import CONTEXT_LEN, read_whisper
 if TYPE_CHECKING:
     from emberline.engine.ranks.follower_kv import KVListener
     from emberline.engine.ranks.rank_group import RankGroup
-    from emberline.engine.ranks.rank_runner import FollowerLoop
-    from emberline.engine.runners.gpu.preparation import StepPreparation
 
 CPU_DEFAULTS = {"max_running": 64, "token_budget": 512}
 ENCODER_TOKENS, GPU_ENCODER_TOKENS = 1024, 16_384  # of a step: more makes others wait longer and computes no faster
@@ -79,11 +79,12 @@ def main(argv: list[str] | None = None) -> int:
                 return 0
             joining, alive_file = open_joining(args), open_alive_file(args.alive_file)
             token = process.join_token(args.socket) if joining is None else joining.token
-            loop, info, facts = build(args, timeline, group)
+            loop, info, facts, transfers, stored = build(args, timeline, group)
             gc.freeze()  # permanent objects: collections between steps need not scan them
-            secure = None if joining is None else joining.secure(loop.transfers)
+            secure = None if joining is None else joining.secure(transfers)
             with listening(args.socket) as (listener, address):
-                server = Server(listener, loop, info, token, secure, alive_file)
+                accept = None if transfers is None else transfers.accept
+                server = Server(listener, loop, info, token, secure, alive_file, None, stored, accept)
                 server.on_role = priority = process.NicePrefill(args.prefill_nice)
                 priority(info.role, is_first=True)
                 timeline.end("socket")
@@ -105,25 +106,30 @@ def follow(args: argparse.Namespace, timeline: StartTimeline, *, by_rank_0: bool
         process.end_on_signals()
     args.by_rank_0 = by_rank_0
     with ExitStack() as group:
-        loop, _, _ = _build(args, timeline, group)
+        loop = _build(args, timeline, group)[0]
         gc.freeze()
         assert not isinstance(loop, StepLoop | EncoderLoop | SpeechLoop), "rank 0 alone has a step loop"
         loop.run()
 
 
-def build(
-    args: argparse.Namespace, timeline: StartTimeline | None = None, group: ExitStack | None = None
-) -> tuple[StepLoop | EncoderLoop | SpeechLoop, EngineInfo, dict[str, Any]]:
-    """Load the model and build its step loop. The facts are for the log and the ready line. `group`: closed by the
-    caller, it ends the other ranks."""
-    loop, info, facts = _build(args, timeline or StartTimeline(), group or ExitStack())
+class Engine(NamedTuple):
+    """A model that is loaded, and the loop that serves it."""
+
+    loop: StepLoop | EncoderLoop | SpeechLoop
+    info: EngineInfo
+    facts: dict[str, Any]  # for the log and the ready line
+    transfers: TransferManager | None = None
+    stored: StoredCache | None = None
+
+
+def build(args: argparse.Namespace, timeline: StartTimeline | None = None, group: ExitStack | None = None) -> Engine:
+    """Load the model and build its step loop. The caller closes `group`, which ends the other ranks."""
+    loop, *parts = _build(args, timeline or StartTimeline(), group or ExitStack())
     assert isinstance(loop, StepLoop | EncoderLoop | SpeechLoop), "followers have no step loop"
-    return loop, info, facts
+    return Engine(loop, *parts)
 
 
-def _build(
-    args: argparse.Namespace, timeline: StartTimeline, closing: ExitStack
-) -> tuple["StepLoop | EncoderLoop | SpeechLoop | FollowerLoop", EngineInfo, dict[str, Any]]:
+def _build(args: argparse.Namespace, timeline: StartTimeline, closing: ExitStack) -> Any:
     if args.device not in ("auto", "cpu") and not args.device.startswith("cuda"):
         raise BadInput(f"--device is auto, cpu or cuda, not {args.device}")
     layout = layout_of(args)
@@ -187,7 +193,7 @@ def _build(
                 torch.set_num_threads(args.threads)
             timeline.end("model")
             receives = _open_listener(args, group, closing)
-            loop, cache, limits, preparation = _step_loop(
+            loop, cache, limits, preparation, own_transfers, stored = _step_loop(
                 model, fingerprint, device, args, compile_server, group, "" if receives is None else receives.address
             )
             timeline.end("memory")
@@ -211,10 +217,6 @@ def _build(
         group.start()  # a follower says that it is ready when it runs
         timeline.end("ranks")
 
-    if isinstance(loop, StepLoop):
-        own_transfers = None if loop.transfers is None else loop.transfers.own
-    else:
-        own_transfers = None if loop.kv is None else loop.kv.transfers
     receives_by = process.receive_transports(own_transfers, args)
     if group is not None and args.join:
         receives_by = ()  # followers have no certificate: others cannot send to them
@@ -240,7 +242,7 @@ def _build(
     if group is not None:
         facts["layout"] = layout.name
     facts["kv_bytes"] = sum((group.pool.n_total + 1) * group.layout.block_bytes for group in cache.groups)
-    return loop, info, facts
+    return loop, info, facts, own_transfers, stored
 
 
 def _open_listener(args: argparse.Namespace, group: "RankGroup | None", closing: ExitStack) -> "KVListener | None":
@@ -343,7 +345,7 @@ def _step_loop(
     compile_server: CompileServer | None = None,
     group: "RankGroup | None" = None,
     address: str = "",
-) -> tuple["StepLoop | FollowerLoop", KVCache, Limits, "StepPreparation | None"]:
+) -> Any:
     from emberline.engine.ranks.follower_kv import FollowerKV
     from emberline.engine.ranks.opening import follower_loop, lead_kv, leader_runner
     from emberline.engine.ranks.rank_group import Member
@@ -374,7 +376,7 @@ def _step_loop(
             own_tiers = open_tiers(args, fingerprint, kv_groups, HostMover(runner.memory), ranks=slices)
         if isinstance(group, Member):
             kv = None if own_transfers is None else FollowerKV(group, own_transfers, own_tiers, kv_groups)
-            return follower_loop(group, runner, kv), cache, limits, None
+            return follower_loop(group, runner, kv), cache, limits, None, own_transfers, None
         transfers = None if own_transfers is None else GroupTransfers(own_transfers, slices)
         tiers = None if own_tiers is None else GroupTiers(own_tiers, n_ranks)
         if group is not None and transfers is not None:
@@ -388,8 +390,8 @@ def _step_loop(
         )
         stored = stored_cache(args, fingerprint, kv_groups, tiers)
         launching, publish = (runner, None) if group is None else (leader_runner(group, runner), group.publish_plan)
-        loop = StepLoop(scheduler, launching, n_steps, None, transfers, tiers, stored, publish)
-        return loop, cache, limits, None
+        loop = StepLoop(scheduler, launching, n_steps, None, publish)
+        return loop, cache, limits, None, own_transfers, stored
     from emberline.engine.runners.gpu.draft_model_chain import pool_blocks
     from emberline.engine.runners.gpu.engine import GpuEngine
     from emberline.engine.runners.gpu.preparation import StepPreparation
@@ -416,7 +418,7 @@ def _step_loop(
     if isinstance(group, Member):
         kv = FollowerKV(group, own_transfers, own_tiers, kv_groups)
         following = follower_loop(group, gpu_runner, kv, engine.steps_in_flight, preparation.next)
-        return following, cache, limits, preparation
+        return following, cache, limits, preparation, own_transfers, None
     transfers = GroupTransfers(own_transfers, slices)
     tiers = None if own_tiers is None else GroupTiers(own_tiers, n_ranks)
     if group is not None:
@@ -430,10 +432,10 @@ def _step_loop(
         leading = leader_runner(group, gpu_runner, samples_everywhere=True)
         idle_task = leading.idle_task(preparation.next)
         n_steps, publish = engine.steps_in_flight, group.publish_plan
-        loop = StepLoop(scheduler, leading, n_steps, idle_task, transfers, tiers, stored, publish)
-        return loop, cache, limits, preparation
-    loop = StepLoop(scheduler, gpu_runner, engine.steps_in_flight, preparation.next, transfers, tiers, stored)
-    return loop, cache, limits, preparation
+        loop = StepLoop(scheduler, leading, n_steps, idle_task, publish)
+        return loop, cache, limits, preparation, own_transfers, stored
+    loop = StepLoop(scheduler, gpu_runner, engine.steps_in_flight, preparation.next)
+    return loop, cache, limits, preparation, own_transfers, stored
 
 
 def _check_fits(checkpoint: Checkpoint, device: str, args: argparse.Namespace) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from emberline.engine.cache_control import CacheControl, StoredCache
 from emberline.engine.core.step_loop import StepLoop
 from emberline.engine.encoders.encoder_loop import EncoderLoop
 from emberline.engine.encoders.speech_loop import SpeechLoop
@@ -173,14 +174,21 @@ class Server:
         tls: ssl.SSLContext | None = None,
         alive_file: AliveFile | None = None,
         limits: ServerLimits | None = None,
+        stored: StoredCache | None = None,
+        accept_sender: Callable[[socket.socket, str], None] | None = None,
     ) -> None:
-        """With `tls`, clients must show a certificate: of a core, or of the engine that sends KV."""
+        """tls: clients must show a certificate, that of a core or of the engine that sends KV.
+        stored: what clients purge, export and import beside the device pool.
+        accept_sender: takes over the connection of an engine that sends KV, with the name of that engine.
+        """
         self._tls = tls
         self._alive_file = alive_file
         self._limits = limits = limits or ServerLimits()
         listener.setblocking(False)
         self._listener = listener
         self._loop = loop
+        self._cache_control = CacheControl(stored or StoredCache(info.fingerprint), loop.purge)
+        self._accept_sender = accept_sender
         self._info = msgspec.structs.replace(info, heartbeat_s=limits.heartbeat_s)
         self._token = token
         self.versions = (frames.OLDEST_VERSION, frames.VERSION)  # of the protocol, that clients may speak
@@ -195,11 +203,9 @@ class Server:
         self._drain_until_s: float | None = None
         self._busy_s = time.monotonic()  # the last time there was work
         self.watch(listener, self._accept)
-        if loop.transfers is not None:
-            self.watch(loop.transfers.wakeup, loop.transfers.clear_wakeup)  # the next step handles the notices
-        if loop.tiers is not None:
-            self.watch(loop.tiers.wakeup, loop.tiers.clear_wakeup)
-        self.watch(loop.cache_control.wakeup, loop.cache_control.finish)
+        for executor in loop.executors.values():
+            self.watch(executor.queue.wakeup, executor.queue.clear_wakeup)  # the next step handles the notices
+        self.watch(self._cache_control.wakeup, self._cache_control.finish)
 
     @property
     def n_connections(self) -> int:
@@ -230,10 +236,8 @@ class Server:
         for connection in self._connections:
             connection.close()
         self._listener.close()
-        if self._loop.transfers is not None:
-            self._loop.transfers.close()
-        if self._loop.tiers is not None:
-            self._loop.tiers.close()
+        for executor in self._loop.executors.values():
+            executor.close()
 
     def run_once(self) -> None:
         """Poll the sockets, make a step, send its deltas; without work, sleep until a client brings some."""
@@ -298,8 +302,7 @@ class Server:
             limits.append(self._drain_until_s)
         if subscribers := self._subscribers():
             load = self._load
-            if self._loop.tiers is not None:
-                limits.append(self._loop.tiers.report_s)
+            limits.append(self._loop.report_s)
             limits += [c.reported_s + self._limits.report_s for c in subscribers if c.reported_load != load]
         next_s = min(limits, default=inf)
         return None if next_s == inf else max(0.0, next_s - time.monotonic())
@@ -372,7 +375,7 @@ class Server:
             except EmberlineError as error:  # its requests would be bound to grammars of other tokens
                 raise ClientLost(error.message) from None
         elif isinstance(message, frames.CacheCommand):
-            self._loop.cache_control.submit(message, partial(self._send_cache_result, connection))
+            self._cache_control.submit(message, partial(self._send_cache_result, connection))
         elif isinstance(message, frames.WatchKV):
             self._send_kv_events()  # earlier subscribers get the changes; the snapshot contains them
             for event in self._kv_events.subscribe():
@@ -416,7 +419,7 @@ class Server:
                 f"this engine speaks versions {self.versions[0]} to {self.versions[1]} of the protocol, not "
                 f"{hello.version}: install releases that follow each other"
             )
-        elif hello.peer and (self._loop.transfers is None or not self._info.transfers):
+        elif hello.peer and (self._accept_sender is None or not self._info.transfers):
             refusal = BadInput("this engine receives no KV from others")
         if refusal is None:
             connection.greet()
@@ -433,10 +436,10 @@ class Server:
         """The client is an engine that sends KV: a receiver thread takes the connection over."""
         if connection.has_backlog or connection.has_unread:
             raise ClientLost("an engine that sends KV must wait for Welcome")
-        assert self._loop.transfers is not None
+        assert self._accept_sender is not None
         self._connections.remove(connection)
         self._selector.unregister(connection.sock)
-        self._loop.transfers.accept(connection.sock, peer)
+        self._accept_sender(connection.sock, peer)
 
     def _submit(self, connection: ClientConnection, request: EngineRequest) -> None:
         try:

@@ -49,7 +49,6 @@ class GroupTiers:
     def __init__(self, own: TierManager, n_ranks: int = 1) -> None:
         self.own, self.n_ranks = own, n_ranks
         self.names, self.remote, self.changes, self.all_tiers = own.names, own.remote, own.changes, own.all_tiers
-        self.wakeup, self.clear_wakeup = own.queue.wakeup, own.queue.clear_wakeup
         self.find, self.look_up, self.queues = own.find, own.look_up, own.queues
         self.stats, self.flush, self.close = own.stats, own.flush, own.close
         self._order: Callable[[TierOrder], None]

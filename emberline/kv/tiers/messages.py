@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from emberline.kv.cache import EventSource
 from emberline.kv.retention import Conversation, Retention
 from emberline.kv.tiers.fetch_policy import TierQueue
 from emberline.kv.tiers.tier import BlockId, BlockMeta
@@ -72,7 +73,24 @@ class TierPort(Protocol):
     names: tuple[str, ...]  # of the tiers, fastest first
     remote: bool  # some tier must be asked before `find`
 
-    def notices(self) -> list[Notice]: ...
+    @property
+    def own(self) -> Any:
+        """The tiers of this rank, which execute orders: `TierManager`."""
+
+    @property
+    def changes(self) -> Sequence[EventSource]:
+        """KV events of each tier."""
+
+    @property
+    def has_notices(self) -> bool:
+        """True if a rank has reported something."""
+
+    @property
+    def report_s(self) -> float:
+        """Time at which statistics are to be asked for again; inf if they are not known to have changed."""
+
+    def notices(self) -> list[Notice]:
+        """Take in what ranks have reported. Returns what is done on all of them."""
 
     def room(self) -> int:
         """Bytes that `save` may take now; small or negative: later."""

@@ -77,7 +77,6 @@ class GroupTransfers:
         self.own = own
         if ranks:
             own.join(0, ranks)
-        self.wakeup, self.clear_wakeup = own.queue.wakeup, own.queue.clear_wakeup
         self.accept, self.close = own.accept, own.close
         self._order: Callable[[TransferOrder], None]
         self._reported: deque[tuple[int, Notice]] = deque()  # by followers, with their rank

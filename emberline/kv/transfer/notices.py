@@ -103,7 +103,18 @@ class ReceiverPort(Protocol):
 
 
 class TransferPort(SenderPort, ReceiverPort, Protocol):
+    """Commands to the transfers of all ranks, and what becomes of them. Used by the step loop's thread."""
+
+    @property
+    def own(self) -> Any:
+        """The transfers of this rank, which execute orders: `TransferManager`."""
+
+    @property
+    def has_notices(self) -> bool:
+        """True if a rank has reported something."""
+
     def start(self, order: Callable[[Any], None]) -> None:
         """Give orders to all ranks by this function. Called once, first."""
 
-    def notices(self) -> list[Notice]: ...
+    def notices(self) -> list[Notice]:
+        """Take in what ranks have reported. Returns what concerns whole transfers."""

@@ -193,3 +193,25 @@ def test_the_engine_says_which_feature_it_has():
     assert scheduler.feature(Holding) is feature
     with pytest.raises(LookupError, match="Counting"):
         scheduler.feature(Counting)
+
+
+def test_a_notice_wakes_the_loop_and_a_feature_asks_for_a_load_report():
+    class Noticing(Feature):
+        notices, due_s = [], 7.0
+
+        def has_notices(self):
+            return bool(self.notices)
+
+        def advance(self, now_s, device_waits):
+            self.notices.clear()
+
+        def report_s(self):
+            return self.due_s
+
+    loop = loop_of(Noticing(), Feature())
+    assert (loop.busy, loop.report_s, loop_of().report_s) == (False, 7.0, float("inf"))
+    Noticing.notices.append("a fetch is done")
+    assert loop.busy
+    assert not loop.blocked
+    loop.step(0.0)
+    assert not loop.busy

@@ -28,8 +28,10 @@ class Cry(msgspec.Struct):
 class Orders(Feature):
     """Gives an order at the end of each step."""
 
+    name = "tiers"
+
     def __init__(self, kind):
-        self.kind, self.n_steps = kind, 0
+        self.kind, self.n_steps, self.executor = kind, 0, Tiers()
 
     def catch_up(self):
         """Order something."""
@@ -40,11 +42,8 @@ class Orders(Feature):
 class Tiers:
     """In place of tiers: an executor that keeps what it is ordered."""
 
-    changes = ()
-    has_notices = False
-
     def __init__(self):
-        self.own, self.orders = self, []
+        self.orders = []
 
     def execute(self, orders):
         self.orders += [order.text for order in orders]
@@ -53,10 +52,9 @@ class Tiers:
 def loop_with(feature, runner, steps_in_flight, published):
     cache = KVCache([FULL], [32], chunk=32)
     limits = Limits(200, VOCAB, (EOS,), 4, 32)
-    tiers = Tiers()
     scheduler = Scheduler(cache, limits, "fake", [feature])
-    loop = StepLoop(scheduler, runner(cache), steps_in_flight, tiers=tiers, publish=published.append)
-    return loop, tiers
+    loop = StepLoop(scheduler, runner(cache), steps_in_flight, publish=published.append)
+    return loop, feature.executor
 
 
 def test_a_rank_publishes_a_plan_executes_its_orders_and_launches_its_rows():

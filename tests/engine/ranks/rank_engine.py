@@ -320,9 +320,7 @@ class RankEngine:
         self.runner = RankRunner(self, self.cache)
         scheduler = build_scheduler(self.cache, self.limits, "fake", tiers=self.book, transfers=self.transfers)
         publish = self.leader.publish_plan if n_ranks > 1 else None
-        self.loop = StepLoop(
-            *(scheduler, self.runner, steps_in_flight), transfers=self.transfers, tiers=self.tiers, publish=publish
-        )
+        self.loop = StepLoop(scheduler, self.runner, steps_in_flight, publish=publish)
 
     def _open_tiers(self, rank, host_blocks):
         sizes = [group.block_bytes for group in self.slices[rank]]

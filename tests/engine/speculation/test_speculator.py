@@ -199,7 +199,7 @@ def play(path, text, setting, kv_bytes, temperature):
     The second round has other seeds, so that drafts from the first round's sampled replies are wrong sooner or later.
     """
     flags = ["--model", str(path), "--socket", "unused", "--device", "cpu", "--threads", "1", "--kv-bytes", kv_bytes]
-    loop, _, _ = worker.build(worker.parse_arguments([*flags, "--speculation", setting, "--max-running", "3"]))
+    loop = worker.build(worker.parse_arguments([*flags, "--speculation", setting, "--max-running", "3"])).loop
     loop.set_vocabulary(text.vocabulary)
     if (speculation := loop.scheduler.speculation) is not None:
         speculation.__class__ = Steady  # on a busy machine it may not pay

@@ -38,7 +38,7 @@ def serving(address, layouts):
     tiers = GroupTiers(TierManager(layouts, HostMover(runner.memory), host, [], 1e9))
     cache = KVCache(layouts, sizes, chunk=LIMITS.token_budget)
     scheduler = build_scheduler(cache, LIMITS, "fake", transfers=transfers, tiers=tiers)
-    loop = StepLoop(scheduler, runner, transfers=transfers, tiers=tiers)
+    loop = StepLoop(scheduler, runner)
     info = EngineInfo(
         model="fake",
         fingerprint="fake",
@@ -49,7 +49,7 @@ def serving(address, layouts):
         transfers=transfers.own.receives_by,
     )
     with listening(str(address)) as (listener, at):
-        server = Server(listener, loop, info, "secret")
+        server = Server(listener, loop, info, "secret", accept_sender=transfers.accept)
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
         with Client(at) as client:

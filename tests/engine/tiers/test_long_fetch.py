@@ -29,6 +29,7 @@ class MemoryTier:
     """A `TierPort` that has every block that was saved, and brings them as fast as they are asked for."""
 
     names, remote = ("host",), False
+    own, changes, has_notices = None, (), False
 
     def __init__(self):
         self.ids, self.out, self.fetches = set(), [], {}

@@ -37,7 +37,7 @@ class Engine:
         runner = TorchRunner(TorchFake(layouts), sizes, LIMITS)
         self.cache = KVCache(layouts, sizes, chunk=LIMITS.token_budget)
         self.tiers = GroupTiers(make_tiers(layouts, HostMover(runner.memory)))
-        self.loop = StepLoop(build_scheduler(self.cache, LIMITS, "fake", tiers=self.tiers), runner, tiers=self.tiers)
+        self.loop = StepLoop(build_scheduler(self.cache, LIMITS, "fake", tiers=self.tiers), runner)
         self.serial = 0
 
     def ask(self, *prompts):

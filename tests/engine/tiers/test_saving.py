@@ -39,7 +39,7 @@ class Engine:
         self.tiers = GroupTiers(TierManager([LLAMA_8B], InstantMover(), self.host, [], 1e9))
         limits = Limits(4 * BUDGET, VOCAB, (EOS,), max_running=2, token_budget=BUDGET)
         scheduler = build_scheduler(self.cache, limits, "fake", tiers=self.tiers)
-        self.loop = StepLoop(scheduler, FakeRunner(self.cache), tiers=self.tiers)
+        self.loop = StepLoop(scheduler, FakeRunner(self.cache))
 
     def submit(self, n_tokens):
         self.loop.submit(request("a", [n // 7 % 7 for n in range(n_tokens)], max_tokens=1), 0.0)

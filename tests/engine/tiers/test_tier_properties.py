@@ -23,6 +23,7 @@ class ScriptedTier:
     """A `TierPort` whose threads do something when `act` is called; blocks of the fake runner are Python lists."""
 
     names = ("host",)
+    own, changes, has_notices = None, (), False
 
     def __init__(self, rng, faults, remote):
         self.rng, self.faults, self.remote = rng, faults, remote

@@ -38,6 +38,8 @@ class Side:
 
 
 class NoticeQueue:
+    own, has_notices = None, False
+
     def start(self, order):
         pass
 

@@ -31,7 +31,7 @@ def serving(address, layouts, shared):
     runner = TorchRunner(model, sizes, LIMITS, shared=shared)
     transfers = GroupTransfers(host_transfers("fake", layouts, runner.memory))
     cache = KVCache(layouts, sizes, chunk=LIMITS.token_budget)
-    loop = StepLoop(build_scheduler(cache, LIMITS, "fake", transfers=transfers), runner, transfers=transfers)
+    loop = StepLoop(build_scheduler(cache, LIMITS, "fake", transfers=transfers), runner)
     info = EngineInfo(
         model="fake",
         fingerprint="fake",
@@ -42,7 +42,7 @@ def serving(address, layouts, shared):
         transfers=transfers.own.receives_by,
     )
     with listening(str(address)) as (listener, at):
-        server = Server(listener, loop, info, "secret")
+        server = Server(listener, loop, info, "secret", accept_sender=transfers.accept)
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
         with Client(at) as client:

@@ -37,7 +37,7 @@ def test_a_first_burst_meets_no_step_that_is_not_prepared(tmp_path, monkeypatch)
     args = worker.parse_arguments(
         ["--model", str(path), "--socket", "unused", "--device", "cuda", "--kv-bytes", str(2 << 30)]
     )
-    loop, _, _ = worker.build(args)
+    loop = worker.build(args).loop
     compiled, n_graphs = [], loop.runner.n_graphs
     before = triton.knobs.runtime.jit_cache_hook
     triton.knobs.runtime.jit_cache_hook = lambda *_, fn, **__: compiled.append(fn.name)
