@@ -18,7 +18,7 @@ Rate = Annotated[int, Meta(ge=1, le=MAX_INTEGER)]
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What an account or a key may use. None: no limit. Of an account and its key, both limits apply."""
+    """Limits of an account or a key. None means no limit. The limits of both apply to a request."""
 
     requests_per_minute: Rate | None = None
     tokens_per_minute: Rate | None = None

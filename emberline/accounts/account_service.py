@@ -36,7 +36,7 @@ R = TypeVar("R", Account, ApiKey)
 
 
 class KeyGrant(msgspec.Struct, frozen=True, kw_only=True):
-    """What a new key is allowed."""
+    """Permissions of a new key."""
 
     name: str = ""
     role: Role = "user"
@@ -127,7 +127,7 @@ class AccountService:
     # --- keys --------------------------------------------------------------------------------------------------------
 
     async def keys(self, account: str | None = None, *, after: str = "", limit: int = MAX_PAGE) -> list[ApiKey]:
-        """Of one account or of all, also those that are revoked or expired."""
+        """List the keys of one account or of all, including revoked and expired ones."""
         if account is None:
             rows = await self._store.read(_KEYS_PAGE, (after, limit))
         else:

@@ -79,7 +79,7 @@ def key_digest(key: str) -> bytes:
 
 
 def is_well_formed(key: str) -> bool:
-    """Whether the checksum holds: a key that was cut or mistyped is recognized without a look-up."""
+    """True if the checksum holds: a key that was cut or mistyped is recognized without a look-up."""
     if len(key) != _KEY_CHARS or not key.startswith(PREFIX):
         return False
     try:

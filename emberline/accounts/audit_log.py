@@ -41,7 +41,7 @@ _encode = msgspec.json.Encoder(order="sorted").encode
 
 
 class Actor(msgspec.Struct, frozen=True):
-    """Who acts, and from where."""
+    """The key that acts, and the address it acts from."""
 
     name: str  # a key's id; "local" without keys; "operator" for the command line
     source: str = ""  # the address of the connection; headers that a client could forge do not count

@@ -77,7 +77,7 @@ class Authenticator:
             return self.check(headers, account)
 
     def check(self, headers: RawHeaders, account: str | None = None) -> Principal:
-        """As `authenticate`, by what this process knows by now."""
+        """Authenticate by what this process already knows, without asking the store."""
         if account is not None:
             check_account_name(account)
         key = _presented(headers, self._required)

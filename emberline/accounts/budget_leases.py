@@ -36,7 +36,7 @@ class BudgetKey(NamedTuple):
 
 
 class LeaseState(msgspec.Struct, frozen=True, kw_only=True):
-    """What a core holds of a budget, and what the others do."""
+    """Share of a budget that a core holds, and the share of the others."""
 
     granted_pico: int  # to this core; what it has spent included
     is_renewed: bool  # the lease begins again

@@ -57,7 +57,7 @@ class Budget(msgspec.Struct, frozen=True):
 
 
 class Allowance:
-    """What this core has of one budget in one period. Transactions on it run one after another."""
+    """This core's share of one budget in one period. Transactions on it run one after another."""
 
     __slots__ = (
         *("cap_pico", "extending", "granted_pico", "is_lost", "key", "lease", "lock", "reserved_pico", "spent_pico"),
@@ -87,7 +87,7 @@ class Allowance:
 
 
 class Reservation(msgspec.Struct, frozen=True):
-    """What one request may cost, reserved in each of its budgets."""
+    """The most that one request may cost, reserved in each of its budgets."""
 
     allowances: tuple[Allowance, ...]
     amount_pico: int
@@ -139,7 +139,8 @@ class Budgets:
     # --- requests ----------------------------------------------------------------------------------------------------
 
     async def reserve(self, budgets: Sequence[Budget], amount_pico: int, at_us: int) -> Reservation:
-        """Of a request that began at `at_us`. BudgetExceeded, BudgetReserved; Unavailable without the store."""
+        """Reserve the cost of a request that began at `at_us`. Raises BudgetExceeded or BudgetReserved; Unavailable
+        without the store."""
         if not amount_pico:
             return Reservation((), 0, "")
         while True:
@@ -273,7 +274,7 @@ class Budgets:
         self._began_s = self._clock()
 
     async def _give_back(self, allowance: Allowance, ends: bool = False) -> None:
-        """What is not in use. `ends`: nothing is, and the allowance is not used again under this lease."""
+        """Give back what is not in use. `ends`: nothing is, and the allowance is not used again under this lease."""
         async with allowance.lock:
             if allowance.is_lost or (ends and allowance.reserved_pico):
                 return

@@ -86,7 +86,7 @@ class KeyDirectory:
         return self._providers.get((account, name))
 
     def has_provider(self, name: str) -> bool:
-        """Of any account."""
+        """True if any account has a key of this provider."""
         return name in self._provider_names
 
     def providers(self) -> list[StoredProvider]:

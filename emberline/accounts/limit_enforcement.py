@@ -22,7 +22,7 @@ from emberline.protocol.route_request import RouteRequest
 
 
 class Share(msgspec.Struct, frozen=True):
-    """What an admitted request was given."""
+    """An admitted request's share of the limits."""
 
     rate_limits: RateLimits | None = None
     lease: str = ""  # of its budgets, for its usage row
@@ -30,7 +30,7 @@ class Share(msgspec.Struct, frozen=True):
 
 
 class _Held(msgspec.Struct):
-    """What a running request holds until it ends."""
+    """Reservations that a running request holds until it ends."""
 
     share: Share
     taken: Taken | None
@@ -152,7 +152,7 @@ def _budget(owner: Account | ApiKey) -> Budget | None:
 
 
 def _worst_case_pico(request: RouteRequest, price: Price | None, name: str) -> int:
-    """What a request may cost at most. Raises BadInput if nothing bounds it."""
+    """The most that a request may cost. Raises BadInput if nothing bounds the cost."""
     if price is None:
         raise Forbidden(
             f"{name} has a budget, and this model has no price: set one in `[[prices]]` of the configuration",

@@ -79,14 +79,14 @@ class PriceTable:
         return list(self._versions.get(model.lower(), ()))
 
     def cost(self, row: UsageRow) -> int | None:
-        """Of a row, by the version it names. None: no price."""
+        """Cost of a usage row at the price version it names. Returns None if the model had no price."""
         price = self.version(row.model, row.price_version)
         return None if price is None else row.priced(price).cost_pico
 
     def worst_case(
         self, model: str, at_us: int, input_tokens: int, max_output_tokens: int, priority: str = "default"
     ) -> int | None:
-        """What a request accepted at `at_us` can cost at most, in pico-units. None: no price."""
+        """The most that a request accepted at `at_us` can cost, in pico-units. Returns None without a price."""
         price = self.find(model, at_us)
         return None if price is None else price.worst_case_pico(input_tokens, max_output_tokens, priority)
 

@@ -53,11 +53,11 @@ class ProviderKeys:
         return ProviderKey(key, row.kind, row.url, is_own=row.account != EVERY_ACCOUNT)
 
     def has(self, provider: str) -> bool:
-        """Whether any account has a key of this provider."""
+        """True if any account has a key of this provider."""
         return self._directory.has_provider(provider)
 
     def list(self, account: str | None = None) -> list[StoredProvider]:
-        """Of one account, or of all."""
+        """List the keys of one account, or of all."""
         rows = [row for row in self._directory.providers() if account is None or row.account == account]
         return sorted(rows, key=lambda row: (row.account, row.provider))
 

@@ -34,7 +34,7 @@ class RateLimit(msgspec.Struct, frozen=True):
 
 
 class Taken(msgspec.Struct):
-    """What one running request holds of its limits."""
+    """Amounts that one running request holds of its limits."""
 
     limits: Sequence[RateLimit]
     n_tokens: int
@@ -44,7 +44,7 @@ class Taken(msgspec.Struct):
 
 
 class _Use:
-    """What a scope has used and not yet regained."""
+    """Amount that a scope has used and not yet regained."""
 
     __slots__ = ("at_s", "n_requests", "n_running", "n_tokens")
 

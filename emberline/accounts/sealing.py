@@ -39,7 +39,7 @@ class Sealer:
         return self._crypt(data, nonce).decode()
 
     def _crypt(self, data: bytes, nonce: bytes) -> bytes:
-        """Its own inverse."""
+        """Encrypt or decrypt: the function is its own inverse."""
         n_blocks = -(-len(data) // _BLOCK_BYTES)
         blocks = (
             blake2b(nonce + number.to_bytes(8, "little"), key=self._stream_key, person=b"emberline.strm").digest()

@@ -70,7 +70,7 @@ class Granted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Share:
-    """What this core holds of one scope."""
+    """This core's holdings of one scope."""
 
     def __init__(self, limit: RateLimit, now_s: float) -> None:
         self.limit = limit
@@ -99,7 +99,7 @@ class _Share:
             self.tokens += tokens
 
     def regained(self, amount: float, per_minute: int | None, now_s: float) -> float:
-        """Of what was taken, the part that is still to be given back: the bucket has refilled since."""
+        """Amount to return to the bucket: what was taken, minus what the bucket has refilled since."""
         return max(0.0, amount - (now_s - self.at_s) / MINUTE_S * (per_minute or 0))
 
 

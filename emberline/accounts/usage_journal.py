@@ -53,7 +53,7 @@ class UsageJournal:
 
     @property
     def has_rows(self) -> bool:
-        """Whether rows wait for the store."""
+        """True if rows wait for the store."""
         return self._n_forwarded < self._n_bytes
 
     async def append(self, row: UsageRow) -> None:

@@ -63,7 +63,7 @@ class UsageLedger:
 
     @property
     def all_stored(self) -> bool:
-        """Whether no row waits in the journal."""
+        """True if no row waits in the journal."""
         return self._journal is None or not self._journal.has_rows
 
     async def close(self) -> None:
@@ -87,7 +87,7 @@ class UsageLedger:
         self._changed |= self._running.pop(row.id, None) is not None
 
     def checkpoint(self, rows: Iterable[UsageRow]) -> None:
-        """What running requests have used by now; it stands if they never end."""
+        """Record the usage of running requests so far; the record stands if they never end."""
         self._running.update((row.id, row) for row in rows)
         self._changed = True
 

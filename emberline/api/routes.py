@@ -255,7 +255,7 @@ def _route(method: str, path: str, policy: Policy, dialect: Dialect, *rest: Any)
 
 
 def _first_word(path: str) -> str:
-    """Of the path behind the prefix that names the API's family."""
+    """First segment of the path after the API's prefix (`/v1/`, `/api/`, …)."""
     for prefix in (
         f"{AI}/v1/v1/",
         f"{AI}/v1/",

@@ -49,7 +49,7 @@ class AnswerChoice(msgspec.Struct, omit_defaults=True):
 
 
 class Encoded(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What an encoder computed: a row for each text, in order."""
+    """The result of an encoder: a row for each text, in order."""
 
     values: bytes  # float32 little-endian, the rows end to end: vectors, or scores from 0 to 1
     n_rows: int

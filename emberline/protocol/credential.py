@@ -94,7 +94,7 @@ def server_context(pem: str) -> ssl.SSLContext:
 
 
 def client_context(pem: str) -> ssl.SSLContext:
-    """It checks the name in the server's certificate: pass `worker_host(name)`."""
+    """TLS context of a client. It checks the name in the server's certificate: pass `worker_host(name)`."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     return _with_certificates(context, pem)
 

@@ -9,8 +9,8 @@ Pooling = Literal["mean", "cls", "last"]
 
 
 class EncodeParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Of an `EngineRequest` whose `prompt_ids` are several texts end to end. The result is a row of float32 values for
-    each: a vector, or with a classification head the logits of its labels."""
+    """Parameters of an `EngineRequest` whose `prompt_ids` are several texts end to end. The result is a row of float32
+    values for each: a vector, or with a classification head the logits of its labels."""
 
     lens: bytes  # tokens of each text, u32 little-endian
     second_starts: bytes = b""  # of pairs of texts: where in each the second one begins, u32; empty: no pairs

@@ -169,7 +169,7 @@ class Drain(msgspec.Struct, tag="drain"):
 
 
 class CacheCommand(msgspec.Struct, tag="cache", omit_defaults=True):
-    """What an operator wants done with cached KV. Answered by one CacheResult with the same number.
+    """An operation on cached KV that an operator asks for. Answered by one CacheResult with the same number.
 
     purge: forget the blocks of an account, of one of its sessions, or all. export: write an account's or a session's
     blocks into a new file. import: read blocks of the account from such a file.

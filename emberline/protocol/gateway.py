@@ -51,7 +51,7 @@ class RateLimit(_Settings, frozen=True):
 
 
 class Budget(_Settings, frozen=True):
-    """What the requests of a rule may cost, in the currency of the prices."""
+    """Limit on the cost of the requests of a rule, in the currency of the prices."""
 
     amount: Annotated[float, Meta(gt=0, le=1e9)]
     per_s: Annotated[int, Meta(ge=60, le=MONTH_S)] = 86_400
@@ -129,7 +129,7 @@ TokenCost = Annotated[float, Meta(ge=0, le=1)]  # of the currency, for one token
 
 
 class CustomCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the log says a request cost, in place of the model's price."""
+    """Cost of a request in the log, in place of the model's price."""
 
     per_token_in: TokenCost = 0.0
     per_token_out: TokenCost = 0.0

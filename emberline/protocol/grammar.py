@@ -16,7 +16,7 @@ UNMATCHABLE: Final = 1 << 60  # the shortest length of what no text matches
 
 
 class Text(msgspec.Struct, frozen=True, array_like=True, tag="t"):
-    """These characters."""
+    """A literal text."""
 
     text: str
 
@@ -130,7 +130,7 @@ def shortest_lengths(rules: Seq[Expression], starts: Seq[int] | None = None) -> 
 
 
 def shortest_length(expression: Expression, lengths: Seq[int]) -> int:
-    """Of one expression, given those of the rules."""
+    """Shortest length of one expression, given the lengths of the rules."""
     match expression:
         case Text():
             return len(expression.text.encode("utf-8", "surrogatepass"))

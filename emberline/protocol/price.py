@@ -24,7 +24,7 @@ Percent = Annotated[int, Meta(ge=0, le=1000)]
 
 
 class Price(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a model costs. A class is charged its percentage of every rate, which must be a whole number."""
+    """Price of a model. A class is charged its percentage of every rate, which must be a whole number."""
 
     input: TokenRate = 0  # micro-units per million tokens
     cached_input: TokenRate = 0  # of the prompt, served from the prefix cache; at most `input`
@@ -68,7 +68,7 @@ class Price(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return total if kind == "default" else total * self._percent(kind) // 100
 
     def cached_discount_pico(self, kind: str, cached_tokens: int) -> int:
-        """What these tokens would have cost more had they not been cached."""
+        """Amount that these tokens would have cost more if they had not been cached."""
         return (self.input - self.cached_input) * cached_tokens * self._percent(kind) // 100
 
     def worst_case_pico(

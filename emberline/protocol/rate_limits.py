@@ -4,7 +4,7 @@ import msgspec
 
 
 class LimitState(msgspec.Struct, frozen=True, array_like=True):
-    """Of a limit per minute."""
+    """State of a limit per minute."""
 
     limit: int
     remaining: int

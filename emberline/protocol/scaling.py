@@ -1,4 +1,4 @@
-"""What cores tell the planner, and what the planner tells everybody, as rows of the store.
+"""Rows of the store by which cores report to the planner, and the planner to everybody.
 
 Every core writes what it sees of each scaled model every few seconds. The planner, which runs on one core at a time,
 adds them up, and writes what it decides. All times are of the store's clock: those of the cores may be hours apart.
@@ -32,7 +32,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ArrivalPoint(msgspec.Struct, frozen=True, array_like=True):
-    """What arrived at one core, or was generated for it, in the interval of this number (Unix time ÷ STEP_S)."""
+    """Requests and tokens at one core in the interval of this number (Unix time ÷ STEP_S)."""
 
     number: int
     requests: int = 0

@@ -14,7 +14,7 @@ def max_audio_ms(audio: bytes) -> int:
 
 
 class TranscribeParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Of an `EngineRequest` without a prompt. The result is a `Transcript`, encoded as JSON."""
+    """Parameters of an `EngineRequest` with audio for a prompt. The result is a `Transcript`, encoded as JSON."""
 
     audio: bytes
     max_audio_ms: int

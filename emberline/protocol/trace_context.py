@@ -43,7 +43,7 @@ class Phase(NamedTuple):
 
 
 class TraceDetails(NamedTuple):
-    """What a transport knows of a request that is traced, at its end."""
+    """Facts of a traced request that its transport knows at the end."""
 
     phases: tuple[Phase, ...] = ()
     finish_reasons: tuple[str, ...] = ()

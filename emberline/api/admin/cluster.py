@@ -40,7 +40,7 @@ _bounds_decoder = msgspec.json.Decoder(NewBounds)
 
 
 async def plan(call: Call) -> Reply:
-    """What the planner saw of each scaled model, what it did, and why."""
+    """List what the planner saw of each scaled model, what it did, and why."""
     model = call.query.get("model", "")
     return json_reply(await call.service.scaling_plan(model, call.int_param("limit", 20, 0, MAX_DECISIONS)))
 

@@ -21,7 +21,7 @@ QUEUE_QUERY = {"dead": {"type": "integer", "minimum": 0, "maximum": MAX_DEAD_LET
 
 
 async def health(call: Call) -> Reply:
-    """Whether the server can generate. Details are only for callers with a key, where keys are used."""
+    """Tell if the server can generate. If keys are used, only callers with a key get details."""
     found = await call.service.health()
     body: dict[str, Any] = {"status": "ok" if found.ok else "unavailable", "version": __version__}
     if call.trusted:

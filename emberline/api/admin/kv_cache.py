@@ -21,7 +21,7 @@ IMPORT_QUERY = {"account": {"type": "string"}, "worker": {"type": "string"}}
 
 
 class Purge(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What to forget: one session of an account, an account, or (for admins) everything."""
+    """The cached KV to forget: of one session of an account, of an account, or (for admins) everything."""
 
     account: str | None = None  # default: the caller's
     session: str | None = None
@@ -76,7 +76,7 @@ async def import_(call: Call) -> Reply:
 
 
 def _salt(call: Call, account: str | None) -> bytes:
-    """Of the account's cached KV, if the caller may act for it."""
+    """Salt of the account's cached KV. Raises Forbidden if the caller may not act for the account."""
     if account is None or account == call.principal.account:
         return call.principal.salt
     if not call.principal.is_admin:

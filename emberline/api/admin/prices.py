@@ -1,4 +1,4 @@
-"""What models cost, now and in the past. Every key may read it; an admin sets it."""
+"""Prices of models, now and in the past. Every key may read them; an admin sets them."""
 
 from datetime import UTC, datetime
 from typing import Annotated, Any

@@ -39,7 +39,7 @@ _decoder = msgspec.json.Decoder(NewProvider)
 
 
 async def list_all(call: Call) -> Reply:
-    """Those whose keys the caller's requests may use; an admin sees all."""
+    """List the providers whose keys the caller's requests may use. An admin sees all."""
     stored = call.accounts.provider_keys.list()
     if not call.principal.is_admin:
         stored = [row for row in stored if row.account in (call.principal.account, EVERY_ACCOUNT)]

@@ -186,7 +186,7 @@ def _batch_body(call: Call, batch: Batch) -> Json:
 
 
 def _counts(batch: Batch) -> Json:
-    """They always add up to the number of submitted requests, also of those that have not been read yet."""
+    """Count the requests by state. The counts add up to the number of submitted requests, read or not."""
     counts, total = batch.counts, max(batch.counts.total, int(batch.attributes.get("n_requests", 0)))
     unread = total - counts.total if batch.ended else 0  # the batch ended while they were read
     return {

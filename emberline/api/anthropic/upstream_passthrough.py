@@ -24,7 +24,7 @@ DEFAULT_VERSION = "2023-06-01"
 
 
 class _Body(msgspec.Struct, kw_only=True):
-    """What is read of a body; the rest is Anthropic's to check."""
+    """The fields of a body that are read here; Anthropic checks the rest."""
 
     model: str
     messages: Raw

@@ -112,7 +112,7 @@ def _first(*values: Any) -> Any:
 
 
 def continues_final(continue_final_message: bool | None, add_generation_prompt: bool | None) -> bool:
-    """Whether the reply continues the last message. The two fields are vLLM's, where they exclude each other."""
+    """True if the reply continues the last message. The two fields are vLLM's, where they exclude each other."""
     if continue_final_message and add_generation_prompt:
         message = "`continue_final_message` excludes `add_generation_prompt`: the reply begins inside the message"
         raise BadInput(message, param="add_generation_prompt")

@@ -151,7 +151,7 @@ def _is_gguf(source: ModelSource) -> bool:
 
 
 def _pricing(card: ModelCard) -> dict[str, str] | None:
-    """Of one token, image or second of audio, as exact decimals; None where the card has no price."""
+    """Prices of one token, image or second of audio, as exact decimals. Returns None if the card has no price."""
     if (price := card.price) is None:
         return None
     rates = {

@@ -32,22 +32,21 @@ def usage_body(usage: Usage) -> dict[str, Any]:
 
 
 def cost_field(usage: Usage) -> dict[str, Any]:
-    """Its `cost` as an exact decimal, null without a price; nothing if the client has not asked for it."""
+    """The `cost` as an exact decimal, null without a price. Empty if the client has not asked for it."""
     if (cost := usage.cost) is None:
         return {}
     return {"cost": None if cost.pico is None else msgspec.Raw(format_amount(cost.pico).encode())}
 
 
 def drafts_field(usage: Usage) -> dict[str, Any]:
-    """What speculative decoding gave; nothing if the client has not asked for it."""
+    """Draft tokens of speculative decoding. Empty if the client has not asked for them."""
     if (drafts := usage.drafts) is None:
         return {}
     return {"speculation": {"draft_tokens": drafts.drafted, "accepted_tokens": drafts.accepted}}
 
 
 def tiers_field(usage: Usage, name: str) -> dict[str, Any]:
-    """Which tiers of the KV cache the cached tokens came from; nothing if all were on the device. `name`: of the field
-    beside it."""
+    """Cached tokens by tier of the KV cache, for the field beside `name`. Empty if all were on the device."""
     tiers = usage.cached_below_device
     return {f"{name}_by_tier": tiers} if tiers else {}
 

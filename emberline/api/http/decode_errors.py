@@ -1,4 +1,4 @@
-"""What is wrong with a JSON body, in the API's terms: the JSON decoder's messages rewritten."""
+"""Messages of the JSON decoder, rewritten in the API's terms."""
 
 import re
 

@@ -86,7 +86,7 @@ async def send_resumable(call: Call, streaming: Streaming) -> None:
 
 
 def _lost(call: Call, content_type: bytes) -> bytes:
-    """What ends the log if this process dies. Not `failed`: an encoder may count what it has encoded."""
+    """The event that ends the log if this process dies. Not by `failed`: an encoder may count what it has encoded."""
     error = Unavailable("the process that ran this request has ended")
     body = encode(error_body(error, call.dialect, call.id))
     return b"event: error\ndata: %b\n\n" % body if content_type == EVENT_STREAM else body + b"\n"

@@ -66,7 +66,7 @@ API_NAMES = tuple(dict.fromkeys(APIS.values()))
 
 
 class Policy(Enum):
-    """Who may call a route. Every route has one; what is not OPEN needs a principal (see `authorize`)."""
+    """The callers of a route. Every route has a policy; one that is not OPEN needs a principal (see `authorize`)."""
 
     OPEN = "open"  # everyone
     KEY = "key"  # every key whose scope includes the route's API; the endpoint shows only its account's objects
@@ -203,7 +203,7 @@ _OLLAMA = ("/api/create", "/api/push", "/api/copy", "/api/delete", "/api/blobs/"
 
 
 def _missing(path: str) -> str:
-    """What to say of a path without a route: an API that others have is named."""
+    """The message for a path without a route. If other servers have that API, the message names it."""
     if path.startswith(_OLLAMA):
         return "models are added and removed by `emberline pull` and `emberline rm`, not over Ollama's API"
     start = next((start for start in (_V1, "/v1/") if path.startswith(start)), None)

@@ -42,8 +42,8 @@ KeepAlive = float | Annotated[str, Meta(pattern=_DURATION)]
 
 
 class Options(msgspec.Struct, kw_only=True):
-    """What Ollama calls the model's parameters. `num_ctx` and others that only say how a model is loaded are skipped:
-    it has its whole context here, on the devices that the server was started with."""
+    """Ollama's parameters of a model. `num_ctx` and others that only say how a model is loaded are skipped: a model has
+    its whole context here, on the devices that the server was started with."""
 
     num_predict: Annotated[int, Meta(ge=-2, le=MAX_TOKENS)] | None = None  # 0 and less: no limit
     seed: Seed | None = None
@@ -95,7 +95,7 @@ class ModelRequest(msgspec.Struct, kw_only=True):
 
     @property
     def unloads(self) -> bool:
-        """Whether it asks that the model be unloaded at once."""
+        """True if the request asks to unload the model immediately."""
         alive = self.keep_alive
         return alive == 0 or (isinstance(alive, str) and not any(digit in alive for digit in "123456789"))
 
@@ -184,7 +184,7 @@ class OllamaChat(TextRequest, kw_only=True):
 
 
 class OllamaPrompt(TextRequest, kw_only=True):
-    """Of `/api/generate`."""
+    """The body of `/api/generate`."""
 
     prompt: str | None = None
     system: str | None = None

@@ -60,7 +60,7 @@ class ChatRequest(ChatFields, kw_only=True):
 
     @property
     def uses_functions(self) -> bool:
-        """Whether the client uses the deprecated `functions` instead of `tools`."""
+        """True if the client uses the deprecated `functions` instead of `tools`."""
         return bool(self.functions)
 
     def toolset(self) -> Toolset:

@@ -121,7 +121,7 @@ async def playground(call: Call) -> Reply:
 
 
 async def operations(call: Call) -> Reply:
-    """What it shows comes from the admin API, with the key that the page is given."""
+    """Serve the operator's pages. They read the admin API, with the key that the operator gives them."""
     return _page(call, "operations.html")
 
 

@@ -110,7 +110,7 @@ async def list_authors(call: Call) -> Reply:
 
 @cache
 def _input_schema(body: type[Any]) -> dict[str, Any]:
-    """Its own definition at the top level, where clients look for `type` and `properties`."""
+    """Move the schema's own definition to the top level, where clients look for `type` and `properties`."""
     (reference,), definitions = struct_schemas([body], "#/$defs/{name}")
     own = definitions.pop(reference["$ref"].rpartition("/")[2])
     return {**own, "$defs": definitions}

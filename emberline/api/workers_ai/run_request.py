@@ -42,7 +42,7 @@ class RunRequest(ChatFields, kw_only=True):
 
     @property
     def for_queue(self) -> bool:
-        """Whether the body submits to the queue or polls it."""
+        """True if the body submits to the queue or polls it."""
         queued = self.options is not None and bool(self.options.queue_request)
         return queued or self.requests is not None or self.request_id is not None
 

@@ -112,7 +112,7 @@ class FileStore:
         return self._blobs.stream(file.blob)
 
     async def delete(self, account: str, file_id: str) -> bool:
-        """Whether there was one. Its blob is collected once nothing references it."""
+        """Delete a file. Returns True if there was one. The blob is collected once nothing refers to it."""
         return await self._store.run(lambda: _delete(account, file_id))
 
     async def delete_expired(self) -> None:

@@ -1,4 +1,4 @@
-"""Which jobs run next: those near their deadline, then a fair share per account, then by deadline and prefix.
+"""The choice of the next jobs: those near their deadline, then a fair share per account, by deadline and prefix.
 
 Fair queueing counts tokens: every account has a counter of what it was served per model, and the lowest goes first. An
 account that was idle starts at the level of the others.

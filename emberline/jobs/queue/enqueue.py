@@ -61,7 +61,7 @@ def _invalid(number: int, custom_id: str, job: NewJob, error: ErrorInfo) -> Enco
 
 
 class BatchLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """What the transactions that load one batch need to know."""
+    """The facts that the transactions of loading one batch need."""
 
     batch_id: str
     account: str

@@ -74,7 +74,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HeartbeatReply(msgspec.Struct, frozen=True):
-    """Which of the worker's jobs must be aborted."""
+    """The worker's jobs that must be aborted."""
 
     stopped: frozenset[JobKey] = frozenset()  # cancelled or expired: abort, then call `finish_stopped`
     lost: frozenset[JobKey] = frozenset()  # leased to another worker now: abort without writing anything

@@ -121,7 +121,7 @@ class QueueMetrics(Collector):
 
     @property
     def models(self) -> list[str]:
-        """Those with queued jobs."""
+        """The models with queued jobs."""
         return list(dict.fromkeys(depth.model for depth in self._depths if depth.n_queued))
 
     def total(self, event: str) -> int:
@@ -344,7 +344,7 @@ class Puller:
             await asyncio.sleep(wait_s * random.uniform(0.75, 1.25))
 
     async def _run_quarantined(self, model: str, others_wait: bool) -> bool:
-        """Whether to try again soon: an engine is being drained, or there may be another quarantined job."""
+        """Run one quarantined job alone on an engine. Returns True if the caller should try again soon."""
         grant = self._admission.issue_exclusive(model)
         if grant is None:
             self._draining.add(model)

@@ -67,7 +67,7 @@ async def open_queue(store: Database, data_dir: Path, limits: QueueLimits | None
 
 
 class Queue(QueueReader):
-    """What can be read of the queue, and everything that changes it."""
+    """The durable queue: its readers, and every operation that changes it."""
 
     def __init__(self, store: Database, blobs: Blobs, limits: QueueLimits) -> None:
         super().__init__(store, blobs, limits)
@@ -238,7 +238,7 @@ class Queue(QueueReader):
         await self._sweeper.reclaim_from(owner)
 
     async def has_stop_requests(self, owner: str) -> bool:
-        """Whether a heartbeat would ask the worker to stop a job."""
+        """True if a heartbeat would ask the worker to stop a job."""
         return bool(await self._store.read(sql.STOP_REQUESTS, (owner,)))
 
     def listen(self, channel: Literal["lines", "batches", "validating"], poll_s: float) -> Subscription:
@@ -417,7 +417,7 @@ def _insert_batch(new: NewBatch, status: BatchStatus, load: BatchLoad, blob: str
 
 
 def _usage_fields(usage: UsageRow | None) -> dict[str, Any]:
-    """What an unsuccessful attempt used; its account is charged for it."""
+    """Record the usage of an unsuccessful attempt; its account is charged."""
     if usage is None:
         return {}
     return {"usage": usage, "input_tokens": usage.input_tokens, "output_tokens": usage.output_tokens}

@@ -197,7 +197,7 @@ def _reclaim_dead(owner: str, now_us: int, limits: QueueLimits) -> Transaction[b
 
 
 def _apply_killed(rows: Rows, owner: str, now_us: int, limits: QueueLimits) -> Transaction[bool]:
-    """Whether there may be more."""
+    """Apply the outcomes of jobs whose worker died. Returns True if there may be more."""
     outcomes = [
         killed_outcome((str(batch_id), int(number or 0)), int(epoch or 0), owner, int(kills or 0), now_us, limits)
         for batch_id, number, epoch, kills in rows

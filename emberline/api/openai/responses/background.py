@@ -39,7 +39,7 @@ Json = dict[str, Any]
 
 
 class _Submitted(msgspec.Struct):
-    """What the batch's file holds: the request body, and all items of the conversation."""
+    """The content of the batch's file: the request body, and all items of the conversation."""
 
     body: msgspec.Raw
     items: msgspec.Raw

@@ -112,7 +112,7 @@ class ResponsesRequest(NoSamplingFields, kw_only=True):
 
     @property
     def wants_summary(self) -> bool:
-        """Whether reasoning is sent as a summary. Ours is the whole text, in the field where the client looks."""
+        """True if reasoning is sent as a summary. It is the whole text, in the field where the client looks."""
         return self.reasoning is not None and bool(self.reasoning.summary or self.reasoning.generate_summary)
 
     @property

@@ -95,8 +95,8 @@ def _declarations(raw: dict[str, Any], field: str, namespace: str | None) -> lis
 
 
 def droppable(raw: dict[str, Any], choice: ToolChoiceField | None) -> bool:
-    """Whether a provider's own tool can be left out: when no tool may be called, and for searches, which the model is
-    never obliged to make. Codex always declares one and fails where it is refused."""
+    """True if a provider's own tool can be left out: if no tool may be called, or for a search, which a model is never
+    obliged to make. Codex always declares one and fails where it is refused."""
     kind = raw.get("type")
     if kind in ("function", "custom", "namespace"):
         return False
