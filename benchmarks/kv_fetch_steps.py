@@ -182,7 +182,7 @@ def main() -> int:
     for n in range(4):
         engine.submit(f"session {n}#0", sessions[n], 2)
         engine.finish(f"session {n}#0")
-    engine.tiers.flush()
+    engine.tiers.own.flush()
     for n in range(args.streams):
         engine.submit(f"stream {n}", prompt_of(100 + n, 200), 2000)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in KINDS}

@@ -12,6 +12,7 @@ from emberline.kv.tiers.block_tag import BlockTagger
 from emberline.kv.tiers.disk.direct_file import aligned_buffer
 from emberline.kv.tiers.disk.disk_folder import purge_unused
 from emberline.kv.tiers.export_file import read_export, write_export
+from emberline.kv.tiers.group_tiers import GroupTiers
 from emberline.kv.tiers.tier import BlockId, BlockMeta, Tier, layout_tag
 from emberline.protocol import block_hash
 from emberline.protocol.block_hash import KVGroup
@@ -32,17 +33,6 @@ class Exportable(Protocol):
     def chains(self, owner: bytes, session: bytes | None) -> list[tuple[BlockId, BlockMeta]]: ...
 
 
-class StoredTiers(Protocol):
-    """`TierManager`, or `GroupTiers`, whose step loop runs."""
-
-    n_ranks: int
-    all_tiers: Sequence[Tier]
-
-    def flush(self, limit_s: float = ...) -> bool: ...
-
-    def purge(self, owner: bytes | None, session: bytes | None) -> dict[str, int]: ...
-
-
 class StoredCache:
     """The tiers of a worker, and what exports need to know: its model, layouts and tagging key."""
 
@@ -50,7 +40,7 @@ class StoredCache:
         self,
         fingerprint: str,
         groups: Sequence[KVGroup] = (),
-        tiers: StoredTiers | None = None,
+        tiers: GroupTiers | None = None,
         key: bytes | None = None,
         disk_path: Path | None = None,
     ) -> None:
@@ -85,7 +75,7 @@ class StoredCache:
         return purged
 
     def _export(
-        self, tiers: StoredTiers, tagger: BlockTagger, owner: bytes, session: bytes | None, path: Path
+        self, tiers: GroupTiers, tagger: BlockTagger, owner: bytes, session: bytes | None, path: Path
     ) -> dict[str, int]:
         tiers.flush()
         source: dict[BlockId, tuple[Tier, BlockMeta]] = {}
@@ -113,7 +103,7 @@ class StoredCache:
         n_blocks = write_export(path, tagger, self.fingerprint, owner, self._layouts, ordered, read, BATCH)
         return {"exported": n_blocks}
 
-    def _import(self, tiers: StoredTiers, tagger: BlockTagger, owner: bytes, path: Path) -> dict[str, int]:
+    def _import(self, tiers: GroupTiers, tagger: BlockTagger, owner: bytes, path: Path) -> dict[str, int]:
         n_blocks = 0
         targets = [tier for tier in tiers.all_tiers if not tier.remote]
         batch: list[tuple[BlockId, BlockMeta, memoryview]] = []

@@ -7,8 +7,10 @@ import pytest
 
 from emberline.engine.cache_control import CacheControl, StoredCache
 from emberline.kv.host_memory import HostMemory
+from emberline.kv.retention import Retention
 from emberline.kv.tiers.disk.disk_folder import model_folder
 from emberline.kv.tiers.disk.disk_tier import DiskTier
+from emberline.kv.tiers.group_tiers import GroupTiers
 from emberline.kv.tiers.host import HostTier
 from emberline.kv.tiers.manager import TierManager
 from emberline.kv.tiers.mover import HostMover
@@ -30,7 +32,8 @@ class Worker:
         self.host = HostTier(64 * GROUP.block_bytes, [GROUP.block_bytes], keep=host)
         self.host.allocate_all()
         memory = HostMemory([memoryview(bytearray(4 * GROUP.block_bytes))], [GROUP.block_bytes])
-        self.tiers = TierManager([GROUP], HostMover(memory), self.host, [self.disk], 1e9)
+        self.tiers = GroupTiers(TierManager([GROUP], HostMover(memory), self.host, [self.disk], 1e9))
+        self.tiers.start(Retention(), lambda order: self.tiers.own.execute([order]))
         self.device_purges: list[tuple[bytes | None, bytes]] = []
         stored = StoredCache("model", [GROUP], self.tiers, KEY, disk_path)
         self.control = CacheControl(stored, self.purge_device)
@@ -55,7 +58,9 @@ class Worker:
         results: list[CacheResult] = []
         self.control.submit(command, results.append)
         while not results:
-            assert select.select([self.control.wakeup], [], [], 60)[0]
+            assert select.select([self.control.wakeup, self.tiers.wakeup], [], [], 60)[0]
+            self.tiers.clear_wakeup()
+            self.tiers.notices()
             self.control.finish()
         assert results[0].number == command.number
         return results[0]
@@ -124,10 +129,10 @@ def test_errors_are_answers(tmp_path: Path) -> None:
     absent = worker.run(CacheCommand(2, "import", SALT, path=str(tmp_path / "absent"))).error
     assert absent is not None
     assert "No such file" in absent.message
-    worker.tiers.close()
     alone = Worker.__new__(Worker)
-    alone.control = CacheControl(StoredCache("model"))
+    alone.control, alone.tiers = CacheControl(StoredCache("model")), worker.tiers
     refused = alone.run(CacheCommand(3, "export", SALT, SESSION, "x")).error
     assert refused is not None
     assert "--kv-disk-bytes" in refused.message
     assert alone.run(CacheCommand(4, "purge", SALT)).blocks == {"device": 0}
+    worker.tiers.close()

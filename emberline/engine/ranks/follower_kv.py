@@ -7,19 +7,17 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 
 from emberline.engine.addresses import listening
 from emberline.engine.core.rank import Executor
 from emberline.engine.ranks.messages import KVReport, RankFailed
 from emberline.engine.ranks.rank_group import Member
-from emberline.kv.tiers.group_tiers import FollowerTiers
+from emberline.kv.tiers.group_tiers import NoTiers
 from emberline.kv.tiers.manager import TierManager
 from emberline.kv.transfer.connection import PeerConnection, PeerConnectionLost
 from emberline.kv.transfer.manager import TransferManager
 from emberline.protocol import frames
-from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.errors import BadInput, EmberlineError, Unauthorized
 from emberline.protocol.frames import EngineInfo, EngineLoad
 
@@ -34,11 +32,9 @@ _log = logging.getLogger(__name__)
 class FollowerKV:
     """A thread reports what the threads of transfers and tiers notice."""
 
-    def __init__(
-        self, member: Member, transfers: TransferManager, tiers: TierManager | None, kv_groups: Sequence[KVGroup]
-    ) -> None:
+    def __init__(self, member: Member, transfers: TransferManager, tiers: TierManager | None) -> None:
         self._member, self.transfers = member, transfers
-        self._tiers = FollowerTiers(tiers, kv_groups)
+        self._tiers = tiers or NoTiers()
         self._stopped, self._stop = socket.socketpair()
         transfers.join(member.rank, member.slices)
         self.executors: dict[str, Executor] = {"tiers": self._tiers, "transfers": transfers}

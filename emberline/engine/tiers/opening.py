@@ -5,11 +5,12 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from emberline.engine.cache_control import StoredCache, StoredTiers
+from emberline.engine.cache_control import StoredCache
 from emberline.engine.memory import default_host_tier_bytes, free_host_bytes, n_gpus_of_machine
 from emberline.kv.tiers.disk.block_cipher import CipherUnavailable, derived_key
 from emberline.kv.tiers.disk.disk_folder import model_folder
 from emberline.kv.tiers.disk.disk_tier import DiskTier
+from emberline.kv.tiers.group_tiers import GroupTiers
 from emberline.kv.tiers.host import HostTier, Segment, padded
 from emberline.kv.tiers.manager import TierManager
 from emberline.kv.tiers.mover import BlockMover
@@ -123,7 +124,7 @@ def _open_disk(args: argparse.Namespace, fingerprint: str, layouts: Sequence[KVG
 
 
 def stored_cache(
-    args: argparse.Namespace, fingerprint: str, layouts: Sequence[KVGroup], tiers: StoredTiers | None
+    args: argparse.Namespace, fingerprint: str, layouts: Sequence[KVGroup], tiers: GroupTiers | None
 ) -> StoredCache:
     """The same tiers as operators purge, export and import them."""
     key = tagging_key() if tiers is not None and os.environ.get(KEY_VARIABLE) else None

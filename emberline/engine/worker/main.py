@@ -375,7 +375,7 @@ def _step_loop(
             own_transfers = host_transfers(fingerprint, kv_groups, runner.memory, mooncake)
             own_tiers = open_tiers(args, fingerprint, kv_groups, HostMover(runner.memory), ranks=slices)
         if isinstance(group, Member):
-            kv = None if own_transfers is None else FollowerKV(group, own_transfers, own_tiers, kv_groups)
+            kv = None if own_transfers is None else FollowerKV(group, own_transfers, own_tiers)
             return follower_loop(group, runner, kv), cache, limits, None, own_transfers, None
         transfers = None if own_transfers is None else GroupTransfers(own_transfers, slices)
         tiers = None if own_tiers is None else GroupTiers(own_tiers, n_ranks)
@@ -416,7 +416,7 @@ def _step_loop(
     slices = () if group is None else group.slices
     own_tiers = open_tiers(args, fingerprint, kv_groups, mover, PinnedAllocator(device), slices)
     if isinstance(group, Member):
-        kv = FollowerKV(group, own_transfers, own_tiers, kv_groups)
+        kv = FollowerKV(group, own_transfers, own_tiers)
         following = follower_loop(group, gpu_runner, kv, engine.steps_in_flight, preparation.next)
         return following, cache, limits, preparation, own_transfers, None
     transfers = GroupTransfers(own_transfers, slices)

@@ -5,12 +5,12 @@ lost is missing everywhere, and the block is computed again, and saved where it 
 taken for what all hold, so followers evict from host memory what rank 0 evicts.
 """
 
+import contextlib
 import errno
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
 
 from emberline.kv.notice_queue import NoticeQueue
 from emberline.kv.retention import Conversation, Retention
@@ -21,24 +21,22 @@ from emberline.kv.tiers.orders import (
     CancelFetch,
     Fetch,
     FetchCancelled,
+    Flush,
+    Flushed,
     Purge,
-    Purged,
     Remove,
     Retire,
     Save,
     Saved,
     TierOrder,
     TierReport,
-    Use,
 )
-from emberline.kv.tiers.tier import BlockId, layout_tag
-from emberline.protocol.block_hash import KVGroup
 
 
 @dataclass(slots=True, eq=False)
-class _Purge:
+class _Flush:
     left: int  # ranks that have not answered
-    blocks: dict[str, int] = field(default_factory=dict)  # by tier
+    purged: dict[str, int] = field(default_factory=dict)  # blocks by tier
     error: str = ""
     done: threading.Event = field(default_factory=threading.Event)
 
@@ -50,16 +48,16 @@ class GroupTiers:
         self.own, self.n_ranks = own, n_ranks
         self.names, self.remote, self.changes, self.all_tiers = own.names, own.remote, own.changes, own.all_tiers
         self.find, self.look_up, self.queues = own.find, own.look_up, own.queues
-        self.stats, self.flush, self.close = own.stats, own.flush, own.close
+        self.stats, self.close = own.stats, own.close
         self._order: Callable[[TierOrder], None]
-        self._numbers = count(1)  # of saves and purges, which other threads begin
+        self._numbers = count(1)  # of saves and flushes, which other threads begin
         self._saves: dict[int, Sequence[SavedBlock]] = {}
         self._saving_bytes = 0
         self._copies: Tally[int] = Tally()  # numbers of saves
         self._fetches: dict[int, Tally[Item]] = {}
         self._cancelled: dict[int, Sequence[Item]] = {}  # blocks of fetches that some rank may still write
         self._stops: Tally[int] = Tally()  # numbers of cancelled fetches
-        self._purges: dict[int, _Purge] = {}
+        self._flushes: dict[int, _Flush] = {}
         if n_ranks > 1:
             own.record_evictions()
 
@@ -103,7 +101,7 @@ class GroupTiers:
             elif isinstance(report, LookedUp):
                 merged.append(report)
             else:
-                self._purged(report)
+                self._flushed(report)
         return merged
 
     # --- saving -----------------------------------------------------------------------------------------------------
@@ -150,7 +148,7 @@ class GroupTiers:
 
     def used(self, keys: Sequence[bytes], conversation: Conversation | None) -> None:
         """Keep blocks that were found in the device pool, as if they were read."""
-        self._order(Use(list(keys), conversation))
+        self.own.touch(keys, conversation, self._order)
 
     def retire(self, owner: bytes, session: bytes, first: int) -> None:
         """Evict the blocks of a session that has ended first, from a position on."""
@@ -160,70 +158,58 @@ class GroupTiers:
         """Forget blocks, whose content is invalid."""
         self._order(Remove(list(keys)))
 
+    # --- what other threads wait for, while the step loop runs ------------------------------------------------------
+
+    def flush(self, limit_s: float = FLUSH_S) -> bool:
+        """Wait until what was saved by now, on every rank, is where it belongs. Returns False if it took longer."""
+        with contextlib.suppress(OSError):
+            self._wait_for(Flush(next(self._numbers), limit_s))
+            return True
+        return False
+
     def purge(self, owner: bytes | None, session: bytes | None) -> dict[str, int]:
-        """Forget blocks on every rank, as `TierManager.purge` does on one, while the step loop runs: blocking, on
-        another thread. Blocks count once, whatever the number of ranks. Raises OSError if something may be left."""
-        number = next(self._numbers)
-        purge = self._purges[number] = _Purge(self.n_ranks)
-        self._order(Purge(number, owner, session))
+        """Forget blocks on every rank: of an owner, of one of its sessions, or all. Returns their number by tier, in
+        which a block counts once, whatever the number of ranks. Raises OSError if something may be left."""
+        return self._wait_for(Purge(next(self._numbers), FLUSH_S, owner, session))
+
+    def _wait_for(self, order: Flush) -> dict[str, int]:
+        flush = self._flushes[order.number] = _Flush(self.n_ranks)
+        self._order(order)
         self.own.queue.wake()
         try:
-            if not purge.done.wait(2 * FLUSH_S):
+            if not flush.done.wait(2 * order.limit_s):
                 raise OSError(errno.ETIMEDOUT, "a rank does not answer")
         finally:
-            del self._purges[number]
-        if purge.error:
-            raise OSError(errno.EIO, purge.error)
-        return purge.blocks
+            del self._flushes[order.number]
+        if flush.error:
+            raise OSError(errno.EIO, flush.error)
+        return flush.purged
 
-    def _purged(self, report: Purged) -> None:
-        if (purge := self._purges.get(report.number)) is not None:
-            purge.error = purge.error or report.error
-            for name, n in report.blocks.items():
-                purge.blocks[name] = max(n, purge.blocks.get(name, 0))
-            purge.left -= 1
-            if not purge.left:
-                purge.done.set()
+    def _flushed(self, report: Flushed) -> None:
+        if (flush := self._flushes.get(report.number)) is not None:
+            flush.error = flush.error or report.error
+            for name, n in report.purged.items():
+                flush.purged[name] = max(n, flush.purged.get(name, 0))
+            flush.left -= 1
+            if not flush.left:
+                flush.done.set()
 
 
-class FollowerTiers:
-    """A follower's tiers, which get orders with the layout tags of rank 0. Without tiers every slice is lost."""
+class NoTiers:
+    """Stands for the tiers of a follower that has none: every slice is lost."""
 
-    def __init__(self, own: TierManager | None, layouts: Sequence[KVGroup]) -> None:
-        self._own = own
-        self._tags = [layout_tag(layout) for layout in layouts]
-        self.queue: NoticeQueue[Any] = NoticeQueue() if own is None else own.queue
+    def __init__(self) -> None:
+        self.queue: NoticeQueue[TierReport] = NoticeQueue()
+        self.reports, self.close = self.queue.take, self.queue.close
 
     def execute(self, orders: Sequence[TierOrder]) -> None:
-        """Do what rank 0 has ordered; another thread may take `reports` meanwhile."""
+        """Answer orders at once."""
         for order in orders:
-            if self._own is None:
-                self._answer(order)
-                continue
             if isinstance(order, Save):
-                order.blocks = [block._replace(id=self._id(block.group, block.id)) for block in order.blocks]
+                self.queue.put(Saved(order.number))
             elif isinstance(order, Fetch):
-                order.blocks = [block._replace(id=self._id(block.item[0], block.id)) for block in order.blocks]
-            self._own.execute((order,))
-
-    def _id(self, group: int, block_id: BlockId) -> BlockId:
-        return BlockId(block_id.key, self._tags[group])
-
-    def _answer(self, order: TierOrder) -> None:
-        if isinstance(order, Save):
-            self.queue.put(Saved(order.number))
-        elif isinstance(order, Fetch):
-            self.queue.put(BlocksFetched(order.number, [], [block.item for block in order.blocks]))
-        elif isinstance(order, CancelFetch):
-            self.queue.put(FetchCancelled(order.number))
-        elif isinstance(order, Purge):
-            self.queue.put(Purged(order.number))
-
-    def reports(self) -> list[TierReport]:
-        """Take what has happened since the last call."""
-        return self.queue.take()
-
-    def close(self) -> None:
-        """Write what was saved."""
-        if self._own is not None:
-            self._own.close()
+                self.queue.put(BlocksFetched(order.number, [], [block.item for block in order.blocks]))
+            elif isinstance(order, CancelFetch):
+                self.queue.put(FetchCancelled(order.number))
+            elif isinstance(order, Flush):
+                self.queue.put(Flushed(order.number))

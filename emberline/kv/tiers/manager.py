@@ -8,7 +8,6 @@ a slot of the host tier, which keeps it there if it has the room.
 """
 
 import contextlib
-import errno
 import logging
 import threading
 import time
@@ -18,11 +17,11 @@ from dataclasses import dataclass, field
 from itertools import groupby, islice, repeat
 from math import inf
 from queue import SimpleQueue
-from typing import cast
+from typing import NamedTuple, TypeVar, cast
 
 from emberline.kv.groups import counted_group
 from emberline.kv.notice_queue import NoticeQueue
-from emberline.kv.retention import Retention
+from emberline.kv.retention import Conversation, Retention
 from emberline.kv.tiers.fetch_policy import TierQueue
 from emberline.kv.tiers.host import HostTier, Slot
 from emberline.kv.tiers.messages import BlocksFetched, Item, LookedUp, SavedBlock, WantedBlock
@@ -30,8 +29,9 @@ from emberline.kv.tiers.mover import BlockCopy, BlockMover, Ticket
 from emberline.kv.tiers.orders import (
     CancelFetch,
     FetchCancelled,
+    Flush,
+    Flushed,
     Purge,
-    Purged,
     Remove,
     Retire,
     Save,
@@ -56,6 +56,15 @@ STATS_S = 1.0  # age at which statistics are made anew
 FLUSH_S = 10.0  # for blocks on their way to be written when the engine ends
 
 _log = logging.getLogger(__name__)
+Block = TypeVar("Block", SavedBlock, WantedBlock)
+
+
+class _Touch(NamedTuple):
+    """Blocks that were found in the device pool."""
+
+    keys: Sequence[bytes]
+    conversation: Conversation | None
+    order: Callable[[Use], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -70,8 +79,6 @@ class Fetch:
 class TierManager:
     """The tiers of one rank: does what it is ordered. `host` is the first tier, or only stages for the others."""
 
-    n_ranks = 1
-
     def __init__(
         self, layouts: Sequence[KVGroup], mover: BlockMover, host: HostTier, tiers: Sequence[Tier], host_rate: float
     ) -> None:
@@ -82,7 +89,7 @@ class TierManager:
         self._all: list[Tier] = [host, *tiers] if host.keeps else list(tiers)
         self.names = tuple(tier.name for tier in self._all)
         self.remote = any(tier.remote for tier in tiers)
-        self.queue: NoticeQueue[TierReport | LookedUp] = NoticeQueue()
+        self.queue: NoticeQueue[TierReport] = NoticeQueue()
         told = layout_tag(counted_group(layouts))
         self.changes: list[TierChanges] = []
         for tier in self._all:
@@ -93,7 +100,7 @@ class TierManager:
         self._n_unsaved = 0  # blocks for which host memory had no room
         self.max_saving = min(SAVING_BYTES, host.capacity_bytes // 4)
         self._load_rate = ReadRate(host_rate)
-        self._saves: SimpleQueue[Save | Use | Retire | Remove | threading.Event | None] = SimpleQueue()
+        self._saves: SimpleQueue[Save | Use | Retire | Remove | _Touch | threading.Event | None] = SimpleQueue()
         self._promised: dict[int, list[tuple[int, int]]] = {}  # by save: block sizes, and slots of the host tier
         self._loads: SimpleQueue[tuple[Fetch, list[tuple[WantedBlock, Slot]]] | None] = SimpleQueue()
         self._wanted: SimpleQueue[tuple[Fetch, Iterable[WantedBlock]] | None] = SimpleQueue()
@@ -118,12 +125,12 @@ class TierManager:
                 self.fetch(order.number, order.blocks)
             elif isinstance(order, CancelFetch):
                 self.cancel(order.number)
-            elif isinstance(order, Purge):
-                threading.Thread(target=self._execute_purge, args=(order,), name="kv-purge", daemon=True).start()
+            elif isinstance(order, Flush):
+                threading.Thread(target=self._execute_flush, args=(order,), name="kv-flush", daemon=True).start()
             else:
                 self._saves.put(order)
 
-    def reports(self) -> list[TierReport | LookedUp]:
+    def reports(self) -> list[TierReport]:
         """Take what has happened since the last call."""
         return self.queue.take()
 
@@ -148,6 +155,11 @@ class TierManager:
         for tier in self._all:
             if isinstance(tier, Retained):
                 tier.follow(retention)
+
+    def touch(self, keys: Sequence[bytes], conversation: Conversation | None, order: Callable[[Use], None]) -> None:
+        """Keep blocks in host memory as if they were read. A thread finds those that the tiers behind it keep, and
+        orders `Use` of them."""
+        self._saves.put(_Touch(keys, conversation, order))
 
     def find(self, tag: bytes, keys: Sequence[bytes]) -> list[str | None]:
         if self._host.capacity_bytes < max(self.sizes):  # none could be allocated: nothing passes
@@ -189,7 +201,7 @@ class TierManager:
                 _log.exception("a fetch could not be begun")  # it will miss its deadline
 
     def _divide(self, fetch: Fetch, blocks: Iterable[WantedBlock]) -> None:
-        for tier, run in groupby(blocks, key=lambda block: block.tier):
+        for tier, run in groupby(map(self._own, blocks), key=lambda block: block.tier):
             for batch in self._batches(run):
                 if fetch.cancelled:
                     return
@@ -261,22 +273,17 @@ class TierManager:
             worker.flush(barrier)
         return all(barrier.wait(left_s()) for barrier in barriers)
 
-    def purge(self, owner: bytes | None, session: bytes | None) -> dict[str, int]:
-        """Forget blocks in every tier: of an owner, of one of its sessions, or all; the number of blocks by tier.
-
-        Blocking. OSError: something may be left.
-        """
-        if not self.flush():
-            raise OSError(errno.ETIMEDOUT, "a tier of the KV cache does not answer")
-        purged = {tier.name: tier.purge(owner, session) for tier in self.all_tiers}
-        self._stats_s = 0.0  # the next report tells it
-        return purged
-
-    def _execute_purge(self, order: Purge) -> None:
+    def _execute_flush(self, order: Flush) -> None:
+        """Flush, and purge every tier if that is ordered. An error means that something may be left."""
+        purged: dict[str, int] = {}
         try:
-            self.queue.put(Purged(order.number, self.purge(order.owner, order.session)))
-        except OSError as error:
-            self.queue.put(Purged(order.number, error=error.strerror or str(error)))
+            error = "" if self.flush(order.limit_s) else "a tier of the KV cache does not answer"
+            if isinstance(order, Purge) and not error:
+                purged = {tier.name: tier.purge(order.owner, order.session) for tier in self.all_tiers}
+                self._stats_s = 0.0  # the next report tells it
+        except OSError as failed:
+            error = failed.strerror or str(failed)
+        self.queue.put(Flushed(order.number, purged, error))
 
     @property
     def all_tiers(self) -> Sequence[Tier]:
@@ -413,33 +420,49 @@ class TierManager:
 
     def _save_all(self) -> None:
         while (entry := self._saves.get()) is not None:
-            if isinstance(entry, threading.Event):
+            if isinstance(entry, Save):
+                self._save(entry)
+            elif isinstance(entry, threading.Event):
                 entry.set()
-                continue
-            if isinstance(entry, Retire):
+            elif isinstance(entry, Retire):
                 for tier in self._all:
                     tier.retire(entry.owner, entry.session, entry.first)
-                continue
-            if isinstance(entry, Use | Remove):
+            else:
                 ids = [BlockId(key, tag) for tag in self._tags for key in entry.keys]
-                for tier in self._all:
-                    with contextlib.suppress(Exception):
-                        if isinstance(entry, Use):
-                            tier.touch(ids, entry.conversation)
-                        else:
-                            tier.remove(ids)
-                continue
-            copied: list[tuple[SavedBlock, Slot]] = []
-            try:
-                if self._host.evicted is None:  # this rank does not decide what is evicted
-                    self._host.remove([BlockId(key, self._tags[group]) for group, key in entry.evicted])
-                copied = self._copy_out(entry.blocks)
-            except Exception:
-                _log.exception("blocks could not be saved")
-            for size, n in self._promised.pop(entry.number, ()):
-                self._host.end_promise(size, n)
-            self.queue.put(Saved(entry.number))
-            self._distribute(copied)
+                with contextlib.suppress(Exception):
+                    self._keep(entry, ids)
+
+    def _keep(self, entry: Use | Remove | _Touch, ids: list[BlockId]) -> None:
+        if isinstance(entry, _Touch):
+            self._host.touch(ids, entry.conversation)
+            below = [tier.holds(ids) for tier in self._tiers.values() if not tier.remote]
+            held = {block_id.key for tier in below for block_id, has in zip(ids, tier) if has}
+            if held:
+                entry.order(Use([key for key in entry.keys if key in held], entry.conversation))
+        elif isinstance(entry, Use):
+            for tier in self._tiers.values():
+                tier.touch(ids, entry.conversation)
+        else:
+            for tier in self._all:
+                tier.remove(ids)
+
+    def _save(self, order: Save) -> None:
+        copied: list[tuple[SavedBlock, Slot]] = []
+        try:
+            if self._host.evicted is None:  # this rank does not decide what is evicted
+                self._host.remove([BlockId(key, self._tags[group]) for group, key in order.evicted])
+            copied = self._copy_out(list(map(self._own, order.blocks)))
+        except Exception:
+            _log.exception("blocks could not be saved")
+        for size, n in self._promised.pop(order.number, ()):
+            self._host.end_promise(size, n)
+        self.queue.put(Saved(order.number))
+        self._distribute(copied)
+
+    def _own(self, block: Block) -> Block:
+        """Return a block under this rank's layout tag. Orders have that of rank 0."""
+        tag = self._tags[block.group]
+        return block if block.id.tag == tag else block._replace(id=BlockId(block.id.key, tag))
 
     def _copy_out(self, blocks: Sequence[SavedBlock]) -> list[tuple[SavedBlock, Slot]]:
         """Copy blocks that some tier lacks into slots of host memory."""

@@ -37,6 +37,10 @@ class WantedBlock(NamedTuple):
     meta: BlockMeta
     tier: str
 
+    @property
+    def group(self) -> int:
+        return self.item[0]
+
 
 @dataclass(slots=True, frozen=True)
 class BlocksCopied:
@@ -57,8 +61,7 @@ class BlocksFetched(msgspec.Struct, frozen=True, tag=True):
     tier: str = ""  # that `fetched` came from; empty: where they were looked for
 
 
-@dataclass(slots=True, frozen=True)
-class LookedUp:
+class LookedUp(msgspec.Struct, frozen=True, tag=True):
     """Remote tiers have been asked what they hold of a sequence."""
 
     number: int

@@ -10,68 +10,74 @@ from typing import ClassVar
 import msgspec
 
 from emberline.kv.retention import Conversation
-from emberline.kv.tiers.messages import BlocksFetched, SavedBlock, WantedBlock
+from emberline.kv.tiers.messages import BlocksFetched, LookedUp, SavedBlock, WantedBlock
 
 
-class Save(msgspec.Struct, tag="save", array_like=True):
+class _Order(msgspec.Struct, array_like=True):
+    urgent: ClassVar[bool] = True
+
+
+class Save(_Order, tag="save"):
     """Copy blocks to host memory and the tiers behind it. Answered by `Saved`."""
 
     number: int
     blocks: list[SavedBlock]
     evicted: list[tuple[int, bytes]] = []  # group and key of blocks that rank 0's host tier has evicted
-    urgent: ClassVar[bool] = False
+    urgent = False
 
 
-class Fetch(msgspec.Struct, tag="fetch", array_like=True):
+class Fetch(_Order, tag="fetch"):
     """Copy blocks to the device pool. Answered by `BlocksFetched` until every block is named, unless it is
     cancelled."""
 
     number: int
     blocks: list[WantedBlock]
-    urgent: ClassVar[bool] = True
 
 
-class CancelFetch(msgspec.Struct, tag="cancel fetch", array_like=True):
+class CancelFetch(_Order, tag="cancel fetch"):
     """Forget a fetch. Answered by `FetchCancelled`, once nothing is written for it any more."""
 
     number: int
-    urgent: ClassVar[bool] = True
 
 
-class Use(msgspec.Struct, tag="use", array_like=True):
-    """Keep blocks as if they were read: they were found in the device pool."""
+class Use(_Order, tag="use"):
+    """Keep blocks in the tiers behind host memory as if they were read: they were found in the device pool."""
 
     keys: list[bytes]
     conversation: Conversation | None = None
-    urgent: ClassVar[bool] = False
+    urgent = False
 
 
-class Retire(msgspec.Struct, tag="retire", array_like=True):
+class Retire(_Order, tag="retire"):
     """Evict the blocks of a session from a position on first."""
 
     owner: bytes
     session: bytes
     first: int
-    urgent: ClassVar[bool] = False
+    urgent = False
 
 
-class Remove(msgspec.Struct, tag="remove", array_like=True):
+class Remove(_Order, tag="remove"):
     """Forget blocks, whose content is invalid."""
 
     keys: list[bytes]
-    urgent: ClassVar[bool] = True
 
 
-class Purge(msgspec.Struct, tag="purge", array_like=True):
-    """Forget all blocks of an owner, of one of its sessions, or (None) of all owners. Answered by `Purged`."""
+class Flush(_Order, tag="flush"):
+    """Write what earlier orders have saved, within a time. Answered by `Flushed`."""
 
     number: int
+    limit_s: float
+
+
+class Purge(Flush, tag="purge"):
+    """Flush, and forget all blocks of an owner, of one of its sessions, or (None) of all owners."""
+
     owner: bytes | None
     session: bytes | None
-    urgent: ClassVar[bool] = True
 
 
-TierOrder = Save | Fetch | CancelFetch | Use | Retire | Remove | Purge
+TierOrder = Save | Fetch | CancelFetch | Use | Retire | Remove | Flush | Purge
 
 
 class Saved(msgspec.Struct, frozen=True, tag=True):
@@ -84,13 +90,15 @@ class FetchCancelled(msgspec.Struct, frozen=True, tag=True):
     number: int
 
 
-class Purged(msgspec.Struct, frozen=True, tag=True):
+class Flushed(msgspec.Struct, frozen=True, tag=True):
+    """A `Flush` or a `Purge` is done, or has failed."""
+
     number: int
-    blocks: dict[str, int] = {}  # by tier
+    purged: dict[str, int] = {}  # blocks by tier
     error: str = ""
 
 
-TierReport = Saved | BlocksFetched | FetchCancelled | Purged
+TierReport = Saved | BlocksFetched | FetchCancelled | Flushed | LookedUp
 
 
 def without_conversation(value: object) -> None:

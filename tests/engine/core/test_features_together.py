@@ -16,6 +16,7 @@ from emberline.engine.grammar.guide_jobs import GuideThreads, GuideTimings
 from emberline.engine.grammar.guided_decoding import GuidedDecoding
 from emberline.engine.worker.build import build_scheduler
 from emberline.kv.cache import KVCache
+from emberline.kv.tiers.fetch_policy import TierQueue
 from emberline.protocol.request import ThinkingLimit
 from emberline.protocol.token_ids import pack, unpack
 from tests.engine.client import wait_until
@@ -26,6 +27,7 @@ from tests.examples import n_examples
 
 MAX_STEPS = 4000
 PERIOD = 4  # a text of the grammar is complete when it has a multiple of this many tokens
+WHILE_FETCHING = -1
 NO_FAULTS = dict.fromkeys(("lie", "lose", "miss", "hang"), 0.0)
 
 
@@ -157,7 +159,7 @@ class MaskedHandle:
 class Asked:
     request: object
     at: int
-    aborted: int | None
+    aborted: int | None  # so many steps later; WHILE_FETCHING: in the first step in which it may be fetched
     tokens: list = field(default_factory=list)
     end: object = None
 
@@ -184,7 +186,7 @@ def arrivals(rng, n):
             made = structs.replace(made, grammar=bytes([rng.randrange(256), rng.randrange(256)]))
         if rng.random() < 0.2:
             made = structs.replace(made, thinking_limit=ThinkingLimit(rng.randrange(1, 9), (6,), pack([1, 6])))
-        aborted = rng.randrange(60) if rng.random() < 0.2 else None
+        aborted = rng.choice([rng.randrange(60), WHILE_FETCHING]) if rng.random() < 0.3 else None
         found[made.id] = Asked(made, rng.randrange(120), aborted)
     return found
 
@@ -236,7 +238,10 @@ def test_tokens_do_not_depend_on_features(seed, late, layouts, n_blocks, in_flig
         for id, each in asked.items():
             if each.at == step:
                 loop.submit(each.request, now_s)
-            if each.aborted is not None and each.at + each.aborted == step and (delta := loop.abort(id)):
+            is_due = each.aborted is not None and each.at + each.aborted == step
+            if each.aborted == WHILE_FETCHING and each.at < step and not each.tokens:
+                is_due = loop.load.fetching > 0
+            if is_due and (delta := loop.abort(id)):
                 deltas.append(delta)
         tier.act()
         deltas += loop.step(now_s)
@@ -246,6 +251,9 @@ def test_tokens_do_not_depend_on_features(seed, late, layouts, n_blocks, in_flig
             if delta.finish is not None:
                 asked[delta.id].end = delta
                 left.remove(delta.id)
+        load = loop.load
+        n_open = sum(each.at <= step and each.end is None for each in asked.values())
+        assert load.running + load.waiting + load.fetching == n_open, "what has ended is not fetched any more"
         if not left:
             break
         if not deltas and guided.jobs:
@@ -265,3 +273,23 @@ def test_tokens_do_not_depend_on_features(seed, late, layouts, n_blocks, in_flig
     assert not any(guided.forced_ids(n) or guided.mask(n) is not None for n in range(len(asked)))
     assert sorted(speculation.ended_ids) == sorted(asked)
     assert (load.running, load.waiting, load.waiting_tokens, load.fetching, load.kv_used_blocks) == (0, 0, 0, 0, 0)
+
+
+def test_a_request_that_ends_is_fetched_no_longer():
+    tier = ScriptedTier(random.Random(1), NO_FAULTS, False)
+    tier.queues = lambda: ({"host": TierQueue(1e9)}, TierQueue(1e9))
+    speculation = StandinSpeculation(lambda seq: [], 0, VOCAB)
+    loop = engine(24, (FULL,), 4, 2, grammars=Grammars(), speculation=speculation, tiers=tier)
+    tier.runner = loop.runner
+    session, other = ([n * n * factor % VOCAB for n in range(230)] for factor in (3, 5))
+    for id, prompt in (("a", session), ("b", other)):
+        loop.submit(request(id, prompt, max_tokens=1), 0.0)
+        while loop.busy or tier.saves:
+            tier.act()
+            loop.step(0.0)
+    loop.submit(structs.replace(request("c", session), grammar=bytes([1, 1])), 0.0)
+    while not loop.load.fetching:
+        loop.step(0.0)
+    assert tier.fetches
+    assert loop.abort("c").finish == "cancelled"
+    assert (loop.load.fetching, loop.load.kv_used_blocks, tier.fetches) == (0, 0, {})

@@ -6,6 +6,7 @@ it, or read before its copy has ended, fails the test at once.
 """
 
 import threading
+import time
 from collections import Counter, deque
 
 import msgspec
@@ -39,6 +40,19 @@ WINDOW = KVGroup("window40", (6, 7, 8, 9, 10, 11), kv_heads=2, head_dim=8, dtype
 LAYOUTS = {1: {}, 2: {"tp": 2}, 3: {"pp": 3}, 4: {"tp": 2, "pp": 2}}
 WAIT_S = 30.0
 INFO = EngineInfo(model="m", fingerprint="fake", context_len=1, vocab_size=1, eos_ids=(), transfers=("tcp",))
+
+
+class Progress:
+    """A wait that fails if nothing changes any more, however long it takes on a busy machine."""
+
+    def __init__(self):
+        self._seen, self.still_s = None, time.monotonic()  # since then nothing has changed
+
+    def check(self, state):
+        now_s = time.monotonic()
+        if state != self._seen:
+            self._seen, self.still_s = state, now_s
+        assert now_s < self.still_s + WAIT_S, f"it never ends: {state}"
 
 
 class Gate:
@@ -197,6 +211,7 @@ class OrderBook:
         self.saves, self.fetches, self.cancelled = [], {}, {}
         self.contents = {}  # entries of every content key that was saved
         self.n_wanted = 0  # blocks of all fetches
+        self.n_named = 0  # blocks in notices
 
     def __getattr__(self, name):
         return getattr(self._tiers, name)
@@ -228,13 +243,14 @@ class OrderBook:
         for notice in taken:
             if isinstance(notice, BlocksCopied):
                 (found,) = [n for n, blocks in enumerate(self.saves) if blocks is notice.blocks]
-                del self.saves[found]
+                self.n_named += len(self.saves.pop(found))
             elif isinstance(notice, BlocksFetched):
                 self._named(notice)
         return taken
 
     def _named(self, notice):
         items = [*notice.fetched, *notice.missing]
+        self.n_named += len(items)
         assert len(set(items)) == len(items)
         if notice.number in self.cancelled:
             for item in items:
@@ -303,8 +319,7 @@ class RankEngine:
         self.inboxes = self.leader.inboxes
         self.members = [Member(rank, self.slices) for rank in range(1, n_ranks)]
         self.followers = [
-            FollowerKV(member, transfers[member.rank], self.managers[member.rank], self.slices[member.rank])
-            for member in self.members
+            FollowerKV(member, transfers[member.rank], self.managers[member.rank]) for member in self.members
         ]
         self.tiers = GroupTiers(self.managers[0], n_ranks) if host_blocks else None
         if n_ranks > 1:

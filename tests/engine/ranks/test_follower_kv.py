@@ -91,7 +91,7 @@ def test_a_rank_that_cannot_report_any_more_ends_the_group(transfers, monkeypatc
     """Else rank 0 would keep blocks for ever."""
     monkeypatch.setattr(threading, "excepthook", lambda failure: None)
     member = BrokenMember()
-    follower = FollowerKV(member, transfers, None, [GROUP])
+    follower = FollowerKV(member, transfers, None)
     monkeypatch.setattr(follower._tiers, "reports", lambda: {}["not there"])
     transfers.queue.put(LeaseRenewed(1))
     failed = member.sent.get(timeout=60)

@@ -1,6 +1,8 @@
 """The tiers that a worker is started with, by its flags and the key in its environment."""
 
 import argparse
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,8 @@ from emberline.engine.tiers.opening import (
     stored_cache,
 )
 from emberline.kv.host_memory import HostMemory
+from emberline.kv.retention import Retention
+from emberline.kv.tiers.group_tiers import GroupTiers
 from emberline.kv.tiers.host import Segment, plain_segment
 from emberline.kv.tiers.mover import HostMover
 from emberline.kv.tiers.tier import BlockMeta
@@ -44,7 +48,14 @@ def test_blocks_on_disk_are_encrypted_if_asked_for(tmp_path: Path, encrypts: boo
     assert buffer == content(1)
     stored = b"".join(path.read_bytes() for path in tmp_path.rglob("*.blocks"))
     assert (content(1) in stored) == (not encrypts)
-    assert stored_cache(args, "model", [GROUP], tiers).run(CacheCommand(1, "purge")) == {"disk": 1, "unused": 0}
+    group = GroupTiers(tiers)
+    group.start(Retention(), lambda order: tiers.execute([order]))
+    with ThreadPoolExecutor(1) as pool:
+        purged = pool.submit(stored_cache(args, "model", [GROUP], group).run, CacheCommand(1, "purge"))
+        while not purged.done():  # as a step loop does
+            group.notices()
+            time.sleep(0.001)
+    assert purged.result() == {"disk": 1, "unused": 0}
     tiers.close()
 
 

@@ -4,9 +4,12 @@ import argparse
 import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
+from emberline.engine.cache_control import StoredCache
 from emberline.engine.core.limits import Limits
 from emberline.engine.core.step_loop import StepLoop
 from emberline.engine.runners.cpu.torch_runner import TorchRunner
@@ -18,8 +21,9 @@ from emberline.kv.tiers.host import HostTier
 from emberline.kv.tiers.manager import TierManager
 from emberline.kv.tiers.mover import HostMover
 from emberline.protocol.errors import BadInput
-from emberline.protocol.frames import TierStats
+from emberline.protocol.frames import CacheCommand, TierStats
 from emberline.protocol.token_ids import unpack
+from tests.engine.client import wait_until
 from tests.engine.fakes import VOCAB, expected, request
 from tests.engine.runners.cpu.test_torch_runner import FULL, WINDOW, TorchFake
 
@@ -32,12 +36,13 @@ WAIT_S = 60.0
 class Engine:
     """A step loop over small pools, with the tiers that `open_tiers` or a test makes."""
 
-    def __init__(self, layouts, make_tiers):
+    def __init__(self, layouts, make_tiers, steps_in_flight=1):
         self.layouts, sizes = layouts, [N_BLOCKS] * len(layouts)
         runner = TorchRunner(TorchFake(layouts), sizes, LIMITS)
         self.cache = KVCache(layouts, sizes, chunk=LIMITS.token_budget)
         self.tiers = GroupTiers(make_tiers(layouts, HostMover(runner.memory)))
-        self.loop = StepLoop(build_scheduler(self.cache, LIMITS, "fake", tiers=self.tiers), runner)
+        scheduler = build_scheduler(self.cache, LIMITS, "fake", tiers=self.tiers)
+        self.loop = StepLoop(scheduler, runner, steps_in_flight)
         self.serial = 0
 
     def ask(self, *prompts):
@@ -69,7 +74,7 @@ class Engine:
             assert time.monotonic() < until_s
             self.loop.step(time.monotonic())
             time.sleep(0.001)
-        assert self.tiers.flush(WAIT_S)  # what is copied is told before it is handed to the tiers
+        assert self.tiers.own.flush(WAIT_S)  # what is copied is told before it is handed to the tiers
 
 
 def prompts(n=2, length=250):
@@ -89,9 +94,10 @@ def opened(tmp_path, monkeypatch):
     monkeypatch.setattr("emberline.kv.tiers.fetch_policy.UNRATED_S", WAIT_S)  # this machine may be busy
     made = []
 
-    def make(layouts, *flags):
+    def make(layouts, *flags, steps_in_flight=1):
         args = arguments(*flags)
-        made.append(Engine(layouts, lambda layouts, mover: open_tiers(args, "fake", layouts, mover)))
+        make_tiers = partial(open_tiers, args, "fake")
+        made.append(Engine(layouts, make_tiers, steps_in_flight))
         return made[-1]
 
     yield make
@@ -127,6 +133,23 @@ def test_the_disk_tier_is_warm_after_a_restart(opened, tmp_path):
     second = opened((FULL, WINDOW), *flags)
     [cached] = second.ask(session)
     assert cached == {"disk": 240, "device": 0}
+
+
+def test_an_export_has_the_saves_that_wait_for_a_plan(opened, tmp_path):
+    engine = opened((FULL,), "--kv-host-bytes", str(8 << 20), steps_in_flight=2)
+    loop, stored = engine.loop, StoredCache("fake", (FULL,), engine.tiers, bytes(32))
+    loop.submit(request("a", prompts()[0], max_tokens=5), 0.0)
+    while not loop.scheduler.orders:
+        loop.step(0.0)
+    assert engine.tiers.own.flush(WAIT_S)
+    n_saved = engine.tiers.all_tiers[0].stats().blocks
+    with ThreadPoolExecutor(1) as pool:
+        export = pool.submit(stored.run, CacheCommand(1, "export", b"", path=str(tmp_path / "export")))
+        wait_until(lambda: export.done() or loop.scheduler.orders.urgent)
+        while not export.done():
+            loop.step(0.0)
+            time.sleep(0.001)
+    assert export.result()["exported"] > n_saved
 
 
 def test_many_sessions_at_once(opened, tmp_path):

@@ -47,7 +47,7 @@ class Engine:
     def step(self):
         """A step, after which all that it has handed over is copied before the next one."""
         self.loop.step(time.monotonic())
-        assert self.tiers.flush(WAIT_S)
+        assert self.tiers.own.flush(WAIT_S)
 
 
 @pytest.fixture

@@ -6,11 +6,11 @@ import time
 import pytest
 
 from emberline.kv.host_memory import HostMemory
-from emberline.kv.tiers.host import HostTier, plain_segment
+from emberline.kv.tiers.host import HostTier, padded, plain_segment
 from emberline.kv.tiers.manager import TierManager
 from emberline.kv.tiers.messages import BlocksFetched, LookedUp, SavedBlock, WantedBlock
 from emberline.kv.tiers.mover import HostMover
-from emberline.kv.tiers.orders import CancelFetch, Fetch, FetchCancelled, Remove, Save, Saved
+from emberline.kv.tiers.orders import CancelFetch, Fetch, FetchCancelled, Remove, Save, Saved, Use
 from emberline.kv.tiers.tier import BlockId, BlockMeta, layout_tag
 from emberline.protocol.block_hash import KVGroup
 
@@ -25,7 +25,11 @@ class MemoryTier(HostTier):
         super().__init__(1 << 20, [GROUP.block_bytes])
         self.allocate_all()
         self.name, self.remote = name, remote
-        self.looked_up = []
+        self.looked_up, self.touched = [], []
+
+    def touch(self, ids, conversation=None):
+        self.touched += ids
+        super().touch(ids, conversation)
 
     def look_up(self, ids):
         self.looked_up += ids
@@ -248,3 +252,34 @@ def test_what_to_expect_of_each_tier(tiers):
     queues, mover = manager.queues()
     assert set(queues) == {"host", "disk", "pool"}
     assert all(queue.rate > 0 and queue.queued_bytes == 0 for queue in (*queues.values(), mover))
+
+
+def test_the_use_of_blocks_is_ordered_where_a_local_tier_keeps_them(tiers):
+    """What host memory keeps is decided here, and a remote tier has its own order of eviction."""
+    manager, _ = tiers
+    _, disk, _ = manager.all_tiers
+    save(manager, 1, 2, 3)
+    disk.remove(ids(2))
+    orders = []
+    manager.touch([key for key, _ in ids(1, 2, 3, 4)], None, orders.append)
+    assert manager.flush(60)
+    assert orders == [Use([key for key, _ in ids(1, 3)])]
+    assert not disk.touched
+    manager.execute(orders)
+    assert manager.flush(60)
+    assert (disk.touched, orders[1:]) == (ids(1, 3), [])
+    manager.touch([key for key, _ in ids(2, 4)], None, orders.append)
+    assert manager.flush(60)
+    assert not orders[1:], "no tier behind host memory keeps them"
+
+
+def test_used_blocks_stay_in_host_memory():
+    block = GROUP.block_bytes
+    host = HostTier(3 * padded(block), [block], segment_bytes=padded(block))
+    memory = HostMemory([memoryview(bytearray(N_BLOCKS * block))], [block])
+    manager = TierManager([GROUP], HostMover(memory), host, [], 1e9)
+    save(manager, 1, 2, 3)
+    manager.touch([ids(3)[0].key], None, [].append)
+    save(manager, 4)
+    assert find(manager, 1, 2, 3, 4) == ["host", None, "host", "host"]
+    manager.close()

@@ -10,7 +10,7 @@ from emberline.engine.ranks.messages import encoder
 from emberline.kv.host_memory import HostMemory
 from emberline.kv.retention import Retention
 from emberline.kv.tiers.disk.disk_tier import DiskTier
-from emberline.kv.tiers.group_tiers import FollowerTiers, GroupTiers
+from emberline.kv.tiers.group_tiers import GroupTiers, NoTiers
 from emberline.kv.tiers.host import HostTier
 from emberline.kv.tiers.manager import TierManager
 from emberline.kv.tiers.messages import BlocksCopied, BlocksFetched, SavedBlock, WantedBlock
@@ -36,7 +36,7 @@ class Group:
             self.memories.append(memory)
             self.managers.append(TierManager(slices, HostMover(memory), HostTier(1 << 20, [size]), [disk], 1e9))
         self.leader = GroupTiers(self.managers[0], n_ranks=2)
-        self.follower = FollowerTiers(self.managers[1], SLICES[1])
+        self.follower = self.managers[1]
         self.hears = True
         self.orders = []
         self.leader.start(Retention(), self._order)
@@ -151,7 +151,7 @@ def test_blocks_of_a_cancelled_fetch_are_named_once_every_rank_has_stopped(group
 
 
 def test_a_follower_without_tiers_has_lost_every_slice(group):
-    group.follower = FollowerTiers(None, SLICES[1])
+    group.follower = NoTiers()
     group.save(1)
     assert group.fetch(1, 1) == ([], [1])
 

@@ -94,7 +94,7 @@ class Group:
                 closing.callback(manager.close)
         self.leader = GroupTransfers(self.ranks[0], self.slices if len(self.ranks) > 1 else ())
         self.followers = [
-            FollowerKV(Member(rank, self.slices, self.leader), manager, None, self.slices[rank])
+            FollowerKV(Member(rank, self.slices, self.leader), manager, None)
             for rank, manager in enumerate(self.ranks[1:], 1)
         ]
         for follower in self.followers:
