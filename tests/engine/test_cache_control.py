@@ -58,8 +58,8 @@ class Worker:
         results: list[CacheResult] = []
         self.control.submit(command, results.append)
         while not results:
-            assert select.select([self.control.wakeup, self.tiers.wakeup], [], [], 60)[0]
-            self.tiers.clear_wakeup()
+            assert select.select([self.control.wakeup, self.tiers.own.queue.wakeup], [], [], 60)[0]
+            self.tiers.own.queue.clear_wakeup()
             self.tiers.notices()
             self.control.finish()
         assert results[0].number == command.number
