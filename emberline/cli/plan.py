@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
     from emberline.engine.planning.layout_plan import Planner, Workload
     from emberline.engine.planning.layout_search import compare
-    from emberline.engine.worker.main import GPU_DEFAULTS
+    from emberline.engine.worker.build import GPU_DEFAULTS
 
     limits = Limits(
         context_len=checkpoint.config.context_len,

@@ -45,7 +45,7 @@ def _recommend(args: argparse.Namespace) -> Layout:
 
     from emberline.engine.planning.layout_plan import Workload
     from emberline.engine.planning.layout_search import recommend
-    from emberline.engine.worker.main import GPU_DEFAULTS
+    from emberline.engine.worker.build import GPU_DEFAULTS
 
     checkpoint: Checkpoint = open_checkpoint(args.model)
     config = checkpoint.config

@@ -12,7 +12,8 @@ from torch import Tensor
 from emberline.engine.core.step_loop import StepLoop
 from emberline.engine.runners.cpu.torch_runner import allocate_pool
 from emberline.engine.training.eagle_training import TargetOutputs
-from emberline.engine.worker.main import build, parse_arguments
+from emberline.engine.worker.build import build
+from emberline.engine.worker.main import parse_arguments
 from emberline.kernels.backend import GroupedQueryAttention
 from emberline.kernels.reference import TorchBackend, TorchStep, visible
 from emberline.kv.block_pool import blocks_of

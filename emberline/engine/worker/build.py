@@ -1,18 +1,360 @@
-"""Composition of an engine's scheduler: which features it has, and what one feature tells another."""
+"""Construction of a worker: one sequence from a checkpoint to the loop that serves it, on a CPU and on GPUs.
 
+Only `_open_cpu` and `_open_gpu` know the device: they open a runner, with the memory of its KV pools and what copies
+their blocks. KV cache, tiers, transfers, features, scheduler and loop are built over them alike.
+"""
+
+import argparse
+import logging
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from emberline.engine.addresses import TOKEN_VARIABLE
+from emberline.engine.cache_control import StoredCache
 from emberline.engine.core.feature import Feature, Speculation
 from emberline.engine.core.limits import Limits
-from emberline.engine.core.prefill_policy import PrefillPolicy
+from emberline.engine.core.plan import Runner
+from emberline.engine.core.prefill_policy import BatchTimeLimit, PrefillPolicy
 from emberline.engine.core.scheduler import Scheduler
+from emberline.engine.core.step_loop import StepLoop
+from emberline.engine.encoders.encoder_loop import EncoderLimits, EncoderLoop
+from emberline.engine.encoders.speech import Transcriber
+from emberline.engine.encoders.speech_loop import SpeechLoop
+from emberline.engine.grammar.compiler import MatcherCompiler
 from emberline.engine.grammar.guide_jobs import GuideThreads
 from emberline.engine.grammar.guided_decoding import GuidedDecoding
 from emberline.engine.grammar.guided_rules import Guides
-from emberline.engine.speculation.speculator import Speculator
+from emberline.engine.memory import default_kv_bytes, free_host_bytes
+from emberline.engine.ranks.flags import check_features, layout_of, threads_of_rank
+from emberline.engine.speculation.opening import Drafting, open_drafting
+from emberline.engine.speculation.speculator import AUTO, OFF, Speculator, open_speculator
+from emberline.engine.tiers.opening import open_tiers, stored_cache
 from emberline.engine.tiers.tiering import Tiering
 from emberline.engine.transfer.handover import Handover
+from emberline.engine.worker import cpu_share as cpu_shares
+from emberline.engine.worker import process
+from emberline.engine.worker.start_timeline import StartTimeline
+from emberline.kernels.gpu.compile_server import CompileServer, hash_compiler, load_driver, start_server
+from emberline.kernels.native_library import private_cache_dir
 from emberline.kv.cache import KVCache
+from emberline.kv.groups import split_bytes
+from emberline.kv.tiers.group_tiers import GroupTiers
+from emberline.kv.tiers.host import Segment
 from emberline.kv.tiers.messages import TierPort
+from emberline.kv.tiers.mover import BlockMover, HostMover
+from emberline.kv.transfer.group_transfers import GroupTransfers
+from emberline.kv.transfer.host_transfers import host_transfers
+from emberline.kv.transfer.manager import TransferManager
 from emberline.kv.transfer.notices import TransferPort
+from emberline.protocol.block_hash import KVGroup
+from emberline.protocol.errors import BadInput
+from emberline.protocol.frames import EngineInfo
+from emberline.protocol.parallel_layout import Layout
+from emberline.weights.checkpoint import Checkpoint, open_checkpoint
+from emberline.weights.generated import generate_checkpoint
+from emberline.weights.model_config import ModelConfig
+from emberline.weights.readahead import ReadAhead, model_files
+from emberline.weights.task_config import TaskConfig, read_json, task_of
+from emberline.weights.whisper_files import CONTEXT_LEN, read_whisper
+
+if TYPE_CHECKING:
+    from emberline.engine.ranks.follower_kv import KVListener
+    from emberline.engine.ranks.rank_group import RankGroup
+    from emberline.engine.ranks.rank_runner import FollowerLoop
+    from emberline.engine.runners.gpu.preparation import StepPreparation
+
+CPU_DEFAULTS = {"max_running": 64, "token_budget": 512}
+GPU_DEFAULTS = {"max_running": 256, "token_budget": 8192}
+ENCODER_TOKENS, GPU_ENCODER_TOKENS = 1024, 16_384  # of a step: more makes others wait longer and computes no faster
+ENCODER_RUNNING = 256  # requests
+SPEECH_RUNNING = 4  # requests, which take turns: more would only hold more decoded audio
+
+_log = logging.getLogger(__name__)
+
+
+class Engine(NamedTuple):
+    """A model that is loaded, and the loop that serves it."""
+
+    loop: StepLoop | EncoderLoop | SpeechLoop
+    info: EngineInfo
+    facts: dict[str, Any]  # for the log and the ready line
+    transfers: TransferManager | None = None
+    stored: StoredCache | None = None
+
+
+class _Loaded(NamedTuple):
+    """A model on its device, whose weights may still be read, and what drafts for it."""
+
+    model: Any  # models.decoder.Decoder
+    fingerprint: str
+    device: str
+    layout: Layout
+    drafting: Drafting
+    speculation: Speculator | None
+
+    @property
+    def kv_groups(self) -> tuple[KVGroup, ...]:
+        """KV groups of the model, and after them those of its draft head or draft model."""
+        return (*self.model.kv_groups, *self.drafting.kv_groups)
+
+
+class _Opened(NamedTuple):
+    """A runner, its KV cache, and what is specific to its device."""
+
+    runner: Runner
+    cache: KVCache
+    limits: Limits
+    prefill: PrefillPolicy
+    transfers: TransferManager | None = None  # None: no other engine can read or write its pools
+    mover: BlockMover | None = None  # copies blocks to tiers and back; None: it can have no tiers
+    allocate: Callable[[int], Segment] | None = None  # host memory for tiers; None: any
+    steps_in_flight: int = 1
+    preparation: "StepPreparation | None" = None
+
+
+# Takes the bytes of the KV cache. Returns the blocks of each KV group, for which every rank has memory.
+Sizing = Callable[[int], tuple[list[int], KVCache, Limits]]
+
+
+def build(args: argparse.Namespace, timeline: StartTimeline | None = None, closing: ExitStack | None = None) -> Engine:
+    """Load the model of rank 0, or of an engine with one rank. `closing`: ends the other ranks when it is closed."""
+    engine = _build(args, timeline or StartTimeline(), closing or ExitStack())
+    assert isinstance(engine, Engine), "followers have no step loop"
+    return engine
+
+
+def build_follower(args: argparse.Namespace, timeline: StartTimeline, closing: ExitStack) -> "FollowerLoop":
+    """Load the model of rank 1 and up."""
+    loop = _build(args, timeline, closing)
+    assert not isinstance(loop, Engine), "rank 0 alone has a step loop"
+    return loop
+
+
+def _build(args: argparse.Namespace, timeline: StartTimeline, closing: ExitStack) -> "Engine | FollowerLoop":
+    if args.device not in ("auto", "cpu") and not args.device.startswith("cuda"):
+        raise BadInput(f"--device is auto, cpu or cuda, not {args.device}")
+    layout = layout_of(args)
+    check_features(args, layout)
+    task = task_of(args.model)
+    if layout.n_ranks > 1 and task.task != "generate":
+        _log.warning(
+            "only models that generate text are divided: one rank computes this one", extra={"task": task.task}
+        )
+    if task.task == "transcribe":
+        return _build_speech(args)
+    if task.task != "generate":
+        return _build_encoder(args, task)
+    return _build_decoder(args, layout, timeline, closing)
+
+
+def _build_decoder(
+    args: argparse.Namespace, layout: Layout, timeline: StartTimeline, closing: ExitStack
+) -> "Engine | FollowerLoop":
+    """Build an engine that generates text, or a follower of one."""
+    ahead = _read_ahead(args)
+    if args.random_weights is None:
+        checkpoint = open_checkpoint(args.model)
+    else:
+        checkpoint = generate_checkpoint(read_json(args.model, "config.json"), args.random_weights)
+    timeline.end("checkpoint")
+    if "TRITON_CACHE_DIR" not in os.environ:
+        os.environ["TRITON_CACHE_DIR"] = str(private_cache_dir() / "triton")
+    compile_server = None
+    if _expects_cuda(args):
+        compile_server = start_server(checkpoint.fingerprint)
+        hash_compiler()
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+    with process.without_collections():
+        import torch  # takes a second or more: not before a start that fails
+
+        from emberline.models.registry import begin_loading, select_device
+
+    timeline.end("torch")
+    device = select_device(args.device)
+    group, shard = None, None
+    if layout.n_ranks > 1:
+        from emberline.engine.ranks.opening import open_group, rank_device
+
+        device = rank_device(device, args.rank, layout.n_ranks)
+        args.threads = threads_of_rank(args.threads, layout) if device == "cpu" else args.threads
+    timeline.end("device")
+    _set_defaults(args, device)
+    if layout.n_ranks > 1:
+        group, shard = open_group(args, layout, checkpoint, device)
+        closing.callback(group.close)
+        timeline.end("ranks")
+    if device.startswith("cuda"):
+        load_driver()
+    if device.startswith("cuda") and not args.deterministic:
+        from emberline.engine.runners.gpu.engine import load_attention
+
+        load_attention(device)
+    fingerprint = checkpoint.fingerprint
+    with ExitStack() as reading:
+        try:
+            model, weights = begin_loading(checkpoint, device, args.deterministic, args.threads, ahead, shard)
+            if weights is not None:
+                reading.enter_context(weights)
+            cpu_shares.set_threads(model.backend, args.threads)
+            timeline.end("model")
+            listener = _open_listener(args, group, closing)
+            loaded = _load_drafters(model, fingerprint, device, args)
+            size = partial(_size_cache, loaded, args, group, "" if listener is None else listener.address)
+            opened = OPENERS.get(model.backend, _open_cpu)(loaded, args, size, compile_server)
+            loop, stored = _build_loop(loaded, opened, args, group)
+            timeline.end("memory")
+        except torch.OutOfMemoryError:
+            _check_fits(checkpoint, device, args)
+            raise
+        if opened.preparation is not None:
+            opened.preparation.begin()
+            timeline.end("steps")
+        if weights is not None:
+            weights.finish()
+            timeline.end("weights")
+        if opened.preparation is not None:
+            opened.preparation.finish()
+            timeline.end("steps")
+    checkpoint.close()
+    if ahead is not None:
+        ahead.release()
+    timeline.end("release")
+    cache, limits, transfers = opened.cache, opened.limits, opened.transfers
+    receives_by = process.receive_transports(transfers, args)
+    if group is not None and args.join:
+        receives_by = ()  # followers have no certificate: others cannot send to them
+    info = EngineInfo(
+        model=args.name or args.model.stem,
+        fingerprint=fingerprint,
+        context_len=limits.context_len,
+        vocab_size=limits.vocab_size,
+        eos_ids=limits.eos_ids,
+        kv_groups=tuple(group.layout for group in cache.groups),
+        kv_tokens=cache.n_tokens,
+        device=device,
+        backend=model.backend,
+        max_running=limits.max_running,
+        role=args.role,
+        transfers=receives_by,
+        layout=layout,
+        ranks=getattr(group, "endpoints", ()),
+    )
+    if not isinstance(loop, StepLoop):  # a follower says that it is ready when it runs
+        if listener is not None and transfers is not None:
+            listener.serve(transfers, info, getattr(group, "token", ""))
+        return loop
+    if group is not None:
+        group.start()
+        timeline.end("ranks")
+    facts = {name: getattr(info, name) for name in ("model", "role", "device", "backend", "context_len", "kv_tokens")}
+    if group is not None:
+        facts["layout"] = layout.name
+    facts["kv_bytes"] = sum((group.pool.n_total + 1) * group.layout.block_bytes for group in cache.groups)
+    return Engine(loop, info, facts, transfers, stored)
+
+
+def _load_drafters(model: Any, fingerprint: str, device: str, args: argparse.Namespace) -> _Loaded:
+    """Open what drafts for a model: unless a flag asks for it, nothing in a pipeline or where prompts are computed."""
+    drafting, layout = open_drafting(model, fingerprint, args), model.shard.layout
+    only_prompts = model.backend == "triton" and args.role == "prefill" and not args.join  # its role may change there
+    idle = args.speculation == AUTO and (layout.pp > 1 or only_prompts)
+    setting = OFF if idle else args.speculation
+    speculation = open_speculator(setting, device, head=drafting.drafter, n_ranks=layout.n_ranks)
+    return _Loaded(model, fingerprint, device, layout, drafting, speculation)
+
+
+def _size_cache(
+    loaded: _Loaded, args: argparse.Namespace, group: "RankGroup | None", address: str, kv_bytes: int
+) -> tuple[list[int], KVCache, Limits]:
+    """Divide memory among the KV groups, and agree with the other ranks. address: where a follower receives KV."""
+    n_blocks = list(split_bytes(loaded.kv_groups, kv_bytes, args.token_budget, args.max_running))
+    if group is not None:
+        said = os.environ.get(TOKEN_VARIABLE, "") if group.rank == 0 else address
+        n_blocks = group.agree(loaded.kv_groups, n_blocks, said)
+    cache = KVCache(loaded.kv_groups, n_blocks, chunk=args.token_budget)
+    return n_blocks, cache, _limits(loaded.model.config, cache, args)
+
+
+def _open_cpu(loaded: _Loaded, args: argparse.Namespace, size: Sizing, _: CompileServer | None) -> _Opened:
+    """Open the runner of a CPU, or of a GPU without Triton, whose pools only the runner itself can use."""
+    from emberline.engine.runners.cpu.torch_runner import TorchRunner
+
+    model, device, prefill = loaded.model, loaded.device, BatchTimeLimit()
+    n_blocks, cache, limits = size((args.kv_bytes or default_kv_bytes(device)) // loaded.layout.n_ranks)
+    cpu_share = cpu_shares.open_share(args.cpu_share, args.threads, cpu_shares.thread_setter(model.backend))
+    shared, head = args.role != "both", loaded.drafting.head
+    runner = TorchRunner(model, n_blocks, limits, device, prefill, shared, cpu_share, head)
+    if runner.memory is None:
+        return _Opened(runner, cache, limits, prefill)
+    mooncake = process.mooncake_engine(runner.memory, args)
+    transfers = host_transfers(loaded.fingerprint, loaded.kv_groups, runner.memory, mooncake)
+    return _Opened(runner, cache, limits, prefill, transfers, HostMover(runner.memory))
+
+
+def _open_gpu(loaded: _Loaded, args: argparse.Namespace, size: Sizing, compiler: CompileServer | None) -> _Opened:
+    """Open the runner of a GPU, whose kernels `compiler` compiles."""
+    from emberline.engine.runners.gpu.draft_model_chain import pool_blocks
+    from emberline.engine.runners.gpu.engine import GpuEngine
+    from emberline.engine.runners.gpu.preparation import StepPreparation
+    from emberline.engine.runners.gpu.tiers import CudaMover, PinnedAllocator
+    from emberline.engine.runners.gpu.transfer import device_transfers, exported_pools
+
+    model, fingerprint, device, layout, (head, _), speculation = loaded
+    limits, speculates = _limits(model.config, None, args), speculation is not None
+    engine = GpuEngine.open(model, limits, device, args.kv_bytes, args.memory_share, speculates, head)
+    n_blocks, cache, limits = size(engine.memory.kv)
+    sizes = pool_blocks(n_blocks, limits.max_running, head)
+    exports = args.role != "both" or (layout.n_ranks == 1 and args.join)  # in a cluster, its role may change
+    pools, spans = exported_pools(loaded.kv_groups, sizes, device) if exports else (None, [])
+    runner = engine.runner(n_blocks, limits, pools=pools)
+    timed = None if speculation is None else speculation.calibrate
+    preparation = StepPreparation(model, runner, limits, compiler, timed)
+    transfers = device_transfers(fingerprint, loaded.kv_groups, runner.pools, spans)
+    mover, allocate = CudaMover(runner.pools, loaded.kv_groups), PinnedAllocator(device)
+    steps = engine.steps_in_flight
+    return _Opened(runner, cache, limits, engine.prefill, transfers, mover, allocate, steps, preparation)
+
+
+OPENERS = {"triton": _open_gpu}  # by backend; all others compute as a CPU does
+
+
+def _build_loop(
+    loaded: _Loaded, opened: _Opened, args: argparse.Namespace, group: "RankGroup | None"
+) -> tuple["StepLoop | FollowerLoop", StoredCache | None]:
+    """Build tiers, transfers and features over a runner, and the loop of this rank."""
+    from emberline.engine.ranks.follower_kv import FollowerKV
+    from emberline.engine.ranks.opening import follower_loop, lead_kv, leader_runner
+    from emberline.engine.ranks.rank_group import Member
+
+    fingerprint, layout, kv_groups = loaded.fingerprint, loaded.layout, loaded.kv_groups
+    slices = () if group is None else group.slices
+    own_tiers = None
+    if opened.mover is not None:
+        own_tiers = open_tiers(args, fingerprint, kv_groups, opened.mover, opened.allocate, slices)
+    idle_task = None if opened.preparation is None else opened.preparation.next
+    if isinstance(group, Member):
+        kv = None if opened.transfers is None else FollowerKV(group, opened.transfers, own_tiers)
+        return follower_loop(group, opened.runner, kv, opened.steps_in_flight, idle_task), None
+    transfers = None if opened.transfers is None else GroupTransfers(opened.transfers, slices)
+    tiers = None if own_tiers is None else GroupTiers(own_tiers, layout.n_ranks)
+    if group is not None and transfers is not None:
+        lead_kv(group, transfers, tiers)
+    cache, limits, grammars = opened.cache, opened.limits, MatcherCompiler(opened.limits.vocab_size)
+    scheduler = build_scheduler(
+        cache, limits, fingerprint, grammars, opened.prefill, transfers, loaded.speculation, tiers, layout.pp
+    )
+    runner: Runner = opened.runner
+    if group is not None:
+        runner = leading = leader_runner(group, runner, samples_everywhere=idle_task is not None)
+        idle_task = None if idle_task is None else leading.idle_task(idle_task)
+    publish = None if group is None else group.publish_plan
+    loop = StepLoop(scheduler, runner, max(opened.steps_in_flight, layout.pp), idle_task, publish)
+    return loop, stored_cache(args, fingerprint, kv_groups, tiers)
 
 
 def build_scheduler(
@@ -27,7 +369,7 @@ def build_scheduler(
     micro_batches: int = 1,
     guide_threads: GuideThreads | None = None,
 ) -> Scheduler:
-    """A scheduler with the features that are given. Without `grammars`, the grammars of requests are ignored."""
+    """Build a scheduler with the features that are given. Without `grammars`, the grammars of requests are ignored."""
     prefill = prefill or PrefillPolicy()
     features: list[Feature] = []
     if transfers is not None:
@@ -44,3 +386,108 @@ def build_scheduler(
     if speculation is not None:
         features.append(speculation)
     return Scheduler(cache, limits, fingerprint, features, prefill, micro_batches)
+
+
+def _open_listener(args: argparse.Namespace, group: "RankGroup | None", closing: ExitStack) -> "KVListener | None":
+    """Listen where a follower receives KV, before it tells rank 0 that it is loaded. Returns None on rank 0."""
+    if group is None or args.rank == 0:
+        return None
+    from emberline.engine.ranks.follower_kv import KVListener, rank_address
+
+    return KVListener(rank_address(args.socket, args.rank, by_rank_0=args.by_rank_0), closing)
+
+
+def _build_encoder(args: argparse.Namespace, task: TaskConfig) -> Engine:
+    with process.without_collections():
+        from emberline.models.registry import load_encoder, select_device
+
+    device = select_device(args.device)
+    checkpoint = open_checkpoint(args.model)
+    model = load_encoder(checkpoint, device, args.threads)
+    cpu_shares.set_threads(model.backend, args.threads)
+    config = checkpoint.config
+    limits = EncoderLimits(
+        vocab_size=config.vocab_size,
+        max_len=min(config.context_len, task.max_len or config.context_len),
+        token_budget=args.token_budget or (ENCODER_TOKENS if device == "cpu" else GPU_ENCODER_TOKENS),
+    )
+    cpu_share = cpu_shares.open_share(args.cpu_share, args.threads, cpu_shares.thread_setter(model.backend))
+    loop = EncoderLoop(model, limits, classifies=task.task != "embed", cpu_share=cpu_share)
+    checkpoint.close()
+    info = EngineInfo(
+        model=args.name or args.model.stem,
+        fingerprint=checkpoint.fingerprint,
+        context_len=limits.max_len,
+        vocab_size=config.vocab_size,
+        eos_ids=(),
+        device=device,
+        backend=model.backend,
+        max_running=args.max_running or ENCODER_RUNNING,
+        task=task.task,
+    )
+    facts = {name: getattr(info, name) for name in ("model", "task", "device", "backend", "context_len")}
+    return Engine(loop, info, facts)
+
+
+def _build_speech(args: argparse.Namespace) -> Engine:
+    files = read_whisper(args.model)
+    device = args.device if args.device != "auto" else "cuda" if Path("/dev/nvidiactl").exists() else "cpu"
+    model = Transcriber(args.model, device, args.threads or 0)
+    info = EngineInfo(
+        model=args.name or args.model.stem,
+        fingerprint=files.fingerprint,
+        context_len=CONTEXT_LEN,
+        vocab_size=files.vocab_size,
+        eos_ids=(),
+        device=device,
+        backend="ctranslate2",
+        max_running=args.max_running or SPEECH_RUNNING,
+        task="transcribe",
+    )
+    facts = {name: getattr(info, name) for name in ("model", "task", "device", "backend")}
+    # The model's threads are fixed; the share tells the other workers that they compute.
+    cpu_share = cpu_shares.open_share(args.cpu_share, args.threads, lambda n_threads: None)
+    return Engine(SpeechLoop(model, tuple(model.languages), cpu_share=cpu_share), info, facts)
+
+
+def _expects_cuda(args: argparse.Namespace) -> bool:
+    """True if the device will be a GPU, as far as that is known before torch is imported."""
+    return args.device != "cpu" and Path("/dev/nvidiactl").exists()
+
+
+def _read_ahead(args: argparse.Namespace) -> ReadAhead | None:
+    """Begin to read the checkpoint for a GPU, which needs all of it, before torch is imported."""
+    if not _expects_cuda(args) or args.random_weights is not None:
+        return None
+    return ReadAhead(model_files(args.model), free_host_bytes() // 2)
+
+
+def _set_defaults(args: argparse.Namespace, device: str) -> None:
+    for name, value in (CPU_DEFAULTS if device == "cpu" else GPU_DEFAULTS).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if args.max_running > args.token_budget:
+        raise BadInput("--token-budget must be at least --max-running: each sequence takes one token per step")
+
+
+def _check_fits(checkpoint: Checkpoint, device: str, args: argparse.Namespace) -> None:
+    """Raise BadInput that says by how much a model is too large for the GPU, whose memory has run out."""
+    from emberline.engine.runners.gpu.engine import check_fits
+    from emberline.models.registry import lay_out
+
+    limits = _limits(checkpoint.config, None, args)
+    check_fits(lay_out(checkpoint), limits, device, args.kv_bytes, args.memory_share)
+
+
+def _limits(config: ModelConfig, cache: KVCache | None, args: argparse.Namespace) -> Limits:
+    """Limits of a model with a KV cache; None: before the cache is sized, which may bound the context."""
+    capacity = config.context_len if cache is None else cache.capacity
+    if cache is not None and cache.capacity < config.context_len:
+        _log.warning("the KV cache holds %d of the model's %d tokens", cache.capacity, config.context_len)
+    return Limits(
+        context_len=min(config.context_len, capacity),
+        vocab_size=config.vocab_size,
+        eos_ids=config.eos_ids,
+        max_running=args.max_running,
+        token_budget=args.token_budget,
+    )

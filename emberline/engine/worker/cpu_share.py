@@ -59,3 +59,24 @@ def create(path: Path) -> Path:
     """A file for the workers of a machine, none of which computes yet."""
     path.write_bytes(bytes(FILE_BYTES))
     return path
+
+
+def thread_setter(backend: str) -> Callable[[int], None]:
+    """The function that sets the number of a backend's CPU threads."""
+    if backend == "native":
+        from emberline.kernels.cpu.native_backend import set_threads
+
+        return set_threads
+    import torch
+
+    return torch.set_num_threads
+
+
+def set_threads(backend: str, n_threads: int | None) -> None:
+    """Set torch's threads, at start. The C kernels have their own, with which torch's would compete for the cores."""
+    import torch
+
+    if backend == "native":
+        torch.set_num_threads(1)
+    elif n_threads is not None:
+        torch.set_num_threads(n_threads)
