@@ -1,7 +1,7 @@
-"""A file that is touched while a worker makes progress: what a service manager without our protocol can look at.
+"""A file that a worker touches while it makes progress, for service managers that do not speak our protocol.
 
-Kubernetes' probes compare its time of modification with the clock. A worker that computes nothing in a step that has
-begun, such as one whose GPU hangs, stops touching it; so does a process that is stopped. One without work touches it.
+Kubernetes' probes compare the file's time of modification with the clock. A worker that computes nothing in a step that
+has begun, such as one whose GPU hangs, stops touching the file. A worker without work goes on touching it.
 """
 
 import logging
@@ -15,8 +15,7 @@ _log = logging.getLogger(__name__)
 
 class AliveFile:
     def __init__(self, path: Path) -> None:
-        """Remove the file of an earlier run: there is one again when this worker serves. BadInput: it cannot be
-        written."""
+        """Remove the file of an earlier run. Raises BadInput if the file cannot be written."""
         self._path = path
         self._progress = (-1, -1)
         self._failed = False
@@ -27,7 +26,7 @@ class AliveFile:
             raise BadInput(f"--alive-file {path}: {error.strerror}", param="alive_file") from None
 
     def beat(self, state: Heartbeat) -> None:
-        """Every second, from the thread of heartbeats."""
+        """Touch the file if there was progress or there is no work. The thread of heartbeats calls this each second."""
         progress = (state.computed_tokens, state.n_prepared)
         if progress == self._progress and (state.in_step or state.preparing):
             return
@@ -41,4 +40,5 @@ class AliveFile:
 
 
 def open_alive_file(path: Path | None) -> AliveFile | None:
+    """Open the file that a flag names. Returns None if no flag does."""
     return None if path is None else AliveFile(path)

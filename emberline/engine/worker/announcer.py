@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Refused(Exception):
-    """A core does not want this worker; the text says why."""
+    """Says why a core does not want this worker."""
 
 
 class CoreUnreachable(Exception):
@@ -59,10 +59,10 @@ class CoreUnreachable(Exception):
 
 
 class Joining:
-    """What a worker that joins a cluster has, before it can announce itself."""
+    """Credential and identity of a worker that joins a cluster, before it can announce itself."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        """BadInput says what is wrong with the flags or the credential."""
+        """Check the flags. Raises BadInput that says what is wrong with them or with the credential."""
         self._args = args
         self.credential = Credential.open(args.credential)
         self.instance = secrets.token_hex(16)
@@ -90,7 +90,7 @@ class Joining:
         return server_context(self.credential.pem)
 
     def announcer(self, info: EngineInfo, address: str) -> "Announcer":
-        """Of the engine that listens at `address`."""
+        """Announcer of the engine that listens at `address`."""
         args, credential = self._args, self.credential
         said = Announcement(
             challenge="",
@@ -112,7 +112,7 @@ class Joining:
 
 
 def open_joining(args: argparse.Namespace) -> Joining | None:
-    """None: it is not to join."""
+    """Open the credential of a worker that joins a cluster. Returns None if no flag asks for that."""
     if args.join:
         return Joining(args)
     for name in ("credential", "advertise", "region", "account"):
@@ -135,12 +135,12 @@ class Announcer:
         self._thread.start()
 
     def stop(self) -> None:
-        """The engine has ended, and is started again: it stays a member meanwhile."""
+        """End the thread of an engine that is started again, and stays a member meanwhile."""
         self._stopping.set()
         self._thread.join(LEAVE_TIMEOUT_S)
 
     def leave(self) -> None:
-        """The engine has ended: tell the cores, if one can be reached at once."""
+        """Tell the cores that the engine has ended, if one of them can be reached immediately."""
         self.stop()
         if not self._said.epoch or self.problem:
             return
@@ -150,7 +150,8 @@ class Announcer:
             _log.warning("the cluster could not be told that this worker ends: %s", error)
 
     def announce(self, leaving: bool = False, timeout_s: float = TIMEOUT_S) -> Standing:
-        """At the first core that answers. Refused, CoreUnreachable, Unauthorized: it is no core of this cluster."""
+        """Announce the worker to the first core that answers. Raises Refused, CoreUnreachable, or Unauthorized if the
+        answer is not of a core of this cluster."""
         failures = []
         for url in list(self._urls):
             try:
@@ -211,15 +212,15 @@ class Announcer:
         self._said = msgspec.structs.replace(self._said, epoch=standing.epoch)
 
     def _end(self, why: str) -> None:
-        """Drain, as after a signal: that wakes the thread of the engine."""
+        """Drain the engine by a signal, which wakes its thread."""
         _log.error("%s", why)
         self.problem = why
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _advertised(address: str, advertise: str, core_url: str) -> str:
-    """The address for cores: as given; else where the engine listens; else, if that is everywhere, the address of this
-    machine on the way to the core."""
+    """The address by which cores reach the engine: the given one, or the one where the engine listens. For a wildcard
+    it is the address of this machine on the way to the core."""
     host, _, port = address.removeprefix("tcp:").rpartition(":")
     if advertise:
         given, _, given_port = advertise.rpartition(":")

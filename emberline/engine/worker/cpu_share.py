@@ -19,7 +19,7 @@ PAUSE_NS = 20_000_000  # between two steps of a busy worker
 
 
 class CpuShare:
-    """Entered around the computation of each step."""
+    """A context around the computation of each step, which adapts the number of threads."""
 
     def __init__(self, path: Path, slot: int, n_threads: int, set_threads: Callable[[int], None]) -> None:
         """`set_threads` applies the number of threads, `n_threads` when no other worker computes."""
@@ -47,7 +47,7 @@ class CpuShare:
 
 
 def open_share(place: str | None, n_threads: int | None, set_threads: Callable[[int], None]) -> CpuShare | None:
-    """`place`: FILE:SLOT; None: the threads of this worker are its own."""
+    """Open the share at `place`, FILE:SLOT. Without one, the threads of this worker are its own."""
     if place is None:
         return None
     path, _, slot = place.rpartition(":")
@@ -56,7 +56,7 @@ def open_share(place: str | None, n_threads: int | None, set_threads: Callable[[
 
 
 def create(path: Path) -> Path:
-    """A file for the workers of a machine, none of which computes yet."""
+    """Create a file for the workers of a machine, none of which computes yet."""
     path.write_bytes(bytes(FILE_BYTES))
     return path
 

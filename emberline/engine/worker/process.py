@@ -1,4 +1,4 @@
-"""What every engine process has: flags, a listening socket, signals, a watched parent, and a ready line on stdout."""
+"""Parts of every engine process: flags, a listening socket, signals, a watched parent, a ready line on stdout."""
 
 import argparse
 import contextlib
@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 def arguments(prog: str, description: str) -> argparse.ArgumentParser:
-    """The flags that every engine process has."""
+    """Parser of the flags that every engine process has."""
     parser = argparse.ArgumentParser(prog=f"python -m {prog}", description=description, allow_abbrev=False)
     parser.add_argument("--socket", required=True, metavar="ADDRESS", help="unix:PATH (or just PATH) or tcp:HOST:PORT")
     parser.add_argument("--name", default="", help="the model name that clients use")
@@ -56,7 +56,7 @@ def arguments(prog: str, description: str) -> argparse.ArgumentParser:
 
 
 def cores(text: str) -> list[int]:
-    """Pins the process while the flags are parsed: threads that start later inherit it."""
+    """Parse a list of cores, and pin the process to them at once: threads that start later inherit it."""
     numbers = [int(word) for word in text.split(",")]
     if hasattr(os, "sched_setaffinity"):  # Linux
         os.sched_setaffinity(0, numbers)
@@ -64,8 +64,10 @@ def cores(text: str) -> list[int]:
 
 
 class NicePrefill:
-    """Lets other processes of the same cores go first while this worker's role is prefill. Where the system would not
-    allow it to go back, a worker that becomes one for prefill keeps its priority."""
+    """Lets other processes of the same cores go first while this worker's role is prefill.
+
+    A worker whose role changes to prefill keeps its priority if the system would not allow it to go back.
+    """
 
     def __init__(self, niceness: int) -> None:
         self._niceness = niceness
@@ -89,7 +91,7 @@ class NicePrefill:
 
 
 def join_token(address: str) -> str:
-    """The join token that clients must present. A Unix socket is also protected by its file mode, a TCP port is not."""
+    """The join token that clients must present. Raises BadInput if a TCP port has none, which no file mode protects."""
     token = os.environ.get(TOKEN_VARIABLE, "")
     if not token and address.startswith("tcp:"):
         raise BadInput(f"an engine on a TCP port needs a join token in {TOKEN_VARIABLE}")
@@ -97,7 +99,7 @@ def join_token(address: str) -> str:
 
 
 def receive_transports(transfers: TransferManager | None, args: argparse.Namespace) -> tuple[str, ...]:
-    """Names of the transports by which this engine receives KV, whatever its role: that may change."""
+    """Names of the transports by which this engine receives KV. They do not depend on its role, which may change."""
     if transfers is None:
         return ()
     tcp = args.socket.startswith("tcp:")
@@ -105,7 +107,7 @@ def receive_transports(transfers: TransferManager | None, args: argparse.Namespa
 
 
 def mooncake_engine(memory: HostMemory, args: argparse.Namespace) -> MooncakeEngine | None:
-    """Mooncake's Transfer Engine over our pools, if --mooncake is given."""
+    """Mooncake's Transfer Engine over our pools. Returns None if no flag asks for it."""
     if not args.mooncake:
         return None
     host = args.socket.removeprefix("tcp:").rpartition(":")[0] if args.socket.startswith("tcp:") else "127.0.0.1"
@@ -116,8 +118,10 @@ def mooncake_engine(memory: HostMemory, args: argparse.Namespace) -> MooncakeEng
 
 
 class Parent:
-    """Ends this process when the one that started it dies, however it died: no orphan keeps the memory, also if this
-    process is stopped (the kernel continues it) or its step hangs (a thread of its own ends it after `gone_s`)."""
+    """Ends this process when its parent has died, so that no orphan keeps the memory.
+
+    The kernel continues this process if it is stopped. A thread ends it after `gone_s` if its step hangs.
+    """
 
     def __init__(self, gone_s: float = PARENT_GONE_S) -> None:
         """Raises SystemExit if an engine has started this process, and died before this was called."""
@@ -165,8 +169,10 @@ def without_collections() -> Iterator[None]:
 
 
 def end_on_signals() -> None:
-    """While a model is loaded, signals end the process at once, as by default: process 1, that of a container, would
-    not even notice them, since the kernel spares it those that it does not handle."""
+    """Let signals end the process immediately while a model is loaded, as they do by default.
+
+    Process 1, that of a container, would not notice them: the kernel spares it signals that it does not handle.
+    """
     if os.getpid() == 1:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, _exit)
@@ -177,8 +183,10 @@ def _exit(number: int, frame: object) -> None:
 
 
 def serve(server: Server, parent: Parent, ready: dict[str, Any], announcer: Announcer | None = None) -> int:
-    """Serve until drained; the exit status. A JSON line on stdout tells that clients may connect; a worker that joins a
-    cluster announces itself then. BadInput: the cluster does not want it."""
+    """Serve until the server is drained. Returns the exit status. Raises BadInput if the cluster refuses the worker.
+
+    A JSON line on stdout tells that clients may connect. A worker that joins a cluster then announces itself.
+    """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     reader, writer = socket.socketpair()
     with reader, writer:
@@ -205,7 +213,7 @@ def serve(server: Server, parent: Parent, ready: dict[str, Any], announcer: Anno
 
 
 class _DrainOnSignal:
-    """The first signal drains, the second ends the process at once."""
+    """Drains on the first signal, and ends the process immediately on the second."""
 
     def __init__(self, server: Server) -> None:
         self._server = server

@@ -1,6 +1,6 @@
-"""The engine's socket server: frames in and out, one thread. It polls between steps and sleeps without work.
+"""The engine's socket server: one thread receives and sends frames between steps, and sleeps without work.
 
-A second thread sends heartbeats, nothing else.
+A second thread sends heartbeats.
 """
 
 import contextlib
@@ -51,11 +51,11 @@ class ServerLimits:
 
 
 class ClientLost(Exception):
-    """The client is gone or is to be disconnected; the text says why."""
+    """Says why a client is gone, or is to be disconnected."""
 
 
 class ClientConnection:
-    """Bytes in and out of a non-blocking socket, in bounded amounts. The server decides what frames mean.
+    """Receives and sends bounded amounts of bytes on a non-blocking socket. The server decides what frames mean.
 
     One thread uses it, except for `send_heartbeat`.
     """
@@ -93,12 +93,12 @@ class ClientConnection:
         return heartbeat or (self.subscribed and now_s >= self.reported_s + self._limits.report_s)
 
     def greet(self) -> None:
-        """Its Hello was accepted: from now on it may send frames of any kind."""
+        """Accept frames of any kind from now on, after a valid Hello."""
         self.greeted = True
         self._frames.max_bytes = frames.MAX_FRAME_BYTES
 
     def receive(self) -> Iterator[frames.ToEngine]:
-        """Messages that are complete now. One read per call, so that a flood cannot delay the steps."""
+        """Read once, so that a flood cannot delay steps. Yields the messages that are complete now."""
         try:
             data = self._receive_tls(self.sock) if isinstance(self.sock, ssl.SSLSocket) else self.sock.recv(_RECV_BYTES)
         except BlockingIOError:
@@ -116,8 +116,8 @@ class ClientConnection:
             raise ClientLost(str(error)) from None
 
     def _receive_tls(self, sock: ssl.SSLSocket) -> bytes | None:
-        """As `recv`, or None: nothing is there yet. All records that have come, of 16 KiB at most: requests that come
-        together start in one step. The lock: no two threads may use the encryption at once."""
+        """Read all records that have come, of 16 KiB at most: requests that come together start in one step. Returns
+        None if nothing has come. The lock keeps two threads from using the encryption concurrently."""
         received = bytearray()
         with self._sending:
             try:
@@ -134,7 +134,7 @@ class ClientConnection:
         return bytes(received)
 
     def send(self, frame: bytes = b"") -> None:
-        """Send what the socket takes and keep the rest; without a frame, continue with what was kept."""
+        """Send what the socket takes, and keep the rest. Without a frame, go on with what was kept."""
         with self._sending:
             self._backlog += frame
             try:
@@ -148,7 +148,8 @@ class ClientConnection:
             raise ClientLost("the client reads too slowly")
 
     def send_heartbeat(self, frame: bytes) -> None:
-        """From the thread of heartbeats. A client that does not read gets none; a lost one is noticed elsewhere."""
+        """Send a heartbeat, from the thread of heartbeats, unless the client does not read. A lost client is noticed
+        elsewhere."""
         with self._sending, contextlib.suppress(OSError):
             if self.heartbeats and not self._backlog:
                 try:
@@ -213,7 +214,7 @@ class Server:
 
     @property
     def n_requests(self) -> int:
-        """Accepted requests that have not ended."""
+        """Number of accepted requests that have not ended."""
         return len(self._owners)
 
     def watch(self, source: Any, when_readable: Callable[[], object]) -> None:
@@ -221,7 +222,7 @@ class Server:
         self._selector.register(source, selectors.EVENT_READ, when_readable)
 
     def drain(self, limit_s: float) -> None:
-        """Accept no new work; `run` returns when all is done, or after limit_s. A second call can only shorten it."""
+        """Accept no new work: `run` returns when all is done, or after limit_s. A second call can only shorten that."""
         until_s = time.monotonic() + max(0.0, min(limit_s, MAX_DRAIN_S))
         if self._drain_until_s is None:
             _log.info("draining", extra={"limit_s": limit_s, "requests": len(self._owners)})
@@ -256,7 +257,7 @@ class Server:
 
     @contextlib.contextmanager
     def _heartbeats(self) -> Iterator[None]:
-        """A thread that sends heartbeats, also while a step or the preparation of one occupies this thread."""
+        """Run a thread that sends heartbeats, also while a step or its preparation occupies this thread."""
         stopped, loop = threading.Event(), self._loop
 
         def beat() -> None:
@@ -290,7 +291,7 @@ class Server:
                 self._close(connection, "no Hello in time")
 
     def _timeout_s(self) -> float | None:
-        """How long to sleep: not at all with work to do, without limit when only clients can bring some."""
+        """Seconds to sleep: 0 if there is work to do. Returns None if only clients can bring work."""
         if self._loop.busy and not self._loop.blocked:
             return 0
         limits = [c.opened_s + self._limits.hello_timeout_s for c in self._connections if not c.greeted]
@@ -389,7 +390,8 @@ class Server:
             self.drain(message.limit_s)
 
     def _set_role(self, role: WorkerRole) -> None:
-        """Cores route by it; the engine itself computes whatever it is sent, and keeps its sequences and its cache."""
+        """Tell all clients a new role, by which cores route. The engine keeps its sequences and its cache, and computes
+        whatever it is sent."""
         if role == self._info.role:
             return
         if role != "both" and not self._info.transfers:
@@ -433,7 +435,7 @@ class Server:
             self._send(connection, frames.encode(frames.Refused(refusal.info())))
 
     def _hand_over(self, connection: ClientConnection, peer: str) -> None:
-        """The client is an engine that sends KV: a receiver thread takes the connection over."""
+        """Hand the connection of an engine that sends KV over to a receiver thread."""
         if connection.has_backlog or connection.has_unread:
             raise ClientLost("an engine that sends KV must wait for Welcome")
         assert self._accept_sender is not None
@@ -462,7 +464,7 @@ class Server:
         connection.deltas.append(TokenDelta(request_id, finish="error", error=error))
 
     def _close(self, connection: ClientConnection, why: str) -> None:
-        """The client is gone: everything it submitted ends here."""
+        """Close the connection of a client, and abort everything that the client has submitted."""
         if connection not in self._connections:
             return
         self._connections.remove(connection)
@@ -512,7 +514,7 @@ class Server:
             self._send_or_close(connection, frames.encode(result))
 
     def _flush(self) -> None:
-        """One Step frame per connection that has deltas or is due; an empty one only if steps or the load changed."""
+        """Send a Step frame to each client that has deltas or is due; without deltas, only if steps or load changed."""
         self._send_kv_events()
         now_s = time.monotonic()
         due = [c for c in self._connections if c.deltas or c.is_due(now_s)]

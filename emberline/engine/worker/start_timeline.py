@@ -1,4 +1,4 @@
-"""Where the seconds of an engine's start go: one log line when it is ready."""
+"""Durations of the phases of an engine's start, in one log line when it is ready."""
 
 import logging
 import os
@@ -20,7 +20,7 @@ class StartTimeline:
         self.seconds = {"python": process_age_s()}
 
     def end(self, phase: str) -> None:
-        """The phase ends now. One that ends twice took both times."""
+        """End a phase now. The times of a phase that ends twice add up."""
         now_s = time.monotonic()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now_s - self._last_s
         self._last_s = now_s
@@ -32,7 +32,7 @@ class StartTimeline:
 
 
 def process_age_s() -> float:
-    """Seconds since this process was started; 0 where the platform does not tell."""
+    """Seconds since this process was started; 0 if the platform does not tell."""
     with suppress(OSError, ValueError, IndexError, AttributeError):
         started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
