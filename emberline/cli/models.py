@@ -1,6 +1,7 @@
 """`emberline pull`, `ls` and `rm`: the models on this machine."""
 
 import argparse
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from emberline.cli import common
 
 if TYPE_CHECKING:
     from emberline.catalog.model_files import Tokenizer
+
+log = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,13 +35,14 @@ def run(args: argparse.Namespace) -> int:
     return {"pull": _pull, "ls": _list, "rm": _remove}[args.command](store, args)
 
 
-def fetch(name: str, store: ModelStore) -> ModelEntry:
-    """The model of that name, downloaded with a progress bar if it is not on this machine; its files verified."""
+def fetch(name: str, store: ModelStore, is_logged: bool = False) -> ModelEntry:
+    """Find a model, or download it, and verify its files. A download shows a progress bar on a terminal, else it is one
+    line: of the log if `is_logged`."""
     entry = store.find(name)
     if entry is not None:
         verify(store, entry.card)
         return entry
-    with _progress_bar(name) as report:
+    with _progress_bar(name, is_logged) as report:
         return pull(name, store, report)
 
 
@@ -106,10 +110,13 @@ def _as_dict(entry: ModelEntry) -> dict[str, Any]:
 
 
 @contextmanager
-def _progress_bar(name: str) -> Iterator[ReportProgress | None]:
-    """A progress bar on a terminal; otherwise one line at the start."""
+def _progress_bar(name: str, is_logged: bool) -> Iterator[ReportProgress | None]:
+    """Show a progress bar on a terminal; otherwise write one line at the start."""
     if not sys.stderr.isatty():
-        print(f"pulling {name}", file=sys.stderr)
+        if is_logged:
+            log.info("pulling a model", extra={"model": name})
+        else:
+            print(f"pulling {name}", file=sys.stderr)
         yield None
         return
     from rich.console import Console

@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
             log.info("ready", extra={"url": address.url, "seconds": round(start_s, 2)})
 
     with waiting, bind(config.server) as listener:  # before any download: a port in use is reported at once
-        entries = fetch_models(config)
+        entries = fetch_models(config, is_logged=True)
         if shows_panel:  # the panel repeats what the startup log lines say
             names = ", ".join(entry.card.id for entry in entries)
             waiting.enter_context(transient_line(f"starting {names or 'without models'} …"))
@@ -130,14 +130,14 @@ def run(args: argparse.Namespace) -> int:
         return run_until_terminated(serve(config, entries, listener, on_ready))
 
 
-def fetch_models(config: Config) -> list[ModelEntry]:
-    """The configured models, downloaded if needed, without duplicates."""
+def fetch_models(config: Config, is_logged: bool = False) -> list[ModelEntry]:
+    """The configured models, downloaded if needed, without duplicates. `is_logged`: a download is a line of the log."""
     config.home.mkdir(mode=0o700, parents=True, exist_ok=True)
     store = ModelStore(config.home)
     elsewhere = config.endpoints or config.providers or config.cluster.scaled
     local = config.engine.models or (() if elsewhere else (DEFAULT_MODEL,))
     remote = [name for worker in remote_workers(config) for name in worker.models]
-    entries = [fetch(name, store) for name in (*local, *remote, *config.cluster.scaled)]
+    entries = [fetch(name, store, is_logged) for name in (*local, *remote, *config.cluster.scaled)]
     if config.engine.draft_model:
-        fetch(config.engine.draft_model, store)
+        fetch(config.engine.draft_model, store, is_logged)
     return list({entry.card.id: entry for entry in entries}.values())

@@ -197,7 +197,7 @@ def _read(
     text: TextModel, request: GenerateRequest, tools: Tools, info: EngineInfo
 ) -> tuple[SamplingParams, list[bytes], Rendered | None]:
     """Check the request. Returns its sampling parameters, the digests of its messages, and its rendered text."""
-    valid = validate(request, info.vocab_size)
+    valid = validate(request, info.vocab_size, isinstance(tools, msgspec.Raw))
     for at, message in enumerate(request.messages or ()):
         if message.images:
             raise Unsupported(f"{request.model} takes no images", param=f"messages[{at}].images")

@@ -15,16 +15,16 @@ MAX_DEPTH = 64  # of a tool's parameters
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
 
-def validate_tools(request: GenerateRequest) -> None:
-    """BadInput names the field that is wrong."""
+def validate_tools(request: GenerateRequest, are_encoded: bool) -> None:
+    """Check the tools, which the caller has encoded already or not. Raises BadInput, with the field that is wrong."""
     if request.tools or request.tool_choice.mode == "required":
-        _check_tools(request.tools)
+        _check_tools(request.tools, are_encoded)
         _check_choice(request.tool_choice, request.tools)
     if request.messages is not None:
         _check_results(request.messages)
 
 
-def _check_tools(tools: tuple[Tool, ...]) -> None:
+def _check_tools(tools: tuple[Tool, ...], are_encoded: bool) -> None:
     if len(tools) > MAX_TOOLS:
         raise BadInput(f"a request may declare {MAX_TOOLS} tools, not {len(tools)}", param="tools")
     names: set[str] = set()
@@ -44,7 +44,8 @@ def _check_tools(tools: tuple[Tool, ...]) -> None:
             message = f"tool {tool.name}: parameters are nested deeper than {MAX_DEPTH}"
             raise BadInput(message, param=f"tools[{at}].parameters")
     try:
-        msgspec.json.encode(tools)
+        if not are_encoded:
+            msgspec.json.encode(tools)
     except UnicodeEncodeError:
         message = "the tools contain a lone surrogate (half of a UTF-16 pair), which is not Unicode"
         raise BadInput(message, param="tools") from None
@@ -97,9 +98,11 @@ MAX_LOGPROBS = 20
 _U64 = (1 << 64) - 1
 
 
-def validate(request: GenerateRequest, vocab_size: int) -> SamplingParams:
-    """The request's sampling parameters, checked, the seed as u64. BadInput names the field that is wrong."""
-    validate_prompt(request, vocab_size)
+def validate(request: GenerateRequest, vocab_size: int, tools_encoded: bool = False) -> SamplingParams:
+    """Check a request. Returns its sampling parameters, the seed as u64. Raises BadInput, with the field that is wrong.
+
+    `tools_encoded`: the tools are known to be Unicode, because the caller has encoded them."""
+    validate_prompt(request, vocab_size, tools_encoded)
     _check_range("n", request.n, 1, MAX_CHOICES)
     if (most := request.speculation.max_draft_tokens) is not None:
         _check_range("speculation.max_draft_tokens", most, 0, MAX_DRAFT_TOKENS)
@@ -113,7 +116,7 @@ def validate(request: GenerateRequest, vocab_size: int) -> SamplingParams:
     return validate_sampling(request.sampling, vocab_size)
 
 
-def validate_prompt(request: GenerateRequest, vocab_size: int) -> None:
+def validate_prompt(request: GenerateRequest, vocab_size: int, tools_encoded: bool = False) -> None:
     given = [name for name in ("messages", "prompt", "prompt_ids") if getattr(request, name) is not None]
     if len(given) != 1:
         raise BadInput(
@@ -130,7 +133,7 @@ def validate_prompt(request: GenerateRequest, vocab_size: int) -> None:
     if request.continue_final and not _continuable(request.messages):
         message = "to be continued, the last message must be the assistant's, without tool calls"
         raise BadInput(message, param="messages")
-    validate_tools(request)
+    validate_tools(request, tools_encoded)
 
 
 def _continuable(messages: tuple[Message, ...] | None) -> bool:

@@ -22,6 +22,7 @@ from emberline.cli import http_client as client
 from emberline.cli.http_client import ChatTiming
 from emberline.cli.serve import fetch_models
 from emberline.config import resolve
+from emberline.protocol.errors import BadInput
 from emberline.server.address import ServerAddress
 from emberline.server.core_process import local_models, serve
 from emberline.server.listener import bind
@@ -215,6 +216,18 @@ def test_files_are_verified_once_per_start(home: Path, monkeypatch: pytest.Monke
     assert verified == [DEFAULT_MODEL]
     assert local_models(config, entries, {DEFAULT_MODEL: ()}) == {DEFAULT_MODEL: entries[0].path}
     assert verified == [DEFAULT_MODEL]
+
+
+def test_a_download_of_the_server_is_a_line_of_its_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF")
+    config = resolve({"engine.models": (str(broken),)}, {}, tmp_path)
+    with caplog.at_level("INFO"), pytest.raises(BadInput):
+        fetch_models(config, is_logged=True)
+    assert [vars(record)["model"] for record in caplog.records if record.message == "pulling a model"] == [str(broken)]
+    assert capsys.readouterr().err == ""
 
 
 def test_broken_model_is_reported(tmp_path: Path, home: Path) -> None:
