@@ -156,6 +156,24 @@ async def test_the_universal_endpoint_tries_steps_in_order(bench: Opener) -> Non
     assert answer.status_code == 400
 
 
+@pytest.mark.parametrize("resume", [False, True])
+async def test_a_streamed_step_that_fails_before_its_first_byte_is_followed_by_the_next(
+    bench: Opener, resume: bool
+) -> None:
+    gateway = await bench(a=ServerScript(status=500), b=WORKS)
+    query = {"model": MODEL, "messages": SAYS, "stream": True}
+    headers = {"x-emberline-resume": "60"} if resume else {}
+    both = [step("a", query=query), step("b", query=query)]
+    answer = await gateway.client.post(UNIVERSAL, json=both, headers=headers)
+    assert (answer.status_code, answer.headers["cf-aig-step"]) == (200, "1"), answer.text
+    assert answer.text.endswith("data: [DONE]\n\n")
+    assert ("x-emberline-stream-id" in answer.headers) is resume
+    gateway.servers["b"].script = ServerScript(status=500)
+    answer = await gateway.client.post(UNIVERSAL, json=both, headers=headers)
+    assert (answer.status_code, answer.json()["error"][0]["code"]) == (502, 2005)
+    assert len(await gateway.logs()) == 2
+
+
 async def test_a_step_decides_about_the_cache(bench: Opener) -> None:
     gateway = await bench()
     configs: tuple[dict[str, Any], ...] = ({}, {"cacheTtl": 60}, {"cacheTtl": 60}, {"cacheTtl": 60, "skipCache": True})

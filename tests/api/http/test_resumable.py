@@ -12,10 +12,11 @@ import pytest
 from emberline.accounts.account_service import AccountService
 from emberline.accounts.audit_log import Actor
 from emberline.api.http import resumable
+from emberline.api.http.streaming import IncompleteBody
 from emberline.protocol.errors import Unavailable
 from emberline.protocol.events import ChoiceDone, Completed, Started, TextDelta, TextEvent, Usage
 from emberline.protocol.request import GenerateRequest
-from emberline.service.event_log import LogLimits, MemoryEventLogs
+from emberline.service.event_log import LogLimits, LogPart, MemoryEventLogs
 from tests.api.fake_service import KEY, MODEL, USAGE, FakeService, Wire, app_of, client_of
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -113,6 +114,31 @@ async def test_a_client_that_leaves_comes_back(service: FakeService, client: htt
     assert b"lo!" in resumed.body
     assert resumed.body.endswith(b"data: [DONE]\n\n")
     assert (service.open, len(service.requests)) == (0, 1)
+
+
+class LostLogs(MemoryEventLogs):
+    """Event logs of a core that cannot be reached from some time on."""
+
+    is_lost = False
+
+    async def read(self, account: str, log_id: str, after: int, wait_s: float) -> LogPart:
+        found = await super().read(account, log_id, after, wait_s)
+        if self.is_lost:
+            raise Unavailable("the core cannot be reached")
+        return found
+
+
+async def test_a_stream_whose_log_is_lost_is_cut_off(service: FakeService) -> None:
+    service.event_logs = logs = LostLogs()
+    service.script = paced = Paced()
+    wire = start(service)
+    await wire.until_sent(b"Hel")
+    logs.is_lost = True
+    paced.go_on.set()
+    with pytest.raises(IncompleteBody):
+        await wire.task
+    assert [message["type"] for message in wire.sent].count("http.response.start") == 1
+    assert wire.sent[-1]["more_body"], "no client takes it for whole"
 
 
 async def test_without_asking_a_client_that_leaves_cancels(service: FakeService) -> None:
