@@ -9,7 +9,7 @@ import random
 import statistics
 import tempfile
 import zlib
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,10 +34,10 @@ from emberline.jobs.queue.puller import LeaseOwner, Puller
 from emberline.jobs.queue.queue import Queue
 from emberline.kv.block_pool import blocks_of
 from emberline.kv.cache import KVCache
-from emberline.protocol.events import ChoiceDone, Completed, Started, TextDelta, TextEvent, Usage
+from emberline.protocol.events import ChoiceDone, Completed, Started, TextDelta, Usage
 from emberline.protocol.request import EngineRequest, GenerateRequest, Principal, Priority, SamplingParams
+from emberline.service.work import TaskEvents, Work
 from emberline.store import open_store
-from emberline.telemetry.request_log import JobContext
 from standins.standin_engine import LAYOUT
 
 MODEL = "m"
@@ -143,15 +143,15 @@ class ModelledFleet:
     def workers_of(self, model: str) -> list[Worker]:
         return [member.worker for member in self.members]
 
-    async def generate(
-        self, request: GenerateRequest, principal: Principal, job: JobContext | None = None
-    ) -> AsyncGenerator[TextEvent, None]:
-        """Runs a job on the engine that was granted."""
+    async def run(self, work: Work) -> TaskEvents:
+        """Run a job on the engine that was granted."""
+        request, job = work.task, work.job
+        assert isinstance(request, GenerateRequest)
         assert job is not None
         usage = Usage(prompt_tokens=N_PROMPT, completion_tokens=N_OUTPUT)
         yield Started(usage)
         await self._by_name[job.engine].run(sequence(request.id, Priority.BATCH))
-        job.record_usage(row_of(request, principal))
+        job.record_usage(row_of(request, work.principal))
         yield TextDelta(0, "x")
         yield ChoiceDone(0, "stop")
         yield Completed(usage)

@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from typing import NamedTuple, TypeVar
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from emberline.balancer.circuit_breaker import OPEN_S, CircuitBreaker
 from emberline.catalog.model_card import ModelCard
@@ -11,12 +11,11 @@ from emberline.gateway.gateway_errors import AttemptsFailed, AttemptsRefused, Fi
 from emberline.gateway.log import LogAttempt
 from emberline.gateway.retry import RetryPolicy, falls_back, is_providers_fault, is_transient, wait_s
 from emberline.protocol.errors import EmberlineError, EngineLost, Internal, ModelNotFound, Overloaded, Unavailable
-from emberline.telemetry.request_log import never
+from emberline.service.work import Begun, Start, Work
+from emberline.telemetry.request_log import AttemptContext, never
 from emberline.upstream.providers.errors import ProviderRefusedKey, ProviderTimeout
 
 LOCAL = "workers-ai"  # the provider of the models of our own engines, as Cloudflare's gateway names it
-
-T = TypeVar("T")
 
 
 class PlanStep(NamedTuple):
@@ -25,20 +24,11 @@ class PlanStep(NamedTuple):
     card: ModelCard
     provider: str
     number: int  # its position in the chain
+    max_failovers: int | None = None  # between workers, in one attempt; None: as many as any request
 
     @property
     def model(self) -> str:
         return self.card.id
-
-
-class Attempt(NamedTuple):
-    """One attempt to have a model answer a request."""
-
-    step: PlanStep
-    id: str  # under which it is in flight, and of its usage row
-    is_retry: bool  # of a request that was admitted before: it does not count for rate limits again
-    on_began: Callable[[], None] | None = None  # ends its timeout, where nothing is returned yet
-    timed_out: Callable[[], bool] = never  # True once its timeout has cancelled it
 
 
 class Breakers:
@@ -64,20 +54,22 @@ class Attempts:
 
     def __init__(self, request_id: str, account: str, breakers: Breakers) -> None:
         self.made: list[LogAttempt] = []
-        self.answering: PlanStep | None = None
-        self.was_admitted = False  # an attempt has counted for the limits on requests
+        self._was_admitted = False  # an attempt of an earlier step has counted for the limits on requests
         self._breaker: CircuitBreaker | None = None  # of the attempt that answers
         self._request_id = request_id
         self._account = account
         self._breakers = breakers
 
-    async def begin(self, step: PlanStep, policy: RetryPolicy, start: Callable[[Attempt], Awaitable[T]]) -> T:
-        """Call `start` until an attempt begins to answer, and return its result. Raises the last error if none does."""
+    async def begin(
+        self, work: Work, step: PlanStep, policy: RetryPolicy, start: Start, context: AttemptContext
+    ) -> Begun:
+        """Start attempts until one begins to answer, and return it. Raises the last error if none does."""
         delays_s = policy.delays_s()
         waited_s = 0.0
+        context = context._replace(max_failovers=step.max_failovers)
         while True:
             try:
-                return await self._attempt(step, policy.timeout_ms, waited_s, start)
+                return await self._attempt(work, step, policy, waited_s, start, context)
             except EmberlineError as error:
                 delay_s = next(delays_s, None)
                 pause_s = None if delay_s is None or not is_transient(error) else wait_s(error, delay_s)
@@ -87,11 +79,11 @@ class Attempts:
             waited_s = pause_s
 
     async def _attempt(
-        self, step: PlanStep, timeout_ms: int, waited_s: float, start: Callable[[Attempt], Awaitable[T]]
-    ) -> T:
+        self, work: Work, step: PlanStep, policy: RetryPolicy, waited_s: float, start: Start, context: AttemptContext
+    ) -> Begun:
         number = len(self.made)
         attempt_id = self._request_id if not number else f"{self._request_id}-{number + 1}"
-        attempt = Attempt(step, attempt_id, self.was_admitted)
+        context = context._replace(id=attempt_id, is_retry=work.was_admitted or self._was_admitted)
         breaker = self._breakers.find(self._account, step.provider)
         began_s = time.monotonic()
         failed: EmberlineError | None = None
@@ -100,9 +92,10 @@ class Attempts:
                 if not breaker.allows:
                     raise CircuitOpen(step.provider, OPEN_S - (began_s - breaker.opened_s))
                 breaker.sent()
-            found = await start(attempt) if not timeout_ms else await _in_time(start, attempt, timeout_ms)
-            self.answering, self._breaker = step, breaker
-            return found
+            in_time = _in_time(start, step, context, policy) if policy.timeout_ms else start(step.card, context)
+            begun = await in_time
+            self._breaker = breaker
+            return begun
         except EmberlineError as error:
             failed = error
             if breaker is not None and not isinstance(error, CircuitOpen):
@@ -120,7 +113,7 @@ class Attempts:
                 LogAttempt(
                     step.model,
                     step.provider,
-                    attempt.id,
+                    attempt_id,
                     step.number,
                     round((time.monotonic() - began_s) * 1000, 1),
                     round(waited_s * 1000, 1),
@@ -129,8 +122,9 @@ class Attempts:
                 )
             )
 
-    def ended(self, error: BaseException | None) -> None:
-        """How the attempt has ended that began to answer."""
+    def ended(self, work: Work, error: BaseException | None) -> None:
+        """Tell the circuit breaker how the attempt has ended that began to answer."""
+        self._was_admitted |= work.was_admitted
         if self._breaker is None:
             return
         if error is None:
@@ -142,10 +136,10 @@ class Attempts:
         self._breaker = None
 
 
-async def _in_time(start: Callable[[Attempt], Awaitable[T]], attempt: Attempt, timeout_ms: int) -> T:
+async def _in_time(start: Start, step: PlanStep, context: AttemptContext, policy: RetryPolicy) -> Begun:
     is_waiting = True
     try:
-        async with asyncio.timeout(timeout_ms / 1000) as timeout:
+        async with asyncio.timeout(policy.timeout_ms / 1000) as timeout:
 
             def began() -> None:
                 nonlocal is_waiting
@@ -153,12 +147,13 @@ async def _in_time(start: Callable[[Attempt], Awaitable[T]], attempt: Attempt, t
                     is_waiting = False
                     timeout.reschedule(None)
 
-            found = await start(attempt._replace(on_began=began, timed_out=timeout.expired))
+            timed_out = timeout.expired if policy.is_timeout_free else never
+            begun = await start(step.card, context._replace(on_began=began, timed_out=timed_out))
             is_waiting = False
-            return found
+            return begun
     except TimeoutError:
-        model, provider = attempt.step.model, attempt.step.provider
-        raise FirstByteTimeout(f"{model} ({provider}) sent nothing within {timeout_ms} ms", param="model") from None
+        message = f"{step.model} ({step.provider}) sent nothing within {policy.timeout_ms} ms"
+        raise FirstByteTimeout(message, param="model") from None
 
 
 class CircuitOpen(Unavailable):

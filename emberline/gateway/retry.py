@@ -34,6 +34,7 @@ class RetryPolicy(NamedTuple):
     delay_ms: int = 500
     backoff: Backoff = "exponential"
     timeout_ms: int = 0  # until the first byte; 0: no limit
+    is_timeout_free: bool = False  # an attempt that the timeout ends costs nothing
 
     def delays_s(self) -> Iterator[float]:
         """Before the second attempt, the third, …; at most MAX_WAIT_S each."""

@@ -1,6 +1,6 @@
 """Output events: token deltas from an engine, text events from the service, and token usage."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -76,7 +76,7 @@ class TokenDelta(msgspec.Struct, array_like=True, omit_defaults=True):
     values: bytes = b""  # of an encoder, with its `finish`: float32 little-endian, a row for each text
 
 
-# --- events of service.generate: exactly one Started, then deltas, one ChoiceDone per choice, one Completed ---------
+# --- events of a task that generates: exactly one Started, then deltas, one ChoiceDone per choice, one Completed ------
 
 
 class Started(msgspec.Struct):
@@ -136,6 +136,7 @@ class Completed(msgspec.Struct):
     usage: Usage
     price: Price | None = None  # at which the request is charged
     cost_pico: int | None = None  # None: the model has no price
+    result: Any = None  # of a task whose result comes whole; the last bytes of a relayed reply
 
 
 TextEvent = Started | TextDelta | ReasoningDelta | ToolCallStarted | ToolCallDelta | ChoiceDone | Completed

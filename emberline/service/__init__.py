@@ -15,7 +15,7 @@ Its service has the same methods and receives token frames straight from the eng
 
 A service:
 
-    service.generate(request, principal) -> AsyncGenerator[TextEvent]   # aclose() cancels the work in the engine
+    service.run(Work(task, principal))              # events of any task; aclose() cancels the work in the engine
     await service.count_tokens(request, principal) -> int
     service.responses                               # stored responses: put, get, delete
     service.models.cards() -> list[ModelCard]

@@ -1,7 +1,8 @@
 """Collects the events of one request into a whole answer, and turns an answer back into events."""
 
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
+from typing import Any
 
 from emberline.protocol.complete_response import Answer, AnswerChoice, AnswerPart, ReasoningPart, TextPart, ToolCallPart
 from emberline.protocol.errors import Internal
@@ -15,6 +16,7 @@ from emberline.protocol.events import (
     TextLogprob,
     ToolCallDelta,
     ToolCallStarted,
+    Usage,
 )
 
 ChoiceEvent = TextDelta | ReasoningDelta | ToolCallStarted | ToolCallDelta | ChoiceDone
@@ -58,15 +60,44 @@ class ChoiceCollector:
         self._parts[-1][1].append(text)
 
 
+class AnswerCollector:
+    """Collects the events of one request, of all its choices."""
+
+    def __init__(self, n_choices: int) -> None:
+        self._choices = [ChoiceCollector() for _ in range(n_choices)]
+
+    def add(self, event: TextEvent) -> None:
+        if not isinstance(event, Started | Completed):
+            self._choices[event.index].add(event)
+
+    async def tap(self, event: TextEvent) -> Sequence[TextEvent]:
+        """Collect an event on its way to the client."""
+        self.add(event)
+        return (event,)
+
+    def answer(self, usage: Usage) -> Answer:
+        """The answer as far as it was collected."""
+        return Answer([choice.choice() for choice in self._choices], usage)
+
+
 async def collect_answer(events: AsyncGenerator[TextEvent, None], n_choices: int = 1) -> Answer:
-    choices = [ChoiceCollector() for _ in range(n_choices)]
+    """Run a request to its end. Returns its answer."""
+    collector = AnswerCollector(n_choices)
     async with aclosing(events):
         async for event in events:
             if isinstance(event, Completed):
-                return Answer([choice.choice() for choice in choices], event.usage)
-            if not isinstance(event, Started):
-                choices[event.index].add(event)
+                return collector.answer(event.usage)
+            collector.add(event)
     raise Internal("the events ended before the answer was complete")
+
+
+async def result_of(events: AsyncGenerator[Any, None]) -> Any:
+    """Run a task whose result comes whole to its end. Returns its result."""
+    async with aclosing(events):
+        async for event in events:
+            if isinstance(event, Completed):
+                return event.result
+    raise Internal("the events ended before the result was complete")
 
 
 def events_of(answer: Answer) -> Iterator[ChoiceEvent]:

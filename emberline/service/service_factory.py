@@ -211,7 +211,7 @@ async def open_http_worker(
 
     service = Service(core, connections.models, engines, close, GrammarCompiler(), models, data_dir, timings)
     sweep = models.sweep_providers(
-        timings.provider_sweep_s, lambda client: service.runs_on_provider(client.provider.name)
+        timings.provider_sweep_s, lambda client: service.in_flight.runs_on_provider(client.provider.name)
     )
     sweeping = asyncio.create_task(sweep)
     return service

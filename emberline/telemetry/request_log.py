@@ -11,7 +11,6 @@ from emberline.accounts.usage_row import UsageRow
 from emberline.protocol.errors import EmberlineError
 from emberline.protocol.events import TokenDelta
 from emberline.protocol.media import MediaRequest
-from emberline.protocol.provider import OwnKey
 from emberline.protocol.request import EncodeRequest, GenerateRequest, SpeechRequest
 from emberline.protocol.route_request import RouteTerms
 
@@ -45,15 +44,15 @@ def never() -> bool:
 
 
 class AttemptContext(NamedTuple):
-    """One attempt of a gateway at a request."""
+    """One attempt at a request. A gateway may make several; any other request has one."""
 
+    id: str = ""  # under which it is in flight, and of its usage row; empty: the request's own
     is_retry: bool = False  # not the first: it counts for no limit on requests
     max_failovers: int | None = None  # between workers; None: as for any request
     bills_failure: bool = True  # False: a failure of ours counts no tokens, as nobody has seen anything of the reply
     on_began: Callable[[], None] | None = None  # called where a reply has begun that comes whole; perhaps several times
     timed_out: Callable[[], bool] = never  # True once the operator's timeout, not the client, cancelled the attempt
     on_end: Callable[[UsageRow], None] | None = None  # called once with the usage row of an attempt that was admitted
-    own_key: OwnKey | None = None  # a provider's, which the client sent along
 
 
 ONLY_ATTEMPT = AttemptContext()
@@ -64,7 +63,7 @@ def route_terms(
     clock: "Clock",
     job: JobContext | None = None,
 ) -> RouteTerms:
-    """How a canonical request is to be routed."""
+    """State how a canonical request is to be routed."""
     return RouteTerms(
         id=in_flight_id(request.id, job),
         api=request.api,

@@ -22,6 +22,7 @@ from emberline.net.http_server import ASGIApp, Receive, Scope, Send
 from emberline.protocol.errors import EmberlineError
 from emberline.protocol.request import Principal
 from emberline.service.event_collector import collect_answer
+from emberline.service.work import Work
 from emberline.store import Database, open_store
 from tests.api.fake_service import CARDS, FakeService
 from tests.faulty_queue import FaultyQueue
@@ -55,7 +56,7 @@ async def run_all(queue: Queue, service: FakeService) -> int:
 async def run_one(queue: Queue, service: FakeService, lease: Lease) -> None:
     """Run one job as the puller would, without retries."""
     try:
-        answer = await collect_answer(service.generate(lease.request, Principal(lease.account)), lease.request.n)
+        answer = await collect_answer(service.run(Work(lease.request, Principal(lease.account))), lease.request.n)
     except EmberlineError as error:
         ours = await queue.fail(lease, error.info(), retry=False)
     else:

@@ -1,17 +1,17 @@
 """A fake service that answers from a script, and clients that reach the app without a socket."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import httpx
+import msgspec
 
 from emberline.accounts.account_service import AccountService
 from emberline.accounts.auth import Authenticator
 from emberline.accounts.secret import Secret
 from emberline.api.app import ApiSettings, App
 from emberline.api.batch_loader import BatchService
-from emberline.api.http.call import Events, OnAdmit, OnComplete
 from emberline.api.http.large_requests import LargeRequestRelay
 from emberline.catalog.aliases import AliasTable
 from emberline.catalog.model_card import SPEECH_RECOGNITION, Capabilities, ModelCard, PathSource
@@ -25,6 +25,7 @@ from emberline.protocol.errors import BadInput, MalformedModelId, ModelNotFound
 from emberline.protocol.events import (
     ChoiceDone,
     Completed,
+    Cost,
     ReasoningDelta,
     Started,
     TextDelta,
@@ -33,6 +34,7 @@ from emberline.protocol.events import (
     ToolCallStarted,
     Usage,
 )
+from emberline.protocol.media import Media, MediaRequest
 from emberline.protocol.member import Challenge, Signed
 from emberline.protocol.price import Price
 from emberline.protocol.provider import OwnKey
@@ -41,12 +43,11 @@ from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal
 from emberline.protocol.speech import TimedWord, Transcript, TranscriptSegment
 from emberline.service.event_log import MemoryEventLogs
 from emberline.service.responses import ResponseStore
+from emberline.service.work import Task, TaskEvents, Work
 from emberline.telemetry.health import Health
-from emberline.telemetry.request_log import AttemptContext
 from emberline.telemetry.status import Status, StatusQuery
 from emberline.upstream.models import UpstreamModels
 from emberline.upstream.target import Target
-from emberline.upstream.upstream_request import UpstreamRequest
 
 MODEL = "@cf/huggingfacetb/smollm2-135m-instruct"
 SECRET = Secret("0" * 64)
@@ -198,58 +199,54 @@ class FakeService:
         self.loads: list[tuple[str, str]] = []
         self.engine_load: dict[str, Any] = {}  # reported besides the usual
 
-    async def generate(
-        self,
-        request: GenerateRequest,
-        principal: Principal,
-        *,
-        on_admit: OnAdmit | None = None,
-        on_complete: OnComplete | None = None,
-        attempt: AttemptContext | None = None,
-        card: ModelCard | None = None,
-    ) -> Events:
-        self.models.find(request.model)
-        self.requests.append(request)
-        self.principals.append(principal)
+    upstream = UpstreamModels(())
+
+    async def run(self, work: Work) -> TaskEvents:
+        task = work.task
+        self.models.find(task.model)
+        self.principals.append(work.principal)
         self.open += 1
-        if on_admit is not None:
-            on_admit(self.rate_limits)
+        work.rate_limits = self.rate_limits
         try:
-            async for event in self.script(request):
-                if isinstance(event, Completed) and on_complete is not None:
-                    event = Completed(event.usage, self.price, None if self.price is None else self.cost_pico)
-                    on_complete(event)
+            async for event in self._events(task):
+                if isinstance(event, Completed):
+                    cost_pico = None if self.price is None else self.cost_pico
+                    usage = event.usage
+                    if work.wants_cost:
+                        usage = msgspec.structs.replace(usage, cost=Cost(cost_pico))
+                    event = work.completed = Completed(usage, self.price, cost_pico, event.result)
                 yield event
         finally:
             self.open -= 1
 
-    upstream = UpstreamModels(())
+    def _events(self, task: Task) -> AsyncIterator[TextEvent]:
+        if isinstance(task, GenerateRequest):
+            self.requests.append(task)
+            return self.script(task)
+        return self._whole(task)
 
-    async def transcribe(
-        self, request: SpeechRequest, principal: Principal, *, on_complete: OnComplete | None = None, **_: Any
-    ) -> Transcript:
-        if on_complete is not None:
-            on_complete(Completed(Usage(audio_ms=1250), self.price, None if self.price is None else self.cost_pico))
-        self.models.find(request.model)
-        self.speech_requests.append(request)
-        segment = TranscriptSegment(
-            start_s=0.0,
-            end_s=3661.5,
-            text=" Hello -->  world.",
-            words=(TimedWord(" Hello", 0.0, 0.5), TimedWord(" world.", 0.5, 1.25)),
-        )
-        return Transcript(language="en", audio_ms=1250, segments=(segment,))
+    async def _whole(self, task: Task) -> AsyncIterator[TextEvent]:
+        if isinstance(task, SpeechRequest):
+            self.speech_requests.append(task)
+            segment = TranscriptSegment(
+                start_s=0.0,
+                end_s=3661.5,
+                text=" Hello -->  world.",
+                words=(TimedWord(" Hello", 0.0, 0.5), TimedWord(" world.", 0.5, 1.25)),
+            )
+            transcript = Transcript(language="en", audio_ms=1250, segments=(segment,))
+            yield Completed(Usage(audio_ms=1250), result=transcript)
+        elif isinstance(task, EncodeRequest):
+            encoded = self.encode(task)
+            yield Completed(encoded.usage, result=encoded)
+        else:
+            assert isinstance(task, MediaRequest)
+            yield Completed(Usage(), result=self.make_media(task))
 
-    async def encode(self, request: EncodeRequest, principal: Principal, **_: Any) -> Encoded:
+    def encode(self, request: EncodeRequest) -> Encoded:
         raise NotImplementedError
 
-    def forward(
-        self,
-        request: UpstreamRequest,
-        on_admit: OnAdmit | None = None,
-        on_complete: OnComplete | None = None,
-        attempt: AttemptContext | None = None,
-    ) -> AsyncGenerator[tuple[bytes, bool], None]:
+    def make_media(self, request: MediaRequest) -> Media:
         raise NotImplementedError
 
     async def count_tokens(self, request: GenerateRequest, principal: Principal, target: Target | None = None) -> int:

@@ -25,6 +25,7 @@ from emberline.protocol.member import Announcement, Standing
 from emberline.service import Service, open_service
 from emberline.service.core import LocalCore
 from emberline.service.service_factory import ClusterSettings
+from emberline.service.work import Work
 from emberline.text.text_model import TextModel
 from tests.cluster.test_member_table import said as said_in_table
 from tests.cluster.test_membership import states, until
@@ -274,7 +275,7 @@ async def test_a_request_on_a_worker_that_is_replaced_continues_on_the_newer(
     found: list[TextEvent] = []
 
     async def generate() -> None:
-        async for event in core.generate(ask(), ALICE):
+        async for event in core.run(Work(ask(), ALICE)):
             found.append(event)
 
     running = asyncio.create_task(generate())

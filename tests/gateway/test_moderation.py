@@ -1,19 +1,18 @@
 """Guardrails that ask a model: what a classifier or a chat model calls unsafe is blocked or flagged."""
 
 from array import array
-from collections.abc import AsyncGenerator
 
 import pytest
 
 from emberline.catalog.model_card import TEXT_CLASSIFICATION, ModelCard, PathSource
 from emberline.gateway.gateway_errors import PromptBlocked, ResponseBlocked
-from emberline.gateway.moderation import Moderator
+from emberline.gateway.guard_stage import GuardStage
 from emberline.protocol.complete_response import Encoded
 from emberline.protocol.errors import ModelNotFound, Unavailable
-from emberline.protocol.events import ChoiceDone, Completed, Started, TextDelta, TextEvent, Usage
+from emberline.protocol.events import ChoiceDone, Completed, Started, TextDelta, Usage
 from emberline.protocol.gateway import GatewaySettings, Guardrail
 from emberline.protocol.request import EncodeRequest, GenerateRequest, Message, Principal
-from emberline.telemetry.request_log import AttemptContext
+from emberline.service.work import TaskEvents, Work
 
 LABELS = ("toxic", "spam", "fine")
 CLASSIFIER, CHAT = "classifier", "moderator"
@@ -28,10 +27,6 @@ class FakeModels:
         self.verdict = verdict
         self.asked: list[EncodeRequest | GenerateRequest] = []
         self.principals: list[Principal] = []
-
-    @property
-    def models(self) -> "FakeModels":
-        return self
 
     def find(self, name: str, caller: str = "") -> ModelCard:
         if name not in (CLASSIFIER, CHAT):
@@ -48,37 +43,23 @@ class FakeModels:
             task=task,
         )
 
-    async def encode(
-        self,
-        request: EncodeRequest,
-        principal: Principal,
-        *,
-        attempt: AttemptContext | None = None,
-        card: ModelCard | None = None,
-    ) -> Encoded:
-        self.asked.append(request)
-        self.principals.append(principal)
-        values = array("f", self.scores).tobytes()
-        return Encoded(values=values, n_rows=1, usage=Usage(), labels=LABELS)
-
-    async def generate(
-        self,
-        request: GenerateRequest,
-        principal: Principal,
-        *,
-        attempt: AttemptContext | None = None,
-        card: ModelCard | None = None,
-    ) -> AsyncGenerator[TextEvent, None]:
-        self.asked.append(request)
-        self.principals.append(principal)
+    async def run(self, work: Work) -> TaskEvents:
+        assert isinstance(work.task, EncodeRequest | GenerateRequest)
+        assert work.card is not None
+        self.asked.append(work.task)
+        self.principals.append(work.principal)
+        if isinstance(work.task, EncodeRequest):
+            values = array("f", self.scores).tobytes()
+            yield Completed(Usage(), result=Encoded(values=values, n_rows=1, usage=Usage(), labels=LABELS))
+            return
         yield Started(Usage())
         yield TextDelta(0, self.verdict)
         yield ChoiceDone(0, "stop")
         yield Completed(Usage())
 
 
-def moderator(models: FakeModels, *rules: Guardrail) -> Moderator:
-    return Moderator(GatewaySettings(name="corp", guardrails=rules), models, CALLER, "r1")
+def moderator(models: FakeModels, *rules: Guardrail) -> GuardStage:
+    return GuardStage(GatewaySettings(name="corp", guardrails=rules), models, models, CALLER, "r1")
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,9 @@ def test_options_of_headers_and_body() -> None:
     assert (merged.id, merged.cache_ttl, merged.metadata) == ("body", 600, {"a": 1})
     settings = GatewaySettings(name="g", max_attempts=2, cache_ttl_s=60)
     assert retry_policy(settings, options).max_attempts == 3
-    assert retry_policy(settings, options, StepConfig(max_attempts=1, request_timeout=5)) == (1, 500, "exponential", 5)
+    assert retry_policy(settings, options, StepConfig(max_attempts=1, request_timeout=5)) == RetryPolicy(
+        1, 500, "exponential", 5
+    )
     assert retry_policy(settings, GatewayOptions()).max_attempts == 2
     assert cache_ttl_s(settings, GatewayOptions()) == 60
     assert cache_ttl_s(settings, GatewayOptions(skip_cache=True, cache_ttl=600)) == 0

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.gateway.call import replay
+from emberline.gateway.cache_stage import replay
 from emberline.gateway.counters import CounterTable
 from emberline.gateway.gateway_errors import GatewayNotFound
 from emberline.gateway.gateways import Gateways
@@ -77,10 +77,7 @@ def reply(text: str = "hi", seconds: float = 3600) -> CachedReply:
 
 
 def test_a_replay_has_every_part() -> None:
-    answer = reply().answer
-    assert answer is not None
-    seen: list[Completed] = []
-    events = replay(answer, seen.append)
+    events = replay(reply())
     assert [type(event).__name__ for event in events] == [
         *("Started", "ReasoningDelta", "TextDelta", "ToolCallStarted", "ToolCallDelta", "ChoiceDone", "Completed")
     ]
@@ -88,7 +85,8 @@ def test_a_replay_has_every_part() -> None:
     assert events[2].logprobs
     assert isinstance(events[3], ToolCallStarted)
     assert events[-2] == ChoiceDone(0, "tool_calls")
-    assert seen[0].cost_pico == 0
+    assert isinstance(events[-1], Completed)
+    assert events[-1].cost_pico == 0
 
 
 @pytest.fixture

@@ -1,17 +1,15 @@
 """Queued work belongs to the trace of the request that submitted it: jobs by a link, webhooks by their header."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from emberline.jobs.webhooks.deliveries import DeliveryRecord
-from emberline.protocol.events import TextEvent
-from emberline.protocol.request import GenerateRequest, Principal
 from emberline.protocol.trace_context import TraceContext, current
+from emberline.service.work import TaskEvents, Work
 from emberline.store import Database
-from emberline.telemetry.request_log import JobContext
 from tests.collector import Collector, Start, collector, traced
 from tests.databases import mostly_sqlite, on_both_databases
 from tests.jobs.queue.fakes import FakeService
@@ -34,11 +32,9 @@ class ObservedService(FakeService):
         super().__init__()
         self.contexts: list[TraceContext | None] = []
 
-    async def generate(
-        self, request: GenerateRequest, principal: Principal, job: JobContext | None = None
-    ) -> AsyncGenerator[TextEvent, None]:
+    async def run(self, work: Work) -> TaskEvents:
         self.contexts.append(current.get())
-        async for event in super().generate(request, principal, job):
+        async for event in super().run(work):
             yield event
 
 

@@ -21,6 +21,7 @@ from emberline.service.event_collector import collect_answer
 from emberline.service.responses import DatabaseResponses
 from emberline.service.service import Service
 from emberline.service.sessions import Sessions
+from emberline.service.work import Work
 from emberline.store import open_store
 from emberline.text.grammar.compiler_pool import GrammarCompiler
 from emberline.upstream.models import UpstreamModels
@@ -56,7 +57,7 @@ class Setup:
         self.core = core
 
     async def answer(self, number: int, request_id: str) -> Answer:
-        return await collect_answer(self.service.generate(request(number, request_id), PRINCIPAL))
+        return await collect_answer(self.service.run(Work(request(number, request_id), PRINCIPAL)))
 
 
 def request(number: int, request_id: str, n_tokens: int = N_TOKENS) -> GenerateRequest:
@@ -140,7 +141,7 @@ async def test_cancelled_request_leaves_no_block_leased(pair: dict[str, VllmServ
 async def test_stream_survives_death_of_decode(pair: dict[str, VllmServer], setup: Setup) -> None:
     expected = await asyncio.to_thread(alone, pair["prefill"], 3, 30)
     text, killed = "", False
-    async for event in setup.service.generate(request(3, "dies", 30), PRINCIPAL):
+    async for event in setup.service.run(Work(request(3, "dies", 30), PRINCIPAL)):
         if isinstance(event, TextDelta):
             text += event.text
             if not killed and len(text) > len(expected) // 3:

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emberline.accounts.usage_row import UsageRow
-from emberline.gateway.call import open_call
 from emberline.gateway.gateway_errors import FirstByteTimeout
 from emberline.gateway.service import GatewayService
+from emberline.gateway.stage_chain import open_chain
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.errors import (
     BadInput,
@@ -32,6 +32,7 @@ from emberline.protocol.request import EngineRequest
 from emberline.protocol.route_request import Route, RouteRequest
 from emberline.service import Service
 from emberline.service.request_run import RequestRun
+from emberline.service.work import Work
 from emberline.telemetry.request_log import JobContext
 from tests.service.fake_engine import FakeEngine
 from tests.service.test_request_run import FakeCore, FakeTransport, ended, output_of, run_of
@@ -100,7 +101,7 @@ async def test_tokens_that_a_slow_client_has_not_read_are_paid(service: Service,
     await set_price(service, PRICE)
     engine.script = None
     request = ask(LONG)
-    async with aclosing(service.generate(request, ALICE)) as events:
+    async with aclosing(service.run(Work(request, ALICE))) as events:
         first = asyncio.ensure_future(anext(events))
         (sent,) = await engine.submission()
         usage = Usage(prompt_tokens=tokens.count(sent.prompt_ids), cached_by_tier={"device": 16})
@@ -168,8 +169,10 @@ async def test_only_the_operators_timeout_is_free(
     await gateways.settings.put(own)
     request, options = ask(LONG), GatewayOptions(id="g", request_timeout_ms=asked_ms)
     engine.prefilled[request.id] = 32
+    work = Work(request, ALICE)
+    open_chain(gateways, options, ALICE, service, "log").apply(work)
     with pytest.raises(FirstByteTimeout):
-        async with aclosing(open_call(gateways, options, ALICE, service, "log").generate(request)) as events:
+        async with aclosing(service.run(work)) as events:
             await anext(events)
     await gateways.close()
     row = await row_of(service, request)
@@ -193,7 +196,7 @@ async def test_a_lost_engine_is_free(service: Service, engine: FakeEngine) -> No
     await set_price(service, PRICE)
     engine.script = None
     recorded: list[UsageRow] = []
-    running = asyncio.ensure_future(anext(service.generate(ask(LONG), ALICE, JobContext("e0", recorded.append))))
+    running = asyncio.ensure_future(anext(service.run(Work(ask(LONG), ALICE, JobContext("e0", recorded.append)))))
     await engine.submission()
     await engine.die()  # under a job, which is not moved
     with pytest.raises(EngineLost):
@@ -205,7 +208,7 @@ async def test_a_cancelled_job_is_charged_what_was_computed(service: Service, en
     await set_price(service, PRICE)
     engine.script = None
     recorded: list[UsageRow] = []
-    events = service.generate(ask(LONG), ALICE, JobContext("e0", recorded.append))
+    events = service.run(Work(ask(LONG), ALICE, JobContext("e0", recorded.append)))
     running = asyncio.ensure_future(anext(events))
     (sent,) = await engine.submission()
     engine.prefilled[sent.id] = 32

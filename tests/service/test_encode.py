@@ -24,6 +24,8 @@ from emberline.protocol.errors import BadInput, EmberlineError, Forbidden
 from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal
 from emberline.service import Served, Service, open_service
 from emberline.service.core import LocalCore
+from emberline.service.event_collector import result_of
+from emberline.service.work import Work
 from emberline.text.text_encoder import TextEncoder
 from emberline.weights.task_config import task_of
 from tests.encoders import MAX_LEN, VOCABULARY, EncoderThread, tiny_bert
@@ -174,10 +176,12 @@ async def test_tasks_are_not_confused(folders: dict[str, Path], tmp_path: Path) 
         assert ranked.status_code == 400
         assert "no reranker" in ranked.json()["error"]["message"]
         with pytest.raises(BadInput):
-            async for _ in service.generate(GenerateRequest(id="g", model=model, prompt="x"), Principal("a")):
+            async for _ in service.run(Work(GenerateRequest(id="g", model=model, prompt="x"), Principal("a"))):
                 pass
         with pytest.raises(Forbidden):
-            await service.encode(EncodeRequest(id="f", model=model, texts=("x",)), Principal("a", models=("other",)))
+            await result_of(
+                service.run(Work(EncodeRequest(id="f", model=model, texts=("x",)), Principal("a", models=("other",))))
+            )
 
 
 def pair_logits(folder: Path, query: str, text: str) -> torch.Tensor:
@@ -248,7 +252,9 @@ async def test_requests_move_from_a_lost_engine(folders: dict[str, Path], tmp_pa
         breaking(engine)
     service = await open_service([served(folder, *engines)], data_dir=tmp_path)
     assert await service.ready(60)
-    encoded = await service.encode(EncodeRequest(id="r", model=folder.name, texts=("abc",)), Principal("a"))
+    encoded = await result_of(
+        service.run(Work(EncodeRequest(id="r", model=folder.name, texts=("abc",)), Principal("a")))
+    )
     assert lost
     assert encoded.n_rows == 1
     row = await row_of(service, EncodeRequest(id="r", model="x"))
@@ -280,7 +286,7 @@ async def test_many_clients_and_a_long_list(folders: dict[str, Path], tmp_path: 
     async def ask(name: str, texts: tuple[str, ...]) -> int:
         try:
             request = EncodeRequest(id=name, model=folder.name, texts=texts)
-            return (await service.encode(request, Principal(name))).n_rows
+            return (await result_of(service.run(Work(request, Principal(name))))).n_rows
         except EmberlineError as error:
             raise AssertionError(error.message) from error
 

@@ -15,6 +15,7 @@ from emberline.protocol.request import GenerateRequest, Message, Priority
 from emberline.service import Service
 from emberline.service.core import LocalCore
 from emberline.service.event_collector import collect_answer
+from emberline.service.work import Work
 from emberline.telemetry.request_log import JobContext
 from emberline.text.text_model import TextModel
 from tests.service.fake_engine import EOS, FakeEngine, Script
@@ -40,7 +41,7 @@ def ledger_of(service: Service) -> UsageLedger:
 
 async def test_the_usage_row_of_a_job_is_handed_to_its_queue(service: Service) -> None:
     rows: list[UsageRow] = []
-    answer = await collect_answer(service.generate(queued(), ALICE, JobContext("e0", rows.append)))
+    answer = await collect_answer(service.run(Work(queued(), ALICE, JobContext("e0", rows.append))))
     assert answer.choices[0].text == "Hello!"
     assert [(row.id, row.status, row.priority, row.output_tokens) for row in rows] == [("b-0", "finished", "batch", 7)]
     assert await ledger_of(service).find("b-0") is None
@@ -52,18 +53,18 @@ async def test_a_job_runs_on_the_worker_it_was_granted(
     engines = [await FakeEngine(tmp_path / f"{n}.sock", say("Hi"), name=n).start() for n in ("e0", "e1")]
     service = await open_one(*engines)
     for n in range(4):
-        await collect_answer(service.generate(queued(f"b-{n}"), ALICE, JobContext("e1", lambda row: None)))
+        await collect_answer(service.run(Work(queued(f"b-{n}"), ALICE, JobContext("e1", lambda row: None))))
     assert (len(engines[0].submitted), len(engines[1].submitted)) == (0, 4)
     await engines[1].die()
     with pytest.raises(Unavailable):
-        await collect_answer(service.generate(queued("b-9"), ALICE, JobContext("e1", lambda row: None)))
+        await collect_answer(service.run(Work(queued("b-9"), ALICE, JobContext("e1", lambda row: None))))
     await engines[0].die()
 
 
 async def test_a_job_fails_at_once_when_its_worker_is_lost(engine: FakeEngine, service: Service) -> None:
     engine.script = None
     rows: list[UsageRow] = []
-    events = service.generate(queued(), ALICE, JobContext("e0", rows.append))
+    events = service.run(Work(queued(), ALICE, JobContext("e0", rows.append)))
     first = events.__anext__()
 
     waiting = asyncio.ensure_future(first)
@@ -80,7 +81,7 @@ async def test_jobs_do_not_block_requests(engine: FakeEngine, service: Service) 
     engine.script = None
     runs = [
         asyncio.ensure_future(
-            collect_answer(service.generate(queued(f"b-{n}"), ALICE, JobContext("e0", lambda row: None)))
+            collect_answer(service.run(Work(queued(f"b-{n}"), ALICE, JobContext("e0", lambda row: None))))
         )
         for n in range(8)
     ]
@@ -94,7 +95,7 @@ async def test_jobs_do_not_block_requests(engine: FakeEngine, service: Service) 
 
     assert active() == (8, 8)
     flex = GenerateRequest(id="flex", model=MODEL, prompt="x", priority=Priority.FLEX, reject_if_busy=True)
-    asked = asyncio.ensure_future(collect_answer(service.generate(flex, ALICE)))
+    asked = asyncio.ensure_future(collect_answer(service.run(Work(flex, ALICE))))
     await engine.submission(9)
     assert active() == (9, 8)
     for run in (*runs, asked):
@@ -116,7 +117,7 @@ async def test_the_late_end_of_an_expired_attempt_leaves_the_next_one_on_record(
 
     def attempt(number: int) -> "asyncio.Future[object]":
         context = JobContext("e0", rows.append, attempt=number)
-        return asyncio.ensure_future(collect_answer(service.generate(queued(), ALICE, context)))
+        return asyncio.ensure_future(collect_answer(service.run(Work(queued(), ALICE, context))))
 
     first = attempt(1)
     await engine.submission()
@@ -140,7 +141,7 @@ async def test_a_job_resumes_behind_its_transcript(engine: FakeEngine, service: 
         deltas: list[TokenDelta] = []
         name = f"b-{n_said}"
         resume_from = TokenDelta(name, tokens.pack(ids[:n_said]))
-        events = service.generate(queued(name), ALICE, JobContext("e0", lambda row: None, resume_from, deltas.append))
+        events = service.run(Work(queued(name), ALICE, JobContext("e0", lambda row: None, resume_from, deltas.append)))
         told = [event async for event in events]
         assert "".join(event.text for event in told if isinstance(event, TextDelta)) == "Hello!"[n_said:]
         assert b"".join(delta.token_ids for delta in deltas) == tokens.pack([*ids[n_said:], EOS])
@@ -155,7 +156,7 @@ async def test_a_complete_transcript_needs_no_engine(
     ids = [*tokens.unpack(text_model.encode("Hello!", special=False)), EOS]
     rows: list[UsageRow] = []
     resume_from = TokenDelta("b-0", tokens.pack(ids), "stop")
-    told = [event async for event in service.generate(queued(), ALICE, JobContext("e0", rows.append, resume_from))]
+    told = [event async for event in service.run(Work(queued(), ALICE, JobContext("e0", rows.append, resume_from)))]
     assert [type(event) for event in told] == [Completed]
     assert [(row.status, row.output_tokens) for row in rows] == [("finished", len(ids))]
     assert engine.submitted == []

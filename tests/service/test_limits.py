@@ -17,11 +17,11 @@ from emberline.accounts.usage_row import UsageRow
 from emberline.protocol.errors import BudgetExceeded, BudgetReserved, Forbidden, Overloaded, RateLimited
 from emberline.protocol.events import Completed
 from emberline.protocol.price import Price
-from emberline.protocol.rate_limits import RateLimits
 from emberline.protocol.request import Principal, Priority
 from emberline.protocol.route_request import Route, RouteRequest
 from emberline.service import Service
 from emberline.service.core import LocalCore
+from emberline.service.work import Work
 from emberline.store import Database, open_store
 from emberline.telemetry.request_log import JobContext
 from tests.service.conftest import Opener
@@ -73,20 +73,22 @@ async def test_requests_a_minute(limited: Service, accounts: AccountService) -> 
 
 async def test_tokens_are_taken_for_the_worst_case_and_put_back(limited: Service, accounts: AccountService) -> None:
     key = await key_with(accounts, tokens_per_minute=1000)
-    seen: list[RateLimits | None] = []
-    async with aclosing(limited.generate(ask(sampling={"max_tokens": 100}), key, on_admit=seen.append)) as events:
+    work = Work(ask(sampling={"max_tokens": 100}), key)
+    async with aclosing(limited.run(work)) as events:
         *_, completed = [event async for event in events]
     assert isinstance(completed, Completed)
     used = completed.usage.prompt_tokens + completed.usage.completion_tokens
-    (limits,) = seen
+    limits = work.rate_limits
     assert limits is not None
     assert limits.tokens is not None
     assert limits.tokens.remaining == 1000 - completed.usage.prompt_tokens - 100
-    async with aclosing(limited.generate(ask(sampling={"max_tokens": 100}), key, on_admit=seen.append)) as events:
+    work = Work(ask(sampling={"max_tokens": 100}), key)
+    async with aclosing(limited.run(work)) as events:
         await anext(events)
-    assert seen[1] is not None
-    assert seen[1].tokens is not None
-    assert seen[1].tokens.remaining in range(1000 - used - completed.usage.prompt_tokens - 100, 1000 - used)
+    limits = work.rate_limits
+    assert limits is not None
+    assert limits.tokens is not None
+    assert limits.tokens.remaining in range(1000 - used - completed.usage.prompt_tokens - 100, 1000 - used)
 
 
 async def test_concurrency_is_given_back_by_a_client_that_leaves(
@@ -94,7 +96,7 @@ async def test_concurrency_is_given_back_by_a_client_that_leaves(
 ) -> None:
     key = await key_with(accounts, concurrency=1)
     engine.script = say("and so on", end=False)
-    async with aclosing(limited.generate(ask(), key)) as events:
+    async with aclosing(limited.run(Work(ask(), key))) as events:
         await anext(events)
         with pytest.raises(RateLimited, match="concurrent requests"):
             await events_of(limited, ask(), key)
@@ -135,7 +137,7 @@ async def test_a_request_shed_for_capacity_does_not_count(
 async def test_queued_jobs_have_no_rate_limit(limited: Service, accounts: AccountService) -> None:
     key = await key_with(accounts, requests_per_minute=1)
     for _ in range(3):
-        async with aclosing(limited.generate(ask(), key, JobContext("e0", lambda row: None))) as events:
+        async with aclosing(limited.run(Work(ask(), key, JobContext("e0", lambda row: None)))) as events:
             assert [event async for event in events]
 
 
@@ -192,7 +194,7 @@ async def test_what_running_requests_reserve_becomes_free_again(
     cost_pico = await cost_of(limited, await key_with(accounts))
     key = await key_with(accounts, budget_pico=2 * cost_pico + 3 * PRICE.output, budget_period="day")
     script, engine.script = engine.script, None
-    async with aclosing(limited.generate(ask(sampling={"max_tokens": 10}), key)) as events:
+    async with aclosing(limited.run(Work(ask(sampling={"max_tokens": 10}), key))) as events:
         started = asyncio.ensure_future(anext(events))
         await engine.submission(2)
         with pytest.raises(BudgetReserved, match="running requests have reserved it") as refused:
@@ -241,9 +243,9 @@ async def test_a_job_without_budget_is_refused_and_one_within_it_is_billed(
     poor, rich = await key_with(accounts, budget_pico=cost_pico // 4), await key_with(accounts, budget_pico=cost_pico)
     request = ask(sampling={"max_tokens": 10}, priority=batch)
     with pytest.raises(BudgetExceeded):
-        async with aclosing(limited.generate(request, poor, JobContext("e0", rows.append))) as events:
+        async with aclosing(limited.run(Work(request, poor, JobContext("e0", rows.append)))) as events:
             await anext(events)
-    async with aclosing(limited.generate(request, rich, JobContext("e0", rows.append))) as events:
+    async with aclosing(limited.run(Work(request, rich, JobContext("e0", rows.append)))) as events:
         assert [event async for event in events]
     (row,) = rows
     assert row.cost_pico == cost_pico // 2

@@ -13,6 +13,7 @@ from emberline.protocol.price import Price
 from emberline.protocol.request import Priority
 from emberline.service import Service
 from emberline.service.core import LocalCore
+from emberline.service.work import Work
 from emberline.telemetry.request_log import JobContext
 from tests.service.fake_engine import FakeEngine
 
@@ -70,7 +71,7 @@ async def test_a_failed_request_costs_nothing(service: Service, engine: FakeEngi
 async def test_a_cancelled_request_costs_what_was_computed(service: Service) -> None:
     await set_price(service, PRICE)
     request = ask()
-    async with aclosing(service.generate(request, ALICE)) as events:
+    async with aclosing(service.run(Work(request, ALICE))) as events:
         assert isinstance(await anext(events), Started)
     row = await row_of(service, request)
     assert row.status == "cancelled"
@@ -99,7 +100,7 @@ async def test_a_job_is_charged_the_price_of_when_it_was_queued(service: Service
     await set_price(service, DEARER)
     rows: list[UsageRow] = []
     job = JobContext("e0", rows.append, accepted_us=queued_us)
-    async with aclosing(service.generate(ask(priority=Priority.BATCH), ALICE, job)) as events:
+    async with aclosing(service.run(Work(ask(priority=Priority.BATCH), ALICE, job))) as events:
         async for _ in events:
             pass
     (row,) = rows

@@ -23,6 +23,7 @@ from emberline.service import Service, open_core_server, open_http_worker, open_
 from emberline.service.core import LocalCore
 from emberline.service.core_link import CoreServer, RemoteCore
 from emberline.service.event_log import NewLog
+from emberline.service.work import Work
 from emberline.store import open_store
 from emberline.text.text_model import TextModel
 from tests.faulty_store import FaultyStore
@@ -370,7 +371,7 @@ async def test_load_reports_and_refusals_reach_the_core(
     service: Service, http_worker: Service, engine: FakeEngine
 ) -> None:
     engine.script = None
-    async with aclosing(http_worker.generate(ask(), ALICE)) as events:
+    async with aclosing(http_worker.run(Work(ask(), ALICE))) as events:
         started = asyncio.ensure_future(anext(events))
         (sent,) = await engine.submission()
         engine.step(TokenDelta(sent.id, tokens.pack([70])))

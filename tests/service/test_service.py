@@ -57,6 +57,7 @@ from emberline.service import Service
 from emberline.service.core import LocalCore, SessionEntry
 from emberline.service.prepare import Preparer
 from emberline.service.request_run import MAX_FAILOVERS
+from emberline.service.work import Work
 from emberline.store import open_store
 from emberline.telemetry.request_log import Clock
 from emberline.text.grammar.compiler_pool import GrammarCompiler
@@ -76,7 +77,7 @@ def ask(content: str = "hi", **fields: Any) -> GenerateRequest:
 
 
 async def events_of(service: Service, request: GenerateRequest, principal: Principal = ALICE) -> list[TextEvent]:
-    async with aclosing(service.generate(request, principal)) as events:
+    async with aclosing(service.run(Work(request, principal))) as events:
         return [event async for event in events]
 
 
@@ -164,7 +165,7 @@ async def test_a_request_from_beginning_to_end(service: Service, engine: FakeEng
 
 async def test_the_row_is_durable_before_completed(service: Service) -> None:
     request = ask()
-    async with aclosing(service.generate(request, ALICE)) as events:
+    async with aclosing(service.run(Work(request, ALICE))) as events:
         async for event in events:
             if isinstance(event, Completed):
                 assert await ledger_of(service).find(request.id) is not None
@@ -177,7 +178,7 @@ async def test_tokens_that_wait_together_become_one_delta(service: Service, engi
     events = await events_of(service, ask())
     assert [event.text for event in events if isinstance(event, TextDelta)] == ["Hello!"]
     engine.burst, engine.script = 1, None
-    async with aclosing(service.generate(ask(), ALICE)) as stream:
+    async with aclosing(service.run(Work(ask(), ALICE))) as stream:
         started = asyncio.ensure_future(anext(stream))
         request = (await engine.submission(2))[-1]
         for number, letter in enumerate(b"abc"):
@@ -369,7 +370,7 @@ async def test_several_choices(service: Service, engine: FakeEngine, text_model:
 
 async def test_the_other_choices_follow_the_first_token(service: Service, engine: FakeEngine) -> None:
     engine.script = None
-    async with aclosing(service.generate(ask(n=2), ALICE)) as events:
+    async with aclosing(service.run(Work(ask(n=2), ALICE))) as events:
         started = asyncio.ensure_future(anext(events))
         (first,) = await engine.submission()
         await asyncio.sleep(0.01)
@@ -431,7 +432,7 @@ async def test_turn_two_reuses_turn_one_whole(
 async def test_aclose_cancels_the_work(service: Service, engine: FakeEngine) -> None:
     engine.script = None
     request = ask()
-    events = service.generate(request, ALICE)
+    events = service.run(Work(request, ALICE))
     started = asyncio.ensure_future(anext(events))
     await engine.submission()
     engine.step(TokenDelta(request.id, tokens.pack([70]), usage=Usage(prompt_tokens=9)))
@@ -609,7 +610,7 @@ async def cut(service: Service, engine: FakeEngine, request: GenerateRequest) ->
     events: list[TextEvent] = []
 
     async def consume() -> list[TextEvent]:
-        async for event in service.generate(request, ALICE):
+        async for event in service.run(Work(request, ALICE)):
             events.append(event)
         return events
 
@@ -778,7 +779,7 @@ async def test_requests_that_are_cancelled_before_anything_is_computed_are_bille
 async def test_a_cancelled_request_is_billed_what_was_produced(service: Service, engine: FakeEngine) -> None:
     engine.script = None
     request = ask("hello")
-    events = service.generate(request, ALICE)
+    events = service.run(Work(request, ALICE))
     first = asyncio.ensure_future(anext(events))
     (sent,) = await engine.submission()
     engine.step(TokenDelta(sent.id, tokens.pack([70, 71, 72]), usage=Usage(prompt_tokens=9)))
@@ -856,7 +857,7 @@ async def test_close_settles_what_nobody_reads(engine: FakeEngine, open_one: Ope
     service = await open_one(engine, timings=Timings(close_wait_s=0.01))
     engine.script = None
     request = ask()
-    events = service.generate(request, ALICE)
+    events = service.run(Work(request, ALICE))
     started = asyncio.ensure_future(anext(events))
     await engine.submission()
     engine.step(TokenDelta(request.id, tokens.pack([70])))
@@ -873,7 +874,7 @@ async def test_close_settles_what_nobody_reads(engine: FakeEngine, open_one: Ope
 
 async def test_leaving_after_the_last_token_is_no_cancellation(service: Service) -> None:
     request = ask()
-    async with aclosing(service.generate(request, ALICE)) as events:
+    async with aclosing(service.run(Work(request, ALICE))) as events:
         async for event in events:
             if isinstance(event, ChoiceDone):
                 break
@@ -917,7 +918,7 @@ async def test_every_request_ends_once_whatever_happens(
         request = ask("x" * dice.randrange(60), n=dice.choice([1, 1, 2]))
         patience = dice.choice([None, dice.randrange(6)])
         try:
-            async with aclosing(service.generate(request, ALICE)) as events:
+            async with aclosing(service.run(Work(request, ALICE))) as events:
                 seen = 0
                 async for _ in events:
                     seen += 1
@@ -971,7 +972,7 @@ async def test_a_conversation_is_remembered_after_its_last_event(service: Servic
     """Rendering it again takes time, and no client waits for that; a service that closes does."""
     core = service.core
     assert isinstance(core, LocalCore)
-    seen = [len(core.sessions) async for _ in service.generate(ask(), ALICE)]
+    seen = [len(core.sessions) async for _ in service.run(Work(ask(), ALICE))]
     assert seen[-1] == 0
     await service.close()
     assert len(core.sessions) == 2  # up to the prompt, and with the reply

@@ -19,6 +19,7 @@ from emberline.protocol.errors import Internal, Overloaded, Unavailable
 from emberline.protocol.events import Completed, TextDelta
 from emberline.protocol.request import Message, Principal
 from emberline.service import Served, Service, open_service
+from emberline.service.work import Work
 from emberline.telemetry.status import StatusQuery
 from emberline.text.text_model import TextModel
 from tests.service.conftest import ALICE, PATIENCE_S, offer
@@ -106,7 +107,7 @@ async def test_eight_streams_at_once(service: Service) -> None:
 
 async def test_a_client_that_leaves_frees_the_engine(service: Service) -> None:
     request = ask(session="standin:say=count,itl_ms=5", sampling={"max_tokens": 2000})
-    async with aclosing(service.generate(request, ALICE)) as events:
+    async with aclosing(service.run(Work(request, ALICE))) as events:
         async for event in events:
             if isinstance(event, TextDelta):
                 break

@@ -17,6 +17,7 @@ from emberline.protocol.errors import DeadlineExceeded, NotFound, Overloaded, Un
 from emberline.protocol.events import TextEvent, TokenDelta
 from emberline.service import Served, Service, open_core_server, open_http_worker, open_service
 from emberline.service.core import LocalCore
+from emberline.service.work import Work
 from emberline.supervisor.model_manager import FIRST_RETRY_S, LoadableModel, ModelManager
 from emberline.supervisor.model_switching import Limits
 from emberline.supervisor.process import ProcessFailed
@@ -330,7 +331,7 @@ async def test_switching_under_load_ends_every_request_once(bench: Bench, tmp_pa
 
     async def run(number: int) -> str:
         await asyncio.sleep(0.01 * number)
-        async with aclosing(bench.service.generate(requests[number], ALICE)) as events:
+        async with aclosing(bench.service.run(Work(requests[number], ALICE))) as events:
             return text_of([event async for event in events])
 
     tasks = [asyncio.create_task(run(number)) for number in range(60)]

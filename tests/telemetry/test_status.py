@@ -12,6 +12,7 @@ from emberline.protocol.route_request import RouteRequest
 from emberline.service import Service
 from emberline.service.core import LocalCore
 from emberline.service.core_link import CoreServer
+from emberline.service.work import Work
 from emberline.telemetry.status import StatusQuery
 from tests.service.conftest import ALICE, MODEL
 from tests.service.fake_engine import FakeEngine
@@ -24,7 +25,7 @@ __all__ = ["http_worker", "server"]  # fixtures
 async def test_a_request_is_listed_with_its_phase_and_then_as_ended(service: Service, engine: FakeEngine) -> None:
     engine.script = None
     request = ask("hello")
-    async with aclosing(service.generate(request, ALICE)) as events:
+    async with aclosing(service.run(Work(request, ALICE))) as events:
         first = asyncio.ensure_future(anext(events))
         (sequence,) = await engine.submission()
         engine.step(TokenDelta(sequence.id, tokens.pack([70]), usage=Usage(prompt_tokens=5)))

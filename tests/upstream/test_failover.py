@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from contextlib import aclosing
 
 import pytest
@@ -15,9 +15,11 @@ from emberline.protocol.frames import EngineLoad
 from emberline.protocol.request import GenerateRequest, Priority, SamplingParams
 from emberline.protocol.route_request import RouteRequest
 from emberline.service.event_collector import collect_answer
+from emberline.service.work import RelayRequest, Work
 from emberline.telemetry.request_log import JobContext
 from emberline.upstream.dialects.dialect import CHAT
 from emberline.upstream.servers.server_load import ProbeTimings
+from emberline.upstream.target import Target
 from emberline.upstream.upstream_request import UpstreamRequest
 from standins.openai_script import FIRST_WORD_ID, ServerScript, StandinPrompt
 from tests.upstream.conftest import LONG, MODEL, PATIENCE_S, PRINCIPAL, Bench, Opener, request
@@ -46,13 +48,17 @@ def forwarded(request_id: str, stream: bool) -> UpstreamRequest:
     return UpstreamRequest(route, CHAT, fields, stream=stream)
 
 
-async def collect(blocks: AsyncGenerator[tuple[bytes, bool], None]) -> bytes:
-    async with aclosing(blocks):
-        return b"".join([block async for block, _ in blocks])
+async def relay(bench: Bench, asked: UpstreamRequest) -> bytes:
+    async def make(target: Target, request_id: str) -> UpstreamRequest:
+        return asked
+
+    task = RelayRequest(id=asked.route.id, model=MODEL, make=make, stream=asked.stream)
+    async with aclosing(bench.service.run(Work(task, PRINCIPAL))) as events:
+        return b"".join([event if isinstance(event, bytes) else event.result async for event in events])
 
 
 async def answer(bench: Bench, asked: GenerateRequest) -> Answer:
-    return await collect_answer(bench.service.generate(asked, PRINCIPAL))
+    return await collect_answer(bench.service.run(Work(asked, PRINCIPAL)))
 
 
 async def test_an_openai_server(bench: Opener) -> None:
@@ -160,7 +166,7 @@ async def test_a_reply_that_is_complete_but_for_its_usage_or_end_marker(
     made = await bench(("a", kind, "both"), a=ServerScript(itl_ms=0.2, **fault))  # type: ignore[arg-type]
     asked = forwarded("r1", stream=True)
     asked.fields["max_tokens"] = 20
-    body = await collect(made.service.forward(asked))
+    body = await relay(made, asked)
     assert body.endswith(b"data: [DONE]\n\n")
     assert body.count(b"[DONE]") == body.count(b'"usage":{') == body.count(b'"finish_reason":"length"') == 1
     assert b'"completion_tokens":20' in body
@@ -248,7 +254,7 @@ async def test_a_moved_prompt_is_pending_on_the_new_server_until_its_first_token
 
 async def test_a_cancelled_stream_is_aborted_on_the_server(bench: Opener) -> None:
     made = await bench(("a", "vllm", "both"), a=ServerScript(itl_ms=20))
-    async with aclosing(made.service.generate(request(), PRINCIPAL)) as events:
+    async with aclosing(made.service.run(Work(request(), PRINCIPAL))) as events:
         async for event in events:
             if isinstance(event, TextDelta):
                 break
@@ -406,10 +412,7 @@ async def test_a_server_without_a_configured_limit_gets_hundreds_of_requests_at_
     made = await bench(
         ("a", kind, "both"), ("b", kind, "both"), a=ServerScript(itl_ms=1000), b=ServerScript(itl_ms=1000)
     )
-    tasks = [
-        asyncio.create_task(collect(made.service.forward(forwarded(f"r{number}", stream=number % 4 == 0))))
-        for number in range(200)
-    ]
+    tasks = [asyncio.create_task(relay(made, forwarded(f"r{number}", stream=number % 4 == 0))) for number in range(200)]
     await until(lambda: sum(standin.running for standin in made.standins.values()) == 200)
     assert min(standin.running for standin in made.standins.values()) > 16
     for task in tasks:
@@ -433,7 +436,7 @@ async def test_what_a_server_cannot_run_waits_here(bench: Opener) -> None:
 
 async def test_started_comes_first_and_completed_last(bench: Opener) -> None:
     made = await bench(("a", "vllm", "both"), a=ServerScript(tokens=3, split=7))
-    events = [event async for event in made.service.generate(request(), PRINCIPAL)]
+    events = [event async for event in made.service.run(Work(request(), PRINCIPAL))]
     assert isinstance(events[0], Started)
     assert isinstance(events[-1], Completed)
     assert sum(isinstance(event, Completed) for event in events) == 1
@@ -443,7 +446,7 @@ async def test_a_job_runs_where_it_was_granted_and_its_owner_records_the_usage(b
     made = await bench(("a", "vllm", "both"), ("b", "vllm", "both"))
     booked: list[UsageRow] = []
     job = JobContext("b", booked.append)
-    found = await collect_answer(made.service.generate(request(priority=Priority.BATCH), PRINCIPAL, job))
+    found = await collect_answer(made.service.run(Work(request(priority=Priority.BATCH), PRINCIPAL, job)))
     assert found.choices[0].text == expected()
     assert [len(standin.requests) for standin in made.standins.values()] == [0, 1]
     assert [(row.status, row.output_tokens) for row in booked] == [("finished", 50)]
@@ -456,7 +459,7 @@ async def test_a_job_is_not_retried_here_when_its_server_fails(bench: Opener) ->
     booked: list[UsageRow] = []
     with pytest.raises(EngineLost):
         await collect_answer(
-            made.service.generate(request(priority=Priority.BATCH), PRINCIPAL, JobContext("b", booked.append))
+            made.service.run(Work(request(priority=Priority.BATCH), PRINCIPAL, JobContext("b", booked.append)))
         )
     assert made.standins["a"].requests == []
     assert [row.status for row in booked] == ["failed"]
@@ -469,7 +472,7 @@ async def test_the_tokens_before_a_failure_are_counted_not_the_events(bench: Ope
     booked: list[UsageRow] = []
     with pytest.raises(EngineLost):
         await collect_answer(
-            made.service.generate(request(priority=Priority.BATCH), PRINCIPAL, JobContext("a", booked.append))
+            made.service.run(Work(request(priority=Priority.BATCH), PRINCIPAL, JobContext("a", booked.append)))
         )
     n_prompt = len(f"user: {LONG}") // 4 + 1
     assert [(row.status, row.input_tokens, row.output_tokens) for row in booked] == [("failed", n_prompt, 20)]
@@ -478,7 +481,7 @@ async def test_the_tokens_before_a_failure_are_counted_not_the_events(bench: Ope
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 async def test_the_tokens_of_a_cancelled_stream_are_counted(bench: Opener, kind: str) -> None:
     made = await bench(("a", kind, "both"), a=ServerScript(event_tokens=5, itl_ms=50))
-    async with aclosing(made.service.generate(request(), PRINCIPAL)) as events:
+    async with aclosing(made.service.run(Work(request(), PRINCIPAL))) as events:
         async for event in events:
             if isinstance(event, TextDelta) and " w9-" in event.text:
                 break

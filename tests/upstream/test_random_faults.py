@@ -7,6 +7,7 @@ import pytest
 
 from emberline.protocol.errors import EmberlineError
 from emberline.service.event_collector import collect_answer
+from emberline.service.work import Work
 from standins.openai_script import ServerScript
 from tests.upstream.conftest import PRINCIPAL, Bench, Opener, request
 from tests.upstream.test_failover import expected
@@ -27,7 +28,7 @@ FAULTS = (
 async def client(bench: Bench, number: int, draw: random.Random) -> str:
     text = f"request {number}: " + "what is it all about? " * draw.randrange(4, 60)
     task = asyncio.create_task(
-        collect_answer(bench.service.generate(request(text, f"r{number}", session=f"s{number % 5}"), PRINCIPAL))
+        collect_answer(bench.service.run(Work(request(text, f"r{number}", session=f"s{number % 5}"), PRINCIPAL)))
     )
     if draw.random() < 0.25:
         await asyncio.sleep(draw.random() * 0.05)
@@ -91,5 +92,5 @@ async def test_random_faults(bench: Opener, kind: str, transfer: str, seed: int)
     for server in made.clients.values():
         assert server.pool.n_busy == 0
     async with asyncio.timeout(60):  # and all is well again
-        after = await collect_answer(made.service.generate(request(request_id="after"), PRINCIPAL))
+        after = await collect_answer(made.service.run(Work(request(request_id="after"), PRINCIPAL)))
     assert after.choices[0].text == expected()

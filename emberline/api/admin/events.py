@@ -4,7 +4,7 @@ import asyncio
 import logging
 
 from emberline.api.http.call import Call, encode, list_reply, while_connected
-from emberline.api.http.streaming import Blocks, BlockStream, Response
+from emberline.api.http.streaming import Blocks, BlockStream, LastBlock, Response
 from emberline.jobs.webhooks.events import MAX_PAGE, Event, cursor_number, event_object
 from emberline.protocol.errors import EmberlineError
 
@@ -41,7 +41,7 @@ async def _blocks(call: Call, after: int) -> Blocks:
     """Encode events until the client disconnects or the server stops. A client resumes with the id of its last one."""
     account, feed = call.principal.account, call.webhooks.feed
     await feed.last_number(account)  # so that an unavailable store becomes an HTTP status
-    yield b"retry: %d\n\n" % _RETRY_MS, False
+    yield b"retry: %d\n\n" % _RETRY_MS
     while not feed.ended:
         try:
             found = await feed.wait(account, after, call.limits.heartbeat_s)
@@ -49,9 +49,9 @@ async def _blocks(call: Call, after: int) -> Blocks:
             log.warning("an event stream waits for the store: %s", error.message)
             found = []
             await asyncio.sleep(call.limits.store_retry_s)
-        yield b"".join(_encoded(event) for event in found) or b": heartbeat\n\n", False
+        yield b"".join(_encoded(event) for event in found) or b": heartbeat\n\n"
         after = found[-1].number if found else after
-    yield b"", True
+    yield LastBlock(b"")
 
 
 def _encoded(event: Event) -> bytes:

@@ -29,7 +29,7 @@ def _relay(call: Call, raw: bytes, unread: bool) -> Awaitable[Response] | None:
     if unread or call.card is None or call.gateway is not None or not call.service.models.is_upstream(call.card):
         return None
     target = call.service.models.target(call.card, call.principal)
-    return forward_message(call, target, raw, _headers(call)) if target.kind == "anthropic" else None
+    return forward_message(call, raw, _headers) if target.kind == "anthropic" else None
 
 
 def _headers(call: Call) -> HeaderList:

@@ -1,6 +1,7 @@
 """The Messages API for models of Anthropic: the body is passed on as it came, and events come back untouched."""
 
 import re
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Annotated, Any
 
@@ -8,12 +9,13 @@ import msgspec
 from msgspec import Meta, Raw
 
 from emberline.api.http.body import decode
-from emberline.api.http.call import Call, Reply, while_connected
+from emberline.api.http.call import Call
 from emberline.api.http.errors import HeaderList, error_body
 from emberline.api.http.sse import named_event
-from emberline.api.http.streaming import BlockStream, Response, whole_body
+from emberline.api.http.streaming import Response, relay
 from emberline.protocol.errors import EmberlineError
 from emberline.protocol.route_request import RouteTerms
+from emberline.service.work import RelayRequest
 from emberline.upstream.dialects.dialect import MESSAGES
 from emberline.upstream.target import Target
 from emberline.upstream.upstream_request import UpstreamRequest, check_known
@@ -37,33 +39,35 @@ _body = msgspec.json.Decoder(_Body)
 _fields = msgspec.json.Decoder(dict[str, Raw])
 
 
-async def forward_message(call: Call, target: Target, raw: bytes, headers: HeaderList) -> Response:
+def forward_message(call: Call, raw: bytes, headers: Callable[[Call], HeaderList]) -> Awaitable[Response]:
     """Relay a request for a model that Anthropic's API serves."""
     body = decode(raw, _body)
     if body.speculation is not None:
         check_known("speculation", "anthropic")
-    fields: dict[str, Any] = {**_fields.decode(raw), "model": target.remote, "stream": True}
-    route = call.service.upstream.route_request(
-        RouteTerms(call.id, "messages", session=call.session),
-        target,
-        call.principal,
-        (bytes(body.messages),),
-        max_tokens=body.max_tokens,
-        body_bytes=len(raw),
-    )
-    request = UpstreamRequest(
-        route,
-        MESSAGES,
-        fields,
-        stream=bool(body.stream),
-        adds_cost=call.wants_cost,
-        access=target.access,
-        headers=_headers(call),
-    )
-    blocks = call.forward(request)
-    if not body.stream:
-        return Reply(200, await while_connected(call.receive, whole_body(blocks)), headers=headers)
-    return BlockStream(blocks, partial(_event, call), headers=headers)
+    stream = bool(body.stream)
+
+    async def make(target: Target, request_id: str) -> UpstreamRequest:
+        fields: dict[str, Any] = {**_fields.decode(raw), "model": target.remote, "stream": True}
+        route = call.service.upstream.route_request(
+            RouteTerms(request_id, "messages", session=call.session),
+            target,
+            call.principal,
+            (bytes(body.messages),),
+            max_tokens=body.max_tokens,
+            body_bytes=len(raw),
+        )
+        return UpstreamRequest(
+            route,
+            MESSAGES,
+            fields,
+            stream=stream,
+            adds_cost=call.wants_cost,
+            access=target.access,
+            headers=_headers(call),
+        )
+
+    task = RelayRequest(id=call.id, model=body.model, make=make, stream=stream, session=call.session, api="messages")
+    return relay(call, task, partial(_event, call), headers)
 
 
 def _headers(call: Call) -> str:

@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from emberline.api.common.unsupported_fields import UnsupportedField, refuse_unsupported
-from emberline.api.http.call import Call, encode, while_connected
+from emberline.api.http.call import Call, encode
 from emberline.protocol.complete_response import Answer, Encoded
 from emberline.protocol.errors import BadInput, Internal
 from emberline.protocol.request import EncodeRequest
@@ -42,8 +42,9 @@ class EncodeFields(msgspec.Struct, kw_only=True):
 
 
 async def run_encoding(call: Call, request: EncodeRequest) -> Encoded:
-    """A client that disconnects cancels the work."""
-    return await while_connected(call.receive, call.encode(request))
+    """Encode texts for the caller. A client that disconnects cancels the work."""
+    encoded: Encoded = await call.result(request)
+    return encoded
 
 
 def encoded_of(answer: Answer) -> Encoded:

@@ -57,7 +57,7 @@ class Form:
             return await self.encode(call, body, task)
         if (usage := getattr(body, "usage", None)) is not None and usage.include:
             call.wants_cost = True
-        return await self.answer(call, body, call.generate(task), task.n, body.stream)
+        return await self.answer(call, body, call.run(task), task.n, body.stream)
 
     async def answer(
         self, call: Call, body: Any, events: Events, n_choices: int = 1, streams: bool | None = False

@@ -213,7 +213,7 @@ async def generate_content(call: Call, model: str, endpoint: str) -> Response:
     streams = endpoint.endswith(":streamGenerateContent")
     if streams and call.query.get("alt", "sse") != "sse":
         raise BadInput("a stream comes as server-sent events: add `alt=sse` to the query", param="alt")
-    return await GEMINI.answer(call, body, call.generate(request), streams=streams)
+    return await GEMINI.answer(call, body, call.run(request), streams=streams)
 
 
 def content_body(request_id: str, body: ChatRequest, created: int, answer: Answer) -> Json:

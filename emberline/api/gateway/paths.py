@@ -24,6 +24,7 @@ from emberline.api.workers_ai import handlers as workers_ai
 from emberline.gateway.attempts import LOCAL
 from emberline.gateway.gateway_errors import InvalidProvider
 from emberline.gateway.retry import falls_back
+from emberline.gateway.stage_chain import StageChain
 from emberline.protocol.errors import BadInput, EmberlineError, NotFound
 from emberline.protocol.gateway import StepConfig
 from emberline.protocol.provider import OwnKey
@@ -97,7 +98,7 @@ async def universal(call: Call) -> Response:
 
 async def _run_step(call: Call, steps: list[UniversalStep], number: int, route: str) -> Response:
     step = steps[number]
-    _check_gateway(call).begin_step(number, step.config, number + 1 < len(steps))
+    _check_gateway(call).rules.begin_step(number, step.config, number + 1 < len(steps))
     call.body, call.path_param, call.route, call.card = bytes(step.query), "", route, None
     headers = {name.lower(): value for name, value in step.headers.items()}
     otherwise = partial(_run_next_step, call, steps, number, route)
@@ -115,14 +116,14 @@ async def _run_next_step(
 ) -> Response:
     """Run the step after one that failed, if the error is one that the next step is for. Raises the error if not."""
     gateway = _check_gateway(call)
-    if not gateway.has_next_step or not falls_back(error):
+    if not gateway.rules.has_next_step or not falls_back(error):
         gateway.log_failure(error)
         raise error
     return await _run_step(call, steps, number + 1, route)
 
 
-def _check_gateway(call: Call) -> Any:
-    """GatewayNotFound before anything else."""
+def _check_gateway(call: Call) -> StageChain:
+    """Raise GatewayNotFound before anything else."""
     assert call.gateway is not None, "the path names it"
     return call.gateway
 
@@ -213,4 +214,4 @@ def _use_own_key(call: Call, provider: str, header: Any, is_step: bool) -> None:
         key = found.removeprefix("Bearer ").strip()
         if key and not (key.isascii() and key.isprintable() and " " not in key and len(key) <= 4096):
             raise BadInput("the provider's key has characters that a header cannot have", param="authorization")
-    gateway.own_key = OwnKey(provider, key) if key else None
+    gateway.rules.own_key = OwnKey(provider, key) if key else None

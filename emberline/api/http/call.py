@@ -3,7 +3,7 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 from urllib.parse import parse_qsl
@@ -13,26 +13,23 @@ import msgspec
 from emberline.accounts.audit_log import Actor
 from emberline.api.http.errors import Dialect, FieldNames, HeaderList
 from emberline.api.http.rate_limit_headers import rate_limit_headers
-from emberline.gateway.call import GatewayCall, open_call
 from emberline.gateway.options import from_headers, merge
+from emberline.gateway.stage_chain import StageChain, open_chain
 from emberline.net.http_server import Receive, Scope, Send
 from emberline.protocol import trace_context
-from emberline.protocol.complete_response import Encoded
 from emberline.protocol.errors import BadInput, EmberlineError, Unavailable, Unsupported
-from emberline.protocol.events import Completed, Cost, TextEvent, Usage
+from emberline.protocol.events import TextEvent, Usage
 from emberline.protocol.gateway import GatewayOptions
-from emberline.protocol.media import Media, MediaRequest
 from emberline.protocol.rate_limits import RateLimits
 from emberline.protocol.request import (
-    EncodeRequest,
     GenerateRequest,
     Principal,
-    SpeechRequest,
     alias_caller,
     session_name,
 )
-from emberline.protocol.speech import MAX_AUDIO_BYTES, Transcript
-from emberline.telemetry.request_log import AttemptContext
+from emberline.protocol.speech import MAX_AUDIO_BYTES
+from emberline.service.event_collector import result_of
+from emberline.service.work import Task, TaskEvents, Work
 
 if TYPE_CHECKING:  # the API needs the types of what it is given, not their imports
     from emberline.accounts.account_service import AccountService
@@ -41,7 +38,6 @@ if TYPE_CHECKING:  # the API needs the types of what it is given, not their impo
     from emberline.catalog.model_card import ModelCard
     from emberline.cluster.cluster import ClusterStatus
     from emberline.cluster.membership import WorkerChange
-    from emberline.gateway.routing import Plan
     from emberline.gateway.service import GatewayService
     from emberline.jobs.queue.queue import Queue
     from emberline.jobs.webhooks.service import WebhookService
@@ -54,12 +50,9 @@ if TYPE_CHECKING:  # the API needs the types of what it is given, not their impo
     from emberline.telemetry.status import Status, StatusQuery
     from emberline.upstream.models import UpstreamModels
     from emberline.upstream.target import Target
-    from emberline.upstream.upstream_request import UpstreamRequest
 
 T = TypeVar("T")
 Events = AsyncGenerator[TextEvent, None]
-OnAdmit = Callable[[RateLimits | None], None]  # called with the caller's rate limits
-OnComplete = Callable[[Completed], None]  # called with the terminal event, which it may change
 
 JSON = b"application/json"
 EVENT_STREAM = b"text/event-stream"
@@ -81,15 +74,6 @@ class Backend(Protocol):
     def upstream(self) -> "UpstreamModels":
         """The models on upstream servers."""
 
-    def forward(
-        self,
-        request: "UpstreamRequest",
-        on_admit: OnAdmit | None = None,
-        on_complete: OnComplete | None = None,
-        attempt: AttemptContext | None = None,
-    ) -> AsyncGenerator[tuple[bytes, bool], None]:
-        """The upstream response as SSE lines, each with whether it is the last."""
-
     @property
     def responses(self) -> "ResponseStore": ...
 
@@ -97,49 +81,8 @@ class Backend(Protocol):
     def event_logs(self) -> "EventLogs":
         """Of streams that their clients may resume."""
 
-    def generate(
-        self,
-        request: GenerateRequest,
-        principal: Principal,
-        *,
-        on_admit: OnAdmit | None = None,
-        on_complete: OnComplete | None = None,
-        attempt: AttemptContext | None = None,
-        card: "ModelCard | None" = None,
-    ) -> Events: ...
-
-    async def encode(
-        self,
-        request: EncodeRequest,
-        principal: Principal,
-        *,
-        on_admit: OnAdmit | None = None,
-        on_complete: OnComplete | None = None,
-        attempt: AttemptContext | None = None,
-        card: "ModelCard | None" = None,
-    ) -> Encoded: ...
-
-    async def transcribe(
-        self,
-        request: SpeechRequest,
-        principal: Principal,
-        *,
-        on_admit: OnAdmit | None = None,
-        on_complete: OnComplete | None = None,
-        attempt: AttemptContext | None = None,
-        card: "ModelCard | None" = None,
-    ) -> Transcript: ...
-
-    async def make_media(
-        self,
-        request: MediaRequest,
-        principal: Principal,
-        *,
-        on_admit: OnAdmit | None = None,
-        on_complete: OnComplete | None = None,
-        attempt: AttemptContext | None = None,
-        card: "ModelCard | None" = None,
-    ) -> Media: ...
+    def run(self, work: Work) -> TaskEvents:
+        """Run a task to its end."""
 
     async def count_tokens(
         self, request: GenerateRequest, principal: Principal, target: "Target | None" = None
@@ -264,13 +207,14 @@ class Call:
         self._batches = batches
         self._accounts = accounts
         self._gateways = gateways
-        self._gateway: GatewayCall | None = None
+        self._gateway: StageChain | None = None
         self._reads_gateway = True  # whether a header asks for a gateway is not known yet
         self.gateway_name = ""  # of the path; empty: it names none
         self.body: bytes | None = None  # of the request, where it was read and perhaps rewritten
         self.named_model: str | None = None  # the model that the body names
         self.card: ModelCard | None = None  # the model that the request is for, once it was looked up
         self.body_session: str | None = None  # the session id that the body has
+        self._header_session: str | None = None  # the one of a header, empty if there is none; None: not read yet
         self.is_audited = False  # what it does is in the audit log
         self.audit_target = ""  # what an admin's act is done to, for the audit log; empty: `path_param`
         self.relays_large = relays_large  # large requests are for another process: endpoints raise LargeRequest
@@ -286,11 +230,9 @@ class Call:
         self.query_schemas: Mapping[str, Any] = {}  # JSON schemas of the route's query parameters
         self.path_param = ""  # the value of the route's {id} or {model}
         self.field_names = FieldNames()
-        self.rate_limits: RateLimits | None = None  # of the caller, for the response's headers
+        self.rate_limits: RateLimits | None = None  # of a caller who exceeds them
         self.wants_cost = self.headers.get("x-emberline-cost", "").lower() in ("true", "1")
-        self.neurons = ""  # what the request costs in them, once it has ended and its model's price has them
-        self._cost_pico = 0
-        self.usage = Usage()  # of the request that ended last, if its cost was asked for
+        self._works: list[Work] = []  # that the call has the service run
         self.dialect: Dialect
         self.principal: Principal  # set on routes that need a key
 
@@ -353,7 +295,7 @@ class Call:
         return self._gateways
 
     @property
-    def gateway(self) -> GatewayCall | None:
+    def gateway(self) -> StageChain | None:
         """The gateway that this call goes through, as its path, its body or a header says; None: none."""
         if self._reads_gateway:
             self._reads_gateway = False
@@ -362,14 +304,14 @@ class Call:
                 self._open_gateway(options or GatewayOptions())
         return self._gateway
 
-    def use_gateway(self, options: GatewayOptions) -> GatewayCall:
+    def use_gateway(self, options: GatewayOptions) -> StageChain:
         """What the body asks for; the headers count for what it leaves out."""
         self._reads_gateway = False
         return self._open_gateway(merge(options, from_headers(self.headers)))
 
-    def _open_gateway(self, options: GatewayOptions) -> GatewayCall:
+    def _open_gateway(self, options: GatewayOptions) -> StageChain:
         name = self.gateway_name
-        self._gateway = open_call(self.gateways, options, self.principal, self.service, self.id, name)
+        self._gateway = open_chain(self.gateways, options, self.principal, self.service, self.id, name)
         return self._gateway
 
     def refuse_gateway(self, field: str) -> None:
@@ -382,7 +324,7 @@ class Call:
 
         Through a gateway it is the model that is tried first. Raises ModelNotFound if there is no such model."""
         if self.gateway is not None:
-            self.card = self.gateway.use_model(name, self.session, self.id)
+            self.card = self.gateway.rules.use_model(name, self.session, self.id)
         else:
             caller = alias_caller(self.principal.account, self.session, self.id)
             self.card = self.service.models.find(name, caller)
@@ -391,13 +333,6 @@ class Call:
     def model_card(self, name: str) -> "ModelCard":
         """The model that was looked up when the body was read, or now if its first look could not read the name."""
         return self.card or self.use_model(name)
-
-    def _card(self, request: GenerateRequest | EncodeRequest | SpeechRequest | MediaRequest) -> "ModelCard | None":
-        """The model of the request. A session that only the request itself has decides what an alias stands for."""
-        models = self.service.models
-        if self.card is not None and request.session != self.session and models.is_alias(request.model):
-            return models.find(request.model, alias_caller(self.principal.account, request.session, self.id))
-        return self.card
 
     @property
     def has_queue(self) -> bool:
@@ -416,7 +351,9 @@ class Call:
     @property
     def session(self) -> str | None:
         """The client's session id: the header's, else the body's. Every look-up of the request's model uses it."""
-        return session_name(*map(self.headers.get, _SESSION_HEADERS), self.body_session)
+        if self._header_session is None:
+            self._header_session = session_name(*map(self.headers.get, _SESSION_HEADERS)) or ""
+        return self._header_session or self.body_session
 
     @property
     def session_final(self) -> bool:
@@ -435,8 +372,18 @@ class Call:
     @property
     def id_headers(self) -> HeaderList:
         """The request id, and neurons, as Cloudflare's clients read them from a generation's response."""
-        neurons = [(b"cf-ai-neurons", self.neurons.encode())] if self.neurons else []
-        return [(b"cf-ai-req-id", self.id.encode()), *neurons]
+        ids, cost_pico, neurons = (b"cf-ai-req-id", self.id.encode()), 0, None
+        for work in self._works:
+            completed = work.completed
+            if completed is not None and completed.price is not None and completed.cost_pico is not None:
+                cost_pico += completed.cost_pico
+                neurons = completed.price.neurons(cost_pico)
+        return [ids] if not neurons else [ids, (b"cf-ai-neurons", neurons.encode())]
+
+    @property
+    def usage(self) -> Usage:
+        """Usage of the task that ended last, with its cost if the client asked for that."""
+        return next((work.completed.usage for work in reversed(self._works) if work.completed is not None), Usage())
 
     @cached_property
     def query(self) -> dict[str, str]:
@@ -466,62 +413,31 @@ class Call:
     def bool_param(self, name: str, default: bool = False) -> bool:
         return self.enum_param(name, ("true", "false"), "true" if default else "false") == "true"
 
-    def generate(self, request: GenerateRequest) -> Events:
-        if self.session_final:
-            request = msgspec.structs.replace(request, session_final=True)
-        if self.gateway is not None:
-            return self.gateway.generate(request, self._admitted, self._completed)
-        return self.service.generate(
-            request, self.principal, on_admit=self._admitted, on_complete=self._completed, card=self._card(request)
-        )
+    def run(self, task: Task) -> TaskEvents:
+        """Run a task for the caller, through the gateway if there is one."""
+        if isinstance(task, GenerateRequest) and self.session_final:
+            task = msgspec.structs.replace(task, session_final=True)
+        work, gateway = Work(task, self.principal, wants_cost=self.wants_cost), self.gateway
+        if gateway is not None:
+            gateway.apply(work)
+        elif (card := self.card) is not None:
+            models = self.service.models
+            if task.session != self.session and models.is_alias(task.model):
+                # A session that only the task itself has decides what an alias stands for.
+                card = models.find(task.model, alias_caller(self.principal.account, task.session, self.id))
+            work.card = card
+        self._works.append(work)
+        return self.service.run(work)
 
-    def encode(self, request: EncodeRequest) -> Coroutine[Any, Any, Encoded]:
-        if self.gateway is not None:
-            return self.gateway.encode(request, self._admitted, self._completed)
-        return self.service.encode(
-            request, self.principal, on_admit=self._admitted, on_complete=self._completed, card=self._card(request)
-        )
-
-    def transcribe(self, request: SpeechRequest) -> Coroutine[Any, Any, Transcript]:
-        if self.gateway is not None:
-            return self.gateway.transcribe(request, self._admitted, self._completed)
-        return self.service.transcribe(
-            request, self.principal, on_admit=self._admitted, on_complete=self._completed, card=self._card(request)
-        )
-
-    def make_media(self, request: MediaRequest) -> Coroutine[Any, Any, Media]:
-        if self.gateway is not None:
-            return self.gateway.make_media(request, self._admitted, self._completed)
-        return self.service.make_media(
-            request, self.principal, on_admit=self._admitted, on_complete=self._completed, card=self._card(request)
-        )
+    async def result(self, task: Task) -> Any:
+        """Run a task whose result comes whole. Returns its result. A client that disconnects cancels the task."""
+        return await while_connected(self.receive, result_of(self.run(task)))
 
     async def count_tokens(self, request: GenerateRequest) -> int:
         """Tokens of the request's prompt. A gateway's routes and rules are for requests that generate."""
-        own_key = None if self.gateway is None else self.gateway.own_key
+        own_key = None if self.gateway is None else self.gateway.rules.own_key
         target = self.service.models.target(self.model_card(request.model), self.principal, own_key)
         return await self.service.count_tokens(request, self.principal, target)
-
-    def forward(self, request: "UpstreamRequest") -> AsyncGenerator[tuple[bytes, bool], None]:
-        return self.service.forward(request, on_admit=self._admitted, on_complete=self._completed)
-
-    def forward_any(
-        self, make: "Callable[[Target, str], Awaitable[UpstreamRequest]]", models: "Plan", requested: str, api: str
-    ) -> AsyncGenerator[tuple[bytes, bool], None]:
-        """`forward` through the gateway: `make` makes the request for one of the models, which are tried in order."""
-        assert self.gateway is not None
-        return self.gateway.forward(make, models, self.id, requested, api, self._admitted, self._completed)
-
-    def _completed(self, completed: Completed) -> None:
-        """One of the requests that the call has made has ended."""
-        if completed.price is not None and completed.cost_pico is not None:
-            self._cost_pico += completed.cost_pico
-            self.neurons = completed.price.neurons(self._cost_pico) or ""
-        if self.wants_cost:
-            self.usage = completed.usage = msgspec.structs.replace(completed.usage, cost=Cost(completed.cost_pico))
-
-    def _admitted(self, rate_limits: RateLimits | None) -> None:
-        self.rate_limits = rate_limits
 
     async def reply(self, reply: Reply) -> None:
         headers = [
@@ -540,8 +456,11 @@ class Call:
 
     async def start(self, status: int, headers: HeaderList) -> None:
         self.status = status
-        if self.rate_limits is not None:
-            headers = [*headers, *rate_limit_headers(self.rate_limits, self.dialect)]
+        limits = self.rate_limits
+        for work in reversed(self._works):
+            limits = limits or work.rate_limits
+        if limits is not None:
+            headers = [*headers, *rate_limit_headers(limits, self.dialect)]
         if self._gateway is not None:
             headers = [*headers, *self._gateway.headers()]
         await self.send({"type": "http.response.start", "status": status, "headers": headers})

@@ -11,7 +11,7 @@ from contextlib import aclosing
 
 from emberline.api.http.call import EVENT_STREAM, Call, Reply, encode, json_reply, parse_int
 from emberline.api.http.errors import HeaderList, error_body
-from emberline.api.http.streaming import Blocks, BlockStream, Chunks, Failed, Streaming
+from emberline.api.http.streaming import Blocks, BlockStream, Chunks, Failed, LastBlock, Streaming
 from emberline.protocol.errors import Internal, TooLarge, Unavailable
 from emberline.service.event_log import EVENT_BYTES, EventLogs, NewLog
 
@@ -140,7 +140,7 @@ def _log_stream(call: Call, log_id: str, after: int, content_type: bytes, header
 
 
 async def _read(call: Call, log_id: str, after: int, content_type: bytes) -> Blocks:
-    yield b"", False  # the response begins before there are events
+    yield b""  # the response begins before there are events
     logs, account = call.service.event_logs, call.principal.account
     done = False
     while not done:
@@ -150,7 +150,7 @@ async def _read(call: Call, log_id: str, after: int, content_type: bytes) -> Blo
         body = b"".join(part.events)
         if not body and not done and content_type == EVENT_STREAM:
             body = _COMMENT
-        yield body, done
+        yield LastBlock(body) if done else body
 
 
 # --- endpoints --------------------------------------------------------------------------------------------------------

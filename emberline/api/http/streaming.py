@@ -4,6 +4,8 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
 from contextlib import aclosing
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -12,6 +14,7 @@ from emberline.api.http.errors import HeaderList
 from emberline.api.http.sse import EventEncoder
 from emberline.protocol.errors import EmberlineError, Internal, Unavailable
 from emberline.protocol.events import Completed, Started, TextDelta
+from emberline.service.work import RelayRequest
 
 JSONL = b"application/x-jsonl"
 _CHUNK_BYTES = 64 << 10
@@ -19,8 +22,15 @@ _CHUNK_BYTES = 64 << 10
 log = logging.getLogger(__name__)
 
 Chunks = AsyncGenerator[bytes, None]
-Blocks = AsyncGenerator[tuple[bytes, bool], None]  # parts of a body, each with True if it is the last one
+# Parts of a body, as bytes; the last part is the `result` of a LastBlock, or of Completed.
+Blocks = AsyncGenerator[Any, None]
 Failed = Callable[[EmberlineError], bytes]  # encodes an error as the last event of a stream
+
+
+class LastBlock(NamedTuple):
+    """The last part of a body."""
+
+    result: bytes
 
 
 class IncompleteBody(Exception):
@@ -127,33 +137,44 @@ class BlockStream(Streaming):
     async def send(self, call: Call) -> None:
         blocks, send, failed = self.blocks, call.send, self.failed
         async with aclosing(blocks):
-            block, last = await anext(blocks)
+            block = await anext(blocks)
             await call.start_stream(self.headers, self.content_type)
             try:
-                while not last:
+                while type(block) is bytes:
                     if block:
                         await send({"type": "http.response.body", "body": block, "more_body": True})
-                    block, last = await anext(blocks)
+                    block = await anext(blocks)
+                last: bytes = block.result
             except EmberlineError as error:
                 if failed is None:
                     raise IncompleteBody(error.message) from error
-                block = failed(error)
+                last = failed(error)
             except BaseException:  # the client disconnected, or the server stops: then the client still reads
                 if failed is not None:
                     await send({"type": "http.response.body", "body": failed(Unavailable("the server is stopping"))})
                 raise
-        await send({"type": "http.response.body", "body": block})
+        await send({"type": "http.response.body", "body": last})
 
     async def chunks(self) -> Chunks:
         assert self.failed is not None
         async with aclosing(self.blocks) as blocks:
-            block, _ = await anext(blocks)
-            yield block
+            block = await anext(blocks)
+            yield block if type(block) is bytes else block.result
             try:
-                async for block, _ in blocks:
-                    yield block
+                async for block in blocks:
+                    yield block if type(block) is bytes else block.result
             except EmberlineError as error:
                 yield self.failed(error)
+
+
+async def relay(
+    call: Call, task: RelayRequest, failed: Failed, headers: Callable[[Call], HeaderList] = attrgetter("id_headers")
+) -> Response:
+    """Answer with the reply of an upstream server, as it comes or whole."""
+    if task.stream:
+        return BlockStream(call.run(task), failed, headers=headers(call))
+    body: bytes = await call.result(task)
+    return Reply(200, body, headers=headers(call))
 
 
 class ByteStream(Streaming):
@@ -176,13 +197,6 @@ class ByteStream(Streaming):
                 log.warning("a response body could not be completed: %s", error.message)
                 raise IncompleteBody(error.message) from error
         await send({"type": "http.response.body", "body": b""})
-
-
-async def whole_body(blocks: Blocks) -> bytes:
-    """The body of a relayed reply that comes as one block."""
-    async with aclosing(blocks):
-        body, _ = await anext(blocks)
-        return body
 
 
 async def coalesce(chunks: AsyncIterable[bytes]) -> Chunks:

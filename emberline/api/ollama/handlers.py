@@ -57,7 +57,7 @@ async def _answer(call: Call, body: OllamaChat | OllamaPrompt, is_chat: bool) ->
     if body.is_empty:
         return await _load(call, name, body, is_chat)
     request, call.field_names = body.to_request(name, call.id, call.session)
-    watch, events = Stopwatch(), call.generate(request)
+    watch, events = Stopwatch(), call.run(request)
     if body.streams:
         encoder = ReplyStream(call.id, call.dialect, body.model, is_chat, watch)
         return EventStream(events, encoder, headers=call.id_headers)

@@ -8,7 +8,7 @@ import msgspec
 from emberline.api.common.response_body import cost_field
 from emberline.api.common.transcript import srt, vtt
 from emberline.api.http.body import body_chunks, held_bodies
-from emberline.api.http.call import Call, Reply, encode, json_reply, while_connected
+from emberline.api.http.call import Call, Reply, encode, json_reply
 from emberline.net.multipart import MultipartForm, boundary_of
 from emberline.protocol.errors import BadInput, TooLarge, Unsupported
 from emberline.protocol.request import SpeechRequest
@@ -61,7 +61,7 @@ async def _run(call: Call, translate: bool) -> Reply:
         session=call.session,
         api="audio",
     )
-    transcript = await while_connected(call.receive, call.transcribe(request))
+    transcript: Transcript = await call.result(request)
     return _reply(call, form, transcript, "translate" if translate else "transcribe")
 
 

@@ -13,34 +13,31 @@ from emberline.api.http.streaming import Response
 from emberline.api.openai.chat import ChatRequest, ChatStream, chat_body
 from emberline.api.openai.completions import CompletionRequest, CompletionStream, completion_body, generate_all
 from emberline.api.openai.upstream_passthrough import forward_chat, forward_completion
-from emberline.catalog.model_card import ModelCard
-from emberline.gateway.routing import Plan
 from emberline.protocol.errors import BadInput
 
 MAX_TOTAL_CHOICES = 128  # of one call: prompts times n
 
 
 def _relay(
-    forward: Callable[[Call, ModelCard | Plan, bytes], Awaitable[Response]], call: Call, raw: bytes, unread: bool
+    forward: Callable[[Call, bytes], Awaitable[Response]], call: Call, raw: bytes, unread: bool
 ) -> Awaitable[Response] | None:
-    targets = _upstream_targets(call, unread)
-    return None if targets is None else forward(call, targets, raw)
+    return forward(call, raw) if _relays(call, unread) else None
 
 
-def _upstream_targets(call: Call, unread: bool = False) -> ModelCard | Plan | None:
-    """The model of the request, if upstream servers compute the model.
+def _relays(call: Call, unread: bool = False) -> bool:
+    """True if upstream servers compute the model of the request.
 
-    Through a gateway: the models that it tries, if upstream servers compute all of them and nothing of the request or
-    its reply has to be read. `unread`: the request cannot be read, so it is neither cached nor logged with its content;
-    guardrails still refuse it.
+    Through a gateway: if upstream servers compute all models that it tries and nothing of the request or its reply has
+    to be read. `unread`: the request cannot be read, so it is neither cached nor logged with its content; guardrails
+    still refuse it.
     """
     gateway, card = call.gateway, call.card
     if gateway is None:
-        return card if card is not None and call.service.models.is_upstream(card) else None
-    if call.named_model is None or (gateway.settings.guardrails if unread else gateway.reads_prompts):
-        return None
-    plan = gateway.plan(call.named_model, call.session, call.id)
-    return plan if gateway.relays(plan) else None
+        return card is not None and call.service.models.is_upstream(card)
+    rules = gateway.rules
+    if call.named_model is None or (rules.settings.guardrails if unread else rules.reads_prompts):
+        return False
+    return rules.relays(rules.plan(call.named_model, call.session, call.id))
 
 
 # A chat that cannot be read here, because of images say, is relayed if an upstream server computes its model.
@@ -62,14 +59,14 @@ COMPLETION = Form(
 async def completions(call: Call) -> Response:
     """Complete one or more prompts, whose choices come as one answer."""
     raw = await read_model_body(call)
-    if (targets := _upstream_targets(call)) is not None:
-        return await forward_completion(call, targets, raw)
+    if _relays(call):
+        return await forward_completion(call, raw)
     body: CompletionRequest = decode(raw, COMPLETION.decoder)
     call.wants_cost = call.wants_cost or bool(body.usage and body.usage.include)
     requests, call.field_names = body.to_requests(call.id, call.session)
     if body.n_choices > MAX_TOTAL_CHOICES:
         raise BadInput(f"{body.n_choices} choices requested, at most {MAX_TOTAL_CHOICES} in one call", param="n")
-    return await COMPLETION.answer(call, body, generate_all(call.generate, requests), body.n_choices, body.stream)
+    return await COMPLETION.answer(call, body, generate_all(call.run, requests), body.n_choices, body.stream)
 
 
 async def list_models(call: Call) -> Reply:

@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Meta, Raw
 
 from emberline.api.http.body import body_chunks, decode, held_bodies, read_model_body
-from emberline.api.http.call import Call, Reply, parse_int, while_connected
+from emberline.api.http.call import Call, Reply, parse_int
 from emberline.net.multipart import MultipartForm, boundary_of
 from emberline.protocol.errors import BadInput, TooLarge, Unsupported
 from emberline.protocol.media import MAX_IMAGES, Media, MediaFile, MediaRequest
@@ -104,7 +104,8 @@ async def speech(call: Call) -> Reply:
 
 async def make(call: Call, request: MediaRequest) -> Media:
     """A client that disconnects cancels the work."""
-    return await while_connected(call.receive, call.make_media(request))
+    made: Media = await call.result(request)
+    return made
 
 
 def media_reply(call: Call, media: Media) -> Reply:

@@ -22,16 +22,15 @@ from emberline.api.common.sampling_fields import (
 )
 from emberline.api.common.unsupported_fields import UnsupportedField, refuse_unsupported, supported_fields
 from emberline.api.http.body import decode
-from emberline.api.http.call import Call, Reply, encode, while_connected
+from emberline.api.http.call import Call, encode
 from emberline.api.http.decode_errors import explain
 from emberline.api.http.errors import Dialect, error_body
-from emberline.api.http.streaming import BlockStream, Response, whole_body
+from emberline.api.http.streaming import Response, relay
 from emberline.api.openai.chat import ChatRequest, StreamOptions, UsageOptions
 from emberline.api.openai.completions import CompletionRequest
-from emberline.catalog.model_card import ModelCard
-from emberline.gateway.routing import Plan
 from emberline.protocol.errors import BadInput, EmberlineError
 from emberline.protocol.route_request import RouteTerms
+from emberline.service.work import RelayRequest
 from emberline.upstream.dialects.dialect import CHAT, COMPLETIONS
 from emberline.upstream.target import Target
 from emberline.upstream.upstream_request import UpstreamRequest, check_known, continuation_fields
@@ -201,7 +200,8 @@ _canonical_completion = msgspec.json.Decoder(CompletionRequest)
 log = logging.getLogger(__name__)
 
 
-async def forward_chat(call: Call, targets: ModelCard | Plan, raw: bytes) -> Response:
+def forward_chat(call: Call, raw: bytes) -> Awaitable[Response]:
+    """Relay a chat to an upstream server."""
     body = decode(raw, _chat)
 
     async def make(target: Target, request_id: str) -> UpstreamRequest:
@@ -212,10 +212,11 @@ async def forward_chat(call: Call, targets: ModelCard | Plan, raw: bytes) -> Res
                 request.route = await call.service.upstream.with_token_keys(request.route, canonical, target)
         return request
 
-    return await _reply(call, targets, make, body, "chat")
+    return _relay(call, make, body, "chat")
 
 
-async def forward_completion(call: Call, targets: ModelCard | Plan, raw: bytes) -> Response:
+def forward_completion(call: Call, raw: bytes) -> Awaitable[Response]:
+    """Relay a text completion to an upstream server."""
     body = decode(raw, _completion)
 
     async def make(target: Target, request_id: str) -> UpstreamRequest:
@@ -226,7 +227,7 @@ async def forward_completion(call: Call, targets: ModelCard | Plan, raw: bytes) 
                 request.route = await call.service.upstream.with_token_keys(request.route, canonical, target)
         return request
 
-    return await _reply(call, targets, make, body, "completions")
+    return _relay(call, make, body, "completions")
 
 
 Make = Callable[[Target, str], Awaitable[UpstreamRequest]]  # given the model that serves the request, and its id
@@ -274,16 +275,10 @@ def _all_fields(raw: bytes) -> dict[str, Any]:
     return {**fields, "stream": True, "stream_options": {"include_usage": True}}
 
 
-async def _reply(call: Call, targets: ModelCard | Plan, make: Make, body: PassthroughBody, api: str) -> Response:
-    if isinstance(targets, ModelCard):
-        target = call.service.models.target(targets, call.principal)
-        blocks = call.forward(await make(target, call.id))
-    else:
-        blocks = call.forward_any(make, targets, body.model, api)
-    if body.stream:
-        return BlockStream(blocks, partial(_error_event, call), headers=call.id_headers)
-    whole = await while_connected(call.receive, whole_body(blocks))
-    return Reply(200, whole, headers=call.id_headers)
+def _relay(call: Call, make: Make, body: PassthroughBody, api: str) -> Awaitable[Response]:
+    stream = bool(body.stream)
+    task = RelayRequest(id=call.id, model=body.model, make=make, stream=stream, session=call.session, api=api)
+    return relay(call, task, partial(_error_event, call))
 
 
 def _error_event(call: Call, error: EmberlineError) -> bytes:

@@ -130,7 +130,7 @@ async def _run(call: Call, model: str, raw: bytes, body: RunRequest | EncodeInpu
         return await _run_queued(call, model, raw, body)
     if isinstance(body, RunRequest):
         request, call.field_names = body.to_request(call.id, call.session, model)
-        return await RUN.answer(call, body, call.generate(request), streams=body.stream)
+        return await RUN.answer(call, body, call.run(request), streams=body.stream)
     task, call.field_names = body.to_request(call.id, call.session, model)
     return await ENCODE.encode(call, body, task)
 

@@ -11,7 +11,7 @@ from msgspec import Meta
 from emberline.api.common.transcript import vtt
 from emberline.api.common.unsupported_fields import UnsupportedField, refuse_unsupported
 from emberline.api.http.body import NO_LIMIT, decode
-from emberline.api.http.call import Call, Reply, while_connected
+from emberline.api.http.call import Call, Reply
 from emberline.api.workers_ai.response_body import result_reply
 from emberline.protocol.errors import BadInput, TooLarge
 from emberline.protocol.request import SpeechRequest
@@ -78,7 +78,7 @@ async def run_speech(call: Call, model: str, raw: bytes) -> Reply:
         request = msgspec.structs.replace(
             request, language=body.language, translate=body.task == "translate", prompt=body.initial_prompt
         )
-    transcript = await while_connected(call.receive, call.transcribe(request))
+    transcript: Transcript = await call.result(request)
     return result_reply(call, result(transcript))
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import random
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from enum import Enum
 from typing import Protocol
 
@@ -14,7 +14,7 @@ from emberline.jobs.queue.job import Lease
 from emberline.jobs.queue.queue import Queue
 from emberline.jobs.queue.transcript import TranscriptWriter
 from emberline.protocol import trace_context
-from emberline.protocol.complete_response import Answer, Encoded
+from emberline.protocol.complete_response import Answer
 from emberline.protocol.errors import (
     BudgetReserved,
     DeadlineExceeded,
@@ -24,9 +24,9 @@ from emberline.protocol.errors import (
     Overloaded,
     Unavailable,
 )
-from emberline.protocol.events import TextEvent
 from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal, Priority
-from emberline.service.event_collector import collect_answer
+from emberline.service.event_collector import collect_answer, result_of
+from emberline.service.work import TaskRunner, Work
 from emberline.telemetry.request_log import JobContext
 from emberline.telemetry.tracing import JobTrace
 
@@ -40,16 +40,6 @@ def encode_job(request: GenerateRequest, encode: EncodeRequest) -> EncodeRequest
     return msgspec.structs.replace(
         encode, id=request.id, model=request.model, priority=request.priority, deadline_s=request.deadline_s
     )
-
-
-class GenerationService(Protocol):
-    """What a job needs of the service."""
-
-    def generate(
-        self, request: GenerateRequest, principal: Principal, job: JobContext | None = None
-    ) -> AsyncGenerator[TextEvent, None]: ...
-
-    async def encode(self, request: EncodeRequest, principal: Principal, job: JobContext | None = None) -> Encoded: ...
 
 
 class AdmissionGrant(Protocol):
@@ -97,7 +87,7 @@ class JobAttempt:
         if self._running is not None:
             self._running.cancel()
 
-    async def run(self, service: GenerationService, principal: Principal) -> None:
+    async def run(self, service: TaskRunner, principal: Principal) -> None:
         try:
             self._running = asyncio.create_task(self._generate(service, principal))
             if self.stop_reason is not None:
@@ -108,7 +98,7 @@ class JobAttempt:
             self._end_trace()
         await self._write_outcome(self._running)
 
-    async def _generate(self, service: GenerationService, principal: Principal) -> Answer:
+    async def _generate(self, service: TaskRunner, principal: Principal) -> Answer:
         lease, engine = self.lease, self._grant.engine
         self._trace = JobTrace(trace_context.parse(lease.traceparent), continues=lease.kind == "response")
         trace_context.current.set(self._trace.context)  # of this task
@@ -118,17 +108,18 @@ class JobAttempt:
         )
         if request.encode is not None:
             context = JobContext(engine, self._record_usage, attempt=lease.epoch, accepted_us=lease.created_us)
-            encoded = await service.encode(encode_job(request, request.encode), principal, context)
+            task = encode_job(request, request.encode)
+            encoded = await result_of(service.run(Work(task, principal, context)))
             return Answer([], encoded.usage, encoded)
         if lease.kind != "response" or request.n > 1:
             context = JobContext(engine, self._record_usage, attempt=lease.epoch, accepted_us=lease.created_us)
-            return await collect_answer(service.generate(request, principal, context), request.n)
+            return await collect_answer(service.run(Work(request, principal, context)), request.n)
         transcript = TranscriptWriter(
             self._queue.transcripts, lease, lambda: self.stop(StopReason.LOST), self._queue.limits
         )
         resume_from = await transcript.load()
         context = JobContext(engine, self._record_usage, resume_from, transcript.record, lease.epoch, lease.created_us)
-        return await collect_answer(transcript.follow(service.generate(request, principal, context)), request.n)
+        return await collect_answer(transcript.follow(service.run(Work(request, principal, context))), request.n)
 
     def _end_trace(self) -> None:
         if self._trace is None or self._running is None or not self._running.done():

@@ -21,12 +21,13 @@ import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from emberline.jobs.queue.attempt import AdmissionGrant, GenerationService, JobAttempt, StopReason
+from emberline.jobs.queue.attempt import AdmissionGrant, JobAttempt, StopReason
 from emberline.jobs.queue.job import JobKey, Lease
 from emberline.jobs.queue.queue import Queue
 from emberline.jobs.queue.reader import QueueDepth
 from emberline.protocol.errors import EmberlineError
 from emberline.protocol.request import Principal
+from emberline.service.work import TaskRunner
 
 MAX_CLAIM = 256  # jobs at once
 MAX_LABELS = 100  # models with metrics of their own
@@ -184,7 +185,7 @@ class Puller:
     def __init__(
         self,
         queue: Queue,
-        service: GenerationService,
+        service: TaskRunner,
         admission: BatchAdmission,
         models: Callable[[], Collection[str]],
         principal: Callable[[str, str], Principal],

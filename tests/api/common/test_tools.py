@@ -13,6 +13,7 @@ from emberline.protocol.errors import BadInput
 from emberline.protocol.events import ChoiceDone, Completed, ToolCallDelta, ToolCallStarted
 from emberline.protocol.request import GenerateRequest, Message, Principal, Tool, ToolCall, ToolChoice
 from emberline.service.event_collector import collect_answer
+from emberline.service.work import Work
 from tests.api.fake_service import AGENT, MODEL, FakeService, Wire, agent, app_of, says
 
 CF = "/client/v4/accounts/acme/ai"
@@ -388,9 +389,9 @@ async def test_a_client_that_disconnects_during_arguments(service: FakeService, 
 async def test_merged_requests_keep_their_calls_separate() -> None:
     requests = [GenerateRequest(id=str(i), model=MODEL, prompt="x") for i in range(3)]
     service, principal = FakeService(agent), Principal("acme", "k", b"")
-    events = generate_all(lambda request: service.generate(request, principal), requests)
+    events = generate_all(lambda request: service.run(Work(request, principal)), requests)
     answer = await collect_answer(events, 3)
-    (alone,) = (await collect_answer(FakeService(agent).generate(requests[0], Principal("acme", "k", b"")))).choices
+    (alone,) = (await collect_answer(FakeService(agent).run(Work(requests[0], Principal("acme", "k", b""))))).choices
     assert alone.tool_calls[1] == ToolCall("call_b", "weather", '{"town":"Rome"}')
     assert answer.choices == [alone] * 3
 

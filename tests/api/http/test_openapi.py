@@ -29,7 +29,7 @@ from emberline.protocol.complete_response import Encoded
 from emberline.protocol.errors import BadInput
 from emberline.protocol.events import TextEvent, Usage
 from emberline.protocol.media import Media, MediaRequest
-from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal
+from emberline.protocol.request import EncodeRequest, GenerateRequest
 from emberline.store import open_store
 from tests.api.admin.test_kv_cache import FakeCache
 from tests.api.fake_service import CARDS, KEY, SECRET, FakeModels, FakeService, Script, agent, app_of, hello
@@ -51,10 +51,10 @@ class Obliging(FakeService):
         super().__init__(script)
         self.models = AnyModel()
 
-    async def make_media(self, request: MediaRequest, principal: Principal, **_: Any) -> Media:
+    def make_media(self, request: MediaRequest) -> Media:
         return Media(b'{"data":[]}')
 
-    async def encode(self, request: EncodeRequest, principal: Principal, **_: Any) -> Encoded:
+    def encode(self, request: EncodeRequest) -> Encoded:
         """A score for each text, or one number as its vector."""
         if not request.n_texts:
             raise BadInput("there are no texts")

@@ -23,7 +23,7 @@ from emberline.protocol.events import (
     ToolCallStarted,
     Usage,
 )
-from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal
+from emberline.protocol.request import EncodeRequest, GenerateRequest
 from emberline.protocol.token_ids import pack
 from tests.api.fake_service import KEY, MODEL, FakeService, agent, client_of, says
 
@@ -267,7 +267,7 @@ async def test_embeddings() -> None:
     asked: list[EncodeRequest] = []
 
     class Encoding(FakeService):
-        async def encode(self, request: EncodeRequest, principal: Principal, **_: Any) -> Encoded:
+        def encode(self, request: EncodeRequest) -> Encoded:
             asked.append(request)
             n_rows = request.n_texts
             values = pack([0x3F800000, 0]) * n_rows  # 1.0, 0.0

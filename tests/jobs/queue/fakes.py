@@ -3,13 +3,13 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import Callable, Mapping
 
 from emberline.accounts.usage_row import UsageRow, UsageStatus
 from emberline.protocol.errors import BadInput, BudgetReserved, DeadlineExceeded, EngineLost, Unavailable
-from emberline.protocol.events import ChoiceDone, Completed, Started, TextDelta, TextEvent, Usage
+from emberline.protocol.events import ChoiceDone, Completed, Started, TextDelta, Usage
 from emberline.protocol.request import GenerateRequest, Principal, Priority
-from emberline.telemetry.request_log import JobContext
+from emberline.service.work import TaskEvents, Work
 
 ERRORS: dict[str, Callable[[], Exception]] = {
     "bad": lambda: BadInput("not like this"),
@@ -36,9 +36,9 @@ class FakeService:
         self.settled = asyncio.Event()  # a request that is cancelled then knows what was computed
         self.settled.set()
 
-    async def generate(
-        self, request: GenerateRequest, principal: Principal, job: JobContext | None = None
-    ) -> AsyncGenerator[TextEvent, None]:
+    async def run(self, work: Work) -> TaskEvents:
+        request, principal, job = work.task, work.principal, work.job
+        assert isinstance(request, GenerateRequest)
         assert job is not None
         assert request.priority is Priority.BATCH
         assert request.deadline_s is not None

@@ -10,6 +10,7 @@ from emberline.config import ProviderConfig
 from emberline.protocol.price import Price
 from emberline.protocol.request import GenerateRequest, Message, Principal, Priority
 from emberline.service.event_collector import collect_answer
+from emberline.service.work import Work
 from emberline.telemetry.request_log import JobContext
 from emberline.upstream.providers.registry import KNOWN, KnownProvider
 from standins.openai_script import ServerScript, StandinPrompt
@@ -143,7 +144,7 @@ async def test_a_job_is_granted_its_provider(gateway: Opener, openai_server: Sta
     job = GenerateRequest(
         id="b-0", model=MODEL, messages=(Message("user", SAYS[0]["content"]),), priority=Priority.BATCH
     )
-    answer = await collect_answer(made.service.generate(job, Principal("a"), JobContext(grant.engine, rows.append)))
+    answer = await collect_answer(made.service.run(Work(job, Principal("a"), JobContext(grant.engine, rows.append))))
     grant.release()
     assert answer.choices[0].text == REPLY
     assert [(row.model, row.status, row.priority) for row in rows] == [(MODEL, "finished", "batch")]

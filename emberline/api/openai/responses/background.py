@@ -16,7 +16,7 @@ from emberline.api.http.body import decode
 from emberline.api.http.call import Call, encode
 from emberline.api.http.errors import NoSuchResponse
 from emberline.api.http.sse import named_event
-from emberline.api.http.streaming import Blocks, BlockStream
+from emberline.api.http.streaming import Blocks, BlockStream, LastBlock
 from emberline.api.openai.responses.form import RESPONSE
 from emberline.api.openai.responses.items import Item
 from emberline.api.openai.responses.output import ResponseBuilder, StreamEvent
@@ -164,9 +164,10 @@ async def _blocks(call: Call, found: BackgroundResponse, after: int) -> Blocks:
             chunk = b": heartbeat\n\n"
         if chunk or last:
             sent_s = time.monotonic()
-        yield chunk, last
         if last:
+            yield LastBlock(chunk)
             return
+        yield chunk
         poll_s = RUNNING_POLL_S if found.job.state == "leased" else QUEUED_POLL_S
         await batches.queue.wait_for_change(found.batch.id, poll_s)
         found = await _refresh(call, found)

@@ -75,7 +75,7 @@ async def create(call: Call) -> Response:
     if body.background:
         return await _create_in_background(call, raw, body)
     turn = await _prepare(call, body)
-    events = _store_on_completion(call, turn, call.generate(turn.request))
+    events = _store_on_completion(call, turn, call.run(turn.request))
     if body.stream:
         encoder = ResponseStream(call.id, call.dialect, turn.builder, call.field_names, padded=body.obfuscates)
         return EventStream(events, encoder, headers=call.id_headers, log_id=turn.id)

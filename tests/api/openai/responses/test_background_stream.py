@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ from emberline.jobs.queue.job import Lease
 from emberline.jobs.queue.transcript import TranscriptPart
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.errors import BadInput, EmberlineError, EngineLost, Unavailable
-from emberline.protocol.events import Completed, Started, TextEvent, TokenDelta
-from emberline.protocol.request import GenerateRequest, Principal
-from emberline.telemetry.request_log import JobContext
+from emberline.protocol.events import Completed, Started, TokenDelta
+from emberline.protocol.request import Principal
+from emberline.service.work import TaskEvents, Work
 from tests.api.batch_fixtures import open_batch_service
 from tests.api.fake_service import AGENT, AGENT_USAGE, MODEL, FakeService, Wire, app_of, client_of
 from tests.api.openai.responses.test_background import ASK, events_in, made, streamed
@@ -42,9 +42,8 @@ class Speaker(FakeService):
         self.dies = asyncio.Event()
         self.fault: EmberlineError = EngineLost("engine e went away")  # how it dies
 
-    async def generate(
-        self, request: GenerateRequest, principal: Principal, job: JobContext | None = None
-    ) -> AsyncGenerator[TextEvent, None]:
+    async def run(self, work: Work) -> TaskEvents:
+        request, job = work.task, work.job
         assert job is not None
         assert job.on_delta is not None
         said = tokens.unpack(job.resume_from.token_ids) if job.resume_from is not None else []

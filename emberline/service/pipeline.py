@@ -1,0 +1,192 @@
+"""The pipeline that every task passes, whichever API or queue it came by: stages, admission, output, the usage row."""
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+
+import msgspec
+
+from emberline.catalog.model_card import ModelCard
+from emberline.protocol.complete_response import Encoded
+from emberline.protocol.errors import EmberlineError, Unavailable
+from emberline.protocol.events import Completed, Cost, TextEvent
+from emberline.protocol.request import GenerateRequest, Principal, alias_caller
+from emberline.service.core import Core
+from emberline.service.engine_tasks import EngineTasks, Prepared
+from emberline.service.in_flight import InFlight
+from emberline.service.models import Models
+from emberline.service.request_run import RequestRun
+from emberline.service.validation import validate
+from emberline.service.work import Begun, RelayRequest, Stage, Tap, Task, TaskEvents, Work
+from emberline.telemetry.request_log import AttemptContext, Clock, route_terms
+from emberline.upstream.dialects.anthropic_relay import MessageAssembler
+from emberline.upstream.dialects.chunks import BodyAssembler, ChunkReader
+from emberline.upstream.dialects.dialect import MESSAGES
+from emberline.upstream.models import UpstreamModels
+from emberline.upstream.target import Target
+from emberline.upstream.transport import UpstreamTransport, passthrough
+
+_ANY_VOCABULARY = 1 << 31  # upstream servers check token ids themselves
+
+log = logging.getLogger("emberline.request")
+
+
+class Pipeline:
+    """Runs tasks on our engine workers, on upstream servers and at providers."""
+
+    def __init__(
+        self, core: Core, models: Models, engines: EngineTasks, upstream: UpstreamModels, in_flight: InFlight
+    ) -> None:
+        self._core = core
+        self._models = models
+        self._engines = engines
+        self._upstream = upstream
+        self._in_flight = in_flight
+
+    async def run(self, work: Work) -> TaskEvents:
+        """Run a task to its end: finished, failed, or cancelled by `aclose`. A refusal raises before the first item.
+
+        Once admitted, a task ends in one way, with one usage row; a job's owner writes the row itself. The row is
+        durable before the terminal event, and before the last bytes of a relayed reply.
+        """
+        begun: list[Stage] = []
+        try:
+            for stage in work.stages:
+                begun.append(stage)
+                await stage.begin(work)
+            if work.replay is not None:
+                for event in work.replay:
+                    if type(event) is Completed:
+                        _complete(work, event)
+                        work.is_done = True
+                    yield event
+            else:
+                if work.attempts is None:
+                    run, transport, output, result = await self._start(work, work.card, work.attempt)
+                else:
+                    run, transport, output, result = await work.attempts(partial(self._start, work))
+                is_relayed, taps = type(work.task) is RelayRequest, work.taps
+                async with run:
+                    while True:
+                        is_done = transport.done
+                        if is_relayed:
+                            if is_done:
+                                break
+                            if output:
+                                yield output
+                        elif taps:
+                            for event in output or ():
+                                for passed in await _tapped(taps, event):
+                                    yield passed
+                        else:
+                            for event in output or ():
+                                yield event
+                        if is_done:
+                            break
+                        output = await run.step()
+                    await run.finish()
+                completed = run.completed
+                completed.result = output if is_relayed else result()
+                _complete(work, completed)
+                if isinstance(completed.result, Encoded):
+                    completed.result.usage = completed.usage
+                if taps:
+                    for event in (await _tapped(taps, completed))[:-1]:
+                        yield event
+                work.is_done = True
+                yield completed
+        except BaseException as error:
+            if not begun:
+                raise
+            told = _end(work, begun, None if work.is_done and not isinstance(error, Exception) else error)
+            if told is None or told is error:
+                raise
+            raise told from error
+        if begun:
+            _end(work, begun, None)
+
+    async def count_tokens(self, request: GenerateRequest, principal: Principal, target: Target | None = None) -> int:
+        """Count the tokens of the prompt as `run` would build it. No engine of ours is asked."""
+        if target is None:
+            caller = alias_caller(principal.account, request.session, request.id)
+            target = self._models.target(self._models.find(request.model, caller), principal)
+        if target.is_upstream:
+            return await self._upstream.count_tokens(request, target)
+        return await self._engines.count_tokens(request, target)
+
+    async def _start(self, work: Work, card: ModelCard | None, attempt: AttemptContext) -> Begun:
+        """Admit an attempt at the work and wait for its first output. An attempt that fails before is finalized."""
+        task, clock, is_draining = work.task, Clock(), self._in_flight.is_draining
+        # A body that must not be relayed is refused like one that cannot be decoded: its endpoint tells of it.
+        is_counted = is_draining or type(task) is not RelayRequest
+        try:
+            if is_draining:
+                raise Unavailable("the server is shutting down", retry_after_s=5)
+            if card is None:  # as of a job, whose name was not looked up yet
+                card = self._models.find(task.model, alias_caller(work.principal.account, task.session, task.id))
+            if attempt.id:
+                task = msgspec.structs.replace(task, id=attempt.id, model=card.id)
+            target = self._models.target(card, work.principal, work.own_key)
+            route, transport, result, inter_token = await self._prepare(work, task, target, clock)
+            is_counted = True
+            if attempt.is_retry:
+                route = msgspec.structs.replace(route, is_retry=True)
+            ended = self._in_flight.ended
+            run = RequestRun(route, transport, self._core, clock, ended, work.job, inter_token, attempt)
+            self._in_flight.add(run)
+            await run.admit()
+        except EmberlineError as error:
+            if is_counted:
+                self._core.refused(error.kind)
+                log.info("refused: %s", error.message, extra={"request_id": task.id, "error": error.kind})
+            raise
+        work.was_admitted, work.rate_limits = True, run.route.rate_limits
+        output = None
+        try:
+            while not output and not transport.done:
+                output = await run.step()
+                if not output and transport.began and attempt.on_began is not None:
+                    attempt.on_began()
+        except BaseException as error:
+            await run.__aexit__(type(error), error, error.__traceback__)
+            raise
+        return Begun(run, transport, output, result)
+
+    async def _prepare(self, work: Work, task: Task, target: Target, clock: Clock) -> Prepared:
+        clients = self._upstream.clients
+        if isinstance(task, RelayRequest):
+            sent = await task.make(target, task.id)
+            assembler = MessageAssembler if sent.path == MESSAGES else BodyAssembler
+            relay = UpstreamTransport(sent, clients, (lambda: passthrough) if sent.stream else assembler)
+            return Prepared(sent.route, relay)
+        if target.where == "engine":
+            return await self._engines.prepare(task, target, work.principal, clock, work.job)
+        terms = route_terms(task, clock, work.job)
+        if isinstance(task, GenerateRequest):
+            validate(task, _ANY_VOCABULARY)
+            sent = await self._upstream.upstream_request(task, target, work.principal, terms)
+            reader = ChunkReader(task.n, task.sampling.stop, sent.route.input_tokens)
+            return Prepared(sent.route, UpstreamTransport(sent, clients, lambda: reader))
+        route, call = self._upstream.whole_call(task, target, work.principal, terms)
+        return Prepared(route, call, call.result)
+
+
+async def _tapped(taps: Sequence[Tap], event: TextEvent) -> Sequence[TextEvent]:
+    """Pass an event through all taps. Returns the events to hand out now."""
+    events: Sequence[TextEvent] = (event,)
+    for tap in taps:
+        events = [passed for one in events for passed in await tap(one)]
+    return events
+
+
+def _complete(work: Work, completed: Completed) -> None:
+    """Note how the work ended, with its cost if the client wants to know."""
+    if work.wants_cost:
+        completed.usage = msgspec.structs.replace(completed.usage, cost=Cost(completed.cost_pico))
+    work.completed = completed
+
+
+def _end(work: Work, begun: list[Stage], error: BaseException | None) -> BaseException | None:
+    for stage in reversed(begun):
+        error = stage.end(work, error)
+    return error
