@@ -9,9 +9,9 @@ from emberline.engine.core.plan import DeviceLost, Handle, Runner, StepPlan
 from emberline.engine.core.rank import Rank
 from emberline.engine.core.scheduler import Scheduler
 from emberline.kv.cache import KVEventFeed
-from emberline.protocol.errors import EmberlineError, Internal
+from emberline.protocol.errors import Internal
 from emberline.protocol.events import TokenDelta
-from emberline.protocol.frames import EngineLoad, Vocabulary
+from emberline.protocol.frames import EngineLoad
 from emberline.protocol.request import EngineRequest
 
 MIN_RATED_TOKENS = 64  # of prompts in a step: fewer say nothing about the prefill rate
@@ -96,7 +96,8 @@ class StepLoop:
         publish: sends plans to the other ranks.
         """
         self.scheduler = scheduler
-        self.purge = scheduler.purge
+        self.abort, self.abort_all, self.called_tools = scheduler.abort, scheduler.abort_all, scheduler.called_tools
+        self.purge, self.set_vocabulary = scheduler.purge, scheduler.set_vocabulary
         self.executors = {each.name: each.executor for each in scheduler.features if each.executor is not None}
         self.rank = Rank(runner, self.executors, publish)
         self._last_absorbed = 0  # number of a step
@@ -174,22 +175,6 @@ class StepLoop:
     def submit(self, request: EngineRequest, now_s: float) -> None:
         """Accept a request, or raise an EmberlineError that says why not."""
         self.scheduler.submit(request, now_s)
-
-    def abort(self, request_id: str) -> TokenDelta | None:
-        """End a request. Returns its terminal delta, or None if there is no such request any more."""
-        return self.scheduler.abort(request_id)
-
-    def called_tools(self, request_id: str) -> None:
-        """Note that the reply of a request that has ended was tool calls."""
-        self.scheduler.called_tools(request_id)
-
-    def abort_all(self, error: EmberlineError) -> list[TokenDelta]:
-        """End all requests with an error. Returns their terminal deltas."""
-        return self.scheduler.abort_all(error)
-
-    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """Tell features what tokens stand for."""
-        self.scheduler.set_vocabulary(vocabulary)
 
     def step(self, now_s: float) -> list[TokenDelta]:
         """Plan and launch a step, and absorb the oldest one in flight. Returns what clients are to be told."""

@@ -136,7 +136,6 @@ class FollowerLoop:
     steps_in_flight: int = 1
     prepare: Callable[[], bool] | None = None
     kv: FollowerKV | None = None  # this rank's part of transfers
-    transfers: None = None
     _in_flight: deque[tuple[StepPlan, Handle]] = field(default_factory=deque)
     _reports: StepReports | None = field(init=False, default=None)
     _rank: Rank = field(init=False)
