@@ -22,6 +22,9 @@ class Executor(Protocol):
     def execute(self, orders: Sequence[Any]) -> None:
         """Begin what is ordered, in this order. The steps up to the plan's `after` have completed."""
 
+    def reports(self) -> list[Any]:
+        """Take what has become of orders since the last call."""
+
     def close(self) -> None:
         """End the threads, after they have written what must not be lost."""
 

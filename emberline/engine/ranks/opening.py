@@ -5,7 +5,7 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -13,9 +13,9 @@ import torch
 from emberline import __version__
 from emberline.engine.addresses import TOKEN_VARIABLE, free_address, listening
 from emberline.engine.core.plan import Runner
+from emberline.engine.core.rank import Executor
 from emberline.engine.ranks.collectives import open_collectives
 from emberline.engine.ranks.flags import follower_command
-from emberline.engine.ranks.follower_kv import FollowerKV
 from emberline.engine.ranks.follower_processes import FollowerProcesses
 from emberline.engine.ranks.formation import FORM_S, Rendezvous, join_group
 from emberline.engine.ranks.messages import KVReport, RankFacts
@@ -23,9 +23,10 @@ from emberline.engine.ranks.plan_channel import PlanWriter
 from emberline.engine.ranks.plan_ring import RingWriter, is_supported
 from emberline.engine.ranks.rank_group import Leader, Member, RankGroup
 from emberline.engine.ranks.rank_runner import FollowerLoop, LeaderRunner
-from emberline.kv.tiers.group_tiers import GroupTiers
-from emberline.kv.tiers.manager import FLUSH_S
+from emberline.kv.tiers.group_tiers import GroupTiers, NoTiers
+from emberline.kv.tiers.manager import FLUSH_S, TierManager
 from emberline.kv.transfer.group_transfers import GroupTransfers
+from emberline.kv.transfer.manager import TransferManager
 from emberline.models.shard import Shard, check_layout
 from emberline.protocol.errors import BadInput
 from emberline.protocol.parallel_layout import Layout, StageSplit
@@ -67,7 +68,7 @@ def leader_runner(leader: Leader, runner: Runner, *, samples_everywhere: bool = 
 def follower_loop(
     member: Member,
     runner: Runner,
-    kv: FollowerKV | None = None,
+    executors: Mapping[str, Executor],
     steps_in_flight: int = 1,
     prepare: Callable[[], bool] | None = None,
 ) -> FollowerLoop:
@@ -75,7 +76,7 @@ def follower_loop(
     pipelined = member.layout.pp > 1
     reports = pipelined and member.rank == member.layout.sampling_rank
     samples = reports or (prepare is not None and not pipelined)
-    return FollowerLoop(member, runner, samples, reports, steps_in_flight, prepare, kv)
+    return FollowerLoop(member, runner, samples, reports, steps_in_flight, prepare, executors)
 
 
 def lead_kv(leader: Leader, transfers: GroupTransfers, tiers: GroupTiers | None) -> None:
@@ -89,6 +90,14 @@ def lead_kv(leader: Leader, transfers: GroupTransfers, tiers: GroupTiers | None)
     leader.on_report = on_report
     if tiers is not None:
         leader.end_s += FLUSH_S  # for followers to write what they have saved
+
+
+def follow_kv(member: Member, transfers: TransferManager | None, tiers: TierManager | None) -> Mapping[str, Executor]:
+    """Return a follower's executors of orders by feature: none if only the runner reaches its KV pools."""
+    if transfers is None:
+        return {}
+    transfers.join(member.rank, member.slices)
+    return {"transfers": transfers, "tiers": tiers or NoTiers()}
 
 
 def rank_device(device: str, rank: int, n_ranks: int) -> str:

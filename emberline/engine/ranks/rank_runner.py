@@ -5,8 +5,11 @@ by rank 0, and on GPUs by every rank alike, from the same logits and seeds, beca
 token before any host has seen it. In a pipeline that step is one of other sequences.
 """
 
+import contextlib
+import select
+import socket
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from threading import Thread
@@ -14,10 +17,10 @@ from threading import Thread
 import numpy as np
 
 from emberline.engine.core.plan import DeviceLost, Handle, Masks, Runner, Sampled, StepPlan
-from emberline.engine.core.rank import Rank
-from emberline.engine.ranks.follower_kv import FollowerKV
+from emberline.engine.core.rank import Executor, Rank
 from emberline.engine.ranks.messages import (
     End,
+    KVReport,
     Launch,
     Prepare,
     RankFailed,
@@ -28,7 +31,9 @@ from emberline.engine.ranks.messages import (
 )
 from emberline.engine.ranks.plan_channel import PlanReader
 from emberline.engine.ranks.rank_group import Leader, Member
+from emberline.kv.transfer.connection import PeerConnectionLost
 
+_CLOSE_S = 5.0  # for the thread that reports
 _IDLE_S = 3600.0  # between two messages: the end of rank 0 is noticed by another thread
 
 
@@ -125,6 +130,42 @@ class StepReports:
             self._member.send(StepResult(plan.number, drawn))
 
 
+class OrderReports:
+    """A thread that tells rank 0 what has become of its orders here."""
+
+    def __init__(self, member: Member, executors: Mapping[str, Executor]) -> None:
+        self._member, self._executors = member, executors
+        self._stopped, self._stop = socket.socketpair()
+        self._thread = Thread(target=self._report_all, name="order-reports", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread, then the executors, which write what was saved."""
+        self._stop.close()  # `_stopped` becomes readable
+        self._thread.join(_CLOSE_S)
+        for executor in self._executors.values():
+            executor.close()
+
+    def _report_all(self) -> None:
+        with contextlib.suppress(OSError, ValueError, PeerConnectionLost):  # this process ends, or rank 0 has
+            try:
+                self._report_until_stopped()
+            except (OSError, ValueError, PeerConnectionLost):
+                raise
+            except Exception as error:  # rank 0 would wait for what is not reported any more
+                self._member.send(failure(error))
+                raise
+
+    def _report_until_stopped(self) -> None:
+        queues = {executor.queue.wakeup: executor.queue for executor in self._executors.values()}
+        while self._stopped not in (woken := select.select([self._stopped, *queues], [], [])[0]):
+            for wakeup in woken:
+                queues[wakeup].clear_wakeup()  # before what has come is taken: none is missed
+            reports = {feature: executor.reports() for feature, executor in self._executors.items()}
+            if any(reports.values()):
+                self._member.send(KVReport(**reports))
+
+
 @dataclass(slots=True)
 class FollowerLoop:
     """A follower's life: compute what rank 0 plans, until it ends the group. A step that fails here ends it, too."""
@@ -135,17 +176,18 @@ class FollowerLoop:
     reports: bool = False  # rank 0 waits for what this rank samples
     steps_in_flight: int = 1
     prepare: Callable[[], bool] | None = None
-    kv: FollowerKV | None = None  # this rank's part of transfers
+    executors: Mapping[str, Executor] = field(default_factory=dict)  # by feature
     _in_flight: deque[tuple[StepPlan, Handle]] = field(default_factory=deque)
     _reports: StepReports | None = field(init=False, default=None)
     _rank: Rank = field(init=False)
 
     def __post_init__(self) -> None:
-        self._rank = Rank(self.runner, {} if self.kv is None else self.kv.executors)
+        self._rank = Rank(self.runner, self.executors)
 
     def run(self, plans: PlanReader | None = None) -> None:
         plans = plans or self.member.start()
         self._reports = StepReports(self.member) if self.reports else None
+        of_orders = OrderReports(self.member, self.executors)
         try:
             while not isinstance(message := _next(plans), End):
                 if isinstance(message, Prepare) and self.prepare is not None:
@@ -156,8 +198,7 @@ class FollowerLoop:
                 self._absorb_oldest()
             if self._reports is not None:
                 self._reports.close()
-            if self.kv is not None:
-                self.kv.close()
+            of_orders.close()
         except Exception as error:
             self.member.send(failure(error))
             raise

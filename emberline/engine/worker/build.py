@@ -62,7 +62,7 @@ from emberline.weights.task_config import TaskConfig, read_json, task_of
 from emberline.weights.whisper_files import CONTEXT_LEN, read_whisper
 
 if TYPE_CHECKING:
-    from emberline.engine.ranks.follower_kv import KVListener
+    from emberline.engine.ranks.kv_listener import KVListener
     from emberline.engine.ranks.rank_group import RankGroup
     from emberline.engine.ranks.rank_runner import FollowerLoop
     from emberline.engine.runners.gpu.preparation import StepPreparation
@@ -327,8 +327,7 @@ def _build_loop(
     loaded: _Loaded, opened: _Opened, args: argparse.Namespace, group: "RankGroup | None"
 ) -> tuple["StepLoop | FollowerLoop", StoredCache | None]:
     """Build tiers, transfers and features over a runner, and the loop of this rank."""
-    from emberline.engine.ranks.follower_kv import FollowerKV
-    from emberline.engine.ranks.opening import follower_loop, lead_kv, leader_runner
+    from emberline.engine.ranks.opening import follow_kv, follower_loop, lead_kv, leader_runner
     from emberline.engine.ranks.rank_group import Member
 
     fingerprint, layout, kv_groups = loaded.fingerprint, loaded.layout, loaded.kv_groups
@@ -338,8 +337,8 @@ def _build_loop(
         own_tiers = open_tiers(args, fingerprint, kv_groups, opened.mover, opened.allocate, slices)
     idle_task = None if opened.preparation is None else opened.preparation.next
     if isinstance(group, Member):
-        kv = None if opened.transfers is None else FollowerKV(group, opened.transfers, own_tiers)
-        return follower_loop(group, opened.runner, kv, opened.steps_in_flight, idle_task), None
+        executors = follow_kv(group, opened.transfers, own_tiers)
+        return follower_loop(group, opened.runner, executors, opened.steps_in_flight, idle_task), None
     transfers = None if opened.transfers is None else GroupTransfers(opened.transfers, slices)
     tiers = None if own_tiers is None else GroupTiers(own_tiers, layout.n_ranks)
     if group is not None and transfers is not None:
@@ -392,7 +391,7 @@ def _open_listener(args: argparse.Namespace, group: "RankGroup | None", closing:
     """Listen where a follower receives KV, before it tells rank 0 that it is loaded. Returns None on rank 0."""
     if group is None or args.rank == 0:
         return None
-    from emberline.engine.ranks.follower_kv import KVListener, rank_address
+    from emberline.engine.ranks.kv_listener import KVListener, rank_address
 
     return KVListener(rank_address(args.socket, args.rank, by_rank_0=args.by_rank_0), closing)
 

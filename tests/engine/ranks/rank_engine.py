@@ -15,9 +15,10 @@ import numpy as np
 from emberline.engine.core.limits import Limits
 from emberline.engine.core.step_loop import StepLoop
 from emberline.engine.ranks import messages
-from emberline.engine.ranks.follower_kv import FollowerKV, KVListener
+from emberline.engine.ranks.kv_listener import KVListener
 from emberline.engine.ranks.messages import KVReport
-from emberline.engine.ranks.opening import lead_kv
+from emberline.engine.ranks.opening import follow_kv, lead_kv
+from emberline.engine.ranks.rank_runner import OrderReports
 from emberline.engine.worker.build import build_scheduler
 from emberline.kv.cache import KVCache
 from emberline.kv.host_memory import HostMemory
@@ -318,9 +319,10 @@ class RankEngine:
         self.transfers = GroupTransfers(transfers[0], self.slices if n_ranks > 1 else ())
         self.inboxes = self.leader.inboxes
         self.members = [Member(rank, self.slices) for rank in range(1, n_ranks)]
-        self.followers = [
-            FollowerKV(member, transfers[member.rank], self.managers[member.rank]) for member in self.members
+        self.executors = [
+            follow_kv(member, transfers[member.rank], self.managers[member.rank]) for member in self.members
         ]
+        self.followers = [OrderReports(*pair) for pair in zip(self.members, self.executors)]
         self.tiers = GroupTiers(self.managers[0], n_ranks) if host_blocks else None
         if n_ranks > 1:
             lead_kv(self.leader, self.transfers, self.tiers)
@@ -356,12 +358,12 @@ class RankEngine:
     def hear(self, rank, most=1 << 30, until=None):
         """A follower does what rank 0 has told it: `most` commands, or those up to a plan. Rows are computed when rank
         0 asks for their result."""
-        inbox, follower = self.inboxes[rank - 1], self.followers[rank - 1]
+        inbox, executors = self.inboxes[rank - 1], self.executors[rank - 1]
         while inbox and most > 0:
             plan, sent = inbox.popleft()
             most -= 1
             for feature, orders in messages.orders_of(sent).items():
-                follower.executors[feature].execute(orders)
+                executors[feature].execute(orders)
             if plan is until:
                 return
 

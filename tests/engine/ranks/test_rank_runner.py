@@ -1,6 +1,7 @@
 """Rank 0's runner and its followers, with runners that compute nothing: what each rank is told, and what comes back."""
 
 import contextlib
+import queue
 import socket
 import threading
 from collections.abc import Sequence
@@ -14,8 +15,9 @@ from emberline.engine.core.rank import Rank
 from emberline.engine.ranks.messages import RankFailed, StepResult, to_leader
 from emberline.engine.ranks.plan_channel import ConnectionReader, PlanWriter
 from emberline.engine.ranks.rank_group import Leader, Member
-from emberline.engine.ranks.rank_runner import FollowerLoop, LeaderRunner, ReportedToken
+from emberline.engine.ranks.rank_runner import FollowerLoop, LeaderRunner, OrderReports, ReportedToken
 from emberline.kernels.collectives import NoCollectives, ParallelGroups
+from emberline.kv.notice_queue import NoticeQueue
 from emberline.kv.transfer.connection import PeerConnection, PeerConnectionLost
 from emberline.protocol.parallel_layout import Layout
 from emberline.protocol.request import EngineRequest, SamplingParams
@@ -187,3 +189,26 @@ def test_rank_0_notices_that_a_follower_is_gone() -> None:
         leading(LeaderRunner(leader, FakeRunner())).run(plan(0))
     with pytest.raises(PeerConnectionLost):
         ours.receive(to_leader)
+
+
+class Broken:
+    """An executor whose reports fail, and the member that tells rank 0."""
+
+    def __init__(self):
+        self.queue, self.sent = NoticeQueue(), queue.SimpleQueue()
+        self.send, self.close = self.sent.put, self.queue.close
+
+    def reports(self):
+        return {}["not there"]
+
+
+def test_a_rank_that_cannot_report_any_more_ends_the_group(monkeypatch):
+    """Else rank 0 would keep blocks for ever."""
+    monkeypatch.setattr(threading, "excepthook", lambda failure: None)
+    broken = Broken()
+    reports = OrderReports(broken, {"tiers": broken})
+    broken.queue.put("something")
+    failed = broken.sent.get(timeout=60)
+    assert isinstance(failed, RankFailed)
+    assert "KeyError" in failed.message
+    reports.close()

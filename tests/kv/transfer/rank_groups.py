@@ -5,8 +5,10 @@ import time
 import msgspec
 import numpy as np
 
-from emberline.engine.ranks.follower_kv import FollowerKV, KVListener
+from emberline.engine.ranks.kv_listener import KVListener
 from emberline.engine.ranks.messages import KVReport
+from emberline.engine.ranks.opening import follow_kv
+from emberline.engine.ranks.rank_runner import OrderReports
 from emberline.kv.host_memory import HostMemory, private_pages, shared_pages
 from emberline.kv.transfer.group_transfers import GroupTransfers
 from emberline.kv.transfer.host_transfers import host_transfers
@@ -93,12 +95,11 @@ class Group:
             if rank == 0:
                 closing.callback(manager.close)
         self.leader = GroupTransfers(self.ranks[0], self.slices if len(self.ranks) > 1 else ())
-        self.followers = [
-            FollowerKV(Member(rank, self.slices, self.leader), manager, None)
-            for rank, manager in enumerate(self.ranks[1:], 1)
-        ]
-        for follower in self.followers:
-            closing.callback(follower.close)
+        self.followers = []
+        for rank, manager in enumerate(self.ranks[1:], 1):
+            member = Member(rank, self.slices, self.leader)
+            self.followers.append(follow_kv(member, manager, None))
+            closing.callback(OrderReports(member, self.followers[-1]).close)
         self.leader.start(self._order)
 
     def open_rank(self, slices, shared):
@@ -111,7 +112,7 @@ class Group:
     def _order(self, order):
         encoded = msgspec.msgpack.encode(order)
         for follower in self.followers:
-            follower.executors["transfers"].execute([msgspec.msgpack.decode(encoded, type=TransferOrder)])
+            follower["transfers"].execute([msgspec.msgpack.decode(encoded, type=TransferOrder)])
         self.leader.own.execute([order])
 
     def expect(self, kind):

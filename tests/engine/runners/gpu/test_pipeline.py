@@ -132,7 +132,7 @@ class Pipeline:
     def _follow(self, rank):
         connection = self._theirs[rank - 1]
         member = Member(self.layout, rank, self.groups[rank], connection, None)
-        loop = follower_loop(member, self._runner(rank), None, self.layout.pp, lambda: False)
+        loop = follower_loop(member, self._runner(rank), {}, self.layout.pp, lambda: False)
         loop.run(ConnectionReader(connection))
 
     def _take_reports(self):

@@ -2,21 +2,17 @@
 
 import contextlib
 import errno
-import queue
 import socket
-import threading
 import time
 from contextlib import ExitStack
 
 import pytest
 
 from emberline.engine.ranks import rank_group
-from emberline.engine.ranks.follower_kv import FollowerKV, KVListener
-from emberline.engine.ranks.messages import RankFailed
+from emberline.engine.ranks.kv_listener import KVListener
 from emberline.kv.host_memory import HostMemory
 from emberline.kv.transfer.connection import PeerConnection
 from emberline.kv.transfer.host_transfers import host_transfers
-from emberline.kv.transfer.notices import LeaseRenewed
 from emberline.protocol import frames
 from emberline.protocol.frames import EngineInfo, Hello, Refused, Welcome, transfer_ticket
 from tests.kv.transfer.rank_groups import GROUP
@@ -73,31 +69,6 @@ def test_a_rank_of_another_machine_is_reached_where_it_connects_from():
     assert rank_group._reached("tcp:10.0.1.2:71", "10.0.0.2") == "tcp:10.0.1.2:71"
     assert rank_group._reached("tcp:0.0.0.0:71", "") == "tcp:0.0.0.0:71", "at the host of its worker: `dialed`"
     assert rank_group._reached("", "10.0.0.2") == ""
-
-
-class BrokenMember:
-    """A follower of which rank 0 hears."""
-
-    rank, slices = 1, ()
-
-    def __init__(self):
-        self.sent = queue.SimpleQueue()
-
-    def send(self, message):
-        self.sent.put(message)
-
-
-def test_a_rank_that_cannot_report_any_more_ends_the_group(transfers, monkeypatch):
-    """Else rank 0 would keep blocks for ever."""
-    monkeypatch.setattr(threading, "excepthook", lambda failure: None)
-    member = BrokenMember()
-    follower = FollowerKV(member, transfers, None)
-    monkeypatch.setattr(follower._tiers, "reports", lambda: {}["not there"])
-    transfers.queue.put(LeaseRenewed(1))
-    failed = member.sent.get(timeout=60)
-    assert isinstance(failed, RankFailed)
-    assert "KeyError" in failed.message
-    follower.close()
 
 
 class Exhausted:

@@ -1,20 +1,13 @@
-"""A follower's part of KV transfers and tiers: its slice of each block, by rank 0's commands, and reports to it."""
+"""Where a follower receives KV: other engines send it the slices that this rank has of each block."""
 
-import contextlib
 import hmac
 import logging
-import select
 import socket
 import threading
 import time
 from contextlib import ExitStack
 
 from emberline.engine.addresses import listening
-from emberline.engine.core.rank import Executor
-from emberline.engine.ranks.messages import KVReport, RankFailed
-from emberline.engine.ranks.rank_group import Member
-from emberline.kv.tiers.group_tiers import NoTiers
-from emberline.kv.tiers.manager import TierManager
 from emberline.kv.transfer.connection import PeerConnection, PeerConnectionLost
 from emberline.kv.transfer.manager import TransferManager
 from emberline.protocol import frames
@@ -24,56 +17,12 @@ from emberline.protocol.frames import EngineInfo, EngineLoad
 MAX_GREETINGS = 64
 GREETING_S = 10.0
 _ACCEPT_PAUSE_S = 0.1  # after an error: out of file descriptors, say
-_CLOSE_S = 5.0  # for the thread that reports
 
 _log = logging.getLogger(__name__)
 
 
-class FollowerKV:
-    """A thread reports what the threads of transfers and tiers notice."""
-
-    def __init__(self, member: Member, transfers: TransferManager, tiers: TierManager | None) -> None:
-        self._member, self.transfers = member, transfers
-        self._tiers = tiers or NoTiers()
-        self._stopped, self._stop = socket.socketpair()
-        transfers.join(member.rank, member.slices)
-        self.executors: dict[str, Executor] = {"tiers": self._tiers, "transfers": transfers}
-        self._thread = threading.Thread(target=self._report_all, name="kv-report", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Write what was saved."""
-        self._stop.close()  # `_stopped` becomes readable
-        self._thread.join(_CLOSE_S)
-        self.transfers.close()
-        self._tiers.close()
-
-    def _report_all(self) -> None:
-        with contextlib.suppress(OSError, ValueError, PeerConnectionLost):  # this process ends, or rank 0 has
-            try:
-                self._report_until_stopped()
-            except (OSError, ValueError, PeerConnectionLost):
-                raise
-            except Exception as error:  # rank 0 would wait for what is not reported any more
-                self._member.send(RankFailed(f"its report of KV: {type(error).__name__}: {error}"))
-                raise
-
-    def _report_until_stopped(self) -> None:
-        sources = (self.transfers.queue, self._tiers.queue)
-        while True:
-            woken, _, _ = select.select([self._stopped, *(source.wakeup for source in sources)], [], [])
-            if self._stopped in woken:
-                return
-            for source in sources:
-                if source.wakeup in woken:
-                    source.clear_wakeup()  # before what has come is taken: none is missed
-            report = KVReport(self.transfers.reports(), self._tiers.reports())
-            if report.transfers or report.tiers:
-                self._member.send(report)
-
-
 class KVListener:
-    """Where other engines send this rank's slices: they present the ticket that rank 0 would accept."""
+    """Accepts engines that present the ticket which rank 0 would accept."""
 
     def __init__(
         self, address: str, closing: ExitStack, max_greetings: int = MAX_GREETINGS, greeting_s: float = GREETING_S
@@ -150,7 +99,7 @@ class KVListener:
 
 
 def rank_address(address: str, rank: int, *, by_rank_0: bool) -> str:
-    """Where a follower listens: beside rank 0's socket, on another port of its host, or as it was told itself."""
+    """Return where a follower listens: beside rank 0's socket, on another port of its host, or as it was told."""
     if not address.startswith("tcp:"):
         return f"{address}.rank{rank}"
     host = address.removeprefix("tcp:").rpartition(":")[0]
