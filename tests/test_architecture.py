@@ -5,6 +5,7 @@ engine host needs installed, how a docstring may begin, and what tests may know 
 import re
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -180,6 +181,11 @@ def test_endpoints_return_responses_and_only_the_app_sends() -> None:
         if path.parent.name != "http" and path.name != "app.py":
             found = re.search(r"\b(call|exchange)\.(send|start|start_stream|reply)\b", path.read_text())
             assert found is None, f"{path.relative_to(PACKAGE)} sends by itself: {found[0]}; return a Response"
+
+
+def test_a_module_name_is_in_three_folders_at_most() -> None:
+    found = Counter(path.name for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
+    assert not {name: n for name, n in found.items() if n > 3}, "rename one: a search by name should lead to the module"
 
 
 def test_cycles_are_found() -> None:
