@@ -10,19 +10,19 @@ from emberline.accounts.account_service import AccountService
 from emberline.accounts.auth import Authenticator
 from emberline.api.gateway.ai_binding import is_wrapped, unwrap
 from emberline.api.http.body import held_bodies
-from emberline.api.http.call import (
+from emberline.api.http.errors import error_body, error_headers
+from emberline.api.http.exchange import (
     REQUEST_LIMITS,
     Backend,
     BatchQueue,
-    Call,
     ClientDisconnected,
+    HttpExchange,
     LargeRequest,
     Reply,
     RequestLimits,
     json_reply,
     while_connected,
 )
-from emberline.api.http.errors import error_body, error_headers
 from emberline.api.http.guard import Guard, preflight, with_cors_headers
 from emberline.api.http.large_requests import LargeRequestRelay
 from emberline.api.http.resumable import HEADER, send_resumable
@@ -86,7 +86,7 @@ class App:
             scope = unwrap(scope)
         clock = Clock()
         relays_large = self._large_requests is not None
-        call = Call(
+        call = HttpExchange(
             *(scope, receive, send, self._service, self._auth, self._webhooks, self._batches, relays_large),
             accounts=self._accounts,
             gateways=self._gateways,
@@ -104,7 +104,7 @@ class App:
             trace_context.current.reset(trace_token)
             logs.request_id.reset(context)
 
-    async def _serve(self, call: Call) -> None:
+    async def _serve(self, call: HttpExchange) -> None:
         """Send a response to every request. Once one has started (call.status is set), no error can be reported."""
         try:
             reply = await self._dispatch(call)
@@ -129,7 +129,7 @@ class App:
         if reply is not None:
             await call.reply(reply)
 
-    async def _dispatch(self, call: Call) -> Response | None:
+    async def _dispatch(self, call: HttpExchange) -> Response | None:
         scope = call.scope
         raw_path: bytes = scope.get("raw_path") or quote(scope["path"]).encode()
         found = self._router.find(raw_path)
@@ -163,7 +163,7 @@ class App:
         return None
 
 
-async def _deliver(call: Call, streaming: Streaming) -> Reply | None:
+async def _deliver(call: HttpExchange, streaming: Streaming) -> Reply | None:
     """Send a response as it is produced. Returns the reply to send instead, if it fails before its first byte."""
     response: Response = streaming
     while isinstance(response, Streaming):
@@ -181,13 +181,13 @@ async def _deliver(call: Call, streaming: Streaming) -> Reply | None:
     return response
 
 
-def _error_reply(call: Call, error: EmberlineError) -> Reply:
+def _error_reply(call: HttpExchange, error: EmberlineError) -> Reply:
     status, headers = error_headers(error, call.dialect, call.id)
     call.rate_limits = error.rate_limits or call.rate_limits
     return json_reply(error_body(error, call.dialect, call.id), status, headers)
 
 
-def _log_request(call: Call, took_s: float) -> None:
+def _log_request(call: HttpExchange, took_s: float) -> None:
     scope = call.scope
     is_quiet = scope["path"] in PROBES or scope["path"].startswith(ASSETS)
     level = logging.DEBUG if is_quiet else logging.INFO

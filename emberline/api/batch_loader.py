@@ -11,7 +11,7 @@ from functools import partial
 
 from emberline.api.anthropic.batches import read_message_job
 from emberline.api.batches.job_format import CooperativeYield, JobReader, file_lines
-from emberline.api.http.call import Backend
+from emberline.api.http.exchange import Backend
 from emberline.api.openai.batch_jobs import OpenAIJobReader
 from emberline.api.workers_ai.handlers import read_input_job
 from emberline.jobs.batches.batch import Batch

@@ -21,7 +21,7 @@ from emberline.api.admin import (
 )
 from emberline.api.admin import endpoints as admin
 from emberline.api.anthropic import batches as message_batches
-from emberline.api.anthropic import messages as anthropic
+from emberline.api.anthropic import message_form as anthropic
 from emberline.api.anthropic.message_request import CountRequest
 from emberline.api.batches.submission import JOB_QUERY
 from emberline.api.common.form import Form
@@ -29,8 +29,8 @@ from emberline.api.gateway import admin as gateways
 from emberline.api.gateway import ai_binding as binding
 from emberline.api.gateway import paths as gateway
 from emberline.api.http import openapi, resumable
-from emberline.api.http.call import Call, Reply, encode
 from emberline.api.http.errors import Dialect
+from emberline.api.http.exchange import HttpExchange, Reply, encode
 from emberline.api.http.router import ANY_API, APIS, GATEWAY, Policy, Route
 from emberline.api.ollama import handlers as ollama
 from emberline.api.ollama.chat_request import (
@@ -162,7 +162,7 @@ def _document() -> bytes:
     return encode(openapi.document(ROUTES))
 
 
-async def describe(call: Call) -> Reply:
+async def describe(call: HttpExchange) -> Reply:
     return Reply(200, _document())
 
 

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Iterator
 import httpx
 import pytest
 
-from emberline.api.http.call import RequestLimits
+from emberline.api.http.exchange import RequestLimits
 from emberline.net import http_server as servers
 from emberline.net.http_server import ServerLimits, serve
 from emberline.protocol.events import ChoiceDone, Completed, Started, TextDelta, TextEvent

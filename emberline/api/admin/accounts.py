@@ -11,8 +11,8 @@ from emberline.accounts.account import Account, BudgetPeriod, Limits, Rate, pars
 from emberline.accounts.account_service import MAX_OVERLAP_S, MAX_PAGE, MAX_SCOPE, OVERLAP_S, IssuedKey, KeyGrant
 from emberline.accounts.api_key import ApiKey, Role
 from emberline.api.http.body import read_json
-from emberline.api.http.call import Call, Reply, json_reply, list_reply
 from emberline.api.http.errors import HeaderList, NoBody
+from emberline.api.http.exchange import HttpExchange, Reply, json_reply, list_reply
 from emberline.api.http.router import API_NAMES
 from emberline.protocol.errors import BadInput
 from emberline.protocol.price import format_amount
@@ -94,23 +94,23 @@ _rotate = msgspec.json.Decoder(RotateKeyRequest)
 # --- accounts --------------------------------------------------------------------------------------------------------
 
 
-async def create_account(call: Call) -> Reply:
+async def create_account(call: HttpExchange) -> Reply:
     body = await read_json(call, _new_account)
     account = await call.accounts.create_account(call.actor(), body.id, Limits(**body.limit_changes()))
     return json_reply(account_body(account))
 
 
-async def list_accounts(call: Call) -> Reply:
+async def list_accounts(call: HttpExchange) -> Reply:
     limit = call.int_param("limit", 100, 1, MAX_PAGE)
     found = await call.accounts.accounts(after=call.query.get("after", ""), limit=limit + 1)
     return list_reply([account_body(account) for account in found[:limit]], has_more=len(found) > limit)
 
 
-async def retrieve_account(call: Call) -> Reply:
+async def retrieve_account(call: HttpExchange) -> Reply:
     return json_reply(account_body(await call.accounts.account(call.path_param)))
 
 
-async def update_account(call: Call) -> Reply:
+async def update_account(call: HttpExchange) -> Reply:
     body = await read_json(call, _account_change)
     disabled = None if body.disabled is UNSET else body.disabled
     account = await call.accounts.update_account(call.actor(), call.path_param, body.limit_changes(), disabled)
@@ -120,30 +120,30 @@ async def update_account(call: Call) -> Reply:
 # --- keys ------------------------------------------------------------------------------------------------------------
 
 
-async def create_key(call: Call) -> Reply:
+async def create_key(call: HttpExchange) -> Reply:
     """Only this response contains the key."""
     body = await read_json(call, _new_key)
     issued = await call.accounts.create_key(call.actor(), body.account, _grant(body.role, body.changes()))
     return _issued_reply(issued)
 
 
-async def list_keys(call: Call) -> Reply:
+async def list_keys(call: HttpExchange) -> Reply:
     limit = call.int_param("limit", 100, 1, MAX_PAGE)
     account, after = call.query.get("account"), call.query.get("after", "")
     found = await call.accounts.keys(account, after=after, limit=limit + 1)
     return list_reply([key_body(key) for key in found[:limit]], has_more=len(found) > limit)
 
 
-async def retrieve_key(call: Call) -> Reply:
+async def retrieve_key(call: HttpExchange) -> Reply:
     return json_reply(key_body(await call.accounts.key(call.path_param)))
 
 
-async def update_key(call: Call) -> Reply:
+async def update_key(call: HttpExchange) -> Reply:
     body = await read_json(call, _key_change)
     return json_reply(key_body(await call.accounts.update_key(call.actor(), call.path_param, body.changes())))
 
 
-async def rotate_key(call: Call) -> Reply:
+async def rotate_key(call: HttpExchange) -> Reply:
     """Only this response contains the new key."""
     try:
         body = await read_json(call, _rotate)
@@ -152,7 +152,7 @@ async def rotate_key(call: Call) -> Reply:
     return _issued_reply(await call.accounts.rotate_key(call.actor(), call.path_param, body.overlap_s))
 
 
-async def revoke_key(call: Call) -> Reply:
+async def revoke_key(call: HttpExchange) -> Reply:
     return json_reply(key_body(await call.accounts.revoke_key(call.actor(), call.path_param)))
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from emberline.accounts.audit_log import MAX_PAGE, AuditEntry
-from emberline.api.http.call import Call, Reply, json_reply
+from emberline.api.http.exchange import HttpExchange, Reply, json_reply
 
 PAGE = {
     "before": {"type": "integer", "minimum": 1},
@@ -14,7 +14,7 @@ PAGE = {
 HEAD = {"head": {"type": "string"}}
 
 
-async def entries(call: Call) -> Reply:
+async def entries(call: HttpExchange) -> Reply:
     """The latest first; `before` is the number of an entry."""
     limit = call.int_param("limit", 100, 1, MAX_PAGE)
     before = call.int_param("before", 1, 1, 10**12 - 1) if "before" in call.query else None
@@ -23,7 +23,7 @@ async def entries(call: Call) -> Reply:
     return json_reply({"object": "list", "data": rows, "has_more": len(found) > limit})
 
 
-async def verify(call: Call) -> Reply:
+async def verify(call: HttpExchange) -> Reply:
     """Walks the whole log. `head`: of an earlier verification, to find out whether the end was cut off since."""
     found = await call.accounts.audit.verify(call.query.get("head", ""))
     intact = not found.problem

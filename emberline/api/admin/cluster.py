@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from emberline.api.http.body import decode, read_body, read_json
-from emberline.api.http.call import Call, Reply, json_reply
+from emberline.api.http.exchange import HttpExchange, Reply, json_reply
 from emberline.protocol.member import Signed
 
 # What this core knows of a member.
@@ -19,12 +19,12 @@ PLAN_QUERY = {"model": {"type": "string"}, "limit": {"type": "integer", "minimum
 _signed_decoder = msgspec.json.Decoder(Signed)
 
 
-async def challenge(call: Call) -> Reply:
+async def challenge(call: HttpExchange) -> Reply:
     """Where a worker begins to announce itself."""
     return json_reply(await call.service.join_challenge())
 
 
-async def announce(call: Call) -> Reply:
+async def announce(call: HttpExchange) -> Reply:
     """A worker is there, still there, or about to end."""
     return json_reply(
         await call.service.announce(decode(await read_body(call, MAX_ANNOUNCEMENT_BYTES), _signed_decoder))
@@ -39,20 +39,20 @@ class NewBounds(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 _bounds_decoder = msgspec.json.Decoder(NewBounds)
 
 
-async def plan(call: Call) -> Reply:
+async def plan(call: HttpExchange) -> Reply:
     """List what the planner saw of each scaled model, what it did, and why."""
     model = call.query.get("model", "")
     return json_reply(await call.service.scaling_plan(model, call.int_param("limit", 20, 0, MAX_DECISIONS)))
 
 
-async def set_bounds(call: Call) -> Reply:
+async def set_bounds(call: HttpExchange) -> Reply:
     """Between how many replicas, and when, the planner scales a model."""
     body = await read_json(call, _bounds_decoder)
     call.audit_target = body.model
     return json_reply({"model": body.model, "bounds": await call.service.set_scaling_bounds(body.model, body.bounds)})
 
 
-async def show(call: Call) -> Reply:
+async def show(call: HttpExchange) -> Reply:
     """The members of the cluster, and how this core stands with each."""
     found = await call.service.cluster_status()
     rows = [

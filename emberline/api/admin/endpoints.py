@@ -7,8 +7,8 @@ import msgspec
 from emberline import __version__
 from emberline.api.common.model_list import ollama_model
 from emberline.api.http.body import read_json
-from emberline.api.http.call import Call, Reply, json_reply
 from emberline.api.http.errors import HeaderList
+from emberline.api.http.exchange import HttpExchange, Reply, json_reply
 from emberline.catalog.model_card import ModelCard
 from emberline.jobs.queue.job import Job
 from emberline.protocol.errors import NotFound
@@ -20,7 +20,7 @@ _NEVER = "2318-01-01T00:00:00Z"  # when a model expires for Ollama's clients, wh
 QUEUE_QUERY = {"dead": {"type": "integer", "minimum": 0, "maximum": MAX_DEAD_LETTERS}}
 
 
-async def health(call: Call) -> Reply:
+async def health(call: HttpExchange) -> Reply:
     """Tell if the server can generate. If keys are used, only callers with a key get details."""
     found = await call.service.health()
     body: dict[str, Any] = {"status": "ok" if found.ok else "unavailable", "version": __version__}
@@ -30,11 +30,11 @@ async def health(call: Call) -> Reply:
     return json_reply(body, 200 if found.ok else 503, NO_STORE + retry)
 
 
-async def metrics(call: Call) -> Reply:
+async def metrics(call: HttpExchange) -> Reply:
     return Reply(200, await call.service.metrics(), METRICS_TYPE, NO_STORE)
 
 
-async def ps(call: Call) -> Reply:
+async def ps(call: HttpExchange) -> Reply:
     """The models that can compute now, with the fields that Ollama's clients read; for an admin, workers and their load
     too."""
     cards = [card for card in call.models() if call.service.models.state(card.id) in ("", "loaded", "provider")]
@@ -47,7 +47,7 @@ async def ps(call: Call) -> Reply:
     return json_reply(body, headers=NO_STORE)
 
 
-async def favicon(call: Call) -> Reply:
+async def favicon(call: HttpExchange) -> Reply:
     return Reply(204, b"", headers=[(b"cache-control", b"max-age=86400")])
 
 
@@ -72,7 +72,7 @@ class QueueReplay(msgspec.Struct, kw_only=True):
 _replay_decoder = msgspec.json.Decoder(QueueReplay)
 
 
-async def show_queue(call: Call) -> Reply:
+async def show_queue(call: HttpExchange) -> Reply:
     """Queued and running jobs by model and account; the first of the dead letters. An admin sees every account's."""
     queue, account = call.queue, None if call.principal.is_admin else call.principal.account
     now_us = queue.now_us()
@@ -94,7 +94,7 @@ async def show_queue(call: Call) -> Reply:
     return json_reply({"waiting": waiting, "n_dead": n_dead, "dead": dead}, headers=NO_STORE)
 
 
-async def replay_dead_letters(call: Call) -> Reply:
+async def replay_dead_letters(call: HttpExchange) -> Reply:
     body = await read_json(call, _replay_decoder)
     account = None if call.principal.is_admin else call.principal.account
     n_jobs = await call.queue.replay(body.batch, body.line, account)

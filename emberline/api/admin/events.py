@@ -3,7 +3,7 @@
 import asyncio
 import logging
 
-from emberline.api.http.call import Call, encode, list_reply, while_connected
+from emberline.api.http.exchange import HttpExchange, encode, list_reply, while_connected
 from emberline.api.http.streaming import Blocks, BlockStream, LastBlock, Response
 from emberline.jobs.webhooks.events import MAX_PAGE, Event, cursor_number, event_object
 from emberline.protocol.errors import EmberlineError
@@ -22,7 +22,7 @@ QUERY = {
 }
 
 
-async def events(call: Call) -> Response:
+async def events(call: HttpExchange) -> Response:
     """List the events after a given one, oldest first. `wait`: seconds to wait for the first; `stream`: as SSE."""
     after = call.query.get("after") or call.headers.get("last-event-id")
     limit = call.int_param("limit", MAX_PAGE, 1, MAX_PAGE)
@@ -37,7 +37,7 @@ async def events(call: Call) -> Response:
     return list_reply([event_object(event) for event in found[:limit]], has_more=len(found) > limit)
 
 
-async def _blocks(call: Call, after: int) -> Blocks:
+async def _blocks(call: HttpExchange, after: int) -> Blocks:
     """Encode events until the client disconnects or the server stops. A client resumes with the id of its last one."""
     account, feed = call.principal.account, call.webhooks.feed
     await feed.last_number(account)  # so that an unavailable store becomes an HTTP status

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from emberline.api.http.body import body_chunks, read_json
-from emberline.api.http.call import Call, Reply, json_reply
+from emberline.api.http.exchange import HttpExchange, Reply, json_reply
 from emberline.api.http.streaming import ByteStream, Chunks
 from emberline.protocol.errors import BadInput, Conflict, Forbidden
 from emberline.protocol.frames import TierStats
@@ -31,13 +31,13 @@ class Purge(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 _purge_decoder = msgspec.json.Decoder(Purge)
 
 
-async def show(call: Call) -> Reply:
+async def show(call: HttpExchange) -> Reply:
     """The tiers of every engine worker."""
     engines = (await call.service.health()).detail.get("engines", ())
     return json_reply({"workers": [_worker(engine) for engine in engines if engine["load"]["kv_total_blocks"]]})
 
 
-async def purge(call: Call) -> Reply:
+async def purge(call: HttpExchange) -> Reply:
     body = await read_json(call, _purge_decoder)
     if body.everything:
         if not call.principal.is_admin:
@@ -56,7 +56,7 @@ async def purge(call: Call) -> Reply:
     return json_reply(_purged(await call.service.kv_cache.purge(salt, session)))
 
 
-async def export(call: Call) -> ByteStream:
+async def export(call: HttpExchange) -> ByteStream:
     """Send a session's KV as a file."""
     salt, session = _salt(call, call.query.get("account")), _session(call.query.get("session", ""))
     model = call.query.get("model")
@@ -65,7 +65,7 @@ async def export(call: Call) -> ByteStream:
     return ByteStream(_pieces(call, salt, session, model), OCTETS)
 
 
-async def import_(call: Call) -> Reply:
+async def import_(call: HttpExchange) -> Reply:
     """Take in a file that `export` has sent."""
     salt, cache = _salt(call, call.query.get("account")), call.service.kv_cache
     async with cache.upload() as path:
@@ -75,7 +75,7 @@ async def import_(call: Call) -> Reply:
         return json_reply(await cache.import_file(path, salt, call.query.get("worker")))
 
 
-def _salt(call: Call, account: str | None) -> bytes:
+def _salt(call: HttpExchange, account: str | None) -> bytes:
     """Salt of the account's cached KV. Raises Forbidden if the caller may not act for the account."""
     if account is None or account == call.principal.account:
         return call.principal.salt
@@ -101,7 +101,7 @@ def _worker(engine: dict[str, Any]) -> dict[str, Any]:
     return {"name": engine["name"], "model": engine["model"], "device": device, "tiers": tiers}
 
 
-async def _pieces(call: Call, salt: bytes, session: str, model: str | None) -> Chunks:
+async def _pieces(call: HttpExchange, salt: bytes, session: str, model: str | None) -> Chunks:
     async with call.service.kv_cache.export(salt, session, model) as (path, _):
         with path.open("rb") as file:
             while piece := await asyncio.to_thread(file.read, PIECE_BYTES):

@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from emberline.accounts.prices import PriceVersion
 from emberline.api.http.body import read_json
-from emberline.api.http.call import Backend, Call, Reply, json_reply
+from emberline.api.http.exchange import Backend, HttpExchange, Reply, json_reply
 from emberline.protocol.errors import BadInput, EmberlineError, NotFound
 from emberline.protocol.price import Price, PriceFields, price_fields
 
@@ -32,7 +32,7 @@ _new_price = msgspec.json.Decoder(NewPrice)
 _no_price = msgspec.json.Decoder(NoPrice)
 
 
-async def list_prices(call: Call) -> Reply:
+async def list_prices(call: HttpExchange) -> Reply:
     """The prices that are valid now; with `model`, all versions of its price."""
     prices = call.accounts.prices
     await prices.refresh()
@@ -45,18 +45,18 @@ async def list_prices(call: Call) -> Reply:
     return json_reply({"object": "list", "data": [_version(call, version) for version in prices.current()]})
 
 
-async def set_price(call: Call) -> Reply:
+async def set_price(call: HttpExchange) -> Reply:
     body = await read_json(call, _new_price)
     return await _set(call, body.model, body.price(), body.valid_from)
 
 
-async def remove_price(call: Call) -> Reply:
+async def remove_price(call: HttpExchange) -> Reply:
     """The model has no price from now on; its past prices stay."""
     body = await read_json(call, _no_price)
     return await _set(call, body.model, None, None)
 
 
-async def _set(call: Call, name: str, price: Price | None, valid_from: str | None) -> Reply:
+async def _set(call: HttpExchange, name: str, price: Price | None, valid_from: str | None) -> Reply:
     if not name.isprintable():
         raise BadInput("the name of a model has printable characters only", param="model")
     begin_us = None if valid_from is None else _time_us(valid_from)
@@ -67,12 +67,12 @@ async def _set(call: Call, name: str, price: Price | None, valid_from: str | Non
     return json_reply(_version(call, version))
 
 
-def _service(call: Call) -> Backend | None:
+def _service(call: HttpExchange) -> Backend | None:
     """None: the command line without a server."""
     return call.service
 
 
-def _model_id(call: Call, name: str) -> str:
+def _model_id(call: HttpExchange, name: str) -> str:
     """Prices are by id: an alias of a served model stands for it. Others may be served later."""
     service = _service(call)
     try:
@@ -81,7 +81,7 @@ def _model_id(call: Call, name: str) -> str:
         return name
 
 
-def _version(call: Call, version: PriceVersion) -> dict[str, Any]:
+def _version(call: HttpExchange, version: PriceVersion) -> dict[str, Any]:
     by = {"created_by": version.created_by} if call.principal.is_admin else {}
     return {
         "model": version.model,

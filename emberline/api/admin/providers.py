@@ -11,7 +11,7 @@ from emberline.accounts.account import check_account_name
 from emberline.accounts.provider_keys import NewProviderKey
 from emberline.accounts.stored_provider import EVERY_ACCOUNT, StoredProvider
 from emberline.api.http.body import read_json
-from emberline.api.http.call import Call, Reply, json_reply
+from emberline.api.http.exchange import HttpExchange, Reply, json_reply
 from emberline.config import is_header_safe
 from emberline.net.egress_policy import parse_target
 from emberline.net.http_client import parse
@@ -38,7 +38,7 @@ class NewProvider(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 _decoder = msgspec.json.Decoder(NewProvider)
 
 
-async def list_all(call: Call) -> Reply:
+async def list_all(call: HttpExchange) -> Reply:
     """List the providers whose keys the caller's requests may use. An admin sees all."""
     stored = call.accounts.provider_keys.list()
     if not call.principal.is_admin:
@@ -51,7 +51,7 @@ async def list_all(call: Call) -> Reply:
     return json_reply({"object": "list", "data": rows})
 
 
-async def add(call: Call) -> Reply:
+async def add(call: HttpExchange) -> Reply:
     """Store a key, in place of an earlier one. It is in effect at once, and never shown again."""
     body = await read_json(call, _decoder)
     account = _account(call, body.account)
@@ -70,13 +70,13 @@ async def add(call: Call) -> Reply:
     return json_reply(_body(await call.accounts.provider_keys.add(call.actor(), new)))
 
 
-async def remove(call: Call) -> Reply:
+async def remove(call: HttpExchange) -> Reply:
     account = _account(call, call.query.get("account"))
     await call.accounts.provider_keys.remove(call.actor(), account, _name(call, call.path_param))
     return json_reply({"name": call.path_param, "deleted": True})
 
 
-async def test(call: Call) -> Reply:
+async def test(call: HttpExchange) -> Reply:
     """Ask the provider for its models, with the key that the caller's requests would use."""
     service: Any = call.service
     if service is None:
@@ -85,20 +85,20 @@ async def test(call: Call) -> Reply:
     return json_reply({"name": call.path_param, "ok": True, "models": models})
 
 
-def _name(call: Call, given: str) -> str:
+def _name(call: HttpExchange, given: str) -> str:
     """Under which a key is stored: one name of each provider, so that no account's key gives another name of it a
     meaning for all."""
     return given if given in _configured(call) else ALIASES.get(given, given)
 
 
-def _configured(call: Call) -> dict[str, Any]:
+def _configured(call: HttpExchange) -> dict[str, Any]:
     """The providers of the operator's file, by name; none where the command line runs without a server."""
     service: Any = call.service
     clients = {} if service is None else service.upstream.providers.clients
     return {name: client for name, client in clients.items() if client.is_configured}
 
 
-def _account(call: Call, named: str | None) -> str:
+def _account(call: HttpExchange, named: str | None) -> str:
     if call.principal.is_admin:
         return check_account_name(named) if named else EVERY_ACCOUNT
     if named is not None and named != call.principal.account:

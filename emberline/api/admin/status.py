@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from emberline import __version__
-from emberline.api.http.call import Call, Reply, json_reply
+from emberline.api.http.exchange import HttpExchange, Reply, json_reply
 from emberline.jobs.batches.batch import Batch
 from emberline.jobs.queue.queue import Queue
 from emberline.telemetry.history import N_RECENT
@@ -19,7 +19,7 @@ QUERY = {
 }
 
 
-async def show(call: Call) -> Reply:
+async def show(call: HttpExchange) -> Reply:
     query = StatusQuery(
         requests=call.int_param("requests", 50, 0, MAX_REQUESTS),
         recent=call.int_param("recent", 20, 0, N_RECENT),

@@ -10,7 +10,7 @@ from emberline.accounts.usage_report import (
     report_csv,
     total,
 )
-from emberline.api.http.call import Call, Reply, json_reply
+from emberline.api.http.exchange import HttpExchange, Reply, json_reply
 from emberline.protocol.errors import BadInput, Forbidden
 
 _DAY = {"type": "string", "description": "a day in UTC (2026-11-16), or 7d for seven days ago"}
@@ -25,7 +25,7 @@ QUERY = {
 }
 
 
-async def report(call: Call) -> Reply:
+async def report(call: HttpExchange) -> Reply:
     query = _query(call)
     rows = await call.accounts.reports.report(query)
     if call.enum_param("format", ("json", "csv"), "json") == "csv":
@@ -42,7 +42,7 @@ async def report(call: Call) -> Reply:
     return json_reply(body)
 
 
-def _query(call: Call) -> ReportQuery:
+def _query(call: HttpExchange) -> ReportQuery:
     given, principal = call.query, call.principal
     account = given.get("account")
     if not principal.is_admin:

@@ -6,8 +6,8 @@ import msgspec
 from msgspec import Meta
 
 from emberline.api.http.body import read_json
-from emberline.api.http.call import Call, Reply, json_reply, list_reply
 from emberline.api.http.errors import NoBody
+from emberline.api.http.exchange import HttpExchange, Reply, json_reply, list_reply
 from emberline.jobs.webhooks.deliveries import DeliveryAttempt, DeliveryRecord
 from emberline.jobs.webhooks.events import cursor_number
 from emberline.jobs.webhooks.webhook_store import OVERLAP_S, EndpointUpdate, WebhookEndpoint
@@ -53,7 +53,7 @@ _replay = msgspec.json.Decoder(ReplayRequest)
 _rotate = msgspec.json.Decoder(RotateRequest)
 
 
-async def create(call: Call) -> Reply:
+async def create(call: HttpExchange) -> Reply:
     """Only this response contains the secret that verifies deliveries."""
     body = await read_json(call, _new)
     endpoints = call.webhooks.endpoints
@@ -61,27 +61,27 @@ async def create(call: Call) -> Reply:
     return json_reply(_endpoint_body(endpoint) | {"secret": endpoints.secret_of(endpoint)})
 
 
-async def list_all(call: Call) -> Reply:
+async def list_all(call: HttpExchange) -> Reply:
     found = await call.webhooks.endpoints.of_account(call.principal.account)
     return list_reply([_endpoint_body(endpoint) for endpoint in found], has_more=False)
 
 
-async def retrieve(call: Call) -> Reply:
+async def retrieve(call: HttpExchange) -> Reply:
     return json_reply(_endpoint_body(await _endpoint(call)))
 
 
-async def update(call: Call) -> Reply:
+async def update(call: HttpExchange) -> Reply:
     body = await read_json(call, _change)
     endpoint = await call.webhooks.endpoints.update(call.principal.account, call.path_param, _update(call, body))
     return json_reply(_endpoint_body(endpoint))
 
 
-async def delete(call: Call) -> Reply:
+async def delete(call: HttpExchange) -> Reply:
     await call.webhooks.endpoints.delete(call.principal.account, call.path_param)
     return json_reply({"id": call.path_param, "object": "webhook_endpoint", "deleted": True})
 
 
-async def rotate(call: Call) -> Reply:
+async def rotate(call: HttpExchange) -> Reply:
     try:
         body = await read_json(call, _rotate)
     except NoBody:
@@ -91,7 +91,7 @@ async def rotate(call: Call) -> Reply:
     return json_reply(_endpoint_body(endpoint) | {"secret": endpoints.secret_of(endpoint)})
 
 
-async def deliveries(call: Call) -> Reply:
+async def deliveries(call: HttpExchange) -> Reply:
     """Latest events first; `before` is the id of an event."""
     limit = call.int_param("limit", 20, 1, MAX_LISTED)
     state: Any = call.enum_param("state", STATES, "pending") if "state" in call.query else None
@@ -101,7 +101,7 @@ async def deliveries(call: Call) -> Reply:
     return list_reply([_delivery_body(item) for item in found[:limit]], has_more=len(found) > limit)
 
 
-async def replay(call: Call) -> Reply:
+async def replay(call: HttpExchange) -> Reply:
     try:
         body = await read_json(call, _replay)
     except NoBody:
@@ -110,11 +110,11 @@ async def replay(call: Call) -> Reply:
     return json_reply({"object": "webhook_endpoint.replay", "replayed": n})
 
 
-async def _endpoint(call: Call) -> WebhookEndpoint:
+async def _endpoint(call: HttpExchange) -> WebhookEndpoint:
     return await call.webhooks.endpoints.get(call.principal.account, call.path_param)
 
 
-def _update(call: Call, body: EndpointChange) -> EndpointUpdate:
+def _update(call: HttpExchange, body: EndpointChange) -> EndpointUpdate:
     model = call.service.models.find(body.model).id if body.model else body.model
     return EndpointUpdate(name=body.name, url=body.url, model=model, types=body.events, enabled=body.enabled)
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from emberline.api.http.body import read_json
-from emberline.api.http.call import Call, Reply, json_reply
+from emberline.api.http.exchange import HttpExchange, Reply, json_reply
 from emberline.cluster.membership import WorkerChange
 from emberline.config import EndpointConfig
 from emberline.protocol.frames import WorkerRole
@@ -32,44 +32,44 @@ _leave_decoder = msgspec.json.Decoder(LeavingWorker)
 _join_decoder = msgspec.json.Decoder(EndpointConfig)
 
 
-async def drain(call: Call) -> Reply:
+async def drain(call: HttpExchange) -> Reply:
     """The worker finishes what it has and gets nothing new."""
     return await _rest(call, "drain")
 
 
-async def undrain(call: Call) -> Reply:
+async def undrain(call: HttpExchange) -> Reply:
     return await _rest(call, "undrain")
 
 
-async def role(call: Call) -> Reply:
+async def role(call: HttpExchange) -> Reply:
     """The worker serves prefill, decode or both from now on; its weights stay loaded, and its cache stays."""
     body = await read_json(call, _role_decoder)
     return await _change(call, WorkerChange(action="role", name=body.name, role=body.role, wait_s=body.wait_s))
 
 
-async def leave(call: Call) -> Reply:
+async def leave(call: HttpExchange) -> Reply:
     """The worker drains, and is removed when its last request has ended."""
     body = await read_json(call, _leave_decoder)
     return await _change(call, WorkerChange(action="leave", name=body.name, stop=body.stop))
 
 
-async def join(call: Call) -> Reply:
+async def join(call: HttpExchange) -> Reply:
     """A worker or upstream server, described as in `[[endpoints]]`."""
     body = await read_json(call, _join_decoder)
     return await _change(call, WorkerChange(action="join", name=body.name, config=body))
 
 
-async def restart(call: Call) -> Reply:
+async def restart(call: HttpExchange) -> Reply:
     """The worker finishes what it has and ends, with a status that says to start it again."""
     return await _rest(call, "restart")
 
 
-async def _rest(call: Call, action: Literal["drain", "undrain", "restart"]) -> Reply:
+async def _rest(call: HttpExchange, action: Literal["drain", "undrain", "restart"]) -> Reply:
     body = await read_json(call, _name_decoder)
     return await _change(call, WorkerChange(action=action, name=body.name))
 
 
-async def _change(call: Call, change: WorkerChange) -> Reply:
+async def _change(call: HttpExchange, change: WorkerChange) -> Reply:
     call.audit_target = change.name
     names = await call.service.change_workers(change)
     engines = {engine["name"]: engine for engine in (await call.service.health()).detail.get("engines", ())}

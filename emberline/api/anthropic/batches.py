@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from emberline.api.anthropic.messages import MESSAGES
+from emberline.api.anthropic.message_form import MESSAGES
 from emberline.api.batches.job_format import (
     CooperativeYield,
     FileLine,
@@ -23,8 +23,8 @@ from emberline.api.batches.submission import (
     submit_requests,
 )
 from emberline.api.http.body import decode, read_body
-from emberline.api.http.call import Backend, Call, Reply, encode, json_reply
 from emberline.api.http.errors import Dialect, error_body
+from emberline.api.http.exchange import Backend, HttpExchange, Reply, encode, json_reply
 from emberline.api.http.streaming import JSONL, ByteStream, Chunks
 from emberline.jobs.batches.batch import Batch, new_batch_id
 from emberline.jobs.queue.job import NewJob
@@ -92,7 +92,7 @@ def _params(result: Result) -> Any:
     return decode(bytes(decode(result.line, _request_decoder).params), MESSAGES.decoder)
 
 
-async def create(call: Call) -> Reply:
+async def create(call: HttpExchange) -> Reply:
     """Requests are parsed afterwards: an invalid one ends as `errored`, the others run."""
     raw = await read_body(call, MAX_BYTES)
     requests = decode(raw, _batch_decoder, MAX_BYTES).requests
@@ -105,11 +105,11 @@ async def create(call: Call) -> Reply:
     return await submit_once(call, raw, new_batch_id("anthropic"), submit)
 
 
-async def retrieve(call: Call) -> Reply:
+async def retrieve(call: HttpExchange) -> Reply:
     return json_reply(await _batch_with_position(call, await find_batch(call, call.path_param, "anthropic")))
 
 
-async def list_all(call: Call) -> Reply:
+async def list_all(call: HttpExchange) -> Reply:
     limit = call.int_param("limit", 20, 1, 1000)
     after, before = call.query.get("after_id"), call.query.get("before_id")
     for cursor in (after, before):
@@ -123,25 +123,25 @@ async def list_all(call: Call) -> Reply:
     return json_reply({"data": rows, "has_more": has_more, **ends})
 
 
-async def cancel(call: Call) -> Reply:
+async def cancel(call: HttpExchange) -> Reply:
     batch = await cancel_batch(call, await find_batch(call, call.path_param, "anthropic"))
     return json_reply(await _batch_with_position(call, batch))
 
 
-async def delete(call: Call) -> Reply:
+async def delete(call: HttpExchange) -> Reply:
     await find_batch(call, call.path_param, "anthropic")
     await call.queue.delete(call.principal.account, call.path_param)
     return json_reply({"id": call.path_param, "type": "message_batch_deleted"})
 
 
-async def results(call: Call) -> ByteStream:
+async def results(call: HttpExchange) -> ByteStream:
     batch = await find_batch(call, call.path_param, "anthropic")
     if not batch.ended:
         raise BadInput("the batch has not ended: its results can be read when `processing_status` is `ended`")
     return ByteStream(_result_lines(call, batch), JSONL)
 
 
-async def _result_lines(call: Call, batch: Batch) -> Chunks:
+async def _result_lines(call: HttpExchange, batch: Batch) -> Chunks:
     if not batch.counts.total:  # cancelled before its requests were read
         return
     async for result in batch_results(call.queue, batch):
@@ -165,11 +165,11 @@ async def _check_ids(requests: list[msgspec.Raw]) -> None:
         await yielding.after(len(bytes(request)) // 4)
 
 
-async def _batch_with_position(call: Call, batch: Batch) -> Json:
+async def _batch_with_position(call: HttpExchange, batch: Batch) -> Json:
     return _batch_body(call, batch) | {"queue": await queue_position(call, batch)}
 
 
-def _batch_body(call: Call, batch: Batch) -> Json:
+def _batch_body(call: HttpExchange, batch: Batch) -> Json:
     status = "ended" if batch.ended else "canceling" if batch.status == "cancelling" else "in_progress"
     return {
         "id": batch.id,
@@ -198,7 +198,7 @@ def _counts(batch: Batch) -> Json:
     }
 
 
-def _results_url(call: Call, batch: Batch) -> str:
+def _results_url(call: HttpExchange, batch: Batch) -> str:
     """Under the host and path prefix that this client uses."""
     path = call.scope["path"]
     prefix = path[: path.index("/messages/batches")]

@@ -9,8 +9,8 @@ import msgspec
 from msgspec import Meta, Raw
 
 from emberline.api.http.body import decode
-from emberline.api.http.call import Call
 from emberline.api.http.errors import HeaderList, error_body
+from emberline.api.http.exchange import HttpExchange
 from emberline.api.http.sse import named_event
 from emberline.api.http.streaming import Response, relay
 from emberline.protocol.errors import EmberlineError
@@ -39,7 +39,9 @@ _body = msgspec.json.Decoder(_Body)
 _fields = msgspec.json.Decoder(dict[str, Raw])
 
 
-def forward_message(call: Call, raw: bytes, headers: Callable[[Call], HeaderList]) -> Awaitable[Response]:
+def forward_message(
+    call: HttpExchange, raw: bytes, headers: Callable[[HttpExchange], HeaderList]
+) -> Awaitable[Response]:
     """Relay a request for a model that Anthropic's API serves."""
     body = decode(raw, _body)
     if body.speculation is not None:
@@ -70,12 +72,12 @@ def forward_message(call: Call, raw: bytes, headers: Callable[[Call], HeaderList
     return relay(call, task, partial(_event, call), headers)
 
 
-def _headers(call: Call) -> str:
+def _headers(call: HttpExchange) -> str:
     """The version and the beta features that the client has asked for."""
     version, betas = call.headers.get("anthropic-version", ""), call.headers.get("anthropic-beta", "")
     lines = f"anthropic-version: {version if _VERSION.fullmatch(version) else DEFAULT_VERSION}\r\n"
     return lines + (f"anthropic-beta: {betas}\r\n" if _BETAS.fullmatch(betas) else "")
 
 
-def _event(call: Call, error: EmberlineError) -> bytes:
+def _event(call: HttpExchange, error: EmberlineError) -> bytes:
     return named_event("error", error_body(error, call.dialect, call.id))

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from emberline.api.http.call import Backend
 from emberline.api.http.errors import FieldNames
+from emberline.api.http.exchange import Backend
 from emberline.jobs.batches.batch import Batch
 from emberline.jobs.queue.job import Job, NewJob
 from emberline.jobs.queue.queue import Queue

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 from emberline.api.batches.job_format import CooperativeYield
-from emberline.api.http.call import Call, Reply
 from emberline.api.http.errors import HeaderList, NoSuchBatch
+from emberline.api.http.exchange import HttpExchange, Reply
 from emberline.api.http.streaming import coalesce
 from emberline.jobs.batches.batch import Batch, BatchKind, NewBatch
 from emberline.jobs.batches.files import File
@@ -24,7 +24,7 @@ _FILE_EXPIRES_S = 3600.0  # should this process die before the batch has taken o
 _LINE_ENDS = bytes.maketrans(b"\r\n", b"  ")  # JSON has line ends only between its tokens
 
 
-def request_digest(call: Call, *parts: bytes) -> bytes:
+def request_digest(call: HttpExchange, *parts: bytes) -> bytes:
     """Identifies a submission: its URL and its content."""
     digest = blake2b(call.scope.get("raw_path", b"") + b"?" + call.scope["query_string"], digest_size=32)
     for part in parts:
@@ -32,7 +32,7 @@ def request_digest(call: Call, *parts: bytes) -> bytes:
     return digest.digest()
 
 
-async def submit_once(call: Call, body: bytes, new_id: str, submit: Callable[[str], Awaitable[bytes]]) -> Reply:
+async def submit_once(call: HttpExchange, body: bytes, new_id: str, submit: Callable[[str], Awaitable[bytes]]) -> Reply:
     """The body that `submit` returns for the id to submit under. A repeated Idempotency-Key gets the stored body."""
     key = call.headers.get(IDEMPOTENCY_KEY)
     if key is None:
@@ -50,7 +50,7 @@ async def submit_once(call: Call, body: bytes, new_id: str, submit: Callable[[st
     return Reply(200, answer)
 
 
-def new_batch(call: Call, batch_id: str, kind: BatchKind, endpoint: str, **fields: Any) -> NewBatch:
+def new_batch(call: HttpExchange, batch_id: str, kind: BatchKind, endpoint: str, **fields: Any) -> NewBatch:
     principal = call.principal
     return NewBatch(
         id=batch_id,
@@ -63,7 +63,7 @@ def new_batch(call: Call, batch_id: str, kind: BatchKind, endpoint: str, **field
     )
 
 
-async def submit_requests(call: Call, new: NewBatch, requests: Iterable[msgspec.Raw]) -> Batch:
+async def submit_requests(call: HttpExchange, new: NewBatch, requests: Iterable[msgspec.Raw]) -> Batch:
     """Submit a batch whose requests came in the body: they are stored as a file of lines. Durable on return."""
     file = await store_requests(call, new.id, requests)
     new.input_file_id = file.id
@@ -75,7 +75,7 @@ async def submit_requests(call: Call, new: NewBatch, requests: Iterable[msgspec.
     return batch
 
 
-async def store_requests(call: Call, name: str, requests: Iterable[msgspec.Raw]) -> File:
+async def store_requests(call: HttpExchange, name: str, requests: Iterable[msgspec.Raw]) -> File:
     """A temporary file of the account, one request per line; a batch created from it keeps its content."""
     lines = coalesce(_lines(requests))
     return await call.queue.files.add(call.principal.account, name, _PURPOSE, lines, _FILE_EXPIRES_S)
@@ -89,7 +89,7 @@ async def _lines(requests: Iterable[msgspec.Raw]) -> AsyncIterator[bytes]:
         await yielding.after(len(line) // 8)  # copying is cheaper than parsing
 
 
-async def find_batch(call: Call, batch_id: str, kind: BatchKind) -> Batch:
+async def find_batch(call: HttpExchange, batch_id: str, kind: BatchKind) -> Batch:
     """The account's batch of that kind."""
     try:
         batch = await call.queue.batch(call.principal.account, batch_id)
@@ -100,7 +100,7 @@ async def find_batch(call: Call, batch_id: str, kind: BatchKind) -> Batch:
     return batch
 
 
-async def cancel_batch(call: Call, batch: Batch) -> Batch:
+async def cancel_batch(call: HttpExchange, batch: Batch) -> Batch:
     """Cancel the batch; with `line` in the query, only the job of that number."""
     account = call.principal.account
     if "line" not in call.query:
@@ -110,7 +110,7 @@ async def cancel_batch(call: Call, batch: Batch) -> Batch:
     return await call.queue.batch(account, batch.id)
 
 
-async def queue_position(call: Call, batch: Batch) -> dict[str, Any]:
+async def queue_position(call: HttpExchange, batch: Batch) -> dict[str, Any]:
     return position_body(await call.queue.position(batch))
 
 

@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from emberline.api.common.unsupported_fields import UnsupportedField, refuse_unsupported
-from emberline.api.http.call import Call, encode
+from emberline.api.http.exchange import HttpExchange, encode
 from emberline.protocol.complete_response import Answer, Encoded
 from emberline.protocol.errors import BadInput, Internal
 from emberline.protocol.request import EncodeRequest
@@ -41,7 +41,7 @@ class EncodeFields(msgspec.Struct, kw_only=True):
         return named or bool(self.truncate_inputs) or self.truncate_prompt_tokens is not None
 
 
-async def run_encoding(call: Call, request: EncodeRequest) -> Encoded:
+async def run_encoding(call: HttpExchange, request: EncodeRequest) -> Encoded:
     """Encode texts for the caller. A client that disconnects cancels the work."""
     encoded: Encoded = await call.result(request)
     return encoded

@@ -15,8 +15,8 @@ import msgspec
 from emberline.api.common.encoding import json_rows, run_encoding
 from emberline.api.common.response_body import collect
 from emberline.api.http.body import SESSION_FIELDS, decode, read_model_body
-from emberline.api.http.call import Call, Events, json_reply
 from emberline.api.http.errors import FieldNames, HeaderList
+from emberline.api.http.exchange import Events, HttpExchange, json_reply
 from emberline.api.http.sse import EventEncoder
 from emberline.api.http.streaming import EventStream, Response
 from emberline.protocol.complete_response import Answer
@@ -36,12 +36,12 @@ class Form:
     to_body: Callable[..., Any]
     to_stream: Callable[..., EventEncoder] | None = None  # None: the answer comes whole
     # Relays a body to an upstream server. Returns None if the body has to be read here; `unread`: it cannot be.
-    relay: Callable[[Call, bytes, bool], Awaitable[Response] | None] | None = None
+    relay: Callable[[HttpExchange, bytes, bool], Awaitable[Response] | None] | None = None
     session_fields: tuple[str, ...] = SESSION_FIELDS  # the body's names of its session, by precedence
-    headers: Callable[[Call], HeaderList] = attrgetter("id_headers")
-    envelope: Callable[[Call, Any], Any] | None = None  # wraps the body of a reply that comes whole
+    headers: Callable[[HttpExchange], HeaderList] = attrgetter("id_headers")
+    envelope: Callable[[HttpExchange, Any], Any] | None = None  # wraps the body of a reply that comes whole
 
-    async def __call__(self, call: Call) -> Response:
+    async def __call__(self, call: HttpExchange) -> Response:
         """Serve the form as an endpoint."""
         raw = await read_model_body(call, self.session_fields)
         if self.relay is not None and (relayed := self.relay(call, raw, False)) is not None:
@@ -60,7 +60,7 @@ class Form:
         return await self.answer(call, body, call.run(task), task.n, body.stream)
 
     async def answer(
-        self, call: Call, body: Any, events: Events, n_choices: int = 1, streams: bool | None = False
+        self, call: HttpExchange, body: Any, events: Events, n_choices: int = 1, streams: bool | None = False
     ) -> Response:
         """Answer with what a model generates: as a stream, or whole."""
         created = int(time.time())
@@ -70,13 +70,13 @@ class Form:
         answer = await collect(call, events, n_choices)
         return self._reply(call, self.to_body(call.id, body, created, answer))
 
-    async def encode(self, call: Call, body: Any, task: EncodeRequest) -> Response:
+    async def encode(self, call: HttpExchange, body: Any, task: EncodeRequest) -> Response:
         """Answer with vectors, scores or labels of texts."""
         encoded = await run_encoding(call, task)
         rows = await json_rows(encoded) if encoded.pooling is not None and body.wants_rows else None
         answer = Answer([], encoded.usage, encoded)
         return self._reply(call, self.to_body(call.id, body, int(time.time()), answer, rows))
 
-    def _reply(self, call: Call, body: Any) -> Response:
+    def _reply(self, call: HttpExchange, body: Any) -> Response:
         body = body if self.envelope is None else self.envelope(call, body)
         return json_reply(body, headers=self.headers(call))

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from emberline.api.http.call import Call, Events, while_connected
+from emberline.api.http.exchange import Events, HttpExchange, while_connected
 from emberline.protocol.complete_response import Answer
 from emberline.protocol.events import TextLogprob, Usage
 from emberline.protocol.price import format_amount
@@ -14,7 +14,7 @@ from emberline.service.event_collector import collect_answer
 MIN_LOGPROB = -9999.0  # JSON has no -inf; the OpenAI API sends this
 
 
-async def collect(call: Call, events: Events, n_choices: int = 1) -> Answer:
+async def collect(call: HttpExchange, events: Events, n_choices: int = 1) -> Answer:
     """The whole answer; a client that disconnects closes `events`."""
     return await while_connected(call.receive, collect_answer(events, n_choices))
 

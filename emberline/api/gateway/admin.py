@@ -6,7 +6,7 @@ import msgspec
 
 from emberline.accounts.account import check_account_name
 from emberline.api.http.body import read_json
-from emberline.api.http.call import Call, Reply, json_reply
+from emberline.api.http.exchange import HttpExchange, Reply, json_reply
 from emberline.gateway.log import LogFilter, row_body
 from emberline.protocol.errors import BadInput, Forbidden
 from emberline.protocol.gateway import GatewaySettings
@@ -36,14 +36,14 @@ _MAX_US = (1 << 53) - 1
 _settings_decoder = msgspec.json.Decoder(GatewaySettings)
 
 
-async def list_all(call: Call) -> Reply:
+async def list_all(call: HttpExchange) -> Reply:
     account = _account(call)
     return json_reply(
         {"object": "list", "data": [_body(call, one) for one in call.gateways.settings.of_account(account)]}
     )
 
 
-async def put(call: Call) -> Reply:
+async def put(call: HttpExchange) -> Reply:
     """Create one, or replace all of its settings. What an admin creates is the operator's: the account can only add to
     it."""
     settings = await read_json(call, _settings_decoder)
@@ -56,18 +56,18 @@ async def put(call: Call) -> Reply:
     return json_reply(_body(call, call.gateways.settings.find(account, settings.name)))
 
 
-async def retrieve(call: Call) -> Reply:
+async def retrieve(call: HttpExchange) -> Reply:
     return json_reply(_body(call, call.gateways.settings.find(_account(call), call.path_param)))
 
 
-async def delete(call: Call) -> Reply:
+async def delete(call: HttpExchange) -> Reply:
     account, name = _account(call), call.path_param
     await call.gateways.settings.delete(account, name, by_operator=call.principal.is_admin)
     await _audit(call, "gateway.delete", account, name)
     return json_reply({"name": name, "account": account, "deleted": True})
 
 
-async def purge(call: Call) -> Reply:
+async def purge(call: HttpExchange) -> Reply:
     """Cached replies of all gateways of the account."""
     account = _account(call)
     call.gateways.settings.find(account, call.path_param)
@@ -75,7 +75,7 @@ async def purge(call: Call) -> Reply:
     return json_reply({"account": account, "purged": True})
 
 
-async def logs(call: Call) -> Reply:
+async def logs(call: HttpExchange) -> Reply:
     account, name = _account(call), call.path_param
     query = call.query
     if unknown := [key for key in query if key not in LOG_QUERY]:
@@ -111,7 +111,7 @@ async def logs(call: Call) -> Reply:
     return json_reply(body)
 
 
-def _account(call: Call) -> str:
+def _account(call: HttpExchange) -> str:
     named = call.query.get("account")
     if named is None or named == call.principal.account:
         return call.principal.account
@@ -120,12 +120,12 @@ def _account(call: Call) -> str:
     return check_account_name(named)
 
 
-async def _audit(call: Call, act: str, account: str, name: str, details: Any = None) -> None:
+async def _audit(call: HttpExchange, act: str, account: str, name: str, details: Any = None) -> None:
     if call.has_accounts:
         await call.accounts.audit.record(call.actor(), act, f"{account}/{name}", details)
 
 
-def _body(call: Call, settings: GatewaySettings) -> dict[str, Any]:
+def _body(call: HttpExchange, settings: GatewaySettings) -> dict[str, Any]:
     """All settings, also those that are as if nothing were set."""
     fields = {name: getattr(settings, name) for name in GatewaySettings.__struct_fields__}
     body: dict[str, Any] = msgspec.to_builtins(fields)
@@ -133,7 +133,7 @@ def _body(call: Call, settings: GatewaySettings) -> dict[str, Any]:
     return body | {"source": source if settings.account or source == "config" else "built-in"}
 
 
-def _us(call: Call, name: str) -> int | None:
+def _us(call: HttpExchange, name: str) -> int | None:
     text = call.query.get(name)
     if text is None:
         return None

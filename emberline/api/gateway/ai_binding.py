@@ -14,8 +14,8 @@ import msgspec
 
 from emberline.api.gateway.paths import universal
 from emberline.api.http.body import NO_LIMIT, decode, read_body
-from emberline.api.http.call import Call, Reply, encode, json_reply
 from emberline.api.http.errors import Dialect
+from emberline.api.http.exchange import HttpExchange, Reply, encode, json_reply
 from emberline.api.http.guard import BINDING_HOST
 from emberline.api.http.router import APIS, check_api
 from emberline.api.http.streaming import Response
@@ -54,7 +54,7 @@ _body = msgspec.json.Decoder(_Body)
 _object = msgspec.json.Decoder(dict[str, Any])
 
 
-async def run(call: Call) -> Response:
+async def run(call: HttpExchange) -> Response:
     model = _model(call)
     card = None if model.startswith(DYNAMIC) else call.use_model(model)
     content_type = call.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -66,7 +66,7 @@ async def run(call: Call) -> Response:
     return await run_model(call, model, _with_fields(call, await read_body(call, any_type=True)))
 
 
-def _model(call: Call) -> str:
+def _model(call: HttpExchange) -> str:
     model = call.headers.get(_MODEL)
     if not model:
         raise BadInput(f"the header `{_MODEL}` must name the model", param=_MODEL)
@@ -85,7 +85,7 @@ def _input(body: _Body) -> bytes:
     return b'{"options":' + options + (b"," if fields else b"") + fields + b"}"
 
 
-def _with_fields(call: Call, audio: bytes) -> bytes:
+def _with_fields(call: HttpExchange, audio: bytes) -> bytes:
     """Recorded speech as it was streamed; the input's other fields are in the query."""
     fields = decode(call.query.get("userInputs", "{}").encode(), _object)
     return encode(fields | {"audio": base64.b64encode(audio).decode()}) if fields else audio
@@ -94,13 +94,13 @@ def _with_fields(call: Call, audio: bytes) -> bytes:
 # --- env.AI.gateway(id) -----------------------------------------------------------------------------------------------
 
 
-async def run_universal(call: Call) -> Response:
+async def run_universal(call: HttpExchange) -> Response:
     """`gateway(id).run(…)`: several providers in order. The binding returns the response as it is."""
     call.gateway_name, call.path_param, call.dialect = call.path_param, "", Dialect.GATEWAY
     return await universal(call)
 
 
-async def gateway_url(call: Call) -> Reply:
+async def gateway_url(call: HttpExchange) -> Reply:
     """`gateway(id).getUrl(provider)`: where a client of the provider's own reaches the gateway."""
     name, _, rest = call.path_param.partition("/")
     what, _, provider = rest.partition("/")
@@ -116,15 +116,15 @@ async def gateway_url(call: Call) -> Reply:
 
 # --- requests inside others -------------------------------------------------------------------------------------------
 
-_ENDPOINTS: dict[str, Callable[[Call], Awaitable[Response]]] = {
+_ENDPOINTS: dict[str, Callable[[HttpExchange], Awaitable[Response]]] = {
     "/run": run,
     "/ai-gateway/run": run,
     "/ai-api/models/search": catalog.models,
 }
-_PREFIXES: dict[str, Callable[[Call], Awaitable[Response]]] = {UNIVERSAL: run_universal, GATEWAYS: gateway_url}
+_PREFIXES: dict[str, Callable[[HttpExchange], Awaitable[Response]]] = {UNIVERSAL: run_universal, GATEWAYS: gateway_url}
 
 
-async def wrapped(call: Call) -> Response:
+async def wrapped(call: HttpExchange) -> Response:
     url = call.headers.get("mf-url") or call.headers.get("x-forwarded")
     if not url:
         raise BadInput("the header `mf-url` must have the URL of the binding's request", param="mf-url")

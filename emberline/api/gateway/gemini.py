@@ -12,8 +12,8 @@ from msgspec import Meta
 from emberline.api.common.form import Form
 from emberline.api.common.response_body import json_arguments
 from emberline.api.http.body import decode
-from emberline.api.http.call import Call, encode
 from emberline.api.http.errors import Dialect
+from emberline.api.http.exchange import HttpExchange, encode
 from emberline.api.http.sse import EventEncoder, data_event
 from emberline.api.http.streaming import Response
 from emberline.api.openai.chat import ChatRequest
@@ -205,7 +205,7 @@ def model_of(endpoint: str) -> str | None:
     return None if found is None else found[1]
 
 
-async def generate_content(call: Call, model: str, endpoint: str) -> Response:
+async def generate_content(call: HttpExchange, model: str, endpoint: str) -> Response:
     given = decode(call.body or b"", _decoder)
     body: ChatRequest = decode(encode(given.chat(model)), GEMINI.decoder)
     call.use_model(model)

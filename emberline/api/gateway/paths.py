@@ -11,10 +11,10 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from emberline.api.anthropic import messages as anthropic
+from emberline.api.anthropic import message_form as anthropic
 from emberline.api.gateway import gemini
 from emberline.api.http.body import decode, named_model, read_body
-from emberline.api.http.call import Call, Reply, encode
+from emberline.api.http.exchange import HttpExchange, Reply, encode
 from emberline.api.http.router import APIS, Endpoint, check_api
 from emberline.api.http.streaming import Response, Streaming
 from emberline.api.openai import audio, embeddings, media
@@ -66,7 +66,7 @@ _steps: msgspec.json.Decoder[list[UniversalStep]] = msgspec.json.Decoder(Steps)
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-async def dispatch(call: Call) -> Response:
+async def dispatch(call: HttpExchange) -> Response:
     """Any path of a gateway."""
     _check_gateway(call)
     provider, _, endpoint = call.path_param.partition("/")
@@ -77,7 +77,7 @@ async def dispatch(call: Call) -> Response:
     return await _run(call, provider, endpoint, call.headers.get)
 
 
-async def list_models(call: Call) -> Reply:
+async def list_models(call: HttpExchange) -> Reply:
     """GET `compat/models`, and of a provider's."""
     _check_gateway(call)
     if call.path_param.partition("/")[2].removeprefix("v1/") != "models":
@@ -86,7 +86,7 @@ async def list_models(call: Call) -> Reply:
     return await openai.list_models(call)
 
 
-async def universal(call: Call) -> Response:
+async def universal(call: HttpExchange) -> Response:
     """Answer by the first step that can: a step that fails before its first byte is followed by the next."""
     _check_gateway(call)
     steps = decode(await read_body(call), _steps)
@@ -96,7 +96,7 @@ async def universal(call: Call) -> Response:
     return await _run_step(call, steps, 0, call.route)
 
 
-async def _run_step(call: Call, steps: list[UniversalStep], number: int, route: str) -> Response:
+async def _run_step(call: HttpExchange, steps: list[UniversalStep], number: int, route: str) -> Response:
     step = steps[number]
     _check_gateway(call).rules.begin_step(number, step.config, number + 1 < len(steps))
     call.body, call.path_param, call.route, call.card = bytes(step.query), "", route, None
@@ -112,7 +112,7 @@ async def _run_step(call: Call, steps: list[UniversalStep], number: int, route: 
 
 
 async def _run_next_step(
-    call: Call, steps: list[UniversalStep], number: int, route: str, error: EmberlineError
+    call: HttpExchange, steps: list[UniversalStep], number: int, route: str, error: EmberlineError
 ) -> Response:
     """Run the step after one that failed, if the error is one that the next step is for. Raises the error if not."""
     gateway = _check_gateway(call)
@@ -122,13 +122,13 @@ async def _run_next_step(
     return await _run_step(call, steps, number + 1, route)
 
 
-def _check_gateway(call: Call) -> StageChain:
+def _check_gateway(call: HttpExchange) -> StageChain:
     """Raise GatewayNotFound before anything else."""
     assert call.gateway is not None, "the path names it"
     return call.gateway
 
 
-async def _run(call: Call, provider: str, endpoint: str, header: Any, is_step: bool = False) -> Response:
+async def _run(call: HttpExchange, provider: str, endpoint: str, header: Any, is_step: bool = False) -> Response:
     """Call the endpoint of a provider's API with `call.body`."""
     assert call.body is not None
     if provider in (COMPAT, LOCAL):
@@ -150,7 +150,7 @@ async def _run(call: Call, provider: str, endpoint: str, header: Any, is_step: b
     return await found(call)
 
 
-async def _run_any(call: Call, provider: str, endpoint: str, header: Any) -> Response:
+async def _run_any(call: HttpExchange, provider: str, endpoint: str, header: Any) -> Response:
     path = _without_version(endpoint)
     if (found := _OPENAI.get(path)) is not None:
         check_api(call.principal, APIS[path.partition("/")[0]])
@@ -176,7 +176,7 @@ def _no_endpoint(provider: str, endpoint: str) -> NotFound:
     return NotFound(f"the gateway has no endpoint {endpoint[:100]!r} of {provider}; there are {known}")
 
 
-def _check_provider(call: Call, provider: str) -> None:
+def _check_provider(call: HttpExchange, provider: str) -> None:
     if provider in (COMPAT, LOCAL):
         return
     if call.service.upstream.find(f"{provider}/model") is None:
@@ -204,7 +204,7 @@ def _with_model(body: bytes, prefix: str) -> bytes:
     return encode(fields)
 
 
-def _use_own_key(call: Call, provider: str, header: Any, is_step: bool) -> None:
+def _use_own_key(call: HttpExchange, provider: str, header: Any, is_step: bool) -> None:
     """Take the provider's key that the client sends along with ours, if it does.
 
     A client's `Authorization` is one only if our key is in `cf-aig-authorization`, or in a universal step."""

@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from emberline.api.http.call import Call, ClientDisconnected, LargeRequest
 from emberline.api.http.decode_errors import explain
 from emberline.api.http.errors import NoBody
+from emberline.api.http.exchange import ClientDisconnected, HttpExchange, LargeRequest
 from emberline.protocol.errors import BadInput, DeadlineExceeded, TooLarge, Unavailable
 from emberline.protocol.request import session_name
 
@@ -32,13 +32,13 @@ class HeldBodies:
         self.most = most
         self.n_bytes = 0
 
-    def add(self, call: Call, n_bytes: int) -> None:
+    def add(self, call: HttpExchange, n_bytes: int) -> None:
         if self.n_bytes + n_bytes > self.most:
             raise Unavailable("too many large requests are being served: try again in a moment", retry_after_s=5)
         self.n_bytes += n_bytes
         call.held_bytes += n_bytes
 
-    def release(self, call: Call) -> None:
+    def release(self, call: HttpExchange) -> None:
         self.n_bytes -= call.held_bytes
         call.held_bytes = 0
 
@@ -46,11 +46,11 @@ class HeldBodies:
 held_bodies = HeldBodies(min(1 << 30, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8))
 
 
-async def read_json(call: Call, decoder: msgspec.json.Decoder[T]) -> T:
+async def read_json(call: HttpExchange, decoder: msgspec.json.Decoder[T]) -> T:
     return decode(await read_body(call), decoder)
 
 
-async def read_body(call: Call, max_bytes: int | None = None, any_type: bool = False) -> bytes:
+async def read_body(call: HttpExchange, max_bytes: int | None = None, any_type: bool = False) -> bytes:
     """A JSON body, not yet decoded; or any other where `any_type`."""
     if call.body is not None:
         return call.body
@@ -177,7 +177,7 @@ def _model_fields(body: bytes) -> _ModelFields:
         return _ModelFields()
 
 
-async def read_model_body(call: Call, session_fields: Sequence[str] = SESSION_FIELDS) -> bytes:
+async def read_model_body(call: HttpExchange, session_fields: Sequence[str] = SESSION_FIELDS) -> bytes:
     """Read a JSON body without decoding it. Sets the call's model, target and session; refuses an unknown model.
 
     `session_fields` are the body's names of its session, by precedence.
@@ -192,7 +192,7 @@ async def read_model_body(call: Call, session_fields: Sequence[str] = SESSION_FI
     return body
 
 
-async def body_chunks(call: Call, max_bytes: int) -> AsyncIterator[bytes]:
+async def body_chunks(call: HttpExchange, max_bytes: int) -> AsyncIterator[bytes]:
     """The body as it arrives."""
     announced_bytes(call, max_bytes)
     clock, idle_s = asyncio.get_running_loop().time, call.limits.idle_s
@@ -217,7 +217,7 @@ async def body_chunks(call: Call, max_bytes: int) -> AsyncIterator[bytes]:
         yield chunk
 
 
-def announced_bytes(call: Call, max_bytes: int) -> int:
+def announced_bytes(call: HttpExchange, max_bytes: int) -> int:
     """The body's size as the client announces it; 0 if it does not."""
     announced = call.headers.get("content-length", "")
     n_bytes = int(announced) if announced.isdecimal() else 0

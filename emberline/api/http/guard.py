@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterable
 from functools import lru_cache
 
-from emberline.api.http.call import Reply
 from emberline.api.http.errors import HeaderList
+from emberline.api.http.exchange import Reply
 from emberline.net.http_server import Message, Scope, Send
 from emberline.protocol.errors import Forbidden
 

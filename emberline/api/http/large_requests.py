@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from emberline.api.http.body import body_chunks, held_bodies
-from emberline.api.http.call import Call, while_connected
+from emberline.api.http.exchange import HttpExchange, while_connected
 from emberline.api.http.streaming import IncompleteBody
 from emberline.net.http_client import Connection, ConnectionFailed, Exchange
 from emberline.net.periodic import stop
@@ -31,7 +31,7 @@ class LargeRequestRelay:
     def __init__(self, socket_path: Path, stall_s: float = STALL_S) -> None:
         self._path, self._stall_s = str(socket_path), stall_s
 
-    async def relay(self, call: Call, max_bytes: int) -> None:
+    async def relay(self, call: HttpExchange, max_bytes: int) -> None:
         """Send the request on, with what has been read of its body and what has not; send its response back."""
         connection, loop = Connection(_close, lambda connection: None), asyncio.get_running_loop()
         try:
@@ -63,7 +63,7 @@ async def _result(task: "asyncio.Task[None]") -> None:
     await task
 
 
-async def _send(call: Call, connection: Connection, chunked: bool, max_bytes: int, stall_s: float) -> None:
+async def _send(call: HttpExchange, connection: Connection, chunked: bool, max_bytes: int, stall_s: float) -> None:
     async def write(chunk: bytes) -> None:
         try:
             async with asyncio.timeout(stall_s):
@@ -85,7 +85,7 @@ async def _send(call: Call, connection: Connection, chunked: bool, max_bytes: in
             await write(b"")  # which ends the body
 
 
-def _head(call: Call, framing: bytes) -> bytes:
+def _head(call: HttpExchange, framing: bytes) -> bytes:
     scope = call.scope
     target: bytes = scope.get("raw_path") or quote(scope["path"]).encode()
     if scope["query_string"]:
@@ -98,7 +98,7 @@ def _head(call: Call, framing: bytes) -> bytes:
     return b"\r\n".join([request, b"host: localhost", b"connection: close", framing, *fields, b"\r\n"])
 
 
-async def _respond(call: Call, exchange: Exchange) -> None:
+async def _respond(call: HttpExchange, exchange: Exchange) -> None:
     try:
         await exchange.head
         headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in exchange.headers.items()]

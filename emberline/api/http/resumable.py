@@ -9,8 +9,8 @@ import logging
 import uuid
 from contextlib import aclosing
 
-from emberline.api.http.call import EVENT_STREAM, Call, Reply, encode, json_reply, parse_int
 from emberline.api.http.errors import HeaderList, error_body
+from emberline.api.http.exchange import EVENT_STREAM, HttpExchange, Reply, encode, json_reply, parse_int
 from emberline.api.http.streaming import Blocks, BlockStream, Chunks, Failed, LastBlock, Streaming
 from emberline.protocol.errors import Internal, TooLarge, Unavailable
 from emberline.service.event_log import EVENT_BYTES, EventLogs, NewLog
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 _running: set[asyncio.Task[None]] = set()  # asyncio itself holds tasks weakly
 
 
-def grace_period_s(call: Call) -> int:
+def grace_period_s(call: HttpExchange) -> int:
     """How long the client may be away; 0: it asks for no resuming."""
     given = call.headers.get(HEADER)
     return 0 if given is None else parse_int(given, HEADER, MIN_GRACE_S, MAX_GRACE_S)
@@ -67,7 +67,7 @@ class _Numbering:
         return number + event + self._end
 
 
-async def send_resumable(call: Call, streaming: Streaming) -> None:
+async def send_resumable(call: HttpExchange, streaming: Streaming) -> None:
     """Send a stream by way of an event log, which the client, or another one, can read again."""
     chunks, content_type, failed = streaming.chunks(), streaming.content_type, streaming.failed
     assert failed is not None
@@ -85,7 +85,7 @@ async def send_resumable(call: Call, streaming: Streaming) -> None:
     await _log_stream(call, log_id, -1, content_type, streaming.headers).send(call)
 
 
-def _lost(call: Call, content_type: bytes) -> bytes:
+def _lost(call: HttpExchange, content_type: bytes) -> bytes:
     """The event that ends the log if this process dies. Not by `failed`: an encoder may count what it has encoded."""
     error = Unavailable("the process that ran this request has ended")
     body = encode(error_body(error, call.dialect, call.id))
@@ -133,13 +133,13 @@ async def _cancel_when_idle(logs: EventLogs, log_id: str, grace_s: float, task: 
             continue
 
 
-def _log_stream(call: Call, log_id: str, after: int, content_type: bytes, headers: HeaderList) -> BlockStream:
+def _log_stream(call: HttpExchange, log_id: str, after: int, content_type: bytes, headers: HeaderList) -> BlockStream:
     """The events of a log after that number, up to the last. The client resumes if the stream breaks off."""
     headers = [*headers, (STREAM_ID, log_id.encode())]
     return BlockStream(_read(call, log_id, after, content_type), None, content_type, headers=headers)
 
 
-async def _read(call: Call, log_id: str, after: int, content_type: bytes) -> Blocks:
+async def _read(call: HttpExchange, log_id: str, after: int, content_type: bytes) -> Blocks:
     yield b""  # the response begins before there are events
     logs, account = call.service.event_logs, call.principal.account
     done = False
@@ -156,12 +156,12 @@ async def _read(call: Call, log_id: str, after: int, content_type: bytes) -> Blo
 # --- endpoints --------------------------------------------------------------------------------------------------------
 
 
-async def resume(call: Call) -> BlockStream:
+async def resume(call: HttpExchange) -> BlockStream:
     """Send the events after `starting_after`, or after the header `Last-Event-ID`; without either all of them."""
     return await resume_log(call, call.path_param)
 
 
-async def resume_log(call: Call, log_id: str) -> BlockStream:
+async def resume_log(call: HttpExchange, log_id: str) -> BlockStream:
     last_id = call.headers.get("last-event-id")
     after = -1 if not last_id else parse_int(last_id, "last-event-id", 0, _MAX_EVENT_NUMBER)
     after = call.int_param("starting_after", after, 0, _MAX_EVENT_NUMBER)
@@ -169,6 +169,6 @@ async def resume_log(call: Call, log_id: str) -> BlockStream:
     return _log_stream(call, log_id, after, found.content_type, call.id_headers)
 
 
-async def cancel(call: Call) -> Reply:
+async def cancel(call: HttpExchange) -> Reply:
     await call.service.event_logs.cancel(call.principal.account, call.path_param)
     return json_reply({"id": call.path_param, "object": "stream", "cancelled": True})

@@ -10,13 +10,13 @@ from enum import Enum
 from typing import Any
 from urllib.parse import unquote
 
-from emberline.api.http.call import Call
 from emberline.api.http.errors import Dialect, MethodNotAllowed
+from emberline.api.http.exchange import HttpExchange
 from emberline.api.http.streaming import Response
 from emberline.protocol.errors import Forbidden, NotFound
 from emberline.protocol.request import Principal
 
-Endpoint = Callable[[Call], Awaitable[Response]]
+Endpoint = Callable[[HttpExchange], Awaitable[Response]]
 
 ACCOUNTS = "/client/v4/accounts/"
 _ACCOUNT = "{account}"

@@ -4,8 +4,8 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from emberline.api.http.call import EVENT_STREAM, encode
 from emberline.api.http.errors import Dialect, error_body
+from emberline.api.http.exchange import EVENT_STREAM, encode
 from emberline.protocol.errors import EmberlineError
 from emberline.protocol.events import (
     ChoiceDone,

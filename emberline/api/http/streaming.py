@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from emberline.api.http.call import EVENT_STREAM, Call, Events, Reply
 from emberline.api.http.errors import HeaderList
+from emberline.api.http.exchange import EVENT_STREAM, Events, HttpExchange, Reply
 from emberline.api.http.sse import EventEncoder
 from emberline.protocol.errors import EmberlineError, Internal, Unavailable
 from emberline.protocol.events import Completed, Started, TextDelta
@@ -54,7 +54,7 @@ class Streaming(msgspec.Struct, kw_only=True):
         """Encodes an error. Returns None for a response that is cut off if it fails; such a one cannot be resumed."""
         return None
 
-    async def send(self, call: Call) -> None:
+    async def send(self, call: HttpExchange) -> None:
         """Send the response. Only the app calls this, in a task that a client's disconnection cancels."""
         raise NotImplementedError
 
@@ -80,7 +80,7 @@ class EventStream(Streaming):
     def failed(self) -> Failed:
         return self.encoder.failed
 
-    async def send(self, call: Call) -> None:
+    async def send(self, call: HttpExchange) -> None:
         events, encoder, send = self.events, self.encoder, call.send
         async with aclosing(events):
             first = await anext(events)
@@ -105,7 +105,7 @@ class EventStream(Streaming):
                 yield encoder.failed(error)
 
 
-async def _send_events(call: Call, events: Events, encoder: EventEncoder) -> bytes:
+async def _send_events(call: HttpExchange, events: Events, encoder: EventEncoder) -> bytes:
     """Send every event after Started. Returns the bytes of the last one, because they end the response."""
     send, text_delta = call.send, encoder.text_delta
     try:
@@ -134,7 +134,7 @@ class BlockStream(Streaming):
     failed: Failed | None = None
     content_type: bytes = EVENT_STREAM
 
-    async def send(self, call: Call) -> None:
+    async def send(self, call: HttpExchange) -> None:
         blocks, send, failed = self.blocks, call.send, self.failed
         async with aclosing(blocks):
             block = await anext(blocks)
@@ -168,7 +168,10 @@ class BlockStream(Streaming):
 
 
 async def relay(
-    call: Call, task: RelayRequest, failed: Failed, headers: Callable[[Call], HeaderList] = attrgetter("id_headers")
+    call: HttpExchange,
+    task: RelayRequest,
+    failed: Failed,
+    headers: Callable[[HttpExchange], HeaderList] = attrgetter("id_headers"),
 ) -> Response:
     """Answer with the reply of an upstream server, as it comes or whole."""
     if task.stream:
@@ -183,7 +186,7 @@ class ByteStream(Streaming):
     body: Chunks
     content_type: bytes
 
-    async def send(self, call: Call) -> None:
+    async def send(self, call: HttpExchange) -> None:
         send = call.send
         async with aclosing(self.body), aclosing(coalesce(self.body)) as body:
             chunk = await anext(body, b"")

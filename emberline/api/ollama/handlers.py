@@ -14,7 +14,7 @@ from emberline.api.common.encoding import json_rows, run_encoding
 from emberline.api.common.model_list import ollama_details, ollama_model
 from emberline.api.common.response_body import collect
 from emberline.api.http.body import decode, named_model, read_body, read_json
-from emberline.api.http.call import Call, Reply, encode, json_reply, while_connected
+from emberline.api.http.exchange import HttpExchange, Reply, encode, json_reply, while_connected
 from emberline.api.http.streaming import EventStream, Response
 from emberline.api.ollama.chat_request import (
     OllamaChat,
@@ -42,17 +42,17 @@ _show = msgspec.json.Decoder(OllamaShow)
 _pull = msgspec.json.Decoder(OllamaPull)
 
 
-async def chat(call: Call) -> Response:
+async def chat(call: HttpExchange) -> Response:
     body = await _read(call, _chat)
     return await _answer(call, body, is_chat=True)
 
 
-async def generate(call: Call) -> Response:
+async def generate(call: HttpExchange) -> Response:
     body = await _read(call, _generate)
     return await _answer(call, body, is_chat=False)
 
 
-async def _answer(call: Call, body: OllamaChat | OllamaPrompt, is_chat: bool) -> Response:
+async def _answer(call: HttpExchange, body: OllamaChat | OllamaPrompt, is_chat: bool) -> Response:
     name = _served_name(call, body.model)
     if body.is_empty:
         return await _load(call, name, body, is_chat)
@@ -65,7 +65,7 @@ async def _answer(call: Call, body: OllamaChat | OllamaPrompt, is_chat: bool) ->
     return json_reply(reply_body(body.model, is_chat, answer, watch), headers=call.id_headers)
 
 
-async def _load(call: Call, name: str, body: OllamaChat | OllamaPrompt, is_chat: bool) -> Reply:
+async def _load(call: HttpExchange, name: str, body: OllamaChat | OllamaPrompt, is_chat: bool) -> Reply:
     """A model that is loaded on demand is loaded by the first request, whoever sends it."""
     models = call.service.models
     card = call.card or models.find(name)
@@ -80,7 +80,7 @@ async def _load(call: Call, name: str, body: OllamaChat | OllamaPrompt, is_chat:
     return _lines_reply(reply) if body.streams else json_reply(reply)
 
 
-async def embed(call: Call) -> Reply:
+async def embed(call: HttpExchange) -> Reply:
     watch = Stopwatch()
     body = await _read(call, _embed)
     if not body.input:
@@ -90,7 +90,7 @@ async def embed(call: Call) -> Reply:
     return json_reply(embed_body(body.model, vectors, encoded.usage, watch), headers=call.id_headers)
 
 
-async def embeddings(call: Call) -> Reply:
+async def embeddings(call: HttpExchange) -> Reply:
     """The older form: one text, one vector."""
     body = await _read(call, _embeddings)
     if not body.prompt:
@@ -99,7 +99,7 @@ async def embeddings(call: Call) -> Reply:
     return json_reply({"embedding": (await json_rows(encoded))[0]}, headers=call.id_headers)
 
 
-async def _encode(call: Call, body: OllamaEmbed | OllamaEmbeddings) -> Encoded:
+async def _encode(call: HttpExchange, body: OllamaEmbed | OllamaEmbeddings) -> Encoded:
     request, call.field_names = body.to_request(_served_name(call, body.model), call.id)
     if isinstance(body, OllamaEmbeddings) or body.truncate is None:  # as Ollama does; a provider cannot be asked to
         card = call.model_card(request.model)
@@ -110,11 +110,11 @@ async def _encode(call: Call, body: OllamaEmbed | OllamaEmbeddings) -> Encoded:
     return encoded
 
 
-async def tags(call: Call) -> Reply:
+async def tags(call: HttpExchange) -> Reply:
     return json_reply({"models": [ollama_model(card) for card in call.models()]})
 
 
-async def show(call: Call) -> Reply:
+async def show(call: HttpExchange) -> Reply:
     body = await read_json(call, _show)
     card = _find(call, body.model or body.name)
     architecture = card.architecture or "unknown"
@@ -147,11 +147,11 @@ def _capabilities(card: ModelCard) -> list[str]:
     return ["completion", "tools", *(["thinking"] if can.reasoning else []), *(["vision"] if can.vision else [])]
 
 
-async def version(call: Call) -> Reply:
+async def version(call: HttpExchange) -> Reply:
     return json_reply({"version": API_VERSION, "emberline": __version__})
 
 
-async def pull(call: Call) -> Reply:
+async def pull(call: HttpExchange) -> Reply:
     """Scripts ask for a model before they use it: one that is served is there. Others are added by the operator."""
     body = await read_json(call, _pull)
     name = body.model or body.name
@@ -167,7 +167,7 @@ def _lines_reply(line: object) -> Reply:
     return Reply(200, encode(line) + b"\n", NDJSON)
 
 
-async def _read(call: Call, decoder: msgspec.json.Decoder[T]) -> T:
+async def _read(call: HttpExchange, decoder: msgspec.json.Decoder[T]) -> T:
     """The body. An unknown model is refused before anything else in it."""
     raw = await read_body(call)
     if (name := named_model(raw)) is not None:
@@ -175,14 +175,14 @@ async def _read(call: Call, decoder: msgspec.json.Decoder[T]) -> T:
     return decode(raw, decoder)
 
 
-def _served_name(call: Call, name: str) -> str:
+def _served_name(call: HttpExchange, name: str) -> str:
     """The name under which the model is served: without the tag that a client appended."""
     if call.named_model is None:
         call.named_model = _untagged(name, call.use_model)[0]
     return call.named_model
 
 
-def _find(call: Call, name: str) -> ModelCard:
+def _find(call: HttpExchange, name: str) -> ModelCard:
     """The model that a client asks about."""
     return _untagged(name, call.service.models.find)[1]
 

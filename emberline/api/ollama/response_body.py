@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from emberline.api.common.response_body import MIN_LOGPROB, json_arguments
-from emberline.api.http.call import Events, encode
 from emberline.api.http.errors import Dialect, error_body
+from emberline.api.http.exchange import Events, encode
 from emberline.api.http.sse import EventEncoder
 from emberline.protocol.complete_response import Answer
 from emberline.protocol.errors import EmberlineError

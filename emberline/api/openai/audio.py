@@ -8,7 +8,7 @@ import msgspec
 from emberline.api.common.response_body import cost_field
 from emberline.api.common.transcript import srt, vtt
 from emberline.api.http.body import body_chunks, held_bodies
-from emberline.api.http.call import Call, Reply, encode, json_reply
+from emberline.api.http.exchange import HttpExchange, Reply, encode, json_reply
 from emberline.net.multipart import MultipartForm, boundary_of
 from emberline.protocol.errors import BadInput, TooLarge, Unsupported
 from emberline.protocol.request import SpeechRequest
@@ -33,16 +33,16 @@ class TranscriptionForm(msgspec.Struct, kw_only=True):
     timestamp_granularities: list[Granularity] = []
 
 
-async def transcriptions(call: Call) -> Reply:
+async def transcriptions(call: HttpExchange) -> Reply:
     return await _run(call, translate=False)
 
 
-async def translations(call: Call) -> Reply:
+async def translations(call: HttpExchange) -> Reply:
     """Into English."""
     return await _run(call, translate=True)
 
 
-async def _run(call: Call, translate: bool) -> Reply:
+async def _run(call: HttpExchange, translate: bool) -> Reply:
     form, audio = await _read(call)
     if translate and form.language is not None:
         raise Unsupported("a translation is always into English: leave `language` out", param="language")
@@ -65,7 +65,7 @@ async def _run(call: Call, translate: bool) -> Reply:
     return _reply(call, form, transcript, "translate" if translate else "transcribe")
 
 
-async def _read(call: Call) -> tuple[TranscriptionForm, bytes]:
+async def _read(call: HttpExchange) -> tuple[TranscriptionForm, bytes]:
     """The fields may come before or after the file."""
     boundary = boundary_of(call.headers.get("content-type", ""))
     max_bytes = call.limits.max_audio_bytes
@@ -114,7 +114,7 @@ def _fields(fields: dict[str, Any]) -> TranscriptionForm:
     return form
 
 
-def _reply(call: Call, form: TranscriptionForm, transcript: Transcript, task: str) -> Reply:
+def _reply(call: HttpExchange, form: TranscriptionForm, transcript: Transcript, task: str) -> Reply:
     kind, headers = form.response_format, call.id_headers
     if kind in ("text", "srt", "vtt"):
         text = {"text": f"{transcript.text}\n", "srt": srt(transcript), "vtt": vtt(transcript)}[kind]

@@ -9,8 +9,8 @@ from emberline.api.batches.submission import cancel_batch, find_batch, new_batch
 from emberline.api.common.sampling_fields import Metadata
 from emberline.api.common.unsupported_fields import UnsupportedField, refuse_unsupported
 from emberline.api.http.body import decode, read_body
-from emberline.api.http.call import Call, Reply, encode, json_reply, list_reply
 from emberline.api.http.errors import NoSuchFile, codes
+from emberline.api.http.exchange import HttpExchange, Reply, encode, json_reply, list_reply
 from emberline.api.openai.batch_jobs import FORMS
 from emberline.api.openai.files import error_file_id, output_file_id
 from emberline.jobs.batches.batch import Batch, new_batch_id
@@ -37,7 +37,7 @@ class NewBatchRequest(msgspec.Struct, kw_only=True):
 _decoder = msgspec.json.Decoder(NewBatchRequest)
 
 
-async def create(call: Call) -> Reply:
+async def create(call: HttpExchange) -> Reply:
     """The batch is durable before the response; its lines are read afterwards."""
     raw = await read_body(call)
     body = decode(raw, _decoder)
@@ -62,11 +62,11 @@ async def create(call: Call) -> Reply:
     return await submit_once(call, raw, new_batch_id("openai"), submit)
 
 
-async def retrieve(call: Call) -> Reply:
+async def retrieve(call: HttpExchange) -> Reply:
     return json_reply(await _batch_with_position(call, await find_batch(call, call.path_param, "openai")))
 
 
-async def list_all(call: Call) -> Reply:
+async def list_all(call: HttpExchange) -> Reply:
     limit = call.int_param("limit", 20, 1, 100)
     if after := call.query.get("after"):
         await find_batch(call, after, "openai")
@@ -74,19 +74,19 @@ async def list_all(call: Call) -> Reply:
     return list_reply([_batch_body(batch) for batch in found], has_more)
 
 
-async def cancel(call: Call) -> Reply:
+async def cancel(call: HttpExchange) -> Reply:
     batch = await cancel_batch(call, await find_batch(call, call.path_param, "openai"))
     return json_reply(await _batch_with_position(call, batch))
 
 
-async def delete(call: Call) -> Reply:
+async def delete(call: HttpExchange) -> Reply:
     """Not part of OpenAI's API: results need not be kept until they expire."""
     await find_batch(call, call.path_param, "openai")
     await call.queue.delete(call.principal.account, call.path_param)
     return json_reply({"id": call.path_param, "object": "batch", "deleted": True})
 
 
-async def _check(call: Call, body: NewBatchRequest) -> None:
+async def _check(call: HttpExchange, body: NewBatchRequest) -> None:
     if body.endpoint not in FORMS:
         supported = ", ".join(FORMS)
         raise Unsupported(f"there are no batches for {body.endpoint[:100]!r}, only for {supported}", param="endpoint")
@@ -112,7 +112,7 @@ def _window_s(text: str) -> float:
     return float(seconds)
 
 
-async def _batch_with_position(call: Call, batch: Batch) -> Json:
+async def _batch_with_position(call: HttpExchange, batch: Batch) -> Json:
     return _batch_body(batch) | {"queue": await queue_position(call, batch)}
 
 

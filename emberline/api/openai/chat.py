@@ -17,8 +17,8 @@ from emberline.api.common.tools import (
     Toolset,
     functions_toolset,
 )
-from emberline.api.http.call import encode
 from emberline.api.http.errors import Dialect, FieldNames
+from emberline.api.http.exchange import encode
 from emberline.api.http.sse import EventEncoder, random_padding
 from emberline.protocol.complete_response import Answer, AnswerChoice
 from emberline.protocol.errors import BadInput

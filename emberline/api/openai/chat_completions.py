@@ -8,7 +8,7 @@ import msgspec
 from emberline.api.common.form import Form
 from emberline.api.common.model_list import openai_model
 from emberline.api.http.body import decode, read_model_body
-from emberline.api.http.call import Call, Reply, json_reply, list_reply
+from emberline.api.http.exchange import HttpExchange, Reply, json_reply, list_reply
 from emberline.api.http.streaming import Response
 from emberline.api.openai.chat import ChatRequest, ChatStream, chat_body
 from emberline.api.openai.completions import CompletionRequest, CompletionStream, completion_body, generate_all
@@ -19,12 +19,12 @@ MAX_TOTAL_CHOICES = 128  # of one call: prompts times n
 
 
 def _relay(
-    forward: Callable[[Call, bytes], Awaitable[Response]], call: Call, raw: bytes, unread: bool
+    forward: Callable[[HttpExchange, bytes], Awaitable[Response]], call: HttpExchange, raw: bytes, unread: bool
 ) -> Awaitable[Response] | None:
     return forward(call, raw) if _relays(call, unread) else None
 
 
-def _relays(call: Call, unread: bool = False) -> bool:
+def _relays(call: HttpExchange, unread: bool = False) -> bool:
     """True if upstream servers compute the model of the request.
 
     Through a gateway: if upstream servers compute all models that it tries and nothing of the request or its reply has
@@ -56,7 +56,7 @@ COMPLETION = Form(
 )
 
 
-async def completions(call: Call) -> Response:
+async def completions(call: HttpExchange) -> Response:
     """Complete one or more prompts, whose choices come as one answer."""
     raw = await read_model_body(call)
     if _relays(call):
@@ -69,12 +69,12 @@ async def completions(call: Call) -> Response:
     return await COMPLETION.answer(call, body, generate_all(call.run, requests), body.n_choices, body.stream)
 
 
-async def list_models(call: Call) -> Reply:
+async def list_models(call: HttpExchange) -> Reply:
     state = call.service.models.state
     return list_reply([openai_model(card, state(card.id)) for card in call.models()], has_more=False)
 
 
-async def get_model(call: Call) -> Reply:
+async def get_model(call: HttpExchange) -> Reply:
     models = call.service.models
     card = models.find(call.path_param)
     return json_reply(openai_model(card, models.state(card.id)))

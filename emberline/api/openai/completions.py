@@ -12,8 +12,8 @@ from emberline.api.common.response_body import MIN_LOGPROB, usage_body
 from emberline.api.common.response_format import GenerationFields
 from emberline.api.common.sampling_fields import SpeculationField, TokenId
 from emberline.api.common.unsupported_fields import TrueField, refuse_unsupported, unsupported
-from emberline.api.http.call import Events
 from emberline.api.http.errors import Dialect, FieldNames
+from emberline.api.http.exchange import Events
 from emberline.api.openai.chat import ChunkStream, StreamOptions, UsageOptions
 from emberline.protocol import token_ids
 from emberline.protocol.complete_response import Answer, AnswerChoice

@@ -7,8 +7,8 @@ from typing import Any
 from emberline.api.batches.job_format import NOT_SUCCEEDED, SUCCEEDED, batch_results
 from emberline.api.batches.submission import IDEMPOTENCY_KEY, REPLAYED, request_digest
 from emberline.api.http.body import body_chunks
-from emberline.api.http.call import BatchQueue, Call, Reply, encode, json_reply, list_reply, parse_int
 from emberline.api.http.errors import NoSuchFile
+from emberline.api.http.exchange import BatchQueue, HttpExchange, Reply, encode, json_reply, list_reply, parse_int
 from emberline.api.http.streaming import JSONL, ByteStream, Chunks
 from emberline.api.openai.batch_jobs import result_line
 from emberline.jobs.batches.batch import Batch
@@ -38,7 +38,7 @@ PAGE = {
 Json = dict[str, Any]
 
 
-async def create(call: Call) -> Reply:
+async def create(call: HttpExchange) -> Reply:
     """The file is written to disk as it arrives; the form's fields may come before or after it."""
     boundary = boundary_of(call.headers.get("content-type", ""))
     form = MultipartForm(body_chunks(call, call.queue.limits.max_file_bytes + _FORM_BYTES), boundary)
@@ -48,7 +48,7 @@ async def create(call: Call) -> Reply:
     return await _deduplicate(call, uploaded)
 
 
-async def list_all(call: Call) -> Reply:
+async def list_all(call: HttpExchange) -> Reply:
     found, has_more = await call.queue.files.list(
         call.principal.account,
         purpose=call.query.get("purpose"),
@@ -59,13 +59,13 @@ async def list_all(call: Call) -> Reply:
     return list_reply([_file_body(file) for file in found], has_more)
 
 
-async def retrieve(call: Call) -> Reply:
+async def retrieve(call: HttpExchange) -> Reply:
     if batch := await _batch_of_results(call):
         return json_reply(await _result_file_body(call.batches, batch, call.path_param))
     return json_reply(_file_body(await _find_file(call)))
 
 
-async def delete(call: Call) -> Reply:
+async def delete(call: HttpExchange) -> Reply:
     if batch := await _batch_of_results(call):
         raise BadInput(f"the file holds the results of {batch.id}; delete them with DELETE /v1/batches/{batch.id}")
     await _find_file(call)
@@ -73,7 +73,7 @@ async def delete(call: Call) -> Reply:
     return json_reply({"id": call.path_param, "object": "file", "deleted": True})
 
 
-async def content(call: Call) -> ByteStream:
+async def content(call: HttpExchange) -> ByteStream:
     if batch := await _batch_of_results(call):
         return ByteStream(_result_lines(call.queue, batch, call.path_param), JSONL)
     file = await _find_file(call)
@@ -93,7 +93,7 @@ def error_file_id(batch: Batch) -> str | None:
     return f"file-{batch.id}-errors" if batch.ended and n_errors else None
 
 
-async def _batch_of_results(call: Call) -> Batch | None:
+async def _batch_of_results(call: HttpExchange) -> Batch | None:
     """The batch whose results the requested file holds; None if the file was uploaded."""
     found = _RESULT_FILE.fullmatch(call.path_param)
     if found is None:
@@ -128,7 +128,7 @@ async def _result_file_body(batches: BatchQueue, batch: Batch, file_id: str) -> 
 # --- uploads ----------------------------------------------------------------------------------------------------------
 
 
-async def _upload(call: Call, form: MultipartForm) -> File:
+async def _upload(call: HttpExchange, form: MultipartForm) -> File:
     queue, account = call.queue, call.principal.account
     fields: dict[str, str] = {}
     name, blob = "", ""
@@ -146,7 +146,7 @@ async def _upload(call: Call, form: MultipartForm) -> File:
     return await queue.files.add(account, name, _purpose(fields), queue.blobs.stream(blob), _expires_s(fields))
 
 
-async def _finish_upload(call: Call, form: MultipartForm, fields: dict[str, str], stored: File) -> File:
+async def _finish_upload(call: HttpExchange, form: MultipartForm, fields: dict[str, str], stored: File) -> File:
     """Read the rest of the form; fields after the file may change its purpose or expiry."""
     files, account = call.queue.files, call.principal.account
     try:
@@ -163,7 +163,7 @@ async def _finish_upload(call: Call, form: MultipartForm, fields: dict[str, str]
         raise
 
 
-async def _deduplicate(call: Call, uploaded: File) -> Reply:
+async def _deduplicate(call: HttpExchange, uploaded: File) -> Reply:
     """The content is known only after the upload: if the key was used before, the new file is deleted again."""
     files, keys, account = call.queue.files, call.queue.idempotency_keys, call.principal.account
     content = "\0".join((uploaded.blob, uploaded.name, uploaded.purpose))
@@ -204,7 +204,7 @@ def _expires_s(fields: dict[str, str]) -> float | None:
     return float(parse_int(seconds, "seconds", 3600, 30 * _DAY_S))
 
 
-async def _find_file(call: Call) -> File:
+async def _find_file(call: HttpExchange) -> File:
     if not _UPLOADED_FILE.fullmatch(call.path_param):
         raise _no_such_file(call.path_param)
     try:

@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Meta, Raw
 
 from emberline.api.http.body import body_chunks, decode, held_bodies, read_model_body
-from emberline.api.http.call import Call, Reply, parse_int
+from emberline.api.http.exchange import HttpExchange, Reply, parse_int
 from emberline.net.multipart import MultipartForm, boundary_of
 from emberline.protocol.errors import BadInput, TooLarge, Unsupported
 from emberline.protocol.media import MAX_IMAGES, Media, MediaFile, MediaRequest
@@ -39,7 +39,7 @@ _speech = msgspec.json.Decoder(SpeechRequestBody)
 _fields = msgspec.json.Decoder(dict[str, Raw])
 
 
-async def generate_images(call: Call) -> Reply:
+async def generate_images(call: HttpExchange) -> Reply:
     raw = await read_model_body(call)
     body = decode(raw, _images)
     if body.stream:
@@ -50,7 +50,7 @@ async def generate_images(call: Call) -> Reply:
     return media_reply(call, await make(call, request))
 
 
-async def edit_images(call: Call) -> Reply:
+async def edit_images(call: HttpExchange) -> Reply:
     boundary = boundary_of(call.headers.get("content-type", ""))
     form = MultipartForm(body_chunks(call, MAX_FORM_BYTES), boundary)
     fields: dict[str, Any] = {}
@@ -86,7 +86,7 @@ async def edit_images(call: Call) -> Reply:
     return media_reply(call, await make(call, request))
 
 
-async def speech(call: Call) -> Reply:
+async def speech(call: HttpExchange) -> Reply:
     raw = await read_model_body(call)
     body = decode(raw, _speech)
     if body.stream_format not in (None, "audio"):
@@ -102,13 +102,13 @@ async def speech(call: Call) -> Reply:
     return media_reply(call, await make(call, request))
 
 
-async def make(call: Call, request: MediaRequest) -> Media:
+async def make(call: HttpExchange, request: MediaRequest) -> Media:
     """A client that disconnects cancels the work."""
     made: Media = await call.result(request)
     return made
 
 
-def media_reply(call: Call, media: Media) -> Reply:
+def media_reply(call: HttpExchange, media: Media) -> Reply:
     return Reply(200, media.body, media.content_type.encode("latin-1", "replace"), call.id_headers)
 
 

@@ -22,9 +22,9 @@ from emberline.api.common.sampling_fields import (
 )
 from emberline.api.common.unsupported_fields import UnsupportedField, refuse_unsupported, supported_fields
 from emberline.api.http.body import decode
-from emberline.api.http.call import Call, encode
 from emberline.api.http.decode_errors import explain
 from emberline.api.http.errors import Dialect, error_body
+from emberline.api.http.exchange import HttpExchange, encode
 from emberline.api.http.streaming import Response, relay
 from emberline.api.openai.chat import ChatRequest, StreamOptions, UsageOptions
 from emberline.api.openai.completions import CompletionRequest
@@ -200,7 +200,7 @@ _canonical_completion = msgspec.json.Decoder(CompletionRequest)
 log = logging.getLogger(__name__)
 
 
-def forward_chat(call: Call, raw: bytes) -> Awaitable[Response]:
+def forward_chat(call: HttpExchange, raw: bytes) -> Awaitable[Response]:
     """Relay a chat to an upstream server."""
     body = decode(raw, _chat)
 
@@ -215,7 +215,7 @@ def forward_chat(call: Call, raw: bytes) -> Awaitable[Response]:
     return _relay(call, make, body, "chat")
 
 
-def forward_completion(call: Call, raw: bytes) -> Awaitable[Response]:
+def forward_completion(call: HttpExchange, raw: bytes) -> Awaitable[Response]:
     """Relay a text completion to an upstream server."""
     body = decode(raw, _completion)
 
@@ -234,7 +234,7 @@ Make = Callable[[Target, str], Awaitable[UpstreamRequest]]  # given the model th
 
 
 def _upstream_request(
-    call: Call, target: Target, request_id: str, body: PassthroughBody, path: str, raw: bytes
+    call: HttpExchange, target: Target, request_id: str, body: PassthroughBody, path: str, raw: bytes
 ) -> UpstreamRequest:
     """The request as the target's server gets it."""
     upstream = call.service.upstream
@@ -275,11 +275,11 @@ def _all_fields(raw: bytes) -> dict[str, Any]:
     return {**fields, "stream": True, "stream_options": {"include_usage": True}}
 
 
-def _relay(call: Call, make: Make, body: PassthroughBody, api: str) -> Awaitable[Response]:
+def _relay(call: HttpExchange, make: Make, body: PassthroughBody, api: str) -> Awaitable[Response]:
     stream = bool(body.stream)
     task = RelayRequest(id=call.id, model=body.model, make=make, stream=stream, session=call.session, api=api)
     return relay(call, task, partial(_error_event, call))
 
 
-def _error_event(call: Call, error: EmberlineError) -> bytes:
+def _error_event(call: HttpExchange, error: EmberlineError) -> bytes:
     return b"data: " + encode(error_body(error, call.dialect, call.id)) + b"\n\n"

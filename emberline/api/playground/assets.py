@@ -13,8 +13,8 @@ from importlib.resources.abc import Traversable
 from typing import NamedTuple
 
 from emberline import __version__
-from emberline.api.http.call import Call, Reply
 from emberline.api.http.errors import HeaderList
+from emberline.api.http.exchange import HttpExchange, Reply
 from emberline.protocol.errors import NotFound
 
 _TYPES = {
@@ -58,7 +58,7 @@ class Assets(NamedTuple):
     files: dict[str, Asset]  # by path below /assets/{digest}/
     pages: dict[str, Asset]  # by file name; their links name the digest
 
-    def reply(self, call: Call, asset: Asset, cache_control: bytes, headers: HeaderList) -> Reply:
+    def reply(self, call: HttpExchange, asset: Asset, cache_control: bytes, headers: HeaderList) -> Reply:
         headers = [*_COMMON, (b"cache-control", cache_control), (b"etag", asset.etag), *headers]
         if call.headers.get("if-none-match") == asset.etag.decode():
             return Reply(304, b"", asset.content_type, headers)
@@ -116,22 +116,22 @@ def _suffix(name: str) -> str:
     return name[name.rfind(".") :]
 
 
-async def playground(call: Call) -> Reply:
+async def playground(call: HttpExchange) -> Reply:
     return _page(call, "playground.html")
 
 
-async def operations(call: Call) -> Reply:
+async def operations(call: HttpExchange) -> Reply:
     """Serve the operator's pages. They read the admin API, with the key that the operator gives them."""
     return _page(call, "operations.html")
 
 
-def _page(call: Call, name: str) -> Reply:
+def _page(call: HttpExchange, name: str) -> Reply:
     """A page of `static/`, with the content security policy of all pages."""
     assets = load()
     return assets.reply(call, assets.pages[name], _REVALIDATE, _PAGE)
 
 
-async def asset(call: Call) -> Reply:
+async def asset(call: HttpExchange) -> Reply:
     """An asset of this version may be cached forever; one asked for under another digest only until asked again."""
     assets = load()
     digest, _, name = call.path_param.partition("/")

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 from emberline.api.common.model_list import cloudflare_model, openrouter_model, source
-from emberline.api.http.call import Call, Reply, json_reply
+from emberline.api.http.exchange import HttpExchange, Reply, json_reply
 from emberline.api.http.openapi import struct_schemas
 from emberline.api.workers_ai.encode_request import OUTPUT_SCHEMAS, EncodeInput, encodes_text
 from emberline.api.workers_ai.response_body import envelope
@@ -79,7 +79,7 @@ _OUTPUT = {
 _OUTPUTS = {**OUTPUT_SCHEMAS, SPEECH_RECOGNITION: SPEECH_OUTPUT}
 
 
-async def models(call: Call) -> Reply:
+async def models(call: HttpExchange) -> Reply:
     call.int_param("source", 1, 1, 1000)
     hides_beta = call.bool_param("hide_experimental", default=False)
     cards = [card for card in call.models() if not (hides_beta and card.capabilities.beta)]
@@ -91,7 +91,7 @@ async def models(call: Call) -> Reply:
     return json_reply(envelope(rows, data=rows))
 
 
-async def schema(call: Call) -> Reply:
+async def schema(call: HttpExchange) -> Reply:
     name = call.query.get("model")
     if not name:
         raise BadInput("the query must name a `model`", param="model")
@@ -100,11 +100,11 @@ async def schema(call: Call) -> Reply:
     return json_reply(envelope({"input": _input_schema(body), "output": _OUTPUTS.get(card.task, _OUTPUT)}))
 
 
-async def tasks(call: Call) -> Reply:
+async def tasks(call: HttpExchange) -> Reply:
     return paged_reply(call, [row._asdict() for row in TASKS])
 
 
-async def list_authors(call: Call) -> Reply:
+async def list_authors(call: HttpExchange) -> Reply:
     return paged_reply(call, [row._asdict() for row in authors(call.models())])
 
 
@@ -127,7 +127,7 @@ def _matches(card: ModelCard, query: dict[str, str]) -> bool:
     )
 
 
-def paged_reply(call: Call, rows: Sequence[dict[str, Any]]) -> Reply:
+def paged_reply(call: HttpExchange, rows: Sequence[dict[str, Any]]) -> Reply:
     page = _page(call, rows)
     per_page = _per_page(call)
     info = {
@@ -140,11 +140,11 @@ def paged_reply(call: Call, rows: Sequence[dict[str, Any]]) -> Reply:
     return json_reply(envelope(page, result_info=info))
 
 
-def _page(call: Call, rows: Sequence[T]) -> Sequence[T]:
+def _page(call: HttpExchange, rows: Sequence[T]) -> Sequence[T]:
     per_page = _per_page(call)
     first = (call.int_param("page", 1, 1, MAX_PAGE) - 1) * per_page
     return rows[first : first + per_page]
 
 
-def _per_page(call: Call) -> int:
+def _per_page(call: HttpExchange) -> int:
     return call.int_param("per_page", DEFAULT_PER_PAGE, 1, MAX_PER_PAGE)

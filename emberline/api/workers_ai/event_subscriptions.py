@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from emberline.api.http.body import read_json
-from emberline.api.http.call import Call, Reply, json_reply
+from emberline.api.http.exchange import HttpExchange, Reply, json_reply
 from emberline.api.workers_ai.catalog import paged_reply
 from emberline.api.workers_ai.response_body import envelope
 from emberline.jobs.webhooks.events import WORKERS_AI, WORKERS_AI_TYPES, timestamp
@@ -46,7 +46,7 @@ _new = msgspec.json.Decoder(NewSubscription)
 _change = msgspec.json.Decoder(SubscriptionChange)
 
 
-async def create(call: Call) -> Reply:
+async def create(call: HttpExchange) -> Reply:
     """Only this response contains the secret that verifies deliveries."""
     new = await read_json(call, _new)
     endpoints = call.webhooks.endpoints
@@ -56,30 +56,30 @@ async def create(call: Call) -> Reply:
     return json_reply(envelope(body))
 
 
-async def list_all(call: Call) -> Reply:
+async def list_all(call: HttpExchange) -> Reply:
     found = await call.webhooks.endpoints.of_account(call.principal.account, _FORM)
     return paged_reply(call, [_subscription_body(endpoint) for endpoint in found])
 
 
-async def retrieve(call: Call) -> Reply:
+async def retrieve(call: HttpExchange) -> Reply:
     endpoint = await call.webhooks.endpoints.get(call.principal.account, call.path_param, _FORM)
     return json_reply(envelope(_subscription_body(endpoint)))
 
 
-async def update(call: Call) -> Reply:
+async def update(call: HttpExchange) -> Reply:
     update = _update(call, await read_json(call, _change))
     endpoint = await call.webhooks.endpoints.update(call.principal.account, call.path_param, update, _FORM)
     return json_reply(envelope(_subscription_body(endpoint)))
 
 
-async def delete(call: Call) -> Reply:
+async def delete(call: HttpExchange) -> Reply:
     account, endpoints = call.principal.account, call.webhooks.endpoints
     endpoint = await endpoints.get(account, call.path_param, _FORM)
     await endpoints.delete(account, endpoint.id, _FORM)
     return json_reply(envelope(_subscription_body(endpoint)))
 
 
-def _update(call: Call, body: SubscriptionChange) -> EndpointUpdate:
+def _update(call: HttpExchange, body: SubscriptionChange) -> EndpointUpdate:
     model = call.service.models.find(body.source.model_name).id if body.source else None
     return EndpointUpdate(
         name=body.name,

@@ -9,8 +9,8 @@ from emberline.api.batches.job_format import FileLine, Result, batch_results, li
 from emberline.api.batches.submission import find_batch, new_batch, position_body, submit_once, submit_requests
 from emberline.api.common.form import Form
 from emberline.api.http.body import MAX_VALUES, NO_LIMIT, decode, n_separators, named_model, read_body
-from emberline.api.http.call import JSON, Backend, Call, Reply, encode
 from emberline.api.http.errors import Dialect, NoSuchBatch, error_body
+from emberline.api.http.exchange import JSON, Backend, HttpExchange, Reply, encode
 from emberline.api.http.streaming import ByteStream, Chunks, Response
 from emberline.api.workers_ai.encode_request import EncodeInput, encoded_result, encodes_text
 from emberline.api.workers_ai.media import TASKS, run_media
@@ -79,7 +79,7 @@ _universal_submission_decoder = msgspec.json.Decoder(_UniversalSubmission)
 _reference_decoder = msgspec.json.Decoder(_Reference)
 
 
-async def run(call: Call) -> Response:
+async def run(call: HttpExchange) -> Response:
     if call.path_param.startswith(DYNAMIC):
         return await run_model(call, call.path_param, await read_body(call))
     card = call.use_model(call.path_param)  # an unknown model is reported before what is wrong with the body
@@ -87,7 +87,7 @@ async def run(call: Call) -> Response:
     return await run_model(call, call.path_param, raw)
 
 
-async def run_model(call: Call, model: str, raw: bytes) -> Response:
+async def run_model(call: HttpExchange, model: str, raw: bytes) -> Response:
     """Run the model on its input, `raw`. The model was looked up, unless it is a route of the gateway that it names."""
     if (card := call.card) is None:
         return await _run_input(call, model, raw, encodes=False)
@@ -98,7 +98,7 @@ async def run_model(call: Call, model: str, raw: bytes) -> Response:
     return await _run_input(call, model, raw, encodes_text(card))
 
 
-async def run_universal(call: Call) -> Response:
+async def run_universal(call: HttpExchange) -> Response:
     raw = await read_body(call)
     if (name := named_model(raw)) is not None and not name.startswith(DYNAMIC):
         call.use_model(name)
@@ -116,13 +116,13 @@ async def run_universal(call: Call) -> Response:
     return await _run(call, body.model, bytes(body.input), given.input)
 
 
-async def _run_input(call: Call, model: str, raw: bytes, encodes: bool) -> Response:
+async def _run_input(call: HttpExchange, model: str, raw: bytes, encodes: bool) -> Response:
     decoder: msgspec.json.Decoder[Any] = ENCODE.decoder if encodes else _run_decoder
     body = decode(raw, decoder, decode(raw, _submission_decoder, NO_LIMIT).max_values)
     return await _run(call, model, raw, body)
 
 
-async def _run(call: Call, model: str, raw: bytes, body: RunRequest | EncodeInput) -> Response:
+async def _run(call: HttpExchange, model: str, raw: bytes, body: RunRequest | EncodeInput) -> Response:
     if body.options is not None and body.options.gateway is not None:
         call.use_gateway(body.options.gateway)
     if body.for_queue or _queue_requested(call):
@@ -135,13 +135,13 @@ async def _run(call: Call, model: str, raw: bytes, body: RunRequest | EncodeInpu
     return await ENCODE.encode(call, body, task)
 
 
-async def _hear(call: Call, model: str, raw: bytes) -> Reply:
+async def _hear(call: HttpExchange, model: str, raw: bytes) -> Reply:
     if _queue_requested(call):
         raise Unsupported(f"{model} has no queue: leave `queueRequest` out", param="queueRequest")
     return await run_speech(call, model, raw)
 
 
-def _queue_requested(call: Call) -> bool:
+def _queue_requested(call: HttpExchange) -> bool:
     value = call.query.get("queueRequest", "false").lower()
     if value not in ("true", "false"):
         raise BadInput("`queueRequest` must be true or false", param="queueRequest")
@@ -151,14 +151,14 @@ def _queue_requested(call: Call) -> bool:
 # --- the queue --------------------------------------------------------------------------------------------------------
 
 
-async def _run_queued(call: Call, model: str, raw: bytes, body: RunRequest | EncodeInput) -> Response:
+async def _run_queued(call: HttpExchange, model: str, raw: bytes, body: RunRequest | EncodeInput) -> Response:
     """Submit, or poll. `raw` is the body as sent: without `requests`, it is the only input."""
     if body.request_id is not None:
         return await _poll(call, body.request_id)
     return await _submit(call, model, raw, body)
 
 
-async def _submit(call: Call, model: str, raw: bytes, body: RunRequest | EncodeInput) -> Reply:
+async def _submit(call: HttpExchange, model: str, raw: bytes, body: RunRequest | EncodeInput) -> Reply:
     card = call.card or call.use_model(model)
     requests = _requests(call, raw, body, card.id)
     most = call.queue.limits.max_jobs
@@ -174,7 +174,7 @@ async def _submit(call: Call, model: str, raw: bytes, body: RunRequest | EncodeI
     return reply._replace(headers=[*reply.headers, *call.id_headers])
 
 
-def _requests(call: Call, raw: bytes, body: RunRequest | EncodeInput, model: str) -> list[msgspec.Raw]:
+def _requests(call: HttpExchange, raw: bytes, body: RunRequest | EncodeInput, model: str) -> list[msgspec.Raw]:
     if body.requests is None:
         _, call.field_names = body.to_request(call.id, None, model)  # a single invalid input is refused at once
         if body.stream:
@@ -185,7 +185,7 @@ def _requests(call: Call, raw: bytes, body: RunRequest | EncodeInput, model: str
     return body.requests
 
 
-async def _poll(call: Call, request_id: str) -> Response:
+async def _poll(call: HttpExchange, request_id: str) -> Response:
     if not _UUID.fullmatch(request_id):
         raise NoSuchBatch(f"{request_id[:80]!r} is not a request id", param="request_id")
     batch = await find_batch(call, request_id, "workers_ai")
@@ -197,7 +197,7 @@ async def _poll(call: Call, request_id: str) -> Response:
     return ByteStream(_responses(call, batch), JSON, headers=call.id_headers)
 
 
-async def _responses(call: Call, batch: Batch) -> Chunks:
+async def _responses(call: HttpExchange, batch: Batch) -> Chunks:
     """The envelope, written around the results as they are read."""
     begin = b'{"result":{' if call.dialect is Dialect.NATIVE else b"{"
     yield begin + b'"responses":['

@@ -5,7 +5,7 @@ from typing import Any, Literal
 import msgspec
 
 from emberline.api.http.body import decode
-from emberline.api.http.call import Call, Reply
+from emberline.api.http.exchange import HttpExchange, Reply
 from emberline.api.openai.media import make, media_reply
 from emberline.api.workers_ai.response_body import result_reply
 from emberline.catalog.model_card import TEXT_TO_IMAGE, TEXT_TO_SPEECH, TEXT_TO_VIDEO, ModelCard
@@ -22,7 +22,7 @@ _decoder = msgspec.json.Decoder(dict[str, Any])
 _SPEECH = {"text": "input", "prompt": "input", "speaker": "voice", "encoding": "response_format"}
 
 
-async def run_media(call: Call, model: str, card: ModelCard, raw: bytes) -> Reply:
+async def run_media(call: HttpExchange, model: str, card: ModelCard, raw: bytes) -> Reply:
     """An image as `{"image": base64}`; speech and video as bytes. Fields in OpenAI's words are passed on."""
     given = decode(raw, _decoder)
     task = TASKS[card.task]

@@ -6,8 +6,8 @@ import msgspec
 
 from emberline.api.common.chat_fields import is_json
 from emberline.api.common.response_body import json_arguments, usage_body
-from emberline.api.http.call import Call, Reply, encode, json_reply
 from emberline.api.http.errors import Dialect, JsonModeFailed
+from emberline.api.http.exchange import HttpExchange, Reply, encode, json_reply
 from emberline.api.http.sse import EventEncoder, data_event, random_padding
 from emberline.api.workers_ai.run_request import RunRequest
 from emberline.protocol.complete_response import Answer, AnswerChoice
@@ -20,12 +20,12 @@ def envelope(result: Any, **fields: Any) -> Json:
     return {"result": result, "success": True, "errors": [], "messages": []} | fields
 
 
-def enveloped(call: Call, result: Any) -> Any:
+def enveloped(call: HttpExchange, result: Any) -> Any:
     """As the caller expects it: the binding of a Worker has no envelope."""
     return result if call.dialect is Dialect.BINDING else envelope(result)
 
 
-def result_reply(call: Call, result: Any) -> Reply:
+def result_reply(call: HttpExchange, result: Any) -> Reply:
     return json_reply(enveloped(call, result), headers=call.id_headers)
 
 

@@ -11,7 +11,7 @@ from msgspec import Meta
 from emberline.api.common.transcript import vtt
 from emberline.api.common.unsupported_fields import UnsupportedField, refuse_unsupported
 from emberline.api.http.body import NO_LIMIT, decode
-from emberline.api.http.call import Call, Reply
+from emberline.api.http.exchange import HttpExchange, Reply
 from emberline.api.workers_ai.response_body import result_reply
 from emberline.protocol.errors import BadInput, TooLarge
 from emberline.protocol.request import SpeechRequest
@@ -63,7 +63,7 @@ OUTPUT_SCHEMA = {
 }
 
 
-async def run_speech(call: Call, model: str, raw: bytes) -> Reply:
+async def run_speech(call: HttpExchange, model: str, raw: bytes) -> Reply:
     """`raw` is JSON if it begins as an object does; clients name all kinds of content types."""
     body = decode(raw, _decoder, NO_LIMIT) if raw.lstrip()[:1] == b"{" else None
     audio = raw if body is None else body.audio_bytes

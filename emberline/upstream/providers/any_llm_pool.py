@@ -34,7 +34,7 @@ class AnyLLMPool(ConnectionPool):
     def __init__(self, provider: Provider) -> None:
         super().__init__(Address(provider.any_llm, 0, False, ""), read_timeout_s=provider.timeout_s)
         self._provider = provider
-        self._waiting: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[_PoolCall | None] = queue.SimpleQueue()
         self._n_threads = 0
         self._n_abandoned = 0
         self._counting = threading.Lock()  # of abandoned calls
@@ -48,13 +48,13 @@ class AnyLLMPool(ConnectionPool):
     async def _dial(self) -> Connection:
         if self._closed:
             raise ConnectionFailed("we closed the connection")
-        connection = _Call(self._enqueue, self._lost, self._abandoned)
+        connection = _PoolCall(self._enqueue, self._lost, self._abandoned)
         self._all.add(connection)
         if self._sweeper is None:
             self._sweeper = asyncio.get_running_loop().call_later(self._sweep_interval_s, self._sweep)
         return connection
 
-    def _enqueue(self, call: "_Call") -> None:
+    def _enqueue(self, call: "_PoolCall") -> None:
         n_most = self._provider.max_running + min(self._n_abandoned, MAX_ABANDONED * self._provider.max_running)
         if not self._idle_threads.acquire(blocking=False) and self._n_threads < n_most:
             self._n_threads += 1
@@ -90,12 +90,12 @@ class AnyLLMPool(ConnectionPool):
         return clients[key]
 
 
-class _Call(Connection):
+class _PoolCall(Connection):
     """One request. `begin`, `pause` and `end` are called on the event loop of the pool, `run` in a thread."""
 
     def __init__(
         self,
-        enqueue: "Callable[[_Call], None]",
+        enqueue: "Callable[[_PoolCall], None]",
         on_lost: Callable[[Connection], None],
         abandoned: Callable[[int], None],
     ) -> None:

@@ -12,7 +12,7 @@ from standardwebhooks import Webhook
 
 from emberline.accounts.auth import Authenticator
 from emberline.api.app import ApiSettings, App
-from emberline.api.http.call import RequestLimits
+from emberline.api.http.exchange import RequestLimits
 from emberline.jobs.webhooks.service import WebhookService
 from emberline.net.http_server import ASGIApp
 from emberline.protocol.errors import Unavailable

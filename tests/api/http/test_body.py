@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emberline.api.http import body as bodies
-from emberline.api.http.call import RequestLimits
+from emberline.api.http.exchange import RequestLimits
 from emberline.api.openai.chat import ChatRequest
 from emberline.protocol.errors import BadInput
 from tests.api.adversarial import attacks

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from emberline.api.http import body as bodies
-from emberline.api.http.call import RequestLimits
+from emberline.api.http.exchange import RequestLimits
 from emberline.api.http.large_requests import STALL_S, LargeRequestRelay
 from emberline.net.http_server import serve
 from emberline.protocol.complete_response import StoredResponse

@@ -3,7 +3,7 @@
 import httpx
 import pytest
 
-from emberline.api.http.call import RequestLimits
+from emberline.api.http.exchange import RequestLimits
 from tests.api.fake_service import SPEECH, FakeService, client_of
 from tests.lazy_modules import openai
 

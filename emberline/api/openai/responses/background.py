@@ -13,8 +13,8 @@ import msgspec
 from emberline.api.batches.job_format import job_error, queued_request
 from emberline.api.batches.submission import new_batch, queue_position, store_requests
 from emberline.api.http.body import decode
-from emberline.api.http.call import Call, encode
 from emberline.api.http.errors import NoSuchResponse
+from emberline.api.http.exchange import HttpExchange, encode
 from emberline.api.http.sse import named_event
 from emberline.api.http.streaming import Blocks, BlockStream, LastBlock
 from emberline.api.openai.responses.form import RESPONSE
@@ -68,7 +68,7 @@ _submitted_decoder = msgspec.json.Decoder(_Submitted)
 
 
 async def submit(
-    call: Call, own_id: str, raw: bytes, items: Sequence[Item], request: GenerateRequest
+    call: HttpExchange, own_id: str, raw: bytes, items: Sequence[Item], request: GenerateRequest
 ) -> BackgroundResponse:
     """Queue the response durably."""
     request = queued_request(request, call.model_card(request.model).id)
@@ -85,7 +85,7 @@ async def submit(
     return found
 
 
-async def find(call: Call, own_id: str) -> BackgroundResponse | None:
+async def find(call: HttpExchange, own_id: str) -> BackgroundResponse | None:
     queue = call.queue
     try:
         batch = await queue.batch(call.principal.account, own_id)
@@ -100,7 +100,7 @@ async def find(call: Call, own_id: str) -> BackgroundResponse | None:
     return BackgroundResponse(batch, job, parts, body, bytes(submitted.items).decode())
 
 
-async def _refresh(call: Call, found: BackgroundResponse) -> BackgroundResponse:
+async def _refresh(call: HttpExchange, found: BackgroundResponse) -> BackgroundResponse:
     """The current state. The job is read first: if it has ended, the transcript read after it is complete."""
     queue, own_id = call.queue, found.batch.id
     try:
@@ -118,7 +118,7 @@ def _body(found: BackgroundResponse) -> Json:
     return events.response
 
 
-async def response_with_position(call: Call, found: BackgroundResponse) -> Json:
+async def response_with_position(call: HttpExchange, found: BackgroundResponse) -> Json:
     """The response object; until it has ended, with its position in the queue."""
     return _body(found) if found.ended else _body(found) | {"queue": await queue_position(call, found.batch)}
 
@@ -135,23 +135,23 @@ def stored_response(found: BackgroundResponse) -> StoredResponse:
     )
 
 
-async def cancel(call: Call, found: BackgroundResponse) -> BackgroundResponse:
+async def cancel(call: HttpExchange, found: BackgroundResponse) -> BackgroundResponse:
     await call.queue.cancel(call.principal.account, found.batch.id)
     return await find(call, found.batch.id) or found
 
 
-async def delete(call: Call, found: BackgroundResponse) -> None:
+async def delete(call: HttpExchange, found: BackgroundResponse) -> None:
     if not found.ended:
         raise Conflict("the response is not complete yet: cancel it first")
     await call.queue.delete(call.principal.account, found.batch.id)
 
 
-def stream(call: Call, found: BackgroundResponse, after: int) -> BlockStream:
+def stream(call: HttpExchange, found: BackgroundResponse, after: int) -> BlockStream:
     """The events with sequence numbers above `after`, until the response has ended."""
     return BlockStream(_blocks(call, found, after), headers=call.id_headers)
 
 
-async def _blocks(call: Call, found: BackgroundResponse, after: int) -> Blocks:
+async def _blocks(call: HttpExchange, found: BackgroundResponse, after: int) -> Blocks:
     batches, events = call.batches, BackgroundEvents(found)
     sent_s = time.monotonic()
     while True:

@@ -11,8 +11,17 @@ import msgspec
 from emberline.api.batches.submission import submit_once
 from emberline.api.common.unsupported_fields import refuse_unsupported
 from emberline.api.http.body import LARGE_BYTES, decode, read_model_body
-from emberline.api.http.call import Call, Events, LargeRequest, Reply, encode, json_reply, list_reply, while_connected
 from emberline.api.http.errors import NoPreviousResponse, NoSuchResponse
+from emberline.api.http.exchange import (
+    Events,
+    HttpExchange,
+    LargeRequest,
+    Reply,
+    encode,
+    json_reply,
+    list_reply,
+    while_connected,
+)
 from emberline.api.http.resumable import HEADER, resume_log
 from emberline.api.http.streaming import EventStream, Response
 from emberline.api.openai.responses import background
@@ -69,7 +78,7 @@ class Turn:
     builder: ResponseBuilder
 
 
-async def create(call: Call) -> Response:
+async def create(call: HttpExchange) -> Response:
     raw = await read_model_body(call, RESPONSE.session_fields)
     body: ResponsesRequest = decode(raw, RESPONSE.decoder)
     if body.background:
@@ -83,7 +92,7 @@ async def create(call: Call) -> Response:
     return json_reply(turn.builder.response, headers=call.id_headers)
 
 
-async def _create_in_background(call: Call, raw: bytes, body: ResponsesRequest) -> Response:
+async def _create_in_background(call: HttpExchange, raw: bytes, body: ResponsesRequest) -> Response:
     call.refuse_gateway("background")
     if not body.stored:
         raise BadInput("a background response is always stored: leave `store` out", param="store")
@@ -103,13 +112,13 @@ async def _create_in_background(call: Call, raw: bytes, body: ResponsesRequest) 
     return background.stream(call, found, -1)
 
 
-async def count_tokens(call: Call) -> Reply:
+async def count_tokens(call: HttpExchange) -> Reply:
     turn = await _prepare(call, decode(await read_model_body(call, RESPONSE.session_fields), RESPONSE.decoder))
     n_tokens = await call.count_tokens(turn.request)
     return json_reply({"object": "response.input_tokens", "input_tokens": n_tokens})
 
 
-async def retrieve(call: Call) -> Response:
+async def retrieve(call: HttpExchange) -> Response:
     """With `stream`, the events after `starting_after`, of a background response or of a resumable one."""
     streams = call.bool_param("stream")
     after = call.int_param("starting_after", -1, 0, 999_999_999)
@@ -124,7 +133,7 @@ async def retrieve(call: Call) -> Response:
     return Reply(200, record.body.encode())
 
 
-async def _resume(call: Call) -> Response:
+async def _resume(call: HttpExchange) -> Response:
     try:
         return await resume_log(call, call.path_param)
     except NoSuchStream:
@@ -135,7 +144,7 @@ async def _resume(call: Call) -> Response:
         ) from None
 
 
-async def list_input_items(call: Call) -> Reply:
+async def list_input_items(call: HttpExchange) -> Reply:
     """All items of the response's input, with those of the conversation that it continues."""
     limit, after = call.int_param("limit", 20, 1, 100), call.query.get("after")
     order = call.enum_param("order", _ORDERS, "desc")
@@ -151,7 +160,7 @@ async def list_input_items(call: Call) -> Reply:
     return list_reply(page, has_more=first + len(page) < len(items))
 
 
-async def delete(call: Call) -> Reply:
+async def delete(call: HttpExchange) -> Reply:
     if found := await _find_background(call, call.path_param):
         await background.delete(call, found)
     else:
@@ -161,7 +170,7 @@ async def delete(call: Call) -> Reply:
     return json_reply({"id": call.path_param, "object": "response", "deleted": True})
 
 
-async def cancel(call: Call) -> Reply:
+async def cancel(call: HttpExchange) -> Reply:
     if found := await _find_background(call, call.path_param):
         return json_reply(await background.response_with_position(call, await background.cancel(call, found)))
     await _load(call)
@@ -173,7 +182,7 @@ async def cancel(call: Call) -> Reply:
 # --- preparing a request ----------------------------------------------------------------------------------------------
 
 
-async def _prepare(call: Call, body: ResponsesRequest) -> Turn:
+async def _prepare(call: HttpExchange, body: ResponsesRequest) -> Turn:
     refuse_unsupported(body)
     own_id, created_us = response_id(call.id), time.time_ns() // 1000
     tools = body.parse_tools()
@@ -186,7 +195,7 @@ async def _prepare(call: Call, body: ResponsesRequest) -> Turn:
     return Turn(body, own_id, created_us, history, past, new, request, builder)
 
 
-async def _history(call: Call, previous: str | None) -> list[StoredResponse]:
+async def _history(call: HttpExchange, previous: str | None) -> list[StoredResponse]:
     if previous is None:
         return []
     records = await _find(call, previous, with_history=True)
@@ -200,7 +209,7 @@ async def _history(call: Call, previous: str | None) -> list[StoredResponse]:
     return records
 
 
-async def _resolve_references(call: Call, given: list[Item | ItemReference]) -> list[Item]:
+async def _resolve_references(call: HttpExchange, given: list[Item | ItemReference]) -> list[Item]:
     """The items, with references replaced by the items that they refer to."""
     referenced = {item.id: response_of(item.id) for item in given if isinstance(item, ItemReference)}
     ids = {found for found in referenced.values() if found is not None}
@@ -220,14 +229,14 @@ async def _resolve_references(call: Call, given: list[Item | ItemReference]) -> 
     return items
 
 
-async def _load(call: Call, with_history: bool = False) -> list[StoredResponse]:
+async def _load(call: HttpExchange, with_history: bool = False) -> list[StoredResponse]:
     records = await _find(call, call.path_param, with_history)
     if not records:
         raise _no_such_response(call.path_param)
     return records
 
 
-async def _find(call: Call, own_id: str, with_history: bool = False) -> list[StoredResponse]:
+async def _find(call: HttpExchange, own_id: str, with_history: bool = False) -> list[StoredResponse]:
     """The store is queried only for well-formed ids."""
     if not _RESPONSE_ID.fullmatch(own_id):
         return []
@@ -239,7 +248,7 @@ async def _find(call: Call, own_id: str, with_history: bool = False) -> list[Sto
     return [background.stored_response(found)] if found else []
 
 
-async def _find_background(call: Call, own_id: str) -> background.BackgroundResponse | None:
+async def _find_background(call: HttpExchange, own_id: str) -> background.BackgroundResponse | None:
     if not _RESPONSE_ID.fullmatch(own_id) or not call.has_queue:
         return None
     return await background.find(call, own_id)
@@ -256,7 +265,7 @@ def _items(record: StoredResponse) -> list[Item]:
 # --- generating the response ------------------------------------------------------------------------------------------
 
 
-async def _store_on_completion(call: Call, turn: Turn, events: Events) -> Events:
+async def _store_on_completion(call: HttpExchange, turn: Turn, events: Events) -> Events:
     """The events; Completed follows once the response can be found by its id."""
     stored = turn.body.stored
     new = encode(turn.new).decode() if stored else ""
@@ -276,7 +285,7 @@ async def _store_on_completion(call: Call, turn: Turn, events: Events) -> Events
         raise
 
 
-async def _store(call: Call, turn: Turn, new: str) -> None:
+async def _store(call: HttpExchange, turn: Turn, new: str) -> None:
     """Store the new items only; or all, where the chain is long or the continued response was deleted meanwhile."""
     responses, parent = call.service.responses, turn.history[-1] if turn.history else None
     record = StoredResponse(

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from emberline.api.batch_loader import BatchService
-from emberline.api.http.call import RequestLimits
+from emberline.api.http.exchange import RequestLimits
 from emberline.jobs.batches.batch import NewBatch
 from emberline.protocol.complete_response import Answer, AnswerChoice, TextPart
 from emberline.protocol.errors import Unavailable

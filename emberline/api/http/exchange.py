@@ -79,7 +79,7 @@ class Backend(Protocol):
 
     @property
     def event_logs(self) -> "EventLogs":
-        """Of streams that their clients may resume."""
+        """Logs of streams that their clients may resume."""
 
     def run(self, work: Work) -> TaskEvents:
         """Run a task to its end."""
@@ -114,7 +114,7 @@ class Backend(Protocol):
     async def cluster_status(self) -> "ClusterStatus": ...
 
     async def scaling_plan(self, model: str, limit: int) -> dict[str, Any]:
-        """What the planner saw, did and why, of one model, or of all (empty)."""
+        """Report what the planner saw, did and why, for one model, or for all (empty)."""
 
     async def set_scaling_bounds(self, model: str, changes: dict[str, Any] | None) -> dict[str, Any] | None:
         """Returns those in effect. `changes` None: those of the configuration count again."""
@@ -180,8 +180,8 @@ class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
 REQUEST_LIMITS = RequestLimits()
 
 
-class Call:
-    """The request. `id` is generated here; a client's X-Request-Id is logged and not used otherwise."""
+class HttpExchange:
+    """A request and its response. `id` is generated here; a client's X-Request-Id is logged and not used otherwise."""
 
     def __init__(
         self,
@@ -246,19 +246,19 @@ class Call:
         return self._auth.shares_kv
 
     def salt_of(self, account: str) -> bytes:
-        """Of an account's cached KV."""
+        """Salt of an account's cached KV."""
         return self._auth.salt_of(account)
 
     @property
     def trusted(self) -> bool:
-        """Whether the caller of an open route is an admin."""
+        """True if the caller of an open route is an admin."""
         try:
             return self._auth.check(self.scope["headers"]).is_admin
         except EmberlineError:
             return False
 
     def models(self) -> "list[ModelCard]":
-        """Those that the caller may use, with the prices that are valid now."""
+        """Models that the caller may use, with the prices that are valid now."""
         cards = [card for card in self.service.models.cards() if self.principal.may_use((card.id, *card.aliases))]
         if self._accounts is None:
             return cards
@@ -305,7 +305,7 @@ class Call:
         return self._gateway
 
     def use_gateway(self, options: GatewayOptions) -> StageChain:
-        """What the body asks for; the headers count for what it leaves out."""
+        """Open the gateway that the body asks for; the headers count for what the body leaves out."""
         self._reads_gateway = False
         return self._open_gateway(merge(options, from_headers(self.headers)))
 
@@ -357,7 +357,7 @@ class Call:
 
     @property
     def session_final(self) -> bool:
-        """Whether the client says that its session ends with this request."""
+        """True if the client says that its session ends with this request."""
         value = self.headers.get("x-session-final") or "false"
         if value not in ("true", "false"):
             raise BadInput("`x-session-final` must be true or false", param="x-session-final")
@@ -365,7 +365,7 @@ class Call:
 
     @property
     def traceparent(self) -> str:
-        """Of the trace that the request belongs to, for work that it queues; empty: none."""
+        """The trace that the request belongs to, for work that it queues; empty if it is not traced."""
         trace = trace_context.current.get()
         return "" if trace is None else trace.traceparent
 

@@ -10,8 +10,8 @@ from emberline.api.anthropic.upstream_passthrough import forward_message
 from emberline.api.common.form import Form
 from emberline.api.common.response_body import cost_field, drafts_field, json_arguments, tiers_field
 from emberline.api.http.body import decode, read_model_body
-from emberline.api.http.call import Call, Reply, encode, json_reply
 from emberline.api.http.errors import Dialect, HeaderList, error_body
+from emberline.api.http.exchange import HttpExchange, Reply, encode, json_reply
 from emberline.api.http.sse import EventEncoder, named_event
 from emberline.api.http.streaming import Response
 from emberline.protocol.complete_response import Answer, AnswerChoice, AnswerPart, ReasoningPart, TextPart
@@ -24,7 +24,7 @@ SIGNATURE = "ZW1iZXJsaW5l"
 Json = dict[str, Any]
 
 
-def _relay(call: Call, raw: bytes, unread: bool) -> Awaitable[Response] | None:
+def _relay(call: HttpExchange, raw: bytes, unread: bool) -> Awaitable[Response] | None:
     """Relay the request if Anthropic's API serves the model and no gateway has to read what is sent."""
     if unread or call.card is None or call.gateway is not None or not call.service.models.is_upstream(call.card):
         return None
@@ -32,7 +32,7 @@ def _relay(call: Call, raw: bytes, unread: bool) -> Awaitable[Response] | None:
     return forward_message(call, raw, _headers) if target.kind == "anthropic" else None
 
 
-def _headers(call: Call) -> HeaderList:
+def _headers(call: HttpExchange) -> HeaderList:
     return [(b"request-id", call.id.encode()), *call.id_headers]
 
 
@@ -176,7 +176,7 @@ MESSAGES = Form(
 _count_decoder = msgspec.json.Decoder(CountRequest)
 
 
-async def count_tokens(call: Call) -> Reply:
+async def count_tokens(call: HttpExchange) -> Reply:
     body = decode(await read_model_body(call, MESSAGES.session_fields), _count_decoder)
     request, call.field_names = body.to_request(call.id, call.session)
     n_tokens = await call.count_tokens(request)
