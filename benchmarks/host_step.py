@@ -69,7 +69,8 @@ class NullRunner:
 
     def launch(self, plan: Any) -> NullStep:
         assert not plan.n_drafts, "there is nothing to draft from"
-        return NullStep([Draw(next(self._unused)) for row in plan.rows if row.samples])
+        n_draws = len(plan.columns) + sum(row.samples for row in plan.others)
+        return NullStep([Draw(next(self._unused)) for _ in range(n_draws)])
 
 
 class NullCopies:

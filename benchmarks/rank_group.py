@@ -40,7 +40,7 @@ def decode_plan(n_rows: int, number: int = 0, start: int = 1000) -> StepPlan:
         Row(n, n, start, (number + n).to_bytes(4, "little"), None if n % 16 else [[n + 1]], [0], True, admission=n)
         for n in range(n_rows)
     ]
-    return StepPlan(rows=rows, n_tokens=n_rows, number=number)
+    return StepPlan(others=rows, n_tokens=n_rows, number=number)
 
 
 def _follow(descriptor: int, number: int, times_name: str, n_plans: int) -> None:

@@ -206,6 +206,24 @@ class KVCache:
                 held.blocks += gained[-1]
         return gained
 
+    def grow_all(self, tables: Sequence[BlockTable]) -> list[list[int]]:
+        """Take one block more for each of the tables, for which there is room and whose windows do not move.
+
+        Returns for each group the new blocks, in the order of the tables.
+        """
+        gained = [self._take(group, len(tables)) for group in self.groups]
+        for g, blocks in enumerate(gained):
+            for table, block in zip(tables, blocks):
+                table.groups[g].blocks.append(block)
+        return gained
+
+    def room(self, table: BlockTable) -> int:
+        """Return the first position whose token needs a new block, or has passed one."""
+        room = BLOCK_TOKENS * len(table.groups[0].blocks)
+        if not self.windowed:
+            return room
+        return min(room, *(group.kind.next_passing(held.n_passed) for group, held in zip(self.groups, table.groups)))
+
     def publish(self, table: BlockTable, keys: Sequence[bytes], n_blocks: int) -> None:
         """Add the first n_blocks of the table, which are computed and full, to the prefix index."""
         for group, held in zip(self.groups, table.groups):

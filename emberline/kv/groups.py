@@ -33,6 +33,10 @@ class GroupKind:
         """Return the first block that the token at `position` can see."""
         raise NotImplementedError
 
+    def next_passing(self, n_passed: int) -> int:
+        """Return the first position whose token sees none of the first n_passed + 1 blocks."""
+        raise NotImplementedError
+
     def longest(self, has: Callable[[int], bool], limit: int) -> int:
         """Return the largest n <= limit for which `has` every block that a token after n blocks can see."""
         end = start = limit  # the blocks start .. end - 1 are there
@@ -80,6 +84,9 @@ class Full(GroupKind):
     def first_visible(self, position: int) -> int:
         return 0
 
+    def next_passing(self, n_passed: int) -> int:
+        return UNBOUNDED
+
     def n_usable(self, index: PrefixIndex, keys: Sequence[bytes], limit: int, known: LeadingBlocks) -> int:
         return index.n_leading(keys, limit, known)
 
@@ -99,6 +106,9 @@ class Window(GroupKind):
     def first_visible(self, position: int) -> int:
         return 0 if position < self.reach else (position - self.reach + 1) // BLOCK_TOKENS
 
+    def next_passing(self, n_passed: int) -> int:
+        return BLOCK_TOKENS * (n_passed + 1) + self.reach - 1
+
 
 class Chunk(GroupKind):
     """Chunked attention: a token sees the tokens of its own chunk of `reach` tokens, up to itself."""
@@ -109,6 +119,9 @@ class Chunk(GroupKind):
 
     def first_visible(self, position: int) -> int:
         return position // self.reach * self.reach // BLOCK_TOKENS
+
+    def next_passing(self, n_passed: int) -> int:
+        return -(-BLOCK_TOKENS * (n_passed + 1) // self.reach) * self.reach
 
 
 def kind_of(layout: KVGroup) -> GroupKind:

@@ -197,12 +197,20 @@ def scheduler_of(
     speculation=None,
     micro_batches=1,
     prefill=None,
+    column_rows=1,
     **work,
 ):
-    """`work`: fields of WorkLimits."""
+    """`work`: fields of WorkLimits. Plain rows are planned as columns from the first on: tests have few of them."""
     sizes = [n_blocks] * len(layouts) if isinstance(n_blocks, int) else n_blocks
     cache = KVCache(layouts, sizes, chunk=token_budget, listener=listener)
-    limits = Limits(min(context_len, cache.capacity), VOCAB, (EOS,), max_running, token_budget, WorkLimits(**work))
+    limits = Limits(
+        min(context_len, cache.capacity),
+        VOCAB,
+        (EOS,),
+        max_running,
+        token_budget,
+        WorkLimits(column_rows=column_rows, **work),
+    )
     made = build_scheduler(
         cache,
         limits,

@@ -105,9 +105,9 @@ class AdmissionPolicy:
         if not all(admits(seq, n_hit) for admits in moments.admits):
             return True
         self._queues.dequeue(seq)
-        self._take_hit(seq)
+        n_computed = self._take_hit(seq)
         if not seq.is_parked:
-            self._queues.run(seq)
+            self._queues.run(seq, n_computed)
             output = bytes(memoryview(seq.ids)[4 * seq.n_prompt :])
             blocks = [list(held.blocks) for held in seq.table.groups]
             plan.admissions.append(Admission(seq.slot, seq.request, seq.seed, output, blocks))
@@ -130,10 +130,9 @@ class AdmissionPolicy:
     def release(self, seq: Sequence) -> None:
         """Take a running sequence's slot and blocks back; its full blocks stay cached until others need the room."""
         self.publish(seq)
-        seq.vacated()
+        seq.vacated(seq.n_computed)
         self._cache.release(seq.table)
         self._queues.vacate(seq)
-        seq.n_computed = seq.n_done = seq.n_sampling = seq.n_drafting = 0
 
     def is_computing(self, key: bytes) -> bool:
         """True if a plan in flight computes the block with this content key."""
@@ -146,8 +145,11 @@ class AdmissionPolicy:
     def done(self, plan: StepPlan) -> None:
         self._computing.pop(id(plan), None)
 
-    def _take_hit(self, seq: Sequence) -> None:
-        """Give a sequence its cached prefix. If a feature then holds it, it gives its blocks back: it needs no slot."""
+    def _take_hit(self, seq: Sequence) -> int:
+        """Give a sequence its cached prefix. If a feature then holds it, it gives its blocks back: it needs no slot.
+
+        Returns the number of tokens whose KV the sequence has.
+        """
         hit = self.match(seq)
         n_hit = hit.n_blocks
         brought = [found for bring in self._moments.bring if (found := bring(seq)) is not None]
@@ -157,23 +159,23 @@ class AdmissionPolicy:
             seq.table.conversation = begin(seq.root_key, seq.session_digest, seq.keys, max(0, n_found))
         table = next((each.table for each in brought if each.table is not None), None)
         self._cache.take_hit(seq.table, seq.keys, hit, table)
-        seq.n_computed = n_hit * BLOCK_TOKENS
+        n_computed = n_hit * BLOCK_TOKENS
         if seq.cached_by_tier is None:
             seq.waited_s = max(0.0, self.now_s - seq.arrived_s)
-            self._count_cached(seq, brought)
+            self._count_cached(seq, n_computed, brought)
         for admitted in self._moments.admitted:
             admitted(seq, n_hit)
         if not all(each.cached for each in brought):
             for published in self._moments.published:
                 published(seq, 0, n_hit)
         if seq.is_parked:
-            seq.vacated()
+            seq.vacated(n_computed)
             self._cache.release(seq.table)
-            seq.n_computed = 0
+        return n_computed
 
-    def _count_cached(self, seq: Sequence, brought: Iterable[Brought]) -> None:
+    def _count_cached(self, seq: Sequence, n_computed: int, brought: Iterable[Brought]) -> None:
         """Count the prompt tokens that need not be computed, by where they were."""
-        n_cached = left = min(seq.n_computed, seq.n_prompt)
+        n_cached = left = min(n_computed, seq.n_prompt)
         seq.cached_by_tier = {}
         for found in brought:
             for source, n_blocks in found.blocks.items():

@@ -1,6 +1,8 @@
 """One step as plain data: the scheduler decides it, a runner executes it, on one device or on many ranks.
 
-A runner keeps state per slot. A plan says which sequence takes a slot, then only what is new: tokens and blocks.
+A runner keeps state per slot. A plan says which sequence takes a slot, then only what is new: tokens and blocks. Rows
+of sequences that decode, with nothing unusual about them, are columns of one array, which holds the packet that kernels
+read. All others are `Row` objects: chunks of prompts, rows with drafts, bans or a grammar.
 """
 
 from collections.abc import Sequence
@@ -11,8 +13,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from emberline.engine.core.rows import Ints
 from emberline.protocol.request import EngineRequest
 from emberline.protocol.token_ids import unpack
+
+# Rows of `StepPlan.columns`. From SLOT on they are a packet of `kernels.decode_inputs`: after the token, there is a new
+# block for each KV group, then the number of leading blocks of each that have left the window.
+SLOT, START, TOKEN, BLOCKS = range(2, 6)  # after the number of the sequence and that of its admission
+LAST_SAMPLED = NO_BLOCK = -1  # as `kernels.decode_inputs` has them
 
 
 @dataclass(slots=True)
@@ -36,7 +44,7 @@ class Row(msgspec.Struct, gc=False, array_like=True):
     Hundreds are created per step: a msgspec struct without gc is created in C and ignored by the garbage collector.
     """
 
-    number: int  # of the sequence; unique in this engine's life, unlike slots and request ids
+    number: int  # sequence number, unique in this engine's life, unlike slots and request ids
     slot: int
     start: int  # position of the first new token
     token_ids: bytes  # u32 LE; empty when it follows
@@ -59,9 +67,58 @@ class Row(msgspec.Struct, gc=False, array_like=True):
         return len(self.draft_ids) >> 2
 
     @property
+    def n_draws(self) -> int:
+        """Number of tokens that it samples: one, and one more per draft."""
+        return 1 + (len(self.draft_ids) >> 2) if self.samples else 0
+
+    @property
     def stop(self) -> int:
         """The position after its drafts: so far its blocks reach."""
         return self.end + self.n_drafts
+
+
+class Columns:
+    """Rows of sequences that decode: each computes one token and samples the next."""
+
+    __slots__ = ("cells",)
+
+    def __init__(self, cells: Ints) -> None:
+        self.cells = cells  # int32 [BLOCKS + 2 * groups, rows]
+
+    def __len__(self) -> int:
+        return len(self.cells[0])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Columns) and np.array_equal(self.cells, other.cells)
+
+    @property
+    def packet(self) -> Ints:
+        """The packet that kernels read."""
+        return self.cells[SLOT:]
+
+    def rows(self, places: Sequence[int] | slice = slice(None)) -> list[Row]:
+        """Rows as objects: those at some places, or all."""
+        n_groups = (len(self.cells) - BLOCKS) // 2
+        rows = []
+        for number, admission, slot, start, token, *groups in self.cells[:, places].T.tolist():
+            blocks = None if groups[0] == NO_BLOCK else [[block] for block in groups[:n_groups]]
+            follows = token == LAST_SAMPLED
+            token_ids = b"" if follows else token.to_bytes(4, "little")
+            rows.append(Row(number, slot, start, token_ids, blocks, groups[n_groups:], True, (), admission, follows))
+        return rows
+
+    def encode(self) -> tuple[int, bytes]:
+        """The rows as plain data: how many there are, and their cells."""
+        return len(self), self.cells.tobytes()
+
+    @classmethod
+    def decode(cls, encoded: tuple[int, bytes]) -> "Columns":
+        """Rows that were encoded."""
+        n_rows, cells = encoded
+        return cls(np.frombuffer(cells, np.int32).reshape(-1, n_rows)) if n_rows else NO_COLUMNS
+
+
+NO_COLUMNS = Columns(np.zeros((BLOCKS, 0), np.int32))
 
 
 @dataclass(slots=True)
@@ -69,7 +126,7 @@ class StepPlan:
     """Everything that each rank does in a step. Without rows nothing is computed: there are orders alone."""
 
     admissions: list[Admission] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
+    others: list[Row] = field(default_factory=list)  # rows that are no columns
     n_tokens: int = 0  # drafts included
     n_drafts: int = 0
     n_drafting: int = 0  # rows that have drafts
@@ -80,6 +137,38 @@ class StepPlan:
     number: int = 0  # steps are launched in this order
     after: int = 0  # this step and all before it have completed: orders may read the blocks that they wrote
     orders: dict[str, list[Any]] = field(default_factory=dict)  # by feature: what to do beside computing the rows
+    columns: Columns = field(default_factory=lambda: NO_COLUMNS)
+    before: list[int] = field(default_factory=list)  # for each of the others: columns that come before it
+
+    @property
+    def n_rows(self) -> int:
+        """Number of rows."""
+        return len(self.columns) + len(self.others)
+
+    @property
+    def rows(self) -> list[Row]:
+        """All rows as objects, in the order in which they draw."""
+        if not len(self.columns):
+            return self.others
+        rows = self.columns.rows()
+        for n, row in enumerate(self.others):
+            rows.insert(self.before[n] + n, row)
+        return rows
+
+    @property
+    def follows(self) -> bool:
+        """True if some row's token is sampled by a step in flight."""
+        return any(row.follows for row in self.others) or LAST_SAMPLED in self.columns.cells[TOKEN]
+
+    def first_draws(self) -> tuple[list[int], NDArray[np.intp]]:
+        """Indices among all draws of the step: the first draw of each of the others, and that of each column."""
+        firsts, n_drawn, n_more = [], 0, [0] * (len(self.columns) + 1)
+        for row, n_before in zip(self.others, self.before or [0] * len(self.others)):
+            firsts.append(n_before + n_drawn)
+            n_drawn += row.n_draws
+            n_more[n_before] = n_drawn
+        places = np.arange(len(self.columns))
+        return firsts, places + np.maximum.accumulate(n_more)[:-1] if n_drawn else places
 
 
 @dataclass(slots=True)
@@ -178,7 +267,9 @@ def n_accepted(drawn: Sequence[int], draft_ids: bytes) -> int:
 
 def drawn_ids(draws: Sequence[Sampled]) -> list[int]:
     """Token ids of draws."""
-    return draws.token_ids if isinstance(draws, Draws) else [draw.token_id for draw in draws]
+    if type(draws) is Draws:  # an abstract class would be asked at length
+        return draws.token_ids
+    return [draw.token_id for draw in draws]
 
 
 def known_tokens(row: Row, draws: Sequence[Sampled]) -> list[int]:

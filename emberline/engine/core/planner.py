@@ -1,14 +1,17 @@
 """The plan of one step: decoding sequences first, then prompts in chunks, by rank."""
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Many
 from itertools import islice
 from math import inf
+
+import numpy as np
 
 from emberline.engine.core import token_rules
 from emberline.engine.core.admission import AdmissionPolicy
 from emberline.engine.core.feature import Draft, Speculation
 from emberline.engine.core.limits import Limits
-from emberline.engine.core.plan import Row, StepPlan
+from emberline.engine.core.plan import Columns, Row, StepPlan
 from emberline.engine.core.prefill_policy import (
     MAX_DRAFTS,
     NO_TARGET,
@@ -17,7 +20,8 @@ from emberline.engine.core.prefill_policy import (
     PrefillPolicy,
     StepWork,
 )
-from emberline.engine.core.queues import BATCH_DECODE_S, BatchYielding, PreemptionPolicy, Queues, by_rank
+from emberline.engine.core.queues import BATCH_DECODE_S, BatchYielding, PreemptionPolicy, Queues, by_rank, n_batch
+from emberline.engine.core.rows import Decodes
 from emberline.engine.core.sequence import NO_SLOT, Flag, Sequence
 from emberline.kv.cache import KVCache
 from emberline.protocol.block_hash import BLOCK_TOKENS
@@ -29,6 +33,7 @@ LONG_QUEUE = 16_384  # waiting tokens beyond which the latency target is relaxed
 ROOMY_SHARE = 4  # draft tokens for each row of a step, from which on a row may have twice its share
 _NO_DRAFTS = Flag.SLOW | Flag.PREFILL_ONLY  # flags of sequences that draft nothing
 _NOT_ON_DEVICE = Flag.GUIDED | Flag.BANS | Flag.THINKING  # flags of sequences whose draws the host must know
+_UNUSUAL = ~(Flag.LOGPROBS | Flag.DRAFT_REPORTS)  # flags of sequences that are planned one by one
 _NOT_AHEAD = Flag.AWAITS_LAST | Flag.SLOW  # flags of sequences whose last token must be known first
 _BATCH = Priority.BATCH  # asked of every row: a lookup in a class takes longer than all else that is
 
@@ -67,6 +72,7 @@ class StepPlanner:
         self._max_suspects = inf
         self._most_drafts = 0  # of the step being planned
         self._runs_ahead = False  # all drafts of it are the device's own
+        self._n_rows = 0  # of the step being planned
         self._none_passed = [0] * len(cache.groups)
 
     def plan(self, number: int) -> StepPlan:
@@ -81,20 +87,38 @@ class StepPlanner:
         paused = self._batch_class.pauses(queues)
         most_decodes = self._prefill.n_decodes(BATCH_DECODE_S) if self._batch_class.is_limited and not paused else inf
         resting = self._batch_class.resting(queues, most_decodes) if most_decodes < inf else ()
-        prefills: list[Sequence] = []
-        decoding: list[Sequence] = []
-        self._n_suspects = 0
-        pipelined = self._micro_batches > 1
-        running = tuple(queues.running)
+        self._n_suspects = self._n_rows = n_columns = 0
+        running, pipelined = tuple(queues.running), self._micro_batches > 1
         most_rows = self._micro_batch_rows(running) if pipelined else inf
-        n_dues = [(len(seq.ids) >> 2) + seq.n_sampling - seq.n_computed for seq in running]  # `n_due`, in half the time
+        decodes: Decodes | None = None
+        if len(running) < self._limits.work.column_rows or pipelined:
+            n_dues = [seq.n_due for seq in running]
+        else:
+            decodes = Decodes(queues.rows, queues.order, _UNUSUAL)
+            n_dues = decodes.n_dues.tolist()
+            if paused or resting:
+                decodes.plain[len(running) - n_batch(queues.running) :] = False
         drafts: Mapping[int, Draft] = {}
         if speculation is not None:
             self._most_drafts = self._count_most_drafts(max(n_dues, default=0) > 1)
             if self._most_drafts and speculation.drafts:
-                may_draft = [seq for seq, n_due in zip(running, n_dues) if n_due and self._may_draft(seq, n_due)]
+                may_draft = self._all_that_may_draft(running, n_dues, decodes)
                 drafts = speculation.draft(may_draft) if may_draft else {}
-        for seq, n_due in zip(running, n_dues):
+        prefills: list[Sequence] = []
+        decoding: list[int] = []
+        places = range(len(running)) if decodes is None else self._settle(decodes, running, n_dues, drafts)
+        for place in places:
+            seq, n_due = running[place], n_dues[place]
+            if decodes is not None:
+                n_more = decodes.n_before[place] - n_columns
+                n_columns, self._n_rows, plan.n_tokens = (
+                    n_columns + n_more,
+                    self._n_rows + n_more,
+                    plan.n_tokens + n_more,
+                )
+                if decodes.plain[place]:
+                    self._grow(decodes, place, seq)
+                    continue
             if seq.slot == NO_SLOT or (paused and seq.effective_class == _BATCH):
                 continue  # preempted for one before it, or yields
             if not n_due:
@@ -102,21 +126,56 @@ class StepPlanner:
             if n_due > 1 and not self._is_short(plan, seq):
                 prefills.append(seq)
                 continue
-            decoding.append(seq)
+            decoding.append(place)
             if seq.number in resting or (seq.n_drafting and not (self._most_drafts and self._can_draft_ahead(seq))):
                 continue
-            if pipelined and (seq.n_sampling or len(plan.rows) >= most_rows):
+            if pipelined and (seq.n_sampling or self._n_rows >= most_rows):
                 continue  # it is in another micro-batch, or will be in the next one
             if (not seq.n_sampling or _can_run_ahead(seq)) and not (seq.suspicion and self._holds_back(seq)):
                 has_draft = drafts and seq.number in drafts
                 draft_ids = self._take_draft(plan, seq, n_due, drafts[seq.number]) if has_draft else b""
                 self._add_row(plan, seq, n_due, n_due, draft_ids)
+        if decodes is not None:
+            plan.columns = Columns(decodes.take(number))
+            self._add_columns(plan, len(plan.columns) - n_columns)
         if prefills or queues.waiting:
-            self._plan_prefills(plan, prefills, decoding)
-        if plan.rows:
+            if decodes is not None:
+                decoding = sorted([*decoding, *np.flatnonzero(decodes.plain).tolist()])
+            self._plan_prefills(plan, prefills, [running[place] for place in decoding])
+        if self._n_rows:
             self._totals.steps += 1
             self._n_in_flight += 1
         return plan
+
+    def _settle(
+        self, decodes: Decodes, running: Many[Sequence], n_dues: list[int], drafts: Mapping[int, Draft]
+    ) -> list[int]:
+        """Decide which rows are planned all at once. Returns the places of those that are not, or need a block."""
+        if drafts:
+            decodes.plain[[place for place, seq in enumerate(running) if seq.number in drafts]] = False
+        places = decodes.settle()
+        wanted = [n_dues[place] for place in places if n_dues[place] in (1, running[place].n_appended + 1)]
+        n_free = min(group.pool.n_free for group in self._cache.groups)
+        if wanted and sum((n + MAX_DRAFTS) // BLOCK_TOKENS + 2 for n in wanted) > n_free:
+            decodes.plain[:] = False  # some sequence may have to give way, which depends on those planned before
+            return decodes.settle()
+        if places and decodes.all_plain and not self._cache.windowed:
+            decodes.all_grown(places, self._cache.grow_all([running[place].table for place in places]))
+            return []
+        return places
+
+    def _add_columns(self, plan: StepPlan, n: int) -> None:
+        """Count n plain rows, which come before the row that is planned next."""
+        self._n_rows += n
+        plan.n_tokens += n
+
+    def _grow(self, decodes: Decodes, place: int, seq: Sequence) -> None:
+        """Give a plain row the block that it needs."""
+        start = seq.n_computed
+        blocks = self._cache.grow(seq.table, start, start + 1)
+        assert blocks is not None, "the pool has room for all plain rows"
+        self._queues.grown(seq)
+        decodes.grown(place, blocks)
 
     def _micro_batch_rows(self, running: tuple[Sequence, ...]) -> int:
         """Decoding sequences of the next micro-batch: an equal part of all, and not so many of those that are in none
@@ -151,12 +210,12 @@ class StepPlanner:
         if any(seq.suspicion == 2 for seq in prefills):
             budget = min(budget, max(MAX_RETRY_TOKENS, plan.n_tokens + BLOCK_TOKENS))
         limit = self._prefill.step_limit(plan.n_tokens, budget, lambda: self._n_untargeted(plan, prefills))
-        last_row = len(plan.rows) + limit.n_prompts
+        last_row = self._n_rows + limit.n_prompts
         for seq in prefills:
             if (full and seq.slot == NO_SLOT) or self._holds_back(seq):
                 continue
             left = self._chunk(work, seq, limit.n_tokens - plan.n_tokens)
-            if left <= 0 or len(plan.rows) >= last_row:
+            if left <= 0 or self._n_rows >= last_row:
                 return
             if seq.slot == NO_SLOT:
                 full = bool(plan.n_preempted) or not self._admission.try_admit(plan, seq)
@@ -209,7 +268,7 @@ class StepPlanner:
     def _is_short(self, plan: StepPlan, seq: Sequence) -> bool:
         """True if the sequence decodes, and has a few tokens more than the sampled one: those its grammar forced."""
         n_more = seq.n_due - 1
-        room = self._limits.token_budget - plan.n_tokens + len(plan.rows) - len(self._queues.running)
+        room = self._limits.token_budget - plan.n_tokens + self._n_rows - len(self._queues.running)
         return seq.n_output > 1 and seq.n_appended == n_more <= room and self._prefill.drafts_beside_prompts
 
     def _count_most_drafts(self, has_prompts: bool) -> int:
@@ -229,9 +288,24 @@ class StepPlanner:
             return False
         return seq.effective_class != _BATCH or not self._batch_class.is_limited
 
+    def _all_that_may_draft(
+        self, running: Many[Sequence], n_dues: list[int], decodes: Decodes | None
+    ) -> Many[Sequence]:
+        """Sequences whose next row may have drafts."""
+        if decodes is None:
+            return [seq for seq, n_due in zip(running, n_dues) if n_due and self._may_draft(seq, n_due)]
+        plain = decodes.plain
+        if self._batch_class.is_limited and (n_last := n_batch(self._queues.running)):
+            plain = plain.copy()
+            plain[-n_last:] = False
+        if np.count_nonzero(plain) == len(plain):
+            return running
+        known = zip(running, n_dues, plain.tolist())
+        return [seq for seq, n_due, is_plain in known if is_plain or (n_due and self._may_draft(seq, n_due))]
+
     def _take_draft(self, plan: StepPlan, seq: Sequence, n_due: int, draft: Draft) -> bytes:
         """The drafts that the sequence's next row, of n_due tokens, verifies."""
-        n_sampling, n_rows = seq.n_sampling, len(self._queues.running) - len(plan.rows)  # this one and those after it
+        n_sampling, n_rows = seq.n_sampling, len(self._queues.running) - self._n_rows  # this one and those after it
         # Its share of those that are left; where these are many, twice as many, as long as one is left for each row.
         left = self._most_drafts - plan.n_drafts
         share = -(-left // n_rows) if n_rows > 1 else left
@@ -275,7 +349,8 @@ class StepPlanner:
         flags = seq.flags
         samples = n == n_due and not (flags and flags & Flag.PREFILL_ONLY)
         follows = n_sampling > 0
-        plan.rows.append(
+        plan.before.append(self._n_rows - len(plan.others))
+        plan.others.append(
             Row(  # by position: keywords take as long as all else
                 seq.number,
                 seq.slot,
@@ -291,6 +366,9 @@ class StepPlanner:
                 n_ahead,
             )
         )
+        if blocks or self._cache.windowed:
+            self._queues.grown(seq)
+        self._n_rows += 1
         plan.n_tokens += n + n_drafts
         if n_drafts:
             plan.n_drafts += n_drafts
@@ -318,7 +396,7 @@ class StepPlanner:
         lone = suspects[0] if len(suspects) == 1 and only_these else None
         offender = lone if lone is not None and lone.suspicion == 2 else None
         for seq in suspects:
-            seq.suspicion = 2
+            seq.set_flag(Flag.FAILED, True)
         for seq in failed:
             if seq is not offender:
                 self.preempt(seq)

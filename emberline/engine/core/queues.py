@@ -5,8 +5,26 @@ from collections.abc import Iterator
 from math import inf
 from operator import attrgetter
 
+import numpy as np
+
 from emberline.engine.core.limits import WorkLimits
+from emberline.engine.core.rows import (
+    ADMISSION,
+    FLAGS,
+    LAST,
+    MOST,
+    N_COMPUTED,
+    N_KNOWN,
+    NUMBER,
+    PASSED,
+    PLANNED,
+    ROOM,
+    SLOT,
+    Places,
+    Rows,
+)
 from emberline.engine.core.sequence import NO_SLOT, Sequence
+from emberline.kv.cache import KVCache
 from emberline.protocol.request import Priority
 
 # An interactive request may arrive and wait for the end of a step. So batch-class sequences lengthen a step by so much,
@@ -20,12 +38,19 @@ by_rank = attrgetter("rank")
 
 
 class Queues:
-    def __init__(self, n_slots: int) -> None:
+    """Running and waiting sequences, and the slots of the running ones."""
+
+    def __init__(self, n_slots: int, cache: KVCache) -> None:
+        self.rows = Rows(n_slots, len(cache.groups))
+        self.by_slot: list[Sequence | None] = [None] * n_slots
+        self.stop_ids: set[int] = set()  # stop tokens of the running sequences; of earlier ones, too, for some time
         self.running: list[Sequence] = []  # by rank
         self.waiting: list[Sequence] = []  # by rank; not all are `admissible` yet
         self.waiting_tokens = 0  # of the waiting sequences, without those whose KV was received
         self.free_slots = list(reversed(range(n_slots)))
+        self._cache = cache
         self._n_admitted = 0
+        self._order: Places | None = None
 
     def admissible(self) -> Iterator[Sequence]:
         """Waiting sequences that nothing holds back, by rank."""
@@ -40,17 +65,42 @@ class Queues:
         self.waiting.remove(seq)
         self.waiting_tokens -= seq.n_tokens - seq.n_received
 
-    def run(self, seq: Sequence) -> None:
+    @property
+    def order(self) -> Places:
+        """Slots of the running sequences by rank."""
+        if self._order is None:
+            self._order = np.array([seq.slot for seq in self.running], np.intp)
+        return self._order
+
+    def run(self, seq: Sequence, n_computed: int) -> None:
+        """Give a sequence a slot; its table has the KV of n_computed tokens."""
         insort(self.running, seq, key=by_rank)
-        seq.slot = self.free_slots.pop()
-        seq.admission = self._n_admitted
+        slot = seq.slot = self.free_slots.pop()
+        self.by_slot[slot], self._order = seq, None
+        cells = self.rows.cells[:, slot]
+        cells[[NUMBER, ADMISSION, SLOT]] = seq.number, self._n_admitted, slot
+        cells[[N_COMPUTED, LAST]] = n_computed, int.from_bytes(seq.ids[-4:], "little")
+        cells[[N_KNOWN, MOST, FLAGS, PLANNED]] = seq.n_tokens, seq.most_tokens, seq.flags, seq.last_planned
+        self.stop_ids |= seq.stop_ids
         self._n_admitted += 1
+        self.grown(seq)
+
+    def grown(self, seq: Sequence) -> None:
+        """Take note of a change of a running sequence's block table."""
+        self.rows.views[ROOM][seq.slot] = self._cache.room(seq.table)
+        if self._cache.windowed:
+            self.rows.cells[PASSED:, seq.slot] = [held.n_passed for held in seq.table.groups]
 
     def vacate(self, seq: Sequence) -> None:
+        """Take a sequence's slot back; what steps in flight sample for it is ignored."""
         self.running.remove(seq)
         self.free_slots.append(seq.slot)
+        self.by_slot[seq.slot] = self._order = None
+        if not self.running:
+            self.stop_ids.clear()
+        seq.last_planned = seq.planned_step
+        self.rows.clear(seq.slot)
         seq.slot = NO_SLOT
-        seq.admission = -1  # what steps in flight still sample for it is ignored
 
 
 class PreemptionPolicy:
@@ -141,5 +191,7 @@ class BatchYielding:
 
 
 def n_batch(by_rank_order: list[Sequence]) -> int:
-    """How many are of the batch class, which comes last."""
+    """Number of sequences of the batch class, which comes last."""
+    if not by_rank_order or by_rank_order[-1].effective_class != _BATCH:
+        return 0
     return len(by_rank_order) - bisect_left(by_rank_order, (Priority.BATCH, -1), key=by_rank)

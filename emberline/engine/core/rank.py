@@ -46,7 +46,7 @@ class Rank:
             self._publish(plan)
         for feature, orders in plan.orders.items():
             self._executors[feature].execute(orders)
-        return self.runner.launch(plan) if plan.rows else None
+        return self.runner.launch(plan) if plan.n_rows else None
 
 
 class OrderBox:

@@ -5,9 +5,11 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from math import inf
+from operator import itemgetter
 from typing import TypeVar
 
 import msgspec
+import numpy as np
 
 from emberline.engine.core import token_rules
 from emberline.engine.core.admission import AdmissionPolicy
@@ -46,6 +48,7 @@ class Scheduler:
         features: Iterable[Feature] = (),
         prefill: PrefillPolicy | None = None,
         micro_batches: int = 1,
+        planner: type[StepPlanner] = StepPlanner,
     ) -> None:
         assert limits.context_len <= cache.capacity, "a lone sequence must be able to reach the end of its context"
         self.limits = limits
@@ -64,11 +67,11 @@ class Scheduler:
         self._totals = EngineLoad(kv_total_blocks=cache.n_total)
         self.orders = OrderBox()
         self.order = self.orders.add
-        self.queues = Queues(limits.max_running)
+        self.queues = Queues(limits.max_running, cache)
         self.admission = AdmissionPolicy(cache, self.queues, self._totals, limits.work, self._moments)
         self._batch_class = BatchYielding(limits.work)
         self.speculation = next((each for each in self.features if isinstance(each, Speculation)), None)
-        self._planner = StepPlanner(
+        self._planner = planner(
             cache,
             limits,
             self.queues,
@@ -153,7 +156,9 @@ class Scheduler:
             raise Unavailable("this engine does not transfer KV", param="transfer")
         for check in self._moments.check:
             check(request)
-        seq = Sequence(request, self.n_submitted, self.limits, self.fingerprint, self.cache.table(), now_s)
+        seq = Sequence(
+            request, self.n_submitted, self.limits, self.fingerprint, self.cache.table(), self.queues.rows, now_s
+        )
         seq.arrival_step = self._totals.steps
         seq.set_flag(Flag.THINKING, token_rules.limits_thinking(seq))
         self.n_submitted += 1
@@ -218,9 +223,9 @@ class Scheduler:
 
     def launched(self, plan: StepPlan) -> None:
         """While the device is busy: hash the blocks that the plan computes, and the one behind them."""
-        if plan.n_tokens - plan.n_drafts == len(plan.rows):
+        if plan.n_tokens - plan.n_drafts == plan.n_rows:
             return
-        for row in plan.rows:
+        for row in plan.others:
             if len(row.token_ids) > 4 and (seq := self._by_number.get(row.number)) is not None:
                 first, end = row.start // BLOCK_TOKENS, row.end // BLOCK_TOKENS
                 seq.extend_keys(end + 1)
@@ -229,52 +234,85 @@ class Scheduler:
     def absorb(self, plan: StepPlan, sampled: Many[Sampled]) -> list[TokenDelta]:
         """Take in the result of a step, as far as the next plan depends on it: `catch_up` does the rest. Rows of
         sequences that ended meanwhile are ignored."""
-        deltas = self._deltas
-        guided: Draws = []
         self.admission.done(plan)
         self._planner.succeeded()
-        token_ids, by_number, absorbed, at = drawn_ids(sampled), self._by_number, self._absorbed, 0
-        for row in plan.rows:
-            first, draft_ids, samples = at, row.draft_ids, row.samples
-            if samples:
-                at += 1 + (len(draft_ids) >> 2) if draft_ids else 1
-            seq = by_number.get(row.number)
-            if seq is None or seq.admission != row.admission:
-                continue
-            seq.suspicion = 0
-            absorbed.append(seq)
-            if not samples:
-                seq.n_done = row.end
-                self.admission.publish(seq)
-                if not seq.samples:
-                    for computed in self._moments.computed:
-                        computed(seq, row.end)
-                continue
-            seq.n_sampling -= 1
-            if token_ids[first] < 0:
-                seq.n_done = 0
-                for discarded in self._moments.discarded:
-                    discarded(seq)
-                self.cache.discard(seq.table)
-                self.fail(seq, Internal("the model produced invalid numbers"))
-                continue
-            n_tokens, n_own = len(seq.ids) >> 2, len(row.token_ids) >> 2
-            seq.n_done = n_tokens if row.n_ahead else row.start + (n_own or 1)
-            if n_own > 1:  # of a prompt: others may wait for its blocks
-                self.admission.publish(seq)
-            n = self._verify(seq, draft_ids, token_ids[first:at]) if draft_ids else 0
-            ids = token_ids[first : first + 1 + n]
-            if not seq.flags and n_tokens + n + 1 < seq.most_tokens and seq.stop_ids.isdisjoint(ids):
-                deltas.append(self._append(seq, ids, (), None, n))  # the common case: all of it joins the output
-            elif seq.flags & Flag.GUIDED:
-                guided.append((seq, list(sampled[first : first + 1 + n])))
-            else:
-                entries, finish, n = token_rules.take_run(seq, list(sampled[first : first + 1 + n]))
-                deltas.append(self._append(seq, [entry.token_id for entry in entries], entries, finish, n))
+        guided: Draws = []
+        if not len(plan.columns):
+            first = 0
+            for row in plan.others:
+                self._absorb_row(row, sampled, first, guided)
+                first += row.n_draws
+        else:
+            for row, first in self._absorb_columns(plan, sampled):
+                self._absorb_row(row, sampled, first, guided)
         if guided:
             for absorb in self._moments.absorb:
                 absorb(guided)
         return self._take_deltas()
+
+    def _absorb_columns(self, plan: StepPlan, sampled: Many[Sampled]) -> Iterable[tuple[Row, int]]:
+        """Take in the draws of rows that were planned as columns. Returns the rows to take in one by one, and the index
+        of the first draw of each."""
+        queues, drawn, deltas = self.queues, drawn_ids(sampled), self._deltas
+        ids, firsts, columns = np.array(drawn, np.int32), list[int](), None
+        if plan.others:
+            firsts, columns = plan.first_draws()
+            ids = ids[columns]
+        stops = None if queues.stop_ids.isdisjoint(drawn) else np.isin(ids, list(queues.stop_ids))
+        left, slots, ids, n_done = queues.rows.take_in(plan.columns.cells, ids, stops)
+        packed, start = ids.astype("<u4").tobytes(), 0
+        taken = [queues.by_slot[slot] for slot in slots.tolist()]
+        for seq in taken:
+            token_id = packed[start : start + 4]
+            start += 4
+            seq.ids += token_id
+            deltas.append(TokenDelta(seq.request.id, token_id))
+        self._totals.output_tokens += len(taken)
+        for place in (n_done % BLOCK_TOKENS == 0).nonzero()[0].tolist():
+            self._absorbed.append(taken[place])  # it has a full block
+        if not left:
+            return zip(plan.others, firsts)
+        rows = zip(left, plan.columns.rows(left), left if columns is None else columns[left].tolist())
+        found = [(place + 0.5, row, first) for place, row, first in rows]
+        found += zip(plan.before, plan.others, firsts)
+        return [(row, first) for _, row, first in sorted(found, key=itemgetter(0))]
+
+    def _absorb_row(self, row: Row, sampled: Many[Sampled], first: int, guided: Draws) -> None:
+        """Take in the draws of one row; those of a guided sequence join `guided`."""
+        seq = self.sequence_of(row)
+        if seq is None:
+            return
+        if seq.flags & Flag.SUSPECT:
+            seq.set_flag(Flag.SUSPECT, False)
+        self._absorbed.append(seq)
+        if not row.samples:
+            seq.n_done = row.end
+            self.admission.publish(seq)
+            if not seq.samples:
+                for computed in self._moments.computed:
+                    computed(seq, row.end)
+            return
+        seq.n_sampling -= 1
+        draws = sampled[first : first + row.n_draws]
+        drawn = drawn_ids(draws)
+        if drawn[0] < 0:
+            seq.n_done = 0
+            for discarded in self._moments.discarded:
+                discarded(seq)
+            self.cache.discard(seq.table)
+            self.fail(seq, Internal("the model produced invalid numbers"))
+            return
+        seq.n_done = seq.n_tokens if row.n_ahead else row.end
+        if len(row.token_ids) > 4:  # of a prompt: others may wait for its blocks
+            self.admission.publish(seq)
+        n = self._verify(seq, row.draft_ids, drawn) if row.draft_ids else 0
+        if not seq.flags and seq.n_tokens + n + 1 < seq.most_tokens and seq.stop_ids.isdisjoint(drawn[: n + 1]):
+            self._deltas.append(self._append(seq, drawn[: n + 1], (), None, n))  # the common case: all joins the output
+        elif seq.flags & Flag.GUIDED:
+            guided.append((seq, list(draws[: n + 1])))
+        else:
+            entries, finish, n = token_rules.take_run(seq, list(draws[: n + 1]))
+            self._deltas.append(self._append(seq, [entry.token_id for entry in entries], entries, finish, n))
 
     def catch_up(self) -> None:
         """At the end of a step, while the device computes the next one: what no plan has to wait for. Full blocks of
@@ -302,7 +340,7 @@ class Scheduler:
         """The step could not be computed: its sequences are computed again; the one that it fails for ends."""
         self.admission.done(plan)
         failed = [seq for row in plan.rows if (seq := self.sequence_of(row)) is not None]
-        offender = self._planner.retry(failed, only_these=len(failed) == len(plan.rows))
+        offender = self._planner.retry(failed, only_these=len(failed) == plan.n_rows)
         if offender is not None:
             self.fail(offender, error)
         return self._take_deltas()
@@ -391,10 +429,11 @@ class Scheduler:
         """Add tokens to the output. entries: the same tokens as they were drawn, where their probabilities are wanted.
         n_accepted: drafts among them, whose KV is in the table."""
         packed = pack(ids)
-        first = seq.first_token_step == inf
+        first = seq.flags & Flag.NEW != 0
         if first:
             seq.first_token_step = self._totals.steps
-        seq.ids += packed
+            seq.set_flag(Flag.NEW, False)
+        seq.extend(packed)
         if n_accepted:
             seq.n_computed += n_accepted
             seq.n_done += n_accepted

@@ -6,6 +6,18 @@ from math import inf
 from typing import Literal, NamedTuple
 
 from emberline.engine.core.limits import Limits
+from emberline.engine.core.rows import (
+    ADMISSION,
+    FLAGS,
+    LAST,
+    N_COMPUTED,
+    N_DONE,
+    N_DRAFTING,
+    N_KNOWN,
+    N_SAMPLING,
+    PLANNED,
+    Rows,
+)
 from emberline.kv.cache import BlockTable, PrefixHit
 from emberline.protocol import block_hash
 from emberline.protocol.block_hash import BLOCK_TOKENS
@@ -41,6 +53,10 @@ class Flag:
     GUIDED = 32  # a feature decides what it may sample and what becomes of its draws
     SLOW = 64  # that feature is slow: no step waits for it, and no row is planned ahead of it
     PREFILL_ONLY = 128  # nothing is sampled after its last token
+    NEW = 256  # it has no token of its own yet
+    UNTRIED = 512  # no step with it has succeeded yet
+    FAILED = 1024  # a step with it has failed since one succeeded
+    SUSPECT = UNTRIED | FAILED
 
 
 class SequenceSnapshot(NamedTuple):
@@ -57,18 +73,39 @@ class SequenceSnapshot(NamedTuple):
     n_unpublished: int  # full blocks that are computed and not in the prefix index
 
 
+class _Cell:
+    """A property of a running sequence that is kept in a row of `Rows`; 0 while the sequence waits."""
+
+    def __init__(self, row: int) -> None:
+        self._row = row
+
+    def __get__(self, seq: "Sequence", kind: type) -> int:
+        return seq.rows.views[self._row][seq.slot]
+
+    def __set__(self, seq: "Sequence", value: int) -> None:
+        seq.rows.views[self._row][seq.slot] = value
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
+    """One request, from its arrival to its end."""
+
+    n_computed = _Cell(N_COMPUTED)  # tokens whose KV is in the table, or will be when the planned steps are done
+    n_sampling = _Cell(N_SAMPLING)  # tokens that steps in flight sample, at least
+    n_drafting = _Cell(N_DRAFTING)  # drafts of its rows in flight, with which it samples more
+    n_done = _Cell(N_DONE)  # tokens that absorbed steps have computed; full blocks of them can be published
+    admission = _Cell(ADMISSION)  # serial number of its stay in the slot; -1: it has none
+    planned_step = _Cell(PLANNED)  # number of the last plan that it has a row in
     request: EngineRequest
     number: int  # order of arrival, unique in this engine's life
     limits: InitVar[Limits]
     fingerprint: InitVar[str]  # of the model
     table: BlockTable
+    rows: Rows  # where its progress is while it runs
     now_s: InitVar[float]
     arrival_step: int = 0  # steps planned before it arrived
     first_token_step: float = inf
     queued_step: int = 0  # when it last joined the waiting queue
-    planned_step: int = -1  # number of the last plan that it has a row in
     seed: int = field(init=False)
     most_tokens: int = field(init=False)  # of prompt and reply, resumed tokens included
     stop_ids: frozenset[int] = field(init=False)  # end tokens included, unless ignored
@@ -82,15 +119,10 @@ class Sequence:
     hit: PrefixHit = field(default_factory=PrefixHit)  # what the cache had of it when it was last asked
     holds: int = Hold.LOOK_UP  # bits of Hold: it is not admitted before none is left
     n_received: int = 0  # tokens whose KV a feature keeps in the device pool until it is admitted
-    n_computed: int = 0  # tokens whose KV is in the table, or will be when the planned steps are done
     n_prefilled: int = 0  # prompt tokens whose KV it has had in its table, before it was last preempted
-    n_done: int = 0  # of these, as far as absorbed steps have computed them; full blocks of them can be published
-    n_sampling: int = 0  # tokens that steps in flight sample, at least
-    n_drafting: int = 0  # drafts of its rows in flight, with which it samples more
     slot: int = NO_SLOT
-    admission: int = -1  # serial number of its stay in the slot
+    last_planned: int = -1  # number of the last plan that it had a row in before it was preempted
     cached_by_tier: dict[str, int] | None = None  # set at first admission
-    suspicion: int = 1  # 0: a step with it succeeded; 1: it has not been in one; 2: one with it failed since
     n_appended: int = 0  # tokens at the end of its output that a feature has appended without a draw
 
     def __post_init__(self, limits: Limits, fingerprint: str, now_s: float) -> None:
@@ -107,6 +139,8 @@ class Sequence:
             | Flag.AWAITS_LAST * any(len(word) > 4 for word in sampling.bad_ids)
             | Flag.LOGPROBS * (sampling.logprobs is not None)
             | Flag.DRAFT_REPORTS * request.speculation.report
+            | Flag.NEW
+            | Flag.UNTRIED
         )
         self.ids = bytearray(request.prompt_ids + request.output_ids)
         self.keys = block_hash.split(request.keys)
@@ -172,8 +206,15 @@ class Sequence:
         return self.flags & Flag.THINKING != 0
 
     def set_flag(self, flag: int, value: bool) -> None:
-        """Set or clear a flag."""
+        """Set or clear flags."""
         self.flags = self.flags | flag if value else self.flags & ~flag
+        if self.slot != NO_SLOT:
+            self.rows.views[FLAGS][self.slot] = self.flags
+
+    @property
+    def suspicion(self) -> int:
+        """0: a step with it succeeded; 1: it has not been in one; 2: one with it failed since."""
+        return 2 if self.flags & Flag.FAILED else self.flags // Flag.UNTRIED & 1
 
     @property
     def n_transferable(self) -> int:
@@ -234,13 +275,20 @@ class Sequence:
     def n_output_left(self) -> int:
         return self.most_tokens - (len(self.ids) >> 2)
 
+    def extend(self, packed: bytes) -> None:
+        """Add tokens (u32 LE) to the output."""
+        self.ids += packed
+        if self.slot != NO_SLOT and packed:
+            self.rows.views[N_KNOWN][self.slot] = len(self.ids) >> 2
+            self.rows.views[LAST][self.slot] = int.from_bytes(packed[-4:], "little")
+
     def extend_keys(self, n_blocks: int | None = None) -> None:
         """Compute the content keys of the first n_blocks blocks, or of all full ones."""
         block_hash.extend(self.keys, self.root_key, self.ids, n_blocks)
 
-    def vacated(self) -> None:
+    def vacated(self, n_computed: int) -> None:
         """Remember how much of the prompt was computed, before the table is released."""
-        self.n_prefilled = max(self.n_prefilled, min(self.n_computed, self.n_prompt))
+        self.n_prefilled = max(self.n_prefilled, min(n_computed, self.n_prompt))
 
     def usage(self, drafts: DraftUsage | None = None, partial: bool = False) -> Usage:
         """Token counts for a delta. `partial`: of the prompt, only the tokens computed or found in a cache so far."""

@@ -52,8 +52,8 @@ class StepTimes:
         if took_s <= 0:
             return 0.0
         n_tokens = 0
-        if plan.n_tokens - plan.n_drafts > len(plan.rows):  # it does not only decode
-            n_tokens = sum(row.end - row.start for row in plan.rows if row.end - row.start > 1)
+        if plan.n_tokens - plan.n_drafts > plan.n_rows:  # it does not only decode
+            n_tokens = sum(row.end - row.start for row in plan.others if row.end - row.start > 1)
         if n_tokens >= MIN_RATED_TOKENS:
             self.tokens_per_s = smoothed(self.tokens_per_s, n_tokens / took_s)
         else:
@@ -65,7 +65,7 @@ class StepTimes:
 
         Until a prompt was measured, each of its tokens counts as much as a small step, which is too much.
         """
-        n_prompt = plan.n_tokens - plan.n_drafts - len(plan.rows)
+        n_prompt = plan.n_tokens - plan.n_drafts - plan.n_rows
         if not self.tokens_per_s:
             return self._small_s * (plan.n_tokens if n_prompt else 1)
         if not n_prompt and self._small_s:
@@ -186,16 +186,16 @@ class StepLoop:
         self.scheduler.cache.fence.set_oldest_in_flight(self._in_flight[0][0].number if self._in_flight else None)
         deltas += self.scheduler.advance(now_s, device_waits=awaited)
         plan = self.scheduler.plan()
-        if plan.rows:
+        if plan.n_rows:
             deltas += self._launch(plan)
-        if len(self._in_flight) == self._steps_in_flight or (self._in_flight and not plan.rows):
+        if len(self._in_flight) == self._steps_in_flight or (self._in_flight and not plan.n_rows):
             deltas += self._absorb_oldest()
         self.scheduler.catch_up()
         orders = self.scheduler.orders
         if orders and (orders.urgent or not self._in_flight):  # else the next plan takes them
             self.rank.run(StepPlan(after=self._last_absorbed, orders=orders.take()))
         self.in_step = bool(self._in_flight)
-        goes_on = plan.rows or self._in_flight or self.scheduler.has_work
+        goes_on = plan.n_rows or self._in_flight or self.scheduler.has_work
         self._stuck_at = -1 if goes_on else self.scheduler.n_submitted
         return deltas
 
@@ -211,7 +211,7 @@ class StepLoop:
         masks = None
         if plan.masked:
             # What a grammar allows depends on the tokens of previous steps, where these sequences have any in flight.
-            while self._in_flight and any(row.follows for row in plan.rows):
+            while self._in_flight and plan.follows:
                 deltas += self._absorb_oldest()
             masks = self.scheduler.masks(plan)
         handle.sample(masks)
@@ -231,7 +231,7 @@ class StepLoop:
             raise  # only a new process can go on
         except Exception:
             self._times.forget(plan)
-            _log.exception("a step failed and is retried", extra={"rows": len(plan.rows), "tokens": plan.n_tokens})
+            _log.exception("a step failed and is retried", extra={"rows": plan.n_rows, "tokens": plan.n_tokens})
             return self.scheduler.retry(plan, Internal("the engine could not compute this request"))
         if plan.depth:
             self.scheduler.take_drafts(plan, sampled, handle.drafts())
@@ -245,4 +245,4 @@ def _is_awaited(plan: StepPlan) -> bool:
 
     A row with drafts has no next row before that. If such rows are few, the next step is computed without them.
     """
-    return plan.n_awaited * AWAITED_SHARE >= len(plan.rows) if plan.n_awaited else False
+    return plan.n_awaited * AWAITED_SHARE >= plan.n_rows if plan.n_awaited else False

@@ -127,7 +127,7 @@ class GuidedDecoding(Feature):
         """Say whether some row samples under a grammar."""
         guided = self._guided
         if guided:
-            plan.masked = any(row.samples and row.number in guided for row in plan.rows)
+            plan.masked = any(row.samples and row.number in guided for row in plan.others)
 
     def masks(self, plan: StepPlan) -> Masks | None:
         """Masks of the draws. Returns None if no row has a grammar. Draws after a forbidden draft have empty masks."""
@@ -135,11 +135,8 @@ class GuidedDecoding(Feature):
             self._follow_drafts(plan)
         places: list[int] = []
         bits: list[Bits] = []
-        place = 0
-        for row in plan.rows:
-            if not row.samples:
-                continue
-            guided = self._guided.get(row.number)
+        for row, place in zip(plan.others, plan.first_draws()[0]):
+            guided = self._guided.get(row.number) if row.samples else None
             if guided is not None and guided.mask is not None and guided.seq.admission == row.admission:
                 places.append(place)
                 bits.append(guided.mask)
@@ -148,7 +145,6 @@ class GuidedDecoding(Feature):
                     bits += guided.draft_masks
                     bits += [np.zeros_like(guided.mask)] * (row.n_drafts - len(guided.draft_masks))
                     guided.draft_masks = []
-            place += 1 + row.n_drafts
         return Masks(places, np.stack(bits)) if places else None
 
     def absorb(self, draws: Draws) -> None:
@@ -189,7 +185,7 @@ class GuidedDecoding(Feature):
         """Let the grammars of the plan's rows go along their drafts, as far as a step may wait for that."""
         following: list[Guided] = []
         eos_ids = self.core.limits.eos_ids
-        for row in plan.rows:
+        for row in plan.others:
             guided = self._guided.get(row.number) if row.draft_ids else None
             if guided is None or guided.seq.admission != row.admission or guided.seq.slow:
                 continue
@@ -216,7 +212,7 @@ class GuidedDecoding(Feature):
         if isinstance(result, Bound):
             guided.guide, guided.can_close, guided.forced_ids = result.guide, result.can_close, result.forced_ids
             del self._compiling[seq.number]
-            seq.flags |= Flag.GUIDED
+            seq.set_flag(Flag.GUIDED, True)
             seq.holds &= ~Hold.GRAMMAR
         elif isinstance(result, GuidedTokens):
             guided.forced_ids = result.forced_ids

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from emberline.engine.core.plan import StepPlan
+from emberline.engine.core.plan import Columns, StepPlan
 from emberline.kv.tiers.orders import TierOrder, TierReport, without_conversation
 from emberline.kv.transfer.notices import Notice
 from emberline.kv.transfer.orders import TransferOrder
@@ -132,7 +132,19 @@ class End(msgspec.Struct, tag="end", array_like=True):
 
 StepMessage = Launch | SampleStep | Prepare | End
 
+
+def _encode(value: Any) -> Any:
+    """Plain data of what a plan has beside."""
+    return value.encode() if isinstance(value, Columns) else without_conversation(value)
+
+
+def _decode(kind: type, value: Any) -> Any:
+    """Rows of a plan; there is nothing else that is not plain data."""
+    assert kind is Columns
+    return Columns.decode(value)
+
+
 to_leader = msgspec.msgpack.Decoder(ToLeader)
 to_follower = msgspec.msgpack.Decoder(ToFollower)
-step_messages = msgspec.msgpack.Decoder(StepMessage)
-encoder = msgspec.msgpack.Encoder(enc_hook=without_conversation)
+step_messages = msgspec.msgpack.Decoder(StepMessage, dec_hook=_decode)
+encoder = msgspec.msgpack.Encoder(enc_hook=_encode)

@@ -242,7 +242,7 @@ class Speculator(Speculation):
             self.policy.rates.add(cells, guessed + n_accepted if n_accepted or not guessed else 0)
             self._count([cell // MAX_CELLS for cell in cells[guessed:]], n_accepted)
         for plan, n_accepted, seconds in self._steps:
-            n_rows = len(plan.rows)
+            n_rows = plan.n_rows
             if plan.n_tokens - plan.n_drafts == n_rows:  # it has no prompts
                 self.policy.measured(n_rows, plan.n_drafts, n_rows + n_accepted, seconds, plan.depth)
         for seq in self._ended:

@@ -87,8 +87,8 @@ class SuffixDrafter:
             contexts.append(context)
         if not asked:
             return []
-        found = zip(asked, self._matcher.drafts(requests, contexts, MOST))
-        return [(seq, Draft(ids, cells)) for seq, (ids, cells) in found if ids and seq is not None]
+        found = self._matcher.drafts(requests, contexts, MOST)
+        return [(asker, Draft(ids, cells)) for at, ids, cells in found if (asker := asked[at]) is not None]
 
     def prior(self, cell: int) -> float:
         return _PRIORS[cell // 3] * (1.0, 0.7, 0.4)[cell % 3]

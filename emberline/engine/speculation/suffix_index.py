@@ -48,7 +48,6 @@ class _Draft(ctypes.Structure):
     ]
 
 
-_NONE = (b"", b"")
 _DRAFT_BYTES, _IDS, _CELLS = ctypes.sizeof(_Draft), _Draft.draft.offset, _Draft.cell.offset
 
 
@@ -134,22 +133,23 @@ class SuffixMatcher:
     def _make_room(self, n: int) -> None:
         self._drafts = (_Draft * n)()
         self._drafts_at = ctypes.addressof(self._drafts)
+        self._raw = memoryview(self._drafts).cast("B")
 
     def propose(self, context: bytes | bytearray, most: int, *indexes: SuffixIndex) -> Continuation | None:
         """What followed the end of the context (u32 LE) before. The first index is preferred where both say as much."""
         addresses = [index.address for index in indexes] + [0] * (2 - len(indexes))
         context = bytes(context[-CONTEXT_BYTES:])
-        [(ids, _)] = self.drafts([*addresses, len(context) >> 2, 0], [context], most)
+        ids = [ids for _, ids, _ in self.drafts([*addresses, len(context) >> 2, 0], [context], most)]
         found = self._drafts[0]
-        return Continuation(ids, found.probability[: found.n], found.match) if ids else None
+        return Continuation(ids[0], found.probability[: found.n], found.match) if ids else None
 
     def drafts(
         self, requests: list[int], contexts: Sequence[bytes | bytearray], most: int
-    ) -> list[tuple[bytes, bytes]]:
-        """For each of many contexts (u32 LE), which end with what is to be continued: token ids, up to `most`, and
-        their cells, a byte each. requests: four numbers for each, see `suffix_request` in suffix_index.h.
+    ) -> list[tuple[int, bytes, bytes]]:
+        """Continue many contexts (u32 LE). requests: four numbers for each, see `suffix_request` in suffix_index.h.
 
-        One call into C for a step: it is made between two steps, while the device waits.
+        Returns, for each context that has a continuation, its place, up to `most` token ids and their cells, a byte
+        each. One call into C for a step: it is made between two steps, while the device waits.
         """
         n = len(contexts)
         if n > len(self._drafts):
@@ -157,8 +157,12 @@ class SuffixMatcher:
         self._policy.most = most
         contexts_at = b"".join(contexts)
         self._lib.em_suffix_propose(self._policy_at, array("q", requests).tobytes(), n, contexts_at, self._drafts_at)
-        raw = ctypes.string_at(self._drafts_at, n * _DRAFT_BYTES)
-        return [
-            (raw[at + _IDS : at + _IDS + 4 * k], raw[at + _CELLS : at + _CELLS + k]) if (k := raw[at]) else _NONE
-            for at in range(0, n * _DRAFT_BYTES, _DRAFT_BYTES)
-        ]
+        raw, found = self._raw, []
+        lengths = bytes(raw[: n * _DRAFT_BYTES : _DRAFT_BYTES])
+        if lengths.count(0) < n:
+            for place, k in enumerate(lengths):
+                if k:
+                    at = place * _DRAFT_BYTES
+                    ids, cells = raw[at + _IDS : at + _IDS + 4 * k], raw[at + _CELLS : at + _CELLS + k]
+                    found.append((place, bytes(ids), bytes(cells)))
+        return found

@@ -62,7 +62,7 @@ class Handover(Feature):
         """Take note of a sequence that sends or awaits KV, and hold it unless it is to be queued at once."""
         request = seq.request
         if request.push is not None:  # the full blocks of its prompt are computed and sent; nothing is sampled
-            seq.flags |= Flag.PREFILL_ONLY
+            seq.set_flag(Flag.PREFILL_ONLY, True)
             seq.ids = bytearray(request.prompt_ids[: 4 * BLOCK_TOKENS * seq.n_transferable])
             self.outgoing.begin(seq, now_s)
             if not seq.n_transferable:

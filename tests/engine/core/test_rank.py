@@ -67,7 +67,7 @@ def test_a_rank_publishes_a_plan_executes_its_orders_and_launches_its_rows():
     rank = Rank(Runner(), {"tiers": tiers}, lambda plan: seen.append((plan, list(tiers.orders))))
     assert rank.run(plan) is None
     assert (seen, tiers.orders) == ([(plan, [])], ["a"]), "a plan without rows is not launched"
-    plan.rows = ["row"]
+    plan.others = ["row"]
     rank.run(plan)
     assert seen[1:] == [(plan, ["a"]), plan]
 

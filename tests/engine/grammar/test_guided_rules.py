@@ -4,6 +4,7 @@ import pytest
 
 from emberline.engine.core import token_rules
 from emberline.engine.core.limits import Limits
+from emberline.engine.core.rows import Rows
 from emberline.engine.core.sequence import Flag, Sequence
 from emberline.engine.grammar.guided_rules import GuidedRun, bind, follow
 from emberline.kv.cache import BlockTable
@@ -78,7 +79,7 @@ def sequence(output=(), thinking=None, **sampling):
         sampling=SamplingParams(**{"max_tokens": 20, **sampling}),
         thinking_limit=None if thinking is None else ThinkingLimit(thinking[0], thinking[1], pack(thinking[2])),
     )
-    seq = Sequence(request, 0, LIMITS, "model", BlockTable([]), 0.0)
+    seq = Sequence(request, 0, LIMITS, "model", BlockTable([]), Rows(1, 1), 0.0)
     seq.set_flag(Flag.THINKING, token_rules.limits_thinking(seq))
     return ReadOnly(seq)
 

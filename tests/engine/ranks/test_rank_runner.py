@@ -10,9 +10,21 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from emberline.engine.core.plan import Admission, DeviceLost, Masks, Row, Sampled, StepPlan
+from emberline.engine.core.plan import (
+    BLOCKS,
+    LAST_SAMPLED,
+    NO_BLOCK,
+    TOKEN,
+    Admission,
+    Columns,
+    DeviceLost,
+    Masks,
+    Row,
+    Sampled,
+    StepPlan,
+)
 from emberline.engine.core.rank import Rank
-from emberline.engine.ranks.messages import RankFailed, StepResult, to_leader
+from emberline.engine.ranks.messages import Launch, RankFailed, StepResult, encoder, step_messages, to_leader
 from emberline.engine.ranks.plan_channel import ConnectionReader, PlanWriter
 from emberline.engine.ranks.rank_group import Leader, Member
 from emberline.engine.ranks.rank_runner import FollowerLoop, LeaderRunner, OrderReports, ReportedToken
@@ -21,6 +33,7 @@ from emberline.kv.notice_queue import NoticeQueue
 from emberline.kv.transfer.connection import PeerConnection, PeerConnectionLost
 from emberline.protocol.parallel_layout import Layout
 from emberline.protocol.request import EngineRequest, SamplingParams
+from emberline.protocol.token_ids import pack
 
 GROUPS = ParallelGroups(NoCollectives(), NoCollectives(), NoCollectives())
 
@@ -97,6 +110,18 @@ class Pair:
     def end(self) -> None:
         self.leader.close()
         self._thread.join(60.0)
+
+
+def test_columns_of_a_plan_reach_followers_as_they_are() -> None:
+    cells = np.arange(14, dtype=np.int32).reshape(7, 2)
+    cells[TOKEN, 0] = LAST_SAMPLED
+    cells[BLOCKS, 1] = NO_BLOCK
+    sent = StepPlan([], [Row(3, 9, 8, bytes(8), [[1]], [0], False)], 4, columns=Columns(cells), before=[1])
+    received = step_messages.decode(encoder.encode(Launch(sent))).plan
+    assert received == sent
+    assert [row.number for row in received.rows] == [0, 3, 1]
+    assert received.rows[0] == Row(0, 4, 6, b"", [[10]], [12], True, (), 2, follows=True)
+    assert received.rows[2] == Row(1, 5, 7, pack([9]), None, [13], True, (), 3)
 
 
 def test_every_rank_gets_the_same_plans() -> None:

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberline.engine.core.limits import Limits
+from emberline.engine.core.rows import Rows
 from emberline.engine.core.sequence import Sequence
 from emberline.engine.speculation import suffix_drafter, suffix_index
 from emberline.engine.speculation.suffix_drafter import STEP_TOKENS, SuffixDrafter
@@ -18,7 +19,7 @@ LIMITS = Limits(context_len=1 << 20, vocab_size=1 << 16, eos_ids=(0,), max_runni
 
 def sequence(number, prompt, output=(), salt=b"a"):
     request = EngineRequest(id=str(number), prompt_ids=pack(prompt), sampling=SamplingParams(max_tokens=100), salt=salt)
-    seq = Sequence(request, number, LIMITS, "model", BlockTable([]), 0.0)
+    seq = Sequence(request, number, LIMITS, "model", BlockTable([]), Rows(1, 1), 0.0)
     seq.ids += pack(output)
     return seq
 

@@ -64,7 +64,8 @@ class HeadRunner:
         positions: list[NDArray[np.int64]] = []
         hidden: list[Tensor] = []
         starts, chains, at, draw = [0], [], 0, 0
-        for number, row in enumerate(plan.rows):
+        planned = plan.rows
+        for number, row in enumerate(planned):
             own = combined[at : at + row.stop - row.start]
             at += row.stop - row.start
             tokens = known_tokens(row, sampled[draw : draw + 1 + row.n_drafts] if row.samples else ())
@@ -85,7 +86,7 @@ class HeadRunner:
                 draw += 1 + row.n_drafts
         if not ids:
             return []
-        rows = tables[0][[row.slot for row in plan.rows]]
+        rows = tables[0][[row.slot for row in planned]]
         ends = np.array([each[-1] + 1 if len(each) else 0 for each in positions])
         out = self.head.extend(
             _inputs(ids, np.concatenate(positions), starts, ends, rows), torch.cat(hidden), self._pool

@@ -176,7 +176,8 @@ class TorchRunner:
         samplers: list[SamplerRow] = []
         sample_tokens: list[int] = []
         n = longest = 0
-        for r, row in enumerate(plan.rows):
+        rows = plan.rows
+        for r, row in enumerate(rows):
             slot = self._slots[row.slot]
             assert slot is not None, "a row needs an admission first"
             end, n_drafts = row.end, row.n_drafts
@@ -196,13 +197,13 @@ class TorchRunner:
                 samplers.append(self._sampler(row, slot, end))
                 if n_drafts:
                     samplers += self._draft_samplers(row, slot)
-        n_rows, width = len(plan.rows), blocks_of(longest)
+        n_rows, width = len(rows), blocks_of(longest)
         inputs = StepInputs(
             token_ids=self._to_device(self._token_ids[:n]),
             positions=self._to_device(self._positions[:n]),
             query_starts=self._to_device(self._query_starts[: n_rows + 1]),
             context_lens=self._to_device(self._context_lens[:n_rows]),
-            block_tables=self._block_tables([row.slot for row in plan.rows], width),
+            block_tables=self._block_tables([row.slot for row in rows], width),
             sample_tokens=self._to_device(np.array(sample_tokens, np.int64)),
         )
         return inputs, samplers
@@ -271,8 +272,8 @@ def sampler_row(admission: Admission) -> SamplerRow:
 
 
 def _work(plan: StepPlan) -> StepWork:
-    chunks = [row for row in plan.rows if row.end - row.start > 1]
-    return StepWork.of(len(plan.rows) - len(chunks), chunks, plan.n_drafts)
+    chunks = [row for row in plan.others if row.end - row.start > 1]
+    return StepWork.of(plan.n_rows - len(chunks), chunks, plan.n_drafts)
 
 
 def allocate_pool(layout: KVGroup, n_blocks: int, device: torch.device) -> Tensor:

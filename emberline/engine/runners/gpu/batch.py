@@ -1,6 +1,5 @@
 """The rows of a plan in device order, the buffers that upload them, and prefixes that decode rows share."""
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -8,11 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from msgspec import structs
 from numpy.typing import NDArray
 from torch import Tensor
 
-from emberline.engine.core.plan import Masks, Row, StepPlan
+from emberline.engine.core.plan import Masks, Row
+from emberline.engine.core.rows import Ints
 from emberline.engine.runners.gpu.shapes import (
     CHUNK_ROWS,
     MAX_GRAPH_TOKENS,
@@ -83,13 +82,28 @@ def _best_prefix_of(
 ALIGNED = 4  # int32 numbers
 _LAST_SAMPLED = LAST_SAMPLED.to_bytes(4, "little", signed=True)
 _OWN = bytes(4)  # among drafts, in the place of a row's own token
+_NO_PACKET = np.zeros((HEADER_ROWS, 0), np.int32)
+
+
+def packet_of(rows: Sequence[Row], n_groups: int) -> Ints:
+    """The packet of rows that have one token of their own."""
+    packet = np.empty((HEADER_ROWS + 2 * n_groups, len(rows)), np.int32)
+    blocks = packet[HEADER_ROWS : HEADER_ROWS + n_groups]
+    packet[0], packet[1], blocks[:] = [row.slot for row in rows], [row.start for row in rows], NO_BLOCK
+    packet[2] = np.frombuffer(b"".join([row.token_ids or _LAST_SAMPLED for row in rows]), np.int32)
+    packet[HEADER_ROWS + n_groups :] = np.array([row.passed for row in rows], np.int32).reshape(-1, n_groups).T
+    for r, row in enumerate(rows):
+        if row.blocks is not None:
+            blocks[:, r] = [new[0] for new in row.blocks]
+    return packet
 
 
 @dataclass(slots=True)
 class StepBatch:
     """Decode rows first, then prefill chunks. Keeps where each sampling row of the plan went."""
 
-    decodes: list[Row] = field(default_factory=list)
+    packet: Ints = field(default_factory=lambda: _NO_PACKET)  # decode rows
+    drafts: list[bytes] = field(default_factory=list)  # u32 LE; for each decode row, or empty if no row has any
     chunks: list[Row] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)  # of the rows that sample, in the order of the plan
     order: list[int] = field(default_factory=list)  # their indices among the samples of the step, without padding
@@ -99,33 +113,39 @@ class StepBatch:
 
     @property
     def n_samples(self) -> int:
+        """Number of rows that sample."""
         return len(self.order)
+
+    @property
+    def n_decodes(self) -> int:
+        """Number of decode rows."""
+        return len(self.packet[0])
 
     def sample_indices(self, n_decodes: int) -> list[int]:
         """`order`, with the decode rows padded to n_decodes."""
-        d = len(self.decodes)
+        d = self.n_decodes
         return (
             self.order if n_decodes == d or not self.chunks else [n if n < d else n - d + n_decodes for n in self.order]
         )
 
     def verify(self, starts: Sequence[int]) -> None:
         """All its rows decode: from here on slots, order and logprobs are those of draws. starts: of rows' tokens."""
-        n_draws = [1 + (len(row.draft_ids) >> 2) for row in self.decodes]
+        n_draws = [1 + (len(ids) >> 2) for ids in self.drafts]
         self.order = [at for first, n in zip(starts, n_draws) for at in range(first, first + n)]
         self.slots = [slot for slot, n in zip(self.slots, n_draws) for _ in range(n)]
         if self.logprobs is not None:
             self.logprobs = [wanted for wanted, n in zip(self.logprobs, n_draws) for _ in range(n)]
 
-    def leave_out_drafts(self, plan: StepPlan) -> None:
-        """The step draws once for each row."""
-        self.left_out = [row.n_drafts for row in plan.rows if row.samples]
+    def leave_out_drafts(self, rows: Sequence[Row]) -> None:
+        """Draw once for each of the plan's rows."""
+        self.left_out = [row.n_drafts for row in rows if row.samples]
         # Blocks for drafts are uploaded with the table: a packet has only that of the row's own token.
-        self.decodes = [
-            structs.replace(row, draft_ids=b"", blocks=None) if row.draft_ids else row for row in self.decodes
-        ]
+        n_groups = (len(self.packet) - HEADER_ROWS) // 2
+        self.packet[HEADER_ROWS : HEADER_ROWS + n_groups, [len(ids) > 0 for ids in self.drafts]] = NO_BLOCK
+        self.drafts = []
 
     def own_masks(self, masks: Masks) -> Masks:
-        """Those of the draws that the step makes, by their indices among these."""
+        """Masks of the draws that the step makes, by their indices among these."""
         if self.left_out is None:
             return masks
         firsts = accumulate((1 + n for n in self.left_out[:-1]), initial=0)  # of each row's draws
@@ -135,24 +155,31 @@ class StepBatch:
 
     @property
     def n_tokens(self) -> int:
-        return len(self.decodes) + sum(row.end - row.start for row in self.chunks)
+        """Number of tokens without drafts."""
+        return self.n_decodes + sum(row.end - row.start for row in self.chunks)
 
     @classmethod
-    def of(cls, plan: StepPlan, slots: Sequence[Slot]) -> "StepBatch":
-        """slots: of the plan's rows."""
+    def of_columns(cls, packet: Ints) -> "StepBatch":
+        """A batch of rows that only decode: none wants probabilities or has a grammar."""
+        return cls(packet, slots=packet[0].tolist(), order=list(range(packet.shape[1])))
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], slots: Sequence[Slot], n_groups: int) -> "StepBatch":
+        """A batch of a plan's rows, whatever they are. slots: of these rows."""
         batch = cls()
-        sampling, known = plan.rows, slots
-        batch.decodes = [row for row in sampling if row.samples and (row.follows or len(row.token_ids) == 4)]
-        if len(batch.decodes) == len(plan.rows):
-            batch.order = list(range(len(sampling)))
+        sampling, known = rows, slots
+        decodes = [row for row in rows if row.samples and (row.follows or len(row.token_ids) == 4)]
+        if len(decodes) == len(rows):
+            batch.order = list(range(len(rows)))
         else:
-            sampling = [row for row in plan.rows if row.samples]
-            known = [slot for row, slot in zip(plan.rows, slots) if row.samples]
-            decodes = {id(row) for row in batch.decodes}
-            batch.chunks = [row for row in plan.rows if id(row) not in decodes]
-            ordered = [*batch.decodes, *(row for row in batch.chunks if row.samples)]
+            sampling = [row for row in rows if row.samples]
+            known = [slot for row, slot in zip(rows, slots) if row.samples]
+            ids = {id(row) for row in decodes}
+            batch.chunks = [row for row in rows if id(row) not in ids]
+            ordered = [*decodes, *(row for row in batch.chunks if row.samples)]
             indices = {id(row): n for n, row in enumerate(ordered)}
             batch.order = [indices[id(row)] for row in sampling]
+        batch.packet, batch.drafts = packet_of(decodes, n_groups), [row.draft_ids for row in decodes]
         batch.slots = [row.slot for row in sampling]
         batch.masked = True in [slot.masked for slot in known]
         logprobs = [slot.logprobs for slot in known]
@@ -166,9 +193,10 @@ class VerifyShape(NamedTuple):
     n_rows: int
     n_tokens: int  # of all rows: their own, drafts, and padding
 
-    def starts(self, rows: Sequence[Row]) -> list[int]:
-        """The first token of each row. The last rows have the tokens that pad the step, none too many of them."""
-        lengths = [1 + (len(row.draft_ids) >> 2) for row in rows] + [0] * (self.n_rows - len(rows))
+    def starts(self, drafts: Sequence[bytes]) -> list[int]:
+        """The first token of each row, given the drafts of each (u32 LE). The last rows have the tokens that pad the
+        step, none too many of them."""
+        lengths = [1 + (len(ids) >> 2) for ids in drafts] + [0] * (self.n_rows - len(drafts))
         left, r = self.n_tokens - sum(lengths), self.n_rows
         while left:
             r -= 1
@@ -217,29 +245,24 @@ class DecodeBuffers:
         """By token; behind the packet."""
         return self._packet[self._words(shape.n_rows, True) :][: shape.n_tokens]
 
-    def send(self, rows: list[Row], n_rows: int, n_tokens: int = 0, starts: Sequence[int] = ()) -> None:
-        """Queue the packet of these rows, padded to n_rows. starts: of steps that verify drafts, padded to n_tokens."""
-        n_padding = n_rows - len(rows)
-        zeros = [0] * n_padding
-        words = array("i", [row.slot for row in rows] + zeros)
-        words.extend([row.start for row in rows] + [PADDING] * n_padding)
-        words.frombytes(b"".join([row.token_ids or _LAST_SAMPLED for row in rows]) + bytes(4 * n_padding))
+    def send(
+        self, packet: Ints, n_rows: int, n_tokens: int = 0, starts: Sequence[int] = (), drafts: Sequence[bytes] = ()
+    ) -> None:
+        """Queue the packet of decode rows, padded to n_rows. starts, drafts: of each row of a step that verifies
+        drafts, padded to n_tokens."""
+        n, header = packet.shape[1], DRAFT_HEADER_ROWS if n_tokens else HEADER_ROWS
+        n_words = self._words(n_rows, n_tokens > 0)
+        array = self._upload.array()
+        words = array[:n_words].reshape(-1, n_rows)
+        if n < n_rows:
+            words[:, n:], words[0, n:], words[2, n:] = PADDING, 0, 0
+        if n:
+            words[:HEADER_ROWS, :n], words[header:, :n] = packet[:HEADER_ROWS], packet[HEADER_ROWS:]
         if n_tokens:
-            words.extend([len(row.draft_ids) >> 2 for row in rows] + zeros)
-            words.extend(starts)
-        grown = [(r, row.blocks) for r, row in enumerate(rows) if row.blocks is not None]
-        for g in range(self._n_groups):
-            new = [NO_BLOCK] * n_rows
-            for r, blocks in grown:
-                new[r] = blocks[g][0]
-            words.extend(new)
-        for g in range(self._n_groups):
-            words.extend([row.passed[g] for row in rows] + [NO_BLOCK] * n_padding)
-        if n_tokens:
+            words[3], words[3, :n], words[4] = 0, [len(ids) >> 2 for ids in drafts], starts
             ends = [*starts[1:], n_tokens]
-            by_row = [(_OWN + row.draft_ids).ljust(4 * (end - at), b"\0") for row, at, end in zip(rows, starts, ends)]
-            words.frombytes(b"".join(by_row).ljust(4 * n_tokens, b"\0"))
-        self._upload.words()[: len(words)] = words
+            by_row = [(_OWN + ids).ljust(4 * (end - at), b"\0") for ids, at, end in zip(drafts, starts, ends)]
+            array[n_words : n_words + n_tokens] = np.frombuffer(b"".join(by_row).ljust(4 * n_tokens, b"\0"), np.int32)
         self._upload.send(self._n_words, self._packet)  # all of it, which is little
 
     def send_shared(self, shared: SharedPrefix) -> None:
@@ -296,7 +319,7 @@ class MixedShape(NamedTuple):
 
     @classmethod
     def exact(cls, batch: StepBatch) -> "MixedShape":
-        return cls(len(batch.decodes), batch.n_tokens, len(batch.chunks), False)
+        return cls(batch.n_decodes, batch.n_tokens, len(batch.chunks), False)
 
     @classmethod
     def of(cls, batch: StepBatch, max_rows: int, largest: int = MAX_GRAPH_TOKENS) -> "MixedShape":
@@ -304,7 +327,7 @@ class MixedShape(NamedTuple):
         n_tokens = mixed_tokens(batch.n_tokens)
         if len(batch.chunks) >= CHUNK_ROWS or n_tokens > largest:
             return cls.exact(batch)
-        return cls(mixed_decode_rows(len(batch.decodes), max_rows), n_tokens, CHUNK_ROWS, True)
+        return cls(mixed_decode_rows(batch.n_decodes, max_rows), n_tokens, CHUNK_ROWS, True)
 
     @classmethod
     def all_padded(cls, max_rows: int, largest: int = MAX_GRAPH_TOKENS) -> list["MixedShape"]:
@@ -375,13 +398,13 @@ class MixedBuffers:
 
     def _fill(self, parts: list[NDArray[np.int32]], batch: StepBatch, shape: MixedShape, spare_slot: int) -> int:
         token_ids, positions, starts, contexts, row_slots, samples, sample_slots, sample_positions = parts
-        d, n_decodes = len(batch.decodes), shape.n_decodes
+        d, n_decodes = batch.n_decodes, shape.n_decodes
         contexts[d:] = samples[d:] = sample_positions[d:] = 0
         row_slots[d:], sample_slots[d:] = spare_slot, PADDING
-        begins = np.array([row.start for row in batch.decodes], np.int32)
-        token_ids[:d] = [token_of(row) for row in batch.decodes]
+        begins = batch.packet[1]
+        token_ids[:d] = batch.packet[2]
         positions[:d], contexts[:d], sample_positions[:d] = begins, begins + 1, begins + 1
-        row_slots[:d] = sample_slots[:d] = [row.slot for row in batch.decodes]
+        row_slots[:d] = sample_slots[:d] = batch.packet[0]
         starts[:d], starts[d : n_decodes + 1], samples[:d] = self._counting[:d], d, self._counting[:d]
         n, sampled, longest = d, n_decodes, int(begins.max(initial=-1)) + 1
         for r, row in enumerate(batch.chunks, n_decodes):
@@ -402,13 +425,8 @@ class MixedBuffers:
 
 
 def _chunks(batch: StepBatch) -> list[PrefillChunk]:
-    first, chunks = len(batch.decodes), []
+    first, chunks = batch.n_decodes, []
     for n, row in enumerate(batch.chunks, first):
         chunks.append(PrefillChunk(n, first, row.end - row.start, row.end))
         first += row.end - row.start
     return chunks
-
-
-def token_of(row: Row) -> int:
-    """The one new token of a row, where the host knows it."""
-    return LAST_SAMPLED if row.follows else int.from_bytes(row.token_ids, "little")

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -274,9 +273,9 @@ class GpuRunner:
             assert self._chain is not None
             self._chain.send([], kind.n_rows)
         elif isinstance(kind.shape, int):
-            self._decode.send([], kind.shape)
+            self._decode.send(StepBatch().packet, kind.shape)
         elif isinstance(kind.shape, VerifyShape):
-            self._decode.send([], *kind.shape, kind.shape.starts([]))
+            self._decode.send(StepBatch().packet, *kind.shape, kind.shape.starts([]))
         else:
             self._mixed.send(StepBatch(), kind.shape, self._slots.spare)
 
@@ -309,30 +308,35 @@ class GpuRunner:
             slots.admit(admission)
         if self._chain is not None and plan.admissions:
             self._chain.forget([admission.slot for admission in plan.admissions])
-        known = slots.of(plan.rows)
-        batch = StepBatch.of(plan, known)
+        rows, known, counts, verify = list[Row](), list[Slot](), False, None
+        if not plan.others and slots.take(plan.columns.packet):
+            batch = StepBatch.of_columns(plan.columns.packet)
+        else:
+            rows = plan.rows
+            known = slots.of(rows)
+            batch = StepBatch.of(rows, known, len(self._kv))
+            verify = self._verify_kind(batch, plan) if plan.n_drafting else None
+            if plan.n_drafting and verify is None:
+                batch.leave_out_drafts(rows)
+            upload = bool(batch.chunks)
+            for row, slot, passed in zip(rows, known, slots.passed(rows)):  # most have nothing new but a token
+                if row.blocks is not None:
+                    slots.grow(row, row.blocks, upload=upload or (verify is None and bool(row.draft_ids)))
+                if row.passed != passed:
+                    slots.leave_window(row.slot, row.passed, upload=upload)
+                if slot.ids is not None:
+                    slots.recount(row, slot)
+                    counts = True
+                if row.banned != slot.banned:
+                    slots.ban(row, slot)
         drafting = batch.slots if plan.depth else []
-        verify = self._verify_kind(batch, plan) if plan.n_drafting else None
-        if plan.n_drafting and verify is None:
-            batch.leave_out_drafts(plan)
-        upload, counts = bool(batch.chunks), False
-        for row, slot in zip(plan.rows, known):  # most of them have nothing new but a token
-            if row.blocks is not None:
-                slots.grow(row, row.blocks, upload=upload or (verify is None and bool(row.draft_ids)))
-            if row.passed != slot.passed:
-                slots.leave_window(row, slot, upload=upload)
-            if slot.ids is not None:
-                slots.recount(row, slot)
-                counts = True
-            if row.banned != slot.banned:
-                slots.ban(row, slot)
         slots.upload()
         if verify is not None:
             n_decodes, sample = self._launch_verify(batch, *verify)
         else:
             n_decodes, sample = self._launch_mixed(batch) if batch.chunks else self._launch_decode(batch)
         typical = self._typical or (bool(batch.chunks) and batch.n_tokens > self.graph_tokens)
-        work = StepWork.of(len(batch.decodes), batch.chunks, 0 if verify is None else plan.n_drafts)
+        work = StepWork.of(batch.n_decodes, batch.chunks, 0 if verify is None else plan.n_drafts)
         if not self._samples:
             outputs.end()
         return _Launched(
@@ -344,7 +348,7 @@ class GpuRunner:
             drafting,
             plan.depth,
             bool(verify and plan.n_awaited),
-            [(r, s, s.n_told) for r, s in zip(plan.rows, known) if r.samples] if counts and self._samples else None,
+            [(r, s, s.n_told) for r, s in zip(rows, known) if r.samples] if counts and self._samples else None,
         )
 
     def finish(self, launched: _Launched, masks: Masks | None) -> None:
@@ -405,13 +409,13 @@ class GpuRunner:
     # --- decode -----------------------------------------------------------------------------------------------------
 
     def _launch_decode(self, batch: StepBatch) -> tuple[int, Callable[[], None] | None]:
-        n_rows = decode_rows(len(batch.decodes), self._max_rows) if self._pads else len(batch.decodes)
+        n_rows = decode_rows(batch.n_decodes, self._max_rows) if self._pads else batch.n_decodes
         wanted = StepKind(n_rows, self._find_shared(batch))
         kind = self._prepared(wanted)
         assert isinstance(kind.shape, int)
-        self._decode.send(batch.decodes, kind.shape)
+        self._decode.send(batch.packet, kind.shape)
         logits = self._run(kind, wanted)
-        return len(batch.decodes), (lambda: self._sample_decode(logits, guided=True)) if batch.masked else None
+        return batch.n_decodes, (lambda: self._sample_decode(logits, guided=True)) if batch.masked else None
 
     def _run(self, kind: StepKind, wanted: StepKind) -> Tensor:
         """Run the step from the uploaded buffers; it was padded from the wanted kind."""
@@ -447,13 +451,13 @@ class GpuRunner:
 
     def _find_shared(self, batch: StepBatch) -> bool:
         """Whether decode rows share a prefix worth cascade attention; searched again only when other rows decode."""
-        if not self._block_bytes or len(batch.decodes) < MIN_SHARING:
+        if not self._block_bytes or batch.n_decodes < MIN_SHARING:
             return False
-        slots = [row.slot for row in batch.decodes]
+        slots = batch.packet[0].tolist()
         key = slots, self._slots.n_admitted
         if key != self._sharing:
             self._sharing = key
-            n_full = np.array([row.start // 16 for row in batch.decodes], np.int32)
+            n_full = batch.packet[1] // 16
             tables = self._slots.tables[0, slots, : int(n_full.max(initial=1))]
             found = find_shared_prefix(tables, n_full)
             worth = found is not None and found.saved_blocks() * self._block_bytes >= MIN_SAVED_BYTES
@@ -467,7 +471,7 @@ class GpuRunner:
     def _verify_kind(self, batch: StepBatch, plan: StepPlan) -> tuple[StepKind, StepKind] | None:
         """The kind of step to run and the one wanted; None: drafts are left out. Beside chunks, and before a shape that
         holds them is captured."""
-        n_rows = len(batch.decodes)
+        n_rows = batch.n_decodes
         shape = verify_shape(n_rows, n_rows + plan.n_drafts, self._max_rows)
         if batch.chunks or shape is None or not self._verified:
             return None
@@ -480,8 +484,8 @@ class GpuRunner:
     ) -> tuple[int, Callable[[], None] | None]:
         shape = kind.shape
         assert isinstance(shape, VerifyShape)
-        starts = shape.starts(batch.decodes)
-        self._decode.send(batch.decodes, *shape, starts)
+        starts = shape.starts(batch.drafts)
+        self._decode.send(batch.packet, *shape, starts, batch.drafts)
         logits = self._run(kind, wanted)
         batch.verify(starts)  # behind the launch, which the device waits for
         return batch.order[-1] + 1, (lambda: self._sample_drafts(logits, shape, guided=True)) if batch.masked else None

@@ -9,11 +9,13 @@ import torch
 from numpy.typing import NDArray
 
 from emberline.engine.core.plan import Admission, Masks, Row
+from emberline.engine.core.rows import Ints
 from emberline.engine.runners.cpu.torch_runner import sampler_row
 from emberline.engine.runners.gpu.stream import Upload
-from emberline.kernels.decode_inputs import MAX_DRAFTS, SlotState
+from emberline.kernels.decode_inputs import MAX_DRAFTS, NO_BLOCK, SlotState
 from emberline.kernels.sampling import SamplerRow
 from emberline.kv.block_pool import NULL_BLOCK, blocks_of
+from emberline.protocol.block_hash import BLOCK_TOKENS
 
 _CHANGES = 1 << 15  # table entries per upload
 
@@ -32,7 +34,6 @@ class Slot:
     n_prompt: int
     masked: bool  # a grammar restricts what is sampled
     logprobs: int | None
-    passed: list[int]
     sampler: SamplerRow
     ids: bytearray | None  # prompt and output as far as the host knows them, kept only for penalties
     banned: tuple[int, ...] = ()
@@ -56,6 +57,8 @@ class Slots:
         self.n_admitted = 0
         self.sampler: SlotSampler = sampler
         self._slots: dict[int, Slot] = {}
+        self._unusual = np.ones(n_slots + 1, np.bool_)  # nothing runs there, or more is to be done than decoding
+        self._passed = np.zeros((n_groups, n_slots + 1), np.int32)  # leading table entries that were cleared
         self._changed: list[NDArray[np.int32]] = []  # indices into the flat tables
         self._upload = Upload(2 * _CHANGES, device)
         self._changes = torch.zeros(2 * _CHANGES, dtype=torch.int32, device=device)
@@ -64,6 +67,11 @@ class Slots:
         slots = self._slots
         return [slots[row.slot] for row in rows]
 
+    def passed(self, rows: Sequence[Row]) -> list[list[int]]:
+        """For each row and group: leading table entries that were cleared."""
+        found: list[list[int]] = self._passed[:, [row.slot for row in rows]].T.tolist()
+        return found
+
     def admit(self, admission: Admission) -> None:
         request, row = admission.request, sampler_row(admission)
         self.sampler.set(admission.slot, row)
@@ -71,10 +79,12 @@ class Slots:
             n_prompt=len(request.prompt_ids) // 4,
             masked=bool(request.grammar),
             logprobs=request.sampling.logprobs,
-            passed=[0] * len(self.tables),
             sampler=row,
             ids=None if row.prompt_ids is None else bytearray(request.prompt_ids + admission.output_ids),
         )
+        self._passed[:, admission.slot] = 0
+        unusual = bool(request.grammar) or request.sampling.logprobs is not None or row.prompt_ids is not None
+        self._unusual[admission.slot] = unusual
         for g, blocks in enumerate(admission.blocks):
             self.tables[g, admission.slot, : len(blocks)] = blocks
             self._mark_changed(g, admission.slot, 0, len(blocks))
@@ -85,6 +95,7 @@ class Slots:
         write to the blocks of others, until they are admitted again."""
         for row in rows:
             self._slots.pop(row.slot, None)
+            self._unusual[row.slot] = True
 
     def grow(self, row: Row, blocks: list[list[int]], *, upload: bool) -> None:
         """Append to a row's block table; upload it too, unless the step's packet contains it."""
@@ -97,13 +108,27 @@ class Slots:
             if upload:
                 self._mark_changed(g, row.slot, first, first + len(added))
 
-    def leave_window(self, row: Row, slot: Slot, *, upload: bool) -> None:
-        """Clear the table entries that left a row's attention windows."""
-        for g, (old, new) in enumerate(zip(slot.passed, row.passed)):
-            self.tables[g, row.slot, old:new] = NULL_BLOCK
+    def take(self, packet: Ints) -> bool:
+        """Take in the packet of rows that decode. Returns False, and does nothing, if a slot needs more than that."""
+        slots, n_groups = packet[0], len(self.tables)
+        if self._unusual[slots].any():
+            return False
+        blocks, passed = packet[3 : 3 + n_groups], packet[3 + n_groups :]
+        for r in np.flatnonzero(blocks[0] != NO_BLOCK).tolist():
+            self.tables[:, slots[r], packet[1, r] // BLOCK_TOKENS] = blocks[:, r]
+        for r in np.flatnonzero((passed != self._passed[:, slots]).any(0)).tolist():
+            self.leave_window(int(slots[r]), passed[:, r].tolist(), upload=False)
+        return True
+
+    def leave_window(self, slot: int, passed: Sequence[int], *, upload: bool) -> None:
+        """Clear the table entries that left the attention windows of a slot's row."""
+        for g, (old, new) in enumerate(zip(self._passed[:, slot].tolist(), passed)):
+            if old == new:
+                continue
+            self.tables[g, slot, old:new] = NULL_BLOCK
             if upload or new - old > 1:
-                self._mark_changed(g, row.slot, old, new)
-        slot.passed = row.passed
+                self._mark_changed(g, slot, old, new)
+            self._passed[g, slot] = new
 
     def recount(self, row: Row, slot: Slot) -> None:
         """The device counts the tokens it samples; forced tokens must be uploaded."""

@@ -10,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
+from emberline.engine.core import plan as plan_module
 from emberline.engine.core.latency_target import LatencyTarget
-from emberline.engine.core.limits import Limits
+from emberline.engine.core.limits import Limits, WorkLimits
 from emberline.engine.core.plan import Admission, DeviceLost, Masks, Row, StepPlan
 from emberline.engine.core.step_loop import StepLoop
 from emberline.engine.runners.gpu import runner as gpu_runner
-from emberline.engine.runners.gpu.batch import MixedShape, StepBatch, VerifyShape
+from emberline.engine.runners.gpu.batch import MixedShape, StepBatch, VerifyShape, packet_of
 from emberline.engine.runners.gpu.graphs import CudaGraphs, StepKind
 from emberline.engine.runners.gpu.runner import GpuRunner
 from emberline.engine.runners.gpu.shapes import (
@@ -92,9 +93,8 @@ class Padded(TorchFake):
 
 
 def loop_of(model, n_blocks=40, graphs=True, steps_in_flight=2, speculation=None, **limits):
-    limits = Limits(
-        **{"context_len": 200, "vocab_size": VOCAB, "eos_ids": (0,), "max_running": 4, "token_budget": 32} | limits
-    )
+    defaults = {"context_len": 200, "vocab_size": VOCAB, "eos_ids": (0,), "max_running": 4, "token_budget": 32}
+    limits = Limits(**defaults | {"work": WorkLimits(column_rows=1)} | limits)  # plain rows are columns, however few
     sizes = [n_blocks] * len(model.kv_groups)
     cache = KVCache(model.kv_groups, sizes, chunk=limits.token_budget)
     kernels, table = HostKernels(), HostTable()
@@ -470,7 +470,7 @@ def test_a_step_that_is_not_captured_yet_is_padded_to_one_that_is():
     assert [kind.shape for kind in graphs.replayed] == [MixedShape(16, 128, 32, True), 64]
     assert runner.n_graphs == n_graphs, "nothing is captured while requests wait"
     runner.capture(StepKind(32))
-    later = StepPlan(rows=[Row(n, n, 4, b"", None, [0], True, follows=True) for n in range(20)])
+    later = StepPlan(others=[Row(n, n, 4, b"", None, [0], True, follows=True) for n in range(20)])
     drawn(runner.launch(later))
     assert graphs.replayed[-1] == StepKind(32)
 
@@ -491,6 +491,11 @@ def test_only_steps_in_their_own_shape_tell_how_long_such_steps_take():
     assert seen == [1]
 
 
+def test_a_plan_has_the_constants_of_the_kernels_packet():
+    assert (plan_module.LAST_SAMPLED, plan_module.NO_BLOCK) == (LAST_SAMPLED, inputs.NO_BLOCK)
+    assert plan_module.BLOCKS - plan_module.SLOT == inputs.HEADER_ROWS
+
+
 def test_padded_shapes_are_among_the_common_steps():
     for most in (1, 5, 64, 100, 256, 600):
         sizes = MixedShape.all_padded(most)
@@ -498,7 +503,7 @@ def test_padded_shapes_are_among_the_common_steps():
         for n_decodes, n_chunks, n_tokens in itertools.product((0, 1, 16, 17, 64, 65, 200, 600), (1, 31), (31, 600)):
             if n_decodes + n_chunks > most or n_decodes + n_tokens > 1024:
                 continue
-            batch = StepBatch(decodes=[Row(0, 0, 5, b"", None, [0], True, follows=True)] * n_decodes)
+            batch = StepBatch(packet_of([Row(0, 0, 5, b"", None, [0], True, follows=True)] * n_decodes, 1))
             batch.chunks = [Row(0, 0, 0, bytes(4), None, [0], False)] * (n_chunks - 1)
             batch.chunks.append(Row(0, 0, 0, bytes(4 * (n_tokens - n_chunks + 1)), None, [0], False))
             assert MixedShape.of(batch, most) in sizes
@@ -564,12 +569,12 @@ def test_shapes_of_steps_that_verify_drafts():
 
 @given(st.lists(st.integers(0, 15), min_size=1, max_size=32))
 def test_rows_of_a_step_that_verifies_drafts_have_room_for_theirs(n_drafts):
-    rows = [Row(n, n, 9, pack([4]), None, [0], True, draft_ids=bytes(4 * d)) for n, d in enumerate(n_drafts)]
-    shape = verify_shape(len(rows), len(rows) + sum(n_drafts), 256)
+    drafts = [bytes(4 * n) for n in n_drafts]
+    shape = verify_shape(len(drafts), len(drafts) + sum(n_drafts), 256)
     if shape is None:
-        assert sum(n_drafts) > most_drafts(len(rows), 256)
+        assert sum(n_drafts) > most_drafts(len(drafts), 256)
         return
-    ends = [*VerifyShape(*shape).starts(rows), shape[1]]
+    ends = [*VerifyShape(*shape).starts(drafts), shape[1]]
     lengths = [end - first for first, end in itertools.pairwise(ends)]
     assert len(lengths) == shape[0]
     assert all(0 <= n <= 16 for n in lengths)
