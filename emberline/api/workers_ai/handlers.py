@@ -104,14 +104,9 @@ async def run_universal(call: HttpExchange) -> Response:
         call.use_model(name)
     max_values = decode(raw, _universal_submission_decoder, NO_LIMIT).input.max_values
     body = decode(raw, _raw_decoder, max_values)
-    if (card := call.card) is None:
-        return await _run_input(call, body.model, bytes(body.input), encodes=False)
-    if card.task == SPEECH_RECOGNITION:
-        return await _hear(call, body.model, bytes(body.input))
-    if card.task in TASKS:
-        return await run_media(call, body.model, card, bytes(body.input))
-    if encodes_text(card):
-        return await _run_input(call, body.model, bytes(body.input), encodes=True)
+    card = call.card
+    if card is None or card.task in (SPEECH_RECOGNITION, *TASKS) or encodes_text(card):
+        return await run_model(call, body.model, bytes(body.input))
     given = decode(raw, _universal_decoder, max_values)  # names a field that is wrong by its whole path
     return await _run(call, body.model, bytes(body.input), given.input)
 
