@@ -15,6 +15,7 @@ from emberline.engine.core.rows import (
     MOST,
     N_COMPUTED,
     N_KNOWN,
+    N_SAMPLING,
     NUMBER,
     PASSED,
     PLANNED,
@@ -23,7 +24,7 @@ from emberline.engine.core.rows import (
     Places,
     Rows,
 )
-from emberline.engine.core.sequence import NO_SLOT, Sequence
+from emberline.engine.core.sequence import NO_SLOT, Flag, Sequence
 from emberline.kv.cache import KVCache
 from emberline.protocol.request import Priority
 
@@ -71,6 +72,13 @@ class Queues:
         if self._order is None:
             self._order = np.array([seq.slot for seq in self.running], np.intp)
         return self._order
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Tokens that running sequences have to compute before their next ones are sampled."""
+        by_slot = self.rows.by_slot  # free slots have zeros
+        n_due = by_slot[N_KNOWN] + by_slot[N_SAMPLING] - by_slot[N_COMPUTED]
+        return int(np.maximum(n_due - (by_slot[FLAGS] & Flag.PREFILL_ONLY == 0), 0).sum())
 
     def run(self, seq: Sequence, n_computed: int) -> None:
         """Give a sequence a slot; its table has the KV of n_computed tokens."""

@@ -134,7 +134,7 @@ class Scheduler:
         load, queues = msgspec.structs.replace(self._totals), self.queues
         load.running, load.running_batch = len(queues.running), n_batch(queues.running)
         load.waiting, load.waiting_batch = len(queues.waiting), n_batch(queues.waiting)
-        load.waiting_tokens = queues.waiting_tokens + sum(seq.n_prefill for seq in queues.running)
+        load.waiting_tokens = queues.waiting_tokens + queues.prefill_tokens
         load.kv_used_blocks = self.cache.n_used
         for report in self._moments.report:
             report(load)

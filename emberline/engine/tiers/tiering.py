@@ -203,7 +203,7 @@ class Tiering(Feature):
     def _compute_queue(self, seq: Sequence) -> ComputeQueue:
         """The work ahead of a sequence if its prompt is computed."""
         queues = self.core.queues
-        n_before = sum(other.n_prefill for other in queues.running)
+        n_before = queues.prefill_tokens
         n_before += sum(other.n_tokens for other in takewhile(lambda other: other.rank < seq.rank, queues.waiting))
         shares = len(queues.waiting) + len(queues.running) > 1
         return ComputeQueue(self.core.admission.tokens_per_s, n_before, shares)
