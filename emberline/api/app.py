@@ -13,13 +13,13 @@ from emberline.api.http.body import held_bodies
 from emberline.api.http.errors import error_body, error_headers
 from emberline.api.http.exchange import (
     REQUEST_LIMITS,
-    Backend,
     BatchQueue,
     ClientDisconnected,
     HttpExchange,
     LargeRequest,
     Reply,
     RequestLimits,
+    Services,
     json_reply,
     while_connected,
 )
@@ -56,7 +56,7 @@ class ApiSettings:
 class App:
     def __init__(
         self,
-        service: Backend,
+        service: Services,
         settings: ApiSettings,
         webhooks: WebhookService | None = None,
         batches: BatchQueue | None = None,

@@ -11,7 +11,7 @@ from functools import partial
 
 from emberline.api.anthropic.batches import read_message_job
 from emberline.api.batches.job_format import CooperativeYield, JobReader, file_lines
-from emberline.api.http.exchange import Backend
+from emberline.api.http.exchange import Services
 from emberline.api.openai.batch_jobs import OpenAIJobReader
 from emberline.api.workers_ai.handlers import read_input_job
 from emberline.jobs.batches.batch import Batch
@@ -32,7 +32,7 @@ log = logging.getLogger("emberline.batches")
 class BatchService:
     """The queue as the HTTP API of one process uses it. Every HTTP process has one, over the same store."""
 
-    def __init__(self, queue: Queue, service: Backend) -> None:
+    def __init__(self, queue: Queue, service: Services) -> None:
         self.queue = queue
         self.closing = asyncio.Event()
         self.result_sizes: dict[tuple[str, int], int] = {}
@@ -105,7 +105,7 @@ class BatchService:
         await queue.start(batch)
 
 
-def job_reader(batch: Batch, service: Backend) -> JobReader:
+def job_reader(batch: Batch, service: Services) -> JobReader:
     if batch.kind == "anthropic":
         return partial(read_message_job, service, batch)
     if batch.kind == "workers_ai":

@@ -68,7 +68,7 @@ async def _request_in_process(config: Config, method: str, path: str, body: dict
     from emberline.accounts.operator_ticket import operator_ticket
     from emberline.accounts.secret import Secret
     from emberline.api.app import ApiSettings, App
-    from emberline.api.http.exchange import Backend
+    from emberline.api.http.exchange import Services
     from emberline.gateway.service import GatewayService
     from emberline.service.service_factory import DATABASE
     from emberline.store import open_store
@@ -81,7 +81,7 @@ async def _request_in_process(config: Config, method: str, path: str, body: dict
     try:
         auth = Authenticator(secret, directory=accounts.directory, required=True)
         await gateways.open()
-        app = App(cast(Backend, None), ApiSettings(auth), accounts=accounts, gateways=gateways)  # they serve no model
+        app = App(cast(Services, None), ApiSettings(auth), accounts=accounts, gateways=gateways)  # they serve no model
         raw_path, _, query = path.partition("?")
         headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
         headers.append((b"authorization", f"Bearer {operator_ticket(secret, int(time.time()))}".encode()))

@@ -11,7 +11,6 @@ from emberline.protocol.gateway import GatewayOptions, GatewaySettings, StepConf
 from emberline.protocol.provider import OwnKey
 from emberline.protocol.request import Principal, alias_caller
 from emberline.service.models import ModelLookup
-from emberline.upstream.models import UpstreamModels
 
 
 class GatewayRules:
@@ -24,7 +23,6 @@ class GatewayRules:
         options: GatewayOptions,
         principal: Principal,
         models: ModelLookup,
-        upstream: UpstreamModels,
         floor: GatewaySettings | None = None,
     ) -> None:
         """`floor`: the operator's gateway, whose rules no option of a request loosens."""
@@ -33,7 +31,6 @@ class GatewayRules:
         self.owner = owner
         self.principal = principal
         self.models = models
-        self._upstream = upstream
         self._floor = floor
         asked = options.collect_log_payload
         self.logs_content = settings.log_content if asked is None else asked
@@ -94,7 +91,8 @@ class GatewayRules:
         card = self.card(model, caller)
         if not self.models.is_upstream(card):
             return PlanStep(card, LOCAL, number)
-        return PlanStep(card, self._upstream.provider_of(card), number, self._upstream.n_servers(card) - 1)
+        upstream = self.models.upstream
+        return PlanStep(card, upstream.provider_of(card), number, upstream.n_servers(card) - 1)
 
     def relays(self, models: Plan) -> bool:
         """True if upstream servers compute all models of the plan."""

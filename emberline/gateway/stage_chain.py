@@ -16,7 +16,6 @@ from emberline.protocol.gateway import GatewayOptions
 from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal
 from emberline.service.models import ModelLookup
 from emberline.service.work import Stage, TaskRunner, Work
-from emberline.upstream.models import UpstreamModels
 
 
 class ModelService(TaskRunner, Protocol):
@@ -24,9 +23,6 @@ class ModelService(TaskRunner, Protocol):
 
     @property
     def models(self) -> ModelLookup: ...
-
-    @property
-    def upstream(self) -> UpstreamModels: ...
 
 
 class StageChain:
@@ -93,5 +89,5 @@ def open_chain(
     """Open a gateway for an HTTP request. Raises GatewayNotFound if the account has no such gateway."""
     account, name = principal.account, gateway or options.id
     settings, floor = owner.settings.find(account, name), owner.settings.floor(account, name)
-    rules = GatewayRules(owner, settings, options, principal, service.models, service.upstream, floor)
+    rules = GatewayRules(owner, settings, options, principal, service.models, floor)
     return StageChain(rules, service, log_id)

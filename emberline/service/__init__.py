@@ -20,8 +20,8 @@ A service:
     service.responses                               # stored responses: put, get, delete
     service.models.cards() -> list[ModelCard]
     service.models.find(name) -> ModelCard          # raises ModelNotFound, MalformedModelId
-    await service.health() -> Health                # .ok: tokens can move; .detail: plain data, per engine
-    await service.metrics() -> bytes                # Prometheus text
+    await service.operations.health() -> Health     # .ok: tokens can move; .detail: plain data, per engine
+    await service.operations.metrics() -> bytes     # Prometheus text
 
 `request.id` is made by the API, unique for ever: the usage row is keyed by it. Never take it from a client.
 `emberline.accounts.auth.Authenticator` makes the `Principal`.

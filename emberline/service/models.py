@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from emberline.catalog.aliases import Aliases
+from emberline.catalog.aliases import Aliases, AliasTable
 from emberline.catalog.model_card import ModelCard, with_aliases
 from emberline.cluster.served_models import ServedModels
 from emberline.protocol.errors import Conflict
@@ -26,9 +26,15 @@ class ModelLookup(Protocol):
 
     def is_upstream(self, card: ModelCard) -> bool: ...
 
-    def is_alias(self, name: str) -> bool: ...
-
     def state(self, model_id: str) -> str: ...
+
+    @property
+    def aliases(self) -> AliasTable:
+        """The operator's aliases."""
+
+    @property
+    def upstream(self) -> UpstreamModels:
+        """The models on upstream servers."""
 
 
 class Models:
@@ -39,12 +45,17 @@ class Models:
 
     def __init__(self, served: ServedModels, upstream: UpstreamModels, aliases: Aliases) -> None:
         self._served = served
-        self._upstream = upstream
+        self.upstream = upstream
         self._aliases = aliases
+
+    @property
+    def aliases(self) -> AliasTable:
+        """The operator's aliases."""
+        return self._aliases.table
 
     def cards(self) -> list[ModelCard]:
         """All models, with the aliases that the operator has given them."""
-        cards = [*self._served.cards(), *self._upstream.cards()]
+        cards = [*self._served.cards(), *self.upstream.cards()]
         table = self._aliases.table
         return [with_aliases(card, table.names_of(card)) for card in cards] if table.aliases else cards
 
@@ -57,9 +68,9 @@ class Models:
         table, found = self._aliases.table, name
         if name.lower() in table.aliases and not self.is_id(name):
             found = table.pick(name, caller, self._has)
-        if (card := self._served.find(found) or self._upstream.find(found)) is not None:
+        if (card := self._served.find(found) or self.upstream.find(found)) is not None:
             return card
-        raise self._served.not_found(found, self._upstream.providers.hint(name))
+        raise self._served.not_found(found, self.upstream.providers.hint(name))
 
     def target(self, card: ModelCard, principal: Principal, own_key: OwnKey | None = None) -> Target:
         """The model as a request of the principal uses it; `own_key` is a provider's key that the request brings along.
@@ -68,7 +79,7 @@ class Models:
         """
         if principal.models:
             self.check_scope(card, principal)
-        return self._upstream.target(card, principal, own_key) if self.is_upstream(card) else Target(card)
+        return self.upstream.target(card, principal, own_key) if self.is_upstream(card) else Target(card)
 
     def check_scope(self, card: ModelCard, principal: Principal) -> None:
         """Raise Forbidden if the principal's key may not use the model."""
@@ -82,7 +93,7 @@ class Models:
         """State of a model that is loaded and unloaded here: on_disk, loading, loaded, unloading or failed.
 
         Returns `provider` if upstream servers have the model, and an empty text if it is always loaded."""
-        on_upstream = self._served.card(model_id) is None and self._upstream.find(model_id) is not None
+        on_upstream = self._served.card(model_id) is None and self.upstream.find(model_id) is not None
         return self._served.states.get(model_id) or ("provider" if on_upstream else "")
 
     def is_alias(self, name: str) -> bool:
@@ -92,7 +103,7 @@ class Models:
     def is_id(self, name: str) -> bool:
         """True if the name is a model's id, which no alias replaces."""
         own = self._served.find(name)
-        return (own is not None and own.id.lower() == name.lower()) or self._upstream.find(name) is not None
+        return (own is not None and own.id.lower() == name.lower()) or self.upstream.find(name) is not None
 
     def check_alias(self, name: str, targets: Mapping[str, int]) -> None:
         """Raise Conflict if the name is a model's id, and ModelNotFound if a target is neither a model nor an alias."""
@@ -103,4 +114,4 @@ class Models:
                 self.find(target)
 
     def _has(self, name: str) -> bool:
-        return (self._served.find(name) or self._upstream.find(name)) is not None
+        return (self._served.find(name) or self.upstream.find(name)) is not None

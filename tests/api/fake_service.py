@@ -172,8 +172,8 @@ class FakeModels:
     def is_upstream(self, card: ModelCard) -> bool:
         return False
 
-    def is_alias(self, name: str) -> bool:
-        return False
+    aliases = AliasTable()
+    upstream = UpstreamModels(())
 
     def state(self, model_id: str) -> str:
         return "loaded" if model_id == MODEL else ""
@@ -199,7 +199,13 @@ class FakeService:
         self.loads: list[tuple[str, str]] = []
         self.engine_load: dict[str, Any] = {}  # reported besides the usual
 
-    upstream = UpstreamModels(())
+    @property
+    def operations(self) -> "FakeService":
+        return self
+
+    @property
+    def cluster_admin(self) -> "FakeService":
+        return self
 
     async def run(self, work: Work) -> TaskEvents:
         task = work.task
@@ -254,10 +260,6 @@ class FakeService:
         self.requests.append(request)
         return sum(len(message.content.split()) for message in request.messages or ())
 
-    @property
-    def aliases(self) -> AliasTable:
-        return AliasTable()
-
     async def change_alias(self, name: str, targets: Mapping[str, int] | None) -> None:
         self.alias_changes.append((name, targets))
 
@@ -269,9 +271,8 @@ class FakeService:
         models = {MODEL: {"ready": self.ok, "workers": 1, "workers_ready": int(self.ok)}}
         return Health(self.ok, {"engines": [engine], "models": models})
 
-    async def load_model(self, model_id: str, action: Literal["load", "unload"]) -> ModelCard:
+    async def load_model(self, model_id: str, action: Literal["load", "unload"]) -> None:
         self.loads.append((model_id, action))
-        return self.models.find(model_id)
 
     async def refresh_prices(self) -> None:
         self.price_refreshes += 1

@@ -69,8 +69,8 @@ class JoiningEngine(FakeEngine):
         return Announcement(**{**fields, **more})  # type: ignore[arg-type]
 
     async def announce(self, core: Service, **more: object) -> Standing:
-        challenge = (await core.join_challenge()).challenge
-        answer = await core.announce(members.sign(self.key, self.said(challenge, **more)))
+        challenge = (await core.cluster_admin.join_challenge()).challenge
+        answer = await core.cluster_admin.announce(members.sign(self.key, self.said(challenge, **more)))
         standing = members.verified(self.key, answer, Standing, "not the core")
         self.epoch = standing.epoch
         return standing
@@ -146,7 +146,7 @@ async def test_a_worker_joins_at_one_core_and_every_core_uses_it(
     assert (await worker.announce(cores[-1])).epoch == standing.epoch
     later = await open_core()  # as after a restart
     await until_states(later, {"w0": "ready"})
-    (status,) = (await later.cluster_status()).members
+    (status,) = (await later.cluster_admin.cluster_status()).members
     assert (status.connected, status.member.epoch, status.problem) == (True, standing.epoch, "")
 
 
@@ -158,19 +158,19 @@ async def test_drain_and_leave_concern_every_core(
     await worker.announce(cores[0])
     for core in cores:
         await until_states(core, {"w0": "ready"})
-    assert await cores[-1].change_workers(WorkerChange(action="drain", name="w0")) == ["w0"]
+    assert await cores[-1].cluster_admin.change_workers(WorkerChange(action="drain", name="w0")) == ["w0"]
     for core in cores:
         await until_states(core, {"w0": "draining"})
-    await cores[0].change_workers(WorkerChange(action="undrain", name="w0"))
+    await cores[0].cluster_admin.change_workers(WorkerChange(action="undrain", name="w0"))
     for core in cores:
         await until_states(core, {"w0": "ready"})
     worker.script = None
     running = asyncio.create_task(events_of(cores[0], ask()))
     await until(lambda: worker.submitted)
-    await cores[-1].change_workers(WorkerChange(action="leave", name="w0"))
+    await cores[-1].cluster_admin.change_workers(WorkerChange(action="leave", name="w0"))
     await until_states(cores[0], {"w0": "draining"})
     with pytest.raises(Conflict, match="leaving"):
-        await cores[0].change_workers(WorkerChange(action="undrain", name="w0"))
+        await cores[0].cluster_admin.change_workers(WorkerChange(action="undrain", name="w0"))
     (request,) = worker.submitted
     worker.step(TokenDelta(request.id, tokens.pack([EOS]), "stop"))
     await running
@@ -178,9 +178,9 @@ async def test_drain_and_leave_concern_every_core(
     await worker.die()
     for core in cores:
         await until_states(core, {})
-    assert (await cores[0].cluster_status()).members == []
+    assert (await cores[0].cluster_admin.cluster_status()).members == []
     with pytest.raises(NotFound):
-        await cores[0].change_workers(WorkerChange(action="drain", name="w0"))
+        await cores[0].cluster_admin.change_workers(WorkerChange(action="drain", name="w0"))
 
 
 async def test_a_core_that_does_not_reach_a_leaving_member_does_not_forget_it(
@@ -192,8 +192,8 @@ async def test_a_core_that_does_not_reach_a_leaving_member_does_not_forget_it(
     await until_states(core, {"w0": "ready"})
     await worker.die()
     await until_states(core, {"w0": "down"})
-    await core.change_workers(WorkerChange(action="leave", name="w0"))
-    leaving = [each.member.state for each in (await core.cluster_status()).members]
+    await core.cluster_admin.change_workers(WorkerChange(action="leave", name="w0"))
+    leaving = [each.member.state for each in (await core.cluster_admin.cluster_status()).members]
     assert leaving == ["leaving"], "it is not given up at once"
     stores[0].later_us = 31_000_000
     await until_states(core, {})
@@ -220,7 +220,7 @@ async def test_one_bad_row_does_not_keep_a_core_from_the_others(
     await store.close()
     later = await open_core()
     await until_states(later, {"w0": "ready"})
-    problems = {each.member.name: each.problem for each in (await later.cluster_status()).members}
+    problems = {each.member.name: each.problem for each in (await later.cluster_admin.cluster_status()).members}
     assert "tcp:nowhere:0" in problems["a0"]
 
 
@@ -253,12 +253,12 @@ async def test_an_earlier_run_is_not_taken_for_the_one_that_has_just_joined(
     core = await open_core()
     await worker.announce(core)
     await until_states(core, {"w0": "ready"})
-    (before,) = (await core.cluster_status()).members
+    (before,) = (await core.cluster_admin.cluster_status()).members
     assert (before.connected, before.member.epoch) == (True, worker.epoch)
     store, reconciling = await database.open(), cluster_of(core)._reconciling
     async with reconciling:  # this core has not looked yet
         await MemberTable(store).announce(said_in_table("w0", model="bytes"), 1 << 60)
-        (after,) = (await core.cluster_status()).members
+        (after,) = (await core.cluster_admin.cluster_status()).members
     await store.close()
     assert after.member.epoch > worker.epoch
     assert (after.connected, after.problem) == (False, "not dialed yet")
@@ -309,7 +309,7 @@ async def test_who_may_not_join(
         patch.setattr("emberline.cluster.membership.JOIN_TIMEOUT_S", 0.2)
         with pytest.raises(Unavailable, match=r"cannot be reached at tcp:127\.0\.0\.1:1"):
             await worker.announce(core, address="tcp:127.0.0.1:1")
-    assert (await core.cluster_status()).members == []
+    assert (await core.cluster_admin.cluster_status()).members == []
     await worker.announce(core)
     other = JoiningEngine(None, name="w1", address=worker.endpoint.address)
     with pytest.raises(BadInput, match=r"other weights \(eeee.*than w0 \(ffff.*same revision"):
@@ -318,19 +318,19 @@ async def test_who_may_not_join(
 
 async def test_an_announcement_must_be_proved_fresh_and_new(open_core: Core, worker: JoiningEngine) -> None:
     core = await open_core()
-    challenge = (await core.join_challenge()).challenge
+    challenge = (await core.cluster_admin.join_challenge()).challenge
     said = worker.said(challenge)
     with pytest.raises(Unauthorized, match=r"credential of w0 is not of this cluster.*cluster credential w0"):
-        await core.announce(members.sign(b"x" * 32, said))
+        await core.cluster_admin.announce(members.sign(b"x" * 32, said))
     with pytest.raises(Unauthorized, match="credential of w1"):  # the key of another name
-        await core.announce(members.sign(worker.key, msgspec.structs.replace(said, name="w1")))
+        await core.cluster_admin.announce(members.sign(worker.key, msgspec.structs.replace(said, name="w1")))
     signed = members.sign(worker.key, said)
-    await core.announce(signed)
+    await core.cluster_admin.announce(signed)
     with pytest.raises(Unauthorized, match="received before"):
-        await core.announce(signed)
+        await core.cluster_admin.announce(signed)
     for forged in ("", "1.2.3", challenge[:-1] + "x", challenge.replace(".", ".0", 1)):
         with pytest.raises(Unauthorized):
-            await core.announce(members.sign(worker.key, worker.said(forged)))
+            await core.cluster_admin.announce(members.sign(worker.key, worker.said(forged)))
 
 
 async def test_a_late_answer_is_refused(open_core: Core, worker: JoiningEngine) -> None:
@@ -358,7 +358,7 @@ async def test_a_worker_that_ends_is_forgotten_and_one_that_flaps_waits(
     worker.endpoint = again.endpoint
     standing = await again.announce(core)
     assert 0 < standing.hold_s <= 30
-    (status,) = (await core.cluster_status()).members
+    (status,) = (await core.cluster_admin.cluster_status()).members
     assert not status.connected
     assert "quick succession" in status.problem
     stores[0].later_us = 29_000_000  # it is not lost by then

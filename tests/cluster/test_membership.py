@@ -42,7 +42,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 async def states(service: Service) -> dict[str, str]:
-    return {engine["name"]: engine["state"] for engine in (await service.health()).detail["engines"]}
+    return {engine["name"]: engine["state"] for engine in (await service.operations.health()).detail["engines"]}
 
 
 async def wait_for_states(service: Service, expected: dict[str, str]) -> None:
@@ -60,7 +60,7 @@ async def other(tmp_path: Path, say: Callable[..., Script]) -> AsyncIterator[Fak
 
 def change(service: Service, action: str, name: str = "", **more: object) -> "asyncio.Task[list[str]]":
     made = WorkerChange(action=action, name=name, **more)  # type: ignore[arg-type]
-    return asyncio.create_task(service.change_workers(made))
+    return asyncio.create_task(service.cluster_admin.change_workers(made))
 
 
 async def test_a_drained_worker_finishes_what_it_has_and_gets_nothing_new(
@@ -88,7 +88,7 @@ async def test_a_drained_worker_finishes_what_it_has_and_gets_nothing_new(
 
 async def test_the_last_worker_can_be_drained_and_requests_are_told(service: Service) -> None:
     await change(service, "drain", "e0")
-    assert not (await service.health()).ok
+    assert not (await service.operations.health()).ok
     with pytest.raises(Unavailable):
         await events_of(service, ask())
     with pytest.raises(NotFound, match="no worker is called e9; there are e0"):

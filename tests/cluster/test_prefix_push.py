@@ -53,15 +53,17 @@ class Fleet:
 
     async def drain_busiest(self) -> str:
         """The worker that has computed the most; returns when its conversations are at the other one."""
-        engines = (await self.service.health()).detail["engines"]
+        engines = (await self.service.operations.health()).detail["engines"]
         name = str(max(engines, key=lambda engine: engine["load"]["prompt_tokens"])["name"])
-        await self.service.change_workers(WorkerChange(action="drain", name=name))
+        await self.service.cluster_admin.change_workers(WorkerChange(action="drain", name=name))
         async with asyncio.timeout(PATIENCE_S):
             await self.membership.wait_pushed(name)
         return name
 
     async def received(self) -> int:
-        return sum(each["load"]["blocks_received"] for each in (await self.service.health()).detail["engines"])
+        return sum(
+            each["load"]["blocks_received"] for each in (await self.service.operations.health()).detail["engines"]
+        )
 
 
 @pytest.fixture
@@ -96,11 +98,11 @@ async def test_what_still_runs_is_sent_when_it_has_ended_and_nothing_is_cut(flee
         while not in_flight(fleet.service) and not running.done():
             await asyncio.sleep(0.001)
     for name in ("e0", "e1"):  # wherever it runs
-        await fleet.service.change_workers(WorkerChange(action="drain", name=name))
+        await fleet.service.cluster_admin.change_workers(WorkerChange(action="drain", name=name))
         if name == "e0":
             async with asyncio.timeout(PATIENCE_S):
                 await fleet.membership.wait_pushed(name)
-            await fleet.service.change_workers(WorkerChange(action="undrain", name="e0"))
+            await fleet.service.cluster_admin.change_workers(WorkerChange(action="undrain", name="e0"))
     async with asyncio.timeout(PATIENCE_S):
         await fleet.membership.wait_pushed("e1")
     assert (await fleet.go_on(await running)).cached_tokens > 200

@@ -31,7 +31,7 @@ class Pair:
 
     async def set_role(self, name: str, role: str, wait_s: float = 0.0) -> None:
         change = WorkerChange(action="role", name=name, role=role, wait_s=wait_s)  # type: ignore[arg-type]
-        assert await self.service.change_workers(change) == [name]
+        assert await self.service.cluster_admin.change_workers(change) == [name]
 
     async def ask(self, prompt: str, n: int = 4, itl_ms: int = 0) -> Completed:
         request = ask(prompt, session=f"standin:say=count,itl_ms={itl_ms}", sampling={"max_tokens": n})
@@ -51,7 +51,7 @@ class Pair:
                     return prompt
 
     async def engines(self) -> dict[str, dict[str, object]]:
-        return {each["name"]: each for each in (await self.service.health()).detail["engines"]}
+        return {each["name"]: each for each in (await self.service.operations.health()).detail["engines"]}
 
     async def loads(self, key: str) -> dict[str, int]:
         return {name: each["load"][key] for name, each in (await self.engines()).items()}  # type: ignore[index]
@@ -105,22 +105,22 @@ async def test_a_worker_of_this_machine_has_its_new_role_again_after_a_restart(p
 
 async def test_a_worker_that_drains_does_not_decode_for_another(pair: Pair) -> None:
     await pair.set_role("prefill", "both")
-    await pair.service.change_workers(WorkerChange(action="drain", name="prefill"))
+    await pair.service.cluster_admin.change_workers(WorkerChange(action="drain", name="prefill"))
     with pytest.raises(Conflict, match=r"last worker of .* that decodes"):
         await pair.set_role("decode", "prefill")
     await pair.ask("hello")
-    await pair.service.change_workers(WorkerChange(action="undrain", name="prefill"))
+    await pair.service.cluster_admin.change_workers(WorkerChange(action="undrain", name="prefill"))
     await pair.set_role("decode", "prefill")
-    await pair.service.change_workers(WorkerChange(action="drain", name="prefill"))
+    await pair.service.cluster_admin.change_workers(WorkerChange(action="drain", name="prefill"))
     await pair.set_role("decode", "prefill")  # it has that role
 
 
 async def test_what_cannot_be(engine: FakeEngine, open_one: Opener) -> None:
     service = await open_one(engine, timings=Timings(role_s=0.05))
     with pytest.raises(NotFound, match="no worker is called w9"):
-        await service.change_workers(WorkerChange(action="role", name="w9", role="both"))
+        await service.cluster_admin.change_workers(WorkerChange(action="role", name="w9", role="both"))
     with pytest.raises(Conflict, match="does not receive KV"):
-        await service.change_workers(WorkerChange(action="role", name="e0", role="prefill"))
+        await service.cluster_admin.change_workers(WorkerChange(action="role", name="e0", role="prefill"))
     engine.info = type(engine.info)(**{**engine_facts(engine), "role": "decode", "transfers": ("tcp",)})
     await engine.die()
     await engine.start()
@@ -128,7 +128,7 @@ async def test_what_cannot_be(engine: FakeEngine, open_one: Opener) -> None:
     await until(lambda: client.connected and client.role == "decode")
     engine.takes_roles = False
     with pytest.raises(Unavailable, match="gets it once it answers"):
-        await service.change_workers(WorkerChange(action="role", name="e0", role="both"))
+        await service.cluster_admin.change_workers(WorkerChange(action="role", name="e0", role="both"))
 
 
 def engine_facts(engine: FakeEngine) -> dict[str, object]:

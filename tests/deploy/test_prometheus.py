@@ -75,7 +75,7 @@ async def test_every_metric_that_is_named_exists(service: Service) -> None:
     deliverer = Deliverer.__new__(Deliverer)
     deliverer.counts, deliverer.n_pending = Counter(), 0
     core.register(DeliveryMetrics(deliverer))
-    exposed = (await service.metrics()).decode()
+    exposed = (await service.operations.metrics()).decode()
     names = set(re.findall(r"^([a-z_:]+)(?:\{| )", exposed, re.MULTILINE))
     used = {name for query in board_queries() + alert_expressions() for name in METRIC.findall(query)} - LABELS
     assert used <= names, sorted(used - names)

@@ -185,7 +185,9 @@ async def test_a_body_that_is_not_relayed_is_refused_without_a_trace(service: Se
         await run(service, Work(task, Principal("alice", models=("other",))))
     assert isinstance(stage.error, BadInput)
     refused = [
-        line for line in (await service.metrics()).splitlines() if line.startswith(b"emberline_requests_refused")
+        line
+        for line in (await service.operations.metrics()).splitlines()
+        if line.startswith(b"emberline_requests_refused")
     ]
     assert refused
     assert {line.rpartition(b" ")[2] for line in refused} == {b"0.0"}

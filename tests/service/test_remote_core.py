@@ -95,8 +95,11 @@ async def test_an_http_worker_serves_and_the_core_records(
     history = (Message("user", "hello"), Message("assistant", "Hello!"), Message("user", "more"))
     await events_of(http_worker, ask(messages=history))  # the session is the core's
     assert engine.submitted[1].prompt_ids.startswith(engine.submitted[0].prompt_ids)
-    assert (await http_worker.health()).ok
-    assert b'emberline_requests_total{model="@cf/test/bytes",status="finished"} 2.0' in await http_worker.metrics()
+    assert (await http_worker.operations.health()).ok
+    assert (
+        b'emberline_requests_total{model="@cf/test/bytes",status="finished"} 2.0'
+        in await http_worker.operations.metrics()
+    )
     assert os.stat(tmp_path / "core.sock").st_mode & 0o777 == 0o600
 
 
@@ -342,7 +345,7 @@ async def test_without_a_core_requests_are_unavailable(
     with pytest.raises(Unavailable) as refused:
         await events_of(http_worker, ask())
     assert refused.value.retry_after_s
-    assert not (await http_worker.health()).ok
+    assert not (await http_worker.operations.health()).ok
     engine.step(TokenDelta(sent.id, tokens.pack([EOS]), "stop"))
     with pytest.raises(Unavailable, match="core process"):
         await running
@@ -381,7 +384,7 @@ async def test_load_reports_and_refusals_reach_the_core(
         refused = b'emberline_requests_refused_total{error="bad_input"} 1.0'
         running = b'vllm:num_requests_running{engine="e0",model_name="@cf/test/bytes"} 1.0'
         async with asyncio.timeout(PATIENCE_S):  # the core has a connection of its own to the engine
-            while not (refused in (exposed := await service.metrics()) and running in exposed):
+            while not (refused in (exposed := await service.operations.metrics()) and running in exposed):
                 await asyncio.sleep(0.001)
     await settled(http_worker)
 
@@ -389,18 +392,18 @@ async def test_load_reports_and_refusals_reach_the_core(
 async def test_notices_are_sent_periodically(service: Service, http_worker: Service) -> None:
     http_worker.core.refused("bad_input")
     async with asyncio.timeout(PATIENCE_S):
-        while b"bad_input" not in await service.metrics():
+        while b"bad_input" not in await service.operations.metrics():
             await asyncio.sleep(0.01)
 
 
 async def test_aliases_are_in_effect_in_every_process_at_once(service: Service, http_worker: Service) -> None:
     for name in ("gpt-4o", "@cf/moonshotai/kimi-k2.5"):
-        await http_worker.change_alias(name, {"bytes": 1})
+        await http_worker.operations.change_alias(name, {"bytes": 1})
         assert service.models.find(name).id == http_worker.models.find(name.upper()).id == "@cf/test/bytes"
         request = msgspec.structs.replace(ask("hello"), model=name)
         assert text_of(await events_of(http_worker, request)) == "Hello!"
         assert (await row_of(service, request)).model == "@cf/test/bytes"
-    await http_worker.change_alias("best", {"gpt-4o": 1})
+    await http_worker.operations.change_alias("best", {"gpt-4o": 1})
     for name, targets, error in (
         ("gpt-4o", {"best": 1}, BadInput),
         ("loop", {"loop": 1}, ModelNotFound),
@@ -409,12 +412,12 @@ async def test_aliases_are_in_effect_in_every_process_at_once(service: Service, 
         ("unknown", None, NotFound),
     ):
         with pytest.raises(error):
-            await http_worker.change_alias(name, targets)
+            await http_worker.operations.change_alias(name, targets)
     assert http_worker.models.cards()[0].aliases == ("bytes", "gpt-4o", "@cf/moonshotai/kimi-k2.5", "best")
-    await service.change_alias("best", None)
+    await service.operations.change_alias("best", None)
     with pytest.raises(ModelNotFound):
         service.models.find("best")
-    await until(lambda: "best" not in http_worker.aliases.aliases)
+    await until(lambda: "best" not in http_worker.models.aliases.aliases)
 
 
 async def test_a_stream_is_resumed_at_another_http_worker(service: Service, http_worker: Service) -> None:

@@ -478,7 +478,9 @@ async def test_what_is_refused_leaves_no_row(
         await events_of(service, request_)
     assert refused.value.param == param
     assert await rows(service) == 0
-    assert f'emberline_requests_refused_total{{error="{error.kind}"}} 1.0' in (await service.metrics()).decode()
+    assert (
+        f'emberline_requests_refused_total{{error="{error.kind}"}} 1.0' in (await service.operations.metrics()).decode()
+    )
     assert text_of(await events_of(service, ask())) == "Hello!"
 
 
@@ -518,7 +520,7 @@ async def test_an_engine_that_fails_every_request_is_ejected(
             n_failed += 1
         await settled(service)
     assert n_failed == FAILURES
-    states = {engine["name"]: engine["state"] for engine in (await service.health()).detail["engines"]}
+    states = {engine["name"]: engine["state"] for engine in (await service.operations.health()).detail["engines"]}
     assert states == {"a": "open", "b": "ready"}
     for engine in (bad, good):
         await engine.die()
@@ -809,7 +811,7 @@ async def test_drain(service: Service, engine: FakeEngine) -> None:
     await asyncio.sleep(0)
     with pytest.raises(Unavailable, match="shutting down"):
         await events_of(service, ask())
-    assert not (await service.health()).ok
+    assert not (await service.operations.health()).ok
     assert not draining.done()
     engine.step(TokenDelta(sent.id, tokens.pack([EOS]), "stop"))
     await task

@@ -113,7 +113,7 @@ async def test_a_client_that_leaves_frees_the_engine(service: Service) -> None:
                 break
     assert (await row_of(service, request)).status == "cancelled"
     await events_of(service, ask(session="standin:say=count", sampling={"max_tokens": 2}))
-    (engine,) = (await service.health()).detail["engines"]
+    (engine,) = (await service.operations.health()).detail["engines"]
     assert engine["load"]["running"] + engine["load"]["waiting"] <= 1
     assert engine["in_flight"] == 0
 
@@ -151,9 +151,9 @@ async def test_an_engine_that_hangs_is_not_healthy(standin: Standin, text_model:
     async with asyncio.timeout(PATIENCE_S):
         while not in_flight(service):
             await asyncio.sleep(0.005)
-        while (await service.health()).ok:
+        while (await service.operations.health()).ok:
             await asyncio.sleep(0.005)
-        (described,) = (await service.health()).detail["engines"]
+        (described,) = (await service.operations.health()).detail["engines"]
         assert described["problem"]
         with pytest.raises(Unavailable):
             await task
@@ -174,18 +174,18 @@ async def test_streams_of_a_stopped_engine_move_and_it_is_trusted_again_after_a_
     expected = text_of(await events_of(service, ask("alone", **script)))
     streams = [asyncio.create_task(events_of(service, ask(f"{n} {'x' * 40}", **script))) for n in range(6)]
     async with asyncio.timeout(60):
-        while not all(engine["in_flight"] for engine in (await service.health()).detail["engines"]):
+        while not all(engine["in_flight"] for engine in (await service.operations.health()).detail["engines"]):
             await asyncio.sleep(0.005)
         other.pause()
         assert [text_of(events) for events in await asyncio.gather(*streams)] == [expected] * 6
     async with asyncio.timeout(60):  # its own streams may have ended just before it was stopped
-        while (e1 := (await service.health()).detail["engines"][1])["ok"]:
+        while (e1 := (await service.operations.health()).detail["engines"][1])["ok"]:
             await asyncio.sleep(0.005)
     assert e1["in_flight"] == 0
-    assert (await service.health()).ok, "the other engine serves the model"
+    assert (await service.operations.health()).ok, "the other engine serves the model"
     other.resume()
     async with asyncio.timeout(60):
-        while not all(engine["ok"] for engine in (await service.health()).detail["engines"]):
+        while not all(engine["ok"] for engine in (await service.operations.health()).detail["engines"]):
             await asyncio.sleep(0.005)
     await service.close()
     other.stop()
@@ -202,7 +202,7 @@ async def test_a_prompt_that_is_abandoned_half_way_is_paid_as_far_as_it_was_comp
         await set_price(service, PRICE)
         request = ask("x" * 2000)
         running = asyncio.create_task(events_of(service, request))
-        while (await service.status(StatusQuery())).workers[0].prompt_tokens < 128:
+        while (await service.operations.status(StatusQuery())).workers[0].prompt_tokens < 128:
             await asyncio.sleep(0.005)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):

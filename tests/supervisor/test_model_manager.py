@@ -146,7 +146,7 @@ async def test_a_request_waits_while_its_model_is_loaded(bench: Bench) -> None:
     bench.workers.gate.clear()
     waiting = [bench.ask("a"), bench.ask(A)]
     await bench.until(a="loading", b="on_disk")
-    assert (await bench.service.health()).ok, "what is not loaded can be"
+    assert (await bench.service.operations.health()).ok, "what is not loaded can be"
     bench.workers.gate.set()
     for answer in await asyncio.gather(*waiting):
         assert text_of(answer) == "Hello!"
@@ -238,16 +238,17 @@ async def test_what_can_never_fit_is_refused_with_the_reason(make: MakeBench) ->
     with pytest.raises(Unavailable, match="raise \\[models\\] memory_bytes"):
         await bench.ask("a")
     with pytest.raises(Unavailable, match="raise \\[models\\] memory_bytes"):
-        await bench.service.load_model("a", "load")
+        await bench.service.operations.load_model("a", "load")
 
 
 async def test_an_operator_loads_and_unloads(bench: Bench) -> None:
-    assert (await bench.service.load_model("A", "load")).id == A
+    await bench.service.operations.load_model("A", "load")
+    assert bench.service.models.find("A").id == A
     assert bench.states() == {"a": "loaded", "b": "on_disk"}
     bench.workers.engines[A].script = None
     running = bench.ask("a")
     await bench.workers.engines[A].submission()
-    unloading = asyncio.create_task(bench.service.load_model("a", "unload"))
+    unloading = asyncio.create_task(bench.service.operations.load_model("a", "unload"))
     await bench.until(a="unloading")
     assert not unloading.done()
     bench.finish(A)
@@ -258,20 +259,20 @@ async def test_an_operator_loads_and_unloads(bench: Bench) -> None:
     assert exposed["emberline_model_load_seconds_total"] > 0
     bench.workers.error = OSError("no memory")
     with pytest.raises(Unavailable, match="no memory"):
-        await bench.service.load_model("b", "load")
+        await bench.service.operations.load_model("b", "load")
     with pytest.raises(NotFound):
         await bench.core.load_model("@cf/test/none", "load")
 
 
 async def test_an_operator_who_asks_for_a_model_that_was_to_leave_has_it(bench: Bench) -> None:
-    await bench.service.load_model("a", "load")
+    await bench.service.operations.load_model("a", "load")
     bench.workers.engines[A].script = None
     running = bench.ask("a")
     await bench.workers.engines[A].submission()
-    other = asyncio.create_task(bench.service.load_model("a", "unload"))
+    other = asyncio.create_task(bench.service.operations.load_model("a", "unload"))
     await bench.until(a="unloading")
     async with asyncio.timeout(PATIENCE_S):
-        await bench.service.load_model("a", "load")
+        await bench.service.operations.load_model("a", "load")
         await other
     assert bench.states()["a"] == "loaded"
     bench.finish(A)
@@ -363,7 +364,7 @@ async def test_http_workers_follow(bench: Bench, text_model: TextModel, tmp_path
         for model in ("a", "b", "a"):
             assert text_of(await events_of(worker, ask(model=model))) == "Hello!"
             assert text_of(await events_of(bench.service, ask(model=model))) == "Hello!"
-        await worker.load_model("a", "unload")
+        await worker.operations.load_model("a", "unload")
         async with asyncio.timeout(PATIENCE_S):
             while worker.models.state(A) != "on_disk":
                 await asyncio.sleep(0.002)
@@ -387,7 +388,7 @@ async def test_named_models_stay_until_they_are_stopped(
         await bench.ask(A)
         with pytest.raises(Unavailable, match="max_loaded is 1, and as many models stay loaded"):
             await bench.ask("b")
-        await service.load_model(A, "unload")
+        await service.operations.load_model(A, "unload")
         assert await bench.ask("b")
         assert text_of(await bench.ask(A)) == "Hello!", "loaded again for a request"
         await bench.until(a="on_disk")

@@ -31,7 +31,7 @@ async def test_prometheus_text(service: Service, engine: FakeEngine) -> None:
     n_prompt = completed.usage.prompt_tokens
     with pytest.raises(BadInput):
         await events_of(service, ask(n=0))
-    text = (await service.metrics()).decode()
+    text = (await service.operations.metrics()).decode()
     samples = {
         (sample.name, *sorted(sample.labels.values())): sample.value
         for family in text_string_to_metric_families(text)

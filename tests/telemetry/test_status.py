@@ -30,7 +30,7 @@ async def test_a_request_is_listed_with_its_phase_and_then_as_ended(service: Ser
         (sequence,) = await engine.submission()
         engine.step(TokenDelta(sequence.id, tokens.pack([70]), usage=Usage(prompt_tokens=5)))
         await first
-        found = await service.status(StatusQuery())
+        found = await service.operations.status(StatusQuery())
         (listed,) = found.requests
         assert (listed.id, listed.account, listed.model, listed.phase) == (request.id, "alice", MODEL, "decode")
         assert (listed.worker, listed.is_job) == ("e0", False)
@@ -40,7 +40,7 @@ async def test_a_request_is_listed_with_its_phase_and_then_as_ended(service: Ser
         engine.step(TokenDelta(sequence.id, tokens.pack([71]), "length", Usage(prompt_tokens=5, completion_tokens=2)))
         async for _ in events:
             pass
-    found = await service.status(StatusQuery())
+    found = await service.operations.status(StatusQuery())
     assert found.requests == []
     assert (found.recent[0].id, found.recent[0].status) == (request.id, "finished")
     assert found.models[0].requests == {"finished": 1}
@@ -59,7 +59,7 @@ async def test_an_http_worker_gets_the_status_of_the_core(
     assert isinstance(core, LocalCore)
     core.history.close_point()
     monkeypatch.setattr(core.history, "close_point", lambda: None)  # its own task closes no more
-    ours, theirs = await service.status(StatusQuery()), await http_worker.status(StatusQuery())
+    ours, theirs = await service.operations.status(StatusQuery()), await http_worker.operations.status(StatusQuery())
     assert theirs.series == ours.series
     assert theirs.recent == ours.recent
     assert sum(n or 0 for n in theirs.series["requests"]) == 1  # one point has it; the task may have closed others
@@ -85,7 +85,7 @@ async def test_ten_thousand_requests_in_flight_cost_little(service: Service) -> 
         costs = []
         for _ in range(3):
             began_s = time.thread_time()
-            found = await service.status(StatusQuery(requests=1000, recent=200))
+            found = await service.operations.status(StatusQuery(requests=1000, recent=200))
             body = msgspec.json.encode(found)
             costs.append(time.thread_time() - began_s)
         assert found.phases["waiting"] == 10_000

@@ -23,15 +23,15 @@ async def put(call: HttpExchange) -> Reply:
     """Add an alias or replace it. It is in effect at once, in every HTTP worker, and stays over restarts."""
     body = await read_json(call, _decoder)
     call.audit_target = body.name
-    await call.service.change_alias(body.name, body.targets)
+    await call.service.operations.change_alias(body.name, body.targets)
     return _reply(call)
 
 
 async def remove(call: HttpExchange) -> Reply:
-    await call.service.change_alias(call.path_param, None)
+    await call.service.operations.change_alias(call.path_param, None)
     return _reply(call)
 
 
 def _reply(call: HttpExchange) -> Reply:
-    aliases = sorted(call.service.aliases.aliases.values(), key=lambda alias: alias.name)
+    aliases = sorted(call.service.models.aliases.aliases.values(), key=lambda alias: alias.name)
     return json_reply({"aliases": [msgspec.structs.asdict(alias) for alias in aliases]})

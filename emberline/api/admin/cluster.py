@@ -21,13 +21,15 @@ _signed_decoder = msgspec.json.Decoder(Signed)
 
 async def challenge(call: HttpExchange) -> Reply:
     """Where a worker begins to announce itself."""
-    return json_reply(await call.service.join_challenge())
+    return json_reply(await call.service.cluster_admin.join_challenge())
 
 
 async def announce(call: HttpExchange) -> Reply:
     """A worker is there, still there, or about to end."""
     return json_reply(
-        await call.service.announce(decode(await read_body(call, MAX_ANNOUNCEMENT_BYTES), _signed_decoder))
+        await call.service.cluster_admin.announce(
+            decode(await read_body(call, MAX_ANNOUNCEMENT_BYTES), _signed_decoder)
+        )
     )
 
 
@@ -42,19 +44,23 @@ _bounds_decoder = msgspec.json.Decoder(NewBounds)
 async def plan(call: HttpExchange) -> Reply:
     """List what the planner saw of each scaled model, what it did, and why."""
     model = call.query.get("model", "")
-    return json_reply(await call.service.scaling_plan(model, call.int_param("limit", 20, 0, MAX_DECISIONS)))
+    return json_reply(
+        await call.service.cluster_admin.scaling_plan(model, call.int_param("limit", 20, 0, MAX_DECISIONS))
+    )
 
 
 async def set_bounds(call: HttpExchange) -> Reply:
     """Between how many replicas, and when, the planner scales a model."""
     body = await read_json(call, _bounds_decoder)
     call.audit_target = body.model
-    return json_reply({"model": body.model, "bounds": await call.service.set_scaling_bounds(body.model, body.bounds)})
+    return json_reply(
+        {"model": body.model, "bounds": await call.service.cluster_admin.set_scaling_bounds(body.model, body.bounds)}
+    )
 
 
 async def show(call: HttpExchange) -> Reply:
     """The members of the cluster, and how this core stands with each."""
-    found = await call.service.cluster_status()
+    found = await call.service.cluster_admin.cluster_status()
     rows = [
         {
             **msgspec.structs.asdict(each.member),

@@ -22,7 +22,7 @@ QUEUE_QUERY = {"dead": {"type": "integer", "minimum": 0, "maximum": MAX_DEAD_LET
 
 async def health(call: HttpExchange) -> Reply:
     """Tell if the server can generate. If keys are used, only callers with a key get details."""
-    found = await call.service.health()
+    found = await call.service.operations.health()
     body: dict[str, Any] = {"status": "ok" if found.ok else "unavailable", "version": __version__}
     if call.trusted:
         body["detail"] = found.detail
@@ -31,7 +31,7 @@ async def health(call: HttpExchange) -> Reply:
 
 
 async def metrics(call: HttpExchange) -> Reply:
-    return Reply(200, await call.service.metrics(), METRICS_TYPE, NO_STORE)
+    return Reply(200, await call.service.operations.metrics(), METRICS_TYPE, NO_STORE)
 
 
 async def ps(call: HttpExchange) -> Reply:
@@ -40,7 +40,7 @@ async def ps(call: HttpExchange) -> Reply:
     cards = [card for card in call.models() if call.service.models.state(card.id) in ("", "loaded", "provider")]
     if not call.principal.is_admin:
         return json_reply({"models": [_model(card) for card in cards]}, headers=NO_STORE)
-    found = await call.service.health()
+    found = await call.service.operations.health()
     of_model = found.detail.get("models", {})
     models = [_model(card) | of_model.get(card.id, {}) for card in cards]
     body = {"version": __version__, "ok": found.ok, **found.detail, "models": models}

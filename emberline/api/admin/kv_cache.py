@@ -33,7 +33,7 @@ _purge_decoder = msgspec.json.Decoder(Purge)
 
 async def show(call: HttpExchange) -> Reply:
     """The tiers of every engine worker."""
-    engines = (await call.service.health()).detail.get("engines", ())
+    engines = (await call.service.operations.health()).detail.get("engines", ())
     return json_reply({"workers": [_worker(engine) for engine in engines if engine["load"]["kv_total_blocks"]]})
 
 

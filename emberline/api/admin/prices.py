@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from emberline.accounts.prices import PriceVersion
 from emberline.api.http.body import read_json
-from emberline.api.http.exchange import Backend, HttpExchange, Reply, json_reply
+from emberline.api.http.exchange import HttpExchange, Reply, Services, json_reply
 from emberline.protocol.errors import BadInput, EmberlineError, NotFound
 from emberline.protocol.price import Price, PriceFields, price_fields
 
@@ -63,11 +63,11 @@ async def _set(call: HttpExchange, name: str, price: Price | None, valid_from: s
     model = _model_id(call, name)
     version = await call.accounts.prices.set(model, price, "admin", call.actor(), begin_us)
     if (service := _service(call)) is not None:
-        await service.refresh_prices()
+        await service.operations.refresh_prices()
     return json_reply(_version(call, version))
 
 
-def _service(call: HttpExchange) -> Backend | None:
+def _service(call: HttpExchange) -> Services | None:
     """None: the command line without a server."""
     return call.service
 

@@ -81,7 +81,7 @@ async def test(call: HttpExchange) -> Reply:
     service: Any = call.service
     if service is None:
         raise Unavailable("a running server asks providers: start one with `emberline serve`")
-    models = await service.upstream.providers.test(call.path_param, call.principal)
+    models = await service.models.upstream.providers.test(call.path_param, call.principal)
     return json_reply({"name": call.path_param, "ok": True, "models": models})
 
 
@@ -94,7 +94,7 @@ def _name(call: HttpExchange, given: str) -> str:
 def _configured(call: HttpExchange) -> dict[str, Any]:
     """The providers of the operator's file, by name; none where the command line runs without a server."""
     service: Any = call.service
-    clients = {} if service is None else service.upstream.providers.clients
+    clients = {} if service is None else service.models.upstream.providers.clients
     return {name: client for name, client in clients.items() if client.is_configured}
 
 

@@ -25,7 +25,7 @@ async def show(call: HttpExchange) -> Reply:
         recent=call.int_param("recent", 20, 0, N_RECENT),
         since_s=call.int_param("since", 0, 0, 1 << 36),
     )
-    found = msgspec.structs.asdict(await call.service.status(query))
+    found = msgspec.structs.asdict(await call.service.operations.status(query))
     queue = await _queue(call.queue) if call.has_queue else None
     body = {"version": __version__, **found, "queue": queue}
     return json_reply(body, headers=[(b"cache-control", b"no-store")])

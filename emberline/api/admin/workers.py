@@ -71,8 +71,8 @@ async def _rest(call: HttpExchange, action: Literal["drain", "undrain", "restart
 
 async def _change(call: HttpExchange, change: WorkerChange) -> Reply:
     call.audit_target = change.name
-    names = await call.service.change_workers(change)
-    engines = {engine["name"]: engine for engine in (await call.service.health()).detail.get("engines", ())}
+    names = await call.service.cluster_admin.change_workers(change)
+    engines = {engine["name"]: engine for engine in (await call.service.operations.health()).detail.get("engines", ())}
     gone = {"state": "left", "in_flight": 0}
     found = [(name, engines.get(name, gone)) for name in names]
     return json_reply({"workers": [{"name": name, **{key: each[key] for key in gone}} for name, each in found]})

@@ -24,7 +24,7 @@ from emberline.api.batches.submission import (
 )
 from emberline.api.http.body import decode, read_body
 from emberline.api.http.errors import Dialect, error_body
-from emberline.api.http.exchange import Backend, HttpExchange, Reply, encode, json_reply
+from emberline.api.http.exchange import HttpExchange, Reply, Services, encode, json_reply
 from emberline.api.http.streaming import JSONL, ByteStream, Chunks
 from emberline.jobs.batches.batch import Batch, new_batch_id
 from emberline.jobs.queue.job import NewJob
@@ -57,7 +57,7 @@ _batch_decoder = msgspec.json.Decoder(NewMessageBatch)
 _request_decoder = msgspec.json.Decoder(BatchRequest)
 
 
-def read_message_job(service: Backend, batch: Batch, line: FileLine) -> NewJob:
+def read_message_job(service: Services, batch: Batch, line: FileLine) -> NewJob:
     """The job of one line. Custom ids were checked when the batch was created."""
     custom_id = ""
     try:

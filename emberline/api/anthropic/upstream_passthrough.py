@@ -50,7 +50,7 @@ def forward_message(
 
     async def make(target: Target, request_id: str) -> UpstreamRequest:
         fields: dict[str, Any] = {**_fields.decode(raw), "model": target.remote, "stream": True}
-        route = call.service.upstream.route_request(
+        route = call.service.models.upstream.route_request(
             RouteTerms(request_id, "messages", session=call.session),
             target,
             call.principal,

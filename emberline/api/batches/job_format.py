@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from emberline.api.http.errors import FieldNames
-from emberline.api.http.exchange import Backend
+from emberline.api.http.exchange import Services
 from emberline.jobs.batches.batch import Batch
 from emberline.jobs.queue.job import Job, NewJob
 from emberline.jobs.queue.queue import Queue
@@ -122,7 +122,7 @@ async def batch_results(queue: Queue, batch: Batch, states: Collection[str] = ()
         after = jobs[-1].number
 
 
-def line_request(task: GenerateRequest | EncodeRequest, service: Backend, batch: Batch) -> GenerateRequest:
+def line_request(task: GenerateRequest | EncodeRequest, service: Services, batch: Batch) -> GenerateRequest:
     """The request of a batch's line, as the queue runs it.
 
     An alias of several models stands for the same one in all lines of a batch, and in all requests of a session."""

@@ -179,8 +179,8 @@ def _no_endpoint(provider: str, endpoint: str) -> NotFound:
 def _check_provider(call: HttpExchange, provider: str) -> None:
     if provider in (COMPAT, LOCAL):
         return
-    if call.service.upstream.find(f"{provider}/model") is None:
-        clients = call.service.upstream.providers.clients.values()  # the others are of some accounts
+    if call.service.models.upstream.find(f"{provider}/model") is None:
+        clients = call.service.models.upstream.providers.clients.values()  # the others are of some accounts
         known = ", ".join((COMPAT, LOCAL, *(client.name for client in clients if client.is_configured)))
         raise InvalidProvider(
             f"there is no provider {provider[:64]!r} here; there are {known}. Add it to [[providers]]", param="provider"

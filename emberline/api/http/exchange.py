@@ -5,7 +5,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -29,26 +29,20 @@ from emberline.protocol.request import (
 )
 from emberline.protocol.speech import MAX_AUDIO_BYTES
 from emberline.service.event_collector import result_of
-from emberline.service.work import Task, TaskEvents, Work
+from emberline.service.work import Task, TaskEvents, TaskRunner, Work
 
 if TYPE_CHECKING:  # the API needs the types of what it is given, not their imports
     from emberline.accounts.account_service import AccountService
     from emberline.accounts.auth import Authenticator
-    from emberline.catalog.aliases import AliasTable
     from emberline.catalog.model_card import ModelCard
-    from emberline.cluster.cluster import ClusterStatus
-    from emberline.cluster.membership import WorkerChange
     from emberline.gateway.service import GatewayService
     from emberline.jobs.queue.queue import Queue
     from emberline.jobs.webhooks.service import WebhookService
-    from emberline.protocol.member import Challenge, Signed
+    from emberline.service.core import ClusterAdmin, Operations
     from emberline.service.event_log import EventLogs
     from emberline.service.kv_cache import KVCacheAdmin
     from emberline.service.models import ModelLookup
     from emberline.service.responses import ResponseStore
-    from emberline.telemetry.health import Health
-    from emberline.telemetry.status import Status, StatusQuery
-    from emberline.upstream.models import UpstreamModels
     from emberline.upstream.target import Target
 
 T = TypeVar("T")
@@ -64,15 +58,24 @@ _STREAM_HEADERS: HeaderList = [
 ]
 
 
-class Backend(Protocol):
+class Services(TaskRunner, Protocol):
     """The inference service as the API uses it; tests replace it with a fake."""
+
+    async def count_tokens(
+        self, request: GenerateRequest, principal: Principal, target: "Target | None" = None
+    ) -> int: ...
 
     @property
     def models(self) -> "ModelLookup": ...
 
     @property
-    def upstream(self) -> "UpstreamModels":
-        """The models on upstream servers."""
+    def operations(self) -> "Operations": ...
+
+    @property
+    def cluster_admin(self) -> "ClusterAdmin": ...
+
+    @property
+    def kv_cache(self) -> "KVCacheAdmin": ...
 
     @property
     def responses(self) -> "ResponseStore": ...
@@ -80,50 +83,6 @@ class Backend(Protocol):
     @property
     def event_logs(self) -> "EventLogs":
         """Logs of streams that their clients may resume."""
-
-    def run(self, work: Work) -> TaskEvents:
-        """Run a task to its end."""
-
-    async def count_tokens(
-        self, request: GenerateRequest, principal: Principal, target: "Target | None" = None
-    ) -> int: ...
-
-    @property
-    def aliases(self) -> "AliasTable": ...
-
-    async def change_alias(self, name: str, targets: "Mapping[str, int] | None") -> None:
-        """Set an alias, or remove it (None)."""
-
-    async def health(self) -> "Health": ...
-
-    async def metrics(self) -> bytes: ...
-
-    async def status(self, query: "StatusQuery") -> "Status": ...
-
-    async def refresh_prices(self) -> None:
-        """Prices were set in the store: return once requests are charged at them."""
-
-    async def change_workers(self, change: "WorkerChange") -> list[str]:
-        """Workers join, leave or drain; returns their names."""
-
-    async def join_challenge(self) -> "Challenge": ...
-
-    async def announce(self, signed: "Signed") -> "Signed":
-        """A worker announces itself to the cluster."""
-
-    async def cluster_status(self) -> "ClusterStatus": ...
-
-    async def scaling_plan(self, model: str, limit: int) -> dict[str, Any]:
-        """Report what the planner saw, did and why, for one model, or for all (empty)."""
-
-    async def set_scaling_bounds(self, model: str, changes: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Returns those in effect. `changes` None: those of the configuration count again."""
-
-    @property
-    def kv_cache(self) -> "KVCacheAdmin": ...
-
-    async def load_model(self, model_id: str, action: Literal["load", "unload"]) -> "ModelCard":
-        """Returns when it is done."""
 
 
 class BatchQueue(Protocol):
@@ -188,7 +147,7 @@ class HttpExchange:
         scope: Scope,
         receive: Receive,
         send: Send,
-        service: Backend,
+        service: Services,
         auth: "Authenticator",
         webhooks: "WebhookService | None" = None,
         batches: BatchQueue | None = None,
@@ -422,7 +381,7 @@ class HttpExchange:
             gateway.apply(work)
         elif (card := self.card) is not None:
             models = self.service.models
-            if task.session != self.session and models.is_alias(task.model):
+            if task.session != self.session and task.model.lower() in models.aliases.aliases:
                 # A session that only the task itself has decides what an alias stands for.
                 card = models.find(task.model, alias_caller(self.principal.account, task.session, self.id))
             work.card = card

@@ -74,7 +74,7 @@ async def _load(call: HttpExchange, name: str, body: OllamaChat | OllamaPrompt, 
     if body.unloads and not call.principal.is_admin:
         raise Forbidden("unloading a model needs an admin key")
     if is_managed and call.principal.is_admin:
-        action = call.service.load_model(card.id, "unload" if body.unloads else "load")
+        action = call.service.operations.load_model(card.id, "unload" if body.unloads else "load")
         await while_connected(call.receive, action)
     reply = empty_body(body.model, is_chat, "unload" if body.unloads else "load")
     return _lines_reply(reply) if body.streams else json_reply(reply)

@@ -9,7 +9,7 @@ from emberline.api.batches.job_format import FileLine, Result, line_request
 from emberline.api.common.form import Form
 from emberline.api.http.body import decode
 from emberline.api.http.errors import Dialect, FieldNames, codes, error_body
-from emberline.api.http.exchange import Backend, encode
+from emberline.api.http.exchange import Services, encode
 from emberline.api.openai.chat_completions import CHAT, COMPLETION
 from emberline.api.openai.embeddings import EMBEDDINGS
 from emberline.api.openai.responses.form import RESPONSE
@@ -46,7 +46,7 @@ _line_decoder = msgspec.json.Decoder(BatchLine)
 class OpenAIJobReader:
     """Reads the lines of a batch in order; no two may have the same custom id."""
 
-    def __init__(self, service: Backend, batch: Batch) -> None:
+    def __init__(self, service: Services, batch: Batch) -> None:
         self._service = service
         self._batch = batch
         self._endpoint = batch.endpoint

@@ -206,10 +206,10 @@ def forward_chat(call: HttpExchange, raw: bytes) -> Awaitable[Response]:
 
     async def make(target: Target, request_id: str) -> UpstreamRequest:
         request = _upstream_request(call, target, request_id, body, CHAT, raw)
-        if target.card.id in call.service.upstream.texts:
+        if target.card.id in call.service.models.upstream.texts:
             with contextlib.suppress(EmberlineError):  # not all that its server takes can be rendered here
                 canonical, call.field_names = decode(raw, _canonical_chat).to_request(call.id, call.session)
-                request.route = await call.service.upstream.with_token_keys(request.route, canonical, target)
+                request.route = await call.service.models.upstream.with_token_keys(request.route, canonical, target)
         return request
 
     return _relay(call, make, body, "chat")
@@ -221,10 +221,10 @@ def forward_completion(call: HttpExchange, raw: bytes) -> Awaitable[Response]:
 
     async def make(target: Target, request_id: str) -> UpstreamRequest:
         request = _upstream_request(call, target, request_id, body, COMPLETIONS, raw)
-        if target.card.id in call.service.upstream.texts and body.n_prompts == 1:
+        if target.card.id in call.service.models.upstream.texts and body.n_prompts == 1:
             with contextlib.suppress(EmberlineError):
                 (canonical,), call.field_names = decode(raw, _canonical_completion).to_requests(call.id, call.session)
-                request.route = await call.service.upstream.with_token_keys(request.route, canonical, target)
+                request.route = await call.service.models.upstream.with_token_keys(request.route, canonical, target)
         return request
 
     return _relay(call, make, body, "completions")
@@ -237,7 +237,7 @@ def _upstream_request(
     call: HttpExchange, target: Target, request_id: str, body: PassthroughBody, path: str, raw: bytes
 ) -> UpstreamRequest:
     """The request as the target's server gets it."""
-    upstream = call.service.upstream
+    upstream = call.service.models.upstream
     if body.speculation is not None:
         check_known("speculation", target.kind)
     n_images = body.check(fetches=target.takes_any_field)

@@ -10,7 +10,7 @@ from emberline.api.batches.submission import find_batch, new_batch, position_bod
 from emberline.api.common.form import Form
 from emberline.api.http.body import MAX_VALUES, NO_LIMIT, decode, n_separators, named_model, read_body
 from emberline.api.http.errors import Dialect, NoSuchBatch, error_body
-from emberline.api.http.exchange import JSON, Backend, HttpExchange, Reply, encode
+from emberline.api.http.exchange import JSON, HttpExchange, Reply, Services, encode
 from emberline.api.http.streaming import ByteStream, Chunks, Response
 from emberline.api.workers_ai.encode_request import EncodeInput, encoded_result, encodes_text
 from emberline.api.workers_ai.media import TASKS, run_media
@@ -223,7 +223,7 @@ def _job_result(result: Result) -> bytes:
     return encode(body if reference is None else body | {"external_reference": reference})
 
 
-def read_input_job(service: Backend, batch: Batch, line: FileLine) -> NewJob:
+def read_input_job(service: Services, batch: Batch, line: FileLine) -> NewJob:
     """The job of one input. The batch names its model, by id."""
     reference, model = "", batch.model
     try:

@@ -108,7 +108,7 @@ async def test_a_reply_from_before_a_guardrail_is_not_served_after_it(bench: Ope
 async def test_an_alias_that_stands_for_another_model_has_other_replies(bench: Opener) -> None:
     gateway = await bench(CACHED, b=ServerScript(tokens=5))
     for target, served in ((A, "a"), (f"b/{MODEL}", "b")):
-        await gateway.service.change_alias("smart", {target: 1})
+        await gateway.service.operations.change_alias("smart", {target: 1})
         answers = [await gateway.ask("smart") for _ in range(2)]
         assert [answer.headers["cf-aig-cache-status"] for answer in answers] == ["MISS", "HIT"]
         assert {answer.headers["cf-aig-provider"] for answer in answers} == {served}

@@ -90,7 +90,7 @@ async def test_a_cost_that_is_no_price_of_a_token_is_refused(bench: Opener, cost
 async def test_a_budget_counts_a_reply_that_its_client_abandons(bench: Opener) -> None:
     gateway = await bench(BUDGET, a=ServerScript(tokens=100, itl_ms=2000), b=WORKS)
     asking = asyncio.create_task(gateway.ask("dynamic/tiered"))
-    while not (await gateway.service.status(StatusQuery())).phases.get("decode"):
+    while not (await gateway.service.operations.status(StatusQuery())).phases.get("decode"):
         await asyncio.sleep(0.005)
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)

@@ -54,12 +54,12 @@ async def test_removed_providers_leave_nothing(gateway: Opener, provider_server:
         assert (await made.post("/v1/chat/completions", body, **admin)).status_code == 200
         assert f"{name}/*" in await workers(made, admin)
         if number == 0:
-            assert b'model="mine-0/' in await made.service.metrics()
+            assert b'model="mine-0/' in await made.service.operations.metrics()
         if number < 4:
             assert (await made.client.delete(f"/api/providers/{name}", headers=admin)).status_code == 200
     kept = {"mine-4/*"}
     await until(lambda: _are(made, admin, kept))
-    text = (await made.service.metrics()).decode()
+    text = (await made.service.operations.metrics()).decode()
     assert "mine-4/" in text
     assert not any(f"mine-{number}" in text for number in range(4))
     assert set(made.service.upstream.clients) == kept

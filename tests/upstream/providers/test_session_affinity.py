@@ -35,7 +35,7 @@ def of_session(value: Any, session: str) -> Any:
 async def made(gateway: Opener, provider_server: StartProvider) -> Gateway:
     servers = [configured(kind, await provider_server(kind)) for kind in ("anthropic", "gemini")]
     made = await gateway(*servers)
-    await made.service.change_alias("coder", TARGETS)
+    await made.service.operations.change_alias("coder", TARGETS)
     return made
 
 
