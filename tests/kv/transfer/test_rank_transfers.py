@@ -8,13 +8,14 @@ import pytest
 from emberline.kv.transfer.messages import Offer
 from emberline.kv.transfer.notices import (
     BlocksReceived,
+    BlocksReleased,
     EpochReleased,
     OfferReceived,
     SenderGaveUp,
     SenderLost,
     SendRejected,
 )
-from emberline.kv.transfer.orders import dialed
+from emberline.kv.transfer.orders import dialed, part_number
 from emberline.protocol.frames import transfer_ticket
 from emberline.protocol.request import Push, RankEndpoint
 from tests.kv.transfer.rank_groups import GROUP, LATENT, LAYOUTS, Group, check_received, divided, granted, pair
@@ -75,6 +76,18 @@ def test_a_sender_that_gives_up_writes_no_more(tmp_path, closing):
     assert (gave_up.peer, gave_up.transfer, gave_up.epoch) == (peer, "t", 1)
     assert "the client has gone" in gave_up.message
     assert not receiver.leader._incoming
+
+
+def test_blocks_are_released_once_no_part_reads_them(tmp_path, closing):
+    leader, item = Group(GROUP, {"tp": 1}, tmp_path, "s", closing).leader, (0, 0)
+    leader.start([].append)  # no rank does anything
+    endpoints = tuple(RankEndpoint("", slices) for slices in divided(GROUP, tp=2))
+    leader.offer(7, Push(transfer="t", address="", ranks=endpoints), 2, b"key")
+    leader.send(7, [(item, 3)])
+    leader.report(0, [BlocksReleased(part_number(7, 1), [item])])
+    assert leader.notices() == []
+    leader.report(0, [BlocksReleased(part_number(7, 0), [item])])
+    assert leader.notices() == [BlocksReleased(7, [item])]
 
 
 def test_a_revoked_transfer_is_released_when_no_rank_is_written(tmp_path, closing):
