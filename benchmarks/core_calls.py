@@ -18,6 +18,7 @@ import argparse
 import asyncio
 import json
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -209,15 +210,21 @@ class CoreBench:
         self._app = app
         self._server = server
 
-    async def profile(self, path: str, body: dict[str, Any], pieces: int = SHORT) -> Profile:
-        """The profile with the fewest calls among several of the same streamed request."""
+    async def profile(
+        self, path: str, body: dict[str, Any], pieces: int = SHORT, most_calls: float = math.inf
+    ) -> Profile:
+        """Return the profile with the fewest calls among several of the same streamed request.
+
+        More than `most_calls` are believed only after all repeats: on a busy machine the engine's frames come one by
+        one, time after time, and each wakes the core.
+        """
         await self._request(path, body, pieces)  # fills caches
         profiles: list[Profile] = []
         while True:
             profiles.append(await self._request(path, body, pieces))
             fewest = min(profiles, key=lambda one: one.n_calls)
             n_seen = sum(one.n_calls == fewest.n_calls for one in profiles)
-            if n_seen == SEEN or len(profiles) == MAX_REPEATS:
+            if (n_seen >= SEEN and fewest.n_calls <= most_calls) or len(profiles) == MAX_REPEATS:
                 return fewest
 
     async def _request(self, path: str, fields: dict[str, Any], pieces: int) -> Profile:
@@ -321,14 +328,17 @@ def chat(model: str, **fields: Any) -> dict[str, Any]:
     return {"model": model, "stream": True, "messages": [{"role": "user", "content": words}], **fields}
 
 
-async def request_profiles(text: TextModel, folder: Path) -> dict[str, Profile]:
-    """A profile of every kind of request that a budget is for."""
+async def request_profiles(
+    text: TextModel, folder: Path, most_calls: Mapping[str, float] | None = None
+) -> dict[str, Profile]:
+    """Return a profile of every kind of request that a budget is for; `most_calls` are the budgets of calls."""
+    most = most_calls or {}
     async with core_bench(text, folder) as bench:
         return {
-            "local": await bench.profile(CHAT, chat(LOCAL, max_tokens=1)),
-            "relayed": await bench.profile(CHAT, chat(REMOTE)),
+            "local": await bench.profile(CHAT, chat(LOCAL, max_tokens=1), SHORT, most.get("local", math.inf)),
+            "relayed": await bench.profile(CHAT, chat(REMOTE), SHORT, most.get("relayed", math.inf)),
             "relayed, longer": await bench.profile(CHAT, chat(REMOTE), LONG),
-            "gateway": await bench.profile(GATEWAY, chat(f"provider/{REMOTE}")),
+            "gateway": await bench.profile(GATEWAY, chat(f"provider/{REMOTE}"), SHORT, most.get("gateway", math.inf)),
             "gateway, longer": await bench.profile(GATEWAY, chat(f"provider/{REMOTE}"), LONG),
             "messages": await bench.profile(MESSAGES, chat(f"provider/{REMOTE}", max_tokens=100)),
         }
