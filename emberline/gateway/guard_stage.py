@@ -85,7 +85,7 @@ class GuardStage:
     async def check_prompt(self, request: GenerateRequest) -> None:
         """Check all that a request sends to a model. Raises PromptBlocked, which names the guardrail."""
         if self._prompt_rules:
-            is_text = request.prompt_ids is None and not any(message.images for message in request.messages or ())
+            is_text = request.prompt_ids is None and not any(message.n_media for message in request.messages or ())
             await self.check_texts((prompt_text(request),), is_text)
 
     async def check_texts(self, texts: Sequence[str], is_text: bool = True) -> None:

@@ -11,13 +11,13 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
 class Cost(msgspec.Struct, frozen=True):
-    """What a request costs, in pico-units. None: its model has no price, which is not zero."""
+    """The cost of a request, in pico-units. None: its model has no price, which is not zero."""
 
     pico: int | None
 
 
 class DraftUsage(msgspec.Struct, frozen=True, array_like=True):
-    """Of speculative decoding: draft tokens that were verified, and those of them that became tokens of the reply."""
+    """Draft tokens of speculative decoding that were verified, and those of them that became tokens of the reply."""
 
     drafted: int = 0
     accepted: int = 0
@@ -124,6 +124,16 @@ class ToolCallDelta(msgspec.Struct):
     arguments: str
 
 
+class Opaque(msgspec.Struct):
+    """A value that only clients of the provider's own API understand. Most of them go back to it with the next turn, as
+    `request.Marks`; `finish_reason` is the provider's own reason for the end that follows."""
+
+    index: int
+    name: str
+    value: Any  # the whole of it: of several with one name, the last counts
+    call: int | None = None  # index of the tool call that it belongs to; None: the message
+
+
 class ChoiceDone(msgspec.Struct):
     index: int
     finish: Literal["stop", "length", "tool_calls"]
@@ -139,4 +149,4 @@ class Completed(msgspec.Struct):
     result: Any = None  # of a task whose result comes whole; the last bytes of a relayed reply
 
 
-TextEvent = Started | TextDelta | ReasoningDelta | ToolCallStarted | ToolCallDelta | ChoiceDone | Completed
+TextEvent = Started | TextDelta | ReasoningDelta | ToolCallStarted | ToolCallDelta | Opaque | ChoiceDone | Completed

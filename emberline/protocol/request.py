@@ -50,7 +50,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a model's publisher recommends. None: no recommendation."""
+    """Sampling parameters that a model's publisher recommends. None: no recommendation."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -63,7 +63,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
         return {name: value for name in MODEL_DEFAULTS if (value := getattr(self, name)) is not None}
 
     def apply(self, sampling: SamplingParams, names: tuple[str, ...]) -> SamplingParams:
-        """The parameters with those of these names replaced for which there is a recommendation."""
+        """Replace the parameters with these names by the recommendations, where there are any."""
         replaced = {name: value for name, value in self.given.items() if name in names}
         return msgspec.structs.replace(sampling, **replaced) if replaced else sampling
 
@@ -71,20 +71,55 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
 MODEL_DEFAULTS = SamplingDefaults.__struct_fields__
 
 
+# Values that only a provider understands, by the names under which OpenAI's clients send them: `cache_control` of
+# parts, messages and tools, `thinking_blocks` of messages, `extra_content` of tool calls. They are passed on.
+Marks = dict[str, Any]
+
+
 class ToolCall(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A call of a function, made by the assistant."""
+
     id: str
     name: str
     arguments: str  # JSON text
+    marks: Marks = {}
+
+
+class ContentPart(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One part of a message's content. Media are URLs: data: URLs, or https: for providers that fetch images."""
+
+    kind: Literal["text", "image", "file", "audio"]
+    value: str  # the text, or the URL
+    name: str = ""  # the file's
+    marks: Marks = {}
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One turn of a conversation.
+
+    `content` is all of its text. `parts` is empty if that says everything; otherwise it has the texts too, in order
+    with media and marks. Only providers and upstream servers read it.
+    """
+
     role: MessageRole
     content: str
     name: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
     reasoning: str | None = None  # of an earlier assistant turn; the chat template decides what it keeps
-    images: tuple[str, ...] = ()  # data URLs, for models on upstream servers
+    parts: tuple[ContentPart, ...] = ()
+    marks: Marks = {}
+
+    @property
+    def content_parts(self) -> tuple[ContentPart, ...]:
+        """The content as parts, without empty texts, which providers refuse."""
+        parts = self.parts or (ContentPart("text", self.content),)
+        return tuple(part for part in parts if part.value or part.kind != "text")
+
+    @property
+    def n_media(self) -> int:
+        """Number of parts that are not text."""
+        return sum(part.kind != "text" for part in self.parts)
 
 
 class Tool(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -94,6 +129,7 @@ class Tool(msgspec.Struct, frozen=True, omit_defaults=True):
     description: str = ""
     parameters: dict[str, Any] = {}  # JSON Schema of an object
     strict: bool = False
+    marks: Marks = {}
 
 
 class ToolChoice(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -152,6 +188,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     api: str = ""  # that the client used: "chat", "completions", "responses", "messages", "run" or "ollama"
     cache_ttl_s: int = 0  # a wish: the conversation's KV stays so long after the turn; 0: as long as the server thinks
     session_final: bool = False  # the session ends with this turn: its KV need not be kept
+    end_user: str = ""  # the client's name of its own user, for a provider's abuse detection
     encode: "EncodeRequest | None" = None  # of a queued job only: these texts are encoded, and nothing is generated
 
 
@@ -261,7 +298,7 @@ class Principal(msgspec.Struct, frozen=True):
         return self.role == "admin"
 
     def may_use(self, names: Iterable[str]) -> bool:
-        """Whether a model with these names (its id and aliases) is in the scope."""
+        """True if a model with these names (its id and aliases) is in the scope."""
         return not self.models or any(_matches(name, self.models) for name in names)
 
     def check_model(self, model_id: str, names: Iterable[str]) -> None:

@@ -9,6 +9,7 @@ from emberline.protocol.errors import Internal
 from emberline.protocol.events import (
     ChoiceDone,
     Completed,
+    Opaque,
     ReasoningDelta,
     Started,
     TextDelta,
@@ -67,7 +68,7 @@ class AnswerCollector:
         self._choices = [ChoiceCollector() for _ in range(n_choices)]
 
     def add(self, event: TextEvent) -> None:
-        if not isinstance(event, Started | Completed):
+        if not isinstance(event, Started | Completed | Opaque):
             self._choices[event.index].add(event)
 
     async def tap(self, event: TextEvent) -> Sequence[TextEvent]:

@@ -199,7 +199,7 @@ def _read(
     """Check the request. Returns its sampling parameters, the digests of its messages, and its rendered text."""
     valid = validate(request, info.vocab_size, isinstance(tools, msgspec.Raw))
     for at, message in enumerate(request.messages or ()):
-        if message.images:
+        if message.parts and message.n_media:
             raise Unsupported(f"{request.model} takes no images", param=f"messages[{at}].images")
     n_chars = sum(len(message.content) for message in request.messages or ()) + len(request.prompt or "")
     _check_length(n_chars, request, text, info.context_len)

@@ -25,7 +25,9 @@ _canonical = msgspec.json.Encoder(order="deterministic")
 
 
 def encode_tools(tools: Sequence[Tool]) -> msgspec.Raw:
-    """Encode tools as canonical JSON, for `chain_digests`."""
+    """Encode tools as canonical JSON, for `chain_digests`. Their marks do not reach the model."""
+    if any(tool.marks for tool in tools):
+        tools = [msgspec.structs.replace(tool, marks={}) for tool in tools]
     return msgspec.Raw(_canonical.encode(tools))
 
 

@@ -222,7 +222,7 @@ class UpstreamModels:
         fields = {"model": target.remote, **body_of(request, target.kind), **salt}
         prompt = bytes(fields["messages"])[:-1] if "messages" in fields else msgspec.json.encode(fields["prompt"])
         others = {name: value for name, value in fields.items() if name not in ("messages", "prompt")}
-        n_images = sum(len(message.images) for message in request.messages or ())
+        n_images = sum(part.kind == "image" for message in request.messages or () for part in message.parts)
         route = self.route_request(
             terms,
             target,

@@ -8,9 +8,9 @@ import msgspec
 
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.errors import Unsupported
-from emberline.protocol.request import GenerateRequest, Message, SamplingParams, Speculation, Tool
+from emberline.protocol.request import ContentPart, GenerateRequest, Message, SamplingParams, Speculation, Tool
 from emberline.protocol.route_request import RouteRequest
-from emberline.upstream.dialects.dialect import BYTES_PER_TOKEN
+from emberline.upstream.dialects.dialect import BYTES_PER_TOKEN, split_data_url
 
 if TYPE_CHECKING:
     from emberline.upstream.providers.access import Access
@@ -106,9 +106,8 @@ def body_of(request: GenerateRequest, kind: str) -> dict[str, Any]:
 
 def _message(message: Message) -> dict[str, Any]:
     made: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.images:
-        images = [{"type": "image_url", "image_url": {"url": url}} for url in message.images]
-        made["content"] = [*([{"type": "text", "text": message.content}] if message.content else ()), *images]
+    if message.n_media:
+        made["content"] = [_part(part) for part in message.content_parts]
     if message.name is not None:
         made["name"] = message.name
     if message.tool_calls:
@@ -122,6 +121,17 @@ def _message(message: Message) -> dict[str, Any]:
     if message.reasoning is not None:
         made["reasoning_content"] = message.reasoning
     return made
+
+
+def _part(part: ContentPart) -> dict[str, Any]:
+    if part.kind == "text":
+        return {"type": "text", "text": part.value}
+    if part.kind == "image":
+        return {"type": "image_url", "image_url": {"url": part.value}}
+    if part.kind == "file":
+        return {"type": "file", "file": {"file_data": part.value, "filename": part.name}}
+    mime, data = split_data_url(part.value, "messages")
+    return {"type": "input_audio", "input_audio": {"data": data, "format": mime.removeprefix("audio/")}}
 
 
 def _sampling(request: GenerateRequest, kind: str) -> dict[str, Any]:

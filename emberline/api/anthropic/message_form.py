@@ -24,9 +24,9 @@ SIGNATURE = "ZW1iZXJsaW5l"
 Json = dict[str, Any]
 
 
-def _relay(call: HttpExchange, raw: bytes, unread: bool) -> Awaitable[Response] | None:
+def _relay(call: HttpExchange, raw: bytes) -> Awaitable[Response] | None:
     """Relay the request if Anthropic's API serves the model and no gateway has to read what is sent."""
-    if unread or call.card is None or call.gateway is not None or not call.service.models.is_upstream(call.card):
+    if call.card is None or call.gateway is not None or not call.service.models.is_upstream(call.card):
         return None
     target = call.service.models.target(call.card, call.principal)
     return forward_message(call, raw, _headers) if target.kind == "anthropic" else None

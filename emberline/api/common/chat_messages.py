@@ -1,20 +1,68 @@
 """Chat messages: the OpenAI and Workers AI formats converted to the canonical one."""
 
 from collections import defaultdict, deque
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
+from emberline.api.common.unsupported_fields import NotDocumented, ProviderMark
 from emberline.protocol.errors import BadInput
-from emberline.protocol.request import Message, ToolCall
+from emberline.protocol.request import ContentPart, Marks, Message, ToolCall
 
 
 class TextContent(msgspec.Struct, tag_field="type", tag="text"):
     text: str
+    cache_control: ProviderMark = None
 
 
 class RefusalContent(msgspec.Struct, tag_field="type", tag="refusal"):
     refusal: str
+
+
+class ImageContent(msgspec.Struct, tag_field="type", tag="image_url"):
+    image_url: str | dict[str, Any] | None = None
+    cache_control: Any = None
+
+    def part(self) -> ContentPart | None:
+        url = self.image_url.get("url") if isinstance(self.image_url, dict) else self.image_url
+        return ContentPart("image", url if isinstance(url, str) else "", marks=marks(self))
+
+
+class FileContent(msgspec.Struct, tag_field="type", tag="file"):
+    file: dict[str, Any] | None = None
+    cache_control: Any = None
+
+    def part(self) -> ContentPart | None:
+        file = self.file or {}
+        data, name = file.get("file_data"), file.get("filename")
+        if not isinstance(data, str) or not data:
+            return None
+        return ContentPart("file", data, name if isinstance(name, str) else "", marks(self))
+
+
+class AudioContent(msgspec.Struct, tag_field="type", tag="input_audio"):
+    input_audio: dict[str, Any] | None = None
+
+    def part(self) -> ContentPart | None:
+        audio = self.input_audio or {}
+        data, form = audio.get("data"), audio.get("format")
+        if not isinstance(data, str) or not isinstance(form, str):
+            return None
+        return ContentPart("audio", f"data:audio/{form};base64,{data}")
+
+
+class VideoContent(msgspec.Struct, tag_field="type", tag="video_url"):
+    video_url: Any = None
+
+    def part(self) -> ContentPart | None:
+        return None
+
+
+NO_PARTS: tuple[ContentPart, ...] = ()
+TextPart = TextContent | RefusalContent
+# Parts that our engines refuse; upstream servers and providers may take them. `part` returns None for what no provider
+# could be sent.
+MediaPart = ImageContent | FileContent | AudioContent | VideoContent
 
 
 class CalledFunction(msgspec.Struct):
@@ -29,28 +77,41 @@ class ToolCallField(msgspec.Struct, kw_only=True):
     function: CalledFunction | None = None
     name: str | None = None
     arguments: str | dict[str, Any] | None = None
+    extra_content: ProviderMark = None
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[TextContent | RefusalContent] | None = None
+    content: str | list[TextPart | Annotated[MediaPart, NotDocumented]] | None = None
     name: str | None = None
     tool_calls: list[ToolCallField] | None = None
     function_call: CalledFunction | None = None  # from clients that use the deprecated `functions`
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    thinking_blocks: ProviderMark = None
+    cache_control: ProviderMark = None
+
+    @property
+    def has_media(self) -> bool:
+        return isinstance(self.content, list) and any(isinstance(part, MediaPart) for part in self.content)
 
 
-def canonical_messages(messages: list[ChatMessage]) -> tuple[Message, ...]:
+def marks(field: Any, *names: str) -> Marks:
+    """The values of a field that only providers read, by name: `cache_control`, if no names are given."""
+    return {name: value for name in names or ("cache_control",) if (value := getattr(field, name)) is not None}
+
+
+def canonical_messages(messages: list[ChatMessage], takes_media: bool = False) -> tuple[Message, ...]:
+    """Convert messages. Media are refused unless `takes_media`; then a message keeps all its parts as they came."""
     if not messages:
         raise BadInput("`messages` is empty; send at least one message", param="messages")
     matcher = _ResultMatcher()
-    return tuple(_message(message, matcher, f"messages[{i}]") for i, message in enumerate(messages))
+    return tuple(_message(message, matcher, f"messages[{i}]", takes_media) for i, message in enumerate(messages))
 
 
 def join_text(texts: list[str]) -> str:
-    """The text parts of one message as one text, one line each."""
+    """Join the text parts of one message into one text, one line each."""
     return "\n".join(texts)
 
 
@@ -72,7 +133,8 @@ class _ResultMatcher:
         if not isinstance(arguments, str):
             arguments = msgspec.json.encode(arguments).decode()
         self._n_calls += 1
-        return ToolCall(call.id or f"call_{self._n_calls - 1}", function.name, arguments)
+        call_id = call.id or f"call_{self._n_calls - 1}"
+        return ToolCall(call_id, function.name, arguments, marks(call, "extra_content"))
 
     def made(self, calls: tuple[ToolCall, ...]) -> None:
         self._unanswered = dict(enumerate(calls))
@@ -83,7 +145,7 @@ class _ResultMatcher:
                 numbers.append(number)
 
     def result(self, call_id: str | None, name: str | None) -> str | None:
-        """The id of the call that a result answers. An unknown one is returned as it is: the service refuses it."""
+        """Returns the id of the call that a result answers. An unknown id stays as it is: the service refuses it."""
         numbers = self._by_id.get(call_id) if call_id else self._by_name.get(name)
         while numbers:
             call = self._unanswered.pop(numbers.popleft(), None)  # None: another result has answered it
@@ -92,14 +154,16 @@ class _ResultMatcher:
         return call_id
 
 
-def _message(message: ChatMessage, matcher: _ResultMatcher, field: str) -> Message:
-    content = message.content
+def _message(message: ChatMessage, matcher: _ResultMatcher, field: str, takes_media: bool) -> Message:
+    content, parts = message.content or "", NO_PARTS
     if isinstance(content, list):
-        content = join_text([part.text if isinstance(part, TextContent) else part.refusal for part in content])
-    content = content or ""
+        content, parts = _content(content, f"{field}.content", takes_media)
+    kept: Marks = {}
+    if message.cache_control is not None or message.thinking_blocks is not None:
+        kept = marks(message, "cache_control", "thinking_blocks")
     if message.role == "tool" or message.role == "function":
         call_id = matcher.result(message.tool_call_id, message.name)
-        return Message("tool", content, message.name, tool_call_id=call_id)
+        return Message("tool", content, message.name, tool_call_id=call_id, parts=parts, marks=kept)
     given = [(call, f"{field}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls or ())]
     if message.function_call is not None:
         given.append((ToolCallField(function=message.function_call), f"{field}.function_call"))
@@ -107,4 +171,23 @@ def _message(message: ChatMessage, matcher: _ResultMatcher, field: str) -> Messa
     if message.role == "assistant":
         matcher.made(calls)
     reasoning = message.reasoning_content or message.reasoning
-    return Message(message.role, content, message.name, calls, message.tool_call_id, reasoning)
+    return Message(message.role, content, message.name, calls, message.tool_call_id, reasoning, parts, kept)
+
+
+def _content(given: list[TextPart | MediaPart], field: str, takes_media: bool) -> tuple[str, tuple[ContentPart, ...]]:
+    """The text of a list of parts, and the parts, unless the text says everything."""
+    parts: list[ContentPart] = []
+    for number, one in enumerate(given):
+        if isinstance(one, MediaPart):
+            kind = str(one.__struct_config__.tag)
+            part = one.part() if takes_media else None
+            if part is None:
+                where = f"{field}[{number}].type"
+                raise BadInput(f"`{where}` has the value {kind!r}, which is not supported; only text is", param=where)
+            parts.append(part)
+        elif isinstance(one, TextContent):
+            parts.append(ContentPart("text", one.text, marks=marks(one)))
+        else:
+            parts.append(ContentPart("text", one.refusal))
+    text = join_text([part.value for part in parts if part.kind == "text"])
+    return text, tuple(parts) if takes_media or any(part.marks for part in parts) else ()

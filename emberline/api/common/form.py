@@ -20,7 +20,6 @@ from emberline.api.http.exchange import Events, HttpExchange, json_reply
 from emberline.api.http.sse import EventEncoder
 from emberline.api.http.streaming import EventStream, Response
 from emberline.protocol.complete_response import Answer
-from emberline.protocol.errors import BadInput
 from emberline.protocol.request import EncodeRequest
 
 
@@ -35,8 +34,8 @@ class Form:
     to_task: Callable[..., tuple[Any, FieldNames]]
     to_body: Callable[..., Any]
     to_stream: Callable[..., EventEncoder] | None = None  # None: the answer comes whole
-    # Relays a body to an upstream server. Returns None if the body has to be read here; `unread`: it cannot be.
-    relay: Callable[[HttpExchange, bytes, bool], Awaitable[Response] | None] | None = None
+    # Relays a body to an upstream server. Returns None if the body has to be read here.
+    relay: Callable[[HttpExchange, bytes], Awaitable[Response] | None] | None = None
     session_fields: tuple[str, ...] = SESSION_FIELDS  # the body's names of its session, by precedence
     headers: Callable[[HttpExchange], HeaderList] = attrgetter("id_headers")
     envelope: Callable[[HttpExchange, Any], Any] | None = None  # wraps the body of a reply that comes whole
@@ -44,15 +43,10 @@ class Form:
     async def __call__(self, call: HttpExchange) -> Response:
         """Serve the form as an endpoint."""
         raw = await read_model_body(call, self.session_fields)
-        if self.relay is not None and (relayed := self.relay(call, raw, False)) is not None:
+        if self.relay is not None and (relayed := self.relay(call, raw)) is not None:
             return await relayed
-        try:
-            body = decode(raw, self.decoder)
-            task, call.field_names = self.to_task(body, call.id, call.session)
-        except BadInput:
-            if self.relay is None or (relayed := self.relay(call, raw, True)) is None:
-                raise
-            return await relayed
+        body = decode(raw, self.decoder)
+        task, call.field_names = self.to_task(body, call.id, call.session)
         if isinstance(task, EncodeRequest):
             return await self.encode(call, body, task)
         if (usage := getattr(body, "usage", None)) is not None and usage.include:

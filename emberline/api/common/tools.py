@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
+from emberline.api.common.unsupported_fields import ProviderMark
 from emberline.protocol.errors import BadInput, Unsupported
 from emberline.protocol.request import Tool, ToolChoice
 from emberline.service.validation import MAX_TOOLS
@@ -14,7 +15,8 @@ from emberline.service.validation import MAX_TOOLS
 NAME = re.compile(r"^[A-Za-z0-9_.-]+$")
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
-ToolName = Annotated[str, Meta(min_length=1, max_length=64, pattern=NAME.pattern)]
+MAX_NAME_CHARS = 64
+ToolName = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS, pattern=NAME.pattern)]
 OnlyFunction = Annotated[str, Meta(extra_json_schema={"enum": ["function"]})]
 
 
@@ -31,6 +33,7 @@ class DeclaredTool(msgspec.Struct, kw_only=True):
     type: OnlyFunction = "function"
     function: DeclaredFunction | None = None
     name: ToolName | None = None
+    cache_control: ProviderMark = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -101,8 +104,7 @@ class Toolset(NamedTuple):
 
 
 def toolset(tools: Sequence[DeclaredTool] | None, choice: ToolChoiceField | None) -> Toolset:
-    functions = (_function(tool, f"tools[{i}]") for i, tool in enumerate(tools or ()))
-    return choose(Toolset.of((declare(function, field), field) for function, field in functions), choice)
+    return choose(Toolset.of(_declared(tool, f"tools[{i}]") for i, tool in enumerate(tools or ())), choice)
 
 
 def functions_toolset(functions: list[DeclaredFunction], choice: FunctionCallField | None) -> Toolset:
@@ -137,8 +139,15 @@ def declare(function: DeclaredFunction, field: str) -> Tool:
     return Tool(function.name, function.description or "", parameters, bool(function.strict))
 
 
+def _declared(given: DeclaredTool, where: str) -> tuple[Tool, str]:
+    """The canonical tool, and its field."""
+    function, field = _function(given, where)
+    tool, mark = declare(function, field), given.cache_control
+    return tool if mark is None else msgspec.structs.replace(tool, marks={"cache_control": mark}), field
+
+
 def _function(tool: DeclaredTool, field: str) -> tuple[DeclaredFunction, str]:
-    """The function that a tool declares, and its field."""
+    """Returns the function that a tool declares, and its field."""
     if tool.type != "function":
         raise Unsupported(
             f"`{field}`: tools of type {tool.type[:80]!r} are not supported; declare a function", param=f"{field}.type"

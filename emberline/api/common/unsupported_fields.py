@@ -18,7 +18,9 @@ from emberline.protocol.errors import Unsupported
 
 EMPTY: list[Any] = [None, False, 0, "", [], {}]  # values that ask for nothing
 
-UnsupportedField = Annotated[Any, Meta(extra_json_schema={UNSUPPORTED: EMPTY})]
+NotDocumented = Meta(extra_json_schema={UNSUPPORTED: EMPTY})
+UnsupportedField = Annotated[Any, NotDocumented]
+ProviderMark = Annotated[Any, NotDocumented]  # of a message or tool: for providers, without effect here
 # Fields that ask for nothing with other values than these.
 NullField = Annotated[Any, Meta(extra_json_schema={UNSUPPORTED: [None]})]
 TrueField = Annotated[Any, Meta(extra_json_schema={UNSUPPORTED: [None, True]})]
@@ -127,9 +129,16 @@ def refuse_unsupported(body: msgspec.Struct, prefix: str = "") -> None:
     values = _unsupported_values(type(body))(body)
     if values == (None,) * len(values):  # as in nearly every request, of the more than a hundred fields
         return
-    for name, accepted, alternative in _unsupported_fields(type(body)):
-        if (value := getattr(body, name)) is not None and not _asks_for_nothing(value, accepted):
-            raise unsupported(prefix + name, alternative)
+    if (found := first_unsupported(body)) is not None:
+        raise unsupported(prefix + found.name, found.alternative)
+
+
+def first_unsupported(body: msgspec.Struct) -> _Field | None:
+    """Returns the first unsupported field of `body` that asks for something; None if there is none."""
+    for field in _unsupported_fields(type(body)):
+        if (value := getattr(body, field.name)) is not None and not _asks_for_nothing(value, field.accepted):
+            return field
+    return None
 
 
 @cache

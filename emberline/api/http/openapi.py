@@ -52,13 +52,35 @@ def document(routes: Iterable[Route]) -> dict[str, Any]:
 
 
 def struct_schemas(structs: Iterable[type[Any]], ref_template: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """References to the structs' JSON schemas, and the schemas by name; without the fields that are refused."""
+    """References to the structs' JSON schemas, and the schemas by name; without the fields and unions of structs that
+    are refused."""
     references, schemas = msgspec.json.schema_components(structs, ref_template=ref_template)
-    for schema in schemas.values():
-        fields = schema.get("properties", {})
-        for name in [name for name, field in fields.items() if UNSUPPORTED in field]:
-            del fields[name]
-    return references, schemas
+    refused: set[str] = set()  # references to structs
+    documented = {name: _documented(schema, refused) for name, schema in schemas.items()}
+    names = {name for name in documented if ref_template.format(name=name) in refused}
+    return references, {name: schema for name, schema in documented.items() if name not in names}
+
+
+def _documented(schema: Any, refused: set[str]) -> Any:
+    """The schema without what is refused; adds references to structs in refused unions to `refused`."""
+    if isinstance(schema, list):
+        return [_documented(one, refused) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {
+        name: {field: _documented(one, refused) for field, one in value.items() if UNSUPPORTED not in one}
+        if name == "properties"
+        else _documented(value, refused)
+        for name, value in schema.items()
+        if name != "default"
+    }
+    if "default" in schema:
+        found["default"] = schema["default"]
+    kept = [one for one in found.get("anyOf", ()) if UNSUPPORTED not in one]
+    for one in found.get("anyOf", ()):
+        if one not in kept:
+            refused.update(each["$ref"] for each in one["anyOf"])
+    return kept[0] if len(kept) == 1 < len(found["anyOf"]) else found
 
 
 def _operation(route: Route, schema_of: dict[type[Any], Any]) -> dict[str, Any]:

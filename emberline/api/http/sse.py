@@ -10,6 +10,7 @@ from emberline.protocol.errors import EmberlineError
 from emberline.protocol.events import (
     ChoiceDone,
     Completed,
+    Opaque,
     ReasoningDelta,
     Started,
     TextDelta,
@@ -44,6 +45,8 @@ class EventEncoder:
             return self.choice_done(event)
         if type(event) is Completed:
             return self.completed(event.usage)
+        if type(event) is Opaque:
+            return self.opaque(event)
         assert isinstance(event, Started)
         return self.started(event.usage)
 
@@ -60,6 +63,9 @@ class EventEncoder:
         return b""
 
     def tool_call_delta(self, event: ToolCallDelta) -> bytes:
+        return b""
+
+    def opaque(self, event: Opaque) -> bytes:
         return b""
 
     def choice_done(self, event: ChoiceDone) -> bytes:

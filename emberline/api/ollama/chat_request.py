@@ -22,6 +22,7 @@ from emberline.api.common.unsupported_fields import OneField, UnsupportedField, 
 from emberline.api.http.errors import FieldNames
 from emberline.protocol.errors import BadInput
 from emberline.protocol.request import (
+    ContentPart,
     EncodeRequest,
     GenerateRequest,
     Message,
@@ -256,10 +257,11 @@ class OllamaPull(msgspec.Struct, kw_only=True):
 
 
 def _with_images(message: Message, images: list[str] | None, field: str) -> Message:
-    """Images come as bare base64; what they are is in their first bytes."""
+    """Add images, which come as bare base64. Their first bytes tell what they are."""
     if not images:
         return message
-    return msgspec.structs.replace(message, images=tuple(_data_url(image, field) for image in images))
+    media = [ContentPart("image", _data_url(image, field)) for image in images]
+    return msgspec.structs.replace(message, parts=(ContentPart("text", message.content), *media))
 
 
 def _data_url(image: str, field: str) -> str:

@@ -11,12 +11,16 @@ from emberline.api.common.chat_messages import ChatMessage, canonical_messages
 from emberline.api.common.response_body import logprobs_body, usage_body
 from emberline.api.common.sampling_fields import SpeculationField, TopLogprobs
 from emberline.api.common.tools import (
+    MAX_NAME_CHARS,
+    DeclaredFunction,
     DeclaredFunctions,
+    DeclaredTool,
     FunctionCallField,
     FunctionName,
     Toolset,
     functions_toolset,
 )
+from emberline.api.common.unsupported_fields import first_unsupported
 from emberline.api.http.errors import Dialect, FieldNames
 from emberline.api.http.exchange import encode
 from emberline.api.http.sse import EventEncoder, random_padding
@@ -32,6 +36,7 @@ from emberline.protocol.events import (
     Usage,
 )
 from emberline.protocol.request import GenerateRequest, session_name
+from emberline.service.validation import MAX_TOOLS
 
 _UNFINISHED = b',"finish_reason":null}]'
 _END = b"}\n\n"
@@ -72,8 +77,10 @@ class ChatRequest(ChatFields, kw_only=True):
             raise BadInput("`functions` is the older name of `tools`; send one of them", param="functions")
         return functions_toolset(self.functions, self.function_call)
 
-    def to_request(self, request_id: str, session: str | None = None) -> tuple[GenerateRequest, FieldNames]:
-        """The canonical request; `session` is the session id from the headers."""
+    def to_request(
+        self, request_id: str, session: str | None = None, takes_media: bool = False
+    ) -> tuple[GenerateRequest, FieldNames]:
+        """The canonical request; `session` is the session id from the headers. Refuses media unless `takes_media`."""
         if self.top_logprobs and not self.logprobs:
             raise BadInput("`top_logprobs` needs `logprobs: true`", param="top_logprobs")
         fields, names = self.chat_request_fields()
@@ -83,7 +90,7 @@ class ChatRequest(ChatFields, kw_only=True):
             api="chat",
             id=request_id,
             model=self.model,
-            messages=canonical_messages(self.messages),
+            messages=canonical_messages(self.messages, takes_media),
             sampling=self.sampling(1.0, (self.top_logprobs or 0) if self.logprobs else None),
             left_to_model=self.left_to_model,
             n=self.n or 1,
@@ -95,6 +102,35 @@ class ChatRequest(ChatFields, kw_only=True):
             **fields,
         )
         return request, names
+
+
+class _AnyFunction(DeclaredFunction):
+    name: str
+
+
+class _AnyTool(DeclaredTool, kw_only=True):
+    function: _AnyFunction | None = None
+
+    @property
+    def is_foreign(self) -> bool:
+        """True if it is no function, or has a name that is too long here."""
+        return self.type != "function" or (self.function is not None and len(self.function.name) > MAX_NAME_CHARS)
+
+
+class AnyChatRequest(ChatRequest, kw_only=True):
+    """A chat that another server may read in our place: as many tools as it likes, with names as long as it likes."""
+
+    tools: list[_AnyTool] | None = None  # type: ignore[assignment]
+
+    @property
+    def is_readable(self) -> bool:
+        """True if the canonical request can say all of it: texts, functions and supported fields, within our limits."""
+        return not (
+            any(message.has_media for message in self.messages)
+            or len(self.tools or ()) > MAX_TOOLS
+            or any(tool.is_foreign for tool in self.tools or ())
+            or first_unsupported(self) is not None
+        )
 
 
 def chat_body(request_id: str, body: ChatRequest, created: int, answer: Answer) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """The OpenAI API's chat completions, completions and models."""
 
-from collections.abc import Awaitable, Callable
-from functools import partial
+from collections.abc import Awaitable
 
 import msgspec
 
@@ -10,29 +9,35 @@ from emberline.api.common.model_list import openai_model
 from emberline.api.http.body import decode, read_model_body
 from emberline.api.http.exchange import HttpExchange, Reply, json_reply, list_reply
 from emberline.api.http.streaming import Response
-from emberline.api.openai.chat import ChatRequest, ChatStream, chat_body
+from emberline.api.openai.chat import AnyChatRequest, ChatRequest, ChatStream, chat_body
 from emberline.api.openai.completions import CompletionRequest, CompletionStream, completion_body, generate_all
 from emberline.api.openai.upstream_passthrough import forward_chat, forward_completion
+from emberline.gateway.stage_chain import StageChain
 from emberline.protocol.errors import BadInput
 
 MAX_TOTAL_CHOICES = 128  # of one call: prompts times n
+_any_chat = msgspec.json.Decoder(AnyChatRequest)
 
 
-def _relay(
-    forward: Callable[[HttpExchange, bytes], Awaitable[Response]], call: HttpExchange, raw: bytes, unread: bool
-) -> Awaitable[Response] | None:
-    return forward(call, raw) if _relays(call, unread) else None
+def _relay(call: HttpExchange, raw: bytes) -> Awaitable[Response] | None:
+    """Relay a chat, unless it has to be read here. A chat that a gateway would read, but that has images, say, is
+    relayed unread."""
+    gateway = call.gateway
+    relays = _relays(call, gateway)
+    if not relays and gateway is not None and _relays(call, gateway, unread=True):
+        relays = not decode(raw, _any_chat).is_readable
+    return forward_chat(call, raw) if relays else None
 
 
-def _relays(call: HttpExchange, unread: bool = False) -> bool:
+def _relays(call: HttpExchange, gateway: StageChain | None, unread: bool = False) -> bool:
     """True if upstream servers compute the model of the request.
 
     Through a gateway: if upstream servers compute all models that it tries and nothing of the request or its reply has
     to be read. `unread`: the request cannot be read, so it is neither cached nor logged with its content; guardrails
     still refuse it.
     """
-    gateway, card = call.gateway, call.card
     if gateway is None:
+        card = call.card
         return card is not None and call.service.models.is_upstream(card)
     rules = gateway.rules
     if call.named_model is None or (rules.settings.guardrails if unread else rules.reads_prompts):
@@ -40,13 +45,12 @@ def _relays(call: HttpExchange, unread: bool = False) -> bool:
     return rules.relays(rules.plan(call.named_model, call.session, call.id))
 
 
-# A chat that cannot be read here, because of images say, is relayed if an upstream server computes its model.
 CHAT = Form(
     decoder=msgspec.json.Decoder(ChatRequest),
     to_task=ChatRequest.to_request,
     to_body=chat_body,
     to_stream=ChatStream,
-    relay=partial(_relay, forward_chat),
+    relay=_relay,
 )
 COMPLETION = Form(
     decoder=msgspec.json.Decoder(CompletionRequest),
@@ -59,7 +63,7 @@ COMPLETION = Form(
 async def completions(call: HttpExchange) -> Response:
     """Complete one or more prompts, whose choices come as one answer."""
     raw = await read_model_body(call)
-    if _relays(call):
+    if _relays(call, call.gateway):
         return await forward_completion(call, raw)
     body: CompletionRequest = decode(raw, COMPLETION.decoder)
     call.wants_cost = call.wants_cost or bool(body.usage and body.usage.include)

@@ -20,6 +20,7 @@ from emberline.protocol.events import (
     ChoiceDone,
     Completed,
     FinishReason,
+    Opaque,
     ReasoningDelta,
     Started,
     TextDelta,
@@ -166,7 +167,7 @@ class TranscriptWriter:
                     if isinstance(event, Completed):
                         self._end()
                         await asyncio.shield(writing)
-                    elif not isinstance(event, Started):
+                    elif not isinstance(event, Started | Opaque):
                         self._part.events.append(event)
                     yield event
         finally:

@@ -4,12 +4,14 @@ Requests come in OpenAI's form. A provider with another API has a translator of 
 its stream: the rest of the pipeline knows one form only.
 """
 
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
+from emberline.protocol.errors import BadInput
 from emberline.protocol.events import Usage
 from emberline.upstream.dialects.sse import encode
 
@@ -72,6 +74,18 @@ def decoded(fields: Fields) -> dict[str, Any]:
     return {
         name: msgspec.json.decode(value) if isinstance(value, msgspec.Raw) else value for name, value in fields.items()
     }
+
+
+_DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+);base64,")
+_MAX_MIME_CHARS = 100
+
+
+def split_data_url(url: str, where: str) -> tuple[str, str]:
+    """MIME type and base64 of a data: URL; the base64 is not decoded here. Raises BadInput for any other URL."""
+    found = _DATA_URL.match(url[: _MAX_MIME_CHARS + 20])
+    if found is None:
+        raise BadInput("media must be data:<type>;base64,… URLs", param=where)
+    return found[1], url[found.end() :]
 
 
 # --- calls whose reply comes whole -----------------------------------------------------------------------------------

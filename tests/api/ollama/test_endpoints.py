@@ -23,7 +23,7 @@ from emberline.protocol.events import (
     ToolCallStarted,
     Usage,
 )
-from emberline.protocol.request import EncodeRequest, GenerateRequest
+from emberline.protocol.request import ContentPart, EncodeRequest, GenerateRequest
 from emberline.protocol.token_ids import pack
 from tests.api.fake_service import KEY, MODEL, FakeService, agent, client_of, says
 
@@ -206,8 +206,10 @@ async def test_images(client: httpx.AsyncClient, service: FakeService) -> None:
     await post(client, "/api/chat", CHAT | {"messages": [message], "stream": False})
     await post(client, "/api/generate", PROMPT | {"images": ["UklGRg=="], "stream": False})
     chat, prompt = service.requests
-    assert (chat.messages or ())[0].images == ("data:image/png;base64,iVBORw0K", "data:image/jpeg;base64,/9j/4AAQ")
-    assert (prompt.messages or ())[0].images == ("data:image/webp;base64,UklGRg==",)
+    urls = ("data:image/png;base64,iVBORw0K", "data:image/jpeg;base64,/9j/4AAQ")
+    text = ContentPart("text", "What is this?")
+    assert (chat.messages or ())[0].parts == (text, *(ContentPart("image", url) for url in urls))
+    assert (prompt.messages or ())[0].parts[1:] == (ContentPart("image", "data:image/webp;base64,UklGRg=="),)
     for fields in ({"images": ["aGk="]}, {"images": ["http://127.0.0.1/a.png"]}, {"images": ["iVBOR"], "raw": True}):
         answer = await client.post("/api/generate", json=PROMPT | fields)
         assert (answer.status_code, "`images`" in answer.json()["error"]) == (400, True)
