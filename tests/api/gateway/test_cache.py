@@ -198,11 +198,21 @@ async def test_tool_calls_are_replayed(bench: Opener) -> None:
 async def test_what_cannot_be_read_is_passed_on_uncached(bench: Opener) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     messages = [{"role": "user", "content": [{"type": "text", "text": "what is this?"}, image]}]
+    functions = [{"type": "function", "function": {"name": f"f{at}", "parameters": {}}} for at in range(129)]
+    long = {"type": "function", "function": {"name": 65 * "f", "parameters": {}}}
     gateway = await bench(CACHED)
-    for _ in range(2):
-        answer = await gateway.ask(messages=messages)
-        assert answer.status_code == 200, answer.text
+    for fields in (
+        {"messages": messages},
+        {"tools": functions},
+        {"tools": [long]},
+        {"tools": [{"type": "web_search"}]},
+        {"modalities": ["text", "audio"]},
+    ):
+        answer = await gateway.ask(**fields)
+        assert answer.status_code == 200, (fields, answer.text)
         assert "cf-aig-cache-status" not in answer.headers
+    assert (await gateway.ask(temperature="hot")).status_code == 400
+    assert (await gateway.ask(tools=functions[:128])).headers["cf-aig-cache-status"] == "MISS"
     guarded = await bench({"guardrails": (Guardrail(name="g", pattern="x"),)})
     assert (await guarded.ask(messages=messages)).status_code == 400
 
