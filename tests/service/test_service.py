@@ -1012,7 +1012,8 @@ async def test_a_turn_waits_for_the_one_before_it_to_be_remembered(
 
 
 async def test_images_are_refused_by_a_model_of_this_machine(service: Service) -> None:
-    request = ask(messages=(Message("user", "What is this?", parts=(ContentPart("image", "data:image/png;base64,iVBORw0K"),)),))
+    image = ContentPart("image", "data:image/png;base64,iVBORw0K")
+    request = ask(messages=(Message("user", "What is this?", parts=(image,)),))
     with pytest.raises(Unsupported, match="takes no images") as refused:
         await events_of(service, request)
     assert refused.value.param == "messages[0].images"

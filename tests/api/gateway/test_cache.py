@@ -206,7 +206,6 @@ async def test_what_cannot_be_read_is_passed_on_uncached(bench: Opener) -> None:
         {"tools": functions},
         {"tools": [long]},
         {"tools": [{"type": "web_search"}]},
-        {"modalities": ["text", "audio"]},
     ):
         answer = await gateway.ask(**fields)
         assert answer.status_code == 200, (fields, answer.text)
