@@ -24,7 +24,7 @@ from emberline.upstream.dialects.chunks import BodyAssembler, ChunkReader
 from emberline.upstream.dialects.dialect import MESSAGES
 from emberline.upstream.models import UpstreamModels
 from emberline.upstream.target import Target
-from emberline.upstream.transport import UpstreamTransport, passthrough
+from emberline.upstream.transport import Decoder, UpstreamTransport, passthrough
 
 _ANY_VOCABULARY = 1 << 31  # upstream servers check token ids themselves
 
@@ -165,7 +165,9 @@ class Pipeline:
         if isinstance(task, GenerateRequest):
             validate(task, _ANY_VOCABULARY)
             sent = await self._upstream.upstream_request(task, target, work.principal, terms)
-            reader = ChunkReader(task.n, task.sampling.stop, sent.route.input_tokens)
+            reader: Decoder[list[TextEvent]] = passthrough
+            if not sent.as_events:
+                reader = ChunkReader(task.n, task.sampling.stop, sent.route.input_tokens)
             return Prepared(sent.route, UpstreamTransport(sent, clients, lambda: reader))
         route, call = self._upstream.whole_call(task, target, work.principal, terms)
         return Prepared(route, call, call.result)

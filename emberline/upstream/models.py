@@ -16,14 +16,14 @@ from emberline.net.periodic import every
 from emberline.protocol.errors import ModelNotFound, Unsupported
 from emberline.protocol.media import MAX_IMAGE_TOKENS, MediaRequest
 from emberline.protocol.provider import OwnKey
-from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal, SpeechRequest
+from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal, Speculation, SpeechRequest
 from emberline.protocol.route_request import RouteRequest, RouteTerms, route_request
 from emberline.protocol.speech import max_audio_ms
 from emberline.text.prompt import Prompt, build_prompt
 from emberline.text.text_model import TextModel
 from emberline.text.tokenizers.tokenizer import OFF_LOOP_BYTES
 from emberline.upstream.dialects.anthropic import message_request
-from emberline.upstream.dialects.dialect import CHAT, COMPLETIONS, decoded
+from emberline.upstream.dialects.dialect import CHAT, COMPLETIONS
 from emberline.upstream.providers.attempt import count_tokens
 from emberline.upstream.providers.client import ProviderClient
 from emberline.upstream.providers.directory import ProviderDirectory, remote_name
@@ -31,7 +31,14 @@ from emberline.upstream.providers.whole_call import WholeCall, whole_task
 from emberline.upstream.servers.client import DEFAULT_CONTEXT, UpstreamClient, UpstreamConfig
 from emberline.upstream.servers.kv_events import chain_keys, key_root
 from emberline.upstream.target import Target
-from emberline.upstream.upstream_request import UpstreamRequest, body_of, byte_keys, estimated_tokens
+from emberline.upstream.upstream_request import (
+    UpstreamRequest,
+    body_of,
+    byte_keys,
+    check_known,
+    estimated_tokens,
+    tool_fields,
+)
 
 DISCOVERY_S = 15.0
 _RETRY_S = 0.5
@@ -218,11 +225,20 @@ class UpstreamModels:
         self, request: GenerateRequest, target: Target, principal: Principal, terms: RouteTerms
     ) -> UpstreamRequest:
         """A canonical request as the target's server takes it."""
+        n_images = sum(part.kind == "image" for message in request.messages or () for part in message.parts)
+        if target.is_translated:
+            if request.speculation != Speculation():
+                check_known("speculation", target.kind)
+            prompt = msgspec.json.encode(request.messages)[:-1]
+            size, most = len(msgspec.json.encode(request)), request.sampling.max_tokens or 0
+            tools = msgspec.json.encode(tool_fields(request).get("tools"))
+            route = self.route_request(terms, target, principal, (tools, prompt), most, size, n_images)
+            fields = {"model": target.remote}
+            return UpstreamRequest(route, CHAT, fields, access=target.access, task=request, as_events=True)
         salt = self.cache_salt(target, principal)
         fields = {"model": target.remote, **body_of(request, target.kind), **salt}
         prompt = bytes(fields["messages"])[:-1] if "messages" in fields else msgspec.json.encode(fields["prompt"])
         others = {name: value for name, value in fields.items() if name not in ("messages", "prompt")}
-        n_images = sum(part.kind == "image" for message in request.messages or () for part in message.parts)
         route = self.route_request(
             terms,
             target,
@@ -246,7 +262,7 @@ class UpstreamModels:
             name = provider.provider.name
             if target.kind != "anthropic":
                 raise Unsupported(f"provider {name} cannot count tokens")
-            body = message_request(name, {"model": target.remote, **decoded(body_of(request, "anthropic"))})
+            body = message_request(name, request, target.remote)
             counted = {field: value for field, value in body.items() if field not in ("max_tokens", "stream")}
             return await count_tokens(provider, target.provider_access, counted)
         client = next((client for client in self._serving(card.id) if client.config.kind == "vllm"), None)

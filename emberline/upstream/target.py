@@ -29,6 +29,11 @@ class Target:
         return self.where != "engine"
 
     @property
+    def is_translated(self) -> bool:
+        """True if the model's server speaks neither our frames nor OpenAI's API: a `Dialect` writes its requests."""
+        return self.kind in ("anthropic", "gemini")
+
+    @property
     def provider_access(self) -> Access:
         """The access to the provider whose model this is."""
         assert self.access is not None, "only a provider's model has one"

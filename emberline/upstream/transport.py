@@ -11,11 +11,13 @@ from emberline.net.http_client import ConnectionFailed
 from emberline.protocol.errors import BadInput, EmberlineError, EngineLost, Unavailable
 from emberline.protocol.events import Usage
 from emberline.protocol.price import Price, format_amount
+from emberline.protocol.request import GenerateRequest
 from emberline.protocol.route_request import Fault, Route, RouteRequest, client_of
 from emberline.protocol.trace_context import TraceContext, TraceDetails, current
 from emberline.upstream.dialects.anthropic_relay import MessagesEditor
 from emberline.upstream.dialects.chunks import UnreadableChunk
-from emberline.upstream.dialects.dialect import COMPLETIONS, MESSAGES
+from emberline.upstream.dialects.dialect import COMPLETIONS, MESSAGES, Dialect
+from emberline.upstream.dialects.event_reader import ChunkEditor, EventReader
 from emberline.upstream.dialects.sse import MalformedLine, StreamEditor, StreamError, read_usage
 from emberline.upstream.providers.attempt import ProviderAttempt
 from emberline.upstream.providers.client import ProviderClient
@@ -42,13 +44,13 @@ T = TypeVar("T")
 log = logging.getLogger("emberline.balancer")
 
 # Turns whole SSE lines into output; the flag marks the end of the stream. UnreadableChunk blames the server.
-Decoder = Callable[[bytes, bool], T]
+Decoder = Callable[[Any, bool], T]
 Adjust = Callable[[dict[str, Any]], None]
 MakeAttempt = Callable[[str, str, UpstreamClient, UpstreamClient | None, TraceContext | None], Attempt]
 
 
-def passthrough(lines: bytes, last: bool) -> bytes:
-    """The decoder of a client that takes the lines as they are."""
+def passthrough(lines: Any, last: bool) -> Any:
+    """The decoder of a client that takes the lines, or events, as they are."""
     return lines
 
 
@@ -88,7 +90,7 @@ class UpstreamTransport(Generic[T]):
         self._make_attempt = make_attempt
         self._decoder = make_decoder()
         self._attempt: Attempt | ProviderAttempt | None = None
-        self._editor = StreamEditor()
+        self._editor: StreamEditor | EventReader | ChunkEditor = StreamEditor()
         self._transcript = Transcript(keep=False)
         self._n_events = 0  # of the reply that the client has seen
         self._n_events_before = 0  # of them, those of earlier attempts
@@ -146,7 +148,9 @@ class UpstreamTransport(Generic[T]):
         self._n_events_before = self._n_events
         self._has_token_ids = self._transcript.keep and gives_token_ids(request, kind)
         running_usage = kind in ("vllm", "sglang") and request.route.n == 1  # of several choices it is each one's own
-        if request.path == MESSAGES:
+        if request.task is not None:
+            self._editor = self._new_reader(request.task, decode)
+        elif request.path == MESSAGES:
             self._editor = MessagesEditor()
         else:
             self._editor = StreamEditor(hides_usage=request.hides_usage, running_usage=running_usage)
@@ -171,9 +175,19 @@ class UpstreamTransport(Generic[T]):
         if isinstance(decode, ProviderClient):
             access = self._request.access
             assert access is not None, "a request to a provider has its key"
-            return ProviderAttempt(path, attempt_id, decode, access, self.trace, self._request.headers)
+            return ProviderAttempt(
+                path, attempt_id, decode, access, self.trace, self._request.headers, self._request.task
+            )
         prefill = self._prefill_for(decode, self._clients.get(route.prefill))
         return self._make_attempt(path, attempt_id, decode, prefill, self.trace)
+
+    def _new_reader(self, task: GenerateRequest, decode: UpstreamClient) -> EventReader | ChunkEditor:
+        request = self._request
+        assert isinstance(decode, ProviderClient), "only providers have dialects"
+        assert request.access is not None
+        dialect = cast(Dialect, request.access.api or decode.api)
+        reader = dialect.reader(task, request.route.input_tokens)
+        return reader if request.as_events else ChunkEditor(reader, request.fields["model"], request.hides_usage)
 
     def _with_cost(self, adjust: Adjust | None, price: Price | None) -> Adjust:
         """`adjust`, and then the cost of a usage object; null without a price."""
@@ -188,7 +202,9 @@ class UpstreamTransport(Generic[T]):
         return add
 
     async def next(self) -> T:
-        """Wait for more lines, and return what the decoder makes of them. The hot path: runs once for each read."""
+        """Wait for more lines, and return what the decoder makes of them. The hot path: runs once for each read.
+
+        A reader of events returns those in place of lines."""
         attempt, editor = self._attempt, self._editor
         assert attempt is not None
         try:
@@ -196,16 +212,17 @@ class UpstreamTransport(Generic[T]):
                 piece = await attempt.piece()
                 if attempt.prefill is not None and editor.cached is None and editor.needs_cached(piece):
                     editor.cached = await attempt.cached()
-                lines = editor.feed(piece)
+                lines: Any = editor.feed(piece)
             except (ConnectionFailed, EngineLost, StreamError, MalformedLine) as error:
                 if not editor.finished or self._request.route.n > 1:
                     if isinstance(error, ConnectionFailed):
                         raise attempt.failure(error) from error
                     raise
-                piece = lines = b""  # the reply is complete: nothing is to be computed again
+                piece, lines = b"", None  # the reply is complete: nothing is to be computed again
                 editor.n_events = 0
             if editor.ended or not piece:
-                lines += self._end(attempt.decode)
+                end = self._end(attempt.decode)
+                lines = end if lines is None else lines + end
             if lines or self.done:
                 self.began = True
             if self._continuation is not None and lines:
@@ -227,14 +244,14 @@ class UpstreamTransport(Generic[T]):
             self._unreadable = isinstance(error, UnreadableChunk)
             raise attempt.decode.lost(f"sent {error}") from error
 
-    def _end(self, server: UpstreamClient) -> bytes:
+    def _end(self, server: UpstreamClient) -> Any:
         """Set `done`, and return the lines that the server left out at the end of its reply. Raises EngineLost if the
         reply is not complete."""
         editor = self._editor
         if not (editor.ended or editor.finished):
             raise server.lost("ended its stream before the reply was complete")
         self.done = True
-        return b"" if editor.ended else editor.closing()
+        return editor.closing()
 
     def fault(self, error: EmberlineError) -> Fault:
         attempt = self._attempt
@@ -261,7 +278,9 @@ class UpstreamTransport(Generic[T]):
 
     def trace_details(self, content: bool) -> TraceDetails:
         """The prompt only: a reply is relayed without being read."""
-        asked = self._request.fields.get("messages", self._request.fields.get("prompt")) if content else None
+        fields, task = self._request.fields, self._request.task
+        asked = task.messages if task is not None else fields.get("messages", fields.get("prompt"))
+        asked = asked if content else None
         return TraceDetails(input="" if asked is None else msgspec.json.encode(asked).decode())
 
     async def settle(self) -> None:

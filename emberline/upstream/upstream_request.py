@@ -26,6 +26,8 @@ class UpstreamRequest:
     adds_cost: bool = False  # to the usage that the client gets
     access: "Access | None" = None  # to the provider that serves it
     headers: str = ""  # for it: whole lines, each with its end; empty: its API's usual ones
+    task: GenerateRequest | None = None  # for a provider whose dialect writes it; then `fields` has only the model
+    as_events: bool = False  # with `task`: the caller takes events, not OpenAI's lines
 
 
 # --- prefix cache keys without a tokenizer ----------------------------------------------------------------------------
@@ -63,15 +65,11 @@ _EXTRAS = ("min_tokens", "top_k", "min_p", "repetition_penalty", "ignore_eos")  
 _VLLM_ONLY = ("bad_words", "include_stop_str_in_output")
 _EXTRAS_OF = {  # of other servers and providers
     "sampling": frozenset({"top_k", "min_p", "repetition_penalty"}),
-    "anthropic": frozenset({"top_k", "thinking_token_budget", "chat_template_kwargs"}),
-    "gemini": frozenset({"top_k", "thinking_token_budget", "chat_template_kwargs"}),
 }
 
 
 def continuation_fields(kind: str) -> dict[str, Any]:
     """The fields with which a server continues the last message."""
-    if kind == "anthropic":  # which does so by itself
-        return {}
     if kind not in _ENGINES:
         message = "the server of this model cannot continue a message"
         raise Unsupported(message, param="continue_final_message")
@@ -101,7 +99,7 @@ def body_of(request: GenerateRequest, kind: str) -> dict[str, Any]:
         fields |= continuation_fields(kind)
     if request.speculation != Speculation():
         check_known("speculation", kind)
-    return fields | _sampling(request, kind) | _tools(request) | _output(request, kind) | _thinking(request, kind)
+    return fields | _sampling(request, kind) | tool_fields(request) | _output(request, kind) | _thinking(request, kind)
 
 
 def _message(message: Message) -> dict[str, Any]:
@@ -164,7 +162,8 @@ def _sampling(request: GenerateRequest, kind: str) -> dict[str, Any]:
     return fields
 
 
-def _tools(request: GenerateRequest) -> dict[str, Any]:
+def tool_fields(request: GenerateRequest) -> dict[str, Any]:
+    """The tools and the choice among them, in OpenAI's form."""
     if not request.tools:
         return {}
     fields: dict[str, Any] = {"tools": [_tool(tool) for tool in request.tools]}
@@ -203,22 +202,18 @@ def _output(request: GenerateRequest, kind: str) -> dict[str, Any]:
     raise Unsupported(f"the server of this model has no `{output.kind}` outputs", param="output")
 
 
-_THINKING = (*_ENGINES, "anthropic", "gemini")  # servers whose thinking can be turned on and off
-_LIMITS_THINKING = ("vllm", "anthropic", "gemini")
-
-
 def _thinking(request: GenerateRequest, kind: str) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     reasoning = request.reasoning
     kwargs = dict(request.template_kwargs)
     if reasoning.effort is not None:
         fields["reasoning_effort"] = reasoning.effort
-    if reasoning.enabled is not None and kind in _THINKING:
+    if reasoning.enabled is not None and kind in _ENGINES:
         kwargs.setdefault("enable_thinking", reasoning.enabled)
     if reasoning.budget_tokens is not None:
-        if kind not in _LIMITS_THINKING:
+        if kind != "vllm":
             raise Unsupported("the server of this model cannot limit its reasoning", param="reasoning")
         fields["thinking_token_budget"] = reasoning.budget_tokens
-    if kwargs and kind in _THINKING:
+    if kwargs and kind in _ENGINES:
         fields["chat_template_kwargs"] = kwargs
     return fields

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from emberline.api.common.unsupported_fields import NotDocumented, ProviderMark
-from emberline.protocol.errors import BadInput
+from emberline.protocol.errors import BadInput, Unsupported
 from emberline.protocol.request import ContentPart, Marks, Message, ToolCall
 
 
@@ -179,11 +179,11 @@ def _content(given: list[TextPart | MediaPart], field: str, takes_media: bool) -
     parts: list[ContentPart] = []
     for number, one in enumerate(given):
         if isinstance(one, MediaPart):
-            kind = str(one.__struct_config__.tag)
-            part = one.part() if takes_media else None
-            if part is None:
-                where = f"{field}[{number}].type"
+            kind, where = str(one.__struct_config__.tag), f"{field}[{number}].type"
+            if not takes_media:
                 raise BadInput(f"`{where}` has the value {kind!r}, which is not supported; only text is", param=where)
+            if (part := one.part()) is None:
+                raise Unsupported(f"`{where}`: such a {kind!r} cannot be sent to this model's server", param=where)
             parts.append(part)
         elif isinstance(one, TextContent):
             parts.append(ContentPart("text", one.text, marks=marks(one)))

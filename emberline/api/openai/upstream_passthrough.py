@@ -26,12 +26,13 @@ from emberline.api.http.decode_errors import explain
 from emberline.api.http.errors import Dialect, error_body
 from emberline.api.http.exchange import HttpExchange, encode
 from emberline.api.http.streaming import Response, relay
-from emberline.api.openai.chat import ChatRequest, StreamOptions, UsageOptions
+from emberline.api.openai.chat import AnyChatRequest, ChatRequest, StreamOptions, UsageOptions
 from emberline.api.openai.completions import CompletionRequest
-from emberline.protocol.errors import BadInput, EmberlineError
+from emberline.protocol.errors import BadInput, EmberlineError, Unsupported
+from emberline.protocol.request import GenerateRequest
 from emberline.protocol.route_request import RouteTerms
 from emberline.service.work import RelayRequest
-from emberline.upstream.dialects.dialect import CHAT, COMPLETIONS
+from emberline.upstream.dialects.dialect import CHAT, COMPLETIONS, refuse_others
 from emberline.upstream.target import Target
 from emberline.upstream.upstream_request import UpstreamRequest, check_known, continuation_fields
 
@@ -191,7 +192,18 @@ def _check_part(part: _Part, where: str, fetches: bool) -> None:
         raise BadInput("images must come inside the request, as data:image/…;base64,… URLs", param=where)
 
 
+# Fields of a chat that the canonical request has, or refuses; dialects refuse those that their providers lack.
+_TRANSLATED = frozenset(
+    {
+        *("messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "stop", "n", "seed"),
+        *("presence_penalty", "frequency_penalty", "tools", "tool_choice", "parallel_tool_calls", "functions", "user"),
+        *("response_format", "reasoning_effort", "thinking_token_budget", "chat_template_kwargs"),
+    }
+)
+
+
 _raw_fields = msgspec.json.Decoder(dict[str, Raw])
+_any_chat = msgspec.json.Decoder(AnyChatRequest)
 _chat = msgspec.json.Decoder(PassthroughChat)
 _completion = msgspec.json.Decoder(PassthroughCompletion)
 _canonical_chat = msgspec.json.Decoder(ChatRequest)
@@ -241,7 +253,12 @@ def _upstream_request(
     if body.speculation is not None:
         check_known("speculation", target.kind)
     n_images = body.check(fetches=target.takes_any_field)
-    fields = _all_fields(raw) if target.takes_any_field else body.upstream_fields(target.kind)
+    task: GenerateRequest | None = None
+    fields: dict[str, Any] = {}
+    if target.is_translated and path == CHAT:
+        task = _canonical(call, upstream.provider_of(target.card), request_id, raw)
+    else:
+        fields = _all_fields(raw) if target.takes_any_field else body.upstream_fields(target.kind)
     fields |= {"model": target.remote, **upstream.cache_salt(target, call.principal)}
     terms = RouteTerms(
         request_id,
@@ -266,7 +283,22 @@ def _upstream_request(
         hides_usage=hides_usage,
         adds_cost=call.wants_cost,
         access=target.access,
+        task=task,
     )
+
+
+def _canonical(call: Call, provider: str, request_id: str, raw: bytes) -> GenerateRequest:
+    """The canonical request for a provider whose API is not OpenAI's. Raises Unsupported for a field of which that
+    provider would not hear."""
+    refuse_others(provider, _raw_fields.decode(raw), _TRANSLATED)
+    body = decode(raw, _any_chat)
+    if body.functions:
+        raise Unsupported("`functions` is the older form of `tools`; send that", param="functions")
+    for number, message in enumerate(body.messages):
+        if message.function_call is not None or message.role == "function":
+            raise Unsupported("`function_call` is the older form: send `tool_calls`", param=f"messages[{number}]")
+    request, call.field_names = body.to_request(request_id, call.session, takes_media=True)
+    return msgspec.structs.replace(request, end_user=body.user or "")
 
 
 def _all_fields(raw: bytes) -> dict[str, Any]:

@@ -1,35 +1,28 @@
-"""Anthropic's Messages API: a chat in OpenAI's form becomes a message request, its events OpenAI's chunks."""
+"""Anthropic's Messages API: canonical requests written in its form, and its streams read as events."""
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from emberline.protocol.errors import Unsupported
-from emberline.upstream.dialects.chat_form import (
-    ChunkWriter,
-    EventParser,
-    Json,
-    Part,
-    Turn,
+from emberline.protocol.events import ChoiceDone, Opaque, ReasoningDelta, TextDelta, TextEvent, ToolCallStarted, Usage
+from emberline.protocol.request import ContentPart, GenerateRequest, Message
+from emberline.upstream.dialects.dialect import (
+    CHAT,
+    MESSAGES,
+    Fields,
+    ProviderCall,
     arguments_of,
-    data_uri,
-    error_line,
-    format_of,
-    image_url,
-    read,
-    refuse_others,
-    stops_of,
-    thinking_of,
-    tool_choice_of,
-    tools_of,
-    turns_of,
+    chosen,
+    refuse_settings,
+    split_data_url,
     unsupported,
 )
-from emberline.upstream.dialects.dialect import CHAT, MESSAGES, Fields, ProviderCall, decoded
-from emberline.upstream.dialects.sse import MalformedLine, encode, token_count
+from emberline.upstream.dialects.event_reader import EventReader
+from emberline.upstream.dialects.sse import MalformedLine, StreamError, encode, make_usage, token_count
 
+Json = dict[str, Any]
 VERSION = "2023-06-01"
 DEFAULT_MAX_TOKENS = 32_000  # the field is required there
 # Reasoning effort as a budget, for models without adaptive thinking.
@@ -37,13 +30,7 @@ _BUDGETS = {"minimal": 1024, "low": 1024, "medium": 4096, "high": 16_384, "xhigh
 _EFFORTS = {"minimal": "low"}
 _MAX_THINKING_BLOCKS = 256
 _FIXED_BUDGETS = re.compile(r"claude-(?:3|2|instant|(?:opus|sonnet|haiku)-(?:3|4(?:-[0-5])?(?:-20\d{6})?$))")
-_KNOWN = frozenset(
-    {
-        *("messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "stop", "tools", "user"),
-        *("tool_choice", "parallel_tool_calls", "response_format", "reasoning_effort", "thinking_token_budget"),
-        *("chat_template_kwargs", "functions"),
-    }
-)
+_SAMPLING = frozenset({"max_tokens", "temperature", "top_p", "top_k", "stop"})
 
 
 class AnthropicAPI:
@@ -58,48 +45,47 @@ class AnthropicAPI:
     def call(self, path: str, fields: Fields) -> ProviderCall:
         if path == MESSAGES:
             return ProviderCall("/messages", encode(fields))
-        if path != CHAT:
-            raise Unsupported(f"provider {self._name} has no text completions: ask for {CHAT}", param="model")
-        given = decoded(fields)
-        body = message_request(self._name, given)
-        return ProviderCall("/messages", msgspec.json.encode(body), translator=AnthropicStream(str(given["model"])))
+        raise Unsupported(f"provider {self._name} has no text completions: ask for {CHAT}", param="model")
+
+    def write(self, request: GenerateRequest, model: str) -> ProviderCall:
+        return ProviderCall("/messages", encode(message_request(self._name, request, model)))
+
+    def reader(self, request: GenerateRequest, input_tokens: int) -> EventReader:
+        return AnthropicReader(input_tokens)
 
 
 # --- the request ------------------------------------------------------------------------------------------------------
 
 
-def message_request(provider: str, fields: Mapping[str, Any]) -> Json:
-    """Unsupported names what the Messages API cannot express."""
-    refuse_others(provider, fields, _KNOWN)
-    model = str(fields["model"])
-    system, messages = _messages(provider, turns_of(fields))
+def message_request(provider: str, request: GenerateRequest, model: str) -> Json:
+    """Write a body. Raises Unsupported, which names what the Messages API cannot express."""
+    refuse_settings(provider, request, _SAMPLING)
+    system, messages = _messages(provider, request.messages or ())
     body: Json = {
         "model": model,
-        "max_tokens": fields.get("max_completion_tokens") or fields.get("max_tokens") or DEFAULT_MAX_TOKENS,
+        "max_tokens": request.sampling.max_tokens or DEFAULT_MAX_TOKENS,
         "messages": messages,
         "stream": True,
     }
     if system:
         body["system"] = system
-    for name in ("temperature", "top_p", "top_k"):
-        if fields.get(name) is not None:
-            body[name] = fields[name]
-    if stops := stops_of(fields):
-        body["stop_sequences"] = stops
-    if fields.get("user"):
-        body["metadata"] = {"user_id": fields["user"]}
-    return body | _tools(provider, fields) | _output(provider, fields, model)
+    body |= chosen(request, {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k"})
+    if request.sampling.stop:
+        body["stop_sequences"] = list(request.sampling.stop)
+    if request.end_user:
+        body["metadata"] = {"user_id": request.end_user}
+    return body | _tools(request) | _output(provider, request, model)
 
 
-def _messages(provider: str, turns: list[Turn]) -> tuple[list[Json], list[Json]]:
+def _messages(provider: str, turns: tuple[Message, ...]) -> tuple[list[Json], list[Json]]:
     """The system prompt, and the messages: adjacent ones of a role together, as the results of parallel calls are."""
     system: list[Json] = []
     messages: list[Json] = []
     for number, turn in enumerate(turns):
         where = f"messages[{number}]"
-        blocks = [_block(provider, part, f"{where}.content") for part in turn.parts]
-        if turn.cache_control is not None and blocks:
-            blocks[-1].setdefault("cache_control", turn.cache_control)
+        blocks = [_block(provider, part, f"{where}.content") for part in turn.content_parts]
+        if blocks and (mark := turn.marks.get("cache_control")) is not None:
+            blocks[-1].setdefault("cache_control", mark)
         role: str = turn.role
         if role in ("system", "developer"):
             if not messages:
@@ -116,12 +102,13 @@ def _messages(provider: str, turns: list[Turn]) -> tuple[list[Json], list[Json]]
                 {
                     "type": "tool_use",
                     "id": call.id,
-                    "name": call.function.name,
+                    "name": call.name,
                     "input": arguments_of(call, f"{where}.tool_calls[{at}]"),
                 }
-                for at, call in enumerate(turn.tool_calls or ())
+                for at, call in enumerate(turn.tool_calls)
             ]
-            blocks = [*(turn.thinking_blocks or ()), *blocks, *calls]
+            thinking = turn.marks.get("thinking_blocks")
+            blocks = [*(thinking if isinstance(thinking, list) else ()), *blocks, *calls]
         if not blocks:
             continue
         if messages and messages[-1]["role"] == role:
@@ -131,63 +118,48 @@ def _messages(provider: str, turns: list[Turn]) -> tuple[list[Json], list[Json]]
     return system, messages
 
 
-def _block(provider: str, part: Part, where: str) -> Json:
-    block: Json
-    if part.type in ("text", "refusal"):
-        block = {"type": "text", "text": part.text or part.refusal or ""}
-    elif part.type == "image_url":
-        url = image_url(part)
-        if url.startswith(("https://", "http://")):  # which Anthropic fetches
-            block = {"type": "image", "source": {"type": "url", "url": url}}
-        else:
-            block = {"type": "image", "source": _base64(url, where)}
-    elif part.type == "file" and part.file is not None and part.file.file_data:
-        block = {"type": "document", "source": _base64(part.file.file_data, where)}
-        if part.file.filename:
-            block["title"] = part.file.filename
+def _block(provider: str, part: ContentPart, where: str) -> Json:
+    if part.kind == "text":
+        block: Json = {"type": "text", "text": part.value}
+    elif part.kind == "image" and part.value.startswith(("https://", "http://")):  # which Anthropic fetches
+        block = {"type": "image", "source": {"type": "url", "url": part.value}}
+    elif part.kind in ("image", "file"):
+        mime, data = split_data_url(part.value, where)
+        source = {"type": "base64", "media_type": mime, "data": data}
+        block = {"type": "image" if part.kind == "image" else "document", "source": source}
+        if part.name:
+            block["title"] = part.name
     else:
-        raise unsupported(provider, where, f"a part of type {part.type[:32]!r} cannot be sent there")
-    if part.cache_control is not None:
-        block["cache_control"] = part.cache_control
-    return block
+        raise unsupported(provider, where, f"{part.kind} cannot be sent there")
+    return block | part.marks
 
 
-def _base64(url: str, where: str) -> Json:
-    mime, data = data_uri(url, where)
-    return {"type": "base64", "media_type": mime, "data": data}
-
-
-def _tools(provider: str, fields: Mapping[str, Any]) -> Json:
+def _tools(request: GenerateRequest) -> Json:
     tools: list[Json] = []
-    for function, tool in tools_of(provider, fields):
-        made: Json = {"name": function.name, "input_schema": function.parameters or {"type": "object"}}
-        if function.description:
-            made["description"] = function.description
-        if function.strict:
+    for tool in request.tools:
+        made: Json = {"name": tool.name, "input_schema": tool.parameters or {"type": "object"}}
+        if tool.description:
+            made["description"] = tool.description
+        if tool.strict:
             made["strict"] = True
-        if tool.cache_control is not None:
-            made["cache_control"] = tool.cache_control
-        tools.append(made)
+        tools.append(made | tool.marks)
     if not tools:
         return {}
-    mode, name = tool_choice_of(provider, fields)
-    choice: Json = {"type": {"required": "any", "function": "tool"}.get(mode, mode)}
-    if name:
-        choice["name"] = name
-    if fields.get("parallel_tool_calls") is False and mode != "none":
+    mode, name = request.tool_choice.mode, request.tool_choice.name
+    choice: Json = {"type": "tool", "name": name} if name else {"type": "any" if mode == "required" else mode}
+    if not request.parallel_tool_calls and mode != "none":
         choice["disable_parallel_tool_use"] = True
     return {"tools": tools} | ({} if choice == {"type": "auto"} else {"tool_choice": choice})
 
 
-def _output(provider: str, fields: Mapping[str, Any], model: str) -> Json:
+def _output(provider: str, request: GenerateRequest, model: str) -> Json:
     """Structured output, and how much to think."""
     config: Json = {}
-    asked = format_of(fields)
-    if asked.type == "json_object":
-        raise unsupported(provider, "response_format", "send a json_schema in place of json_object")
-    if asked.json_schema is not None:
-        config["format"] = {"type": "json_schema", "schema": asked.json_schema.schema}
-    effort, budget, enabled = fields.get("reasoning_effort"), fields.get("thinking_token_budget"), thinking_of(fields)
+    if (output := request.output) is not None:
+        if output.kind == "json_object":
+            raise unsupported(provider, "response_format", "send a json_schema in place of json_object")
+        config["format"] = {"type": "json_schema", "schema": output.value}
+    effort, budget, enabled = request.reasoning.effort, request.reasoning.budget_tokens, request.reasoning.enabled
     thinking: Json | None = None
     if effort == "none" or enabled is False or budget == 0:
         thinking = {"type": "disabled"}
@@ -255,119 +227,106 @@ class _Event(msgspec.Struct):
 
 
 _events = msgspec.json.Decoder(_Event)
-_REASONS = {
-    "end_turn": "stop",
-    "stop_sequence": "stop",
-    "pause_turn": "stop",
+_FINISHES: dict[str, Any] = {
     "max_tokens": "length",
     "model_context_window_exceeded": "length",
     "tool_use": "tool_calls",
-    "refusal": "content_filter",
-}
+}  # else "stop"
 _CODES = {"invalid_request_error": 400}  # of errors that are the request's; the others are the provider's
 
 
-class AnthropicStream:
-    def __init__(self, model: str) -> None:
-        self._events = EventParser()
-        self._writer = ChunkWriter(model)
-        self._usage = _Usage()
-        self._n_calls = 0
+class AnthropicReader(EventReader):
+    """Reads a message, which ends with `message_stop`."""
+
+    def __init__(self, input_tokens: int) -> None:
+        super().__init__(input_tokens)
+        self._counts = _Usage()
         self._has_arguments = False  # of the tool call that is open
         self._open: _Block | None = None
         self._signature = ""
         self._thinking: list[str] = []  # of the block that is open
         self._thinking_blocks: list[Json] = []  # all so far: a client sends them back with the results of its tools
-        self._finished = False
 
-    def feed(self, data: bytes) -> bytes:
-        return b"".join([self._event(read(event, _events)) for event in self._events.feed(data) if event])
-
-    def end(self) -> bytes:
-        return b""
-
-    def _event(self, event: _Event) -> bytes:
+    def _read(self, data: bytes, events: list[TextEvent]) -> None:
+        event: _Event = self._decoded(data, _events)
         kind = event.type
         if kind == "content_block_delta" and event.delta is not None:
-            return self._delta(event.delta)
-        if kind == "content_block_start" and event.content_block is not None:
-            return self._start(event.content_block)
-        if kind == "content_block_stop":
-            return self._stop()
-        if kind == "message_start" and event.message is not None:
-            message = event.message
-            self._count(message.usage)
-            self._writer.begin(message.id, message.model)
-            return self._writer.delta(0, {"role": "assistant", "content": ""})
-        if kind == "message_delta" and event.delta is not None:
+            self._delta(event.delta, events)
+        elif kind == "content_block_start" and event.content_block is not None:
+            self._start(event.content_block, events)
+        elif kind == "content_block_stop":
+            self._stop(events)
+        elif kind == "message_start" and event.message is not None:
+            self._count(event.message.usage)
+            self._begin(events, event.message.id, event.message.model)
+        elif kind == "message_delta" and event.delta is not None:
             self._count(event.usage)
-            reason = event.delta.stop_reason
-            if reason is None or self._finished:
-                return b""
-            self._finished = True
-            return self._writer.finish(0, _REASONS.get(reason, "stop"), event.delta.stop_sequence)
-        if kind == "message_stop":
-            if not self._finished:
+            if (reason := event.delta.stop_reason) is not None and not self.finished:
+                if reason == "refusal":
+                    events.append(Opaque(0, "finish_reason", "content_filter"))
+                finish = _FINISHES.get(reason, "stop")
+                self._finish(events, ChoiceDone(0, finish, event.delta.stop_sequence if finish == "stop" else None))
+        elif kind == "message_stop":
+            if not self.finished:
                 raise MalformedLine("the end of a message without a stop reason")
-            return self._told_usage() + self._writer.end()
-        if kind == "error" and event.error is not None:
-            return error_line(event.error.message or event.error.type, _CODES.get(event.error.type, 500))
-        return b""  # a ping, or an event of a later version, which clients are told to skip
+            self.ended = True
+        elif kind == "error" and event.error is not None:
+            raise StreamError(event.error.message or event.error.type, _CODES.get(event.error.type, 500))
+        # Others are pings, or events of a later version, which clients are told to skip.
 
-    def _start(self, block: _Block) -> bytes:
+    def _start(self, block: _Block, events: list[TextEvent]) -> None:
         self._open = block
         if block.type == "tool_use":
-            self._n_calls += 1
             self._has_arguments = False
-            return self._writer.call(0, self._n_calls - 1, block.id, block.name)
+            events.append(ToolCallStarted(0, self._next_call(0), block.id, block.name))
+            return
         self._thinking, self._signature = [block.thinking] if block.thinking else [], ""
-        return self._writer.text(0, block.text) if block.type == "text" and block.text else b""
+        if block.type == "text" and block.text:
+            events.append(TextDelta(0, block.text))
 
-    def _delta(self, delta: _Delta) -> bytes:
+    def _delta(self, delta: _Delta, events: list[TextEvent]) -> None:
         if delta.type == "text_delta":
-            return self._writer.text(0, delta.text)
-        if delta.type == "thinking_delta":
+            if delta.text:
+                events.append(TextDelta(0, delta.text))
+        elif delta.type == "thinking_delta":
             self._thinking.append(delta.thinking)
-            return self._writer.delta(0, {"reasoning_content": delta.thinking})
-        if delta.type == "input_json_delta":
-            if not delta.partial_json:
-                return b""
-            if not self._n_calls:
-                raise MalformedLine("arguments of a tool call that it had not begun")
-            self._has_arguments = True
-            return self._writer.arguments(0, self._n_calls - 1, delta.partial_json)
-        if delta.type == "signature_delta":
+            if delta.thinking:
+                events.append(ReasoningDelta(0, delta.thinking))
+        elif delta.type == "input_json_delta":
+            if delta.partial_json:
+                self._has_arguments = True
+                events.append(self._arguments(0, delta.partial_json))
+        elif delta.type == "signature_delta":
             self._signature += delta.signature
-        return b""
 
-    def _stop(self) -> bytes:
+    def _stop(self, events: list[TextEvent]) -> None:
         block, self._open = self._open, None
         if block is None:
-            return b""
+            return
         if block.type == "tool_use" and not self._has_arguments:  # a call without arguments has no deltas
-            arguments = msgspec.json.encode(block.input if isinstance(block.input, dict) else {}).decode()
-            return self._writer.arguments(0, self._n_calls - 1, arguments)
+            arguments = encode(block.input if isinstance(block.input, dict) else {}).decode()
+            events.append(self._arguments(0, arguments))
         if block.type == "redacted_thinking":
             self._thinking_blocks.append({"type": "redacted_thinking", "data": block.data})
         elif block.type == "thinking" and self._signature:
             thinking = "".join(self._thinking)
             self._thinking_blocks.append({"type": "thinking", "thinking": thinking, "signature": self._signature})
         else:
-            return b""
+            return
         if len(self._thinking_blocks) > _MAX_THINKING_BLOCKS:  # each time all are told again
             raise MalformedLine(f"more than {_MAX_THINKING_BLOCKS} blocks of thinking")
-        return self._writer.delta(0, {"thinking_blocks": self._thinking_blocks})
+        events.append(Opaque(0, "thinking_blocks", list(self._thinking_blocks)))
 
     def _count(self, usage: _Usage | None) -> None:
         """Counts are cumulative; one that is left out, or null, stays as it was."""
         for name in _Usage.__struct_fields__ if usage is not None else ():
             if (value := getattr(usage, name)) is not None:
-                setattr(self._usage, name, value)
+                setattr(self._counts, name, value)
 
-    def _told_usage(self) -> bytes:
-        usage, details = self._usage, self._usage.output_tokens_details
-        cached = token_count(usage.cache_read_input_tokens)
-        written = token_count(usage.cache_creation_input_tokens)
-        prompt = token_count(usage.input_tokens) + cached + written
+    def _usage(self) -> Usage:
+        counts, details = self._counts, self._counts.output_tokens_details
+        cached = token_count(counts.cache_read_input_tokens)
+        self.written_tokens = token_count(counts.cache_creation_input_tokens)
+        prompt = token_count(counts.input_tokens) + cached + self.written_tokens
         reasoning = token_count(details.get("thinking_tokens")) if isinstance(details, dict) else 0
-        return self._writer.usage(prompt, cached, written, token_count(usage.output_tokens), reasoning)
+        return make_usage(prompt, cached, token_count(counts.output_tokens), reasoning)

@@ -1,18 +1,20 @@
 """The API of a provider as the transport uses it: where a request goes, in which form, and how its reply is read.
 
-Requests come in OpenAI's form. A provider with another API has a translator of its own, which makes OpenAI's chunks of
-its stream: the rest of the pipeline knows one form only.
+A provider of OpenAI's API gets bodies in OpenAI's form, and its SSE lines are passed on. One with an API of its own has
+a `Dialect`, which writes canonical requests and reads events.
 """
 
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
-from emberline.protocol.errors import BadInput
+from emberline.protocol.errors import BadInput, Unsupported
 from emberline.protocol.events import Usage
+from emberline.protocol.request import GenerateRequest, SamplingParams, ToolCall
+from emberline.upstream.dialects.event_reader import EventReader
 from emberline.upstream.dialects.sse import encode
 
 T = TypeVar("T")
@@ -23,18 +25,9 @@ MESSAGES = "/v1/messages"  # Anthropic's, for a request that is in its form alre
 BYTES_PER_TOKEN = 4  # of a prompt, roughly: for estimates without a tokenizer
 
 
-class StreamTranslator(Protocol):
-    def feed(self, data: bytes) -> bytes:
-        """OpenAI's lines for what has arrived; b"" if no line is complete yet. MalformedLine blames the provider."""
-
-    def end(self) -> bytes:
-        """OpenAI's lines that are still to be sent when the provider's stream has ended."""
-
-
 class ProviderCall(NamedTuple):
     path: str  # below the base URL
     body: bytes
-    translator: StreamTranslator | None = None  # None: the reply is in OpenAI's form
     content_type: str = "application/json"
 
 
@@ -45,7 +38,18 @@ class ProviderAPI(Protocol):
         """The header lines with the key."""
 
     def call(self, path: str, fields: Fields) -> ProviderCall:
-        """A streamed chat or text completion. Raises Unsupported, which names a field that the provider's API lacks."""
+        """A streamed request whose body is in the provider's form. Raises Unsupported, which names a field that the
+        provider's API lacks."""
+
+
+class Dialect(ProviderAPI, Protocol):
+    """An API that is not OpenAI's."""
+
+    def write(self, request: GenerateRequest, model: str) -> ProviderCall:
+        """A streamed request. Raises Unsupported, which names what the provider's API cannot express."""
+
+    def reader(self, request: GenerateRequest, input_tokens: int) -> EventReader:
+        """The reader of the request's reply. `input_tokens` is an estimate, told until the provider counts."""
 
 
 class OpenAIAPI:
@@ -69,11 +73,71 @@ class OpenAIAPI:
         return ProviderCall(path.removeprefix("/v1"), encode(sent))
 
 
-def decoded(fields: Fields) -> dict[str, Any]:
-    """The fields with nothing left encoded."""
-    return {
-        name: msgspec.json.decode(value) if isinstance(value, msgspec.Raw) else value for name, value in fields.items()
+# --- canonical requests, as dialects read them -----------------------------------------------------------------------
+
+# Bookkeeping of the client, and hints: without them the reply is the same. The model and the stream are the caller's.
+_NO_EFFECT = frozenset(
+    {
+        *("model", "stream", "stream_options", "service_tier", "usage", "metadata", "store", "safety_identifier"),
+        *("prompt_cache_key", "prompt_cache_retention", "prediction", "verbosity"),
     }
+)
+_NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {})  # values that ask for nothing
+_DEFAULTS = SamplingParams()
+_OPENAI_NAMES = {"stop_ids": "stop_token_ids", "include_stop": "include_stop_str_in_output"}
+
+
+def unsupported(provider: str, field: str, hint: str = "") -> Unsupported:
+    return Unsupported(f"provider {provider} has no `{field}`{hint and '; ' + hint}", param=field)
+
+
+def refuse_others(provider: str, fields: Fields, known: Collection[str]) -> None:
+    """Raise Unsupported for the first field of OpenAI's that is not `known`, unless it asks for nothing."""
+    for name, value in fields.items():
+        if name in known or name in _NO_EFFECT:
+            continue
+        given = msgspec.json.decode(value) if isinstance(value, msgspec.Raw) else value
+        if not any(given is item or given == item for item in _NOTHING):
+            raise unsupported(provider, name)
+
+
+def refuse_settings(provider: str, request: GenerateRequest, known: Collection[str]) -> None:
+    """Raise Unsupported for the first setting that is not among the `known` ones of a provider's API."""
+    if request.messages is None:
+        raise Unsupported(f"provider {provider} has no text completions: ask for {CHAT}", param="model")
+    for name in SamplingParams.__struct_fields__:
+        if name not in known and getattr(request.sampling, name) != getattr(_DEFAULTS, name):
+            raise unsupported(provider, _OPENAI_NAMES.get(name, name))
+    if request.n != 1 and "n" not in known:
+        raise unsupported(provider, "n")
+    if request.output is not None and request.output.kind not in ("json_object", "json_schema"):
+        raise Unsupported(f"the server of this model has no `{request.output.kind}` outputs", param="output")
+
+
+def chosen(request: GenerateRequest, names: Mapping[str, str]) -> dict[str, Any]:
+    """The temperature, if the client set it, and other sampling parameters that are not the default, by the provider's
+    names of them."""
+    sampling = request.sampling
+    return {
+        theirs: getattr(sampling, name)
+        for name, theirs in names.items()
+        if (
+            name not in request.left_to_model
+            if name == "temperature"
+            else getattr(sampling, name) != getattr(_DEFAULTS, name)
+        )
+    }
+
+
+def arguments_of(call: ToolCall, where: str) -> dict[str, Any]:
+    """Arguments of an earlier tool call, as an object."""
+    try:
+        arguments = msgspec.json.decode(call.arguments) if call.arguments.strip() else {}
+    except (msgspec.DecodeError, RecursionError):
+        raise BadInput(f"the arguments of {call.name[:64]} are not JSON", param=where) from None
+    if not isinstance(arguments, dict):
+        raise BadInput(f"the arguments of {call.name[:64]} are not an object", param=where)
+    return arguments
 
 
 _DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+);base64,")

@@ -1,41 +1,32 @@
-"""Google's Gemini API: a chat in OpenAI's form becomes a request to generate content, its events OpenAI's chunks."""
+"""Google's Gemini API: canonical requests written in its form, and its streams read as events."""
 
 import uuid
-from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
 
 import msgspec
 
 from emberline.protocol.errors import Unsupported
-from emberline.upstream.dialects.chat_form import (
-    ChunkWriter,
-    EventParser,
-    Json,
-    Part,
-    Turn,
-    TurnToolCall,
+from emberline.protocol.events import ChoiceDone, Opaque, ReasoningDelta, TextDelta, TextEvent, ToolCallStarted, Usage
+from emberline.protocol.request import ContentPart, GenerateRequest, Message, Reasoning, ToolCall
+from emberline.upstream.dialects.dialect import (
+    CHAT,
+    Fields,
+    ProviderCall,
     arguments_of,
-    data_uri,
-    error_line,
-    format_of,
-    image_url,
-    read,
-    refuse_others,
-    stops_of,
-    thinking_of,
-    tool_choice_of,
-    tools_of,
-    turns_of,
+    chosen,
+    refuse_settings,
+    split_data_url,
     unsupported,
 )
-from emberline.upstream.dialects.dialect import CHAT, Fields, ProviderCall, decoded
-from emberline.upstream.dialects.sse import token_count
+from emberline.upstream.dialects.event_reader import EventReader
+from emberline.upstream.dialects.sse import MalformedLine, StreamError, encode, make_usage, token_count
 
+Json = dict[str, Any]
 # Reasoning effort in tokens, for models that take no levels.
 _BUDGETS = {"minimal": 1024, "low": 1024, "medium": 8192, "high": 24_576, "xhigh": 24_576, "max": 24_576}
 _LEVELS = {"minimal": "MINIMAL", "low": "LOW", "medium": "MEDIUM"}  # else HIGH
-_MODES = {"auto": "AUTO", "none": "NONE", "required": "ANY", "function": "ANY"}
+_MODES = {"auto": "AUTO", "none": "NONE", "required": "ANY"}
 _SAMPLING = {
     "temperature": "temperature",
     "top_p": "topP",
@@ -46,13 +37,6 @@ _SAMPLING = {
 }
 # What Google documents for calls that come from elsewhere: newer models refuse calls without a signature.
 _NO_SIGNATURE = "skip_thought_signature_validator"
-_KNOWN = frozenset(
-    {
-        *("messages", "max_tokens", "max_completion_tokens", "stop", "n", "tools", "tool_choice", "response_format"),
-        *("reasoning_effort", "thinking_token_budget", "chat_template_kwargs", "functions", "user"),
-        *_SAMPLING,
-    }
-)
 
 
 class GeminiAPI:
@@ -65,12 +49,14 @@ class GeminiAPI:
         return f"x-goog-api-key: {key}\r\n"
 
     def call(self, path: str, fields: Fields) -> ProviderCall:
-        if path != CHAT:
-            raise Unsupported(f"provider {self._name} has no text completions: ask for {CHAT}", param="model")
-        given = decoded(fields)
-        model = str(given["model"])
-        body = msgspec.json.encode(content_request(self._name, given))
-        return ProviderCall(f"{model_path(model)}:streamGenerateContent?alt=sse", body, translator=GeminiStream(model))
+        raise Unsupported(f"provider {self._name} has no text completions: ask for {CHAT}", param="model")
+
+    def write(self, request: GenerateRequest, model: str) -> ProviderCall:
+        body = encode(content_request(self._name, request, model))
+        return ProviderCall(f"{model_path(model)}:streamGenerateContent?alt=sse", body)
+
+    def reader(self, request: GenerateRequest, input_tokens: int) -> EventReader:
+        return GeminiReader(input_tokens, request.n)
 
 
 def model_path(model: str) -> str:
@@ -80,43 +66,46 @@ def model_path(model: str) -> str:
 # --- the request ------------------------------------------------------------------------------------------------------
 
 
-def content_request(provider: str, fields: Mapping[str, Any]) -> Json:
-    """Unsupported names what the API cannot express."""
-    if fields.get("parallel_tool_calls") is False and fields.get("tools"):
+def content_request(provider: str, request: GenerateRequest, model: str) -> Json:
+    """Write a body. Raises Unsupported, which names what the API cannot express."""
+    if not request.parallel_tool_calls and request.tools:
         raise unsupported(provider, "parallel_tool_calls", "it cannot be turned off there")
-    refuse_others(provider, fields, {*_KNOWN, "parallel_tool_calls"})
-    has_levels = _takes_levels(str(fields["model"]))
-    system, contents = _contents(provider, turns_of(fields), has_levels)
+    if request.continue_final:
+        message = "the server of this model cannot continue a message"
+        raise Unsupported(message, param="continue_final_message")
+    refuse_settings(provider, request, {*_SAMPLING, "max_tokens", "stop", "n"})
+    has_levels = _takes_levels(model)
+    system, contents = _contents(request.messages or (), has_levels)
     body: Json = {"contents": contents}
     if system:
         body["systemInstruction"] = {"parts": system}
-    body |= _tools(provider, fields)
-    if config := _config(fields, has_levels):
+    body |= _tools(request)
+    if config := _config(request, has_levels):
         body["generationConfig"] = config
     return body
 
 
 def _takes_levels(model: str) -> bool:
-    """Gemini 3 and later: they take levels of thinking, and want the signatures of calls back."""
+    """True for Gemini 3 and later: they take levels of thinking, and want the signatures of calls back."""
     return not model.removeprefix("models/").startswith(("gemini-1", "gemini-2", "gemma"))
 
 
-def _contents(provider: str, turns: list[Turn], signed: bool) -> tuple[list[Json], list[Json]]:
+def _contents(turns: tuple[Message, ...], signed: bool) -> tuple[list[Json], list[Json]]:
+    """The system prompt, and the contents: adjacent ones of a role together."""
     system: list[Json] = []
     contents: list[Json] = []
     called: dict[str, str] = {}  # names of the functions, by the ids of their calls
     for number, turn in enumerate(turns):
         where = f"messages[{number}]"
-        parts = [_part(provider, part, f"{where}.content") for part in turn.parts]
+        parts = [_part(part, f"{where}.content") for part in turn.content_parts]
         role = "model" if turn.role == "assistant" else "user"
         if turn.role in ("system", "developer") and not contents:
             system += parts
             continue
         if turn.role == "tool":
-            name = called.get(turn.tool_call_id or "") or turn.name or ""
-            parts = [_result(turn, name, parts)]
-        for at, call in enumerate(turn.tool_calls or ()):
-            called[call.id] = call.function.name
+            parts = [_result(called.get(turn.tool_call_id or "") or turn.name or "", parts)]
+        for at, call in enumerate(turn.tool_calls):
+            called[call.id] = call.name
             parts.append(_call(call, f"{where}.tool_calls[{at}]", signed and at == 0))
         if not parts:
             continue
@@ -127,28 +116,17 @@ def _contents(provider: str, turns: list[Turn], signed: bool) -> tuple[list[Json
     return system, contents
 
 
-def _part(provider: str, part: Part, where: str) -> Json:
-    if part.type in ("text", "refusal"):
-        return {"text": part.text or part.refusal or ""}
-    if part.type == "image_url":
-        return {"inlineData": _inline(image_url(part), where)}
-    if part.type == "file" and part.file is not None and part.file.file_data:
-        return {"inlineData": _inline(part.file.file_data, where)}
-    if part.type == "input_audio" and part.input_audio is not None:
-        return {"inlineData": {"mimeType": f"audio/{part.input_audio.format}", "data": part.input_audio.data}}
-    raise unsupported(provider, where, f"a part of type {part.type[:32]!r} cannot be sent there")
+def _part(part: ContentPart, where: str) -> Json:
+    if part.kind == "text":
+        return {"text": part.value}
+    mime, data = split_data_url(part.value, where)
+    return {"inlineData": {"mimeType": mime, "data": data}}
 
 
-def _inline(url: str, where: str) -> Json:
-    mime, data = data_uri(url, where)
-    return {"mimeType": mime, "data": data}
-
-
-def _call(call: TurnToolCall, where: str, needs_signature: bool) -> Json:
-    function: Json = {"name": call.function.name, "args": arguments_of(call, where)}
-    part: Json = {"functionCall": function}
-    extra = call.extra_content if isinstance(call.extra_content, dict) else {}
-    google = extra.get("google")
+def _call(call: ToolCall, where: str, needs_signature: bool) -> Json:
+    part: Json = {"functionCall": {"name": call.name, "args": arguments_of(call, where)}}
+    extra = call.marks.get("extra_content")
+    google = extra.get("google") if isinstance(extra, dict) else None
     signature = google.get("thought_signature") if isinstance(google, dict) else None
     if isinstance(signature, str):
         part["thoughtSignature"] = signature
@@ -157,8 +135,8 @@ def _call(call: TurnToolCall, where: str, needs_signature: bool) -> Json:
     return part
 
 
-def _result(turn: Turn, name: str, parts: list[Json]) -> Json:
-    """A function's result is an object there; anything else is put into one."""
+def _result(name: str, parts: list[Json]) -> Json:
+    """A function's result, which is an object there; anything else is put into one."""
     text = "\n".join(part["text"] for part in parts if "text" in part)
     try:
         response = msgspec.json.decode(text)
@@ -170,55 +148,52 @@ def _result(turn: Turn, name: str, parts: list[Json]) -> Json:
     return {"functionResponse": result}
 
 
-def _tools(provider: str, fields: Mapping[str, Any]) -> Json:
-    found = tools_of(provider, fields)
-    if not found:
+def _tools(request: GenerateRequest) -> Json:
+    if not request.tools:
         return {}
     declared: list[Json] = []
-    for function, _ in found:
-        made: Json = {"name": function.name, "description": function.description}
-        if function.parameters:
-            made["parametersJsonSchema"] = function.parameters
+    for tool in request.tools:
+        made: Json = {"name": tool.name, "description": tool.description}
+        if tool.parameters:
+            made["parametersJsonSchema"] = tool.parameters
         declared.append(made)
-    mode, name = tool_choice_of(provider, fields)
-    config: Json = {"mode": _MODES[mode]}
-    if mode == "auto" and any(function.strict for function, _ in found):
+    choice = request.tool_choice
+    config: Json = {"mode": _MODES[choice.mode]}
+    if choice.mode == "auto" and any(tool.strict for tool in request.tools):
         config["mode"] = "VALIDATED"
-    if name:
-        config["allowedFunctionNames"] = [name]
+    if choice.name:
+        config["allowedFunctionNames"] = [choice.name]
     return {"tools": [{"functionDeclarations": declared}], "toolConfig": {"functionCallingConfig": config}}
 
 
-def _config(fields: Mapping[str, Any], has_levels: bool) -> Json:
-    config: Json = {theirs: fields[ours] for ours, theirs in _SAMPLING.items() if fields.get(ours) is not None}
-    if max_tokens := fields.get("max_completion_tokens") or fields.get("max_tokens"):
-        config["maxOutputTokens"] = max_tokens
-    if stops := stops_of(fields):
-        config["stopSequences"] = stops
-    if (n := fields.get("n") or 1) > 1:
-        config["candidateCount"] = n
-    asked = format_of(fields)
-    if asked.type != "text":
+def _config(request: GenerateRequest, has_levels: bool) -> Json:
+    config = chosen(request, _SAMPLING)
+    if "top_p" not in request.left_to_model:  # 1 is not the default there
+        config["topP"] = request.sampling.top_p
+    if request.sampling.max_tokens:
+        config["maxOutputTokens"] = request.sampling.max_tokens
+    if request.sampling.stop:
+        config["stopSequences"] = list(request.sampling.stop)
+    if request.n > 1:
+        config["candidateCount"] = request.n
+    if (output := request.output) is not None:
         config["responseMimeType"] = "application/json"
-    if asked.json_schema is not None:
-        config["responseJsonSchema"] = asked.json_schema.schema
-    if thinking := _thinking(fields, has_levels):
+        if output.kind == "json_schema":
+            config["responseJsonSchema"] = output.value
+    if thinking := _thinking(request.reasoning, has_levels):
         config["thinkingConfig"] = thinking
     return config
 
 
-def _thinking(fields: Mapping[str, Any], has_levels: bool) -> Json:
-    effort, budget, enabled = fields.get("reasoning_effort"), fields.get("thinking_token_budget"), thinking_of(fields)
-    if budget is not None:
-        return {"includeThoughts": budget > 0, "thinkingBudget": budget}
-    if effort == "none" or enabled is False:
+def _thinking(asked: Reasoning, has_levels: bool) -> Json:
+    if asked.budget_tokens is not None:
+        return {"includeThoughts": asked.budget_tokens > 0, "thinkingBudget": asked.budget_tokens}
+    if asked.effort == "none" or asked.enabled is False:
         return {"thinkingLevel": "MINIMAL"} if has_levels else {"thinkingBudget": 0}
-    if effort:
-        amount: Json = (
-            {"thinkingLevel": _LEVELS.get(effort, "HIGH")} if has_levels else {"thinkingBudget": _BUDGETS[effort]}
-        )
-        return {"includeThoughts": True, **amount}
-    return {"includeThoughts": True} if enabled else {}
+    if asked.effort:
+        level, budget = _LEVELS.get(asked.effort, "HIGH"), _BUDGETS[asked.effort]
+        return {"includeThoughts": True, **({"thinkingLevel": level} if has_levels else {"thinkingBudget": budget})}
+    return {"includeThoughts": True} if asked.enabled else {}
 
 
 # --- the stream -------------------------------------------------------------------------------------------------------
@@ -278,76 +253,63 @@ _events = msgspec.json.Decoder(_Event)
 _FAILED = ("MALFORMED_FUNCTION_CALL", "UNEXPECTED_TOOL_CALL", "TOO_MANY_TOOL_CALLS", "MALFORMED_RESPONSE")
 
 
-class GeminiStream:
-    """Translates a stream of Gemini's. It ends with the connection, once every candidate has its finish reason."""
+class GeminiReader(EventReader):
+    """Reads a reply, which ends with the connection, once every candidate has its finish reason."""
 
-    def __init__(self, model: str) -> None:
-        self._events = EventParser()
-        self._writer = ChunkWriter(model)
-        self._model = model
-        self._began: set[int] = set()
-        self._finished: set[int] = set()
-        self._n_calls: dict[int, int] = {}
-        self._usage = _UsageMetadata()
+    whole_calls = True
 
-    def feed(self, data: bytes) -> bytes:
-        return b"".join([self._event(read(event, _events)) for event in self._events.feed(data) if event])
+    def __init__(self, input_tokens: int, n: int) -> None:
+        super().__init__(input_tokens, n)
+        self._counts = _UsageMetadata()
 
-    def end(self) -> bytes:
-        if not self._finished or self._finished != self._began:
-            return b""  # it was cut off
-        usage = self._usage
-        prompt = token_count(usage.prompt_token_count) + token_count(usage.tool_use_prompt_token_count)
-        thoughts = token_count(usage.thoughts_token_count)
-        output = token_count(usage.candidates_token_count) + thoughts
-        cached = token_count(usage.cached_content_token_count)
-        return self._writer.usage(prompt, cached, 0, output, thoughts) + self._writer.end()
+    def feed(self, piece: bytes) -> list[TextEvent]:
+        events = super().feed(piece)
+        self.ended = not piece and self.finished
+        return events
 
-    def _event(self, event: _Event) -> bytes:
+    def _read(self, data: bytes, events: list[TextEvent]) -> None:
+        event: _Event = self._decoded(data, _events)
         if event.error is not None:
-            return error_line(event.error.message, 400 if event.error.code == 400 else 500)
+            raise StreamError(event.error.message, 400 if event.error.code == 400 else 500)
         if event.usage_metadata is not None:
-            self._usage = event.usage_metadata
-        if not self._began and (event.response_id or event.model_version):
-            self._writer.begin(event.response_id or f"chatcmpl-{uuid.uuid4().hex}", event.model_version or self._model)
-        lines = [self._candidate(candidate) for candidate in event.candidates or ()]
-        if not event.candidates and event.prompt_feedback is not None and event.prompt_feedback.block_reason:
-            lines.append(self._candidate(_Candidate(finish_reason=event.prompt_feedback.block_reason)))
-        return b"".join(lines)
+            self._counts = event.usage_metadata
+        candidates = event.candidates or []
+        if not candidates and event.prompt_feedback is not None and (why := event.prompt_feedback.block_reason):
+            candidates = [_Candidate(finish_reason=why, index=index) for index in range(self._n)]
+        for candidate in candidates:
+            self._begin(events, event.response_id, event.model_version)
+            self._candidate(candidate, events)
 
-    def _candidate(self, candidate: _Candidate) -> bytes:
+    def _candidate(self, candidate: _Candidate, events: list[TextEvent]) -> None:
         index, reason = candidate.index, candidate.finish_reason
-        if index in self._finished:
-            return b""
-        lines: list[bytes] = []
-        if index not in self._began:
-            self._began.add(index)
-            lines.append(self._writer.delta(index, {"role": "assistant", "content": ""}))
+        if not 0 <= index < self._n:
+            raise MalformedLine(f"candidate {index} of {self._n}")
+        if index in self._done:
+            return
+        self._begun.add(index)
         for part in (candidate.content.parts if candidate.content is not None else None) or ():
-            lines.append(self._part(index, part))
+            self._part(index, part, events)
         if reason in _FAILED:
-            return b"".join(lines) + error_line(candidate.finish_message or str(reason), 500)
+            raise StreamError(candidate.finish_message or str(reason), 500)
         if reason is not None:
-            self._finished.add(index)
-            lines.append(self._writer.finish(index, self._reason(index, reason)))
-        return b"".join(lines)
+            if reason not in ("STOP", "MAX_TOKENS"):
+                events.append(Opaque(index, "finish_reason", "content_filter"))
+            self._finish(events, ChoiceDone(index, "length" if reason == "MAX_TOKENS" else "stop"))
 
-    def _reason(self, index: int, reason: str) -> str:
-        if reason == "STOP":
-            return "tool_calls" if self._n_calls.get(index) else "stop"
-        return "length" if reason == "MAX_TOKENS" else "content_filter"
+    def _part(self, index: int, part: _Part, events: list[TextEvent]) -> None:
+        if (call := part.function_call) is not None:
+            number = self._next_call(index)
+            events.append(ToolCallStarted(index, number, call.id or f"call_{uuid.uuid4().hex[:24]}", call.name))
+            if part.thought_signature is not None:
+                signed = {"google": {"thought_signature": part.thought_signature}}
+                events.append(Opaque(index, "extra_content", signed, number))
+            events.append(self._arguments(index, encode(call.args or {}).decode()))
+        elif part.text:
+            events.append(ReasoningDelta(index, part.text) if part.thought else TextDelta(index, part.text))
 
-    def _part(self, index: int, part: _Part) -> bytes:
-        if part.function_call is not None:
-            call, number = part.function_call, self._n_calls.get(index, 0)
-            self._n_calls[index] = number + 1
-            signature = part.thought_signature
-            extra = None if signature is None else {"google": {"thought_signature": signature}}
-            arguments = msgspec.json.encode(call.args or {}).decode()
-            call_id = call.id or f"call_{uuid.uuid4().hex[:24]}"
-            return self._writer.call(index, number, call_id, call.name, arguments, extra)
-        if not part.text:
-            return b""
-        if part.thought:
-            return self._writer.delta(index, {"reasoning_content": part.text})
-        return self._writer.text(index, part.text)
+    def _usage(self) -> Usage:
+        counts = self._counts
+        prompt = token_count(counts.prompt_token_count) + token_count(counts.tool_use_prompt_token_count)
+        thoughts = token_count(counts.thoughts_token_count)
+        output = token_count(counts.candidates_token_count) + thoughts
+        return make_usage(prompt, token_count(counts.cached_content_token_count), output, thoughts)

@@ -57,10 +57,10 @@ def read_usage(usage: dict[str, Any]) -> Usage:
         prompt = token_count(usage.get("input_tokens")) + read + written
         thought = usage.get("output_tokens_details")
         reasoning = token_count(thought.get("thinking_tokens")) if isinstance(thought, dict) else 0
-        return _usage(prompt, read, token_count(usage.get("output_tokens")), reasoning)
+        return make_usage(prompt, read, token_count(usage.get("output_tokens")), reasoning)
     cached = token_count(details.get("cached_tokens")) if isinstance(details, dict) else 0
     reasoning = token_count(reasoned.get("reasoning_tokens")) if isinstance(reasoned, dict) else 0
-    return _usage(prompt, cached, output, reasoning)
+    return make_usage(prompt, cached, output, reasoning)
 
 
 def write_cached(usage: dict[str, Any], cached: int) -> None:
@@ -94,7 +94,7 @@ def _with_cached(details: Any, cached: int) -> dict[str, Any]:
     return {**(details if isinstance(details, dict) else {}), "cached_tokens": cached}
 
 
-def _usage(prompt: int, cached: int, output: int, reasoning: int) -> Usage:
+def make_usage(prompt: int, cached: int, output: int, reasoning: int) -> Usage:
     tiers = {"device": min(cached, prompt)} if cached else {}
     return Usage(
         prompt_tokens=prompt,
@@ -165,7 +165,10 @@ class StreamEditor:
         return self._usage
 
     def closing(self) -> bytes:
-        """SSE lines to add if the server closed after a complete reply: its usage, if known, and `[DONE]`."""
+        """SSE lines to add if the server closed after a complete reply: its usage, if known, and `[DONE]`. Returns none
+        if the server sent its end marker."""
+        if self.ended:
+            return b""
         lines = b"" if self._last.endswith((b"\n\n", b"\n\r\n")) else b"\n"
         if self.usage is not None and self._untold is not None and not self._hides_usage:
             last = next((data for line in reversed(self._last.splitlines()) if (data := data_of(line))), b"{}")

@@ -20,7 +20,6 @@ from typing import Any
 import msgspec
 
 from emberline.net.http_client import Address, Connection, ConnectionFailed, ConnectionPool, Exchange
-from emberline.upstream.dialects.chat_form import error_line
 from emberline.upstream.providers.any_llm_sdk import failure
 from emberline.upstream.providers.registry import Provider
 
@@ -164,7 +163,8 @@ class _PoolCall(Connection):
         except Exception as error:  # of any SDK
             status, headers, message, param = failure(error)
             if head is None:
-                self._tell(error_line(message, status), last=True)
+                event = msgspec.json.encode({"error": {"message": message, "code": status}})
+                self._tell(b"data: " + event + b"\n\n", last=True)
             else:
                 body = msgspec.json.encode({"error": {"message": message, "param": param}})
                 self._tell(body, headers, status, last=True)

@@ -9,8 +9,7 @@ from typing import Any
 
 from emberline.config import ConfigError
 from emberline.protocol.errors import Unsupported
-from emberline.upstream.dialects.chat_form import refuse_others
-from emberline.upstream.dialects.dialect import CHAT, Fields, ProviderCall, decoded
+from emberline.upstream.dialects.dialect import CHAT, Fields, ProviderCall, refuse_others
 from emberline.upstream.dialects.sse import encode
 from emberline.upstream.providers.registry import Provider
 from emberline.upstream.servers.attempt import CONTEXT_EXCEEDED
@@ -70,9 +69,8 @@ class AnyLLMAPI:
     def call(self, path: str, fields: Fields) -> ProviderCall:
         if path != CHAT:
             raise Unsupported(f"provider {self._name} has no text completions: ask for {CHAT}", param="model")
-        given = decoded(fields)
-        refuse_others(self._name, given, _FIELDS)
-        return ProviderCall("/chat/completions", encode({k: v for k, v in given.items() if k in _FIELDS}))
+        refuse_others(self._name, fields, _FIELDS)
+        return ProviderCall("/chat/completions", encode({k: v for k, v in fields.items() if k in _FIELDS}))
 
 
 def check_installed(provider: Provider) -> None:

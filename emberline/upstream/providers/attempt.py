@@ -1,15 +1,16 @@
 """One attempt of a request on a provider."""
 
 from collections.abc import Awaitable
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
 from emberline.net.http_client import ConnectionFailed, Exchange
 from emberline.protocol.errors import BadInput, EmberlineError, EngineLost
+from emberline.protocol.request import GenerateRequest
 from emberline.protocol.route_request import Fault
 from emberline.protocol.trace_context import TraceContext
-from emberline.upstream.dialects.dialect import Fields, StreamTranslator
+from emberline.upstream.dialects.dialect import Dialect, Fields
 from emberline.upstream.providers.access import Access
 from emberline.upstream.providers.client import ProviderClient
 from emberline.upstream.providers.errors import ProviderFailed, ProviderTimeout, raise_status
@@ -33,22 +34,23 @@ class ProviderAttempt:
         access: Access,
         trace: TraceContext | None = None,
         headers: str = "",
+        task: GenerateRequest | None = None,
     ) -> None:
-        """`headers`: in place of those that the provider's API usually gets."""
+        """`headers` replace those that the provider's API usually gets. `task` is written by the provider's dialect."""
         self._headers = headers
+        self._task = task
         self.decode = client
         self._path = path
         self._access = access
         self._ids = f"x-request-id: {request_id}\r\n{'' if trace is None else trace.headers}"
         self._exchange: Exchange | None = None
-        self._translator: StreamTranslator | None = None
 
     async def open(self, fields: Fields) -> Exchange:
         """The provider's reply, its status 200."""
         client, access = self.decode, self._access
         api = access.api or client.api
-        call = api.call(self._path, fields)
-        self._translator = call.translator
+        task = self._task
+        call = api.call(self._path, fields) if task is None else cast(Dialect, api).write(task, fields["model"])
         headers = f"{self._ids}{api.authorization(access.key)}{self._headers or api.headers}"
         pool, timeout_s = access.pool or client.pool, client.provider.timeout_s
         try:
@@ -67,18 +69,9 @@ class ProviderAttempt:
         raise_status(client.provider.name, exchange.status, exchange.headers, body, access.key)
 
     def piece(self) -> Awaitable[bytes]:
-        """Wait for more of the reply in OpenAI's form; b"" at its end. Raises ConnectionFailed, see `failure`."""
+        """Wait for more of the reply; b"" at its end. Raises ConnectionFailed, see `failure`."""
         assert self._exchange is not None
-        if self._translator is None:
-            return self._exchange.piece()
-        return self._translated(self._exchange, self._translator)
-
-    async def _translated(self, exchange: Exchange, translator: StreamTranslator) -> bytes:
-        while piece := await exchange.piece():
-            if lines := translator.feed(piece):
-                return lines
-        self._translator = None  # from here on, the exchange tells its end again
-        return translator.end()
+        return self._exchange.piece()
 
     def failure(self, error: ConnectionFailed) -> EmberlineError:
         """The error of a request whose reply was cut off."""

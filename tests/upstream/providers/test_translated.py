@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.upstream.dialects.chat_form import EventParser
+from emberline.upstream.dialects.event_reader import EventParser
 from tests.lazy_modules import anthropic, openai
 from tests.upstream.providers.conftest import Gateway, Opener, StartProvider, configured, events, said
 
