@@ -233,8 +233,8 @@ class UpstreamModels:
             size, most = len(msgspec.json.encode(request)), request.sampling.max_tokens or 0
             tools = msgspec.json.encode(tool_fields(request).get("tools"))
             route = self.route_request(terms, target, principal, (tools, prompt), most, size, n_images)
-            fields = {"model": target.remote}
-            return UpstreamRequest(route, CHAT, fields, access=target.access, task=request, as_events=True)
+            only = {"model": target.remote}
+            return UpstreamRequest(route, CHAT, only, access=target.access, task=request, as_events=True)
         salt = self.cache_salt(target, principal)
         fields = {"model": target.remote, **body_of(request, target.kind), **salt}
         prompt = bytes(fields["messages"])[:-1] if "messages" in fields else msgspec.json.encode(fields["prompt"])

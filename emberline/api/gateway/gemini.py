@@ -1,6 +1,6 @@
 """Gemini's own API on the paths of a gateway: `models/{model}:generateContent` and `:streamGenerateContent`.
 
-A request becomes the chat that every other API makes of it, and any model can answer it.
+Any model can answer.
 """
 
 import re
@@ -11,20 +11,40 @@ from msgspec import Meta
 
 from emberline.api.common.form import Form
 from emberline.api.common.response_body import json_arguments
+from emberline.api.common.sampling_fields import (
+    Penalty,
+    Probability,
+    Seed,
+    StopStrings,
+    Temperature,
+    TokenCount,
+    TopK,
+    clamp_top_p,
+    left_to_model,
+)
+from emberline.api.common.tools import DeclaredFunction, ToolName, Toolset, declare
 from emberline.api.http.body import decode
-from emberline.api.http.errors import Dialect
+from emberline.api.http.errors import Dialect, FieldNames
 from emberline.api.http.exchange import HttpExchange, encode
 from emberline.api.http.sse import EventEncoder, data_event
 from emberline.api.http.streaming import Response
-from emberline.api.openai.chat import ChatRequest
 from emberline.protocol.complete_response import Answer, AnswerChoice
 from emberline.protocol.errors import BadInput, Unsupported
 from emberline.protocol.events import ChoiceDone, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStarted, Usage
-from emberline.protocol.request import ToolCall
+from emberline.protocol.request import (
+    GenerateRequest,
+    Message,
+    MessageRole,
+    OutputFormat,
+    SamplingParams,
+    Tool,
+    ToolCall,
+    session_name,
+)
+from emberline.service.validation import MAX_TOOLS
 
 _PATH = re.compile(r"(?:v1|v1beta)/models/([^/:]+(?:/[^/:]+)*):(generateContent|streamGenerateContent)")
 _FINISH = {"stop": "STOP", "length": "MAX_TOKENS", "tool_calls": "STOP"}
-_CHOICE = {"AUTO": "auto", "ANY": "required", "NONE": "none"}
 
 Json = dict[str, Any]
 
@@ -65,14 +85,18 @@ class Content(_Struct, frozen=True):
 
 
 class FunctionDeclaration(_Struct, frozen=True):
-    name: str
+    name: ToolName
     description: str = ""
     parameters: Json | None = None
     parameters_json_schema: Json | None = None
 
+    def tool(self, field: str) -> Tool:
+        parameters = self.parameters_json_schema or _lower(self.parameters or {"type": "object", "properties": {}})
+        return declare(DeclaredFunction(self.name, self.description, parameters), field)
+
 
 class GeminiTool(_Struct, frozen=True):
-    function_declarations: list[FunctionDeclaration]
+    function_declarations: Annotated[list[FunctionDeclaration], Meta(max_length=MAX_TOOLS)]
 
 
 class FunctionCalling(_Struct, frozen=True):
@@ -85,18 +109,36 @@ class ToolConfig(_Struct, frozen=True):
 
 
 class GenerationConfig(_Struct, frozen=True):
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    max_output_tokens: int | None = None
-    stop_sequences: list[str] | None = None
+    temperature: Temperature | None = None
+    top_p: Probability | None = None
+    top_k: TopK | None = None
+    max_output_tokens: TokenCount | None = None
+    stop_sequences: StopStrings | None = None
     candidate_count: Annotated[int, Meta(ge=1, le=1)] | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+    seed: Seed | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
     response_mime_type: Literal["text/plain", "application/json"] | None = None
     response_schema: Json | None = None
     response_json_schema: Json | None = None
+
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=self.max_output_tokens,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_k=max(self.top_k or 0, 0),
+            top_p=clamp_top_p(self.top_p),
+            frequency_penalty=self.frequency_penalty or 0.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            seed=self.seed,
+            stop=tuple(self.stop_sequences or ()),
+        )
+
+    def output(self) -> OutputFormat | None:
+        schema = self.response_json_schema or self.response_schema
+        if schema is not None:
+            return OutputFormat("json_schema", _lower(schema))
+        return OutputFormat("json_object") if self.response_mime_type == "application/json" else None
 
 
 class GenerateContent(_Struct, frozen=True):
@@ -106,43 +148,41 @@ class GenerateContent(_Struct, frozen=True):
     tool_config: ToolConfig | None = None
     generation_config: GenerationConfig | None = None
 
-    def chat(self, model: str) -> Json:
-        """As the body of a chat in OpenAI's API."""
-        messages = [] if self.system_instruction is None else [_said("system", self.system_instruction.parts)]
-        for content in self.contents:
-            messages += _messages(content)
-        body: Json = {"model": model, "messages": messages, **_config(self.generation_config or GenerationConfig())}
-        functions = [_function(one) for tool in self.tools for one in tool.function_declarations]
-        if functions:
-            body["tools"] = functions
-        if self.tool_config is not None:
-            calling = self.tool_config.function_calling_config
-            names = calling.allowed_function_names
-            if len(names) > 1:
-                raise Unsupported("`allowedFunctionNames` may have one name", param="toolConfig")
-            body["tool_choice"] = (
-                {"type": "function", "function": {"name": names[0]}} if names else _CHOICE[calling.mode]
-            )
-        return body
+    def to_request(self, model: str, request_id: str, session: str | None) -> tuple[GenerateRequest, FieldNames]:
+        """The canonical request."""
+        messages = [] if self.system_instruction is None else [_said("system", self.system_instruction.parts, "system")]
+        for number, content in enumerate(self.contents):
+            messages += _messages(content, f"contents[{number}]")
+        config, found = self.generation_config or GenerationConfig(), self._toolset()
+        request = GenerateRequest(
+            api="chat",
+            id=request_id,
+            model=model,
+            messages=tuple(messages),
+            sampling=config.sampling(),
+            left_to_model=left_to_model(config),
+            session=session_name(session),
+            tools=found.tools,
+            tool_choice=found.choice,
+            output=config.output(),
+        )
+        return request, FieldNames(output="generationConfig.responseSchema", tools=found.fields)
 
-
-_decoder = msgspec.json.Decoder(GenerateContent)
-
-
-def _config(given: GenerationConfig) -> Json:
-    names = {"max_output_tokens": "max_completion_tokens", "stop_sequences": "stop", "candidate_count": "n"}
-    plain = ("temperature", "top_p", "top_k", "seed", "presence_penalty", "frequency_penalty", *names)
-    fields = {names.get(name, name): value for name in plain if (value := getattr(given, name)) is not None}
-    schema = given.response_json_schema or given.response_schema
-    if schema is not None:
-        fields["response_format"] = {"type": "json_schema", "json_schema": {"name": "reply", "schema": _lower(schema)}}
-    elif given.response_mime_type == "application/json":
-        fields["response_format"] = {"type": "json_object"}
-    return fields
+    def _toolset(self) -> Toolset:
+        declared = [one for tool in self.tools for one in tool.function_declarations]
+        fields = [f"functionDeclarations[{number}]" for number in range(len(declared))]
+        found = Toolset.of((one.tool(field), field) for one, field in zip(declared, fields, strict=True))
+        calling = FunctionCalling() if self.tool_config is None else self.tool_config.function_calling_config
+        names = calling.allowed_function_names
+        if len(names) > 1:
+            raise Unsupported("`allowedFunctionNames` may have one name", param="toolConfig")
+        if names or calling.mode == "ANY":
+            return found.required(names[0] if names else None, "toolConfig")
+        return found.optional(calling.mode != "NONE")
 
 
 def _lower(schema: Any) -> Any:
-    """Gemini writes the types of a schema in capitals."""
+    """Write the types of a schema, which Gemini has in capitals, in small letters."""
     if isinstance(schema, dict):
         return {
             name: value.lower() if name == "type" and isinstance(value, str) else _lower(value)
@@ -151,49 +191,30 @@ def _lower(schema: Any) -> Any:
     return [_lower(one) for one in schema] if isinstance(schema, list) else schema
 
 
-def _function(one: FunctionDeclaration) -> Json:
-    parameters = one.parameters_json_schema or _lower(one.parameters or {"type": "object", "properties": {}})
-    return {
-        "type": "function",
-        "function": {"name": one.name, "description": one.description, "parameters": parameters},
-    }
-
-
-def _messages(content: Content) -> list[Json]:
+def _messages(content: Content, field: str) -> list[Message]:
+    """The results of functions, each a message, and what else was said."""
     answers = [part.function_response for part in content.parts if part.function_response is not None]
     others = [part for part in content.parts if part.function_response is None]
     messages = [
-        {"role": "tool", "tool_call_id": one.id or one.name, "name": one.name, "content": encode(one.response).decode()}
-        for one in answers
+        Message("tool", encode(one.response).decode(), one.name, tool_call_id=one.id or one.name) for one in answers
     ]
-    return [*messages, *([_said("assistant" if content.role == "model" else "user", others)] if others else [])]
+    return [*messages, *([_said("assistant" if content.role == "model" else "user", others, field)] if others else [])]
 
 
-def _said(role: str, parts: list[Part]) -> Json:
-    calls = [part.function_call for part in parts if part.function_call is not None]
-    shown = [part for part in parts if part.function_call is None and not part.thought]
-    if any(part.inline_data is not None for part in shown):
-        content: Any = [_content_part(part) for part in shown]
-    else:
-        content = "".join(part.text or "" for part in shown)
-    message: Json = {"role": role, "content": content}
-    if calls:
-        message["tool_calls"] = [
-            {
-                "id": one.id or one.name,
-                "type": "function",
-                "function": {"name": one.name, "arguments": encode(one.args).decode()},
-            }
-            for one in calls
-        ]
-    return message
+def _said(role: MessageRole, parts: list[Part], field: str) -> Message:
+    if any(part.inline_data is not None for part in parts):
+        raise Unsupported(f"`{field}` has `inlineData`, which is not supported; only text is", param=field)
+    text = "".join(part.text or "" for part in parts if part.function_call is None and not part.thought)
+    return Message(role, text, tool_calls=tuple(_tool_call(part) for part in parts if part.function_call is not None))
 
 
-def _content_part(part: Part) -> Json:
-    if part.inline_data is None:
-        return {"type": "text", "text": part.text or ""}
-    url = f"data:{part.inline_data.mime_type};base64,{part.inline_data.data}"
-    return {"type": "image_url", "image_url": {"url": url}}
+def _tool_call(part: Part) -> ToolCall:
+    call = part.function_call
+    assert call is not None
+    marks = {}
+    if part.thought_signature is not None:
+        marks = {"extra_content": {"google": {"thought_signature": part.thought_signature}}}
+    return ToolCall(call.id or call.name, call.name, encode(call.args).decode(), marks)
 
 
 # --- the answer -------------------------------------------------------------------------------------------------------
@@ -206,17 +227,16 @@ def model_of(endpoint: str) -> str | None:
 
 
 async def generate_content(call: HttpExchange, model: str, endpoint: str) -> Response:
-    given = decode(call.body or b"", _decoder)
-    body: ChatRequest = decode(encode(given.chat(model)), GEMINI.decoder)
+    given = decode(call.body or b"", GEMINI.decoder)
     call.use_model(model)
-    request, call.field_names = body.to_request(call.id, call.session)
+    request, call.field_names = given.to_request(model, call.id, call.session)
     streams = endpoint.endswith(":streamGenerateContent")
     if streams and call.query.get("alt", "sse") != "sse":
         raise BadInput("a stream comes as server-sent events: add `alt=sse` to the query", param="alt")
-    return await GEMINI.answer(call, body, call.run(request), streams=streams)
+    return await GEMINI.answer(call, request, call.run(request), streams=streams)
 
 
-def content_body(request_id: str, body: ChatRequest, created: int, answer: Answer) -> Json:
+def content_body(request_id: str, body: GenerateRequest, created: int, answer: Answer) -> Json:
     choice = answer.choices[0]
     candidate = {"content": {"parts": _parts(choice), "role": "model"}, "index": 0}
     return _body(body.model, request_id, candidate | {"finishReason": _FINISH[choice.finish]}, answer.usage)
@@ -251,7 +271,7 @@ def _body(model: str, response_id: str, candidate: Json, usage: Usage | None) ->
 class GeminiStream(EventEncoder):
     """One chunk per piece of text; a function call comes whole; the last chunk has the finish reason and the usage."""
 
-    def __init__(self, request_id: str, dialect: Dialect, body: ChatRequest, created: int) -> None:
+    def __init__(self, request_id: str, dialect: Dialect, body: GenerateRequest, created: int) -> None:
         super().__init__(request_id, dialect)
         self._model = body.model
         self._finish = "STOP"
@@ -286,10 +306,10 @@ class GeminiStream(EventEncoder):
         return self._chunk([{"text": ""}], self._finish, usage)
 
 
-# The body is the chat that `GenerateContent.chat` makes of a request.
+# The path names the model, so answers are written from the canonical request.
 GEMINI = Form(
-    decoder=msgspec.json.Decoder(ChatRequest),
-    to_task=ChatRequest.to_request,
+    decoder=msgspec.json.Decoder(GenerateContent),
+    to_task=GenerateContent.to_request,
     to_body=content_body,
     to_stream=GeminiStream,
 )

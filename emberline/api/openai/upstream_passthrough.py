@@ -287,7 +287,7 @@ def _upstream_request(
     )
 
 
-def _canonical(call: Call, provider: str, request_id: str, raw: bytes) -> GenerateRequest:
+def _canonical(call: HttpExchange, provider: str, request_id: str, raw: bytes) -> GenerateRequest:
     """The canonical request for a provider whose API is not OpenAI's. Raises Unsupported for a field of which that
     provider would not hear."""
     refuse_others(provider, _raw_fields.decode(raw), _TRANSLATED)
