@@ -1,7 +1,7 @@
 """Providers that fail, in each family: a clear error, one usage row, nothing billed twice."""
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from emberline.accounts.prices import PriceVersion
 from emberline.config import ProviderConfig
 from emberline.protocol.price import Price
+from emberline.protocol.request import GenerateRequest, Message
+from emberline.upstream.dialects.dialect import Dialect
 from standins.standin_providers import ProviderScript
 from tests.upstream.providers.conftest import Gateway, Opener, StartProvider, configured, events, said
 
@@ -142,6 +144,7 @@ def test_wherever_a_stream_is_cut_it_ends_once(kind: str, data: st.DataObject) -
 
 async def _cut_anywhere(kind: str, script: ProviderScript) -> None:
     from emberline.net.http_client import ConnectionFailed
+    from emberline.upstream.dialects.event_reader import ChunkEditor
     from emberline.upstream.dialects.sse import StreamEditor
     from emberline.upstream.providers.access import Access
     from emberline.upstream.providers.attempt import ProviderAttempt
@@ -154,12 +157,17 @@ async def _cut_anywhere(kind: str, script: ProviderScript) -> None:
     await server.start()
     client = ProviderClient(provider(ProviderConfig(name=kind, url=server.url)))
     try:
-        attempt = ProviderAttempt("/v1/chat/completions", "r", client, Access(server.key))
-        fields = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "stream": True}
-        editor, text, failed = StreamEditor(), b"", False
+        fields: Any = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "stream": True}
+        task, editor, text, failed = None, cast(Any, StreamEditor()), b"", False
+        if kind != "openai":
+            task = GenerateRequest(id="r", model="m", messages=(Message("user", "Hi"),))
+            editor = ChunkEditor(cast(Dialect, client.api).reader(task, 1), "m", hides_usage=False)
+        attempt = ProviderAttempt("/v1/chat/completions", "r", client, Access(server.key), task=task)
         try:
             await attempt.open(fields)
-            while piece := await attempt.piece():
+            piece = b"?"
+            while piece:
+                piece = await attempt.piece()
                 text += editor.feed(piece)
         except (ProviderFailed, ConnectionFailed):
             failed = True
