@@ -9,6 +9,8 @@ from emberline.upstream.providers.access import Access
 # Our engine workers, the operator's other servers, or a company's API.
 Where = Literal["engine", "server", "provider"]
 
+TRANSLATED = ("anthropic", "gemini")  # kinds of servers that speak neither our frames nor OpenAI's API
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -30,8 +32,8 @@ class Target:
 
     @property
     def is_translated(self) -> bool:
-        """True if the model's server speaks neither our frames nor OpenAI's API: a `Dialect` writes its requests."""
-        return self.kind in ("anthropic", "gemini")
+        """True if a `Dialect` writes the requests to the model's server."""
+        return self.kind in TRANSLATED
 
     @property
     def provider_access(self) -> Access:

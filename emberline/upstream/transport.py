@@ -251,7 +251,7 @@ class UpstreamTransport(Generic[T]):
         if not (editor.ended or editor.finished):
             raise server.lost("ended its stream before the reply was complete")
         self.done = True
-        return editor.closing()
+        return b"" if editor.ended and not self._request.as_events else editor.closing()
 
     def fault(self, error: EmberlineError) -> Fault:
         attempt = self._attempt

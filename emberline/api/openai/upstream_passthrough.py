@@ -33,7 +33,7 @@ from emberline.protocol.request import GenerateRequest
 from emberline.protocol.route_request import RouteTerms
 from emberline.service.work import RelayRequest
 from emberline.upstream.dialects.dialect import CHAT, COMPLETIONS, refuse_others
-from emberline.upstream.target import Target
+from emberline.upstream.target import TRANSLATED, Target
 from emberline.upstream.upstream_request import UpstreamRequest, check_known, continuation_fields
 
 ABSENT = Raw()
@@ -255,7 +255,7 @@ def _upstream_request(
     n_images = body.check(fetches=target.takes_any_field)
     task: GenerateRequest | None = None
     fields: dict[str, Any] = {}
-    if target.is_translated and path == CHAT:
+    if target.kind in TRANSLATED and path == CHAT:
         task = _canonical(call, upstream.provider_of(target.card), request_id, raw)
     else:
         fields = _all_fields(raw) if target.takes_any_field else body.upstream_fields(target.kind)

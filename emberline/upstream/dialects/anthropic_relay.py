@@ -26,8 +26,6 @@ class MessagesEditor(StreamEditor):
         self._counts: dict[str, Any] = {}
 
     def closing(self) -> bytes:
-        if self.ended:
-            return b""
         return (b"" if self._last.endswith(b"\n\n") else b"\n") + _STOP
 
     def _data(self, line: bytes) -> bytes | None:

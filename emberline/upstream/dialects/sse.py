@@ -165,10 +165,7 @@ class StreamEditor:
         return self._usage
 
     def closing(self) -> bytes:
-        """SSE lines to add if the server closed after a complete reply: its usage, if known, and `[DONE]`. Returns none
-        if the server sent its end marker."""
-        if self.ended:
-            return b""
+        """SSE lines to add if the server closed after a complete reply: its usage, if known, and `[DONE]`."""
         lines = b"" if self._last.endswith((b"\n\n", b"\n\r\n")) else b"\n"
         if self.usage is not None and self._untold is not None and not self._hides_usage:
             last = next((data for line in reversed(self._last.splitlines()) if (data := data_of(line))), b"{}")
