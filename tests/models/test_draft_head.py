@@ -97,6 +97,6 @@ def test_taps_are_what_enters_the_layers(backend: type[Backend]) -> None:
 
 
 def test_an_engine_without_a_head_needs_no_safetensors() -> None:
-    modules = "emberline.engine.runners.cpu.torch_runner, emberline.engine.worker.main"
+    modules = "emberline.engine.runners.cpu.torch_runner, emberline.engine.worker.build"
     code = f"import sys; sys.modules['safetensors'] = None; import {modules}"
     subprocess.run([sys.executable, "-c", code], check=True)
