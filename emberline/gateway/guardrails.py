@@ -84,8 +84,10 @@ def prompt_text(request: GenerateRequest) -> str:
     for message in request.messages or ():
         texts += [message.name or "", message.reasoning or "", message.content]
         texts += [f"{call.name} {call.arguments}" for call in message.tool_calls]
+        marks = (message.marks, *(part.marks for part in message.parts), *(call.marks for call in message.tool_calls))
+        texts += _strings(marks)  # providers read them, too
     for tool in request.tools:
-        texts += [tool.name, tool.description, *_strings(tool.parameters)]
+        texts += [tool.name, tool.description, *_strings(tool.parameters), *_strings(tool.marks)]
     texts += _strings(request.template_kwargs)
     if request.output is not None:
         texts += _strings(request.output.value)

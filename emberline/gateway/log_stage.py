@@ -45,7 +45,7 @@ class LogStage:
     async def begin(self, work: Work) -> None:
         """Plan the request. Raises BadInput if there is no such route."""
         task, rules = work.task, self._rules
-        self.is_open = False
+        self.is_open, self.reply = False, None
         self.plan = rules.take_plan(task.model, task.session, task.id)
         for counter in self.plan.rates:
             rules.count(counter, 1)

@@ -1,5 +1,6 @@
 """The pipeline that every task passes, whichever API or queue it came by: stages, admission, output, the usage row."""
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from functools import partial
@@ -55,10 +56,10 @@ class Pipeline:
                 begun.append(stage)
                 await stage.begin(work)
             if work.replay is not None:
+                work.is_done = True  # nothing is left to compute: a client that leaves has had its answer
                 for event in work.replay:
                     if type(event) is Completed:
                         _complete(work, event)
-                        work.is_done = True
                     yield event
             else:
                 if work.attempts is None:
@@ -76,8 +77,13 @@ class Pipeline:
                                 yield output
                         elif taps:
                             for event in output or ():
-                                for passed in await _tapped(taps, event):
-                                    yield passed
+                                try:
+                                    passed = await _tapped(taps, event)
+                                except Exception:  # what was computed of a reply that a rule ends is paid
+                                    await asyncio.shield(run.finalize("finished" if is_done else "cancelled"))
+                                    raise
+                                for one in passed:
+                                    yield one
                         else:
                             for event in output or ():
                                 yield event

@@ -1,6 +1,7 @@
 """Running and waiting sequences by rank, the slots they run in, and which of them gives way to which."""
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterator
 from math import inf
 from operator import attrgetter
@@ -44,7 +45,7 @@ class Queues:
     def __init__(self, n_slots: int, cache: KVCache) -> None:
         self.rows = Rows(n_slots, len(cache.groups))
         self.by_slot: list[Sequence | None] = [None] * n_slots
-        self.stop_ids: set[int] = set()  # stop tokens of the running sequences; of earlier ones, too, for some time
+        self.stop_ids: Counter[int] = Counter()  # stop tokens of the running sequences, and how many have each
         self.running: list[Sequence] = []  # by rank
         self.waiting: list[Sequence] = []  # by rank; not all are `admissible` yet
         self.waiting_tokens = 0  # of the waiting sequences, without those whose KV was received
@@ -89,7 +90,7 @@ class Queues:
         cells[[NUMBER, ADMISSION, SLOT]] = seq.number, self._n_admitted, slot
         cells[[N_COMPUTED, LAST]] = n_computed, int.from_bytes(seq.ids[-4:], "little")
         cells[[N_KNOWN, MOST, FLAGS, PLANNED]] = seq.n_tokens, seq.most_tokens, seq.flags, seq.last_planned
-        self.stop_ids |= seq.stop_ids
+        self.stop_ids.update(seq.stop_ids)
         self._n_admitted += 1
         self.grown(seq)
 
@@ -104,8 +105,11 @@ class Queues:
         self.running.remove(seq)
         self.free_slots.append(seq.slot)
         self.by_slot[seq.slot] = self._order = None
-        if not self.running:
-            self.stop_ids.clear()
+        for token_id in seq.stop_ids:
+            if self.stop_ids[token_id] == 1:
+                del self.stop_ids[token_id]
+            else:
+                self.stop_ids[token_id] -= 1
         seq.last_planned = seq.planned_step
         self.rows.clear(seq.slot)
         seq.slot = NO_SLOT

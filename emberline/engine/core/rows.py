@@ -35,7 +35,7 @@ class Rows:
     """Progress of the running sequences. Sequences without a slot share the last cell of each row, which stays 0."""
 
     def __init__(self, n_slots: int, n_groups: int) -> None:
-        self.cells = np.zeros((PASSED + n_groups, n_slots + 1), np.int32)
+        self.cells = np.zeros((PASSED + n_groups, n_slots + 1), np.int64)  # the numbers of steps outgrow 32 bits
         self.cells[ADMISSION] = -1
         self.by_slot = list(self.cells)  # for whole rows, which are found sooner in a list
         self.views = [row.data for row in self.cells]  # for single cells, which a view reads in half the time

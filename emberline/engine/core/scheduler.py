@@ -258,7 +258,9 @@ class Scheduler:
         if plan.others:
             firsts, columns = plan.first_draws()
             ids = ids[columns]
-        stops = None if queues.stop_ids.isdisjoint(drawn) else np.isin(ids, list(queues.stop_ids))
+        stops = None
+        if not queues.stop_ids.keys().isdisjoint(drawn):
+            stops = np.fromiter(map(queues.stop_ids.__contains__, ids.tolist()), np.bool_, len(ids))
         left, slots, ids, n_done = queues.rows.take_in(plan.columns.cells, ids, stops)
         packed, start = ids.astype("<u4").tobytes(), 0
         taken = [queues.by_slot[slot] for slot in slots.tolist()]

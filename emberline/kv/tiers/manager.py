@@ -429,22 +429,25 @@ class TierManager:
                     tier.retire(entry.owner, entry.session, entry.first)
             else:
                 ids = [BlockId(key, tag) for tag in self._tags for key in entry.keys]
-                with contextlib.suppress(Exception):
-                    self._keep(entry, ids)
+                self._keep(entry, ids)
 
     def _keep(self, entry: Use | Remove | _Touch, ids: list[BlockId]) -> None:
+        """Touch or remove blocks in every tier. A tier that fails at it does not keep the others from it."""
         if isinstance(entry, _Touch):
-            self._host.touch(ids, entry.conversation)
+            with contextlib.suppress(Exception):
+                self._host.touch(ids, entry.conversation)
             below = [tier.holds(ids) for tier in self._tiers.values() if not tier.remote]
             held = {block_id.key for tier in below for block_id, has in zip(ids, tier) if has}
             if held:
                 entry.order(Use([key for key in entry.keys if key in held], entry.conversation))
         elif isinstance(entry, Use):
             for tier in self._tiers.values():
-                tier.touch(ids, entry.conversation)
+                with contextlib.suppress(Exception):
+                    tier.touch(ids, entry.conversation)
         else:
             for tier in self._all:
-                tier.remove(ids)
+                with contextlib.suppress(Exception):
+                    tier.remove(ids)
 
     def _save(self, order: Save) -> None:
         copied: list[tuple[SavedBlock, Slot]] = []

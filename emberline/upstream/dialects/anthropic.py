@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from emberline.protocol.errors import Unsupported
+from emberline.protocol.errors import BadInput, Unsupported
 from emberline.protocol.events import ChoiceDone, Opaque, ReasoningDelta, TextDelta, TextEvent, ToolCallStarted, Usage
 from emberline.protocol.request import ContentPart, GenerateRequest, Message
 from emberline.upstream.dialects.dialect import (
@@ -107,8 +107,7 @@ def _messages(provider: str, turns: tuple[Message, ...]) -> tuple[list[Json], li
                 }
                 for at, call in enumerate(turn.tool_calls)
             ]
-            thinking = turn.marks.get("thinking_blocks")
-            blocks = [*(thinking if isinstance(thinking, list) else ()), *blocks, *calls]
+            blocks = [*_thinking(turn.marks.get("thinking_blocks", []), where), *blocks, *calls]
         if not blocks:
             continue
         if messages and messages[-1]["role"] == role:
@@ -116,6 +115,14 @@ def _messages(provider: str, turns: tuple[Message, ...]) -> tuple[list[Json], li
         else:
             messages.append({"role": role, "content": blocks})
     return system, messages
+
+
+def _thinking(blocks: Any, where: str) -> list[Json]:
+    """Return the signed thinking that a client sends back. Other blocks would be content that no rule has seen."""
+    kinds = ("thinking", "redacted_thinking")
+    if not isinstance(blocks, list) or any(not isinstance(one, dict) or one.get("type") not in kinds for one in blocks):
+        raise BadInput("thinking_blocks is a list of thinking and redacted_thinking blocks", param=where)
+    return blocks
 
 
 def _block(provider: str, part: ContentPart, where: str) -> Json:

@@ -235,3 +235,19 @@ async def test_embeddings_images_and_speech(bench: Opener) -> None:
     assert answer.status_code == 200, answer.text
     assert len(await gateway.logs()) == 4
     await server.close()
+
+
+async def test_a_step_that_fails_leaves_nothing_in_the_reply_of_the_next(bench: Opener) -> None:
+    """A universal request whose chat fails is answered by embeddings, from the cache the second time."""
+    server = StandinOpenAI()
+    await server.start()
+    acme = ProviderConfig(name="acme", url=server.url, key=server.key)
+    gateway = await bench(CACHED | {"log_content": True}, more=(acme,), a=ServerScript(status=500))
+    messages = [{"role": "user", "content": "Hi"}]
+    chat = {"provider": "a", "endpoint": "chat/completions", "query": {"model": MODEL, "messages": messages}}
+    embeddings = {"provider": "acme", "endpoint": "embeddings", "query": {"model": "embed-1", "input": "x"}}
+    answers = [await gateway.client.post("/v1/local/default", json=[chat, embeddings]) for _ in range(2)]
+    assert [answer.status_code for answer in answers] == [200, 200], [answer.text for answer in answers]
+    assert answers[1].headers["cf-aig-cache-status"] == "HIT"
+    assert answers[0].json()["data"] == answers[1].json()["data"]
+    await server.close()

@@ -242,3 +242,26 @@ async def test_the_log_is_bounded(bench: Opener, monkeypatch: pytest.MonkeyPatch
     await gateway.store.write("UPDATE gateway_logs SET created_us = 0")
     await gateway.gateways.logs.sweep()
     assert await gateway.logs() == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_blocked_reply_is_paid(bench: Opener, stream: bool) -> None:
+    """A guardrail that ends a reply ends what is paid: a client could have replies for nothing by provoking it."""
+    rule = Guardrail(name="rude", pattern="bad", on="response", hold="sentence")
+    says = ServerScript(says="one two. bad three. four five six seven", itl_ms=20)
+    gateway = await bench({"guardrails": (rule,)}, a=says)
+    answer = await gateway.ask(stream=stream)
+    assert "guardrail" in answer.text
+    ((_, _, status, n_output, cost_pico),) = await gateway.usage()
+    assert status == "cancelled"
+    assert n_output > 0
+    assert cost_pico > 0
+
+
+async def test_a_guardrail_reads_what_only_providers_do(bench: Opener) -> None:
+    gateway = await bench({"guardrails": (Guardrail(name="rude", pattern="forbidden", on="request"),)})
+    thinking = [{"type": "thinking", "thinking": "forbidden", "signature": "s"}]
+    said = {"role": "assistant", "content": "Yes.", "thinking_blocks": thinking}
+    answer = await gateway.ask(messages=[*SAYS, said, *SAYS])
+    assert answer.status_code == 400
+    assert not gateway.servers["a"].requests

@@ -170,3 +170,24 @@ def test_batch_class_prefill_progresses_on_a_slow_machine():
         assert loop.busy
         loop.step(0.0)
     assert not loop.busy  # 16 tokens a step: no interactive request waits for more than these
+
+
+def test_stop_tokens_are_those_of_the_running_sequences():
+    """A union that kept those of ended requests would cost every later step more."""
+    bench, seen = Bench(max_running=4), set()
+    bench.submit("long", A[:8], max_tokens=60, ignore_eos=True)
+    for token_id in range(2, 7):
+        bench.submit(f"stops at {token_id}", A[:8], max_tokens=4, ignore_eos=True, stop_ids=(token_id,))
+        for _ in range(3):
+            bench.step()
+            queues = bench.scheduler.queues
+            assert set(queues.stop_ids) == {stop_id for seq in queues.running for stop_id in seq.stop_ids}
+            seen |= set(queues.stop_ids)
+    assert seen
+
+
+def test_the_number_of_steps_may_outgrow_32_bits():
+    bench = Bench()
+    bench.cache.fence.planned = bench.cache.fence.completed = (1 << 31) - 3
+    bench.submit("a", A[:8], max_tokens=8, ignore_eos=True)
+    assert len(bench.finish().tokens("a")) == 8
