@@ -1,6 +1,7 @@
 """Chat messages: the OpenAI and Workers AI formats converted to the canonical one."""
 
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -65,6 +66,32 @@ TextPart = TextContent | RefusalContent
 MediaPart = ImageContent | FileContent | AudioContent | VideoContent
 
 
+class AnyContent(msgspec.Struct):
+    """A part for a provider: a text, if it has no type."""
+
+    type: str = "text"
+    text: str | None = None
+    refusal: str | None = None
+    image_url: str | dict[str, Any] | None = None
+    file: dict[str, Any] | None = None
+    input_audio: dict[str, Any] | None = None
+    cache_control: Any = None
+
+    def typed(self, field: str) -> TextPart | MediaPart:
+        """The part as the struct of its type. Raises Unsupported for a type that no provider takes."""
+        match self.type:
+            case "text" | "refusal":
+                return TextContent(self.text or self.refusal or "", self.cache_control)
+            case "image_url":
+                return ImageContent(self.image_url, self.cache_control)
+            case "file":
+                return FileContent(self.file, self.cache_control)
+            case "input_audio":
+                return AudioContent(self.input_audio)
+        field += ".type"
+        raise Unsupported(f"`{field}`: a {self.type[:64]!r} cannot be sent to this model's server", param=field)
+
+
 class CalledFunction(msgspec.Struct):
     name: str
     arguments: str | dict[str, Any] = ""
@@ -92,9 +119,11 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     thinking_blocks: ProviderMark = None
     cache_control: ProviderMark = None
 
-    @property
-    def has_media(self) -> bool:
-        return isinstance(self.content, list) and any(isinstance(part, MediaPart) for part in self.content)
+
+class AnyMessage(ChatMessage, kw_only=True):
+    """A message for a provider."""
+
+    content: str | list[AnyContent] | None = None  # type: ignore[assignment]
 
 
 def marks(field: Any, *names: str) -> Marks:
@@ -102,7 +131,7 @@ def marks(field: Any, *names: str) -> Marks:
     return {name: value for name in names or ("cache_control",) if (value := getattr(field, name)) is not None}
 
 
-def canonical_messages(messages: list[ChatMessage], takes_media: bool = False) -> tuple[Message, ...]:
+def canonical_messages(messages: Sequence[ChatMessage], takes_media: bool = False) -> tuple[Message, ...]:
     """Convert messages. Media are refused unless `takes_media`; then a message keeps all its parts as they came."""
     if not messages:
         raise BadInput("`messages` is empty; send at least one message", param="messages")
@@ -174,10 +203,13 @@ def _message(message: ChatMessage, matcher: _ResultMatcher, field: str, takes_me
     return Message(message.role, content, message.name, calls, message.tool_call_id, reasoning, parts, kept)
 
 
-def _content(given: list[TextPart | MediaPart], field: str, takes_media: bool) -> tuple[str, tuple[ContentPart, ...]]:
+def _content(
+    given: Sequence[TextPart | MediaPart | AnyContent], field: str, takes_media: bool
+) -> tuple[str, tuple[ContentPart, ...]]:
     """The text of a list of parts, and the parts, unless the text says everything."""
     parts: list[ContentPart] = []
-    for number, one in enumerate(given):
+    for number, part_given in enumerate(given):
+        one = part_given.typed(f"{field}[{number}]") if isinstance(part_given, AnyContent) else part_given
         if isinstance(one, MediaPart):
             kind, where = str(one.__struct_config__.tag), f"{field}[{number}].type"
             if not takes_media:

@@ -20,6 +20,7 @@ from emberline.api.http.exchange import Events, HttpExchange, json_reply
 from emberline.api.http.sse import EventEncoder
 from emberline.api.http.streaming import EventStream, Response
 from emberline.protocol.complete_response import Answer
+from emberline.protocol.errors import BadInput
 from emberline.protocol.request import EncodeRequest
 
 
@@ -36,6 +37,8 @@ class Form:
     to_stream: Callable[..., EventEncoder] | None = None  # None: the answer comes whole
     # Relays a body to an upstream server. Returns None if the body has to be read here.
     relay: Callable[[HttpExchange, bytes], Awaitable[Response] | None] | None = None
+    # Relays a body that is no canonical request, with images, say. Returns None if nobody else may read it either.
+    relay_unread: Callable[[HttpExchange, bytes], Awaitable[Response] | None] | None = None
     session_fields: tuple[str, ...] = SESSION_FIELDS  # the body's names of its session, by precedence
     headers: Callable[[HttpExchange], HeaderList] = attrgetter("id_headers")
     envelope: Callable[[HttpExchange, Any], Any] | None = None  # wraps the body of a reply that comes whole
@@ -45,8 +48,13 @@ class Form:
         raw = await read_model_body(call, self.session_fields)
         if self.relay is not None and (relayed := self.relay(call, raw)) is not None:
             return await relayed
-        body = decode(raw, self.decoder)
-        task, call.field_names = self.to_task(body, call.id, call.session)
+        try:
+            body = decode(raw, self.decoder)
+            task, call.field_names = self.to_task(body, call.id, call.session)
+        except BadInput:
+            if self.relay_unread is None or (relayed := self.relay_unread(call, raw)) is None:
+                raise
+            return await relayed
         if isinstance(task, EncodeRequest):
             return await self.encode(call, body, task)
         if (usage := getattr(body, "usage", None)) is not None and usage.include:

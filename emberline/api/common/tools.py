@@ -15,8 +15,7 @@ from emberline.service.validation import MAX_TOOLS
 NAME = re.compile(r"^[A-Za-z0-9_.-]+$")
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
-MAX_NAME_CHARS = 64
-ToolName = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS, pattern=NAME.pattern)]
+ToolName = Annotated[str, Meta(min_length=1, max_length=64, pattern=NAME.pattern)]
 OnlyFunction = Annotated[str, Meta(extra_json_schema={"enum": ["function"]})]
 
 
@@ -107,6 +106,13 @@ def toolset(tools: Sequence[DeclaredTool] | None, choice: ToolChoiceField | None
     return choose(Toolset.of(_declared(tool, f"tools[{i}]") for i, tool in enumerate(tools or ())), choice)
 
 
+def provider_toolset(tools: Sequence[DeclaredTool] | None, choice: ToolChoiceField | None) -> Toolset:
+    """Convert tools for a provider, who checks their names. A tool without a schema stays without one."""
+    found = [(tool, *_function(tool, f"tools[{i}]")) for i, tool in enumerate(tools or ())]
+    made = tuple(_marked(_tool(function, function.parameters or {}), tool) for tool, function, _ in found)
+    return choose(Toolset(made, fields=tuple(field for *_, field in found)), choice)
+
+
 def functions_toolset(functions: list[DeclaredFunction], choice: FunctionCallField | None) -> Toolset:
     """OpenAI's deprecated `functions` and `function_call`."""
     fields = ((function, f"functions[{i}]") for i, function in enumerate(functions))
@@ -135,15 +141,23 @@ def declare(function: DeclaredFunction, field: str) -> Tool:
     if not NAME.fullmatch(function.name):
         field += ".name"
         raise BadInput(f"`{field}` may have letters, digits, `_`, `-` and `.`, not {function.name!r}", param=field)
-    parameters = NO_ARGUMENTS if function.parameters is None else function.parameters
+    return _tool(function, NO_ARGUMENTS if function.parameters is None else function.parameters)
+
+
+def _tool(function: DeclaredFunction, parameters: dict[str, Any]) -> Tool:
     return Tool(function.name, function.description or "", parameters, bool(function.strict))
 
 
 def _declared(given: DeclaredTool, where: str) -> tuple[Tool, str]:
     """The canonical tool, and its field."""
     function, field = _function(given, where)
-    tool, mark = declare(function, field), given.cache_control
-    return tool if mark is None else msgspec.structs.replace(tool, marks={"cache_control": mark}), field
+    return _marked(declare(function, field), given), field
+
+
+def _marked(tool: Tool, given: DeclaredTool) -> Tool:
+    """The tool with the mark that only providers read."""
+    mark = given.cache_control
+    return tool if mark is None else msgspec.structs.replace(tool, marks={"cache_control": mark})
 
 
 def _function(tool: DeclaredTool, field: str) -> tuple[DeclaredFunction, str]:

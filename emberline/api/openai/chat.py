@@ -7,11 +7,11 @@ import msgspec
 from msgspec import Meta
 
 from emberline.api.common.chat_fields import ChatFields
-from emberline.api.common.chat_messages import ChatMessage, canonical_messages
+from emberline.api.common.chat_messages import AnyMessage, ChatMessage, canonical_messages
 from emberline.api.common.response_body import logprobs_body, usage_body
+from emberline.api.common.response_format import RequestedFormat
 from emberline.api.common.sampling_fields import SpeculationField, TopLogprobs
 from emberline.api.common.tools import (
-    MAX_NAME_CHARS,
     DeclaredFunction,
     DeclaredFunctions,
     DeclaredTool,
@@ -19,8 +19,8 @@ from emberline.api.common.tools import (
     FunctionName,
     Toolset,
     functions_toolset,
+    provider_toolset,
 )
-from emberline.api.common.unsupported_fields import first_unsupported
 from emberline.api.http.errors import Dialect, FieldNames
 from emberline.api.http.exchange import encode
 from emberline.api.http.sse import EventEncoder, random_padding
@@ -35,8 +35,7 @@ from emberline.protocol.events import (
     ToolCallStarted,
     Usage,
 )
-from emberline.protocol.request import GenerateRequest, session_name
-from emberline.service.validation import MAX_TOOLS
+from emberline.protocol.request import GenerateRequest, OutputFormat, session_name
 
 _UNFINISHED = b',"finish_reason":null}]'
 _END = b"}\n\n"
@@ -110,27 +109,24 @@ class _AnyFunction(DeclaredFunction):
 
 class _AnyTool(DeclaredTool, kw_only=True):
     function: _AnyFunction | None = None
-
-    @property
-    def is_foreign(self) -> bool:
-        """True if it is no function, or has a name that is too long here."""
-        return self.type != "function" or (self.function is not None and len(self.function.name) > MAX_NAME_CHARS)
+    name: str | None = None
 
 
 class AnyChatRequest(ChatRequest, kw_only=True):
-    """A chat that another server may read in our place: as many tools as it likes, with names as long as it likes."""
+    """A chat for a provider, who checks it: any number of tools, with any names and also without a schema."""
 
+    messages: list[AnyMessage]  # type: ignore[assignment]
     tools: list[_AnyTool] | None = None  # type: ignore[assignment]
+    options: Any = None  # for this server
 
-    @property
-    def is_readable(self) -> bool:
-        """True if the canonical request can say all of it: texts, functions and supported fields, within our limits."""
-        return not (
-            any(message.has_media for message in self.messages)
-            or len(self.tools or ()) > MAX_TOOLS
-            or any(tool.is_foreign for tool in self.tools or ())
-            or first_unsupported(self) is not None
-        )
+    def toolset(self) -> Toolset:
+        return provider_toolset(self.tools, self.tool_choice)
+
+    def output(self) -> RequestedFormat:
+        found, given = super().output(), self.response_format
+        if given is not None and given.type == "json_schema" and found.format == OutputFormat("json_object"):
+            return RequestedFormat(OutputFormat("json_schema", {}), found.field)
+        return found
 
 
 def chat_body(request_id: str, body: ChatRequest, created: int, answer: Answer) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The OpenAI API's chat completions, completions and models."""
 
 from collections.abc import Awaitable
+from functools import partial
 
 import msgspec
 
@@ -9,24 +10,18 @@ from emberline.api.common.model_list import openai_model
 from emberline.api.http.body import decode, read_model_body
 from emberline.api.http.exchange import HttpExchange, Reply, json_reply, list_reply
 from emberline.api.http.streaming import Response
-from emberline.api.openai.chat import AnyChatRequest, ChatRequest, ChatStream, chat_body
+from emberline.api.openai.chat import ChatRequest, ChatStream, chat_body
 from emberline.api.openai.completions import CompletionRequest, CompletionStream, completion_body, generate_all
 from emberline.api.openai.upstream_passthrough import forward_chat, forward_completion
 from emberline.gateway.stage_chain import StageChain
 from emberline.protocol.errors import BadInput
 
 MAX_TOTAL_CHOICES = 128  # of one call: prompts times n
-_any_chat = msgspec.json.Decoder(AnyChatRequest)
 
 
-def _relay(call: HttpExchange, raw: bytes) -> Awaitable[Response] | None:
-    """Relay a chat, unless it has to be read here. A chat that a gateway would read, but that has images, say, is
-    relayed unread."""
-    gateway = call.gateway
-    relays = _relays(call, gateway)
-    if not relays and gateway is not None and _relays(call, gateway, unread=True):
-        relays = not decode(raw, _any_chat).is_readable
-    return forward_chat(call, raw) if relays else None
+def _relay(call: HttpExchange, raw: bytes, unread: bool = False) -> Awaitable[Response] | None:
+    """Relay a chat. Returns None if the chat has to be read here."""
+    return forward_chat(call, raw) if _relays(call, call.gateway, unread) else None
 
 
 def _relays(call: HttpExchange, gateway: StageChain | None, unread: bool = False) -> bool:
@@ -51,6 +46,7 @@ CHAT = Form(
     to_body=chat_body,
     to_stream=ChatStream,
     relay=_relay,
+    relay_unread=partial(_relay, unread=True),
 )
 COMPLETION = Form(
     decoder=msgspec.json.Decoder(CompletionRequest),

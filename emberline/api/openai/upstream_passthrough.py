@@ -290,7 +290,7 @@ def _upstream_request(
 def _canonical(call: HttpExchange, provider: str, request_id: str, raw: bytes) -> GenerateRequest:
     """The canonical request for a provider whose API is not OpenAI's. Raises Unsupported for a field of which that
     provider would not hear."""
-    refuse_others(provider, _raw_fields.decode(raw), _TRANSLATED)
+    refuse_others(provider, _for_provider(raw), _TRANSLATED)
     body = decode(raw, _any_chat)
     if body.functions:
         raise Unsupported("`functions` is the older form of `tools`; send that", param="functions")
@@ -303,8 +303,12 @@ def _canonical(call: HttpExchange, provider: str, request_id: str, raw: bytes) -
 
 def _all_fields(raw: bytes) -> dict[str, Any]:
     """The body as a provider gets it: with every field, also those that only the provider knows."""
-    fields = {name: value for name, value in _raw_fields.decode(raw).items() if name not in _OURS}
-    return {**fields, "stream": True, "stream_options": {"include_usage": True}}
+    return {**_for_provider(raw), "stream": True, "stream_options": {"include_usage": True}}
+
+
+def _for_provider(raw: bytes) -> dict[str, Raw]:
+    """The fields of a body, without those that are for this server."""
+    return {name: value for name, value in _raw_fields.decode(raw).items() if name not in _OURS}
 
 
 def _relay(call: HttpExchange, make: Make, body: PassthroughBody, api: str) -> Awaitable[Response]:

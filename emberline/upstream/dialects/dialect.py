@@ -106,7 +106,9 @@ def refuse_settings(provider: str, request: GenerateRequest, known: Collection[s
     if request.messages is None:
         raise Unsupported(f"provider {provider} has no text completions: ask for {CHAT}", param="model")
     for name in SamplingParams.__struct_fields__:
-        if name not in known and getattr(request.sampling, name) != getattr(_DEFAULTS, name):
+        value = getattr(request.sampling, name)
+        asks = value != getattr(_DEFAULTS, name) and not (name == "seed" and value == 0)  # which clients send for none
+        if asks and name not in known:
             raise unsupported(provider, _OPENAI_NAMES.get(name, name))
     if request.n != 1 and "n" not in known:
         raise unsupported(provider, "n")

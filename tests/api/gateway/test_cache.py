@@ -200,20 +200,27 @@ async def test_what_cannot_be_read_is_passed_on_uncached(bench: Opener) -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": "what is this?"}, image]}]
     functions = [{"type": "function", "function": {"name": f"f{at}", "parameters": {}}} for at in range(129)]
     long = {"type": "function", "function": {"name": 65 * "f", "parameters": {}}}
+    custom = {"id": "c", "type": "custom", "custom": {"name": "f", "input": "x"}}
+    called = [{"role": "assistant", "tool_calls": [custom]}, {"role": "tool", "tool_call_id": "c", "content": "x"}]
     gateway = await bench(CACHED)
-    for fields in (
+    unreadable: tuple[dict[str, Any], ...] = (
         {"messages": messages},
+        {"messages": [{"role": "user", "content": "x"}, *called]},
         {"tools": functions},
         {"tools": [long]},
+        {"tools": functions[:1] * 2},
         {"tools": [{"type": "web_search"}]},
-    ):
+        {"response_format": {"type": "structural_tag", "structures": []}},
+    )
+    for fields in unreadable:
         answer = await gateway.ask(**fields)
         assert answer.status_code == 200, (fields, answer.text)
         assert "cf-aig-cache-status" not in answer.headers
     assert (await gateway.ask(temperature="hot")).status_code == 400
     assert (await gateway.ask(tools=functions[:128])).headers["cf-aig-cache-status"] == "MISS"
     guarded = await bench({"guardrails": (Guardrail(name="g", pattern="x"),)})
-    assert (await guarded.ask(messages=messages)).status_code == 400
+    for fields in unreadable:
+        assert (await guarded.ask(**fields)).status_code == 400, fields
 
 
 async def test_embeddings_images_and_speech(bench: Opener) -> None:

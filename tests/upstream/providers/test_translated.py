@@ -266,6 +266,48 @@ async def test_a_field_that_the_provider_lacks_is_refused_by_name(
     assert server.requests == []
 
 
+@each_kind
+async def test_what_asks_a_provider_for_nothing_is_not_refused(
+    gateway: Opener, provider_server: StartProvider, kind: str
+) -> None:
+    server = await provider_server(kind)
+    made = await gateway(configured(kind, server))
+    for fields in ({"rejectIfBusy": True}, {"options": {"rejectIfBusy": True}}, {"seed": 0}):
+        answer = await made.post("/v1/chat/completions", {"model": model(kind), "messages": [USER], **fields})
+        assert answer.status_code == 200, (fields, answer.text)
+        assert not fields.keys() & server.requests[-1].keys()
+
+
+@each_kind
+async def test_limits_of_our_own_engines_are_not_a_providers(
+    gateway: Opener, provider_server: StartProvider, kind: str
+) -> None:
+    server = await provider_server(kind)
+    made = await gateway(configured(kind, server))
+
+    async def sent(**fields: Any) -> Any:
+        answer = await made.post("/v1/chat/completions", {"model": model(kind), "messages": [USER], **fields})
+        assert answer.status_code == 200, (fields, answer.text)
+        return server.requests[-1]
+
+    bare = {"type": "function", "function": {"name": "mcp:f"}}  # without a schema
+    tools = (await sent(tools=[bare, bare]))["tools"]
+    if kind == "anthropic":
+        assert tools == [{"name": "mcp:f", "input_schema": {"type": "object"}}] * 2
+    else:
+        assert tools == [{"functionDeclarations": [{"name": "mcp:f", "description": ""}] * 2}]
+    got = await sent(messages=[{"role": "user", "content": [{"text": "Hi"}]}])
+    if kind == "anthropic":
+        assert got["messages"] == [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+    else:
+        assert got["contents"] == [{"role": "user", "parts": [{"text": "Hi"}]}]
+    got = await sent(response_format={"type": "json_schema", "json_schema": {"name": "x"}})
+    if kind == "anthropic":
+        assert got["output_config"] == {"format": {"type": "json_schema", "schema": {}}}
+    else:
+        assert got["generationConfig"] == {"responseMimeType": "application/json", "responseJsonSchema": {}}
+
+
 async def test_cache_control_and_pictures_by_url_reach_anthropic(
     gateway: Opener, provider_server: StartProvider
 ) -> None:
