@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -23,7 +23,7 @@ from emberline.text.prompt import Prompt, build_prompt
 from emberline.text.text_model import TextModel
 from emberline.text.tokenizers.tokenizer import OFF_LOOP_BYTES
 from emberline.upstream.dialects.anthropic import message_request
-from emberline.upstream.dialects.dialect import CHAT, COMPLETIONS
+from emberline.upstream.dialects.dialect import CHAT, COMPLETIONS, Dialect
 from emberline.upstream.providers.attempt import count_tokens
 from emberline.upstream.providers.client import ProviderClient
 from emberline.upstream.providers.directory import ProviderDirectory, remote_name
@@ -221,6 +221,12 @@ class UpstreamModels:
         keys = chain_keys(key_root(target.kind, model), prompt.ids)
         return msgspec.structs.replace(route, keys=keys, input_tokens=prompt.n_ids)
 
+    def check(self, request: GenerateRequest, target: Target) -> None:
+        """Raise Unsupported for a setting that the API of a translated target lacks."""
+        client = self.providers.client_of(target.card)
+        assert client is not None, "only providers have dialects"
+        cast(Dialect, target.provider_access.api or client.api).check(request)
+
     async def upstream_request(
         self, request: GenerateRequest, target: Target, principal: Principal, terms: RouteTerms
     ) -> UpstreamRequest:
@@ -229,6 +235,7 @@ class UpstreamModels:
         if target.is_translated:
             if request.speculation != Speculation():
                 check_known("speculation", target.kind)
+            self.check(request, target)
             prompt = msgspec.json.encode(request.messages)[:-1]
             size, most = len(msgspec.json.encode(request)), request.sampling.max_tokens or 0
             tools = msgspec.json.encode(tool_fields(request).get("tools"))

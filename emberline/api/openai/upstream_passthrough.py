@@ -257,6 +257,7 @@ def _upstream_request(
     fields: dict[str, Any] = {}
     if target.kind in TRANSLATED and path == CHAT:
         task = _canonical(call, upstream.provider_of(target.card), request_id, raw)
+        upstream.check(task, target)
     else:
         fields = _all_fields(raw) if target.takes_any_field else body.upstream_fields(target.kind)
     fields |= {"model": target.remote, **upstream.cache_salt(target, call.principal)}

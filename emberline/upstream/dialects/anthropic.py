@@ -47,6 +47,9 @@ class AnthropicAPI:
             return ProviderCall("/messages", encode(fields))
         raise Unsupported(f"provider {self._name} has no text completions: ask for {CHAT}", param="model")
 
+    def check(self, request: GenerateRequest) -> None:
+        _check(self._name, request)
+
     def write(self, request: GenerateRequest, model: str) -> ProviderCall:
         return ProviderCall("/messages", encode(message_request(self._name, request, model)))
 
@@ -59,7 +62,7 @@ class AnthropicAPI:
 
 def message_request(provider: str, request: GenerateRequest, model: str) -> Json:
     """Write a body. Raises Unsupported, which names what the Messages API cannot express."""
-    refuse_settings(provider, request, _SAMPLING)
+    _check(provider, request)
     system, messages = _messages(provider, request.messages or ())
     body: Json = {
         "model": model,
@@ -74,7 +77,13 @@ def message_request(provider: str, request: GenerateRequest, model: str) -> Json
         body["stop_sequences"] = list(request.sampling.stop)
     if request.end_user:
         body["metadata"] = {"user_id": request.end_user}
-    return body | _tools(request) | _output(provider, request, model)
+    return body | _tools(request) | _output(request, model)
+
+
+def _check(provider: str, request: GenerateRequest) -> None:
+    refuse_settings(provider, request, _SAMPLING)
+    if request.output is not None and request.output.kind == "json_object":
+        raise unsupported(provider, "response_format", "send a json_schema in place of json_object")
 
 
 def _messages(provider: str, turns: tuple[Message, ...]) -> tuple[list[Json], list[Json]]:
@@ -159,12 +168,10 @@ def _tools(request: GenerateRequest) -> Json:
     return {"tools": tools} | ({} if choice == {"type": "auto"} else {"tool_choice": choice})
 
 
-def _output(provider: str, request: GenerateRequest, model: str) -> Json:
+def _output(request: GenerateRequest, model: str) -> Json:
     """Structured output, and how much to think."""
     config: Json = {}
     if (output := request.output) is not None:
-        if output.kind == "json_object":
-            raise unsupported(provider, "response_format", "send a json_schema in place of json_object")
         config["format"] = {"type": "json_schema", "schema": output.value}
     effort, budget, enabled = request.reasoning.effort, request.reasoning.budget_tokens, request.reasoning.enabled
     thinking: Json | None = None

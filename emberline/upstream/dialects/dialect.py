@@ -45,6 +45,9 @@ class ProviderAPI(Protocol):
 class Dialect(ProviderAPI, Protocol):
     """An API that is not OpenAI's."""
 
+    def check(self, request: GenerateRequest) -> None:
+        """Raise Unsupported for a setting that the provider's API lacks. Called before the request is admitted."""
+
     def write(self, request: GenerateRequest, model: str) -> ProviderCall:
         """A streamed request. Raises Unsupported, which names what the provider's API cannot express."""
 

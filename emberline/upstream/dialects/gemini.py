@@ -51,6 +51,9 @@ class GeminiAPI:
     def call(self, path: str, fields: Fields) -> ProviderCall:
         raise Unsupported(f"provider {self._name} has no text completions: ask for {CHAT}", param="model")
 
+    def check(self, request: GenerateRequest) -> None:
+        _check(self._name, request)
+
     def write(self, request: GenerateRequest, model: str) -> ProviderCall:
         body = encode(content_request(self._name, request, model))
         return ProviderCall(f"{model_path(model)}:streamGenerateContent?alt=sse", body)
@@ -68,12 +71,7 @@ def model_path(model: str) -> str:
 
 def content_request(provider: str, request: GenerateRequest, model: str) -> Json:
     """Write a body. Raises Unsupported, which names what the API cannot express."""
-    if not request.parallel_tool_calls and request.tools:
-        raise unsupported(provider, "parallel_tool_calls", "it cannot be turned off there")
-    if request.continue_final:
-        message = "the server of this model cannot continue a message"
-        raise Unsupported(message, param="continue_final_message")
-    refuse_settings(provider, request, {*_SAMPLING, "max_tokens", "stop", "n"})
+    _check(provider, request)
     has_levels = _takes_levels(model)
     system, contents = _contents(request.messages or (), has_levels)
     body: Json = {"contents": contents}
@@ -83,6 +81,15 @@ def content_request(provider: str, request: GenerateRequest, model: str) -> Json
     if config := _config(request, has_levels):
         body["generationConfig"] = config
     return body
+
+
+def _check(provider: str, request: GenerateRequest) -> None:
+    if not request.parallel_tool_calls and request.tools:
+        raise unsupported(provider, "parallel_tool_calls", "it cannot be turned off there")
+    if request.continue_final:
+        message = "the server of this model cannot continue a message"
+        raise Unsupported(message, param="continue_final_message")
+    refuse_settings(provider, request, {*_SAMPLING, "max_tokens", "stop", "n"})
 
 
 def _takes_levels(model: str) -> bool:

@@ -267,6 +267,26 @@ async def test_a_field_that_the_provider_lacks_is_refused_by_name(
 
 
 @each_kind
+async def test_a_refused_setting_is_not_billed(gateway: Opener, provider_server: StartProvider, kind: str) -> None:
+    """It is refused before the request is admitted, relayed or not, so that it leaves no row."""
+    made = await gateway(configured(kind, await provider_server(kind)))
+    chat = {"model": model(kind), "messages": [USER], "stream": False}
+    for path, fields in (
+        ("/v1/chat/completions", {"min_p": 0.1}),
+        (
+            "/v1/chat/completions",
+            {"seed": 7} if kind == "anthropic" else {"tools": [TOOL], "parallel_tool_calls": False},
+        ),
+        ("/api/chat", {"options": {"min_p": 0.1}}),
+        ("/api/chat", {"options": {"repeat_penalty": 1.2}}),
+    ):
+        answer = await made.post(path, chat | fields)
+        assert answer.status_code == 400, (path, fields, answer.text)
+    assert (await made.post("/v1/chat/completions", chat)).status_code == 200
+    assert [row[1] for row in await made.rows()] == ["finished"]
+
+
+@each_kind
 async def test_what_asks_a_provider_for_nothing_is_not_refused(
     gateway: Opener, provider_server: StartProvider, kind: str
 ) -> None:
