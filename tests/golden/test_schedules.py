@@ -13,13 +13,10 @@ import msgspec
 import pytest
 
 from emberline.engine.core.prefill_policy import PrefillPolicy
-from emberline.engine.grammar.compiler import MatcherCompiler
 from emberline.kv.tiers.fetch_policy import TierQueue
 from emberline.protocol.request import Priority, Push
 from tests.engine.fakes import FULL, VOCAB, loop_of, request, window_group
-from tests.engine.grammar.bench import VOCAB as GRAMMAR_VOCAB
-from tests.engine.grammar.bench import Bench
-from tests.engine.grammar.samples import WORDS, frame
+from tests.engine.grammar.bench import Bench, compiler
 from tests.engine.speculation.standin import StandinSpeculation
 from tests.engine.tiers.test_tier_properties import ScriptedTier, build
 from tests.engine.transfer.fake_wire import Wire
@@ -192,15 +189,14 @@ def drafts() -> Lines:
 
 def grammar_rows() -> Lines:
     """A reply that must be JSON, then one beside it that is free."""
-    compiler = MatcherCompiler(GRAMMAR_VOCAB)
-    compiler.learn(frame(WORDS))
-    bench = Bench(grammars=compiler)
-    trace = Trace(bench.loop)
-    bench.submit("person", "person", "strings:1", prompt=range(1, 20), max_tokens=30)
-    while bench.loop.blocked or not trace.lines:  # until the grammar is compiled
-        trace.step()
-    bench.submit("free", None, "digits:1", prompt=range(30, 40), max_tokens=5)
-    return trace.finish()
+    with compiler() as grammars:
+        bench = Bench(grammars=grammars)
+        trace = Trace(bench.loop)
+        bench.submit("person", "person", "strings:1", prompt=range(1, 20), max_tokens=30)
+        while bench.loop.blocked or not trace.lines:  # until the grammar is compiled
+            trace.step()
+        bench.submit("free", None, "digits:1", prompt=range(30, 40), max_tokens=5)
+        return trace.finish()
 
 
 class QuickTier(ScriptedTier):

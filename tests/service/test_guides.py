@@ -1,7 +1,7 @@
 """Grammars of replies, as an engine follows them: every family's special tokens, with and without reasoning."""
 
 import time
-from functools import cache
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,12 +20,24 @@ PARIS, NOTHING = ToolCall("", "get_weather", '{"city":"Paris"}'), ToolCall("", "
 PATIENCE_S = 60.0
 
 
-@cache
+compilers: dict[str, MatcherCompiler] = {}  # by model; all tests share them, as each starts a process
+
+
 def compiler(name: str) -> MatcherCompiler:
-    """Return the compiler of a model's engine, which all tests share: a compiler starts a process."""
-    compiler = MatcherCompiler(model(name).vocab_size)
-    compiler.learn(model(name).vocabulary)
-    return compiler
+    """Return the compiler of a model's engine."""
+    if name not in compilers:
+        compilers[name] = MatcherCompiler(model(name).vocab_size)
+        compilers[name].learn(model(name).vocabulary)
+    return compilers[name]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def close_compilers() -> Iterator[None]:
+    """End the processes of the compilers after the last test."""
+    yield
+    for each in compilers.values():
+        each.close()
+    compilers.clear()
 
 
 def follows(name: str, text: str, thinking: bool | None = False, **fields: Any) -> tuple[bool, bool]:

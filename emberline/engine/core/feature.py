@@ -180,6 +180,11 @@ class Feature:
     def catch_up(self) -> None:
         """At the end of a step, while the device computes the next one: do what no plan has to wait for."""
 
+    def close(self) -> None:
+        """End the threads of the feature, when the engine ends."""
+        if self.executor is not None:
+            self.executor.close()
+
     # --- what the engine's owner asks --------------------------------------------------------------------------------
 
     def busy(self) -> bool:

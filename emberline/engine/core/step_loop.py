@@ -193,11 +193,26 @@ class StepLoop:
         self.scheduler.catch_up()
         orders = self.scheduler.orders
         if orders and (orders.urgent or not self._in_flight):  # else the next plan takes them
-            self.rank.run(StepPlan(after=self._last_absorbed, orders=orders.take()))
+            self._run_orders()
         self.in_step = bool(self._in_flight)
         goes_on = plan.n_rows or self._in_flight or self.scheduler.has_work
         self._stuck_at = -1 if goes_on else self.scheduler.n_submitted
         return deltas
+
+    def close(self) -> None:
+        """Let every rank execute the orders that still wait for a plan, and end the features: what was saved is
+        written. What steps in flight sample is lost."""
+        try:
+            self.scheduler.catch_up()
+            self._run_orders()
+        finally:
+            for feature in self.scheduler.features:
+                feature.close()
+
+    def _run_orders(self) -> None:
+        """Execute the orders that wait for a plan, in a plan without rows."""
+        if self.scheduler.orders:
+            self.rank.run(StepPlan(after=self._last_absorbed, orders=self.scheduler.orders.take()))
 
     def _launch(self, plan: StepPlan) -> list[TokenDelta]:
         deltas: list[TokenDelta] = []

@@ -75,6 +75,9 @@ class RequestLoop(Generic[Item]):
         self.in_step = False
         self.step_s = 0.0  # predicted, of the last step; 0: unknown
 
+    def close(self) -> None:
+        """Do nothing: the loop has no threads."""
+
     def kv_events(self) -> NoKVEvents:
         """A feed without events."""
         return NoKVEvents()

@@ -22,6 +22,7 @@ from emberline.protocol.grammar import decode
 MAX_CACHED = 64
 MAX_CACHED_BYTES = 32 << 20
 MAX_WAITING = 256
+CLOSE_S = 10.0  # for the thread to end; a grammar that is being compiled takes no longer
 _log = logging.getLogger(__name__)
 
 
@@ -44,7 +45,7 @@ class PendingGrammar:
         self.ready = False
 
     def guide(self) -> GrammarGuide:
-        """A guide for one more sequence; raises the compile error."""
+        """Return a guide for one more sequence. Raises the error of the compilation if it has failed."""
         if self.error is not None:
             raise self.error
         assert self.compiled is not None, "called once it is ready"
@@ -54,7 +55,8 @@ class PendingGrammar:
 
 
 class MatcherCompiler:
-    """One per engine. The step loop calls `request` and `learn`; the thread starts with the first vocabulary."""
+    """One per engine. The step loop calls `request` and `learn`; a thread and a process start with the vocabulary, and
+    `close` ends them."""
 
     def __init__(
         self,
@@ -73,22 +75,22 @@ class MatcherCompiler:
         self._vocabulary: Vocabulary | None = None  # from here on owned by the thread
         self._tokenizer: Any = None
         self._translator = TranslatorProcess()
-        self._queue: queue.SimpleQueue[PendingGrammar | None] = queue.SimpleQueue()  # None: only build the vocabulary
-        self._thread: threading.Thread | None = None
+        self._queue: queue.SimpleQueue[PendingGrammar | None] = queue.SimpleQueue()  # None: the thread ends
+        self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
 
     def learn(self, frame: Frame) -> None:
-        """Sets the vocabulary. A later one that differs from the first is rejected."""
+        """Set the vocabulary. Raises BadInput if it is too large, or differs from an earlier one."""
         if len(frame.tokens) > self._vocab_size:
             n = len(frame.tokens)
             raise BadInput(f"the vocabulary has {n} tokens, the model {self._vocab_size}", param="vocabulary")
         if self._frame is None:
             self._frame, self._digest = frame, digest(frame)
-            self._enqueue(None)
+            self._thread.start()
         elif self._digest != digest(frame):
             raise BadInput("this vocabulary differs from the one that the engine has", param="vocabulary")
 
     def request(self, encoded: bytes) -> PendingGrammar:
-        """The grammar, from the cache or being compiled."""
+        """Return a grammar from the cache, or one that is being compiled."""
         if self._frame is None:
             raise BadInput("a grammar needs the model's vocabulary, which was not sent", param="grammar")
         if len(encoded) > validation.MAX_BYTES:
@@ -103,14 +105,15 @@ class MatcherCompiler:
             raise Overloaded("too many grammars are waiting to be compiled; try again", retry_after_s=1)
         found = PendingGrammar(encoded)
         self._add_to_cache(found)
-        self._enqueue(found)
+        self._queue.put(found)
         return found
 
-    def _enqueue(self, pending: PendingGrammar | None) -> None:
-        self._queue.put(pending)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
-            self._thread.start()
+    def close(self) -> None:
+        """End the thread and the process of the translator. Grammars that are not compiled yet fail."""
+        if self._thread.is_alive():
+            self._translator.close()
+            self._queue.put(None)
+            self._thread.join(CLOSE_S)
 
     def _add_to_cache(self, pending: PendingGrammar) -> None:
         if self._cache.pop(pending.encoded, None) is None:
@@ -125,12 +128,9 @@ class MatcherCompiler:
     # --- in the thread -----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
-            pending = self._queue.get()
-            if pending is None:
-                with suppress(Exception):  # llguidance is missing, for instance: the first request reports it
-                    self._tokenizers()
-                continue
+        with suppress(Exception):  # llguidance is missing, for instance: the first request reports it
+            self._tokenizers()
+        while (pending := self._queue.get()) is not None:
             try:
                 pending.compiled = self._compile(pending)
             except EmberlineError as error:
@@ -141,6 +141,7 @@ class MatcherCompiler:
                 _log.exception("grammar compilation failed", extra={"grammar": pending.digest})
                 pending.error = Internal("the engine could not compile this request's grammar")
             pending.ready = True
+        self._translator.kill()
 
     def _compile(self, pending: PendingGrammar) -> _Compiled:
         vocabulary, tokenizer = self._tokenizers()
@@ -163,7 +164,7 @@ class MatcherCompiler:
         return _Compiled(MatcherTemplate(make), Automaton(decode(pending.encoded)), vocabulary)
 
     def _tokenizers(self) -> tuple[Vocabulary, Any]:
-        """The vocabulary and llguidance's form of it, built once in a few hundred milliseconds."""
+        """Return the vocabulary and llguidance's form of it, built once in a few hundred milliseconds."""
         if self._vocabulary is None or self._tokenizer is None:
             assert self._frame is not None, "the vocabulary is set before the first grammar is requested"
             self._vocabulary = Vocabulary(self._frame, self._vocab_size)

@@ -75,6 +75,10 @@ class GuidedDecoding(Feature):
         self._compiling: dict[int, Guided] = {}  # those whose guide is not bound yet
         self._open: dict[int, Guided] = {}  # those with a job
 
+    def close(self) -> None:
+        """End the compilation of grammars."""
+        self.grammars.close()
+
     @property
     def n_compiling(self) -> int:
         """Number of sequences whose grammar is being compiled."""

@@ -80,6 +80,9 @@ class Guides(Protocol):
 
     def learn(self, vocabulary: Vocabulary) -> None: ...
 
+    def close(self) -> None:
+        """End threads and processes."""
+
 
 @dataclass(slots=True, frozen=True)
 class Bound:

@@ -62,15 +62,19 @@ def main() -> None:
 
 
 class TranslatorProcess:
-    """Started on first use, and again after it died. For one thread; it ends with this process."""
+    """Started on first use, and again after it died. One thread uses it, except for `close`. It ends with this process
+    at the latest."""
 
     def __init__(self) -> None:
+        self._closed = False
         self._child: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
         self._received = frames.FrameBuffer()
 
     def start(self) -> None:
-        """OSError: it does not start."""
+        """Start the process, unless it runs. Raises OSError if it does not start, or is closed."""
+        if self._closed:
+            raise ConnectionAbortedError("the translator is closed")
         if self._child is None:
             here, there = socket.socketpair()
             # No join token, no keys: it gets nothing of ours but the way to the package.
@@ -86,7 +90,7 @@ class TranslatorProcess:
                 raise
 
     def translate(self, encoded: bytes) -> Translation:
-        """Raises BadInput where the grammar is at fault."""
+        """Translate a grammar. Raises BadInput if the grammar is at fault."""
         for _ in range(ATTEMPTS):
             try:
                 self.start()
@@ -111,7 +115,14 @@ class TranslatorProcess:
             return found
         raise Internal("the engine could not compile this request's grammar")
 
+    def close(self) -> None:
+        """End what is being translated, and let the process not start again. Any thread may call this."""
+        self._closed = True
+        if (child := self._child) is not None:
+            child.kill()  # the thread that uses it reads the end of the connection
+
     def kill(self) -> None:
+        """End the process, if it runs."""
         child, self._child = self._child, None
         if child is not None:
             child.kill()

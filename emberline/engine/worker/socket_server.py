@@ -237,8 +237,7 @@ class Server:
         for connection in self._connections:
             connection.close()
         self._listener.close()
-        for executor in self._loop.executors.values():
-            executor.close()
+        self._loop.close()
 
     def run_once(self) -> None:
         """Poll the sockets, make a step, send its deltas; without work, sleep until a client brings some."""

@@ -107,6 +107,9 @@ class Grammars:
     def learn(self, vocabulary):
         pass
 
+    def close(self):
+        pass
+
 
 class LateThreads(GuideThreads):
     """Steps wait for their jobs, or do not."""

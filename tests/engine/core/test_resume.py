@@ -16,7 +16,7 @@ from emberline.text.text_model import TextModel
 from tests.engine.client import LocalEngine
 from tests.engine.fakes import FULL, VOCAB, FakeRunner, expected, request, scheduler_of, window_group
 from tests.engine.grammar import samples
-from tests.engine.grammar.bench import Bench, Taste
+from tests.engine.grammar.bench import Bench, Taste, compiler
 from tests.engine.grammar.test_real_model import request as structured
 from tests.examples import n_examples
 
@@ -136,7 +136,8 @@ BOUND = {
 
 @pytest.fixture(scope="module")
 def grammars():
-    return Bench().guided.grammars
+    with compiler() as made:
+        yield made
 
 
 @pytest.mark.parametrize("name", BOUND)

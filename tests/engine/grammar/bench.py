@@ -1,6 +1,7 @@
 """A scheduler with the real grammars and a runner that draws what a taste prefers among what a mask allows."""
 
 import time
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -84,6 +85,16 @@ class _Handle:
         return self.drawn
 
 
+@contextmanager
+def compiler(vocab_size=VOCAB, vocabulary=None, **bounds):
+    """A compiler of grammars that knows a vocabulary, that of the samples unless another is given. It ends with the
+    block: its thread and its process do not outlive the test."""
+    made = MatcherCompiler(vocab_size, **bounds)
+    made.learn(frame(WORDS) if vocabulary is None else vocabulary)
+    with closing(made):
+        yield made
+
+
 class Bench:
     def __init__(
         self,
@@ -98,12 +109,9 @@ class Bench:
         threads=GuideThreads,
         **timings,
     ):
-        """`timings`: fields of GuideTimings."""
+        """`grammars` None: those of requests are ignored. `timings`: fields of GuideTimings."""
         cache = KVCache((FULL,), [n_blocks], chunk=token_budget)
         limits = Limits(min(2000, cache.capacity), VOCAB, (END_ID,), max_running, token_budget)
-        if grammars is None:
-            grammars = MatcherCompiler(VOCAB)
-            grammars.learn(frame(WORDS))
         self.cache = cache
         self.scheduler = build_scheduler(
             cache,
@@ -114,7 +122,7 @@ class Bench:
             micro_batches=micro_batches,
             guide_threads=threads(GuideTimings(**timings)),
         )
-        self.guided = self.scheduler.feature(GuidedDecoding)
+        self.guided = None if grammars is None else self.scheduler.feature(GuidedDecoding)
         self.runner = runner or Taste()
         self.loop = StepLoop(self.scheduler, self.runner, in_flight)
         self.deltas = {}

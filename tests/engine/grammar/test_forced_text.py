@@ -2,7 +2,6 @@
 
 import pytest
 
-from emberline.engine.grammar.compiler import MatcherCompiler
 from emberline.engine.grammar.guide import GrammarGuide
 from emberline.engine.grammar.vocabulary import Vocabulary
 from emberline.protocol.frames import Vocabulary as Frame
@@ -12,6 +11,7 @@ from emberline.protocol.token_ids import unpack
 from emberline.text.grammar.reply_grammar import build
 from emberline.text.prompt import grammar_spec
 from emberline.text.text_model import TextModel
+from tests.engine.grammar.bench import compiler
 from tests.engine.grammar.samples import frame
 from tests.engine.grammar.test_guide import allowed, compiled
 from tests.text.tool_calls.models import CALLERS, model
@@ -21,9 +21,8 @@ ARGUMENTS = '{"city": "Paris"}'
 
 
 def guide_of(text: TextModel, grammar: Grammar) -> GrammarGuide:
-    engine = MatcherCompiler(text.vocab_size)
-    engine.learn(text.vocabulary)
-    return compiled(engine, grammar).guide()
+    with compiler(text.vocab_size, text.vocabulary) as engine:
+        return compiled(engine, grammar).guide()
 
 
 @pytest.mark.parametrize("name", CALLERS)

@@ -1,6 +1,9 @@
 """The library's matcher and our automaton, on the same grammars: what one allows the other can end."""
 
+import os
 import random
+import signal
+import threading
 import time
 
 import numpy as np
@@ -8,8 +11,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from emberline.engine.grammar import compiler, matcher
+from emberline.engine.grammar import compiler as compiler_module
 from emberline.engine.grammar import grammar_automaton as automaton_module
+from emberline.engine.grammar import matcher
 from emberline.engine.grammar.compiler import MatcherCompiler
 from emberline.engine.grammar.grammar_automaton import DEAD, Automaton
 from emberline.engine.grammar.lark import recursive_rules
@@ -18,17 +22,18 @@ from emberline.engine.grammar.validation import check
 from emberline.engine.grammar.vocabulary import Vocabulary
 from emberline.protocol.errors import BadInput, Internal, Overloaded
 from emberline.protocol.grammar import Chars, Free, Grammar, OneOf, Repeat, Rule, Sequence, Text, Token, encode
+from tests.engine.grammar.bench import compiler
 from tests.engine.grammar.samples import ALL, CALLS, END_ID, JSON, SPECIAL, WORDS, choice, frame, grammars, seq
 from tests.examples import n_examples
+from tests.soak.server_process import children
 
 VOCAB = 302
 
 
 @pytest.fixture(scope="module")
 def engine():
-    made = MatcherCompiler(VOCAB)
-    made.learn(frame(WORDS))
-    return made
+    with compiler() as made:
+        yield made
 
 
 def kept(n):
@@ -230,40 +235,37 @@ def test_a_grammar_is_compiled_once(engine):
 
 def test_counted_texts_outlive_the_library_s_table(monkeypatch):
     monkeypatch.setitem(matcher.LIMITS, "max_lexer_states", 4000)
-    made = MatcherCompiler(VOCAB)
-    made.learn(frame(WORDS))
-    grammar = Grammar((seq(Text('"'), Repeat(choice(Chars(((97, 122),)), Text("\\n")), 0, 5000), Text('"')),))
-    first, second = (compiled(made, grammar).guide() for _ in range(2))
-    assert first.accept(ord('"'))
-    for n in range(2000):
-        assert ord("a") in allowed(first)
-        assert first.accept(97 + n % 26)
-    assert first._matcher._origin is not second._matcher._origin, "the table was full, and replaced"
-    first.rollback(1500)
-    assert first.accept(ord('"'))
-    assert first.finished
-    assert second.accept(ord('"'))
-    assert ord("a") in allowed(second)
+    with compiler() as made:
+        grammar = Grammar((seq(Text('"'), Repeat(choice(Chars(((97, 122),)), Text("\\n")), 0, 5000), Text('"')),))
+        first, second = (compiled(made, grammar).guide() for _ in range(2))
+        assert first.accept(ord('"'))
+        for n in range(2000):
+            assert ord("a") in allowed(first)
+            assert first.accept(97 + n % 26)
+        assert first._matcher._origin is not second._matcher._origin, "the table was full, and replaced"
+        first.rollback(1500)
+        assert first.accept(ord('"'))
+        assert first.finished
+        assert second.accept(ord('"'))
+        assert ord("a") in allowed(second)
 
 
 @pytest.mark.parametrize(("bound", "most"), [("max_cached", 4), ("max_cached_bytes", 4 * len(encode(kept(0))))])
 def test_the_cache_is_bounded(bound, most):
-    made = MatcherCompiler(VOCAB, **{bound: most})
-    made.learn(frame(WORDS))
-    pending = [compiled(made, kept(n)) for n in range(9)]
-    assert [compiled(made, kept(n)) is pending[n] for n in (8, 7, 6, 5)] == [True] * 4
-    assert compiled(made, kept(4)) is not pending[4]
-    assert compiled(made, kept(5)) is pending[5]
-    assert compiled(made, kept(8)) is not pending[8], "the least recently used one made way"
+    with compiler(**{bound: most}) as made:
+        pending = [compiled(made, kept(n)) for n in range(9)]
+        assert [compiled(made, kept(n)) is pending[n] for n in (8, 7, 6, 5)] == [True] * 4
+        assert compiled(made, kept(4)) is not pending[4]
+        assert compiled(made, kept(5)) is pending[5]
+        assert compiled(made, kept(8)) is not pending[8], "the least recently used one made way"
 
 
 def test_a_grammar_larger_than_the_cache_is_kept_alone():
-    made = MatcherCompiler(VOCAB, max_cached_bytes=1)
-    made.learn(frame(WORDS))
-    first = compiled(made, kept(1))
-    assert compiled(made, kept(1)) is first
-    compiled(made, kept(2))
-    assert compiled(made, kept(1)) is not first
+    with compiler(max_cached_bytes=1) as made:
+        first = compiled(made, kept(1))
+        assert compiled(made, kept(1)) is first
+        compiled(made, kept(2))
+        assert compiled(made, kept(1)) is not first
 
 
 def test_a_failure_of_ours_is_not_cached(engine, monkeypatch):
@@ -276,25 +278,53 @@ def test_a_failure_of_ours_is_not_cached(engine, monkeypatch):
 
 
 def test_a_vocabulary_that_cannot_be_prepared_fails_requests_and_hangs_none(monkeypatch):
-    monkeypatch.setattr(compiler.Vocabulary, "llguidance_tokenizer", lambda self: 1 / 0)
-    made = MatcherCompiler(VOCAB)
-    made.learn(frame())
-    with pytest.raises(Internal):
+    monkeypatch.setattr(compiler_module.Vocabulary, "llguidance_tokenizer", lambda self: 1 / 0)
+    with compiler(vocabulary=frame()) as made, pytest.raises(Internal):
         compiled(made, JSON).guide()
 
 
 def test_too_many_concurrent_compilations_are_refused_as_overloaded():
-    made = MatcherCompiler(VOCAB, max_waiting=0)
-    made.learn(frame())
-    with pytest.raises(Overloaded):
+    with compiler(vocabulary=frame(), max_waiting=0) as made, pytest.raises(Overloaded):
         made.request(encode(JSON))
+
+
+def translators():
+    return set(children(os.getpid(), ("emberline.engine.grammar.translator_process",)))
+
+
+def n_threads():
+    return sum(thread.name == "grammars" for thread in threading.enumerate())
+
+
+def test_closing_a_compiler_ends_its_thread_and_its_process():
+    before = translators(), n_threads()
+    with compiler() as made:
+        compiled(made, kept(1))
+        assert (len(translators() - before[0]), n_threads()) == (1, before[1] + 1)
+    assert (translators(), n_threads()) == before
+
+
+def test_closing_a_compiler_does_not_wait_for_a_grammar_that_takes_long():
+    before = translators()
+    with compiler() as made:
+        compiled(made, kept(1))
+        (process,) = translators() - before
+        os.kill(process, signal.SIGSTOP)
+        pending = [made.request(encode(kept(n))) for n in (2, 3)]
+    assert all(each.ready for each in pending)
+    for each in pending:
+        with pytest.raises(Internal):
+            each.guide()
+    assert translators() == before
+
+
+def test_a_compiler_that_never_learned_a_vocabulary_can_be_closed():
+    MatcherCompiler(VOCAB).close()
 
 
 def test_without_the_library_only_grammars_are_refused(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
-    made = MatcherCompiler(VOCAB)
-    made.learn(frame())
-    with pytest.raises(BadInput, match="llguidance is not installed"):
+    with compiler(vocabulary=frame()) as made, pytest.raises(BadInput, match="llguidance is not installed"):
         compiled(made, JSON).guide()
 
 

@@ -6,12 +6,11 @@ import time
 import pytest
 
 from emberline.engine.grammar import guide_jobs, guided_decoding
-from emberline.engine.grammar.compiler import MatcherCompiler
 from emberline.engine.grammar.guide_jobs import GuideThreads, GuideTimings
 from emberline.protocol.grammar import Grammar, Repeat, Rule, Text
 from tests.engine.client import wait_until
-from tests.engine.grammar.bench import VOCAB, Bench
-from tests.engine.grammar.samples import WORDS, choice, frame, seq
+from tests.engine.grammar.bench import Bench, compiler
+from tests.engine.grammar.samples import choice, seq
 from tests.engine.grammar.test_scheduling import Fake, Slow
 
 # s ::= "a" | s s | s s s, without left recursion
@@ -121,18 +120,17 @@ def test_a_request_whose_grammar_used_too_much_time_is_ended():
 
 
 def test_ambiguous_grammars_end_and_others_take_a_token_in_every_step():
-    grammars = MatcherCompiler(VOCAB)
-    grammars.learn(frame(WORDS))
-    bench = Bench(grammars=grammars, max_running=8)
-    for n in range(6):
-        bench.submit(f"{n}", AMBIGUOUS, f"strings:{n}", max_tokens=300)
-    bench.submit("plain", None, max_tokens=1000, ignore_eos=True)
-    wait_until(lambda: bench.step() or "plain" in bench.deltas)
-    n_steps = bench.runner.steps
-    while bench.end("plain").finish is None:
-        bench.step()
-    assert bench.runner.steps - n_steps == 999
-    bench.finish()
+    with compiler() as grammars:
+        bench = Bench(grammars=grammars, max_running=8)
+        for n in range(6):
+            bench.submit(f"{n}", AMBIGUOUS, f"strings:{n}", max_tokens=300)
+        bench.submit("plain", None, max_tokens=1000, ignore_eos=True)
+        wait_until(lambda: bench.step() or "plain" in bench.deltas)
+        n_steps = bench.runner.steps
+        while bench.end("plain").finish is None:
+            bench.step()
+        assert bench.runner.steps - n_steps == 999
+        bench.finish()
     for n in range(6):
         end = bench.end(f"{n}")
         assert end.finish in ("stop", "length") or end.error.kind == "bad_input"

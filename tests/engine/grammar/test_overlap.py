@@ -3,17 +3,15 @@
 import pytest
 
 from emberline.engine.core.step_loop import StepLoop
-from emberline.engine.grammar.compiler import MatcherCompiler
 from tests.engine.client import wait_until
-from tests.engine.grammar.bench import PATIENT, TASTES, VOCAB, Bench
-from tests.engine.grammar.samples import ALL, WORDS, frame
+from tests.engine.grammar.bench import PATIENT, TASTES, Bench, compiler
+from tests.engine.grammar.samples import ALL
 
 
 @pytest.fixture(scope="module")
 def grammars():
-    made = MatcherCompiler(VOCAB)
-    made.learn(frame(WORDS))
-    return made
+    with compiler() as made:
+        yield made
 
 
 def replies(grammars, taste, steps_in_flight, n_blocks, micro_batches=1):

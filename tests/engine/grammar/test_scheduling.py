@@ -19,7 +19,7 @@ from emberline.protocol.errors import BadInput, Internal
 from emberline.protocol.grammar import Free, Grammar, Repeat, Rule, Text, Token
 from emberline.protocol.request import Priority
 from emberline.protocol.token_ids import pack
-from tests.engine.grammar.bench import PATIENT, TASTES, VOCAB, Bench, Taste, text, valid
+from tests.engine.grammar.bench import PATIENT, TASTES, VOCAB, Bench, Taste, compiler, text, valid
 from tests.engine.grammar.samples import ALL, END_ID, SPECIAL, WORDS, choice, frame, seq
 from tests.examples import n_examples
 
@@ -28,9 +28,8 @@ CLOSED = ("numbers", "linked", "json", "person", "thinking")  # those that are n
 
 @pytest.fixture(scope="module")
 def grammars():
-    made = MatcherCompiler(VOCAB)
-    made.learn(frame(WORDS))
-    return made
+    with compiler() as made:
+        yield made
 
 
 @pytest.mark.parametrize("taste", TASTES)
@@ -250,6 +249,9 @@ class Slow:
     def learn(self, vocabulary):
         pass
 
+    def close(self):
+        pass
+
     def guide(self):
         if self._error is not None:
             raise self._error
@@ -389,12 +391,11 @@ def test_a_guide_that_breaks_ends_its_request_alone(fail, caplog):
 
 def test_a_grammar_beyond_the_library_is_the_callers_fault(monkeypatch):
     monkeypatch.setitem(matcher.LIMITS, "step_max_items", 1)
-    made = MatcherCompiler(VOCAB)
-    made.learn(frame(WORDS))
-    bench = Bench(grammars=made)
-    bench.submit("bound", "json", max_tokens=5)
-    bench.submit("plain", None, max_tokens=5)
-    bench.finish()
+    with compiler() as made:
+        bench = Bench(grammars=made)
+        bench.submit("bound", "json", max_tokens=5)
+        bench.submit("plain", None, max_tokens=5)
+        bench.finish()
     assert bench.end("bound").error.kind == "bad_input"
     assert bench.end("plain").finish == "length"
 

@@ -6,11 +6,32 @@ from contextlib import ExitStack
 import msgspec
 import pytest
 
+from emberline.engine.addresses import listening
+from emberline.engine.worker.socket_server import Server
 from tests.engine.fakes import VOCAB, request
-from tests.engine.ranks.rank_engine import RankEngine
+from tests.engine.ranks.rank_engine import INFO, WAIT_S, RankEngine
 from tests.engine.ranks.test_rank_kv_properties import TierScript
 
 N_SESSIONS, N_TURNS = 8, 60
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_what_waits_for_a_plan_when_the_worker_ends_is_saved_on_every_rank(tmp_path, n_ranks):
+    with ExitStack() as closing, listening(str(tmp_path / "worker")) as (listener, _):
+        engine = RankEngine(n_ranks, n_blocks=20, host_blocks=64, closing=closing, steps_in_flight=2)
+        server = Server(listener, engine.loop, INFO, "secret")
+        engine.loop.submit(request("a", [3] * 100, max_tokens=200), 0.0)
+        while not engine.loop.scheduler.orders:
+            engine.pump()
+            engine.loop.step(0.0)
+        server.drain(0.0)
+        server.run()
+        engine.pump()
+        assert all(manager.flush(WAIT_S) for manager in engine.managers[1:])
+        saved = {key for _, key in engine.book.contents}
+        held = [{key for key, _ in manager.all_tiers[0].held()} for manager in engine.managers]
+        assert saved
+        assert held == [saved] * n_ranks
 
 
 def turns(engine):

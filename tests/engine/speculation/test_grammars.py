@@ -6,20 +6,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emberline.engine.grammar import guided_rules
-from emberline.engine.grammar.compiler import MatcherCompiler
 from emberline.engine.grammar.guide_jobs import GuideThreads
 from emberline.protocol.token_ids import pack
-from tests.engine.grammar.bench import PATIENT, TASTES, VOCAB, Bench
-from tests.engine.grammar.samples import ALL, END_ID, SPECIAL, WORDS, frame
+from tests.engine.grammar.bench import PATIENT, TASTES, VOCAB, Bench, compiler
+from tests.engine.grammar.samples import ALL, END_ID, SPECIAL
 from tests.engine.speculation.standin import StandinSpeculation, output_of
 from tests.examples import n_examples
 
 
 @pytest.fixture(scope="module")
 def grammars():
-    made = MatcherCompiler(VOCAB)
-    made.learn(frame(WORDS))
-    return made
+    with compiler() as made:
+        yield made
 
 
 def replay(outputs, wrong):
