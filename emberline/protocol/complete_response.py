@@ -3,13 +3,12 @@
 import sys
 from array import array
 from collections.abc import Iterator
-from typing import Literal
 
 import msgspec
 
 from emberline.protocol.encoding import Pooling
-from emberline.protocol.events import TextLogprob, Usage
-from emberline.protocol.request import ToolCall
+from emberline.protocol.events import Finish, TextLogprob, Usage
+from emberline.protocol.request import Marks, ToolCall
 
 # The tags below are stored in the database: they must not change.
 
@@ -32,8 +31,9 @@ AnswerPart = TextPart | ReasoningPart | ToolCallPart
 class AnswerChoice(msgspec.Struct, omit_defaults=True):
     parts: list[AnswerPart] = []  # in the order generated; none has empty text
     logprobs: list[TextLogprob] = []
-    finish: Literal["stop", "length", "tool_calls"] = "stop"
+    finish: Finish = "stop"
     stop_sequence: str | None = None
+    marks: Marks = {}  # of the message; those of a tool call are in its part
 
     @property
     def text(self) -> str:
@@ -45,7 +45,11 @@ class AnswerChoice(msgspec.Struct, omit_defaults=True):
 
     @property
     def tool_calls(self) -> list[ToolCall]:
-        return [ToolCall(part.id, part.name, part.arguments) for part in self.parts if isinstance(part, ToolCallPart)]
+        return [
+            ToolCall(part.id, part.name, part.arguments, part.marks)
+            for part in self.parts
+            if isinstance(part, ToolCallPart)
+        ]
 
 
 class Encoded(msgspec.Struct, kw_only=True, omit_defaults=True):

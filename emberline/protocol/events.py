@@ -125,8 +125,7 @@ class ToolCallDelta(msgspec.Struct):
 
 
 class Opaque(msgspec.Struct):
-    """A value that only clients of the provider's own API understand. Most of them go back to it with the next turn, as
-    `request.Marks`; `finish_reason` is the provider's own reason for the end that follows."""
+    """A value that only the provider understands. The client sends it back with the next turn, as `request.Marks`."""
 
     index: int
     name: str
@@ -134,9 +133,13 @@ class Opaque(msgspec.Struct):
     call: int | None = None  # index of the tool call that it belongs to; None: the message
 
 
+# Why a choice ended. Only providers end one by a `content_filter`.
+Finish = Literal["stop", "length", "tool_calls", "content_filter"]
+
+
 class ChoiceDone(msgspec.Struct):
     index: int
-    finish: Literal["stop", "length", "tool_calls"]
+    finish: Finish
     stop_sequence: str | None = None  # the stop string that ended the choice, if any
 
 

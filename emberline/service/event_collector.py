@@ -19,8 +19,9 @@ from emberline.protocol.events import (
     ToolCallStarted,
     Usage,
 )
+from emberline.protocol.request import Marks
 
-ChoiceEvent = TextDelta | ReasoningDelta | ToolCallStarted | ToolCallDelta | ChoiceDone
+ChoiceEvent = TextDelta | ReasoningDelta | ToolCallStarted | ToolCallDelta | Opaque | ChoiceDone
 
 
 class ChoiceCollector:
@@ -31,6 +32,7 @@ class ChoiceCollector:
         self._logprobs: list[TextLogprob] = []
         self._parts: list[tuple[type[TextPart | ReasoningPart] | ToolCallStarted, list[str]]] = []
         self._arguments: dict[int, list[str]] = {}
+        self._marks: dict[int | None, Marks] = {None: {}}  # by tool call; None: of the message
 
     def add(self, event: ChoiceEvent) -> None:
         if isinstance(event, TextDelta):
@@ -43,6 +45,8 @@ class ChoiceCollector:
         elif isinstance(event, ToolCallStarted):
             self._arguments[event.call] = []
             self._parts.append((event, self._arguments[event.call]))
+        elif isinstance(event, Opaque):
+            self._marks.setdefault(event.call, {})[event.name] = event.value
         else:
             self._done = event
 
@@ -50,8 +54,11 @@ class ChoiceCollector:
         parts: list[AnswerPart] = []
         for kind, pieces in self._parts:
             text = "".join(pieces)
-            parts.append(ToolCallPart(kind.id, kind.name, text) if isinstance(kind, ToolCallStarted) else kind(text))
-        return AnswerChoice(parts, self._logprobs, self._done.finish, self._done.stop_sequence)
+            if isinstance(kind, ToolCallStarted):
+                parts.append(ToolCallPart(kind.id, kind.name, text, self._marks.get(kind.call, {})))
+            else:
+                parts.append(kind(text))
+        return AnswerChoice(parts, self._logprobs, self._done.finish, self._done.stop_sequence, self._marks[None])
 
     def _append(self, kind: type[TextPart | ReasoningPart], text: str) -> None:
         if not text:
@@ -68,7 +75,7 @@ class AnswerCollector:
         self._choices = [ChoiceCollector() for _ in range(n_choices)]
 
     def add(self, event: TextEvent) -> None:
-        if not isinstance(event, Started | Completed | Opaque):
+        if not isinstance(event, Started | Completed):
             self._choices[event.index].add(event)
 
     async def tap(self, event: TextEvent) -> Sequence[TextEvent]:
@@ -110,6 +117,8 @@ def events_of(answer: Answer) -> Iterator[ChoiceEvent]:
 def _choice_events(index: int, choice: AnswerChoice) -> Iterator[ChoiceEvent]:
     n_texts_left = sum(isinstance(part, TextPart) for part in choice.parts)
     logprobs, n_calls = list(choice.logprobs), 0
+    for name, value in choice.marks.items():
+        yield Opaque(index, name, value)
     for part in choice.parts:
         if isinstance(part, TextPart):
             n_texts_left -= 1
@@ -118,6 +127,8 @@ def _choice_events(index: int, choice: AnswerChoice) -> Iterator[ChoiceEvent]:
             yield ReasoningDelta(index, part.text)
         else:
             yield ToolCallStarted(index, n_calls, part.id, part.name)
+            for name, value in part.marks.items():
+                yield Opaque(index, name, value, n_calls)
             yield ToolCallDelta(index, n_calls, part.arguments)
             n_calls += 1
     yield ChoiceDone(index, choice.finish, choice.stop_sequence)

@@ -66,7 +66,7 @@ def read_message_job(service: Services, batch: Batch, line: FileLine) -> NewJob:
         params = decode(bytes(given.params), MESSAGES.decoder)
         if params.stream:
             raise BadInput("`stream` has no meaning in a batch: leave it out", param="params.stream")
-        return NewJob(custom_id, line_request(MESSAGES.to_task(params, "")[0], service, batch))
+        return NewJob(custom_id, line_request(MESSAGES.to_task(params, "", None)[0], service, batch))
     except EmberlineError as error:
         return NewJob(custom_id, None, error.info())
 
@@ -82,7 +82,7 @@ def _result_body(result: Result) -> Json:
     if job.state == "cancelled":
         return {"type": "canceled"}
     if job.state != "succeeded" or job.answer is None:
-        error = result.renamed(job_error(job), lambda: MESSAGES.to_task(_params(result), job.request_id)[1])
+        error = result.renamed(job_error(job), lambda: MESSAGES.to_task(_params(result), job.request_id, None)[1])
         return {"type": "errored", "error": error_body(error, Dialect.ANTHROPIC, job.request_id)}
     message = MESSAGES.to_body(job.request_id, _params(result), 0, job.answer)
     return {"type": "succeeded", "message": message}

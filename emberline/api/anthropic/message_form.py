@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from emberline.api.anthropic.message_request import CountRequest, MessagesRequest
+from emberline.api.anthropic.message_request import SIGNATURE, CountRequest, MessagesRequest
 from emberline.api.anthropic.upstream_passthrough import forward_message
 from emberline.api.common.form import Form
 from emberline.api.common.response_body import cost_field, drafts_field, json_arguments, tiers_field
@@ -16,10 +16,16 @@ from emberline.api.http.sse import EventEncoder, named_event
 from emberline.api.http.streaming import Response
 from emberline.protocol.complete_response import Answer, AnswerChoice, AnswerPart, ReasoningPart, TextPart
 from emberline.protocol.errors import EmberlineError
-from emberline.protocol.events import ChoiceDone, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStarted, Usage
-
-# Clients send thinking back only if it has a signature. Ours is constant and is not verified.
-SIGNATURE = "ZW1iZXJsaW5l"
+from emberline.protocol.events import (
+    ChoiceDone,
+    Opaque,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallDelta,
+    ToolCallStarted,
+    Usage,
+)
+from emberline.protocol.request import Marks
 
 Json = dict[str, Any]
 
@@ -57,6 +63,8 @@ def _stop_reason(choice: AnswerChoice | ChoiceDone) -> str:
         return "max_tokens"
     if choice.finish == "tool_calls":
         return "tool_use"
+    if choice.finish == "content_filter":
+        return "refusal"
     return "end_turn" if choice.stop_sequence is None else "stop_sequence"
 
 
@@ -66,7 +74,9 @@ def _head(request_id: str, model: str) -> Json:
 
 def message_body(request_id: str, body: MessagesRequest, created: int, answer: Answer) -> Json:
     choice = answer.choices[0]
-    blocks = [_block(part, body.hides_thinking) for part in choice.parts]
+    signed = [_signed_block(block, body.hides_thinking) for block in _signed_thinking(choice.marks)]
+    parts = [part for part in choice.parts if not (signed and isinstance(part, ReasoningPart))]
+    blocks = [*signed, *(_block(part, body.hides_thinking) for part in parts)]
     return {
         **_head(request_id, body.model),
         "content": [block for block in blocks if block] or [{"type": "text", "text": ""}],
@@ -74,6 +84,17 @@ def message_body(request_id: str, body: MessagesRequest, created: int, answer: A
         "stop_sequence": choice.stop_sequence,
         "usage": _usage_body(answer.usage),
     }
+
+
+def _signed_thinking(marks: Marks) -> list[Json]:
+    """Blocks of thinking that Anthropic has signed, or encrypted."""
+    blocks = marks.get("thinking_blocks")
+    found = [one for one in blocks if isinstance(one, dict)] if isinstance(blocks, list) else []
+    return [one for one in found if one.get("type") in ("thinking", "redacted_thinking")]
+
+
+def _signed_block(block: Json, hides_thinking: bool) -> Json:
+    return block | {"thinking": ""} if hides_thinking and block["type"] == "thinking" else block
 
 
 def _block(part: AnswerPart, hides_thinking: bool) -> Json | None:
@@ -106,6 +127,8 @@ class MessageStream(EventEncoder):
         self._index = -1  # of the last block
         self._open = ""  # the type of the open block; empty if there is none
         self._delta = b""  # how a delta of it begins
+        self._n_signed = 0  # blocks of thinking whose signatures have come
+        self._thinks_whole = False  # blocks of thinking come whole, with their signatures
 
     def started(self, usage: Usage) -> bytes:
         fields = {"content": [], "usage": _usage_body(usage)}
@@ -118,11 +141,7 @@ class MessageStream(EventEncoder):
         return opening + self._delta + _TEXT + encode(event.text) + _DELTA_END
 
     def reasoning_delta(self, event: ReasoningDelta) -> bytes:
-        if not event.text:
-            return b""
-        block = {"type": "thinking", "thinking": "", "signature": ""}
-        opening = b"" if self._open == "thinking" else self._open_block(block)
-        return opening if self._hides_thinking else opening + self._delta + _THINKING + encode(event.text) + _DELTA_END
+        return b"" if not event.text or self._thinks_whole else self._thinking(event.text)
 
     def tool_call_started(self, event: ToolCallStarted) -> bytes:
         block = {"type": "tool_use", "id": event.id, "name": event.name, "input": {}}
@@ -130,6 +149,21 @@ class MessageStream(EventEncoder):
 
     def tool_call_delta(self, event: ToolCallDelta) -> bytes:
         return self._delta + _INPUT + encode(event.arguments) + _DELTA_END
+
+    def opaque(self, event: Opaque) -> bytes:
+        """Sign the thinking that was sent, or send it. A cached reply has the signatures before the thinking."""
+        blocks = _signed_thinking({event.name: event.value})[self._n_signed :]
+        self._n_signed += len(blocks)
+        sent = b""
+        for block in blocks:
+            self._thinks_whole = self._thinks_whole or self._index < 0
+            if block["type"] == "redacted_thinking":
+                sent += self._open_block(block) + self._close_block()
+                continue
+            if self._open != "thinking":
+                sent += self._thinking(str(block.get("thinking", "")))
+            sent += self._close_block(str(block.get("signature", "")))
+        return sent
 
     def choice_done(self, event: ChoiceDone) -> bytes:
         self._stop = {"stop_reason": _stop_reason(event), "stop_sequence": event.stop_sequence}
@@ -142,6 +176,11 @@ class MessageStream(EventEncoder):
     def failed(self, error: EmberlineError) -> bytes:
         return named_event("error", error_body(error, self._dialect, self._request_id))
 
+    def _thinking(self, text: str) -> bytes:
+        block = {"type": "thinking", "thinking": "", "signature": ""}
+        opening = b"" if self._open == "thinking" else self._open_block(block)
+        return opening if self._hides_thinking else opening + self._delta + _THINKING + encode(text) + _DELTA_END
+
     def _open_block(self, block: Json) -> bytes:
         closing = self._close_block()
         self._index += 1
@@ -150,14 +189,14 @@ class MessageStream(EventEncoder):
         opening = _event("content_block_start", {"index": self._index, "content_block": block})
         return closing + opening + (b"" if self._index else _PING)
 
-    def _close_block(self) -> bytes:
+    def _close_block(self, signature: str = SIGNATURE) -> bytes:
         if not self._open:
             return b""
-        signature = b""
+        signed = b""
         if self._open == "thinking":
-            signature = self._delta + encode({"type": "signature_delta", "signature": SIGNATURE}) + _DELTA_END[1:]
+            signed = self._delta + encode({"type": "signature_delta", "signature": signature}) + _DELTA_END[1:]
         self._open = ""
-        return signature + _event("content_block_stop", {"index": self._index})
+        return signed + _event("content_block_stop", {"index": self._index})
 
 
 def _event(kind: str, fields: Json) -> bytes:

@@ -17,11 +17,12 @@ from emberline.api.common.sampling_fields import (
     left_to_model,
 )
 from emberline.api.common.tools import DeclaredFunction, ToolName, Toolset, declare
-from emberline.api.common.unsupported_fields import NoSamplingFields, refuse_unsupported
+from emberline.api.common.unsupported_fields import NoSamplingFields, ProviderMark, refuse_unsupported
 from emberline.api.http.errors import FieldNames
 from emberline.protocol.errors import BadInput, Unsupported
 from emberline.protocol.request import (
     GenerateRequest,
+    Marks,
     Message,
     OutputFormat,
     Reasoning,
@@ -31,6 +32,9 @@ from emberline.protocol.request import (
     session_name,
 )
 from emberline.service.validation import MAX_TOKENS, MAX_TOOLS
+
+# Clients send thinking back only if it has a signature. Ours is constant and is not verified.
+SIGNATURE = "ZW1iZXJsaW5l"
 
 
 class CacheControl(msgspec.Struct):
@@ -72,13 +76,20 @@ class ToolResult(msgspec.Struct, tag_field="type", tag="tool_result"):
 
 
 class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
-    """Reasoning of an earlier turn; its signature is ignored."""
+    """Reasoning of an earlier turn. A signature that is not ours goes back to the provider whose it is."""
 
     thinking: str = ""
+    signature: ProviderMark = None
+
+    @property
+    def is_signed(self) -> bool:
+        return isinstance(self.signature, str) and self.signature not in ("", SIGNATURE)
 
 
 class RedactedThinking(msgspec.Struct, tag_field="type", tag="redacted_thinking"):
-    """Reasoning encrypted by another provider; ignored."""
+    """Reasoning that a provider has encrypted: only that provider reads it."""
+
+    data: ProviderMark = None
 
 
 class TurnMessage(msgspec.Struct):
@@ -256,12 +267,18 @@ def _turn_messages(turn: TurnMessage, field: str) -> list[MessageAndField]:
     calls: list[ToolCall] = []
     texts: list[str] = []
     thinking: list[str] = []
+    signed: list[ThinkingBlock | RedactedThinking] = []
     for number, block in enumerate(turn.content):
         block_field = f"{field}.content[{number}]"
         if isinstance(block, TextBlock):
             texts.append(block.text)
         elif isinstance(block, ThinkingBlock):
             thinking.append(block.thinking)
+            if block.is_signed:
+                signed.append(block)
+        elif isinstance(block, RedactedThinking):
+            if isinstance(block.data, str):
+                signed.append(block)
         elif isinstance(block, ToolResult) and turn.role == "user":
             messages.append((_result(block), block_field))
         elif isinstance(block, ToolUse) and turn.role == "assistant":
@@ -269,8 +286,15 @@ def _turn_messages(turn: TurnMessage, field: str) -> list[MessageAndField]:
         elif isinstance(block, ToolResult | ToolUse):
             raise BadInput(f"`{block_field}` is not allowed in a turn of the {turn.role}", param=block_field)
     if texts or calls or not messages:
-        reasoning = join_text(thinking) or None
-        messages.append((Message(turn.role, join_text(texts), tool_calls=tuple(calls), reasoning=reasoning), field))
+        marks: Marks = {"thinking_blocks": msgspec.to_builtins(signed)} if signed else {}
+        said = Message(
+            turn.role,
+            join_text(texts),
+            tool_calls=tuple(calls),
+            reasoning=join_text(thinking) or None,
+            marks=marks,
+        )
+        messages.append((said, field))
     return messages
 
 

@@ -124,6 +124,7 @@ class AnyMessage(ChatMessage, kw_only=True):
     """A message for a provider."""
 
     content: str | list[AnyContent] | None = None  # type: ignore[assignment]
+    thinking_blocks: list[Any] | None = None
 
 
 def marks(field: Any, *names: str) -> Marks:

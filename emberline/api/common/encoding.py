@@ -1,7 +1,8 @@
 """Encoding texts, as every API needs it: the request that a body asks for, computed while its client waits."""
 
 import asyncio
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -51,6 +52,19 @@ def encoded_of(answer: Answer) -> Encoded:
     if answer.encoded is None:
         raise Internal("the result has no vectors")
     return answer.encoded
+
+
+class EncodedJson(Encoded, kw_only=True):
+    """A result whose vectors are JSON already."""
+
+    json: list[msgspec.Raw]
+
+    def rows(self) -> Iterator[Any]:
+        return iter(self.json)
+
+
+async def with_json_rows(encoded: Encoded) -> EncodedJson:
+    return EncodedJson(**msgspec.structs.asdict(encoded), json=await json_rows(encoded))
 
 
 async def json_rows(encoded: Encoded) -> list[msgspec.Raw]:

@@ -8,40 +8,73 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from emberline.api.common.encoding import json_rows, run_encoding
+from emberline.api.common.encoding import EncodeFields, run_encoding, with_json_rows
 from emberline.api.common.response_body import collect
 from emberline.api.http.body import SESSION_FIELDS, decode, read_model_body
-from emberline.api.http.errors import FieldNames, HeaderList
+from emberline.api.http.errors import Dialect, FieldNames, HeaderList
 from emberline.api.http.exchange import Events, HttpExchange, json_reply
 from emberline.api.http.sse import EventEncoder
 from emberline.api.http.streaming import EventStream, Response
 from emberline.protocol.complete_response import Answer
 from emberline.protocol.errors import BadInput
-from emberline.protocol.request import EncodeRequest
+from emberline.protocol.request import EncodeRequest, GenerateRequest
+
+Body = TypeVar("Body")
+# Makes the canonical request of a body, an id and a session. Returns it with the client's names of its fields.
+ToTask = Callable[[Body, str, str | None], tuple[GenerateRequest | EncodeRequest, FieldNames]]
+Relay = Callable[[HttpExchange, bytes], Awaitable[Response] | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
-    """One kind of request. `to_task` takes a body, the request's id and its session, and returns the canonical request
-    with the client's names of its fields. `to_body` takes the request's id, its body, the Unix time and the answer;
-    `to_stream` the id, the API, the body and the time.
-    """
+class AnswerForm(Generic[Body]):
+    """How the answers to one kind of request are written."""
 
-    decoder: msgspec.json.Decoder[Any]
-    to_task: Callable[..., tuple[Any, FieldNames]]
-    to_body: Callable[..., Any]
-    to_stream: Callable[..., EventEncoder] | None = None  # None: the answer comes whole
-    # Relays a body to an upstream server. Returns None if the body has to be read here.
-    relay: Callable[[HttpExchange, bytes], Awaitable[Response] | None] | None = None
-    # Relays a body that is no canonical request, with images, say. Returns None if nobody else may read it either.
-    relay_unread: Callable[[HttpExchange, bytes], Awaitable[Response] | None] | None = None
-    session_fields: tuple[str, ...] = SESSION_FIELDS  # the body's names of its session, by precedence
+    to_body: Callable[[str, Body, int, Answer], Any]  # takes the request's id, its body, the Unix time and the answer
+    # Takes the request's id, the API, the body and the Unix time. None: the answer comes whole.
+    to_stream: Callable[[str, Dialect, Body, int], EventEncoder] | None = None
     headers: Callable[[HttpExchange], HeaderList] = attrgetter("id_headers")
     envelope: Callable[[HttpExchange, Any], Any] | None = None  # wraps the body of a reply that comes whole
+
+    async def answer(
+        self, call: HttpExchange, body: Body, events: Events, n_choices: int = 1, streams: bool | None = False
+    ) -> Response:
+        """Answer with what a model generates: as a stream, or whole."""
+        created = int(time.time())
+        if streams:
+            assert self.to_stream is not None
+            return EventStream(events, self.to_stream(call.id, call.dialect, body, created), headers=self.headers(call))
+        answer = await collect(call, events, n_choices)
+        return self._reply(call, self.to_body(call.id, body, created, answer))
+
+    async def encode(self, call: HttpExchange, body: Body, task: EncodeRequest) -> Response:
+        """Answer with vectors, scores or labels of texts."""
+        assert isinstance(body, EncodeFields)
+        encoded = await run_encoding(call, task)
+        if encoded.pooling is not None and body.wants_rows:
+            encoded = await with_json_rows(encoded)
+        answer = Answer([], encoded.usage, encoded)
+        return self._reply(call, self.to_body(call.id, body, int(time.time()), answer))
+
+    def _reply(self, call: HttpExchange, body: Any) -> Response:
+        body = body if self.envelope is None else self.envelope(call, body)
+        return json_reply(body, headers=self.headers(call))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form(AnswerForm[Body]):
+    """One kind of request."""
+
+    decoder: msgspec.json.Decoder[Body]
+    to_task: ToTask[Body]
+    # Relays a body to an upstream server. Returns None if the body has to be read here.
+    relay: Relay | None = None
+    # Relays a body that is no canonical request, with images, say. Returns None if nobody else may read it either.
+    relay_unread: Relay | None = None
+    session_fields: tuple[str, ...] = SESSION_FIELDS  # the body's names of its session, by precedence
 
     async def __call__(self, call: HttpExchange) -> Response:
         """Serve the form as an endpoint."""
@@ -49,7 +82,7 @@ class Form:
         if self.relay is not None and (relayed := self.relay(call, raw)) is not None:
             return await relayed
         try:
-            body = decode(raw, self.decoder)
+            body: Any = decode(raw, self.decoder)
             task, call.field_names = self.to_task(body, call.id, call.session)
         except BadInput:
             if self.relay_unread is None or (relayed := self.relay_unread(call, raw)) is None:
@@ -60,25 +93,3 @@ class Form:
         if (usage := getattr(body, "usage", None)) is not None and usage.include:
             call.wants_cost = True
         return await self.answer(call, body, call.run(task), task.n, body.stream)
-
-    async def answer(
-        self, call: HttpExchange, body: Any, events: Events, n_choices: int = 1, streams: bool | None = False
-    ) -> Response:
-        """Answer with what a model generates: as a stream, or whole."""
-        created = int(time.time())
-        if streams:
-            assert self.to_stream is not None
-            return EventStream(events, self.to_stream(call.id, call.dialect, body, created), headers=self.headers(call))
-        answer = await collect(call, events, n_choices)
-        return self._reply(call, self.to_body(call.id, body, created, answer))
-
-    async def encode(self, call: HttpExchange, body: Any, task: EncodeRequest) -> Response:
-        """Answer with vectors, scores or labels of texts."""
-        encoded = await run_encoding(call, task)
-        rows = await json_rows(encoded) if encoded.pooling is not None and body.wants_rows else None
-        answer = Answer([], encoded.usage, encoded)
-        return self._reply(call, self.to_body(call.id, body, int(time.time()), answer, rows))
-
-    def _reply(self, call: HttpExchange, body: Any) -> Response:
-        body = body if self.envelope is None else self.envelope(call, body)
-        return json_reply(body, headers=self.headers(call))

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from emberline.api.common.form import Form
+from emberline.api.common.form import AnswerForm
 from emberline.api.common.response_body import json_arguments
 from emberline.api.common.sampling_fields import (
     Penalty,
@@ -30,9 +30,18 @@ from emberline.api.http.sse import EventEncoder, data_event
 from emberline.api.http.streaming import Response
 from emberline.protocol.complete_response import Answer, AnswerChoice
 from emberline.protocol.errors import BadInput, Unsupported
-from emberline.protocol.events import ChoiceDone, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStarted, Usage
+from emberline.protocol.events import (
+    ChoiceDone,
+    Opaque,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallDelta,
+    ToolCallStarted,
+    Usage,
+)
 from emberline.protocol.request import (
     GenerateRequest,
+    Marks,
     Message,
     MessageRole,
     OutputFormat,
@@ -42,9 +51,10 @@ from emberline.protocol.request import (
     session_name,
 )
 from emberline.service.validation import MAX_TOOLS
+from emberline.upstream.dialects.gemini import signature_mark, thought_signature
 
 _PATH = re.compile(r"(?:v1|v1beta)/models/([^/:]+(?:/[^/:]+)*):(generateContent|streamGenerateContent)")
-_FINISH = {"stop": "STOP", "length": "MAX_TOKENS", "tool_calls": "STOP"}
+_FINISH = {"stop": "STOP", "length": "MAX_TOKENS", "tool_calls": "STOP", "content_filter": "SAFETY"}
 
 Json = dict[str, Any]
 
@@ -211,9 +221,7 @@ def _said(role: MessageRole, parts: list[Part], field: str) -> Message:
 def _tool_call(part: Part) -> ToolCall:
     call = part.function_call
     assert call is not None
-    marks = {}
-    if part.thought_signature is not None:
-        marks = {"extra_content": {"google": {"thought_signature": part.thought_signature}}}
+    marks = {} if part.thought_signature is None else {"extra_content": signature_mark(part.thought_signature)}
     return ToolCall(call.id or call.name, call.name, encode(call.args).decode(), marks)
 
 
@@ -227,7 +235,7 @@ def model_of(endpoint: str) -> str | None:
 
 
 async def generate_content(call: HttpExchange, model: str, endpoint: str) -> Response:
-    given = decode(call.body or b"", GEMINI.decoder)
+    given = decode(call.body or b"", _decoder)
     call.use_model(model)
     request, call.field_names = given.to_request(model, call.id, call.session)
     streams = endpoint.endswith(":streamGenerateContent")
@@ -250,7 +258,9 @@ def _parts(choice: AnswerChoice) -> list[Json]:
 
 
 def _call_part(call: ToolCall) -> Json:
-    return {"functionCall": {"id": call.id, "name": call.name, "args": json_arguments(call) or {}}}
+    part: Json = {"functionCall": {"id": call.id, "name": call.name, "args": json_arguments(call) or {}}}
+    signature = thought_signature(call.marks)
+    return part if signature is None else part | {"thoughtSignature": signature}
 
 
 def _usage(usage: Usage) -> Json:
@@ -275,7 +285,7 @@ class GeminiStream(EventEncoder):
         super().__init__(request_id, dialect)
         self._model = body.model
         self._finish = "STOP"
-        self._calls: list[tuple[ToolCallStarted, list[str]]] = []
+        self._calls: list[tuple[ToolCallStarted, list[str], Marks]] = []
 
     def _chunk(self, parts: list[Json], finish: str = "", usage: Usage | None = None) -> bytes:
         candidate: Json = {"content": {"parts": parts, "role": "model"}, "index": 0}
@@ -290,16 +300,21 @@ class GeminiStream(EventEncoder):
         return self._chunk([{"text": event.text, "thought": True}])
 
     def tool_call_started(self, event: ToolCallStarted) -> bytes:
-        self._calls.append((event, []))
+        self._calls.append((event, [], {}))
         return b""
 
     def tool_call_delta(self, event: ToolCallDelta) -> bytes:
         self._calls[event.call][1].append(event.arguments)
         return b""
 
+    def opaque(self, event: Opaque) -> bytes:
+        if event.call is not None:
+            self._calls[event.call][2][event.name] = event.value
+        return b""
+
     def choice_done(self, event: ChoiceDone) -> bytes:
         self._finish = _FINISH[event.finish]
-        parts = [_call_part(ToolCall(one.id, one.name, "".join(pieces))) for one, pieces in self._calls]
+        parts = [_call_part(ToolCall(one.id, one.name, "".join(pieces), marks)) for one, pieces, marks in self._calls]
         return self._chunk(parts) if parts else b""
 
     def completed(self, usage: Usage) -> bytes:
@@ -307,9 +322,5 @@ class GeminiStream(EventEncoder):
 
 
 # The path names the model, so answers are written from the canonical request.
-GEMINI = Form(
-    decoder=msgspec.json.Decoder(GenerateContent),
-    to_task=GenerateContent.to_request,
-    to_body=content_body,
-    to_stream=GeminiStream,
-)
+GEMINI = AnswerForm(to_body=content_body, to_stream=GeminiStream)
+_decoder = msgspec.json.Decoder(GenerateContent)

@@ -33,7 +33,7 @@ class BatchLine(msgspec.Struct, kw_only=True):
     body: msgspec.Raw = msgspec.Raw(b"")
 
 
-FORMS: Mapping[str, Form] = {  # by the endpoint that a batch names
+FORMS: Mapping[str, Form[Any]] = {  # by the endpoint that a batch names
     "/v1/chat/completions": CHAT,
     "/v1/completions": COMPLETION,
     "/v1/embeddings": EMBEDDINGS,
@@ -61,7 +61,7 @@ class OpenAIJobReader:
             body = _body(self._endpoint, given)
             if body.stream:
                 raise BadInput("`stream` has no meaning in a batch: leave it out", param="body.stream")
-            task, _ = FORMS[self._endpoint].to_task(body, "")
+            task, _ = FORMS[self._endpoint].to_task(body, "", None)
             return NewJob(custom_id, line_request(task, self._service, self._batch))
         except EmberlineError as error:
             error.message = f"line {line.number}: {error.message}"
@@ -106,7 +106,7 @@ def result_line(result: Result, endpoint: str) -> bytes:
 
 def _field_names(result: Result, endpoint: str) -> FieldNames:
     body = _body(endpoint, decode(result.line, _line_decoder))
-    return FORMS[endpoint].to_task(body, result.job.request_id)[1]
+    return FORMS[endpoint].to_task(body, result.job.request_id, None)[1]
 
 
 def _body(endpoint: str, given: BatchLine) -> Any:

@@ -28,6 +28,7 @@ from emberline.protocol.complete_response import Answer, AnswerChoice
 from emberline.protocol.errors import BadInput
 from emberline.protocol.events import (
     ChoiceDone,
+    Opaque,
     ReasoningDelta,
     TextDelta,
     TextLogprob,
@@ -155,12 +156,14 @@ def _message(choice: AnswerChoice, body: ChatRequest) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if reasoning:
         message["reasoning_content"] = reasoning
-    calls = [(call.id, {"name": call.name, "arguments": call.arguments}) for call in choice.tool_calls]
+    calls = [(call, {"name": call.name, "arguments": call.arguments}) for call in choice.tool_calls]
     if calls and body.uses_functions:
         message["function_call"] = calls[0][1]
     elif calls:
-        message["tool_calls"] = [{"id": id, "type": "function", "function": function} for id, function in calls]
-    return message
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": function} | call.marks for call, function in calls
+        ]
+    return message if body.hides_reasoning else message | choice.marks
 
 
 class ChunkStream(EventEncoder):
@@ -256,10 +259,19 @@ class ChatStream(ChunkStream):
     def tool_call_started(self, event: ToolCallStarted) -> bytes:
         function = {"name": event.name, "arguments": ""}
         call = {"index": event.call, "id": event.id, "type": "function", "function": function}
-        return self._open(event.index) + self._call_chunk(event, call)
+        return self._open(event.index) + self._call_chunk(event.index, event.call, call)
 
     def tool_call_delta(self, event: ToolCallDelta) -> bytes:
-        return self._call_chunk(event, {"index": event.call, "function": {"arguments": event.arguments}})
+        call = {"index": event.call, "function": {"arguments": event.arguments}}
+        return self._call_chunk(event.index, event.call, call)
+
+    def opaque(self, event: Opaque) -> bytes:
+        """A mark of a call comes with its index. Those of the message are thinking."""
+        if event.call is not None:
+            return self._call_chunk(event.index, event.call, {"index": event.call, event.name: event.value})
+        if self._hides_reasoning:
+            return b""
+        return self._open(event.index) + self._delta_chunk(event.index, {event.name: event.value})
 
     def choice_done(self, event: ChoiceDone) -> bytes:
         return self._open(event.index, "") + super().choice_done(event)
@@ -270,8 +282,10 @@ class ChatStream(ChunkStream):
         self._opened[index] = True
         return self._delta_chunk(index, {"role": "assistant", "content": content})
 
-    def _call_chunk(self, event: ToolCallStarted | ToolCallDelta, call: dict[str, Any]) -> bytes:
+    def _call_chunk(self, index: int, number: int, call: dict[str, Any]) -> bytes:
         if not self._uses_functions:
-            return self._delta_chunk(event.index, {"tool_calls": [call]})
-        # `function_call` holds one call.
-        return b"" if event.call else self._delta_chunk(event.index, {"function_call": call["function"]})
+            return self._delta_chunk(index, {"tool_calls": [call]})
+        # `function_call` holds one call, without marks.
+        if number or "function" not in call:
+            return b""
+        return self._delta_chunk(index, {"function_call": call["function"]})

@@ -1,7 +1,7 @@
 """The OpenAI API's embeddings, and reranking in the shape of Jina and Cohere."""
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -60,14 +60,11 @@ class EmbeddingsRequest(EncodeFields, kw_only=True):
         return ((), (pack(numbers),), False) if numbers else ((), tuple(map(pack, lists)), True)
 
 
-def embeddings_body(
-    request_id: str, body: EmbeddingsRequest, created: int, answer: Answer, rows: Sequence[msgspec.Raw] | None = None
-) -> Json:
-    """Build the reply. `rows` are the vectors, if they are JSON already."""
+def embeddings_body(request_id: str, body: EmbeddingsRequest, created: int, answer: Answer) -> Json:
     encoded = encoded_of(answer)
     if encoded.pooling is None:
         raise BadInput(f"{body.model} makes no vectors: ask for /v1/rerank or `run`", param="model")
-    vectors: Any = rows or encoded.rows()
+    vectors: Iterator[Any] = encoded.rows()
     if body.encoding_format == "base64":
         vectors = (base64.b64encode(row).decode() for row in encoded.row_bytes())
     data = [{"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(vectors)]
@@ -118,9 +115,7 @@ class RerankRequest(EncodeFields, kw_only=True):
         return tuple(item if isinstance(item, str) else item.text for item in self.documents)
 
 
-def _rerank_body(
-    returns_documents: bool, request_id: str, body: RerankRequest, created: int, answer: Answer, rows: None = None
-) -> Json:
+def _rerank_body(returns_documents: bool, request_id: str, body: RerankRequest, created: int, answer: Answer) -> Json:
     encoded, texts = encoded_of(answer), body.texts
     if body.return_documents is not None:
         returns_documents = body.return_documents

@@ -72,17 +72,17 @@ class EncodeInput(EncodeFields, kw_only=True):
         return (self.text,) if isinstance(self.text, str) else tuple(self.text)
 
 
-def encoded_result(
-    request_id: str, given: EncodeInput, created: int, answer: Answer, rows: Sequence[msgspec.Raw] | None = None
-) -> Any:
-    """Build the result for the model's task: vectors, reranker scores or labels, for one text or for each.
-
-    `rows` are the vectors, if they are JSON already."""
+def encoded_result(request_id: str, given: EncodeInput, created: int, answer: Answer) -> Any:
+    """Build the result for the model's task: vectors, reranker scores or labels, for one text or for each."""
     encoded = encoded_of(answer)
     if encoded.pooling is not None:
-        vectors: Sequence[Any] = rows or list(encoded.rows())
         shape = [encoded.n_rows, len(encoded.values) // 4 // encoded.n_rows]
-        return {"shape": shape, "data": vectors, "pooling": encoded.pooling, "usage": usage_body(encoded.usage)}
+        return {
+            "shape": shape,
+            "data": list(encoded.rows()),
+            "pooling": encoded.pooling,
+            "usage": usage_body(encoded.usage),
+        }
     if len(encoded.labels) == 1:
         ranked = [{"id": index, "score": score} for index, score in ranking(encoded, given.top_k)]
         return {"response": ranked, "usage": usage_body(encoded.usage)}

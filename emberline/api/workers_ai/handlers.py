@@ -7,7 +7,7 @@ import msgspec
 
 from emberline.api.batches.job_format import FileLine, Result, batch_results, line_request
 from emberline.api.batches.submission import find_batch, new_batch, position_body, submit_once, submit_requests
-from emberline.api.common.form import Form
+from emberline.api.common.form import AnswerForm
 from emberline.api.http.body import MAX_VALUES, NO_LIMIT, decode, n_separators, named_model, read_body
 from emberline.api.http.errors import Dialect, NoSuchBatch, error_body
 from emberline.api.http.exchange import JSON, HttpExchange, Reply, Services, encode
@@ -58,20 +58,18 @@ class _QueuedInput(RunRequest, kw_only=True):
     external_reference: Any = None
 
 
-RUN = Form(
-    decoder=msgspec.json.Decoder(_QueuedInput),
-    to_task=RunRequest.to_request,
+RUN = AnswerForm(
     to_body=result_body,
     to_stream=RunStream,
     envelope=enveloped,
 )
-ENCODE = Form(
-    decoder=msgspec.json.Decoder(EncodeInput),
-    to_task=EncodeInput.to_request,
+ENCODE = AnswerForm(
     to_body=encoded_result,
     envelope=enveloped,
 )
 _run_decoder = msgspec.json.Decoder(RunRequest)
+_encode_decoder = msgspec.json.Decoder(EncodeInput)
+_queued_decoder = msgspec.json.Decoder(_QueuedInput)
 _universal_decoder = msgspec.json.Decoder(UniversalRequest)
 _raw_decoder = msgspec.json.Decoder(_RawInput)
 _submission_decoder = msgspec.json.Decoder(_Submission)
@@ -112,7 +110,7 @@ async def run_universal(call: HttpExchange) -> Response:
 
 
 async def _run_input(call: HttpExchange, model: str, raw: bytes, encodes: bool) -> Response:
-    decoder: msgspec.json.Decoder[Any] = ENCODE.decoder if encodes else _run_decoder
+    decoder: msgspec.json.Decoder[Any] = _encode_decoder if encodes else _run_decoder
     body = decode(raw, decoder, decode(raw, _submission_decoder, NO_LIMIT).max_values)
     return await _run(call, model, raw, body)
 
@@ -211,8 +209,10 @@ def _job_result(result: Result) -> bytes:
     body: Json = {"id": result.job.number}
     try:
         answer = result.answer()
-        form = RUN if answer.encoded is None else ENCODE
-        shown = form.to_body(result.job.request_id, decode(result.line, form.decoder), 0, answer)
+        if answer.encoded is None:
+            shown = result_body(result.job.request_id, decode(result.line, _queued_decoder), 0, answer)
+        else:
+            shown = encoded_result(result.job.request_id, decode(result.line, _encode_decoder), 0, answer)
         body |= {"result": shown, "success": True}
     except EmberlineError as error:
         body |= {"success": False, "error": error_body(error, Dialect.NATIVE, result.job.request_id)["errors"][0]}
@@ -228,8 +228,8 @@ def read_input_job(service: Services, batch: Batch, line: FileLine) -> NewJob:
     reference, model = "", batch.model
     try:
         encodes = encodes_text(service.models.find(model))
-        form = ENCODE if encodes else RUN
-        given: _QueuedInput | EncodeInput = decode(line.content(), form.decoder)
+        decoder: msgspec.json.Decoder[Any] = _encode_decoder if encodes else _queued_decoder
+        given: _QueuedInput | EncodeInput = decode(line.content(), decoder)
         if isinstance(given.external_reference, str):
             reference = given.external_reference[:512]
         if given.stream:
@@ -237,7 +237,7 @@ def read_input_job(service: Services, batch: Batch, line: FileLine) -> NewJob:
         if given.requests is not None or given.request_id is not None:
             wanted = "a `text`, or a `query` and `contexts`" if encodes else "a `prompt` or `messages`"
             raise BadInput(f"an input in `requests` is {wanted}", param="requests")
-        task, _ = form.to_task(given, "", None, model)
+        task, _ = given.to_request("", None, model)
         return NewJob(reference, line_request(task, service, batch))
     except EmberlineError as error:
         return NewJob(reference, None, error.info())

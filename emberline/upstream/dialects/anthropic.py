@@ -6,7 +6,16 @@ from typing import Any
 import msgspec
 
 from emberline.protocol.errors import BadInput, Unsupported
-from emberline.protocol.events import ChoiceDone, Opaque, ReasoningDelta, TextDelta, TextEvent, ToolCallStarted, Usage
+from emberline.protocol.events import (
+    ChoiceDone,
+    Finish,
+    Opaque,
+    ReasoningDelta,
+    TextDelta,
+    TextEvent,
+    ToolCallStarted,
+    Usage,
+)
 from emberline.protocol.request import ContentPart, GenerateRequest, Message
 from emberline.upstream.dialects.dialect import (
     CHAT,
@@ -241,10 +250,11 @@ class _Event(msgspec.Struct):
 
 
 _events = msgspec.json.Decoder(_Event)
-_FINISHES: dict[str, Any] = {
+_FINISHES: dict[str, Finish] = {
     "max_tokens": "length",
     "model_context_window_exceeded": "length",
     "tool_use": "tool_calls",
+    "refusal": "content_filter",
 }  # else "stop"
 _CODES = {"invalid_request_error": 400}  # of errors that are the request's; the others are the provider's
 
@@ -276,8 +286,6 @@ class AnthropicReader(EventReader):
         elif kind == "message_delta" and event.delta is not None:
             self._count(event.usage)
             if (reason := event.delta.stop_reason) is not None and not self.finished:
-                if reason == "refusal":
-                    events.append(Opaque(0, "finish_reason", "content_filter"))
                 finish = _FINISHES.get(reason, "stop")
                 self._finish(events, ChoiceDone(0, finish, event.delta.stop_sequence if finish == "stop" else None))
         elif kind == "message_stop":
@@ -294,7 +302,9 @@ class AnthropicReader(EventReader):
             self._has_arguments = False
             events.append(ToolCallStarted(0, self._next_call(0), block.id, block.name))
             return
-        self._thinking, self._signature = [block.thinking] if block.thinking else [], ""
+        self._thinking, self._signature = [block.thinking], ""
+        if block.thinking:
+            events.append(ReasoningDelta(0, block.thinking))
         if block.type == "text" and block.text:
             events.append(TextDelta(0, block.text))
 

@@ -8,6 +8,7 @@ import msgspec
 
 from emberline.protocol.events import (
     ChoiceDone,
+    Opaque,
     ReasoningDelta,
     Started,
     TextDelta,
@@ -60,6 +61,7 @@ class ChunkToolCall(msgspec.Struct):
     index: int = 0
     id: str | None = None
     function: ChunkFunction | None = None
+    extra_content: Any = None
 
 
 class ChunkDelta(msgspec.Struct):
@@ -67,6 +69,7 @@ class ChunkDelta(msgspec.Struct):
     reasoning_content: str | None = None
     reasoning: str | None = None
     tool_calls: list[ChunkToolCall] | None = None
+    thinking_blocks: Any = None
 
 
 class ChunkChoice(msgspec.Struct):
@@ -127,6 +130,8 @@ class ChunkReader:
         delta = choice.delta
         if delta is not None and (reasoning := delta.reasoning_content or delta.reasoning):
             yield ReasoningDelta(index, reasoning)
+        if delta is not None and delta.thinking_blocks is not None:
+            yield Opaque(index, "thinking_blocks", delta.thinking_blocks)
         text = (delta.content if delta is not None else choice.text) or ""
         logprobs = _logprobs(choice.logprobs)
         if text or logprobs:
@@ -146,6 +151,8 @@ class ChunkReader:
             yield ToolCallStarted(index, call.index, call.id or f"call_{uuid.uuid4().hex[:24]}", function.name)
         if not 0 <= call.index < state.n_calls:
             raise UnreadableChunk(f"arguments of tool call {call.index}, which it had not begun")
+        if call.extra_content is not None:
+            yield Opaque(index, "extra_content", call.extra_content, call.index)
         if function.arguments:
             yield ToolCallDelta(index, call.index, function.arguments)
 
@@ -153,6 +160,8 @@ class ChunkReader:
         reason = choice.finish_reason
         if reason in _UNFINISHED:
             raise UnreadableChunk(f"the finish reason {reason}")
+        if reason == "content_filter":
+            return ChoiceDone(choice.index, "content_filter")
         if state.n_calls and reason != "length":
             return ChoiceDone(choice.index, "tool_calls")
         stop = choice.stop_reason if choice.stop_reason in self._stops else None

@@ -158,7 +158,6 @@ class ChunkEditor:
         self._hides_usage = hides_usage
         self._created = int(time.time())
         self._roles: set[int] = set()  # choices that have begun
-        self._reasons: dict[int, str] = {}  # finish reasons that only OpenAI's API has
         self._call: Json = {}  # one that comes whole, until its arguments are known
         self._begin()
 
@@ -232,8 +231,6 @@ class ChunkEditor:
             return self._delta(index, {"tool_calls": [call]})
         elif isinstance(event, ChoiceDone):
             return self._finish(event)
-        elif event.name == "finish_reason":
-            self._reasons[index] = event.value
         elif event.call is not None:
             self._call[event.name] = event.value
         else:
@@ -244,8 +241,7 @@ class ChunkEditor:
         return self._head + b'{"index":%d,"delta":' % index + encode(delta) + _MORE
 
     def _finish(self, done: ChoiceDone) -> bytes:
-        reason = self._reasons.get(done.index, done.finish)
-        choice: Json = {"index": done.index, "delta": {}, "finish_reason": reason}
+        choice: Json = {"index": done.index, "delta": {}, "finish_reason": done.finish}
         if done.stop_sequence is not None:
             choice["stop_reason"] = done.stop_sequence
         return self._head + encode(choice) + b"]}\n\n"

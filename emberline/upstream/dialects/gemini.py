@@ -7,8 +7,17 @@ from urllib.parse import quote
 import msgspec
 
 from emberline.protocol.errors import Unsupported
-from emberline.protocol.events import ChoiceDone, Opaque, ReasoningDelta, TextDelta, TextEvent, ToolCallStarted, Usage
-from emberline.protocol.request import ContentPart, GenerateRequest, Message, Reasoning, ToolCall
+from emberline.protocol.events import (
+    ChoiceDone,
+    Finish,
+    Opaque,
+    ReasoningDelta,
+    TextDelta,
+    TextEvent,
+    ToolCallStarted,
+    Usage,
+)
+from emberline.protocol.request import ContentPart, GenerateRequest, Marks, Message, Reasoning, ToolCall
 from emberline.upstream.dialects.dialect import (
     CHAT,
     Fields,
@@ -132,14 +141,23 @@ def _part(part: ContentPart, where: str) -> Json:
 
 def _call(call: ToolCall, where: str, needs_signature: bool) -> Json:
     part: Json = {"functionCall": {"name": call.name, "args": arguments_of(call, where)}}
-    extra = call.marks.get("extra_content")
+    signature = thought_signature(call.marks)
+    if signature is None and needs_signature:
+        signature = _NO_SIGNATURE
+    return part if signature is None else part | {"thoughtSignature": signature}
+
+
+def signature_mark(signature: str) -> Json:
+    """The `extra_content` of a tool call that holds Google's signature, as OpenAI's clients of Gemini know it."""
+    return {"google": {"thought_signature": signature}}
+
+
+def thought_signature(marks: Marks) -> str | None:
+    """Google's signature in the marks of a tool call. Returns None if there is none."""
+    extra = marks.get("extra_content")
     google = extra.get("google") if isinstance(extra, dict) else None
     signature = google.get("thought_signature") if isinstance(google, dict) else None
-    if isinstance(signature, str):
-        part["thoughtSignature"] = signature
-    elif needs_signature:
-        part["thoughtSignature"] = _NO_SIGNATURE
-    return part
+    return signature if isinstance(signature, str) else None
 
 
 def _result(name: str, parts: list[Json]) -> Json:
@@ -257,6 +275,7 @@ class _Event(msgspec.Struct, rename="camel"):
 
 
 _events = msgspec.json.Decoder(_Event)
+_FINISHES: dict[str, Finish] = {"STOP": "stop", "MAX_TOKENS": "length"}  # else "content_filter"
 _FAILED = ("MALFORMED_FUNCTION_CALL", "UNEXPECTED_TOOL_CALL", "TOO_MANY_TOOL_CALLS", "MALFORMED_RESPONSE")
 
 
@@ -299,17 +318,14 @@ class GeminiReader(EventReader):
         if reason in _FAILED:
             raise StreamError(candidate.finish_message or str(reason), 500)
         if reason is not None:
-            if reason not in ("STOP", "MAX_TOKENS"):
-                events.append(Opaque(index, "finish_reason", "content_filter"))
-            self._finish(events, ChoiceDone(index, "length" if reason == "MAX_TOKENS" else "stop"))
+            self._finish(events, ChoiceDone(index, _FINISHES.get(reason, "content_filter")))
 
     def _part(self, index: int, part: _Part, events: list[TextEvent]) -> None:
         if (call := part.function_call) is not None:
             number = self._next_call(index)
             events.append(ToolCallStarted(index, number, call.id or f"call_{uuid.uuid4().hex[:24]}", call.name))
             if part.thought_signature is not None:
-                signed = {"google": {"thought_signature": part.thought_signature}}
-                events.append(Opaque(index, "extra_content", signed, number))
+                events.append(Opaque(index, "extra_content", signature_mark(part.thought_signature), number))
             events.append(self._arguments(index, encode(call.args or {}).decode()))
         elif part.text:
             events.append(ReasoningDelta(index, part.text) if part.thought else TextDelta(index, part.text))

@@ -116,7 +116,13 @@ async def test_canonical_request(client: httpx.AsyncClient, service: FakeService
         messages=(
             Message("system", "You are\nkind."),
             Message("user", "Hi"),
-            Message("assistant", "Let me look.", tool_calls=(ToolCall("t1", "look", '{"at":1}'),), reasoning="hm"),
+            Message(
+                "assistant",
+                "Let me look.",
+                tool_calls=(ToolCall("t1", "look", '{"at":1}'),),
+                reasoning="hm",
+                marks={"thinking_blocks": [{"type": "thinking", "thinking": "hm", "signature": "s"}]},
+            ),
             Message("tool", "nothing", tool_call_id="t1"),
             Message("user", "So?"),
         ),

@@ -15,6 +15,7 @@ from emberline.accounts.auth import Authenticator
 from emberline.accounts.secret import Secret
 from emberline.api.app import ApiSettings, App
 from emberline.config import ProviderConfig
+from emberline.gateway.service import GatewayService
 from emberline.net.egress_policy import EgressPolicy
 from emberline.service.core import LocalCore
 from emberline.service.service import Service
@@ -82,7 +83,11 @@ async def gateway(tmp_path: Path) -> AsyncIterator[Opener]:
     closing: list[Callable[[], Awaitable[None]]] = []
 
     async def make(
-        *providers: ProviderConfig, egress: EgressPolicy | None = None, keys: bool = False, **options: Any
+        *providers: ProviderConfig,
+        egress: EgressPolicy | None = None,
+        keys: bool = False,
+        with_gateways: bool = False,
+        **options: Any,
     ) -> Gateway:
         store = await open_store(tmp_path / DATABASE)
         accounts = AccountService(store, Secret.open(tmp_path))
@@ -92,7 +97,11 @@ async def gateway(tmp_path: Path) -> AsyncIterator[Opener]:
             [], data_dir=tmp_path, store=store, providers=directory, directory=accounts.directory, **options
         )
         auth = Authenticator(Secret.open(tmp_path), directory=accounts.directory, required=keys)
-        app = App(service, ApiSettings(auth), accounts=accounts)
+        gateways = GatewayService(store, []) if with_gateways else None
+        if gateways is not None:
+            await gateways.open()
+            closing.append(gateways.close)
+        app = App(service, ApiSettings(auth), accounts=accounts, gateways=gateways)
         transport = httpx.ASGITransport(app=app)
         client = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8686", timeout=PATIENCE_S)
         closing.extend([store.close, accounts.close, service.close, client.aclose])

@@ -358,6 +358,112 @@ async def test_a_reply_that_was_filtered_or_cut(gateway: Opener, provider_server
         assert answer.json()["choices"][0]["finish_reason"] == expected
 
 
+@each_kind
+async def test_a_filtered_reply_tells_so_in_every_api(
+    gateway: Opener, provider_server: StartProvider, kind: str
+) -> None:
+    server = await provider_server(kind, stop={"anthropic": "refusal", "gemini": "SAFETY"}[kind])
+    made = await gateway(configured(kind, server), with_gateways=True)
+    read = {"cf-aig-cache-ttl": "60"}  # a gateway that caches reads the reply
+    body = {"model": model(kind), "messages": [USER], "max_tokens": 9}
+    for _ in range(2):
+        chat = (await made.post("/v1/chat/completions", body, **read)).json()
+        assert chat["choices"][0]["finish_reason"] == "content_filter"
+        message = (await made.post("/v1/messages", body, **read)).json()
+        assert message["stop_reason"] == "refusal"
+        response = (await made.post("/v1/responses", {"model": model(kind), "input": "Hi"}, **read)).json()
+        assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "content_filter"})
+    assert len(server.requests) == 3, "the others came from the cache"
+    if kind == "gemini":
+        path = "/v1/local/default/gemini/v1beta/models/gemini-3-pro:generateContent"
+        content = (await made.post(path, {"contents": [{"parts": [{"text": "Hi"}]}]})).json()
+        assert content["candidates"][0]["finishReason"] == "SAFETY"
+
+
+@each_kind
+@pytest.mark.parametrize("blocks", ["x", {"type": "thinking"}, 1])
+async def test_thinking_blocks_are_a_list(
+    gateway: Opener, provider_server: StartProvider, kind: str, blocks: Any
+) -> None:
+    server = await provider_server(kind)
+    made = await gateway(configured(kind, server))
+    said = {"role": "assistant", "content": "Yes.", "thinking_blocks": blocks}
+    answer = await made.post("/v1/chat/completions", {"model": model(kind), "messages": [USER, said, USER]})
+    assert (answer.status_code, server.requests) == (400, [])
+    assert "messages[1].thinking_blocks" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_signed_thinking_survives_a_gateway_that_reads(
+    gateway: Opener, provider_server: StartProvider, stream: bool
+) -> None:
+    server = await provider_server("anthropic", thinking="Hm.", text="Well.", calls=CALLS[:1])
+    made = await gateway(configured("anthropic", server), with_gateways=True)
+    read = {"cf-aig-cache-ttl": "60"}
+    signed = {"type": "thinking", "thinking": "Hm.", "signature": "c2lnbmVk"}
+    chat = {"model": model("anthropic"), "messages": [USER], "tools": [TOOL], "stream": stream}
+    tool = {"name": "weather", "input_schema": WEATHER}
+    body = {"model": model("anthropic"), "messages": [USER], "tools": [tool], "max_tokens": 9, "stream": stream}
+    for _ in range(2):  # computed, then from the cache
+        answer = await made.post("/v1/chat/completions", chat, **read)
+        if stream:
+            deltas = [chunk["choices"][0]["delta"] for chunk in events(answer.text) if chunk["choices"]]
+            assert [delta["thinking_blocks"] for delta in deltas if "thinking_blocks" in delta] == [[signed]]
+        else:
+            assert answer.json()["choices"][0]["message"]["thinking_blocks"] == [signed]
+        answer = await made.post("/v1/messages", body, **read)
+        content = blocks_of(events(answer.text)) if stream else answer.json()["content"]
+        assert [block["type"] for block in content] == ["thinking", "text", "tool_use"]
+        assert content[0] == signed
+    assert len(server.requests) == 2
+    result = {"type": "tool_result", "tool_use_id": content[2]["id"], "content": "cold"}
+    turns = [USER, {"role": "assistant", "content": content}, {"role": "user", "content": [result]}]
+    assert (await made.post("/v1/messages", body | {"messages": turns}, **read)).status_code == 200
+    assert server.requests[2]["messages"][1]["content"][0] == signed
+
+
+def blocks_of(stream: list[Any]) -> list[Any]:
+    """The content blocks of a message that was streamed."""
+    blocks: list[Any] = []
+    for event in stream:
+        if event["type"] == "content_block_start":
+            assert event["index"] == len(blocks)
+            blocks.append(event["content_block"])
+        elif event["type"] == "content_block_delta":
+            for name in ("text", "thinking", "signature"):
+                blocks[-1][name] = blocks[-1].get(name, "") + event["delta"].get(name, "")
+    return [{name: value for name, value in block.items() if value or name == "input"} for block in blocks]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_signatures_of_calls_survive_a_gateway_that_reads(
+    gateway: Opener, provider_server: StartProvider, stream: bool
+) -> None:
+    server = await provider_server("gemini", text="", calls=CALLS)
+    made = await gateway(configured("gemini", server), with_gateways=True)
+    read = {"cf-aig-cache-ttl": "60"}
+    chat = {"model": model("gemini"), "messages": [USER], "tools": [TOOL], "stream": stream}
+    verb = "streamGenerateContent" if stream else "generateContent"
+    path = f"/v1/local/default/gemini/v1beta/models/gemini-3-pro:{verb}"
+    declared = {"functionDeclarations": [{"name": "weather", "parametersJsonSchema": WEATHER}]}
+    for _ in range(2):  # computed, then from the cache
+        answer = await made.post("/v1/chat/completions", chat, **read)
+        if stream:
+            deltas = [chunk["choices"][0]["delta"] for chunk in events(answer.text) if chunk["choices"]]
+            calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+            marks = [(call["index"], call["extra_content"]) for call in calls if "extra_content" in call]
+        else:
+            calls = answer.json()["choices"][0]["message"]["tool_calls"]
+            marks = [(i, call["extra_content"]) for i, call in enumerate(calls) if "extra_content" in call]
+        assert marks == [(0, {"google": {"thought_signature": "c2lnbmVk"}})]
+        answer = await made.post(path, {"contents": [{"parts": [{"text": "Hi"}]}], "tools": [declared]}, **read)
+        told = events(answer.text) if stream else [answer.json()]
+        parts = [part for one in told for part in one["candidates"][0]["content"]["parts"]]
+        signatures = [part.get("thoughtSignature") for part in parts if "functionCall" in part]
+        assert signatures == ["c2lnbmVk", None]
+    assert len(server.requests) == 2
+
+
 async def test_signed_thinking_comes_back(gateway: Opener, provider_server: StartProvider) -> None:
     server = await provider_server("anthropic", thinking="Hm.", text="", calls=CALLS[:1])
     made = await gateway(configured("anthropic", server))

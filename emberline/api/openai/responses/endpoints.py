@@ -38,7 +38,7 @@ from emberline.api.openai.responses.output import ResponseBuilder, ResponseStrea
 from emberline.api.openai.responses.request import ResponsesRequest, response_id
 from emberline.protocol.complete_response import MAX_DEPTH, MAX_HISTORY_BYTES, StoredResponse
 from emberline.protocol.errors import BadInput, Conflict, EmberlineError, Internal, NoSuchStream, TooLarge
-from emberline.protocol.events import Completed, Opaque, Started
+from emberline.protocol.events import Completed, Started
 from emberline.protocol.request import GenerateRequest
 
 _ORDERS = ("asc", "desc")
@@ -308,6 +308,6 @@ async def _build(events: Events, builder: ResponseBuilder) -> None:
         async for event in events:
             if isinstance(event, Completed):
                 return
-            if not isinstance(event, Started | Opaque):
+            if not isinstance(event, Started):
                 builder.add(event)
     raise Internal("the events ended before the answer was complete")

@@ -28,6 +28,7 @@ from emberline.service.event_collector import ChoiceEvent, events_of
 
 Json = dict[str, Any]
 StreamEvent = dict[str, Any]
+_INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
 
 
 class ResponseBuilder:
@@ -47,10 +48,10 @@ class ResponseBuilder:
         self._pieces: list[str] = []  # of its text
         self._logprobs: list[Json] = []
         self._argument_text = ArgumentTextDecoder()
-        self._truncated = False
+        self._incomplete = ""  # why the answer is not complete; empty: it is
 
     def add(self, event: ChoiceEvent) -> list[StreamEvent]:
-        """The stream events for one event of the service."""
+        """Returns the stream events for one event of the service. This API has no place for a provider's marks."""
         if type(event) is TextDelta:
             return self._text(event)
         if type(event) is ReasoningDelta:
@@ -59,14 +60,13 @@ class ResponseBuilder:
             return self._arguments(event)
         if type(event) is ToolCallStarted:
             return self._call(event)
-        assert isinstance(event, ChoiceDone)
-        return self._finish(event)
+        return self._finish(event) if type(event) is ChoiceDone else []
 
     def complete(self, usage: Usage, at: int | None = None) -> None:
         """`at` is the Unix time of completion; None: now."""
         self.response |= {"output": self.items, "usage": _usage_body(usage)}
-        if self._truncated:
-            self.response |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+        if self._incomplete:
+            self.response |= {"status": "incomplete", "incomplete_details": {"reason": self._incomplete}}
         else:
             self.response |= {"status": "completed", "completed_at": int(time.time()) if at is None else at}
 
@@ -135,11 +135,11 @@ class ResponseBuilder:
 
     def _finish(self, event: ChoiceDone) -> list[StreamEvent]:
         """Close the last item. An answer with neither text nor calls gets an empty message."""
-        self._truncated = event.finish == "length"
+        self._incomplete = _INCOMPLETE.get(event.finish, "")
         events: list[StreamEvent] = []
-        if not self._truncated and all(item["type"] == "reasoning" for item in self.items):
+        if not self._incomplete and all(item["type"] == "reasoning" for item in self.items):
             events += self._open_message()
-        return events + self.close("incomplete" if self._truncated else "completed")
+        return events + self.close("incomplete" if self._incomplete else "completed")
 
     def _open_item(self, kind: str, fields: Json) -> list[StreamEvent]:
         events = self.close()
