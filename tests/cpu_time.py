@@ -3,20 +3,28 @@
 Wall time says little on a busy machine. CPU time, too, grows with load (caches, hyperthreads), differs between
 processors and, on a virtual machine, between one minute and the next, so the budget is stated for a machine that takes
 CALIBRATION_S for a fixed loop. Every test process runs the loop every few seconds, between two tests. Processes that a
-test starts count when the test process waits for them; a daemon such as PostgreSQL does not. The servers that several
-folders share end after the last test of a process: they count as the folder SHARED. Slow tests count nowhere.
+test starts count when the test process waits for them; a daemon such as PostgreSQL does not. Slow tests count nowhere.
+
+What several folders share would otherwise fall to whichever test comes first, so it counts apart, under names of its
+own in the budget: fixtures of the session, which end after the last test of a process (SHARED), the import of lazy
+modules (IMPORTS) and full garbage collections, which grow with all that a process has loaded (GARBAGE).
 """
 
+import contextlib
+import gc
 import resource
 import time
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+
+from tests import lazy_modules
 
 BUDGET = Path(__file__).parent / "cpu_budget.toml"
 CALIBRATION_S = 0.01  # CPU time of `calibrate` on the machine that the budget is stated for, when it is idle
@@ -26,7 +34,7 @@ MAX_TEST_S = 2.0  # of a test that is neither slow nor listed in the budget, wit
 # A figure may exceed its calibrated budget by this factor: two runs differ, and load varies during a run.
 HEADROOM = 1.4
 TEST_HEADROOM = 2.0  # the same for a single test, over which nothing is averaged
-SHARED = "shared fixtures"
+SHARED, IMPORTS, GARBAGE = APART = "shared fixtures", "lazy imports", "garbage collection"
 KEY = pytest.StashKey["CpuTimes"]()
 
 
@@ -38,6 +46,19 @@ class CpuTimes(msgspec.Struct):
     collection_s: float = 0.0
     slow_downs: list[float] = []
     calibrated_s: float = 0.0  # when the loop ran last, by the monotonic clock
+
+    @contextlib.contextmanager
+    def apart(self, name: str) -> Iterator[None]:
+        """Count what the block takes under `name`, and not for the test or the block around it."""
+        begin = cpu_s() - self.apart_s
+        try:
+            yield
+        finally:
+            self.folders[name] = self.folders.get(name, 0.0) + cpu_s() - self.apart_s - begin
+
+    @property
+    def apart_s(self) -> float:
+        return sum(self.folders.get(name, 0.0) for name in APART)
 
     def calibrate(self) -> None:
         """Run the loop if it has not run for a while."""
@@ -104,45 +125,59 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    session.config.stash[KEY].collection_s = cpu_s()
+    times = session.config.stash[KEY]
+    times.collection_s = cpu_s()
+    lazy_modules.importing = partial(times.apart, IMPORTS)
+    collecting: list[contextlib.AbstractContextManager[None]] = []
+
+    def collect(phase: str, info: dict[str, int]) -> None:
+        if info["generation"] == 2 and phase == "start":
+            collecting.append(times.apart(GARBAGE))
+            collecting[-1].__enter__()
+        elif info["generation"] == 2 and collecting:
+            collecting.pop().__exit__(None, None, None)
+
+    gc.callbacks.append(collect)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    folders = item.config.stash[KEY].folders
-    begin = cpu_s() - folders.get(SHARED, 0.0)
+    times = item.config.stash[KEY]
+    begin = cpu_s() - times.apart_s
     try:
         return (yield)
     finally:
         if item.get_closest_marker("slow") is None:
             parts = item.path.relative_to(item.config.rootpath / "tests").parts
             folder = parts[0] if len(parts) > 1 else "."
-            folders[folder] = folders.get(folder, 0.0) + cpu_s() - begin - folders.get(SHARED, 0.0)
+            times.folders[folder] = times.folders.get(folder, 0.0) + cpu_s() - times.apart_s - begin
         if item.config.getoption("--cpu-budget"):
-            item.config.stash[KEY].calibrate()
+            times.calibrate()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> Iterator[None]:
+    with request.config.stash[KEY].apart(SHARED) if fixturedef.scope == "session" else contextlib.nullcontext():
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
     """Count what ends with the last test of a process apart: it belongs to no folder."""
-    begin = cpu_s()
-    try:
+    with item.config.stash[KEY].apart(SHARED) if nextitem is None else contextlib.nullcontext():
         return (yield)
-    finally:
-        if nextitem is None:
-            folders = item.config.stash[KEY].folders
-            folders[SHARED] = folders.get(SHARED, 0.0) + cpu_s() - begin
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    begin = cpu_s()
+    times = item.config.stash[KEY]
+    begin = cpu_s() - times.apart_s
     try:
         return (yield)
     finally:
-        took = cpu_s() - begin
+        took = cpu_s() - times.apart_s - begin
         if took > MAX_TEST_S and item.get_closest_marker("slow") is None:
-            item.config.stash[KEY].tests[item.nodeid] = took
+            times.tests[item.nodeid] = took
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

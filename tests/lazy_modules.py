@@ -4,11 +4,15 @@ Every test process collects every file, but only one process needs the SDKs and 
 runs files that use the same library in the same process. Annotations that name a lazy module are strings.
 """
 
+import contextlib
 import importlib
 import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+
+importing: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext  # entered around an import
 
 
 class LazyModule:
@@ -20,7 +24,8 @@ class LazyModule:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "is_hypothesis_test":  # plugins ask every object of a file
             raise AttributeError(name)
-        return getattr(importlib.import_module(self._name), name)
+        with importing():  # transformers imports what an attribute needs when it is read
+            return getattr(importlib.import_module(self._name), name)
 
 
 anthropic = LazyModule("anthropic")

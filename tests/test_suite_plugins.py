@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.cpu_time import HEADROOM, SHARED, Budget, CpuTimes, calibrate, overruns, read_budget
+from tests.cpu_time import APART, GARBAGE, HEADROOM, SHARED, Budget, CpuTimes, calibrate, cpu_s, overruns, read_budget
 from tests.scheduling import PATH_GROUPS, group_of
 from tests.skip_rules import SkipReport, is_accepted
 
@@ -40,10 +40,23 @@ def test_times_of_several_processes_add_up() -> None:
     assert calibrate() > 0
 
 
+def test_what_folders_share_counts_once_and_apart() -> None:
+    times = CpuTimes()
+    begin = cpu_s()
+    with times.apart(SHARED):
+        calibrate()
+        with times.apart(GARBAGE):
+            calibrate()
+    took = cpu_s() - begin
+    assert 0 < times.folders[GARBAGE] < took
+    assert 0 < times.folders[SHARED] < took
+    assert times.apart_s == sum(times.folders.values()) <= took
+
+
 def test_the_budget_names_every_folder_and_tests_that_exist() -> None:
     budget = read_budget()
     folders = {path.parent.relative_to(TESTS).parts[0] for path in TESTS.glob("*/**/test_*.py")}
-    assert set(budget.folders) == folders - {"machines"} | {".", SHARED}
+    assert set(budget.folders) == folders - {"machines"} | {".", *APART}
     for test in budget.tests:
         path, _, name = test.partition("::")
         assert f"def {name}(" in (TESTS.parent / path).read_text(), test
