@@ -24,7 +24,7 @@ LONG_HINT_S = 3600.0  # shorter ones act on tiers only: the device's cache is ne
 _RATED = (Kind.SIDE, Kind.IDLE, Kind.TOOL)
 
 
-class Run:
+class EvictionRun:
     """Blocks of one conversation, or others that were added together."""
 
     __slots__ = ("charged", "conversation", "head", "kind", "n_blocks", "n_lost", "queue", "step", "used_s")
@@ -34,7 +34,7 @@ class Run:
         self.n_blocks = 0  # at most; blocks that were taken out one by one still count
         self.n_lost = 0  # evicted from its end since blocks were last added
         self.charged = 0  # blocks of the owner's share of hints
-        self.queue: OrderedDict[int, Run] = OrderedDict()  # that it is in
+        self.queue: OrderedDict[int, EvictionRun] = OrderedDict()  # that it is in
 
 
 class EvictionOrder:
@@ -52,15 +52,15 @@ class EvictionOrder:
         self._min_hint_s = 0.0 if by_age else LONG_HINT_S
         self._n_heads = 0
         self._next, self._prev = _links(n_blocks, sparse), _links(n_blocks, sparse)  # then the heads of runs
-        self._runs: dict[int, Run] = {}  # by head
+        self._runs: dict[int, EvictionRun] = {}  # by head
         self._free_heads: list[int] = []
-        self._queues: dict[Kind, OrderedDict[int, Run]] = {kind: OrderedDict() for kind in Kind}
-        self._hinted: dict[float, OrderedDict[int, Run]] = {}  # by how long they should stay
-        self._expired: dict[float, OrderedDict[int, Run]] = {}  # those that have stayed so long, also oldest first
+        self._queues: dict[Kind, OrderedDict[int, EvictionRun]] = {kind: OrderedDict() for kind in Kind}
+        self._hinted: dict[float, OrderedDict[int, EvictionRun]] = {}  # by how long they should stay
+        self._expired: dict[float, OrderedDict[int, EvictionRun]] = {}  # the hinted that stayed so long, oldest first
         self.charged: dict[bytes, int] = {}  # blocks that hints keep, by owner; read-only for others
         self.n_charged = 0  # of all owners
-        self._of: dict[Conversation, Run] = {}
-        self._victim: Run | None = None  # the run that is being evicted
+        self._of: dict[Conversation, EvictionRun] = {}
+        self._victim: EvictionRun | None = None  # the run that is being evicted
         self._changes: deque[tuple[Conversation, int]] = deque()
         retention.add_listener(self)
 
@@ -169,8 +169,8 @@ class EvictionOrder:
             self.remove(reversed(blocks))
         return [block for _, blocks in found for block in blocks]
 
-    def _first(self, n: int, last_step: int, but: AbstractSet[int]) -> list[tuple[Run, list[int]]]:
-        preceding, found = self._prev, list[tuple[Run, list[int]]]()
+    def _first(self, n: int, last_step: int, but: AbstractSet[int]) -> list[tuple[EvictionRun, list[int]]]:
+        preceding, found = self._prev, list[tuple[EvictionRun, list[int]]]()
         for run in self._in_order():
             if run.step > last_step:
                 continue
@@ -194,7 +194,7 @@ class EvictionOrder:
                 yield block, run.step
                 block = self._prev[block]
 
-    def _in_order(self) -> Iterator[Run]:
+    def _in_order(self) -> Iterator[EvictionRun]:
         self.apply_changes()
         self._expire_hints()
         queues = self._queues
@@ -205,7 +205,7 @@ class EvictionOrder:
 
     # --- runs --------------------------------------------------------------------------------------------------------
 
-    def _new_run(self, kind: Kind, conversation: Conversation | None, step: int) -> Run:
+    def _new_run(self, kind: Kind, conversation: Conversation | None, step: int) -> EvictionRun:
         if self._free_heads:
             head = self._free_heads.pop()
         else:
@@ -216,7 +216,7 @@ class EvictionOrder:
                     links[head] = head
                 else:
                     links.append(head)
-        run = self._runs[head] = Run(head, kind, self._retention.now_s, conversation, step)
+        run = self._runs[head] = EvictionRun(head, kind, self._retention.now_s, conversation, step)
         run.queue = self._queues[kind]
         run.queue[head] = run
         return run
@@ -224,7 +224,7 @@ class EvictionOrder:
     def _add_run(self, kind: Kind, blocks: Iterable[int] | Blocks, step: int) -> None:
         self._append(self._new_run(kind, None, step), blocks)
 
-    def _append(self, run: Run, blocks: Iterable[int] | Blocks) -> None:
+    def _append(self, run: EvictionRun, blocks: Iterable[int] | Blocks) -> None:
         following, preceding = self._next, self._prev
         head = run.head
         last = preceding[head]
@@ -247,7 +247,7 @@ class EvictionOrder:
         elif run.kind <= Kind.DEAD:
             self._victim = None  # these go first
 
-    def _pop(self, run: Run, most: int) -> list[int]:
+    def _pop(self, run: EvictionRun, most: int) -> list[int]:
         """Take blocks from the end of a run."""
         preceding, head = self._prev, run.head
         found: list[int] = []
@@ -258,7 +258,7 @@ class EvictionOrder:
         preceding[head], self._next[block] = block, head
         return found
 
-    def _drop(self, run: Run) -> None:
+    def _drop(self, run: EvictionRun) -> None:
         """The run is empty."""
         self._leave_queue(run)
         if run.conversation is not None:
@@ -266,7 +266,7 @@ class EvictionOrder:
         del self._runs[run.head]
         self._free_heads.append(run.head)
 
-    def _leave_queue(self, run: Run) -> None:
+    def _leave_queue(self, run: EvictionRun) -> None:
         del run.queue[run.head]
         if run is self._victim:
             self._victim = None
@@ -293,7 +293,7 @@ class EvictionOrder:
             if run is not None:
                 self._requeue(run)
 
-    def _requeue(self, run: Run) -> None:
+    def _requeue(self, run: EvictionRun) -> None:
         """Put the run of a conversation at the end of the queue that it belongs to now."""
         conversation = run.conversation
         if conversation is None or run.head not in self._runs:
@@ -308,7 +308,7 @@ class EvictionOrder:
             self._victim = None
         run.queue[run.head] = run
 
-    def _charge(self, run: Run, owner: bytes) -> bool:
+    def _charge(self, run: EvictionRun, owner: bytes) -> bool:
         """Whether the hints of this owner, and of all, may keep so many blocks more."""
         n_owner, n_all = self.charged.get(owner, 0), self.n_charged
         if n_owner + run.n_blocks > OWNER_SHARE * self.n_blocks or n_all + run.n_blocks > HINTED_SHARE * self.n_blocks:
@@ -318,7 +318,7 @@ class EvictionOrder:
         run.charged = run.n_blocks
         return True
 
-    def _choose_victim(self) -> Run:
+    def _choose_victim(self) -> EvictionRun:
         queues = self._queues
         for kind in (Kind.EMPTY, Kind.DEAD):
             if queues[kind]:
@@ -341,11 +341,11 @@ class EvictionOrder:
                 run.queue = self._expired.setdefault(hint_s, OrderedDict())
                 run.queue[run.head] = run
 
-    def _rated(self) -> Iterator[OrderedDict[int, Run]]:
+    def _rated(self) -> Iterator[OrderedDict[int, EvictionRun]]:
         """Queues whose first runs are compared by their rates of return."""
         return chain((self._queues[kind] for kind in _RATED), self._expired.values())
 
-    def _rate(self, run: Run) -> float:
+    def _rate(self, run: EvictionRun) -> float:
         if self._by_age:
             return run.used_s
         return self._retention.times.rate(run.kind, self._retention.now_s - run.used_s)

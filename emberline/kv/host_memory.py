@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
-from emberline.kv.slices import Run
+from emberline.kv.slices import ByteRun
 
 MAX_HUGE_PAGE_BYTES = 4 << 20  # with 64 KB base pages huge pages have 512 MB: a block would cost one
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW  # truncation would kill a reader with SIGBUS
@@ -65,8 +65,10 @@ class HostMemory:
         n = self.block_bytes[group]
         return self.pools[group][block * n : (block + 1) * n]
 
-    def fill(self, group: int, block: int, runs: Sequence[Run] | None, read_into: Callable[[memoryview], None]) -> None:
+    def fill(
+        self, group: int, block: int, runs: Sequence[ByteRun] | None, read_into: Callable[[memoryview], None]
+    ) -> None:
         """Read these parts of a block, in this order; None: all of it."""
         view = self.block(group, block)
-        for _, first, n_bytes in [Run(0, 0, len(view))] if runs is None else runs:
+        for _, first, n_bytes in [ByteRun(0, 0, len(view))] if runs is None else runs:
             read_into(view[first : first + n_bytes])

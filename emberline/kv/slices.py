@@ -18,7 +18,7 @@ class SliceMismatch(Exception):
     """The blocks of two engines cannot be made from each other; the text says why."""
 
 
-class Run(NamedTuple):
+class ByteRun(NamedTuple):
     """Contiguous bytes, in a block of the sender and in one of the receiver."""
 
     source: int
@@ -27,7 +27,7 @@ class Run(NamedTuple):
 
 
 @lru_cache(256)
-def runs(source: KVGroup, target: KVGroup) -> tuple[Run, ...]:
+def runs(source: KVGroup, target: KVGroup) -> tuple[ByteRun, ...]:
     """Return the bytes that both slices have, in ascending order.
 
     Raises SliceMismatch if they are of different models, or not comparable.
@@ -45,19 +45,19 @@ def runs(source: KVGroup, target: KVGroup) -> tuple[Run, ...]:
     heads = _common((source.first_head, source.first_head + source.kv_heads),
                     (target.first_head, target.first_head + target.kv_heads))  # fmt: skip
     tokens = _common(source.tokens, target.tokens)
-    found: list[Run] = []
+    found: list[ByteRun] = []
     for layer, plane, head in product(layers, range(source.planes), heads) if tokens else ():
         at = (_offset(source, layer, plane, head, tokens.start), _offset(target, layer, plane, head, tokens.start))
         n_bytes = len(tokens) * source.row_bytes[plane]
-        last = found[-1] if found else Run(-1, -1, 0)
+        last = found[-1] if found else ByteRun(-1, -1, 0)
         if (last.source + last.n_bytes, last.target + last.n_bytes) == at:
-            found[-1] = Run(last.source, last.target, last.n_bytes + n_bytes)
+            found[-1] = ByteRun(last.source, last.target, last.n_bytes + n_bytes)
         else:
-            found.append(Run(at[0], at[1], n_bytes))
+            found.append(ByteRun(at[0], at[1], n_bytes))
     return tuple(found)
 
 
-def block_runs(sender: Slices, receiver: Slices) -> tuple[tuple[Run, ...], ...] | None:
+def block_runs(sender: Slices, receiver: Slices) -> tuple[tuple[ByteRun, ...], ...] | None:
     """Return the runs of each group, or None if both ranks have the same slices: whole blocks are sent."""
     if sender == receiver:
         return None

@@ -6,7 +6,7 @@ segment may be present in part: its first blocks.
 
 from collections.abc import Callable, Sequence
 
-from emberline.kv.eviction_order import EvictionOrder, Run
+from emberline.kv.eviction_order import EvictionOrder, EvictionRun
 from emberline.kv.retention import Conversation, Kind, Retention
 
 OnKVChange = Callable[[bool, int, int, int], None]  # stored (else removed), segment, first block, end
@@ -22,14 +22,14 @@ class OracleOrder(EvictionOrder):
         super().__init__(n_blocks, retention, sparse=True)
         self.next_use_s: dict[Conversation, float] = {}
 
-    def _choose_victim(self) -> Run:
+    def _choose_victim(self) -> EvictionRun:
         shared = next(iter(self._queues[Kind.SHARED].values()), None)
         others = [run for run in self._runs.values() if run.kind is not Kind.SHARED]
         if shared is not None and all(shared.used_s < run.used_s for run in others):
             return shared
         return max(others, key=self._next_use_s)
 
-    def _next_use_s(self, run: Run) -> float:
+    def _next_use_s(self, run: EvictionRun) -> float:
         if run.conversation is None:
             return float("inf")
         if run.conversation.ended_s < 0:

@@ -169,7 +169,7 @@ class WorkerTiers:
         """Begin to fetch blocks behind the first n_device of a prompt, if that is sooner than computing them."""
         parts = self._parts(path, lengths, n_device)
         runs = [
-            fetch_policy.Run(_queue_name(tier, owner), n * self._block_tokens, n * self._block_bytes)
+            fetch_policy.TierRun(_queue_name(tier, owner), n * self._block_tokens, n * self._block_bytes)
             for tier, owner, n in parts
         ]
         queues = {_queue_name(tier, owner): tier.queue(owner) for tier, owner, _ in parts}

@@ -18,7 +18,7 @@ from emberline.engine.tiers.step_budget import StepBudget
 from emberline.kv.cache import BlockTable, KVCache
 from emberline.kv.groups import counted_group
 from emberline.kv.tiers import fetch_policy
-from emberline.kv.tiers.fetch_policy import ComputeQueue, Run
+from emberline.kv.tiers.fetch_policy import ComputeQueue, TierRun
 from emberline.kv.tiers.messages import BlocksFetched, Item, TierPort, WantedBlock
 from emberline.kv.tiers.tier import BlockId, layout_tag
 from emberline.protocol.block_hash import BLOCK_TOKENS
@@ -182,13 +182,13 @@ class TierFetches:
         n_tail = seq.n_tokens - match.n_blocks * BLOCK_TOKENS
         return fetch_policy.choose(list(self._runs(match)), tiers, mover, n_tail, compute, self._cache.windowed)
 
-    def _runs(self, match: TierMatch) -> Iterator[Run]:
+    def _runs(self, match: TierMatch) -> Iterator[TierRun]:
         """Yield what is fetched, in order. Tokens of blocks in the device pool belong to the next run, or the last."""
         tiers = list(map(match.where[0].get, range(match.n_hit, match.n_blocks)))
         if len(self._sizes) == 1 and not self._cache.windowed and None not in tiers:  # the common case, and long
             for tier, run in groupby(filter(None, tiers)):
                 n = len(list(run))
-                yield Run(tier, n * BLOCK_TOKENS, n * self._sizes[0])
+                yield TierRun(tier, n * BLOCK_TOKENS, n * self._sizes[0])
             return
         tier, n_tokens, n_bytes = "", 0, 0
         where = match.where
@@ -199,13 +199,13 @@ class TierFetches:
         for g, j in (*early, *later):
             if j in where[g] and where[g][j] != tier:
                 if tier:
-                    yield Run(tier, n_tokens, n_bytes)
+                    yield TierRun(tier, n_tokens, n_bytes)
                     n_tokens, n_bytes = 0, 0
                 tier = where[g][j]
             n_tokens += BLOCK_TOKENS if g == 0 and j >= match.n_hit else 0
             n_bytes += self._sizes[g] if j in where[g] else 0
         if tier:
-            yield Run(tier, n_tokens, n_bytes)
+            yield TierRun(tier, n_tokens, n_bytes)
 
     # --- fetching it ------------------------------------------------------------------------------------------------
 

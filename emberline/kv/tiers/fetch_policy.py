@@ -26,7 +26,7 @@ class TierQueue:
 
 
 @dataclass(slots=True, frozen=True)
-class Run:
+class TierRun:
     """Consecutive blocks of the prefix that come from one tier."""
 
     tier: str
@@ -57,7 +57,7 @@ class Fetch:
 
 
 def choose(
-    runs: Sequence[Run],
+    runs: Sequence[TierRun],
     tiers: dict[str, TierQueue],
     mover: TierQueue,
     n_tail: int,
@@ -120,13 +120,13 @@ def extended(elapsed_s: float, n_arrived: int, n_left: int, limit_s: float, comp
     return min(limit_s, elapsed_s + max(left_s * 1.5, MIN_SLACK_S / 5))
 
 
-def _joined(runs: Sequence[Run]) -> list[Run]:
+def _joined(runs: Sequence[TierRun]) -> list[TierRun]:
     """With neighbors of one tier as one run, and at most MAX_CUTS of them: the last ones count as one."""
-    joined: list[Run] = []
+    joined: list[TierRun] = []
     for run in runs:
         last = joined[-1] if joined else None
         if last is not None and (last.tier == run.tier or len(joined) == MAX_CUTS):
-            joined[-1] = Run(last.tier, last.n_tokens + run.n_tokens, last.n_bytes + run.n_bytes)
+            joined[-1] = TierRun(last.tier, last.n_tokens + run.n_tokens, last.n_bytes + run.n_bytes)
         else:
             joined.append(run)
     return joined

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from emberline.kv.slices import Run, SliceMismatch, block_runs
+from emberline.kv.slices import ByteRun, SliceMismatch, block_runs
 from emberline.kv.transfer import messages, notices
 from emberline.kv.transfer.connection import PeerConnection, PeerConnectionLost
 from emberline.kv.transfer.messages import Denied, Grant, Item, Revoke
@@ -40,7 +40,7 @@ class Receiver:
     ) -> None:
         self.number = number
         self._layouts = tuple(layouts)
-        self._runs: Sequence[Sequence[Run]] | None = None  # what this sender has of each block; None: all of it
+        self._runs: Sequence[Sequence[ByteRun]] | None = None  # what this sender has of each block; None: all of it
         self.name = name
         self._connection = connection
         self._memory = memory
@@ -132,7 +132,7 @@ class Receiver:
                 self._revoking.remove(message.epoch)
                 self._notify(notices.EpochReleased(message.epoch, self.number))
 
-    def _runs_of(self, offer: messages.Offer) -> Sequence[Sequence[Run]] | None:
+    def _runs_of(self, offer: messages.Offer) -> Sequence[Sequence[ByteRun]] | None:
         """Of a rank of several. A connection is of one rank, so all its offers say the same."""
         if not 0 <= offer.rank < len(offer.ranks):
             raise PeerConnectionLost(f"there is no rank {offer.rank} of {len(offer.ranks)}")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from emberline.kv.host_memory import HostMemory
-from emberline.kv.slices import Run
+from emberline.kv.slices import ByteRun
 from emberline.kv.transfer.connection import PeerConnection
 from emberline.kv.transfer.messages import BlockData, Item, TransportOpened
 
@@ -29,7 +29,7 @@ class BlockCopy(NamedTuple):
 class Target(NamedTuple):
     """A rank of the receiver that has other slices of each block than we have."""
 
-    runs: Sequence[Sequence[Run]]  # per group: what we have of its blocks
+    runs: Sequence[Sequence[ByteRun]]  # per group: what we have of its blocks
     block_bytes: Sequence[int]  # of its blocks
 
 
@@ -49,7 +49,9 @@ class BlockSink(Protocol):
     @property
     def block_bytes(self) -> Sequence[int]: ...  # of each group
 
-    def fill(self, group: int, block: int, runs: Sequence[Run] | None, read_into: Callable[[memoryview], None]) -> None:
+    def fill(
+        self, group: int, block: int, runs: Sequence[ByteRun] | None, read_into: Callable[[memoryview], None]
+    ) -> None:
         """Write what `read_into` reads, in this order, to these parts of a block (None: all of it). Returns when it is
         there."""
 
@@ -145,7 +147,7 @@ class SharedMemorySendTransport:
             raise TransportUnavailable(f"{len(descriptors)} pools are shared, {len(memory.block_bytes)} are needed")
         self._memory = memory
         self._descriptors = list(descriptors)
-        whole = Target([[Run(0, 0, n)] for n in memory.block_bytes], memory.block_bytes)
+        whole = Target([[ByteRun(0, 0, n)] for n in memory.block_bytes], memory.block_bytes)
         self._runs, self._target_bytes = whole if target is None else target
 
     def write(self, epoch: int, copies: Sequence[BlockCopy]) -> None:

@@ -489,7 +489,7 @@ def joined(pieces: list[ReplyPiece]) -> list[ReplyPiece]:
     return joined
 
 
-class Call(msgspec.Struct):
+class ParsedCall(msgspec.Struct):
     name: str
     number: str  # the index that the model wrote, in families that do
     arguments: str = ""
@@ -498,7 +498,7 @@ class Call(msgspec.Struct):
 class Reply(msgspec.Struct):
     text: str = ""
     reasoning: str = ""
-    calls: list[Call] = []
+    calls: list[ParsedCall] = []
 
     def add(self, pieces: Iterable[ReplyPiece]) -> "Reply":
         for piece in pieces:
@@ -507,7 +507,7 @@ class Reply(msgspec.Struct):
             elif isinstance(piece, ReasoningPiece):
                 self.reasoning += piece.text
             elif isinstance(piece, CallStart):
-                self.calls.append(Call(piece.name, piece.number))
+                self.calls.append(ParsedCall(piece.name, piece.number))
             elif isinstance(piece, ArgumentsPiece):
                 self.calls[-1].arguments += piece.text
         return self

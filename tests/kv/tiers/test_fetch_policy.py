@@ -3,13 +3,13 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.kv.tiers.fetch_policy import MIN_TOKENS, ComputeQueue, Run, TierQueue, choose, extended
+from emberline.kv.tiers.fetch_policy import MIN_TOKENS, ComputeQueue, TierQueue, TierRun, choose, extended
 
 rates = st.floats(1e5, 1e11)
 queues = st.builds(TierQueue, rates, st.integers(0, 10**11), st.floats(0, 20))
 computing = st.builds(ComputeQueue, st.floats(10, 1e6), st.integers(0, 10**6), st.booleans())
 runs = st.lists(
-    st.builds(lambda tier, n: Run(tier, 16 * n, n << 17), st.sampled_from(["host", "disk"]), st.integers(1, 900)),
+    st.builds(lambda tier, n: TierRun(tier, 16 * n, n << 17), st.sampled_from(["host", "disk"]), st.integers(1, 900)),
     max_size=12,
 )
 
@@ -55,7 +55,7 @@ def test_windows_need_the_whole_prefix(runs, queue, n_tail, compute):
 
 def test_time_of_others_is_counted():
     """Fetching more than the soonest completion needs leaves the device to others, but is never slower than no tier."""
-    runs = [Run("host", 8000, 10**9), Run("disk", 4000, 10**9)]
+    runs = [TierRun("host", 8000, 10**9), TierRun("disk", 4000, 10**9)]
     tiers = {"host": TierQueue(5e10), "disk": TierQueue(2.2e9)}  # 0.45 s for what is computed in 0.4 s
     alone = choose(runs, tiers, TierQueue(5e10), 100, ComputeQueue(10_000.0))
     busy = choose(runs, tiers, TierQueue(5e10), 100, ComputeQueue(10_000.0, others_wait=True))
@@ -66,7 +66,7 @@ def test_time_of_others_is_counted():
 
 
 def test_before_anything_was_measured_it_fetches():
-    chosen = choose([Run("disk", 320, 1 << 20)], {"disk": TierQueue(1e9)}, TierQueue(1e9), 4, ComputeQueue(0.0))
+    chosen = choose([TierRun("disk", 320, 1 << 20)], {"disk": TierQueue(1e9)}, TierQueue(1e9), 4, ComputeQueue(0.0))
     assert chosen is not None
     assert chosen.n_tokens == 320
 

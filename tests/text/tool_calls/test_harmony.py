@@ -14,7 +14,7 @@ from emberline.protocol.token_ids import unpack
 from emberline.text.grammar.reply_grammar import build
 from emberline.text.prompt import grammar_spec, reasoning_begun, render_prompt
 from emberline.text.text_model import TextModel
-from emberline.text.tool_calls.parser import Call, CallEnd, Reply, ReplyPiece
+from emberline.text.tool_calls.parser import CallEnd, ParsedCall, Reply, ReplyPiece
 from tests.text.chats import text_model
 from tests.text.tool_calls.parse_helpers import as_characters, matches
 from tests.text.vocab import byte_level
@@ -44,7 +44,7 @@ ANALYSIS = "<|channel|>analysis<|message|>Hm, 你好 🚀.<|end|>"
 FINAL = "<|start|>assistant<|channel|>final<|message|>Sunny."
 CALL = '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city":"Paris"}'
 
-PARIS = Call("get_weather", "", '{"city":"Paris"}')
+PARIS = ParsedCall("get_weather", "", '{"city":"Paris"}')
 
 
 @cache
@@ -79,7 +79,7 @@ def read(text: str, **fields: Any) -> Reply:
         ),
         (
             "<|channel|>commentary<|message|>I look it up.<|end|><|start|>assistant" + CALL.replace("{", "{ "),
-            Reply("I look it up.", "", [Call("get_weather", "", '{ "city":"Paris"}')]),
+            Reply("I look it up.", "", [ParsedCall("get_weather", "", '{ "city":"Paris"}')]),
         ),
         ("<|channel|>commentary to=python<|message|>1 + 1<|call|>", Reply("", "1 + 1")),
         ("<|channel|>commentary to=functions.rm<|message|>{}<|call|>", Reply("", "{}")),

@@ -8,9 +8,9 @@ from emberline.protocol.request import Tool, ToolCall
 from emberline.protocol.token_ids import unpack
 from emberline.text.tool_calls.parser import (
     ArgumentsPiece,
-    Call,
     CallEnd,
     CallStart,
+    ParsedCall,
     ReasoningPiece,
     Reply,
     ReplyPiece,
@@ -105,7 +105,7 @@ def test_white_space_is_free_around_a_call() -> None:
     text = '<tool_call>{"name":"get_weather" ,  "arguments" :\n {"city": "Rome"} } </tool_call>\n\n'
     text += '<tool_call>\n\n{ "name" : "add.numbers-2", "arguments": {}}\n</tool_call>\n'
     assert read("qwen", text) == Reply(
-        "", "", [Call("get_weather", "", '{"city": "Rome"}'), Call(EMPTY.name, "", "{}")]
+        "", "", [ParsedCall("get_weather", "", '{"city": "Rome"}'), ParsedCall(EMPTY.name, "", "{}")]
     )
 
 
@@ -139,12 +139,14 @@ def test_markup_spelled_in_ordinary_tokens_is_not_a_special_token() -> None:
 
 def test_kimis_calls_keep_their_numbers_and_need_no_prefix() -> None:
     text = "<|tool_call_begin|>get_weather:2<|tool_call_argument_begin|>{}<|tool_call_end|>"
-    assert read("kimi", text).calls == [Call("get_weather", "2", "{}")]
+    assert read("kimi", text).calls == [ParsedCall("get_weather", "2", "{}")]
 
 
 def test_a_special_token_ends_broken_arguments() -> None:
     text = '<|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{"a":"<|tool_call_end|>'
-    assert read("kimi", text + "<|tool_calls_section_end|>so") == Reply("so", "", [Call("get_weather", "0", '{"a":"')])
+    assert read("kimi", text + "<|tool_calls_section_end|>so") == Reply(
+        "so", "", [ParsedCall("get_weather", "0", '{"a":"')]
+    )
 
 
 @pytest.mark.parametrize("name", CALLERS)

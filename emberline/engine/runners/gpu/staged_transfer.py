@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from emberline.engine.runners.gpu.stream import pinned
-from emberline.kv.slices import Run
+from emberline.kv.slices import ByteRun
 from emberline.kv.transfer.connection import PeerConnection
 from emberline.kv.transfer.transport import BlockCopy, Target, TcpSendTransport
 
@@ -40,7 +40,9 @@ class StagedPools:
         self._pools = pools
         self._of_thread = threading.local()
 
-    def fill(self, group: int, block: int, runs: Sequence[Run] | None, read_into: Callable[[memoryview], None]) -> None:
+    def fill(
+        self, group: int, block: int, runs: Sequence[ByteRun] | None, read_into: Callable[[memoryview], None]
+    ) -> None:
         target = self._pools[group][block]
         if not hasattr(self._of_thread, "staging"):
             self._of_thread.staging = _Staging(target.device)

@@ -13,7 +13,7 @@ from emberline.engine.runners.cpu.torch_runner import pool_shape
 from emberline.engine.runners.gpu.staged_transfer import StagedPools, StagedTcpSendTransport
 from emberline.engine.runners.gpu.stream import device_event, pinned
 from emberline.kernels.gpu.elementwise import COPY_WORDS, copy_block_runs, copy_blocks
-from emberline.kv.slices import Run
+from emberline.kv.slices import ByteRun
 from emberline.kv.transfer import cuda_ipc
 from emberline.kv.transfer.connection import PeerConnection
 from emberline.kv.transfer.cuda_ipc import (
@@ -238,7 +238,7 @@ def peer_words(pointer: int, size: int, block_bytes: int, device: torch.device) 
     return torch.empty(0, dtype=torch.int64, device=device).set_(storage, 0, shape, (shape[1], 1))
 
 
-def word_runs(runs: Sequence[Run]) -> Tensor:
+def word_runs(runs: Sequence[ByteRun]) -> Tensor:
     """Runs in words, for `copy_block_runs`: int32 [n, 3]. Long ones are divided, so that programs share them."""
     if any(number % WORD_BYTES for run in runs for number in run):
         raise TransportUnavailable(f"CUDA IPC sends words of {WORD_BYTES} bytes, and the two layouts divide them")

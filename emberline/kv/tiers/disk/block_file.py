@@ -31,7 +31,7 @@ _HEADER = Struct("<8sHHI16s16s16s16s16sQd16s")
 
 
 @dataclass(slots=True)
-class Run:
+class SlotRun:
     """Blocks in neighbouring slots, moved by one call."""
 
     slot: int
@@ -93,13 +93,13 @@ class BlockFile:
 
     # --- reading ---------------------------------------------------------------------------------------------------
 
-    def located(self, wanted: Iterable[tuple[int, bytes, memoryview]]) -> list[Run]:
+    def located(self, wanted: Iterable[tuple[int, bytes, memoryview]]) -> list[SlotRun]:
         """The runs that hold the wanted blocks (place in the request, key, buffer), as far as they are known."""
         with self.lock:
             known = [(self.index.slots.get(key, -1), key, buffer, at) for at, key, buffer in wanted]
         return self._runs(sorted((slot, key, buffer, None, at) for slot, key, buffer, at in known if slot >= 0))
 
-    def read(self, run: Run) -> list[bool]:
+    def read(self, run: SlotRun) -> list[bool]:
         """Fill the buffers; which of the blocks verified. Those that did not are dropped. OSError of the drive."""
         headers, bounce = self._scratch(len(run.keys))
         bodies = [
@@ -140,7 +140,7 @@ class BlockFile:
 
     # --- writing ---------------------------------------------------------------------------------------------------
 
-    def reserve(self, blocks: Sequence[tuple[bytes, memoryview, BlockMeta]], grow: bool = True) -> list[Run]:
+    def reserve(self, blocks: Sequence[tuple[bytes, memoryview, BlockMeta]], grow: bool = True) -> list[SlotRun]:
         """Slots for as many of the blocks as there is room for; what they held is evicted. Then each run is written.
 
         OSError of the drive or of the file system.
@@ -154,7 +154,7 @@ class BlockFile:
         found = [(slot, key, buffer, meta, 0) for slot, (key, buffer, meta) in zip(slots, blocks)]
         return self._runs(found)
 
-    def write(self, run: Run) -> None:
+    def write(self, run: SlotRun) -> None:
         """OSError of the drive: the blocks are not served then."""
         headers, bounce = self._scratch(len(run.keys))
         vectors: list[memoryview] = []
@@ -237,11 +237,11 @@ class BlockFile:
 
     # --- buffers ---------------------------------------------------------------------------------------------------
 
-    def _runs(self, found: Sequence[tuple[int, bytes, memoryview, BlockMeta | None, int]]) -> list[Run]:
-        made: list[Run] = []
+    def _runs(self, found: Sequence[tuple[int, bytes, memoryview, BlockMeta | None, int]]) -> list[SlotRun]:
+        made: list[SlotRun] = []
         for slot, key, buffer, meta, at in found:
             if not made or made[-1].slot + len(made[-1].keys) != slot or len(made[-1].keys) == self.run_blocks:
-                made.append(Run(slot, [], [], [], []))
+                made.append(SlotRun(slot, [], [], [], []))
             run = made[-1]
             run.keys.append(key)
             run.buffers.append(buffer)

@@ -19,7 +19,7 @@ import msgspec
 from emberline.kv.retention import Conversation, Retention
 from emberline.kv.tiers.block_tag import BlockTagger
 from emberline.kv.tiers.disk.block_cipher import BlockCipher
-from emberline.kv.tiers.disk.block_file import GROW_BYTES, BlockFile, Run
+from emberline.kv.tiers.disk.block_file import GROW_BYTES, BlockFile, SlotRun
 from emberline.kv.tiers.disk.direct_file import PAGE, IoThreads, padded
 from emberline.kv.tiers.disk.disk_folder import FolderFormat, TierFolder
 from emberline.kv.tiers.disk.drive_health import DRIVE_TIMES, NO_ROOM, DriveHealth, DriveTimes
@@ -212,7 +212,7 @@ class DiskTier:
 
     # --- one run of neighbouring slots -----------------------------------------------------------------------------
 
-    def _read_run(self, file: BlockFile, run: Run, found: list[bool]) -> None:
+    def _read_run(self, file: BlockFile, run: SlotRun, found: list[bool]) -> None:
         try:
             with self._health.call():
                 verified = file.read(run)
@@ -241,7 +241,7 @@ class DiskTier:
             except OSError as again:
                 return self._write_failed(again)
 
-        def write(run: Run) -> None:
+        def write(run: SlotRun) -> None:
             try:
                 with self._health.call():
                     file.write(run)

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import msgspec
 
 from emberline.kv.host_memory import Pages
-from emberline.kv.tiers.pool.pool_process import Call, Operation, Reply
+from emberline.kv.tiers.pool.pool_process import Operation, PoolCall, Reply
 from emberline.protocol.frames import FrameBuffer, FrameError, decode, encode
 from emberline.protocol.kv_store import StoreSettings
 
@@ -172,7 +172,7 @@ class _Process:
         with self._lock:
             self._replies[number] = None
         with contextlib.suppress(OSError):
-            self._socket.sendall(encode(Call(number, operation, names, starts, sizes)))
+            self._socket.sendall(encode(PoolCall(number, operation, names, starts, sizes)))
             reply = self._wait(number, limit_s)
             return reply.codes if reply is not None and len(reply.codes) == len(names) else None
         return None

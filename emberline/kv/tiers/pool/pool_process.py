@@ -33,7 +33,7 @@ _PR_SET_PDEATHSIG = 1
 Operation = Literal["exist", "get", "get_head", "put", "remove"]
 
 
-class Call(msgspec.Struct, array_like=True):
+class PoolCall(msgspec.Struct, array_like=True):
     """`starts` and `sizes`: where in the shared memory each object lies, for `get` and `put`, or its first bytes, for
     `get_head`."""
 
@@ -89,7 +89,7 @@ class _Calls:
     def __init__(self, store: Any, memory: mmap.mmap) -> None:
         self._store = store
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        self._operations: dict[str, Callable[[Call], list[int]]] = {
+        self._operations: dict[str, Callable[[PoolCall], list[int]]] = {
             "exist": lambda call: store.batch_is_exist(call.names),
             "get": lambda call: store.batch_get_into(call.names, self._addresses(call), call.sizes),
             "put": lambda call: store.batch_put_from(call.names, self._addresses(call), call.sizes),
@@ -99,16 +99,16 @@ class _Calls:
         if store.register_buffer(self._base, len(memory)):
             raise OSError("Mooncake cannot register the shared memory")
 
-    def execute(self, call: Call) -> list[int]:
+    def execute(self, call: PoolCall) -> list[int]:
         try:
             return list(self._operations[call.operation](call))
         except Exception:  # of the library: an error of these names
             return [FAILED] * len(call.names)
 
-    def _addresses(self, call: Call) -> list[int]:
+    def _addresses(self, call: PoolCall) -> list[int]:
         return [self._base + start for start in call.starts]
 
-    def _get_heads(self, call: Call) -> list[int]:
+    def _get_heads(self, call: PoolCall) -> list[int]:
         """In the library's terms: of one buffer, for each name, one range."""
         targets, sources, sizes = ([[[n] for n in each]] for each in (call.starts, [0] * len(call.names), call.sizes))
         codes = self._store.get_into_ranges([self._base], [call.names], targets, sources, sizes)
@@ -138,12 +138,12 @@ def _serve(connection: socket.socket, calls: _Calls) -> None:
     """Until the worker closes its end."""
     lock = threading.Lock()
 
-    def answer(call: Call) -> None:
+    def answer(call: PoolCall) -> None:
         reply = encode(Reply(call.number, calls.execute(call)))
         with lock, contextlib.suppress(OSError):  # the worker is gone, and with it this process
             connection.sendall(reply)
 
-    decoder, frames = msgspec.msgpack.Decoder(Call), FrameBuffer()
+    decoder, frames = msgspec.msgpack.Decoder(PoolCall), FrameBuffer()
     threads = ThreadPoolExecutor(N_THREADS)
     while data := connection.recv(1 << 16):
         for payload in frames.feed(data):

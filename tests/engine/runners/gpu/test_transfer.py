@@ -21,7 +21,7 @@ from emberline.engine.runners.gpu.transfer import (
     word_runs,
 )
 from emberline.kernels.gpu.elementwise import COPY_WORDS
-from emberline.kv.slices import Run, routes
+from emberline.kv.slices import ByteRun, routes
 from emberline.kv.transfer import cuda_ipc
 from emberline.kv.transfer.messages import TransportOpened
 from emberline.kv.transfer.transport import TCP, BlockCopy, TransportUnavailable
@@ -75,7 +75,7 @@ def test_blocks_outside_the_pool_of_the_receiver_are_not_written(target, monkeyp
 
 def test_runs_are_in_words_that_one_program_copies():
     most = 8 * COPY_WORDS
-    runs = [Run(16, 0, 24), Run(64, 24, most), Run(most + 64, 2 * most, most + 8)]
+    runs = [ByteRun(16, 0, 24), ByteRun(64, 24, most), ByteRun(most + 64, 2 * most, most + 8)]
     assert word_runs(runs).tolist() == [
         [2, 0, 3],
         [8, 3, COPY_WORDS],
@@ -85,7 +85,7 @@ def test_runs_are_in_words_that_one_program_copies():
     assert word_runs([]).shape == (0, 3)
 
 
-@pytest.mark.parametrize("runs", [Run(4, 0, 8), Run(0, 4, 8), Run(0, 0, 12)])
+@pytest.mark.parametrize("runs", [ByteRun(4, 0, 8), ByteRun(0, 4, 8), ByteRun(0, 0, 12)])
 def test_runs_that_divide_words_are_refused(runs):
     """Two ranks may write neighboring runs at once."""
     with pytest.raises(TransportUnavailable, match="words of 8 bytes"):
