@@ -44,7 +44,7 @@ from emberline.api.app import ApiSettings, App
 from emberline.balancer.endpoint import Endpoint
 from emberline.catalog.model_card import ModelCard, PathSource
 from emberline.config import ProviderConfig
-from emberline.gateway.service import GatewayService
+from emberline.gateway.gateways import GatewayService
 from emberline.protocol.price import Price
 from emberline.service import Served, open_service
 from emberline.service.service_factory import DATABASE

@@ -30,7 +30,7 @@ from emberline.api.http.router import Policy, Router, authorize
 from emberline.api.http.streaming import Response, Streaming
 from emberline.api.playground.assets import load as load_assets
 from emberline.api.routes import ROUTES
-from emberline.gateway.service import GatewayService
+from emberline.gateway.gateways import GatewayService
 from emberline.jobs.webhooks.service import WebhookService
 from emberline.net.http_server import Receive, Scope, Send
 from emberline.protocol import trace_context

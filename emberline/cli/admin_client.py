@@ -69,7 +69,7 @@ async def _request_in_process(config: Config, method: str, path: str, body: dict
     from emberline.accounts.secret import Secret
     from emberline.api.app import ApiSettings, App
     from emberline.api.http.exchange import Services
-    from emberline.gateway.service import GatewayService
+    from emberline.gateway.gateways import GatewayService
     from emberline.service.service_factory import DATABASE
     from emberline.store import open_store
 

@@ -1,4 +1,5 @@
-"""The gateways of all accounts: those of the configuration, and those that were created over the API.
+"""The gateways of all accounts: those of the configuration, and those that were created over the API, with what they
+keep: response cache, logs, counters and circuit breakers.
 
 Gateways of the configuration, and those that an admin created, are the operator's. An account may add rules to one by
 creating a gateway of the same name, and never removes or loosens any. Every process keeps all gateways in memory and
@@ -11,8 +12,12 @@ from collections.abc import Sequence
 
 import msgspec
 
+from emberline.gateway.attempts import Breakers
+from emberline.gateway.counters import CounterTable
 from emberline.gateway.gateway_errors import GatewayNotFound
+from emberline.gateway.log import LogFilter, LogRow, LogWriter, search
 from emberline.gateway.options import check_additions, check_settings, combined
+from emberline.gateway.response_cache import ResponseCache
 from emberline.net.periodic import attempt, stop
 from emberline.protocol.errors import BadInput, Conflict, Forbidden
 from emberline.protocol.gateway import DEFAULT_GATEWAY, GatewaySettings
@@ -36,10 +41,10 @@ log = logging.getLogger("emberline.gateway")
 
 
 class Gateways:
-    """`open` it before it is asked; looking one up needs no I/O."""
+    """The settings of all gateways. `open` it before it is asked; looking one up needs no I/O."""
 
     def __init__(self, store: Database, configured: Sequence[GatewaySettings] = ()) -> None:
-        """BadInput where a configured one cannot be used."""
+        """Raises BadInput if a configured gateway cannot be used."""
         self._configured = {(one.account, one.name): check_settings(one) for one in configured}
         if len(self._configured) < len(configured):
             raise BadInput("two [[gateways]] have the same name", param="gateways")
@@ -147,3 +152,29 @@ class Gateways:
     async def _follow(self, subscription: Subscription) -> None:
         async for _ in subscription:
             await attempt(self.refresh, log, "gateways were not read")
+
+
+class GatewayService:
+    """The gateways of one process. `open` it before it is used, `close` it before the store."""
+
+    def __init__(self, store: Database, configured: Sequence[GatewaySettings] = ()) -> None:
+        """Raises BadInput if a configured gateway cannot be used."""
+        self._store = store
+        self.settings = Gateways(store, configured)
+        self.cache = ResponseCache(store)
+        self.logs = LogWriter(store, self.settings.find)
+        self.counters = CounterTable(store)
+        self.breakers = Breakers()
+
+    async def open(self) -> None:
+        for part in (self.settings, self.cache, self.logs, self.counters):
+            await part.open()
+
+    async def close(self) -> None:
+        for part in (self.settings, self.logs, self.counters, self.cache):
+            await part.close()
+
+    async def search_logs(self, account: str, gateway: str, wanted: LogFilter) -> list[LogRow]:
+        """Log rows of a gateway that match, those included that are not written yet."""
+        await self.logs.flush()
+        return await search(self._store, account, gateway, wanted)

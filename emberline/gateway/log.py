@@ -7,13 +7,14 @@ recorded only where the gateway or the request asks for it.
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
-from emberline.gateway.gateways import Gateways
 from emberline.net.periodic import every, stop
 from emberline.protocol.errors import EmberlineError
+from emberline.protocol.gateway import GatewaySettings
 from emberline.store import BulkQuery, Database
 from emberline.store.database import Rows, Value, decode_row
 
@@ -99,9 +100,12 @@ class LogFilter(msgspec.Struct, frozen=True, kw_only=True):
 class LogWriter:
     """`add` costs an append; rows are in the store within about FLUSH_S."""
 
-    def __init__(self, store: Database | None, gateways: Gateways | None = None) -> None:
+    def __init__(
+        self, store: Database | None, find_settings: Callable[[str, str], GatewaySettings] | None = None
+    ) -> None:
+        """`find_settings` returns the settings of a gateway, given its account and name; only `sweep` needs it."""
         self._store = store
-        self._gateways = gateways
+        self._find_settings = find_settings
         self._pending: list[LogRow] = []
         self._n_dropped = 0
         self._flushing = asyncio.Lock()
@@ -178,13 +182,13 @@ class LogWriter:
     async def sweep(self) -> None:
         """Delete rows beyond each gateway's retention, in age and in number."""
         assert self._store is not None
-        assert self._gateways is not None
+        assert self._find_settings is not None
         for account, gateway, n_rows in await self._store.read(_COUNTS):
             assert isinstance(account, str)
             assert isinstance(gateway, str)
             assert isinstance(n_rows, int)
             try:
-                settings = self._gateways.find(account, gateway)
+                settings = self._find_settings(account, gateway)
                 days, most = settings.log_retention_days, settings.log_max_rows
             except EmberlineError:  # a gateway that is gone
                 days, most = 30.0, 1_000_000

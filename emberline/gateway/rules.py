@@ -2,10 +2,10 @@
 
 from emberline.catalog.model_card import ModelCard
 from emberline.gateway.attempts import LOCAL, PlanStep
+from emberline.gateway.gateways import GatewayService
 from emberline.gateway.guardrails import applicable
 from emberline.gateway.options import cache_ttl_s, is_operators_timeout, retry_policy
 from emberline.gateway.routing import Counter, Plan, plan
-from emberline.gateway.service import GatewayService
 from emberline.protocol.errors import EmberlineError, ModelNotFound
 from emberline.protocol.gateway import GatewayOptions, GatewaySettings, StepConfig
 from emberline.protocol.provider import OwnKey

@@ -7,10 +7,10 @@ the caller is which model answers, and that one log row says all about it.
 from typing import Protocol
 
 from emberline.gateway.cache_stage import CacheStage
+from emberline.gateway.gateways import GatewayService
 from emberline.gateway.guard_stage import GuardStage
 from emberline.gateway.log_stage import LogStage
 from emberline.gateway.rules import GatewayRules
-from emberline.gateway.service import GatewayService
 from emberline.protocol.errors import EmberlineError
 from emberline.protocol.gateway import GatewayOptions
 from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal

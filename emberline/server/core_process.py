@@ -132,7 +132,7 @@ async def serve(
         from emberline.accounts.account_service import AccountService
         from emberline.accounts.secret import Secret
         from emberline.cluster.timings import Timings
-        from emberline.gateway.service import GatewayService
+        from emberline.gateway.gateways import GatewayService
         from emberline.jobs.webhooks.deliverer import DeliveryMetrics
         from emberline.server.autoscaler import Planning, core_name, open_launcher
         from emberline.server.http_worker import (

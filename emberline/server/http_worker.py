@@ -32,7 +32,7 @@ from emberline.catalog.model_files import ModelFiles, read_info, read_text
 from emberline.catalog.model_store import ModelEntry
 from emberline.cluster.cluster import cluster_id
 from emberline.config import Config, needs_keys
-from emberline.gateway.service import GatewayService
+from emberline.gateway.gateways import GatewayService
 from emberline.jobs.queue.queue import open_queue
 from emberline.jobs.webhooks.service import WebhookService, WebhookSettings
 from emberline.net.egress_policy import EgressPolicy

@@ -6,7 +6,7 @@ import pytest
 
 from emberline.accounts.account_service import AccountService
 from emberline.api.batch_loader import BatchService
-from emberline.gateway.service import GatewayService
+from emberline.gateway.gateways import GatewayService
 from emberline.jobs.webhooks.service import WebhookService
 from emberline.store import open_store
 from tests.api.batch_fixtures import open_batch_service

@@ -17,7 +17,7 @@ from emberline.catalog.aliases import AliasTable
 from emberline.catalog.model_card import SPEECH_RECOGNITION, Capabilities, ModelCard, PathSource
 from emberline.cluster.cluster import ClusterStatus
 from emberline.cluster.membership import WorkerChange
-from emberline.gateway.service import GatewayService
+from emberline.gateway.gateways import GatewayService
 from emberline.jobs.webhooks.service import WebhookService
 from emberline.net.http_server import ASGIApp
 from emberline.protocol.complete_response import Encoded, StoredResponse

@@ -10,7 +10,7 @@ from emberline.api.http.errors import CODES, Dialect
 from emberline.api.http.router import Policy, Route
 from emberline.api.playground import assets
 from emberline.api.routes import ROUTES
-from emberline.gateway.service import GatewayService
+from emberline.gateway.gateways import GatewayService
 from emberline.jobs.webhooks.service import WebhookService
 from emberline.protocol.errors import EmberlineError
 from tests.api.fake_service import KEY, MODEL, FakeService, client_of

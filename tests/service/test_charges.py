@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from emberline.accounts.usage_row import UsageRow
 from emberline.gateway.gateway_errors import FirstByteTimeout
-from emberline.gateway.service import GatewayService
+from emberline.gateway.gateways import GatewayService
 from emberline.gateway.stage_chain import open_chain
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.errors import (

@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # the API needs the types of what it is given, not their impo
     from emberline.accounts.account_service import AccountService
     from emberline.accounts.auth import Authenticator
     from emberline.catalog.model_card import ModelCard
-    from emberline.gateway.service import GatewayService
+    from emberline.gateway.gateways import GatewayService
     from emberline.jobs.queue.queue import Queue
     from emberline.jobs.webhooks.service import WebhookService
     from emberline.service.core import ClusterAdmin, Operations

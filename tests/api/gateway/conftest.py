@@ -14,7 +14,7 @@ from emberline.accounts.auth import Authenticator
 from emberline.accounts.secret import Secret
 from emberline.api.app import ApiSettings, App
 from emberline.config import ProviderConfig
-from emberline.gateway.service import GatewayService
+from emberline.gateway.gateways import GatewayService
 from emberline.protocol.gateway import GatewaySettings
 from emberline.protocol.price import Price
 from emberline.service.service import Service

@@ -8,7 +8,7 @@ import pytest
 from emberline.accounts.account_service import KeyGrant
 from emberline.accounts.audit_log import Actor
 from emberline.config import ProviderConfig
-from emberline.gateway.service import GatewayService
+from emberline.gateway.gateways import GatewayService
 from emberline.protocol.gateway import Guardrail
 from standins.openai_script import ServerScript
 from standins.standin_providers import StandinOpenAI

@@ -19,7 +19,7 @@ from schemathesis.pytest._test_builder import build_operation_test
 from emberline.accounts.account_service import AccountService
 from emberline.api.batch_loader import BatchService
 from emberline.catalog.model_card import ModelCard
-from emberline.gateway.service import GatewayService
+from emberline.gateway.gateways import GatewayService
 from emberline.jobs.batches.batch import Batch, NewBatch
 from emberline.jobs.batches.blobs import BlobStore
 from emberline.jobs.limits import QueueLimits
