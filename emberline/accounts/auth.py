@@ -131,8 +131,13 @@ def _presented(headers: RawHeaders, required: bool) -> str:
     """
     names: list[bytes] = []
     keys: set[str] = set()
-    given = [(name, raw) for name, raw in headers if name in _CREDENTIALS or name == GATEWAY_AUTHORIZATION]
-    ours = [header for header in given if header[0] == GATEWAY_AUTHORIZATION]
+    given: list[tuple[bytes, bytes]] = []
+    ours: list[tuple[bytes, bytes]] = []
+    for header in headers:
+        if header[0] == GATEWAY_AUTHORIZATION:
+            ours.append(header)
+        elif header[0] in _CREDENTIALS:
+            given.append(header)
     for name, raw in ours or given:
         value = raw.decode("latin-1")
         if name in (b"authorization", GATEWAY_AUTHORIZATION):

@@ -134,7 +134,7 @@ class App:
         raw_path: bytes = scope.get("raw_path") or quote(scope["path"]).encode()
         found = self._router.find(raw_path)
         call.dialect = found.dialect
-        origin = self._guard.readable_by(scope)
+        origin = self._guard.readable_by(scope) if "origin" in call.headers else None
         if origin is not None:
             call.send = with_cors_headers(call.send, origin)
         self._guard.check(scope)

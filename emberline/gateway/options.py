@@ -44,11 +44,14 @@ _RETRIES = {
 
 def from_headers(headers: Mapping[str, str]) -> GatewayOptions | None:
     """None: no header names the gateway or asks for anything of it. BadInput names a header that is wrong."""
-    asked = {name: value for name, value in headers.items() if name.startswith(PREFIX) and name != AUTHORIZATION}
+    asked: dict[str, str] = {}
+    for name, text in headers.items():
+        if name.startswith(PREFIX) and name != AUTHORIZATION:
+            asked[name] = text
     if not asked:
         return None
-    if len(asked) == 1 and (name := asked.get("cf-aig-gateway-id")) is not None and _NAME.fullmatch(name):
-        return GatewayOptions(id=name)
+    if len(asked) == 1 and (only := asked.get("cf-aig-gateway-id")) is not None and _NAME.fullmatch(only):
+        return GatewayOptions(id=only)
     fields: dict[str, Any] = {}
     retries: dict[str, Any] = {}
     for name, text in asked.items():

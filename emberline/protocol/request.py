@@ -318,10 +318,10 @@ def _matches(model: str, patterns: tuple[str, ...]) -> bool:
 
 def session_name(*names: str | None) -> str | None:
     """The first session id that the client sent, by precedence. Returns a digest of a long one."""
-    name = next((name for name in names if name), None)
-    if name and len(name) > _MAX_SESSION_CHARS:
-        return blake2b(name.encode(), digest_size=16).hexdigest()
-    return name
+    for name in names:
+        if name:
+            return name if len(name) <= _MAX_SESSION_CHARS else blake2b(name.encode(), digest_size=16).hexdigest()
+    return None
 
 
 def alias_caller(account: str, session: str | None, request_id: str) -> str:

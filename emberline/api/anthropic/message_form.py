@@ -9,11 +9,11 @@ from emberline.api.anthropic.message_request import SIGNATURE, CountRequest, Mes
 from emberline.api.anthropic.upstream_passthrough import forward_message
 from emberline.api.common.form import Form
 from emberline.api.common.response_body import cost_field, drafts_field, json_arguments, tiers_field
-from emberline.api.http.body import decode, read_model_body
 from emberline.api.http.errors import Dialect, HeaderList, error_body
 from emberline.api.http.exchange import HttpExchange, Reply, encode, json_reply
 from emberline.api.http.sse import EventEncoder, named_event
 from emberline.api.http.streaming import Response
+from emberline.api.http.wire import Wire, read_wire
 from emberline.protocol.complete_response import Answer, AnswerChoice, AnswerPart, ReasoningPart, TextPart
 from emberline.protocol.errors import EmberlineError
 from emberline.protocol.events import (
@@ -30,12 +30,12 @@ from emberline.protocol.request import Marks
 Json = dict[str, Any]
 
 
-def _relay(call: HttpExchange, raw: bytes) -> Awaitable[Response] | None:
+def _relay(call: HttpExchange, wire: Wire) -> Awaitable[Response] | None:
     """Relay the request if Anthropic's API serves the model and no gateway has to read what is sent."""
     if call.card is None or call.gateway is not None or not call.service.models.is_upstream(call.card):
         return None
     target = call.service.models.target(call.card, call.principal)
-    return forward_message(call, raw, _headers) if target.kind == "anthropic" else None
+    return forward_message(call, wire, _headers) if target.kind == "anthropic" else None
 
 
 def _headers(call: HttpExchange) -> HeaderList:
@@ -209,14 +209,14 @@ MESSAGES = Form(
     to_body=message_body,
     to_stream=MessageStream,
     relay=_relay,
-    session_fields=("user_id",),  # of `metadata`
+    session_fields=("metadata",),
     headers=_headers,
 )
 _count_decoder = msgspec.json.Decoder(CountRequest)
 
 
 async def count_tokens(call: HttpExchange) -> Reply:
-    body = decode(await read_model_body(call, MESSAGES.session_fields), _count_decoder)
+    body = (await read_wire(call, MESSAGES.session_fields)).decode(_count_decoder)
     request, call.field_names = body.to_request(call.id, call.session)
     n_tokens = await call.count_tokens(request)
     return json_reply({"input_tokens": n_tokens}, headers=_headers(call))

@@ -8,11 +8,11 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Raw
 
-from emberline.api.http.body import decode
 from emberline.api.http.errors import HeaderList, error_body
 from emberline.api.http.exchange import HttpExchange
 from emberline.api.http.sse import named_event
 from emberline.api.http.streaming import Response, relay
+from emberline.api.http.wire import Wire
 from emberline.protocol.errors import EmberlineError
 from emberline.protocol.route_request import RouteTerms
 from emberline.service.work import RelayRequest
@@ -36,27 +36,26 @@ class _Body(msgspec.Struct, kw_only=True):
 
 
 _body = msgspec.json.Decoder(_Body)
-_fields = msgspec.json.Decoder(dict[str, Raw])
 
 
 def forward_message(
-    call: HttpExchange, raw: bytes, headers: Callable[[HttpExchange], HeaderList]
+    call: HttpExchange, wire: Wire, headers: Callable[[HttpExchange], HeaderList]
 ) -> Awaitable[Response]:
     """Relay a request for a model that Anthropic's API serves."""
-    body = decode(raw, _body)
+    body = wire.decode_fields(_body)
     if body.speculation is not None:
         check_known("speculation", "anthropic")
     stream = bool(body.stream)
 
     async def make(target: Target, request_id: str) -> UpstreamRequest:
-        fields: dict[str, Any] = {**_fields.decode(raw), "model": target.remote, "stream": True}
+        fields: dict[str, Any] = {**wire.fields, "model": target.remote, "stream": True}
         route = call.service.models.upstream.route_request(
             RouteTerms(request_id, "messages", session=call.session),
             target,
             call.principal,
             (bytes(body.messages),),
             max_tokens=body.max_tokens,
-            body_bytes=len(raw),
+            body_bytes=len(wire.raw),
         )
         return UpstreamRequest(
             route,

@@ -14,11 +14,11 @@ import msgspec
 
 from emberline.api.common.encoding import EncodeFields, run_encoding, with_json_rows
 from emberline.api.common.response_body import collect
-from emberline.api.http.body import SESSION_FIELDS, decode, read_model_body
 from emberline.api.http.errors import Dialect, FieldNames, HeaderList
 from emberline.api.http.exchange import Events, HttpExchange, json_reply
 from emberline.api.http.sse import EventEncoder
 from emberline.api.http.streaming import EventStream, Response
+from emberline.api.http.wire import SESSION_FIELDS, Wire, read_wire
 from emberline.protocol.complete_response import Answer
 from emberline.protocol.errors import BadInput
 from emberline.protocol.request import EncodeRequest, GenerateRequest
@@ -26,7 +26,7 @@ from emberline.protocol.request import EncodeRequest, GenerateRequest
 Body = TypeVar("Body")
 # Makes the canonical request of a body, an id and a session. Returns it with the client's names of its fields.
 ToTask = Callable[[Body, str, str | None], tuple[GenerateRequest | EncodeRequest, FieldNames]]
-Relay = Callable[[HttpExchange, bytes], Awaitable[Response] | None]
+Relay = Callable[[HttpExchange, Wire], Awaitable[Response] | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,14 +78,14 @@ class Form(AnswerForm[Body]):
 
     async def __call__(self, call: HttpExchange) -> Response:
         """Serve the form as an endpoint."""
-        raw = await read_model_body(call, self.session_fields)
-        if self.relay is not None and (relayed := self.relay(call, raw)) is not None:
+        wire = await read_wire(call, self.session_fields)
+        if self.relay is not None and (relayed := self.relay(call, wire)) is not None:
             return await relayed
         try:
-            body: Any = decode(raw, self.decoder)
+            body: Any = wire.decode(self.decoder)
             task, call.field_names = self.to_task(body, call.id, call.session)
         except BadInput:
-            if self.relay_unread is None or (relayed := self.relay_unread(call, raw)) is None:
+            if self.relay_unread is None or (relayed := self.relay_unread(call, wire)) is None:
                 raise
             return await relayed
         if isinstance(task, EncodeRequest):

@@ -23,7 +23,6 @@ from emberline.api.common.sampling_fields import (
     left_to_model,
 )
 from emberline.api.common.tools import DeclaredFunction, ToolName, Toolset, declare
-from emberline.api.http.body import decode
 from emberline.api.http.errors import Dialect, FieldNames
 from emberline.api.http.exchange import HttpExchange, encode
 from emberline.api.http.sse import EventEncoder, data_event
@@ -235,7 +234,8 @@ def model_of(endpoint: str) -> str | None:
 
 
 async def generate_content(call: HttpExchange, model: str, endpoint: str) -> Response:
-    given = decode(call.body or b"", _decoder)
+    assert call.wire is not None, "the gateway has read the body"
+    given = call.wire.decode(_decoder)
     call.use_model(model)
     request, call.field_names = given.to_request(model, call.id, call.session)
     streams = endpoint.endswith(":streamGenerateContent")

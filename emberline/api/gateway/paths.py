@@ -13,10 +13,11 @@ from msgspec import Meta
 
 from emberline.api.anthropic import message_form as anthropic
 from emberline.api.gateway import gemini
-from emberline.api.http.body import decode, named_model, read_body
-from emberline.api.http.exchange import HttpExchange, Reply, encode
+from emberline.api.http.body import decode, read_body
+from emberline.api.http.exchange import HttpExchange, Reply
 from emberline.api.http.router import APIS, Endpoint, check_api
 from emberline.api.http.streaming import Response, Streaming
+from emberline.api.http.wire import Wire
 from emberline.api.openai import audio, embeddings, media
 from emberline.api.openai import chat_completions as openai
 from emberline.api.openai.responses import endpoints as responses
@@ -63,7 +64,6 @@ class UniversalStep(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 Steps = Annotated[list[UniversalStep], Meta(min_length=1, max_length=MAX_STEPS)]
 _steps: msgspec.json.Decoder[list[UniversalStep]] = msgspec.json.Decoder(Steps)
-_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 async def dispatch(call: HttpExchange) -> Response:
@@ -73,8 +73,8 @@ async def dispatch(call: HttpExchange) -> Response:
     if provider == COMPAT and (found := _FORMS.get(_without_version(endpoint))) is not None:
         check_api(call.principal, APIS[_without_version(endpoint).partition("/")[0]])
         return await found(call)
-    call.body = await read_body(call)
-    return await _run(call, provider, endpoint, call.headers.get)
+    wire = call.wire = Wire(await read_body(call))
+    return await _run(call, wire, provider, endpoint, call.headers.get)
 
 
 async def list_models(call: HttpExchange) -> Reply:
@@ -99,11 +99,12 @@ async def universal(call: HttpExchange) -> Response:
 async def _run_step(call: HttpExchange, steps: list[UniversalStep], number: int, route: str) -> Response:
     step = steps[number]
     _check_gateway(call).rules.begin_step(number, step.config, number + 1 < len(steps))
-    call.body, call.path_param, call.route, call.card = bytes(step.query), "", route, None
+    wire = call.wire = Wire(bytes(step.query))
+    call.path_param, call.route, call.card = "", route, None
     headers = {name.lower(): value for name, value in step.headers.items()}
     otherwise = partial(_run_next_step, call, steps, number, route)
     try:
-        response = await _run(call, step.provider, step.endpoint.lstrip("/"), headers.get, is_step=True)
+        response = await _run(call, wire, step.provider, step.endpoint.lstrip("/"), headers.get, is_step=True)
     except EmberlineError as error:
         return await otherwise(error)
     if isinstance(response, Streaming):
@@ -128,11 +129,12 @@ def _check_gateway(call: HttpExchange) -> StageChain:
     return call.gateway
 
 
-async def _run(call: HttpExchange, provider: str, endpoint: str, header: Any, is_step: bool = False) -> Response:
-    """Call the endpoint of a provider's API with `call.body`."""
-    assert call.body is not None
+async def _run(
+    call: HttpExchange, wire: Wire, provider: str, endpoint: str, header: Any, is_step: bool = False
+) -> Response:
+    """Call the endpoint of a provider's API with the body that was read."""
     if provider in (COMPAT, LOCAL):
-        return await _run_any(call, provider, endpoint, header)
+        return await _run_any(call, wire, provider, endpoint, header)
     _check_provider(call, provider)
     name = provider.lower()
     call.route = f"{call.route}/{name}"
@@ -145,16 +147,17 @@ async def _run(call: HttpExchange, provider: str, endpoint: str, header: Any, is
     if found is None:
         raise _no_endpoint(provider, endpoint)
     check_api(call.principal, APIS[path.partition("/")[0]])
-    call.body = _with_model(call.body, f"{name}/")
+    if wire.fields and (model := wire.model) is not None:  # by the name that it has here
+        wire.use_model(f"{name}/{model}")
     _use_own_key(call, name, header, is_step)
     return await found(call)
 
 
-async def _run_any(call: HttpExchange, provider: str, endpoint: str, header: Any) -> Response:
+async def _run_any(call: HttpExchange, wire: Wire, provider: str, endpoint: str, header: Any) -> Response:
     path = _without_version(endpoint)
     if (found := _OPENAI.get(path)) is not None:
         check_api(call.principal, APIS[path.partition("/")[0]])
-        model = (named_model(call.body or b"") or "").partition("/")[0].lower()
+        model = (wire.model or "").partition("/")[0].lower()
         _use_own_key(call, model, header, is_step=False)
         return await found(call)
     if provider == COMPAT:
@@ -191,17 +194,6 @@ def _check_headers(headers: Mapping[str, str], where: str) -> None:
     for name in headers:
         if name.lower() not in _KEY_HEADERS | _IGNORED_HEADERS:
             raise BadInput(f"the header `{name[:64]}` is not sent to providers: leave it out", param=where)
-
-
-def _with_model(body: bytes, prefix: str) -> bytes:
-    """A body of a provider's own API, its model by the name that it has here. What else is wrong with it is reported
-    where it is decoded."""
-    name = named_model(body)
-    if name is None:
-        return body
-    fields = _fields.decode(body)
-    fields["model"] = msgspec.Raw(encode(prefix + name))
-    return encode(fields)
 
 
 def _use_own_key(call: HttpExchange, provider: str, header: Any, is_step: bool) -> None:

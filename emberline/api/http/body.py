@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -11,7 +11,6 @@ from emberline.api.http.decode_errors import explain
 from emberline.api.http.errors import NoBody
 from emberline.api.http.exchange import ClientDisconnected, HttpExchange, LargeRequest
 from emberline.protocol.errors import BadInput, DeadlineExceeded, TooLarge, Unavailable
-from emberline.protocol.request import session_name
 
 T = TypeVar("T")
 
@@ -21,7 +20,6 @@ MIN_BYTES_PER_S = 16 << 10  # of a body, after a first pause of `RequestLimits.i
 LARGE_BYTES = 1 << 20  # a longer body, or one with more values, is decoded in another process: here that would take
 LARGE_VALUES = 10_000  # tens of milliseconds, in which no stream goes on
 SCAN_BYTES = 256 << 10  # of a body, looked at together
-SESSION_FIELDS = ("prompt_cache_key", "user")  # of a body's session in the OpenAI API, by precedence
 _NOT_JSON = ("multipart/", "audio/", "image/", "application/octet-stream")
 
 
@@ -52,8 +50,8 @@ async def read_json(call: HttpExchange, decoder: msgspec.json.Decoder[T]) -> T:
 
 async def read_body(call: HttpExchange, max_bytes: int | None = None, any_type: bool = False) -> bytes:
     """A JSON body, not yet decoded; or any other where `any_type`."""
-    if call.body is not None:
-        return call.body
+    if call.wire is not None:
+        return call.wire.raw
     content_type = call.headers.get("content-type", "").lower()
     if content_type.startswith(_NOT_JSON) and not any_type:
         raise BadInput(f"this endpoint takes JSON, not {content_type.partition(';')[0]}", param="content-type")
@@ -77,15 +75,30 @@ async def read_body(call: HttpExchange, max_bytes: int | None = None, any_type: 
 
 
 def decode(body: bytes, decoder: msgspec.json.Decoder[T], max_values: int = MAX_VALUES) -> T:
-    """`body` as the decoder's type; BadInput names the field that is wrong."""
+    """Decode a body as the decoder's type. Raises BadInput, which names the field that is wrong."""
     if not body:
         raise NoBody("the request has no body; send a JSON object")
     if has_more_values(body, max_values):
         raise TooLarge(f"the JSON has more than {max_values:,} values; send fewer or smaller lists and objects")
+    return decode_part(body, decoder, body, {})
+
+
+def decode_part(part: bytes, decoder: msgspec.json.Decoder[T], whole: bytes, unread: Mapping[str, msgspec.Raw]) -> T:
+    """Decode a part of the body `whole`, whose size was checked. `unread` are the fields that stay as they came: `part`
+    has null for each. Raises BadInput, which names the field that is wrong."""
     try:
-        if not body.isascii():
-            str(body, "utf-8")  # msgspec does not validate the strings of fields that it skips
-        return _decode(body, decoder)
+        if not whole.isascii():
+            str(whole, "utf-8")  # msgspec does not validate the strings of fields that it skips
+        try:
+            found = decoder.decode(part)
+        except msgspec.ValidationError as bad:
+            if "got `float`" not in str(bad):
+                raise
+            values = _whole_floats.decode(part)
+            return msgspec.convert({**values, **unread} if unread else values, decoder.type)
+        for name, value in unread.items():
+            setattr(found, name, value)
+        return found
     except msgspec.ValidationError as bad:
         message, field = explain(str(bad))
         raise BadInput(message, param=field) from None
@@ -95,15 +108,6 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[T], max_values: int = MAX_
         raise BadInput(f"the body is not valid JSON: {bad}") from None
     except RecursionError:
         raise BadInput("the JSON is nested too deeply") from None
-
-
-def _decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
-    try:
-        return decoder.decode(body)
-    except msgspec.ValidationError as bad:
-        if "got `float`" not in str(bad):
-            raise
-    return msgspec.convert(_whole_floats.decode(body), decoder.type)
 
 
 def _number(text: str) -> int | float:
@@ -138,58 +142,20 @@ def n_separators(body: bytes) -> int:
     return len(body) - len(body.translate(None, b",[{"))  # unlike bytes.count, as fast where there are many
 
 
-class _Metadata(msgspec.Struct):
-    user_id: str = ""
-
-
-class _ModelFields(msgspec.Struct):
-    """The fields of any body that select its model: an alias has the same target in all requests of a session."""
-
+class _Named(msgspec.Struct):
     model: Any = None
-    prompt_cache_key: Any = None
-    safety_identifier: Any = None
-    user: Any = None
-    metadata: msgspec.Raw = msgspec.Raw(b"{}")
-
-    @property
-    def user_id(self) -> str:
-        """`metadata.user_id`, as Anthropic's API has it; empty if it has none."""
-        try:
-            return _metadata_decoder.decode(self.metadata).user_id
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return ""
 
 
-_metadata_decoder = msgspec.json.Decoder(_Metadata)
-_model_decoder = msgspec.json.Decoder(_ModelFields)
+_named = msgspec.json.Decoder(_Named)
 
 
 def named_model(body: bytes) -> str | None:
     """The model that a body names. What is wrong with a body without one is reported where it is decoded in full."""
-    name = _model_fields(body).model
-    return name if isinstance(name, str) else None
-
-
-def _model_fields(body: bytes) -> _ModelFields:
     try:
-        return _model_decoder.decode(body)
+        name = _named.decode(body).model
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return _ModelFields()
-
-
-async def read_model_body(call: HttpExchange, session_fields: Sequence[str] = SESSION_FIELDS) -> bytes:
-    """Read a JSON body without decoding it. Sets the call's model, target and session; refuses an unknown model.
-
-    `session_fields` are the body's names of its session, by precedence.
-    """
-    body = await read_body(call)
-    found = _model_fields(body)
-    named = [getattr(found, field) for field in session_fields]
-    call.body_session = session_name(*[name if isinstance(name, str) else None for name in named])
-    if isinstance(found.model, str):
-        call.named_model = found.model
-        call.use_model(found.model)
-    return body
+        return None
+    return name if isinstance(name, str) else None
 
 
 async def body_chunks(call: HttpExchange, max_bytes: int) -> AsyncIterator[bytes]:

@@ -34,6 +34,7 @@ from emberline.service.work import Task, TaskEvents, TaskRunner, Work
 if TYPE_CHECKING:  # the API needs the types of what it is given, not their imports
     from emberline.accounts.account_service import AccountService
     from emberline.accounts.auth import Authenticator
+    from emberline.api.http.wire import Wire
     from emberline.catalog.model_card import ModelCard
     from emberline.gateway.gateways import GatewayService
     from emberline.jobs.queue.queue import Queue
@@ -166,14 +167,11 @@ class HttpExchange:
         self._batches = batches
         self._accounts = accounts
         self._gateways = gateways
-        self._gateway: StageChain | None = None
-        self._reads_gateway = True  # whether a header asks for a gateway is not known yet
+        self._gateway: StageChain | None = None  # the same as `gateway`, once that is known
         self.gateway_name = ""  # of the path; empty: it names none
-        self.body: bytes | None = None  # of the request, where it was read and perhaps rewritten
+        self.wire: Wire | None = None  # the JSON body, once it was read
         self.named_model: str | None = None  # the model that the body names
         self.card: ModelCard | None = None  # the model that the request is for, once it was looked up
-        self.body_session: str | None = None  # the session id that the body has
-        self._header_session: str | None = None  # the one of a header, empty if there is none; None: not read yet
         self.is_audited = False  # what it does is in the audit log
         self.audit_target = ""  # what an admin's act is done to, for the audit log; empty: `path_param`
         self.relays_large = relays_large  # large requests are for another process: endpoints raise LargeRequest
@@ -183,7 +181,12 @@ class HttpExchange:
         self.id = str(uuid.uuid4())
         # Of a repeated header, the first counts.
         fields: list[tuple[bytes, bytes]] = scope["headers"]
-        self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(fields)}
+        self.headers: dict[str, str] = {}
+        for name, value in reversed(fields):
+            self.headers[name.decode("latin-1")] = value.decode("latin-1")
+        # The client's session id: the header's, else the body's. Every look-up of the request's model uses it.
+        self.header_session = session_name(*map(self.headers.get, _SESSION_HEADERS))
+        self.session = self.header_session
         self.status = 0  # of the response; 0 until its headers are sent
         self.route = ""  # the path of its route, with placeholders; empty: there is none
         self.query_schemas: Mapping[str, Any] = {}  # JSON schemas of the route's query parameters
@@ -253,20 +256,18 @@ class HttpExchange:
             raise Unavailable("this server was started without a store: it has no gateways")
         return self._gateways
 
-    @property
+    @cached_property
     def gateway(self) -> StageChain | None:
-        """The gateway that this call goes through, as its path, its body or a header says; None: none."""
-        if self._reads_gateway:
-            self._reads_gateway = False
-            options = from_headers(self.headers)
-            if options is not None or self.gateway_name:
-                self._open_gateway(options or GatewayOptions())
-        return self._gateway
+        """The gateway that the request goes through, as its path, its body or a header says. Returns None if none."""
+        options = from_headers(self.headers)
+        if options is None and not self.gateway_name:
+            return None
+        return self._open_gateway(options or GatewayOptions())
 
     def use_gateway(self, options: GatewayOptions) -> StageChain:
         """Open the gateway that the body asks for; the headers count for what the body leaves out."""
-        self._reads_gateway = False
-        return self._open_gateway(merge(options, from_headers(self.headers)))
+        found = self.gateway = self._open_gateway(merge(options, from_headers(self.headers)))
+        return found
 
     def _open_gateway(self, options: GatewayOptions) -> StageChain:
         name = self.gateway_name
@@ -306,13 +307,6 @@ class HttpExchange:
     @property
     def queue(self) -> "Queue":
         return self.batches.queue
-
-    @property
-    def session(self) -> str | None:
-        """The client's session id: the header's, else the body's. Every look-up of the request's model uses it."""
-        if self._header_session is None:
-            self._header_session = session_name(*map(self.headers.get, _SESSION_HEADERS)) or ""
-        return self._header_session or self.body_session
 
     @property
     def session_final(self) -> bool:

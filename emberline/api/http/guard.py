@@ -31,7 +31,7 @@ class Guard:
 
     def readable_by(self, scope: Scope) -> str | None:
         """The Origin whose pages may read the response, refusals included; None: no CORS headers."""
-        hosts, origins = _values(scope, b"host"), _values(scope, b"origin")
+        hosts, origins = _hosts_and_origins(scope)
         if len(origins) != 1:
             return None
         host = hosts[0] if len(hosts) == 1 and self._host_allowed(hosts[0], scope) else ""
@@ -39,13 +39,12 @@ class Guard:
 
     def check(self, scope: Scope) -> None:
         """Raise Forbidden for a Host or an Origin that is not allowed."""
-        hosts = _values(scope, b"host")
-        if hosts == [BINDING_HOST] and scope["path"].startswith(BINDING_PATHS) and not _values(scope, b"origin"):
+        hosts, origins = _hosts_and_origins(scope)
+        if hosts == [BINDING_HOST] and scope["path"].startswith(BINDING_PATHS) and not origins:
             return
         if len(hosts) != 1 or not self._host_allowed(hosts[0], scope):
             shown = hosts[0][:100] if hosts else ""
             raise Forbidden(f"the host {shown!r} is not allowed; add it with --allowed-host")
-        origins = _values(scope, b"origin")
         if origins and (len(origins) > 1 or not self._origin_allowed(origins[0], hosts[0])):
             raise Forbidden(f"the origin {origins[0][:100]!r} is not allowed; add it with --cors-origin")
 
@@ -96,8 +95,16 @@ def with_cors_headers(send: Send, origin: str) -> Send:
     return send_with_cors
 
 
-def _values(scope: Scope, name: bytes) -> list[str]:
-    return [value.decode("latin-1") for found, value in scope["headers"] if found == name]
+def _hosts_and_origins(scope: Scope) -> tuple[list[str], list[str]]:
+    """Values of all Host and of all Origin headers."""
+    hosts: list[str] = []
+    origins: list[str] = []
+    for name, value in scope["headers"]:
+        if name == b"host":
+            hosts.append(value.decode("latin-1"))
+        elif name == b"origin":
+            origins.append(value.decode("latin-1"))
+    return hosts, origins
 
 
 @lru_cache(256)

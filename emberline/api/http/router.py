@@ -145,7 +145,9 @@ class Router:
             methods[route.method] = route
 
     def find(self, raw_path: bytes) -> Match:
-        path, account = _split_account(raw_path.decode("latin-1"))
+        path, account = raw_path.decode("latin-1"), None
+        if path.startswith(ACCOUNTS):
+            path, account = _split_account(path)
         methods, path_param = self._exact.get(path), ""
         if methods is None:
             methods, path_param = self._by_id(path)
@@ -221,9 +223,7 @@ def _unrouted_dialect(path: str) -> Dialect:
     return Dialect.NATIVE if path.startswith("/client/") else Dialect.OPENAI
 
 
-def _split_account(path: str) -> tuple[str, str | None]:
+def _split_account(path: str) -> tuple[str, str]:
     """The path with its account replaced by the placeholder, and the account."""
-    if not path.startswith(ACCOUNTS):
-        return path, None
     account, slash, rest = path[len(ACCOUNTS) :].partition("/")
     return f"{ACCOUNTS}{_ACCOUNT}{slash}{rest}", account

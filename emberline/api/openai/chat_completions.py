@@ -7,9 +7,9 @@ import msgspec
 
 from emberline.api.common.form import Form
 from emberline.api.common.model_list import openai_model
-from emberline.api.http.body import decode, read_model_body
 from emberline.api.http.exchange import HttpExchange, Reply, json_reply, list_reply
 from emberline.api.http.streaming import Response
+from emberline.api.http.wire import Wire, read_wire
 from emberline.api.openai.chat import ChatRequest, ChatStream, chat_body
 from emberline.api.openai.completions import CompletionRequest, CompletionStream, completion_body, generate_all
 from emberline.api.openai.upstream_passthrough import forward_chat, forward_completion
@@ -19,9 +19,9 @@ from emberline.protocol.errors import BadInput
 MAX_TOTAL_CHOICES = 128  # of one call: prompts times n
 
 
-def _relay(call: HttpExchange, raw: bytes, unread: bool = False) -> Awaitable[Response] | None:
+def _relay(call: HttpExchange, wire: Wire, unread: bool = False) -> Awaitable[Response] | None:
     """Relay a chat. Returns None if the chat has to be read here."""
-    return forward_chat(call, raw) if _relays(call, call.gateway, unread) else None
+    return forward_chat(call, wire) if _relays(call, call.gateway, unread) else None
 
 
 def _relays(call: HttpExchange, gateway: StageChain | None, unread: bool = False) -> bool:
@@ -58,10 +58,10 @@ COMPLETION = Form(
 
 async def completions(call: HttpExchange) -> Response:
     """Complete one or more prompts, whose choices come as one answer."""
-    raw = await read_model_body(call)
+    wire = await read_wire(call)
     if _relays(call, call.gateway):
-        return await forward_completion(call, raw)
-    body: CompletionRequest = decode(raw, COMPLETION.decoder)
+        return await forward_completion(call, wire)
+    body: CompletionRequest = wire.decode(COMPLETION.decoder)
     call.wants_cost = call.wants_cost or bool(body.usage and body.usage.include)
     requests, call.field_names = body.to_requests(call.id, call.session)
     if body.n_choices > MAX_TOTAL_CHOICES:

@@ -3,10 +3,11 @@
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta, Raw
+from msgspec import Meta
 
-from emberline.api.http.body import body_chunks, decode, held_bodies, read_model_body
+from emberline.api.http.body import body_chunks, held_bodies
 from emberline.api.http.exchange import HttpExchange, Reply, parse_int
+from emberline.api.http.wire import Wire, read_wire
 from emberline.net.multipart import MultipartForm, boundary_of
 from emberline.protocol.errors import BadInput, TooLarge, Unsupported
 from emberline.protocol.media import MAX_IMAGES, Media, MediaFile, MediaRequest
@@ -36,16 +37,15 @@ class SpeechRequestBody(msgspec.Struct, kw_only=True):
 
 _images = msgspec.json.Decoder(ImagesRequest)
 _speech = msgspec.json.Decoder(SpeechRequestBody)
-_fields = msgspec.json.Decoder(dict[str, Raw])
 
 
 async def generate_images(call: HttpExchange) -> Reply:
-    raw = await read_model_body(call)
-    body = decode(raw, _images)
+    wire = await read_wire(call)
+    body = wire.decode(_images)
     if body.stream:
         raise Unsupported("`stream` is not supported for images", param="stream")
     request = MediaRequest(
-        id=call.id, model=body.model, task="image", fields=_passed(raw), session=call.session, api="images"
+        id=call.id, model=body.model, task="image", fields=_passed(wire), session=call.session, api="images"
     )
     return media_reply(call, await make(call, request))
 
@@ -87,15 +87,15 @@ async def edit_images(call: HttpExchange) -> Reply:
 
 
 async def speech(call: HttpExchange) -> Reply:
-    raw = await read_model_body(call)
-    body = decode(raw, _speech)
+    wire = await read_wire(call)
+    body = wire.decode(_speech)
     if body.stream_format not in (None, "audio"):
         raise Unsupported("`stream_format` is not supported: the audio comes whole", param="stream_format")
     request = MediaRequest(
         id=call.id,
         model=body.model,
         task="speech",
-        fields={**_passed(raw), "input": body.input},
+        fields={**_passed(wire), "input": body.input},
         session=call.session,
         api="audio",
     )
@@ -112,8 +112,9 @@ def media_reply(call: HttpExchange, media: Media) -> Reply:
     return Reply(200, media.body, media.content_type.encode("latin-1", "replace"), call.id_headers)
 
 
-def _passed(raw: bytes) -> dict[str, Any]:
-    return {name: msgspec.json.decode(value) for name, value in _fields.decode(raw).items() if name != "model"}
+def _passed(wire: Wire) -> dict[str, Any]:
+    """All fields of a body but its model."""
+    return {name: msgspec.json.decode(value) for name, value in wire.fields.items() if name != "model"}
 
 
 def _image_type(data: bytes | bytearray) -> str:

@@ -21,11 +21,11 @@ from emberline.api.common.sampling_fields import (
     TopLogprobs,
 )
 from emberline.api.common.unsupported_fields import UnsupportedField, refuse_unsupported, supported_fields
-from emberline.api.http.body import decode
 from emberline.api.http.decode_errors import explain
 from emberline.api.http.errors import Dialect, error_body
 from emberline.api.http.exchange import HttpExchange, encode
 from emberline.api.http.streaming import Response, relay
+from emberline.api.http.wire import Wire
 from emberline.api.openai.chat import AnyChatRequest, ChatRequest, StreamOptions, UsageOptions
 from emberline.api.openai.completions import CompletionRequest
 from emberline.protocol.errors import BadInput, EmberlineError, Unsupported
@@ -202,7 +202,6 @@ _TRANSLATED = frozenset(
 )
 
 
-_raw_fields = msgspec.json.Decoder(dict[str, Raw])
 _any_chat = msgspec.json.Decoder(AnyChatRequest)
 _chat = msgspec.json.Decoder(PassthroughChat)
 _completion = msgspec.json.Decoder(PassthroughCompletion)
@@ -212,30 +211,30 @@ _canonical_completion = msgspec.json.Decoder(CompletionRequest)
 log = logging.getLogger(__name__)
 
 
-def forward_chat(call: HttpExchange, raw: bytes) -> Awaitable[Response]:
+def forward_chat(call: HttpExchange, wire: Wire) -> Awaitable[Response]:
     """Relay a chat to an upstream server."""
-    body = decode(raw, _chat)
+    body = wire.decode_fields(_chat)
 
     async def make(target: Target, request_id: str) -> UpstreamRequest:
-        request = _upstream_request(call, target, request_id, body, CHAT, raw)
+        request = _upstream_request(call, target, request_id, body, CHAT, wire)
         if target.card.id in call.service.models.upstream.texts:
             with contextlib.suppress(EmberlineError):  # not all that its server takes can be rendered here
-                canonical, call.field_names = decode(raw, _canonical_chat).to_request(call.id, call.session)
+                canonical, call.field_names = wire.decode(_canonical_chat).to_request(call.id, call.session)
                 request.route = await call.service.models.upstream.with_token_keys(request.route, canonical, target)
         return request
 
     return _relay(call, make, body, "chat")
 
 
-def forward_completion(call: HttpExchange, raw: bytes) -> Awaitable[Response]:
+def forward_completion(call: HttpExchange, wire: Wire) -> Awaitable[Response]:
     """Relay a text completion to an upstream server."""
-    body = decode(raw, _completion)
+    body = wire.decode_fields(_completion)
 
     async def make(target: Target, request_id: str) -> UpstreamRequest:
-        request = _upstream_request(call, target, request_id, body, COMPLETIONS, raw)
+        request = _upstream_request(call, target, request_id, body, COMPLETIONS, wire)
         if target.card.id in call.service.models.upstream.texts and body.n_prompts == 1:
             with contextlib.suppress(EmberlineError):
-                (canonical,), call.field_names = decode(raw, _canonical_completion).to_requests(call.id, call.session)
+                (canonical,), call.field_names = wire.decode(_canonical_completion).to_requests(call.id, call.session)
                 request.route = await call.service.models.upstream.with_token_keys(request.route, canonical, target)
         return request
 
@@ -246,7 +245,7 @@ Make = Callable[[Target, str], Awaitable[UpstreamRequest]]  # given the model th
 
 
 def _upstream_request(
-    call: HttpExchange, target: Target, request_id: str, body: PassthroughBody, path: str, raw: bytes
+    call: HttpExchange, target: Target, request_id: str, body: PassthroughBody, path: str, wire: Wire
 ) -> UpstreamRequest:
     """The request as the target's server gets it."""
     upstream = call.service.models.upstream
@@ -256,10 +255,10 @@ def _upstream_request(
     task: GenerateRequest | None = None
     fields: dict[str, Any] = {}
     if target.kind in TRANSLATED and path == CHAT:
-        task = _canonical(call, upstream.provider_of(target.card), request_id, raw)
+        task = _canonical(call, upstream.provider_of(target.card), request_id, wire)
         upstream.check(task, target)
     else:
-        fields = _all_fields(raw) if target.takes_any_field else body.upstream_fields(target.kind)
+        fields = _all_fields(wire) if target.takes_any_field else body.upstream_fields(target.kind)
     fields |= {"model": target.remote, **upstream.cache_salt(target, call.principal)}
     terms = RouteTerms(
         request_id,
@@ -271,7 +270,7 @@ def _upstream_request(
     )
     max_tokens = body.max_completion_tokens or body.max_tokens or 0
     route = upstream.route_request(
-        terms, target, call.principal, body.prompt_bytes, max_tokens, body_bytes=len(raw), images=n_images
+        terms, target, call.principal, body.prompt_bytes, max_tokens, body_bytes=len(wire.raw), images=n_images
     )
     call.wants_cost = call.wants_cost or bool(body.usage and body.usage.include)
     asks_usage = call.wants_cost or (body.stream_options is not None and body.stream_options.include_usage)
@@ -288,11 +287,11 @@ def _upstream_request(
     )
 
 
-def _canonical(call: HttpExchange, provider: str, request_id: str, raw: bytes) -> GenerateRequest:
+def _canonical(call: HttpExchange, provider: str, request_id: str, wire: Wire) -> GenerateRequest:
     """The canonical request for a provider whose API is not OpenAI's. Raises Unsupported for a field of which that
     provider would not hear."""
-    refuse_others(provider, _for_provider(raw), _TRANSLATED)
-    body = decode(raw, _any_chat)
+    refuse_others(provider, _for_provider(wire), _TRANSLATED)
+    body = wire.decode(_any_chat)
     if body.functions:
         raise Unsupported("`functions` is the older form of `tools`; send that", param="functions")
     for number, message in enumerate(body.messages):
@@ -302,14 +301,14 @@ def _canonical(call: HttpExchange, provider: str, request_id: str, raw: bytes) -
     return msgspec.structs.replace(request, end_user=body.user or "")
 
 
-def _all_fields(raw: bytes) -> dict[str, Any]:
+def _all_fields(wire: Wire) -> dict[str, Any]:
     """The body as a provider gets it: with every field, also those that only the provider knows."""
-    return {**_for_provider(raw), "stream": True, "stream_options": {"include_usage": True}}
+    return {**_for_provider(wire), "stream": True, "stream_options": {"include_usage": True}}
 
 
-def _for_provider(raw: bytes) -> dict[str, Raw]:
+def _for_provider(wire: Wire) -> dict[str, Raw]:
     """The fields of a body, without those that are for this server."""
-    return {name: value for name, value in _raw_fields.decode(raw).items() if name not in _OURS}
+    return {name: value for name, value in wire.fields.items() if name not in _OURS}
 
 
 def _relay(call: HttpExchange, make: Make, body: PassthroughBody, api: str) -> Awaitable[Response]:

@@ -10,7 +10,7 @@ import msgspec
 
 from emberline.api.batches.submission import submit_once
 from emberline.api.common.unsupported_fields import refuse_unsupported
-from emberline.api.http.body import LARGE_BYTES, decode, read_model_body
+from emberline.api.http.body import LARGE_BYTES
 from emberline.api.http.errors import NoPreviousResponse, NoSuchResponse
 from emberline.api.http.exchange import (
     Events,
@@ -24,6 +24,7 @@ from emberline.api.http.exchange import (
 )
 from emberline.api.http.resumable import HEADER, resume_log
 from emberline.api.http.streaming import EventStream, Response
+from emberline.api.http.wire import read_wire
 from emberline.api.openai.responses import background
 from emberline.api.openai.responses.form import RESPONSE
 from emberline.api.openai.responses.items import (
@@ -79,10 +80,10 @@ class Turn:
 
 
 async def create(call: HttpExchange) -> Response:
-    raw = await read_model_body(call, RESPONSE.session_fields)
-    body: ResponsesRequest = decode(raw, RESPONSE.decoder)
+    wire = await read_wire(call, RESPONSE.session_fields)
+    body: ResponsesRequest = wire.decode(RESPONSE.decoder)
     if body.background:
-        return await _create_in_background(call, raw, body)
+        return await _create_in_background(call, wire.raw, body)
     turn = await _prepare(call, body)
     events = _store_on_completion(call, turn, call.run(turn.request))
     if body.stream:
@@ -113,7 +114,8 @@ async def _create_in_background(call: HttpExchange, raw: bytes, body: ResponsesR
 
 
 async def count_tokens(call: HttpExchange) -> Reply:
-    turn = await _prepare(call, decode(await read_model_body(call, RESPONSE.session_fields), RESPONSE.decoder))
+    wire = await read_wire(call, RESPONSE.session_fields)
+    turn = await _prepare(call, wire.decode(RESPONSE.decoder))
     n_tokens = await call.count_tokens(turn.request)
     return json_reply({"object": "response.input_tokens", "input_tokens": n_tokens})
 
