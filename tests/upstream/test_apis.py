@@ -206,6 +206,20 @@ async def test_only_allowed_fields_are_forwarded(api: ApiClient) -> None:
     assert got["cache_salt"] != "another tenant's"
 
 
+async def test_what_is_forwarded_is_what_was_checked(api: ApiClient) -> None:
+    """Servers differ in which of two equal names they read, so they get one."""
+    image = '{"role":"user","content":[{"type":"image_url","image_url":"http://10.0.0.1"}]}'
+    text = '{"role":"user","content":"Hi"}'
+    body = '{"model":"standin","messages":[%s],"temperature":0,"messages":[%s],"max_tokens":3.0,"temperature":1}'
+    for first, last, status in ((text, image, 400), (image, text, 200)):
+        answer = await api.client.post("/v1/chat/completions", content=body % (first, last))
+        assert answer.status_code == status, answer.text
+    (got,) = api.bench.standins["a"].requests
+    assert (got["messages"], got["temperature"], got["max_tokens"]) == ([json.loads(text)], 1, 3)
+    broken = body.encode() % (b"", b'{"role":"user","content":"\xff"}')
+    assert (await api.client.post("/v1/chat/completions", content=broken)).status_code == 400
+
+
 async def test_a_message_to_be_continued_and_bad_words_are_forwarded(api: ApiClient) -> None:
     begun = [*CHAT["messages"], {"role": "assistant", "content": "Well"}]
     fields = {"continue_final_message": True, "bad_words": ["no"], "include_stop_str_in_output": True}

@@ -20,6 +20,7 @@ MIN_BYTES_PER_S = 16 << 10  # of a body, after a first pause of `RequestLimits.i
 LARGE_BYTES = 1 << 20  # a longer body, or one with more values, is decoded in another process: here that would take
 LARGE_VALUES = 10_000  # tens of milliseconds, in which no stream goes on
 SCAN_BYTES = 256 << 10  # of a body, looked at together
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # errors of a body that cannot be decoded
 _NOT_JSON = ("multipart/", "audio/", "image/", "application/octet-stream")
 
 
@@ -80,38 +81,43 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[T], max_values: int = MAX_
         raise NoBody("the request has no body; send a JSON object")
     if has_more_values(body, max_values):
         raise TooLarge(f"the JSON has more than {max_values:,} values; send fewer or smaller lists and objects")
-    return decode_part(body, decoder, body, {})
-
-
-def decode_part(part: bytes, decoder: msgspec.json.Decoder[T], whole: bytes, unread: Mapping[str, msgspec.Raw]) -> T:
-    """Decode a part of the body `whole`, whose size was checked. `unread` are the fields that stay as they came: `part`
-    has null for each. Raises BadInput, which names the field that is wrong."""
     try:
-        if not whole.isascii():
-            str(whole, "utf-8")  # msgspec does not validate the strings of fields that it skips
+        if not body.isascii():
+            str(body, "utf-8")  # msgspec does not validate the strings of fields that it skips
         try:
-            found = decoder.decode(part)
+            return decoder.decode(body)
         except msgspec.ValidationError as bad:
-            if "got `float`" not in str(bad):
-                raise
-            values = _whole_floats.decode(part)
-            return msgspec.convert({**values, **unread} if unread else values, decoder.type)
-        for name, value in unread.items():
-            setattr(found, name, value)
-        return found
-    except msgspec.ValidationError as bad:
+            return convert(body, decoder, bad, {})
+    except UNREADABLE as bad:
+        raise problem(bad) from None
+
+
+def problem(bad: Exception) -> BadInput:
+    """Explain to the client why a body cannot be decoded, by one of the UNREADABLE errors."""
+    if isinstance(bad, msgspec.ValidationError):
         message, field = explain(str(bad))
-        raise BadInput(message, param=field) from None
-    except UnicodeDecodeError as bad:
-        raise BadInput(f"the body is not valid UTF-8: {bad.reason} at byte {bad.start}") from None
-    except msgspec.DecodeError as bad:
-        raise BadInput(f"the body is not valid JSON: {bad}") from None
-    except RecursionError:
-        raise BadInput("the JSON is nested too deeply") from None
+        return BadInput(message, param=field)
+    if isinstance(bad, UnicodeDecodeError):
+        return BadInput(f"the body is not valid UTF-8: {bad.reason} at byte {bad.start}")
+    if isinstance(bad, RecursionError):
+        return BadInput("the JSON is nested too deeply")
+    return BadInput(f"the body is not valid JSON: {bad}")
+
+
+def convert(
+    body: bytes, decoder: msgspec.json.Decoder[T], bad: msgspec.ValidationError, unread: Mapping[str, msgspec.Raw]
+) -> T:
+    """Decode a body that failed with `bad` once more, with 1.0 read as 1: some languages have one kind of number.
+
+    `unread` are fields to put in place of the body's. Raises `bad` if it is about something else."""
+    if "got `float`" not in str(bad):
+        raise bad
+    values = _whole_floats.decode(body)
+    return msgspec.convert({**values, **unread} if unread else values, decoder.type)
 
 
 def _number(text: str) -> int | float:
-    """1.0 as 1: some languages have only one kind of number."""
+    """Read 1.0 as 1."""
     value = float(text)
     return int(value) if value.is_integer() and abs(value) < 1 << 53 else value
 
@@ -153,7 +159,7 @@ def named_model(body: bytes) -> str | None:
     """The model that a body names. What is wrong with a body without one is reported where it is decoded in full."""
     try:
         name = _named.decode(body).model
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         return None
     return name if isinstance(name, str) else None
 

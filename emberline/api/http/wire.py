@@ -11,7 +11,16 @@ from typing import TypeVar
 import msgspec
 from msgspec import Raw
 
-from emberline.api.http.body import MAX_VALUES, decode, decode_part, has_more_values, named_model, read_body
+from emberline.api.http.body import (
+    MAX_VALUES,
+    UNREADABLE,
+    convert,
+    decode,
+    has_more_values,
+    named_model,
+    problem,
+    read_body,
+)
 from emberline.api.http.exchange import HttpExchange
 from emberline.protocol.request import session_name
 
@@ -19,7 +28,6 @@ T = TypeVar("T")
 Struct = TypeVar("Struct", bound=msgspec.Struct)
 
 SESSION_FIELDS = ("prompt_cache_key", "user")  # of a body's session in the OpenAI API, by precedence
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _NULL = Raw(b"null")
 
 
@@ -50,7 +58,7 @@ class Wire:
         try:
             if not has_more_values(raw, MAX_VALUES):
                 self.fields = _fields.decode(raw)
-        except _UNREADABLE:
+        except UNREADABLE:
             pass
 
     @property
@@ -60,7 +68,7 @@ class Wire:
             return named_model(self.raw)
         try:
             return _text.decode(self.fields.get("model", b""))
-        except _UNREADABLE:
+        except UNREADABLE:
             return None
 
     def use_model(self, name: str) -> None:
@@ -74,7 +82,7 @@ class Wire:
             if (value := self.fields.get(name)) is not None:
                 try:
                     found = _session.decode(value)
-                except _UNREADABLE:
+                except UNREADABLE:
                     continue
                 if session := found if isinstance(found, str) else found.user_id:
                     return session_name(session)
@@ -90,25 +98,36 @@ class Wire:
         Raises BadInput, which names the field that is wrong."""
         if not self.fields:
             return self.decode(decoder)
-        declared, unread = _declared(decoder.type)
+        small, unread = self._without_raw(decoder.type)
+        try:
+            if not self.raw.isascii():
+                str(self.raw, "utf-8")  # fields that are not decoded are sent on
+            try:
+                found = decoder.decode(small)
+            except msgspec.ValidationError as bad:
+                return convert(small, decoder, bad, {name: self.fields[name] for name in unread})
+        except UNREADABLE as bad:
+            raise problem(bad) from None
+        for name in unread:
+            setattr(found, name, self.fields[name])
+        return found
+
+    def _without_raw(self, struct: type[msgspec.Struct]) -> tuple[bytes, list[str]]:
+        """The body with only the fields of `struct`, null for those that are Raw there; and the names of the latter."""
+        declared, unread = _declared(struct), []
         small: dict[str, Raw] = {}
-        kept: dict[str, Raw] = {}
         for name, value in self.fields.items():
-            if name in unread:
-                small[name], kept[name] = _NULL, value
-            elif name in declared:
-                small[name] = value
-        return decode_part(_encode(small), decoder, self.raw, kept)
+            if (is_raw := declared.get(name)) is not None:
+                small[name] = _NULL if is_raw else value
+                if is_raw:
+                    unread.append(name)
+        return _encode(small), unread
 
 
 @cache
-def _declared(struct: type[msgspec.Struct]) -> tuple[frozenset[str], frozenset[str]]:
-    """Names of a struct's fields: of all, and of those that are Raw."""
-    fields = msgspec.structs.fields(struct)
-    return (
-        frozenset(field.encode_name for field in fields),
-        frozenset(field.encode_name for field in fields if field.type is Raw),
-    )
+def _declared(struct: type[msgspec.Struct]) -> dict[str, bool]:
+    """Names of a struct's fields; True for those that are Raw."""
+    return {field.encode_name: field.type is Raw for field in msgspec.structs.fields(struct)}
 
 
 async def read_wire(exchange: HttpExchange, session_fields: Sequence[str] = SESSION_FIELDS) -> Wire:
