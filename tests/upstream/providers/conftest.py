@@ -15,7 +15,7 @@ from emberline.accounts.auth import Authenticator
 from emberline.accounts.secret import Secret
 from emberline.api.app import ApiSettings, App
 from emberline.config import ProviderConfig
-from emberline.gateway.service import GatewayService
+from emberline.gateway.gateways import GatewayService
 from emberline.net.egress_policy import EgressPolicy
 from emberline.service.core import LocalCore
 from emberline.service.service import Service
