@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from benchmarks.core_calls import PACKAGE, Profile, counts, profiled, request_profiles
-from emberline.api.http.body import decode
+from emberline.api.http.wire import decode
 from emberline.text.text_model import TextModel
 
 BUDGET = tomllib.loads((Path(__file__).parent / "request_budget.toml").read_text())

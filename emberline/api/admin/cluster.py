@@ -7,8 +7,9 @@ from typing import Any
 
 import msgspec
 
-from emberline.api.http.body import decode, read_body, read_json
+from emberline.api.http.body import read_body, read_json
 from emberline.api.http.exchange import HttpExchange, Reply, json_reply
+from emberline.api.http.wire import decode
 from emberline.protocol.member import Signed
 
 # What this core knows of a member.

@@ -22,10 +22,11 @@ from emberline.api.batches.submission import (
     submit_once,
     submit_requests,
 )
-from emberline.api.http.body import decode, read_body
+from emberline.api.http.body import read_body
 from emberline.api.http.errors import Dialect, error_body
 from emberline.api.http.exchange import HttpExchange, Reply, Services, encode, json_reply
 from emberline.api.http.streaming import JSONL, ByteStream, Chunks
+from emberline.api.http.wire import decode
 from emberline.jobs.batches.batch import Batch, new_batch_id
 from emberline.jobs.queue.job import NewJob
 from emberline.jobs.webhooks.events import timestamp

@@ -9,11 +9,12 @@ from emberline.api.anthropic.message_request import SIGNATURE, CountRequest, Mes
 from emberline.api.anthropic.upstream_passthrough import forward_message
 from emberline.api.common.form import Form
 from emberline.api.common.response_body import cost_field, drafts_field, json_arguments, tiers_field
+from emberline.api.http.body import read_wire
 from emberline.api.http.errors import Dialect, HeaderList, error_body
 from emberline.api.http.exchange import HttpExchange, Reply, encode, json_reply
 from emberline.api.http.sse import EventEncoder, named_event
 from emberline.api.http.streaming import Response
-from emberline.api.http.wire import Wire, read_wire
+from emberline.api.http.wire import Wire
 from emberline.protocol.complete_response import Answer, AnswerChoice, AnswerPart, ReasoningPart, TextPart
 from emberline.protocol.errors import EmberlineError
 from emberline.protocol.events import (

@@ -14,11 +14,12 @@ import msgspec
 
 from emberline.api.common.encoding import EncodeFields, run_encoding, with_json_rows
 from emberline.api.common.response_body import collect
+from emberline.api.http.body import read_wire
 from emberline.api.http.errors import Dialect, FieldNames, HeaderList
 from emberline.api.http.exchange import Events, HttpExchange, json_reply
 from emberline.api.http.sse import EventEncoder
 from emberline.api.http.streaming import EventStream, Response
-from emberline.api.http.wire import SESSION_FIELDS, Wire, read_wire
+from emberline.api.http.wire import SESSION_FIELDS, Wire
 from emberline.protocol.complete_response import Answer
 from emberline.protocol.errors import BadInput
 from emberline.protocol.request import EncodeRequest, GenerateRequest

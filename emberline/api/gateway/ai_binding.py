@@ -13,12 +13,13 @@ from urllib.parse import unquote, urlsplit
 import msgspec
 
 from emberline.api.gateway.paths import universal
-from emberline.api.http.body import NO_LIMIT, decode, read_body
+from emberline.api.http.body import read_body
 from emberline.api.http.errors import Dialect
 from emberline.api.http.exchange import HttpExchange, Reply, encode, json_reply
 from emberline.api.http.guard import BINDING_HOST
 from emberline.api.http.router import APIS, check_api
 from emberline.api.http.streaming import Response
+from emberline.api.http.wire import NO_LIMIT, decode
 from emberline.api.workers_ai import catalog
 from emberline.api.workers_ai.handlers import run_model
 from emberline.api.workers_ai.response_body import envelope

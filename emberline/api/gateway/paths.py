@@ -13,11 +13,11 @@ from msgspec import Meta
 
 from emberline.api.anthropic import message_form as anthropic
 from emberline.api.gateway import gemini
-from emberline.api.http.body import decode, read_body
+from emberline.api.http.body import read_body
 from emberline.api.http.exchange import HttpExchange, Reply
 from emberline.api.http.router import APIS, Endpoint, check_api
 from emberline.api.http.streaming import Response, Streaming
-from emberline.api.http.wire import Wire
+from emberline.api.http.wire import Wire, decode
 from emberline.api.openai import audio, embeddings, media
 from emberline.api.openai import chat_completions as openai
 from emberline.api.openai.responses import endpoints as responses

@@ -13,6 +13,7 @@ import msgspec
 from emberline.accounts.audit_log import Actor
 from emberline.api.http.errors import Dialect, FieldNames, HeaderList
 from emberline.api.http.rate_limit_headers import rate_limit_headers
+from emberline.api.http.wire import Wire
 from emberline.gateway.options import from_headers, merge
 from emberline.gateway.stage_chain import StageChain, open_chain
 from emberline.net.http_server import Receive, Scope, Send
@@ -34,7 +35,6 @@ from emberline.service.work import Task, TaskEvents, TaskRunner, Work
 if TYPE_CHECKING:  # the API needs the types of what it is given, not their imports
     from emberline.accounts.account_service import AccountService
     from emberline.accounts.auth import Authenticator
-    from emberline.api.http.wire import Wire
     from emberline.catalog.model_card import ModelCard
     from emberline.gateway.gateways import GatewayService
     from emberline.jobs.queue.queue import Queue

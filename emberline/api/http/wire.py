@@ -4,29 +4,25 @@ A request that is relayed is read no further than its top level and its messages
 came. A request that is served here is decoded as a whole.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Raw
 
-from emberline.api.http.body import (
-    MAX_VALUES,
-    UNREADABLE,
-    convert,
-    decode,
-    has_more_values,
-    named_model,
-    problem,
-    read_body,
-)
-from emberline.api.http.exchange import HttpExchange
+from emberline.api.http.decode_errors import explain
+from emberline.api.http.errors import NoBody
+from emberline.protocol.errors import BadInput, TooLarge
 from emberline.protocol.request import session_name
 
 T = TypeVar("T")
 Struct = TypeVar("Struct", bound=msgspec.Struct)
 
+MAX_VALUES = 1 << 18  # of one request's JSON: a prompt of as many token ids, or far more messages than any client sends
+NO_LIMIT = 32 << 20  # of values, of which a body has no more than bytes: its parts are decoded and limited one by one
+SCAN_BYTES = 256 << 10  # of a body, looked at together
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # errors of a body that cannot be decoded
 SESSION_FIELDS = ("prompt_cache_key", "user")  # of a body's session in the OpenAI API, by precedence
 _NULL = Raw(b"null")
 
@@ -130,17 +126,93 @@ def _declared(struct: type[msgspec.Struct]) -> dict[str, bool]:
     return {field.encode_name: field.type is Raw for field in msgspec.structs.fields(struct)}
 
 
-async def read_wire(exchange: HttpExchange, session_fields: Sequence[str] = SESSION_FIELDS) -> Wire:
-    """Read a JSON body. Sets the model and the session of the exchange; refuses an unknown model.
+# --- the whole body ---------------------------------------------------------------------------------------------------
 
-    `session_fields` are the body's names of its session, by precedence.
+
+def decode(body: bytes, decoder: msgspec.json.Decoder[T], max_values: int = MAX_VALUES) -> T:
+    """Decode a body as the decoder's type. Raises BadInput, which names the field that is wrong."""
+    if not body:
+        raise NoBody("the request has no body; send a JSON object")
+    if has_more_values(body, max_values):
+        raise TooLarge(f"the JSON has more than {max_values:,} values; send fewer or smaller lists and objects")
+    try:
+        if not body.isascii():
+            str(body, "utf-8")  # msgspec does not validate the strings of fields that it skips
+        try:
+            return decoder.decode(body)
+        except msgspec.ValidationError as bad:
+            return convert(body, decoder, bad, {})
+    except UNREADABLE as bad:
+        raise problem(bad) from None
+
+
+def problem(bad: Exception) -> BadInput:
+    """Explain to the client why a body cannot be decoded, by one of the UNREADABLE errors."""
+    if isinstance(bad, msgspec.ValidationError):
+        message, field = explain(str(bad))
+        return BadInput(message, param=field)
+    if isinstance(bad, UnicodeDecodeError):
+        return BadInput(f"the body is not valid UTF-8: {bad.reason} at byte {bad.start}")
+    if isinstance(bad, RecursionError):
+        return BadInput("the JSON is nested too deeply")
+    return BadInput(f"the body is not valid JSON: {bad}")
+
+
+def convert(
+    body: bytes, decoder: msgspec.json.Decoder[T], bad: msgspec.ValidationError, unread: Mapping[str, Raw]
+) -> T:
+    """Decode a body that failed with `bad` once more, with 1.0 read as 1: some languages have one kind of number.
+
+    `unread` are fields to put in place of the body's. Raises `bad` if it is about something else."""
+    if "got `float`" not in str(bad):
+        raise bad
+    values = _whole_floats.decode(body)
+    return msgspec.convert({**values, **unread} if unread else values, decoder.type)
+
+
+def _number(text: str) -> int | float:
+    """Read 1.0 as 1."""
+    value = float(text)
+    return int(value) if value.is_integer() and abs(value) < 1 << 53 else value
+
+
+_whole_floats = msgspec.json.Decoder(float_hook=_number)
+
+
+def has_more_values(body: bytes, most: int, scan_bytes: int = SCAN_BYTES) -> bool:
+    """True if the JSON has more than about `most` values, judged by the commas and brackets outside its strings.
+
+    Linear, and without decoding: values cost far more time and memory than the bytes of a long text.
     """
-    wire = exchange.wire
-    if wire is None:
-        wire = exchange.wire = Wire(await read_body(exchange))
-    exchange.session = exchange.header_session or wire.session(session_fields)
-    model = wire.model
-    if model is not None:
-        exchange.named_model = model
-        exchange.use_model(model)
-    return wire
+    if len(body) <= most or n_separators(body) <= most:  # also those inside strings: an upper bound
+        return False
+    unescaped = body.replace(rb"\\", b"").replace(rb"\"", b"")
+    inside, n_found, n_quotes = False, 0, 0
+    for at in range(0, len(unescaped), scan_bytes):
+        parts = unescaped[at : at + scan_bytes].split(b'"')
+        n_found += n_separators(b" ".join(parts[inside::2]))
+        n_quotes += len(parts) - 1
+        inside ^= len(parts) % 2 == 0
+        if n_found > most or n_quotes > 4 * (most + 1):  # a separator has at most a key and a text
+            return True
+    return False
+
+
+def n_separators(body: bytes) -> int:
+    return len(body) - len(body.translate(None, b",[{"))  # unlike bytes.count, as fast where there are many
+
+
+class _Named(msgspec.Struct):
+    model: Any = None
+
+
+_named = msgspec.json.Decoder(_Named)
+
+
+def named_model(body: bytes) -> str | None:
+    """The model that a body names. What is wrong with a body without one is reported where it is decoded in full."""
+    try:
+        name = _named.decode(body).model
+    except UNREADABLE:
+        return None
+    return name if isinstance(name, str) else None

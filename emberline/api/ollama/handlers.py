@@ -13,9 +13,10 @@ from emberline import __version__
 from emberline.api.common.encoding import json_rows, run_encoding
 from emberline.api.common.model_list import ollama_details, ollama_model
 from emberline.api.common.response_body import collect
-from emberline.api.http.body import decode, named_model, read_body, read_json
+from emberline.api.http.body import read_body, read_json
 from emberline.api.http.exchange import HttpExchange, Reply, encode, json_reply, while_connected
 from emberline.api.http.streaming import EventStream, Response
+from emberline.api.http.wire import decode, named_model
 from emberline.api.ollama.chat_request import (
     OllamaChat,
     OllamaEmbed,

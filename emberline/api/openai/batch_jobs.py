@@ -7,9 +7,9 @@ import msgspec
 
 from emberline.api.batches.job_format import FileLine, Result, line_request
 from emberline.api.common.form import Form
-from emberline.api.http.body import decode
 from emberline.api.http.errors import Dialect, FieldNames, codes, error_body
 from emberline.api.http.exchange import Services, encode
+from emberline.api.http.wire import decode
 from emberline.api.openai.chat_completions import CHAT, COMPLETION
 from emberline.api.openai.embeddings import EMBEDDINGS
 from emberline.api.openai.responses.form import RESPONSE

@@ -8,9 +8,10 @@ import msgspec
 from emberline.api.batches.submission import cancel_batch, find_batch, new_batch, queue_position, submit_once
 from emberline.api.common.sampling_fields import Metadata
 from emberline.api.common.unsupported_fields import UnsupportedField, refuse_unsupported
-from emberline.api.http.body import decode, read_body
+from emberline.api.http.body import read_body
 from emberline.api.http.errors import NoSuchFile, codes
 from emberline.api.http.exchange import HttpExchange, Reply, encode, json_reply, list_reply
+from emberline.api.http.wire import decode
 from emberline.api.openai.batch_jobs import FORMS
 from emberline.api.openai.files import error_file_id, output_file_id
 from emberline.jobs.batches.batch import Batch, new_batch_id

@@ -7,9 +7,10 @@ import msgspec
 
 from emberline.api.common.form import Form
 from emberline.api.common.model_list import openai_model
+from emberline.api.http.body import read_wire
 from emberline.api.http.exchange import HttpExchange, Reply, json_reply, list_reply
 from emberline.api.http.streaming import Response
-from emberline.api.http.wire import Wire, read_wire
+from emberline.api.http.wire import Wire
 from emberline.api.openai.chat import ChatRequest, ChatStream, chat_body
 from emberline.api.openai.completions import CompletionRequest, CompletionStream, completion_body, generate_all
 from emberline.api.openai.upstream_passthrough import forward_chat, forward_completion

@@ -5,9 +5,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from emberline.api.http.body import body_chunks, held_bodies
+from emberline.api.http.body import body_chunks, held_bodies, read_wire
 from emberline.api.http.exchange import HttpExchange, Reply, parse_int
-from emberline.api.http.wire import Wire, read_wire
+from emberline.api.http.wire import Wire
 from emberline.net.multipart import MultipartForm, boundary_of
 from emberline.protocol.errors import BadInput, TooLarge, Unsupported
 from emberline.protocol.media import MAX_IMAGES, Media, MediaFile, MediaRequest

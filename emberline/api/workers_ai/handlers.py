@@ -8,10 +8,11 @@ import msgspec
 from emberline.api.batches.job_format import FileLine, Result, batch_results, line_request
 from emberline.api.batches.submission import find_batch, new_batch, position_body, submit_once, submit_requests
 from emberline.api.common.form import AnswerForm
-from emberline.api.http.body import MAX_VALUES, NO_LIMIT, decode, n_separators, named_model, read_body
+from emberline.api.http.body import read_body
 from emberline.api.http.errors import Dialect, NoSuchBatch, error_body
 from emberline.api.http.exchange import JSON, HttpExchange, Reply, Services, encode
 from emberline.api.http.streaming import ByteStream, Chunks, Response
+from emberline.api.http.wire import MAX_VALUES, NO_LIMIT, decode, n_separators, named_model
 from emberline.api.workers_ai.encode_request import EncodeInput, encoded_result, encodes_text
 from emberline.api.workers_ai.media import TASKS, run_media
 from emberline.api.workers_ai.response_body import RunStream, enveloped, result_body, result_reply

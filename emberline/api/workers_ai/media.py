@@ -4,8 +4,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from emberline.api.http.body import decode
 from emberline.api.http.exchange import HttpExchange, Reply
+from emberline.api.http.wire import decode
 from emberline.api.openai.media import make, media_reply
 from emberline.api.workers_ai.response_body import result_reply
 from emberline.catalog.model_card import TEXT_TO_IMAGE, TEXT_TO_SPEECH, TEXT_TO_VIDEO, ModelCard

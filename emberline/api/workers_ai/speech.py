@@ -10,8 +10,8 @@ from msgspec import Meta
 
 from emberline.api.common.transcript import vtt
 from emberline.api.common.unsupported_fields import UnsupportedField, refuse_unsupported
-from emberline.api.http.body import NO_LIMIT, decode
 from emberline.api.http.exchange import HttpExchange, Reply
+from emberline.api.http.wire import NO_LIMIT, decode
 from emberline.api.workers_ai.response_body import result_reply
 from emberline.protocol.errors import BadInput, TooLarge
 from emberline.protocol.request import SpeechRequest

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from emberline.api.http import body as bodies
 from emberline.api.http.exchange import RequestLimits
+from emberline.api.http.wire import MAX_VALUES, decode, has_more_values
 from emberline.api.openai.chat import ChatRequest
 from emberline.protocol.errors import BadInput
 from tests.api.adversarial import attacks
@@ -191,13 +192,13 @@ def test_values_are_counted_outside_strings(value: object, scan_bytes: int) -> N
     encoded = json.dumps(value).encode()
     without_strings = re.sub(rb'"(\\.|[^"\\])*"', b"", encoded)
     n_values = sum(without_strings.count(mark) for mark in (b",", b"[", b"{"))
-    assert not bodies.has_more_values(encoded, n_values, scan_bytes)
-    assert not n_values or bodies.has_more_values(encoded, n_values - 1, scan_bytes)
+    assert not has_more_values(encoded, n_values, scan_bytes)
+    assert not n_values or has_more_values(encoded, n_values - 1, scan_bytes)
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)
 async def test_more_values_than_any_client_sends(client: httpx.AsyncClient, path: str) -> None:
-    padded = json.dumps(ENDPOINTS[path] | {"x": [[]] * (bodies.MAX_VALUES // 2)})
+    padded = json.dumps(ENDPOINTS[path] | {"x": [[]] * (MAX_VALUES // 2)})
     answer = await client.post(path, content=padded)
     assert answer.status_code == 413, answer.text
     assert "262,144 values" in message_of(answer)
@@ -284,7 +285,7 @@ def test_decoding_either_works_or_is_bad_input(field: str, value: object) -> Non
     body = json.dumps(CHAT | {field: None if isinstance(value, bytes) else value}).encode()
     raw = body.replace(b"null", value) if isinstance(value, bytes) else body
     with suppress(BadInput):
-        assert isinstance(bodies.decode(raw, _decoder), ChatRequest)
+        assert isinstance(decode(raw, _decoder), ChatRequest)
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emberline.api.http.body import MAX_VALUES, decode
-from emberline.api.http.wire import SESSION_FIELDS, Wire
+from emberline.api.http.wire import MAX_VALUES, SESSION_FIELDS, Wire, decode
 from emberline.api.openai.upstream_passthrough import PassthroughChat, PassthroughCompletion
 from emberline.protocol.errors import BadInput, EmberlineError, TooLarge
 from tests.examples import n_examples

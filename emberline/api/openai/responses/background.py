@@ -12,11 +12,11 @@ import msgspec
 
 from emberline.api.batches.job_format import job_error, queued_request
 from emberline.api.batches.submission import new_batch, queue_position, store_requests
-from emberline.api.http.body import decode
 from emberline.api.http.errors import NoSuchResponse
 from emberline.api.http.exchange import HttpExchange, encode
 from emberline.api.http.sse import named_event
 from emberline.api.http.streaming import Blocks, BlockStream, LastBlock
+from emberline.api.http.wire import decode
 from emberline.api.openai.responses.form import RESPONSE
 from emberline.api.openai.responses.items import Item
 from emberline.api.openai.responses.output import ResponseBuilder, StreamEvent

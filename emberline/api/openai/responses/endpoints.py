@@ -10,7 +10,7 @@ import msgspec
 
 from emberline.api.batches.submission import submit_once
 from emberline.api.common.unsupported_fields import refuse_unsupported
-from emberline.api.http.body import LARGE_BYTES
+from emberline.api.http.body import LARGE_BYTES, read_wire
 from emberline.api.http.errors import NoPreviousResponse, NoSuchResponse
 from emberline.api.http.exchange import (
     Events,
@@ -24,7 +24,6 @@ from emberline.api.http.exchange import (
 )
 from emberline.api.http.resumable import HEADER, resume_log
 from emberline.api.http.streaming import EventStream, Response
-from emberline.api.http.wire import read_wire
 from emberline.api.openai.responses import background
 from emberline.api.openai.responses.form import RESPONSE
 from emberline.api.openai.responses.items import (
