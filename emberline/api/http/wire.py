@@ -86,7 +86,7 @@ class Wire:
 
     def decode(self, decoder: msgspec.json.Decoder[T]) -> T:
         """Decode the whole body. Raises BadInput, which names the field that is wrong."""
-        return decode(self.raw, decoder)
+        return _decode(self.raw, decoder) if self.fields else decode(self.raw, decoder)
 
     def decode_fields(self, decoder: msgspec.json.Decoder[Struct]) -> Struct:
         """Decode the fields of the decoder's struct, without reading those that the struct declares as Raw.
@@ -135,6 +135,11 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[T], max_values: int = MAX_
         raise NoBody("the request has no body; send a JSON object")
     if has_more_values(body, max_values):
         raise TooLarge(f"the JSON has more than {max_values:,} values; send fewer or smaller lists and objects")
+    return _decode(body, decoder)
+
+
+def _decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
+    """Decode a body whose number of values was checked."""
     try:
         if not body.isascii():
             str(body, "utf-8")  # msgspec does not validate the strings of fields that it skips
