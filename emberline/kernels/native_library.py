@@ -120,6 +120,19 @@ def _compile(cc: str, target: str, library: Path) -> None:
 
 
 @cache
+def host_library() -> ctypes.PyDLL | None:
+    """Load the compiled functions that serve the step loop. Returns None if they cannot be built or loaded.
+
+    Calls keep the interpreter's lock: they take microseconds, and to get it back could take a switch interval.
+    """
+    try:
+        return ctypes.PyDLL(str(library_path()))
+    except (BuildError, OSError) as error:
+        _log.warning("%s; steps take longer, and there is no suffix decoding", error)
+        return None
+
+
+@cache
 def load_library(target: str | None = None) -> ctypes.CDLL:
     """Load the compiled kernels. Raises BuildError or OSError if they cannot be built or loaded."""
     return ctypes.CDLL(str(library_path(target)))

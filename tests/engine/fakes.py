@@ -25,6 +25,17 @@ def window_group(window):
     return KVGroup(f"window{window}", (1,), 1, 1, "float32", window=window)
 
 
+def chunk_group(size):
+    return KVGroup(f"chunk{size}", (1,), 1, 1, "float32", window=size, chunked=True)
+
+
+def first_seen(layout, end):
+    """The first position that the token at end - 1 sees."""
+    if layout.window is None:
+        return 0
+    return (end - 1) // layout.window * layout.window if layout.chunked else max(0, end - layout.window)
+
+
 @dataclass
 class Drawn:
     token_id: int
@@ -63,13 +74,19 @@ def expected(prompt_ids, sampling, layouts, context_len, vocab=VOCAB, salt=b""):
     stops = {*sampling.stop_ids, *(() if sampling.ignore_eos else (EOS,))}
     room = context_len - len(prompt_ids)
     limit = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
-    entries, state = [], len(salt)  # a salted chain: KV of another salt is wrong
+    entries = [[] for _ in layouts]
+
+    def add(token):
+        for layout, known in zip(layouts, entries):
+            starts = first_seen(layout, len(known) + 1) == len(known)
+            state = mix(len(salt) if starts else known[-1][1], token)  # a salted chain: KV of another salt is wrong
+            known.append((token, state))
+
     for token in prompt_ids:
-        state = mix(state, token)
-        entries.append((token, state))
+        add(token)
     output = []
     while True:
-        token = next_token([entries if g.window is None else entries[-g.window :] for g in layouts], vocab)
+        token = next_token([known[first_seen(layout, len(known)) :] for layout, known in zip(layouts, entries)], vocab)
         if len(output) < sampling.min_tokens and token in stops:
             token = next(t for t in range(vocab) if t not in stops)
         output.append(token)
@@ -77,12 +94,11 @@ def expected(prompt_ids, sampling, layouts, context_len, vocab=VOCAB, salt=b""):
             return output, "stop"
         if len(output) >= limit:
             return output, "length"
-        state = mix(state, token)
-        entries.append((token, state))
+        add(token)
 
 
 class FakeRunner:
-    """Blocks are lists of 16 (token, state) pairs; the state is a chain over the whole prefix, read from the blocks."""
+    """Blocks are lists of 16 (token, state) pairs; the state is a chain over the prefix, read from the blocks."""
 
     def __init__(self, cache: KVCache, vocab=VOCAB):
         self.layouts = [group.layout for group in cache.groups]
@@ -134,7 +150,8 @@ class FakeRunner:
         for position, token in enumerate(known + unpack(row.draft_ids), row.start):
             for g, table in enumerate(tables):
                 assert len(table) >= -(-row.stop // 16)
-                before = self._entry(g, table, position - 1)[1] if position else len(self.requests[row.slot].salt)
+                starts = first_seen(self.layouts[g], position + 1) == position
+                before = len(self.requests[row.slot].salt) if starts else self._entry(g, table, position - 1)[1]
                 state = mix(before, token)
                 self.blocks[g][table[position // 16]][position % 16] = (token, state)
                 assert table[position // 16] != NULL_BLOCK
@@ -151,8 +168,7 @@ class FakeRunner:
     def draw(self, row, tables, end):
         views = []
         for g, table in enumerate(tables):
-            first = 0 if self.layouts[g].window is None else max(0, end - self.layouts[g].window)
-            views.append([self._entry(g, table, position) for position in range(first, end)])
+            views.append([self._entry(g, table, position) for position in range(first_seen(self.layouts[g], end), end)])
         token = next_token(views, self.vocab)
         if token in row.banned:
             token = next(t for t in range(self.vocab) if t not in row.banned)
@@ -197,10 +213,9 @@ def scheduler_of(
     speculation=None,
     micro_batches=1,
     prefill=None,
-    column_rows=1,
     **work,
 ):
-    """`work`: fields of WorkLimits. Plain rows are planned as columns from the first on: tests have few of them."""
+    """`work`: fields of WorkLimits."""
     sizes = [n_blocks] * len(layouts) if isinstance(n_blocks, int) else n_blocks
     cache = KVCache(layouts, sizes, chunk=token_budget, listener=listener)
     limits = Limits(
@@ -209,7 +224,7 @@ def scheduler_of(
         (EOS,),
         max_running,
         token_budget,
-        WorkLimits(column_rows=column_rows, **work),
+        WorkLimits(**work),
     )
     made = build_scheduler(
         cache,

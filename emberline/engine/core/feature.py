@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 from emberline.engine.core.limits import Limits
 from emberline.engine.core.plan import Masks, Row, Sampled, StepPlan
-from emberline.engine.core.queues import Queues
+from emberline.engine.core.queues import Queues, Selection
 from emberline.engine.core.rank import Executor
 from emberline.engine.core.sequence import Sequence
 from emberline.kv.cache import BlockTable, EventSource, KVCache, PrefixHit
@@ -231,7 +231,7 @@ class Speculation(Feature):
         """
         return 0
 
-    def draft(self, seqs: Many[Sequence]) -> Mapping[int, Draft]:
+    def draft(self, seqs: Selection) -> Mapping[int, Draft]:
         """Propose tokens for sequences that may have a row with drafts. Returns proposals by sequence number.
 
         A row may follow a token that is still being sampled: the first tokens that a drafter proposes stand for those,

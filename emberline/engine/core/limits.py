@@ -23,7 +23,6 @@ class WorkLimits:
     burst_gap: int = 8  # steps without prompts inside a burst
     paused_steps: int = 16  # consecutive steps in which batch-class sequences yield to prompts of better classes
     starved_steps: int = 1000  # steps that a batch-class sequence waits before it is ranked with the default class
-    column_rows: int = 8  # running sequences from which on those that only decode are planned all at once
     ended_requests: int = 1024  # ended requests whose client may still report tool calls
 
 

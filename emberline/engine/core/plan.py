@@ -92,6 +92,12 @@ class Columns:
         return isinstance(other, Columns) and np.array_equal(self.cells, other.cells)
 
     @property
+    def slots(self) -> list[int]:
+        """Slots of the rows."""
+        slots: list[int] = self.cells[SLOT].tolist()
+        return slots
+
+    @property
     def packet(self) -> Ints:
         """The packet that kernels read."""
         return self.cells[SLOT:]
@@ -160,15 +166,15 @@ class StepPlan:
         """True if some row's token is sampled by a step in flight."""
         return any(row.follows for row in self.others) or LAST_SAMPLED in self.columns.cells[TOKEN]
 
-    def first_draws(self) -> tuple[list[int], NDArray[np.intp]]:
+    def first_draws(self) -> tuple[list[int], Sequence[int]]:
         """Indices among all draws of the step: the first draw of each of the others, and that of each column."""
-        firsts, n_drawn, n_more = [], 0, [0] * (len(self.columns) + 1)
+        firsts, columns, n_drawn = list[int](), list[int](), 0
         for row, n_before in zip(self.others, self.before or [0] * len(self.others)):
+            columns += range(len(columns) + n_drawn, n_before + n_drawn)
             firsts.append(n_before + n_drawn)
             n_drawn += row.n_draws
-            n_more[n_before] = n_drawn
-        places = np.arange(len(self.columns))
-        return firsts, places + np.maximum.accumulate(n_more)[:-1] if n_drawn else places
+        columns += range(len(columns) + n_drawn, len(self.columns) + n_drawn)
+        return firsts, columns
 
 
 @dataclass(slots=True)

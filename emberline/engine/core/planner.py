@@ -20,8 +20,16 @@ from emberline.engine.core.prefill_policy import (
     PrefillPolicy,
     StepWork,
 )
-from emberline.engine.core.queues import BATCH_DECODE_S, BatchYielding, PreemptionPolicy, Queues, by_rank, n_batch
-from emberline.engine.core.rows import Decodes
+from emberline.engine.core.queues import (
+    BATCH_DECODE_S,
+    BatchYielding,
+    PreemptionPolicy,
+    Queues,
+    Selection,
+    by_rank,
+    n_batch,
+)
+from emberline.engine.core.rows import FLAGS, N_SAMPLING, Rows
 from emberline.engine.core.sequence import NO_SLOT, Flag, Sequence
 from emberline.kv.cache import KVCache
 from emberline.protocol.block_hash import BLOCK_TOKENS
@@ -31,9 +39,8 @@ from emberline.protocol.request import Priority
 MAX_RETRY_TOKENS = 1024  # of a step that retries; on a GPU it fits a CUDA graph, which allocates nothing
 LONG_QUEUE = 16_384  # waiting tokens beyond which the latency target is relaxed in favor of throughput
 ROOMY_SHARE = 4  # draft tokens for each row of a step, from which on a row may have twice its share
-_NO_DRAFTS = Flag.SLOW | Flag.PREFILL_ONLY  # flags of sequences that draft nothing
+_NO_DRAFTS = Flag.SLOW | Flag.PREFILL_ONLY | Flag.NO_DRAFTS | Flag.SUSPECT  # flags of sequences that draft nothing
 _NOT_ON_DEVICE = Flag.GUIDED | Flag.BANS | Flag.THINKING  # flags of sequences whose draws the host must know
-_UNUSUAL = ~(Flag.LOGPROBS | Flag.DRAFT_REPORTS)  # flags of sequences that are planned one by one
 _NOT_AHEAD = Flag.AWAITS_LAST | Flag.SLOW  # flags of sequences whose last token must be known first
 _BATCH = Priority.BATCH  # asked of every row: a lookup in a class takes longer than all else that is
 
@@ -72,7 +79,7 @@ class StepPlanner:
         self._max_suspects = inf
         self._most_drafts = 0  # of the step being planned
         self._runs_ahead = False  # all drafts of it are the device's own
-        self._n_rows = 0  # of the step being planned
+        self._n_columns = 0  # plain rows before the row being planned
         self._none_passed = [0] * len(cache.groups)
 
     def plan(self, number: int) -> StepPlan:
@@ -87,102 +94,88 @@ class StepPlanner:
         paused = self._batch_class.pauses(queues)
         most_decodes = self._prefill.n_decodes(BATCH_DECODE_S) if self._batch_class.is_limited and not paused else inf
         resting = self._batch_class.resting(queues, most_decodes) if most_decodes < inf else ()
-        self._n_suspects = self._n_rows = n_columns = 0
-        running, pipelined = tuple(queues.running), self._micro_batches > 1
-        most_rows = self._micro_batch_rows(running) if pipelined else inf
-        decodes: Decodes | None = None
-        if len(running) < self._limits.work.column_rows or pipelined:
-            n_dues = [seq.n_due for seq in running]
-        else:
-            decodes = Decodes(queues.rows, queues.order, _UNUSUAL)
-            n_dues = decodes.n_dues.tolist()
-            if paused or resting:
-                decodes.plain[len(running) - n_batch(queues.running) :] = False
+        running, rows = tuple(queues.running), queues.rows
+        rows.find(queues.order, ~Flag.PLAIN)
+        if paused or resting:
+            rows.plain[len(running) - n_batch(queues.running) :] = False
+        most_rows = self._micro_batch_rows(rows) if self._micro_batches > 1 else inf
         drafts: Mapping[int, Draft] = {}
         if speculation is not None:
-            self._most_drafts = self._count_most_drafts(max(n_dues, default=0) > 1)
+            self._most_drafts = self._count_most_drafts(rows)
             if self._most_drafts and speculation.drafts:
-                may_draft = self._all_that_may_draft(running, n_dues, decodes)
-                drafts = speculation.draft(may_draft) if may_draft else {}
+                may_draft = self._all_that_may_draft(rows, running)
+                drafts = speculation.draft(may_draft) if len(may_draft) else {}
         prefills: list[Sequence] = []
         decoding: list[int] = []
-        places = range(len(running)) if decodes is None else self._settle(decodes, running, n_dues, drafts)
-        for place in places:
-            seq, n_due = running[place], n_dues[place]
-            if decodes is not None:
-                n_more = decodes.n_before[place] - n_columns
-                n_columns, self._n_rows, plan.n_tokens = (
-                    n_columns + n_more,
-                    self._n_rows + n_more,
-                    plan.n_tokens + n_more,
-                )
-                if decodes.plain[place]:
-                    self._grow(decodes, place, seq)
-                    continue
+        self._n_suspects = 0
+        for place, n_columns in self._settle(rows, running, drafts):
+            seq, self._n_columns = running[place], n_columns
+            if rows.plain[place]:
+                self._grow(seq)
+                continue
             if seq.slot == NO_SLOT or (paused and seq.effective_class == _BATCH):
                 continue  # preempted for one before it, or yields
-            if not n_due:
-                continue  # one that does not sample is planned to its end, or a grammar is late
+            n_due = seq.n_due
             if n_due > 1 and not self._is_short(plan, seq):
                 prefills.append(seq)
                 continue
             decoding.append(place)
             if seq.number in resting or (seq.n_drafting and not (self._most_drafts and self._can_draft_ahead(seq))):
                 continue
-            if pipelined and (seq.n_sampling or self._n_rows >= most_rows):
+            if most_rows < inf and (seq.n_sampling or len(plan.others) + self._n_columns >= most_rows):
                 continue  # it is in another micro-batch, or will be in the next one
             if (not seq.n_sampling or _can_run_ahead(seq)) and not (seq.suspicion and self._holds_back(seq)):
                 has_draft = drafts and seq.number in drafts
                 draft_ids = self._take_draft(plan, seq, n_due, drafts[seq.number]) if has_draft else b""
                 self._add_row(plan, seq, n_due, n_due, draft_ids)
-        if decodes is not None:
-            plan.columns = Columns(decodes.take(number))
-            self._add_columns(plan, len(plan.columns) - n_columns)
+        plan.columns = Columns(rows.plan(number))
+        plan.n_tokens += rows.n_plain
+        self._n_columns = rows.n_plain
         if prefills or queues.waiting:
-            if decodes is not None:
-                decoding = sorted([*decoding, *np.flatnonzero(decodes.plain).tolist()])
+            decoding = sorted([*decoding, *np.flatnonzero(rows.plain).tolist()])
             self._plan_prefills(plan, prefills, [running[place] for place in decoding])
-        if self._n_rows:
+        if plan.n_rows:
             self._totals.steps += 1
             self._n_in_flight += 1
         return plan
 
-    def _settle(
-        self, decodes: Decodes, running: Many[Sequence], n_dues: list[int], drafts: Mapping[int, Draft]
-    ) -> list[int]:
-        """Decide which rows are planned all at once. Returns the places of those that are not, or need a block."""
+    def _settle(self, rows: Rows, running: Many[Sequence], drafts: Mapping[int, Draft]) -> list[tuple[int, int]]:
+        """Decide which rows are planned all at once. Returns the places of those that are not, or need a block, and how
+        many of those that are planned at once come before each."""
         if drafts:
-            decodes.plain[[place for place, seq in enumerate(running) if seq.number in drafts]] = False
-        places = decodes.settle()
-        wanted = [n_dues[place] for place in places if n_dues[place] in (1, running[place].n_appended + 1)]
-        n_free = min(group.pool.n_free for group in self._cache.groups)
-        if wanted and sum((n + MAX_DRAFTS) // BLOCK_TOKENS + 2 for n in wanted) > n_free:
-            decodes.plain[:] = False  # some sequence may have to give way, which depends on those planned before
-            return decodes.settle()
-        if places and decodes.all_plain and not self._cache.windowed:
-            decodes.all_grown(places, self._cache.grow_all([running[place].table for place in places]))
+            rows.plain[[place for place, seq in enumerate(running) if seq.number in drafts]] = False
+        found = rows.settle()
+        if not found:
+            return found
+        places, n_wanted = [place for place, _ in found], 0  # blocks that these rows may need
+        for place, n_due in zip(places, rows.n_dues[places].tolist()):
+            if n_due == 1 or n_due == running[place].n_appended + 1:
+                n_wanted += (n_due + MAX_DRAFTS) // BLOCK_TOKENS + 2
+        if n_wanted > min(group.pool.n_free for group in self._cache.groups):
+            rows.plain[:] = False  # some sequence may have to give way, which depends on those planned before
+            return rows.settle()
+        if rows.n_plain == len(running) and not self._cache.windowed:
+            rows.all_grown(places, self._cache.grow_all([running[place].table for place in places]))
             return []
-        return places
+        return found
 
-    def _add_columns(self, plan: StepPlan, n: int) -> None:
-        """Count n plain rows, which come before the row that is planned next."""
-        self._n_rows += n
-        plan.n_tokens += n
-
-    def _grow(self, decodes: Decodes, place: int, seq: Sequence) -> None:
+    def _grow(self, seq: Sequence) -> None:
         """Give a plain row the block that it needs."""
         start = seq.n_computed
         blocks = self._cache.grow(seq.table, start, start + 1)
         assert blocks is not None, "the pool has room for all plain rows"
         self._queues.grown(seq)
-        decodes.grown(place, blocks)
+        self._queues.rows.grown(self._n_columns, blocks)
 
-    def _micro_batch_rows(self, running: tuple[Sequence, ...]) -> int:
+    def _micro_batch_rows(self, rows: Rows) -> int:
         """Decoding sequences of the next micro-batch: an equal part of all, and not so many of those that are in none
-        that too few are left for the others."""
-        n_free = sum(not seq.n_sampling for seq in running)
-        n_left = max(1, self._micro_batches - self._n_in_flight)
-        return min(-(-len(running) // self._micro_batches), -(-n_free // n_left))
+        that too few are left for the others. Only these are plain."""
+        free, n_left = rows.ranked(N_SAMPLING) == 0, max(1, self._micro_batches - self._n_in_flight)
+        most = min(-(-len(free) // self._micro_batches), -(-int(np.count_nonzero(free)) // n_left))
+        odd = free & ~rows.plain & ((rows.n_dues == 1) | (rows.ranked(FLAGS) & Flag.GUIDED != 0))
+        rows.plain &= free & (not odd.any())  # else it depends on these rows how many may follow them
+        rows.plain &= rows.plain.cumsum() <= most
+        return most
 
     def _displace(self) -> None:
         """Let waiting sequences of a better class take the place of running ones of a worse class."""
@@ -210,12 +203,12 @@ class StepPlanner:
         if any(seq.suspicion == 2 for seq in prefills):
             budget = min(budget, max(MAX_RETRY_TOKENS, plan.n_tokens + BLOCK_TOKENS))
         limit = self._prefill.step_limit(plan.n_tokens, budget, lambda: self._n_untargeted(plan, prefills))
-        last_row = self._n_rows + limit.n_prompts
+        last_row = len(plan.others) + limit.n_prompts
         for seq in prefills:
             if (full and seq.slot == NO_SLOT) or self._holds_back(seq):
                 continue
             left = self._chunk(work, seq, limit.n_tokens - plan.n_tokens)
-            if left <= 0 or self._n_rows >= last_row:
+            if left <= 0 or len(plan.others) >= last_row:
                 return
             if seq.slot == NO_SLOT:
                 full = bool(plan.n_preempted) or not self._admission.try_admit(plan, seq)
@@ -268,44 +261,42 @@ class StepPlanner:
     def _is_short(self, plan: StepPlan, seq: Sequence) -> bool:
         """True if the sequence decodes, and has a few tokens more than the sampled one: those its grammar forced."""
         n_more = seq.n_due - 1
-        room = self._limits.token_budget - plan.n_tokens + self._n_rows - len(self._queues.running)
+        room = self._limits.token_budget - plan.n_tokens + len(plan.others) - len(self._queues.running)
         return seq.n_output > 1 and seq.n_appended == n_more <= room and self._prefill.drafts_beside_prompts
 
-    def _count_most_drafts(self, has_prompts: bool) -> int:
-        """has_prompts: some running sequence is not decoding."""
-        queues = self._queues
-        if (has_prompts or (queues.waiting and queues.free_slots)) and not self._prefill.drafts_beside_prompts:
+    def _count_most_drafts(self, rows: Rows) -> int:
+        """Draft tokens that the step may have."""
+        queues, prefill = self._queues, self._prefill
+        if not prefill.drafts_beside_prompts and ((queues.waiting and queues.free_slots) or (rows.n_dues > 1).any()):
             return 0
-        return self._prefill.most_drafts(len(queues.running))
+        return prefill.most_drafts(len(queues.running))
 
-    def _may_draft(self, seq: Sequence, n_due: int) -> bool:
-        """True if the sequence's next row, of n_due tokens, may have drafts: known before the rows of the step are."""
-        if n_due > 1 and n_due != seq.n_appended + 1:
+    def _all_that_may_draft(self, rows: Rows, running: Many[Sequence]) -> Selection:
+        """Sequences whose next row may have drafts: known before the rows of the step are."""
+        slots, may_draft = rows.slots, rows.plain
+        n_last = n_batch(self._queues.running) if self._batch_class.is_limited else 0
+        if n_last or not may_draft.all():
+            may_draft = may_draft.copy()
+            may_draft[len(slots) - n_last :] = False
+            for place in np.flatnonzero(~may_draft).tolist():
+                may_draft[place] = self._may_draft(running[place])
+            slots = slots[may_draft]
+        if rows.flags & Flag.NO_DRAFTS:
+            slots = slots[rows.by_slot[FLAGS][slots] & Flag.NO_DRAFTS == 0]
+        return self._queues.select(slots, rows.flags)
+
+    def _may_draft(self, seq: Sequence) -> bool:
+        """True if the sequence's next row may have drafts; asked of those that are not plain, or of the batch class."""
+        if seq.n_due not in (1, seq.n_appended + 1) or seq.flags & _NO_DRAFTS:
             return False
-        if seq.suspicion or seq.flags & _NO_DRAFTS or (seq.n_drafting and not self._can_draft_ahead(seq)):
-            return False
-        if seq.n_sampling and self._runs_ahead and not self._can_draft_ahead(seq):
+        if (seq.n_drafting or (seq.n_sampling and self._runs_ahead)) and not self._can_draft_ahead(seq):
             return False
         return seq.effective_class != _BATCH or not self._batch_class.is_limited
 
-    def _all_that_may_draft(
-        self, running: Many[Sequence], n_dues: list[int], decodes: Decodes | None
-    ) -> Many[Sequence]:
-        """Sequences whose next row may have drafts."""
-        if decodes is None:
-            return [seq for seq, n_due in zip(running, n_dues) if n_due and self._may_draft(seq, n_due)]
-        plain = decodes.plain
-        if self._batch_class.is_limited and (n_last := n_batch(self._queues.running)):
-            plain = plain.copy()
-            plain[-n_last:] = False
-        if np.count_nonzero(plain) == len(plain):
-            return running
-        known = zip(running, n_dues, plain.tolist())
-        return [seq for seq, n_due, is_plain in known if is_plain or (n_due and self._may_draft(seq, n_due))]
-
     def _take_draft(self, plan: StepPlan, seq: Sequence, n_due: int, draft: Draft) -> bytes:
         """The drafts that the sequence's next row, of n_due tokens, verifies."""
-        n_sampling, n_rows = seq.n_sampling, len(self._queues.running) - self._n_rows  # this one and those after it
+        n_sampling = seq.n_sampling
+        n_rows = len(self._queues.running) - len(plan.others) - self._n_columns  # this one and those after it
         # Its share of those that are left; where these are many, twice as many, as long as one is left for each row.
         left = self._most_drafts - plan.n_drafts
         share = -(-left // n_rows) if n_rows > 1 else left
@@ -314,7 +305,7 @@ class StepPlanner:
             share if share < ROOMY_SHARE else 2 * share,
             left - max(1, n_rows) + 1,
             seq.n_output_left - n_sampling - seq.n_drafting - 1,
-            self._limits.token_budget - plan.n_tokens - (n_due - 1) - n_rows,
+            self._limits.token_budget - plan.n_tokens - self._n_columns - (n_due - 1) - n_rows,
         )
         if seq.limits_thinking and (limit := seq.request.thinking_limit) is not None:
             most = min(most, limit.most - seq.n_output - n_sampling - 1)
@@ -349,7 +340,7 @@ class StepPlanner:
         flags = seq.flags
         samples = n == n_due and not (flags and flags & Flag.PREFILL_ONLY)
         follows = n_sampling > 0
-        plan.before.append(self._n_rows - len(plan.others))
+        plan.before.append(self._n_columns)
         plan.others.append(
             Row(  # by position: keywords take as long as all else
                 seq.number,
@@ -368,7 +359,6 @@ class StepPlanner:
         )
         if blocks or self._cache.windowed:
             self._queues.grown(seq)
-        self._n_rows += 1
         plan.n_tokens += n + n_drafts
         if n_drafts:
             plan.n_drafts += n_drafts

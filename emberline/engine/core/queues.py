@@ -7,6 +7,7 @@ from math import inf
 from operator import attrgetter
 
 import numpy as np
+from numpy.typing import NDArray
 
 from emberline.engine.core.limits import WorkLimits
 from emberline.engine.core.rows import (
@@ -39,12 +40,39 @@ _BATCH = Priority.BATCH  # a lookup in an Enum takes longer than what is asked o
 by_rank = attrgetter("rank")
 
 
+class Selection:
+    """Some of the running sequences, by slot: code for all of them reads `rows`, and touches no sequence."""
+
+    __slots__ = ("_by_slot", "flags", "rows", "slots")
+
+    def __init__(self, rows: Rows, slots: Places, by_slot: dict[int, Sequence], flags: int) -> None:
+        """flags: those that none of them has are not set."""
+        self.rows, self.slots, self._by_slot, self.flags = rows, slots, by_slot, flags
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def __getitem__(self, place: int) -> Sequence:
+        return self._by_slot[int(self.slots[place])]
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return map(self._by_slot.__getitem__, self.slots.tolist())
+
+    def cells(self, row: int) -> NDArray[np.int64]:
+        """A row of `Rows.cells`, for these sequences."""
+        return self.rows.by_slot[row][self.slots]
+
+    def where(self, wanted: NDArray[np.bool_]) -> "Selection":
+        """Those of the sequences whose places are True."""
+        return Selection(self.rows, self.slots[wanted], self._by_slot, self.flags)
+
+
 class Queues:
     """Running and waiting sequences, and the slots of the running ones."""
 
     def __init__(self, n_slots: int, cache: KVCache) -> None:
         self.rows = Rows(n_slots, len(cache.groups))
-        self.by_slot: list[Sequence | None] = [None] * n_slots
+        self.by_slot: dict[int, Sequence] = {}  # running sequences
         self.stop_ids: Counter[int] = Counter()  # stop tokens of the running sequences, and how many have each
         self.running: list[Sequence] = []  # by rank
         self.waiting: list[Sequence] = []  # by rank; not all are `admissible` yet
@@ -81,6 +109,10 @@ class Queues:
         n_due = by_slot[N_KNOWN] + by_slot[N_SAMPLING] - by_slot[N_COMPUTED]
         return int(np.maximum(n_due - (by_slot[FLAGS] & Flag.PREFILL_ONLY == 0), 0).sum())
 
+    def select(self, slots: Places, flags: int = -1) -> Selection:
+        """The running sequences of some slots. flags: those that none of them has are not set."""
+        return Selection(self.rows, slots, self.by_slot, flags)
+
     def run(self, seq: Sequence, n_computed: int) -> None:
         """Give a sequence a slot; its table has the KV of n_computed tokens."""
         insort(self.running, seq, key=by_rank)
@@ -104,7 +136,8 @@ class Queues:
         """Take a sequence's slot back; what steps in flight sample for it is ignored."""
         self.running.remove(seq)
         self.free_slots.append(seq.slot)
-        self.by_slot[seq.slot] = self._order = None
+        del self.by_slot[seq.slot]
+        self._order = None
         for token_id in seq.stop_ids:
             if self.stop_ids[token_id] == 1:
                 del self.stop_ids[token_id]

@@ -1,20 +1,25 @@
 """Running sequences as arrays by slot: what a step plans and takes in for all of them at once.
 
 A row of `Rows.cells` is one property of all slots. Code for one sequence reads and writes single cells through the
-sequence's own properties, code for all of them whole rows; both are the same memory.
+sequence's own properties. Code for all of them is C (`kernels/cpu/rows.h`) and works on the same memory: at any number
+of rows a call takes a microsecond or two. On a host that could not compile it every sequence is planned by itself.
 """
 
-from collections.abc import Sequence
+import ctypes
+from array import array
+from functools import cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from emberline.kernels.native_library import host_library
 from emberline.protocol.block_hash import BLOCK_TOKENS
 
 Ints = NDArray[np.int32]
 Places = NDArray[np.intp]
 
-# Rows of `Rows.cells`. The first five are those of `plan.Columns`.
+# Rows of `Rows.cells`, as rows.h has them, too. The first five are those of `plan.Columns`.
 NUMBER = 0  # sequence number
 ADMISSION = 1  # serial number of the stay in the slot; -1: the slot is free
 SLOT = 2
@@ -31,100 +36,119 @@ PLANNED = 12  # number of the last plan with a row of the sequence
 PASSED = 13  # from here on, for each KV group: leading blocks that have left the window
 
 
+class _Table(ctypes.Structure):
+    """`row_table` in rows.h."""
+
+    _fields_ = [
+        ("cells", ctypes.c_void_p),
+        ("n_slots", ctypes.c_int64),
+        ("n_groups", ctypes.c_int64),
+        ("plain", ctypes.c_void_p),
+        ("n_dues", ctypes.c_void_p),
+        ("found", ctypes.c_void_p * 2),
+    ]
+
+
+@cache
+def _native() -> Any:
+    """The functions of rows.h. Returns None if this host could not compile them."""
+    if (lib := host_library()) is None:
+        return None
+    at, n = ctypes.c_void_p, ctypes.c_int64
+    lib.em_rows_find.argtypes, lib.em_rows_find.restype = [at, at, n, n], n
+    lib.em_rows_look.argtypes, lib.em_rows_look.restype = [at, at, n], n
+    lib.em_rows_plan.argtypes, lib.em_rows_plan.restype = [at, at, n, n, n, at], None
+    lib.em_rows_take.argtypes, lib.em_rows_take.restype = [at, at, n, at, ctypes.c_char_p, n], n
+    return lib
+
+
 class Rows:
-    """Progress of the running sequences. Sequences without a slot share the last cell of each row, which stays 0."""
+    """Progress of the running sequences. Sequences without a slot share the last cell of each row, which stays 0.
+
+    A step finds the sequences, by rank, of which nothing but one token is to be planned: they are `plain`. The planner
+    may decide to plan some of these one by one; all others are planned at once.
+    """
 
     def __init__(self, n_slots: int, n_groups: int) -> None:
         self.cells = np.zeros((PASSED + n_groups, n_slots + 1), np.int64)  # the numbers of steps outgrow 32 bits
         self.cells[ADMISSION] = -1
         self.by_slot = list(self.cells)  # for whole rows, which are found sooner in a list
         self.views = [row.data for row in self.cells]  # for single cells, which a view reads in half the time
+        self.n_slots, self.n_groups = n_slots, n_groups
+        # Of the step being planned, by rank:
+        self.slots, self._slots_at = np.zeros(0, np.intp), 0
+        self._plain, self._n_dues = np.zeros(n_slots, np.bool_), np.zeros(n_slots, np.int64)
+        self.plain, self.n_dues = self._plain[:0], self._n_dues[:0]  # plain ones; tokens that each has to compute
+        self.flags = 0  # that any running sequence has
+        self.n_plain = 0
+        self._grown: list[tuple[int | list[int], list[int] | list[list[int]]]] = []  # columns, new blocks by group
+        self._found = np.zeros((2, n_slots), np.int64)
+        addresses = [each.ctypes.data for each in (self.cells, self._plain, self._n_dues, *self._found)]
+        self._table = _Table(addresses[0], n_slots + 1, n_groups, *addresses[1:3], tuple(addresses[3:]))
+        self.address = ctypes.addressof(self._table)
+        self._lib = _native()
 
     def clear(self, slot: int) -> None:
         """Forget the sequence of a slot: what steps in flight sample for it is ignored."""
         self.cells[:, slot] = 0
         self.views[ADMISSION][slot] = -1
 
-    def take_in(
-        self, columns: Ints, ids: Ints, unusual: NDArray[np.bool_] | None
-    ) -> tuple[list[int], Places, Ints, Ints]:
-        """Take in the draws of planned columns, one each. unusual: those that are left to the caller in any case.
-
-        Returns the places of those that are left to the caller; of the others the slots, the drawn ids and how many
-        tokens of them are computed.
-        """
-        known_by, sampling_by = self.by_slot[N_KNOWN], self.by_slot[N_SAMPLING]
-        slots = columns[SLOT]
-        n_known = known_by[slots] + 1
-        odd = (
-            (self.by_slot[ADMISSION][slots] != columns[ADMISSION]) | (n_known >= self.by_slot[MOST][slots]) | (ids < 0)
-        )
-        odd |= self.by_slot[FLAGS][slots] != 0
-        if unusual is not None:
-            odd |= unusual
-        n_done, left = columns[N_COMPUTED] + 1, list[int]()
-        if np.count_nonzero(odd):
-            left, usual = np.flatnonzero(odd).tolist(), ~odd
-            slots, ids, n_known, n_done = slots[usual], ids[usual], n_known[usual], n_done[usual]
-        known_by[slots] = n_known
-        sampling_by[slots] -= 1
-        self.by_slot[LAST][slots] = ids
-        self.by_slot[N_DONE][slots] = n_done
-        return left, slots, ids, n_done
-
-
-class Decodes:
-    """The running sequences by rank, as a step finds them: those that are `plain` are planned all at once."""
-
-    def __init__(self, rows: Rows, order: Places, unusual: int) -> None:
-        """order: slots by rank; unusual: flags of sequences that are not plain."""
-        self._rows, self._order = rows, order
-        self._cells = cells = rows.cells.take(order, 1)
-        ahead = cells[N_KNOWN] + cells[N_SAMPLING]
-        self.n_dues = ahead - cells[N_COMPUTED]
-        odd = (self.n_dues ^ 1) | (cells[FLAGS] & unusual) | cells[N_DRAFTING]
-        self.plain = (odd == 0) & (ahead < cells[MOST])
-        self.n_before: Sequence[int] = ()  # plain sequences before each
-        self.all_plain = False
-        self._grown: list[tuple[int | list[int], list[int] | list[list[int]]]] = []  # columns, new blocks by group
-
-    def settle(self) -> list[int]:
-        """Decide which sequences are plain. Returns the places of all others that have something to compute, and of
-        those whose block tables change with the next token."""
-        plain, to_look_at = self.plain, self._cells[N_COMPUTED] >= self._cells[ROOM]
-        self.all_plain = np.count_nonzero(plain) == len(plain)
-        if self.all_plain:
-            self.n_before = range(len(plain))
+    def find(self, slots: Places, unusual: int) -> None:
+        """Find the plain ones of the running sequences, whose slots are given by rank. unusual: flags of others."""
+        n, self._grown = len(slots), []
+        if slots is not self.slots:
+            self.slots, self._slots_at = slots, slots.ctypes.data
+            self.plain, self.n_dues = self._plain[:n], self._n_dues[:n]
+        if self._lib is None:
+            self.n_dues[:] = self.ranked(N_KNOWN) + self.ranked(N_SAMPLING) - self.ranked(N_COMPUTED)
+            self.flags = int(np.bitwise_or.reduce(self.ranked(FLAGS)))
         else:
-            self.n_before = (plain.cumsum() - plain).tolist()
-            to_look_at = np.where(plain, to_look_at, self.n_dues > 0)
-        places: list[int] = to_look_at.nonzero()[0].tolist() if np.count_nonzero(to_look_at) else []
-        return places
+            self.flags = self._lib.em_rows_find(self.address, self._slots_at, n, unusual)
+
+    def ranked(self, row: int) -> NDArray[np.int64]:
+        """A row of `cells` for the running sequences, by rank."""
+        found: NDArray[np.int64] = self.by_slot[row][self.slots]
+        return found
+
+    def settle(self) -> list[tuple[int, int]]:
+        """Find the sequences that are not plain and have something to compute, and those whose block tables change
+        with the next token. Returns their places, and how many plain sequences are before each."""
+        if self._lib is None:
+            return [(place, 0) for place in np.flatnonzero(self.n_dues).tolist()]
+        found = self._lib.em_rows_look(self.address, self._slots_at, len(self.slots))
+        n, self.n_plain = found & 0xFFFFFFFF, found >> 32
+        return list(zip(*self._found[:, :n].tolist())) if n else []
 
     def all_grown(self, places: list[int], blocks: list[list[int]]) -> None:
         """Take note of one more block of each of these plain sequences, given by group. All sequences are plain."""
         self._grown.append((places, blocks))
-        self._rows.by_slot[ROOM][self._order[places]] += BLOCK_TOKENS
+        self.by_slot[ROOM][self.slots[places]] += BLOCK_TOKENS
 
-    def grown(self, place: int, blocks: list[list[int]]) -> None:
-        """Take note of what a plain sequence's block table has gained."""
+    def grown(self, column: int, blocks: list[list[int]]) -> None:
+        """Take note of what the block table of a plain sequence has gained; column: plain sequences before it."""
         if blocks:
-            self._grown.append((self.n_before[place], [block for (block,) in blocks]))
-        self._cells[PASSED:, place] = self._rows.cells[PASSED:, self._order[place]]
+            self._grown.append((column, [block for (block,) in blocks]))
 
-    def take(self, step: int) -> Ints:
+    def plan(self, step: int) -> Ints:
         """Plan a token of each plain sequence. Returns the cells of `plan.Columns`."""
-        cells, slots = self._cells, self._order
-        if not self.all_plain:
-            cells, slots = cells[:, self.plain], slots[self.plain]
-        n_groups = len(cells) - PASSED
-        planned = np.empty((5 + 2 * n_groups, len(slots)), np.int32)
-        planned[:5], planned[5 : 5 + n_groups], planned[5 + n_groups :] = cells[:5], -1, cells[PASSED:]
-        np.putmask(planned[LAST], cells[N_SAMPLING] > 0, -1)
-        for column, blocks in self._grown:
-            planned[5 : 5 + n_groups, column] = blocks
-        own = self._rows.by_slot
-        own[N_COMPUTED][slots] += 1
-        own[N_SAMPLING][slots] += 1
-        own[PLANNED][slots] = step
-        return planned
+        columns = np.empty((LAST + 1 + 2 * self.n_groups, self.n_plain), np.int32)
+        if self.n_plain:
+            n, to = len(self.slots), columns.ctypes.data
+            self._lib.em_rows_plan(self.address, self._slots_at, n, self.n_plain, step, to)
+            for column, blocks in self._grown:
+                columns[LAST + 1 : LAST + 1 + self.n_groups, column] = blocks
+        return columns
+
+    def take_in(
+        self, columns: Ints, ids: list[int], stops: bytes | None, unusual: int
+    ) -> tuple[bytes, list[list[int]]]:
+        """Take in the draws of planned columns, one each. stops: a byte for each, 1: it is some stop token.
+
+        Returns the ids (u32 LE) and places: first of the columns that are left to the caller, then of those whose last
+        block is full. Left are sequences that have one of the flags `unusual`, are at their end or have left their
+        slots, and draws that are invalid or in `stops`.
+        """
+        drawn = array("i", ids)
+        at = columns.ctypes.data, len(drawn), drawn.buffer_info()[0]
+        n = self._lib.em_rows_take(self.address, *at, stops, unusual)
+        return drawn.tobytes(), [self._found[0, : n & 0xFFFFFFFF].tolist(), self._found[1, : n >> 32].tolist()]

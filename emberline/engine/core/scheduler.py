@@ -9,7 +9,6 @@ from operator import itemgetter
 from typing import TypeVar
 
 import msgspec
-import numpy as np
 
 from emberline.engine.core import token_rules
 from emberline.engine.core.admission import AdmissionPolicy
@@ -237,14 +236,8 @@ class Scheduler:
         self.admission.done(plan)
         self._planner.succeeded()
         guided: Draws = []
-        if not len(plan.columns):
-            first = 0
-            for row in plan.others:
-                self._absorb_row(row, sampled, first, guided)
-                first += row.n_draws
-        else:
-            for row, first in self._absorb_columns(plan, sampled):
-                self._absorb_row(row, sampled, first, guided)
+        for row, first in self._absorb_columns(plan, sampled):
+            self._absorb_row(row, sampled, first, guided)
         if guided:
             for absorb in self._moments.absorb:
                 absorb(guided)
@@ -253,28 +246,27 @@ class Scheduler:
     def _absorb_columns(self, plan: StepPlan, sampled: Many[Sampled]) -> Iterable[tuple[Row, int]]:
         """Take in the draws of rows that were planned as columns. Returns the rows to take in one by one, and the index
         of the first draw of each."""
-        queues, drawn, deltas = self.queues, drawn_ids(sampled), self._deltas
-        ids, firsts, columns = np.array(drawn, np.int32), list[int](), None
-        if plan.others:
-            firsts, columns = plan.first_draws()
-            ids = ids[columns]
+        queues, drawn, n = self.queues, drawn_ids(sampled), len(plan.columns)
+        firsts, columns = plan.first_draws() if plan.others else ([], range(n))
+        if not n:
+            return zip(plan.others, firsts)
+        ids = [drawn[at] for at in columns] if plan.others else drawn
         stops = None
-        if not queues.stop_ids.keys().isdisjoint(drawn):
-            stops = np.fromiter(map(queues.stop_ids.__contains__, ids.tolist()), np.bool_, len(ids))
-        left, slots, ids, n_done = queues.rows.take_in(plan.columns.cells, ids, stops)
-        packed, start = ids.astype("<u4").tobytes(), 0
-        taken = [queues.by_slot[slot] for slot in slots.tolist()]
-        for seq in taken:
-            token_id = packed[start : start + 4]
-            start += 4
+        if not queues.stop_ids.keys().isdisjoint(ids):
+            stops = bytes(map(queues.stop_ids.__contains__, ids))
+        packed, (left, full) = queues.rows.take_in(plan.columns.cells, ids, stops, ~Flag.NO_DRAFTS)
+        slots, tokens = plan.columns.slots, [packed[at : at + 4] for at in range(0, 4 * n, 4)]
+        self._absorbed += [queues.by_slot[slots[place]] for place in full]
+        for place in reversed(left):
+            del slots[place], tokens[place]
+        for slot, token_id in zip(slots, tokens):
+            seq = queues.by_slot[slot]
             seq.ids += token_id
-            deltas.append(TokenDelta(seq.request.id, token_id))
-        self._totals.output_tokens += len(taken)
-        for place in (n_done % BLOCK_TOKENS == 0).nonzero()[0].tolist():
-            self._absorbed.append(taken[place])  # it has a full block
+            self._deltas.append(TokenDelta(seq.request.id, token_id))
+        self._totals.output_tokens += len(slots)
         if not left:
             return zip(plan.others, firsts)
-        rows = zip(left, plan.columns.rows(left), left if columns is None else columns[left].tolist())
+        rows = zip(left, plan.columns.rows(left), (columns[place] for place in left))
         found = [(place + 0.5, row, first) for place, row, first in rows]
         found += zip(plan.before, plan.others, firsts)
         return [(row, first) for _, row, first in sorted(found, key=itemgetter(0))]

@@ -56,7 +56,9 @@ class Flag:
     NEW = 256  # it has no token of its own yet
     UNTRIED = 512  # no step with it has succeeded yet
     FAILED = 1024  # a step with it has failed since one succeeded
+    NO_DRAFTS = 2048  # its request forbids drafts
     SUSPECT = UNTRIED | FAILED
+    PLAIN = LOGPROBS | DRAFT_REPORTS | NO_DRAFTS  # flags that make no difference to a plan
 
 
 class SequenceSnapshot(NamedTuple):
@@ -139,6 +141,7 @@ class Sequence:
             | Flag.AWAITS_LAST * any(len(word) > 4 for word in sampling.bad_ids)
             | Flag.LOGPROBS * (sampling.logprobs is not None)
             | Flag.DRAFT_REPORTS * request.speculation.report
+            | Flag.NO_DRAFTS * (request.speculation.max_draft_tokens == 0)
             | Flag.NEW
             | Flag.UNTRIED
         )

@@ -134,12 +134,12 @@ StepMessage = Launch | SampleStep | Prepare | End
 
 
 def _encode(value: Any) -> Any:
-    """Plain data of what a plan has beside."""
+    """Turn a value that msgspec cannot encode into plain data: the columns of a plan, or an order of the tiers."""
     return value.encode() if isinstance(value, Columns) else without_conversation(value)
 
 
 def _decode(kind: type, value: Any) -> Any:
-    """Rows of a plan; there is nothing else that is not plain data."""
+    """Turn plain data back into the columns of a plan, the only values that msgspec cannot decode."""
     assert kind is Columns
     return Columns.decode(value)
 

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import msgspec
 
+from emberline.engine.core.queues import Selection
 from emberline.engine.core.sequence import Sequence
 
 MAX_CELLS = 100  # that a drafter tells apart
@@ -33,7 +34,7 @@ class Drafter(Protocol):
 
     name: str
 
-    def propose(self, seqs: Many[Sequence], before: Mapping[int, Draft]) -> Iterable[tuple[Sequence, Draft]]:
+    def propose(self, seqs: Selection, before: Mapping[int, Draft]) -> Iterable[tuple[Sequence, Draft]]:
         """Propose up to MOST tokens that may follow the last ones of the sequences that a step may draft for.
 
         `before` has, by sequence number, what another drafter proposes: the tokens follow that. Cells are below

@@ -6,9 +6,10 @@ one token, the draw can only confirm it.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Sequence as Many
 
-from emberline.engine.core.sequence import Sequence
+from emberline.engine.core.queues import Selection
+from emberline.engine.core.rows import FLAGS
+from emberline.engine.core.sequence import Flag, Sequence
 from emberline.engine.speculation.drafter import MOST, Draft
 
 INNER, LAST = 0, 1  # cells: the last token may become another one with the text after it
@@ -22,10 +23,10 @@ class GrammarDrafter:
     def __init__(self) -> None:
         self.forced_ids: Callable[[int], bytes] = lambda number: b""  # u32 LE; set by the engine that has grammars
 
-    def propose(self, seqs: Many[Sequence], before: Mapping[int, Draft]) -> Iterable[tuple[Sequence, Draft]]:
+    def propose(self, seqs: Selection, before: Mapping[int, Draft]) -> Iterable[tuple[Sequence, Draft]]:
         """Propose the forced tokens of guided sequences for which no other drafter proposes any."""
-        for seq in seqs:
-            if seq.flags and seq.guided and seq.number not in before and (ids := self.forced_ids(seq.number)):
+        for seq in seqs.where(seqs.cells(FLAGS) & Flag.GUIDED != 0) if seqs.flags & Flag.GUIDED else ():
+            if seq.number not in before and (ids := self.forced_ids(seq.number)):
                 cells = [INNER] * (len(ids) // 4 - 1) + [LAST]
                 yield seq, Draft(ids[: 4 * MOST], cells[:MOST])
 

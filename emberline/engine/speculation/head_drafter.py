@@ -5,6 +5,7 @@ from collections.abc import Sequence as Many
 
 from emberline.engine.core.feature import Core
 from emberline.engine.core.plan import Sampled, StepPlan, drawn_ids, n_accepted
+from emberline.engine.core.queues import Selection
 from emberline.engine.core.sequence import Sequence
 from emberline.engine.speculation.drafter import MOST, Draft
 
@@ -40,7 +41,7 @@ class HeadDrafter:
         """The head's proposal for a sequence: the position of the first token, and the token ids (u32 LE)."""
         return self._proposed.get(number, (0, b""))
 
-    def propose(self, seqs: Many[Sequence], before: Mapping[int, Draft]) -> Iterable[tuple[Sequence, Draft]]:
+    def propose(self, seqs: Selection, before: Mapping[int, Draft]) -> Iterable[tuple[Sequence, Draft]]:
         """Propose what the head has, if it follows the newest token and begins like what another drafter proposes."""
         for seq in seqs:
             at, ids = self.proposal(seq.number)

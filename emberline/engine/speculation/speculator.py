@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from emberline.engine.core.feature import Speculation
 from emberline.engine.core.plan import UNKNOWN_DRAFT, Sampled, StepPlan
+from emberline.engine.core.queues import Selection
+from emberline.engine.core.rows import N_SAMPLING
 from emberline.engine.core.sequence import Sequence
 from emberline.engine.speculation import suffix_index
 from emberline.engine.speculation.drafter import MAX_CELLS, Draft, Drafter
@@ -170,21 +172,21 @@ class Speculator(Speculation):
         self.drafts = len(self.drafters) > 1 or self._n_unasked <= _WAITING_STEPS
         return depth
 
-    def draft(self, seqs: Many[Sequence]) -> Mapping[int, Proposal | DeviceProposal]:
-        """Ask the drafters, one after the other, for all sequences whose requests allow drafts."""
+    def draft(self, seqs: Selection) -> Mapping[int, Proposal | DeviceProposal]:
+        """Ask the drafters, one after the other."""
         found: dict[int, Proposal | DeviceProposal] = {}
-        seqs = [seq for seq in seqs if seq.request.speculation.max_draft_tokens != 0]
         if self.runs_ahead:
-            depths = dict(self._planned_depths)
-            for seq in seqs:
-                if seq.n_sampling and (n_tokens := depths.get(seq.planned_step, 0)):
+            depths, sampling = dict(self._planned_depths), seqs.cells(N_SAMPLING) > 0
+            for seq in seqs.where(sampling):
+                if n_tokens := depths.get(seq.planned_step, 0):
                     found[seq.number] = DeviceProposal(self, seq, n_tokens)
-            seqs = [seq for seq in seqs if not seq.n_sampling]
-        if seqs:
+            seqs = seqs.where(~sampling)
+        if len(seqs):
             found.update(self._ask(seqs))
         return found
 
-    def _ask(self, seqs: Many[Sequence]) -> dict[int, Proposal]:
+    def _ask(self, seqs: Selection) -> dict[int, Proposal]:
+        """What the drafters propose, by sequence number."""
         proposed: dict[int, Proposal] = {}
         for first_cell, drafter in self._by_first_cell:
             for seq, draft in drafter.propose(seqs, proposed):

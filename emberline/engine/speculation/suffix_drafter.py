@@ -8,8 +8,10 @@ recently used ones go first. Indexing a long prompt is spread over steps.
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
 
+import numpy as np
+
+from emberline.engine.core.queues import Selection
 from emberline.engine.core.sequence import Sequence
 from emberline.engine.speculation.drafter import MOST, Draft
 from emberline.engine.speculation.suffix_index import (
@@ -34,11 +36,7 @@ _MATCH_CELL = [3 * (sum(at >= bound for bound in _MATCHES) - 1) for at in range(
 _PRIORS = (0.25, 0.45, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8)  # where all occurrences agree; by match length
 
 
-@dataclass(slots=True)
-class _Entry:
-    index: SuffixIndex
-    n_indexed: int = 0  # tokens of the sequence that were appended, or skipped
-    used_step: int = 0
+_NUMBER, _OWN, _TENANT = range(3)  # of a row of the table by slot
 
 
 class SuffixDrafter:
@@ -49,33 +47,44 @@ class SuffixDrafter:
     def __init__(self, max_bytes: int = DEFAULT_BYTES) -> None:
         self._max_bytes = max_bytes
         self._matcher = SuffixMatcher(match_cells=_MATCH_CELL, shares=_SHARES)
-        self._entries: dict[int | bytes, _Entry] = {}  # by sequence number or tenant
+        self._indexes: dict[int | bytes, SuffixIndex] = {}  # by sequence number or tenant
         self._evicted: set[int] = set()  # sequences that have lost their index: it is not built again
+        self._table = np.zeros((0, 4), np.int64)  # by slot: the sequence and its indexes, `suffix_slot` in C
+        self._table_at = 0
         self._step = 0
         self._left = STEP_TOKENS  # to index in this step
         self.n_bytes = 0
 
-    def propose(self, seqs: Many[Sequence], before: Mapping[int, Draft]) -> Iterable[tuple[Sequence, Draft]]:
+    def propose(self, seqs: Selection, before: Mapping[int, Draft]) -> Iterable[tuple[Sequence, Draft]]:
         """Index what the sequences have gained, and propose what followed their last tokens before."""
-        self._step = step = self._step + 1
+        self._step += 1
         self._left = STEP_TOKENS
-        entries, asked = self._entries, list[Sequence | None]()
-        requests, contexts = list[int](), list[bytes | bytearray]()
-        root_key, tenant = b"", 0  # those of the last one: most are of few tenants
+        if len(self._table) < seqs.rows.n_slots:
+            self._table = np.full((seqs.rows.n_slots, 4), -1, np.int64)
+            self._table_at = self._table.ctypes.data
+        for seq in seqs if before else ():
+            if seq.number in before:
+                self._table[seq.slot, _NUMBER] = -1
+        found = self._matcher.step(
+            self._table_at, seqs.rows.address, seqs.slots.ctypes.data, len(seqs), self._step, MOST
+        )
+        left = [seqs[place] for place, ids, _ in found if not ids]
+        drafts = [(seqs[place], Draft(ids, cells)) for place, ids, cells in found if ids]
+        return [*drafts, *self._propose_each(left, before)] if left else drafts
+
+    def _propose_each(self, seqs: Many[Sequence], before: Mapping[int, Draft]) -> Iterable[tuple[Sequence, Draft]]:
+        """Do the same for sequences that the step before has not asked for, that have gained several tokens, have no
+        index of their own, or for which another drafter proposes something."""
+        asked, requests, contexts = list[Sequence | None](), list[int](), list[bytes | bytearray]()
         for seq in seqs:
-            if (owner := seq.table.owner[0]) != root_key:
-                root_key, tenant = owner, self._tenant(seq)
-            ids = seq.ids
-            context, address, n_new = ids[-CONTEXT_BYTES:], 0, 0
-            if (entry := entries.get(seq.number) or self._of_sequence(seq)) is not None:
-                index = entry.index
-                address, entry.used_step = index.address, step
-                n_new = (len(ids) >> 2) - entry.n_indexed
-                if n_new > MAX_MATCH:
-                    n_new = self._index(entry, seq)
-                entry.n_indexed += n_new
-                index.n_tokens += n_new
-            if before and (draft := before.get(seq.number)) is not None:  # one request indexes, the other looks up
+            tenant, n_new, context = self._tenant(seq), 0, seq.ids[-CONTEXT_BYTES:]
+            index = self._indexes.get(seq.number) or self._of_sequence(seq)
+            if index is not None:
+                index.used_step = self._step
+                n_new = self._index(index, seq)
+                self._table[seq.slot] = seq.number, index.address, tenant, index.n_skipped
+            address = 0 if index is None else index.address
+            if (draft := before.get(seq.number)) is not None:  # one request indexes, the other looks up
                 asked.append(None)
                 requests += (address, tenant, len(context) >> 2, n_new)
                 contexts.append(context)
@@ -85,12 +94,11 @@ class SuffixDrafter:
             asked.append(seq)
             requests += (address, tenant, len(context) >> 2, n_new)
             contexts.append(context)
-        if not asked:
-            return []
         found = self._matcher.drafts(requests, contexts, MOST)
         return [(asker, Draft(ids, cells)) for at, ids, cells in found if (asker := asked[at]) is not None]
 
     def prior(self, cell: int) -> float:
+        """Probability that a token of a cell is drawn, by match length and agreement."""
         return _PRIORS[cell // 3] * (1.0, 0.7, 0.4)[cell % 3]
 
     def ended(self, seq: Sequence) -> None:
@@ -100,15 +108,16 @@ class SuffixDrafter:
         n_output = min(seq.n_output, TENANT_TOKENS // 4)
         if not n_output or not seq.samples:
             return
-        entry = self._entries.get(seq.root_key)
-        if entry is not None and entry.index.n_tokens > MAX_TOKENS - TENANT_TOKENS:
+        index = self._indexes.get(seq.root_key)
+        if index is not None and index.n_tokens > MAX_TOKENS - TENANT_TOKENS:
             self._drop(seq.root_key)
-            entry = None
-        if entry is None:
-            entry = self._allocate(seq.root_key, min(TENANT_TOKENS, self._most_tokens))
-        if entry is not None:
-            lead = LEAD_TOKENS if n_output == seq.n_output else 0
-            entry.index.extend(bytes(seq.ids[-4 * (n_output + lead) :]), end=True)
+            index = None
+        if index is None:
+            if (index := self._allocate(seq.root_key, min(TENANT_TOKENS, self._most_tokens))) is None:
+                return
+            self._table[self._table[:, _TENANT] == 0, _NUMBER] = -1  # those of this tenant learn of it
+        lead = LEAD_TOKENS if n_output == seq.n_output else 0
+        index.extend(bytes(seq.ids[-4 * (n_output + lead) :]), end=True)
 
     def forget(self, tenant: bytes) -> None:
         """Drop what is known of a tenant's earlier replies."""
@@ -119,50 +128,53 @@ class SuffixDrafter:
         """Largest number of tokens of one index: a quarter of the memory, as a power of two."""
         return 1 << max(10, (self._max_bytes // 4 // TOKEN_BYTES).bit_length() - 1)
 
-    def _of_sequence(self, seq: Sequence) -> _Entry | None:
+    def _of_sequence(self, seq: Sequence) -> SuffixIndex | None:
+        """A new index for a sequence. Returns None if there is no room, or the sequence has lost its index before."""
         if seq.number in self._evicted:
             return None
-        n_tokens = min(seq.n_tokens + min(seq.n_output_left, REPLY_ROOM), self._most_tokens)
-        entry = self._allocate(seq.number, n_tokens)
-        if entry is None:
+        index = self._allocate(seq.number, min(seq.n_tokens + min(seq.n_output_left, REPLY_ROOM), self._most_tokens))
+        if index is None:
             self._evicted.add(seq.number)
         else:  # what the ring would drop again is left out
-            entry.n_indexed = max(0, seq.n_tokens - entry.index.size)
-        return entry
+            index.n_skipped = max(0, seq.n_tokens - index.size)
+        return index
 
     def _tenant(self, seq: Sequence) -> int:
         """The address of its tenant's index; 0: there is none."""
-        entry = self._entries.get(seq.root_key)
-        if entry is None:
+        index = self._indexes.get(seq.root_key)
+        if index is None:
             return 0
-        entry.used_step = self._step
-        return entry.index.address
+        index.used_step = self._step
+        return index.address
 
-    def _index(self, entry: _Entry, seq: Sequence) -> int:
+    def _index(self, index: SuffixIndex, seq: Sequence) -> int:
         """Index a prompt, as far as a step may. Returns the number of tokens left for the lookup to index."""
-        n = min(seq.n_tokens - entry.n_indexed, self._left)
-        if n > MAX_MATCH:
-            entry.index.extend(bytes(memoryview(seq.ids)[4 * entry.n_indexed : 4 * (entry.n_indexed + n)]))
-            entry.n_indexed += n
+        first = index.n_skipped + index.n_tokens
+        n_left = seq.n_tokens - first
+        if n_left > MAX_MATCH and (n := min(n_left, self._left)) > MAX_MATCH:
+            index.extend(bytes(memoryview(seq.ids)[4 * first : 4 * (first + n)]))
             self._left -= n
-        n_left = seq.n_tokens - entry.n_indexed
+            n_left -= n
         return n_left if n_left <= MAX_MATCH else 0  # the draft is from what is known
 
-    def _allocate(self, key: int | bytes, n_tokens: int) -> _Entry | None:
-        """None where the memory is taken by indexes that this step or the last one has used."""
-        entry = _Entry(SuffixIndex(n_tokens), used_step=self._step)
-        while self.n_bytes + entry.index.n_bytes > self._max_bytes:
-            oldest = min(self._entries, key=lambda key: self._entries[key].used_step, default=None)
-            if oldest is None or self._entries[oldest].used_step >= self._step - 1:
+    def _allocate(self, key: int | bytes, n_tokens: int) -> SuffixIndex | None:
+        """A new index. Returns None if the memory is taken by indexes that this step or the last one has used."""
+        index = SuffixIndex(n_tokens)
+        index.used_step = self._step
+        while self.n_bytes + index.n_bytes > self._max_bytes:
+            oldest = min(self._indexes, key=lambda key: self._indexes[key].used_step, default=None)
+            if oldest is None or self._indexes[oldest].used_step >= self._step - 1:
                 return None
             self._drop(oldest)
             if isinstance(oldest, int):
                 self._evicted.add(oldest)
-        self._entries[key] = entry
-        self.n_bytes += entry.index.n_bytes
-        return entry
+        self._indexes[key] = index
+        self.n_bytes += index.n_bytes
+        return index
 
     def _drop(self, key: int | bytes) -> None:
-        entry = self._entries.pop(key, None)
-        if entry is not None:
-            self.n_bytes -= entry.index.n_bytes
+        """Forget an index, whose memory is freed."""
+        index = self._indexes.pop(key, None)
+        if index is not None:
+            self.n_bytes -= index.n_bytes
+            self._table[(self._table[:, _OWN : _TENANT + 1] == index.address).any(1), _NUMBER] = -1

@@ -5,14 +5,13 @@ the last token. Appending a token takes constant time, and an index never grows 
 """
 
 import ctypes
-import logging
 import weakref
 from array import array
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-from emberline.kernels.native_library import BuildError, library_path
+from emberline.kernels.native_library import host_library
 
 MAX_MATCH = 64  # tokens of the context that are compared
 MAX_DRAFT = 64
@@ -20,8 +19,6 @@ TOKEN_BYTES = 20  # of the ring and both chains
 MIN_SIZE = 1024  # tokens
 MAX_TOKENS = 2**32 - 2  # that one index can number
 CONTEXT_BYTES = 4 * MAX_MATCH
-
-_log = logging.getLogger(__name__)
 
 
 class _Policy(ctypes.Structure):
@@ -48,10 +45,34 @@ class _Draft(ctypes.Structure):
     ]
 
 
+_LEFT = 255  # SUFFIX_LEFT in suffix_index.h
 _DRAFT_BYTES, _IDS, _CELLS = ctypes.sizeof(_Draft), _Draft.draft.offset, _Draft.cell.offset
 
 
+class _Index(ctypes.Structure):
+    """`suffix_index` in suffix_index.h."""
+
+    _fields_ = [
+        ("tokens", ctypes.c_void_p),
+        ("earlier", ctypes.c_void_p * 2),
+        ("latest", ctypes.c_void_p * 2),
+        ("size", ctypes.c_uint64),
+        ("n", ctypes.c_uint64),
+        ("used", ctypes.c_int64),
+    ]
+
+
+class Found(NamedTuple):
+    """A draft for one of many contexts."""
+
+    place: int  # of the context
+    ids: bytes  # u32 LE
+    cells: bytes  # one per token
+
+
 class Continuation(NamedTuple):
+    """What followed a context before."""
+
     ids: bytes  # u32 LE
     probabilities: list[float]  # of all tokens up to each, by how often they followed; falling
     match_len: int  # tokens
@@ -59,50 +80,64 @@ class Continuation(NamedTuple):
 
 @cache
 def _native() -> Any:
-    """Keeps the interpreter's lock: a call takes microseconds, and to get it back could take a switch interval."""
-    try:
-        lib = ctypes.PyDLL(str(library_path()))
-    except (BuildError, OSError) as error:
-        _log.warning("%s; no suffix decoding", error)
+    """The functions of suffix_index.h. Returns None if this host could not compile them."""
+    if (lib := host_library()) is None:
         return None
-    lib.em_suffix_new.argtypes, lib.em_suffix_new.restype = [ctypes.c_uint64], ctypes.c_void_p
-    lib.em_suffix_free.argtypes, lib.em_suffix_free.restype = [ctypes.c_void_p], None
     pointer, number = ctypes.c_void_p, ctypes.c_int64
+    lib.em_suffix_new.argtypes, lib.em_suffix_new.restype = [ctypes.c_uint64], pointer
+    lib.em_suffix_free.argtypes, lib.em_suffix_free.restype = [pointer], None
     lib.em_suffix_extend.argtypes = [pointer, ctypes.c_char_p, number, ctypes.c_int32]
     lib.em_suffix_extend.restype = None
     lib.em_suffix_propose.argtypes = [pointer, ctypes.c_char_p, number, ctypes.c_char_p, pointer]
     lib.em_suffix_propose.restype = None
+    lib.em_suffix_step.argtypes = [*[pointer] * 4, number, number, pointer]
+    lib.em_suffix_step.restype = number
     return lib
 
 
 def available() -> bool:
-    """Whether this host could compile it."""
+    """True if this host could compile it."""
     return _native() is not None
 
 
 class SuffixIndex:
-    """The last `size` tokens of the texts appended to it. `n_bytes` is what it may take."""
+    """The last `size` tokens of the texts appended to it."""
 
     def __init__(self, n_tokens: int) -> None:
         self.size = max(MIN_SIZE, 1 << (n_tokens - 1).bit_length())
-        self.n_tokens = 0  # appended so far
+        self.n_skipped = 0  # leading tokens of the text that were left out
         self._lib = _native()
         address = self._lib.em_suffix_new(self.size)
         if not address:
             raise MemoryError(f"no memory for a suffix index of {self.size} tokens")
         self.address: int = address
+        self._state = _Index.from_address(address)
         weakref.finalize(self, self._lib.em_suffix_free, address)
 
     @property
     def n_bytes(self) -> int:
+        """Bytes that the index may take."""
         return TOKEN_BYTES * self.size
+
+    @property
+    def n_tokens(self) -> int:
+        """Number of tokens appended so far, ends of texts included."""
+        return int(self._state.n)
+
+    @property
+    def used_step(self) -> int:
+        """Number of the last step that asked the index."""
+        return int(self._state.used)
+
+    @used_step.setter
+    def used_step(self, step: int) -> None:
+        self._state.used = step
 
     def extend(self, ids: bytes, end: bool = False) -> None:
         """Append tokens (u32 LE) to the last text; `end`: that ends with them."""
         n = len(ids) // 4
         assert self.n_tokens + n < MAX_TOKENS, "positions are 32-bit numbers"
         self._lib.em_suffix_extend(self.address, ids, n, end)
-        self.n_tokens += n + end
 
 
 class SuffixMatcher:
@@ -128,12 +163,16 @@ class SuffixMatcher:
             shares=(ctypes.c_float * 2)(*shares),
         )
         self._policy_at = ctypes.addressof(self._policy)
-        self._make_room(1)
+        self._drafts = (_Draft * 0)()
+        self._make_room(1, 0)
 
-    def _make_room(self, n: int) -> None:
-        self._drafts = (_Draft * n)()
-        self._drafts_at = ctypes.addressof(self._drafts)
-        self._raw = memoryview(self._drafts).cast("B")
+    def _make_room(self, n: int, most: int) -> None:
+        """Prepare the buffers for n drafts of up to `most` tokens."""
+        self._policy.most = most
+        if n > len(self._drafts):
+            self._drafts = (_Draft * (2 * n))()
+            self._drafts_at = ctypes.addressof(self._drafts)
+            self._raw = memoryview(self._drafts).cast("B")
 
     def propose(self, context: bytes | bytearray, most: int, *indexes: SuffixIndex) -> Continuation | None:
         """What followed the end of the context (u32 LE) before. The first index is preferred where both say as much."""
@@ -143,26 +182,36 @@ class SuffixMatcher:
         found = self._drafts[0]
         return Continuation(ids[0], found.probability[: found.n], found.match) if ids else None
 
-    def drafts(
-        self, requests: list[int], contexts: Sequence[bytes | bytearray], most: int
-    ) -> list[tuple[int, bytes, bytes]]:
+    def drafts(self, requests: list[int], contexts: Sequence[bytes | bytearray], most: int) -> list[Found]:
         """Continue many contexts (u32 LE). requests: four numbers for each, see `suffix_request` in suffix_index.h.
 
         Returns, for each context that has a continuation, its place, up to `most` token ids and their cells, a byte
         each. One call into C for a step: it is made between two steps, while the device waits.
         """
         n = len(contexts)
-        if n > len(self._drafts):
-            self._make_room(2 * n)
-        self._policy.most = most
+        self._make_room(n, most)
         contexts_at = b"".join(contexts)
         self._lib.em_suffix_propose(self._policy_at, array("q", requests).tobytes(), n, contexts_at, self._drafts_at)
+        return self._found(n)
+
+    def step(self, table_at: int, rows_at: int, slots_at: int, n: int, step: int, most: int) -> list[Found]:
+        """Continue the sequences of n slots that have gained one token, or none, since the step before.
+
+        table_at, rows_at, slots_at: addresses of `suffix_slot` by slot, of the `row_table` and of the slots. Sequences
+        that are left to `drafts` are among the results, without ids.
+        """
+        self._make_room(n, most)
+        n_found = self._lib.em_suffix_step(self._policy_at, table_at, rows_at, slots_at, n, step, self._drafts_at)
+        return self._found(n) if n_found else []
+
+    def _found(self, n: int) -> list[Found]:
+        """Drafts among the first n, and what the caller has to look at."""
         raw, found = self._raw, []
-        lengths = bytes(raw[: n * _DRAFT_BYTES : _DRAFT_BYTES])
-        if lengths.count(0) < n:
-            for place, k in enumerate(lengths):
-                if k:
-                    at = place * _DRAFT_BYTES
-                    ids, cells = raw[at + _IDS : at + _IDS + 4 * k], raw[at + _CELLS : at + _CELLS + k]
-                    found.append((place, bytes(ids), bytes(cells)))
+        for place, k in enumerate(bytes(raw[: n * _DRAFT_BYTES : _DRAFT_BYTES])):
+            if k == _LEFT:
+                found.append(Found(place, b"", b""))
+            elif k:
+                at = place * _DRAFT_BYTES
+                ids, cells = raw[at + _IDS : at + _IDS + 4 * k], raw[at + _CELLS : at + _CELLS + k]
+                found.append(Found(place, bytes(ids), bytes(cells)))
         return found

@@ -2,6 +2,7 @@
 #include "attention.h"
 #include "gemm.h"
 #include "pool.h"
+#include "rows.h"
 #include "sampling.h"
 #include "suffix_index.h"
 #include <stdlib.h>

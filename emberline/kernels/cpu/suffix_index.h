@@ -1,6 +1,7 @@
 // Suffix index: where the last tokens of a text occurred before, and what followed them. A match finder with hash
 // chains: every position is linked to the previous one whose last LONG (or SHORT) tokens have the same hash.
 #pragma once
+#include "rows.h"
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -18,6 +19,7 @@ typedef struct {
     uint32_t *latest[2];  // [size] by hash: 1 + the last position of the chain; 0: none
     uint64_t size;        // a power of two
     uint64_t n;           // tokens so far; the last `size` of them are known
+    int64_t used;         // number of the last step that asked it
 } suffix_index;
 
 typedef struct {
@@ -33,6 +35,14 @@ typedef struct {
     int64_t n_context;      // tokens of the text that is to be continued
     int64_t n_new;          // its last tokens, which are appended to the first index before
 } suffix_request;
+
+typedef struct {
+    int64_t number;         // of the sequence in the slot; -1: not known
+    suffix_index *index[2]; // the sequence's own; its tenant's, or null
+    int64_t n_skipped;      // leading tokens of the sequence that are not in its own index
+} suffix_slot;
+
+#define SUFFIX_LEFT UINT8_MAX // in place of a number of tokens: the caller has to look at this sequence
 
 typedef struct {
     uint8_t n;     // tokens of the draft
@@ -154,12 +164,12 @@ static int64_t suffix_follow(suffix_occurrence *alive, int64_t count, int64_t mo
 }
 
 // Continues the longest match as it went on most often.
-static void suffix_propose(const suffix_policy *policy, const suffix_request *request, const uint32_t *context,
-                           suffix_draft *to) {
+static void suffix_propose(const suffix_policy *policy, suffix_index *const index[2], const uint32_t *context,
+                           int64_t n_context, suffix_draft *to) {
     suffix_occurrence found[2 * SUFFIX_CANDIDATES];
     int64_t count = 0, longest = 0, kept = 0;
     for (int i = 0; i < 2; i++)
-        if (request->index[i]) count += suffix_find(request->index[i], context, request->n_context, found + count);
+        if (index[i]) count += suffix_find(index[i], context, n_context, found + count);
     for (int64_t i = 0; i < count; i++)
         if (found[i].match > longest) longest = found[i].match;
     for (int64_t i = 0; i < count; i++)
@@ -183,7 +193,33 @@ void em_suffix_propose(const suffix_policy *policy, const suffix_request *reques
     for (const suffix_request *request = requests; request < requests + n_requests; request++) {
         const uint32_t *end = contexts + request->n_context;
         if (request->n_new) em_suffix_extend(request->index[0], end - request->n_new, request->n_new, 0);
-        suffix_propose(policy, request, contexts, to++);
+        suffix_propose(policy, request->index, contexts, request->n_context, to++);
         contexts = end;
     }
+}
+
+// The drafts of sequences whose indexes were asked in the last step, too, and have all their tokens but the last one.
+// The draft of any other sequence is SUFFIX_LEFT. Returns how many drafts are not empty.
+int64_t em_suffix_step(const suffix_policy *policy, suffix_slot *table, const row_table *rows, const int64_t *slots,
+                       int64_t n_slots, int64_t step, suffix_draft *to) {
+    const int64_t *numbers = row_of(rows, ROW_NUMBER), *known = row_of(rows, ROW_KNOWN), *last = row_of(rows, ROW_LAST);
+    int64_t count = 0;
+    for (const int64_t *slot = slots; slot < slots + n_slots; slot++, to++) {
+        suffix_slot *at = table + *slot;
+        suffix_index *own = at->index[0];
+        int64_t n_new = at->number == numbers[*slot] ? known[*slot] - at->n_skipped - (int64_t)own->n : -1;
+        if (n_new < 0 || n_new > 1 || own->used < step - 1) {
+            to->n = SUFFIX_LEFT, count++;
+            continue;
+        }
+        if (n_new) suffix_append(own, (uint32_t)last[*slot]);
+        own->used = step;
+        if (at->index[1]) at->index[1]->used = step;
+        uint32_t context[SUFFIX_MATCH];
+        int64_t n = own->n < SUFFIX_MATCH ? (int64_t)own->n : SUFFIX_MATCH;
+        for (int64_t i = 0; i < n; i++) context[i] = own->tokens[(own->n - n + i) & (own->size - 1)];
+        suffix_propose(policy, at->index, context, n, to);
+        count += to->n > 0;
+    }
+    return count;
 }

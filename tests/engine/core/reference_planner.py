@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from itertools import islice
 from math import inf
 
+import numpy as np
+
 from emberline.engine.core import token_rules
 from emberline.engine.core.admission import AdmissionPolicy
 from emberline.engine.core.feature import Draft, Speculation
@@ -93,7 +95,8 @@ class ReferencePlanner:
             self._most_drafts = self._count_most_drafts(max(n_dues, default=0) > 1)
             if self._most_drafts and speculation.drafts:
                 may_draft = [seq for seq, n_due in zip(running, n_dues) if n_due and self._may_draft(seq, n_due)]
-                drafts = speculation.draft(may_draft) if may_draft else {}
+                slots = np.array([seq.slot for seq in may_draft], np.intp)
+                drafts = speculation.draft(queues.select(slots)) if may_draft else {}
         for seq, n_due in zip(running, n_dues):
             if seq.slot == NO_SLOT or (paused and seq.effective_class == _BATCH):
                 continue  # preempted for one before it, or yields

@@ -13,18 +13,34 @@ from emberline.kv.cache import KVCache
 from emberline.protocol.request import ThinkingLimit
 from emberline.protocol.token_ids import pack
 from tests.engine.core.reference_planner import ReferencePlanner
-from tests.engine.fakes import EOS, FULL, VOCAB, LateRunner, expected, request, window_group
-from tests.engine.speculation.standin import StandinSpeculation, output_of
+from tests.engine.fakes import EOS, FULL, VOCAB, LateRunner, chunk_group, expected, mix, request, window_group
+from tests.engine.speculation.standin import DeviceSpeculation, DraftingRunner, StandinSpeculation, output_of
 
-LAYOUTS = [(FULL,), (FULL,), (window_group(24),), (FULL, window_group(20), window_group(37))]
+LAYOUTS = [
+    (FULL,),
+    (FULL,),
+    (window_group(24),),
+    (FULL, window_group(20), window_group(37)),
+    (chunk_group(32),),
+    (FULL, chunk_group(24)),
+]
+DEPTH = 4
 MAX_STEPS = 1500
+
+
+class SparseSpeculation(StandinSpeculation):
+    """Proposes something for about every third row: those without drafts are planned beside it."""
+
+    def draft(self, seqs):
+        drafts = super().draft(seqs)
+        return {number: draft for number, draft in drafts.items() if not mix(number, len(draft.seq.ids)) % 3}
 
 
 def loop_with(planner, schedule, wanted):
     """A step loop over the fake model, with this planner; `wanted`: requests by id, for drafts."""
     setup = schedule["setup"]
     cache = KVCache(setup["layouts"], [setup["n_blocks"]] * len(setup["layouts"]), chunk=setup["token_budget"])
-    work = WorkLimits(column_rows=setup["column_rows"], starved_steps=30)
+    work = WorkLimits(starved_steps=30)
     context_len = min(setup["context_len"], cache.capacity)
     limits = Limits(context_len, VOCAB, (EOS,), setup["max_running"], setup["token_budget"], work)
 
@@ -33,10 +49,16 @@ def loop_with(planner, schedule, wanted):
         ids, _ = expected(wanted[seq.id][0], wanted[seq.id][1].sampling, layouts, context_len)
         return ids[len(output_of(seq)) :]
 
-    features = [StandinSpeculation(answer, wrong=3)] if setup["drafts"] else []
+    kinds = {
+        "every row": lambda: StandinSpeculation(answer, wrong=3),
+        "some rows": lambda: SparseSpeculation(answer, wrong=3),
+        "device": lambda: DeviceSpeculation(DEPTH),
+    }
+    features = [kinds[setup["drafts"]]()] if setup["drafts"] else []
+    runner = DraftingRunner(cache, 3, context_len) if setup["drafts"] == "device" else LateRunner(cache)
     pipelined = setup["micro_batches"]
     scheduler = Scheduler(cache, limits, "fake", features, micro_batches=pipelined, planner=planner)
-    return StepLoop(scheduler, LateRunner(cache), max(pipelined, setup["steps_in_flight"]))
+    return StepLoop(scheduler, runner, max(pipelined, setup["steps_in_flight"]))
 
 
 def random_schedule(seed):
@@ -48,9 +70,8 @@ def random_schedule(seed):
         "context_len": rng.choice([60, 150]),
         "max_running": rng.choice([3, 6, 12]),
         "token_budget": rng.choice([16, 64]),
-        "column_rows": rng.choice([1, 4]),
-        "drafts": rng.random() < 0.3,
-        "steps_in_flight": rng.choice([1, 2]),
+        "drafts": rng.choice(["", "", "", "every row", "some rows", "device"]),
+        "steps_in_flight": rng.choice([1, 2, 3]),
         "micro_batches": rng.choice([1, 1, 1, 1, 2]),
     }
     if crowded := rng.random() < 0.3:  # sequences outgrow the pool together

@@ -59,7 +59,6 @@ setups = st.fixed_dictionaries(
         "context_len": st.integers(20, 120),
         "max_running": st.integers(1, 5),
         "token_budget": st.integers(5, 64),
-        "column_rows": st.sampled_from([1, 4]),
     }
 )
 

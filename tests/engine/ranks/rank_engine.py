@@ -12,7 +12,7 @@ from collections import Counter, deque
 import msgspec
 import numpy as np
 
-from emberline.engine.core.limits import Limits, WorkLimits
+from emberline.engine.core.limits import Limits
 from emberline.engine.core.step_loop import StepLoop
 from emberline.engine.ranks import messages
 from emberline.engine.ranks.kv_listener import KVListener
@@ -333,7 +333,7 @@ class RankEngine:
         self.cache = KVCache(self.slices[0], [n_blocks] * len(layouts), chunk=32)
         for memory in self.memories:
             memory.is_held = self.is_held
-        self.limits = Limits(min(400, self.cache.capacity), VOCAB, (EOS,), 4, 32, WorkLimits(column_rows=1))
+        self.limits = Limits(min(400, self.cache.capacity), VOCAB, (EOS,), 4, 32)
         self.runner = RankRunner(self, self.cache)
         scheduler = build_scheduler(self.cache, self.limits, "fake", tiers=self.book, transfers=self.transfers)
         publish = self.leader.publish_plan if n_ranks > 1 else None

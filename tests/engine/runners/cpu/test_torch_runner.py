@@ -6,7 +6,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from emberline.engine.core.limits import Limits, WorkLimits
+from emberline.engine.core.limits import Limits
 from emberline.engine.core.scheduler import Scheduler
 from emberline.engine.core.step_loop import StepLoop
 from emberline.engine.runners.cpu.torch_runner import TorchRunner, allocate_pool
@@ -72,7 +72,7 @@ class TorchFake:
 
 def loop_of(model, n_blocks=40, **limits):
     defaults = {"context_len": 200, "vocab_size": VOCAB, "eos_ids": (0,), "max_running": 4, "token_budget": 32}
-    limits = Limits(**defaults | {"work": WorkLimits(column_rows=1)} | limits)  # plain rows are columns, however few
+    limits = Limits(**defaults | limits)
     sizes = [n_blocks] * len(model.kv_groups)
     cache = KVCache(model.kv_groups, sizes, chunk=limits.token_budget)
     return StepLoop(Scheduler(cache, limits, "fake"), TorchRunner(model, sizes, limits))

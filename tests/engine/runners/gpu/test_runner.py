@@ -12,7 +12,7 @@ from msgspec import structs
 
 from emberline.engine.core import plan as plan_module
 from emberline.engine.core.latency_target import LatencyTarget
-from emberline.engine.core.limits import Limits, WorkLimits
+from emberline.engine.core.limits import Limits
 from emberline.engine.core.plan import Admission, DeviceLost, Masks, Row, StepPlan
 from emberline.engine.core.step_loop import StepLoop
 from emberline.engine.runners.gpu import runner as gpu_runner
@@ -94,7 +94,7 @@ class Padded(TorchFake):
 
 def loop_of(model, n_blocks=40, graphs=True, steps_in_flight=2, speculation=None, **limits):
     defaults = {"context_len": 200, "vocab_size": VOCAB, "eos_ids": (0,), "max_running": 4, "token_budget": 32}
-    limits = Limits(**defaults | {"work": WorkLimits(column_rows=1)} | limits)  # plain rows are columns, however few
+    limits = Limits(**defaults | limits)
     sizes = [n_blocks] * len(model.kv_groups)
     cache = KVCache(model.kv_groups, sizes, chunk=limits.token_budget)
     kernels, table = HostKernels(), HostTable()
