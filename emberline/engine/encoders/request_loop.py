@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Generic, Protocol, TypeVar
 
 from emberline.engine.core.rank import Executor
-from emberline.protocol.errors import BadInput, DeadlineExceeded, EmberlineError
+from emberline.protocol.errors import BadInput, DeadlineExceeded, EmberlineError, Unsupported
 from emberline.protocol.events import TokenDelta, Usage
 from emberline.protocol.frames import EngineLoad, KVEvents, Vocabulary
 from emberline.protocol.request import EngineRequest, Priority
@@ -48,7 +48,7 @@ class NoKVEvents:
 
 
 class RequestLoop(Generic[Item]):
-    """The owner calls `step`, which subclasses have, while the loop is busy."""
+    """The owner calls `step` while the loop is busy. Subclasses accept requests; the base class accepts none."""
 
     executors: Mapping[str, Executor] = MappingProxyType({})  # no feature gives orders
     report_s = inf  # a load report is due after each step alone
@@ -74,6 +74,14 @@ class RequestLoop(Generic[Item]):
         self.computed_tokens = 0
         self.in_step = False
         self.step_s = 0.0  # predicted, of the last step; 0: unknown
+
+    def submit(self, request: EngineRequest, now_s: float) -> None:
+        """Accept a request, or raise an EmberlineError that says why not."""
+        raise Unsupported("this process accepts no requests")
+
+    def step(self, now_s: float) -> list[TokenDelta]:
+        """Compute a part of what was requested. Returns what clients are to be told."""
+        return []
 
     def close(self) -> None:
         """Do nothing: the loop has no threads."""

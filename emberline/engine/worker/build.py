@@ -7,13 +7,14 @@ their blocks. KV cache, tiers, transfers, features, scheduler and loop are built
 import argparse
 import logging
 import os
+import socket
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from emberline.engine.addresses import TOKEN_VARIABLE
+from emberline.engine.addresses import TOKEN_VARIABLE, listening
 from emberline.engine.cache_control import StoredCache
 from emberline.engine.core.feature import Feature, Speculation
 from emberline.engine.core.limits import Limits
@@ -37,6 +38,7 @@ from emberline.engine.tiers.tiering import Tiering
 from emberline.engine.transfer.handover import Handover
 from emberline.engine.worker import cpu_share as cpu_shares
 from emberline.engine.worker import process
+from emberline.engine.worker.socket_server import serve_senders
 from emberline.engine.worker.start_timeline import StartTimeline
 from emberline.kernels.gpu.compile_server import CompileServer, hash_compiler, load_driver, start_server
 from emberline.kernels.native_library import private_cache_dir
@@ -62,7 +64,6 @@ from emberline.weights.task_config import TaskConfig, read_json, task_of
 from emberline.weights.whisper_files import CONTEXT_LEN, read_whisper
 
 if TYPE_CHECKING:
-    from emberline.engine.ranks.kv_listener import KVListener
     from emberline.engine.ranks.rank_group import RankGroup
     from emberline.engine.ranks.rank_runner import FollowerLoop
     from emberline.engine.runners.gpu.preparation import StepPreparation
@@ -202,9 +203,9 @@ def _build_decoder(
                 reading.enter_context(weights)
             cpu_shares.set_threads(model.backend, args.threads)
             timeline.end("model")
-            listener = _open_listener(args, group, closing)
+            listener, address = _listen(args, closing) if args.rank else (None, "")  # before rank 0 is told
             loaded = _load_drafters(model, fingerprint, device, args)
-            size = partial(_size_cache, loaded, args, group, "" if listener is None else listener.address)
+            size = partial(_size_cache, loaded, args, group, address)
             opened = OPENERS.get(model.backend, _open_cpu)(loaded, args, size, compile_server)
             loop, stored = _build_loop(loaded, opened, args, group)
             timeline.end("memory")
@@ -246,7 +247,7 @@ def _build_decoder(
     )
     if not isinstance(loop, StepLoop):  # a follower says that it is ready when it runs
         if listener is not None and transfers is not None:
-            listener.serve(transfers, info, getattr(group, "token", ""))
+            closing.callback(serve_senders(listener, info, getattr(group, "token", ""), transfers.accept))
         return loop
     if group is not None:
         group.start()
@@ -387,13 +388,18 @@ def build_scheduler(
     return Scheduler(cache, limits, fingerprint, features, prefill, micro_batches)
 
 
-def _open_listener(args: argparse.Namespace, group: "RankGroup | None", closing: ExitStack) -> "KVListener | None":
-    """Listen where a follower receives KV, before it tells rank 0 that it is loaded. Returns None on rank 0."""
-    if group is None or args.rank == 0:
-        return None
-    from emberline.engine.ranks.kv_listener import KVListener, rank_address
-
-    return KVListener(rank_address(args.socket, args.rank, by_rank_0=args.by_rank_0), closing)
+def _listen(args: argparse.Namespace, closing: ExitStack) -> tuple[socket.socket, str]:
+    """Listen where a follower receives KV: next to rank 0's socket, on another port of its host, or where it was told.
+    Raises BadInput if that is not possible."""
+    address = args.socket
+    if not address.startswith("tcp:"):
+        address = f"{address}.rank{args.rank}"
+    elif args.by_rank_0:
+        address = f"{address.rpartition(':')[0]}:0"
+    try:
+        return closing.enter_context(listening(address))
+    except OSError as error:
+        raise BadInput(f"this rank cannot receive KV at {address}: {error}") from None
 
 
 def _build_encoder(args: argparse.Namespace, task: TaskConfig) -> Engine:

@@ -21,8 +21,7 @@ import msgspec
 
 from emberline.engine.cache_control import CacheControl, StoredCache
 from emberline.engine.core.step_loop import StepLoop
-from emberline.engine.encoders.encoder_loop import EncoderLoop
-from emberline.engine.encoders.speech_loop import SpeechLoop
+from emberline.engine.encoders.request_loop import RequestLoop
 from emberline.engine.worker.alive_file import AliveFile
 from emberline.protocol import frames
 from emberline.protocol.credential import CORE_HOST, hosts_of, worker_host
@@ -169,7 +168,7 @@ class Server:
     def __init__(
         self,
         listener: socket.socket,
-        loop: StepLoop | EncoderLoop | SpeechLoop,
+        loop: StepLoop | RequestLoop[Any] | None,
         info: EngineInfo,
         token: str,
         tls: ssl.SSLContext | None = None,
@@ -178,7 +177,8 @@ class Server:
         stored: StoredCache | None = None,
         accept_sender: Callable[[socket.socket, str], None] | None = None,
     ) -> None:
-        """tls: clients must show a certificate, that of a core or of the engine that sends KV.
+        """loop: None if only engines that send KV are served.
+        tls: clients must show a certificate, that of a core or of the engine that sends KV.
         stored: what clients purge, export and import beside the device pool.
         accept_sender: takes over the connection of an engine that sends KV, with the name of that engine.
         """
@@ -187,15 +187,16 @@ class Server:
         self._limits = limits = limits or ServerLimits()
         listener.setblocking(False)
         self._listener = listener
-        self._loop = loop
-        self._cache_control = CacheControl(stored or StoredCache(info.fingerprint), loop.purge)
+        self._serves_clients = loop is not None
+        self._loop: StepLoop | RequestLoop[Any] = loop or RequestLoop(max_waiting=0)
+        self._cache_control = CacheControl(stored or StoredCache(info.fingerprint), self._loop.purge)
         self._accept_sender = accept_sender
         self._info = msgspec.structs.replace(info, heartbeat_s=limits.heartbeat_s)
         self._token = token
         self.versions = (frames.OLDEST_VERSION, frames.VERSION)  # of the protocol, that clients may speak
         self.restarts = False  # once drained, this engine is to be started again
         self.on_role: Callable[[WorkerRole], None] | None = None  # called with a new role
-        self._kv_events = loop.kv_events()
+        self._kv_events = self._loop.kv_events()
         self._selector = selectors.DefaultSelector()
         self._connections: set[ClientConnection] = set()
         self._owners: dict[str, ClientConnection] = {}  # of accepted requests
@@ -204,7 +205,7 @@ class Server:
         self._drain_until_s: float | None = None
         self._busy_s = time.monotonic()  # the last time there was work
         self.watch(listener, self._accept)
-        for executor in loop.executors.values():
+        for executor in self._loop.executors.values():
             self.watch(executor.queue.wakeup, executor.queue.clear_wakeup)  # the next step handles the notices
         self.watch(self._cache_control.wakeup, self._cache_control.finish)
 
@@ -410,7 +411,8 @@ class Server:
         refusal: EmberlineError | None = None
         expected = frames.transfer_ticket(self._token, hello.peer) if hello.peer else self._token
         expected_host = worker_host(hello.peer) if hello.peer else CORE_HOST
-        if not hmac.compare_digest(hello.token.encode(), expected.encode()):
+        allowed = bool(hello.peer) or self._serves_clients
+        if not allowed or not hmac.compare_digest(hello.token.encode(), expected.encode()):
             refusal = Unauthorized(f"wrong {'ticket' if hello.peer else 'join token'} for this engine")
         elif self._tls is not None and expected_host not in connection.peer_hosts:
             shown = ", ".join(sorted(connection.peer_hosts))
@@ -547,6 +549,28 @@ class Server:
             self._selector.modify(connection.sock, events, connection)
         if connection.closing and not connection.has_backlog:
             raise ClientLost("refused")
+
+
+def serve_senders(
+    listener: socket.socket,
+    info: EngineInfo,
+    token: str,
+    accept: Callable[[socket.socket, str], None],
+    limits: ServerLimits | None = None,
+) -> Callable[[], None]:
+    """Accept engines that send KV to a follower, in a thread. Returns a function that ends it.
+
+    Without a token nobody is served over a network: a worker that joins a cluster has no token for its ranks. A Unix
+    socket is protected by its file mode.
+    """
+    if not token and listener.family != socket.AF_UNIX:
+        listener.close()
+        return listener.close
+    server = Server(listener, None, info, token, limits=limits, accept_sender=accept)
+    stopped, stop = socket.socketpair()
+    server.watch(stopped, lambda: server.drain(0.0))
+    threading.Thread(target=server.run, name="kv-senders", daemon=True).start()
+    return stop.close
 
 
 def _log_end(delta: TokenDelta, trace_id: str | None) -> None:

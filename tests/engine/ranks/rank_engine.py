@@ -15,7 +15,6 @@ import numpy as np
 from emberline.engine.core.limits import Limits
 from emberline.engine.core.step_loop import StepLoop
 from emberline.engine.ranks import messages
-from emberline.engine.ranks.kv_listener import KVListener
 from emberline.engine.ranks.messages import KVReport
 from emberline.engine.ranks.opening import follow_kv, lead_kv
 from emberline.engine.ranks.rank_runner import OrderReports
@@ -33,7 +32,7 @@ from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.frames import EngineInfo
 from emberline.protocol.request import RankEndpoint
 from tests.engine.fakes import EOS, VOCAB, FakeRunner, LateHandle
-from tests.kv.transfer.rank_groups import divided
+from tests.kv.transfer.rank_groups import divided, serve
 
 # A row of a block is a token's entry: token and state, 8 bytes each.
 WHOLE = KVGroup("full", (0, 1, 2, 3, 4, 5), kv_heads=2, head_dim=8, dtype="bfloat16")
@@ -385,9 +384,8 @@ class RankEngine:
         """Let other engines send KV to every rank."""
         self.endpoints = []
         for rank, transfers in enumerate(self.all_transfers):
-            listener = KVListener(str(folder / f"{name}{rank}"), closing)
-            listener.serve(transfers, INFO, "secret")
-            self.endpoints.append(RankEndpoint(listener.address, self.slices[rank]))
+            address = serve(str(folder / f"{name}{rank}"), transfers, INFO, closing)
+            self.endpoints.append(RankEndpoint(address, self.slices[rank]))
 
     def kill(self, rank):
         """A rank ends: its connections are lost, and so is what it had to report."""

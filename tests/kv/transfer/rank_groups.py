@@ -5,10 +5,11 @@ import time
 import msgspec
 import numpy as np
 
-from emberline.engine.ranks.kv_listener import KVListener
+from emberline.engine.addresses import listening
 from emberline.engine.ranks.messages import KVReport
 from emberline.engine.ranks.opening import follow_kv
 from emberline.engine.ranks.rank_runner import OrderReports
+from emberline.engine.worker.socket_server import serve_senders
 from emberline.kv.host_memory import HostMemory, private_pages, shared_pages
 from emberline.kv.transfer.group_transfers import GroupTransfers
 from emberline.kv.transfer.host_transfers import host_transfers
@@ -65,6 +66,13 @@ def part(block, group, whole):
     return np.ascontiguousarray(block[first : first + len(group.layers), :, heads, slice(*group.tokens)])
 
 
+def serve(address, transfers, info, closing, token="secret", limits=None):
+    """Let engines that send KV connect to a rank. Returns where."""
+    listener, bound = closing.enter_context(listening(address))
+    closing.callback(serve_senders(listener, info, token, transfers.accept, limits))
+    return bound
+
+
 class Member:
     """What a follower knows of its group."""
 
@@ -84,14 +92,13 @@ class Group:
         self.pools, self.ranks, self.endpoints = [], [], []
         for rank, slices in enumerate(self.slices):
             memory, manager = self.open_rank(slices, shared)
-            listener = KVListener(str(folder / f"{name}{rank}"), closing)
             info = EngineInfo(
                 model="m", fingerprint="fake", context_len=1, vocab_size=1, eos_ids=(), transfers=manager.receives_by
             )
-            listener.serve(manager, info, "secret")
+            address = serve(str(folder / f"{name}{rank}"), manager, info, closing)
             self.pools.append(memory)
             self.ranks.append(manager)
-            self.endpoints.append(RankEndpoint(listener.address, slices))
+            self.endpoints.append(RankEndpoint(address, slices))
             if rank == 0:
                 closing.callback(manager.close)
         self.leader = GroupTransfers(self.ranks[0], self.slices if len(self.ranks) > 1 else ())

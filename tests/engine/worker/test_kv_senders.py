@@ -8,14 +8,16 @@ from contextlib import ExitStack
 
 import pytest
 
+from emberline.engine.addresses import listening
 from emberline.engine.ranks import rank_group
-from emberline.engine.ranks.kv_listener import KVListener
+from emberline.engine.worker.socket_server import ServerLimits, serve_senders
 from emberline.kv.host_memory import HostMemory
 from emberline.kv.transfer.connection import PeerConnection
 from emberline.kv.transfer.host_transfers import host_transfers
 from emberline.protocol import frames
 from emberline.protocol.frames import EngineInfo, Hello, Refused, Welcome, transfer_ticket
-from tests.kv.transfer.rank_groups import GROUP
+from tests.engine.client import wait_until
+from tests.kv.transfer.rank_groups import GROUP, serve
 
 INFO = EngineInfo(model="m", fingerprint="fake", context_len=1, vocab_size=1, eos_ids=(), transfers=("tcp",))
 
@@ -34,33 +36,44 @@ def transfers(closing):
     return manager
 
 
-def dial(listener):
-    host, _, port = listener.address.removeprefix("tcp:").rpartition(":")
+def dial(address):
+    host, _, port = address.removeprefix("tcp:").rpartition(":")
     return socket.create_connection((host, int(port)), timeout=60)
 
 
-def greeted(listener, ticket):
-    connection = PeerConnection(dial(listener))
+def refuses(address):
     try:
-        connection.send(Hello(ticket, peer="sender"))
+        dial(address).close()
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
+def greeted(address, ticket, peer="sender"):
+    connection = PeerConnection(dial(address))
+    try:
+        connection.send(Hello(ticket, peer=peer))
         return connection.receive(frames.from_engine_decoder)
     finally:
         connection.close()
 
 
 def test_who_has_no_ticket_is_refused(closing, transfers):
-    listener = KVListener("tcp:127.0.0.1:0", closing)
-    listener.serve(transfers, INFO, "secret")
-    assert isinstance(greeted(listener, transfer_ticket("", "sender")), Refused)
-    assert isinstance(greeted(listener, transfer_ticket("secret", "sender")), Welcome)
+    address = serve("tcp:127.0.0.1:0", transfers, INFO, closing)
+    assert isinstance(greeted(address, transfer_ticket("", "sender")), Refused)
+    assert isinstance(greeted(address, transfer_ticket("secret", "sender")), Welcome)
 
 
 def test_without_a_token_nobody_is_served_over_a_network(closing, transfers):
     """A worker that joins a cluster has none for its ranks: anybody could make a ticket."""
-    listener = KVListener("tcp:127.0.0.1:0", closing)
-    listener.serve(transfers, INFO, "")
-    with pytest.raises(ConnectionRefusedError):
-        dial(listener)
+    address = serve("tcp:127.0.0.1:0", transfers, INFO, closing, token="")
+    assert refuses(address)
+
+
+def test_who_sends_no_kv_is_refused(closing, transfers):
+    address = serve("tcp:127.0.0.1:0", transfers, INFO, closing)
+    for ticket in ("secret", transfer_ticket("secret", "")):
+        assert isinstance(greeted(address, ticket, peer=""), Refused)
 
 
 def test_a_rank_of_another_machine_is_reached_where_it_connects_from():
@@ -76,6 +89,8 @@ class Exhausted:
 
     def __init__(self, listener):
         self._listener, self._failed = listener, False
+        self.fileno, self.setblocking, self.close = listener.fileno, listener.setblocking, listener.close
+        self.family = listener.family
 
     def accept(self):
         if not self._failed:
@@ -83,29 +98,27 @@ class Exhausted:
             raise OSError(errno.EMFILE, "too many open files")
         return self._listener.accept()
 
-    def fileno(self):
-        return self._listener.fileno()
-
 
 def test_an_error_does_not_end_the_listener(closing, transfers):
-    listener = KVListener("tcp:127.0.0.1:0", closing)
-    listener._listener = Exhausted(listener._listener)
-    listener.serve(transfers, INFO, "secret")
-    assert isinstance(greeted(listener, transfer_ticket("secret", "sender")), Welcome)
+    listener, address = closing.enter_context(listening("tcp:127.0.0.1:0"))
+    closing.callback(serve_senders(Exhausted(listener), INFO, "secret", transfers.accept))
+    assert isinstance(greeted(address, transfer_ticket("secret", "sender")), Welcome)
 
 
 def test_a_greeting_has_a_limit_however_slowly_it_is_sent(closing, transfers):
-    listener = KVListener("tcp:127.0.0.1:0", closing, max_greetings=1, greeting_s=0.5)
-    listener.serve(transfers, INFO, "secret")
+    limits = ServerLimits(hello_timeout_s=0.5)
+    address = serve("tcp:127.0.0.1:0", transfers, INFO, closing, limits=limits)
     until_s = time.monotonic() + 60
-    with dial(listener) as slow, contextlib.suppress(ConnectionError):
+    with dial(address) as slow, contextlib.suppress(ConnectionError):
         slow.sendall(frames.LENGTH.pack(frames.MAX_HELLO_BYTES))
         while time.monotonic() < until_s:
             slow.sendall(b"\0")
             time.sleep(0.05)  # the whole frame would take minutes
     assert time.monotonic() < until_s
-    while True:  # its place is free a moment later
-        with contextlib.suppress(Exception):
-            assert isinstance(greeted(listener, transfer_ticket("secret", "sender")), Welcome)
-            return
-        assert time.monotonic() < until_s
+    assert isinstance(greeted(address, transfer_ticket("secret", "sender")), Welcome)
+
+
+def test_nobody_is_accepted_after_the_end(closing, transfers):
+    listener, address = closing.enter_context(listening("tcp:127.0.0.1:0"))
+    serve_senders(listener, INFO, "secret", transfers.accept)()
+    wait_until(lambda: refuses(address))
