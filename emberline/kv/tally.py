@@ -1,9 +1,10 @@
-"""Counts of reports: something is done once every rank, or every part of a transfer, has said so."""
+"""Reports of several ranks, or of several parts of a transfer, as one: how they merge, by what they are about."""
 
-from collections.abc import Iterable, Iterator
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Generic, TypeVar
 
 Item = TypeVar("Item")
+Report = TypeVar("Report")
 
 
 class Tally(Generic[Item]):
@@ -50,3 +51,36 @@ class Tally(Generic[Item]):
             self._left[item] = left - 1
             return False
         return self._left.pop(item, None) is not None
+
+
+class Answers:
+    """Answers that each reporter gives once to an order, by their kind and the order's number.
+
+    `merges` says for a kind of which answers differ how two of them become one; of other kinds the first one stays.
+    """
+
+    def __init__(self, merges: Mapping[type, Callable[[Any, Any], Any]] | None = None) -> None:
+        self._merges = merges or {}
+        self._left: dict[tuple[type, int], int] = {}  # reporters that have not answered
+        self._merged: dict[tuple[type, int], Any] = {}
+
+    def expect(self, kind: type, number: int, n_reporters: int) -> None:
+        """Wait for the answers of so many reporters to an order."""
+        self._left[kind, number] = n_reporters
+
+    def said(self, report: Report, number: int) -> Report | None:
+        """Take an answer. Returns all answers as one if it was the last, or None: others are awaited, or none is."""
+        kind = type(report), number
+        if kind not in self._left:
+            return None
+        self._left[kind] -= 1
+        before = self._merged.get(kind)
+        if before is None:
+            merged = report
+        else:
+            merged = self._merges[type(report)](before, report) if type(report) in self._merges else before
+        self._merged[kind] = merged
+        if self._left[kind]:
+            return None
+        del self._left[kind], self._merged[kind]
+        return merged

@@ -37,6 +37,8 @@ class RankFacts(msgspec.Struct, frozen=True):
     deterministic: bool
     max_running: int
     token_budget: int
+    kv_host_bytes: int = 0  # of all ranks; rank 0 orders what their tiers keep
+    kv_disk_bytes: int = 0
 
     def differences(self, other: "RankFacts") -> list[str]:
         """In words, the other's values first."""

@@ -23,7 +23,7 @@ from emberline.engine.ranks.plan_channel import PlanWriter
 from emberline.engine.ranks.plan_ring import RingWriter, is_supported
 from emberline.engine.ranks.rank_group import Leader, Member, RankGroup
 from emberline.engine.ranks.rank_runner import FollowerLoop, LeaderRunner
-from emberline.kv.tiers.group_tiers import GroupTiers, NoTiers
+from emberline.kv.tiers.group_tiers import GroupTiers
 from emberline.kv.tiers.manager import FLUSH_S, TierManager
 from emberline.kv.transfer.group_transfers import GroupTransfers
 from emberline.kv.transfer.manager import TransferManager
@@ -54,6 +54,8 @@ def open_group(
         deterministic=args.deterministic,
         max_running=args.max_running,
         token_budget=args.token_budget,
+        kv_host_bytes=args.kv_host_bytes or 0,
+        kv_disk_bytes=args.kv_disk_bytes,
     )
     group = _lead(args, facts, device) if args.rank == 0 else _follow(args, facts, device)
     return group, Shard.of(config, layout, group.position, group.groups, stages)
@@ -85,7 +87,7 @@ def lead_kv(leader: Leader, transfers: GroupTransfers, tiers: GroupTiers | None)
     def on_report(rank: int, report: KVReport) -> None:
         transfers.report(rank, report.transfers)
         if tiers is not None:
-            tiers.report(report.tiers)
+            tiers.report(rank, report.tiers)
 
     leader.on_report = on_report
     if tiers is not None:
@@ -97,7 +99,7 @@ def follow_kv(member: Member, transfers: TransferManager | None, tiers: TierMana
     if transfers is None:
         return {}
     transfers.join(member.rank, member.slices)
-    return {"transfers": transfers, "tiers": tiers or NoTiers()}
+    return {"transfers": transfers} if tiers is None else {"transfers": transfers, "tiers": tiers}
 
 
 def rank_device(device: str, rank: int, n_ranks: int) -> str:

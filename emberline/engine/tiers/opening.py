@@ -9,10 +9,10 @@ from emberline.engine.cache_control import StoredCache
 from emberline.engine.memory import default_host_tier_bytes, free_host_bytes, n_gpus_of_machine
 from emberline.kv.tiers.disk.block_cipher import CipherUnavailable, derived_key
 from emberline.kv.tiers.disk.disk_folder import model_folder
-from emberline.kv.tiers.disk.disk_tier import DiskTier
+from emberline.kv.tiers.disk.disk_tier import DiskTier, slot_bytes
 from emberline.kv.tiers.group_tiers import GroupTiers
 from emberline.kv.tiers.host import HostTier, Segment, padded
-from emberline.kv.tiers.manager import TierManager
+from emberline.kv.tiers.manager import SAVING_BYTES, TierManager
 from emberline.kv.tiers.mover import BlockMover
 from emberline.kv.tiers.pool.pool_tier import open_pool
 from emberline.kv.tiers.tier import Tier
@@ -65,7 +65,7 @@ def open_tiers(
     n_ranks = max(1, len(ranks))
     tiers: list[Tier] = []
     if args.kv_disk_bytes:
-        tiers.append(_open_disk(args, fingerprint, layouts, n_ranks))
+        tiers.append(_open_disk(args, fingerprint, layouts, ranks))
     if args.kv_store is not None:
         tiers.append(open_pool(args.kv_store, tagging_key()))
     sizes = [layout.block_bytes for layout in layouts]
@@ -107,16 +107,23 @@ class SpareMemory:
         return self._allocate(n_bytes)
 
 
-def _open_disk(args: argparse.Namespace, fingerprint: str, layouts: Sequence[KVGroup], n_ranks: int) -> DiskTier:
+def _open_disk(
+    args: argparse.Namespace, fingerprint: str, layouts: Sequence[KVGroup], ranks: Sequence[Sequence[KVGroup]]
+) -> DiskTier:
     if args.kv_disk_path is None:
         raise BadInput("--kv-disk-bytes needs --kv-disk-path, a folder", param="kv_disk_path")
+    n_ranks, capacity_bytes = max(1, len(ranks)), args.kv_disk_bytes
+    if ranks:  # rank 0 decides what is evicted; the others have room for more blocks, until they hear of it
+        n_blocks = capacity_bytes // n_ranks // max(map(slot_bytes, ranks))
+        n_spared = 0 if args.rank else min(n_blocks // 4, 1 + SAVING_BYTES // slot_bytes(layouts))
+        capacity_bytes = (n_blocks - n_spared) * slot_bytes(layouts)
     try:
         folder = model_folder(args.kv_disk_path, fingerprint)
         if n_ranks > 1:  # which keep different slices, of which a folder has those of one
             folder = folder.with_name(f"{folder.name}-rank{args.rank}of{n_ranks}")
         key = tagging_key()
         cipher_key = derived_key(key) if args.kv_disk_encrypt else None
-        return DiskTier(folder, layouts, args.kv_disk_bytes // n_ranks, key, cipher_key, fingerprint)
+        return DiskTier(folder, layouts, capacity_bytes, key, cipher_key, fingerprint)
     except CipherUnavailable as error:
         raise BadInput(str(error), param="kv_disk_encrypt") from None
     except OSError as error:

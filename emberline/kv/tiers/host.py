@@ -397,6 +397,8 @@ class HostTier:
                 if (slot := self._blocks.get(tag, {}).get(key)) is not None:
                     self._remove(slot)
 
+    evict = remove
+
     def purge(self, owner: bytes | None = None, session: bytes | None = None) -> int:
         with self._changed:
             found = [

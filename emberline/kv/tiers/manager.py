@@ -14,10 +14,11 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby, islice, repeat
 from math import inf
 from queue import SimpleQueue
-from typing import NamedTuple, TypeVar, cast
+from typing import TypeVar, cast
 
 from emberline.kv.groups import counted_group
 from emberline.kv.notice_queue import NoticeQueue
@@ -32,13 +33,10 @@ from emberline.kv.tiers.orders import (
     Flush,
     Flushed,
     Purge,
-    Remove,
-    Retire,
     Save,
     Saved,
     TierOrder,
     TierReport,
-    Use,
 )
 from emberline.kv.tiers.orders import Fetch as FetchOrder
 from emberline.kv.tiers.rates import ReadRate
@@ -57,14 +55,6 @@ FLUSH_S = 10.0  # for blocks on their way to be written when the engine ends
 
 _log = logging.getLogger(__name__)
 Block = TypeVar("Block", SavedBlock, WantedBlock)
-
-
-class _Touch(NamedTuple):
-    """Blocks that were found in the device pool."""
-
-    keys: Sequence[bytes]
-    conversation: Conversation | None
-    order: Callable[[Use], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -100,7 +90,7 @@ class TierManager:
         self._n_unsaved = 0  # blocks for which host memory had no room
         self.max_saving = min(SAVING_BYTES, host.capacity_bytes // 4)
         self._load_rate = ReadRate(host_rate)
-        self._saves: SimpleQueue[Save | Use | Retire | Remove | _Touch | threading.Event | None] = SimpleQueue()
+        self._saves: SimpleQueue[Callable[[], object] | None] = SimpleQueue()  # what the saver does, in this order
         self._promised: dict[int, list[tuple[int, int]]] = {}  # by save: block sizes, and slots of the host tier
         self._loads: SimpleQueue[tuple[Fetch, list[tuple[WantedBlock, Slot]]] | None] = SimpleQueue()
         self._wanted: SimpleQueue[tuple[Fetch, Iterable[WantedBlock]] | None] = SimpleQueue()
@@ -127,39 +117,67 @@ class TierManager:
                 self.cancel(order.number)
             elif isinstance(order, Flush):
                 threading.Thread(target=self._execute_flush, args=(order,), name="kv-flush", daemon=True).start()
+            elif isinstance(order, Save):
+                self._saves.put(partial(self._save, order))
             else:
-                self._saves.put(order)
+                self._remove(self._ids(order.keys))
 
     def reports(self) -> list[TierReport]:
         """Take what has happened since the last call."""
         return self.queue.take()
 
     def record_evictions(self) -> None:
-        """Remember from now on what the host tier evicts, for `make_room`."""
-        self._host.evicted = deque(maxlen=MAX_EVICTED)
+        """Remember from now on what tiers evict, for `make_room`."""
+        for tier in self._all:
+            if isinstance(tier, Retained):
+                tier.evicted = deque(maxlen=MAX_EVICTED)
 
-    def make_room(self, number: int, blocks: Sequence[SavedBlock]) -> list[tuple[int, bytes]]:
-        """Evict blocks of the host tier now, so that a save finds room there. Returns the group and key of all that it
-        has evicted since the last call."""
-        evicted = self._host.evicted
-        assert evicted is not None
+    def make_room(self, number: int, blocks: Sequence[SavedBlock]) -> dict[str, list[tuple[int, bytes]]]:
+        """Evict blocks of the host tier now, so that a save finds room there. Returns by tier the group and key of all
+        that was evicted since the last call."""
         if self._host.keeps:
             held = self._host.holds([block.id for block in blocks])
             for size, n in Counter(self.sizes[block.group] for block, has in zip(blocks, held) if not has).items():
                 self._host.promise(size, n)
                 self._promised.setdefault(number, []).append((size, n))
-        taken = [evicted.popleft() for _ in range(len(evicted))]
-        return [(self._tags.index(block_id.tag), block_id.key) for block_id in taken if block_id.tag in self._tags]
+        found: dict[str, list[tuple[int, bytes]]] = {}
+        for tier in self._all:
+            evicted = tier.evicted if isinstance(tier, Retained) else None
+            while evicted:
+                key, tag = evicted.popleft()
+                if tag in self._tags:
+                    found.setdefault(tier.name, []).append((self._tags.index(tag), key))
+        return found
 
     def follow(self, retention: Retention) -> None:
         for tier in self._all:
             if isinstance(tier, Retained):
                 tier.follow(retention)
 
-    def touch(self, keys: Sequence[bytes], conversation: Conversation | None, order: Callable[[Use], None]) -> None:
-        """Keep blocks in host memory as if they were read. A thread finds those that the tiers behind it keep, and
-        orders `Use` of them."""
-        self._saves.put(_Touch(keys, conversation, order))
+    def used(self, keys: Sequence[bytes], conversation: Conversation | None) -> None:
+        """Keep blocks that were found in the device pool as if they were read from a tier."""
+        ids = self._ids(keys)
+        self._for_each(lambda tier: tier.touch(ids, conversation))
+
+    def retire(self, owner: bytes, session: bytes, first: int) -> None:
+        """Evict the blocks of a session that has ended first, from a position on."""
+        self._for_each(lambda tier: tier.retire(owner, session, first))
+
+    def _remove(self, ids: Sequence[BlockId]) -> None:
+        self._for_each(lambda tier: tier.remove(ids))
+
+    def _ids(self, keys: Sequence[bytes]) -> list[BlockId]:
+        return [BlockId(key, tag) for tag in self._tags for key in keys]
+
+    def _for_each(self, call: Callable[[Tier], None]) -> None:
+        """Let a thread call a function with every tier. A tier that fails at it does not keep the others from it."""
+
+        def call_all() -> None:
+            for tier in self._all:
+                with contextlib.suppress(Exception):
+                    call(tier)
+
+        self._saves.put(call_all)
 
     def find(self, tag: bytes, keys: Sequence[bytes]) -> list[str | None]:
         if self._host.capacity_bytes < max(self.sizes):  # none could be allocated: nothing passes
@@ -261,7 +279,7 @@ class TierManager:
         with self._lock:
             fetches = list(self._fetches)
         saved = threading.Event()
-        self._saves.put(saved)
+        self._saves.put(saved.set)
         if not saved.wait(left_s()):
             return False
         while any(number in self._fetches for number in fetches) and left_s():
@@ -419,41 +437,16 @@ class TierManager:
     # --- saving -----------------------------------------------------------------------------------------------------
 
     def _save_all(self) -> None:
-        while (entry := self._saves.get()) is not None:
-            if isinstance(entry, Save):
-                self._save(entry)
-            elif isinstance(entry, threading.Event):
-                entry.set()
-            elif isinstance(entry, Retire):
-                for tier in self._all:
-                    tier.retire(entry.owner, entry.session, entry.first)
-            else:
-                ids = [BlockId(key, tag) for tag in self._tags for key in entry.keys]
-                self._keep(entry, ids)
-
-    def _keep(self, entry: Use | Remove | _Touch, ids: list[BlockId]) -> None:
-        """Touch or remove blocks in every tier. A tier that fails at it does not keep the others from it."""
-        if isinstance(entry, _Touch):
-            with contextlib.suppress(Exception):
-                self._host.touch(ids, entry.conversation)
-            below = [tier.holds(ids) for tier in self._tiers.values() if not tier.remote]
-            held = {block_id.key for tier in below for block_id, has in zip(ids, tier) if has}
-            if held:
-                entry.order(Use([key for key in entry.keys if key in held], entry.conversation))
-        elif isinstance(entry, Use):
-            for tier in self._tiers.values():
-                with contextlib.suppress(Exception):
-                    tier.touch(ids, entry.conversation)
-        else:
-            for tier in self._all:
-                with contextlib.suppress(Exception):
-                    tier.remove(ids)
+        while (do := self._saves.get()) is not None:
+            do()
 
     def _save(self, order: Save) -> None:
         copied: list[tuple[SavedBlock, Slot]] = []
         try:
             if self._host.evicted is None:  # this rank does not decide what is evicted
-                self._host.remove([BlockId(key, self._tags[group]) for group, key in order.evicted])
+                for tier in self._all:
+                    if isinstance(tier, Retained) and tier.name in order.evicted:
+                        tier.evict([BlockId(key, self._tags[group]) for group, key in order.evicted[tier.name]])
             copied = self._copy_out(list(map(self._own, order.blocks)))
         except Exception:
             _log.exception("blocks could not be saved")

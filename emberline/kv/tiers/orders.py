@@ -22,7 +22,7 @@ class Save(_Order, tag="save"):
 
     number: int
     blocks: list[SavedBlock]
-    evicted: list[tuple[int, bytes]] = []  # group and key of blocks that rank 0's host tier has evicted
+    evicted: dict[str, list[tuple[int, bytes]]] = {}  # by tier: group and key of what rank 0 has evicted
     urgent = False
 
 
@@ -38,23 +38,6 @@ class CancelFetch(_Order, tag="cancel fetch"):
     """Forget a fetch. Answered by `FetchCancelled`, once nothing is written for it any more."""
 
     number: int
-
-
-class Use(_Order, tag="use"):
-    """Keep blocks in the tiers behind host memory as if they were read: they were found in the device pool."""
-
-    keys: list[bytes]
-    conversation: Conversation | None = None
-    urgent = False
-
-
-class Retire(_Order, tag="retire"):
-    """Evict the blocks of a session from a position on first."""
-
-    owner: bytes
-    session: bytes
-    first: int
-    urgent = False
 
 
 class Remove(_Order, tag="remove"):
@@ -77,7 +60,7 @@ class Purge(Flush, tag="purge"):
     session: bytes | None
 
 
-TierOrder = Save | Fetch | CancelFetch | Use | Retire | Remove | Flush | Purge
+TierOrder = Save | Fetch | CancelFetch | Remove | Flush | Purge
 
 
 class Saved(msgspec.Struct, frozen=True, tag=True):
@@ -96,6 +79,12 @@ class Flushed(msgspec.Struct, frozen=True, tag=True):
     number: int
     purged: dict[str, int] = {}  # blocks by tier
     error: str = ""
+
+    def merged(self, other: "Flushed") -> "Flushed":
+        """Return the answers of two ranks as one. A block counts once: ranks have slices of the same blocks."""
+        tiers = self.purged.keys() | other.purged.keys()
+        purged = {tier: max(self.purged.get(tier, 0), other.purged.get(tier, 0)) for tier in tiers}
+        return Flushed(self.number, purged, self.error or other.error)
 
 
 TierReport = Saved | BlocksFetched | FetchCancelled | Flushed | LookedUp

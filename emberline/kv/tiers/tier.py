@@ -1,5 +1,6 @@
 """What a KV cache tier is: blocks by (content key, layout tag), read and written whole, lost without harm."""
 
+from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import blake2b
@@ -50,8 +51,13 @@ class BlockMeta(msgspec.Struct, frozen=True, gc=False):
 class Retained(Protocol):
     """A tier whose blocks stay as long as retention thinks."""
 
+    evicted: deque[BlockId] | None  # what was evicted and other ranks are yet to hear of; None: nobody wants to know
+
     def follow(self, retention: Retention) -> None:
         """Called once, before blocks of conversations are written."""
+
+    def evict(self, ids: Sequence[BlockId]) -> None:
+        """Forget valid blocks, and wait for no drive."""
 
 
 class Tier(Protocol):

@@ -7,6 +7,7 @@ it, or read before its copy has ended, fails the test at once.
 
 import threading
 import time
+from argparse import Namespace
 from collections import Counter, deque
 
 import msgspec
@@ -18,9 +19,11 @@ from emberline.engine.ranks import messages
 from emberline.engine.ranks.messages import KVReport
 from emberline.engine.ranks.opening import follow_kv, lead_kv
 from emberline.engine.ranks.rank_runner import OrderReports
+from emberline.engine.tiers.opening import open_tiers
 from emberline.engine.worker.build import build_scheduler
 from emberline.kv.cache import KVCache
 from emberline.kv.host_memory import HostMemory
+from emberline.kv.tiers.disk.disk_tier import slot_bytes
 from emberline.kv.tiers.group_tiers import GroupTiers
 from emberline.kv.tiers.host import HostTier, padded
 from emberline.kv.tiers.manager import TierManager
@@ -302,17 +305,21 @@ class RankRunner:
 
 
 class RankEngine:
-    """A step loop over n ranks. `host_blocks` of them fit into each rank's host tier; 0: it has no tiers."""
+    """A step loop over n ranks. `host_blocks` of them fit into each rank's host tier; 0: it has no tiers.
 
-    def __init__(self, n_ranks, n_blocks, host_blocks, closing, steps_in_flight=1, layouts=(WHOLE,)):
+    `disk`: folder of a disk tier instead, and the number of blocks that fit into it."""
+
+    def __init__(self, n_ranks, n_blocks, host_blocks, closing, steps_in_flight=1, layouts=(WHOLE,), disk=None):
         self.n_ranks = n_ranks
+        self.disk = disk
         self.layouts = layouts
         self.slices = tuple(
             tuple(group for (group,) in rank) for rank in zip(*(divided(each, **LAYOUTS[n_ranks]) for each in layouts))
         )
         self.memories = [RankMemory(slices, n_blocks) for slices in self.slices]
         self.gates = [memory.gate for memory in self.memories]
-        self.managers = [self._open_tiers(rank, host_blocks) if host_blocks else None for rank in range(n_ranks)]
+        has_tiers = bool(host_blocks or disk)
+        self.managers = [self._open_tiers(rank, host_blocks) if has_tiers else None for rank in range(n_ranks)]
         transfers = self.all_transfers = [host_transfers("fake", *pair) for pair in zip(self.slices, self.memories)]
         self.leader = Leader(self.slices)
         self.transfers = GroupTransfers(transfers[0], self.slices if n_ranks > 1 else ())
@@ -322,10 +329,10 @@ class RankEngine:
             follow_kv(member, transfers[member.rank], self.managers[member.rank]) for member in self.members
         ]
         self.followers = [OrderReports(*pair) for pair in zip(self.members, self.executors)]
-        self.tiers = GroupTiers(self.managers[0], n_ranks) if host_blocks else None
+        self.tiers = GroupTiers(self.managers[0], n_ranks) if has_tiers else None
         if n_ranks > 1:
             lead_kv(self.leader, self.transfers, self.tiers)
-        self.book = OrderBook(self.tiers, self) if host_blocks else None
+        self.book = OrderBook(self.tiers, self) if has_tiers else None
         self.alive = set(range(n_ranks))
         for rank in range(n_ranks):
             closing.callback(self.kill, rank)
@@ -340,6 +347,13 @@ class RankEngine:
 
     def _open_tiers(self, rank, host_blocks):
         sizes = [group.block_bytes for group in self.slices[rank]]
+        if self.disk is not None:
+            folder, disk_blocks = self.disk
+            disk_bytes = self.n_ranks * disk_blocks * max(map(slot_bytes, self.slices))
+            flags = {"kv_host_bytes": 0, "kv_store": None, "kv_disk_encrypt": False, "kv_disk_path": folder}
+            args = Namespace(rank=rank, kv_disk_bytes=disk_bytes, **flags)
+            slices, mover = self.slices, GatedMover(self.memories[rank])
+            return open_tiers(args, "fake", slices[rank], mover, ranks=slices[: len(slices) * (len(slices) > 1)])
         host = HostTier(host_blocks * sum(map(padded, sizes)), sizes, segment_bytes=padded(max(sizes)))
         mover = GatedMover(self.memories[rank])
         return TierManager(self.slices[rank], mover, host, [], 1e9)

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from emberline.engine.addresses import listening
+from emberline.engine.tiers.opening import KEY_VARIABLE
 from emberline.engine.worker.socket_server import Server
 from tests.engine.fakes import VOCAB, request
 from tests.engine.ranks.rank_engine import INFO, WAIT_S, RankEngine
@@ -47,6 +48,7 @@ def turns(engine):
         engine.loop.submit(wanted, script.now_s)
         script.accepted[wanted.id], script.tokens[wanted.id] = wanted, []
         script.finish()
+        engine.flush()  # what is fetched is where rank 0 says
         if session < 4:
             engine.loop.called_tools(wanted.id)
         script.now_s += 2.0
@@ -64,3 +66,18 @@ def test_followers_evict_what_rank_0_evicts(n_ranks):
         held = [{key for key, _ in manager.all_tiers[0].held()} for manager in engine.managers]
         assert engine.managers[0].all_tiers[0].stats().evicted > 30
         assert all(each == held[0] for each in held)
+
+
+@pytest.mark.parametrize("n_ranks", [2, 3])
+def test_followers_evict_from_disk_what_rank_0_evicts(n_ranks, tmp_path, monkeypatch):
+    monkeypatch.setenv(KEY_VARIABLE, "ab" * 32)
+    with ExitStack() as closing:
+        engine = RankEngine(n_ranks, n_blocks=14, host_blocks=0, closing=closing, disk=(tmp_path, 36))
+        book = turns(engine)
+        disks = [manager.all_tiers[0] for manager in engine.managers]
+        assert disks[0].stats().evicted > 30
+        assert [disk.stats().evicted for disk in disks[1:]] == [0] * (n_ranks - 1), "by themselves"
+        assert book.n_wanted > 30
+        assert engine.recomputed.total() == 0
+        first, *others = [{key for key, _ in disk.held()} for disk in disks]
+        assert all(first <= each for each in others)

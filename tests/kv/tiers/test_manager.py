@@ -10,7 +10,7 @@ from emberline.kv.tiers.host import HostTier, padded, plain_segment
 from emberline.kv.tiers.manager import TierManager
 from emberline.kv.tiers.messages import BlocksFetched, LookedUp, SavedBlock, WantedBlock
 from emberline.kv.tiers.mover import HostMover
-from emberline.kv.tiers.orders import CancelFetch, Fetch, FetchCancelled, Remove, Save, Saved, Use
+from emberline.kv.tiers.orders import CancelFetch, Fetch, FetchCancelled, Remove, Save, Saved
 from emberline.kv.tiers.tier import BlockId, BlockMeta, layout_tag
 from emberline.protocol.block_hash import KVGroup
 
@@ -254,23 +254,24 @@ def test_what_to_expect_of_each_tier(tiers):
     assert all(queue.rate > 0 and queue.queued_bytes == 0 for queue in (*queues.values(), mover))
 
 
-def test_the_use_of_blocks_is_ordered_where_a_local_tier_keeps_them(tiers):
-    """What host memory keeps is decided here, and a remote tier has its own order of eviction."""
+def test_used_blocks_are_as_recent_in_every_tier_as_if_they_were_read(tiers):
     manager, _ = tiers
     _, disk, _ = manager.all_tiers
     save(manager, 1, 2, 3)
-    disk.remove(ids(2))
-    orders = []
-    manager.touch([key for key, _ in ids(1, 2, 3, 4)], None, orders.append)
-    assert manager.flush(60)
-    assert orders == [Use([key for key, _ in ids(1, 3)])]
     assert not disk.touched
-    manager.execute(orders)
+    manager.used([key for key, _ in ids(1, 3)], None)
     assert manager.flush(60)
-    assert (disk.touched, orders[1:]) == (ids(1, 3), [])
-    manager.touch([key for key, _ in ids(2, 4)], None, orders.append)
+    assert disk.touched == ids(1, 3)
+
+
+def test_a_tier_that_fails_does_not_keep_the_others_from_what_they_are_told(tiers):
+    manager, _ = tiers
+    host, disk, pool = manager.all_tiers
+    save(manager, 1, 2)
+    disk.remove = lambda ids: 1 / 0
+    manager.execute([Remove([key for key, _ in ids(1)])])
     assert manager.flush(60)
-    assert not orders[1:], "no tier behind host memory keeps them"
+    assert [tier.holds(ids(1, 2)) for tier in (host, disk, pool)] == [[False, True], [True, True], [False, True]]
 
 
 def test_used_blocks_stay_in_host_memory():
@@ -279,7 +280,7 @@ def test_used_blocks_stay_in_host_memory():
     memory = HostMemory([memoryview(bytearray(N_BLOCKS * block))], [block])
     manager = TierManager([GROUP], HostMover(memory), host, [], 1e9)
     save(manager, 1, 2, 3)
-    manager.touch([ids(3)[0].key], None, [].append)
+    manager.used([ids(3)[0].key], None)
     save(manager, 4)
     assert find(manager, 1, 2, 3, 4) == ["host", None, "host", "host"]
     manager.close()

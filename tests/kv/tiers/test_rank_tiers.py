@@ -10,7 +10,7 @@ from emberline.engine.ranks.messages import encoder
 from emberline.kv.host_memory import HostMemory
 from emberline.kv.retention import Retention
 from emberline.kv.tiers.disk.disk_tier import DiskTier
-from emberline.kv.tiers.group_tiers import GroupTiers, NoTiers
+from emberline.kv.tiers.group_tiers import GroupTiers
 from emberline.kv.tiers.host import HostTier
 from emberline.kv.tiers.manager import TierManager
 from emberline.kv.tiers.messages import BlocksCopied, BlocksFetched, SavedBlock, WantedBlock
@@ -49,7 +49,7 @@ class Group:
             self.follower.execute([sent])
 
     def notices(self):
-        self.leader.report(self.follower.reports())
+        self.leader.report(1, self.follower.reports())
         return self.leader.notices()
 
     def wait_for(self, kind, n=1):
@@ -148,12 +148,6 @@ def test_blocks_of_a_cancelled_fetch_are_named_once_every_rank_has_stopped(group
     group.follower.execute(group.orders[-2:])  # now it hears of both
     (named,) = group.wait_for(BlocksFetched)
     assert (named.number, list(named.fetched), list(named.missing)) == (5, [], [(0, 1)])
-
-
-def test_a_follower_without_tiers_has_lost_every_slice(group):
-    group.follower = NoTiers()
-    group.save(1)
-    assert group.fetch(1, 1) == ([], [1])
 
 
 def test_a_purge_reaches_every_rank(group):

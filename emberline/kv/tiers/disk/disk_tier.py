@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from math import inf
@@ -61,7 +62,7 @@ class DiskTier:
         self._times, self._clock, self._grow_bytes = times, clock, grow_bytes
         self._fingerprint = fingerprint
         self._layouts = {layout_tag(group): group.block_bytes for group in groups}
-        self._slot_bytes = sum(PAGE + padded(n_bytes) for n_bytes in self._layouts.values())
+        self._slot_bytes = slot_bytes(groups)
         self._n_slots = capacity_bytes // self._slot_bytes
         if not self._n_slots:
             raise BadInput(
@@ -86,6 +87,7 @@ class DiskTier:
         self._stats_lock = threading.Lock()
         self._evicted = 0  # by files that are gone
         self.changes: TierChanges | None = None
+        self.evicted: deque[BlockId] | None = None  # for other ranks, if somebody wants to know
         self._retention: Retention | None = None
         self._available()
 
@@ -183,6 +185,14 @@ class DiskTier:
             for tag, keys in _by_tag(ids).items():
                 if (file := self._files.get(tag)) is not None:
                     self._try(partial(file.remove, keys))
+
+    def evict(self, ids: Sequence[BlockId]) -> None:
+        """Forget valid blocks. The index file may still name them after a crash, which does no harm."""
+        for tag, keys in _by_tag(ids).items():
+            if (file := self._files.get(tag)) is not None:
+                with file.lock:
+                    for key in keys:
+                        file.index.drop(key)
 
     def purge(self, owner: bytes | None = None, session: bytes | None = None) -> int:
         """Unlike the others it raises OSError: whoever purges must know that something may be left."""
@@ -334,6 +344,7 @@ class DiskTier:
         }
         for tag, file in opened.items():
             file.index.on_change = partial(_on_change, weakref.ref(self), tag)  # a cycle would keep the folder locked
+            file.index.on_evict = partial(_on_evict, weakref.ref(self), tag)
             if self._retention is not None:
                 file.index.order.follow(self._retention)
         self._files, self._folder, self._format = opened, folder, new
@@ -345,10 +356,21 @@ class DiskTier:
         _log.info("KV cache on disk: %s", folder.path, extra=facts)
 
 
+def slot_bytes(groups: Sequence[KVGroup]) -> int:
+    """Bytes on disk of a block of each KV group."""
+    return sum(PAGE + padded(group.block_bytes) for group in groups)
+
+
 def _on_change(of: "weakref.ref[DiskTier]", tag: bytes, key: bytes, stored: bool) -> None:
     tier = of()
     if tier is not None and tier.changes is not None:
         (tier.changes.stored if stored else tier.changes.removed)((BlockId(key, tag),))
+
+
+def _on_evict(of: "weakref.ref[DiskTier]", tag: bytes, key: bytes) -> None:
+    tier = of()
+    if tier is not None and tier.evicted is not None:
+        tier.evicted.append(BlockId(key, tag))
 
 
 def _by_tag(ids: Iterable[BlockId]) -> dict[bytes, list[bytes]]:

@@ -62,6 +62,7 @@ class SlotIndex:
         self.evicted = 0  # blocks
         self._free: list[int] = []  # below n_used
         self.on_change: Callable[[bytes, bool], None] = lambda key, stored: None  # a block was stored, or is gone
+        self.on_evict: Callable[[bytes], None] = lambda key: None  # a block is gone because another needed its slot
         self.order = EvictionOrder(n_slots, Retention(), by_age=True)  # of valid blocks
         self._of: dict[int, Conversation] = {}  # the conversation of a slot's block, where it is known
         self._shared: set[int] = set()  # slots whose block is part of several
@@ -214,6 +215,7 @@ class SlotIndex:
             del self.slots[key]
             self._leave(slot)
             self.on_change(key, False)
+            self.on_evict(key)
         self.records["state"][slots] = SlotState.DEAD
         self.evicted += len(slots)
         return slots
