@@ -264,14 +264,20 @@ def test_used_blocks_are_as_recent_in_every_tier_as_if_they_were_read(tiers):
     assert disk.touched == ids(1, 3)
 
 
-def test_a_tier_that_fails_does_not_keep_the_others_from_what_they_are_told(tiers):
-    manager, _ = tiers
-    host, disk, pool = manager.all_tiers
+class Failing(MemoryTier):
+    def remove(self, ids):
+        raise RuntimeError("not now")
+
+
+def test_a_tier_that_fails_does_not_keep_the_others_from_what_they_are_told():
+    memory = HostMemory([memoryview(bytearray(N_BLOCKS * GROUP.block_bytes))], [GROUP.block_bytes])
+    all_tiers = [HostTier(4 << 20, [GROUP.block_bytes]), Failing("disk"), MemoryTier("pool", True)]
+    manager = TierManager([GROUP], HostMover(memory), all_tiers[0], all_tiers[1:], 1e9)
     save(manager, 1, 2)
-    disk.remove = lambda ids: 1 / 0
     manager.execute([Remove([key for key, _ in ids(1)])])
     assert manager.flush(60)
-    assert [tier.holds(ids(1, 2)) for tier in (host, disk, pool)] == [[False, True], [True, True], [False, True]]
+    assert [tier.holds(ids(1, 2)) for tier in all_tiers] == [[False, True], [True, True], [False, True]]
+    manager.close()
 
 
 def test_used_blocks_stay_in_host_memory():
