@@ -136,9 +136,9 @@ class StepBatch:
         if self.logprobs is not None:
             self.logprobs = [wanted for wanted, n in zip(self.logprobs, n_draws) for _ in range(n)]
 
-    def leave_out_drafts(self, rows: Sequence[Row]) -> None:
+    def leave_out_drafts(self) -> None:
         """Draw once for each of the plan's rows."""
-        self.left_out = [row.n_drafts for row in rows if row.samples]
+        self.left_out = [len(self.drafts[n]) >> 2 if n < self.n_decodes else 0 for n in self.order]
         # Blocks for drafts are uploaded with the table: a packet has only that of the row's own token.
         n_groups = (len(self.packet) - HEADER_ROWS) // 2
         self.packet[HEADER_ROWS : HEADER_ROWS + n_groups, [len(ids) > 0 for ids in self.drafts]] = NO_BLOCK
@@ -159,31 +159,40 @@ class StepBatch:
         return self.n_decodes + sum(row.end - row.start for row in self.chunks)
 
     @classmethod
-    def of_columns(cls, packet: Ints) -> "StepBatch":
-        """A batch of rows that only decode: none wants probabilities or has a grammar."""
-        return cls(packet, slots=packet[0].tolist(), order=list(range(packet.shape[1])))
-
-    @classmethod
-    def of(cls, rows: Sequence[Row], slots: Sequence[Slot], n_groups: int) -> "StepBatch":
-        """A batch of a plan's rows, whatever they are. slots: of these rows."""
-        batch = cls()
-        sampling, known = rows, slots
-        decodes = [row for row in rows if row.samples and (row.follows or len(row.token_ids) == 4)]
-        if len(decodes) == len(rows):
-            batch.order = list(range(len(rows)))
-        else:
-            sampling = [row for row in rows if row.samples]
-            known = [slot for row, slot in zip(rows, slots) if row.samples]
-            ids = {id(row) for row in decodes}
-            batch.chunks = [row for row in rows if id(row) not in ids]
-            ordered = [*decodes, *(row for row in batch.chunks if row.samples)]
-            indices = {id(row): n for n, row in enumerate(ordered)}
-            batch.order = [indices[id(row)] for row in sampling]
-        batch.packet, batch.drafts = packet_of(decodes, n_groups), [row.draft_ids for row in decodes]
-        batch.slots = [row.slot for row in sampling]
-        batch.masked = True in [slot.masked for slot in known]
-        logprobs = [slot.logprobs for slot in known]
-        batch.logprobs = logprobs if logprobs.count(None) < len(logprobs) else None
+    def of(
+        cls, packet: Ints, others: Sequence[Row], before: Sequence[int], slots: Sequence[Slot], n_groups: int
+    ) -> "StepBatch":
+        """A batch of a plan's rows: the packet of those that only decode, others, how many of the former come before
+        each of these, and their slots."""
+        if not others:
+            return cls(packet, slots=packet[0].tolist(), order=list(range(packet.shape[1])))
+        batch, decodes, places = cls(), list[Row](), list[int]()  # other rows that decode, and their places
+        sampling = list[tuple[int, Row]]()  # chunks that sample, and how many rows that sample come before each
+        for row, n_before in zip(others, before):
+            if row.samples and (row.follows or len(row.token_ids) == 4):
+                places.append(n_before + len(decodes))
+                decodes.append(row)
+                continue
+            batch.chunks.append(row)
+            if row.samples:
+                sampling.append((n_before + len(decodes) + len(sampling), row))
+        if not packet.shape[1]:
+            packet = packet_of(decodes, n_groups)
+        elif decodes:
+            at = [place - n for n, place in enumerate(places)]
+            packet = np.insert(packet, at, packet_of(decodes, n_groups), axis=1)
+        batch.packet, batch.slots, batch.order = packet, packet[0].tolist(), list(range(packet.shape[1]))
+        for n, (place, row) in enumerate(sampling, batch.n_decodes):
+            batch.slots.insert(place, row.slot)
+            batch.order.insert(place, n)
+        if any(row.draft_ids for row in decodes):
+            batch.drafts = [b""] * batch.n_decodes
+            for place, row in zip(places, decodes):
+                batch.drafts[place] = row.draft_ids
+        batch.masked = any(slot.masked and row.samples for row, slot in zip(others, slots))
+        wanted = {row.slot: slot.logprobs for row, slot in zip(others, slots) if slot.logprobs is not None}
+        if wanted:
+            batch.logprobs = list(map(wanted.get, batch.slots))
         return batch
 
 

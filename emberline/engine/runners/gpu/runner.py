@@ -308,27 +308,32 @@ class GpuRunner:
             slots.admit(admission)
         if self._chain is not None and plan.admissions:
             self._chain.forget([admission.slot for admission in plan.admissions])
-        rows, known, counts, verify = list[Row](), list[Slot](), False, None
-        if not plan.others and slots.take(plan.columns.packet):
-            batch = StepBatch.of_columns(plan.columns.packet)
-        else:
-            rows = plan.rows
-            known = slots.of(rows)
-            batch = StepBatch.of(rows, known, len(self._kv))
-            verify = self._verify_kind(batch, plan) if plan.n_drafting else None
-            if plan.n_drafting and verify is None:
-                batch.leave_out_drafts(rows)
-            upload = bool(batch.chunks)
-            for row, slot, passed in zip(rows, known, slots.passed(rows)):  # most have nothing new but a token
-                if row.blocks is not None:
-                    slots.grow(row, row.blocks, upload=upload or (verify is None and bool(row.draft_ids)))
-                if row.passed != passed:
-                    slots.leave_window(row.slot, row.passed, upload=upload)
-                if slot.ids is not None:
-                    slots.recount(row, slot)
-                    counts = True
-                if row.banned != slot.banned:
-                    slots.ban(row, slot)
+        packet, others, counts = plan.columns.packet, plan.others, False
+        before = plan.before or [0] * len(others)
+        if not slots.only_decode(packet[0]):
+            packet, others, before = packet[:, :0], plan.rows, [0] * plan.n_rows
+        known = slots.of(others)
+        batch = StepBatch.of(packet, others, before, known, len(self._kv))
+        verify = self._verify_kind(batch, plan) if plan.n_drafting else None
+        if plan.n_drafting and verify is None:
+            batch.leave_out_drafts()
+        upload = bool(batch.chunks)
+        if packet.shape[1]:
+            slots.take(packet, upload=upload)
+        for row, slot, passed in zip(others, known, slots.passed(others)) if others else ():
+            if row.blocks is not None:
+                slots.grow(row, row.blocks, upload=upload or (verify is None and bool(row.draft_ids)))
+            if row.passed != passed:
+                slots.leave_window(row.slot, row.passed, upload=upload)
+            if slot.ids is not None:
+                slots.recount(row, slot)
+                counts = True
+            if row.banned != slot.banned:
+                slots.ban(row, slot)
+        penalized = None
+        if counts and self._samples:
+            rows = [row for row in plan.rows if row.samples]
+            penalized = [(row, slot, slot.n_told) for row, slot in zip(rows, slots.of(rows))]
         drafting = batch.slots if plan.depth else []
         slots.upload()
         if verify is not None:
@@ -348,7 +353,7 @@ class GpuRunner:
             drafting,
             plan.depth,
             bool(verify and plan.n_awaited),
-            [(r, s, s.n_told) for r, s in zip(rows, known) if r.samples] if counts and self._samples else None,
+            penalized,
         )
 
     def finish(self, launched: _Launched, masks: Masks | None) -> None:

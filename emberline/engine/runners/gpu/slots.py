@@ -108,17 +108,22 @@ class Slots:
             if upload:
                 self._mark_changed(g, row.slot, first, first + len(added))
 
-    def take(self, packet: Ints) -> bool:
-        """Take in the packet of rows that decode. Returns False, and does nothing, if a slot needs more than that."""
+    def only_decode(self, slots: Ints) -> bool:
+        """True if rows of these slots that decode need nothing else: no probabilities, penalties or grammar."""
+        return not self._unusual[slots].any()
+
+    def take(self, packet: Ints, *, upload: bool) -> None:
+        """Take in the packet of rows that decode; upload what is new in their tables, unless the step reads the
+        packet."""
         slots, n_groups = packet[0], len(self.tables)
-        if self._unusual[slots].any():
-            return False
         blocks, passed = packet[3 : 3 + n_groups], packet[3 + n_groups :]
         for r in np.flatnonzero(blocks[0] != NO_BLOCK).tolist():
-            self.tables[:, slots[r], packet[1, r] // BLOCK_TOKENS] = blocks[:, r]
+            slot, place = int(slots[r]), int(packet[1, r]) // BLOCK_TOKENS
+            self.tables[:, slot, place] = blocks[:, r]
+            for g in range(n_groups if upload else 0):
+                self._mark_changed(g, slot, place, place + 1)
         for r in np.flatnonzero((passed != self._passed[:, slots]).any(0)).tolist():
-            self.leave_window(int(slots[r]), passed[:, r].tolist(), upload=False)
-        return True
+            self.leave_window(int(slots[r]), passed[:, r].tolist(), upload=upload)
 
     def leave_window(self, slot: int, passed: Sequence[int], *, upload: bool) -> None:
         """Clear the table entries that left the attention windows of a slot's row."""

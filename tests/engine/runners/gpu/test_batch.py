@@ -1,8 +1,18 @@
+"""The rows of a plan in device order, and prefixes that decode rows share."""
+
+import random
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.engine.runners.gpu.batch import find_shared_prefix
+from emberline.engine.core.plan import BLOCKS, LAST_SAMPLED, NO_BLOCK, Columns, Row, StepPlan
+from emberline.engine.runners.gpu.batch import StepBatch, find_shared_prefix
+from emberline.engine.runners.gpu.slots import Slot
+from emberline.kernels.sampling import SamplerRow
+
+N_GROUPS = 2
 
 
 def rows_of(*rows, width=12):
@@ -39,3 +49,48 @@ def test_found_prefixes_are_really_shared(rows):
     for r in np.flatnonzero(found.rows):
         assert n_full[r] >= found.n_blocks
         assert (tables[r, : found.n_blocks] == prefix).all()
+
+
+def random_plan(rng):
+    """Plain rows as columns, between them rows with drafts or several tokens; then chunks of prompts."""
+    slots = iter(rng.sample(range(40), 40))
+    n_columns, others, before = rng.choice([0, 1, 5]), [], []
+    cells = np.zeros((BLOCKS + 2 * N_GROUPS, n_columns), np.int32)
+    for column in cells.T:
+        grown = [rng.randrange(9), 3] if rng.random() < 0.3 else [NO_BLOCK] * N_GROUPS
+        token = rng.choice([LAST_SAMPLED, rng.randrange(50)])
+        column[:] = [rng.randrange(99), 0, next(slots), rng.randrange(200), token, *grown, rng.randrange(3), 0]
+    kinds = [rng.choice(["decode", "drafts", "tokens"]) for _ in range(rng.randrange(4))]
+    for kind in [*kinds, *["chunk"] * rng.randrange(3)]:
+        n_tokens = {"tokens": 3, "chunk": rng.randrange(1, 40)}.get(kind, 1)
+        samples, blocks = kind != "chunk" or rng.random() < 0.5, [[5], [6]] if rng.random() < 0.4 else None
+        row = Row(len(others), next(slots), rng.randrange(200), bytes(4 * n_tokens), blocks, [0, 1], samples)
+        if kind == "drafts":
+            row.draft_ids = bytes(4 * rng.randrange(1, 4))
+        others.append(row)
+        before.append(n_columns if kind == "chunk" else rng.randrange(max(before, default=0), n_columns + 1))
+    return StepPlan(others=others, columns=Columns(cells), before=before)
+
+
+def batch_of(packet, others, before, wants):
+    """wants: slots that want probabilities and have a grammar."""
+    slots = [Slot(4, row.slot in wants, 2 if row.slot in wants else None, SamplerRow(), None) for row in others]
+    return StepBatch.of(packet, others, before, slots, N_GROUPS)
+
+
+def test_a_batch_does_not_depend_on_which_rows_are_columns():
+    rng, n_drafts, n_mixed = random.Random(3), 0, 0
+    for _ in range(200):
+        plan = random_plan(rng)
+        rows, wants = plan.rows, {row.slot for row in plan.others if rng.random() < 0.3}
+        found = batch_of(plan.columns.packet, plan.others, plan.before, wants)
+        wanted = batch_of(plan.columns.packet[:, :0], rows, [0] * len(rows), wants)
+        assert found.slots == [row.slot for row in rows if row.samples]
+        for each in (found, wanted):
+            if each.drafts:
+                n_drafts += 1
+                each.leave_out_drafts()
+        assert np.array_equal(found.packet, wanted.packet)
+        assert replace(found, packet=None) == replace(wanted, packet=None)
+        n_mixed += bool(found.chunks) and len(plan.columns) > 1
+    assert min(n_drafts, n_mixed) > 30
