@@ -27,7 +27,7 @@ import torch
 from emberline.engine.core.feature import Speculation
 from emberline.engine.core.latency_target import LatencyTarget
 from emberline.engine.core.limits import Limits
-from emberline.engine.core.plan import Masks, Sampled, StepPlan
+from emberline.engine.core.plan import SLOT, TOKEN, Masks, Sampled, StepPlan
 from emberline.engine.core.step_loop import StepLoop
 from emberline.engine.runners.gpu.graphs import StepKind
 from emberline.engine.runners.gpu.runner import GpuRunner, GpuStep
@@ -149,13 +149,17 @@ class Recorded:
         """What the device would have drawn by the time that the host reads it."""
         launched = step._launched
         assert not isinstance(launched, Exception), launched
-        drawn = [token for row in plan.rows if row.samples for token in self._row(row, launched.batch.left_out)]
-        self._draws[launched.batch.sample_indices(launched.n_decodes)] = drawn
+        if plan.others:
+            rows, drafts = [row for row in plan.rows if row.samples], launched.batch.left_out is None
+            drawn = [self._reply(row.slot, row.end, 1 + row.n_drafts if drafts else 1) for row in rows]
+        else:
+            drawn = [self._reply(slot, start + 1, 1) for slot, start in plan.columns.cells[SLOT:TOKEN].T.tolist()]
+        self._draws[launched.batch.sample_indices(launched.n_decodes)] = [token for row in drawn for token in row]
 
-    def _row(self, row: Any, left_out: Any) -> list[int]:
-        reply, n_prompt = self._slots[row.slot]
-        at, n = row.end - n_prompt, 1 if left_out is not None else 1 + row.n_drafts
-        return (reply[at : at + n] + [0] * n)[:n]
+    def _reply(self, slot: int, end: int, n: int) -> list[int]:
+        """The n tokens of the recorded reply from position `end` on."""
+        reply, n_prompt = self._slots[slot]
+        return (reply[end - n_prompt :][:n] + [0] * n)[:n]
 
 
 class RecordedStep:

@@ -94,10 +94,10 @@ class StepPlanner:
         paused = self._batch_class.pauses(queues)
         most_decodes = self._prefill.n_decodes(BATCH_DECODE_S) if self._batch_class.is_limited and not paused else inf
         resting = self._batch_class.resting(queues, most_decodes) if most_decodes < inf else ()
-        running, rows = tuple(queues.running), queues.rows
+        running, rows, n_last = tuple(queues.running), queues.rows, n_batch(queues.running) if paused or resting else 0
         rows.find(queues.order, ~Flag.PLAIN)
-        if paused or resting:
-            rows.plain[len(running) - n_batch(queues.running) :] = False
+        if n_last:
+            rows.plain[-n_last:] = False
         most_rows = self._micro_batch_rows(rows) if self._micro_batches > 1 else inf
         drafts: Mapping[int, Draft] = {}
         if speculation is not None:
@@ -105,29 +105,20 @@ class StepPlanner:
             if self._most_drafts and speculation.drafts:
                 may_draft = self._all_that_may_draft(rows, running)
                 drafts = speculation.draft(may_draft) if len(may_draft) else {}
-        prefills: list[Sequence] = []
-        decoding: list[int] = []
+        prefills, decoding = list[Sequence](), list[int]()
         self._n_suspects = 0
         for place, n_columns in self._settle(rows, running, drafts):
             seq, self._n_columns = running[place], n_columns
             if rows.plain[place]:
                 self._grow(seq)
-                continue
-            if seq.slot == NO_SLOT or (paused and seq.effective_class == _BATCH):
+            elif seq.slot == NO_SLOT or (paused and place >= len(running) - n_last):
                 continue  # preempted for one before it, or yields
-            n_due = seq.n_due
-            if n_due > 1 and not self._is_short(plan, seq):
+            elif seq.n_due > 1 and not self._is_short(plan, seq):
                 prefills.append(seq)
-                continue
-            decoding.append(place)
-            if seq.number in resting or (seq.n_drafting and not (self._most_drafts and self._can_draft_ahead(seq))):
-                continue
-            if most_rows < inf and (seq.n_sampling or len(plan.others) + self._n_columns >= most_rows):
-                continue  # it is in another micro-batch, or will be in the next one
-            if (not seq.n_sampling or _can_run_ahead(seq)) and not (seq.suspicion and self._holds_back(seq)):
-                has_draft = drafts and seq.number in drafts
-                draft_ids = self._take_draft(plan, seq, n_due, drafts[seq.number]) if has_draft else b""
-                self._add_row(plan, seq, n_due, n_due, draft_ids)
+            else:
+                decoding.append(place)
+                if seq.number not in resting:
+                    self._plan_decode(plan, seq, drafts.get(seq.number), most_rows)
         plan.columns = Columns(rows.plan(number))
         plan.n_tokens += rows.n_plain
         self._n_columns = rows.n_plain
@@ -138,6 +129,17 @@ class StepPlanner:
             self._totals.steps += 1
             self._n_in_flight += 1
         return plan
+
+    def _plan_decode(self, plan: StepPlan, seq: Sequence, draft: Draft | None, most_rows: float) -> None:
+        """Plan the next row of a sequence that decodes and is not plain, unless it has to wait."""
+        if seq.n_drafting and not (self._most_drafts and self._can_draft_ahead(seq)):
+            return
+        if most_rows < inf and (seq.n_sampling or len(plan.others) + self._n_columns >= most_rows):
+            return  # it is in another micro-batch, or will be in the next one
+        if (not seq.n_sampling or _can_run_ahead(seq)) and not (seq.suspicion and self._holds_back(seq)):
+            n_due = seq.n_due
+            draft_ids = b"" if draft is None else self._take_draft(plan, seq, n_due, draft)
+            self._add_row(plan, seq, n_due, n_due, draft_ids)
 
     def _settle(self, rows: Rows, running: Many[Sequence], drafts: Mapping[int, Draft]) -> list[tuple[int, int]]:
         """Decide which rows are planned all at once. Returns the places of those that are not, or need a block, and how

@@ -46,28 +46,9 @@ class _Draft(ctypes.Structure):
 
 
 _LEFT = 255  # SUFFIX_LEFT in suffix_index.h
+_N_TOKENS, _USED = 6, 7  # words of a `suffix_index` in suffix_index.h
+Found = tuple[int, bytes, bytes]  # place of a context, ids that continue it (u32 LE), and their cells, one byte each
 _DRAFT_BYTES, _IDS, _CELLS = ctypes.sizeof(_Draft), _Draft.draft.offset, _Draft.cell.offset
-
-
-class _Index(ctypes.Structure):
-    """`suffix_index` in suffix_index.h."""
-
-    _fields_ = [
-        ("tokens", ctypes.c_void_p),
-        ("earlier", ctypes.c_void_p * 2),
-        ("latest", ctypes.c_void_p * 2),
-        ("size", ctypes.c_uint64),
-        ("n", ctypes.c_uint64),
-        ("used", ctypes.c_int64),
-    ]
-
-
-class Found(NamedTuple):
-    """A draft for one of many contexts."""
-
-    place: int  # of the context
-    ids: bytes  # u32 LE
-    cells: bytes  # one per token
 
 
 class Continuation(NamedTuple):
@@ -111,7 +92,7 @@ class SuffixIndex:
         if not address:
             raise MemoryError(f"no memory for a suffix index of {self.size} tokens")
         self.address: int = address
-        self._state = _Index.from_address(address)
+        self._state = (ctypes.c_int64 * (_USED + 1)).from_address(address)
         weakref.finalize(self, self._lib.em_suffix_free, address)
 
     @property
@@ -122,16 +103,16 @@ class SuffixIndex:
     @property
     def n_tokens(self) -> int:
         """Number of tokens appended so far, ends of texts included."""
-        return int(self._state.n)
+        return self._state[_N_TOKENS]
 
     @property
     def used_step(self) -> int:
         """Number of the last step that asked the index."""
-        return int(self._state.used)
+        return self._state[_USED]
 
     @used_step.setter
     def used_step(self, step: int) -> None:
-        self._state.used = step
+        self._state[_USED] = step
 
     def extend(self, ids: bytes, end: bool = False) -> None:
         """Append tokens (u32 LE) to the last text; `end`: that ends with them."""
@@ -209,9 +190,9 @@ class SuffixMatcher:
         raw, found = self._raw, []
         for place, k in enumerate(bytes(raw[: n * _DRAFT_BYTES : _DRAFT_BYTES])):
             if k == _LEFT:
-                found.append(Found(place, b"", b""))
+                found.append((place, b"", b""))
             elif k:
                 at = place * _DRAFT_BYTES
                 ids, cells = raw[at + _IDS : at + _IDS + 4 * k], raw[at + _CELLS : at + _CELLS + k]
-                found.append(Found(place, bytes(ids), bytes(cells)))
+                found.append((place, bytes(ids), bytes(cells)))
         return found

@@ -159,13 +159,16 @@ class StepBatch:
         return self.n_decodes + sum(row.end - row.start for row in self.chunks)
 
     @classmethod
+    def of_columns(cls, packet: Ints) -> "StepBatch":
+        """A batch of rows that only decode: none wants probabilities or has a grammar."""
+        return cls(packet, slots=packet[0].tolist(), order=list(range(packet.shape[1])))
+
+    @classmethod
     def of(
         cls, packet: Ints, others: Sequence[Row], before: Sequence[int], slots: Sequence[Slot], n_groups: int
     ) -> "StepBatch":
         """A batch of a plan's rows: the packet of those that only decode, others, how many of the former come before
         each of these, and their slots."""
-        if not others:
-            return cls(packet, slots=packet[0].tolist(), order=list(range(packet.shape[1])))
         batch, decodes, places = cls(), list[Row](), list[int]()  # other rows that decode, and their places
         sampling = list[tuple[int, Row]]()  # chunks that sample, and how many rows that sample come before each
         for row, n_before in zip(others, before):

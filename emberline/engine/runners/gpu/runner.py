@@ -58,6 +58,7 @@ MIN_SHARING = 4  # decode rows from which on a shared prefix is searched
 MIN_SAVED_BYTES = 1 << 30  # reads per step, below which cascade attention costs more than it saves; measured on an H200
 TIMED_REPLAYS = 3  # of a step whose time is measured
 STEPS_IN_FLIGHT = 2  # one is computed while the next is planned; a pipeline has one for each stage
+Penalized = list[tuple[Row, Slot, int]]  # rows, their slots, and how often the host gave tokens of these
 _log = logging.getLogger(__name__)
 _DEVICE_ERRORS = ("CUDA error", "Triton Error [CUDA]", "CUBLAS_STATUS_EXECUTION_FAILED")
 
@@ -93,7 +94,7 @@ class _Launched:
     drafting: list[int]  # slots behind which a draft head drafts, in the order of the plan
     depth: int  # of its drafts; 0: none
     verifies: bool = False  # what the next step drafts depends on its result: the device waits for it to be read
-    penalized: list[tuple[Row, Slot, int]] | None = None  # its rows that sample, where any has penalties
+    penalized: Penalized | None = None  # its rows that sample, where any has penalties
 
 
 class GpuStep:
@@ -308,32 +309,12 @@ class GpuRunner:
             slots.admit(admission)
         if self._chain is not None and plan.admissions:
             self._chain.forget([admission.slot for admission in plan.admissions])
-        packet, others, counts = plan.columns.packet, plan.others, False
-        before = plan.before or [0] * len(others)
-        if not slots.only_decode(packet[0]):
-            packet, others, before = packet[:, :0], plan.rows, [0] * plan.n_rows
-        known = slots.of(others)
-        batch = StepBatch.of(packet, others, before, known, len(self._kv))
-        verify = self._verify_kind(batch, plan) if plan.n_drafting else None
-        if plan.n_drafting and verify is None:
-            batch.leave_out_drafts()
-        upload = bool(batch.chunks)
-        if packet.shape[1]:
-            slots.take(packet, upload=upload)
-        for row, slot, passed in zip(others, known, slots.passed(others)) if others else ():
-            if row.blocks is not None:
-                slots.grow(row, row.blocks, upload=upload or (verify is None and bool(row.draft_ids)))
-            if row.passed != passed:
-                slots.leave_window(row.slot, row.passed, upload=upload)
-            if slot.ids is not None:
-                slots.recount(row, slot)
-                counts = True
-            if row.banned != slot.banned:
-                slots.ban(row, slot)
-        penalized = None
-        if counts and self._samples:
-            rows = [row for row in plan.rows if row.samples]
-            penalized = [(row, slot, slot.n_told) for row, slot in zip(rows, slots.of(rows))]
+        packet, penalized, verify = plan.columns.packet, None, None
+        if not plan.others and slots.only_decode(packet[0]):
+            slots.take(packet, upload=False)
+            batch = StepBatch.of_columns(packet)
+        else:
+            batch, verify, penalized = self._take_rows(plan)
         drafting = batch.slots if plan.depth else []
         slots.upload()
         if verify is not None:
@@ -356,6 +337,35 @@ class GpuRunner:
             penalized,
         )
 
+    def _take_rows(self, plan: StepPlan) -> tuple[StepBatch, tuple[StepKind, StepKind] | None, Penalized | None]:
+        """Take in the rows of a plan, whatever they are: a batch, how it verifies drafts, and rows with penalties."""
+        slots, packet, others, counts = self._slots, plan.columns.packet, plan.others, False
+        before = plan.before or [0] * len(others)
+        if not slots.only_decode(packet[0]):
+            packet, others, before = packet[:, :0], plan.rows, [0] * plan.n_rows
+        known = slots.of(others)
+        batch = StepBatch.of(packet, others, before, known, len(self._kv))
+        verify = self._verify_kind(batch, plan) if plan.n_drafting else None
+        if plan.n_drafting and verify is None:
+            batch.leave_out_drafts()
+        upload = bool(batch.chunks)
+        if packet.shape[1]:
+            slots.take(packet, upload=upload)
+        for row, slot, passed in zip(others, known, slots.passed(others)):
+            if row.blocks is not None:
+                slots.grow(row, row.blocks, upload=upload or (verify is None and bool(row.draft_ids)))
+            if row.passed != passed:
+                slots.leave_window(row.slot, row.passed, upload=upload)
+            if slot.ids is not None:
+                slots.recount(row, slot)
+                counts = True
+            if row.banned != slot.banned:
+                slots.ban(row, slot)
+        if not (counts and self._samples):
+            return batch, verify, None
+        rows = [row for row in plan.rows if row.samples]
+        return batch, verify, [(row, slot, slot.n_told) for row, slot in zip(rows, slots.of(rows))]
+
     def finish(self, launched: _Launched, masks: Masks | None) -> None:
         """Sample, if that had to wait for masks, and copy the tokens to the host."""
         batch = launched.batch
@@ -365,7 +375,7 @@ class GpuRunner:
                 self._slots.sampler.upload()
                 launched.sample()
             n_rows = launched.n_decodes + len(batch.chunks)
-            drafts = self._draft(launched)
+            drafts = self._draft(launched) if launched.depth else None
             launched.outputs.fetch(self._sampled, n_rows, batch.logprobs is not None, drafts)
         if self._unobserved is not None:
             self._observe(self._unobserved)
@@ -390,12 +400,7 @@ class GpuRunner:
             none = SampledToken(-1)
             tokens = [each for token, n in zip(tokens, left_out) for each in (token, *[none] * n)]
         if launched.penalized is not None:
-            draws = iter(drawn_ids(tokens))
-            for row, slot, n_told in launched.penalized:
-                drawn = list(islice(draws, 1 + row.n_drafts))
-                if slot.ids is not None and slot.n_told == n_told and drawn[0] >= 0:
-                    at = len(slot.ids) if row.n_ahead else 4 * row.end  # then the host knows the rows before it
-                    slot.ids[at:] = pack(drawn[: 1 + n_accepted(drawn, row.draft_ids)])
+            _keep_tokens(launched.penalized, drawn_ids(tokens))
         return tokens
 
     def _observe(self, launched: _Launched) -> None:
@@ -579,6 +584,16 @@ class GpuRunner:
         sampled = self._sampled.first(len(slots))
         self._kernels.sample(logits, self._slots.sampler, slots, positions, sampled, guided)
         self._kernels.keep(sampled.token_ids, slots, positions, self._slots.state)
+
+
+def _keep_tokens(penalized: Penalized, drawn_of_all: Sequence[int]) -> None:
+    """Keep the drawn tokens of rows with penalties, unless the host has given other ones meanwhile."""
+    draws = iter(drawn_of_all)
+    for row, slot, n_told in penalized:
+        drawn = list(islice(draws, 1 + row.n_drafts))
+        if slot.ids is not None and slot.n_told == n_told and drawn[0] >= 0:
+            at = len(slot.ids) if row.n_ahead else 4 * row.end  # then the host knows the rows before it
+            slot.ids[at:] = pack(drawn[: 1 + n_accepted(drawn, row.draft_ids)])
 
 
 def fatal(error: Exception) -> Exception:
