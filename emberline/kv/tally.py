@@ -1,10 +1,17 @@
-"""Reports of several ranks, or of several parts of a transfer, as one: how they merge, by what they are about."""
+"""Orders to all ranks, and reports of ranks, or of the parts of a transfer, as one.
 
+Reports merge in one of two ways. Items, such as blocks, are done one by one, when every reporter has named them, and
+lost if one has lost them: `Tally`. A whole order is answered when every reporter has answered it: `Answers`.
+"""
+
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 Item = TypeVar("Item")
+Order = TypeVar("Order")
 Report = TypeVar("Report")
+Answer = TypeVar("Answer")
 
 
 class Tally(Generic[Item]):
@@ -56,7 +63,7 @@ class Tally(Generic[Item]):
 class Answers:
     """Answers that each reporter gives once to an order, by their kind and the order's number.
 
-    `merges` says for a kind of which answers differ how two of them become one; of other kinds the first one stays.
+    `merges` says how two answers become one, for the kinds whose answers differ between reporters.
     """
 
     def __init__(self, merges: Mapping[type, Callable[[Any, Any], Any]] | None = None) -> None:
@@ -68,19 +75,52 @@ class Answers:
         """Wait for the answers of so many reporters to an order."""
         self._left[kind, number] = n_reporters
 
-    def said(self, report: Report, number: int) -> Report | None:
+    def said(self, answer: Answer, number: int) -> Answer | None:
         """Take an answer. Returns all answers as one if it was the last, or None: others are awaited, or none is."""
-        kind = type(report), number
-        if kind not in self._left:
+        key = type(answer), number
+        if key not in self._left:
             return None
-        self._left[kind] -= 1
-        before = self._merged.get(kind)
-        if before is None:
-            merged = report
-        else:
-            merged = self._merges[type(report)](before, report) if type(report) in self._merges else before
-        self._merged[kind] = merged
-        if self._left[kind]:
+        self._left[key] -= 1
+        if key in self._merged and type(answer) in self._merges:
+            answer = self._merges[type(answer)](self._merged[key], answer)
+        self._merged[key] = answer
+        if self._left[key]:
             return None
-        del self._left[kind], self._merged[kind]
+        del self._left[key], self._merged[key]
+        return answer
+
+
+class GroupPort(Generic[Order, Report]):
+    """What rank 0's step loop has of a feature's executors on all ranks: it gives them orders, and takes notices, which
+    `merge` makes of their reports. An engine with one rank is a group of one."""
+
+    def __init__(self, own: Any) -> None:
+        """own: the executor of this rank."""
+        self.own = own
+        self.close = own.close
+        self.order: Callable[[Order], None]  # gives an order to every rank, this one among them
+        self.merged: list[Any] = []  # notices for the step loop
+        self._reported: deque[tuple[int, Report]] = deque()  # by followers, with their rank
+
+    def report(self, rank: int, reports: Iterable[Report]) -> None:
+        """Take the reports of a follower, from any thread."""
+        self._reported += [(rank, report) for report in reports]
+        self.own.queue.wake()
+
+    @property
+    def has_notices(self) -> bool:
+        """True if a rank has reported something."""
+        return bool(self.own.queue or self._reported or self.merged)
+
+    def notices(self) -> list[Any]:
+        """Take in what ranks have reported. Returns what it means for all of them."""
+        for report in self.own.reports():
+            self.merge(0, report)
+        while self._reported:
+            self.merge(*self._reported.popleft())
+        merged, self.merged = self.merged, []
         return merged
+
+    def merge(self, rank: int, report: Report) -> None:
+        """Take in the report of one rank."""
+        raise NotImplementedError

@@ -11,9 +11,9 @@ from concurrent.futures import Future
 from itertools import count
 
 from emberline.kv.retention import Retention
-from emberline.kv.tally import Answers, Tally
+from emberline.kv.tally import Answers, GroupPort, Tally
 from emberline.kv.tiers.manager import FLUSH_S, TierManager
-from emberline.kv.tiers.messages import BlocksCopied, BlocksFetched, Item, LookedUp, Notice, SavedBlock, WantedBlock
+from emberline.kv.tiers.messages import BlocksCopied, BlocksFetched, Item, LookedUp, SavedBlock, WantedBlock
 from emberline.kv.tiers.orders import (
     CancelFetch,
     Fetch,
@@ -29,16 +29,18 @@ from emberline.kv.tiers.orders import (
 )
 
 
-class GroupTiers:
+class GroupTiers(GroupPort[TierOrder, TierReport]):
     """A `messages.TierPort`, which gives orders to the tiers of every rank, its own among them."""
 
+    own: TierManager
+
     def __init__(self, own: TierManager, n_ranks: int = 1) -> None:
-        self.own, self.n_ranks = own, n_ranks
+        super().__init__(own)
+        self.n_ranks = n_ranks
         self.names, self.remote, self.changes, self.all_tiers = own.names, own.remote, own.changes, own.all_tiers
         self.find, self.look_up, self.queues = own.find, own.look_up, own.queues
         self.used, self.retire = own.used, own.retire  # rank 0 decides for all what is evicted
-        self.stats, self.close = own.stats, own.close
-        self._order: Callable[[TierOrder], None]
+        self.stats = own.stats
         self._numbers = count(1)  # of saves and flushes, which other threads begin
         self._answers = Answers({Flushed: Flushed.merged})
         self._saves: dict[int, Sequence[SavedBlock]] = {}
@@ -51,46 +53,33 @@ class GroupTiers:
 
     def start(self, retention: Retention, order: Callable[[TierOrder], None]) -> None:
         """Follow a retention, and give orders by this function from now on."""
-        self._order = order
+        self.order = order
         self.own.follow(retention)
-
-    def report(self, rank: int, reports: Iterable[TierReport]) -> None:
-        """Take the reports of a follower, from any thread."""
-        for report in reports:
-            self.own.queue.put(report)
-
-    @property
-    def has_notices(self) -> bool:
-        """True if a rank has reported something."""
-        return bool(self.own.queue)
 
     @property
     def report_s(self) -> float:
         """Time at which statistics are to be asked for again; inf if they are not known to have changed."""
         return self.own.report_s
 
-    def notices(self) -> list[Notice]:
-        """Take in what ranks have reported. Returns what is done on all of them."""
-        merged: list[Notice] = []
-        for report in self.own.reports():
-            if isinstance(report, LookedUp):
-                merged.append(report)
-            elif isinstance(report, BlocksFetched):
-                if (tally := self._fetches.get(report.number)) is not None:
-                    found, missing = tally.said(report.fetched, report.missing)
-                    if found or missing:
-                        merged.append(BlocksFetched(report.number, found, missing, report.tier))
-            elif (answer := self._answers.said(report, report.number)) is None:
-                continue
-            elif isinstance(answer, Saved):
-                blocks = self._saves.pop(answer.number)
-                self._saving_bytes -= self._size(blocks)
-                merged.append(BlocksCopied(blocks))
-            elif isinstance(answer, FetchCancelled):
-                merged.append(BlocksFetched(answer.number, (), self._cancelled.pop(answer.number)))
-            elif (flush := self._flushes.pop(answer.number, None)) is not None:
-                flush.set_result(answer)
-        return merged
+    def merge(self, rank: int, report: TierReport) -> None:
+        """Take in the report of one rank."""
+        if isinstance(report, LookedUp):
+            self.merged.append(report)
+        elif isinstance(report, BlocksFetched):
+            if (tally := self._fetches.get(report.number)) is not None:
+                found, missing = tally.said(report.fetched, report.missing)
+                if found or missing:
+                    self.merged.append(BlocksFetched(report.number, found, missing, report.tier))
+        elif (answer := self._answers.said(report, report.number)) is None:
+            pass  # others are awaited
+        elif isinstance(answer, Saved):
+            blocks = self._saves.pop(answer.number)
+            self._saving_bytes -= self._size(blocks)
+            self.merged.append(BlocksCopied(blocks))
+        elif isinstance(answer, FetchCancelled):
+            self.merged.append(BlocksFetched(answer.number, (), self._cancelled.pop(answer.number)))
+        elif (flush := self._flushes.pop(answer.number, None)) is not None:
+            flush.set_result(answer)
 
     def room(self) -> int:
         """Bytes that `save` may take now; small or negative: later."""
@@ -102,7 +91,7 @@ class GroupTiers:
         self._saves[number] = blocks
         self._saving_bytes += self._size(blocks)
         self._answers.expect(Saved, number, self.n_ranks)
-        self._order(Save(number, list(blocks), self.own.make_room(number, blocks) if self.n_ranks > 1 else {}))
+        self.order(Save(number, list(blocks), self.own.make_room(number, blocks) if self.n_ranks > 1 else {}))
 
     def _size(self, blocks: Sequence[SavedBlock]) -> int:
         sizes = self.own.sizes
@@ -112,7 +101,7 @@ class GroupTiers:
         """Begin a fetch, or add blocks to it."""
         wanted = list(blocks)
         self._fetches.setdefault(number, Tally()).expect([block.item for block in wanted], self.n_ranks)
-        self._order(Fetch(number, wanted))
+        self.order(Fetch(number, wanted))
 
     def cancel(self, number: int) -> Sequence[Item]:
         """End a fetch, complete or not. Returns the blocks that some rank may still write: `BlocksFetched` names them
@@ -124,12 +113,12 @@ class GroupTiers:
         if left:
             self._cancelled[number] = left
             self._answers.expect(FetchCancelled, number, self.n_ranks)
-        self._order(CancelFetch(number))
+        self.order(CancelFetch(number))
         return left
 
     def remove(self, keys: Sequence[bytes]) -> None:
         """Forget blocks, whose content is invalid."""
-        self._order(Remove(list(keys)))
+        self.order(Remove(list(keys)))
 
     # --- what other threads wait for, while the step loop runs ------------------------------------------------------
 
@@ -149,7 +138,7 @@ class GroupTiers:
     def _wait_for(self, order: Flush) -> dict[str, int]:
         flush = self._flushes[order.number] = Future()
         self._answers.expect(Flushed, order.number, self.n_ranks)
-        self._order(order)
+        self.order(order)
         self.own.queue.wake()
         try:
             flushed = flush.result(2 * order.limit_s)

@@ -6,14 +6,13 @@ a transfer is granted, received or acknowledged when all its parts are, and lost
 no peer reads or writes them.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from emberline.kv.slices import SliceMismatch, Slices, routes
-from emberline.kv.tally import Tally
+from emberline.kv.tally import Answers, GroupPort, Tally
 from emberline.kv.transfer.manager import TransferManager
 from emberline.kv.transfer.messages import Denied, Grant, Item, Offer, Revoke
 from emberline.kv.transfer.notices import (
@@ -43,8 +42,7 @@ Peer = tuple[int, int]  # our rank, and the number of a connection there
 class _Outgoing:
     push: Push
     n_parts: int
-    granted: int = 0  # parts
-    acked: int = 0
+    answers: Answers = field(default_factory=Answers)  # of parts that are granted, and acknowledged
     ended: bool = False  # the step loop knows
     readers: Tally[Item] = field(default_factory=Tally)  # blocks that some part still reads
 
@@ -53,15 +51,15 @@ class _Outgoing:
 class _Incoming:
     number: int  # of the peer, as the step loop knows it: below 0, one for each transfer
     offer: Offer  # of all parts, as if it were of whole blocks
-    parts: dict[tuple[int, int], int | None]  # by the ranks of both sides: our connection, once it is offered
-    epoch: int = 0
-    writing: set[Peer] = field(default_factory=set)  # that may write, from the grant on
+    parts: dict[tuple[int, int], Peer | None]  # by the ranks of both sides: who offers the part, once it is offered
+    epoch: int = 0  # from the grant on
+    writing: set[Peer] = field(default_factory=set)  # that may write
     missing: Tally[Item] = field(default_factory=Tally)  # blocks of which some part was not received yet
     ending: Notice | None = None  # what the step loop is told once no peer writes any more
 
     @property
     def peers(self) -> set[Peer]:
-        return {(to, peer) for (_, to), peer in self.parts.items() if peer is not None}
+        return {peer for peer in self.parts.values() if peer is not None}
 
     @property
     def is_offered(self) -> bool:
@@ -69,92 +67,72 @@ class _Incoming:
         return None not in self.parts.values()
 
 
-class GroupTransfers:
+class GroupTransfers(GroupPort[TransferOrder, Notice]):
     """A `notices.TransferPort`, which gives orders to the transfers of every rank, its own among them."""
+
+    own: TransferManager
+
+    def start(self, order: Callable[[TransferOrder], None]) -> None:
+        """Give orders to all ranks by this function, this one among them."""
+        self.order = order
 
     def __init__(self, own: TransferManager, ranks: tuple[Slices, ...] = ()) -> None:
         """ranks: slices that each rank of the group has of a block; empty if this engine has one rank."""
-        self.own = own
+        super().__init__(own)
         if ranks:
             own.join(0, ranks)
-        self.accept, self.close = own.accept, own.close
-        self._order: Callable[[TransferOrder], None]
-        self._reported: deque[tuple[int, Notice]] = deque()  # by followers, with their rank
         self._outgoing: dict[int, _Outgoing] = {}  # by the sequence's number
         self._incoming: dict[str, _Incoming] = {}  # by transfer
         self._by_epoch: dict[int, _Incoming] = {}
         self._n_incoming = 0  # so far
-        self._merged: list[Notice] = []  # for the step loop
+        self.accept = own.accept
 
-    def start(self, order: Callable[[TransferOrder], None]) -> None:
-        """Give orders to all ranks by this function, this one among them."""
-        self._order = order
-
-    def report(self, rank: int, reported: Iterable[Notice]) -> None:
-        """Take the notices of a follower, from any thread."""
-        self._reported += [(rank, notice) for notice in reported]
-        self.own.queue.wake()
-
-    @property
-    def has_notices(self) -> bool:
-        """True if a rank has reported something."""
-        return bool(self.own.queue or self._reported or self._merged)
-
-    def notices(self) -> list[Notice]:
-        """Take in what ranks have reported. Returns what concerns whole transfers."""
-        for notice in self.own.reports():
-            self._merge(0, notice)
-        while self._reported:
-            self._merge(*self._reported.popleft())
-        merged, self._merged = self._merged, []
-        return merged
-
-    def _merge(self, rank: int, notice: Notice) -> None:
-        if isinstance(notice, SenderNotice):
-            self._merge_sent(notice)
-        elif isinstance(notice, OfferReceived):
-            self._on_offer(rank, notice)
-        elif isinstance(notice, SenderLost):
-            self._on_lost((rank, notice.peer), notice.message)
-        elif isinstance(notice, SenderGaveUp):
-            self._on_gave_up((rank, notice.peer), notice)
-        elif isinstance(notice, LeaseRenewed):
-            self._merged.append(notice)
-        elif (incoming := self._by_epoch.get(notice.epoch)) is None:
+    def merge(self, rank: int, report: Notice) -> None:
+        """Take in a notice of a rank, about a part of a transfer."""
+        if isinstance(report, SenderNotice):
+            self._merge_sent(report)
+        elif isinstance(report, OfferReceived):
+            self._on_offer(report.offer, (rank, report.peer))
+        elif isinstance(report, SenderLost):
+            self._on_lost((rank, report.peer), report.message)
+        elif isinstance(report, SenderGaveUp):
+            self._on_gave_up((rank, report.peer), report)
+        elif isinstance(report, LeaseRenewed):
+            self.merged.append(report)
+        elif (incoming := self._by_epoch.get(report.epoch)) is None:
             pass  # all its blocks were received
-        elif isinstance(notice, BlocksReceived):
-            self._merge_received(incoming, notice)
+        elif isinstance(report, BlocksReceived):
+            self._merge_received(incoming, report)
         else:
-            self._stopped(incoming, (rank, notice.peer))
+            self._stopped(incoming, (rank, report.peer))
 
     # --- sending ----------------------------------------------------------------------------------------------------
 
     def offer(self, number: int, push: Push, n_blocks: int, key: bytes) -> None:
         """Offer the blocks of a sequence."""
         try:
-            n_parts = len(parts(push, self.own.ranks))
+            out = _Outgoing(push, len(parts(push, self.own.ranks)))
         except SliceMismatch as error:
-            self._merged.append(SendRejected(number, f"the decode engine has another KV layout: {error}"))
+            self.merged.append(SendRejected(number, f"the decode engine has another KV layout: {error}"))
             return
-        self._outgoing[number] = _Outgoing(push, n_parts)
-        self._order(OfferParts(number, push, n_blocks, key))
+        for kind in (OfferGranted, SendAcked):
+            out.answers.expect(kind, number, out.n_parts)
+        self._outgoing[number] = out
+        self.order(OfferParts(number, push, n_blocks, key))
 
     def send(self, number: int, items: Sequence[tuple[Item, int]]) -> None:
         """Send blocks, which are referenced until `BlocksReleased` names them."""
         out = self._outgoing[number]
         out.readers.expect([item for item, _ in items], out.n_parts)
-        self._order(SendParts(number, out.push, list(items)))
+        self.order(SendParts(number, out.push, list(items)))
 
     def cancel(self, number: int, message: str) -> None:
         """End a transfer, complete or not."""
         out = self._outgoing.get(number)
         if out is not None and not out.ended:
-            self._end_sending(number, out, message)
-
-    def _end_sending(self, number: int, out: _Outgoing, message: str) -> None:
-        out.ended = True
-        self._order(CancelParts(number, out.push, message))
-        self._forget_sent(number, out)
+            out.ended = True
+            self.order(CancelParts(number, out.push, message))
+            self._forget_sent(number, out)
 
     def _merge_sent(self, notice: SenderNotice) -> None:
         number = notice.number // MAX_RANKS
@@ -164,20 +142,14 @@ class GroupTransfers:
         if isinstance(notice, BlocksReleased):
             released, _ = out.readers.said(notice.items)
             if released:
-                self._merged.append(BlocksReleased(number, released))
-        elif not out.ended:
-            if isinstance(notice, OfferGranted):
-                out.granted += 1
-                if out.granted == out.n_parts:
-                    self._merged.append(OfferGranted(number, notice.wanted))
-            elif isinstance(notice, SendAcked):
-                out.acked += 1
-                if out.acked == out.n_parts:
-                    out.ended = True
-                    self._merged.append(SendAcked(number))
-            else:
-                self._merged.append(SendRejected(number, notice.message))
-                self._end_sending(number, out, notice.message)
+                self.merged.append(BlocksReleased(number, released))
+        elif isinstance(notice, SendRejected):
+            if not out.ended:
+                self.merged.append(SendRejected(number, notice.message))
+                self.cancel(number, notice.message)
+        elif out.answers.said(notice, number) is not None and not out.ended:
+            out.ended = isinstance(notice, SendAcked)
+            self.merged.append(msgspec.structs.replace(notice, number=number))
         self._forget_sent(number, out)
 
     def _forget_sent(self, number: int, out: _Outgoing) -> None:
@@ -210,38 +182,38 @@ class GroupTransfers:
         """End a grant. Answered by `EpochReleased` once no peer writes."""
         incoming = self._by_epoch.get(epoch)
         if incoming is not None:
-            self._end_receiving(incoming, EpochReleased(epoch))
+            self._end(incoming, EpochReleased(epoch))
         else:
-            self._merged.append(EpochReleased(epoch))
+            self.merged.append(EpochReleased(epoch))
 
     def _tell(self, peers: Iterable[Peer], message: Grant | Denied | Revoke) -> None:
         found: Peers = {}
         for rank, peer in sorted(peers):
             found.setdefault(rank, []).append(peer)
         if found:
-            self._order(TellSenders(found, message))
+            self.order(TellSenders(found, message))
 
     def _forget(self, incoming: _Incoming) -> None:
         del self._incoming[incoming.offer.transfer]
         self._by_epoch.pop(incoming.epoch, None)
 
-    def _on_offer(self, rank: int, notice: OfferReceived) -> None:
-        offer, peer, part = notice.offer, notice.peer, (notice.offer.rank, rank)
+    def _on_offer(self, offer: Offer, peer: Peer) -> None:
+        part = (offer.rank, peer[0])
         incoming = self._incoming.get(offer.transfer)
         if incoming is None:
             if offer.ranks and sum(not each.is_offered for each in self._incoming.values()) >= MAX_PARTIAL:
-                self._tell([(rank, peer)], Denied(offer.transfer, "too many transfers"))
+                self._tell([peer], Denied(offer.transfer, "too many transfers"))
                 return
             incoming = self._incoming[offer.transfer] = self._new(offer, part)
         first = incoming.offer
         alike = (offer.fingerprint, offer.n_blocks, offer.key) == (first.fingerprint, first.n_blocks, first.key)
         if not alike or incoming.parts.get(part, peer) is not None:
             why = f"transfer {offer.transfer!r} is offered twice, or another rank has offered something else"
-            self._tell([(rank, peer)], Denied(offer.transfer, why))
+            self._tell([peer], Denied(offer.transfer, why))
             return
         incoming.parts[part] = peer
         if incoming.is_offered:
-            self._merged.append(OfferReceived(incoming.number, first))
+            self.merged.append(OfferReceived(incoming.number, first))
 
     def _new(self, offer: Offer, part: tuple[int, int]) -> _Incoming:
         """Begin a transfer with the first offer of a part of it."""
@@ -263,7 +235,7 @@ class GroupTransfers:
         complete, _ = incoming.missing.said(notice.items)
         if incoming.ending is None:
             if complete:
-                self._merged.append(BlocksReceived(notice.epoch, complete))
+                self.merged.append(BlocksReceived(notice.epoch, complete))
             if not incoming.missing:
                 self._forget(incoming)
 
@@ -271,44 +243,36 @@ class GroupTransfers:
 
     def _on_lost(self, peer: Peer, why: str) -> None:
         for incoming in [each for each in self._incoming.values() if peer in each.peers]:
-            lost = SenderLost(incoming.number, why)
-            if incoming.epoch:
-                self._end_receiving(incoming, lost, peer)
-            else:
-                self._drop(incoming, why, peer, lost if incoming.is_offered else None)
+            number, transfer = incoming.number, incoming.offer.transfer
+            known = incoming.is_offered  # else a request may await it
+            self._end(incoming, SenderLost(number, why) if known else SenderGaveUp(number, transfer, 0, why), peer)
 
     def _on_gave_up(self, peer: Peer, notice: SenderGaveUp) -> None:
         incoming = self._incoming.get(notice.transfer)
         if incoming is None:
-            self._merged.append(notice)
-        elif peer in incoming.peers:
-            if incoming.epoch:  # where the message crossed our grant, that is revoked
-                gave_up = SenderGaveUp(incoming.number, notice.transfer, incoming.epoch, notice.message)
-                self._end_receiving(incoming, gave_up, peer if notice.epoch == incoming.epoch else None)
-            else:
-                self._drop(incoming, notice.message, peer)
+            self.merged.append(notice)
+        elif peer in incoming.peers:  # where the message crossed our grant, that is revoked
+            gave_up = SenderGaveUp(incoming.number, notice.transfer, incoming.epoch, notice.message)
+            self._end(incoming, gave_up, peer if notice.epoch == incoming.epoch else None)
 
-    def _drop(self, incoming: _Incoming, why: str, gone: Peer, notice: Notice | None = None) -> None:
-        """End a transfer that was not granted: no peer writes. A request may await what is not offered yet."""
-        transfer = incoming.offer.transfer
-        self._forget(incoming)
-        others = incoming.peers - {gone}
-        self._tell(others, Denied(transfer, f"another rank of the prefill engine has ended it: {why}"))
-        self._merged.append(notice or SenderGaveUp(incoming.number, transfer, 0, why))
-
-    def _end_receiving(self, incoming: _Incoming, why: Notice, stopped: Peer | None = None) -> None:
-        """End a transfer of which some part has ended, or which the step loop ends: revoke the others, and say so once
-        no peer writes."""
+    def _end(
+        self, incoming: _Incoming, why: SenderLost | SenderGaveUp | EpochReleased, stopped: Peer | None = None
+    ) -> None:
+        """End a transfer of which some part has ended, or which the step loop ends: deny or revoke the others, and say
+        so once no peer writes."""
         first = incoming.ending is None
         if first or isinstance(why, EpochReleased):
             incoming.ending = why
-        if first:
+        if first and incoming.epoch:
             self._tell(incoming.writing - {stopped}, Revoke(incoming.epoch))
-        if stopped is not None:
+        elif first and not isinstance(why, EpochReleased):
+            reason = f"another rank of the prefill engine has ended it: {why.message}"
+            self._tell(incoming.peers - {stopped}, Denied(incoming.offer.transfer, reason))
+        if stopped is not None or not incoming.epoch:
             self._stopped(incoming, stopped)
 
-    def _stopped(self, incoming: _Incoming, peer: Peer) -> None:
-        incoming.writing.discard(peer)
+    def _stopped(self, incoming: _Incoming, peer: Peer | None) -> None:
+        incoming.writing -= {peer}
         if not incoming.writing and incoming.ending is not None:
             self._forget(incoming)
-            self._merged.append(incoming.ending)
+            self.merged.append(incoming.ending)

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from emberline.kv.transfer.messages import Offer
+from emberline.kv.transfer.messages import Offer, Revoke
 from emberline.kv.transfer.notices import (
     BlocksReceived,
     BlocksReleased,
@@ -88,6 +88,70 @@ def test_blocks_are_released_once_no_part_reads_them(tmp_path, closing):
     assert leader.notices() == []
     leader.report(0, [BlocksReleased(part_number(7, 0), [item])])
     assert leader.notices() == [BlocksReleased(7, [item])]
+
+
+class Receivers:
+    """A decode engine of two ranks as rank 0 sees it: a test says what its ranks report, and no rank does anything."""
+
+    def __init__(self, folder, closing):
+        self.leader, self.orders = Group(GROUP, {"tp": 2}, folder, "r", closing).leader, []
+        self.leader.start(self.orders.append)
+        senders = divided(GROUP, tp=4)  # two for each of our ranks
+        self.peers = {sender: (sender // 2, 10 + sender) for sender in range(4)}  # our rank, and the connection there
+        for sender, (rank, peer) in self.peers.items():
+            offer = Offer("t", "fake", (senders[sender][0].tag,), (1,), 2, b"key", sender, senders)
+            self.leader.report(rank, [OfferReceived(peer, offer)])
+        (offered,) = self.leader.notices()
+        self.peer = offered.peer
+        self.leader.grant(self.peer, "t", 1, [{0: 5}])
+
+    def stopped(self, sender):
+        """A rank reports that a sender writes no more. Returns what the step loop is told."""
+        rank, peer = self.peers[sender]
+        self.leader.report(rank, [EpochReleased(1, peer)])
+        return self.leader.notices()
+
+    @property
+    def revoked(self):
+        told = [order.peers for order in self.orders if isinstance(order.message, Revoke)]
+        assert len(told) == 1, "once"
+        return {(rank, peer) for rank, peers in told[0].items() for peer in peers}
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2)])
+def test_a_revoked_transfer_ends_when_every_part_of_every_rank_has_stopped(tmp_path, closing, order):
+    receivers = Receivers(tmp_path, closing)
+    receivers.leader.revoke(receivers.peer, 1)
+    *first, last = order
+    assert [receivers.stopped(sender) for sender in first] == [[], [], []]
+    assert receivers.revoked == set(receivers.peers.values())
+    assert receivers.stopped(last) == [EpochReleased(1)]
+    assert receivers.stopped(last) == [], "once"
+
+
+@pytest.mark.parametrize("kind", [SenderLost, SenderGaveUp])
+def test_a_transfer_that_one_part_ends_has_ended_when_all_parts_have_stopped(tmp_path, closing, kind):
+    receivers = Receivers(tmp_path, closing)
+    rank, peer = receivers.peers[1]
+    says = {SenderLost: SenderLost(peer, "why"), SenderGaveUp: SenderGaveUp(peer, "t", 1, "why")}[kind]
+    receivers.leader.report(rank, [says])
+    assert receivers.leader.notices() == []
+    assert receivers.revoked == set(receivers.peers.values()) - {(rank, peer)}
+    receivers.leader.report(0, [BlocksReceived(1, [(0, 0)])])
+    assert [receivers.stopped(sender) for sender in (0, 2)] == [[], []]
+    (told,) = receivers.stopped(3)
+    assert isinstance(told, kind)
+    assert (told.peer, told.message) == (receivers.peer, "why")
+
+
+def test_a_revocation_that_crosses_the_end_of_a_part_is_answered_as_a_revocation(tmp_path, closing):
+    receivers = Receivers(tmp_path, closing)
+    rank, peer = receivers.peers[0]
+    receivers.leader.report(rank, [SenderLost(peer, "gone")])
+    assert receivers.leader.notices() == []
+    receivers.leader.revoke(receivers.peer, 1)
+    assert [receivers.stopped(sender) for sender in (1, 2, 3)] == [[], [], [EpochReleased(1)]]
+    assert receivers.revoked == set(receivers.peers.values()) - {(rank, peer)}
 
 
 def test_a_revoked_transfer_is_released_when_no_rank_is_written(tmp_path, closing):
