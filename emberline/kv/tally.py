@@ -91,7 +91,7 @@ class Answers:
 
 
 class GroupPort(Generic[Order, Report]):
-    """What rank 0's step loop has of a feature's executors on all ranks: it gives them orders, and takes notices, which
+    """Connects rank 0's step loop to a feature's executors on all ranks: it gives them orders, and takes notices, which
     `merge` makes of their reports. An engine with one rank is a group of one."""
 
     def __init__(self, own: Any) -> None:
