@@ -136,10 +136,17 @@ class TierManager:
         """Evict blocks of the host tier now, so that a save finds room there. Returns by tier the group and key of all
         that was evicted since the last call."""
         if self._host.keeps:
-            held = self._host.holds([block.id for block in blocks])
-            for size, n in Counter(self.sizes[block.group] for block, has in zip(blocks, held) if not has).items():
-                self._host.promise(size, n)
-                self._promised.setdefault(number, []).append((size, n))
+            ids, promised = [block.id for block in blocks], Counter[int]()
+
+            def lacking() -> Counter[int]:
+                held = self._host.holds(ids)
+                return Counter(self.sizes[block.group] for block, has in zip(blocks, held) if not has) - promised
+
+            while more := lacking():  # again: what is evicted may be blocks of this save, which need room then
+                for size, n in more.items():
+                    self._host.promise(size, n)
+                promised += more
+            self._promised[number] = list(promised.items())
         found: dict[str, list[tuple[int, bytes]]] = {}
         for tier in self._all:
             evicted = tier.evicted if isinstance(tier, Retained) else None

@@ -290,3 +290,22 @@ def test_used_blocks_stay_in_host_memory():
     save(manager, 4)
     assert find(manager, 1, 2, 3, 4) == ["host", None, "host", "host"]
     manager.close()
+
+
+def test_room_for_a_save_that_evicts_blocks_of_its_own():
+    """All that a save evicts is known before it is ordered: other ranks evict just that."""
+    block = GROUP.block_bytes
+    host = HostTier(3 * padded(block), [block], segment_bytes=padded(block))
+    memory = HostMemory([memoryview(bytearray(N_BLOCKS * block))], [block])
+    manager = TierManager([GROUP], HostMover(memory), host, [], 1e9)
+    manager.record_evictions()
+    save(manager, 1, 2, 3)
+    made = [SavedBlock(0, n, id, BlockMeta()) for n, id in zip((4, 3), ids(4, 3))]  # 3 is evicted first
+    evicted = manager.make_room(2, made)
+    assert evicted == {"host": [(0, ids(3)[0].key), (0, ids(2)[0].key)]}
+    manager.execute([Save(2, made)])
+    wait_for(manager, Saved)
+    assert manager.flush(60)
+    assert find(manager, 1, 2, 3, 4) == ["host", None, "host", "host"]
+    assert manager.make_room(3, []) == {}
+    manager.close()
