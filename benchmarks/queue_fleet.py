@@ -9,7 +9,7 @@ import random
 import statistics
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from emberline.balancer.endpoint import Capacity, Endpoint
 from emberline.balancer.grants import SHARE, Grants
 from emberline.balancer.worker import Worker
 from emberline.engine.core.limits import Limits
-from emberline.engine.core.plan import StepPlan
+from emberline.engine.core.plan import Row
 from emberline.engine.core.prefill_policy import BatchTimeLimit, StepWork
 from emberline.engine.core.scheduler import Scheduler
 from emberline.jobs.batches.batch import NewBatch
@@ -101,15 +101,17 @@ class ModelledEngine:
         while True:
             self._scheduler.advance(asyncio.get_running_loop().time())
             plan = self._scheduler.plan()
-            if not plan.rows:
+            if not plan.n_rows:
                 self._work.clear()
                 await self._work.wait()
                 continue
             self._scheduler.launched(plan)
-            work, step_s = work_of(plan), took_s(plan)
+            rows = plan.rows
+            work = work_of(rows)
+            step_s = took_s(len(rows), work)
             await asyncio.sleep(step_s)
             self._prefill.observe(work, step_s)
-            for delta in self._scheduler.absorb(plan, [Drawn() for row in plan.rows if row.samples]):
+            for delta in self._scheduler.absorb(plan, [Drawn() for row in rows if row.samples]):
                 if delta.id in self._waiting:
                     first, last = self._waiting[delta.id]
                     if not first.done():
@@ -120,13 +122,13 @@ class ModelledEngine:
             self.worker.load = self._scheduler.load()
 
 
-def work_of(plan: StepPlan) -> StepWork:
-    chunks = [row for row in plan.rows if row.end - row.start > 1]
-    return StepWork.of(len(plan.rows) - len(chunks), chunks)
+def work_of(rows: Sequence[Row]) -> StepWork:
+    chunks = [row for row in rows if row.end - row.start > 1]
+    return StepWork.of(len(rows) - len(chunks), chunks)
 
 
-def took_s(plan: StepPlan) -> float:
-    return STEP_S + ROW_S * len(plan.rows) + PROMPT_S * work_of(plan).n_tokens
+def took_s(n_rows: int, work: StepWork) -> float:
+    return STEP_S + ROW_S * n_rows + PROMPT_S * work.n_tokens
 
 
 class ModelledFleet:

@@ -1,5 +1,6 @@
 """Grammars, vocabularies and a brute-force reading of grammars, for the tests here."""
 
+from functools import cache
 from itertools import product
 
 from hypothesis import strategies as st
@@ -109,8 +110,7 @@ def matches(expression, rules, most):
         case Token(token_id):
             words = {(256 + token_id,)}
         case Free(without):
-            texts = ("".join(chars) for n in range(most + 1) for chars in product(ALPHABET, repeat=n))
-            words = {tuple(text.encode()) for text in texts if not any(bad in text for bad in without)}
+            words = {word for text, word in texts(most) if not any(bad in text for bad in without)}
         case Sequence(items):
             words = {()}
             for item in items:
@@ -124,8 +124,16 @@ def matches(expression, rules, most):
     return {word for word in words if len(word) <= most}
 
 
+@cache
+def texts(most):
+    """Every text of at most so many bytes, and its bytes."""
+    found = ("".join(chars) for n in range(most + 1) for chars in product(ALPHABET, repeat=n))
+    return [(text, word) for text in found if len(word := tuple(text.encode())) <= most]
+
+
 def joined(left, right, most):
-    return {a + b for a in left for b in right if len(a) + len(b) <= most}
+    short = [[word for word in right if len(word) <= n] for n in range(most + 1)]
+    return {a + b for a in left for b in short[most - len(a)]}
 
 
 def repeated(item, least, limit, most):
