@@ -230,7 +230,8 @@ def _left_to_model(request: GenerateRequest) -> tuple[str, ...]:
     quotes and keys repeat there by design, and a penalized quote turns into stray characters in a copied value.
     """
     forced = request.output is not None or (request.tools and request.tool_choice.mode == "required")
-    return tuple(name for name in request.left_to_model if not (forced and name == "repetition_penalty"))
+    names = request.left_to_model
+    return tuple(name for name in names if name != "repetition_penalty") if forced else names
 
 
 def _fit(sampling: SamplingParams, n_prompt: int, context_len: int, field: str) -> SamplingParams:

@@ -72,15 +72,16 @@ def _check_results(messages: tuple[Message, ...]) -> None:
 
 
 def _deeper(value: Any, most: int) -> bool:
-    """Level by level, so that depth costs no stack."""
-    level = [value]
-    for _ in range(most + 1):
+    """True if the value is nested deeper than `most`. Goes level by level, so that depth costs no stack."""
+    level, depth = [value], 0
+    while level and depth <= most:
         level = [
             child
             for item in level
             if isinstance(item, dict | list)
             for child in (item.values() if isinstance(item, dict) else item)
         ]
+        depth += 1
     return bool(level)
 
 
@@ -103,9 +104,10 @@ def validate(request: GenerateRequest, vocab_size: int, tools_encoded: bool = Fa
 
     `tools_encoded`: the tools are known to be Unicode, because the caller has encoded them."""
     validate_prompt(request, vocab_size, tools_encoded)
-    _check_range("n", request.n, 1, MAX_CHOICES)
-    if (most := request.speculation.max_draft_tokens) is not None:
-        _check_range("speculation.max_draft_tokens", most, 0, MAX_DRAFT_TOKENS)
+    if not 1 <= request.n <= MAX_CHOICES:
+        raise _out_of_range("n", request.n, 1, MAX_CHOICES)
+    if (most := request.speculation.max_draft_tokens) is not None and not 0 <= most <= MAX_DRAFT_TOKENS:
+        raise _out_of_range("speculation.max_draft_tokens", most, 0, MAX_DRAFT_TOKENS)
     budget = request.reasoning.budget_tokens
     if budget is not None and not 0 <= budget <= MAX_TOKENS:
         raise BadInput(
@@ -144,47 +146,51 @@ def _continuable(messages: tuple[Message, ...] | None) -> bool:
 def validate_sampling(sampling: SamplingParams, vocab_size: int) -> SamplingParams:
     if sampling == _DEFAULTS:
         return sampling
-    _check_range("temperature", sampling.temperature, 0, MAX_TEMPERATURE)
-    _check_range("top_p", sampling.top_p, 0, 1, above=True)
-    _check_range("top_k", sampling.top_k, 0, MAX_TOKENS)
-    _check_range("min_p", sampling.min_p, 0, 1)
-    _check_range("repetition_penalty", sampling.repetition_penalty, 0, MAX_REPETITION_PENALTY, above=True)
-    _check_range("frequency_penalty", sampling.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
-    _check_range("presence_penalty", sampling.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
-    _check_range("logprobs", sampling.logprobs, 0, MAX_LOGPROBS)
-    _check_lengths(sampling)
-    _check_ids(sampling, vocab_size)
-    _check_stops(sampling.stop)
-    _check_bad_words(sampling.bad_words)
-    return _with_u64_seed(sampling)
-
-
-_DEFAULTS = SamplingParams()
-
-
-def _check_range(param: str, value: float | None, low: float, high: float, *, above: bool = False) -> None:
-    """low <= value <= high; with `above`, low itself is out too. NaN fails every comparison, so it is refused."""
-    if value is None or ((low < value if above else low <= value) and value <= high):
-        return
-    least = f"above {low}" if above else f"at least {low}"
-    raise BadInput(f"{param} must be {least} and at most {high}, not {value}", param=param)
-
-
-def _check_lengths(sampling: SamplingParams) -> None:
-    _check_range("max_tokens", sampling.max_tokens, 1, MAX_TOKENS)
-    _check_range("min_tokens", sampling.min_tokens, 0, MAX_TOKENS)
+    for name, (low, high) in _RANGES.items():
+        value = getattr(sampling, name)
+        if value is not None and (not low <= value <= high or (value == 0 and name in _NOT_ZERO)):
+            raise _out_of_range(name, value, low, high)
     if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
         raise BadInput(
             f"min_tokens ({sampling.min_tokens}) must not be above max_tokens ({sampling.max_tokens})",
             param="min_tokens",
         )
+    if sampling.logit_bias or sampling.stop_ids:
+        _check_ids(sampling, vocab_size)
+    if sampling.stop:
+        _check_stops(sampling.stop)
+    if sampling.bad_words:
+        _check_bad_words(sampling.bad_words)
+    return sampling if sampling.seed is None else _with_u64_seed(sampling)
+
+
+_DEFAULTS = SamplingParams()
+_RANGES: dict[str, tuple[float, float]] = {  # the least and the most; NaN is in none
+    "temperature": (0, MAX_TEMPERATURE),
+    "top_p": (0, 1),
+    "top_k": (0, MAX_TOKENS),
+    "min_p": (0, 1),
+    "repetition_penalty": (0, MAX_REPETITION_PENALTY),
+    "frequency_penalty": (-MAX_PENALTY, MAX_PENALTY),
+    "presence_penalty": (-MAX_PENALTY, MAX_PENALTY),
+    "logprobs": (0, MAX_LOGPROBS),
+    "max_tokens": (1, MAX_TOKENS),
+    "min_tokens": (0, MAX_TOKENS),
+}
+_NOT_ZERO = ("top_p", "repetition_penalty")
+
+
+def _out_of_range(param: str, value: float, low: float, high: float) -> BadInput:
+    least = f"above {low}" if param in _NOT_ZERO else f"at least {low}"
+    return BadInput(f"{param} must be {least} and at most {high}, not {value}", param=param)
 
 
 def _check_ids(sampling: SamplingParams, vocab_size: int) -> None:
     if len(sampling.logit_bias) > MAX_BIASES:
         raise BadInput(f"logit_bias may have {MAX_BIASES} entries, not {len(sampling.logit_bias)}", param="logit_bias")
     for token_id, bias in sampling.logit_bias.items():
-        _check_range("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+        if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
+            raise _out_of_range("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
         _check_id("logit_bias", token_id, vocab_size)
     for token_id in sampling.stop_ids:
         _check_id("stop_token_ids", token_id, vocab_size)
@@ -214,7 +220,8 @@ def _check_bad_words(words: tuple[str, ...]) -> None:
 
 def _with_u64_seed(sampling: SamplingParams) -> SamplingParams:
     seed = sampling.seed
-    if seed is None or 0 <= seed <= _U64:
+    assert seed is not None
+    if 0 <= seed <= _U64:
         return sampling
     if seed < -(1 << 63) or seed > _U64:
         raise BadInput(f"seed must fit into 64 bits, not {seed}", param="seed")

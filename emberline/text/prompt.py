@@ -300,7 +300,7 @@ def _exact_run(model: TextModel, before: bytes, ids: Sequence[int], mark: str) -
     if detokenizer.finish():
         return None
     raw = b"".join(map(model.tokenizer.token_bytes.__getitem__, ids))
-    marked: str = model.guard.mark(text, mark)
+    marked: str = model.guard.mark(text, mark) if mark else text
     return marked if raw.endswith(text.encode()) else None
 
 

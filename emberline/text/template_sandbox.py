@@ -86,7 +86,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[loopcontrols, _GenerationTag],
-            finalize=pass_context(lambda context, value: self._written(value)),
+            finalize=self._written,
         )
         self.limits = TemplateLimits() if limits is None else limits
         self.budget = _Budget(self.limits)
@@ -115,8 +115,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         self.budget.spend(1)
-        self._check_operands(operator, left, right)
-        return self._weighed(super().call_binop(context, operator, left, right))
+        if not (operator == "+" and type(left) is type(right) is str):  # nearly every operation of a template
+            self._check_operands(operator, left, right)
+            return self._weighed(super().call_binop(context, operator, left, right))
+        if len(left) + len(right) >= self.limits.chars:
+            raise TemplateLimit(f"it made a value of more than {self.limits.chars} characters")
+        return left + right
 
     def _bounded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """The filter with its work counted and its result checked. `wraps` keeps Jinja's pass_* attributes."""
@@ -186,7 +190,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """The iterable of a loop; each iteration costs one unit and the literal text in the loop's body."""
         return _CountedIterable(iterable, self.budget, 1 + max(n_literal, 0) // CHARS_PER_WORK)
 
-    def _written(self, value: Any) -> str:
+    @pass_context
+    def _written(self, context: Context, value: Any) -> str:
         """Counts the value of an expression that is written to the output, a block or a macro."""
         text = value if isinstance(value, str) else str(self._weighed(value))
         self.budget.spend(len(text) // CHARS_PER_WORK)

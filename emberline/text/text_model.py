@@ -117,8 +117,8 @@ class TextModel:
             declared = declare_tools(given) if "tools_ts_str" in self.template.variables else None
             kwargs = kwargs if declared is None else {"tools_ts_str": declared, **kwargs}
         try:
-            mark = self.guard.choose(turns, kwargs, given)
-            turns, kwargs, given = (self.guard.mark(value, mark) for value in (turns, kwargs, given))
+            if mark := self.guard.choose(turns, kwargs, given):
+                turns, kwargs, given = self.guard.mark([turns, kwargs, given], mark)
         except RecursionError:
             raise BadInput("the tool arguments in the messages are nested too deeply", param="messages") from None
         if not continue_final:

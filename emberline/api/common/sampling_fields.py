@@ -143,7 +143,7 @@ class SamplingFields(PeerFields, kw_only=True):
 
 def left_to_model(body: Any) -> tuple[str, ...]:
     """The sampling parameters of the body that the client has not set, or cannot set in this API."""
-    return tuple(name for name in MODEL_DEFAULTS if getattr(body, name, None) is None)
+    return tuple([name for name in MODEL_DEFAULTS if getattr(body, name, None) is None])
 
 
 def cache_ttl_s(retention: str | None) -> int:

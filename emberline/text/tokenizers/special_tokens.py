@@ -12,7 +12,7 @@ directly could still complete a special token; no such template is known.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from emberline.protocol.errors import BadInput
@@ -60,17 +60,16 @@ class Guard:
 
     def choose(self, *values: Any) -> str:
         """The mark for these values (strings, lists and dicts of them); empty if none is needed."""
-        if not any(self._special.search(text) for text in _strings(*values)):
+        text = "\0".join(_strings(*values))  # one search: what joined texts spell is marked in vain at worst
+        if self._special.search(text) is None:
             return ""
         for mark in MARKS:
-            if not any(mark in text for text in _strings(*values)):
+            if mark not in text:
                 return mark
         raise BadInput("the messages use every noncharacter from U+FDD0 to U+FDEF", param="messages")
 
     def mark(self, value: Any, mark: str) -> Any:
         """The value with the mark inside every text of a special token, also in keys, which may be tool arguments."""
-        if not mark:
-            return value
         if isinstance(value, str):
             return self._special.sub(lambda found: found[0] + mark, value)
         if isinstance(value, Mapping):
@@ -80,20 +79,22 @@ class Guard:
         return value
 
 
-def _strings(*values: Any) -> Iterator[str]:
+def _strings(*values: Any) -> list[str]:
     """All strings inside, level by level: recursion would cost every string as many steps as it is nested deep, and its
     limit is another in every version of Python."""
-    level = list(values)
-    for _ in range(MAX_DEPTH):
+    found: list[str] = []
+    level, n_levels = list(values), 0
+    while level:
+        if n_levels == MAX_DEPTH:
+            raise BadInput("the tool arguments in the messages are nested too deeply", param="messages")
         below: list[Any] = []
         for value in level:
             if isinstance(value, str):
-                yield value
+                found.append(value)
             elif isinstance(value, Mapping):
                 below += value.keys()
                 below += value.values()
             elif isinstance(value, list | tuple):
                 below += value
-        level = below
-    if level:
-        raise BadInput("the tool arguments in the messages are nested too deeply", param="messages")
+        level, n_levels = below, n_levels + 1
+    return found

@@ -40,17 +40,17 @@ class WordCache:
         self._cut = _cutter("".join(uncuttable)).findall
 
     def encode(self, text: str) -> bytes:
-        known = self._known
         words: list[str] = self._cut(text)
-        try:
-            return b"".join([known[word] for word in words])
-        except KeyError:
-            new = Counter(word for word in words if word not in known)
-        if len(new) > MIN_CACHED_WORDS and len(new) * CHARS_PER_WORD > len(text):
-            for word, _ in new.most_common(MIN_CACHED_WORDS + len(text) // CHARS_PER_CACHED_WORD):
-                self._cache(word)
-            return self._encode(text)
-        return b"".join([known.get(word) or self._cache(word) for word in words])
+        ids = list(map(self._known.get, words))
+        if None in ids:
+            new = Counter([word for word, found in zip(words, ids, strict=True) if found is None])
+            if len(new) > MIN_CACHED_WORDS and len(new) * CHARS_PER_WORD > len(text):
+                for word, _ in new.most_common(MIN_CACHED_WORDS + len(text) // CHARS_PER_CACHED_WORD):
+                    self._cache(word)
+                return self._encode(text)
+            tokenized = {word: self._cache(word) for word in new}
+            ids = [tokenized[word] if found is None else found for word, found in zip(words, ids, strict=True)]
+        return b"".join(ids)  # type: ignore[arg-type]
 
     def cuts(self, token: str) -> bool:
         """Whether text that contains this token could be cut inside it."""
