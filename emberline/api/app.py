@@ -8,7 +8,7 @@ from urllib.parse import quote
 from emberline import log as logs
 from emberline.accounts.account_service import AccountService
 from emberline.accounts.auth import Authenticator
-from emberline.api.gateway.ai_binding import is_wrapped, unwrap
+from emberline.api.gateway.ai_binding import WRAPS, unwrap
 from emberline.api.http.body import held_bodies
 from emberline.api.http.errors import error_body, error_headers
 from emberline.api.http.exchange import (
@@ -82,7 +82,7 @@ class App:
             return await _lifespan(receive, send)
         if scope["type"] != "http":
             return await send({"type": "websocket.close", "code": 1008})
-        if is_wrapped(scope):
+        if WRAPS in dict(scope["headers"]):
             scope = unwrap(scope)
         clock = Clock()
         relays_large = self._large_requests is not None

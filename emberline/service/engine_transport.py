@@ -91,12 +91,10 @@ class EngineTransport:
             completion_tokens=n_tokens,
             reasoning_tokens=n_reasoning,
             cached_by_tier=self._cached_by_tier or {},
-            drafts=self._draft_usage(),
+            drafts=self._draft_usage() if self._prepared.request.speculation.report else None,
         )
 
-    def _draft_usage(self) -> DraftUsage | None:
-        if not self._prepared.request.speculation.report:
-            return None
+    def _draft_usage(self) -> DraftUsage:
         found = self._drafts.values()
         return DraftUsage(sum(each.drafted for each in found), sum(each.accepted for each in found))
 

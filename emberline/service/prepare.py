@@ -87,20 +87,20 @@ class Preparer:
         self, request: GenerateRequest, principal: Principal, served: Served, info: EngineInfo, clock: Clock
     ) -> Prepared:
         """Make a request ready for an engine. Refuses everything that can be refused without one."""
-        is_long, tools = _is_long(request)
-        valid, digests, rendered = await self._run(is_long, lambda: _read(served.text, request, tools, info))
+        text, (is_long, tools) = served.text, _is_long(request)
+        valid, digests, rendered = await self._run(is_long, lambda: _read(text, request, tools, info))
         asked = served.card.defaults.apply(valid, _left_to_model(request))
         if self._remembering:
             await self._remembered(digests)
         known = await self._core.find(principal.account, info.fingerprint, digests) if digests else None
-        thinking = reasoning_begun(served.text, rendered, request.continue_final)
-        spec = grammar_spec(served.text, request, thinking)
+        thinking = reasoning_begun(text, rendered, request.continue_final)
+        spec = grammar_spec(text, request, thinking)
 
         def tokenize() -> tuple[Prompt, SamplingParams, bytes]:
-            prompt = build_prompt(served.text, request, known, rendered)
+            prompt = build_prompt(text, request, known, rendered)
             sampling = _fit(asked, prompt.n_ids, info.context_len, _prompt_field(request))
             if sampling.bad_words:
-                spelled = served.text.spellings(sampling.bad_words)
+                spelled = text.spellings(sampling.bad_words)
                 sampling = msgspec.structs.replace(sampling, bad_words=(), bad_ids=spelled)
             return prompt, sampling, blockhash.chain(blockhash.root(info.fingerprint, principal.salt), prompt.ids)
 
@@ -111,9 +111,9 @@ class Preparer:
         else:
             compiling = self._grammars.compile(spec)
             (prompt, sampling, keys), grammar, _ = await asyncio.gather(
-                tokenizing, compiling, self.load_vocabulary(served.text)
+                tokenizing, compiling, self.load_vocabulary(text)
             )
-        limit = reasoning_limit(served.text, request, sampling.max_tokens or 1) if thinking else None
+        limit = reasoning_limit(text, request, sampling.max_tokens or 1) if thinking else None
         return Prepared(
             request, principal, served, info, sampling, prompt, digests, clock, is_long, thinking, limit, grammar, keys
         )

@@ -117,7 +117,7 @@ class Sessions:
         key = (account, model, digest)
         if key in self._entries:
             self._remove(key)
-        blocks = tuple(self._hold(ids[at : at + BLOCK_BYTES]) for at in range(0, len(ids), BLOCK_BYTES))
+        blocks = tuple([self._hold(ids[at : at + BLOCK_BYTES]) for at in range(0, len(ids), BLOCK_BYTES)])
         entry = self._entries[key] = _Entry(blocks, PrefixCut(len(ids) // 4, text_len, text_digest), owner)
         self.n_bytes += entry.n_bytes
         while self.n_bytes > self.max_bytes:

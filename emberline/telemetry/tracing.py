@@ -157,7 +157,8 @@ class Tracer:
 def incoming(headers: Mapping[str, str]) -> tuple[TraceContext | None, TraceContext | None]:
     """The context of an HTTP request, and that of the client's span. Both are the client's where this server does not
     trace: it is passed on."""
-    parent = parse(headers.get("traceparent"), headers.get("tracestate"))
+    given = headers.get("traceparent")
+    parent = parse(given, headers.get("tracestate")) if given else None
     return (parent if _tracer is None else _tracer.begin(parent)), parent
 
 

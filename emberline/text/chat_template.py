@@ -84,8 +84,8 @@ def with_system_text(turns: list[Turn], text: str) -> list[Turn]:
 
 def with_family_ids(messages: Sequence[Message], form: ToolCallFormat) -> Sequence[Message]:
     """The messages with call ids in the style that the family's templates require."""
-    ids = family_ids(form.ids, [call for message in messages for call in message.tool_calls])
-    if not ids:
+    calls = [call for message in messages for call in message.tool_calls]
+    if not calls or not (ids := family_ids(form.ids, calls)):
         return messages
     return [
         msgspec.structs.replace(

@@ -13,7 +13,7 @@ import msgspec
 
 from emberline.protocol.errors import BadInput
 from emberline.protocol.request import GenerateRequest, Message, ThinkingLimit, Tool, ToolCall
-from emberline.protocol.token_ids import count, unpack
+from emberline.protocol.token_ids import unpack
 from emberline.text.grammar.reply_grammar import GrammarSpec, ReasoningSpec, ToolCallSpec
 from emberline.text.text_model import Rendered, TextModel
 from emberline.text.tool_calls import reasoning
@@ -131,7 +131,7 @@ class Prompt(msgspec.Struct, frozen=True):
 
     @property
     def n_ids(self) -> int:
-        return count(self.ids)
+        return len(self.ids) // 4
 
 
 def prompt_kwargs(model: TextModel, request: GenerateRequest) -> dict[str, Any]:
@@ -202,6 +202,7 @@ def reply_entry(
 
     None if it does not (it trims, it drops reasoning), if a stop string made the text shorter than its ids, and if the
     ids contain special tokens without a meaning in replies, or incomplete characters. A final end token is left out.
+    A template that has rendered a plain reply exactly is believed to do so again: the next turn compares the digests.
     """
     if prompt.rendered is None or request.messages is None:
         return None
@@ -210,9 +211,17 @@ def reply_entry(
         ids.pop()
     if not (model.special_ids - model.marker_ids).isdisjoint(ids):
         return None
+    kwargs = prompt_kwargs(model, request)
+    form, plain = repr((sorted(kwargs.items()), bool(request.tools))), None
+    if not request.continue_final and not reply.tool_calls and reply.content == reply.content.strip():
+        plain = _exact_text(model, prompt.ids, ids, prompt.rendered.mark)
+        if plain != reply.content or model.guard.choose(plain):
+            plain = None
+    if plain is not None and form in model.exact_forms:
+        whole = prompt.rendered.text + plain
+        return _entry(prompt, prompt.ids + reply_ids[: 4 * len(ids)], whole, len(whole))
     messages = _with_reply(request.messages, reply, request.continue_final)
     try:
-        kwargs = prompt_kwargs(model, request)
         conversation = model.render_guarded(messages, kwargs, request.tools, add_generation_prompt=False)
     except BadInput:  # the template may reject the reply
         return None
@@ -222,6 +231,8 @@ def reply_entry(
     end: int | None = len(prompt.rendered.text) + len(text)
     if not conversation.text.startswith(text, len(prompt.rendered.text)):
         end = _rewritten_end(model, request, prompt, reply, ids, conversation) if reply.tool_calls else None
+    elif plain is not None:
+        model.exact_forms.add(form)
     return None if end is None else _entry(prompt, prompt.ids + reply_ids[: 4 * len(ids)], conversation.text, end)
 
 

@@ -43,6 +43,7 @@ class TextModel:
         self.tokenizer = tokenizer
         self.template = template
         self.guard = Guard(tokenizer.special)
+        self.exact_forms: set[str] = set()  # template arguments with which plain replies render exactly
         self.special_ids = tokenizer.special_ids
         self.bos_id = tokenizer.bos_id
         self.vocab_size = tokenizer.vocab_size

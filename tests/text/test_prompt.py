@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from emberline.protocol.request import GenerateRequest, Message
 from emberline.protocol.token_ids import pack, unpack
 from emberline.service.sessions import Sessions
+from emberline.text.chat_template import ChatTemplate
 from emberline.text.prompt import (
     KnownPrefix,
     PrefixCut,
@@ -265,6 +266,46 @@ def test_a_template_that_refuses_the_reply_is_no_error():
     source = "{% if messages[-1].role == 'assistant' %}{{ raise_exception('no') }}{% endif %}<|im_start|>"
     model = TextModel(family("chatml").tokenizer, type(family("chatml").template)(source))
     assert _reply_entry(model, "x", model.encode("x", special=False)) is None
+
+
+class CountingTemplate(ChatTemplate):
+    """A template that counts how often it is rendered."""
+
+    n_rendered = 0
+
+    def render(self, *args, **kwargs):
+        self.n_rendered += 1
+        return super().render(*args, **kwargs)
+
+
+def test_a_template_that_renders_replies_exactly_is_not_asked_again():
+    template = CountingTemplate(family("chatml").template.source)
+    chat = Chat(TextModel(family("chatml").tokenizer, template))
+    for n_rendered, text in enumerate(("one", "two", "three"), 1):
+        prompt, whole = chat.ask(text)
+        assert prompt.ids == whole.ids
+        before = template.n_rendered
+        chat.reply(_scattered(chat.model, "so it is"))
+        assert template.n_rendered - before == (n_rendered == 1)
+        assert chat.ask("why?")[0].n_known == (len(prompt.ids) + 4 * len("so it is")) // 4
+        chat.messages.clear()
+
+
+@pytest.mark.parametrize("said", ["odd", "odd ", " odd", "<|im_end|> odd", ""])
+def test_a_template_that_was_believed_wrongly_costs_nothing_but_time(said):
+    source = family("chatml").template.source.replace(
+        "message['content']", "message['content'] | replace('odd', 'even')"
+    )
+    assert "even" in source
+    model = TextModel(family("chatml").tokenizer, ChatTemplate(source))
+    chat = Chat(model)
+    chat.ask("the question")
+    chat.reply(_scattered(model, "the answer"))
+    chat.ask("and then?")
+    chat.reply(_scattered(model, said))
+    last, whole = chat.ask("and last?")
+    assert model.decode(last.ids, special=True) == model.decode(whole.ids, special=True)
+    assert "odd" not in model.decode(last.ids)
 
 
 def test_prompts_without_messages():

@@ -32,7 +32,7 @@ from emberline.protocol.gateway import DYNAMIC
 WRAPPED = "/binding"  # the route of requests inside another one, whatever path they were sent to
 UNIVERSAL = "/ai-gateway/universal/run/"
 GATEWAYS = "/ai-gateway/gateways/"
-_MARK = b"mf-binding"
+WRAPS = b"mf-binding"
 _HEADER = b"mf-header-"
 _OUTER = frozenset({b"host", b"origin", b"content-length", b"transfer-encoding", b"connection", b"content-encoding"})
 _MODEL = "cf-consn-model-id"
@@ -143,10 +143,6 @@ async def wrapped(call: HttpExchange) -> Response:
     check_api(call.principal, APIS[parts.path.split("/")[1]])
     call.scope["query_string"] = parts.query.encode("ascii", "replace")
     return await endpoint(call)
-
-
-def is_wrapped(scope: Scope) -> bool:
-    return _MARK in dict(scope["headers"])
 
 
 def unwrap(scope: Scope) -> Scope:
