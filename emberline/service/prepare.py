@@ -203,11 +203,12 @@ def _read(
             raise Unsupported(f"{request.model} takes no images", param=f"messages[{at}].images")
     n_chars = sum(len(message.content) for message in request.messages or ()) + len(request.prompt or "")
     _check_length(n_chars, request, text, info.context_len)
-    rendered = render_prompt(text, request)
+    kwargs = prompt_kwargs(text, request)
+    rendered = render_prompt(text, request, kwargs)
     if rendered is None:
         return valid, [], None
     _check_length(len(rendered.text), request, text, info.context_len)
-    return valid, chain_digests(request.messages or (), prompt_kwargs(text, request), tools), rendered
+    return valid, chain_digests(request.messages or (), kwargs, tools), rendered
 
 
 def _prompt_field(request: GenerateRequest) -> str:

@@ -139,13 +139,14 @@ def prompt_kwargs(model: TextModel, request: GenerateRequest) -> dict[str, Any]:
     return {**reasoning.template_kwargs(request.reasoning, model.template.variables), **request.template_kwargs}
 
 
-def render_prompt(model: TextModel, request: GenerateRequest) -> Rendered | None:
-    """The text of a conversation; None for a request with a raw prompt."""
+def render_prompt(
+    model: TextModel, request: GenerateRequest, kwargs: Mapping[str, Any] | None = None
+) -> Rendered | None:
+    """The text of a conversation; None for a request with a raw prompt. `kwargs` are its `prompt_kwargs`, if known."""
     if request.messages is None:
         return None
-    rendered = model.render_guarded(
-        request.messages, prompt_kwargs(model, request), request.tools, continue_final=request.continue_final
-    )
+    kwargs = prompt_kwargs(model, request) if kwargs is None else kwargs
+    rendered = model.render_guarded(request.messages, kwargs, request.tools, continue_final=request.continue_final)
     if model.reasoning_format is None or request.continue_final:
         return rendered
     variables = model.template.variables

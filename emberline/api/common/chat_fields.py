@@ -68,7 +68,7 @@ class ChatFields(GenerationFields, kw_only=True):
         return self.include_reasoning is False or bool(excluded) or omitted
 
     def toolset(self) -> Toolset:
-        return toolset(self.tools, self.tool_choice)
+        return toolset(self.tools, self.tool_choice) if self.tools or self.tool_choice else Toolset()
 
     def chat_request_fields(self) -> tuple[dict[str, Any], FieldNames]:
         """The canonical request's fields besides messages and sampling, and the client's names of them."""
@@ -103,7 +103,9 @@ class ChatFields(GenerationFields, kw_only=True):
         return Reasoning(enabled, effort, budget)
 
     def _template_kwargs(self) -> dict[str, Any]:
-        given = msgspec.structs.asdict(self.chat_template_kwargs or TemplateKwargs())
+        if self.chat_template_kwargs is None:
+            return {}
+        given = msgspec.structs.asdict(self.chat_template_kwargs)
         return {name: value for name, value in given.items() if value is not None}
 
 
