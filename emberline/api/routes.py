@@ -6,12 +6,10 @@ from typing import Any
 
 from emberline.api.admin import (
     accounts,
-    aliases,
     audit,
     cluster,
     events,
     kv_cache,
-    model_loading,
     prices,
     providers,
     status,
@@ -20,6 +18,7 @@ from emberline.api.admin import (
     workers,
 )
 from emberline.api.admin import endpoints as admin
+from emberline.api.admin import model_management as models
 from emberline.api.anthropic import batches as message_batches
 from emberline.api.anthropic import message_form as anthropic
 from emberline.api.anthropic.message_request import CountRequest
@@ -195,8 +194,8 @@ _ADMIN: tuple[_Row, ...] = (
     ("GET", "/api/cache", kv_cache.show, "Tiers of the KV cache of every engine worker"),
     ("GET", "/api/audit", audit.entries, "List the audit log", None, audit.PAGE),
     ("GET", "/api/audit/verify", audit.verify, "Verify the audit log", None, audit.HEAD),
-    ("POST", "/api/models/load", model_loading.load, "Load a model", model_loading.ModelName),
-    ("POST", "/api/models/unload", model_loading.unload, "Unload a model once it is idle", model_loading.ModelName),
+    ("POST", "/api/models/load", models.load, "Load a model", models.ModelName),
+    ("POST", "/api/models/unload", models.unload, "Unload a model once it is idle", models.ModelName),
     ("POST", "/api/prices", prices.set_price, "Set a model's price", prices.NewPrice),
     ("POST", "/api/prices/remove", prices.remove_price, "Take a model's price away", prices.NoPrice),
     ("POST", "/api/workers/drain", workers.drain, "Send a worker nothing new", workers.WorkerName),
@@ -204,9 +203,9 @@ _ADMIN: tuple[_Row, ...] = (
     ("POST", "/api/workers/restart", workers.restart, "End a worker to be started again", workers.WorkerName),
     ("POST", "/api/workers/role", workers.role, "Give a worker another role", workers.WorkerRoleChange),
     ("POST", "/api/workers/leave", workers.leave, "Drain a worker and remove it", workers.LeavingWorker),
-    ("GET", "/api/aliases", aliases.list_all, "List aliases of models"),
-    ("POST", "/api/aliases", aliases.put, "Add or replace an alias", aliases.NewAlias),
-    ("DELETE", "/api/aliases/{model}", aliases.remove, "Remove an alias"),
+    ("GET", "/api/aliases", models.list_aliases, "List aliases of models"),
+    ("POST", "/api/aliases", models.put_alias, "Add or replace an alias", models.NewAlias),
+    ("DELETE", "/api/aliases/{model}", models.remove_alias, "Remove an alias"),
     ("POST", "/api/workers/join", workers.join, "Add a worker or an upstream server", EndpointConfig),
 )
 _TENANT: tuple[_Row, ...] = (  # of the caller's account; an admin sees all

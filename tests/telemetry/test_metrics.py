@@ -13,9 +13,8 @@ from emberline.protocol.errors import BadInput
 from emberline.protocol.events import Completed
 from emberline.protocol.frames import DraftStats, EngineLoad, TierStats
 from emberline.service import Service
-from emberline.telemetry.draft_metrics import draft_metrics
 from emberline.telemetry.metrics import OTHER, Counts, Histogram, Metrics
-from emberline.telemetry.tier_metrics import tier_metrics
+from emberline.telemetry.worker_metrics import draft_metrics, tier_metrics
 from tests.service.fake_engine import FakeEngine
 from tests.service.test_service import ask, events_of
 

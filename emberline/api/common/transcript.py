@@ -1,6 +1,13 @@
-"""Transcripts as subtitles: SubRip and WebVTT."""
+"""Transcripts in replies: timed words as JSON, and subtitles as SubRip and WebVTT."""
 
-from emberline.protocol.speech import Transcript
+from collections.abc import Sequence
+from typing import Any
+
+from emberline.protocol.speech import TimedWord, Transcript
+
+
+def words_body(words: Sequence[TimedWord]) -> list[dict[str, Any]]:
+    return [{"word": word.word.strip(), "start": word.start_s, "end": word.end_s} for word in words]
 
 
 def srt(transcript: Transcript) -> str:

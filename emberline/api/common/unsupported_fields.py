@@ -1,8 +1,8 @@
 """Fields that change an answer and are not supported: known by name, so that they are refused and not ignored.
 
 They are OpenAI's own and those of the servers that speak its API. A body's struct inherits them (`PeerFields`) and
-declares those that it supports again. `IGNORED` lists the fields that are accepted without an effect, with the reason.
-Fields that are in no struct and not in that list are unknown, and skipped.
+declares those that it supports again. Fields that are in no struct are skipped: they are unknown, or without an effect,
+for reasons that docs/api.md states.
 """
 
 from collections.abc import Callable, Mapping
@@ -66,49 +66,6 @@ ALTERNATIVES: Mapping[str, tuple[str, ...]] = {
     "system": ("messages", "instructions"),
     "think": ("reasoning_effort", "reasoning", "thinking"),
     "thinking_token_budget": ("thinking",),
-}
-
-IGNORED = {
-    # Bookkeeping of the client and its provider: nothing of it reaches a model.
-    "metadata": "kept with stored responses and batches; otherwise for the client's own records",
-    "store": "chat completions are not kept; responses are, unless it is false",
-    "safety_identifier": "for a provider's abuse detection",
-    "request_id": "request ids are ours; send `X-Request-Id` to find it in the log",
-    "rid": "as `request_id`",
-    "trace": "OpenRouter's observability",
-    "usage": "OpenRouter's; usage is always counted",
-    "user": "names a session in the APIs that have it",
-    "prompt_cache_key": "as `user`",
-    "model": "`run` has it in the path",
-    # Parameters of what is refused, or has no counterpart, where the API lacks them.
-    "parallel_tool_calls": "with `tools`",
-    "max_tool_calls": "with tools that a server runs",
-    "stream_options": "streams that cannot leave the usage out always have it",
-    # Hints about speed: the answer is the same without them.
-    "prediction": "OpenAI's predicted output",
-    "prompt_cache_retention": "OpenAI's; in its APIs it is a hint for retention",
-    "cache_control": "Anthropic's; in its API it is a hint for retention. Prefixes are cached by themselves",
-    "cache_prompt": "llama.cpp's; prefixes are cached by themselves",
-    "id_slot": "llama.cpp's; slots are assigned by the scheduler",
-    "keep_alive": "Ollama's; `[models] keep_alive_s` decides how long models stay loaded",
-    "guided_decoding_backend": "vLLM's; there is one",
-    # Hints about style, for models that were trained on them.
-    "verbosity": "OpenAI's",
-    # Anthropic's: clients of agents always send it. A conversation that does not fit is refused and not edited.
-    "context_management": "Anthropic's",
-    # Parameters of a sampler that is off: what turns it on is refused.
-    "dry_base": "with `dry_multiplier`",
-    "dry_allowed_length": "with `dry_multiplier`",
-    "dry_penalty_last_n": "with `dry_multiplier`",
-    "dry_sequence_breakers": "with `dry_multiplier`",
-    "dynatemp_exponent": "with `dynatemp_range`",
-    "mirostat_tau": "with `mirostat`",
-    "mirostat_eta": "with `mirostat`",
-    "repeat_last_n": "with `repeat_penalty`",
-    "xtc_threshold": "with `xtc_probability`",
-    "early_stopping": "with `use_beam_search`",
-    "truncation_side": "with `truncate_prompt_tokens`",
-    "spaces_between_special_tokens": "with `skip_special_tokens: false`",
 }
 
 

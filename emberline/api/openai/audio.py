@@ -6,7 +6,7 @@ from typing import Any, Literal
 import msgspec
 
 from emberline.api.common.response_body import cost_field
-from emberline.api.common.transcript import srt, vtt
+from emberline.api.common.transcript import srt, vtt, words_body
 from emberline.api.http.body import body_chunks, held_bodies
 from emberline.api.http.exchange import HttpExchange, Reply, encode, json_reply
 from emberline.net.multipart import MultipartForm, boundary_of
@@ -145,6 +145,5 @@ def _reply(call: HttpExchange, form: TranscriptionForm, transcript: Transcript, 
             for number, segment in enumerate(transcript.segments)
         ]
     if "word" in form.timestamp_granularities:
-        words = transcript.words
-        body["words"] = [{"word": word.word.strip(), "start": word.start_s, "end": word.end_s} for word in words]
+        body["words"] = words_body(transcript.words)
     return Reply(200, encode({**body, "usage": usage}), headers=headers)

@@ -2,20 +2,19 @@
 
 import base64
 import binascii
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from emberline.api.common.transcript import vtt
+from emberline.api.common.transcript import vtt, words_body
 from emberline.api.common.unsupported_fields import UnsupportedField, refuse_unsupported
 from emberline.api.http.exchange import HttpExchange, Reply
 from emberline.api.http.wire import NO_LIMIT, decode
 from emberline.api.workers_ai.response_body import result_reply
 from emberline.protocol.errors import BadInput, TooLarge
 from emberline.protocol.request import SpeechRequest
-from emberline.protocol.speech import MAX_AUDIO_BYTES, TimedWord, Transcript
+from emberline.protocol.speech import MAX_AUDIO_BYTES, Transcript
 
 Byte = Annotated[int, Meta(ge=0, le=255)]
 
@@ -87,7 +86,7 @@ def result(transcript: Transcript) -> dict[str, Any]:
     return {
         "text": transcript.text,
         "word_count": len(words),
-        "words": _words(words),
+        "words": words_body(words),
         "vtt": vtt(transcript),
         "transcription_info": {
             "language": transcript.language,
@@ -104,14 +103,8 @@ def result(transcript: Transcript) -> dict[str, Any]:
                 "compression_ratio": segment.compression_ratio,
                 "no_speech_prob": segment.no_speech_prob,
                 "word_count": len(segment.words),
-                "words": [
-                    {"word": word.word.strip(), "start": word.start_s, "end": word.end_s} for word in segment.words
-                ],
+                "words": words_body(segment.words),
             }
             for segment in transcript.segments
         ],
     }
-
-
-def _words(words: Sequence[TimedWord]) -> list[dict[str, Any]]:
-    return [{"word": word.word.strip(), "start": word.start_s, "end": word.end_s} for word in words]

@@ -1,0 +1,65 @@
+"""Endpoints for operators: aliases of models, and loading and unloading models of this machine."""
+
+from typing import Literal
+
+import msgspec
+
+from emberline.api.http.body import read_json
+from emberline.api.http.exchange import HttpExchange, Reply, json_reply, while_connected
+from emberline.catalog.aliases import ModelName as AliasName
+from emberline.catalog.aliases import Targets
+
+
+class NewAlias(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    name: AliasName
+    targets: Targets  # weights by model
+
+
+_alias = msgspec.json.Decoder(NewAlias)
+
+
+async def list_aliases(call: HttpExchange) -> Reply:
+    return _aliases_reply(call)
+
+
+async def put_alias(call: HttpExchange) -> Reply:
+    """Add an alias or replace it. It is in effect at once, in every HTTP worker, and stays over restarts."""
+    body = await read_json(call, _alias)
+    call.audit_target = body.name
+    await call.service.operations.change_alias(body.name, body.targets)
+    return _aliases_reply(call)
+
+
+async def remove_alias(call: HttpExchange) -> Reply:
+    await call.service.operations.change_alias(call.path_param, None)
+    return _aliases_reply(call)
+
+
+def _aliases_reply(call: HttpExchange) -> Reply:
+    aliases = sorted(call.service.models.aliases.aliases.values(), key=lambda alias: alias.name)
+    return json_reply({"aliases": [msgspec.structs.asdict(alias) for alias in aliases]})
+
+
+class ModelName(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    model: str  # id or alias
+
+
+_loaded = msgspec.json.Decoder(ModelName)
+
+
+async def load(call: HttpExchange) -> Reply:
+    """Answered when it is loaded. Idle models make way where there is no room."""
+    return await _change(call, "load")
+
+
+async def unload(call: HttpExchange) -> Reply:
+    """Answered when its last request has ended and it is unloaded. The next request for it loads it again."""
+    return await _change(call, "unload")
+
+
+async def _change(call: HttpExchange, action: Literal["load", "unload"]) -> Reply:
+    body = await read_json(call, _loaded)
+    call.audit_target = body.model[:256]
+    await while_connected(call.receive, call.service.operations.load_model(body.model, action))
+    card = call.service.models.find(body.model)
+    return json_reply({"model": card.id, "state": "loaded" if action == "load" else "on_disk"})
