@@ -253,8 +253,8 @@ def from_disk(args: argparse.Namespace) -> dict[str, Any]:
     from emberline.kv.tiers.disk.disk_tier import DiskTier
     from emberline.kv.tiers.host import HostTier
     from emberline.kv.tiers.manager import TierManager
-    from emberline.kv.tiers.messages import BlocksFetched, SavedBlock, WantedBlock
-    from emberline.kv.tiers.orders import Save, Saved
+    from emberline.kv.tiers.messages import BlocksFetched, Saved, SavedBlock, WantedBlock
+    from emberline.kv.tiers.orders import Save
     from emberline.kv.tiers.tier import BlockId, BlockMeta, layout_tag
 
     n_blocks = args.disk_tokens // 16

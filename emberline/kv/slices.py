@@ -4,7 +4,6 @@ A rank has a slice of every block: some layers, KV heads and tokens (`KVGroup`).
 have the same slices, and whole blocks go from one to the other; else a block goes in runs of bytes.
 """
 
-from collections.abc import Sequence
 from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
@@ -93,11 +92,6 @@ def routes(senders: tuple[Slices, ...], receivers: tuple[Slices, ...]) -> tuple[
             if n != group.block_bytes:
                 raise SliceMismatch(f"{n} of the {group.block_bytes} bytes of {group.tag} are sent")
     return tuple(found)
-
-
-def as_tuples(ranks: Sequence[Sequence[KVGroup]]) -> tuple[Slices, ...]:
-    """Return the groups of each rank as a value that can be a key."""
-    return tuple(map(tuple, ranks))
 
 
 def _common(one: tuple[int, int], other: tuple[int, int]) -> range:

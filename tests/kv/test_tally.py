@@ -1,7 +1,8 @@
 """Reports of several ranks about the same items: the last one completes an item, one that is lost is lost for all."""
 
 from emberline.kv.tally import Answers, Tally
-from emberline.kv.tiers.orders import Flushed, Saved
+from emberline.kv.tiers.messages import Saved
+from emberline.kv.tiers.orders import Flushed
 
 
 def test_an_item_is_done_when_all_have_named_it():

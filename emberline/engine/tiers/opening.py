@@ -112,9 +112,10 @@ def _open_disk(
 ) -> DiskTier:
     if args.kv_disk_path is None:
         raise BadInput("--kv-disk-bytes needs --kv-disk-path, a folder", param="kv_disk_path")
-    n_ranks, capacity_bytes = max(1, len(ranks)), args.kv_disk_bytes
-    if ranks:  # rank 0 decides what is evicted; the others have room for more blocks, until they hear of it
-        n_blocks = capacity_bytes // n_ranks // max(map(slot_bytes, ranks))
+    n_ranks = max(1, len(ranks))
+    capacity_bytes = args.kv_disk_bytes // n_ranks
+    if ranks and (n_blocks := capacity_bytes // max(map(slot_bytes, ranks))):
+        # Rank 0 decides what is evicted. The others have room for more blocks, until they hear of it.
         n_spared = 0 if args.rank else min(n_blocks // 4, 1 + SAVING_BYTES // slot_bytes(layouts))
         capacity_bytes = (n_blocks - n_spared) * slot_bytes(layouts)
     try:

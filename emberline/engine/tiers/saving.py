@@ -2,7 +2,7 @@
 
 from emberline.engine.core.sequence import Sequence
 from emberline.kv.cache import KVCache
-from emberline.kv.tiers.messages import BlocksCopied, SavedBlock, TierPort
+from emberline.kv.tiers.messages import SavedBlock, TierPort
 from emberline.kv.tiers.tier import BlockId, BlockMeta, layout_tag
 
 PART_BYTES = 32 << 20  # that are handed over together, and released together when they are copied
@@ -18,7 +18,9 @@ class BlockSaver:
         self._layouts = [group.layout for group in cache.groups]
         self._tags = [layout_tag(layout) for layout in self._layouts]
         self._waiting: dict[tuple[int, bytes], BlockMeta] = {}  # by group and content key, in order
-        self._n_pinned = 0
+        self._saves: dict[int, list[SavedBlock]] = {}  # by number: what is being copied
+        self._n_saves = 0  # so far
+        self._n_pinned = self._pinned_bytes = 0
         self._max_pinned = max(4, cache.n_total // MAX_PINNED_SHARE)
 
     def published(self, seq: Sequence, first: int, end: int) -> None:
@@ -34,7 +36,7 @@ class BlockSaver:
         """Hand over as many blocks as may be read at once, in parts: once per step, and before a plan."""
         if not self._waiting:
             return
-        room = self._port.room()
+        room = self._port.max_saving - self._pinned_bytes
         part: list[SavedBlock] = []
         part_bytes = 0
         while self._waiting and room > 0 and self._n_pinned < self._max_pinned:
@@ -48,18 +50,28 @@ class BlockSaver:
             self._n_pinned += 1
             n_bytes = self._layouts[g].block_bytes
             if part and part_bytes + n_bytes > PART_BYTES:
-                self._port.save(part)
+                self._save(part, part_bytes)
                 part, part_bytes = [], 0
             room -= n_bytes
             part_bytes += n_bytes
             part.append(SavedBlock(g, block, BlockId(key, self._tags[g]), meta))
         if part:
-            self._port.save(part)
+            self._save(part, part_bytes)
 
-    def copied(self, notice: BlocksCopied) -> None:
-        for g in range(len(self._layouts)):
-            self._cache.unpin_all(g, [saved.block for saved in notice.blocks if saved.group == g])
-        self._n_pinned -= len(notice.blocks)
+    def _save(self, part: list[SavedBlock], n_bytes: int) -> None:
+        self._n_saves += 1
+        self._saves[self._n_saves] = part
+        self._pinned_bytes += n_bytes
+        self._port.save(self._n_saves, part)
+
+    def saved(self, number: int) -> None:
+        """Give up the references to the blocks of a save, which are copied."""
+        blocks = self._saves.pop(number)
+        for g, layout in enumerate(self._layouts):
+            mine = [saved.block for saved in blocks if saved.group == g]
+            self._cache.unpin_all(g, mine)
+            self._pinned_bytes -= layout.block_bytes * len(mine)
+        self._n_pinned -= len(blocks)
 
 
 def block_meta(seq: Sequence, session: bytes, j: int) -> BlockMeta:

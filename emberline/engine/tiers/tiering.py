@@ -13,7 +13,7 @@ from emberline.engine.tiers.fetching import TierFetches, TierMatch
 from emberline.engine.tiers.saving import BlockSaver
 from emberline.engine.tiers.step_budget import StepBudget
 from emberline.kv.tiers.fetch_policy import ComputeQueue
-from emberline.kv.tiers.messages import BlocksCopied, BlocksFetched, Notice, TierPort
+from emberline.kv.tiers.messages import BlocksFetched, Notice, Saved, TierPort
 from emberline.protocol.frames import EngineLoad
 
 MAX_FETCHES = 2  # of a sequence, between two admissions
@@ -217,8 +217,8 @@ class Tiering(Feature):
         self._notices += self._port.notices()
         while self._notices and self._budget.publications:
             notice = self._notices.popleft()
-            if isinstance(notice, BlocksCopied):
-                self.saver.copied(notice)
+            if isinstance(notice, Saved):
+                self.saver.saved(notice.number)
             elif isinstance(notice, BlocksFetched):
                 if (seq := self.fetches.fetched(self._with_next(notice))) is not None:
                     ended.append(seq)

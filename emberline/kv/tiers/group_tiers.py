@@ -13,7 +13,7 @@ from itertools import count
 from emberline.kv.retention import Retention
 from emberline.kv.tally import Answers, GroupPort, Tally
 from emberline.kv.tiers.manager import FLUSH_S, TierManager
-from emberline.kv.tiers.messages import BlocksCopied, BlocksFetched, Item, LookedUp, SavedBlock, WantedBlock
+from emberline.kv.tiers.messages import BlocksFetched, Item, LookedUp, Saved, SavedBlock, WantedBlock
 from emberline.kv.tiers.orders import (
     CancelFetch,
     Fetch,
@@ -23,7 +23,6 @@ from emberline.kv.tiers.orders import (
     Purge,
     Remove,
     Save,
-    Saved,
     TierOrder,
     TierReport,
 )
@@ -40,11 +39,9 @@ class GroupTiers(GroupPort[TierOrder, TierReport]):
         self.names, self.remote, self.changes, self.all_tiers = own.names, own.remote, own.changes, own.all_tiers
         self.find, self.look_up, self.queues = own.find, own.look_up, own.queues
         self.used, self.retire = own.used, own.retire  # rank 0 decides for all what is evicted
-        self.stats = own.stats
-        self._numbers = count(1)  # of saves and flushes, which other threads begin
+        self.stats, self.max_saving = own.stats, own.max_saving
+        self._numbers = count(1)  # of flushes, which other threads begin
         self._answers = Answers({Flushed: Flushed.merged})
-        self._saves: dict[int, Sequence[SavedBlock]] = {}
-        self._saving_bytes = 0
         self._fetches: dict[int, Tally[Item]] = {}
         self._cancelled: dict[int, Sequence[Item]] = {}  # blocks of fetches that some rank may still write
         self._flushes: dict[int, Future[Flushed]] = {}
@@ -73,29 +70,16 @@ class GroupTiers(GroupPort[TierOrder, TierReport]):
         elif (answer := self._answers.said(report, report.number)) is None:
             pass  # others are awaited
         elif isinstance(answer, Saved):
-            blocks = self._saves.pop(answer.number)
-            self._saving_bytes -= self._size(blocks)
-            self.merged.append(BlocksCopied(blocks))
+            self.merged.append(answer)
         elif isinstance(answer, FetchCancelled):
             self.merged.append(BlocksFetched(answer.number, (), self._cancelled.pop(answer.number)))
         elif (flush := self._flushes.pop(answer.number, None)) is not None:
             flush.set_result(answer)
 
-    def room(self) -> int:
-        """Bytes that `save` may take now; small or negative: later."""
-        return self.own.max_saving - self._saving_bytes
-
-    def save(self, blocks: Sequence[SavedBlock]) -> None:
-        """Save blocks, which are referenced until `BlocksCopied` names them."""
-        number = next(self._numbers)
-        self._saves[number] = blocks
-        self._saving_bytes += self._size(blocks)
+    def save(self, number: int, blocks: list[SavedBlock]) -> None:
+        """Save blocks, which are referenced until `Saved` has their number."""
         self._answers.expect(Saved, number, self.n_ranks)
-        self.order(Save(number, list(blocks), self.own.make_room(number, blocks) if self.n_ranks > 1 else {}))
-
-    def _size(self, blocks: Sequence[SavedBlock]) -> int:
-        sizes = self.own.sizes
-        return sum([sizes[block.group] for block in blocks])
+        self.order(Save(number, blocks, self.own.make_room(number, blocks) if self.n_ranks > 1 else {}))
 
     def fetch(self, number: int, blocks: Iterable[WantedBlock]) -> None:
         """Begin a fetch, or add blocks to it."""

@@ -25,7 +25,7 @@ from emberline.kv.notice_queue import NoticeQueue
 from emberline.kv.retention import Conversation, Retention
 from emberline.kv.tiers.fetch_policy import TierQueue
 from emberline.kv.tiers.host import HostTier, Slot
-from emberline.kv.tiers.messages import BlocksFetched, Item, LookedUp, SavedBlock, WantedBlock
+from emberline.kv.tiers.messages import BlocksFetched, Item, LookedUp, Saved, SavedBlock, WantedBlock
 from emberline.kv.tiers.mover import BlockCopy, BlockMover, Ticket
 from emberline.kv.tiers.orders import (
     CancelFetch,
@@ -34,7 +34,6 @@ from emberline.kv.tiers.orders import (
     Flushed,
     Purge,
     Save,
-    Saved,
     TierOrder,
     TierReport,
 )
@@ -120,7 +119,7 @@ class TierManager:
             elif isinstance(order, Save):
                 self._saves.put(partial(self._save, order))
             else:
-                self._remove(self._ids(order.keys))
+                self._saves.put(partial(self._tell, order.keys, lambda tier, ids: tier.remove(ids)))
 
     def reports(self) -> list[TierReport]:
         """Take what has happened since the last call."""
@@ -163,28 +162,19 @@ class TierManager:
 
     def used(self, keys: Sequence[bytes], conversation: Conversation | None) -> None:
         """Keep blocks that were found in the device pool as if they were read from a tier."""
-        ids = self._ids(keys)
-        self._for_each(lambda tier: tier.touch(ids, conversation))
+        self._saves.put(partial(self._tell, keys, lambda tier, ids: tier.touch(ids, conversation)))
 
     def retire(self, owner: bytes, session: bytes, first: int) -> None:
         """Evict the blocks of a session that has ended first, from a position on."""
-        self._for_each(lambda tier: tier.retire(owner, session, first))
+        self._saves.put(partial(self._tell, (), lambda tier, _: tier.retire(owner, session, first)))
 
-    def _remove(self, ids: Sequence[BlockId]) -> None:
-        self._for_each(lambda tier: tier.remove(ids))
-
-    def _ids(self, keys: Sequence[bytes]) -> list[BlockId]:
-        return [BlockId(key, tag) for tag in self._tags for key in keys]
-
-    def _for_each(self, call: Callable[[Tier], None]) -> None:
-        """Let a thread call a function with every tier. A tier that fails at it does not keep the others from it."""
-
-        def call_all() -> None:
-            for tier in self._all:
-                with contextlib.suppress(Exception):
-                    call(tier)
-
-        self._saves.put(call_all)
+    def _tell(self, keys: Sequence[bytes], call: Callable[[Tier, list[BlockId]], None]) -> None:
+        """Call a function with every tier, and the blocks of all layouts. A tier that fails at it does not keep the
+        others from it."""
+        ids = [BlockId(key, tag) for tag in self._tags for key in keys]
+        for tier in self._all:
+            with contextlib.suppress(Exception):
+                call(tier, ids)
 
     def find(self, tag: bytes, keys: Sequence[bytes]) -> list[str | None]:
         if self._host.capacity_bytes < max(self.sizes):  # none could be allocated: nothing passes

@@ -5,7 +5,6 @@ on every rank; the orders that they get are in `orders.py`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -20,7 +19,7 @@ Item = tuple[int, int]  # KV group and index in a sequence's chain
 
 
 class SavedBlock(NamedTuple):
-    """A block to save. It is referenced, and not written, until `BlocksCopied` names it."""
+    """A block to save. It is referenced, and not written, until `Saved` has the number of its save."""
 
     group: int
     block: int
@@ -42,11 +41,10 @@ class WantedBlock(NamedTuple):
         return self.item[0]
 
 
-@dataclass(slots=True, frozen=True)
-class BlocksCopied:
-    """The blocks of one `save` are not read any more."""
+class Saved(msgspec.Struct, frozen=True, tag=True):
+    """The blocks of a save are not read any more."""
 
-    blocks: Sequence[SavedBlock]
+    number: int
 
 
 class BlocksFetched(msgspec.Struct, frozen=True, tag=True):
@@ -67,7 +65,7 @@ class LookedUp(msgspec.Struct, frozen=True, tag=True):
     number: int
 
 
-Notice = BlocksCopied | BlocksFetched | LookedUp
+Notice = Saved | BlocksFetched | LookedUp
 
 
 class TierPort(Protocol):
@@ -75,6 +73,7 @@ class TierPort(Protocol):
 
     names: tuple[str, ...]  # of the tiers, fastest first
     remote: bool  # some tier must be asked before `find`
+    max_saving: int  # bytes that may be read for saves at once
 
     @property
     def own(self) -> Any:
@@ -95,11 +94,8 @@ class TierPort(Protocol):
     def notices(self) -> list[Notice]:
         """Take in what ranks have reported. Returns what is done on all of them."""
 
-    def room(self) -> int:
-        """Bytes that `save` may take now; small or negative: later."""
-
-    def save(self, blocks: Sequence[SavedBlock]) -> None:
-        """Answered by one `BlocksCopied`."""
+    def save(self, number: int, blocks: list[SavedBlock]) -> None:
+        """Save blocks. Answered by `Saved`."""
 
     def find(self, tag: bytes, keys: Sequence[bytes]) -> list[str | None]:
         """The fastest tier that holds each block, of one layout."""

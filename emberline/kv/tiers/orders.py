@@ -10,7 +10,7 @@ from typing import ClassVar
 import msgspec
 
 from emberline.kv.retention import Conversation
-from emberline.kv.tiers.messages import BlocksFetched, LookedUp, SavedBlock, WantedBlock
+from emberline.kv.tiers.messages import BlocksFetched, LookedUp, Saved, SavedBlock, WantedBlock
 
 
 class _Order(msgspec.Struct, array_like=True):
@@ -61,12 +61,6 @@ class Purge(Flush, tag="purge"):
 
 
 TierOrder = Save | Fetch | CancelFetch | Remove | Flush | Purge
-
-
-class Saved(msgspec.Struct, frozen=True, tag=True):
-    """The blocks of a `Save` are not read any more."""
-
-    number: int
 
 
 class FetchCancelled(msgspec.Struct, frozen=True, tag=True):

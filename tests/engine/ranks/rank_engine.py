@@ -27,7 +27,7 @@ from emberline.kv.tiers.disk.disk_tier import slot_bytes
 from emberline.kv.tiers.group_tiers import GroupTiers
 from emberline.kv.tiers.host import HostTier, padded
 from emberline.kv.tiers.manager import TierManager
-from emberline.kv.tiers.messages import BlocksCopied, BlocksFetched
+from emberline.kv.tiers.messages import BlocksFetched, Saved
 from emberline.kv.tiers.mover import HostMover
 from emberline.kv.transfer.group_transfers import GroupTransfers
 from emberline.kv.transfer.host_transfers import host_transfers
@@ -211,7 +211,7 @@ class OrderBook:
 
     def __init__(self, tiers, engine):
         self._tiers, self._engine = tiers, engine
-        self.saves, self.fetches, self.cancelled = [], {}, {}
+        self.saves, self.fetches, self.cancelled = {}, {}, {}
         self.contents = {}  # entries of every content key that was saved
         self.n_wanted = 0  # blocks of all fetches
         self.n_named = 0  # blocks in notices
@@ -219,11 +219,12 @@ class OrderBook:
     def __getattr__(self, name):
         return getattr(self._tiers, name)
 
-    def save(self, blocks):
-        self.saves.append(blocks)
+    def save(self, number, blocks):
+        assert number not in self.saves
+        self.saves[number] = blocks
         for block in blocks:
             self.contents[block.group, block.id.key] = self._engine.content(block.group, block.block)
-        self._tiers.save(blocks)
+        self._tiers.save(number, blocks)
 
     def fetch(self, number, blocks):
         wanted = list(blocks)
@@ -244,9 +245,8 @@ class OrderBook:
     def notices(self):
         taken = self._tiers.notices()
         for notice in taken:
-            if isinstance(notice, BlocksCopied):
-                (found,) = [n for n, blocks in enumerate(self.saves) if blocks is notice.blocks]
-                self.n_named += len(self.saves.pop(found))
+            if isinstance(notice, Saved):
+                self.n_named += len(self.saves.pop(notice.number))
             elif isinstance(notice, BlocksFetched):
                 self._named(notice)
         return taken
@@ -273,7 +273,7 @@ class OrderBook:
     @property
     def blocks(self):
         """Device blocks that some rank may still read or write."""
-        saved = {(block.group, block.block) for blocks in self.saves for block in blocks}
+        saved = {(block.group, block.block) for blocks in self.saves.values() for block in blocks}
         return saved.union(*(left.values() for left in self.cancelled.values()))
 
     @property

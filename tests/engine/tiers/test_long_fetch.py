@@ -15,7 +15,7 @@ from emberline.kv.block_pool import BlockPool
 from emberline.kv.cache import KVCache
 from emberline.kv.prefix_index import PrefixIndex
 from emberline.kv.tiers.fetch_policy import TierQueue
-from emberline.kv.tiers.messages import BlocksCopied, BlocksFetched
+from emberline.kv.tiers.messages import BlocksFetched, Saved
 from emberline.protocol.block_hash import KVGroup
 from tests.engine.fakes import Drawn, Handle, request
 
@@ -28,7 +28,7 @@ VOCAB = 50
 class MemoryTier:
     """A `TierPort` that has every block that was saved, and brings them as fast as they are asked for."""
 
-    names, remote = ("host",), False
+    names, remote, max_saving = ("host",), False, 1 << 40
     own, changes, has_notices = None, (), False
 
     def __init__(self):
@@ -39,12 +39,9 @@ class MemoryTier:
         out, self.out = self.out, []
         return out
 
-    def room(self):
-        return 1 << 40
-
-    def save(self, blocks):
+    def save(self, number, blocks):
         self.ids.update(block.id for block in blocks)
-        self.out.append(BlocksCopied(blocks))
+        self.out.append(Saved(number))
 
     def find(self, tag, keys):
         self.n_found += len(keys)

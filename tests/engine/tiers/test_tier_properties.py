@@ -10,7 +10,7 @@ from emberline.engine.core.step_loop import StepLoop
 from emberline.engine.worker.build import build_scheduler
 from emberline.kv.cache import KVCache
 from emberline.kv.tiers.fetch_policy import TierQueue
-from emberline.kv.tiers.messages import BlocksCopied, BlocksFetched, LookedUp
+from emberline.kv.tiers.messages import BlocksFetched, LookedUp, Saved
 from emberline.protocol.token_ids import unpack
 from tests.engine.fakes import EOS, FULL, VOCAB, FakeRunner, LateRunner, expected, request, window_group
 from tests.examples import n_examples
@@ -37,11 +37,12 @@ class ScriptedTier:
         out, self.out = self.out, []
         return out
 
-    def room(self):
+    @property
+    def max_saving(self):
         return 1 << 20 if len(self.saves) < 3 else 0
 
-    def save(self, blocks):
-        self.saves.append(list(blocks))
+    def save(self, number, blocks):
+        self.saves.append((number, list(blocks)))
 
     def find(self, tag, keys):
         lies = self.faults["lie"]
@@ -85,11 +86,11 @@ class ScriptedTier:
         if self.look_ups and rng.random() < 0.5:
             self.out.append(LookedUp(self.look_ups.pop(0)))
         if self.saves and rng.random() < 0.7:
-            batch = self.saves.pop(0)
+            number, batch = self.saves.pop(0)
             for saved in batch:
                 if rng.random() >= self.faults["lose"]:
                     self.blocks[saved.id] = list(content[saved.group][saved.block])
-            self.out.append(BlocksCopied(batch))
+            self.out.append(Saved(number))
         for number in list(self.writing):  # what was begun is written, cancelled or not
             if rng.random() < 0.5:
                 batch = self.writing.pop(number)

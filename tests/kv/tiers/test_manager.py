@@ -8,9 +8,9 @@ import pytest
 from emberline.kv.host_memory import HostMemory
 from emberline.kv.tiers.host import HostTier, padded, plain_segment
 from emberline.kv.tiers.manager import TierManager
-from emberline.kv.tiers.messages import BlocksFetched, LookedUp, SavedBlock, WantedBlock
+from emberline.kv.tiers.messages import BlocksFetched, LookedUp, Saved, SavedBlock, WantedBlock
 from emberline.kv.tiers.mover import HostMover
-from emberline.kv.tiers.orders import CancelFetch, Fetch, FetchCancelled, Remove, Save, Saved
+from emberline.kv.tiers.orders import CancelFetch, Fetch, FetchCancelled, Remove, Save
 from emberline.kv.tiers.tier import BlockId, BlockMeta, layout_tag
 from emberline.protocol.block_hash import KVGroup
 

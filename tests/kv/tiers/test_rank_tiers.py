@@ -13,7 +13,7 @@ from emberline.kv.tiers.disk.disk_tier import DiskTier
 from emberline.kv.tiers.group_tiers import GroupTiers
 from emberline.kv.tiers.host import HostTier
 from emberline.kv.tiers.manager import TierManager
-from emberline.kv.tiers.messages import BlocksCopied, BlocksFetched, SavedBlock, WantedBlock
+from emberline.kv.tiers.messages import BlocksFetched, Saved, SavedBlock, WantedBlock
 from emberline.kv.tiers.mover import HostMover
 from emberline.kv.tiers.orders import TierOrder
 from emberline.kv.tiers.tier import BlockId, BlockMeta, layout_tag
@@ -39,6 +39,7 @@ class Group:
         self.follower = self.managers[1]
         self.hears = True
         self.orders = []
+        self.n_saves = 0
         self.leader.start(Retention(), self._order)
 
     def _order(self, order):
@@ -64,9 +65,10 @@ class Group:
         for n in numbers:
             for memory, (group,) in zip(self.memories, SLICES):
                 memory.block(0, n)[:] = part(whole_block(GROUP, n), group, GROUP).tobytes()
-        self.leader.save([SavedBlock(0, n, block_id(n), BlockMeta(owner=b"o", position=n)) for n in numbers])
-        (copied,) = self.wait_for(BlocksCopied)
-        assert [block.block for block in copied.blocks] == list(numbers)
+        self.n_saves += 1
+        blocks = [SavedBlock(0, n, block_id(n), BlockMeta(owner=b"o", position=n)) for n in numbers]
+        self.leader.save(self.n_saves, blocks)
+        assert self.wait_for(Saved) == [Saved(self.n_saves)]
         self.flush()
 
     def flush(self):
