@@ -54,7 +54,7 @@ class TierScript:
         self.engine, self.rng = engine, random.Random(seed)
         self.heads = [[self.rng.randrange(VOCAB) for _ in range(150)] for _ in range(4)]
         self.accepted, self.tokens, self.ended = {}, {}, {}
-        self.now_s = 0.0
+        self.now_s, self.step_s = 0.0, 0.001
 
     def act(self, action, what, how):
         engine, rank = self.engine, what % self.engine.n_ranks if action != "time" else 0
@@ -96,7 +96,7 @@ class TierScript:
             self.finish()
 
     def step(self):
-        self.now_s += 0.001
+        self.now_s += self.step_s
         time.sleep(0.0002)  # the threads of the tiers have a turn
         self.take(self.engine.loop.step(self.now_s))
 
