@@ -127,7 +127,7 @@ class GroupTiers(GroupPort[TierOrder, TierReport]):
         try:
             flushed = flush.result(2 * order.limit_s)
         except TimeoutError:
-            del self._flushes[order.number]
+            self._flushes.pop(order.number, None)
             raise OSError(errno.ETIMEDOUT, "a rank does not answer") from None
         if flushed.error:
             raise OSError(errno.EIO, flushed.error)
