@@ -84,18 +84,11 @@ class RotateKeyRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     overlap_s: Annotated[int, Meta(ge=0, le=MAX_OVERLAP_S)] = OVERLAP_S
 
 
-_new_account = msgspec.json.Decoder(NewAccount)
-_account_change = msgspec.json.Decoder(AccountChange)
-_new_key = msgspec.json.Decoder(NewKeyRequest)
-_key_change = msgspec.json.Decoder(KeyChange)
-_rotate = msgspec.json.Decoder(RotateKeyRequest)
-
-
 # --- accounts --------------------------------------------------------------------------------------------------------
 
 
 async def create_account(call: HttpExchange) -> Reply:
-    body = await read_json(call, _new_account)
+    body = await read_json(call, NewAccount)
     account = await call.accounts.create_account(call.actor(), body.id, Limits(**body.limit_changes()))
     return json_reply(account_body(account))
 
@@ -111,7 +104,7 @@ async def retrieve_account(call: HttpExchange) -> Reply:
 
 
 async def update_account(call: HttpExchange) -> Reply:
-    body = await read_json(call, _account_change)
+    body = await read_json(call, AccountChange)
     disabled = None if body.disabled is UNSET else body.disabled
     account = await call.accounts.update_account(call.actor(), call.path_param, body.limit_changes(), disabled)
     return json_reply(account_body(account))
@@ -122,7 +115,7 @@ async def update_account(call: HttpExchange) -> Reply:
 
 async def create_key(call: HttpExchange) -> Reply:
     """Only this response contains the key."""
-    body = await read_json(call, _new_key)
+    body = await read_json(call, NewKeyRequest)
     issued = await call.accounts.create_key(call.actor(), body.account, _grant(body.role, body.changes()))
     return _issued_reply(issued)
 
@@ -139,14 +132,14 @@ async def retrieve_key(call: HttpExchange) -> Reply:
 
 
 async def update_key(call: HttpExchange) -> Reply:
-    body = await read_json(call, _key_change)
+    body = await read_json(call, KeyChange)
     return json_reply(key_body(await call.accounts.update_key(call.actor(), call.path_param, body.changes())))
 
 
 async def rotate_key(call: HttpExchange) -> Reply:
     """Only this response contains the new key."""
     try:
-        body = await read_json(call, _rotate)
+        body = await read_json(call, RotateKeyRequest)
     except NoBody:
         body = RotateKeyRequest()
     return _issued_reply(await call.accounts.rotate_key(call.actor(), call.path_param, body.overlap_s))

@@ -39,9 +39,6 @@ class NewBounds(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     bounds: dict[str, Any] | None  # the keys of a `[cluster.models.NAME]` table to change; null: as configured
 
 
-_bounds_decoder = msgspec.json.Decoder(NewBounds)
-
-
 async def plan(call: HttpExchange) -> Reply:
     """List what the planner saw of each scaled model, what it did, and why."""
     model = call.query.get("model", "")
@@ -52,7 +49,7 @@ async def plan(call: HttpExchange) -> Reply:
 
 async def set_bounds(call: HttpExchange) -> Reply:
     """Between how many replicas, and when, the planner scales a model."""
-    body = await read_json(call, _bounds_decoder)
+    body = await read_json(call, NewBounds)
     call.audit_target = body.model
     return json_reply(
         {"model": body.model, "bounds": await call.service.cluster_admin.set_scaling_bounds(body.model, body.bounds)}

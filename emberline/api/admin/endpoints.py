@@ -69,9 +69,6 @@ class QueueReplay(msgspec.Struct, kw_only=True):
     line: int | None = None  # the job's number; None: all dead letters of the batch
 
 
-_replay_decoder = msgspec.json.Decoder(QueueReplay)
-
-
 async def show_queue(call: HttpExchange) -> Reply:
     """Queued and running jobs by model and account; the first of the dead letters. An admin sees every account's."""
     queue, account = call.queue, None if call.principal.is_admin else call.principal.account
@@ -95,7 +92,7 @@ async def show_queue(call: HttpExchange) -> Reply:
 
 
 async def replay_dead_letters(call: HttpExchange) -> Reply:
-    body = await read_json(call, _replay_decoder)
+    body = await read_json(call, QueueReplay)
     account = None if call.principal.is_admin else call.principal.account
     n_jobs = await call.queue.replay(body.batch, body.line, account)
     if call.principal.is_admin and call.has_accounts:

@@ -28,9 +28,6 @@ class Purge(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     everything: bool = False
 
 
-_purge_decoder = msgspec.json.Decoder(Purge)
-
-
 async def show(call: HttpExchange) -> Reply:
     """The tiers of every engine worker."""
     engines = (await call.service.operations.health()).detail.get("engines", ())
@@ -38,7 +35,7 @@ async def show(call: HttpExchange) -> Reply:
 
 
 async def purge(call: HttpExchange) -> Reply:
-    body = await read_json(call, _purge_decoder)
+    body = await read_json(call, Purge)
     if body.everything:
         if not call.principal.is_admin:
             raise Forbidden("only an admin may purge the KV cache of all accounts")

@@ -15,16 +15,13 @@ class NewAlias(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     targets: Targets  # weights by model
 
 
-_alias = msgspec.json.Decoder(NewAlias)
-
-
 async def list_aliases(call: HttpExchange) -> Reply:
     return _aliases_reply(call)
 
 
 async def put_alias(call: HttpExchange) -> Reply:
     """Add an alias or replace it. It is in effect at once, in every HTTP worker, and stays over restarts."""
-    body = await read_json(call, _alias)
+    body = await read_json(call, NewAlias)
     call.audit_target = body.name
     await call.service.operations.change_alias(body.name, body.targets)
     return _aliases_reply(call)
@@ -44,9 +41,6 @@ class ModelName(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: str  # id or alias
 
 
-_loaded = msgspec.json.Decoder(ModelName)
-
-
 async def load(call: HttpExchange) -> Reply:
     """Answered when it is loaded. Idle models make way where there is no room."""
     return await _change(call, "load")
@@ -58,7 +52,7 @@ async def unload(call: HttpExchange) -> Reply:
 
 
 async def _change(call: HttpExchange, action: Literal["load", "unload"]) -> Reply:
-    body = await read_json(call, _loaded)
+    body = await read_json(call, ModelName)
     call.audit_target = body.model[:256]
     await while_connected(call.receive, call.service.operations.load_model(body.model, action))
     card = call.service.models.find(body.model)

@@ -28,10 +28,6 @@ class NoPrice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: ModelName
 
 
-_new_price = msgspec.json.Decoder(NewPrice)
-_no_price = msgspec.json.Decoder(NoPrice)
-
-
 async def list_prices(call: HttpExchange) -> Reply:
     """The prices that are valid now; with `model`, all versions of its price."""
     prices = call.accounts.prices
@@ -46,13 +42,13 @@ async def list_prices(call: HttpExchange) -> Reply:
 
 
 async def set_price(call: HttpExchange) -> Reply:
-    body = await read_json(call, _new_price)
+    body = await read_json(call, NewPrice)
     return await _set(call, body.model, body.price(), body.valid_from)
 
 
 async def remove_price(call: HttpExchange) -> Reply:
     """The model has no price from now on; its past prices stay."""
-    body = await read_json(call, _no_price)
+    body = await read_json(call, NoPrice)
     return await _set(call, body.model, None, None)
 
 

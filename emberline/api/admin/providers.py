@@ -35,9 +35,6 @@ class NewProvider(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return f"NewProvider(name={self.name!r}, url={self.url!r})"
 
 
-_decoder = msgspec.json.Decoder(NewProvider)
-
-
 async def list_all(call: HttpExchange) -> Reply:
     """List the providers whose keys the caller's requests may use. An admin sees all."""
     stored = call.accounts.provider_keys.list()
@@ -53,7 +50,7 @@ async def list_all(call: HttpExchange) -> Reply:
 
 async def add(call: HttpExchange) -> Reply:
     """Store a key, in place of an earlier one. It is in effect at once, and never shown again."""
-    body = await read_json(call, _decoder)
+    body = await read_json(call, NewProvider)
     account = _account(call, body.account)
     if not _NAME.fullmatch(body.name):
         raise BadInput("a provider's name has 1 to 32 lower-case letters, digits, dots, dashes", param="name")

@@ -47,15 +47,9 @@ class RotateRequest(msgspec.Struct, kw_only=True):
     overlap_s: Annotated[int, Meta(ge=0, le=30 * 86_400)] = OVERLAP_S
 
 
-_new = msgspec.json.Decoder(NewEndpoint)
-_change = msgspec.json.Decoder(EndpointChange)
-_replay = msgspec.json.Decoder(ReplayRequest)
-_rotate = msgspec.json.Decoder(RotateRequest)
-
-
 async def create(call: HttpExchange) -> Reply:
     """Only this response contains the secret that verifies deliveries."""
-    body = await read_json(call, _new)
+    body = await read_json(call, NewEndpoint)
     endpoints = call.webhooks.endpoints
     endpoint = await endpoints.create(call.principal.account, "standard", _update(call, body))
     return json_reply(_endpoint_body(endpoint) | {"secret": endpoints.secret_of(endpoint)})
@@ -71,7 +65,7 @@ async def retrieve(call: HttpExchange) -> Reply:
 
 
 async def update(call: HttpExchange) -> Reply:
-    body = await read_json(call, _change)
+    body = await read_json(call, EndpointChange)
     endpoint = await call.webhooks.endpoints.update(call.principal.account, call.path_param, _update(call, body))
     return json_reply(_endpoint_body(endpoint))
 
@@ -83,7 +77,7 @@ async def delete(call: HttpExchange) -> Reply:
 
 async def rotate(call: HttpExchange) -> Reply:
     try:
-        body = await read_json(call, _rotate)
+        body = await read_json(call, RotateRequest)
     except NoBody:
         body = RotateRequest()
     endpoints = call.webhooks.endpoints
@@ -103,7 +97,7 @@ async def deliveries(call: HttpExchange) -> Reply:
 
 async def replay(call: HttpExchange) -> Reply:
     try:
-        body = await read_json(call, _replay)
+        body = await read_json(call, ReplayRequest)
     except NoBody:
         body = ReplayRequest()
     n = await call.webhooks.deliveries.replay(await _endpoint(call), body.delivery_id)

@@ -26,12 +26,6 @@ class LeavingWorker(WorkerName, kw_only=True):
     stop: bool = False  # end its process, too; a worker of this machine ends in any case
 
 
-_name_decoder = msgspec.json.Decoder(WorkerName)
-_role_decoder = msgspec.json.Decoder(WorkerRoleChange)
-_leave_decoder = msgspec.json.Decoder(LeavingWorker)
-_join_decoder = msgspec.json.Decoder(EndpointConfig)
-
-
 async def drain(call: HttpExchange) -> Reply:
     """The worker finishes what it has and gets nothing new."""
     return await _rest(call, "drain")
@@ -43,19 +37,19 @@ async def undrain(call: HttpExchange) -> Reply:
 
 async def role(call: HttpExchange) -> Reply:
     """The worker serves prefill, decode or both from now on; its weights stay loaded, and its cache stays."""
-    body = await read_json(call, _role_decoder)
+    body = await read_json(call, WorkerRoleChange)
     return await _change(call, WorkerChange(action="role", name=body.name, role=body.role, wait_s=body.wait_s))
 
 
 async def leave(call: HttpExchange) -> Reply:
     """The worker drains, and is removed when its last request has ended."""
-    body = await read_json(call, _leave_decoder)
+    body = await read_json(call, LeavingWorker)
     return await _change(call, WorkerChange(action="leave", name=body.name, stop=body.stop))
 
 
 async def join(call: HttpExchange) -> Reply:
     """A worker or upstream server, described as in `[[endpoints]]`."""
-    body = await read_json(call, _join_decoder)
+    body = await read_json(call, EndpointConfig)
     return await _change(call, WorkerChange(action="join", name=body.name, config=body))
 
 
@@ -65,7 +59,7 @@ async def restart(call: HttpExchange) -> Reply:
 
 
 async def _rest(call: HttpExchange, action: Literal["drain", "undrain", "restart"]) -> Reply:
-    body = await read_json(call, _name_decoder)
+    body = await read_json(call, WorkerName)
     return await _change(call, WorkerChange(action=action, name=body.name))
 
 

@@ -33,8 +33,6 @@ LOG_QUERY = {
 }
 _MAX_US = (1 << 53) - 1
 
-_settings_decoder = msgspec.json.Decoder(GatewaySettings)
-
 
 async def list_all(call: HttpExchange) -> Reply:
     account = _account(call)
@@ -46,7 +44,7 @@ async def list_all(call: HttpExchange) -> Reply:
 async def put(call: HttpExchange) -> Reply:
     """Create one, or replace all of its settings. What an admin creates is the operator's: the account can only add to
     it."""
-    settings = await read_json(call, _settings_decoder)
+    settings = await read_json(call, GatewaySettings)
     account = check_account_name(settings.account or call.principal.account)
     if account != call.principal.account and not call.principal.is_admin:
         raise Forbidden(f"this key belongs to account {call.principal.account}", param="account")

@@ -3,7 +3,8 @@
 import asyncio
 import os
 from collections.abc import AsyncIterator, Sequence
-from typing import TypeVar
+from functools import cache
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -40,8 +41,15 @@ class HeldBodies:
 held_bodies = HeldBodies(min(1 << 30, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8))
 
 
-async def read_json(call: HttpExchange, decoder: msgspec.json.Decoder[T]) -> T:
-    return decode(await read_body(call), decoder)
+async def read_json(call: HttpExchange, kind: type[T]) -> T:
+    """Read a JSON body of this type."""
+    body: T = decode(await read_body(call), _decoder(kind))  # type: ignore[arg-type]
+    return body
+
+
+@cache
+def _decoder(kind: type[Any]) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind)
 
 
 async def read_body(call: HttpExchange, max_bytes: int | None = None, any_type: bool = False) -> bytes:

@@ -39,8 +39,6 @@ _chat = msgspec.json.Decoder(OllamaChat)
 _generate = msgspec.json.Decoder(OllamaPrompt)
 _embed = msgspec.json.Decoder(OllamaEmbed)
 _embeddings = msgspec.json.Decoder(OllamaEmbeddings)
-_show = msgspec.json.Decoder(OllamaShow)
-_pull = msgspec.json.Decoder(OllamaPull)
 
 
 async def chat(call: HttpExchange) -> Response:
@@ -116,7 +114,7 @@ async def tags(call: HttpExchange) -> Reply:
 
 
 async def show(call: HttpExchange) -> Reply:
-    body = await read_json(call, _show)
+    body = await read_json(call, OllamaShow)
     card = _find(call, body.model or body.name)
     architecture = card.architecture or "unknown"
     info: dict[str, object] = {
@@ -154,7 +152,7 @@ async def version(call: HttpExchange) -> Reply:
 
 async def pull(call: HttpExchange) -> Reply:
     """Scripts ask for a model before they use it: one that is served is there. Others are added by the operator."""
-    body = await read_json(call, _pull)
+    body = await read_json(call, OllamaPull)
     name = body.model or body.name
     try:
         _find(call, name)

@@ -42,13 +42,9 @@ class NewSubscription(SubscriptionChange, kw_only=True):
     events: Annotated[list[str], Meta(min_length=1, max_length=16)]
 
 
-_new = msgspec.json.Decoder(NewSubscription)
-_change = msgspec.json.Decoder(SubscriptionChange)
-
-
 async def create(call: HttpExchange) -> Reply:
     """Only this response contains the secret that verifies deliveries."""
-    new = await read_json(call, _new)
+    new = await read_json(call, NewSubscription)
     endpoints = call.webhooks.endpoints
     endpoint = await endpoints.create(call.principal.account, _FORM, _update(call, new))
     body = _subscription_body(endpoint)
@@ -67,7 +63,7 @@ async def retrieve(call: HttpExchange) -> Reply:
 
 
 async def update(call: HttpExchange) -> Reply:
-    update = _update(call, await read_json(call, _change))
+    update = _update(call, await read_json(call, SubscriptionChange))
     endpoint = await call.webhooks.endpoints.update(call.principal.account, call.path_param, update, _FORM)
     return json_reply(envelope(_subscription_body(endpoint)))
 
