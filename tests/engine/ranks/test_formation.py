@@ -64,6 +64,8 @@ def test_followers_join_and_share_the_plans(listener: tuple[socket.socket, str])
         (1, "token", {"fingerprint": "abd"}, "fingerprint abd there, abc here"),
         (2, "token", {"device": "NVIDIA H100"}, "device NVIDIA H100 there, cpu here"),
         (2, "token", {"layout": Layout(tp=2)}, "layout tp2 there, tp3 here"),
+        (1, "token", {"kv_disk_bytes": 5}, "kv_disk_bytes 5 there, 0 here"),
+        (2, "token", {"kv_host_bytes": 7}, "kv_host_bytes 7 there, 0 here"),
     ],
 )
 def test_what_differs_is_refused_with_both_values(
