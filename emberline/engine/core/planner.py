@@ -29,7 +29,7 @@ from emberline.engine.core.queues import (
     by_rank,
     n_batch,
 )
-from emberline.engine.core.rows import FLAGS, N_SAMPLING, Rows
+from emberline.engine.core.rows import Cell, Rows
 from emberline.engine.core.sequence import NO_SLOT, Flag, Sequence
 from emberline.kv.cache import KVCache
 from emberline.protocol.block_hash import BLOCK_TOKENS
@@ -172,9 +172,9 @@ class StepPlanner:
     def _micro_batch_rows(self, rows: Rows) -> int:
         """Decoding sequences of the next micro-batch: an equal part of all, and not so many of those that are in none
         that too few are left for the others. Only these are plain."""
-        free, n_left = rows.ranked(N_SAMPLING) == 0, max(1, self._micro_batches - self._n_in_flight)
+        free, n_left = rows.ranked(Cell.N_SAMPLING) == 0, max(1, self._micro_batches - self._n_in_flight)
         most = min(-(-len(free) // self._micro_batches), -(-int(np.count_nonzero(free)) // n_left))
-        odd = free & ~rows.plain & ((rows.n_dues == 1) | (rows.ranked(FLAGS) & Flag.GUIDED != 0))
+        odd = free & ~rows.plain & ((rows.n_dues == 1) | (rows.ranked(Cell.FLAGS) & Flag.GUIDED != 0))
         rows.plain &= free & (not odd.any())  # else it depends on these rows how many may follow them
         rows.plain &= rows.plain.cumsum() <= most
         return most
@@ -284,7 +284,7 @@ class StepPlanner:
                 may_draft[place] = self._may_draft(running[place])
             slots = slots[may_draft]
         if rows.flags & Flag.NO_DRAFTS:
-            slots = slots[rows.by_slot[FLAGS][slots] & Flag.NO_DRAFTS == 0]
+            slots = slots[rows.by_slot[Cell.FLAGS][slots] & Flag.NO_DRAFTS == 0]
         return self._queues.select(slots, rows.flags)
 
     def _may_draft(self, seq: Sequence) -> bool:

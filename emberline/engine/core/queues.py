@@ -10,22 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from emberline.engine.core.limits import WorkLimits
-from emberline.engine.core.rows import (
-    ADMISSION,
-    FLAGS,
-    LAST,
-    MOST,
-    N_COMPUTED,
-    N_KNOWN,
-    N_SAMPLING,
-    NUMBER,
-    PASSED,
-    PLANNED,
-    ROOM,
-    SLOT,
-    Places,
-    Rows,
-)
+from emberline.engine.core.rows import Cell, Places, Rows
 from emberline.engine.core.sequence import NO_SLOT, Flag, Sequence
 from emberline.kv.cache import KVCache
 from emberline.protocol.request import Priority
@@ -106,8 +91,8 @@ class Queues:
     def prefill_tokens(self) -> int:
         """Tokens that running sequences have to compute before their next ones are sampled."""
         by_slot = self.rows.by_slot  # free slots have zeros
-        n_due = by_slot[N_KNOWN] + by_slot[N_SAMPLING] - by_slot[N_COMPUTED]
-        return int(np.maximum(n_due - (by_slot[FLAGS] & Flag.PREFILL_ONLY == 0), 0).sum())
+        n_due = by_slot[Cell.N_KNOWN] + by_slot[Cell.N_SAMPLING] - by_slot[Cell.N_COMPUTED]
+        return int(np.maximum(n_due - (by_slot[Cell.FLAGS] & Flag.PREFILL_ONLY == 0), 0).sum())
 
     def select(self, slots: Places, flags: int = -1) -> Selection:
         """The running sequences of some slots. flags: those that none of them has are not set."""
@@ -119,18 +104,23 @@ class Queues:
         slot = seq.slot = self.free_slots.pop()
         self.by_slot[slot], self._order = seq, None
         cells = self.rows.cells[:, slot]
-        cells[[NUMBER, ADMISSION, SLOT]] = seq.number, self._n_admitted, slot
-        cells[[N_COMPUTED, LAST]] = n_computed, int.from_bytes(seq.ids[-4:], "little")
-        cells[[N_KNOWN, MOST, FLAGS, PLANNED]] = seq.n_tokens, seq.most_tokens, seq.flags, seq.last_planned
+        cells[[Cell.NUMBER, Cell.ADMISSION, Cell.SLOT]] = seq.number, self._n_admitted, slot
+        cells[[Cell.N_COMPUTED, Cell.LAST]] = n_computed, int.from_bytes(seq.ids[-4:], "little")
+        cells[[Cell.N_KNOWN, Cell.MOST, Cell.FLAGS, Cell.PLANNED]] = (
+            seq.n_tokens,
+            seq.most_tokens,
+            seq.flags,
+            seq.last_planned,
+        )
         self.stop_ids.update(seq.stop_ids)
         self._n_admitted += 1
         self.grown(seq)
 
     def grown(self, seq: Sequence) -> None:
         """Take note of a change of a running sequence's block table."""
-        self.rows.views[ROOM][seq.slot] = self._cache.room(seq.table)
+        self.rows.views[Cell.ROOM][seq.slot] = self._cache.room(seq.table)
         if self._cache.windowed:
-            self.rows.cells[PASSED:, seq.slot] = [held.n_passed for held in seq.table.groups]
+            self.rows.cells[Cell.PASSED :, seq.slot] = [held.n_passed for held in seq.table.groups]
 
     def vacate(self, seq: Sequence) -> None:
         """Take a sequence's slot back; what steps in flight sample for it is ignored."""

@@ -19,21 +19,24 @@ from emberline.protocol.block_hash import BLOCK_TOKENS
 Ints = NDArray[np.int32]
 Places = NDArray[np.intp]
 
-# Rows of `Rows.cells`, as rows.h has them, too. The first five are those of `plan.Columns`.
-NUMBER = 0  # sequence number
-ADMISSION = 1  # serial number of the stay in the slot; -1: the slot is free
-SLOT = 2
-N_COMPUTED = 3  # tokens whose KV is in the table, or will be when the planned steps are done
-LAST = 4  # id of the newest token
-N_KNOWN = 5  # tokens of prompt and output
-N_SAMPLING = 6  # tokens that steps in flight sample, at least
-N_DRAFTING = 7  # drafts of rows in flight, with which more is sampled
-N_DONE = 8  # tokens that absorbed steps have computed; full blocks of them can be published
-MOST = 9  # tokens that prompt and output may have
-ROOM = 10  # first position whose token changes the block table
-FLAGS = 11  # bits of `sequence.Flag`
-PLANNED = 12  # number of the last plan with a row of the sequence
-PASSED = 13  # from here on, for each KV group: leading blocks that have left the window
+
+class Cell:
+    """Properties of a running sequence: rows of `Rows.cells`, as rows.h has them. The first five are in `plan.Columns`."""
+
+    NUMBER = 0  # sequence number
+    ADMISSION = 1  # serial number of the stay in the slot; -1: the slot is free
+    SLOT = 2
+    N_COMPUTED = 3  # tokens whose KV is in the table, or will be when the planned steps are done
+    LAST = 4  # id of the newest token
+    N_KNOWN = 5  # tokens of prompt and output
+    N_SAMPLING = 6  # tokens that steps in flight sample, at least
+    N_DRAFTING = 7  # drafts of rows in flight, with which more is sampled
+    N_DONE = 8  # tokens that absorbed steps have computed; full blocks of them can be published
+    MOST = 9  # tokens that prompt and output may have
+    ROOM = 10  # first position whose token changes the block table
+    FLAGS = 11  # bits of `sequence.Flag`
+    PLANNED = 12  # number of the last plan with a row of the sequence
+    PASSED = 13  # from here on, for each KV group: leading blocks that have left the window
 
 
 class _Table(ctypes.Structure):
@@ -70,8 +73,8 @@ class Rows:
     """
 
     def __init__(self, n_slots: int, n_groups: int) -> None:
-        self.cells = np.zeros((PASSED + n_groups, n_slots + 1), np.int64)  # the numbers of steps outgrow 32 bits
-        self.cells[ADMISSION] = -1
+        self.cells = np.zeros((Cell.PASSED + n_groups, n_slots + 1), np.int64)  # the numbers of steps outgrow 32 bits
+        self.cells[Cell.ADMISSION] = -1
         self.by_slot = list(self.cells)  # for whole rows, which are found sooner in a list
         self.views = [row.data for row in self.cells]  # for single cells, which a view reads in half the time
         self.n_slots, self.n_groups = n_slots, n_groups
@@ -86,12 +89,12 @@ class Rows:
         addresses = [each.ctypes.data for each in (self.cells, self._plain, self._n_dues, *self._found)]
         self._table = _Table(addresses[0], n_slots + 1, n_groups, *addresses[1:3], tuple(addresses[3:]))
         self.address = ctypes.addressof(self._table)
-        self._lib = _native()
+        self.library = _native()  # None: no sequence is ever plain
 
     def clear(self, slot: int) -> None:
         """Forget the sequence of a slot: what steps in flight sample for it is ignored."""
         self.cells[:, slot] = 0
-        self.views[ADMISSION][slot] = -1
+        self.views[Cell.ADMISSION][slot] = -1
 
     def find(self, slots: Places, unusual: int) -> None:
         """Find the plain ones of the running sequences, whose slots are given by rank. unusual: flags of others."""
@@ -99,11 +102,11 @@ class Rows:
         if slots is not self.slots:
             self.slots, self._slots_at = slots, slots.ctypes.data
             self.plain, self.n_dues = self._plain[:n], self._n_dues[:n]
-        if self._lib is None:
-            self.n_dues[:] = self.ranked(N_KNOWN) + self.ranked(N_SAMPLING) - self.ranked(N_COMPUTED)
-            self.flags = int(np.bitwise_or.reduce(self.ranked(FLAGS)))
+        if self.library is None:
+            self.n_dues[:] = self.ranked(Cell.N_KNOWN) + self.ranked(Cell.N_SAMPLING) - self.ranked(Cell.N_COMPUTED)
+            self.flags = int(np.bitwise_or.reduce(self.ranked(Cell.FLAGS)))
         else:
-            self.flags = self._lib.em_rows_find(self.address, self._slots_at, n, unusual)
+            self.flags = self.library.em_rows_find(self.address, self._slots_at, n, unusual)
 
     def ranked(self, row: int) -> NDArray[np.int64]:
         """A row of `cells` for the running sequences, by rank."""
@@ -113,16 +116,16 @@ class Rows:
     def settle(self) -> list[tuple[int, int]]:
         """Find the sequences that are not plain and have something to compute, and those whose block tables change
         with the next token. Returns their places, and how many plain sequences are before each."""
-        if self._lib is None:
+        if self.library is None:
             return [(place, 0) for place in np.flatnonzero(self.n_dues).tolist()]
-        found = self._lib.em_rows_look(self.address, self._slots_at, len(self.slots))
+        found = self.library.em_rows_look(self.address, self._slots_at, len(self.slots))
         n, self.n_plain = found & 0xFFFFFFFF, found >> 32
         return list(zip(*self._found[:, :n].tolist())) if n else []
 
     def all_grown(self, places: list[int], blocks: list[list[int]]) -> None:
         """Take note of one more block of each of these plain sequences, given by group. All sequences are plain."""
         self._grown.append((places, blocks))
-        self.by_slot[ROOM][self.slots[places]] += BLOCK_TOKENS
+        self.by_slot[Cell.ROOM][self.slots[places]] += BLOCK_TOKENS
 
     def grown(self, column: int, blocks: list[list[int]]) -> None:
         """Take note of what the block table of a plain sequence has gained; column: plain sequences before it."""
@@ -131,12 +134,12 @@ class Rows:
 
     def plan(self, step: int) -> Ints:
         """Plan a token of each plain sequence. Returns the cells of `plan.Columns`."""
-        columns = np.empty((LAST + 1 + 2 * self.n_groups, self.n_plain), np.int32)
+        columns = np.empty((Cell.LAST + 1 + 2 * self.n_groups, self.n_plain), np.int32)
         if self.n_plain:
             n, to = len(self.slots), columns.ctypes.data
-            self._lib.em_rows_plan(self.address, self._slots_at, n, self.n_plain, step, to)
+            self.library.em_rows_plan(self.address, self._slots_at, n, self.n_plain, step, to)
             for column, blocks in self._grown:
-                columns[LAST + 1 : LAST + 1 + self.n_groups, column] = blocks
+                columns[Cell.LAST + 1 : Cell.LAST + 1 + self.n_groups, column] = blocks
         return columns
 
     def take_in(
@@ -149,6 +152,7 @@ class Rows:
         slots, and draws that are invalid or in `stops`.
         """
         drawn = array("i", ids)
+        assert len(drawn) == columns.shape[1], "each of these rows draws once"
         at = columns.ctypes.data, len(drawn), drawn.buffer_info()[0]
-        n = self._lib.em_rows_take(self.address, *at, stops, unusual)
+        n = self.library.em_rows_take(self.address, *at, stops, unusual)
         return drawn.tobytes(), [self._found[0, : n & 0xFFFFFFFF].tolist(), self._found[1, : n >> 32].tolist()]

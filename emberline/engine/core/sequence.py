@@ -6,18 +6,7 @@ from math import inf
 from typing import Literal, NamedTuple
 
 from emberline.engine.core.limits import Limits
-from emberline.engine.core.rows import (
-    ADMISSION,
-    FLAGS,
-    LAST,
-    N_COMPUTED,
-    N_DONE,
-    N_DRAFTING,
-    N_KNOWN,
-    N_SAMPLING,
-    PLANNED,
-    Rows,
-)
+from emberline.engine.core.rows import Cell, Rows
 from emberline.kv.cache import BlockTable, PrefixHit
 from emberline.protocol import block_hash
 from emberline.protocol.block_hash import BLOCK_TOKENS
@@ -75,7 +64,7 @@ class SequenceSnapshot(NamedTuple):
     n_unpublished: int  # full blocks that are computed and not in the prefix index
 
 
-class _Cell:
+class _Progress:
     """A property of a running sequence that is kept in a row of `Rows`; 0 while the sequence waits."""
 
     def __init__(self, row: int) -> None:
@@ -92,12 +81,14 @@ class _Cell:
 class Sequence:
     """One request, from its arrival to its end."""
 
-    n_computed = _Cell(N_COMPUTED)  # tokens whose KV is in the table, or will be when the planned steps are done
-    n_sampling = _Cell(N_SAMPLING)  # tokens that steps in flight sample, at least
-    n_drafting = _Cell(N_DRAFTING)  # drafts of its rows in flight, with which it samples more
-    n_done = _Cell(N_DONE)  # tokens that absorbed steps have computed; full blocks of them can be published
-    admission = _Cell(ADMISSION)  # serial number of its stay in the slot; -1: it has none
-    planned_step = _Cell(PLANNED)  # number of the last plan that it has a row in
+    n_computed = _Progress(
+        Cell.N_COMPUTED
+    )  # tokens whose KV is in the table, or will be when the planned steps are done
+    n_sampling = _Progress(Cell.N_SAMPLING)  # tokens that steps in flight sample, at least
+    n_drafting = _Progress(Cell.N_DRAFTING)  # drafts of its rows in flight, with which it samples more
+    n_done = _Progress(Cell.N_DONE)  # tokens that absorbed steps have computed; full blocks of them can be published
+    admission = _Progress(Cell.ADMISSION)  # serial number of its stay in the slot; -1: it has none
+    planned_step = _Progress(Cell.PLANNED)  # number of the last plan that it has a row in
     request: EngineRequest
     number: int  # order of arrival, unique in this engine's life
     limits: InitVar[Limits]
@@ -212,7 +203,7 @@ class Sequence:
         """Set or clear flags."""
         self.flags = self.flags | flag if value else self.flags & ~flag
         if self.slot != NO_SLOT:
-            self.rows.views[FLAGS][self.slot] = self.flags
+            self.rows.views[Cell.FLAGS][self.slot] = self.flags
 
     @property
     def suspicion(self) -> int:
@@ -282,8 +273,8 @@ class Sequence:
         """Add tokens (u32 LE) to the output."""
         self.ids += packed
         if self.slot != NO_SLOT and packed:
-            self.rows.views[N_KNOWN][self.slot] = len(self.ids) >> 2
-            self.rows.views[LAST][self.slot] = int.from_bytes(packed[-4:], "little")
+            self.rows.views[Cell.N_KNOWN][self.slot] = len(self.ids) >> 2
+            self.rows.views[Cell.LAST][self.slot] = int.from_bytes(packed[-4:], "little")
 
     def extend_keys(self, n_blocks: int | None = None) -> None:
         """Compute the content keys of the first n_blocks blocks, or of all full ones."""

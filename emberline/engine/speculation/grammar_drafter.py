@@ -8,7 +8,7 @@ one token, the draw can only confirm it.
 from collections.abc import Callable, Iterable, Mapping
 
 from emberline.engine.core.queues import Selection
-from emberline.engine.core.rows import FLAGS
+from emberline.engine.core.rows import Cell
 from emberline.engine.core.sequence import Flag, Sequence
 from emberline.engine.speculation.drafter import MOST, Draft
 
@@ -25,7 +25,7 @@ class GrammarDrafter:
 
     def propose(self, seqs: Selection, before: Mapping[int, Draft]) -> Iterable[tuple[Sequence, Draft]]:
         """Propose the forced tokens of guided sequences for which no other drafter proposes any."""
-        for seq in seqs.where(seqs.cells(FLAGS) & Flag.GUIDED != 0) if seqs.flags & Flag.GUIDED else ():
+        for seq in seqs.where(seqs.cells(Cell.FLAGS) & Flag.GUIDED != 0) if seqs.flags & Flag.GUIDED else ():
             if seq.number not in before and (ids := self.forced_ids(seq.number)):
                 cells = [INNER] * (len(ids) // 4 - 1) + [LAST]
                 yield seq, Draft(ids[: 4 * MOST], cells[:MOST])

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from emberline.engine.core.feature import Speculation
 from emberline.engine.core.plan import UNKNOWN_DRAFT, Sampled, StepPlan
 from emberline.engine.core.queues import Selection
-from emberline.engine.core.rows import N_SAMPLING
+from emberline.engine.core.rows import Cell
 from emberline.engine.core.sequence import Sequence
 from emberline.engine.speculation import suffix_index
 from emberline.engine.speculation.drafter import MAX_CELLS, Draft, Drafter
@@ -176,7 +176,7 @@ class Speculator(Speculation):
         """Ask the drafters, one after the other."""
         found: dict[int, Proposal | DeviceProposal] = {}
         if self.runs_ahead:
-            depths, sampling = dict(self._planned_depths), seqs.cells(N_SAMPLING) > 0
+            depths, sampling = dict(self._planned_depths), seqs.cells(Cell.N_SAMPLING) > 0
             for seq in seqs.where(sampling):
                 if n_tokens := depths.get(seq.planned_step, 0):
                     found[seq.number] = DeviceProposal(self, seq, n_tokens)

@@ -58,6 +58,8 @@ def loop_with(planner, schedule, wanted):
     runner = DraftingRunner(cache, 3, context_len) if setup["drafts"] == "device" else LateRunner(cache)
     pipelined = setup["micro_batches"]
     scheduler = Scheduler(cache, limits, "fake", features, micro_batches=pipelined, planner=planner)
+    if not setup["compiled"]:
+        scheduler.queues.rows.library = None  # as on a host without a C compiler
     return StepLoop(scheduler, runner, max(pipelined, setup["steps_in_flight"]))
 
 
@@ -73,6 +75,7 @@ def random_schedule(seed):
         "drafts": rng.choice(["", "", "", "every row", "some rows", "device"]),
         "steps_in_flight": rng.choice([1, 2, 3]),
         "micro_batches": rng.choice([1, 1, 1, 1, 2]),
+        "compiled": rng.random() < 0.9,
     }
     if crowded := rng.random() < 0.3:  # sequences outgrow the pool together
         setup |= {"n_blocks": 12, "context_len": 150, "max_running": 6}
