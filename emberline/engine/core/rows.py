@@ -21,7 +21,7 @@ Places = NDArray[np.intp]
 
 
 class Cell:
-    """Properties of a running sequence: rows of `Rows.cells`, as rows.h has them. The first five are in `plan.Columns`."""
+    """Properties of running sequences: rows of `Rows.cells`, as rows.h has them. `plan.Columns` has the first five."""
 
     NUMBER = 0  # sequence number
     ADMISSION = 1  # serial number of the stay in the slot; -1: the slot is free

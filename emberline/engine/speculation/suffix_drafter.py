@@ -75,27 +75,20 @@ class SuffixDrafter:
     def _propose_each(self, seqs: Many[Sequence], before: Mapping[int, Draft]) -> Iterable[tuple[Sequence, Draft]]:
         """Do the same for sequences that the step before has not asked for, that have gained several tokens, have no
         index of their own, or for which another drafter proposes something."""
-        asked, requests, contexts = list[Sequence | None](), list[int](), list[bytes | bytearray]()
+        asked, requests, contexts = list[Sequence](), list[int](), list[bytes | bytearray]()
         for seq in seqs:
-            tenant, n_new, context = self._tenant(seq), 0, seq.ids[-CONTEXT_BYTES:]
-            index = self._indexes.get(seq.number) or self._of_sequence(seq)
+            tenant, index = self._tenant(seq), self._indexes.get(seq.number) or self._of_sequence(seq)
             if index is not None:
                 index.used_step = self._step
-                n_new = self._index(index, seq)
+                self._index(index, seq)
                 self._table[seq.slot] = seq.number, index.address, tenant, index.n_skipped
-            address = 0 if index is None else index.address
-            if (draft := before.get(seq.number)) is not None:  # one request indexes, the other looks up
-                asked.append(None)
-                requests += (address, tenant, len(context) >> 2, n_new)
-                contexts.append(context)
-                if draft.n_tokens >= MOST:
-                    continue
-                context, n_new = context + draft.ids, 0
-            asked.append(seq)
-            requests += (address, tenant, len(context) >> 2, n_new)
-            contexts.append(context)
+            draft = before.get(seq.number)
+            if draft is None or draft.n_tokens < MOST:
+                contexts.append(seq.ids[-CONTEXT_BYTES:] + (b"" if draft is None else draft.ids))
+                requests += (0 if index is None else index.address, tenant, len(contexts[-1]) >> 2)
+                asked.append(seq)
         found = self._matcher.drafts(requests, contexts, MOST)
-        return [(asker, Draft(ids, cells)) for at, ids, cells in found if (asker := asked[at]) is not None]
+        return [(asked[place], Draft(ids, cells)) for place, ids, cells in found]
 
     def prior(self, cell: int) -> float:
         """Probability that a token of a cell is drawn, by match length and agreement."""
@@ -147,15 +140,16 @@ class SuffixDrafter:
         index.used_step = self._step
         return index.address
 
-    def _index(self, index: SuffixIndex, seq: Sequence) -> int:
-        """Index a prompt, as far as a step may. Returns the number of tokens left for the lookup to index."""
+    def _index(self, index: SuffixIndex, seq: Sequence) -> None:
+        """Index the tokens that a sequence has gained; of a long prompt as many as a step may."""
         first = index.n_skipped + index.n_tokens
-        n_left = seq.n_tokens - first
-        if n_left > MAX_MATCH and (n := min(n_left, self._left)) > MAX_MATCH:
+        n = seq.n_tokens - first
+        if n > MAX_MATCH:
+            allowed = min(n, self._left) if self._left > MAX_MATCH else 0
+            self._left -= allowed
+            n = n if n - allowed <= MAX_MATCH else allowed
+        if n:
             index.extend(bytes(memoryview(seq.ids)[4 * first : 4 * (first + n)]))
-            self._left -= n
-            n_left -= n
-        return n_left if n_left <= MAX_MATCH else 0  # the draft is from what is known
 
     def _allocate(self, key: int | bytes, n_tokens: int) -> SuffixIndex | None:
         """A new index. Returns None if the memory is taken by indexes that this step or the last one has used."""

@@ -159,12 +159,12 @@ class SuffixMatcher:
         """What followed the end of the context (u32 LE) before. The first index is preferred where both say as much."""
         addresses = [index.address for index in indexes] + [0] * (2 - len(indexes))
         context = bytes(context[-CONTEXT_BYTES:])
-        ids = [ids for _, ids, _ in self.drafts([*addresses, len(context) >> 2, 0], [context], most)]
+        ids = [ids for _, ids, _ in self.drafts([*addresses, len(context) >> 2], [context], most)]
         found = self._drafts[0]
         return Continuation(ids[0], found.probability[: found.n], found.match) if ids else None
 
     def drafts(self, requests: list[int], contexts: Sequence[bytes | bytearray], most: int) -> list[Found]:
-        """Continue many contexts (u32 LE). requests: four numbers for each, see `suffix_request` in suffix_index.h.
+        """Continue many contexts (u32 LE). requests: three numbers for each, see `suffix_request` in suffix_index.h.
 
         Returns, for each context that has a continuation, its place, up to `most` token ids and their cells, a byte
         each. One call into C for a step: it is made between two steps, while the device waits.

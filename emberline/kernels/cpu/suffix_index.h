@@ -33,7 +33,6 @@ typedef struct {
 typedef struct {
     suffix_index *index[2]; // or null
     int64_t n_context;      // tokens of the text that is to be continued
-    int64_t n_new;          // its last tokens, which are appended to the first index before
 } suffix_request;
 
 typedef struct {
@@ -191,10 +190,8 @@ static void suffix_propose(const suffix_policy *policy, suffix_index *const inde
 void em_suffix_propose(const suffix_policy *policy, const suffix_request *requests, int64_t n_requests,
                        const uint32_t *contexts, suffix_draft *to) {
     for (const suffix_request *request = requests; request < requests + n_requests; request++) {
-        const uint32_t *end = contexts + request->n_context;
-        if (request->n_new) em_suffix_extend(request->index[0], end - request->n_new, request->n_new, 0);
         suffix_propose(policy, request->index, contexts, request->n_context, to++);
-        contexts = end;
+        contexts += request->n_context;
     }
 }
 

@@ -68,15 +68,16 @@ class ReferenceSuffixDrafter:
                 if n_new > MAX_MATCH:
                     n_new = self._index(entry, seq)
                 entry.n_indexed += n_new
+                index.extend(bytes(ids[len(ids) - 4 * n_new :]))
             if before and (draft := before.get(seq.number)) is not None:  # one request indexes, the other looks up
                 asked.append(None)
-                requests += (address, tenant, len(context) >> 2, n_new)
+                requests += (address, tenant, len(context) >> 2)
                 contexts.append(context)
                 if draft.n_tokens >= MOST:
                     continue
-                context, n_new = context + draft.ids, 0
+                context = context + draft.ids
             asked.append(seq)
-            requests += (address, tenant, len(context) >> 2, n_new)
+            requests += (address, tenant, len(context) >> 2)
             contexts.append(context)
         if not asked:
             return []

@@ -153,12 +153,12 @@ def test_cells_tell_match_length_and_agreement_apart():
 def play(drafter, seed):
     """All drafts of a random schedule, step by step: sequences come, rest, gain tokens, move to other slots and end."""
     rng, running, seqs, said = random.Random(seed), Running(drafter), [], []
-    n_tokens, many = rng.choice([3, 12]), rng.choice([3, 6])
+    n_tokens, many, share = rng.choice([3, 12]), rng.choice([3, 6]), rng.choice([0.4, 0.9])
     for step in range(60):
         if len(seqs) < many and rng.random() < 0.4:
             prompt = [rng.randrange(n_tokens) for _ in range(rng.choice([1, 5, 70, 1200]))]
             seqs.append(running.add(step, prompt, salt=rng.choice([b"a", b"b"])))
-        asked = [seq for seq in seqs if rng.random() < 0.9]
+        asked = [seq for seq in rng.sample(seqs, len(seqs)) if rng.random() < share]
         before = {seq.number: Draft(pack([1] * n), [0] * n) for seq in asked if (n := rng.choice([0, 0, 0, 0, 2, 16]))}
         said.append(running.propose(*asked, before=before) if asked else {})
         for seq in asked:
