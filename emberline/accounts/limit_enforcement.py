@@ -73,9 +73,16 @@ class LimitEnforcer:
         key = self._directory.key(request.key_id) if request.key_id else None
         if account is not None and account.disabled_us is not None:
             raise Forbidden(f"account {account.id} is disabled")
-        limited = [self._limits_of(owner) for owner in (key, account) if owner is not None]
-        rate_limits = [] if request.engine else [limits.rate for limits in limited if limits.rate is not None]
-        budgets = [limits.budget for limits in limited if limits.budget is not None]
+        rate_limits: list[RateLimit] = []
+        budgets: list[Budget] = []
+        for owner in (key, account):
+            if owner is None:
+                continue
+            _, rate, budget = self._limits_of(owner)
+            if rate is not None and not request.engine:
+                rate_limits.append(rate)
+            if budget is not None:
+                budgets.append(budget)
         if not rate_limits and not budgets:
             return Share()
         held = _Held(Share(), None)

@@ -45,6 +45,7 @@ class UsageLedger:
         self._journal = journal
         self._timings = timings
         self._running: dict[str, UsageRow] = {}  # what running requests had used when last heard of
+        self.used_by = self._running.get  # returns the last checkpoint of a running request, by its id
         self._changed = False  # since the last checkpoint
         self._checkpoints: asyncio.Task[None] | None = None
         self._away = False  # the store: rows are spooled at once, so that no request waits for it
@@ -76,7 +77,7 @@ class UsageLedger:
         """Return once the row is durable. Recording a second row of the same id changes nothing. `is_late`: its
         budgets' lease may be gone."""
         if self._journal is None:
-            await self._insert_one(row, is_late)
+            await (self._insert_late([row]) if is_late else self.store.write(*insert_usage(row)))
         elif self._away or not await self._write(row, is_late):
             try:
                 await self._journal.append(row)
@@ -91,10 +92,6 @@ class UsageLedger:
         self._running.update((row.id, row) for row in rows)
         self._changed = True
 
-    def used_by(self, request_id: str) -> UsageRow | None:
-        """The last checkpoint of a running request."""
-        return self._running.get(request_id)
-
     async def find(self, request_id: str) -> UsageRow | None:
         rows = await self.store.read(_SELECT, (request_id,))
         if not rows:
@@ -102,12 +99,6 @@ class UsageLedger:
         fields = dict(zip(UsageRow.__struct_fields__, rows[0], strict=True))
         fields["cached_by_tier"] = msgspec.json.decode(str(fields["cached_by_tier"]))
         return msgspec.convert(fields, UsageRow)
-
-    async def _insert_one(self, row: UsageRow, is_late: bool) -> None:
-        if is_late:
-            await self._insert_late([row])
-        else:
-            await self.store.write(*insert_usage(row))
 
     async def _insert_late(self, rows: Sequence[UsageRow]) -> None:
         """Rows that come some time after their requests have ended, when leases of budgets may be gone."""
@@ -120,7 +111,7 @@ class UsageLedger:
         """False: the store is away or too slow. It may take the row later all the same."""
         try:
             async with asyncio.timeout(self._timings.store_wait_s):
-                await self._insert_one(row, is_late)
+                await (self._insert_late([row]) if is_late else self.store.write(*insert_usage(row)))
         except (Unavailable, TimeoutError) as error:
             if not self._away:
                 log.warning("usage rows are spooled: %s", str(error) or "the store is slow")

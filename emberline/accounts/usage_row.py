@@ -94,7 +94,7 @@ def usage_row(
         images=usage.images or (request.images if usage.prompt_tokens else 0),
         audio_ms=usage.audio_ms,
         api=request.api,
-        session=session_digest(request.affinity),
+        session="" if request.affinity is None else session_digest(request.affinity),
         lease=lease,
     )
 

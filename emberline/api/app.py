@@ -99,8 +99,9 @@ class App:
             await self._serve(call)
         finally:
             held_bodies.release(call)
-            end_http_request(traced, parent, clock, scope["method"], call.route, call.status, call.id)
-            _log_request(call, clock.elapsed_s())
+            if traced is not None:
+                end_http_request(traced, parent, clock, scope["method"], call.route, call.status, call.id)
+            _log_request(call, clock)
             trace_context.current.reset(trace_token)
             logs.request_id.reset(context)
 
@@ -147,7 +148,8 @@ class App:
         call.query_schemas = route.query or {}
         if route.policy is not Policy.OPEN:
             call.principal = await self._auth.authenticate(scope["headers"], found.account)
-            authorize(call.principal, route)
+            if call.principal.role != "admin":
+                authorize(call.principal, route)
         try:
             response = await route.endpoint(call)
         except LargeRequest as large:
@@ -187,13 +189,13 @@ def _error_reply(call: HttpExchange, error: EmberlineError) -> Reply:
     return json_reply(error_body(error, call.dialect, call.id), status, headers)
 
 
-def _log_request(call: HttpExchange, took_s: float) -> None:
+def _log_request(call: HttpExchange, clock: Clock) -> None:
     scope = call.scope
     is_quiet = scope["path"] in PROBES or scope["path"].startswith(ASSETS)
     level = logging.DEBUG if is_quiet else logging.INFO
     if not log.isEnabledFor(level):
         return
-    extra: dict[str, object] = {"status": call.status, "ms": round(took_s * 1000, 1)}
+    extra: dict[str, object] = {"status": call.status, "ms": round(clock.elapsed_s() * 1000, 1)}
     if client_id := call.headers.get("x-request-id"):
         extra["client_request_id"] = client_id[:64]
     log.log(level, "%s %s", scope["method"], scope["path"][:200], extra=extra)

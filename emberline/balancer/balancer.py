@@ -25,7 +25,7 @@ from emberline.balancer.prefix_index import FleetPrefixIndex, shared_blocks
 from emberline.balancer.routing_policy import RoutingInput
 from emberline.balancer.tier_index import TierIndex
 from emberline.balancer.worker import Snapshot, Worker
-from emberline.balancer.worker_pool import WorkerPair, WorkerPool
+from emberline.balancer.worker_pool import Candidates, WorkerPair, WorkerPool
 from emberline.protocol.block_hash import DIGEST_BYTES
 from emberline.protocol.errors import BadInput, DeadlineExceeded, EmberlineError, Overloaded, Unavailable
 from emberline.protocol.frames import EngineLoad
@@ -316,10 +316,13 @@ class Balancer:
     def _admit(self, record: InFlightRequest, now_s: float, is_new: bool) -> None:
         """Route a request, or let it wait, if it may."""
         request, pool = record.request, self._pools.get(record.pool)
-        decoders = pool.candidates((*request.avoid, *request.lost), request.account)[0] if pool is not None else []
+        found: Candidates = ([], [])
+        if pool is not None:
+            found = pool.candidates((*request.avoid, *request.lost), request.account)
+        decoders = found[0]
         if not decoders and request.wait_s <= 0:
             raise no_worker(request.model)
-        if self._route(record, now_s):
+        if self._route(record, now_s, candidates=found):
             return
         if request.reject_if_busy:
             after_s = self.queue.retry_after_s(record.pool, now_s)
@@ -330,11 +333,20 @@ class Balancer:
                 raise self.queue.overloaded(record, now_s)
             self._refused(last, self.queue.overloaded(last, now_s), hand_out=True)
 
-    def _route(self, record: InFlightRequest, now_s: float, serving: Worker | None = None) -> bool:
+    def _route(
+        self,
+        record: InFlightRequest,
+        now_s: float,
+        serving: Worker | None = None,
+        candidates: Candidates | None = None,
+    ) -> bool:
         """Dispatch a request if the best workers for it have room and no queue; else put it into the queue of the one
-        that blocks it. `serving`: the worker whose queue is being served, and the request is first there."""
+        that blocks it. `serving`: the worker whose queue is being served, and the request is first there. `candidates`:
+        the workers that the request may go to, if they are known."""
         request, pool = record.request, self._pools[record.pool]
-        decoders, prefillers = pool.candidates((*request.avoid, *request.lost), request.account)
+        if candidates is None:
+            candidates = pool.candidates((*request.avoid, *request.lost), request.account)
+        decoders, prefillers = candidates
         if not decoders:
             self.queue.hold(record, "", now_s)
             return False
@@ -439,7 +451,8 @@ class Balancer:
             self._pools[record.pool].measured(worker)
         worker.last_prefill_s = now_s
         reports.prefilled(record, record.n_on(in_flight))
-        self._has_freed(worker)
+        if self.queue.n_waiting:
+            self._has_freed(worker)
 
     def _prefill_worker(self, record: InFlightRequest) -> Worker | None:
         """None: it has lost its connection since the request was dispatched."""
@@ -459,16 +472,18 @@ class Balancer:
             worker = self._workers.get(name)
             if worker is None or worker.in_flight is not load:
                 continue  # its failure was counted when its connection was lost
-            was_allowed = worker.breaker.allows
+            breaker = worker.breaker
+            was_allowed = breaker.state == "closed" or breaker.allows
             if name in blame:
-                worker.breaker.failed(now_s)
+                breaker.failed(now_s)
             elif finished:
-                worker.breaker.succeeded()
+                breaker.succeeded()
             else:
-                worker.breaker.inconclusive()
-            if worker.breaker.allows != was_allowed:
+                breaker.inconclusive()
+            if (breaker.state == "closed" or breaker.allows) != was_allowed:
                 self._readiness_changed(worker)
-            self._has_freed(worker)
+            if self.queue.n_waiting:
+                self._has_freed(worker)
 
     def _refused(self, record: InFlightRequest, error: EmberlineError, hand_out: bool = False) -> None:
         """Refuse a request. One that had a worker before stays on record until its owner ends it."""
@@ -481,7 +496,8 @@ class Balancer:
 
     def _forget(self, record: InFlightRequest, blame: tuple[str, ...], now_s: float, finished: bool = False) -> None:
         self._release(record, blame, now_s, finished)
-        self._unqueue(record)
+        if self.queue.n_waiting or self._decided:
+            self._unqueue(record)
         self._close(record)
 
     def _unqueue(self, record: InFlightRequest) -> None:

@@ -221,10 +221,12 @@ class Grants:
         self._room.clear()
 
     def _of(self, model: str) -> list[JobQuota]:
-        known = self._balancer.workers_of(model)
-        workers = [each for each in known if each.endpoint.role != "prefill" and not each.endpoint.account]
-        for worker in workers:
+        quotas: list[JobQuota] = []
+        for worker in self._balancer.workers_of(model):
+            if worker.endpoint.role == "prefill" or worker.endpoint.account:
+                continue
             quota = self._quotas.get(worker.name)
             if quota is None or quota.worker is not worker:
-                self._quotas[worker.name] = JobQuota(worker, self._share, self._clock())
-        return [self._quotas[worker.name] for worker in workers]
+                quota = self._quotas[worker.name] = JobQuota(worker, self._share, self._clock())
+            quotas.append(quota)
+        return quotas

@@ -55,7 +55,7 @@ class Tenants:
                 self._tenants = {tenant.account: tenant for tenant in self._active}
             tenant = self._tenants[account] = Tenant(account)
         if tenant.n_open == 0:
-            floor = min((other.virtual_tokens for other in self._active), default=self._last_idle)
+            floor = min(other.virtual_tokens for other in self._active) if self._active else self._last_idle
             tenant.virtual_tokens = max(tenant.virtual_tokens, floor)
             self._active.add(tenant)
         tenant.n_open += 1
@@ -158,10 +158,12 @@ class InFlightRequest:
         self.priority = Priority[self.request.priority.upper()]
         self.is_job = self.tenant is None
         self.pool = self.pool or self.request.model
-        self.requeue(self.request, self.arrived_s)
+        self.progress_s = self.checked_s = self.arrived_s
+        if self.request.deadline_s is not None:
+            self.deadline_s = self.arrived_s + self.request.deadline_s
 
     def requeue(self, request: RouteRequest, now_s: float) -> None:
-        """Ask for workers, for the first time or again after a failure."""
+        """Ask for workers again, after a failure."""
         self.request = request
         self.progress_s = self.checked_s = now_s
         self.deadline_s = None if request.deadline_s is None else now_s + request.deadline_s
@@ -193,12 +195,10 @@ class InFlightLedger:
 
     def __init__(self) -> None:
         self._records: dict[str, InFlightRequest] = {}
+        self.get = self._records.get  # finds the record of a request id
 
     def __iter__(self) -> Iterator[InFlightRequest]:
         return iter(self._records.values())
-
-    def get(self, request_id: str) -> InFlightRequest | None:
-        return self._records.get(request_id)
 
     def add(self, record: InFlightRequest) -> None:
         assert record.request.id not in self._records, f"{record.request.id} is in flight already"

@@ -162,7 +162,8 @@ class Worker:
     def active(self, now_s: float, passes_flex: bool = False) -> int:
         """Sequences that are not preemptible: ours, and those of other cores. `passes_flex`: flex ones are, too."""
         in_flight = self.in_flight
-        return in_flight.sync_active - in_flight.flex_active * passes_flex + self.reports.foreign_active(now_s)
+        n_own = in_flight.active - in_flight.batch_active - in_flight.flex_active * passes_flex
+        return n_own + self.reports.foreign_active(now_s)
 
     def slot_wait_s(self, n: int, kv_tokens: int, now_s: float, passes_flex: bool = False) -> float:
         """Until `n` more sequences can run, that will need so much KV together."""

@@ -75,6 +75,7 @@ class ServedModels:
     def __init__(self, served: Sequence[Served] = (), load: LoadModel | None = None) -> None:
         self._load = load or load_served
         self._cards = {item.card.id: item.card for item in served}
+        self.card = self._cards.get  # returns the card of the model with an id; None if there is none
         self._served = {item.card.id: item for item in served}
         self.states: dict[str, str] = {}  # by id, of the models that the core loads and unloads
         self._at_start = frozenset(self._served)
@@ -92,10 +93,6 @@ class ServedModels:
 
     def model_id(self, name: str) -> str | None:
         return self._names.get(name.lower())
-
-    def card(self, model_id: str) -> ModelCard | None:
-        """The card of the model with this id."""
-        return self._cards.get(model_id)
 
     def find(self, name: str) -> ModelCard | None:
         """The card of the model with this id or short name, in any case of letters."""

@@ -12,7 +12,7 @@ from emberline.gateway.log import LogAttempt
 from emberline.gateway.retry import RetryPolicy, falls_back, is_providers_fault, is_transient, wait_s
 from emberline.protocol.errors import EmberlineError, EngineLost, Internal, ModelNotFound, Overloaded, Unavailable
 from emberline.service.work import Begun, Start, Work
-from emberline.telemetry.request_log import AttemptContext, never
+from emberline.telemetry.request_log import AttemptContext
 from emberline.upstream.providers.errors import ProviderRefusedKey, ProviderTimeout
 
 LOCAL = "workers-ai"  # the provider of the models of our own engines, as Cloudflare's gateway names it
@@ -147,7 +147,7 @@ async def _in_time(start: Start, step: PlanStep, context: AttemptContext, policy
                     is_waiting = False
                     timeout.reschedule(None)
 
-            timed_out = timeout.expired if policy.is_timeout_free else never
+            timed_out = timeout.expired if policy.is_timeout_free else None
             begun = await start(step.card, context._replace(on_began=began, timed_out=timed_out))
             is_waiting = False
             return begun

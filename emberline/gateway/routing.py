@@ -53,8 +53,6 @@ def plan(
 ) -> Plan:
     """`caller` is the same for requests that `percent` must treat alike: a session, or the request where there is
     none. BadInput: there is no such route, or the chain loops."""
-    if not settings.fallbacks and not model.startswith(DYNAMIC):
-        return Plan((model.removeprefix(OURS),), caller)
     found = _Expansion(settings, metadata, caller, counters or _NoLimits())
     found.add(model, ())
     return Plan(tuple(found.models[:MAX_STEPS]), caller, tuple(found.rates), tuple(found.budgets))

@@ -5,9 +5,9 @@ from emberline.gateway.attempts import LOCAL, PlanStep
 from emberline.gateway.gateways import GatewayService
 from emberline.gateway.guardrails import applicable
 from emberline.gateway.options import cache_ttl_s, is_operators_timeout, retry_policy
-from emberline.gateway.routing import Counter, Plan, plan
+from emberline.gateway.routing import OURS, Counter, Plan, plan
 from emberline.protocol.errors import EmberlineError, ModelNotFound
-from emberline.protocol.gateway import GatewayOptions, GatewaySettings, StepConfig
+from emberline.protocol.gateway import DYNAMIC, GatewayOptions, GatewaySettings, StepConfig
 from emberline.protocol.provider import OwnKey
 from emberline.protocol.request import Principal, alias_caller
 from emberline.service.models import ModelLookup
@@ -55,10 +55,16 @@ class GatewayRules:
         self.reads_prompts = self.reads_replies or bool(guards)
 
     def plan(self, model: str, session: str | None, request_id: str) -> Plan:
-        """Plan the models that the next request tries, once. Planning does not count for the limits of routes."""
+        """Plan the models that the next request tries, once. Planning does not count for the limits of routes.
+
+        A model without fallbacks that is no route is tried alone."""
         caller = alias_caller(self.principal.account, session, request_id)
         if self._plan is None or (self._plan[0], self._plan[1].caller) != (model, caller):
-            self._plan = model, plan(self.settings, model, self.options.metadata or {}, caller, self)
+            if self.settings.fallbacks or model.startswith(DYNAMIC):
+                found = plan(self.settings, model, self.options.metadata or {}, caller, self)
+            else:
+                found = Plan((model.removeprefix(OURS),), caller)
+            self._plan = model, found
         return self._plan[1]
 
     def take_plan(self, model: str, session: str | None, request_id: str) -> Plan:

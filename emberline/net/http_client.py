@@ -186,7 +186,8 @@ class Exchange:
     def on_headers_complete(self) -> None:
         if self._connection is None:
             return
-        status, headers = self._connection.status_code(), self.headers
+        assert self._connection.parser is not None
+        status, headers = self._connection.parser.get_status_code(), self.headers
         if status < 200:
             self._interim = True
             headers.clear()
@@ -221,7 +222,7 @@ class Connection(asyncio.Protocol):
         self._on_free = on_free
         self._on_lost = on_lost
         self._transport: asyncio.Transport | None = None
-        self._parser: httptools.HttpResponseParser | None = None
+        self.parser: httptools.HttpResponseParser | None = None  # of the reply to the current request
         self._exchange: Exchange | None = None
         self._received = False  # a byte of this reply has come
         self._room: asyncio.Future[None] | None = None  # while the server does not take more of a request's body
@@ -244,7 +245,7 @@ class Connection(asyncio.Protocol):
         assert self._transport is not None
         assert self._exchange is None
         exchange = self._exchange = Exchange(self)
-        self._parser = httptools.HttpResponseParser(exchange)
+        self.parser = httptools.HttpResponseParser(exchange)
         self._received = False
         self.n_exchanges += 1
         self.active_s = time.monotonic()
@@ -263,16 +264,11 @@ class Connection(asyncio.Protocol):
         if self._room is not None:
             await asyncio.shield(self._room)
 
-    def status_code(self) -> int:
-        """Status of the reply whose head the parser has read."""
-        assert self._parser is not None
-        return self._parser.get_status_code()
-
     def completed(self) -> None:
         """End the exchange after a complete reply; the connection is kept if both sides can use it again."""
-        assert self._parser is not None
+        assert self.parser is not None
         assert self._exchange is not None
-        self.end(self._parser.should_keep_alive() and not self._exchange.until_eof)
+        self.end(self.parser.should_keep_alive() and not self._exchange.until_eof)
 
     def pause(self, paused: bool) -> None:
         """Backpressure: the server has to wait while the reply is not read."""
@@ -281,12 +277,14 @@ class Connection(asyncio.Protocol):
 
     def end(self, reusable: bool) -> None:
         """End the exchange, and the connection unless it is `reusable`."""
-        self._exchange = None
-        if reusable and self.usable:
-            self.pause(False)
+        self._exchange, transport = None, self._transport
+        if transport is None:
+            return
+        if reusable and not transport.is_closing():
+            transport.resume_reading()
             self._on_free(self)
-        elif self._transport is not None:
-            self._transport.abort()
+        else:
+            transport.abort()
 
     def abort(self, reason: str, timed_out: bool = False) -> None:
         """Fail the exchange and close the connection."""
@@ -313,7 +311,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse what has arrived. The hot path: runs once for each read of a relayed reply."""
-        exchange, parser = self._exchange, self._parser
+        exchange, parser = self._exchange, self.parser
         if exchange is None or parser is None:
             return self._fail(ConnectionFailed("it sent data without a request"))
         self._received = True
@@ -440,7 +438,7 @@ class ConnectionPool:
         """Seconds since the last byte of any reply."""
         return time.monotonic() - max((connection.received_s for connection in self._all), default=0.0)
 
-    async def post(
+    def post(
         self,
         path: str,
         body: bytes,
@@ -449,7 +447,7 @@ class ConnectionPool:
         on_sent: Callable[[], None] | None = None,
         once: bool = False,
         content_type: str = "application/json",
-    ) -> Exchange:
+    ) -> Awaitable[Exchange]:
         """An exchange whose status and headers have arrived, within `timeout_s` of its begin if that is given.
 
         `headers` are whole lines, each with its end. `on_sent` is called once the server has, or will have, the
@@ -460,7 +458,7 @@ class ConnectionPool:
             f"POST {self._address.path}{path} HTTP/1.1\r\n{headers}content-type: {content_type}\r\n"
             f"content-length: {len(body)}\r\n"
         )
-        return await self._send(head.encode("ascii") + self._fixed_headers, body, on_sent, once, timeout_s)
+        return self._send(head.encode("ascii") + self._fixed_headers, body, on_sent, once, timeout_s)
 
     async def get(
         self, path: str, timeout_s: float, max_bytes: int = MAX_REPLY_BYTES, headers: str = ""

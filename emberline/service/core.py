@@ -283,11 +283,13 @@ class LocalCore:
         if self.know_model is not None and not self.admission.balancer.workers_of(request.model):
             await self.know_model(request.model)
         price = self.prices.find(request.model, request.accepted_us or request.created_us)
+        is_held = self.models is not None or self.scaling is not None
         if self.limits is None:
-            return msgspec.structs.replace(await self.admission.admit(self._held(request)), price=price)
+            held = self._held(request) if is_held else request
+            return msgspec.structs.replace(await self.admission.admit(held), price=price)
         share = await self.limits.admit(request, price)
         try:
-            route = await self.admission.admit(self._held(request))
+            route = await self.admission.admit(self._held(request) if is_held else request)
         except BaseException:
             if not request.avoid:  # it never ran; one that is moved keeps its share
                 self.limits.release(request.id)
@@ -328,9 +330,11 @@ class LocalCore:
 
     async def finalize(self, end: RequestEnd) -> None:
         row = self.prices.priced(end.row)
-        self._observe_ttft(row)
+        if row.first_token_us is not None:
+            self._observe_ttft(row, (row.first_token_us - row.created_us) / 1e6)
         is_late = self.limits is not None and self.limits.settle(row)
-        self.admission.ended(row.id, _outcome(end), row.output_tokens, end.lost)
+        outcome: Outcome = "finished" if row.status == "finished" else _outcome(end)
+        self.admission.ended(row.id, outcome, row.output_tokens, end.lost)
         self.grants.notify_room()
         self._metrics.record(row, end.inter_token, end.operation, end.provider)
         self.history.ended(row, self.usage.used_by(row.id), end.inter_token)
@@ -393,13 +397,11 @@ class LocalCore:
         self._metrics.refused(kind, times)
         self.history.refused(times)
 
-    def _observe_ttft(self, row: UsageRow) -> None:
+    def _observe_ttft(self, row: UsageRow, ttft_s: float) -> None:
         """Tell the grants the TTFT of a request that is no job: how much jobs on the same worker slow it down."""
-        record = self.admission.find(row.id)
-        if record is None or record.route is None or record.is_job or row.first_token_us is None:
-            return
-        ttft_s = (row.first_token_us - row.created_us) / 1e6
-        self.grants.observe_ttft(row.model, record.route.decode, ttft_s, record.mixed)
+        record = self.admission.balancer.ledger.get(row.id)
+        if record is not None and record.route is not None and not record.is_job:
+            self.grants.observe_ttft(row.model, record.route.decode, ttft_s, record.mixed)
 
 
 def _waiting(request: RouteRequest, wait_s: float) -> RouteRequest:
@@ -408,6 +410,7 @@ def _waiting(request: RouteRequest, wait_s: float) -> RouteRequest:
 
 
 def _outcome(end: RequestEnd) -> Outcome:
+    """The outcome of a request that was not finished, as its workers are judged by it."""
     if end.row.status == "failed":
         return "engine_failed" if end.lost else "client_error"
-    return "finished" if end.row.status == "finished" else "cancelled"
+    return "cancelled"

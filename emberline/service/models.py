@@ -79,7 +79,9 @@ class Models:
         """
         if principal.models:
             self.check_scope(card, principal)
-        return self.upstream.target(card, principal, own_key) if self.is_upstream(card) else Target(card)
+        if self._served.card(card.id) is not None:
+            return Target(card)
+        return self.upstream.target(card, principal, own_key)
 
     def check_scope(self, card: ModelCard, principal: Principal) -> None:
         """Raise Forbidden if the principal's key may not use the model."""

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 
 import msgspec
@@ -25,7 +26,7 @@ from emberline.upstream.dialects.chunks import BodyAssembler, ChunkReader
 from emberline.upstream.dialects.dialect import MESSAGES
 from emberline.upstream.models import UpstreamModels
 from emberline.upstream.target import Target
-from emberline.upstream.transport import Decoder, UpstreamTransport, passthrough
+from emberline.upstream.transport import UpstreamTransport
 
 _ANY_VOCABULARY = 1 << 31  # upstream servers check token ids themselves
 
@@ -59,14 +60,16 @@ class Pipeline:
                 work.is_done = True  # nothing is left to compute: a client that leaves has had its answer
                 for event in work.replay:
                     if type(event) is Completed:
-                        _complete(work, event)
+                        work.completed = event
+                        if work.wants_cost:
+                            _state_cost(event)
                     yield event
             else:
                 if work.attempts is None:
                     run, transport, output, result = await self._start(work, work.card, work.attempt)
                 else:
                     run, transport, output, result = await work.attempts(partial(self._start, work))
-                is_relayed, taps = type(work.task) is RelayRequest, work.taps
+                is_relayed, taps, step = type(work.task) is RelayRequest, work.taps, run.step
                 async with run:
                     while True:
                         is_done = transport.done
@@ -89,11 +92,13 @@ class Pipeline:
                                 yield event
                         if is_done:
                             break
-                        output = await run.step()
+                        output = await step()
                     await run.finish()
                 completed = run.completed
                 completed.result = output if is_relayed else result()
-                _complete(work, completed)
+                work.completed = completed
+                if work.wants_cost:
+                    _state_cost(completed)
                 if isinstance(completed.result, Encoded):
                     completed.result.usage = completed.usage
                 if taps:
@@ -132,7 +137,7 @@ class Pipeline:
                 card = self._models.find(task.model, alias_caller(work.principal.account, task.session, task.id))
             if attempt.id:
                 task = msgspec.structs.replace(task, id=attempt.id, model=card.id)
-            target = self._models.target(card, work.principal, work.own_key)
+            target = work.target or self._models.target(card, work.principal, work.own_key)
             route, transport, result, inter_token = await self._prepare(work, task, target, clock)
             is_counted = True
             if attempt.is_retry:
@@ -147,10 +152,10 @@ class Pipeline:
                 log.info("refused: %s", error.message, extra={"request_id": task.id, "error": error.kind})
             raise
         work.was_admitted, work.rate_limits = True, run.route.rate_limits
-        output = None
+        output, step = None, run.step
         try:
             while not output and not transport.done:
-                output = await run.step()
+                output = await step()
                 if not output and transport.began and attempt.on_began is not None:
                     attempt.on_began()
         except BaseException as error:
@@ -161,19 +166,21 @@ class Pipeline:
     async def _prepare(self, work: Work, task: Task, target: Target, clock: Clock) -> Prepared:
         clients = self._upstream.clients
         if isinstance(task, RelayRequest):
-            sent = await task.make(target, task.id)
+            sent = task.make(target, task.id)
+            if task.canonical is not None and target.card.id in self._upstream.texts:
+                with suppress(EmberlineError):  # not all that its server takes can be rendered here
+                    sent.route = await self._upstream.with_token_keys(sent.route, task.canonical(), target)
             assembler = MessageAssembler if sent.path == MESSAGES else BodyAssembler
-            relay = UpstreamTransport(sent, clients, (lambda: passthrough) if sent.stream else assembler)
-            return Prepared(sent.route, relay)
+            return Prepared(sent.route, UpstreamTransport(sent, clients, None if sent.stream else assembler))
         if target.where == "engine":
             return await self._engines.prepare(task, target, work.principal, clock, work.job)
         terms = route_terms(task, clock, work.job)
         if isinstance(task, GenerateRequest):
             validate(task, _ANY_VOCABULARY)
             sent = await self._upstream.upstream_request(task, target, work.principal, terms)
-            reader: Decoder[list[TextEvent]] = passthrough
-            if not sent.as_events:
-                reader = ChunkReader(task.n, task.sampling.stop, sent.route.input_tokens)
+            if sent.as_events:
+                return Prepared(sent.route, UpstreamTransport(sent, clients))
+            reader = ChunkReader(task.n, task.sampling.stop, sent.route.input_tokens)
             return Prepared(sent.route, UpstreamTransport(sent, clients, lambda: reader))
         route, call = self._upstream.whole_call(task, target, work.principal, terms)
         return Prepared(route, call, call.result)
@@ -187,11 +194,9 @@ async def _tapped(taps: Sequence[Tap], event: TextEvent) -> Sequence[TextEvent]:
     return events
 
 
-def _complete(work: Work, completed: Completed) -> None:
-    """Note how the work ended, with its cost if the client wants to know."""
-    if work.wants_cost:
-        completed.usage = msgspec.structs.replace(completed.usage, cost=Cost(completed.cost_pico))
-    work.completed = completed
+def _state_cost(completed: Completed) -> None:
+    """State the cost in the usage, for a client that wants to know it."""
+    completed.usage = msgspec.structs.replace(completed.usage, cost=Cost(completed.cost_pico))
 
 
 def _end(work: Work, begun: list[Stage], error: BaseException | None) -> BaseException | None:

@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Generic, Protocol, TypeVar
 
@@ -103,8 +104,9 @@ class RequestRun(Generic[T]):
         self._attempt = attempt
         self._max_failovers = MAX_FAILOVERS if attempt.max_failovers is None else attempt.max_failovers
         self._inter_token = inter_token or Counts()  # latencies, filled by the transport where it measures them
-        self._route = Route(decode="")
+        self.route = Route(decode="")
         self._row: UsageRow | None = None  # once the request has ended
+        self._last_usage = Usage()  # that of the last usage row
         self._opened = False  # the attempt on `_route`
         self._left = False  # nobody reads the output any more
         self._prefilled = False  # the core knows that the attempt has computed the prompt
@@ -123,10 +125,6 @@ class RequestRun(Generic[T]):
         return self._request.model
 
     @property
-    def route(self) -> Route:
-        return self._route
-
-    @property
     def done(self) -> bool:
         return self._transport.done
 
@@ -138,12 +136,13 @@ class RequestRun(Generic[T]):
     def completed(self) -> Completed:
         """The terminal event of a request that was finished."""
         assert self._row is not None
-        return Completed(self.usage, self._route.price, self._row.cost_pico)
+        return Completed(self._last_usage, self.route.price, self._row.cost_pico)
 
     async def admit(self) -> None:
         """Wait for workers. Overloaded or Unavailable when there are none; then there is no usage row."""
+        request = self._request
         try:
-            self._route = await self._core.admit(self._route_request())
+            self.route = await self._core.admit(request if request.deadline_s is None else self._route_request())
             if self._trace is not None:
                 self._trace.admitted()
         except asyncio.CancelledError:
@@ -153,9 +152,11 @@ class RequestRun(Generic[T]):
             self._on_end(self)
             raise
 
-    def step(self) -> Awaitable[T]:
-        """Wait for more output, which may be empty. Failed workers are replaced here."""
-        return self._step() if self._request.deadline_s is None else self._step_until(self._request.deadline_s)
+    @property
+    def step(self) -> Callable[[], Awaitable[T]]:
+        """The function that waits for more output, which may be empty. It replaces failed workers."""
+        deadline_s = self._request.deadline_s
+        return self._step if deadline_s is None else partial(self._step_until, deadline_s)
 
     async def _step_until(self, deadline_s: float) -> T:
         try:
@@ -175,9 +176,9 @@ class RequestRun(Generic[T]):
             if status == "failed":
                 is_billed = isinstance(error, EmberlineError) and error.caused_by_request
             else:
-                is_billed = not self._attempt.timed_out()
+                is_billed = self._attempt.timed_out is None or not self._attempt.timed_out()
             self.finalizing = asyncio.create_task(self._finalize(status, error, finished_us, is_billed))
-            self.finalizing.add_done_callback(lambda task: self._end(error, task))
+            self.finalizing.add_done_callback(partial(self._end, error))
         return self.finalizing
 
     async def _finalize(
@@ -229,7 +230,7 @@ class RequestRun(Generic[T]):
 
     def _end(self, error: Exception | None, finalizing: "asyncio.Task[None]") -> None:
         if self._row is not None:
-            log_end(logged_name(self._route.decode), self._row, error, finalizing)
+            log_end(logged_name(self.route.decode), self._row, error, finalizing)
         self._on_end(self)
 
     def checkpoint(self) -> UsageRow | None:
@@ -269,8 +270,9 @@ class RequestRun(Generic[T]):
             try:
                 if not self._opened:
                     if self._trace is not None:
-                        self._transport.trace = self._trace.attempt(self._route.decode)
-                    await self._transport.open(self._route, self._n_failovers, self._time_left_s())
+                        self._transport.trace = self._trace.attempt(self.route.decode)
+                    left_s = None if self._request.deadline_s is None else self._time_left_s()
+                    await self._transport.open(self.route, self._n_failovers, left_s)
                     self._opened = True
                 output = await self._transport.next()
             except EmberlineError as error:
@@ -304,7 +306,7 @@ class RequestRun(Generic[T]):
         self._n_stuck += 1
         log.warning("failover: %s", error.message, extra={"request_id": self._request.id, "tokens": n_tokens})
         try:
-            self._route = await self._core.admit(self._route_request())
+            self.route = await self._core.admit(self._route_request())
         except Unavailable as none_left:
             message = f"{none_left.message} (after: {error.message})"
             raise Unavailable(message, retry_after_s=none_left.retry_after_s) from error
@@ -334,11 +336,14 @@ class RequestRun(Generic[T]):
         return left_s
 
     def _usage_row(self, status: UsageStatus, is_billed: bool, finished_us: int) -> UsageRow:
-        usage = self.usage if status != "failed" or self._attempt.bills_failure or is_billed else Usage()
-        row = usage_row(self._request, usage, status, finished_us, self._first_token_us, self._route.lease)
-        if self._route.price is None:
+        usage = Usage()
+        if status != "failed" or self._attempt.bills_failure or is_billed:
+            usage = self._transport.usage
+        self._last_usage = usage
+        row = usage_row(self._request, usage, status, finished_us, self._first_token_us, self.route.lease)
+        if self.route.price is None:
             return row
-        row = row.priced(self._route.price, is_billed)
+        row = row.priced(self.route.price, is_billed)
         if row.lease and row.cost_pico is not None:  # an upstream server may count more tokens than was foreseen
-            row = msgspec.structs.replace(row, cost_pico=min(row.cost_pico, self._route.reserved_pico))
+            row = msgspec.structs.replace(row, cost_pico=min(row.cost_pico, self.route.reserved_pico))
         return row

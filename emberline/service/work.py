@@ -27,12 +27,15 @@ class RelayRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A body that an upstream server takes as it came, and whose reply goes to the client as it comes.
 
     `make` writes the request for a target and an id, and refuses what the target's server must not be sent.
+    `canonical` reads the body as a canonical request, from which the pipeline makes prefix keys over token ids if the
+    tokenizer of the server is here.
     """
 
     id: str
     model: str
-    make: Callable[[Target, str], Awaitable[UpstreamRequest]]
+    make: Callable[[Target, str], UpstreamRequest]
     stream: bool
+    canonical: Callable[[], GenerateRequest] | None = None
     session: str | None = None
     api: str = ""
 
@@ -70,6 +73,7 @@ class Work:
     principal: Principal
     job: JobContext | None = None
     card: ModelCard | None = None  # the task's model; None: its name was not looked up yet
+    target: Target | None = None  # the card's, if the caller had to make it; None: the pipeline makes it
     own_key: OwnKey | None = None  # a provider's key that the client sent along
     wants_cost: bool = False  # the usage of the terminal event states the cost
     attempt: AttemptContext = ONLY_ATTEMPT  # the only one, if no stage chooses models

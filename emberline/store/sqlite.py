@@ -10,7 +10,7 @@ import os
 import queue
 import sqlite3
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -108,21 +108,23 @@ class SqliteStore:
 
     async def write(self, sql: str, params: Sequence[Value] = ()) -> Rows:
         """An invalid statement raises sqlite3.Error; a database that cannot be used raises Unavailable."""
-        (rows,) = await self.transaction([Query(sql, params)])
+        (rows,) = await self.run(lambda: in_order([Query(sql, params)]))
         return rows
 
-    async def transaction(self, statements: Sequence[Statement]) -> list[Rows]:
-        return await self.run(lambda: in_order(statements))
+    def transaction(self, statements: Sequence[Statement]) -> Coroutine[Any, Any, list[Rows]]:
+        return self.run(lambda: in_order(statements))
 
     async def run(self, work: Callable[[], Transaction[T]]) -> T:
-        """Runs on the writer thread, so no other write of this process interleaves."""
-        self._check_open()
+        """Run a transaction on the writer thread, so that no other write of this process interleaves."""
+        if self._closed:
+            raise Unavailable("the store is closed")
         done: asyncio.Future[T] = self._loop.create_future()
         self._queue.put(_Write(work, done))
         return await done
 
     async def read(self, sql: str, params: Sequence[Value] = ()) -> Rows:
-        self._check_open()
+        if self._closed:
+            raise Unavailable("the store is closed")
         try:
             return await self._loop.run_in_executor(self._reads, lambda: self._reader.execute(sql, params).fetchall())
         except sqlite3.Error as error:
@@ -150,10 +152,6 @@ class SqliteStore:
         self._closed = True
         self._queue.put(None)
         await asyncio.to_thread(self._close_connections)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise Unavailable("the store is closed")
 
     def _close_connections(self) -> None:
         self._thread.join()

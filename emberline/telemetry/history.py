@@ -85,7 +85,8 @@ class History:
         self.recent.append(row)
         self._open.requests += 1
         self._open.failed += row.status == "failed"
-        self._inter_token_s.add(inter_token)
+        if inter_token.buckets:
+            self._inter_token_s.add(inter_token)
         if row.first_token_us is not None:
             self._ttft_s.observe((row.first_token_us - row.created_us) / 1e6)
 

@@ -140,7 +140,7 @@ class Metrics:
 
     def record(self, row: UsageRow, inter_token: Counts, operation: str = "chat", provider: str = "emberline") -> None:
         """Count a request that has ended; `inter_token`: its inter-token latencies."""
-        name = self._label(row)
+        name = row.model if row.model in self.models else self._label(row)
         self._genai[operation, OTHER if name == OTHER else provider, name].record(row)
         model = self.models[name]
         model.by_status[row.status] += 1
@@ -148,7 +148,8 @@ class Metrics:
         model.cached_tokens += row.cached_tokens
         model.cached_by_tier.update(row.cached_by_tier)
         model.generation_tokens += row.output_tokens
-        model.inter_token_s.add(inter_token)
+        if inter_token.buckets:
+            model.inter_token_s.add(inter_token)
         model.e2e_s.observe((row.finished_us - row.created_us) / 1e6)
         if row.first_token_us is not None:
             model.ttft_s.observe((row.first_token_us - row.created_us) / 1e6)

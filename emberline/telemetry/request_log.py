@@ -39,10 +39,6 @@ class JobContext:
     accepted_us: int = 0
 
 
-def never() -> bool:
-    return False
-
-
 class AttemptContext(NamedTuple):
     """One attempt at a request. A gateway may make several; any other request has one."""
 
@@ -51,7 +47,8 @@ class AttemptContext(NamedTuple):
     max_failovers: int | None = None  # between workers; None: as for any request
     bills_failure: bool = True  # False: a failure of ours counts no tokens, as nobody has seen anything of the reply
     on_began: Callable[[], None] | None = None  # called where a reply has begun that comes whole; perhaps several times
-    timed_out: Callable[[], bool] = never  # True once the operator's timeout, not the client, cancelled the attempt
+    # Returns True once the operator's timeout, and not the client, has cancelled the attempt. None: there is none.
+    timed_out: Callable[[], bool] | None = None
     on_end: Callable[[UsageRow], None] | None = None  # called once with the usage row of an attempt that was admitted
 
 
@@ -127,7 +124,7 @@ class Clock:
         return time.monotonic() - self._started_s
 
     def now_us(self) -> int:
-        return self.created_us + int(1e6 * self.elapsed_s())
+        return self.created_us + int(1e6 * (time.monotonic() - self._started_s))
 
     def at_us(self, monotonic_s: float) -> int:
         return self.created_us + int(1e6 * (monotonic_s - self._started_s))

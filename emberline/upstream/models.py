@@ -23,7 +23,7 @@ from emberline.text.prompt import Prompt, build_prompt
 from emberline.text.text_model import TextModel
 from emberline.text.tokenizers.tokenizer import OFF_LOOP_BYTES
 from emberline.upstream.dialects.anthropic import message_request
-from emberline.upstream.dialects.dialect import CHAT, COMPLETIONS, Dialect
+from emberline.upstream.dialects.dialect import BYTES_PER_TOKEN, CHAT, COMPLETIONS, Dialect
 from emberline.upstream.providers.attempt import count_tokens
 from emberline.upstream.providers.client import ProviderClient
 from emberline.upstream.providers.directory import ProviderDirectory, remote_name
@@ -36,7 +36,6 @@ from emberline.upstream.upstream_request import (
     body_of,
     byte_keys,
     check_known,
-    estimated_tokens,
     tool_fields,
 )
 
@@ -173,7 +172,7 @@ class UpstreamModels:
             principal,
             target.card.id,
             target.card.fingerprint,
-            input_tokens=estimated_tokens(n_bytes),
+            input_tokens=max(1, n_bytes // BYTES_PER_TOKEN),
             max_tokens=_max_output_tokens(request),
             context_len=target.card.context_window,
             max_input_tokens=n_bytes,
@@ -203,7 +202,7 @@ class UpstreamModels:
             principal,
             card.id,
             card.fingerprint,
-            input_tokens=estimated_tokens(n_bytes),
+            input_tokens=max(1, n_bytes // BYTES_PER_TOKEN),
             keys=b"" if target.where == "provider" else byte_keys(card.id, principal.salt, *prompt),
             max_tokens=max_tokens,
             context_len=card.context_window,

@@ -21,7 +21,7 @@ _NOT_WITH = (
     *("best_of", "continue_final_message"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "regex", "ebnf", "stop"),
 )
-_CAN_CONTINUE = ("vllm", "sglang")
+CAN_CONTINUE = ("vllm", "sglang")  # kinds of servers that continue a text
 _CHAT_ONLY = frozenset(  # not known to text completions
     {
         *("messages", "chat_template_kwargs", "reasoning_effort", "thinking_token_budget", "max_completion_tokens"),
@@ -36,7 +36,7 @@ def can_resume(request: UpstreamRequest, kind: str) -> bool:
     """True if a stream of the request on a server of this kind could be resumed, as far as that is known before."""
     return (
         request.stream
-        and kind in _CAN_CONTINUE
+        and kind in CAN_CONTINUE
         and request.route.n == 1
         and (request.path == CHAT or "max_tokens" in request.fields)  # else it has 16 tokens at most
         and not any(name in request.fields for name in _NOT_WITH)

@@ -1,18 +1,18 @@
 """A request on OpenAI-compatible servers: SSE lines in, and out whatever the decoder makes of them."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 from msgspec import Raw
 
 from emberline.net.http_client import ConnectionFailed
-from emberline.protocol.errors import BadInput, EmberlineError, EngineLost, Unavailable
+from emberline.protocol.errors import BadInput, EmberlineError, EngineLost, Unavailable, WorkerRemoved
 from emberline.protocol.events import Usage
 from emberline.protocol.price import Price, format_amount
 from emberline.protocol.request import GenerateRequest
-from emberline.protocol.route_request import Fault, Route, RouteRequest, client_of
+from emberline.protocol.route_request import Fault, Route, RouteRequest
 from emberline.protocol.trace_context import TraceContext, TraceDetails, current
 from emberline.upstream.dialects.anthropic_relay import MessagesEditor
 from emberline.upstream.dialects.chunks import UnreadableChunk
@@ -23,6 +23,7 @@ from emberline.upstream.providers.attempt import ProviderAttempt
 from emberline.upstream.providers.client import ProviderClient
 from emberline.upstream.providers.errors import hide_key
 from emberline.upstream.resume import (
+    CAN_CONTINUE,
     Continuation,
     Transcript,
     can_resume,
@@ -49,11 +50,6 @@ Adjust = Callable[[dict[str, Any]], None]
 MakeAttempt = Callable[[str, str, UpstreamClient, UpstreamClient | None, TraceContext | None], Attempt]
 
 
-def passthrough(lines: Any, last: bool) -> Any:
-    """The decoder of a client that takes the lines, or events, as they are."""
-    return lines
-
-
 def _cost_pico(price: Price, route: RouteRequest, usage: Usage) -> int:
     return price.cost_pico(
         route.priority,
@@ -62,6 +58,13 @@ def _cost_pico(price: Price, route: RouteRequest, usage: Usage) -> int:
         output_tokens=usage.completion_tokens,
         images=route.images,
     )
+
+
+async def _no_piece() -> bytes:
+    raise AssertionError("no attempt is open")
+
+
+_NO_EDITOR, _NO_TRANSCRIPT = StreamEditor(), Transcript(keep=False)  # of a request that was not attempted: never fed
 
 
 class UpstreamTransport(Generic[T]):
@@ -73,10 +76,11 @@ class UpstreamTransport(Generic[T]):
         self,
         request: UpstreamRequest,
         clients: Mapping[str, UpstreamClient],
-        make_decoder: Callable[[], Decoder[T]],
+        make_decoder: Callable[[], Decoder[T]] | None = None,
         make_attempt: MakeAttempt = Attempt,
     ) -> None:
-        """`make_attempt` opens an attempt at a server that is not a provider's."""
+        """Without `make_decoder` the client takes the lines, or events, as they are. `make_attempt` opens an attempt at
+        a server that is not a provider's."""
         self.restart_wait_s = RESTART_WAIT_S
         self.trace: TraceContext | None = current.get()  # sent on, also where this server does not trace
         self.operation = "text_completion" if request.path == COMPLETIONS else "chat"
@@ -88,10 +92,11 @@ class UpstreamTransport(Generic[T]):
         self._clients = clients  # by endpoint name
         self._make_decoder = make_decoder
         self._make_attempt = make_attempt
-        self._decoder = make_decoder()
+        self._decoder = None if make_decoder is None else make_decoder()
         self._attempt: Attempt | ProviderAttempt | None = None
-        self._editor: StreamEditor | EventReader | ChunkEditor = StreamEditor()
-        self._transcript = Transcript(keep=False)
+        self._piece: Callable[[], Awaitable[bytes]] = _no_piece  # waits for more of the current attempt's reply
+        self._editor: StreamEditor | EventReader | ChunkEditor = _NO_EDITOR
+        self._transcript = _NO_TRANSCRIPT
         self._n_events = 0  # of the reply that the client has seen
         self._n_events_before = 0  # of them, those of earlier attempts
         self._continuation: Continuation | None = None
@@ -105,7 +110,8 @@ class UpstreamTransport(Generic[T]):
     def usage(self) -> Usage:
         """Token counts as the server said last: vLLM and SGLang do in every chunk. Otherwise the events of the reply
         are counted, and the prompt as soon as the server has begun to respond."""
-        if (usage := self._editor.usage) is not None and self._is_plausible(usage):
+        usage = self._editor.usage
+        if usage is not None and (type(self._attempt) is not ProviderAttempt or self._is_plausible(usage)):
             return usage
         if not self._n_events:
             return Usage(prompt_tokens=self._request.route.input_tokens if self._responds else 0)
@@ -118,9 +124,8 @@ class UpstreamTransport(Generic[T]):
         )
 
     def _is_plausible(self, usage: Usage) -> bool:
-        """True if the counts are possible. A provider's are billed, so impossible ones are replaced by estimates."""
-        if not isinstance(self._attempt, ProviderAttempt):
-            return True
+        """True if a provider's counts are possible. They are billed, so impossible ones are replaced by estimates."""
+        assert self._attempt is not None
         route = self._request.route
         most_output = (2 * route.max_tokens + 1000) * route.n if route.max_tokens else MAX_OUTPUT_TOKENS
         is_plausible = (
@@ -138,13 +143,15 @@ class UpstreamTransport(Generic[T]):
         request = self._request
         self.began = self._responds = False
         self.cached_tokens = route.cached_tokens
-        decode = client_of(self._clients, route.decode)
-        kind, resumed = decode.config.kind, self._continuation
+        if (decode := self._clients.get(route.decode)) is None:
+            raise WorkerRemoved(route.decode)
+        kind, resumed = decode.config.endpoint.kind, self._continuation
         self.provider = decode.provider.name if isinstance(decode, ProviderClient) else kind
         if not request.stream:
-            self._decoder, self._n_events = self._make_decoder(), 0
+            self._decoder, self._n_events = None if self._make_decoder is None else self._make_decoder(), 0
         if not self._n_events:
-            self._transcript = Transcript(keep=can_resume(request, kind))
+            resumable = kind in CAN_CONTINUE and can_resume(request, kind)
+            self._transcript = Transcript() if resumable else _NO_TRANSCRIPT
         self._n_events_before = self._n_events
         self._has_token_ids = self._transcript.keep and gives_token_ids(request, kind)
         running_usage = kind in ("vllm", "sglang") and request.route.n == 1  # of several choices it is each one's own
@@ -167,7 +174,7 @@ class UpstreamTransport(Generic[T]):
         exchange = await self._attempt.open(fields)
         if not exchange.headers.get("content-type", "").startswith("text/event-stream"):
             raise decode.lost("did not answer with an event stream")
-        self._responds = True
+        self._responds, self._piece = True, exchange.piece
 
     def _new_attempt(
         self, path: str, attempt_id: str, decode: UpstreamClient, route: Route
@@ -178,7 +185,9 @@ class UpstreamTransport(Generic[T]):
             return ProviderAttempt(
                 path, attempt_id, decode, access, self.trace, self._request.headers, self._request.task
             )
-        prefill = self._prefill_for(decode, self._clients.get(route.prefill))
+        prefill = None
+        if route.prefill or decode.config.endpoint.role == "decode":
+            prefill = self._prefill_for(decode, self._clients.get(route.prefill))
         return self._make_attempt(path, attempt_id, decode, prefill, self.trace)
 
     def _new_reader(self, task: GenerateRequest, decode: UpstreamClient) -> EventReader | ChunkEditor:
@@ -209,7 +218,7 @@ class UpstreamTransport(Generic[T]):
         assert attempt is not None
         try:
             try:
-                piece = await attempt.piece()
+                piece = await self._piece()
                 if attempt.prefill is not None and editor.cached is None and editor.needs_cached(piece):
                     editor.cached = await attempt.cached()
                 lines: Any = editor.feed(piece)
@@ -232,7 +241,7 @@ class UpstreamTransport(Generic[T]):
                 self._transcript.add(lines)
             if self._has_token_ids:
                 lines = without_token_ids(lines)
-            return cast(T, lines) if self._decoder is passthrough else self._decoder(lines, self.done)
+            return cast(T, lines) if self._decoder is None else self._decoder(lines, self.done)
         except StreamError as error:
             access = self._request.access
             message = hide_key(error.message, "" if access is None else access.key)[:500]

@@ -49,10 +49,6 @@ def byte_keys(model: str, salt: bytes, *parts: bytes) -> bytes:
     return b"".join(keys)
 
 
-def estimated_tokens(n_bytes: int) -> int:
-    return max(1, n_bytes // BYTES_PER_TOKEN)
-
-
 # --- the body ---------------------------------------------------------------------------------------------------------
 
 _ENGINES = ("vllm", "sglang")

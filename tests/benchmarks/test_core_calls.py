@@ -47,6 +47,12 @@ def test_a_request_passes_through_the_whole_core(profiles: dict[str, Profile]) -
         assert called.issuperset(files), kind
 
 
+def test_a_target_is_made_once(profiles: dict[str, Profile]) -> None:
+    for kind, profile in profiles.items():
+        made = [n for code, n in profile.calls.items() if code.co_qualname == "Models.target"]
+        assert made == [1], kind
+
+
 def test_json_passes_are_those_over_the_body() -> None:
     body = json.dumps({"text": "x" * 1000}).encode()
     decoder = msgspec.json.Decoder(dict[str, str])

@@ -173,7 +173,7 @@ async def test_a_stage_repeats_an_attempt_that_fails_before_its_first_output(
 async def test_a_body_that_is_not_relayed_is_refused_without_a_trace(service: Service) -> None:
     """The endpoint that reads the body refuses it; nothing was admitted, and nothing is counted."""
 
-    async def make(target: Target, request_id: str) -> UpstreamRequest:
+    def make(target: Target, request_id: str) -> UpstreamRequest:
         assert (target.card.id, request_id) == (MODEL, "r1")
         raise BadInput("images must come inside the request")
 

@@ -49,7 +49,7 @@ def forwarded(request_id: str, stream: bool) -> UpstreamRequest:
 
 
 async def relay(bench: Bench, asked: UpstreamRequest) -> bytes:
-    async def make(target: Target, request_id: str) -> UpstreamRequest:
+    def make(target: Target, request_id: str) -> UpstreamRequest:
         return asked
 
     task = RelayRequest(id=asked.route.id, model=MODEL, make=make, stream=asked.stream)

@@ -20,6 +20,14 @@ from emberline.upstream.upstream_request import UpstreamRequest
 class FakeExchange:
     headers = {"content-type": "text/event-stream"}
 
+    def __init__(self, decode: UpstreamClient) -> None:
+        self._decode = decode
+
+    async def piece(self) -> bytes:
+        if not FakeAttempt.pieces:
+            raise self._decode.lost("broke")
+        return FakeAttempt.pieces.pop(0)
+
 
 class FakeAttempt:
     """Replies with the pieces of the class, then breaks."""
@@ -36,12 +44,7 @@ class FakeAttempt:
 
     async def open(self, fields: dict[str, Any]) -> FakeExchange:
         FakeAttempt.fields = fields
-        return FakeExchange()
-
-    async def piece(self) -> bytes:
-        if not self.pieces:
-            raise self.decode.lost("broke")
-        return self.pieces.pop(0)
+        return FakeExchange(self.decode)
 
     def close(self) -> None:
         pass

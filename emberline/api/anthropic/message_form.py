@@ -35,7 +35,7 @@ def _relay(call: HttpExchange, wire: Wire) -> Awaitable[Response] | None:
     """Relay the request if Anthropic's API serves the model and no gateway has to read what is sent."""
     if call.card is None or call.gateway is not None or not call.service.models.is_upstream(call.card):
         return None
-    target = call.service.models.target(call.card, call.principal)
+    target = call.target = call.service.models.target(call.card, call.principal)
     return forward_message(call, wire, _headers) if target.kind == "anthropic" else None
 
 

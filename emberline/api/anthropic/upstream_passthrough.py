@@ -47,7 +47,7 @@ def forward_message(
         check_known("speculation", "anthropic")
     stream = bool(body.stream)
 
-    async def make(target: Target, request_id: str) -> UpstreamRequest:
+    def make(target: Target, request_id: str) -> UpstreamRequest:
         fields: dict[str, Any] = {**wire.fields, "model": target.remote, "stream": True}
         route = call.service.models.upstream.route_request(
             RouteTerms(request_id, "messages", session=call.session),

@@ -172,6 +172,7 @@ class HttpExchange:
         self.wire: Wire | None = None  # the JSON body, once it was read
         self.named_model: str | None = None  # the model that the body names
         self.card: ModelCard | None = None  # the model that the request is for, once it was looked up
+        self.target: Target | None = None  # the same for this caller, if the endpoint had to know how it is reached
         self.is_audited = False  # what it does is in the audit log
         self.audit_target = ""  # what an admin's act is done to, for the audit log; empty: `path_param`
         self.relays_large = relays_large  # large requests are for another process: endpoints raise LargeRequest
@@ -286,7 +287,7 @@ class HttpExchange:
         if self.gateway is not None:
             self.card = self.gateway.rules.use_model(name, self.session, self.id)
         else:
-            caller = alias_caller(self.principal.account, self.session, self.id)
+            caller = self.id if not self.session else alias_caller(self.principal.account, self.session, self.id)
             self.card = self.service.models.find(name, caller)
         return self.card
 
@@ -378,7 +379,7 @@ class HttpExchange:
             if task.session != self.session and task.model.lower() in models.aliases.aliases:
                 # A session that only the task itself has decides what an alias stands for.
                 card = models.find(task.model, alias_caller(self.principal.account, task.session, self.id))
-            work.card = card
+            work.card, work.target = card, self.target if card is self.card else None
         self._works.append(work)
         return self.service.run(work)
 
@@ -456,6 +457,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
             raise
         raise ClientDisconnected from None
     finally:
+        watcher.remove_done_callback(left)
         watcher.cancel()
 
 

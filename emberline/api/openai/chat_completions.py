@@ -33,8 +33,7 @@ def _relays(call: HttpExchange, gateway: StageChain | None, unread: bool = False
     still refuse it.
     """
     if gateway is None:
-        card = call.card
-        return card is not None and call.service.models.is_upstream(card)
+        return call.card is not None and call.service.models.is_upstream(call.card)
     rules = gateway.rules
     if call.named_model is None or (rules.settings.guardrails if unread else rules.reads_prompts):
         return False

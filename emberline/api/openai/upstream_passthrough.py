@@ -4,7 +4,6 @@ The body is decoded into a struct whose fields are an allow-list, so that a clie
 template or a place in the server's cache.
 """
 
-import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -15,6 +14,7 @@ from msgspec import Meta, Raw
 
 from emberline.api.common.chat_fields import Effort, TemplateKwargs, continues_final
 from emberline.api.common.sampling_fields import (
+    PRIORITY,
     SamplingFields,
     TokenCountOrZero,
     TokenId,
@@ -29,7 +29,7 @@ from emberline.api.http.wire import Wire
 from emberline.api.openai.chat import AnyChatRequest, ChatRequest, StreamOptions, UsageOptions
 from emberline.api.openai.completions import CompletionRequest
 from emberline.protocol.errors import BadInput, EmberlineError, Unsupported
-from emberline.protocol.request import GenerateRequest
+from emberline.protocol.request import GenerateRequest, Priority
 from emberline.protocol.route_request import RouteTerms
 from emberline.service.work import RelayRequest
 from emberline.upstream.dialects.dialect import CHAT, COMPLETIONS, refuse_others
@@ -119,8 +119,11 @@ class PassthroughChat(PassthroughBody, kw_only=True):
         return bytes(self.tools), bytes(self.messages).rstrip()[:-1]
 
     def upstream_fields(self, kind: str) -> dict[str, Any]:
+        fields = super().upstream_fields(kind)
+        if self.continue_final_message is None and self.add_generation_prompt is None:
+            return fields
         continues = continues_final(self.continue_final_message, self.add_generation_prompt)
-        return super().upstream_fields(kind) | (continuation_fields(kind) if continues else {})
+        return fields | (continuation_fields(kind) if continues else {})
 
     def check(self, fetches: bool = False) -> int:
         """The number of images. Media that would have to be fetched are refused: a server must not fetch what a client
@@ -213,39 +216,42 @@ log = logging.getLogger(__name__)
 
 def forward_chat(call: HttpExchange, wire: Wire) -> Awaitable[Response]:
     """Relay a chat to an upstream server."""
-    body = wire.decode_fields(_chat)
 
-    async def make(target: Target, request_id: str) -> UpstreamRequest:
-        request = _upstream_request(call, target, request_id, body, CHAT, wire)
-        if target.card.id in call.service.models.upstream.texts:
-            with contextlib.suppress(EmberlineError):  # not all that its server takes can be rendered here
-                canonical, call.field_names = wire.decode(_canonical_chat).to_request(call.id, call.session)
-                request.route = await call.service.models.upstream.with_token_keys(request.route, canonical, target)
+    def canonical() -> GenerateRequest:
+        request, call.field_names = wire.decode(_canonical_chat).to_request(call.id, call.session)
         return request
 
-    return _relay(call, make, body, "chat")
+    return _relay(call, wire, wire.decode_fields(_chat), CHAT, canonical)
 
 
 def forward_completion(call: HttpExchange, wire: Wire) -> Awaitable[Response]:
     """Relay a text completion to an upstream server."""
     body = wire.decode_fields(_completion)
 
-    async def make(target: Target, request_id: str) -> UpstreamRequest:
-        request = _upstream_request(call, target, request_id, body, COMPLETIONS, wire)
-        if target.card.id in call.service.models.upstream.texts and body.n_prompts == 1:
-            with contextlib.suppress(EmberlineError):
-                (canonical,), call.field_names = wire.decode(_canonical_completion).to_requests(call.id, call.session)
-                request.route = await call.service.models.upstream.with_token_keys(request.route, canonical, target)
+    def canonical() -> GenerateRequest:
+        (request,), call.field_names = wire.decode(_canonical_completion).to_requests(call.id, call.session)
         return request
 
-    return _relay(call, make, body, "completions")
+    return _relay(call, wire, body, COMPLETIONS, canonical if body.n_prompts == 1 else None)
 
 
-Make = Callable[[Target, str], Awaitable[UpstreamRequest]]  # given the model that serves the request, and its id
+def _relay(
+    call: HttpExchange, wire: Wire, body: PassthroughBody, path: str, canonical: Callable[[], GenerateRequest] | None
+) -> Awaitable[Response]:
+    task = RelayRequest(
+        id=call.id,
+        model=body.model,
+        make=partial(_upstream_request, call, wire, body, path),
+        stream=bool(body.stream),
+        canonical=canonical,
+        session=call.session,
+        api="chat" if path == CHAT else "completions",
+    )
+    return relay(call, task, partial(_error_event, call))
 
 
 def _upstream_request(
-    call: HttpExchange, target: Target, request_id: str, body: PassthroughBody, path: str, wire: Wire
+    call: HttpExchange, wire: Wire, body: PassthroughBody, path: str, target: Target, request_id: str
 ) -> UpstreamRequest:
     """The request as the target's server gets it."""
     upstream = call.service.models.upstream
@@ -259,14 +265,17 @@ def _upstream_request(
         upstream.check(task, target)
     else:
         fields = _all_fields(wire) if target.takes_any_field else body.upstream_fields(target.kind)
-    fields |= {"model": target.remote, **upstream.cache_salt(target, call.principal)}
+    fields["model"] = target.remote
+    if call.principal.salt:
+        fields |= upstream.cache_salt(target, call.principal)
+    priority = PRIORITY[body.service_tier]
     terms = RouteTerms(
         request_id,
         "chat" if path == CHAT else "completions",
-        body.priority_class,
+        priority,
         call.session,
-        n=(body.n or 1) * body.n_prompts,
-        reject_if_busy=body.reject_if_busy,
+        n=(body.n or 1) * (body.n_prompts if path == COMPLETIONS else 1),
+        reject_if_busy=priority is Priority.FLEX,
     )
     max_tokens = body.max_completion_tokens or body.max_tokens or 0
     route = upstream.route_request(
@@ -309,12 +318,6 @@ def _all_fields(wire: Wire) -> dict[str, Any]:
 def _for_provider(wire: Wire) -> dict[str, Raw]:
     """The fields of a body, without those that are for this server."""
     return {name: value for name, value in wire.fields.items() if name not in _OURS}
-
-
-def _relay(call: HttpExchange, make: Make, body: PassthroughBody, api: str) -> Awaitable[Response]:
-    stream = bool(body.stream)
-    task = RelayRequest(id=call.id, model=body.model, make=make, stream=stream, session=call.session, api=api)
-    return relay(call, task, partial(_error_event, call))
 
 
 def _error_event(call: HttpExchange, error: EmberlineError) -> bytes:

@@ -33,11 +33,12 @@ encode = msgspec.json.Encoder().encode
 
 def usage_objects(answer: Any) -> list[dict[str, Any]]:
     """Every usage object of a body or an event: at its top, or in its message or response."""
-    if not isinstance(answer, dict):
-        return []
-    places = (answer, answer.get("message"), answer.get("response"))
-    found = [place.get("usage") for place in places if isinstance(place, dict)]
-    return [usage for usage in found if isinstance(usage, dict)]
+    found: list[dict[str, Any]] = []
+    if isinstance(answer, dict):
+        for place in (answer, answer.get("message"), answer.get("response")):
+            if isinstance(place, dict) and isinstance(usage := place.get("usage"), dict):
+                found.append(usage)
+    return found
 
 
 def read_usage(usage: dict[str, Any]) -> Usage:
@@ -224,12 +225,11 @@ class StreamEditor:
             self._drops_blank = False
             lines = lines[lines.find(b"\n") + 1 :] if lines.startswith((b"\n", b"\r\n")) else lines
         parts = lines.split(b"\n")
-        others = [at for at, line in enumerate(parts) if line and not line.endswith(_MORE_TEXT)]
-        self.n_events = len(parts) - parts.count(b"") - len(others)
-        changed, dropped = False, []
-        for at in others:
-            line = parts[at]
-            if line.startswith(b"data:"):
+        self.n_events, changed, dropped = 0, False, []
+        for at, line in enumerate(parts):
+            if line.endswith(_MORE_TEXT):
+                self.n_events += 1
+            elif line.startswith(b"data:"):
                 self.n_events += 1
                 edited = self._data(line)
                 if edited is None:
@@ -280,8 +280,9 @@ class StreamEditor:
         usages = usage_objects(event)
         if not usages:
             return line
-        for usage in usages:
-            self._rewrite(usage)
+        if self.cached is not None or self.adjust is not None:
+            for usage in usages:
+                self._rewrite(usage)
         self._usage, self._untold, self._running, self._next_running = read_usage(usages[-1]), None, b"", b""
         if self._hides_usage and event.get("choices") == []:
             return None

@@ -1,6 +1,5 @@
 """One attempt of a request on a provider."""
 
-from collections.abc import Awaitable
 from typing import Any, cast
 
 import msgspec
@@ -67,11 +66,6 @@ class ProviderAttempt:
         except BadInput as error:  # the account's own address may not be reached
             raise BadInput(f"provider {client.provider.name}: {error.message}", param="model") from None
         raise_status(client.provider.name, exchange.status, exchange.headers, body, access.key)
-
-    def piece(self) -> Awaitable[bytes]:
-        """Wait for more of the reply; b"" at its end. Raises ConnectionFailed, see `failure`."""
-        assert self._exchange is not None
-        return self._exchange.piece()
 
     def failure(self, error: ConnectionFailed) -> EmberlineError:
         """The error of a request whose reply was cut off."""

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import msgspec
@@ -35,7 +35,7 @@ class UpstreamBusy(Overloaded):
 
 
 class Attempt:
-    """`open`, then `piece` until b"", then `close`: closing early aborts the work on both servers."""
+    """`open`, then read the exchange, then `close`: closing early aborts the work on both servers."""
 
     def __init__(
         self,
@@ -57,11 +57,14 @@ class Attempt:
         self._sent = False  # the decode server has the request, or will have it
 
     async def open(self, fields: Fields) -> Exchange:
-        """The decode server's reply, its status 200. EngineLost names the server at fault."""
+        """The decode server's reply, its status 200. EngineLost names the server at fault.
+
+        A reply that is cut off raises ConnectionFailed where it is read; `failure` says what that means."""
         prefill = self.prefill
         adapter = None if prefill is None else self.decode.adapter
         if prefill is None or adapter is None:
-            self._exchange = await self._decode(encode(fields))
+            once = prefill is not None
+            self._exchange = await _checked(self.decode, self._path, encode(fields), self._ids, once=once)
             return self._exchange
         try:
             await adapter.learn(prefill.peer, prefill.fetch)
@@ -74,11 +77,6 @@ class Attempt:
         else:
             self._exchange = await self._concurrent(prefill, body, plan.decode)
         return self._exchange
-
-    def piece(self) -> Awaitable[bytes]:
-        """Wait for more of the decode server's reply; b"" at its end. Raises ConnectionFailed, see `failure`."""
-        assert self._exchange is not None
-        return self._exchange.piece()
 
     def failure(self, error: ConnectionFailed) -> EmberlineError:
         """The error of a request whose reply was cut off; it names the server at fault."""
@@ -106,7 +104,7 @@ class Attempt:
     # --- the two exchanges -------------------------------------------------------------------------------------------
 
     async def _decode(self, body: bytes) -> Exchange:
-        return await _checked(self.decode, self._path, body, self._ids, self._mark_sent, once=self.prefill is not None)
+        return await _checked(self.decode, self._path, body, self._ids, self._mark_sent, once=True)
 
     def _mark_sent(self) -> None:
         self._sent = True

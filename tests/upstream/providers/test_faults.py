@@ -164,10 +164,10 @@ async def _cut_anywhere(kind: str, script: ProviderScript) -> None:
             editor = ChunkEditor(cast(Dialect, client.api).reader(task, 1), "m", hides_usage=False)
         attempt = ProviderAttempt("/v1/chat/completions", "r", client, Access(server.key), task=task)
         try:
-            await attempt.open(fields)
+            exchange = await attempt.open(fields)
             piece = b"?"
             while piece:
-                piece = await attempt.piece()
+                piece = await exchange.piece()
                 text += editor.feed(piece)
         except (ProviderFailed, ConnectionFailed):
             failed = True
