@@ -213,9 +213,11 @@ class Membership:
             self._pushing[name] = asyncio.create_task(self._push(name, self.pusher), name=f"push {name}")
 
     async def _push(self, name: str, pusher: PrefixPusher) -> None:
-        """At once, for the next turns of conversations that are idle; and when the last request has ended."""
+        """Send conversations at once, for the next turns of those that are idle; and when the last request has ended
+        and its conversation is remembered, which happens after its client got the reply."""
         await pusher.push(name)
         await self.wait_idle(name)
+        await asyncio.sleep(self._connections.timings.remember_s)
         await pusher.push(name)
 
     def is_pushing(self, name: str) -> bool:

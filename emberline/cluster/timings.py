@@ -38,6 +38,7 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
 
     role_s: float = 10.0  # for a worker to say that it has its new role: it does between two steps
     push_s: float = 10.0  # for a worker that drains to send its conversations to others
+    remember_s: float = 0.5  # for a process to remember a conversation whose last request has ended
     challenge_s: float = 30.0  # for a worker that joins to answer its challenge
     sweep_s: float = 10.0  # between two looks for members that were lost
     report_s: float = 2.0  # between two load reports of a core to the planner

@@ -70,7 +70,8 @@ class Fleet:
 async def fleet(text_model: TextModel, tmp_path: Path) -> AsyncIterator[Fleet]:
     workers = [Standin(tmp_path / f"{name}.sock", name, ("--check-kv",)) for name in ("e0", "e1")]
     served = Served(offer(text_model).card, text_model, tuple(worker.endpoint for worker in workers))
-    service = await open_service([served], data_dir=tmp_path / "data", timings=Timings(push_s=PATIENCE_S))
+    timings = Timings(push_s=PATIENCE_S, remember_s=1.0)
+    service = await open_service([served], data_dir=tmp_path / "data", timings=timings)
     assert await service.ready(PATIENCE_S)
     yield Fleet(service, text_model)
     await service.close()
