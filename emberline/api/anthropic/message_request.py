@@ -1,5 +1,6 @@
 """The body of an Anthropic Messages request, and its conversion to the canonical request."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -21,6 +22,7 @@ from emberline.api.common.unsupported_fields import NoSamplingFields, ProviderMa
 from emberline.api.http.errors import FieldNames
 from emberline.protocol.errors import BadInput, Unsupported
 from emberline.protocol.request import (
+    ContentPart,
     GenerateRequest,
     Marks,
     Message,
@@ -37,8 +39,9 @@ from emberline.service.validation import MAX_TOKENS, MAX_TOOLS
 SIGNATURE = "ZW1iZXJsaW5l"
 
 
-class CacheControl(msgspec.Struct):
-    """How long the client wants the conversation kept in the cache; of several the longest counts."""
+class CacheControl(msgspec.Struct, omit_defaults=True):
+    """How long the client wants the conversation kept in the cache; of several the longest counts. Providers get each
+    where the client put it."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
@@ -159,7 +162,7 @@ class CountRequest(NoSamplingFields, kw_only=True):
         tools = self._toolset()
         output, output_field = self._output()
         effort = self.output_config.effort if self.output_config else None
-        messages = _canonical_messages(self.system, self.messages)
+        messages = _canonical_messages(self.system, self.messages, _marks(self.cache_control))
         continue_final = self.messages[-1].role == "assistant"
         if continue_final:
             self._check_prefill(messages[-1][0])
@@ -246,17 +249,37 @@ def _tool(tool: AnthropicTool, field: str) -> Tool:
         raise Unsupported(f"`{field}`: tools of type {tool.type[:80]!r} are not supported", param=f"{field}.type")
     if tool.input_schema is None:
         raise BadInput(f"`{field}` needs an `input_schema`", param=f"{field}.input_schema")
-    return declare(DeclaredFunction(tool.name, tool.description, tool.input_schema, tool.strict), field)
+    made = declare(DeclaredFunction(tool.name, tool.description, tool.input_schema, tool.strict), field)
+    return msgspec.structs.replace(made, marks=_marks(tool.cache_control)) if tool.cache_control else made
 
 
 MessageAndField = tuple[Message, str]  # a canonical message, and the field of the body that it comes from
 
 
-def _canonical_messages(system: str | list[OnlyTextBlock] | None, turns: list[TurnMessage]) -> list[MessageAndField]:
-    messages: list[MessageAndField] = [(Message("system", _text(system)), "system")] if system else []
+def _canonical_messages(
+    system: str | list[OnlyTextBlock] | None, turns: list[TurnMessage], last_marks: Marks
+) -> list[MessageAndField]:
+    """The canonical messages. `last_marks` are those of the body itself, which Anthropic applies to its last block."""
+    messages: list[MessageAndField] = []
+    if system:
+        messages.append((Message("system", _text(system), parts=_parts(system)), "system"))
     for number, turn in enumerate(turns):
         messages += _turn_messages(turn, f"messages[{number}]")
+    if last_marks:
+        last, field = messages[-1]
+        messages[-1] = (msgspec.structs.replace(last, marks={**last_marks, **last.marks}), field)
     return messages
+
+
+def _marks(control: CacheControl | None) -> Marks:
+    return {} if control is None else {"cache_control": msgspec.to_builtins(control)}
+
+
+def _parts(content: str | Sequence[TextBlock | OnlyTextBlock]) -> tuple[ContentPart, ...]:
+    """The texts as parts, if some are marked: then their joined text does not say everything."""
+    if isinstance(content, str) or all(block.cache_control is None for block in content):
+        return ()
+    return tuple(ContentPart("text", block.text, marks=_marks(block.cache_control)) for block in content)
 
 
 def _turn_messages(turn: TurnMessage, field: str) -> list[MessageAndField]:
@@ -265,13 +288,13 @@ def _turn_messages(turn: TurnMessage, field: str) -> list[MessageAndField]:
         return [(Message(turn.role, turn.content), field)]
     messages: list[MessageAndField] = []
     calls: list[ToolCall] = []
-    texts: list[str] = []
+    texts: list[TextBlock] = []
     thinking: list[str] = []
     signed: list[ThinkingBlock | RedactedThinking] = []
     for number, block in enumerate(turn.content):
         block_field = f"{field}.content[{number}]"
         if isinstance(block, TextBlock):
-            texts.append(block.text)
+            texts.append(block)
         elif isinstance(block, ThinkingBlock):
             thinking.append(block.thinking)
             if block.is_signed:
@@ -282,16 +305,18 @@ def _turn_messages(turn: TurnMessage, field: str) -> list[MessageAndField]:
         elif isinstance(block, ToolResult) and turn.role == "user":
             messages.append((_result(block), block_field))
         elif isinstance(block, ToolUse) and turn.role == "assistant":
-            calls.append(ToolCall(block.id, block.name, msgspec.json.encode(block.input).decode()))
+            arguments = msgspec.json.encode(block.input).decode()
+            calls.append(ToolCall(block.id, block.name, arguments, _marks(block.cache_control)))
         elif isinstance(block, ToolResult | ToolUse):
             raise BadInput(f"`{block_field}` is not allowed in a turn of the {turn.role}", param=block_field)
     if texts or calls or not messages:
         marks: Marks = {"thinking_blocks": msgspec.to_builtins(signed)} if signed else {}
         said = Message(
             turn.role,
-            join_text(texts),
+            join_text([block.text for block in texts]),
             tool_calls=tuple(calls),
             reasoning=join_text(thinking) or None,
+            parts=_parts(texts),
             marks=marks,
         )
         messages.append((said, field))
@@ -299,11 +324,15 @@ def _turn_messages(turn: TurnMessage, field: str) -> list[MessageAndField]:
 
 
 def _result(block: ToolResult) -> Message:
-    """A tool result. Chat templates have no failed results, so the text says it."""
+    """A tool result. Chat templates have no failed results, so the text says it. A mark within it is one of the whole:
+    providers keep what comes before."""
     text = _text(block.content or "")
     if block.is_error:
         text = f"Error: {text}" if text else "Error"
-    return Message("tool", text, tool_call_id=block.tool_use_id)
+    within = block.content if isinstance(block.content, list) else []
+    controls = [block.cache_control, *(each.cache_control for each in reversed(within))]
+    control = next((each for each in controls if each is not None), None)
+    return Message("tool", text, tool_call_id=block.tool_use_id, marks=_marks(control))
 
 
 def _text(content: str | list[OnlyTextBlock]) -> str:

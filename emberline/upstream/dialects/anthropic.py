@@ -16,7 +16,7 @@ from emberline.protocol.events import (
     ToolCallStarted,
     Usage,
 )
-from emberline.protocol.request import ContentPart, GenerateRequest, Message
+from emberline.protocol.request import ContentPart, GenerateRequest, Marks, Message
 from emberline.upstream.dialects.dialect import (
     CHAT,
     MESSAGES,
@@ -102,13 +102,8 @@ def _messages(provider: str, turns: tuple[Message, ...]) -> tuple[list[Json], li
     for number, turn in enumerate(turns):
         where = f"messages[{number}]"
         blocks = [_block(provider, part, f"{where}.content") for part in turn.content_parts]
-        if blocks and (mark := turn.marks.get("cache_control")) is not None:
-            blocks[-1].setdefault("cache_control", mark)
         role: str = turn.role
-        if role in ("system", "developer"):
-            if not messages:
-                system += blocks
-                continue
+        if role == "developer":
             role = "system"
         elif role == "tool":
             result: Json = {"type": "tool_result", "tool_use_id": turn.tool_call_id or "", "content": blocks}
@@ -123,16 +118,24 @@ def _messages(provider: str, turns: tuple[Message, ...]) -> tuple[list[Json], li
                     "name": call.name,
                     "input": arguments_of(call, f"{where}.tool_calls[{at}]"),
                 }
+                | _cache_control(call.marks)
                 for at, call in enumerate(turn.tool_calls)
             ]
             blocks = [*_thinking(turn.marks.get("thinking_blocks", []), where), *blocks, *calls]
         if not blocks:
             continue
-        if messages and messages[-1]["role"] == role:
+        blocks[-1] = _cache_control(turn.marks) | blocks[-1]
+        if role == "system" and not messages:
+            system += blocks
+        elif messages and messages[-1]["role"] == role:
             messages[-1]["content"] += blocks
         else:
             messages.append({"role": role, "content": blocks})
     return system, messages
+
+
+def _cache_control(marks: Marks) -> Json:
+    return {} if (mark := marks.get("cache_control")) is None else {"cache_control": mark}
 
 
 def _thinking(blocks: Any, where: str) -> list[Json]:

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from emberline.protocol.events import ChoiceDone, Completed, Started, TextDelta, TextEvent
-from emberline.protocol.request import GenerateRequest, Message, Reasoning, SamplingParams, ToolCall
+from emberline.protocol.request import ContentPart, GenerateRequest, Message, Reasoning, SamplingParams, ToolCall
 from tests.api.fake_service import MODEL, USAGE, FakeService
 
 BODY = {"model": MODEL, "max_tokens": 100, "messages": [{"role": "user", "content": "Hi"}]}
@@ -114,7 +114,14 @@ async def test_canonical_request(client: httpx.AsyncClient, service: FakeService
         id=answer.headers["x-request-id"],
         model=MODEL,
         messages=(
-            Message("system", "You are\nkind."),
+            Message(
+                "system",
+                "You are\nkind.",
+                parts=(
+                    ContentPart("text", "You are", marks={"cache_control": {"type": "ephemeral"}}),
+                    ContentPart("text", "kind."),
+                ),
+            ),
             Message("user", "Hi"),
             Message(
                 "assistant",

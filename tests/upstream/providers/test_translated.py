@@ -435,6 +435,36 @@ def blocks_of(stream: list[Any]) -> list[Any]:
     return [{name: value for name, value in block.items() if value or name == "input"} for block in blocks]
 
 
+async def test_cache_control_survives_a_gateway_that_reads(gateway: Opener, provider_server: StartProvider) -> None:
+    """Wherever Anthropic's clients put it; without it a long prompt costs ten times as much."""
+    server = await provider_server("anthropic")
+    made = await gateway(configured("anthropic", server), with_gateways=True)
+    kept, hour = {"cache_control": {"type": "ephemeral"}}, {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    text, call = {"type": "text", "text": "Long."}, {"type": "tool_use", "id": "t1", "name": "f", "input": {"a": 1}}
+    failed = {"type": "tool_result", "tool_use_id": "t1", "is_error": True}
+    turns = [
+        {"role": "user", "content": [text, text | hour, text]},
+        {"role": "assistant", "content": [text | kept, call | kept]},
+        {"role": "user", "content": [failed | kept, failed | {"content": [text | hour, text]}, text]},
+    ]
+    tools = [{"name": name, "input_schema": {"type": "object"}} | more for name, more in (("f", kept), ("g", {}))]
+    body = {"model": model("anthropic"), "max_tokens": 9, "system": [text | hour, text], "tools": tools}
+    read = {"cf-aig-cache-ttl": "60"}
+    assert (await made.post("/v1/messages", body | {"messages": turns} | kept, **read)).status_code == 200
+    (got,) = server.requests
+    assert (got["system"], got["tools"]) == (body["system"], tools)
+    said, failed = [{"type": "text", "text": each} for each in ("Error", "Error: Long.\nLong.")], failed.copy()
+    del failed["is_error"]
+    assert got["messages"] == [
+        turns[0],
+        turns[1],
+        {
+            "role": "user",
+            "content": [failed | {"content": said[:1]} | kept, failed | {"content": said[1:]} | hour, text | kept],
+        },
+    ]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_signatures_of_calls_survive_a_gateway_that_reads(
     gateway: Opener, provider_server: StartProvider, stream: bool
