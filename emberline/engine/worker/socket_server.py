@@ -47,6 +47,7 @@ class ServerLimits:
     idle_s: float = 0.5  # without work, after which idle tasks run; a request may have to wait for one of them
     backlog_bytes: int = 64 << 20  # unsent bytes after which a client that does not read is disconnected
     ungreeted: int = 64  # connections without a valid Hello; the oldest is closed for one more
+    accept_pause_s: float = 0.1  # before clients are accepted again, after an error: out of file descriptors, say
 
 
 class ClientLost(Exception):
@@ -203,6 +204,7 @@ class Server:
         self._trace_ids: dict[str, str] = {}  # of those that are traced
         self._ended: list[TokenDelta] = []  # to be logged after their frames were sent
         self._drain_until_s: float | None = None
+        self._accept_again_s = inf  # when to accept clients again; inf: the selector watches the listener
         self._busy_s = time.monotonic()  # the last time there was work
         self.watch(listener, self._accept)
         for executor in self._loop.executors.values():
@@ -281,6 +283,9 @@ class Server:
     # --- waiting ----------------------------------------------------------------------------------------------------
 
     def _poll(self) -> None:
+        if time.monotonic() >= self._accept_again_s:
+            self._accept_again_s = inf
+            self.watch(self._listener, self._accept)
         for key, events in self._selector.select(self._timeout_s()):
             if not isinstance(key.data, ClientConnection):
                 key.data()
@@ -295,6 +300,7 @@ class Server:
         if self._loop.busy and not self._loop.blocked:
             return 0
         limits = [c.opened_s + self._limits.hello_timeout_s for c in self._connections if not c.greeted]
+        limits.append(self._accept_again_s)
         if self._loop.busy:
             limits.append(max(self._loop.wake_s, time.monotonic() + COMPILE_POLL_S))
         elif self._loop.has_idle_task:
@@ -321,10 +327,13 @@ class Server:
     # --- clients ----------------------------------------------------------------------------------------------------
 
     def _accept(self) -> None:
+        """Accept a client. After an error, accept none for a while: the selector would report the same one again."""
         try:
             sock, _ = self._listener.accept()
         except OSError as error:  # the client left again, or no descriptor is free
             _log.warning("accept failed: %s", error)
+            self._selector.unregister(self._listener)
+            self._accept_again_s = time.monotonic() + self._limits.accept_pause_s
             return
         frames.detect_dead_peer(sock)
         if self._tls is not None:

@@ -10,7 +10,7 @@ import pytest
 
 from emberline.engine.addresses import listening
 from emberline.engine.ranks import rank_group
-from emberline.engine.worker.socket_server import ServerLimits, serve_senders
+from emberline.engine.worker.socket_server import Server, ServerLimits, serve_senders
 from emberline.kv.host_memory import HostMemory
 from emberline.kv.transfer.connection import PeerConnection
 from emberline.kv.transfer.host_transfers import host_transfers
@@ -85,16 +85,16 @@ def test_a_rank_of_another_machine_is_reached_where_it_connects_from():
 
 
 class Exhausted:
-    """A listening socket whose process has no file descriptor left, once."""
+    """A listening socket whose process has no file descriptor left, at the first n attempts to accept."""
 
-    def __init__(self, listener):
-        self._listener, self._failed = listener, False
+    def __init__(self, listener, n=1):
+        self._listener, self._n, self.n_attempts = listener, n, 0
         self.fileno, self.setblocking, self.close = listener.fileno, listener.setblocking, listener.close
         self.family = listener.family
 
     def accept(self):
-        if not self._failed:
-            self._failed = True
+        self.n_attempts += 1
+        if self.n_attempts <= self._n:
             raise OSError(errno.EMFILE, "too many open files")
         return self._listener.accept()
 
@@ -103,6 +103,22 @@ def test_an_error_does_not_end_the_listener(closing, transfers):
     listener, address = closing.enter_context(listening("tcp:127.0.0.1:0"))
     closing.callback(serve_senders(Exhausted(listener), INFO, "secret", transfers.accept))
     assert isinstance(greeted(address, transfer_ticket("secret", "sender")), Welcome)
+
+
+def test_a_process_without_descriptors_does_not_try_without_pause(closing, transfers):
+    """The selector reports a client that cannot be accepted over and over."""
+    listener, address = closing.enter_context(listening("tcp:127.0.0.1:0"))
+    exhausted, limits = Exhausted(listener, n=1 << 30), ServerLimits(accept_pause_s=600)
+    server = Server(exhausted, None, INFO, "secret", limits=limits, accept_sender=transfers.accept)
+    woken, waker = map(closing.enter_context, socket.socketpair())
+    waker.send(b"x")
+    server.watch(woken, lambda: None)  # the server never sleeps
+    with dial(address):
+        while not exhausted.n_attempts:
+            server.run_once()
+        for _ in range(5):
+            server.run_once()
+    assert exhausted.n_attempts == 1
 
 
 def test_a_greeting_has_a_limit_however_slowly_it_is_sent(closing, transfers):
