@@ -180,6 +180,9 @@ class Feature:
     def catch_up(self) -> None:
         """At the end of a step, while the device computes the next one: do what no plan has to wait for."""
 
+    def purged(self, owner: bytes | None) -> None:
+        """Forget what is remembered of the texts of an account, or (None) of all; of sequences that run it is kept."""
+
     def close(self) -> None:
         """End the threads of the feature, when the engine ends."""
         if self.executor is not None:
@@ -285,6 +288,7 @@ class Moments:
         self.masks: tuple[Callable[[StepPlan], Masks | None], ...] = found("masks")
         self.absorb: tuple[Callable[[Draws], None], ...] = found("absorb")
         self.catch_up: tuple[Callable[[], None], ...] = found("catch_up")
+        self.purged: tuple[Callable[[bytes | None], None], ...] = found("purged")
         self.busy: tuple[Callable[[], bool], ...] = found("busy")
         self.has_notices: tuple[Callable[[], bool], ...] = found("has_notices")
         self.has_work: tuple[Callable[[], bool], ...] = found("has_work")

@@ -140,8 +140,12 @@ class Scheduler:
         return load
 
     def purge(self, owner: bytes | None, session: bytes) -> int:
-        """Forget what the device pool has cached of an owner, of one of its sessions, or (None) of all; the number of
-        blocks. Sequences that run keep their blocks, which are not found by others any more."""
+        """Forget what the device pool has cached of an owner, of one of its sessions, or (None) of all. Returns the
+        number of blocks. Sequences that run keep their blocks, which are not found by others any more.
+
+        Features forget all that they remember of the owner: they do not tell sessions apart."""
+        for purged in self._moments.purged:
+            purged(owner)
         return self.cache.purge(owner, session)
 
     # --- requests ---------------------------------------------------------------------------------------------------

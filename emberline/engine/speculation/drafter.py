@@ -46,3 +46,6 @@ class Drafter(Protocol):
 
     def ended(self, seq: Sequence) -> None:
         """Take note of a sequence that ends, with all its tokens."""
+
+    def forget(self, tenant: bytes | None) -> None:
+        """Forget the sequences of a tenant that have ended, or (None) of all tenants."""

@@ -36,3 +36,6 @@ class GrammarDrafter:
 
     def ended(self, seq: Sequence) -> None:
         """Do nothing: the grammar's owner forgets the sequence."""
+
+    def forget(self, tenant: bytes | None) -> None:
+        """Do nothing: only sequences that run have a grammar."""

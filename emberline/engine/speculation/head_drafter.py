@@ -60,6 +60,9 @@ class HeadDrafter:
         """Forget what the head proposes for the sequence."""
         self._proposed.pop(seq.number, None)
 
+    def forget(self, tenant: bytes | None) -> None:
+        """Do nothing: nothing is kept of sequences that have ended."""
+
 
 class ModelDrafter(HeadDrafter):
     """The same with a smaller model in the place of a head."""

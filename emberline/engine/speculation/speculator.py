@@ -286,6 +286,12 @@ class Speculator(Speculation):
         self._drafting.pop(seq.number, None)
         self._ended.append(seq)
 
+    def purged(self, owner: bytes | None) -> None:
+        """Let the drafters forget the replies of an account, or (None) of all."""
+        self.catch_up()  # else they would hear of replies later that have ended before
+        for drafter in self.drafters:
+            drafter.forget(owner)
+
     def measured(self, plan: StepPlan, seconds: float) -> None:
         """Take in how long a step took."""
         self._steps.append((plan, self._n_accepted, seconds))

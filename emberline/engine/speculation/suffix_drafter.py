@@ -112,9 +112,10 @@ class SuffixDrafter:
         lead = LEAD_TOKENS if n_output == seq.n_output else 0
         index.extend(bytes(seq.ids[-4 * (n_output + lead) :]), end=True)
 
-    def forget(self, tenant: bytes) -> None:
-        """Drop what is known of a tenant's earlier replies."""
-        self._drop(tenant)
+    def forget(self, tenant: bytes | None) -> None:
+        """Drop what is known of a tenant's earlier replies, or (None) of those of all."""
+        for key in [key for key in self._indexes if isinstance(key, bytes) and tenant in (key, None)]:
+            self._drop(key)
 
     @property
     def _most_tokens(self) -> int:

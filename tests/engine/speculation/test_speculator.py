@@ -14,11 +14,13 @@ from emberline.engine.speculation.head_drafter import HeadDrafter, ModelDrafter
 from emberline.engine.speculation.speculator import OFF, SETTINGS, Speculator, open_speculator
 from emberline.engine.speculation.suffix_drafter import SuffixDrafter
 from emberline.engine.worker import main as worker
+from emberline.protocol import block_hash
 from emberline.protocol.errors import BadInput
 from emberline.protocol.grammar import encode
 from emberline.protocol.request import EngineRequest, Message, SamplingParams, Speculation
 from emberline.protocol.token_ids import pack, unpack
 from emberline.text.text_model import TextModel
+from tests.engine.fakes import loop_of as fake_loop_of
 from tests.engine.fakes import request
 from tests.engine.grammar.samples import PERSON
 from tests.engine.runners.cpu.test_torch_runner import run, tokens
@@ -54,6 +56,26 @@ def test_tokens_are_those_without_speculation(name):
     drafted, accepted = totals(loop)["suffix"]
     assert loop.load.preemptions > 0
     assert 0 < accepted < drafted
+
+
+@needs_compiler
+def test_a_purge_forgets_the_replies_of_an_account():
+    drafter = SuffixDrafter()
+    loop = fake_loop_of(speculation=speculator(drafter))
+    for salt in (b"one", b"two"):
+        loop.submit(request(salt.decode(), [1, 2, 3], salt=salt), 0.0)
+        while loop.busy:
+            loop.step(0.0)
+    n_bytes = drafter.n_bytes
+    assert n_bytes > 0
+    loop.purge(block_hash.root("fake", b"one"), b"")
+    assert drafter.n_bytes == n_bytes // 2, "that of another account is kept"
+    loop.submit(request("three", [1, 2, 3], salt=b"three"), 0.0)
+    loop.step(0.0)
+    loop.abort("three")
+    loop.purge(None, b"")
+    loop.step(0.0)
+    assert drafter.n_bytes == 0
 
 
 @needs_compiler
