@@ -20,6 +20,7 @@ from emberline.protocol.request import Priority
 BATCH_PREFILL_S = 0.02  # with their prompts
 BATCH_DECODE_S = 0.025  # with their replies, together with those of others: they take turns
 QUIET_S = 5.0
+MAX_ADMISSIONS = 1 << 31  # before their numbers begin again: columns of plans have 32 bits for them
 
 _BATCH = Priority.BATCH  # a lookup in an Enum takes longer than what is asked of it in every step
 by_rank = attrgetter("rank")
@@ -64,7 +65,7 @@ class Queues:
         self.waiting_tokens = 0  # of the waiting sequences, without those whose KV was received
         self.free_slots = list(reversed(range(n_slots)))
         self._cache = cache
-        self._n_admitted = 0
+        self.n_admitted = 0  # so far, modulo MAX_ADMISSIONS
         self._order: Places | None = None
 
     def admissible(self) -> Iterator[Sequence]:
@@ -104,7 +105,7 @@ class Queues:
         slot = seq.slot = self.free_slots.pop()
         self.by_slot[slot], self._order = seq, None
         cells = self.rows.cells[:, slot]
-        cells[[Cell.NUMBER, Cell.ADMISSION, Cell.SLOT]] = seq.number, self._n_admitted, slot
+        cells[[Cell.NUMBER, Cell.ADMISSION, Cell.SLOT]] = seq.number, self.n_admitted, slot
         cells[[Cell.N_COMPUTED, Cell.LAST]] = n_computed, int.from_bytes(seq.ids[-4:], "little")
         cells[[Cell.N_KNOWN, Cell.MOST, Cell.FLAGS, Cell.PLANNED]] = (
             seq.n_tokens,
@@ -113,7 +114,7 @@ class Queues:
             seq.last_planned,
         )
         self.stop_ids.update(seq.stop_ids)
-        self._n_admitted += 1
+        self.n_admitted = (self.n_admitted + 1) % MAX_ADMISSIONS
         self.grown(seq)
 
     def grown(self, seq: Sequence) -> None:

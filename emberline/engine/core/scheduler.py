@@ -372,7 +372,7 @@ class Scheduler:
 
     def sequence_of(self, row: Row) -> Sequence | None:
         """The sequence of a planned row. Returns None if it has left its slot since."""
-        seq = self._by_number.get(row.number)
+        seq = self.queues.by_slot.get(row.slot)
         return seq if seq is not None and seq.admission == row.admission else None
 
     def park(self, seq: Sequence, hold: int) -> None:

@@ -885,3 +885,17 @@ def test_micro_batches_are_even_again_after_sequences_have_ended():
         micro.absorb()
         micro.absorb()
     assert [len(micro.launch()) for _ in range(2)] == [2, 2]
+
+
+@pytest.mark.parametrize("before", [{"n_submitted": 2**31 - 1}, {"n_admitted": 2**31 - 1}])
+def test_an_engine_outlives_two_billion_requests(before):
+    """Columns of a plan have 32 bits for the numbers of a sequence and of its stay in the slot."""
+    loop = loop_of()
+    loop.scheduler.n_submitted = before.get("n_submitted", 0)
+    loop.scheduler.queues.n_admitted = before.get("n_admitted", 0)
+    for n in range(3):
+        loop.submit(request(str(n), [1, 2, n], max_tokens=6), 0.0)
+    ended = []
+    for step in range(10):
+        ended += [delta.finish for delta in loop.step(float(step)) if delta.finish is not None]
+    assert ended == ["length"] * 3
