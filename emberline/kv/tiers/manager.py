@@ -440,10 +440,9 @@ class TierManager:
     def _save(self, order: Save) -> None:
         copied: list[tuple[SavedBlock, Slot]] = []
         try:
-            if self._host.evicted is None:  # this rank does not decide what is evicted
-                for tier in self._all:
-                    if isinstance(tier, Retained) and tier.name in order.evicted:
-                        tier.evict([BlockId(key, self._tags[group]) for group, key in order.evicted[tier.name]])
+            for tier in self._all if order.evicted else ():
+                if isinstance(tier, Retained) and tier.evicted is None:  # this rank does not decide what is evicted
+                    tier.evict([BlockId(key, self._tags[g]) for g, key in order.evicted.get(tier.name, ())])
             copied = self._copy_out(list(map(self._own, order.blocks)))
         except Exception:
             _log.exception("blocks could not be saved")

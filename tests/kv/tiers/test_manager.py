@@ -309,3 +309,19 @@ def test_room_for_a_save_that_evicts_blocks_of_its_own():
     assert find(manager, 1, 2, 3, 4) == ["host", None, "host", "host"]
     assert manager.make_room(3, []) == {}
     manager.close()
+
+
+@pytest.mark.parametrize("decides", [True, False])
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_rank_that_decides_evictions_does_not_repeat_them(keep, decides):
+    """A block may be evicted and saved again before the other ranks hear of its eviction."""
+    memory = HostMemory([memoryview(bytearray(N_BLOCKS * GROUP.block_bytes))], [GROUP.block_bytes])
+    host, disk = HostTier(1 << 20, [GROUP.block_bytes], keep=keep), MemoryTier("disk")
+    manager = TierManager([GROUP], HostMover(memory), host, [disk], 1e9)
+    if decides:
+        manager.record_evictions()
+    save(manager, 1)
+    manager.execute([Save(2, [], {"disk": [(0, ids(1)[0].key)]})])
+    wait_for(manager, Saved)
+    assert disk.holds(ids(1)) == [decides]
+    manager.close()
