@@ -5,6 +5,7 @@ import json
 import re
 
 import httpx
+import msgspec
 import pytest
 
 from emberline.api.common.tools import NO_ARGUMENTS
@@ -111,7 +112,8 @@ async def test_anthropic_tools(
 ) -> None:
     body = CHAT | {"tools": [ANTHROPIC | {"type": "custom", "cache_control": {"type": "ephemeral"}}]}
     request = await asked(client, service, path, body | ({"tool_choice": given} if given else {}))
-    assert (request.tools, request.tool_choice) == ((WEATHER,), choice)
+    marked = msgspec.structs.replace(WEATHER, marks={"cache_control": {"type": "ephemeral"}})  # for Anthropic itself
+    assert (request.tools, request.tool_choice) == ((marked,), choice)
     assert request.parallel_tool_calls
     alone = {"type": "auto", "disable_parallel_tool_use": True}
     assert not (await asked(client, service, path, body | {"tool_choice": alone})).parallel_tool_calls
