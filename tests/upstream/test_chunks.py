@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 
-from emberline.protocol.events import ChoiceDone, ReasoningDelta, Started, TextDelta, ToolCallDelta, ToolCallStarted
+from emberline.protocol.events import (
+    ChoiceDone,
+    Opaque,
+    ReasoningDelta,
+    Started,
+    TextDelta,
+    ToolCallDelta,
+    ToolCallStarted,
+)
 from emberline.upstream.dialects.chunks import BodyAssembler, ChunkReader, UnreadableChunk
 
 HEAD = {"id": "c1", "object": "chat.completion.chunk", "created": 7, "model": "m", "system_fingerprint": "fp"}
@@ -170,6 +178,55 @@ def test_text_events() -> None:
     assert found[0].usage.prompt_tokens == 11
     assert isinstance(found[-1], ChoiceDone)
     assert found[-1].finish == "tool_calls"
+
+
+def thinking(text: str, signature: str = "") -> dict[str, str]:
+    return {"type": "thinking", "thinking": text, "signature": signature}
+
+
+REDACTED = {"type": "redacted_thinking", "data": "x"}
+
+
+@pytest.mark.parametrize(
+    ("deltas", "reasoning", "marks"),
+    [
+        (  # in pieces, the last with the signature
+            [
+                {"reasoning_content": "I ", "thinking_blocks": [thinking("I ")]},
+                {"reasoning_content": "see.", "thinking_blocks": [thinking("see.")]},
+                {"thinking_blocks": [thinking("", "s")]},
+            ],
+            "I see.",
+            [[thinking("I see.", "s")]],
+        ),
+        (  # all that there are, each time
+            [
+                {"reasoning_content": "a"},
+                {"thinking_blocks": [thinking("a", "s")]},
+                {"reasoning_content": "b"},
+                {"thinking_blocks": [thinking("a", "s"), REDACTED, thinking("b", "t")]},
+                {"thinking_blocks": [thinking("a", "s"), REDACTED, thinking("b", "t")]},
+            ],
+            "ab",
+            [[thinking("a", "s")], [thinking("a", "s"), REDACTED, thinking("b", "t")]],
+        ),
+        # What is in no reasoning would reach the client past the guardrails.
+        ([{"thinking_blocks": [thinking("bad", "s") | {"more": "bad"}]}], "bad", [[thinking("bad", "s")]]),
+        ([{"reasoning": "fine"}, {"thinking_blocks": [thinking("evil", "s")]}], "fineevil", [[thinking("evil", "s")]]),
+        ([{"thinking_blocks": [{"type": "text", "text": "bad"}, "bad", 1]}, {"thinking_blocks": "bad"}], "", []),
+        ([{"reasoning": "a", "thinking_blocks": [thinking("a")]}], "a", []),  # never signed
+    ],
+)
+def test_blocks_of_thinking(deltas: list[Any], reasoning: str, marks: list[Any]) -> None:
+    found = ChunkReader(1, (), 1)(lines(*map(chunk, deltas), chunk({}, "stop")), True)
+    assert "".join(event.text for event in found if isinstance(event, ReasoningDelta)) == reasoning
+    assert [event.value for event in found if isinstance(event, Opaque)] == marks
+
+
+def test_the_number_of_blocks_of_thinking_is_limited() -> None:
+    blocks = [{"type": "redacted_thinking", "data": str(number)} for number in range(300)]
+    with pytest.raises(UnreadableChunk, match="blocks of thinking"):
+        ChunkReader(1, (), 1)(lines(chunk({"thinking_blocks": blocks})), False)
 
 
 def test_a_reply_without_a_finish_reason_is_the_servers_fault() -> None:

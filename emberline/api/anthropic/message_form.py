@@ -76,7 +76,8 @@ def _head(request_id: str, model: str) -> Json:
 def message_body(request_id: str, body: MessagesRequest, created: int, answer: Answer) -> Json:
     choice = answer.choices[0]
     signed = [_signed_block(block, body.hides_thinking) for block in _signed_thinking(choice.marks)]
-    parts = [part for part in choice.parts if not (signed and isinstance(part, ReasoningPart))]
+    is_signed = any(block["type"] == "thinking" for block in signed)  # then the reasoning is in these blocks
+    parts = [part for part in choice.parts if not (is_signed and isinstance(part, ReasoningPart))]
     blocks = [*signed, *(_block(part, body.hides_thinking) for part in parts)]
     return {
         **_head(request_id, body.model),
@@ -129,7 +130,7 @@ class MessageStream(EventEncoder):
         self._open = ""  # the type of the open block; empty if there is none
         self._delta = b""  # how a delta of it begins
         self._n_signed = 0  # blocks of thinking whose signatures have come
-        self._thinks_whole = False  # blocks of thinking come whole, with their signatures
+        self._thinks_whole: bool | None = None  # blocks of thinking come whole, with signatures; None: none has come
 
     def started(self, usage: Usage) -> bytes:
         fields = {"content": [], "usage": _usage_body(usage)}
@@ -142,7 +143,10 @@ class MessageStream(EventEncoder):
         return opening + self._delta + _TEXT + encode(event.text) + _DELTA_END
 
     def reasoning_delta(self, event: ReasoningDelta) -> bytes:
-        return b"" if not event.text or self._thinks_whole else self._thinking(event.text)
+        if not event.text or self._thinks_whole:
+            return b""
+        self._thinks_whole = False
+        return self._thinking(event.text)
 
     def tool_call_started(self, event: ToolCallStarted) -> bytes:
         block = {"type": "tool_use", "id": event.id, "name": event.name, "input": {}}
@@ -157,12 +161,14 @@ class MessageStream(EventEncoder):
         self._n_signed += len(blocks)
         sent = b""
         for block in blocks:
-            self._thinks_whole = self._thinks_whole or self._index < 0
             if block["type"] == "redacted_thinking":
                 sent += self._open_block(block) + self._close_block()
                 continue
             if self._open != "thinking":
-                sent += self._thinking(str(block.get("thinking", "")))
+                thinking = str(block.get("thinking", ""))
+                if thinking and self._thinks_whole is None:
+                    self._thinks_whole = True
+                sent += self._thinking(thinking)
             sent += self._close_block(str(block.get("signature", "")))
         return sent
 

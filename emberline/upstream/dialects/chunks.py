@@ -23,6 +23,7 @@ from emberline.upstream.dialects.sse import data_of
 MAX_BODY_BYTES = 64 << 20
 LEAST_LOGPROB = -9999.0
 _MAX_CALLS = 128
+_MAX_THINKING_BLOCKS = 256
 _UNFINISHED = ("abort", "error")  # finish reasons of replies that the server gave up
 
 
@@ -92,6 +93,44 @@ class _ChoiceState:
     def __init__(self) -> None:
         self.done = False
         self.n_calls = 0
+        self.told: list[str] = []  # reasoning that is not known to be in a block of thinking
+        self._blocks: list[dict[str, Any]] = []  # complete blocks of thinking
+        self._pieces: list[str] = []  # text of the block that is not complete
+
+    def thinking(self, index: int, given: Any) -> Iterator[TextEvent]:
+        """Read blocks of thinking: whole ones, or pieces of which the last has the signature. Blocks may come again.
+
+        Yields all complete blocks if there are more than before. Text of a block that has not come as reasoning comes
+        as such first: guardrails read no marks of a reply."""
+        n_before = len(self._blocks)
+        for block in given if isinstance(given, list) else ():
+            kind = block.get("type") if isinstance(block, dict) else ""
+            if kind == "redacted_thinking":
+                self._add({"type": kind, "data": str(block.get("data"))})
+            elif kind == "thinking":
+                text, signature = str(block.get("thinking") or ""), str(block.get("signature") or "")
+                if {"type": kind, "thinking": text, "signature": signature} in self._blocks:
+                    continue
+                self._pieces.append(text)
+                if signature:
+                    yield from self._complete(index, signature)
+        if len(self._blocks) > n_before:
+            yield Opaque(index, "thinking_blocks", list(self._blocks))
+
+    def _complete(self, index: int, signature: str) -> Iterator[TextEvent]:
+        text, told = "".join(self._pieces), "".join(self.told)
+        self._pieces = []
+        self._add({"type": "thinking", "thinking": text, "signature": signature})
+        if text in told:
+            self.told = [told[told.index(text) + len(text) :]]
+        else:
+            yield ReasoningDelta(index, text)
+
+    def _add(self, block: dict[str, Any]) -> None:
+        if block not in self._blocks:
+            self._blocks.append(block)
+        if len(self._blocks) > _MAX_THINKING_BLOCKS:  # each time all are told again
+            raise UnreadableChunk(f"more than {_MAX_THINKING_BLOCKS} blocks of thinking")
 
 
 class ChunkReader:
@@ -129,9 +168,10 @@ class ChunkReader:
             return
         delta = choice.delta
         if delta is not None and (reasoning := delta.reasoning_content or delta.reasoning):
+            state.told.append(reasoning)
             yield ReasoningDelta(index, reasoning)
         if delta is not None and delta.thinking_blocks is not None:
-            yield Opaque(index, "thinking_blocks", delta.thinking_blocks)
+            yield from state.thinking(index, delta.thinking_blocks)
         text = (delta.content if delta is not None else choice.text) or ""
         logprobs = _logprobs(choice.logprobs)
         if text or logprobs:

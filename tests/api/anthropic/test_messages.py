@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from emberline.protocol.events import ChoiceDone, Completed, Started, TextDelta, TextEvent
+from emberline.protocol.events import ChoiceDone, Completed, Opaque, ReasoningDelta, Started, TextDelta, TextEvent
 from emberline.protocol.request import ContentPart, GenerateRequest, Message, Reasoning, SamplingParams, ToolCall
-from tests.api.fake_service import MODEL, USAGE, FakeService
+from tests.api.fake_service import MODEL, USAGE, FakeService, says
 
 BODY = {"model": MODEL, "max_tokens": 100, "messages": [{"role": "user", "content": "Hi"}]}
 TOOL = {"name": "f", "input_schema": {"type": "object"}}
@@ -246,3 +246,24 @@ async def test_malformed_cache_control_is_refused_by_name(
     assert answer.status_code == 400
     assert "cache_control" in answer.text
     assert not service.requests
+
+
+@pytest.mark.parametrize("signature", ["", "c2ln"])
+async def test_thinking_after_encrypted_thinking(
+    client: httpx.AsyncClient, service: FakeService, signature: str
+) -> None:
+    """It is streamed as it comes, and it is there if it has no signature, too."""
+    hidden = {"type": "redacted_thinking", "data": "x"}
+    signed = [{"type": "thinking", "thinking": "Well.", "signature": signature}] if signature else []
+    marks = [Opaque(0, "thinking_blocks", [hidden, *signed])] if signed else []
+    thinks = (Opaque(0, "thinking_blocks", [hidden]), ReasoningDelta(0, "We"), ReasoningDelta(0, "ll."))
+    service.script = says(*thinks, *marks, TextDelta(0, "Yes."), ChoiceDone(0, "stop"))
+    whole = (await client.post("/v1/messages", json=BODY)).json()["content"]
+    assert [block.get("thinking", "") for block in whole] == ["", "Well.", ""]
+    stream = (await client.post("/v1/messages", json=BODY | {"stream": True})).text
+    events = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: ")]
+    deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+    assert [delta["thinking"] for delta in deltas if "thinking" in delta] == ["We", "ll."]
+    signatures = [delta["signature"] for delta in deltas if "signature" in delta]
+    assert signatures == [whole[1]["signature"]]
+    assert signature in ("", *signatures)
