@@ -147,7 +147,7 @@ async def _run(
     if found is None:
         raise _no_endpoint(provider, endpoint)
     check_api(call.principal, APIS[path.partition("/")[0]])
-    if wire.fields and (model := wire.model) is not None:  # by the name that it has here
+    if (model := wire.model) is not None:  # by the name that it has here
         wire.use_model(f"{name}/{model}")
     _use_own_key(call, name, header, is_step)
     return await found(call)

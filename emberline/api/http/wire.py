@@ -35,7 +35,7 @@ class _Metadata(msgspec.Struct):
 
 _fields = msgspec.json.Decoder(dict[str, Raw])
 _text = msgspec.json.Decoder(str)
-_session: msgspec.json.Decoder[str | _Metadata] = msgspec.json.Decoder(str | _Metadata)
+_metadata = msgspec.json.Decoder(_Metadata)
 _encode = msgspec.json.Encoder().encode
 
 
@@ -59,9 +59,8 @@ class Wire:
 
     @property
     def model(self) -> str | None:
-        """The model that the body names. What is wrong with a body without one is reported where it is decoded."""
-        if not self.fields:
-            return named_model(self.raw)
+        """The model that the body names. What is wrong with a body without one, or with one that cannot be read, is
+        reported where it is decoded."""
         try:
             return _text.decode(self.fields.get("model", b""))
         except UNREADABLE:
@@ -77,10 +76,10 @@ class Wire:
         for name in names:
             if (value := self.fields.get(name)) is not None:
                 try:
-                    found = _session.decode(value)
+                    session = _metadata.decode(value).user_id if name == "metadata" else _text.decode(value)
                 except UNREADABLE:
                     continue
-                if session := found if isinstance(found, str) else found.user_id:
+                if session:
                     return session_name(session)
         return None
 

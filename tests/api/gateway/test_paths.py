@@ -9,6 +9,7 @@ import pytest
 from emberline.accounts.account_service import KeyGrant
 from emberline.accounts.audit_log import Actor
 from emberline.api.http.guard import BINDING_HOST
+from emberline.api.http.wire import MAX_VALUES
 from standins.openai_script import ServerScript
 from tests.api.gateway.conftest import MODEL, SAYS, Opener
 
@@ -131,6 +132,21 @@ async def test_what_is_not_there(bench: Opener) -> None:
         answer = await gateway.ask(**{name.replace("-", "_"): value})
         assert answer.status_code == 400
         assert name in answer.json()["error"][0]["message"]
+
+
+@pytest.mark.parametrize(
+    ("field", "status", "problem"),
+    [(b'"x":[' + b"1," * MAX_VALUES + b"1]", 413, "values"), (b'"\xff":1', 400, "not valid UTF-8")],
+)
+async def test_what_is_wrong_with_a_body_on_a_providers_path(
+    bench: Opener, field: bytes, status: int, problem: str
+) -> None:
+    """Not that there is no such model: the model's name is the provider's."""
+    gateway = await bench()
+    raw = b'{"model":"gpt-test","messages":[],' + field + b"}"
+    answer = await gateway.client.post("/v1/local/default/a/chat/completions", content=raw)
+    assert answer.status_code == status, answer.text
+    assert problem in answer.json()["error"][0]["message"]
 
 
 async def test_the_universal_endpoint_tries_steps_in_order(bench: Opener) -> None:
