@@ -7,7 +7,7 @@ from msgspec import Meta
 
 from emberline.api.http.body import body_chunks, held_bodies, read_wire
 from emberline.api.http.exchange import HttpExchange, Reply, parse_int
-from emberline.api.http.wire import Wire
+from emberline.api.http.wire import Wire, problem
 from emberline.net.multipart import MultipartForm, boundary_of
 from emberline.protocol.errors import BadInput, TooLarge, Unsupported
 from emberline.protocol.media import MAX_IMAGES, Media, MediaFile, MediaRequest
@@ -114,7 +114,10 @@ def media_reply(call: HttpExchange, media: Media) -> Reply:
 
 def _passed(wire: Wire) -> dict[str, Any]:
     """All fields of a body but its model."""
-    return {name: msgspec.json.decode(value) for name, value in wire.fields.items() if name != "model"}
+    try:
+        return {name: msgspec.json.decode(value) for name, value in wire.fields.items() if name != "model"}
+    except msgspec.DecodeError as bad:  # a number that is out of range
+        raise problem(bad) from None
 
 
 def _image_type(data: bytes | bytearray) -> str:

@@ -76,6 +76,14 @@ async def test_images(gateway: Opener, server: StandinOpenAI) -> None:
     assert [row[5] for row in await made.rows()] == [80_000 * 10**6, 40_000 * 10**6, 40_000 * 10**6]
 
 
+async def test_a_number_out_of_range_is_refused(gateway: Opener, server: StandinOpenAI) -> None:
+    made = await acme(gateway, server)
+    raw = b'{"model": "acme/gpt-image", "prompt": "a cat", "unknown": 1e999}'
+    answer = await made.client.post("/v1/images/generations", content=raw)
+    assert (answer.status_code, server.requests) == (400, [])
+    assert "out of range" in answer.json()["error"]["message"]
+
+
 async def test_speech_both_ways(gateway: Opener, server: StandinOpenAI) -> None:
     made = await acme(gateway, server)
     set_price(made, "acme/tts-1", Price(input=15_000_000, cached_input=15_000_000))  # per million characters
