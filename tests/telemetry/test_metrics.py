@@ -195,7 +195,7 @@ async def test_the_event_loop_runs_on_while_metrics_are_rendered() -> None:
         metrics.record(row(f"p/{number}"), Counts())
     scrape, n_turns = asyncio.create_task(metrics.expose()), 0
     while not scrape.done():
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.001)
         n_turns += 1
     assert n_turns > 10  # on the loop, it would be two or three
     assert b'model="p/199"' in scrape.result()
