@@ -35,7 +35,7 @@ def test_an_order_is_answered_when_all_have_answered():
     answers.expect(Saved, 1, 2)
     answers.expect(Saved, 2, 1)
     assert answers.said(Saved(1), 1) is None
-    assert answers.said(Flushed(1), 1) is None, "another kind, which nobody expects"
+    assert answers.said(Flushed(1), 1) is None, "another kind, which no order expects"
     assert answers.said(Saved(2), 2) == Saved(2)
     assert answers.said(Saved(1), 1) == Saved(1)
     assert answers.said(Saved(1), 1) is None, "once"

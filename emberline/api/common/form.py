@@ -73,7 +73,7 @@ class Form(AnswerForm[Body]):
     to_task: ToTask[Body]
     # Relays a body to an upstream server. Returns None if the body has to be read here.
     relay: Relay | None = None
-    # Relays a body that is no canonical request, with images, say. Returns None if nobody else may read it either.
+    # Relays a body that is no canonical request, with images, say. Returns None if no other server may read it either.
     relay_unread: Relay | None = None
     session_fields: tuple[str, ...] = SESSION_FIELDS  # the body's names of its session, by precedence
 

@@ -49,7 +49,7 @@ class Selection:
         return self.rows.by_slot[row][self.slots]
 
     def where(self, wanted: NDArray[np.bool_]) -> "Selection":
-        """Those of the sequences whose places are True."""
+        """Select the sequences whose places are True."""
         return Selection(self.rows, self.slots[wanted], self._by_slot, self.flags)
 
 

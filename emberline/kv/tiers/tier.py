@@ -51,7 +51,7 @@ class BlockMeta(msgspec.Struct, frozen=True, gc=False):
 class Retained(Protocol):
     """A tier whose blocks stay as long as retention thinks."""
 
-    evicted: deque[BlockId] | None  # what was evicted and other ranks are yet to hear of; None: nobody wants to know
+    evicted: deque[BlockId] | None  # what was evicted and other ranks are yet to hear of; None: no rank is told
 
     def follow(self, retention: Retention) -> None:
         """Called once, before blocks of conversations are written."""

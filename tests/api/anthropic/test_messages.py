@@ -252,7 +252,7 @@ async def test_malformed_cache_control_is_refused_by_name(
 async def test_thinking_after_encrypted_thinking(
     client: httpx.AsyncClient, service: FakeService, signature: str
 ) -> None:
-    """It is streamed as it comes, and it is there if it has no signature, too."""
+    """Thinking is streamed as it comes, and is there without a signature, too."""
     hidden = {"type": "redacted_thinking", "data": "x"}
     signed = [{"type": "thinking", "thinking": "Well.", "signature": signature}] if signature else []
     marks = [Opaque(0, "thinking_blocks", [hidden, *signed])] if signed else []

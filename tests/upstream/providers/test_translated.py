@@ -268,7 +268,7 @@ async def test_a_field_that_the_provider_lacks_is_refused_by_name(
 
 @each_kind
 async def test_a_refused_setting_is_not_billed(gateway: Opener, provider_server: StartProvider, kind: str) -> None:
-    """It is refused before the request is admitted, relayed or not, so that it leaves no row."""
+    """The setting is refused before the request is admitted, relayed or not, so that it leaves no row."""
     made = await gateway(configured(kind, await provider_server(kind)))
     chat = {"model": model(kind), "messages": [USER], "stream": False}
     for path, fields in (
