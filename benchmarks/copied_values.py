@@ -17,11 +17,13 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
 import httpx
 
+from benchmarks.generation_apis import APIS, Ask, GenerationApi, Got
 from benchmarks.process import Process, ended_by_sigterm, free_port
 from benchmarks.validity import AT_ONCE, ROOT, _ready
 from emberline.catalog.model_store import ModelStore
@@ -112,6 +114,7 @@ VALUES: dict[str, tuple[str, ...]] = {
 PROMPTS = ("Create a record whose name is exactly '{}'.", "Create a record. Its name, exactly as written here, is:\n{}")
 ASKED_AS_JSON = ' Reply with JSON only, in the form {"name": ...}.'
 
+SEEDED = ("chat", "run", "ollama")  # APIs that take a seed
 Task = Literal["tools", "schema"]
 Mode = Literal["free", "forced"]
 
@@ -155,25 +158,19 @@ def cases(n_seeds: int, per_kind: int | None) -> list[Case]:
     return [Case(kind, value, seed) for kind, value in rows for seed in range(n_seeds)]
 
 
-def request(model: str, case: Case, task: Task, mode: Mode) -> dict[str, Any]:
+def ask_for(model: str, case: Case, task: Task, mode: Mode, *, seeded: bool) -> Ask:
     """The model's own defaults for sampling, as a client gets them that sets none."""
-    prompt = case.prompt if task == "tools" else case.prompt + ASKED_AS_JSON
-    messages = [{"role": "user", "content": prompt}]
-    body: dict[str, Any] = {"model": model, "messages": messages, "max_tokens": MAX_TOKENS, "seed": case.seed}
+    seed = case.seed if seeded else None
     if task == "tools":
-        function = {"name": "create_record", "description": "Create a record.", "parameters": case.schema}
-        body["tools"] = [{"type": "function", "function": function}]
-        body["tool_choice"] = "required" if mode == "forced" else "auto"
-    elif mode == "forced":
-        envelope = {"name": "record", "schema": case.schema, "strict": True}
-        body["response_format"] = {"type": "json_schema", "json_schema": envelope}
-    return body
+        tool = {"name": "create_record", "description": "Create a record.", "parameters": case.schema}
+        return Ask(model, case.prompt, MAX_TOKENS, (tool,), mode == "forced", seed=seed)
+    schema = case.schema if mode == "forced" else None
+    return Ask(model, case.prompt + ASKED_AS_JSON, MAX_TOKENS, schema=schema, seed=seed)
 
 
-def copied(case: Case, message: dict[str, Any], mode: Mode) -> bool:
+def copied(case: Case, got: Got, mode: Mode) -> bool:
     """True if the reply carries a copy of the value; of a free reply, any JSON object or quoted field counts."""
-    calls = message.get("tool_calls")
-    text: str = calls[0]["function"]["arguments"] if calls else message["content"] or ""
+    text = got.calls[0][1] if got.calls else got.text
     if mode == "forced":
         return case.scores(json.loads(text)["name"])
     return any(case.scores(value) for value in lenient_values(text))
@@ -193,26 +190,22 @@ def lenient_values(text: str) -> Iterator[object]:
         yield field[1] if field[1] is not None else field[2]
 
 
-async def ask(client: httpx.AsyncClient, model: str, case: Case, task: Task, mode: Mode) -> Answer:
-    reply = await client.post("/v1/chat/completions", json=request(model, case, task, mode))
-    reply.raise_for_status()
-    whole = reply.json()
-    message = whole["choices"][0]["message"]
-    calls = message.get("tool_calls")
-    text = calls[0]["function"]["arguments"] if calls else message["content"] or ""
-    return Answer(case, mode, copied(case, message, mode), text, whole["usage"]["completion_tokens"])
-
-
-async def measure(port: int, model: str, task: Task, todo: Sequence[Case]) -> list[Answer]:
+async def measure(
+    port: int, api: GenerationApi, model: str, task: Task, todo: Sequence[Case], *, stream: bool
+) -> list[Answer]:
     """Both modes of every case, so that a busy machine slows both alike."""
     pending = iter([(case, mode) for case in todo for mode in ("free", "forced")])
     answers: list[Answer] = []
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=600.0) as client:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=1800.0) as client:
         await _ready(client)
 
         async def work() -> None:
-            for case, mode in pending:
-                answers.append(await ask(client, model, case, task, "free" if mode == "free" else "forced"))
+            for case, each in pending:
+                mode: Mode = "free" if each == "free" else "forced"
+                asked = ask_for(model, case, task, mode, seeded=api.name in SEEDED)
+                got = await api.ask(client, asked, stream=stream)
+                text = got.calls[0][1] if got.calls else got.text
+                answers.append(Answer(case, mode, copied(case, got, mode), text, got.n_tokens))
 
         await asyncio.gather(*(work() for _ in range(AT_ONCE)))
     return answers
@@ -274,12 +267,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=SEEDS, help=f"requests for each value ({SEEDS})")
     parser.add_argument("--quick", action="store_true", help="two values of each kind, one seed")
     parser.add_argument("--only", help="runs to measure, e.g. qwen2.5-coder:tools,smollm2:schema")
+    parser.add_argument("--apis", default="chat", help=f"of {', '.join(APIS)}")
+    parser.add_argument("--streams", default="whole", choices=("whole", "streamed", "both"), help="how replies come")
     parser.add_argument("--port", type=int, help="of a running Emberline with the models; default: one is started")
     parser.add_argument("--json", type=Path, default=Path("bench-copied-values.json"), help="where the figures go")
     options = parser.parse_args(argv)
     ended_by_sigterm()
     todo = cases(1 if options.quick else options.seeds, 2 if options.quick else None)
     wanted = [run for run in RUNS if options.only is None or ":".join(run) in options.only.split(",")]
+    streams = {"whole": (False,), "streamed": (True,), "both": (False, True)}[options.streams]
     data = ROOT / ".cache" / "copied-values"
     print("| run | requests | free: copied | forced: copied | forced ÷ free | free: tokens | forced: tokens | s |")
     print("|---|---|---|---|---|---|---|---|", flush=True)
@@ -290,10 +286,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = [sys.executable, "-m", "emberline.cli.main", "serve", model, "--port", str(port)]
         started = None if options.port else Process([*command, "--data-dir", str(data)], data / "server.log")
         try:
-            for task in (task for each, task in wanted if each == name):
+            tasks = [task for each, task in wanted if each == name]
+            for api, stream, task in product((APIS[each] for each in options.apis.split(",")), streams, tasks):
+                if task == "tools" and not api.forces_calls:
+                    continue
                 began = time.perf_counter()
-                answers = asyncio.run(measure(port, model, task, todo))
-                results.append(report(name, task, answers, time.perf_counter() - began))
+                answers = asyncio.run(measure(port, api, model, task, todo, stream=stream))
+                run = f"{name}, {api.name}, {'streamed' if stream else 'whole'}"
+                results.append(report(run, task, answers, time.perf_counter() - began))
                 facts = {"machine": platform.machine(), "results": results}
                 options.json.write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
         finally:

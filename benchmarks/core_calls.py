@@ -45,6 +45,7 @@ from emberline.balancer.endpoint import Endpoint
 from emberline.catalog.model_card import ModelCard, PathSource
 from emberline.config import ProviderConfig
 from emberline.gateway.gateways import GatewayService
+from emberline.net.http_server import DISCONNECTED
 from emberline.protocol.price import Price
 from emberline.service import Served, open_service
 from emberline.service.service_factory import DATABASE
@@ -243,6 +244,7 @@ class CoreBench:
             "query_string": b"",
             "headers": headers,
             "client": ("127.0.0.1", 1),
+            DISCONNECTED: asyncio.get_running_loop().create_future(),
         }
         messages = [{"type": "http.request", "body": body, "more_body": False}]
         answer = bytearray()

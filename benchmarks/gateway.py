@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -52,7 +52,7 @@ class Server:
         self.env = env or {}
 
 
-def emberline(folder: Path, provider: int, has_gateway: bool) -> Server:
+def emberline(folder: Path, provider: int, has_gateway: bool, more_env: Mapping[str, str] | None = None) -> Server:
     """The plain relay, or the gateway with everything that a tenant's request goes through."""
     folder.mkdir(parents=True)
     port = free_port()
@@ -60,7 +60,7 @@ def emberline(folder: Path, provider: int, has_gateway: bool) -> Server:
         f'[[providers]]\nname = "standin"\nurl = "http://127.0.0.1:{provider}/v1"\nkey = "none"\n'
         f'[[prices]]\nmodel = "standin/{MODEL}"\ninput = 0.6\noutput = 3\n'
     )
-    env = {"EMBERLINE_HOME": str(folder), "EMBERLINE_PORT": str(port)}
+    env = {"EMBERLINE_HOME": str(folder), "EMBERLINE_PORT": str(port), **(more_env or {})}
     command = [sys.executable, "-m", "emberline.cli.main", "serve", "--log-level", "warning"]
     command += ["--auth", "keys" if has_gateway else "none"]
     headers = ""

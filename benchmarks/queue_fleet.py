@@ -132,7 +132,7 @@ def took_s(n_rows: int, work: StepWork) -> float:
 
 
 class ModelledFleet:
-    """The interfaces of balancer and service that admission and the puller use."""
+    """The interfaces of fleet and service that admission and the puller use."""
 
     def __init__(self, n: int) -> None:
         self.members = [ModelledEngine(f"e{i}") for i in range(n)]
@@ -141,6 +141,10 @@ class ModelledFleet:
 
     def __iter__(self) -> Iterator[ModelledEngine]:
         return iter(self.members)
+
+    @property
+    def workers(self) -> dict[str, Worker]:
+        return {member.name: member.worker for member in self.members}
 
     def workers_of(self, model: str) -> list[Worker]:
         return [member.worker for member in self.members]
@@ -164,7 +168,7 @@ class ModelledFleet:
         member = min(loads, key=lambda member: (loads[member].sync_active, loads[member].batch_active))
         mixed = loads[member].batch_active > 0
         first_s = await member.run(sequence(request_id, Priority.DEFAULT))
-        self.grants.observe_ttft(MODEL, member.name, first_s, mixed)
+        self.grants.observe_ttft(member.name, first_s, mixed)
         self.grants.notify_room()
         return first_s
 

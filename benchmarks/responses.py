@@ -14,6 +14,7 @@ from emberline.api.openai.responses.output import ResponseBuilder
 from emberline.api.openai.responses.request import ResponsesRequest
 from emberline.protocol.complete_response import StoredResponse
 from emberline.protocol.events import TextDelta
+from emberline.protocol.request import SamplingDefaults
 from emberline.service.responses import DatabaseResponses
 from emberline.store import SqliteStore
 
@@ -77,7 +78,7 @@ async def store_figures(folder: Path) -> dict[str, float]:
 def event_us() -> float:
     """Of making one delta's event, before it is encoded."""
     body, delta = ResponsesRequest(model="m"), TextDelta(0, " token")
-    builder = ResponseBuilder(body, body.parse_tools(), "resp_" + "0" * 32, 0)
+    builder = ResponseBuilder(body, body.parse_tools(), "resp_" + "0" * 32, 0, SamplingDefaults())
     builder.add(delta)
     began_s = time.perf_counter()
     for _ in range(DELTAS):

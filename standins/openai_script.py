@@ -152,6 +152,7 @@ class ServerScript(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     message: str = "scripted"  # of that answer
     retry_after: str = "3"  # the header of a 429; empty: none
     html: bool = False  # answer with a page of HTML, as a proxy in front of a server may
+    plain_json: bool = False  # answer a streaming request with a whole body, as servers without streams do
     hang: bool = False  # accept the request and never reply
     garbage: bool = False  # reply with bytes that are not HTTP
     bad_json: bool = False  # invalid JSON in the stream or body

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from typing import TextIO
 
 import msgspec
+import numpy as np
 
 from emberline import log
 from emberline.engine.addresses import listening, positive
 from emberline.engine.core.limits import Limits
-from emberline.engine.core.plan import Admission, Masks, Row, Sampled, StepPlan
+from emberline.engine.core.plan import Admission, Masks, Row, RowScores, Sampled, StepPlan
 from emberline.engine.core.scheduler import Scheduler
 from emberline.engine.core.step_loop import StepLoop
 from emberline.engine.worker import process
@@ -99,6 +100,7 @@ def stamp(key: bytes, n_bytes: int) -> bytes:
 
 LAYOUT = KVGroup("full", (0,), kv_heads=1, head_dim=1, dtype="float16")
 
+SCORE = -0.5  # log-probability of every token of a prompt
 _log = logging.getLogger(__name__)
 
 
@@ -115,14 +117,18 @@ class _ScriptedRequest:
     script: EngineScript
     n_prompt: int
     output: list[int]  # scripted token ids
+    n_top: int  # alternatives of each prompt token, where these are scored
 
 
 class _ScriptedStep:
     """A launched step whose tokens are known."""
 
-    def __init__(self, sampled: Sequence[Sampled], error: WrongKVError | None = None) -> None:
+    def __init__(
+        self, sampled: Sequence[Sampled], error: WrongKVError | None = None, scores: Sequence[RowScores] = ()
+    ) -> None:
         self._sampled = sampled
         self._error = error
+        self._scores = scores
 
     def sample(self, masks: Masks | None = None) -> None:
         """Scripts ignore grammars."""
@@ -134,6 +140,9 @@ class _ScriptedStep:
 
     def drafts(self) -> Sequence[bytes]:
         return ()
+
+    def scores(self) -> Sequence[RowScores]:
+        return self._scores
 
 
 class ScriptedRunner:
@@ -170,7 +179,8 @@ class ScriptedRunner:
             error = self._stamp(row) or error
         if delay_ms:
             time.sleep(delay_ms / 1000)
-        return _ScriptedStep(sampled, error)
+        scores = [_scores(row.n_scored, self._requests[row.slot].n_top) for row in plan.others if row.n_scored]
+        return _ScriptedStep(sampled, error, scores)
 
     def _stamp(self, row: Row) -> WrongKVError | None:
         try:
@@ -199,7 +209,8 @@ class ScriptedRunner:
     def _scripted(self, request: EngineRequest) -> _ScriptedRequest:
         own = script.of_request(request, self._base)
         output = own.output(request.prompt_ids, self._limits.eos_ids, self._turn(request, own))
-        return _ScriptedRequest(request.id, own, tokens.count(request.prompt_ids), output)
+        n_prompt, n_top = tokens.count(request.prompt_ids), request.sampling.prompt_logprobs or 0
+        return _ScriptedRequest(request.id, own, n_prompt, output, n_top)
 
     def _turn(self, request: EngineRequest, own: EngineScript) -> int:
         """The request's number in its session. A preempted request is admitted twice, as the same turn."""
@@ -207,6 +218,13 @@ class ScriptedRunner:
             return 0
         turns = self._turns.setdefault(request.session or "", {})
         return turns.setdefault(request.id, len(turns))
+
+
+def _scores(n_scored: int, n_top: int) -> RowScores:
+    """Scores of prompt tokens: the tokens 0, 1, … are the most likely ones, and each token has the same probability."""
+    ids = np.tile(np.arange(n_top, dtype=np.int32), (n_scored, 1))
+    logprobs = np.full(n_scored, SCORE, np.float32)
+    return RowScores(logprobs, np.ones(n_scored, np.int32), ids, np.full((n_scored, n_top), SCORE, np.float32))
 
 
 def _hang() -> None:

@@ -333,7 +333,7 @@ class StandinCompletion:
             await asyncio.sleep(self._script.ttft_ms / 1000)
         limit = self._body.get("max_completion_tokens") or self._body.get("max_tokens") or self._script.tokens
         words = self._script.words(self._prompt, limit)
-        if self._body.get("stream"):
+        if self._body.get("stream") and not self._script.plain_json:
             await self._stream(words)
         else:
             self._reply(words)

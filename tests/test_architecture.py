@@ -45,7 +45,7 @@ ALLOWED = {
     },
     "server": {
         *("accounts", "api", "balancer", "catalog", "cluster", "engine", "gateway", "jobs", "net", "protocol"),
-        *("service", "store", "supervisor", "telemetry", "upstream", "weights"),
+        *("service", "store", "supervisor", "telemetry", "text", "upstream", "weights"),
     },
     STANDINS: {"engine", "kernels", "kv", "net", "protocol"},
 }

@@ -68,6 +68,7 @@ class AccountService:
         self.provider_keys = ProviderKeys(store, secret, self.directory, self.audit)
 
     async def open(self) -> None:
+        await self.provider_keys.bind()
         await self.directory.open()
         await self.prices.start()
 

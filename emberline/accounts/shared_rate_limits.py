@@ -2,8 +2,9 @@
 
 What a core takes counts as used at once, so all cores together admit no more than the limits. It keeps what it does not
 use for a second at most, and large buckets are a second's worth smaller than the limit, which makes up for that. Of
-concurrent requests each core has a lease on a number of slots: those of a core that died are free when it expires.
-While the store is away, each core limits what it admits itself.
+concurrent requests each core has a lease on a number of slots, of which it keeps as many as were in use since it looked
+last: those of a core that died are free when the lease expires. While the store is away, each core limits what it
+admits itself.
 """
 
 import asyncio
@@ -67,6 +68,7 @@ class Granted(msgspec.Struct, frozen=True, kw_only=True):
     used_tokens: float = 0.0
     lacks: str = ""
     wait_s: float | None = None
+    leases_slots: bool = False  # the lease on slots begins again
 
 
 class _Share:
@@ -79,8 +81,10 @@ class _Share:
         self.at_s = now_s  # when these were taken
         self.slots = 0
         self.n_running = 0
+        self.n_peak = 0  # the most that ran since the last look for unused slots
+        self.n_reserving = 0  # requests that wait for the store, which will run under this share
         self.used_s = now_s
-        self.renewed_s = now_s
+        self.renewed_s = now_s  # when the lease on slots began
         self.granted = Granted()
         self.lock = asyncio.Lock()
 
@@ -161,6 +165,13 @@ class SharedRateLimiter:
 
     async def _reserve(self, limit: RateLimit, n_requests: int, n_tokens: int) -> None:
         share = self._share(limit)
+        share.n_reserving += 1
+        try:
+            await self._reserve_of(share, limit, n_requests, n_tokens)
+        finally:
+            share.n_reserving -= 1
+
+    async def _reserve_of(self, share: _Share, limit: RateLimit, n_requests: int, n_tokens: int) -> None:
         wanted = float(min(n_tokens, _capacity(limit.tokens_per_minute, 1000 * LARGE)))
         while not share.has(n_requests, wanted):
             # Shielded: what the store grants is this core's, also if this request is gone by then.
@@ -176,6 +187,7 @@ class SharedRateLimiter:
                 )
         share.add(-n_requests, -wanted)
         share.n_running += 1
+        share.n_peak = max(share.n_peak, share.n_running)
         share.used_s = self._clock()
 
     def _release(self, limit: RateLimit, n_requests: int, n_taken: int, n_unused: int, elapsed_s: float) -> None:
@@ -193,6 +205,8 @@ class SharedRateLimiter:
         if share is None:
             share = self._shares[limit.scope] = _Share(limit, self._clock())
         share.limit = limit
+        if limit.concurrency is None:
+            share.slots = 0
         return share
 
     def _seen(self, own: RateLimits | None, limits: Sequence[RateLimit]) -> RateLimits | None:
@@ -234,7 +248,8 @@ class SharedRateLimiter:
             share.requests if share.requests < 0 else share.regained(share.requests, limit.requests_per_minute, now_s),
             share.tokens if share.tokens < 0 else share.regained(share.tokens, limit.tokens_per_minute, now_s),
         )
-        return Want(returned_requests=returned[0], returned_tokens=returned[1], slots=share.n_running)
+        slots = max(share.slots, share.n_running)  # more run than it has slots for if the store was away
+        return Want(returned_requests=returned[0], returned_tokens=returned[1], slots=slots)
 
     async def _exchange(self, share: _Share, want: Want) -> Granted | None:
         """Give back what this core holds, which nobody uses meanwhile, and take what it wants. None: the store is
@@ -258,7 +273,9 @@ class SharedRateLimiter:
             return None
         self._is_away = False
         share.add(granted.requests, granted.tokens)
-        share.at_s = share.renewed_s = self._clock()
+        share.at_s = self._clock()
+        if granted.leases_slots:
+            share.renewed_s = share.at_s
         share.granted = granted
         return granted
 
@@ -267,12 +284,15 @@ class SharedRateLimiter:
         now_s = self._clock()
         for scope, share in list(self._shares.items()):
             is_idle = now_s - share.used_s >= KEEP_S
-            holds = share.requests or share.tokens or share.slots > share.n_running
-            if (is_idle and holds) or (share.slots and now_s - share.renewed_s > LEASE_S / 3):
+            n_peak = share.n_running if is_idle else share.n_peak
+            share.n_peak = share.n_running
+            holds = is_idle and (share.requests or share.tokens)
+            if holds or share.slots > n_peak or (share.slots and now_s - share.renewed_s > LEASE_S / 3):
                 async with share.lock:
-                    share.slots = min(share.slots, share.n_running)  # before: a request that comes now asks for one
+                    # Before the store knows: a request that comes now asks for one.
+                    share.slots = min(share.slots, max(n_peak, share.n_peak))
                     await self._exchange(share, self._returning(share))
-            elif is_idle and not share.n_running and not share.slots and now_s - share.used_s > MINUTE_S:
+            elif not (share.n_running or share.n_reserving or share.slots) and now_s - share.used_s > MINUTE_S:
                 del self._shares[scope]
         if now_s - self._forgot_s > MINUTE_S:
             self._forgot_s = now_s
@@ -290,7 +310,7 @@ def _take(limit: RateLimit, core: str, want: Want, now_us: int) -> Transaction[G
     used_tokens = max(0.0, max(0.0, _float(tokens) - minutes * (tpm or 0)) - want.returned_tokens)
     room_requests = _capacity(rpm, LARGE) - used_requests
     room_tokens = _capacity(tpm, 1000 * LARGE) - used_tokens
-    lacks, wait_s = "", None
+    lacks, wait_s, leases_slots = "", None, False
     if want.takes and rpm is not None and want.requests > room_requests + 1e-6:
         lacks, wait_s = f"{rpm} requests a minute", (want.requests - room_requests) * MINUTE_S / rpm
     elif want.takes and tpm is not None and want.tokens > room_tokens + 1e-6:
@@ -302,6 +322,7 @@ def _take(limit: RateLimit, core: str, want: Want, now_us: int) -> Transaction[G
         else:
             until_us = now_us + int(LEASE_S * _SECOND_US)
             yield Query(_SET_SLOTS, (limit.scope, core, want.slots, until_us))
+            leases_slots = True
     got_requests = got_tokens = 0.0
     if wait_s is None:
         got_requests = want.requests + max(0.0, min(want.ahead_requests, room_requests - want.requests))
@@ -315,6 +336,7 @@ def _take(limit: RateLimit, core: str, want: Want, now_us: int) -> Transaction[G
         used_tokens=used_tokens,
         lacks=lacks,
         wait_s=wait_s,
+        leases_slots=leases_slots,
     )
 
 

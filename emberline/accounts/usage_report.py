@@ -113,7 +113,7 @@ class UsageReports:
         sql = f"SELECT {', '.join([*columns, _SUMS])} FROM usage_daily WHERE {where} {grouped}"
         groups: dict[Row, list[int]] = {}
         for since, until in await self._spans(query):
-            for row in await self._store.read(sql, (since, until, *params)):
+            for row in await self._store.report(sql, (since, until, *params)):
                 sums = [int(value or 0) for value in row[len(columns) :]]
                 known = groups.get(row[: len(columns)])
                 groups[row[: len(columns)]] = sums if known is None else [*map(int.__add__, known, sums)]
@@ -127,12 +127,12 @@ class UsageReports:
         usage, names = f"FROM usage_daily WHERE {where}", ", ".join(columns)
         values = (query.since, query.until, *params)
         top = f"SELECT {names}, {_SUMS} {usage} GROUP BY {names} ORDER BY {_RANK}, {names} LIMIT {self._max_rows}"
-        listed = await self._store.read(top, values)
-        ((n_groups,),) = await self._store.read(
+        listed = await self._store.report(top, values)
+        ((n_groups,),) = await self._store.report(
             f"SELECT COUNT(*) FROM (SELECT 1 {usage} GROUP BY {names}) AS found", values
         )
         (rest,) = (
-            [int(value or 0) for value in row] for row in await self._store.read(f"SELECT {_SUMS} {usage}", values)
+            [int(value or 0) for value in row] for row in await self._store.report(f"SELECT {_SUMS} {usage}", values)
         )
         rows: list[ReportRow] = []
         for row in sorted(listed, key=lambda row: row[: len(columns)]):
@@ -146,7 +146,7 @@ class UsageReports:
 
     async def _spans(self, query: ReportQuery) -> list[tuple[int, int]]:
         """The days to read together. Those of all accounts one by one, so that other reads need not wait for all."""
-        ((first, last),) = await self._store.read("SELECT MIN(day), MAX(day) FROM usage_daily")
+        ((first, last),) = await self._store.report("SELECT MIN(day), MAX(day) FROM usage_daily")
         if first is None or last is None:
             return []
         since, until = max(query.since, int(first)), min(query.until, int(last))

@@ -27,14 +27,14 @@ from emberline.api.http.guard import Guard, preflight, with_cors_headers
 from emberline.api.http.large_requests import LargeRequestRelay
 from emberline.api.http.resumable import HEADER, send_resumable
 from emberline.api.http.router import Policy, Router, authorize
-from emberline.api.http.streaming import Response, Streaming
+from emberline.api.http.streaming import Response, Streaming, WebSocketSession, as_denial
 from emberline.api.playground.assets import load as load_assets
 from emberline.api.routes import ROUTES
 from emberline.gateway.gateways import GatewayService
 from emberline.jobs.webhooks.service import WebhookService
 from emberline.net.http_server import Receive, Scope, Send
 from emberline.protocol import trace_context
-from emberline.protocol.errors import EmberlineError, Internal, NotFound, Unavailable
+from emberline.protocol.errors import BadInput, EmberlineError, Internal, NotFound, Unavailable
 from emberline.telemetry.request_log import Clock
 from emberline.telemetry.tracing import end_http_request, incoming
 
@@ -80,8 +80,8 @@ class App:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             return await _lifespan(receive, send)
-        if scope["type"] != "http":
-            return await send({"type": "websocket.close", "code": 1008})
+        if scope["type"] == "websocket":
+            scope, send = {**scope, "method": "GET"}, as_denial(send)
         if WRAPS in dict(scope["headers"]):
             scope = unwrap(scope)
         clock = Clock()
@@ -111,6 +111,8 @@ class App:
             reply = await self._dispatch(call)
             if isinstance(reply, Streaming):
                 reply = await _deliver(call, reply)
+            elif isinstance(reply, WebSocketSession):
+                return await reply.serve(call, self)
         except ClientDisconnected:
             call.status = call.status or CLIENT_CLOSED_REQUEST
             return
@@ -142,6 +144,8 @@ class App:
         if origin is not None and (reply := preflight(scope)):
             return reply
         route = found.route(scope["method"])
+        if scope["type"] == "websocket" and not route.opens_websocket:
+            raise BadInput(f"{route.path} is no WebSocket: send the request without `Upgrade`", param="upgrade")
         if "\0" in found.path_param and "{id}" in route.path:  # PostgreSQL takes it in no text
             raise NotFound("no id contains a NUL character")
         call.path_param, call.route, call.gateway_name = found.path_param, route.path, found.gateway
@@ -150,6 +154,8 @@ class App:
             call.principal = await self._auth.authenticate(scope["headers"], found.account)
             if call.principal.role != "admin":
                 authorize(call.principal, route)
+        if route.query:
+            _ = call.query  # refuses what the route's schemas do not allow, also where the endpoint does not look
         try:
             response = await route.endpoint(call)
         except LargeRequest as large:
@@ -171,15 +177,14 @@ async def _deliver(call: HttpExchange, streaming: Streaming) -> Reply | None:
     while isinstance(response, Streaming):
         resumable = HEADER in call.headers and response.failed is not None
         try:
-            return await while_connected(
-                call.receive, send_resumable(call, response) if resumable else response.send(call)
-            )
+            return await while_connected(call, send_resumable(call, response) if resumable else response.send(call))
         except EmberlineError as error:
             if call.status or response.otherwise is None:
                 raise
             failure = error
         # Not inside `except`: the error's frames hold the body.
         response = await response.otherwise(failure)
+    assert not isinstance(response, WebSocketSession), "a handshake is answered at once"
     return response
 
 

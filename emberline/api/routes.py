@@ -1,7 +1,7 @@
 """Every route of the server, with its policy."""
 
 from dataclasses import replace
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 from emberline.api.admin import (
@@ -40,16 +40,18 @@ from emberline.api.ollama.chat_request import (
     OllamaPull,
     OllamaShow,
 )
-from emberline.api.openai import audio, batches, embeddings, files, media
+from emberline.api.openai import audio, batches, embeddings, files, media, tokenization
 from emberline.api.openai import chat_completions as openai
 from emberline.api.openai.completions import CompletionRequest
 from emberline.api.openai.responses import endpoints as responses
+from emberline.api.openai.responses import websocket
 from emberline.api.openai.responses.request import ResponsesRequest
 from emberline.api.playground import assets
 from emberline.api.workers_ai import catalog
 from emberline.api.workers_ai import event_subscriptions as subscriptions
 from emberline.api.workers_ai import handlers as workers_ai
 from emberline.api.workers_ai.run_request import RunRequest, UniversalRequest
+from emberline.catalog.model_card import TEXT_CLASSIFICATION, TEXT_EMBEDDINGS, TEXT_GENERATION
 from emberline.config import EndpointConfig
 from emberline.protocol.gateway import GatewaySettings
 from emberline.protocol.member import Signed
@@ -74,7 +76,9 @@ _OPENAI: tuple[_Row, ...] = (
     ("GET", "/models", openai.list_models, "List models"),
     ("GET", "/models/{model}", openai.get_model, "Describe a model"),
     ("POST", "/responses", responses.create, "Create a response", ResponsesRequest),
+    ("GET", "/responses", websocket.connect, "Create responses over a WebSocket"),
     ("POST", "/responses/input_tokens", responses.count_tokens, "Count a response's tokens", ResponsesRequest),
+    ("POST", "/responses/compact", responses.compact, "Compact a conversation", ResponsesRequest),
     ("GET", "/responses/{id}", responses.retrieve, "Retrieve a stored response", None, responses.STREAM),
     ("DELETE", "/responses/{id}", responses.delete, "Delete a stored response"),
     ("GET", "/responses/{id}/input_items", responses.list_input_items, "List its input items", None, responses.PAGE),
@@ -98,6 +102,11 @@ _OPENAI: tuple[_Row, ...] = (
     ("GET", "/webhook_endpoints/{id}/deliveries", webhooks.deliveries, "List deliveries", None, webhooks.DELIVERIES),
     ("POST", "/webhook_endpoints/{id}/replay", webhooks.replay, "Deliver again", webhooks.ReplayRequest),
     ("POST", "/webhook_endpoints/{id}/rotate", webhooks.rotate, "Rotate the signing secret", webhooks.RotateRequest),
+)
+_TOKENIZER: tuple[_Row, ...] = (
+    ("POST", "/tokenize", tokenization.tokenize, "Tokenize a prompt", tokenization.TokenizeRequest),
+    ("POST", "/detokenize", tokenization.detokenize, "Text of token ids", tokenization.DetokenizeRequest),
+    ("GET", "/tokenizer_info", tokenization.info, "Describe a tokenizer", None, tokenization.MODEL_NAME),
 )
 _OLLAMA: tuple[_Row, ...] = (
     ("POST", "/chat", ollama.chat, "Chat, as Ollama does", OllamaChat),
@@ -156,13 +165,31 @@ _SUBSCRIPTIONS: tuple[_Row, ...] = (
 )
 
 
-@cache
-def _document() -> bytes:
-    return encode(openapi.document(ROUTES))
+# Tasks of the models that a body names.
+_TASKS: dict[type[Any], tuple[str, ...]] = {
+    **dict.fromkeys(
+        (openai.CHAT.decoder.type, CompletionRequest, ResponsesRequest, anthropic.MESSAGES.decoder.type, CountRequest),
+        (TEXT_GENERATION,),
+    ),
+    **dict.fromkeys((OllamaChat, OllamaPrompt), (TEXT_GENERATION,)),
+    **dict.fromkeys((embeddings.EMBEDDINGS.decoder.type, OllamaEmbed, OllamaEmbeddings), (TEXT_EMBEDDINGS,)),
+    embeddings.RERANK.decoder.type: (TEXT_CLASSIFICATION,),
+    UniversalRequest: (),
+}
+
+
+@lru_cache(8)
+def _document(names: openapi.ModelNames) -> bytes:
+    return encode(openapi.document(ROUTES, names, _TASKS))
 
 
 async def describe(call: HttpExchange) -> Reply:
-    return Reply(200, _document())
+    """The document, with the names of the models that the caller may use."""
+    by_task: dict[str, tuple[str, ...]] = {}
+    for card in call.known_models():
+        by_task[card.task] = (*by_task.get(card.task, ()), card.id, *card.aliases)
+    others = bool(call.service.models.upstream.providers.clients)
+    return Reply(200, _document(openapi.ModelNames(tuple(by_task.items()), others)))
 
 
 _OPEN: tuple[_Row, ...] = (
@@ -248,6 +275,8 @@ def _route(method: str, path: str, policy: Policy, dialect: Dialect, *rest: Any)
     route = Route(method, path, policy, dialect, *rest)
     if isinstance(route.endpoint, Form):
         route = replace(route, body=route.endpoint.decoder.type)
+    if route.endpoint is websocket.connect:
+        route = replace(route, opens_websocket=True)
     if path.startswith(GATEWAY) or rest[0] in _OF_ANY_API:
         return replace(route, api=ANY_API)
     return replace(route, api=APIS[_first_word(path)]) if policy is Policy.KEY else route
@@ -274,6 +303,7 @@ ROUTES: tuple[Route, ...] = (
     *_routes("", Dialect.OPENAI, _OPEN, Policy.OPEN),
     *_routes("", Dialect.OPENAI, _ADMIN, Policy.ADMIN),
     *_routes("", Dialect.OPENAI, _TENANT),
+    *_routes("", Dialect.OPENAI, _TOKENIZER),
     *_routes("/api", Dialect.OLLAMA, _OLLAMA),
     *_routes(AI, Dialect.NATIVE, _WORKERS_AI),
     *_routes(AI, Dialect.BINDING, _BINDING_PROXY),

@@ -40,34 +40,34 @@ class AdmissionController:
 
     def watch(self, connection: WorkerConnection) -> None:
         """Register a worker, and follow its connection. Before the connection is started."""
-        self.balancer.register(connection.endpoint)
+        self.balancer.fleet.register(connection.endpoint)
         self._watched.add(connection.endpoint.name)
         connection.listener = self
 
     def drain(self, name: str) -> None:
         """Send nothing new to the worker."""
-        self.balancer.drain(name, self._now())
+        self.balancer.fleet.drain(name, self._now())
         self._dispatch()
 
     def undrain(self, name: str) -> None:
-        self.balancer.undrain(name, self._now())
+        self.balancer.fleet.undrain(name, self._now())
         self._dispatch()
 
     def remove(self, name: str) -> None:
         self._watched.discard(name)
-        self.balancer.remove(name, self._now())
+        self.balancer.fleet.remove(name, self._now())
         self._dispatch()
 
     def worker_names(self) -> list[str]:
-        return list(self.balancer.workers)
+        return list(self.balancer.fleet.workers)
 
     def in_flight_on(self, name: str) -> int:
-        worker = self.balancer.workers.get(name)
+        worker = self.balancer.fleet.workers.get(name)
         return worker.in_flight.total if worker is not None else 0
 
     def has_requests(self, name: str) -> bool:
         """True if a request runs on the worker, or waits for a model that the worker serves."""
-        worker, queue = self.balancer.workers.get(name), self.balancer.queue
+        worker, queue = self.balancer.fleet.workers.get(name), self.balancer.queue
         if worker is None:
             return False
         return worker.in_flight.total > 0 or any(queue.n_of(model) for model in worker.endpoint.models)
@@ -163,16 +163,16 @@ class AdmissionController:
             return  # it was removed, and its connection is not closed yet
         now_s = self._now()
         try:
-            self.balancer.join(endpoint, capacity, now_s)
+            self.balancer.fleet.join(endpoint, capacity, now_s)
         except BadInput as error:
             log.error("%s", error.message)
             return
         if load is not None:
-            self.balancer.report(endpoint.name, load, now_s)
+            self.balancer.fleet.report(endpoint.name, load, now_s)
         self._dispatch()
 
     def resized(self, name: str, capacity: Capacity) -> None:
-        self.balancer.resize(name, capacity)
+        self.balancer.fleet.resize(name, capacity)
         if self._waiting:
             self._dispatch()
 
@@ -193,7 +193,7 @@ class AdmissionController:
     def _apply_reports(self) -> None:
         reports, self._reports = self._reports, {}
         for name, (load, at_s) in reports.items():
-            self.balancer.report(name, load, at_s)
+            self.balancer.fleet.report(name, load, at_s)
         if self._reports_timer is not None:
             self._reports_timer.cancel()
             self._reports_timer = None
@@ -201,18 +201,18 @@ class AdmissionController:
     def observed(self, name: str, load: EngineLoad, age_s: float) -> None:
         """A load report that an HTTP worker received on its own connection, so long ago."""
         now_s = self._now()
-        self.balancer.observed(name, load, now_s - age_s, now_s)
+        self.balancer.fleet.observed(name, load, now_s - age_s, now_s)
         if self._waiting:
             self._dispatch()
 
     def kv_events(self, name: str, events: KVEvents) -> None:
         now_s = self._clock()
         if len(events.stored) % DIGEST_BYTES or len(events.removed) % DIGEST_BYTES:
-            self.balancer.protocol_error(name, now_s)
+            self.balancer.fleet.protocol_error(name, now_s)
             return
         if events.whole:
             self._forget_kv_events(name, events.tier)
-            self.balancer.replaced(name, b"", now_s, events.tier)
+            self.balancer.fleet.replaced(name, b"", now_s, events.tier)
         else:
             self._kv_events.append((name, events.tier, False, memoryview(events.removed)))
         self._kv_events.append((name, events.tier, True, memoryview(events.stored)))
@@ -229,7 +229,7 @@ class AdmissionController:
                 self._kv_events.appendleft((name, tier, stored, keys[n_left:]))
             n_left -= len(part)
             if part:
-                (self.balancer.stored if stored else self.balancer.removed)(name, part, now_s, tier)
+                (self.balancer.fleet.stored if stored else self.balancer.fleet.removed)(name, part, now_s, tier)
         self._kv_handle = asyncio.get_running_loop().call_soon(self._apply_kv_events) if self._kv_events else None
 
     def _forget_kv_events(self, name: str, tier: str | None = None) -> None:
@@ -239,9 +239,13 @@ class AdmissionController:
                 event for event in self._kv_events if event[0] != name or tier not in (None, event[1])
             )
 
+    def distrusted(self, name: str) -> None:
+        """Open the circuit breaker of a worker that said what cannot be true."""
+        self.balancer.fleet.distrusted(name, self._now())
+
     def left(self, name: str, why: str) -> None:
         self._forget_kv_events(name)
-        self.balancer.disconnected(name, self._now(), why)
+        self.balancer.fleet.disconnected(name, self._now(), why)
         self._dispatch()
         for tell in self.on_left:
             tell(name, why)

@@ -5,34 +5,28 @@ method takes the time in monotonic seconds, so that the simulator runs the same 
 """
 
 import logging
-from collections import Counter, defaultdict
-from collections.abc import Mapping
-from types import MappingProxyType
+from collections import Counter
 from typing import Literal
 
 from emberline.balancer.admission_queue import AdmissionQueue, no_worker
 from emberline.balancer.cost_model import DEFAULTS, Settings
-from emberline.balancer.endpoint import Capacity, Endpoint, provider_pool
+from emberline.balancer.fleet import Fleet
 from emberline.balancer.ledger import (
     CACHED_TOKEN_COST,
     OUTPUT_TOKEN_COST,
     InFlightLedger,
-    InFlightLoad,
     InFlightRequest,
     Tenants,
 )
-from emberline.balancer.prefix_index import FleetPrefixIndex, shared_blocks
+from emberline.balancer.prefix_index import shared_blocks
 from emberline.balancer.routing_policy import RoutingInput
-from emberline.balancer.tier_index import TierIndex
 from emberline.balancer.worker import Snapshot, Worker
 from emberline.balancer.worker_pool import Candidates, WorkerPair, WorkerPool
 from emberline.protocol.block_hash import DIGEST_BYTES
-from emberline.protocol.errors import BadInput, DeadlineExceeded, EmberlineError, Overloaded, Unavailable
-from emberline.protocol.frames import EngineLoad
+from emberline.protocol.errors import DeadlineExceeded, EmberlineError, Overloaded, Unavailable
 from emberline.protocol.route_request import Route, RouteRequest, session_hash
 
 EXPECTED_S = 4.0  # a dispatched prompt counts as cached for so long after its prefill, until a KV event confirms it
-NO_EVENTS_S = 300.0  # a worker without KV events is believed to cache what it was given for one to two times as long
 HEALTH_CHECK_S = 0.5  # between two checks of what only time changes
 _SMOOTHING = 0.1
 
@@ -45,144 +39,13 @@ class Balancer:
     def __init__(self, settings: Settings = DEFAULTS) -> None:
         self.ledger = InFlightLedger()
         self.settings = settings
-        self._pools: defaultdict[str, WorkerPool] = defaultdict(lambda: WorkerPool(settings))
-        self._workers: dict[str, Worker] = {}
-        self.workers: Mapping[str, Worker] = MappingProxyType(self._workers)  # by name, connected or not; read-only
-        self.index = FleetPrefixIndex(settings.index_bytes)
-        self._tiers = TierIndex(self.index)
+        self.fleet = Fleet(settings, self)
+        self._index, self._workers, self._pools = self.fleet.index, self.fleet.workers, self.fleet.pools
         self.tenants = Tenants()
         self.queue = AdmissionQueue()
         self._decided: list[InFlightRequest] = []  # what the next `dispatch` hands out
         self._freed: set[Worker] = set()  # workers that may have room for requests in their queues
         self._checked_s = float("-inf")
-        self._rotated_s = float("-inf")
-
-    # --- workers -----------------------------------------------------------------------------------------------------
-
-    def register(self, endpoint: Endpoint) -> None:
-        """Add a configured worker that has not connected yet."""
-        assert endpoint.name not in self._workers, "worker names are unique"
-        worker = self._add(endpoint, Capacity())
-        worker.connected, worker.problem = False, "not connected yet"
-
-    def join(self, endpoint: Endpoint, capacity: Capacity, now_s: float) -> None:
-        """A worker has connected: for the first time, again, or with other capacities. BadInput: its name is taken."""
-        worker = self._workers.get(endpoint.name)
-        if worker is not None and worker.connected and worker.endpoint.address != endpoint.address:
-            raise BadInput(
-                f"two endpoints are called {endpoint.name}: {worker.endpoint.address} and {endpoint.address}; "
-                "give each a name of its own",
-                param="name",
-            )
-        if worker is None:
-            worker = self._add(endpoint, capacity)
-        elif worker.endpoint.models != endpoint.models:
-            self._remove_from_pools(worker)
-            self._add_to_pools(worker, endpoint)
-        worker.endpoint, worker.capacity = endpoint, capacity
-        worker.connected, worker.problem = True, ""
-        self._readiness_changed(worker)
-        self._route_unroutable(now_s)
-
-    def resize(self, name: str, capacity: Capacity) -> None:
-        """The capacity of a connected worker has changed."""
-        if (worker := self._workers.get(name)) is not None:
-            worker.capacity = capacity
-            self._has_freed(worker)
-
-    def disconnected(self, name: str, now_s: float, why: str = "") -> None:
-        """The connection is lost, and with it all that ran there. One failure, however many requests it had."""
-        worker = self._workers.get(name)
-        if worker is None or not worker.connected:
-            return
-        worker.connected, worker.problem = False, why
-        worker.breaker.failed(now_s)
-        self._reset(worker, now_s)
-
-    def remove(self, name: str, now_s: float) -> None:
-        """Remove a worker for good: it is not expected to reconnect."""
-        worker = self._workers.pop(name, None)
-        if worker is None:
-            return
-        worker.connected = False
-        self._remove_from_pools(worker)
-        self._reset(worker, now_s)
-        self.index.drop_slot(worker.slot)
-
-    def drain(self, name: str, now_s: float) -> None:
-        """Send nothing new to the worker; requests that run there continue."""
-        if (worker := self._workers.get(name)) is not None:
-            worker.drained = True
-            self._availability_changed(worker, now_s)
-
-    def undrain(self, name: str, now_s: float) -> None:
-        if (worker := self._workers.get(name)) is not None:
-            worker.drained = False
-            self._availability_changed(worker, now_s)
-
-    def report(self, name: str, load: EngineLoad, now_s: float) -> None:
-        """A load report, straight from the worker."""
-        worker = self._workers.get(name)
-        if worker is None:
-            return
-        self._observe(worker, load, now_s, now_s)
-        reports = worker.reports
-        before, before_s = reports.load, reports.at_s
-        if reports.accept(load, worker.in_flight, now_s):
-            worker.measure(before, load, now_s - before_s)
-        elif reports.n_rejected == 1 or reports.n_rejected % 1000 == 0:
-            log.warning("worker %s: load report rejected: %s", name, reports.problem, extra={"endpoint": name})
-        self._has_freed(worker)
-
-    def observed(self, name: str, load: EngineLoad, at_s: float, now_s: float) -> None:
-        """A load report that an HTTP worker received on its own connection at `at_s`. Too old for routing, it shows
-        progress, and whether the worker drains."""
-        if (worker := self._workers.get(name)) is not None:
-            self._observe(worker, load, at_s, now_s)
-
-    def _observe(self, worker: Worker, load: EngineLoad, at_s: float, now_s: float) -> None:
-        was_available = worker.available
-        worker.reported(load, at_s)
-        if load.tiers or worker.fetch_costs:
-            self._tiers.update(worker, load.tiers)
-        if worker.available != was_available:
-            self._availability_changed(worker, now_s)
-
-    def protocol_error(self, name: str, now_s: float) -> None:
-        """The worker sent something invalid outside of any request."""
-        if (worker := self._workers.get(name)) is not None:
-            worker.breaker.failed(now_s)
-            self._readiness_changed(worker)
-
-    def pool_of(self, model: str) -> WorkerPool | None:
-        return self._pools.get(self._pool_name(model))
-
-    def workers_of(self, model: str) -> list[Worker]:
-        pool = self._pools.get(self._pool_name(model))
-        return [] if pool is None else pool.workers
-
-    # --- KV events ---------------------------------------------------------------------------------------------------
-
-    def stored(self, name: str, keys: bytes, now_s: float, tier: str = "") -> None:
-        """The worker's cache has gained these blocks; or a tier below it."""
-        self.index.expire(now_s)
-        if (worker := self._workers.get(name)) is not None:
-            self._tiers.stored(worker, tier, keys)
-
-    def removed(self, name: str, keys: bytes, now_s: float, tier: str = "") -> None:
-        self.index.expire(now_s)
-        if (worker := self._workers.get(name)) is not None:
-            self._tiers.removed(worker, tier, keys)
-
-    def replaced(self, name: str, keys: bytes, now_s: float, tier: str = "") -> None:
-        """The worker's cache holds these blocks and no others; or a tier below it."""
-        self.index.expire(now_s)
-        if (worker := self._workers.get(name)) is not None:
-            if tier:
-                self._tiers.replaced(worker, tier)
-            else:
-                self._forget_cache(worker)
-            self._tiers.stored(worker, tier, keys)
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -196,7 +59,7 @@ class Balancer:
         is_new = record is None
         if record is None:
             tenant = self.tenants.enter(request.account)
-            record = InFlightRequest(request, tenant, now_s, self._pool_name(request.model))
+            record = InFlightRequest(request, tenant, now_s, self.fleet.pool_name(request.model))
             self.ledger.add(record)
         else:
             self._withdraw(record, request, now_s)
@@ -236,11 +99,11 @@ class Balancer:
             self._refused(record, error, hand_out=True)
 
     def waiting_of(self, model: str) -> list[InFlightRequest]:
-        return self.queue.waiting_of(self._pool_name(model))
+        return self.queue.waiting_of(self.fleet.pool_name(model))
 
     def cached_tokens(self, request: RouteRequest) -> int:
         """Of its prompt, on the worker that has the most."""
-        match = self.index.match(request.keys)
+        match = self._index.match(request.keys)
         return min(match[0][0] * self.settings.block_tokens, request.input_tokens) if match else 0
 
     def wake_s(self, now_s: float) -> float | None:
@@ -254,12 +117,12 @@ class Balancer:
         worker = self._workers.get(request.engine)
         if worker is None or not worker.takes_granted:
             raise Unavailable(f"engine {request.engine} takes no requests any more", retry_after_s=1)
-        pool = self._pools[self._pool_name(request.model)]
+        pool = self._pools[self.fleet.pool_name(request.model)]
         need = self.routing_input(request, pool, [worker])
         pair = pool.pair_with(worker, need, now_s)
         if pair is None:
             raise Unavailable(f"no prefill worker is connected for engine {request.engine}", retry_after_s=1)
-        record = InFlightRequest(request, None, now_s, self._pool_name(request.model))
+        record = InFlightRequest(request, None, now_s, self.fleet.pool_name(request.model))
         self.ledger.add(record)
         return self._charge(record, pair, need, now_s)
 
@@ -298,7 +161,7 @@ class Balancer:
             ],
             waiting=dict(Counter(record.priority.name.lower() for record in self.queue)),
             dispatched=sum(record.decode is not None for record in self.ledger),
-            index_blocks=len(self.index),
+            index_blocks=len(self._index),
         )
 
     # --- admission and routing ---------------------------------------------------------------------------------------
@@ -308,7 +171,7 @@ class Balancer:
         if request.lost and record.route is not None and record.decode is not None:
             for name in {record.route.decode, record.route.prefill} - {""}:
                 if (worker := self._workers.get(name)) is not None:
-                    self.index.unexpect(worker.slot, request.keys)  # no worker stores these blocks now
+                    self._index.unexpect(worker.slot, request.keys)  # no worker stores these blocks now
         self._release(record, request.lost, now_s)
         self._unqueue(record)
         record.requeue(request, now_s)
@@ -389,7 +252,7 @@ class Balancer:
     def routing_input(self, request: RouteRequest, pool: WorkerPool, decoders: list[Worker]) -> RoutingInput:
         """Collect the facts about a request that its workers are chosen by."""
         compares = len(pool.workers) > 1  # else no policy is asked: only the worker's room and cache count
-        match = self.index.match(request.keys) if request.keys else []
+        match = self._index.match(request.keys) if request.keys else []
         shared = shared_blocks(match, [worker.slot_bits for worker in decoders]) if match and compares else 0
         return RoutingInput(
             max(1, request.input_tokens),
@@ -402,7 +265,7 @@ class Balancer:
             self.settings.block_tokens,
             passes_flex=request.priority in ("priority", "default"),
             is_job=bool(request.engine),
-            fetch_token_s=self._tiers.min_token_s,
+            fetch_token_s=self.fleet.tiers.min_token_s,
             request=request,
         )
 
@@ -413,18 +276,18 @@ class Balancer:
         record.reply_tokens, record.n_slots = need.reply_tokens, decode.n_slots(record.request)
         record.work_us = int(self.settings.cost.work_s(record.uncached_tokens, need.tokens) * 1e6)
         if need.match:
-            self.index.used(keys, need.match[0][0])
+            self._index.used(keys, need.match[0][0])
         for worker in {decode, prefill}:
             if new_keys := keys[need.depth(1 << worker.slot) * DIGEST_BYTES :] if need.match else keys:
                 if worker.capacity.events:
                     prefill_s = prefill.wait_s(now_s) + record.work_us * 1e-6 * prefill.prefill_speed.scale
-                    self.index.expect(worker.slot, new_keys, now_s + EXPECTED_S + prefill_s)
+                    self._index.expect(worker.slot, new_keys, now_s + EXPECTED_S + prefill_s)
                 else:
-                    self.index.stored(worker.slot, new_keys)
+                    self._index.stored(worker.slot, new_keys)
             worker.dispatched(need.tokens, now_s)
             if worker.breaker.state != "closed":
                 worker.breaker.sent()
-                self._readiness_changed(worker)
+                self.fleet.readiness_changed(worker)
         self.ledger.charge(record, decode.in_flight, prefill.in_flight, now_s)
         self._pools[record.pool].routed(record.uncached_tokens, now_s)
         name = "" if prefill is decode else prefill.name
@@ -452,7 +315,7 @@ class Balancer:
         worker.last_prefill_s = now_s
         reports.prefilled(record, record.n_on(in_flight))
         if self.queue.n_waiting:
-            self._has_freed(worker)
+            self.has_room(worker)
 
     def _prefill_worker(self, record: InFlightRequest) -> Worker | None:
         """None: it has lost its connection since the request was dispatched."""
@@ -481,9 +344,9 @@ class Balancer:
             else:
                 breaker.inconclusive()
             if (breaker.state == "closed" or breaker.allows) != was_allowed:
-                self._readiness_changed(worker)
+                self.fleet.readiness_changed(worker)
             if self.queue.n_waiting:
-                self._has_freed(worker)
+                self.has_room(worker)
 
     def _refused(self, record: InFlightRequest, error: EmberlineError, hand_out: bool = False) -> None:
         """Refuse a request. One that had a worker before stays on record until its owner ends it."""
@@ -517,100 +380,35 @@ class Balancer:
             worker.mean_request_s += _SMOOTHING * (now_s - record.dispatched_s - worker.mean_request_s)
         self._pools[record.pool].replies.add(output_tokens // record.request.n)
 
-    # --- health ------------------------------------------------------------------------------------------------------
-
     def _check(self, now_s: float) -> None:
-        """Checks that depend on the time alone: stalled workers, orphaned requests."""
-        self.index.expire(now_s)
+        """Make the checks that depend on the time alone: of the workers, and for orphaned requests."""
+        self._index.expire(now_s)
         if now_s - self._checked_s < HEALTH_CHECK_S:
             return
         self._checked_s = now_s
-        self.index.tidy()
-        for worker in self._workers.values():
-            if worker.check_health(now_s):
-                self._readiness_changed(worker)
-        for pool in self._pools.values():
-            pool.fade_speeds(now_s)
+        self.fleet.check(now_s)
         for record in self.ledger.orphans(now_s):  # its owner still ends it, with a usage row
             log.warning("request without progress written off", extra={"request_id": record.request.id})
             self._release(record, (), now_s)
-        if now_s - self._rotated_s >= NO_EVENTS_S:
-            self._rotated_s = now_s
-            self._rotate_slots()
 
-    def _rotate_slots(self) -> None:
-        """Forget what workers without KV events were given before the last rotation."""
-        for worker in self._workers.values():
-            if not worker.capacity.events:
-                if worker.old_slot is not None:
-                    self.index.drop_slot(worker.old_slot)
-                worker.set_slots(self.index.take_slot(), worker.slot)
+    # --- changes of the fleet ----------------------------------------------------------------------------------------
 
-    def _availability_changed(self, worker: Worker, now_s: float) -> None:
-        """It drains, or no longer does: requests in its queue go elsewhere, those in no queue may go there."""
-        self._readiness_changed(worker)
-        if worker.available:
-            self._route_unroutable(now_s)
-        else:
-            self._reroute_queue(worker, now_s)
-
-    def _readiness_changed(self, worker: Worker) -> None:
-        for model in worker.endpoint.models:
-            self._pools[model].refresh()
-        self._has_freed(worker)
-
-    def _has_freed(self, worker: Worker) -> None:
-        """Note that capacity of the worker was freed: the next `dispatch` serves its queue."""
+    def has_room(self, worker: Worker) -> None:
+        """Note that the worker may have room: the next `dispatch` serves its queue."""
         if self.queue.n_waiting and self.queue.waiting_for(worker.name):
             self._freed.add(worker)
 
-    def _reset(self, worker: Worker, now_s: float) -> None:
-        """Nothing runs on it any more, and its cache is gone. Records on it stay until each request ends or moves."""
-        worker.in_flight = InFlightLoad()
-        worker.reports.reset()
-        self._forget_cache(worker)
-        self._tiers.forget(worker)
-        self._readiness_changed(worker)
-        self._reroute_queue(worker, now_s)
-
-    def _forget_cache(self, worker: Worker) -> None:
-        for slot in (worker.slot, worker.old_slot):
-            if slot is not None:
-                self.index.drop_slot(slot)
-        worker.set_slots(self.index.take_slot(), None)
-
-    def _reroute_queue(self, worker: Worker, now_s: float) -> None:
-        for record in sorted(self.queue.waiting_for(worker.name), key=lambda record: record.order):
-            self._route(record, now_s)
-
-    def _route_unroutable(self, now_s: float) -> None:
-        """A worker has connected: route the requests that waited for any worker of their model."""
+    def now_available(self, now_s: float) -> None:
+        """Route the requests that wait for any worker of their model."""
         for record in sorted(self.queue.waiting_for(""), key=lambda record: record.order):
             if self._pools[record.pool].candidates((), record.request.account)[0]:
                 self._route(record, now_s)
 
-    def _add(self, endpoint: Endpoint, capacity: Capacity) -> Worker:
-        worker = Worker(endpoint, capacity, self.settings.cost, self.index.take_slot())
-        self._workers[endpoint.name] = worker
-        self._add_to_pools(worker, endpoint)
-        return worker
+    def now_unavailable(self, worker: Worker, now_s: float) -> None:
+        """Route the requests in the worker's queue elsewhere."""
+        for record in sorted(self.queue.waiting_for(worker.name), key=lambda record: record.order):
+            self._route(record, now_s)
 
-    def _add_to_pools(self, worker: Worker, endpoint: Endpoint) -> None:
-        for model in endpoint.models:
-            self._pools[model].workers.append(worker)
-
-    def _remove_from_pools(self, worker: Worker) -> None:
-        for name, pool in list(self._pools.items()):
-            if worker in pool.workers:
-                pool.workers.remove(worker)
-                pool.refresh()
-                if not pool.workers and name.endswith("/*"):  # of a model, what was learnt of its replies stays
-                    del self._pools[name]
-                    self.queue.forget(name)
-
-    def _pool_name(self, model: str) -> str:
-        """A worker that serves `name/*` computes every model of that provider."""
-        if "/" not in model or (model in self._pools and self._pools[model].workers):
-            return model
-        of_provider = provider_pool(model.partition("/")[0])
-        return of_provider if of_provider in self._pools else model
+    def pool_removed(self, pool: str) -> None:
+        """Forget what the queue knows of a provider's requests."""
+        self.queue.forget(pool)

@@ -51,8 +51,12 @@ class CircuitBreaker:
     def failed(self, now_s: float) -> None:
         self._outcomes.append(False)
         if self.state == "half_open" or (self.state == "closed" and self.n_failures >= FAILURES):
-            self.state, self.opened_s, self.probing = "open", now_s, False
-            self._outcomes.clear()
+            self.open(now_s)
+
+    def open(self, now_s: float) -> None:
+        """Let no request pass for OPEN_S, whatever the last outcomes were."""
+        self.state, self.opened_s, self.probing = "open", now_s, False
+        self._outcomes.clear()
 
     def inconclusive(self) -> None:
         """The request ended for a reason that says nothing about the worker: another probe may go."""

@@ -103,6 +103,9 @@ class WorkerListener(Protocol):
 
     def left(self, name: str, why: str) -> None: ...
 
+    def distrusted(self, name: str) -> None:
+        """The worker said what cannot be true: open its circuit breaker."""
+
 
 class WorkerConnection(Protocol):
     listener: WorkerListener | None

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from emberline.balancer.balancer import Balancer
+from emberline.balancer.fleet import Fleet
 from emberline.balancer.worker import Worker
 
 SHARE = 0.5  # of a worker's sequences, while it serves requests too
@@ -154,8 +154,8 @@ class Grant:
 
 
 class Grants:
-    def __init__(self, balancer: Balancer, share: float = SHARE, clock: Callable[[], float] = time.monotonic) -> None:
-        self._balancer = balancer
+    def __init__(self, fleet: Fleet, share: float = SHARE, clock: Callable[[], float] = time.monotonic) -> None:
+        self._fleet = fleet
         self._share = share
         self._clock = clock
         self._quotas: dict[str, JobQuota] = {}  # by worker
@@ -187,11 +187,11 @@ class Grants:
             quota.emptying = quota.exclusive
         self.notify_room()
 
-    def observe_ttft(self, model: str, worker: str, ttft_s: float, mixed: bool) -> None:
+    def observe_ttft(self, worker: str, ttft_s: float, mixed: bool) -> None:
         """The TTFT of a request on this worker; `mixed`: jobs ran there when the request was dispatched."""
-        for quota in self._of(model):
-            if quota.worker.name == worker:
-                quota.observe_ttft(ttft_s, mixed, self._clock())
+        served_by = self._fleet.workers.get(worker)
+        if served_by is not None and (quota := self._quota(served_by)) is not None:
+            quota.observe_ttft(ttft_s, mixed, self._clock())
 
     def queued(self, oldest_s: Mapping[str, float]) -> None:
         """For how long the oldest queued job of each model has waited; models without jobs are left out."""
@@ -221,12 +221,14 @@ class Grants:
         self._room.clear()
 
     def _of(self, model: str) -> list[JobQuota]:
-        quotas: list[JobQuota] = []
-        for worker in self._balancer.workers_of(model):
-            if worker.endpoint.role == "prefill" or worker.endpoint.account:
-                continue
-            quota = self._quotas.get(worker.name)
-            if quota is None or quota.worker is not worker:
-                quota = self._quotas[worker.name] = JobQuota(worker, self._share, self._clock())
-            quotas.append(quota)
-        return quotas
+        quotas = map(self._quota, self._fleet.workers_of(model))
+        return [quota for quota in quotas if quota is not None]
+
+    def _quota(self, worker: Worker) -> JobQuota | None:
+        """The quota of a worker. Returns None if jobs are never granted room there."""
+        if worker.endpoint.role == "prefill" or worker.endpoint.account:
+            return None
+        quota = self._quotas.get(worker.name)
+        if quota is None or quota.worker is not worker:
+            quota = self._quotas[worker.name] = JobQuota(worker, self._share, self._clock())
+        return quota

@@ -33,11 +33,11 @@ class ModelLoadMeter:
 
     def read(self, now_s: float) -> ModelLoad:
         """`now_s`: of the balancer's clock."""
-        workers = self._balancer.workers_of(self._model)
+        workers = self._balancer.fleet.workers_of(self._model)
         waiting = self._balancer.waiting_of(self._model)
         waiting_tokens = self._waiting_tokens(waiting)
         self._count(workers, len(waiting), waiting_tokens)
-        pool = self._balancer.pool_of(self._model)
+        pool = self._balancer.fleet.pool_of(self._model)
         routed_s = -math.inf if pool is None else pool.routed_s
         if waiting or any(each.in_flight.total for each in workers):
             self._busy_s = now_s
@@ -63,7 +63,7 @@ class ModelLoadMeter:
 
     def _count(self, workers: list[Worker], n_waiting: int, waiting_tokens: int) -> None:
         """Add what has come since the last time to the open interval: what was routed, and by what the queue grew."""
-        pool = self._balancer.pool_of(self._model)
+        pool = self._balancer.fleet.pool_of(self._model)
         n_routed, routed_tokens = (0, 0) if pool is None else (pool.n_routed, pool.routed_tokens)
         came = n_routed + n_waiting, routed_tokens + waiting_tokens
         before = self._before or came

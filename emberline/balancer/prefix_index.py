@@ -144,8 +144,11 @@ class FleetPrefixIndex:
         mask = (held(key, 0) | expected(key, 0)) & self._live
         match: Match = []
         # Block `low` is held by `at_low`, block `high` by a subset `at_high`; the others end in between. The later span
-        # is pushed last, so that depths come out descending.
-        spans = [(0, n, mask, 0)]
+        # is pushed last, so that depths come out descending. Most prompts are held to their end, or not at all.
+        start = (n - 1) * DIGEST_BYTES
+        key = int.from_bytes(keys[start : start + KEY_BYTES], sys.byteorder)
+        at_end = (held(key, 0) | expected(key, 0)) & mask
+        spans = [(0, n - 1, mask, at_end), (n - 1, n, at_end, 0)]
         while spans:
             low, high, at_low, at_high = spans.pop()
             if at_low == at_high:

@@ -16,6 +16,7 @@ from emberline.protocol.request import SamplingDefaults
 from emberline.weights.checkpoint import open_checkpoint
 from emberline.weights.gguf import GGUFFile
 from emberline.weights.model_config import BadCheckpoint
+from emberline.weights.summary import summarize
 from emberline.weights.task_config import task_of
 from emberline.weights.whisper_files import CONTEXT_LEN, WEIGHTS, read_whisper
 
@@ -109,6 +110,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     license: str = ""
     architecture: str = ""
     weight_bytes: int = 0
+    n_parameters: int = 0  # 0: not counted
+    quantization: str = ""  # the number format of most weights: "Q4_K_M", "BF16"; empty: unknown
     fingerprint: str = ""  # of the weights; empty until pulled
     sampling: SamplingDefaults | None = None  # None: not read from its files yet
     capabilities: Capabilities = Capabilities()
@@ -185,6 +188,12 @@ def built_in(name: str) -> ModelCard | None:
     """The built-in card of that id or alias, case-insensitive."""
     wanted = name.lower()
     return next((card for card in BUILT_IN if wanted == card.id or wanted in card.aliases), None)
+
+
+def is_built_in(card: ModelCard) -> bool:
+    """True if the model is one of the catalog's, from where the catalog has it."""
+    known = built_in(card.id)
+    return known is not None and known.source == card.source
 
 
 def with_aliases(card: ModelCard, names: Iterable[str]) -> ModelCard:
@@ -266,7 +275,7 @@ def describe(path: Path, model_id: str, aliases: tuple[str, ...], source: ModelS
     except BadCheckpoint as error:
         raise BadInput(f"{path} is not a model that can be served: {error}") from None
     config, task = checkpoint.config, task_of(path)
-    weights = [checkpoint.weight(name) for name in checkpoint.names]
+    summary = summarize(((checkpoint.weight(name), 1) for name in checkpoint.names), path)
     card = ModelCard(
         id=model_id,
         aliases=aliases,
@@ -277,7 +286,9 @@ def describe(path: Path, model_id: str, aliases: tuple[str, ...], source: ModelS
         source=source,
         created_at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3],
         architecture=config.architecture,
-        weight_bytes=sum(weight.nbytes for weight in weights),
+        weight_bytes=summary.n_bytes,
+        n_parameters=summary.n_parameters,
+        quantization=summary.quantization,
         fingerprint=checkpoint.fingerprint,
         sampling=read_sampling(path),
         capabilities=Capabilities(

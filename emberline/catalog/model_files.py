@@ -4,9 +4,10 @@ from pathlib import Path
 
 import msgspec
 
-from emberline.catalog.model_card import ModelCard
+from emberline.catalog.model_card import ModelCard, is_built_in
 from emberline.protocol.errors import BadInput
 from emberline.protocol.frames import EngineInfo
+from emberline.text.template_renderer import LocalRenderer, RendererFactory
 from emberline.text.text_encoder import TextEncoder
 from emberline.text.text_model import TextModel
 from emberline.weights.checkpoint import open_checkpoint
@@ -25,15 +26,16 @@ class ModelFiles(msgspec.Struct, frozen=True):
 Tokenizer = TextModel | TextEncoder | WhisperFiles
 
 
-def read_text(files: ModelFiles) -> Tokenizer:
-    """The model's tokenizer, and its chat template if it generates; BadInput for a model that cannot be served."""
+def read_text(files: ModelFiles, foreign: RendererFactory = LocalRenderer) -> Tokenizer:
+    """The model's tokenizer, and its chat template if it generates. `foreign` runs the chat template of a model that is
+    not of the built-in catalog. Raises BadInput for a model that cannot be served."""
     try:
         task = task_of(Path(files.path))
         if task.task == "transcribe":
             return read_whisper(Path(files.path))
         if task.task != "generate":
             return TextEncoder.load(Path(files.path), task)
-        return TextModel.load(Path(files.path))
+        return TextModel.load(Path(files.path), LocalRenderer if is_built_in(files.card) else foreign)
     except BadCheckpoint as error:
         raise BadInput(f"{files.path} cannot be served: {error}") from None
 

@@ -14,6 +14,8 @@ import msgspec
 from emberline.catalog.model_card import Capabilities, HubSource, ModelCard
 from emberline.weights.hf_config import read_config
 from emberline.weights.model_config import ModelConfig
+from emberline.weights.outline import OutlineCheckpoint
+from emberline.weights.summary import summarize
 
 
 class PublishedShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -26,14 +28,20 @@ class PublishedShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def card(self) -> ModelCard:
-        """To pull the model by its id."""
+        """The card to pull the model by its id, with what its shape tells."""
         name = self.repo.partition("/")[2]
+        outline = OutlineCheckpoint(self.config)
+        summary = summarize(outline.counted)
         return ModelCard(
             id=self.id,
             aliases=(*self.aliases, f"hf:{self.repo.lower()}"),
             description=f"{name}, as published on the Hugging Face hub.",
             author=self.id.split("/")[1],
-            context_window=self.read().context_len,
+            context_window=outline.config.context_len,
+            architecture=outline.config.architecture,
+            weight_bytes=summary.n_bytes,
+            n_parameters=summary.n_parameters,
+            quantization=summary.quantization,
             source=HubSource(self.repo),
             created_at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3],
             license=self.license,

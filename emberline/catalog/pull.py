@@ -38,7 +38,8 @@ def pull(name: str, store: ModelStore, report: ReportProgress | None = None) -> 
         return _pull_card(card, store, report)
     shape = find_shape(name)
     if shape is not None:
-        return _pull_card(shape.card, store, report)
+        estimated = dict(weight_bytes=0, n_parameters=0, quantization="")  # the files tell them exactly
+        return _pull_card(msgspec.structs.replace(shape.card, **estimated), store, report)
     if looks_like_path(name):
         return _link(Path(name).expanduser().absolute(), store)
     known = ", ".join(card.aliases[0] for card in (*BUILT_IN, *store.cards.models()))
@@ -73,7 +74,7 @@ def _as_described(card: ModelCard, path: Path) -> ModelCard:
     """The card with the fingerprint of its files, and what an operator's card leaves to them; BadInput where they
     cannot be served."""
     found = describe(path, card.id, card.aliases, card.source)
-    left = () if built_in(card.id) else ("architecture", "weight_bytes", "sampling")
+    left = () if built_in(card.id) else ("architecture", "weight_bytes", "n_parameters", "quantization", "sampling")
     fields = {name: getattr(found, name) for name in left if not getattr(card, name)}
     return msgspec.structs.replace(card, fingerprint=found.fingerprint, **fields)
 

@@ -9,6 +9,7 @@ emberline cache import fix-issue-42.kv
 """
 
 import argparse
+import asyncio
 import os
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from urllib.parse import urlencode
 
 from emberline.cli import common
 from emberline.cli import http_client as client
+from emberline.config import Config
 from emberline.protocol.errors import BadInput
 from emberline.server.address import ServerAddress
 
@@ -25,7 +27,11 @@ _HEADINGS = ("WORKER", "TIER", "BLOCKS", "USED", "CAPACITY", "HITS", "READ", "WR
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     stat = actions.add_parser("stat", help="show the tiers of every engine worker", allow_abbrev=False)
-    purge = actions.add_parser("purge", help="forget cached KV in every tier of every worker", allow_abbrev=False)
+    purge = actions.add_parser(
+        "purge",
+        help="forget cached KV in every tier of every worker, and what is remembered of its texts",
+        allow_abbrev=False,
+    )
     purge.add_argument("--session", metavar="ID", help="one session, by the id that its client sends")
     purge.add_argument("--everything", action="store_true", help="of all accounts")
     export = actions.add_parser("export", help="write a session's cached KV into a file", allow_abbrev=False)
@@ -45,12 +51,15 @@ def run(args: argparse.Namespace) -> int:
     config = common.config_of(args)
     address = ServerAddress.of(config)
     if args.action == "purge" and args.everything and not common.names_server(args) and not client.is_running(address):
-        return _purge_files(args, config.kv.disk_folder(config.home))
+        return _purge_stored(args, config)
     if args.action == "stat":
         return _stat(args, client.get(address, "/api/cache"))
     if args.action == "purge":
         answer = client.post(address, "/api/cache/purge", _purge_body(args), timeout_s=None)
-        text = f"{answer['blocks']} blocks purged"
+        text = (
+            f"purged: {answer['blocks']} blocks, {answer['conversations']} prompts of conversations, "
+            f"{answer['streams']} streams, {answer['replies']} cached replies"
+        )
     elif args.action == "export":
         answer = _export(args, address)
         text = f"{answer['file']}: {common.format_size(answer['bytes'])}"
@@ -62,13 +71,34 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _purge_files(args: argparse.Namespace, folder: Path) -> int:
-    """Without a server: the KV cache on this machine's disk."""
+def _purge_stored(args: argparse.Namespace, config: Config) -> int:
+    """Without a server: purge the KV cache on this machine's disk, and the cached replies in the store."""
     from emberline.kv.tiers.disk.disk_folder import purge_unused
 
-    answer = {"blocks": purge_unused(folder, None, None), "folder": str(folder)}
-    common.print_json(answer) if args.json else print(f"{answer['blocks']} blocks purged in {folder}")
+    folder = config.kv.disk_folder(config.home)
+    answer = {
+        "blocks": purge_unused(folder, None, None),
+        "folder": str(folder),
+        "replies": asyncio.run(_purge_replies(config)),
+    }
+    text = f"purged: {answer['blocks']} blocks in {folder}, {answer['replies']} cached replies"
+    common.print_json(answer) if args.json else print(text)
     return 0
+
+
+async def _purge_replies(config: Config) -> int:
+    """Returns the number of cached replies that were in the store, which need not exist."""
+    from emberline.gateway.response_cache import ResponseCache
+    from emberline.service.service_factory import DATABASE
+    from emberline.store import open_store
+
+    if not config.store.url and not (config.home / DATABASE).exists():
+        return 0
+    store = await open_store(config.store.url or config.home / DATABASE)
+    try:
+        return await ResponseCache(store).purge(None)
+    finally:
+        await store.close()
 
 
 def _purge_body(args: argparse.Namespace) -> dict[str, Any]:

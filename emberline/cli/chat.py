@@ -3,12 +3,13 @@
 import json
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from emberline.cli import http_client as client
 from emberline.cli.http_client import ChatTiming
-from emberline.cli.terminal import LineReader, WordWrap, printable
+from emberline.cli.terminal import LineReader, WordWrap, printable, transient_line
 from emberline.protocol.errors import BadInput, EmberlineError
 from emberline.server.address import ServerAddress
 
@@ -66,15 +67,25 @@ class ChatSession:
         body = {"model": self._model, **options, "messages": self.messages}
         timing, received, status = ChatTiming(), [], 0
         wrap = WordWrap() if sys.stdout.isatty() else None
-        deltas = client.chat(self._address, body, timing)
+        notices, notice = set[str](), ExitStack()  # what the server says before the answer: that it loads the model
+
+        def notify(comment: str) -> None:
+            if comment not in notices:
+                notices.add(comment)
+                notice.close()
+                notice.enter_context(transient_line(f"{printable(comment)} …", elsewhere=True))
+
+        deltas = client.chat(self._address, body, timing, notify)
         try:
             for text in deltas:
+                notice.close()
                 received.append(text)
                 sys.stdout.write(wrap.push(printable(text)) if wrap else text)
                 sys.stdout.flush()
         except KeyboardInterrupt:
             status = 130
         finally:
+            notice.close()
             deltas.close()
         print(wrap.finish() if wrap else "")
         self._messages.append({"role": "assistant", "content": "".join(received)})

@@ -46,7 +46,8 @@ def is_running(address: ServerAddress, timeout_s: float = PROBE_TIMEOUT_S) -> bo
 
 def served_models(address: ServerAddress) -> dict[str, str]:
     """The ids of the server's models by their names, ids and aliases, in lower case; the default model first."""
-    cards = get(address, "/v1/models")["data"]
+    rows = get(address, "/v1/models")["data"]
+    cards = [row for row in rows if row.get("root", row["id"]) == row["id"]]  # the others are its aliases
     ids = {str(card["id"]).lower(): str(card["id"]) for card in cards}
     return ids | {
         str(alias).lower(): str(card["id"])
@@ -127,13 +128,20 @@ def download(address: ServerAddress, path: str) -> Iterator[bytes]:
             yield chunk
 
 
-def chat(address: ServerAddress, body: dict[str, Any], timing: ChatTiming) -> Generator[str]:
-    """The text deltas of a streamed chat completion; fills `timing`. Closing the generator cancels the request."""
+def chat(
+    address: ServerAddress,
+    body: dict[str, Any],
+    timing: ChatTiming,
+    on_comment: Callable[[str], None] = lambda comment: None,
+) -> Generator[str]:
+    """The text deltas of a streamed chat completion; fills `timing`. Closing the generator cancels the request.
+
+    `on_comment` is told what the server says meanwhile: that it loads the model."""
     start_s = time.perf_counter()
     request = {**body, "stream": True, "stream_options": {"include_usage": True}}
     try:
         with _request(address, "POST", "/v1/chat/completions", json.dumps(request).encode()) as response:
-            for event in _events(response):
+            for event in _events(response, on_comment):
                 if usage := event.get("usage"):
                     timing.prompt_tokens = usage["prompt_tokens"]
                     timing.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
@@ -172,8 +180,10 @@ def _request(
         connection.close()
 
 
-def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+def _events(response: http.client.HTTPResponse, on_comment: Callable[[str], None]) -> Iterator[dict[str, Any]]:
     while line := response.readline():
+        if line.startswith(b":"):
+            on_comment(line[1:].strip().decode(errors="replace"))
         if not line.startswith(b"data:"):
             continue
         data = line[5:].strip()

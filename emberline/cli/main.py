@@ -7,6 +7,8 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 
+from emberline.cli.parser import CommandParser
+
 COMMANDS = {
     "serve": "start the server: OpenAI, Anthropic and Workers AI APIs for one or more models",
     "run": "chat with a model in the terminal, or answer one prompt from the arguments or stdin",
@@ -64,13 +66,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(importlib.import_module("emberline.engine.worker.main").main(words[1:]))
     summary = COMMANDS[command]
     description = f"{summary[0].upper()}{summary[1:]}."  # not capitalize(), which would lower the rest: "openai"
-    parser = argparse.ArgumentParser(prog=f"emberline {command}", description=description, allow_abbrev=False)
+    parser = CommandParser(prog=f"emberline {command}", description=description)
     parser.set_defaults(command=command)
     if command == "version":
         parser.add_argument("--json", action="store_true", help="print JSON")
         return _with_error_messages(_print_version, parser.parse_args(words[1:]))
     module = importlib.import_module(f"emberline.cli.{_MODULES.get(command, command)}")
     module.add_arguments(parser)
+    if command in _WITH_ACTIONS and not words[1:]:
+        parser.print_help()
+        return 0
     # Flags may stand between positional arguments, except where argparse has subcommands.
     parse = parser.parse_args if command in _WITH_ACTIONS else parser.parse_intermixed_args
     return _with_error_messages(module.run, parse(words[1:]))

@@ -7,13 +7,15 @@ emberline model ls | rm MODEL
 """
 
 import argparse
+import difflib
 from pathlib import Path
 from urllib.parse import quote
 
 import msgspec
 
-from emberline.catalog.model_card import BUILT_IN, ModelCard, WheelSource
-from emberline.catalog.model_store import ModelStore
+from emberline.catalog.model_card import BUILT_IN, ModelCard, WheelSource, describe_path
+from emberline.catalog.model_store import ModelStore, looks_like_path
+from emberline.catalog.published_shapes import find_shape, published_shapes
 from emberline.cli import common, models
 from emberline.cli import http_client as client
 from emberline.protocol.errors import BadInput, ModelNotFound
@@ -25,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = actions.add_parser("add", help="a model card, or a model as `emberline pull` takes it", allow_abbrev=False)
     add.add_argument("model", metavar="MODEL", help="a card's TOML file, a name, a path, or hf:org/repo")
     show = actions.add_parser("show", help="what is known of a model", allow_abbrev=False)
-    show.add_argument("model", metavar="MODEL", help="id or alias")
+    show.add_argument("model", metavar="MODEL", help="id, alias, hf:org/repo, or the path of a GGUF file or folder")
     alias = actions.add_parser("alias", help="other names of the running server's models", allow_abbrev=False)
     alias.add_argument("name", nargs="?", metavar="NAME", help="the alias; without it, all are listed")
     alias.add_argument(
@@ -65,18 +67,34 @@ def _add_card(store: ModelStore, args: argparse.Namespace) -> int:
 
 
 def _show(store: ModelStore, args: argparse.Namespace) -> int:
-    entry = store.find(args.model)
-    card = entry.card if entry is not None else store.cards.find(args.model)
-    if card is None:
-        known = ", ".join(card.id for card in (*BUILT_IN, *(entry.card for entry in store.entries())))
-        raise ModelNotFound(f"no model is called {args.model!r}; there are {known}")
-    shown = msgspec.to_builtins(card) | {"path": None if entry is None else str(entry.path)}
+    card, path = _find(store, args.model)
+    shown = msgspec.to_builtins(card) | {"path": None if path is None else str(path)}
     if args.json:
         common.print_json(shown)
         return 0
-    for name, value in _lines(card, str(entry.path) if entry is not None else "not on this machine"):
+    for name, value in _lines(card, "not on this machine" if path is None else str(path)):
         print(f"{name:<16}{value}")
     return 0
+
+
+def _find(store: ModelStore, name: str) -> tuple[ModelCard, Path | None]:
+    """The model that `emberline plan` and `pull` know by this name, and where it is on this machine."""
+    if (entry := store.find(name)) is not None:
+        return entry
+    if (card := store.cards.find(name)) is not None:
+        return card, None
+    if (shape := find_shape(name)) is not None:
+        return shape.card, None
+    if looks_like_path(name):
+        path = Path(name).expanduser().absolute()
+        return describe_path(path), path
+    cards = (*BUILT_IN, *(entry.card for entry in store.entries()))
+    shapes = published_shapes()
+    known = [name for card in cards for name in (*card.aliases, card.id)]
+    known += [name for shape in shapes for name in (*shape.aliases, shape.id)]
+    similar = difflib.get_close_matches(name.lower(), dict.fromkeys(known), n=3)
+    similar = similar or [*(card.id for card in cards), *(shape.id for shape in shapes)]
+    raise ModelNotFound(f"no model is called {name!r}; there are {', '.join(similar)}, hf:org/repo, or a path")
 
 
 def _lines(card: ModelCard, path: str) -> list[tuple[str, str]]:
@@ -93,7 +111,9 @@ def _lines(card: ModelCard, path: str) -> list[tuple[str, str]]:
             ", ".join(name if value is True else f"{name}: {_text(value)}" for name, value in can.items()),
         ),
         ("architecture", card.architecture),
-        ("size", common.format_size(card.weight_bytes)),
+        ("size", common.format_size(card.weight_bytes) if card.weight_bytes else ""),
+        ("parameters", f"{card.n_parameters:,}" if card.n_parameters else ""),
+        ("quantization", card.quantization),
         ("licence", card.license),
         ("sampling", ", ".join(f"{name} {value:g}" for name, value in card.defaults.given.items())),
         ("price", ", ".join(f"{name} {value}" for name, value in price.items()) or "none on the card"),

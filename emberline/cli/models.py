@@ -5,14 +5,17 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from emberline.catalog.download import DownloadProgress, ReportProgress
 from emberline.catalog.integrity import verify
-from emberline.catalog.model_card import DEFAULT_MODEL
+from emberline.catalog.model_card import DEFAULT_MODEL, SPEECH_RECOGNITION
 from emberline.catalog.model_store import ModelEntry, ModelStore
 from emberline.catalog.pull import pull
+from emberline.catalog.store_watch import wait_until_offered
 from emberline.cli import common
+from emberline.weights.whisper_files import LIBRARY, MISSING_LIBRARY
 
 if TYPE_CHECKING:
     from emberline.catalog.model_files import Tokenizer
@@ -56,10 +59,15 @@ def load_text(entry: ModelEntry) -> "Tokenizer":
 def _pull(store: ModelStore, args: argparse.Namespace) -> int:
     entry = fetch(args.model, store)
     load_text(entry)  # report a model that cannot be served now rather than when it is
+    wait_until_offered(store.root)
+    is_missing = entry.card.task == SPEECH_RECOGNITION and find_spec(LIBRARY) is None
+    problem = f"it cannot run yet: {MISSING_LIBRARY}" if is_missing else ""
     if args.json:
-        common.print_json(_as_dict(entry))
+        common.print_json(_as_dict(entry) | ({"problem": problem} if problem else {}))
     else:
         print(f"{entry.card.id} ({common.format_size(entry.card.weight_bytes)}) is on this machine:\n{entry.path}")
+    if problem:
+        common.print_note(f"{entry.card.id}: {problem}")
     return 0
 
 
@@ -91,6 +99,7 @@ def _remove(store: ModelStore, args: argparse.Namespace) -> int:
         removed.append(store.remove(name).id)
         if not args.json:
             print(f"removed {removed[-1]}")
+    wait_until_offered(store.root)
     if args.json:
         common.print_json({"removed": removed})
     return 0

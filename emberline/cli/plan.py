@@ -83,11 +83,13 @@ def run(args: argparse.Namespace) -> int:
         raise BadInput(f"{args.model} cannot be served: {error}", param="model") from None
     if isinstance(checkpoint.config, EncoderConfig):
         raise BadInput("plans are for models that generate text; one that embeds or classifies has no KV cache")
-    _import_kernels()
+    from emberline.kernels.gpu.triton_placeholder import importable_kernels
 
-    from emberline.engine.planning.layout_plan import Planner, Workload
-    from emberline.engine.planning.layout_search import compare
-    from emberline.engine.worker.build import GPU_DEFAULTS
+    with importable_kernels():
+        import emberline.kernels.gpu.backend.triton_backend  # noqa: F401
+        from emberline.engine.planning.layout_plan import Planner, Workload
+        from emberline.engine.planning.layout_search import compare
+        from emberline.engine.worker.build import GPU_DEFAULTS
 
     limits = Limits(
         context_len=checkpoint.config.context_len,
@@ -175,15 +177,6 @@ def _drafting(
             head = Eagle3Head(shape)
         return lambda model: GpuDraftHead(head, model)
     return None
-
-
-def _import_kernels() -> None:
-    try:
-        import emberline.kernels.gpu.backend.triton_backend  # noqa: F401
-    except ModuleNotFoundError as error:
-        if error.name != "triton":
-            raise
-        raise BadInput("a plan needs Triton, whose kernels decide what a step takes: pip install triton") from None
 
 
 # --- output -----------------------------------------------------------------------------------------------------------

@@ -2,12 +2,14 @@
 
 import argparse
 import difflib
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from emberline.catalog.model_card import BUILT_IN, DEFAULT_MODEL
+from emberline.catalog.model_card import BUILT_IN, DEFAULT_MODEL, MODEL_ID
 from emberline.catalog.model_store import ModelStore
+from emberline.catalog.published_shapes import published_shapes
 from emberline.cli import common
 from emberline.cli.chat import ChatSession
 from emberline.cli.server_target import served_names, server
@@ -48,29 +50,61 @@ def run(args: argparse.Namespace) -> int:
 
 def split_words(words: Sequence[str], names: Sequence[str], has_input: bool = False) -> tuple[str | None, str]:
     """(model or None for the default, prompt). The first word is the model if it names one of `names`, a path or a
-    Hugging Face repository. One word that names none could be a misspelt model, so it is not taken for a prompt;
-    unless text on stdin follows (`has_input`) and no model has a similar name.
+    Hugging Face repository.
+
+    Raises BadInput if the first word could be a model's name and is none. A prompt in quotes, or one that begins with a
+    word of prose, goes to the default model; so does a single word if text on stdin follows (`has_input`).
     """
     if not words:
         return None, ""
-    first = words[0]
+    first, rest = words[0], words[1:]
     if first.lower() in names or first.startswith("hf:") or _is_model_path(first):
-        return first, " ".join(words[1:])
-    if len(words) > 1 or any(character.isspace() for character in first):
+        return first, " ".join(rest)
+    if any(character.isspace() for character in first):
         return None, " ".join(words)
-    similar = difflib.get_close_matches(first.lower(), names, n=1)
-    if has_input and not similar:
-        return None, first
+    similar = difflib.get_close_matches(first.lower(), names, n=3)
+    is_prose = rest or (has_input and not similar)
+    if is_prose and not looks_like_model(first, names):
+        return None, " ".join(words)
     model = similar[0] if similar else _alias(DEFAULT_MODEL)
-    hint = f"; did you mean {model}?" if similar else "; `emberline ls` lists those on this machine."
-    raise BadInput(f'there is no model {first!r}{hint} To send it as a prompt: emberline run {model} "{first}"')
+    hint = f"; did you mean {' or '.join(similar)}?" if similar else "."
+    raise BadInput(
+        f"there is no model {first!r}{hint} `emberline ls` lists those on this machine, `emberline pull hf:org/repo` "
+        f'adds one. To send it as a prompt: emberline run {model} "{" ".join(words)}"'
+    )
+
+
+def looks_like_model(word: str, names: Sequence[str]) -> bool:
+    """True if a word of the command line could name a model: it has a version, a size or a tag, or a number after the
+    beginning of a name that is known."""
+    if re.fullmatch(f"(?=[@a-zA-Z])({MODEL_ID})", word) is None:
+        return False
+    if word.startswith("@") or _VERSION_SIZE_OR_TAG.search(word.lower()):
+        return True
+    numbered = _FAMILY.match(word.lower())
+    if numbered is None:
+        return False
+    families = {family[1] for name in names if (family := _FAMILY.match(name.rpartition("/")[2]))}
+    return bool(difflib.get_close_matches(numbered[1], families, n=1, cutoff=0.8))
+
+
+# "llama3.2", "gpt-4.1", "org/name-2"; "qwen-7b"; "mistral:latest".
+_VERSION_SIZE_OR_TAG = re.compile(r"[a-z][-_]?v?\d+\.\d|/.*\d|[-_:]\d+(\.\d+)?[bm](?![a-z0-9])|:(latest|.*\d)")
+_FAMILY = re.compile(r"([a-z]{3,})[-_]?\d")  # the letters before a name's first number
 
 
 def _model_names(home: Path, served: Sequence[str]) -> list[str]:
-    """Ids and aliases of the built-in, installed and served models, in lower case, the aliases first."""
-    cards = [*BUILT_IN, *(entry.card for entry in ModelStore(home).entries())]
-    aliases = [alias for card in cards for alias in card.aliases]
-    return [name.lower() for name in dict.fromkeys([*aliases, *(card.id for card in cards), *served])]
+    """Ids and aliases of the models that can be pulled, of the installed and of the served ones, in lower case, the
+    aliases first."""
+    store = ModelStore(home)
+    installed = [entry.card for entry in store.entries()]
+    cards = (*BUILT_IN, *store.cards.models(), *installed)
+    aliases = dict.fromkeys(alias for card in cards for alias in card.aliases)
+    ids = dict.fromkeys(card.id for card in cards)
+    for shape in published_shapes():
+        aliases |= dict.fromkeys(shape.aliases)
+        ids[shape.id] = None
+    return [name.lower() for name in dict.fromkeys([*aliases, *ids, *served])]
 
 
 def _alias(model: str) -> str:

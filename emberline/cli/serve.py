@@ -20,6 +20,7 @@ from emberline.cli.terminal import transient_line
 from emberline.config import Config, check_exposure
 from emberline.server.address import ServerAddress
 from emberline.server.core_process import remote_workers, serve
+from emberline.server.data_folder import locked
 from emberline.server.listener import bind
 from emberline.server.signals import run_until_terminated
 from emberline.supervisor import machine
@@ -121,7 +122,11 @@ def run(args: argparse.Namespace) -> int:
         else:
             log.info("ready", extra={"url": address.url, "seconds": round(start_s, 2)})
 
-    with waiting, bind(config.server) as listener:  # before any download: a port in use is reported at once
+    with (
+        locked(config.home),
+        waiting,
+        bind(config.server) as listener,
+    ):  # before any download: a port in use is reported at once
         entries = fetch_models(config, is_logged=True)
         if shows_panel:  # the panel repeats what the startup log lines say
             names = ", ".join(entry.card.id for entry in entries)

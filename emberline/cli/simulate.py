@@ -28,12 +28,11 @@ from emberline.simulator.experiment import (
 from emberline.simulator.fleet import LinkSpec
 from emberline.simulator.planner import PlannerSpec
 from emberline.simulator.plot import Curve, chart, distribution
-from emberline.simulator.simulation import load_at_utilization, simulate
+from emberline.simulator.simulation import estimated_load, load_at_utilization, simulate
 from emberline.simulator.trace import LoadProfile
 from emberline.simulator.trace_sources import open_trace
 from emberline.supervisor.cluster.scaling_plan import ScalingBounds
 
-DEFAULT_UTILIZATION = 0.7
 COLUMNS = (
     ("policy", "policy", "{}"),
     ("requests", "requests", "{:d}"),
@@ -59,12 +58,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prefill-workers", type=int, default=0, metavar="N", help="disaggregated: prefill workers, with")
     add("--decode-workers", type=int, default=0, metavar="N", help="decode workers, instead of --workers")
     add("--policy", default="sticky", help=f"one, several with commas, or all: {', '.join(POLICIES)} (default sticky)")
-    add("--load", type=float, metavar="X", help="copies of a trace with arrivals, or session starts per second")
+    add(
+        "--load",
+        type=float,
+        metavar="X",
+        help="copies of a trace with arrivals, or session starts per second (default: workers are about half busy)",
+    )
     add(
         "--utilization",
         type=float,
         metavar="SHARE",
-        help=f"without --load: search the load at which the first policy is so busy ({DEFAULT_UTILIZATION})",
+        help="instead of --load: search for the load at which the first policy is so busy, in up to 12 runs",
     )
     add("--engine", default="h200-llama-8b", help="coefficients: a name or a JSON file (default h200-llama-8b)")
     add("--kv-tokens", type=float, metavar="N", help="KV capacity of a worker (default: the engine's)")
@@ -81,8 +85,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--unstreamed", type=float, default=0.0, metavar="SHARE", help="requests whose first token is seen at the end")
     add("--faults", type=int, default=0, metavar="N", help="workers that die or hang for 5 to 60 s, and return")
     add("--session-affinity", action="store_true", help="clients send their session (x-session-affinity)")
-    add("--warmup", type=float, default=600.0, metavar="S", help="simulated before measuring (default 600)")
-    add("--duration", type=float, default=1800.0, metavar="S", help="simulated and measured (default 1800)")
+    add("--warmup", type=float, default=120.0, metavar="S", help="simulated before measuring (default 120)")
+    add("--duration", type=float, default=600.0, metavar="S", help="simulated and measured (default 600)")
     add("--swing", type=float, metavar="X", help="the load begins at 1/X, rises by X until half-time, and falls again")
     add("--planner", action="store_true", help="the planner changes the fleet; the workers above are the first ones")
     add("--min-replicas", type=int, default=1, metavar="N", help="of the planner (default 1; 0: none while idle)")
@@ -96,11 +100,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     configs = _configs(args)
+    told = _ProgressLines()
     trace = open_trace(args.trace, args.seed, configs[0].model.context_len)
     if args.load is None:
-        load = load_at_utilization(trace, configs[0], args.utilization or DEFAULT_UTILIZATION)
+        load = estimated_load(trace, configs[0])
+        if args.utilization is not None:
+            load = load_at_utilization(trace, configs[0], args.utilization, told)
         configs = [replace(config, load=load) for config in configs]
-    by_seed = [[simulate(trace, replace(one, seed=args.seed + n)) for one in configs] for n in range(args.seeds)]
+    by_seed = [[simulate(trace, replace(one, seed=args.seed + n), told) for one in configs] for n in range(args.seeds)]
+    told.end()
     results = by_seed[0]
     figures = [result.figures() for run_of_seed in by_seed for result in run_of_seed]
     if args.json:
@@ -120,6 +128,26 @@ def run(args: argparse.Namespace) -> int:
     if args.plots:
         _plot(args.plots, results)
     return 0
+
+
+class _ProgressLines:
+    """Lines on stderr that say which run is being simulated; on a terminal, the last one tells how far it is."""
+
+    def __init__(self) -> None:
+        self._run: SimulationConfig | None = None
+        self._is_terminal = sys.stderr.isatty()
+
+    def __call__(self, run: SimulationConfig, share: float) -> None:
+        text = f"simulating {run.end_s:g} s of {run.policy} at load {run.load:.4g}"
+        if self._is_terminal:
+            print(f"\r\x1b[K{text}: {share:.0%}", end="", file=sys.stderr, flush=True)
+        elif run is not self._run:
+            print(text, file=sys.stderr, flush=True)
+        self._run = run
+
+    def end(self) -> None:
+        if self._is_terminal:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def _configs(args: argparse.Namespace) -> list[SimulationConfig]:

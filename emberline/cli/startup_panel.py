@@ -1,6 +1,8 @@
 """What `emberline serve` prints when it is ready."""
 
 import json
+import os
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +10,7 @@ from typing import Any
 from emberline import __version__
 from emberline.catalog.model_store import ModelEntry
 from emberline.cli.common import format_size
-from emberline.config import Config, needs_keys
+from emberline.config import Config, home_dir, needs_keys
 from emberline.server.address import ServerAddress
 
 
@@ -33,6 +35,7 @@ def show(
         "",
         f"{dim}try it in a browser, at the address, or:{plain}",
         *_example(config, address, entries[0]),
+        *(["", f"{dim}make a key, which is shown once:{plain}", *_key_command(config)] if needs_keys(config) else []),
         "",
         f"{dim}Ctrl-C stops it.{plain}",
     ]
@@ -56,6 +59,12 @@ def _model(entry: ModelEntry) -> str:
 def _worker(worker: dict[str, Any]) -> str:
     cache = f"KV cache {format_size(worker.get('kv_bytes', 0))} for {worker.get('kv_tokens', 0):,} tokens"
     return f"{worker.get('device', '?')}, {worker.get('backend', '?')} kernels, {cache}"
+
+
+def _key_command(config: Config) -> list[str]:
+    """The command that creates a key of an account, for this server's data folder."""
+    folder = "" if config.home == home_dir(os.environ) else f" --data-dir {shlex.quote(str(config.home))}"
+    return [f"emberline key create --account me{folder}"]
 
 
 def _example(config: Config, address: ServerAddress, entry: ModelEntry) -> list[str]:

@@ -74,9 +74,13 @@ def _width(char: str) -> int:
 
 
 @contextlib.contextmanager
-def transient_line(text: str) -> Iterator[None]:
-    """A line shown on a terminal while the block runs, with the seconds it has taken, and erased afterwards."""
+def transient_line(text: str, elsewhere: bool = False) -> Iterator[None]:
+    """A line shown on a terminal while the block runs, with the seconds it has taken, and erased afterwards.
+
+    `elsewhere`: it is printed where standard error is no terminal, and stays."""
     if not sys.stderr.isatty():
+        if elsewhere:
+            print(text, file=sys.stderr)
         yield
         return
     print(text, end="", file=sys.stderr, flush=True)

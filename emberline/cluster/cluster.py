@@ -183,7 +183,7 @@ class Cluster:
                 param="version",
             )
         if said.is_tls and not self._has_tls:
-            raise BadInput(f"{said.name} uses TLS, and this core has no certificate: install emberline[cluster] there")
+            raise BadInput(f"{said.name} uses TLS, and this core has no certificate")
         for other in await self._table.all():
             is_same = other.name != said.name and other.model.lower() == said.model.lower()
             if is_same and other.state != "lost" and other.fingerprint != said.fingerprint:
@@ -219,7 +219,7 @@ class Cluster:
         async with self._reconciling:
             now_us = self._table.now_us()
             found = {member.name: member for member in await self._table.all()}
-            for name in [name for name in self._followed if name not in found]:
+            for name in [name for name in (self._followed | self._problems) if name not in found]:
                 await self._drop(name)
             for member in found.values():
                 try:

@@ -12,8 +12,10 @@ from typing import Protocol
 import msgspec
 
 from emberline.balancer.endpoint import Capacity, Endpoint, WorkerListener
+from emberline.balancer.load_reports import implausible
 from emberline.balancer.stall_detector import StallDetector
 from emberline.cluster.timings import DEFAULTS, Timings
+from emberline.cluster.worker_checks import Exclusion, RequestProgress, StepCheck
 from emberline.net.link import Link, dial
 from emberline.net.periodic import stop
 from emberline.protocol.encoding import EncodeParams
@@ -37,6 +39,7 @@ from emberline.protocol.frames import (
     Drain,
     EngineInfo,
     EngineLoad,
+    FrameError,
     Heartbeat,
     Hello,
     KVEvents,
@@ -166,14 +169,22 @@ class Sink(Protocol):
 class EngineClient:
     """Connects and reconnects, submits sequences, delivers deltas. A lost connection fails its streams."""
 
-    def __init__(self, endpoint: Endpoint, tls: ssl.SSLContext | None = None, timings: Timings = DEFAULTS) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        tls: ssl.SSLContext | None = None,
+        timings: Timings = DEFAULTS,
+        exclusion: Exclusion | None = None,
+    ) -> None:
+        """`exclusion`: for how long the worker is not connected to, after it said what cannot be true."""
         endpoint.split()  # raises now if the address is malformed
+        self._exclusion = Exclusion() if exclusion is None else exclusion
+        self._progress = RequestProgress(timings.no_step_s, timings.no_work_s, timings.stalls.max_gap_s)
         self.timings = timings
         self._tls = tls
         self.endpoint = endpoint
         self.info: EngineInfo | None = None  # of the last Welcome; outlives the connection
         self.load = EngineLoad()
-        self.progress_s = 0.0  # monotonic time of the last step or welcome
         self.problem = "not connected yet"  # empty while connected
         self.closing = False  # the server ends: requests do not move to other workers
         self.version = _first_version(endpoint)  # of the protocol, that both sides speak
@@ -181,7 +192,7 @@ class EngineClient:
         self.vocabulary: Callable[[], Vocabulary] | None = None  # of the model; engines need it for grammars
         self.listener: WorkerListener | None = None
         self.on_stall: Callable[[str], None] | None = None  # called with the engine's name when it hangs
-        self._stalls = StallDetector(timings.stalls)
+        self.stalls = StallDetector(timings.stalls)
         self._suspect = ""  # why it was given up; empty once a canary generation has succeeded
         self._link: _EngineLink | None = None
         self._streams: dict[str, Sink] = {}  # by sequence id
@@ -193,6 +204,11 @@ class EngineClient:
     @property
     def name(self) -> str:
         return self.endpoint.name
+
+    @property
+    def progress_s(self) -> float:
+        """Monotonic time of the last step or welcome."""
+        return self._progress.last_s
 
     @property
     def connected(self) -> bool:
@@ -237,6 +253,8 @@ class EngineClient:
     def submit(self, stream: Sink, requests: list[EngineRequest]) -> None:
         if self._link is None:
             raise Unavailable(f"engine {self.name} is not connected: {self.problem}", retry_after_s=1)
+        if not self._streams:  # until now there was nothing to be told of
+            self._progress.last_s, self._progress.n_advances = time.monotonic(), 0
         for request in requests:
             assert request.id not in self._streams, f"sequence id {request.id} is in use"
             self._streams[request.id] = stream
@@ -327,7 +345,7 @@ class EngineClient:
 
     def welcomed(self, link: "_EngineLink", welcome: Welcome) -> None:
         """An engine that hung must generate a token first, before the core sends it requests again."""
-        self._stalls.connected(time.monotonic())
+        self.stalls.connected(time.monotonic())
         self.info, self.load = welcome.info, welcome.load
         if self._suspect and self.listener is not None:
             self.problem = f"{self._suspect}; a canary request is running"
@@ -337,7 +355,7 @@ class EngineClient:
 
     def trusted(self, link: "_EngineLink", welcome: Welcome) -> None:
         self.problem = self._suspect = ""
-        self.progress_s = time.monotonic()
+        self._progress.last_s, self._progress.n_advances = time.monotonic(), 0
         self._link = link
         link.trusted = True
         self._ready.set()
@@ -367,7 +385,7 @@ class EngineClient:
     def absorb(self, step: Step) -> None:
         """The hot path: runs once a step, its loop once a token."""
         self.load = step.load
-        self.progress_s = time.monotonic()
+        self._progress.last_s, self._progress.n_advances = time.monotonic(), 0
         if self.listener is not None:
             self.listener.reported(self.endpoint.name, step.load)
         streams = self._streams
@@ -378,6 +396,19 @@ class EngineClient:
             if delta.finish is not None:
                 del streams[delta.id]
             stream.deliver(delta)
+
+    def distrust(self, link: "_EngineLink", why: str) -> None:
+        """Cut the connection to a worker that said what cannot be true. Its requests move to others at once, and it is
+        not connected to for a while; then it has to pass a canary request first."""
+        seconds = self._exclusion.extend(self.timings.exclusion_s)
+        self._suspect = why
+        log.error("engine %s is not believed: %s; it is left out for %.0f s", self.name, why, seconds)
+        if self.listener is not None:
+            self.listener.distrusted(self.name)
+        link.distrusted = True
+        link.drop(why)
+        if self.on_stall is not None:  # a worker of this machine is started anew
+            self.on_stall(self.name)
 
     def lost(self, link: "_EngineLink", reason: str) -> None:
         if reason != self.problem:
@@ -401,10 +432,9 @@ class EngineClient:
         if (done := self._commands.get(result.number)) is not None and not done.done():
             done.set_result(result)
 
-    def received(self, heartbeat: Heartbeat | None = None) -> None:
-        self._stalls.received()
-        if heartbeat is not None:
-            self._stalls.beat(heartbeat)
+    def beat(self, heartbeat: Heartbeat) -> None:
+        self.stalls.beat(heartbeat)
+        self._progress.beat(heartbeat)
 
     async def _end_of(self, link: "_EngineLink") -> None:
         """The connection to an engine that hangs is dropped, so that its requests move."""
@@ -420,12 +450,17 @@ class EngineClient:
 
     def _stalled(self, now_s: float) -> str:
         if self.info is not None and self.info.heartbeat_s:
-            return self._stalls.check(self.load.computed_tokens, now_s)
+            why = self.stalls.check(self.load.computed_tokens, now_s)
+            if not why and self._streams:
+                why = self._progress.problem(self.info, self.load, self.listener is not None, now_s)
+            return why
         busy, hung_s = self._streams and self.load.running, self.timings.hung_s
-        return f"it has work but took no step in {hung_s:.0f} s" if busy and now_s - self.progress_s > hung_s else ""
+        is_hung = busy and now_s - self._progress.last_s > hung_s
+        return f"it has work but took no step in {hung_s:.0f} s" if is_hung else ""
 
     async def _stay_connected(self) -> None:
         delays = self.timings.reconnect_delays()
+        await asyncio.sleep(self._exclusion.left_s)
         while True:
             link = _EngineLink(self)
             try:
@@ -444,7 +479,7 @@ class EngineClient:
             finally:
                 if link is not self._link:  # this task was cancelled half-way
                     link.drop("closed")
-            await asyncio.sleep(next(delays))
+            await asyncio.sleep(max(next(delays), self._exclusion.left_s))
 
 
 class _EngineLink(Link):
@@ -454,6 +489,8 @@ class _EngineLink(Link):
         super().__init__(f"engine {client.name}")
         self._client = client
         self.trusted = False  # requests may use it
+        self.distrusted = False  # nothing that it says counts any more
+        self._check: StepCheck | None = None  # since the Welcome
         self.has_vocabulary = False  # it was sent on this connection
         self.canary = ""  # id of the canary request while it runs
         self.canary_until_s = 0.0
@@ -491,17 +528,23 @@ class _EngineLink(Link):
                     self.drop(f"its canary request failed: {delta.error.message if delta.error else delta.finish}")
 
     def data_received(self, data: bytes) -> None:
-        self._client.received()  # also a part of a large frame
+        self._client.stalls.received()  # also a part of a large frame
         super().data_received(data)
 
     def on_frame(self, payload: bytes) -> None:
+        if self.distrusted:
+            return
         message = decode(from_engine_decoder, payload)
         if type(message) is Step:
+            if self._check is None:
+                raise FrameError("a step before the welcome")
+            if why := self._check.problem(message):
+                return self._client.distrust(self, why)
             if self.canary:
                 return self._await_canary(message)
             self._client.absorb(message)
         elif isinstance(message, Heartbeat):
-            self._client.received(message)
+            self._client.beat(message)
         elif isinstance(message, CacheResult):
             self._client.commanded(message)
         elif isinstance(message, KVEvents):
@@ -511,6 +554,9 @@ class _EngineLink(Link):
             self._welcome = message
             self._client.changed(self, message)
         elif isinstance(message, Welcome):
+            self._check = StepCheck(message.info, message.load)
+            if why := implausible(message.load):
+                return self._client.distrust(self, why)
             self.welcomed.set_result(None)
             self._client.welcomed(self, message)
         elif isinstance(message, Refused):

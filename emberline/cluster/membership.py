@@ -19,6 +19,7 @@ from emberline.cluster.engine_client import EngineClient
 from emberline.cluster.prefix_push import PrefixPusher
 from emberline.cluster.served_models import ServedModels
 from emberline.cluster.timings import DEFAULTS, Timings
+from emberline.cluster.worker_checks import Exclusions
 from emberline.config import EndpointConfig
 from emberline.net.periodic import stop
 from emberline.protocol.errors import BadInput, Conflict, NotFound, Unavailable
@@ -76,6 +77,7 @@ class WorkerConnections:
         self.upstream = upstream
         self.models = models
         self._on_stall = on_stall
+        self._exclusions = Exclusions()
         self._followed: set[str] = set()  # workers that had joined by the core's latest message
 
     def engines_of(self, model: str) -> list[EngineClient]:
@@ -84,7 +86,9 @@ class WorkerConnections:
     def add_engine(self, endpoint: Endpoint) -> EngineClient:
         """Not started yet. It names its model."""
         assert endpoint.name not in self.engines, "endpoint names are unique"
-        client = self.engines[endpoint.name] = EngineClient(endpoint, self.tls, self.timings)
+        client = self.engines[endpoint.name] = EngineClient(
+            endpoint, self.tls, self.timings, self._exclusions.of(endpoint.name)
+        )
         client.vocabulary = lambda: self.models.text_of(endpoint.models[0]).vocabulary
         client.on_stall = self._on_stall
         return client
@@ -255,7 +259,7 @@ class Membership:
     def _others_that_decode(self, engine: EngineClient) -> frozenset[str]:
         """Workers that decode what this one does: not those that drain, or belong to another account."""
         own = engine.endpoint
-        workers = self._core.admission.balancer.workers_of(own.models[0])
+        workers = self._core.admission.balancer.fleet.workers_of(own.models[0])
         draining = {worker.name for worker in workers if worker.draining}
         return frozenset(
             each.name

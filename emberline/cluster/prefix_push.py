@@ -87,7 +87,7 @@ class PrefixPusher:
         """Other ready workers with the same weights, region and account. If some have the same stage, only those."""
         assert sender.info is not None
         own = sender.endpoint
-        ready = {worker.name for worker in self._admission.balancer.workers_of(own.models[0]) if worker.ready}
+        ready = {worker.name for worker in self._admission.balancer.fleet.workers_of(own.models[0]) if worker.ready}
         found = [
             each
             for each in self._engines.values()
@@ -151,10 +151,10 @@ class PrefixPusher:
     def _depths(self, model: str, keys: bytes) -> dict[str, int]:
         """How many leading blocks each worker has cached."""
         balancer = self._admission.balancer
-        match = balancer.index.match(keys)
+        match = balancer.fleet.index.match(keys)
         return {
             worker.name: next((depth for depth, bits in match if bits & worker.slot_bits), 0)
-            for worker in balancer.workers_of(model)
+            for worker in balancer.fleet.workers_of(model)
         }
 
 

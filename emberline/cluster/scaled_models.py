@@ -87,7 +87,9 @@ class ScaledModels:
         if bounds is None:
             return 0.0
         balancer = self._admission.balancer
-        if any(worker.available and worker.endpoint.account in ("", account) for worker in balancer.workers_of(model)):
+        if any(
+            worker.available and worker.endpoint.account in ("", account) for worker in balancer.fleet.workers_of(model)
+        ):
             return bounds.hold_s
         if not is_moved and len(balancer.waiting_of(model)) >= bounds.max_held:
             raise Unavailable(
@@ -178,7 +180,7 @@ class ScaledModels:
 
     def _read(self, model: str, meter: ModelLoadMeter) -> ModelLoad:
         load = msgspec.structs.replace(meter.read(self._admission.now_s()), can_start=self.can_start)
-        workers = self._admission.balancer.workers_of(model)
+        workers = self._admission.balancer.fleet.workers_of(model)
         is_served = any(each.connected and not each.endpoint.account for each in workers)  # dedicated ones run no jobs
         if is_served or self._grants.oldest_job_s(model) is None:
             return load

@@ -21,6 +21,7 @@ from emberline.catalog.model_card import (
 from emberline.catalog.model_files import ModelFiles, Tokenizer, read_info, read_text
 from emberline.protocol.errors import BadInput, MalformedModelId, ModelNotFound
 from emberline.protocol.frames import EngineInfo
+from emberline.text.template_renderer import LocalRenderer, RendererFactory
 from emberline.text.text_encoder import TextEncoder
 from emberline.text.text_model import TextModel
 
@@ -160,6 +161,6 @@ class ServedModels:
             self._served[model] = loading.result()
 
 
-def load_served(files: ModelFiles) -> Served:
-    """Read a model's tokenizer and facts from its files. Blocks."""
-    return Served(files.card, read_text(files), info=read_info(files))
+def load_served(files: ModelFiles, templates: RendererFactory = LocalRenderer) -> Served:
+    """Read a model's tokenizer and facts from its files. `templates` run foreign chat templates. Blocks."""
+    return Served(files.card, read_text(files, templates), info=read_info(files))

@@ -29,10 +29,13 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
     welcome_s: float = 10.0
     canary_s: float = 30.0  # for an engine that hung to generate a token
     hung_s: float = 300.0  # without a step, where an engine sends no heartbeats: one step may take minutes
+    no_step_s: float = 10.0  # without a Step frame from an engine that has requests of ours, and computes
+    no_work_s: float = 60.0  # the same from one that computes nothing: a grammar may have to be compiled first
+    exclusion_s: float = 60.0  # of a worker that said what cannot be true; doubles each time
     first_retry_s: float = 0.05  # before the first attempt to connect again; doubles each time
     last_retry_s: float = 1.0
     notice_interval_s: float = 1.0  # between two notices of an HTTP worker to the core
-    provider_sweep_s: float = 30.0  # between two looks for providers whose last key was removed
+    provider_sweep_s: float = 1.0  # between two looks for providers whose last key was removed; two remove one
 
     # --- workers of a cluster ----------------------------------------------------------------------------------------
 

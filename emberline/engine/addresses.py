@@ -11,7 +11,9 @@ from pathlib import Path
 from emberline.protocol.errors import BadInput
 
 TOKEN_VARIABLE = "EMBERLINE_WORKER_TOKEN"
-PARENT_VARIABLE = "EMBERLINE_PARENT_PID"  # of the engine that starts this process
+# The process that has started an engine process, which must not outlive it. One that was started by hand has none.
+PARENT_VARIABLE = "EMBERLINE_PARENT_PID"
+RANK_0_VARIABLE = "EMBERLINE_STARTED_BY_RANK_0"  # set if that is rank 0 of the same worker
 
 
 @contextlib.contextmanager

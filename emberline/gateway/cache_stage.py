@@ -7,6 +7,7 @@ import msgspec
 from emberline.gateway.log_stage import LogStage
 from emberline.gateway.response_cache import CachedReply, request_digest
 from emberline.gateway.rules import GatewayRules
+from emberline.protocol.complete_response import Encoded
 from emberline.protocol.errors import EmberlineError
 from emberline.protocol.events import Completed, Started, TextEvent
 from emberline.protocol.request import EncodeRequest, GenerateRequest
@@ -42,7 +43,7 @@ class CacheStage:
         if work.is_done and work.replay is None and completed is not None:
             reply = CachedReply(
                 answer=None if self._log.reply is None else self._log.reply.answer(completed.usage),
-                encoded=completed.result,
+                encoded=completed.result if isinstance(completed.result, Encoded) else None,
                 model=row.model,
                 provider=row.provider,
                 expires_us=time.time_ns() // 1000 + rules.ttl_s * 1_000_000,
@@ -72,9 +73,9 @@ class CacheStage:
             return model
 
     def _may_use(self, model: str) -> bool:
-        models = self._rules.models
+        models, principal = self._rules.models, self._rules.principal
         try:
-            models.check_scope(models.find(model), self._rules.principal)
+            models.check_scope(models.find(model, principal.account), principal)
         except EmberlineError:  # also if the model is gone
             return False
         return True

@@ -122,7 +122,7 @@ class GuardStage:
         self._n_asked += 1
         request_id = f"{self._request_id}-guard-{self._n_asked}"
         try:
-            card = self._models.find(rule.model)
+            card = self._models.find(rule.model, self._principal.account)
             if card.task == TEXT_CLASSIFICATION:
                 task = EncodeRequest(id=request_id, model=card.id, texts=(text,), truncate=True, api="run")
                 work = Work(task, self._principal, card=card, own_key=self._own_key)

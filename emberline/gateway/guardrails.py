@@ -14,6 +14,7 @@ from emberline.protocol.errors import BadInput
 from emberline.protocol.events import (
     ChoiceDone,
     Completed,
+    Opaque,
     ReasoningDelta,
     Started,
     TextDelta,
@@ -118,9 +119,11 @@ class HeldReply:
     def __init__(self, whole: bool) -> None:
         self._whole = whole
         self._held: list[TextEvent] = []
-        self._texts: dict[int, list[str]] = {}  # by choice: several come interleaved
+        # By choice, as several come interleaved; the texts in marks apart (True), as they must not split the others.
+        self._texts: dict[tuple[int, bool], list[str]] = {}
         self._n_chars = 0
-        self._contexts: dict[int, str] = {}
+        self._contexts: dict[tuple[int, bool], str] = {}
+        self._n_blocks: dict[int, int] = {}  # of thinking, by choice: each time all come again
 
     def add(self, event: TextEvent) -> str | None:
         """The text that must be checked before anything more is sent; None: hold on."""
@@ -132,8 +135,10 @@ class HeldReply:
             text = event.arguments
         elif isinstance(event, ToolCallStarted):
             text = f"\n{event.name} "
+        elif isinstance(event, Opaque):
+            text = "\n".join(["", *self._marked(event)])
         if text and not isinstance(event, Started | Completed):
-            self._texts.setdefault(event.index, []).append(text)
+            self._texts.setdefault((event.index, isinstance(event, Opaque)), []).append(text)
         self._n_chars += len(text)
         if self._whole:
             return None
@@ -142,16 +147,25 @@ class HeldReply:
         )
         return self.text() if is_end else None
 
+    def _marked(self, event: Opaque) -> list[str]:
+        """Texts of a mark that no other event has; the thinking that a block signs came as reasoning."""
+        blocks = event.thinking_blocks
+        if not blocks:
+            return _strings(event.value)
+        n_before = self._n_blocks.get(event.index, 0)
+        self._n_blocks[event.index] = len(blocks)
+        return _strings([(block.get("data"), block.get("signature")) for block in blocks[n_before:]])
+
     def text(self) -> str:
         """The held text, after the end of what was checked before, one choice after the other."""
-        return "\n".join(self._text_of(index) for index in sorted(self._texts))
+        return "\n".join(self._text_of(source) for source in sorted(self._texts))
 
-    def _text_of(self, index: int) -> str:
-        return self._contexts.get(index, "") + "".join(self._texts[index])
+    def _text_of(self, source: tuple[int, bool]) -> str:
+        return self._contexts.get(source, "") + "".join(self._texts[source])
 
     def take(self) -> list[TextEvent]:
         """The held events, which have been checked."""
-        self._contexts |= {index: self._text_of(index)[-CONTEXT_CHARS:] for index in self._texts}
+        self._contexts |= {source: self._text_of(source)[-CONTEXT_CHARS:] for source in self._texts}
         held, self._held, self._texts, self._n_chars = self._held, [], {}, 0
         return held
 

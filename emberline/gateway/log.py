@@ -183,7 +183,7 @@ class LogWriter:
         """Delete rows beyond each gateway's retention, in age and in number."""
         assert self._store is not None
         assert self._find_settings is not None
-        for account, gateway, n_rows in await self._store.read(_COUNTS):
+        for account, gateway, n_rows in await self._store.report(_COUNTS):
             assert isinstance(account, str)
             assert isinstance(gateway, str)
             assert isinstance(n_rows, int)
@@ -194,7 +194,7 @@ class LogWriter:
                 days, most = 30.0, 1_000_000
             end_us = time.time_ns() // 1000 - int(days * 86_400e6)
             # By time, not by number: another process may sweep just now.
-            excess = await self._store.read(_NTH, (account, gateway, n_rows - most - 1)) if n_rows > most else ()
+            excess = await self._store.report(_NTH, (account, gateway, n_rows - most - 1)) if n_rows > most else ()
             for (created_us,) in excess:
                 assert isinstance(created_us, int)
                 end_us = max(end_us, created_us + 1)
@@ -252,7 +252,7 @@ async def search(store: Database, account: str, gateway: str, wanted: LogFilter)
     sql = (
         f"SELECT {columns} FROM gateway_logs WHERE {' AND '.join(conditions)} ORDER BY created_us DESC, id DESC LIMIT ?"
     )
-    rows: Rows = await store.read(sql, (*values, wanted.limit))
+    rows: Rows = await store.report(sql, (*values, wanted.limit))
     return [decode_row(LogRow, columns, row) for row in rows]
 
 

@@ -40,6 +40,8 @@ _SIZES = "SELECT account, SUM(n_bytes) FROM gateway_cache GROUP BY account"
 _OLDEST = "SELECT created_us, n_bytes FROM gateway_cache WHERE account = ? ORDER BY created_us LIMIT 1000"
 _EVICT = "DELETE FROM gateway_cache WHERE account = ? AND created_us <= ?"
 _PURGE = "DELETE FROM gateway_cache WHERE account = ?"
+_PURGE_ALL = "DELETE FROM gateway_cache WHERE account <> ''"
+_COUNT = "SELECT COUNT(*) FROM gateway_cache WHERE account <> '' AND (CAST(? AS TEXT) IS NULL OR account = ?)"
 # One row, of no account, tells every process when replies were purged last.
 _MARK = ("", "purged")
 _PURGED = "SELECT created_us FROM gateway_cache WHERE account = '' AND digest = 'purged'"
@@ -93,7 +95,7 @@ def request_digest(
     else:
         content = custom_key.encode("utf-8", "surrogatepass")
     head = [account, gateway, kind, custom_key is not None, [] if custom_key is not None else [*models]]
-    digest = blake2b(msgspec.json.encode(head), digest_size=32, person=b"emberline.cache")
+    digest = blake2b(msgspec.json.encode(head), digest_size=32, person=b"emberline.cache2")
     for part in (rules, content):
         digest.update(b"%d:" % len(part))
         digest.update(part)
@@ -173,22 +175,27 @@ class ResponseCache:
             self._wake.set()
         return True
 
-    async def purge(self, account: str) -> None:
-        """Forget all replies of an account."""
+    async def purge(self, account: str | None) -> int:
+        """Forget all replies of an account, or (None) of all accounts. Returns how many, as far as they are stored.
+        Other processes forget them within about a second."""
         self._forget_account(account)
-        self._keep_pending({key: value for key, value in self._pending.items() if key[0] != account})
-        if self._store is not None:
-            async with self._writing:
-                await self.check_purged()
-                now_us = self._store.now_us()
-                mark = (*_MARK, _NEVER_US, now_us, 0, b"")
-                await self._store.transaction([Query(_PURGE, (account,)), Query(_PUT, mark)])
-                self._purged = [(now_us,)]
-            self._forget_account(account)  # again: it may have been read meanwhile
-            await self._store.notify(CHANNEL)
+        self._keep_pending({key: value for key, value in self._pending.items() if account not in (None, key[0])})
+        if self._store is None:
+            return 0
+        async with self._writing:
+            await self.check_purged()
+            ((n_replies,),) = await self._store.report(_COUNT, (account, account))
+            now_us = self._store.now_us()
+            mark = (*_MARK, _NEVER_US, now_us, 0, b"")
+            purge = Query(_PURGE_ALL) if account is None else Query(_PURGE, (account,))
+            await self._store.transaction([purge, Query(_PUT, mark)])
+            self._purged = [(now_us,)]
+        self._forget_account(account)  # again: it may have been read meanwhile
+        await self._store.notify(CHANNEL)
+        return int(n_replies or 0)
 
-    def _forget_account(self, account: str) -> None:
-        for key in [key for key in self._memory if key[0] == account]:
+    def _forget_account(self, account: str | None) -> None:
+        for key in [key for key in self._memory if account in (None, key[0])]:
             self._forget(key)
 
     async def _follow_purges(self, subscription: Subscription) -> None:
@@ -257,7 +264,7 @@ class ResponseCache:
         assert self._store is not None
         await self._store.write(_EXPIRED, (time.time_ns() // 1000,))
         statements: list[Statement] = []
-        for account, n_bytes in await self._store.read(_SIZES):
+        for account, n_bytes in await self._store.report(_SIZES):
             assert isinstance(n_bytes, int | float)
             excess, last_us = float(n_bytes) - account_bytes, None
             if excess <= 0:

@@ -76,7 +76,7 @@ class GatewayRules:
         """Find the model with this name, once for the HTTP request. Raises ModelNotFound if there is none."""
         key = model, caller
         if (found := self._cards.get(key)) is None:
-            found = self._cards[key] = self.models.find(model, caller)
+            found = self._cards[key] = self.models.find(model, self.principal.account, caller)
         return found
 
     def use_model(self, model: str, session: str | None, request_id: str) -> ModelCard:

@@ -29,7 +29,7 @@ class WeightSource(Protocol):
     @property
     def kind(self) -> str: ...  # of its numbers on disk; "int4", "mxfp4", "fp8": weights.quantized_weight
     def dense(self) -> Any: ...  # float32 numpy array
-    def affine(self) -> Any: ...  # weights.tensors.Affine, or None
+    def affine(self, unpack: Any = None) -> Any: ...  # weights.tensors.Affine, or None
     def tensor(self, dtype: Any, device: Any) -> Tensor: ...
     def into(self, target: Tensor) -> None: ...  # may be deferred until the loader finishes
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from emberline.kernels.backend import Attention, Backend, FeedForward, Layer, Rope
+from emberline.kernels.prompt_logprobs import ScoredTokens
 from emberline.kernels.reference import rms_norm
 from emberline.models.layer_weights import CheckpointSource, LayerWeights
 from emberline.models.shard import Shard
@@ -50,6 +51,7 @@ class StepInputs:
     block_tables: list[Tensor]  # per KV group: int32 [rows, max_blocks]; entry j holds tokens 16j .. 16j + 15
     sample_tokens: Tensor  # int64 [samples], indices into tokens whose logits are wanted
     shape: Any = None  # kernels.gpu.backend.workspace.StepShape: lengths known on the host, saving a device sync
+    scored: ScoredTokens | None = None  # tokens whose next one is scored; None: none
 
 
 class Decoder:
@@ -187,10 +189,18 @@ class Decoder:
         return x
 
     def _logits(self, step: StepInputs, x: Tensor) -> Tensor:
+        """Logits of the tokens that sample. Tokens that are scored have theirs before, some at a time."""
+        if (scored := step.scored) is not None:
+            for piece in scored.pieces():
+                scored.take(piece, self._project(x[scored.tokens[piece]]))
         if not len(step.sample_tokens):  # a chunk in the middle of a prompt needs no logits
             return x.new_empty(0, self.config.vocab_size, dtype=torch.float32)
         if len(step.sample_tokens) != len(x):  # in a decode step every token is sampled
             x = x[step.sample_tokens]
+        return self._project(x)
+
+    def _project(self, x: Tensor) -> Tensor:
+        """The LM head: logits, float32 [tokens, vocab], of hidden states."""
         assert self._norm is not None
         logits = self._backend.norm_linear(x, self._head, self._norm, self.config.norm_eps).float()
         return logits if len(self._vocabulary) == 1 else self._backend.gather_logits(logits, self._vocabulary)

@@ -17,7 +17,7 @@ from emberline.models.decoder import Decoder, StepInputs
 from emberline.models.eagle3 import Eagle3Head
 from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.errors import BadInput
-from emberline.weights.tensors import Affine, requantize
+from emberline.weights.tensors import Affine, Unpack, requantize
 
 KV_GROUP = "eagle3"
 
@@ -174,7 +174,7 @@ class _Loaded:
     def dense(self) -> Any:
         return self._values.numpy()
 
-    def affine(self) -> Affine | None:
+    def affine(self, unpack: Unpack | None = None) -> Affine | None:
         return requantize(self.dense()) if self._packs and len(self.shape) == 2 else None
 
     def tensor(self, dtype: torch.dtype, device: str) -> Tensor:

@@ -140,8 +140,9 @@ def lay_out(
 ) -> Decoder:
     """The model, or a rank's part, as it would be on a GPU, without its memory: tensors on torch's meta device.
 
-    Needs Triton. Layers of the same kind share their tensors. `kinds`: by `weights.outline.layer_kinds`, if known;
-    `made`: layers by kind, kept for parts that have the same (another stage, another context parallelism).
+    Imports the GPU kernels: see `kernels/gpu/triton_placeholder.py`. Layers of the same kind share their tensors.
+    `kinds`: by `weights.outline.layer_kinds`, if known; `made`: layers by kind, kept for parts that have the same
+    (another stage, another context parallelism).
     """
     from emberline.kernels.gpu.backend.triton_backend import TritonBackend
 

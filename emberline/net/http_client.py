@@ -15,6 +15,8 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from emberline.protocol.sizes import format_limit
+
 MAX_HEADERS = 128
 MAX_HEAD_BYTES = 64 << 10  # status line and headers; after them, chunk extensions and trailers
 MAX_BUFFERED_BYTES = 512 << 10  # of a reply that is not being read; then the server has to wait
@@ -131,7 +133,7 @@ class Exchange:
             n_bytes += len(piece)
             if n_bytes > max_bytes:
                 self.close()
-                raise ConnectionFailed(f"its reply is larger than {max_bytes >> 20} MiB")
+                raise ConnectionFailed(f"its reply is larger than {format_limit(max_bytes)}")
         return b"".join(pieces)
 
     def buffered(self) -> bytes | None:

@@ -15,12 +15,16 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from emberline.net.websocket_server import MAX_MESSAGE_BYTES, PING_INTERVAL_S, BoundedWebSocket
+
 # The ASGI interface between this server and the application.
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+DISCONNECTED = "emberline.disconnected"  # key of a future in the scope, which is done once the connection is lost
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +58,8 @@ class ServerLimits:
     discard_timeout_s: float = 10.0
     # Open connections of the process; None: as many as the limit on open files allows.
     n_connections: int | None = None
+    # WebSockets among them. Each may hold a message of `MAX_MESSAGE_BYTES` that is not complete yet.
+    n_websockets: int = 512
 
 
 async def serve(
@@ -70,11 +76,15 @@ async def serve(
     an error.
     """
     limits = limits or ServerLimits()
-    connections = _Connections(limits.n_connections or max_connections())
+    connections = _Connections(limits.n_connections or max_connections(), limits.n_websockets)
     config = uvicorn.Config(
         app,
         http=partial(_BoundedProtocol, connections, limits),  # type: ignore[arg-type]
-        ws="none",
+        ws=partial(BoundedWebSocket, connections, limits.write_timeout_s),  # type: ignore[arg-type]
+        ws_max_size=MAX_MESSAGE_BYTES,
+        ws_ping_interval=PING_INTERVAL_S,
+        ws_ping_timeout=PING_INTERVAL_S,
+        ws_per_message_deflate=False,  # as for bodies: a few bytes must not become many
         loop="none",  # uses the caller's
         lifespan="off",
         interface="asgi3",
@@ -144,9 +154,11 @@ class _Connections:
     clients that send their head slowly, would otherwise keep everyone else out.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, most_websockets: int) -> None:
         self._most = most
+        self._most_websockets = most_websockets
         self._n_open = 0
+        self._n_websockets = 0
         self.waiting: dict[_BoundedProtocol, None] = {}  # longest first
         self.changed = asyncio.Event()  # a connection was opened or lost
 
@@ -163,11 +175,22 @@ class _Connections:
         self.waiting[connection] = None
         return True
 
+    def open_websocket(self) -> bool:
+        """Count a connection as a WebSocket. Returns False if there are too many."""
+        self._n_websockets += 1
+        return self._n_websockets <= self._most_websockets
+
     def lost(self, connection: "_BoundedProtocol") -> None:
         """Forget a connection that has closed."""
         self._n_open -= 1
         self.changed.set()
         self.waiting.pop(connection, None)
+
+    def websocket_lost(self) -> None:
+        """Forget a WebSocket that has closed."""
+        self._n_websockets -= 1
+        self._n_open -= 1
+        self.changed.set()
 
 
 def max_connections() -> int:
@@ -189,6 +212,7 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._limits = limits
         self._in_head = True
         self._in_body = False  # or in the trailers after it
+        self._upgrades = False  # the request becomes a WebSocket
         self._framing_bytes = 0
         self._discarded_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
@@ -198,6 +222,7 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._lost: asyncio.Future[None] = self.loop.create_future()
         if not self._all.open(self):
             transport.write(_TOO_MANY)
             transport.close()
@@ -206,6 +231,7 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._all.lost(self)
+        self._lost.set_result(None)
         _cancel(self._head_timer)
         _cancel(self._stall_timer)
         _cancel(self._discard_timer)
@@ -229,13 +255,16 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._in_head = True
+        self.scope[DISCONNECTED] = self._lost  # type: ignore[literal-required]
+        self._in_head, self._upgrades = True, False
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._in_body:  # a trailer must not pass for a header: nothing has checked it
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            self._upgrades = self._is_idle and self._asks_for_websocket() and super()._should_upgrade()
         super().on_headers_complete()
         self._in_head, self._in_body = False, True
         self._framing_bytes = _BOUNDARY
@@ -248,6 +277,14 @@ class _BoundedProtocol(HttpToolsProtocol):
         elif self.pipeline:
             self.flow.resume_reading()  # to notice a disconnect
 
+    def _should_upgrade(self) -> bool:
+        return self._upgrades
+
+    def _asks_for_websocket(self) -> bool:
+        """True if the request may become a WebSocket. One with a body is answered as any other request."""
+        has_body = any(name in (b"content-length", b"transfer-encoding") for name, _ in self.headers)
+        return self.parser.get_method() == b"GET" and not has_body
+
     def on_body(self, body: bytes) -> None:
         self._framing_bytes -= len(body) + _CHUNK_FRAMING_BYTES
         if self.cycle.response_started:
@@ -256,9 +293,12 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
+        self.flow.resume_reading()  # paused for a long body: to notice a disconnect
         self._in_body = False
         self._framing_bytes = _BOUNDARY
         _cancel(self._discard_timer)
+        if self._upgrades:
+            return
         if self.cycle.response_complete:  # uvicorn cancelled its timer when the rest of the body arrived
             self._unset_keepalive_if_required()
             self.timeout_keep_alive_task = self.loop.call_later(

@@ -90,7 +90,7 @@ async def dial(
         await loop.create_unix_connection(lambda: link, path)
     elif tls_host:
         if tls is None:
-            raise OSError("it uses TLS, and this core has no certificate: install emberline[cluster] here")
+            raise OSError("it uses TLS, and this core has no certificate")
         await loop.create_connection(lambda: link, host, port, ssl=tls, server_hostname=tls_host)
     else:
         await loop.create_connection(lambda: link, host, port)

@@ -3,11 +3,12 @@
 import sys
 from array import array
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 
 from emberline.protocol.encoding import Pooling
-from emberline.protocol.events import Finish, TextLogprob, Usage
+from emberline.protocol.events import Finish, PromptTokens, TextLogprob, Usage
 from emberline.protocol.request import Marks, ToolCall
 
 # The tags below are stored in the database: they must not change.
@@ -17,8 +18,9 @@ class TextPart(msgspec.Struct, tag="said"):
     text: str
 
 
-class ReasoningPart(msgspec.Struct, tag="thought"):
+class ReasoningPart(msgspec.Struct, tag="thought", omit_defaults=True):
     text: str
+    block: dict[str, Any] | None = None  # one of the message's `thinking_blocks`: this reasoning, signed or encrypted
 
 
 class ToolCallPart(ToolCall, frozen=True, tag="called"):
@@ -29,11 +31,13 @@ AnswerPart = TextPart | ReasoningPart | ToolCallPart
 
 
 class AnswerChoice(msgspec.Struct, omit_defaults=True):
-    parts: list[AnswerPart] = []  # in the order generated; none has empty text
+    parts: list[AnswerPart] = []  # in the order generated; without text are only encrypted reasoning and calls
     logprobs: list[TextLogprob] = []
     finish: Finish = "stop"
     stop_sequence: str | None = None
     marks: Marks = {}  # of the message; those of a tool call are in its part
+    token_ids: bytes = b""  # u32 little-endian; if the client wants to have them
+    prompt: PromptTokens | None = None  # if the client wants to have something of it back
 
     @property
     def text(self) -> str:

@@ -1,5 +1,7 @@
 """Output events: token deltas from an engine, text events from the service, and token usage."""
 
+import struct
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import msgspec
@@ -63,6 +65,30 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
     top: list[tuple[int, float]] = []
 
 
+class PromptLogprobs(msgspec.Struct, array_like=True):
+    """The log-probabilities of consecutive tokens of a prompt, as columns of little-endian numbers."""
+
+    logprobs: bytes  # float32, one for each token
+    ranks: bytes  # u32; 1: no token was more likely
+    top_ids: bytes  # u32 [tokens, k], the most likely tokens at each place, best first
+    top_logprobs: bytes  # float32 [tokens, k]
+
+    def rows(self) -> Iterator[tuple[float, int, list[tuple[int, float]]]]:
+        """For each token its log-probability and rank, and the most likely tokens with theirs."""
+        logprobs, ranks, top_ids, top = (
+            [value for (value,) in struct.iter_unpack(kind, column)]
+            for kind, column in zip(("<f", "<I", "<I", "<f"), msgspec.structs.astuple(self))
+        )
+        k = len(top_ids) // len(logprobs) if logprobs else 0
+        for n, (logprob, rank) in enumerate(zip(logprobs, ranks)):
+            yield logprob, rank, list(zip(top_ids[n * k : n * k + k], top[n * k : n * k + k]))
+
+    @classmethod
+    def joined(cls, parts: Iterable["PromptLogprobs"]) -> "PromptLogprobs":
+        """Consecutive parts as one."""
+        return cls(*map(b"".join, zip(*map(msgspec.structs.astuple, parts))))
+
+
 class TokenDelta(msgspec.Struct, array_like=True, omit_defaults=True):
     """The output of one step for one sequence. With `finish` set it is the sequence's terminal event."""
 
@@ -74,6 +100,7 @@ class TokenDelta(msgspec.Struct, array_like=True, omit_defaults=True):
     error: ErrorInfo | None = None  # with finish == "error"
     waited_s: float = 0.0  # in the engine's queue; in the first delta
     values: bytes = b""  # of an encoder, with its `finish`: float32 little-endian, a row for each text
+    prompt_logprobs: PromptLogprobs | None = None  # in deltas before the first token: each continues the one before it
 
 
 # --- events of a task that generates: exactly one Started, then deltas, one ChoiceDone per choice, one Completed ------
@@ -92,6 +119,29 @@ class TextLogprob(msgspec.Struct):
     logprob: float
     bytes: list[int]
     top: "list[TextLogprob]" = []
+
+
+class PromptTokens(msgspec.Struct, omit_defaults=True):
+    """A prompt as a client wants to have it back."""
+
+    ids: bytes  # u32 little-endian
+    text: str = ""  # of a prompt that is not a conversation: as the client sent it, or what its tokens stand for
+    logprobs: PromptLogprobs | None = None  # of all tokens but the first
+    spelled: dict[int, str] = {}  # with `logprobs`: what the tokens of the prompt and their alternatives stand for
+
+
+class PromptEcho(msgspec.Struct):
+    """The prompt of a choice, before the choice's own events, if the client wants to have it back."""
+
+    index: int
+    prompt: PromptTokens
+
+
+class OutputIds(msgspec.Struct):
+    """Token ids (u32 little-endian) of a choice, before the events made from them, if the client wants to have them."""
+
+    index: int
+    token_ids: bytes
 
 
 class TextDelta(msgspec.Struct):
@@ -132,6 +182,13 @@ class Opaque(msgspec.Struct):
     value: Any  # the whole of it: of several with one name, the last counts
     call: int | None = None  # index of the tool call that it belongs to; None: the message
 
+    @property
+    def thinking_blocks(self) -> list[dict[str, Any]]:
+        """Blocks of thinking that the provider has signed or encrypted, if that is what the message's value holds."""
+        blocks = self.value if self.name == "thinking_blocks" and self.call is None else None
+        found = [one for one in blocks if isinstance(one, dict)] if isinstance(blocks, list) else []
+        return [one for one in found if one.get("type") in ("thinking", "redacted_thinking")]
+
 
 # Why a choice ended. Only providers end one by a `content_filter`.
 Finish = Literal["stop", "length", "tool_calls", "content_filter"]
@@ -143,13 +200,24 @@ class ChoiceDone(msgspec.Struct):
     stop_sequence: str | None = None  # the stop string that ended the choice, if any
 
 
+class SequenceIds(msgspec.Struct, frozen=True):
+    """Token ids (u32 little-endian) of a finished sequence."""
+
+    prompt: bytes
+    reply: bytes
+
+
 class Completed(msgspec.Struct):
     """The terminal event: the usage row is durable."""
 
     usage: Usage
     price: Price | None = None  # at which the request is charged
     cost_pico: int | None = None  # None: the model has no price
-    result: Any = None  # of a task whose result comes whole; the last bytes of a relayed reply
+    # Of a task whose result comes whole; the last bytes of a relayed reply; SequenceIds of our engine's first choice.
+    result: Any = None
 
 
-TextEvent = Started | TextDelta | ReasoningDelta | ToolCallStarted | ToolCallDelta | Opaque | ChoiceDone | Completed
+ChoiceEvent = (
+    PromptEcho | OutputIds | TextDelta | ReasoningDelta | ToolCallStarted | ToolCallDelta | Opaque | ChoiceDone
+)
+TextEvent = Started | ChoiceEvent | Completed

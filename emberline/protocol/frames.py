@@ -206,6 +206,7 @@ class Refused(msgspec.Struct, tag="refused"):
 class Step(msgspec.Struct, tag="step"):
     deltas: list[TokenDelta]
     load: EngineLoad
+    n_sent: int = -1  # output tokens in all deltas of this connection, these included; -1: an older worker's
 
 
 class KVEvents(msgspec.Struct, tag="kv_events", omit_defaults=True):

@@ -34,10 +34,12 @@ class Token(msgspec.Struct, frozen=True, array_like=True, tag="k"):
 
 
 class Free(msgspec.Struct, frozen=True, array_like=True, tag="f"):
-    """Any text, including the empty one, that contains none of these strings. What follows it must begin with one of
-    them, or with a special token, or be the end."""
+    """Any text, including the empty one, that contains none of the strings and no match of the patterns in `without`,
+    and does not begin with one of `not_first`. Patterns have neither rules, special tokens nor free text. What follows
+    must begin with one of `without`, or with a special token, or be the end."""
 
-    without: tuple[str, ...] = ()
+    without: tuple["str | Expression", ...] = ()
+    not_first: tuple["str | Expression", ...] = ()
 
 
 class Sequence(msgspec.Struct, frozen=True, array_like=True, tag="s"):
@@ -79,6 +81,9 @@ def children(expression: Expression) -> tuple[Expression, ...]:
             return expression.options
         case Repeat():
             return (expression.item,)
+        case Free():
+            parts = expression.without + expression.not_first
+            return tuple(part for part in parts if not isinstance(part, str))
     return ()
 
 

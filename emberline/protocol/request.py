@@ -29,7 +29,7 @@ class Priority(IntEnum):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sampling parameters and stop conditions. Ranges are validated by the APIs."""
 
-    max_tokens: int | None = None  # None: up to the context length
+    max_tokens: int | None = None  # None: up to the context length; 0: the prompt is computed and nothing is sampled
     min_tokens: int = 0
     temperature: float = 1.0  # 0: greedy
     top_k: int = 0  # 0: off
@@ -47,6 +47,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     bad_ids: tuple[bytes, ...] = ()  # the same as token ids, u32 little-endian each; filled in before an engine gets it
     ignore_eos: bool = False
     logprobs: int | None = None  # None: off; k: of the sampled token and the k most likely (0..20)
+    prompt_logprobs: int | None = None  # the same for each token of the prompt but the first
+    allowed_ids: tuple[int, ...] = ()  # only these tokens are sampled; empty: all
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -170,6 +172,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     messages: tuple[Message, ...] | None = None  # exactly one of messages, prompt, prompt_ids is set
     prompt: str | None = None  # raw text, no chat template
     prompt_ids: bytes | None = None  # u32 little-endian token ids
+    suffix: str | None = None  # with `prompt`: the reply is what stands between the two
     sampling: SamplingParams = SamplingParams()
     left_to_model: tuple[str, ...] = ()  # sampling parameters that the client did not set: the model's defaults apply
     n: int = 1
@@ -178,6 +181,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     deadline_s: float | None = None  # seconds from acceptance
     reject_if_busy: bool = False  # reject instead of queueing under load
     continue_final: bool = False  # the reply continues the last message, which is the assistant's
+    echo: bool = False  # the answer has the prompt's text
+    return_ids: bool = False  # the answer has the token ids of prompt and reply
     template_kwargs: dict[str, Any] = {}
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = ToolChoice()
@@ -189,7 +194,16 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     cache_ttl_s: int = 0  # a wish: the conversation's KV stays so long after the turn; 0: as long as the server thinks
     session_final: bool = False  # the session ends with this turn: its KV need not be kept
     end_user: str = ""  # the client's name of its own user, for a provider's abuse detection
+    keep_alive_s: float | None = None  # of its model, once idle; below 0: for ever; None: as the server has it
+    context_len: int | None = None  # tokens of prompt and reply together; None: as many as the model takes
+    truncate: bool = False  # a prompt that is too long is cut; otherwise it is refused
+    context_ids: bytes = b""  # u32 little-endian: earlier turns, which end with a reply and which `messages` continue
     encode: "EncodeRequest | None" = None  # of a queued job only: these texts are encoded, and nothing is generated
+
+    @property
+    def returns_prompt(self) -> bool:
+        """True if the answer has something of the prompt."""
+        return self.echo or self.return_ids or self.sampling.prompt_logprobs is not None
 
 
 class EncodeRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -208,6 +222,8 @@ class EncodeRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     deadline_s: float | None = None  # seconds from acceptance
     reject_if_busy: bool = False  # reject instead of queueing under load
     api: str = ""  # that the client used: "embeddings", "rerank" or "run"
+    keep_alive_s: float | None = None  # see GenerateRequest
+    context_len: int | None = None  # tokens of each text, special ones included; None: as many as the model takes
 
     @property
     def n_texts(self) -> int:
@@ -281,6 +297,11 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     awaits: str = ""  # id of the transfer that delivers the prompt's full blocks; only the rest is computed here
     encode: EncodeParams | None = None  # for an encoder: `prompt_ids` are texts to encode, and nothing is generated
     transcribe: TranscribeParams | None = None  # for a speech model: nothing but its audio is computed
+
+    @property
+    def masked(self) -> bool:
+        """True if each draw has a mask of the tokens that it may sample."""
+        return bool(self.grammar or self.sampling.allowed_ids)
 
 
 class Principal(msgspec.Struct, frozen=True):

@@ -45,6 +45,7 @@ class RouteRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     is_retry: bool = False  # of a request that counts for the limits on requests already
     slots: str = ""  # an address of the account's own, whose slots are apart from the provider's; empty: the provider's
     accepted_us: int = 0  # of a job: when it was queued, which decides its price; 0: `created_us`
+    keep_alive_s: float | None = None  # of its model, see GenerateRequest
 
     @property
     def most_input_tokens(self) -> int:
@@ -72,6 +73,7 @@ class RouteTerms(NamedTuple):
     engine: str = ""  # the worker that a job was granted
     accepted_us: int = 0  # of a job: when it was queued
     created_us: int = 0  # 0: now
+    keep_alive_s: float | None = None  # of its model
 
 
 def route_request(
@@ -113,6 +115,7 @@ def route_request(
         api=terms.api,
         slots=slots,
         accepted_us=terms.accepted_us,
+        keep_alive_s=terms.keep_alive_s,
     )
 
 

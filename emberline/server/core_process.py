@@ -131,12 +131,14 @@ async def serve(
         # The workers load weights in their processes while this one imports and reads tokenizers.
         from emberline.accounts.account_service import AccountService
         from emberline.accounts.secret import Secret
+        from emberline.accounts.stored_provider import EVERY_ACCOUNT
         from emberline.cluster.timings import Timings
         from emberline.gateway.gateways import GatewayService
         from emberline.jobs.webhooks.deliverer import DeliveryMetrics
         from emberline.server.autoscaler import Planning, core_name, open_launcher
         from emberline.server.http_worker import (
             HttpWorkerPlan,
+            confined_templates,
             core_tls,
             load_models,
             open_providers,
@@ -158,7 +160,8 @@ async def serve(
         at_start = [entry for entry in entries if entry.card.id in pinned or entry.card.id in remote]
         ids = [entry.card.id for entry in at_start]
         endpoints = {model: workers.endpoints.get(model, []) + remote.get(model, []) for model in ids}
-        served = load_models(at_start, endpoints)
+        templates = confined_templates()
+        served = load_models(at_start, endpoints, templates)
         await workers.wait_ready()
         store = await open_store(config.store.url or config.home / DATABASE)
         stack.push_async_callback(store.close)
@@ -187,6 +190,7 @@ async def serve(
                 config.cluster.scaled,
             ),
             timings=timings,
+            templates=templates,
         )
         stack.push_async_callback(service.close)
         if not await service.ready(CONNECT_TIMEOUT_S):
@@ -198,7 +202,7 @@ async def serve(
 
         def elsewhere(card: ModelCard) -> bool:
             names = (card.id, *card.aliases)
-            return card.id in remote or any(service.upstream.find(name) is not None for name in names)
+            return card.id in remote or any(service.upstream.find(name, EVERY_ACCOUNT) is not None for name in names)
 
         scan_s = timings.model_scan_s
         on_demand = OnDemandModels(config, memory_bytes, named, pinned, workers, service.core, elsewhere, scan_s)
@@ -285,10 +289,11 @@ async def _open_queue(
     def models() -> list[str]:
         """A provider's need not be listed to be asked for."""
         listed = [card.id for card in service.models.cards()]
-        queued = (model for model in puller.metrics.models if service.upstream.providers.find(model) is not None)
+        queued = (model for model in puller.metrics.models if service.upstream.providers.find(model, None) is not None)
         return list(dict.fromkeys((*listed, *queued)))
 
-    puller = Puller(queue, service, core.grants, models, auth.principal, LeaseOwner(config.home))
+    owner = LeaseOwner(config.home)
+    puller = Puller(queue, service, core.grants, models, auth.principal, owner, settle=core.settle_job)
     stack.push_async_callback(puller.close)
     core.register(puller.metrics)
     core.history.n_queued = lambda: puller.metrics.n_queued

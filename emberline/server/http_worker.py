@@ -38,20 +38,25 @@ from emberline.jobs.webhooks.service import WebhookService, WebhookSettings
 from emberline.net.egress_policy import EgressPolicy
 from emberline.net.http_server import serve
 from emberline.protocol.credential import client_context
-from emberline.protocol.errors import Unavailable
 from emberline.service import Served, Service, open_http_worker
 from emberline.service.service_factory import DATABASE
 from emberline.store import Database, open_store
 from emberline.supervisor.cluster.certificate_authority import KEY_BYTES, CertificateAuthority
 from emberline.supervisor.process import send_heartbeats, wait_or_stop
+from emberline.supervisor.sandbox.confinement import Confinement
+from emberline.supervisor.sandbox.launcher import Launcher
 from emberline.telemetry import tracing
 from emberline.telemetry.tracing import TracingSettings
+from emberline.text.template_processes import ConfinedTemplates
+from emberline.text.template_renderer import LocalRenderer, RendererFactory
 from emberline.upstream.models import discover
 from emberline.upstream.providers.directory import ProviderDirectory
 from emberline.upstream.servers.client import upstream_configs
 
 CONNECT_TIMEOUT_S = 30.0  # to the core and every engine; after that HTTP is served and reports what is unavailable
 GC_THRESHOLD = 3000  # objects: most that a request makes are gone by then; a collection takes 2 to 3 ms
+
+TEMPLATE_BYTES = 512 << 20  # of memory that a process for a chat template may take
 
 
 class HttpWorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,13 +77,22 @@ class HttpWorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.decode(encoded, type=cls, dec_hook=lambda kind, value: kind(value))
 
 
-def load_models(entries: Sequence[ModelEntry], endpoints: Mapping[str, Sequence[Endpoint]]) -> list[Served]:
+def confined_templates() -> RendererFactory:
+    """Run chat templates that are not of the built-in catalog in confined processes."""
+    return ConfinedTemplates(Launcher(Confinement(memory_bytes=TEMPLATE_BYTES)).start)
+
+
+def load_models(
+    entries: Sequence[ModelEntry],
+    endpoints: Mapping[str, Sequence[Endpoint]],
+    templates: RendererFactory = LocalRenderer,
+) -> list[Served]:
     """The models with their tokenizers and the endpoints of their engines. What an engine would tell of a model that
-    has none yet is read from its files."""
+    has none yet is read from its files. `templates` run the chat templates that are not of the built-in catalog."""
 
     def served(entry: ModelEntry, workers: Sequence[Endpoint]) -> Served:
         files = ModelFiles(entry.card, str(entry.path))
-        return Served(entry.card, read_text(files), tuple(workers), None if workers else read_info(files))
+        return Served(entry.card, read_text(files, templates), tuple(workers), None if workers else read_info(files))
 
     return [served(entry, endpoints[entry.card.id]) for entry in entries]
 
@@ -101,13 +115,10 @@ def open_providers(config: Config, accounts: AccountService) -> ProviderDirector
     return ProviderDirectory(config.providers, CardFiles(config.home).apply, accounts.provider_keys, egress)
 
 
-def core_tls(home: Path) -> ssl.SSLContext | None:
-    """With a new certificate of the cluster's authority; None where `cryptography` is not installed."""
+def core_tls(home: Path) -> ssl.SSLContext:
+    """The TLS settings of a core's connections, with a new certificate of the cluster's authority."""
     secret = Secret.open(home)
-    try:
-        authority = CertificateAuthority(secret.derive("cluster-ca", size=KEY_BYTES), cluster_id(secret))
-    except Unavailable:
-        return None
+    authority = CertificateAuthority(secret.derive("cluster-ca", size=KEY_BYTES), cluster_id(secret))
     return client_context(authority.core_pem())
 
 
@@ -152,7 +163,8 @@ async def _run(plan: HttpWorkerPlan, listener: socket.socket) -> None:
     with _stop_with_core(stop, plan.core_pid):
         async with contextlib.AsyncExitStack() as stack:
             entries = [ModelEntry(card, path) for card, path, _ in plan.models]
-            served = load_models(entries, {card.id: endpoints for card, _, endpoints in plan.models})
+            templates = confined_templates()
+            served = load_models(entries, {card.id: endpoints for card, _, endpoints in plan.models}, templates)
             upstreams = await discover(upstream_configs(plan.config.endpoints))
             store = await open_store(plan.config.store.url or plan.config.home / DATABASE)
             stack.push_async_callback(store.close)
@@ -173,6 +185,7 @@ async def _run(plan: HttpWorkerPlan, listener: socket.socket) -> None:
                 providers=open_providers(plan.config, accounts),
                 data_dir=plan.config.home,
                 tls=core_tls(plan.config.home),
+                templates=templates,
             )
             stack.push_async_callback(service.close)
             batches = BatchService(queue, service)

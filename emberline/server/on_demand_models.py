@@ -1,7 +1,6 @@
 """The models that `emberline serve` loads on demand: which there are, and how much memory each takes."""
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from emberline.catalog.integrity import verify
 from emberline.catalog.model_card import TEXT_GENERATION, ModelCard
 from emberline.catalog.model_files import ModelFiles
 from emberline.catalog.model_store import ModelEntry, ModelStore
+from emberline.catalog.store_watch import StoreWatch
 from emberline.config import Config, EngineConfig
 from emberline.engine.memory import MAX_HOST_KV_BYTES, free_host_bytes
 from emberline.net.periodic import stop
@@ -100,46 +100,44 @@ class OnDemandModels:
         core.register(self._manager.metrics)
         for model in pinned:
             self._manager.add_loaded(self._loadable(self._named[model]), workers.endpoints[model])
+        self._watch = StoreWatch(self._store.root)
         self._watching: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
         """Returns when as many of the named models are loaded as may be."""
-        seen = await asyncio.to_thread(self._stamp)
-        await self._offer()
+        await asyncio.to_thread(self._watch.open)
+        seen = await self._offer()
         self._manager.start()
-        self._watching = asyncio.create_task(self._watch(seen))
+        self._watching = asyncio.create_task(self._follow(seen))
         waiting = [model for model in self._named if model not in self._pinned]
         for model in waiting[: self._config.models.max_loaded]:
             await self._manager.ask(model, "load")
 
     async def close(self) -> None:
         await stop(self._watching)
+        self._watch.close()
         await self._manager.close()
 
-    async def _offer(self) -> None:
+    async def _offer(self) -> int:
+        """Offer what the store has; returns its stamp."""
+        stamp = await asyncio.to_thread(self._watch.stamp)
         found = await asyncio.to_thread(self._store.entries) if self._on_demand else []
         entries = {entry.card.id: entry for entry in found if not self._elsewhere(entry.card)}
         offered = list((entries | self._named).values())
         self._membership.offer([ModelFiles(entry.card, str(entry.path)) for entry in offered])
         self._manager.offer([self._loadable(entry) for entry in offered])
+        self._watch.offered(stamp)
+        return stamp
 
-    async def _watch(self, seen: int) -> None:
-        """Models that are pulled while the server runs can be used at once. `seen`: the stamp of what is offered."""
+    async def _follow(self, seen: int) -> None:
+        """Offer models that are pulled while the server runs. `seen`: the stamp of what is offered."""
         while True:
             await asyncio.sleep(self._scan_s)
-            stamp = await asyncio.to_thread(self._stamp)
-            if stamp != seen:
+            if await asyncio.to_thread(self._watch.stamp) != seen:
                 try:
-                    await self._offer()
-                    seen = stamp
+                    seen = await self._offer()
                 except Exception as error:  # whatever is wrong with a model: it is looked for again
                     log.warning("the model store could not be read: %s", error)
-
-    def _stamp(self) -> int:
-        """Changes with every model that is pulled or removed."""
-        with contextlib.suppress(OSError):
-            return self._store.root.stat().st_mtime_ns
-        return 0
 
     def _loadable(self, entry: ModelEntry) -> LoadableModel:
         each = entry.card.weight_bytes + PROCESS_BYTES

@@ -19,7 +19,7 @@ A service:
     await service.count_tokens(request, principal) -> int
     service.responses                               # stored responses: put, get, delete
     service.models.cards() -> list[ModelCard]
-    service.models.find(name) -> ModelCard          # raises ModelNotFound, MalformedModelId
+    service.models.find(name, account) -> ModelCard # raises ModelNotFound, MalformedModelId
     await service.operations.health() -> Health     # .ok: tokens can move; .detail: plain data, per engine
     await service.operations.metrics() -> bytes     # Prometheus text
 

@@ -7,6 +7,7 @@ from typing import Literal
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.events import (
     ChoiceDone,
+    OutputIds,
     ReasoningDelta,
     TextDelta,
     TextEvent,
@@ -57,6 +58,7 @@ class ChoiceDecoder:
         self._inter_token = inter_token
         self._last_s = 0.0  # monotonic, of the last tokens
         self._logprobs: list[TextLogprob] = []  # of tokens whose text is still held back
+        self._returns_ids = prepared.request.return_ids
 
     @property
     def n_tokens(self) -> int:
@@ -82,7 +84,15 @@ class ChoiceDecoder:
         return Message("assistant", self.text)
 
     def push(self, delta: TokenDelta) -> list[TextEvent]:
-        """The events of this delta: for plain text at most one TextDelta, and ChoiceDone at the end."""
+        """The events of this delta: for plain text at most one TextDelta, and ChoiceDone at the end. Its ids come
+        first, if the client wants to have them."""
+        if not self._returns_ids:
+            return self._push_delta(delta)
+        n_bytes = len(self.output_ids)
+        events = self._push_delta(delta)
+        return [OutputIds(self.index, bytes(self.output_ids[n_bytes:])), *events]
+
+    def _push_delta(self, delta: TokenDelta) -> list[TextEvent]:
         assert self.done is None
         ids = tokens.unpack(delta.token_ids)
         self._observe_latency(len(ids))
@@ -187,9 +197,11 @@ class ParsingChoiceDecoder(ChoiceDecoder):
             callable_tools,
             prepared.thinking,
             self._detokenizer,
-            parallel=request.parallel_tool_calls,
+            loose=request.output is None,
         )
         self._parser: ReplyParser | HarmonyParser | None = parser
+        self._callable = [tool.name for tool in callable_tools if request.tool_choice.name in (None, tool.name)]
+        self._forced = request.tool_choice.mode == "required"
         self._tool_format = text.tool_format
         self._origin = f"{request.id}/{index}"
         self._reply = Reply()  # reasoning and tool calls; the text is in `pieces`
@@ -229,8 +241,7 @@ class ParsingChoiceDecoder(ChoiceDecoder):
         self._absorb(exempt, events, searched=False)
         stop = self._absorb(rest, events)
         if stop is None and finish is not None:
-            stop = self._absorb(self._parser.finish(cut=finish == "length"), events)
-            self._at_call_end = self._at_call_end and not self._parser.lost_tool_call
+            stop = self._absorb(self._last_pieces(self._parser, cut=finish == "length"), events)
         if stop is not None:
             return [*events, *self._events("", "stop", stop)]
         if finish is not None:
@@ -239,6 +250,16 @@ class ParsingChoiceDecoder(ChoiceDecoder):
         elif self._parser.plain:  # only text can follow
             self._parser = None
         return events
+
+    def _last_pieces(self, parser: ReplyParser | HarmonyParser, *, cut: bool) -> list[ReplyPiece]:
+        """The rest of the reply. Of a forced call that was cut off before its arguments, nothing is text: such a call
+        begins and never ends, if only one tool may be called."""
+        pieces = parser.finish(cut=cut)
+        self._at_call_end = self._at_call_end and not parser.lost_tool_call
+        in_reasoning = parser.reasoning or any(isinstance(piece, ReasoningPiece) for piece in pieces)
+        if not cut or not self._forced or in_reasoning or self._call_ids or CallStart in map(type, pieces):
+            return pieces
+        return [CallStart(self._callable[0], "")] if len(self._callable) == 1 else []
 
     def _parse(self, parser: ReplyParser | HarmonyParser, ids: Sequence[int], is_text: list[bool]) -> list[ReplyPiece]:
         """Token by token where each must be classified: reasoning is counted, and only text has log-probabilities.

@@ -54,12 +54,19 @@ class SessionEntry(msgspec.Struct, frozen=True, array_like=True):
     session: str | None = None  # the client's id of the conversation
 
 
+class PurgedTexts(msgspec.Struct, frozen=True):
+    """Numbers of what the core has forgotten of accounts' conversations."""
+
+    conversations: int  # prefixes whose token ids were known
+    streams: int  # event logs of resumable streams that have ended
+
+
 class RequestEnd(msgspec.Struct, frozen=True, omit_defaults=True):
     """How a request that was admitted has ended."""
 
     row: UsageRow
     inter_token: Counts = msgspec.field(default_factory=Counts)  # latencies
-    is_job: bool = False  # the job queue writes the usage row itself
+    is_job: bool = False  # the job queue writes the usage row itself, and settles the reservation then
     lost: tuple[str, ...] = ()  # workers that failed it
     operation: str = "chat"  # `gen_ai.operation.name` and `gen_ai.provider.name`
     provider: str = "emberline"
@@ -107,8 +114,14 @@ class Operations(Protocol):
     async def change_alias(self, name: str, targets: Mapping[str, int] | None) -> None:
         """Set an alias, or remove it (None). All HTTP workers are told before this returns."""
 
-    async def load_model(self, model: str, action: Literal["load", "unload"]) -> None:
-        """Load or unload a model for an operator; return when it is done."""
+    async def load_model(
+        self, model: str, action: Literal["load", "unload"], keep_alive_s: float | None = None
+    ) -> None:
+        """Load or unload a model for an operator; return when it is done. `keep_alive_s`: see GenerateRequest."""
+
+    async def purge(self, account: str | None, session: str | None) -> PurgedTexts:
+        """Forget what the core remembers of the conversations of an account, of one of its sessions, or (None) of
+        all. The streams of a session are not known: they are forgotten with those of the account."""
 
 
 class ClusterAdmin(Protocol):
@@ -154,14 +167,14 @@ class CoreAccess(Core, Protocol):
 class ModelLoading(Protocol):
     """Loads and unloads the models of this machine."""
 
-    def admitting(self, model: str) -> float:
+    def admitting(self, model: str, keep_alive_s: float | None = None) -> float:
         """How long a request that is about to be admitted may wait for its model, in seconds; 0: it is not loaded on
         demand. Unavailable: it cannot be loaded."""
 
     def statuses(self) -> list[dict[str, Any]]:
         """States of the models that are loaded and unloaded here, as plain data."""
 
-    async def ask(self, model: str, action: Literal["load", "unload"]) -> None:
+    async def ask(self, model: str, action: Literal["load", "unload"], keep_alive_s: float | None = None) -> None:
         """Returns when it is done. NotFound, Unavailable."""
 
 
@@ -188,7 +201,7 @@ class LocalCore:
         self.limits = limits  # of accounts and keys
         self._data_dir = data_dir
         self.admission = admission
-        self.grants = Grants(admission.balancer, job_share)
+        self.grants = Grants(admission.balancer.fleet, job_share)
         self.responses = responses
         self.event_logs = MemoryEventLogs()
         self.prices = PriceTable() if prices is None else prices.table
@@ -271,16 +284,18 @@ class LocalCore:
     async def change_alias(self, name: str, targets: Mapping[str, int] | None) -> None:
         await self.aliases.change(name, targets)
 
-    async def load_model(self, model: str, action: Literal["load", "unload"]) -> None:
+    async def load_model(
+        self, model: str, action: Literal["load", "unload"], keep_alive_s: float | None = None
+    ) -> None:
         if self.models is None:
             raise Unsupported("this server loads no models on demand: it has no engine workers of its own")
-        await self.models.ask(model, action)
+        await self.models.ask(model, action, keep_alive_s)
 
     async def find(self, account: str, model_version: str, digests: list[bytes]) -> KnownPrefix | None:
         return self.sessions.find(account, model_version, digests)
 
     async def admit(self, request: RouteRequest) -> Route:
-        if self.know_model is not None and not self.admission.balancer.workers_of(request.model):
+        if self.know_model is not None and not self.admission.balancer.fleet.workers_of(request.model):
             await self.know_model(request.model)
         price = self.prices.find(request.model, request.accepted_us or request.created_us)
         is_held = self.models is not None or self.scaling is not None
@@ -304,11 +319,15 @@ class LocalCore:
         if request.engine:
             return request
         if self.models is not None:
-            request = _waiting(request, self.models.admitting(request.model))
+            request = _waiting(request, self.models.admitting(request.model, request.keep_alive_s))
         if self.scaling is not None:
             wait_s = self.scaling.admitting(request.model, request.account, is_moved=bool(request.avoid))
             request = _waiting(request, wait_s)
         return request
+
+    async def purge(self, account: str | None, session: str | None) -> PurgedTexts:
+        streams = 0 if session is not None else self.event_logs.purge(account)
+        return PurgedTexts(self.sessions.purge(account, session), streams)
 
     async def refresh_prices(self) -> None:
         if self.price_store is not None:
@@ -332,7 +351,7 @@ class LocalCore:
         row = self.prices.priced(end.row)
         if row.first_token_us is not None:
             self._observe_ttft(row, (row.first_token_us - row.created_us) / 1e6)
-        is_late = self.limits is not None and self.limits.settle(row)
+        is_late = self.limits is not None and not end.is_job and self.limits.settle(row)
         outcome: Outcome = "finished" if row.status == "finished" else _outcome(end)
         self.admission.ended(row.id, outcome, row.output_tokens, end.lost)
         self.grants.notify_room()
@@ -340,6 +359,12 @@ class LocalCore:
         self.history.ended(row, self.usage.used_by(row.id), end.inter_token)
         if not end.is_job:
             await self.usage.record(row, is_late)
+
+    def settle_job(self, row: UsageRow, is_stored: bool) -> None:
+        """Give back what an attempt at a job had reserved of its budgets, less its cost if the queue has stored the
+        row: an attempt without a row is not billed."""
+        if self.limits is not None:
+            self.limits.settle(row if is_stored else msgspec.structs.replace(row, cost_pico=0))
 
     async def abandon(self, request_id: str) -> None:
         """End a request, failed, whose HTTP worker has died, if the request was dispatched.
@@ -375,7 +400,7 @@ class LocalCore:
     def _knows_model(self, model: str) -> bool:
         """True if the operator has named the model: by a worker, a price, an alias or an upstream server's list."""
         return (
-            any(model in worker.endpoint.models for worker in self.admission.balancer.workers.values())
+            any(model in worker.endpoint.models for worker in self.admission.balancer.fleet.workers.values())
             or bool(self.prices.history(model))
             or self.aliases.table.leads_to(model)
             or self.lists_model(model)
@@ -401,7 +426,7 @@ class LocalCore:
         """Tell the grants the TTFT of a request that is no job: how much jobs on the same worker slow it down."""
         record = self.admission.balancer.ledger.get(row.id)
         if record is not None and record.route is not None and not record.is_job:
-            self.grants.observe_ttft(row.model, record.route.decode, ttft_s, record.mixed)
+            self.grants.observe_ttft(record.route.decode, ttft_s, record.mixed)
 
 
 def _waiting(request: RouteRequest, wait_s: float) -> RouteRequest:

@@ -84,6 +84,7 @@ class LinkCore:
         self.refused, self.observed, self.count_spans = core.refused, core.admission.observed, tracing.add_counts
         logs = core.event_logs
         self.limits, self.read, self.idle_s, self.cancel = logs.limits, logs.read, logs.idle_s, logs.cancel
+        self.hold = logs.hold
         self.services = CoreServices(self, self, core.responses, self, core, core)
 
     async def admit(self, request: RouteRequest) -> Route:

@@ -96,7 +96,7 @@ def _validate(request: EncodeRequest, encoder: TextEncoder) -> None:
 
 def _tokenize(request: EncodeRequest, encoder: TextEncoder) -> EncodedTexts:
     if not request.token_ids:
-        return encoder.encode(request.texts, request.query, truncate=request.truncate)
+        return encoder.encode(request.texts, request.query, truncate=request.truncate, most=request.context_len)
     given = [ids[: 4 * encoder.max_len] for ids in request.token_ids] if request.truncate else request.token_ids
     lens = [count(ids) for ids in given]
     for index, (ids, length) in enumerate(zip(given, lens, strict=True)):

@@ -1,14 +1,16 @@
 """Tasks for our own engine workers: each kind is checked, tokenized, and given the transport that computes it."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from emberline.catalog.model_card import ModelCard
 from emberline.cluster.engine_client import EngineClient
 from emberline.cluster.served_models import Served, ServedModels
 from emberline.cluster.timings import Timings
 from emberline.protocol.errors import Unavailable, Unsupported
+from emberline.protocol.events import SequenceIds
 from emberline.protocol.frames import EngineInfo
 from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal, SpeechRequest
 from emberline.protocol.route_request import RouteRequest, route_request
@@ -25,6 +27,8 @@ from emberline.text.grammar.compiler_pool import GrammarCompiler
 from emberline.text.text_model import TextModel
 from emberline.upstream.target import Target
 
+T = TypeVar("T")
+
 
 def no_result() -> None:
     """Return None: the output of the task was its result."""
@@ -37,6 +41,14 @@ class Prepared(NamedTuple):
     transport: Transport[Any]
     result: Callable[[], Any] = no_result  # called once, after the last output
     inter_token: Counts | None = None  # latencies, filled by the transport
+
+
+class ChatFormat(NamedTuple):
+    """How a conversation becomes the text of a prompt."""
+
+    template: str = ""  # Jinja
+    stops: tuple[str, ...] = ()  # texts that end a turn
+    inserts: bool = False  # the model fills in the middle
 
 
 class EngineTasks:
@@ -82,12 +94,17 @@ class EngineTasks:
             prepared.info.fingerprint,
             input_tokens=prepared.prompt.n_ids,
             keys=prepared.keys,
-            max_tokens=prepared.sampling.max_tokens or 0,
+            max_tokens=max(1, prepared.sampling.max_tokens or 0),  # 0 would be unknown
         )
         if job is not None:  # no later request continues its conversation
             return Prepared(route, transport, inter_token=inter_token.counts)
-        remember = self._preparer.remember
-        return Prepared(route, transport, lambda: remember(prepared, transport.replies), inter_token.counts)
+
+        def finish() -> SequenceIds:
+            replies = transport.replies
+            self._preparer.remember(prepared, replies)
+            return SequenceIds(prepared.prompt.ids, replies[0][1])
+
+        return Prepared(route, transport, finish, inter_token.counts)
 
     async def _encode(
         self, request: EncodeRequest, target: Target, principal: Principal, clock: Clock, job: JobContext | None
@@ -106,9 +123,29 @@ class EngineTasks:
         call = SpeechCall(request, self._engines, self._timings)
         return Prepared(speech_route(request, principal, info, clock), call, call.result)
 
+    async def chat_format(self, card: ModelCard) -> ChatFormat:
+        """The chat template of a model of ours and the tokens that end its turns; empty if it generates no text."""
+        served = await self._served.get(card)
+        text = served.tokenizer
+        if not isinstance(text, TextModel):
+            return ChatFormat()
+        spelled = {token_id: token for token, token_id in text.tokenizer.added.items()}
+        ends = [spelled[token_id] for token_id in self._info(served).eos_ids if token_id in spelled]
+        return ChatFormat(text.template.source, (*text.chat_stops, *ends), text.fill_in_middle is not None)
+
     async def count_tokens(self, request: GenerateRequest, target: Target) -> int:
         """Count the tokens of the prompt as `prepare` would build it. No engine is asked."""
         return await self._preparer.count(request, await self._served.get(target.card))
+
+    async def tokenizer(self, target: Target) -> tuple[TextModel, int]:
+        """The tokenizer of a model, and the tokens that its context has. No engine is asked."""
+        served = await self._served.get(target.card)
+        info = next((engine.info for engine in self._engines_of(served) if engine.info is not None), served.info)
+        return served.text, served.card.context_window if info is None else info.context_len
+
+    async def run_off_loop(self, n_bytes: int, work: Callable[[], T], renders: TextModel | None = None) -> T:
+        """Do the work in a thread, if it would take the event loop too long (`Preparer.run_off_loop`)."""
+        return await self._preparer.run_off_loop(n_bytes, work, renders)
 
     async def warm_up(self) -> None:
         """Prepare what only requests with grammars need, so that the first of them need not wait for it."""

@@ -12,12 +12,21 @@ from emberline.cluster.engine_client import EngineClient, EngineStream
 from emberline.cluster.prefill_handover import Prefill, hand_over, prefill_id
 from emberline.cluster.timings import DEFAULTS, Timings
 from emberline.protocol.errors import EmberlineError, ErrorInfo, Internal, Unavailable, from_info
-from emberline.protocol.events import DraftUsage, Started, TextEvent, TokenDelta, Usage
+from emberline.protocol.events import (
+    DraftUsage,
+    PromptEcho,
+    PromptLogprobs,
+    Started,
+    TextEvent,
+    TokenDelta,
+    Usage,
+)
 from emberline.protocol.request import EngineRequest, Message
 from emberline.protocol.route_request import Fault, Route, client_of
 from emberline.protocol.trace_context import Phase, TraceContext, TraceDetails
 from emberline.service.choice_decoder import ChoiceDecoder, ParsingChoiceDecoder
 from emberline.service.prepare import Prepared
+from emberline.service.prompt_report import PromptReport
 from emberline.telemetry.metrics import Histogram
 from emberline.telemetry.request_log import JobContext, in_flight_id
 from emberline.telemetry.tracing import PROVIDER
@@ -53,7 +62,11 @@ class EngineTransport:
         decoder = ParsingChoiceDecoder if prepared.parsed else ChoiceDecoder
         self._choices = [decoder(index, prepared, inter_token) for index in range(prepared.request.n)]
         self._n_open = len(self._choices)
-        self._max_tokens = prepared.sampling.max_tokens or sys.maxsize  # of each choice
+        max_tokens = prepared.sampling.max_tokens
+        self._max_tokens = sys.maxsize if max_tokens is None else max_tokens  # of each choice
+        self._prompt = PromptReport(prepared) if prepared.request.returns_prompt else None  # None: not wanted back
+        # One worker computes a prompt whose log-probabilities are wanted, or which has no reply.
+        self._alone = max_tokens == 0 or prepared.sampling.prompt_logprobs is not None
         self._started = False  # the first token of any attempt is there
         self._drafts: dict[str, DraftUsage] = {}  # of every sequence so far, if the client wants to know
         self._cached_by_tier: dict[str, int] | None = None  # as reported by the first attempt that produced a token
@@ -68,6 +81,7 @@ class EngineTransport:
         if job is not None and job.resume_from is not None:
             (choice,) = self._choices
             choice.push(job.resume_from)
+            self._prompt = None  # an earlier attempt has told of it
             self._n_open -= choice.done is not None
 
     @property
@@ -105,11 +119,14 @@ class EngineTransport:
 
     async def open(self, route: Route, attempt: int, deadline_s: float | None) -> None:
         self.began, self._n_prefilled = False, 0
+        if self._prompt is not None:
+            self._prompt.restart()
         self._attempt = attempt
         self._opened_s, self._engine_wait_s = time.monotonic(), 0.0
         self._deadline_at_s = None if deadline_s is None else self._opened_s + deadline_s
         decode = self._decode = client_of(self._engines, route.decode)
-        prefill = self._prefill_engine = client_of(self._engines, route.prefill) if route.prefill else None
+        has_prefill = bool(route.prefill) and not self._alone
+        prefill = self._prefill_engine = client_of(self._engines, route.prefill) if has_prefill else None
         wait_s = self._timings.reconnect_wait_s if attempt else self._timings.connect_wait_s
         for engine in (decode, prefill):
             if engine is not None:
@@ -134,7 +151,16 @@ class EngineTransport:
             self._set_cached(await self._prefill.cached_by_tier())
         events: list[TextEvent] = []
         for delta in deltas if len(deltas) == 1 else _merged(deltas):
-            self._absorb(delta, events)
+            if self._prompt is None:
+                self._absorb(delta, events)
+                continue
+            self._prompt.take(delta)
+            if delta.token_ids or delta.finish is not None:
+                is_first = not self._started and delta.finish not in ("error", "cancelled")
+                told = await self._prompt.told() if is_first else None
+                self._absorb(delta, events)
+                if told is not None:
+                    events[1:1] = [PromptEcho(choice.index, told) for choice in self._choices]
         return events
 
     def fault(self, error: EmberlineError) -> Fault:
@@ -254,6 +280,8 @@ class EngineTransport:
         made: list[EngineRequest] = []
         for choice in choices:
             sampling = prepared.sampling
+            if self._started and sampling.prompt_logprobs is not None:
+                sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
             if choice.index and sampling.seed is not None:
                 sampling = msgspec.structs.replace(sampling, seed=(sampling.seed + choice.index) % (1 << 64))
             sequence_id = self._id + (f"-{choice.index}" if choice.index else "") + suffix
@@ -322,6 +350,12 @@ def _merged(deltas: list[TokenDelta]) -> list[TokenDelta]:
             held.token_ids += delta.token_ids
             held.finish = delta.finish
             held.error = delta.error
+            if delta.usage is not None:  # the last one counts all, drafts included
+                held.usage = delta.usage
             if delta.logprobs is not None:
                 held.logprobs = (held.logprobs or []) + delta.logprobs
+            if delta.prompt_logprobs is not None:
+                told = [part for part in (held.prompt_logprobs, delta.prompt_logprobs) if part is not None]
+                held.prompt_logprobs = PromptLogprobs.joined(told)
+            held.usage, held.waited_s = held.usage or delta.usage, held.waited_s or delta.waited_s
     return list(merged.values())

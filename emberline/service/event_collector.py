@@ -8,8 +8,12 @@ from emberline.protocol.complete_response import Answer, AnswerChoice, AnswerPar
 from emberline.protocol.errors import Internal
 from emberline.protocol.events import (
     ChoiceDone,
+    ChoiceEvent,
     Completed,
     Opaque,
+    OutputIds,
+    PromptEcho,
+    PromptTokens,
     ReasoningDelta,
     Started,
     TextDelta,
@@ -21,8 +25,6 @@ from emberline.protocol.events import (
 )
 from emberline.protocol.request import Marks
 
-ChoiceEvent = TextDelta | ReasoningDelta | ToolCallStarted | ToolCallDelta | Opaque | ChoiceDone
-
 
 class ChoiceCollector:
     """Collects the events of one choice."""
@@ -30,9 +32,13 @@ class ChoiceCollector:
     def __init__(self) -> None:
         self._done = ChoiceDone(0, "stop")
         self._logprobs: list[TextLogprob] = []
-        self._parts: list[tuple[type[TextPart | ReasoningPart] | ToolCallStarted, list[str]]] = []
+        # Texts by what they belong to; a dict is a block of thinking that the provider has signed or encrypted.
+        self._parts: list[tuple[type[TextPart | ReasoningPart] | ToolCallStarted | dict[str, Any], list[str]]] = []
+        self._n_blocks = 0  # of thinking
         self._arguments: dict[int, list[str]] = {}
         self._marks: dict[int | None, Marks] = {None: {}}  # by tool call; None: of the message
+        self._token_ids: list[bytes] = []
+        self._prompt: PromptTokens | None = None
 
     def add(self, event: ChoiceEvent) -> None:
         if isinstance(event, TextDelta):
@@ -47,6 +53,13 @@ class ChoiceCollector:
             self._parts.append((event, self._arguments[event.call]))
         elif isinstance(event, Opaque):
             self._marks.setdefault(event.call, {})[event.name] = event.value
+            for block in event.thinking_blocks[self._n_blocks :]:
+                self._n_blocks += 1
+                self._place(block)
+        elif isinstance(event, OutputIds):
+            self._token_ids.append(event.token_ids)
+        elif isinstance(event, PromptEcho):
+            self._prompt = event.prompt
         else:
             self._done = event
 
@@ -56,9 +69,12 @@ class ChoiceCollector:
             text = "".join(pieces)
             if isinstance(kind, ToolCallStarted):
                 parts.append(ToolCallPart(kind.id, kind.name, text, self._marks.get(kind.call, {})))
+            elif isinstance(kind, dict):
+                parts.append(ReasoningPart(text, kind))
             else:
                 parts.append(kind(text))
-        return AnswerChoice(parts, self._logprobs, self._done.finish, self._done.stop_sequence, self._marks[None])
+        done, marks, token_ids = self._done, self._marks[None], b"".join(self._token_ids)
+        return AnswerChoice(parts, self._logprobs, done.finish, done.stop_sequence, marks, token_ids, self._prompt)
 
     def _append(self, kind: type[TextPart | ReasoningPart], text: str) -> None:
         if not text:
@@ -66,6 +82,23 @@ class ChoiceCollector:
         if not self._parts or self._parts[-1][0] is not kind:
             self._parts.append((kind, []))
         self._parts[-1][1].append(text)
+
+    def _place(self, block: dict[str, Any]) -> None:
+        """Put a block of thinking where its text came, or at the end if it has none."""
+        text = str(block.get("thinking") or "")
+        reasoning = [at for at, (kind, _) in enumerate(self._parts) if kind is ReasoningPart] if text else []
+        if reasoning and reasoning[-1] == len(self._parts) - 1 and "".join(self._parts[-1][1]).endswith(text):
+            reasoning = reasoning[-1:]  # the block has just ended: an equal text before is another one's
+        for at in reasoning:
+            before, found, after = "".join(self._parts[at][1]).rpartition(text)
+            if found:
+                self._parts[at] = block, [text]
+                if after:
+                    self._parts.insert(at + 1, (ReasoningPart, [after]))
+                if before:
+                    self._parts.insert(at, (ReasoningPart, [before]))
+                return
+        self._parts.append((block, [text]))
 
 
 class AnswerCollector:
@@ -115,16 +148,26 @@ def events_of(answer: Answer) -> Iterator[ChoiceEvent]:
 
 
 def _choice_events(index: int, choice: AnswerChoice) -> Iterator[ChoiceEvent]:
+    if choice.prompt is not None:
+        yield PromptEcho(index, choice.prompt)
+    if choice.token_ids:
+        yield OutputIds(index, choice.token_ids)
     n_texts_left = sum(isinstance(part, TextPart) for part in choice.parts)
     logprobs, n_calls = list(choice.logprobs), 0
+    blocks: list[dict[str, Any]] = []  # of thinking, so far
     for name, value in choice.marks.items():
-        yield Opaque(index, name, value)
+        if name != "thinking_blocks":
+            yield Opaque(index, name, value)
     for part in choice.parts:
         if isinstance(part, TextPart):
             n_texts_left -= 1
             yield TextDelta(index, part.text, _take_logprobs(part.text, logprobs, last=n_texts_left == 0) or None)
         elif isinstance(part, ReasoningPart):
-            yield ReasoningDelta(index, part.text)
+            if part.text:
+                yield ReasoningDelta(index, part.text)
+            if part.block is not None:
+                blocks.append(part.block)
+                yield Opaque(index, "thinking_blocks", [*blocks])
         else:
             yield ToolCallStarted(index, n_calls, part.id, part.name)
             for name, value in part.marks.items():

@@ -33,6 +33,8 @@ class LogLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 DEFAULTS = LogLimits()
+HOLD_S = 3.0  # for which a reader that is connected keeps a log; it says so more often
+PURGED_GRACE_S = 10.0  # for the reader of a stream that ran when its account was purged
 
 
 class NewLog(msgspec.Struct, frozen=True):
@@ -64,8 +66,11 @@ class EventLogs(Protocol):
         """The events with numbers above `after`, as many as one frame takes; waits for the first up to `wait_s`.
         NoSuchStream: there is none of that account."""
 
+    def hold(self, log_id: str) -> None:
+        """Keep a log for HOLD_S: its reader is connected, but takes what it has read slowly."""
+
     async def idle_s(self, log_id: str) -> float:
-        """Seconds since anyone has read it; 0: someone waits; infinite: it was cancelled, or is gone."""
+        """Seconds since anyone has read it; 0: someone waits or holds it; infinite: it was cancelled, or is gone."""
 
     async def cancel(self, account: str, log_id: str) -> None: ...
 
@@ -73,22 +78,29 @@ class EventLogs(Protocol):
 class _Log:
     def __init__(self, new: NewLog, orphan_s: float) -> None:
         self.new = new
+        self.grace_s = new.grace_s
         self._orphan_s = orphan_s
         self.events: list[bytes] = []
         self.n_bytes = 0
         self.done = False
         self.cancelled = False
         self.n_waiting = 0
+        self.held_until_s = 0.0
         self.read_s = time.monotonic()
         self.changed = asyncio.Event()
 
     @property
+    def is_held(self) -> bool:
+        """True if a client is connected that reads it."""
+        return self.n_waiting > 0 or time.monotonic() < self.held_until_s
+
+    @property
     def idle_s(self) -> float:
-        return 0.0 if self.n_waiting else time.monotonic() - self.read_s
+        return 0.0 if self.is_held else time.monotonic() - self.read_s
 
     @property
     def is_over(self) -> bool:
-        return self.idle_s > self.new.grace_s + (0.0 if self.done else self._orphan_s)
+        return self.idle_s > self.grace_s + (0.0 if self.done else self._orphan_s)
 
 
 class MemoryEventLogs:
@@ -144,12 +156,28 @@ class MemoryEventLogs:
                 break
         return LogPart(events, log.done and after + 1 + len(events) >= len(log.events), log.new.content_type)
 
+    def hold(self, log_id: str) -> None:
+        if (log := self._logs.get(log_id)) is not None:
+            log.read_s = time.monotonic()
+            log.held_until_s = log.read_s + HOLD_S
+
     async def idle_s(self, log_id: str) -> float:
         log = self._logs.get(log_id)
         return math.inf if log is None or log.cancelled else log.idle_s
 
     async def cancel(self, account: str, log_id: str) -> None:
         self._find(account, log_id).cancelled = True
+
+    def purge(self, account: str | None) -> int:
+        """Forget the complete logs of an account, or (None) of all. Returns how many. One that is still written stays
+        for its reader, and is forgotten soon after its end."""
+        found = [log for log in self._logs.values() if account in (None, log.new.account)]
+        complete = [log for log in found if log.done]
+        for log in complete:
+            del self._logs[log.new.id]
+        for log in found:
+            log.grace_s = min(log.grace_s, PURGED_GRACE_S)
+        return len(complete)
 
     def abandon(self, log_id: str) -> None:
         """The process that writes it is gone."""
@@ -165,7 +193,7 @@ class MemoryEventLogs:
 
     def _make_room(self, among: list[_Log]) -> None:
         """Remove the complete log that was read longest ago."""
-        complete = [log for log in among if log.done and not log.n_waiting]
+        complete = [log for log in among if log.done and not log.is_held]
         if not complete:
             raise Overloaded("too many resumable streams are open: try again, or without resuming", retry_after_s=5)
         oldest = max(complete, key=lambda log: log.idle_s)

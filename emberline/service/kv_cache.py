@@ -22,7 +22,9 @@ FOLDER = "kv-exchange"  # in the data folder
 class KVCacheAdmin:
     """`salt` is an account's; it is never a client's choice."""
 
-    def __init__(self, engines: Sequence[EngineClient], folder: Path | None) -> None:
+    def __init__(self, engines: Sequence[EngineClient], folder: Path | None, generates: bool = True) -> None:
+        """`generates` is False on a server that serves no model with a KV cache."""
+        self._generates = generates
         self._engines = [engine for engine in engines if engine.info is None or engine.info.task == "generate"]
         self._folder = folder
 
@@ -31,6 +33,8 @@ class KVCacheAdmin:
 
         Unavailable names the workers in which something may be left.
         """
+        if not self._engines and not self._generates:
+            return {}
         if not self._engines:
             raise Unavailable("no engine worker runs: load a model first, or stop the server and purge everything")
         digest = session_digest(session)
@@ -101,17 +105,23 @@ class KVCacheAdmin:
         """The engine workers that can use our files."""
         if self._folder is None:
             raise Unsupported("this server has no data folder: KV cannot be exported or imported")
+        self._check_generates()
         chosen = [engine for engine in self._engines if worker in (None, engine.name)]
+        if worker and not chosen:
+            raise NotFound(f"no engine worker is called {worker}", param="worker")
         chosen = [engine for engine in chosen if model is None or model in engine.endpoint.models]
         local = [engine for engine in chosen if engine.endpoint.address.startswith("unix:")]
         if not local:
             what = (
-                f"no engine worker of this machine is called {worker}"
-                if worker
-                else "this machine runs no engine worker"
+                f"the engine worker {worker} is on another machine" if worker else "this machine runs no engine worker"
             )
             raise Unavailable(what + ("" if model is None else f" of model {model}"))
         return local
+
+    def _check_generates(self) -> None:
+        """Raise Unsupported if no model of this server has a KV cache."""
+        if not self._generates:
+            raise Unsupported("the models of this server keep no KV")
 
     @contextmanager
     def _files(self) -> Iterator[Path]:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from emberline.accounts.stored_provider import EVERY_ACCOUNT
 from emberline.catalog.aliases import Aliases, AliasTable
 from emberline.catalog.model_card import ModelCard, with_aliases
 from emberline.cluster.served_models import ServedModels
@@ -18,7 +19,7 @@ class ModelLookup(Protocol):
 
     def cards(self) -> Sequence[ModelCard]: ...
 
-    def find(self, name: str, caller: str = "") -> ModelCard: ...
+    def find(self, name: str, account: str | None, caller: str = "") -> ModelCard: ...
 
     def target(self, card: ModelCard, principal: Principal, own_key: OwnKey | None = None) -> Target: ...
 
@@ -59,16 +60,17 @@ class Models:
         table = self._aliases.table
         return [with_aliases(card, table.names_of(card)) for card in cards] if table.aliases else cards
 
-    def find(self, name: str, caller: str = "") -> ModelCard:
-        """The model with this id or alias, in any case of letters.
+    def find(self, name: str, account: str | None, caller: str = "") -> ModelCard:
+        """The model with this id or alias, in any case of letters, among those that the account can see.
 
+        Models of providers are seen by the accounts that have the provider. `account` None: the operator, who sees all.
         An alias of several models stands for the same one in all requests of a caller, and for the one of the largest
         weight without a caller. Raises ModelNotFound or MalformedModelId, which say what to do about it.
         """
         table, found = self._aliases.table, name
-        if name.lower() in table.aliases and not self.is_id(name):
-            found = table.pick(name, caller, self._has)
-        if (card := self._served.find(found) or self.upstream.find(found)) is not None:
+        if name.lower() in table.aliases and not self.is_id(name, account):
+            found = table.pick(name, caller, lambda target: self._find(target, account) is not None)
+        if (card := self._served.find(found) or self.upstream.find(found, account)) is not None:
             return card
         raise self._served.not_found(found, self.upstream.providers.hint(name))
 
@@ -95,25 +97,27 @@ class Models:
         """State of a model that is loaded and unloaded here: on_disk, loading, loaded, unloading or failed.
 
         Returns `provider` if upstream servers have the model, and an empty text if it is always loaded."""
-        on_upstream = self._served.card(model_id) is None and self.upstream.find(model_id) is not None
+        on_upstream = self._served.card(model_id) is None and self.upstream.find(model_id, None) is not None
         return self._served.states.get(model_id) or ("provider" if on_upstream else "")
 
     def is_alias(self, name: str) -> bool:
         """True if the name is an alias, so that the model which it stands for may depend on the caller."""
         return name.lower() in self._aliases.table.aliases
 
-    def is_id(self, name: str) -> bool:
-        """True if the name is a model's id, which no alias replaces."""
+    def is_id(self, name: str, account: str | None) -> bool:
+        """True if the name is the id of a model that the account can see, which no alias replaces."""
         own = self._served.find(name)
-        return (own is not None and own.id.lower() == name.lower()) or self.upstream.find(name) is not None
+        return (own is not None and own.id.lower() == name.lower()) or self.upstream.find(name, account) is not None
 
     def check_alias(self, name: str, targets: Mapping[str, int]) -> None:
-        """Raise Conflict if the name is a model's id, and ModelNotFound if a target is neither a model nor an alias."""
-        if self.is_id(name):
+        """Raise Conflict if the name is a model's id, and ModelNotFound if a target is neither a model nor an alias.
+
+        Accounts' own providers keep no name from the operator: such an account goes on with its own model."""
+        if self.is_id(name, EVERY_ACCOUNT):
             raise Conflict(f"{name} is the id of a model: choose another name", param="name")
         for target in targets:
             if not self.is_alias(target):
-                self.find(target)
+                self.find(target, None)
 
-    def _has(self, name: str) -> bool:
-        return (self._served.find(name) or self.upstream.find(name)) is not None
+    def _find(self, name: str, account: str | None) -> ModelCard | None:
+        return self._served.find(name) or self.upstream.find(name, account)

@@ -5,7 +5,7 @@ from typing import Literal
 
 from emberline.cluster.served_models import ServedModels
 from emberline.protocol.errors import Unavailable
-from emberline.service.core import Operations
+from emberline.service.core import Operations, PurgedTexts
 from emberline.service.in_flight import InFlight
 from emberline.service.models import Models
 from emberline.telemetry.health import Health
@@ -50,8 +50,15 @@ class ServiceOperations:
             self._models.check_alias(name, targets)
         await self._core.change_alias(name, targets)
 
-    async def load_model(self, model: str, action: Literal["load", "unload"]) -> None:
+    async def purge(self, account: str | None, session: str | None) -> PurgedTexts:
+        """Forget what the core remembers of the conversations of an account, of one of its sessions, or (None) of
+        all."""
+        return await self._core.purge(account, session)
+
+    async def load_model(
+        self, model: str, action: Literal["load", "unload"], keep_alive_s: float | None = None
+    ) -> None:
         """Load or unload a model of ours; return when it is done. Raises ModelNotFound for a model of others."""
-        if self._models.is_upstream(card := self._models.find(model)):
+        if self._models.is_upstream(card := self._models.find(model, None)):
             raise self._served.not_found(card.id)
-        await self._core.load_model(card.id, action)
+        await self._core.load_model(card.id, action, keep_alive_s)

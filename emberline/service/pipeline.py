@@ -2,9 +2,11 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import TypeVar
 
 import msgspec
 
@@ -13,6 +15,7 @@ from emberline.protocol.complete_response import Encoded
 from emberline.protocol.errors import EmberlineError, Unavailable
 from emberline.protocol.events import Completed, Cost, TextEvent
 from emberline.protocol.request import GenerateRequest, Principal, alias_caller
+from emberline.service import tokenization
 from emberline.service.core import Core
 from emberline.service.engine_tasks import EngineTasks, Prepared
 from emberline.service.in_flight import InFlight
@@ -21,6 +24,7 @@ from emberline.service.request_run import RequestRun
 from emberline.service.validation import validate
 from emberline.service.work import Begun, RelayRequest, Stage, Tap, Task, TaskEvents, Work
 from emberline.telemetry.request_log import AttemptContext, Clock, route_terms
+from emberline.text.text_model import TextModel
 from emberline.upstream.dialects.anthropic_relay import MessageAssembler
 from emberline.upstream.dialects.chunks import BodyAssembler, ChunkReader
 from emberline.upstream.dialects.dialect import MESSAGES
@@ -29,6 +33,8 @@ from emberline.upstream.target import Target
 from emberline.upstream.transport import UpstreamTransport
 
 _ANY_VOCABULARY = 1 << 31  # upstream servers check token ids themselves
+
+T = TypeVar("T")
 
 log = logging.getLogger("emberline.request")
 
@@ -120,10 +126,36 @@ class Pipeline:
         """Count the tokens of the prompt as `run` would build it. No engine of ours is asked."""
         if target is None:
             caller = alias_caller(principal.account, request.session, request.id)
-            target = self._models.target(self._models.find(request.model, caller), principal)
+            target = self._models.target(self._models.find(request.model, principal.account, caller), principal)
         if target.is_upstream:
             return await self._upstream.count_tokens(request, target)
         return await self._engines.count_tokens(request, target)
+
+    async def tokenize(
+        self, request: GenerateRequest, target: Target, special: bool, entries: bool
+    ) -> tokenization.TokenizedPrompt:
+        """Tokenize the prompt of a request (`tokenization.tokenize`)."""
+        return await tokenization.tokenize(self, request, target, special, entries)
+
+    async def detokenize(self, ids: list[int], target: Target) -> str:
+        """The text of token ids, special tokens included."""
+        return await tokenization.detokenize(self, ids, target)
+
+    async def tokenizer_info(self, target: Target) -> dict[str, str | None]:
+        """The special tokens of a model by their names in chat templates, and its chat template."""
+        return await tokenization.tokenizer_info(self, target)
+
+    async def tokenizer(self, target: Target) -> tuple[TextModel, int]:
+        """The tokenizer of a model, and the tokens that its context has. Raises Unsupported if it is not here."""
+        if not target.is_upstream:
+            return await self._engines.tokenizer(target)
+        if (text := self._upstream.texts.get(target.card.id)) is None:
+            raise tokenization.unknown_tokenizer(target.card.id)
+        return text, target.card.context_window
+
+    async def run_off_loop(self, n_bytes: int, work: Callable[[], T], renders: TextModel | None = None) -> T:
+        """Do the work in a thread, if it would take the event loop too long (`Preparer.run_off_loop`)."""
+        return await self._engines.run_off_loop(n_bytes, work, renders)
 
     async def _start(self, work: Work, card: ModelCard | None, attempt: AttemptContext) -> Begun:
         """Admit an attempt at the work and wait for its first output. An attempt that fails before is finalized."""
@@ -134,7 +166,8 @@ class Pipeline:
             if is_draining:
                 raise Unavailable("the server is shutting down", retry_after_s=5)
             if card is None:  # as of a job, whose name was not looked up yet
-                card = self._models.find(task.model, alias_caller(work.principal.account, task.session, task.id))
+                account = work.principal.account
+                card = self._models.find(task.model, account, alias_caller(account, task.session, task.id))
             if attempt.id:
                 task = msgspec.structs.replace(task, id=attempt.id, model=card.id)
             target = work.target or self._models.target(card, work.principal, work.own_key)
@@ -151,7 +184,7 @@ class Pipeline:
                 self._core.refused(error.kind)
                 log.info("refused: %s", error.message, extra={"request_id": task.id, "error": error.kind})
             raise
-        work.was_admitted, work.rate_limits = True, run.route.rate_limits
+        work.admitted_ns, work.rate_limits = time.monotonic_ns(), run.route.rate_limits
         output, step = None, run.step
         try:
             while not output and not transport.done:

@@ -33,12 +33,15 @@ from emberline.text.prompt import (
 )
 from emberline.text.text_model import Rendered, TextModel
 from emberline.text.tokenizers.tokenizer import OFF_LOOP_BYTES
+from emberline.text.truncation import truncate_prompt
 
 T = TypeVar("T")
 Tools = Sequence[Tool] | msgspec.Raw  # as they came, or encoded
 
 log = logging.getLogger("emberline.request")
 
+MAX_PROMPT_LOGPROBS = 1 << 17  # of an answer: of the prompt's tokens and their alternatives
+RENDERINGS = 8  # by templates in other processes, at once
 MESSAGE_BYTES = 64  # of text that are tokenized in the time that a template takes for a message
 
 
@@ -76,19 +79,21 @@ class Preparer:
         self._core = core
         self._grammars = grammars
         self._threads = ThreadPoolExecutor(2, "emberline-text")
+        self._renderings = ThreadPoolExecutor(RENDERINGS, "emberline-templates")  # that wait for other processes
         self._remembering: dict[bytes, asyncio.Task[None]] = {}  # by the digest of a conversation
 
     async def close(self) -> None:
         """Return when all conversations are remembered that have ended."""
         await asyncio.gather(*self._remembering.values())
         self._threads.shutdown(cancel_futures=True)
+        self._renderings.shutdown(wait=False, cancel_futures=True)
 
     async def prepare(
         self, request: GenerateRequest, principal: Principal, served: Served, info: EngineInfo, clock: Clock
     ) -> Prepared:
         """Make a request ready for an engine. Refuses everything that can be refused without one."""
         text, (is_long, tools) = served.text, _is_long(request)
-        valid, digests, rendered = await self._run(is_long, lambda: _read(text, request, tools, info))
+        valid, digests, rendered = await self._run(is_long, lambda: _read(text, request, tools, info), text)
         asked = served.card.defaults.apply(valid, _left_to_model(request))
         if self._remembering:
             await self._remembered(digests)
@@ -96,15 +101,26 @@ class Preparer:
         thinking = reasoning_begun(text, rendered, request.continue_final)
         spec = grammar_spec(text, request, thinking)
 
+        context_len = min(info.context_len, request.context_len or info.context_len)
+
         def tokenize() -> tuple[Prompt, SamplingParams, bytes]:
             prompt = build_prompt(text, request, known, rendered)
-            sampling = _fit(asked, prompt.n_ids, info.context_len, _prompt_field(request))
+            if request.truncate and prompt.n_ids >= context_len > 1:
+                room = min(asked.max_tokens or context_len, context_len // 2)  # for the reply
+                prompt = Prompt(truncate_prompt(text, request, context_len - room))
+            sampling = _fit(asked, prompt.n_ids, context_len, _prompt_field(request))
+            if sampling.prompt_logprobs is not None:
+                _check_scored(sampling.prompt_logprobs, prompt.n_ids)
+            if request.suffix is not None and text.fill_in_middle is not None:
+                stop_ids = (*sampling.stop_ids, *text.fill_in_middle.end_ids)
+                sampling = msgspec.structs.replace(sampling, stop_ids=stop_ids)
             if sampling.bad_words:
                 spelled = text.spellings(sampling.bad_words)
                 sampling = msgspec.structs.replace(sampling, bad_words=(), bad_ids=spelled)
             return prompt, sampling, blockhash.chain(blockhash.root(info.fingerprint, principal.salt), prompt.ids)
 
-        tokenizing = self._run(is_long, tokenize)
+        renders_again = request.truncate or bool(request.context_ids)
+        tokenizing = self._run(is_long, tokenize, text if renders_again else None)
         grammar = b""
         if spec is None:
             prompt, sampling, keys = await tokenizing
@@ -113,6 +129,8 @@ class Preparer:
             (prompt, sampling, keys), grammar, _ = await asyncio.gather(
                 tokenizing, compiling, self.load_vocabulary(text)
             )
+        if prompt.rendered is None:  # a prompt that was cut is not what later turns begin with
+            digests = []
         limit = reasoning_limit(text, request, sampling.max_tokens or 1) if thinking else None
         return Prepared(
             request, principal, served, info, sampling, prompt, digests, clock, is_long, thinking, limit, grammar, keys
@@ -123,7 +141,7 @@ class Preparer:
             validate_prompt(request, served.text.vocab_size)
             return build_prompt(served.text, request).n_ids
 
-        return await self._run(_is_long(request)[0], tokenize)
+        return await self._run(_is_long(request)[0], tokenize, served.text)
 
     def remember(self, prepared: Prepared, replies: list[tuple[Message, bytes]]) -> None:
         """Let the core remember a conversation that has ended, with its `replies` and their ids, for its next turn.
@@ -140,7 +158,8 @@ class Preparer:
         for _ in range(2):  # iterations of the event loop, in which the end of the reply is sent
             await asyncio.sleep(0)
         try:
-            entries = await self._run(prepared.is_long, lambda: _session_entries(prepared, replies))
+            text = prepared.served.text
+            entries = await self._run(prepared.is_long, lambda: _session_entries(prepared, text, replies), text)
             self._core.remember(entries)
         except Exception:  # the next turn is slower, nothing worse
             log.exception("a conversation was not remembered", extra={"request_id": prepared.request.id})
@@ -155,11 +174,15 @@ class Preparer:
         if "vocabulary" not in text.__dict__:
             await asyncio.get_running_loop().run_in_executor(self._threads, lambda: text.vocabulary)
 
-    async def run_off_loop(self, n_bytes: int, work: Callable[[], T]) -> T:
-        """Do the work in a thread, if `n_bytes` of text are too many for the event loop."""
-        return await self._run(n_bytes > OFF_LOOP_BYTES, work)
+    async def run_off_loop(self, n_bytes: int, work: Callable[[], T], renders: TextModel | None = None) -> T:
+        """Do the work in a thread, if `n_bytes` of text are too many for the event loop, or if it renders by a template
+        that runs in another process."""
+        return await self._run(n_bytes > OFF_LOOP_BYTES, work, renders)
 
-    async def _run(self, is_long: bool, work: Callable[[], T]) -> T:
+    async def _run(self, is_long: bool, work: Callable[[], T], renders: TextModel | None = None) -> T:
+        """Do the work, in a thread if it is long, or if it renders by a template that runs in another process."""
+        if renders is not None and renders.template.blocks:
+            return await asyncio.get_running_loop().run_in_executor(self._renderings, work)
         if is_long:
             return await asyncio.get_running_loop().run_in_executor(self._threads, work)
         return work()
@@ -184,7 +207,10 @@ def _is_long(request: GenerateRequest) -> tuple[bool, Tools]:
 
 def _texts(request: GenerateRequest) -> Iterator[str]:
     """All texts of the prompt."""
-    yield request.prompt or ""
+    if request.prompt:
+        yield request.prompt
+    if request.suffix:
+        yield request.suffix
     for message in request.messages or ():
         yield message.content
         if message.reasoning is not None:
@@ -201,13 +227,19 @@ def _read(
     for at, message in enumerate(request.messages or ()):
         if message.parts and message.n_media:
             raise Unsupported(f"{request.model} takes no images", param=f"messages[{at}].images")
-    n_chars = sum(len(message.content) for message in request.messages or ()) + len(request.prompt or "")
-    _check_length(n_chars, request, text, info.context_len)
+    if request.suffix is not None and text.fill_in_middle is None:
+        why = f"{request.model} does not fill in the middle: its tokenizer has no tokens for that; leave `suffix` out"
+        raise Unsupported(why, param="suffix")
+    n_chars = sum(len(message.content) for message in request.messages or ())
+    n_chars += len(request.prompt or "") + len(request.suffix or "")
+    if not request.truncate:
+        _check_length(n_chars, request, text, info.context_len)
     kwargs = prompt_kwargs(text, request)
     rendered = render_prompt(text, request, kwargs)
     if rendered is None:
         return valid, [], None
-    _check_length(len(rendered.text), request, text, info.context_len)
+    if not request.truncate:
+        _check_length(len(rendered.text), request, text, info.context_len)
     return valid, chain_digests(request.messages or (), kwargs, tools), rendered
 
 
@@ -227,12 +259,13 @@ def _check_length(n_chars: int, request: GenerateRequest, text: TextModel, conte
 def _left_to_model(request: GenerateRequest) -> tuple[str, ...]:
     """Names of the sampling parameters for which the model's defaults apply.
 
-    A default repetition penalty is meant for prose. It is left out where the reply is forced to be JSON or a tool call:
-    quotes and keys repeat there by design, and a penalized quote turns into stray characters in a copied value.
+    A default repetition penalty is meant for prose. It is left out where the reply is JSON or may call a tool: quotes,
+    keys and what an agent copies from its context repeat there by design, and a penalized quote turns into stray
+    characters in a copied value.
     """
-    forced = request.output is not None or (request.tools and request.tool_choice.mode == "required")
     names = request.left_to_model
-    return tuple(name for name in names if name != "repetition_penalty") if forced else names
+    copies = request.output is not None or bool(request.tools)
+    return tuple(name for name in names if name != "repetition_penalty") if copies else names
 
 
 def _fit(sampling: SamplingParams, n_prompt: int, context_len: int, field: str) -> SamplingParams:
@@ -250,12 +283,21 @@ def _fit(sampling: SamplingParams, n_prompt: int, context_len: int, field: str) 
     return msgspec.structs.replace(sampling, max_tokens=max_tokens, min_tokens=min(sampling.min_tokens, max_tokens))
 
 
-def _session_entries(prepared: Prepared, replies: list[tuple[Message, bytes]]) -> list[SessionEntry]:
+def _check_scored(n_top: int, n_prompt: int) -> None:
+    """Refuse log-probabilities of a prompt that are too many for one answer."""
+    n_entries = n_prompt * (1 + n_top)
+    if n_entries > MAX_PROMPT_LOGPROBS:
+        raise BadInput(
+            f"{n_top} alternatives for each of the prompt's {n_prompt} tokens are {n_entries} "
+            f"log-probabilities, and an answer has at most {MAX_PROMPT_LOGPROBS}: ask for fewer, or shorten the prompt",
+            param="prompt_logprobs",
+        )
+
+
+def _session_entries(prepared: Prepared, text: TextModel, replies: list[tuple[Message, bytes]]) -> list[SessionEntry]:
     entries: dict[bytes, EncodedPrefix] = {}
     for reply, reply_ids in replies:
-        entries |= turn_entries(
-            prepared.served.text, prepared.request, prepared.prompt, prepared.digests, reply, reply_ids
-        )
+        entries |= turn_entries(text, prepared.request, prepared.prompt, prepared.digests, reply, reply_ids)
     principal, version, session = prepared.principal, prepared.info.fingerprint, prepared.request.session
     return [
         SessionEntry(principal.account, version, digest, entry, principal.salt, session)

@@ -4,12 +4,13 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
+from emberline.catalog.model_card import TEXT_GENERATION, ModelCard
 from emberline.cluster.engine_client import EngineClient
 from emberline.cluster.served_models import ServedModels
 from emberline.cluster.timings import DEFAULTS, Timings
 from emberline.service import kv_cache
 from emberline.service.core import CoreAccess
-from emberline.service.engine_tasks import EngineTasks
+from emberline.service.engine_tasks import ChatFormat, EngineTasks
 from emberline.service.event_log import EventLogs
 from emberline.service.in_flight import InFlight
 from emberline.service.models import Models
@@ -47,10 +48,16 @@ class Service:
         self._pipeline = Pipeline(core, self.models, self._tasks, self.upstream, self.in_flight)
         self.run = self._pipeline.run
         self.count_tokens = self._pipeline.count_tokens
+        self.tokenize, self.detokenize = self._pipeline.tokenize, self._pipeline.detokenize
+        self.tokenizer_info = self._pipeline.tokenizer_info
         self.operations = ServiceOperations(core.operations, self.models, served, self.in_flight)
         self.cluster_admin = core.cluster_admin
         for engine in engines.values():
             engine.start()
+
+    async def chat_format(self, card: ModelCard) -> ChatFormat:
+        """The chat template of a model, and the texts that end its turns. Empty if another server computes it."""
+        return ChatFormat() if self.models.is_upstream(card) else await self._tasks.chat_format(card)
 
     @property
     def responses(self) -> ResponseStore:
@@ -65,7 +72,8 @@ class Service:
     @property
     def kv_cache(self) -> kv_cache.KVCacheAdmin:
         """Cached KV of the engine workers, for its owners and the operator."""
-        return kv_cache.KVCacheAdmin(list(self.engines.values()), self._exchange)
+        generates = any(card.task == TEXT_GENERATION for card in self._served.cards())
+        return kv_cache.KVCacheAdmin(list(self.engines.values()), self._exchange, generates)
 
     @property
     def n_running(self) -> int:

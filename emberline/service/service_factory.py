@@ -3,6 +3,7 @@
 import asyncio
 import ssl
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ from emberline.cluster.membership import Membership, WorkerConnections
 from emberline.cluster.planner_table import PlannerTable
 from emberline.cluster.prefix_push import PrefixPusher
 from emberline.cluster.scaled_models import ScaledModels
-from emberline.cluster.served_models import Served, ServedModels
+from emberline.cluster.served_models import Served, ServedModels, load_served
 from emberline.cluster.timings import DEFAULTS as DEFAULT_TIMINGS
 from emberline.cluster.timings import Timings
 from emberline.config import ScalingConfig
@@ -40,6 +41,7 @@ from emberline.service.service import Service
 from emberline.service.sessions import Sessions
 from emberline.store import Database, open_store
 from emberline.text.grammar.compiler_pool import GrammarCompiler
+from emberline.text.template_renderer import LocalRenderer, RendererFactory
 from emberline.upstream.models import UpstreamModels
 from emberline.upstream.providers.client import ProviderClient
 from emberline.upstream.providers.directory import ProviderDirectory
@@ -81,6 +83,7 @@ async def open_service(
     cluster: ClusterSettings | None = None,
     timings: Timings = DEFAULT_TIMINGS,
     grammars: GrammarCompiler | None = None,
+    templates: RendererFactory = LocalRenderer,
 ) -> Service:
     """The core process's service. Opens the store, by default in `data_dir`; connects to the engines meanwhile.
 
@@ -88,10 +91,12 @@ async def open_service(
     now (`discover`). `on_stall` is called with the name of an engine that hangs, to restart it; `on_leave` with that
     of a worker that has left, to end it. `directory`, which is open, has the accounts' and keys' limits; `prices` are
     the configured ones, by model, and `aliases` the configured aliases. With `cluster`, workers may join. `grammars`
-    compiles the grammars of replies; the service closes it.
+    compiles the grammars of replies; the service closes it. `templates` run the chat templates of models that are not
+    of the built-in catalog.
     """
-    upstream = UpstreamModels(upstreams, CardFiles(data_dir).apply, providers)
-    connections = _connections(served, upstream, timings, on_stall, None if cluster is None else cluster.tls)
+    upstream = UpstreamModels(upstreams, CardFiles(data_dir).apply, providers, templates)
+    tls = None if cluster is None else cluster.tls
+    connections = _connections(served, upstream, timings, templates, on_stall, tls)
     own = await open_store(store_url or data_dir / DATABASE) if store is None else None
     store = store or own
     assert store is not None
@@ -195,11 +200,12 @@ async def open_http_worker(
     data_dir: Path | None = None,
     tls: ssl.SSLContext | None = None,
     timings: Timings = DEFAULT_TIMINGS,
+    templates: RendererFactory = LocalRenderer,
 ) -> Service:
     """The service of an HTTP worker. Waits a moment for the core; without it, requests are answered Unavailable."""
     described = (lambda card: card) if data_dir is None else CardFiles(data_dir).apply
-    models = UpstreamModels(upstreams, described, providers)
-    connections = _connections(served, models, timings, tls=tls)
+    models = UpstreamModels(upstreams, described, providers, templates)
+    connections = _connections(served, models, timings, templates, tls=tls)
     core = RemoteCore(core_socket, connections.engines.values(), models.abort, connections.follow, timings)
     await core.wait_connected(CORE_WAIT_S)
     models.start(watch=False)
@@ -221,11 +227,13 @@ def _connections(
     served: Sequence[Served],
     upstream: UpstreamModels,
     timings: Timings,
+    templates: RendererFactory,
     on_stall: Callable[[str], None] | None = None,
     tls: ssl.SSLContext | None = None,
 ) -> WorkerConnections:
     """Connections to the configured workers. The service starts those to engines."""
-    connections = WorkerConnections(ServedModels(served), upstream, on_stall, tls, timings)
+    models = ServedModels(served, partial(load_served, templates=templates))
+    connections = WorkerConnections(models, upstream, on_stall, tls, timings)
     for item in served:
         for endpoint in item.endpoints:
             connections.add_engine(msgspec.structs.replace(endpoint, models=endpoint.models or (item.card.id,)))

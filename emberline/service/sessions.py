@@ -123,6 +123,18 @@ class Sessions:
         while self.n_bytes > self.max_bytes:
             self._remove(next(iter(self._entries)))
 
+    def purge(self, account: str | None, session: str | None = None) -> int:
+        """Forget the conversations of an account, those of one of its sessions, or (None) all. Returns how many
+        entries."""
+        found = [
+            key
+            for key, entry in self._entries.items()
+            if account in (None, key[0]) and session in (None, entry.owner.session)
+        ]
+        for key in found:
+            self._remove(key)
+        return len(found)
+
     def _remove(self, key: Key) -> None:
         entry = self._entries.pop(key)
         self.n_bytes -= entry.n_bytes

@@ -126,16 +126,23 @@ def validate_prompt(request: GenerateRequest, vocab_size: int, tools_encoded: bo
         )
     if request.messages is not None and not request.messages:
         raise BadInput("messages must not be empty", param="messages")
-    if request.prompt_ids is not None:
-        if len(request.prompt_ids) % 4:
-            raise BadInput("prompt token ids are u32: their bytes must be a multiple of 4", param="prompt")
-        ids = np.frombuffer(request.prompt_ids, "<u4")
-        if len(ids) and int(ids.max()) >= vocab_size:
-            raise BadInput(f"prompt token id {ids.max()} is beyond the vocabulary of {vocab_size}", param="prompt")
+    for param, given_ids in (("prompt", request.prompt_ids), ("context", request.context_ids)):
+        if given_ids:
+            _check_prompt_ids(given_ids, vocab_size, param)
+    if request.suffix is not None and request.prompt is None:
+        raise BadInput("a suffix needs a prompt that is text: what stands before the gap", param="suffix")
     if request.continue_final and not _continuable(request.messages):
         message = "to be continued, the last message must be the assistant's, without tool calls"
         raise BadInput(message, param="messages")
     validate_tools(request, tools_encoded)
+
+
+def _check_prompt_ids(given: bytes, vocab_size: int, param: str) -> None:
+    if len(given) % 4:
+        raise BadInput(f"{param} token ids are u32: their bytes must be a multiple of 4", param=param)
+    highest = int(np.frombuffer(given, "<u4").max())
+    if highest >= vocab_size:
+        raise BadInput(f"{param} token id {highest} is beyond the vocabulary of {vocab_size}", param=param)
 
 
 def _continuable(messages: tuple[Message, ...] | None) -> bool:
@@ -155,7 +162,7 @@ def validate_sampling(sampling: SamplingParams, vocab_size: int) -> SamplingPara
             f"min_tokens ({sampling.min_tokens}) must not be above max_tokens ({sampling.max_tokens})",
             param="min_tokens",
         )
-    if sampling.logit_bias or sampling.stop_ids:
+    if sampling.logit_bias or sampling.stop_ids or sampling.allowed_ids:
         _check_ids(sampling, vocab_size)
     if sampling.stop:
         _check_stops(sampling.stop)
@@ -174,7 +181,8 @@ _RANGES: dict[str, tuple[float, float]] = {  # the least and the most; NaN is in
     "frequency_penalty": (-MAX_PENALTY, MAX_PENALTY),
     "presence_penalty": (-MAX_PENALTY, MAX_PENALTY),
     "logprobs": (0, MAX_LOGPROBS),
-    "max_tokens": (1, MAX_TOKENS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+    "max_tokens": (0, MAX_TOKENS),
     "min_tokens": (0, MAX_TOKENS),
 }
 _NOT_ZERO = ("top_p", "repetition_penalty")
@@ -190,10 +198,13 @@ def _check_ids(sampling: SamplingParams, vocab_size: int) -> None:
         raise BadInput(f"logit_bias may have {MAX_BIASES} entries, not {len(sampling.logit_bias)}", param="logit_bias")
     for token_id, bias in sampling.logit_bias.items():
         if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
-            raise _out_of_range("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+            message = f"logit_bias: the bias of token {token_id} must be from -{MAX_LOGIT_BIAS} to {MAX_LOGIT_BIAS}"
+            raise BadInput(f"{message}, not {bias}", param="logit_bias")
         _check_id("logit_bias", token_id, vocab_size)
     for token_id in sampling.stop_ids:
         _check_id("stop_token_ids", token_id, vocab_size)
+    for token_id in sampling.allowed_ids:
+        _check_id("allowed_token_ids", token_id, vocab_size)
 
 
 def _check_id(param: str, token_id: int, vocab_size: int) -> None:

@@ -82,10 +82,14 @@ class Work:
     attempts: Callable[[Start], Awaitable[Begun]] | None = None  # tries models until one begins to answer
     taps: list[Tap] = field(default_factory=list)  # each gets what the one before has let through
     replay: Sequence[TextEvent] | None = None  # the events of a known answer: nothing is computed
-    was_admitted: bool = False  # an attempt has counted for the limits on requests
+    admitted_ns: int = 0  # monotonic, of the last attempt that was admitted; 0: none has counted for the limits yet
     rate_limits: RateLimits | None = None  # of the caller, once an attempt was admitted
     completed: Completed | None = None  # once the usage row is durable
     is_done: bool = False  # the terminal event was handed out
+
+    @property
+    def was_admitted(self) -> bool:
+        return self.admitted_ns > 0
 
 
 class TaskRunner(Protocol):

@@ -153,13 +153,13 @@ class EmberlineRouter:
             max_running=worker.model.max_running, kv_tokens=worker.model.kv_tokens, events=not self._upstream
         )
         self._down.discard(worker.name)
-        self.balancer.join(endpoint, capacity, self._clock.now_s)
+        self.balancer.fleet.join(endpoint, capacity, self._clock.now_s)
         self._dispatch()
 
     def on_worker_lost(self, worker: SimWorker, requests: list[SimRequest]) -> None:
         """Its requests move to others, behind the tokens that the client has."""
         self._down.add(worker.name)
-        self.balancer.disconnected(worker.name, self._clock.now_s, "the connection was lost")
+        self.balancer.fleet.disconnected(worker.name, self._clock.now_s, "the connection was lost")
         for request in requests:
             request.n_failovers += 1
             if request.n_failovers > MAX_FAILOVERS:
@@ -173,11 +173,11 @@ class EmberlineRouter:
         self._dispatch()
 
     def on_worker_drained(self, worker: SimWorker) -> None:
-        self.balancer.drain(worker.name, self._clock.now_s)
+        self.balancer.fleet.drain(worker.name, self._clock.now_s)
         self._dispatch()
 
     def on_worker_undrained(self, worker: SimWorker) -> None:
-        self.balancer.undrain(worker.name, self._clock.now_s)
+        self.balancer.fleet.undrain(worker.name, self._clock.now_s)
         self._dispatch()
 
     def on_worker_removed(self, worker: SimWorker, requests: list[SimRequest]) -> None:
@@ -186,7 +186,7 @@ class EmberlineRouter:
             asked = self._asked[request.id]
             avoid = tuple({*asked.avoid, worker.name})
             self._enqueue(request, msgspec.structs.replace(asked, avoid=avoid, wait_s=RESTART_WAIT_S + self._hold_s))
-        self.balancer.remove(worker.name, self._clock.now_s)
+        self.balancer.fleet.remove(worker.name, self._clock.now_s)
         self._dispatch()
 
     def on_load_report(self, worker: SimWorker) -> None:
@@ -209,9 +209,9 @@ class EmberlineRouter:
             apply(*args)
 
     def _apply_load_report(self, name: str, load: EngineLoad) -> None:
-        self.balancer.report(name, load, self._clock.now_s)
+        self.balancer.fleet.report(name, load, self._clock.now_s)
         self._dispatch()
 
     def _apply_kv_event(self, name: str, stored: bool, keys: bytes) -> None:
-        apply = self.balancer.stored if stored else self.balancer.removed
+        apply = self.balancer.fleet.stored if stored else self.balancer.fleet.removed
         apply(name, keys, self._clock.now_s)

@@ -1,6 +1,6 @@
 """Runs a trace against a simulated fleet and a router in virtual time, and searches for a load."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import log
 from random import Random
@@ -35,9 +35,12 @@ _COMMON_SPAN = 1 << 12  # segment numbers per kind of common prefix, all below t
 HOLD_S = 60.0  # that requests wait for a first worker, besides two starts
 BUSY_TOLERANCE = 0.01
 MAX_SEARCH_RUNS = 12
+PROGRESS_STEPS = 20
+
+Progress = Callable[[SimulationConfig, float], None]  # called with the share of a run's virtual time that has passed
 
 
-def simulate(trace: TrafficTrace, config: SimulationConfig) -> SimulationResult:
+def simulate(trace: TrafficTrace, config: SimulationConfig, progress: Progress | None = None) -> SimulationResult:
     """The same configuration gives the same result, to the last digit."""
     model = config.model
     if model.kv_tokens < model.context_len + 2 * trace.block_tokens:
@@ -45,12 +48,12 @@ def simulate(trace: TrafficTrace, config: SimulationConfig) -> SimulationResult:
             f"workers hold {model.kv_tokens} tokens of KV, less than a context of {model.context_len} needs",
             param="kv-tokens",
         )
-    return _Simulation(trace, config).run()
+    return _Simulation(trace, config, progress).run()
 
 
 class _Simulation:
-    def __init__(self, trace: TrafficTrace, config: SimulationConfig) -> None:
-        self._trace, self._config = trace, config
+    def __init__(self, trace: TrafficTrace, config: SimulationConfig, progress: Progress | None = None) -> None:
+        self._trace, self._config, self._progress = trace, config, progress
         self._clock = VirtualClock()
         self._rng = Random(config.seed)
         self._streamed = Random(config.seed)  # which requests are; of its own, as that of the faults
@@ -71,6 +74,13 @@ class _Simulation:
         self._planner: SimPlanner | None = None
         self._intervals: dict[int, int] = {}  # see SimulationResult
 
+    def _run_until(self, until_s: float) -> None:
+        clock, config = self._clock, self._config
+        while self._progress is not None and clock.now_s < until_s:
+            self._progress(config, clock.now_s / config.end_s)
+            clock.run(min(until_s, clock.now_s + config.end_s / PROGRESS_STEPS))
+        clock.run(until_s)
+
     def run(self) -> SimulationResult:
         config, clock = self._config, self._clock
         starts = session_starts(self._trace, config.load, config.end_s - config.history_s, self._rng, config.profile)
@@ -90,10 +100,10 @@ class _Simulation:
         names = [worker.name for worker in self._fleet.workers]
         for fault in random_faults(config.faults, names, config.measured_from_s, config.end_s, rng):
             self._fleet.inject(fault)
-        clock.run(config.measured_from_s)
+        self._run_until(config.measured_from_s)
         workers = self._fleet.workers
         before = [(worker.busy_at(clock.now_s), worker.computed, worker.n_output) for worker in workers]
-        clock.run(config.end_s)
+        self._run_until(config.end_s)
         after = [(worker.busy_at(clock.now_s), worker.computed, worker.n_output) for worker in workers]
         before += [(0.0, 0, 0)] * (len(after) - len(before))
         span_s = (config.measured_from_s, config.end_s)
@@ -280,11 +290,13 @@ def next_turn_s(turns: Sequence[TraceTurn], place: int) -> float:
 # --- searching for a load --------------------------------------------------------------------------------------------
 
 
-def load_at_utilization(trace: TrafficTrace, config: SimulationConfig, busy: float) -> float:
+def load_at_utilization(
+    trace: TrafficTrace, config: SimulationConfig, busy: float, progress: Progress | None = None
+) -> float:
     """The load at which the workers are busy for that share of the time."""
-    load, low, high = _initial_load(trace, config), 0.0, float("inf")
+    load, low, high = estimated_load(trace, config), 0.0, float("inf")
     for _ in range(MAX_SEARCH_RUNS):
-        found = simulate(trace, replace(config, load=load)).busy
+        found = simulate(trace, replace(config, load=load), progress).busy
         if abs(found - busy) <= BUSY_TOLERANCE:
             break
         low, high = (load, high) if found < busy else (low, load)
@@ -297,8 +309,8 @@ def load_at_utilization(trace: TrafficTrace, config: SimulationConfig, busy: flo
     return load
 
 
-def _initial_load(trace: TrafficTrace, config: SimulationConfig) -> float:
-    """A first guess: the load that keeps all workers busy at half of the possible hit ratio."""
+def estimated_load(trace: TrafficTrace, config: SimulationConfig) -> float:
+    """An estimate of the load that keeps the workers busy about half of the time; it simulates nothing."""
     turns = [turn for session in trace.sessions for turn in session.turns]
     model = config.model
     sample = turns[:: max(1, len(turns) // 500)]

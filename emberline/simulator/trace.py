@@ -7,6 +7,7 @@ of a few dozen segments.
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from random import Random
 
 from emberline.protocol.errors import BadInput
@@ -71,7 +72,7 @@ class SegmentIndex:
         return len(self._cuts)
 
     def path(self, runs: Runs) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(segments, lengths) of a prompt."""
+        """(segments, lengths) of a prompt, which names no block twice."""
         cuts = self._cuts
         segments: list[int] = []
         lengths: list[int] = []
@@ -79,11 +80,38 @@ class SegmentIndex:
             low, high = bisect_left(cuts, first), bisect_left(cuts, first + n)
             segments.extend(range(low, high))
             lengths.extend(cuts[place + 1] - cuts[place] for place in range(low, high))
+        assert len(set(segments)) == len(segments), "a prompt names a block twice"
         return tuple(segments), tuple(lengths)
 
     def number(self, block: int) -> int:
         """The segment that contains a block."""
         return bisect_right(self._cuts, block) - 1
+
+
+class DistinctBlocks:
+    """Gives ids of their own to blocks that a prompt names again. An id names the whole prefix up to its block, so the
+    second block is another one; recordings that name blocks by their content repeat ids."""
+
+    def __init__(self, first_free: int) -> None:
+        """No prompt has an id from `first_free` on."""
+        self._first_free = first_free
+        self._ids: dict[tuple[int, int], int] = {}  # by the block before it, and the id that is repeated
+
+    def of(self, runs: Runs) -> Runs:
+        """The same prompt, without repeated ids. Prompts that begin alike still do."""
+        in_order = sorted(runs)
+        if all(first + n <= after for (first, n), (after, _) in pairwise(in_order)):
+            return runs
+        ids: list[int] = []
+        seen: set[int] = set()
+        for first, n in runs:
+            for block in range(first, first + n):
+                if block in seen:
+                    before = ids[-1], block
+                    block = self._ids.setdefault(before, self._first_free + len(self._ids))
+                seen.add(block)
+                ids.append(block)
+        return run_lengths(ids)
 
 
 def run_lengths(ids: Sequence[int]) -> list[tuple[int, int]]:

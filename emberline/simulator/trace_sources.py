@@ -20,7 +20,15 @@ from random import Random
 import msgspec
 
 from emberline.protocol.errors import BadInput
-from emberline.simulator.trace import Runs, SegmentIndex, TraceSession, TraceTurn, TrafficTrace, run_lengths
+from emberline.simulator.trace import (
+    DistinctBlocks,
+    Runs,
+    SegmentIndex,
+    TraceSession,
+    TraceTurn,
+    TrafficTrace,
+    run_lengths,
+)
 
 MOONCAKE_BLOCK_TOKENS = 512
 MICROSECONDS = len("2023-11-16 18:17:03.979960")  # of a time: more digits are left out
@@ -114,7 +122,7 @@ class RecordedSession(msgspec.Struct):
 
 def build_agent_trace(recorded: Iterable[RecordedSession], context_len: int) -> TrafficTrace:
     """A session ends where it exceeds the context."""
-    rows = [row for row in recorded if row.own]
+    rows = [_with_distinct_blocks(row) for row in recorded if row.own]
     kinds: dict[tuple[int, int], int] = {}
     cuts: dict[int, set[int]] = {}  # kind -> segment boundaries in the common prefix, relative to its start
     for row in rows:
@@ -136,6 +144,16 @@ def build_agent_trace(recorded: Iterable[RecordedSession], context_len: int) -> 
             sessions.append(session)
     block_tokens = rows[0].block_size if rows else 64
     return TrafficTrace("claude_code", block_tokens, sessions, n_segments, False, n_skipped)
+
+
+def _with_distinct_blocks(row: RecordedSession) -> RecordedSession:
+    blocks = DistinctBlocks(1 + max(first + n for runs in row.prompts for first, n in runs))
+
+    def distinct(request: RecordedRequest) -> RecordedRequest:
+        inner = [distinct(each) for each in request.requests]
+        return msgspec.structs.replace(request, h=[*blocks.of(request.h)], requests=inner)
+
+    return msgspec.structs.replace(row, requests=[distinct(request) for request in row.requests])
 
 
 def _common_prefix(row: RecordedSession) -> tuple[int, int]:
@@ -206,7 +224,8 @@ def build_mooncake_trace(rows: Iterable[MooncakeRow], context_len: int) -> Traff
             n_skipped += 1
         else:
             kept.append(row)
-    prompts = [run_lengths(row.hash_ids) for row in kept]
+    blocks = DistinctBlocks(1 + max((max(row.hash_ids) for row in kept), default=0))
+    prompts = [blocks.of(run_lengths(row.hash_ids)) for row in kept]
     segments = SegmentIndex(prompts)
     sessions = []
     for row, runs in zip(kept, prompts):

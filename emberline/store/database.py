@@ -11,12 +11,16 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
+from emberline.protocol.errors import BadInput
 from emberline.store.notifications import Subscription
 
 Value = str | bytes | int | float | None
 Row = tuple[Value, ...]
 Rows = list[Row]
 T = TypeVar("T")
+
+
+REPORT_S = 60.0  # the longest time of a report
 
 
 class Sql(str):
@@ -80,7 +84,12 @@ class Database(Protocol):
         """Run a transaction that reads before it writes. An exception in it rolls it back."""
 
     async def read(self, sql: str, params: Sequence[Value] = ()) -> Rows:
-        """Run one query, which sees every write that has returned."""
+        """Run one quick query, which finds its rows by an index. It sees every write that has returned."""
+
+    async def report(self, sql: str, params: Sequence[Value] = ()) -> Rows:
+        """Run one query whose time grows with the table: a search, a sum. It never makes `read` wait.
+
+        Raises BadInput if it takes longer than REPORT_S."""
 
     async def notify(self, channel: str, payload: str = "") -> None:
         """Wake the channel's subscribers, best effort; call it after the commit it announces."""
@@ -113,6 +122,11 @@ def in_order(statements: Sequence[Statement]) -> Transaction[list[Rows]]:
 def decode_row(kind: type[T], columns: str, row: Row) -> T:
     """The msgspec struct whose fields are the row's columns ("id, account, …")."""
     return msgspec.convert(dict(zip(columns.split(", "), row, strict=True)), kind)
+
+
+def report_too_slow(limit_s: float) -> BadInput:
+    """The error of a report that was stopped."""
+    return BadInput(f"the query takes longer than {limit_s:g} s: ask for a shorter time or fewer rows")
 
 
 def resolve_future(done: "asyncio.Future[Any]", outcome: Any) -> None:

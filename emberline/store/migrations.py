@@ -313,6 +313,10 @@ BUDGET_TABLES = (  # see accounts/budget_leases.py
 # A batch and its jobs belong to the trace of the request that submitted it.
 TRACE_CONTEXT = ("ALTER TABLE batches ADD COLUMN traceparent TEXT NOT NULL DEFAULT ''",)
 
+# No table changes. From here on sealed provider keys have a form that earlier releases cannot open; the number makes
+# those releases refuse the store. `accounts.provider_keys` binds the keys: it has their secret.
+BOUND_PROVIDER_KEYS = ("SELECT 1",)
+
 # Migration n (1-based) takes a database from version n - 1 to n. One text serves both databases: on PostgreSQL BLOB
 # becomes BYTEA; `Sql` has two texts where that is not enough.
 Migrations = tuple[tuple[str, ...], ...]
@@ -394,6 +398,7 @@ MIGRATIONS: Migrations = (
     RATE_TABLES,
     PLANNER_TABLES,
     MEMBER_COLUMNS,
+    BOUND_PROVIDER_KEYS,
 )
 
 
@@ -417,7 +422,7 @@ def steps_after(version: int, migrations: Migrations = MIGRATIONS) -> Iterator[s
     if version > len(migrations):
         raise Unavailable(
             f"the database has schema version {version}, this Emberline knows up to {len(migrations)}: "
-            "upgrade Emberline, or choose another data folder"
+            "upgrade Emberline, restore a backup that this version has made, or choose another data folder"
         )
     return (statement for migration in migrations[version:] for statement in migration)
 

@@ -16,13 +16,14 @@ import random
 import re
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from emberline.protocol.errors import BadInput, EmberlineError, Unavailable
 from emberline.store.clock import SteadyClock, uptime_us
 from emberline.store.database import (
+    REPORT_S,
     BulkQuery,
     ProcessLock,
     Query,
@@ -33,6 +34,7 @@ from emberline.store.database import (
     Transaction,
     Value,
     in_order,
+    report_too_slow,
     resolve_future,
     returns_rows,
 )
@@ -47,7 +49,8 @@ except ImportError as missing:
     raise BadInput("a PostgreSQL store needs the driver: pip install 'emberline[postgres]'") from missing
 
 WRITERS = 4  # connections for writing
-READERS = 4
+READERS = 4  # for look-ups
+REPORTERS = 2  # for reports
 MAX_GROUP = 128
 CONNECT_S = 5.0
 COMMAND_S = 120.0
@@ -100,7 +103,7 @@ class _Run(NamedTuple):
 class _ConnectionPool:
     """Connections for one purpose. A database that cannot be reached is not asked for a moment; a busy one is asked."""
 
-    def __init__(self, url: str, size: int, acquire_s: float) -> None:
+    def __init__(self, url: str, size: int, acquire_s: float, settings: Mapping[str, str] = _SETTINGS) -> None:
         self._size, self._acquire_s = size, acquire_s
         self._down_until_s = 0.0
         self._backoff_s = _BACKOFF_S[0]
@@ -110,7 +113,7 @@ class _ConnectionPool:
             max_size=size,
             timeout=CONNECT_S,
             command_timeout=COMMAND_S,
-            server_settings=_SETTINGS,
+            server_settings=dict(settings),
             init=_set_codecs,
         )
 
@@ -167,9 +170,12 @@ class PostgresStore:
 
     is_shared = True
 
-    def __init__(self, url: str, acquire_s: float = CONNECT_S) -> None:
+    def __init__(self, url: str, acquire_s: float = CONNECT_S, report_s: float = REPORT_S) -> None:
         self._writing = _ConnectionPool(url, WRITERS + 2, acquire_s)  # two for notifications and the clock
         self._reading = _ConnectionPool(url, READERS, acquire_s)
+        settings = _SETTINGS | {"statement_timeout": str(int(report_s * 1000))}
+        self._reporting = _ConnectionPool(url, REPORTERS, acquire_s + report_s, settings)
+        self._report_s = report_s
         self._url = url
         self._notifier = Notifier()
         self._listener = PostgresListener(lambda: _connect(url), self._notifier)
@@ -183,21 +189,30 @@ class PostgresStore:
         self._notifying: asyncio.Task[None] | None = None
 
     @classmethod
-    async def open(cls, url: str, migrations: Migrations = MIGRATIONS, acquire_s: float = CONNECT_S) -> "PostgresStore":
-        """Connect, and bring the schema up to date. `acquire_s`: the longest wait for a connection that is free."""
+    async def open(
+        cls,
+        url: str,
+        migrations: Migrations = MIGRATIONS,
+        acquire_s: float = CONNECT_S,
+        report_s: float = REPORT_S,
+    ) -> "PostgresStore":
+        """Connect, and bring the schema up to date. `acquire_s` is the longest wait for a connection that is free,
+        `report_s` the longest time of a report."""
         text = "the store's URL cannot be used: write postgresql://user:password@host:5432/name"
         try:
-            store = cls(url, acquire_s)
+            store = cls(url, acquire_s, report_s)
         except ValueError as error:
             raise BadInput(text, param="store.url") from error
         try:
             await store._writing.open()
             await store._reading.open()
+            await store._reporting.open()
             await store._writing.use(lambda connection: _migrate(connection, migrations))
             await store._read_clock()
         except Exception as error:
             store._writing.terminate()
             store._reading.terminate()
+            store._reporting.terminate()
             if isinstance(error, EmberlineError):
                 raise
             if isinstance(error, ValueError | asyncpg.InterfaceError):
@@ -224,15 +239,26 @@ class PostgresStore:
         return await done
 
     async def read(self, sql: str, params: Sequence[Value] = ()) -> Rows:
-        """A read changes nothing, so it is repeated once when its connection turns out to be dead."""
+        return await self._read(self._reading, lambda connection: _rows(connection, Query(sql, params)))
+
+    async def report(self, sql: str, params: Sequence[Value] = ()) -> Rows:
+        async def rows(connection: Any) -> Rows:
+            try:
+                return await _rows(connection, Query(sql, params))
+            except asyncpg.QueryCanceledError as error:
+                raise report_too_slow(self._report_s) from error
+
+        return await self._read(self._reporting, rows)
+
+    async def _read(self, pool: _ConnectionPool, work: Callable[[Any], Awaitable[Rows]]) -> Rows:
+        """Run a query, which changes nothing: it is repeated once when its connection turns out to be dead."""
         self._check_open()
-        query = Query(sql, params)
         try:
-            return await self._reading.use(lambda connection: _rows(connection, query))
+            return await pool.use(work)
         except Unavailable as error:
-            if self._reading.is_down or isinstance(error.__cause__, TimeoutError):
+            if pool.is_down or isinstance(error.__cause__, TimeoutError):
                 raise
-            return await self._reading.use(lambda connection: _rows(connection, query))
+            return await pool.use(work)
 
     async def notify(self, channel: str, payload: str = "") -> None:
         """Collected for a moment: committing a notification takes a lock that the whole server shares."""
@@ -263,7 +289,7 @@ class PostgresStore:
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)
         await self._listener.close()
-        await asyncio.gather(self._writing.close(), self._reading.close())
+        await asyncio.gather(self._writing.close(), self._reading.close(), self._reporting.close())
 
     # --- writing -----------------------------------------------------------------------------------------------------
 

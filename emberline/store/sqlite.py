@@ -1,4 +1,7 @@
-"""The embedded store: one SQLite file, a writer thread with group commit, and a connection for reading.
+"""The embedded store: one SQLite file, a writer thread with group commit, and two bounded groups of readers.
+
+Look-ups by key never wait for reports, which have readers of their own and a time limit: a long read also keeps SQLite
+from reusing its write-ahead log.
 
 Group commit without a timer: the writer takes whatever is queued (at most MAX_GROUP), commits it with one fsync, and
 takes what has arrived in the meantime. A lone write starts at once; concurrent ones share the next commit.
@@ -10,6 +13,7 @@ import os
 import queue
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +22,7 @@ from typing import Any, NamedTuple
 from emberline.protocol.errors import Unavailable
 from emberline.store.clock import SteadyClock
 from emberline.store.database import (
+    REPORT_S,
     BulkQuery,
     ProcessLock,
     Query,
@@ -27,14 +32,18 @@ from emberline.store.database import (
     Transaction,
     Value,
     in_order,
+    report_too_slow,
     resolve_future,
     returns_rows,
 )
 from emberline.store.migrations import MIGRATIONS, Migrations, migrate
 from emberline.store.notifications import Notifier, Subscription
 
+READERS = 3  # connections for look-ups, each with a thread
+REPORTERS = 2  # connections for reports
 MAX_GROUP = 256
 BUSY_TIMEOUT_S = 5.0  # the longest wait for another process's lock
+_CHECK_STEPS = 10_000  # of SQLite's virtual machine, between two looks at the time of a report
 
 log = logging.getLogger("emberline.store")
 
@@ -55,6 +64,7 @@ _DATABASE_ERRORS = {
 class _Write(NamedTuple):
     work: Callable[[], Transaction[Any]]
     done: "asyncio.Future[Any]"
+    is_single: bool = False  # one statement, which undoes itself if it fails
 
 
 class SoleProcess:
@@ -70,13 +80,68 @@ class SoleProcess:
         pass
 
 
+class _Readers:
+    """Read-only connections, opened when they are needed. Each is used by one thread at a time."""
+
+    def __init__(self, path: Path, most: int, busy_timeout_s: float, name: str) -> None:
+        self._path, self._busy_timeout_s = path, busy_timeout_s
+        self._threads = ThreadPoolExecutor(most, name)
+        self._idle: list[sqlite3.Connection] = []  # the one used last at the end: its pages are cached
+        self._closing = False
+
+    def open(self) -> None:
+        """Open the first connection, so that a file that cannot be read is noticed at the start."""
+        self._idle.append(self._connect())
+
+    async def rows(self, sql: str, params: Sequence[Value]) -> Rows:
+        """Run one query."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._run, sql, params, None)
+
+    async def rows_within(self, limit_s: float, sql: str, params: Sequence[Value]) -> Rows:
+        """Run one query, which ends with SQLITE_INTERRUPT after limit_s, or when nobody waits for it any more."""
+        cancelled, until_s = threading.Event(), time.monotonic() + limit_s
+
+        def is_over() -> bool:
+            return self._closing or cancelled.is_set() or time.monotonic() > until_s
+
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, self._run, sql, params, is_over)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    def close(self) -> None:
+        self._closing = True
+        self._threads.shutdown()
+        for connection in self._idle:
+            connection.close()
+
+    def _run(self, sql: str, params: Sequence[Value], is_over: Callable[[], bool] | None) -> Rows:
+        connection = self._idle.pop() if self._idle else self._connect()
+        try:
+            connection.set_progress_handler(is_over, _CHECK_STEPS)
+            return connection.execute(sql, params).fetchall()
+        finally:
+            self._idle.append(connection)
+
+    def _connect(self) -> sqlite3.Connection:
+        connection = _connect(self._path, self._busy_timeout_s)
+        connection.execute("PRAGMA query_only = 1")
+        return connection
+
+
 class SqliteStore:
-    """Owns the file. Methods belong to the event loop that opened it; the two connections belong to their threads."""
+    """Owns the file. Methods belong to the event loop that opened it; every connection belongs to one thread."""
 
     is_shared = False
 
     def __init__(
-        self, path: Path, loop: asyncio.AbstractEventLoop, migrations: Migrations, busy_timeout_s: float
+        self,
+        path: Path,
+        loop: asyncio.AbstractEventLoop,
+        migrations: Migrations,
+        busy_timeout_s: float,
+        report_s: float,
     ) -> None:
         self.path = path
         self._loop = loop
@@ -89,45 +154,62 @@ class SqliteStore:
             os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # SQLite gives its side files the same mode
             self._writer = _connect(path, busy_timeout_s)
             migrate(self._writer, migrations)
-            self._reader = _connect(path, busy_timeout_s)
-            self._reader.execute("PRAGMA query_only = 1")
+            self._readers = _Readers(path, READERS, busy_timeout_s, "emberline-store-read")
+            self._readers.open()
         except sqlite3.Error as error:
             raise self._unavailable(error) from error
         except OSError as error:
             raise Unavailable(f"cannot use {path}: {error.strerror}") from error
-        self._reads = ThreadPoolExecutor(1, "emberline-store-read")
+        self._reporters = _Readers(path, REPORTERS, busy_timeout_s, "emberline-store-report")
+        self._report_s = report_s
         self._thread = threading.Thread(target=self._run, name="emberline-store-write", daemon=True)
         self._thread.start()
 
     @classmethod
     async def open(
-        cls, path: Path, migrations: Migrations = MIGRATIONS, busy_timeout_s: float = BUSY_TIMEOUT_S
+        cls,
+        path: Path,
+        migrations: Migrations = MIGRATIONS,
+        busy_timeout_s: float = BUSY_TIMEOUT_S,
+        report_s: float = REPORT_S,
     ) -> "SqliteStore":
-        """Create or open the database and bring its schema up to date."""
-        return await asyncio.to_thread(cls, path, asyncio.get_running_loop(), migrations, busy_timeout_s)
+        """Create or open the database and bring its schema up to date. `report_s` is the longest time of a report."""
+        return await asyncio.to_thread(cls, path, asyncio.get_running_loop(), migrations, busy_timeout_s, report_s)
 
     async def write(self, sql: str, params: Sequence[Value] = ()) -> Rows:
         """An invalid statement raises sqlite3.Error; a database that cannot be used raises Unavailable."""
-        (rows,) = await self.run(lambda: in_order([Query(sql, params)]))
+        (rows,) = await self._run_on_thread(lambda: in_order([Query(sql, params)]), is_single=True)
         return rows
 
     def transaction(self, statements: Sequence[Statement]) -> Coroutine[Any, Any, list[Rows]]:
         return self.run(lambda: in_order(statements))
 
-    async def run(self, work: Callable[[], Transaction[T]]) -> T:
+    def run(self, work: Callable[[], Transaction[T]]) -> Coroutine[Any, Any, T]:
         """Run a transaction on the writer thread, so that no other write of this process interleaves."""
+        return self._run_on_thread(work)
+
+    async def _run_on_thread(self, work: Callable[[], Transaction[T]], is_single: bool = False) -> T:
         if self._closed:
             raise Unavailable("the store is closed")
         done: asyncio.Future[T] = self._loop.create_future()
-        self._queue.put(_Write(work, done))
+        self._queue.put(_Write(work, done, is_single))
         return await done
 
     async def read(self, sql: str, params: Sequence[Value] = ()) -> Rows:
+        return await self._read(self._readers.rows(sql, params))
+
+    async def report(self, sql: str, params: Sequence[Value] = ()) -> Rows:
+        return await self._read(self._reporters.rows_within(self._report_s, sql, params))
+
+    async def _read(self, rows: Coroutine[Any, Any, Rows]) -> Rows:
         if self._closed:
+            rows.close()
             raise Unavailable("the store is closed")
         try:
-            return await self._loop.run_in_executor(self._reads, lambda: self._reader.execute(sql, params).fetchall())
+            return await rows
         except sqlite3.Error as error:
+            if _code(error) == sqlite3.SQLITE_INTERRUPT:
+                raise report_too_slow(self._report_s) from error
             if _code(error) in _DATABASE_ERRORS:
                 raise self._unavailable(error) from error
             raise
@@ -155,8 +237,8 @@ class SqliteStore:
 
     def _close_connections(self) -> None:
         self._thread.join()
-        self._reads.shutdown()
-        self._reader.close()
+        self._readers.close()
+        self._reporters.close()
         self._writer.close()
 
     # --- the writer thread -------------------------------------------------------------------------------------------
@@ -187,7 +269,7 @@ class SqliteStore:
         """Each write's result, or the exception it failed with."""
         try:
             self._writer.execute("BEGIN IMMEDIATE")
-            outcomes = [self._execute(write.work) for write in group]
+            outcomes = [self._execute(write) for write in group]
             self._writer.execute("COMMIT")
             return outcomes
         except sqlite3.Error as error:
@@ -195,18 +277,21 @@ class SqliteStore:
             self._roll_back()
             return [self._unavailable(error)] * len(group)
 
-    def _execute(self, work: Callable[[], Transaction[Any]]) -> Any:
+    def _execute(self, write: _Write) -> Any:
         """A write's own error is its outcome and does not affect the others; an error of the database is raised."""
-        self._writer.execute("SAVEPOINT work")
+        if not write.is_single:
+            self._writer.execute("SAVEPOINT work")
         try:
-            outcome = self._step_through(work())
+            outcome = self._step_through(write.work())
         except Exception as error:
             database_error = isinstance(error, sqlite3.Error) and _code(error) in _DATABASE_ERRORS
             if database_error or not self._writer.in_transaction:
                 raise
-            self._writer.execute("ROLLBACK TO work")
+            if not write.is_single:
+                self._writer.execute("ROLLBACK TO work")
             outcome = error
-        self._writer.execute("RELEASE work")
+        if not write.is_single:
+            self._writer.execute("RELEASE work")
         return outcome
 
     def _step_through(self, steps: Transaction[Any]) -> Any:

@@ -10,7 +10,7 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -89,6 +89,7 @@ def plan_workers(
     first: int = 0,
     kv_bytes: int = 0,
     hardware: Hardware | None = None,
+    taken: Collection[str] = (),
 ) -> list[WorkerPlan]:
     """Plan workers for each model's weights: one per GPU (or per as many as it has ranks), or one on a CPU; these
     divide the memory, and share the cores by need. More workers than GPUs share them.
@@ -96,6 +97,7 @@ def plan_workers(
     first: the number of the first worker.
     kv_bytes: of each worker, where the configuration leaves it open.
     hardware: of the machine; None: of this one, as it is now.
+    taken: names of other workers.
     """
     hardware = hardware or machine.hardware()
     layout = layout_of(config)
@@ -113,13 +115,16 @@ def plan_workers(
     core_sets = _core_sets(n_workers) if pins else []
     threads = max(1, hardware.cores // n_workers) if core_sets else hardware.cores
     plans: list[WorkerPlan] = []
+    names = set(taken)
     for (model, path), share in zip(models.items(), _memory_shares(config, len(models))):
         for index, role in enumerate(roles):
             number = first + len(plans)
             label = f"{number}" if role == "both" else f"{role}{index - roles.index(role)}"
+            name = _free_name(model, label, number, names)
+            names.add(name)
             plans.append(
                 WorkerPlan(
-                    name=f"{_short_name(model)}-{label}",
+                    name=name,
                     number=number,
                     model=model,
                     path=path,
@@ -221,11 +226,12 @@ class EngineWorkers(ProcessGroup):
         """`hardware` for workers that are planned later; None: of this machine, as it is then."""
         self._hardware = hardware
         self.folder = runtime_folder()
-        self.endpoints: dict[str, list[Endpoint]] = {}  # by model, of all workers that were ever planned
+        self.endpoints: dict[str, list[Endpoint]] = {}  # by model, of all workers of its current weights
         self._config = config
         self._make_spec = make_spec or worker_spec
         self._tiers = tiers
-        self._specs: dict[str, ProcessSpec] = {}  # by name
+        self._specs: dict[str, ProcessSpec] = {}  # by name, of the same workers
+        self._n_planned = 0  # workers that were ever planned: no two have one number
         self._paths: dict[str, Path] = {}  # of the planned models' weights
         cpu_share.create(self.folder / CPU_SHARE)
         for plan in plans:
@@ -238,6 +244,7 @@ class EngineWorkers(ProcessGroup):
         return self._hardware or machine.hardware()
 
     def _add(self, plan: WorkerPlan) -> None:
+        self._n_planned = max(self._n_planned, plan.number + 1)
         socket = self.folder / f"w{plan.number}.sock"
         token = secrets.token_hex(32)
         endpoint = Endpoint(name=plan.name, address=f"unix:{socket}", token=token, role=plan.role, models=(plan.model,))
@@ -257,12 +264,14 @@ class EngineWorkers(ProcessGroup):
         """Start the workers of one more model; returns when all are ready. ProcessFailed: it cannot be loaded. A model
         that was loaded before gets the same endpoints."""
         if self._paths.get(model) != path:
-            self.endpoints.pop(model, None)
+            for endpoint in self.endpoints.pop(model, ()):
+                del self._specs[endpoint.name]
             shares = (
                 self._config.gpu_memory_share
             )  # several are of the models loaded at start: others take what is left
             config = self._config if len(shares) < 2 else msgspec.structs.replace(self._config, gpu_memory_share=())
-            for plan in plan_workers(config, {model: path}, len(self._specs), kv_bytes, self._hardware):
+            first, names = self._n_planned, self._specs.keys()
+            for plan in plan_workers(config, {model: path}, first, kv_bytes, self._hardware, names):
                 self._add(plan)
         started = [SupervisedProcess(self._specs[endpoint.name]) for endpoint in self.endpoints[model]]
         self.processes += started
@@ -383,6 +392,14 @@ def joining(spec: ProcessSpec, settings: JoinSettings) -> ProcessSpec:
     env = {name: value for name, value in spec.env.items() if name != "EMBERLINE_WORKER_TOKEN"}
     env[CREDENTIAL_VARIABLE] = settings.credential
     return msgspec.structs.replace(spec, arguments=tuple(arguments), env=env, may_end=True)
+
+
+def _free_name(model: str, label: str, number: int, taken: Collection[str]) -> str:
+    """The name of a worker: by the last part of its model's id, or by all of it if another organization's model of that
+    name has workers."""
+    short, whole = _short_name(model), model.strip("/").replace("/", "-").lower()
+    names = (f"{short}-{label}", f"{whole}-{label}", f"{short}-{label}-{number}")
+    return next(name for name in names if name not in taken)
 
 
 def _short_name(model: str) -> str:

@@ -7,6 +7,7 @@ starts and ends engine workers, and makes them known. It lives in the core's eve
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
@@ -149,11 +150,17 @@ class ModelManager:
 
     # --- for the core ------------------------------------------------------------------------------------------------
 
-    def admitting(self, model: str) -> float:
+    def admitting(self, model: str, keep_alive_s: float | None = None) -> float:
         """How long a request may wait for this model to be loaded, in seconds; 0: it is not loaded on demand. It is
-        about to enter the admission queue. Unavailable: it cannot be loaded, or could not a moment ago."""
+        about to enter the admission queue, and asks to keep the model loaded for `keep_alive_s`. Unavailable: it cannot
+        be loaded, or could not a moment ago."""
         found = self.switching.models.get(model)
-        if found is None or found.pinned:
+        if found is None:
+            return 0.0
+        found.used_s = self._clock()  # the request may have ended before the next look
+        if keep_alive_s is not None:
+            self.switching.keep_alive(model, keep_alive_s)
+        if found.pinned:
             return 0.0
         if found.state == "loaded" and not found.closed:
             return LOAD_WAIT_S
@@ -179,11 +186,15 @@ class ModelManager:
             for model in self.switching.models.values()
         ]
 
-    async def ask(self, model: str, action: Literal["load", "unload"]) -> None:
-        """What an operator wants; returns when it is done. NotFound, Unavailable say why it cannot be."""
+    async def ask(self, model: str, action: Literal["load", "unload"], keep_alive_s: float | None = None) -> None:
+        """Load or unload a model for an operator; return when it is done.
+
+        Raises NotFound or Unavailable, which say why it cannot be."""
         found = self.switching.models.get(model)
         if found is None:
             raise NotFound(f"{model[:100]} is not a model that this machine can load; `emberline ls` shows them")
+        if keep_alive_s is not None and action == "load":
+            self.switching.keep_alive(model, keep_alive_s)
         wanted = "loaded" if action == "load" else "on_disk"
         if found.state == wanted and not found.closed and not found.asked:
             return
@@ -274,10 +285,12 @@ class ModelManager:
             await asyncio.to_thread(self._check, model)
             endpoints = await self._workers.load(model, files.path, files.kv_bytes)
             self._names[model] = [endpoint.name for endpoint in endpoints]
-            if not await self._attachment.attach(endpoints):
-                await self._attachment.detach(self._names.pop(model))
-                await self._workers.unload(model)
-                raise Unavailable("its workers refuse the connection; their log lines say why")
+            try:
+                if not await self._attachment.attach(endpoints):
+                    raise Unavailable("its workers refuse the connection; their log lines say why")
+            except Exception:
+                await self._end_workers(model)
+                raise
         except Exception as error:
             self._failed(model, error)
         else:
@@ -287,6 +300,13 @@ class ModelManager:
             log.info("loaded %s", model, extra={"seconds": round(took_s, 2)})
             self._grants.notify_room()
         await self._notify()
+
+    async def _end_workers(self, model: str) -> None:
+        """End the workers of a model, also if they cannot be detached."""
+        try:
+            await self._attachment.detach(self._names.pop(model))
+        finally:
+            await self._workers.unload(model)
 
     def _failed(self, model: str, error: Exception) -> None:
         expected = isinstance(error, EmberlineError | OSError)
@@ -301,10 +321,8 @@ class ModelManager:
         self._admission.refuse_waiting(model, self._failure(found, wait_s))
 
     async def _unload(self, model: str) -> None:
-        names = self._names.pop(model)
         try:
-            await self._attachment.detach(names)
-            await self._workers.unload(model)
+            await self._end_workers(model)
         finally:
             self._set_state(model, "on_disk")
             self._forget_removed(model)
@@ -332,9 +350,11 @@ class ModelManager:
         return list(self.switching.models.values())
 
     def _unload_in_s(self, model: ManagedModel, now_s: float) -> float | None:
-        if model.state != "loaded" or model.pinned or not self._demand(model.id).idle:
+        keep_alive_s = self.switching.keep_alive_s(model)
+        if model.state != "loaded" or keep_alive_s == math.inf:
             return None
-        return round(max(0.0, model.used_s + self.switching.limits.keep_alive_s - now_s), 1)
+        used_s = model.used_s if self._demand(model.id).idle else now_s
+        return round(max(0.0, used_s + keep_alive_s - now_s), 1)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -42,6 +42,7 @@ class ManagedModel(msgspec.Struct, kw_only=True):
     id: str
     memory_bytes: int  # estimated: weights, KV cache and process
     pinned: bool = False  # never unloaded, except on request
+    keep_alive_s: float | None = None  # that a client asked for, until it is unloaded; None: the server's
     state: ModelState = "on_disk"
     since_s: float = -math.inf  # when it became that
     used_s: float = -math.inf  # when it was last in use
@@ -79,6 +80,8 @@ class ModelSwitching:
         found.state, found.since_s = state, now_s
         if state != "loaded":
             found.closed = False
+            if state == "on_disk":
+                found.keep_alive_s = None
         else:
             found.used_s, found.reason, found.n_failures = now_s, "", 0
         if state in {"load": ("loaded", "failed"), "unload": ("on_disk", "failed"), "": ()}[found.asked]:
@@ -98,6 +101,19 @@ class ModelSwitching:
                 "[engine] kv_bytes"
             )
         return ""
+
+    def keep_alive(self, model: str, seconds: float) -> None:
+        """Keep a model loaded for so long once it is idle, or for ever (below 0). A model that was named at start no
+        longer stays loaded."""
+        found = self.models[model]
+        found.keep_alive_s = math.inf if seconds < 0 else seconds
+        found.pinned &= seconds < 0
+
+    def keep_alive_s(self, model: ManagedModel) -> float:
+        """How long the model stays loaded once it is idle."""
+        if model.pinned:
+            return math.inf
+        return self.limits.keep_alive_s if model.keep_alive_s is None else model.keep_alive_s
 
     def decide(self, demand_of: Callable[[str], Demand], now_s: float) -> Decision:
         demands = {name: demand_of(name) for name in self.models}
@@ -192,7 +208,8 @@ class ModelSwitching:
         return max(overdue_s)
 
     def _expired(self, model: ManagedModel, demand: Demand, now_s: float) -> bool:
-        return not model.pinned and demand.idle and now_s - model.used_s >= self.limits.keep_alive_s
+        keep_alive_s = self.keep_alive_s(model)
+        return keep_alive_s < math.inf and demand.idle and now_s - model.used_s >= keep_alive_s
 
     def _fits(self, models: list[ManagedModel]) -> bool:
         n_most = self.limits.max_loaded or len(models)

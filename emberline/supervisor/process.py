@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from emberline import log as logs
+from emberline.engine.addresses import PARENT_VARIABLE
 from emberline.protocol.errors import Unavailable
 
 MIN_BACKOFF_S = 0.5
@@ -232,7 +233,8 @@ class SupervisedProcess:
         return self._process
 
     def _environment(self) -> dict[str, str]:
-        return {**inherited_environment(os.environ), "EMBERLINE_LOG_FORMAT": "json", **self.spec.env}
+        own = {"EMBERLINE_LOG_FORMAT": "json", PARENT_VARIABLE: str(os.getpid())}
+        return {**inherited_environment(os.environ), **own, **self.spec.env}
 
     async def _read_until_exit(self, process: asyncio.subprocess.Process) -> int:
         """Relay the output of the process until it has exited; kill it if its heartbeats stop."""

@@ -72,6 +72,7 @@ def route_terms(
         engine="" if job is None else job.engine,
         accepted_us=0 if job is None else job.accepted_us,
         created_us=clock.created_us,
+        keep_alive_s=request.keep_alive_s if isinstance(request, GenerateRequest | EncodeRequest) else None,
     )
 
 

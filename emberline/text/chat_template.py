@@ -2,19 +2,15 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import msgspec
-from jinja2 import Template, TemplateError, meta
 
 from emberline.protocol.errors import BadInput
 from emberline.protocol.request import Message, ToolCall
-from emberline.text.template_sandbox import BoundedEnvironment, TemplateLimit, TemplateRefusal
+from emberline.text.template_renderer import BadTemplate, LocalRenderer, RefusedTurns, RendererFactory, Turn
 from emberline.text.tool_calls.formats import ToolCallFormat, family_ids, tool_result_text
 from emberline.weights.model_config import BadCheckpoint
-
-Turn = dict[str, Any]  # a message as templates read it
 
 
 class Roles:
@@ -139,8 +135,6 @@ def _call_text(call: ToolCall) -> str:
     return f'{{"name": {msgspec.json.encode(call.name).decode()}, "arguments": {call.arguments}}}'
 
 
-MAX_SOURCE_CHARS = 1 << 20
-
 # For models without a chat template, mostly base models: plain text without special tokens.
 PLAIN = (
     "{% for message in messages %}{{ message.role | capitalize }}: {{ message.content }}\n{% endfor %}"
@@ -149,7 +143,6 @@ PLAIN = (
 PLAIN_STOPS = ("\nUser:", "\nSystem:")  # where such a model continues with the next speaker
 
 _RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents", "bos_token", "eos_token"})
-_environment = BoundedEnvironment()
 
 
 class ChatTemplate:
@@ -159,15 +152,19 @@ class ChatTemplate:
         self,
         source: str | None,
         tokens: Mapping[str, str] | None = None,
-        environment: BoundedEnvironment = _environment,
+        renderers: RendererFactory = LocalRenderer,
     ) -> None:
-        self._environment = environment
+        """Raises BadCheckpoint if the template does not compile."""
         self.source = PLAIN if source is None else source
         self.stops = PLAIN_STOPS if source is None else ()
-        self._template = _compiled(self.source, environment)
-        self.variables = _variables(self.source)  # that it reads
+        try:
+            self._renderer = LocalRenderer(PLAIN) if source is None else renderers(source)
+        except BadTemplate as error:
+            raise BadCheckpoint(str(error)) from None
+        self.variables = self._renderer.variables  # that it reads
+        self.blocks = self._renderer.blocks  # True if rendering waits for another process: call it in a thread
         self._roles = Roles(self.source)
-        self._tokens = dict(tokens or {})
+        self.tokens = dict(tokens or {})  # texts of special tokens, by their names in templates
 
     def turns(self, messages: Sequence[Message], untemplated: ToolCallFormat | None = None) -> list[Turn]:
         if not messages:
@@ -185,36 +182,16 @@ class ChatTemplate:
         """The rendered text. A template that rejects the turns is tried with other arrangements of them."""
         if taken := _RESERVED & kwargs.keys():
             raise BadInput(f"template arguments may not set {min(taken)!r}", param="template_kwargs")
-        values = self._tokens | {"tools": tools, "documents": None, **kwargs}
+        values = self.tokens | {"tools": tools, "documents": None, **kwargs}
         values["add_generation_prompt"] = add_generation_prompt
         refusal: BadInput | None = None
         for attempt in _attempts(turns):
             try:
-                return self._render(attempt, values)
-            except _Refused as error:
+                return self._renderer.render(attempt, values)
+            except RefusedTurns as error:
                 refusal = refusal or error
         assert refusal is not None
         raise BadInput(refusal.message, param="messages")
-
-    def _render(self, turns: list[Turn], values: dict[str, Any]) -> str:
-        self._environment.budget.begin()
-        try:
-            text = self._template.render(values, messages=turns)
-        except TemplateRefusal as error:
-            raise _Refused(f"the model's chat template refuses these messages: {error.message}") from None
-        except TemplateLimit as error:
-            raise BadInput(f"the model's chat template was stopped: {error.message}", param="messages") from None
-        except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise _Refused(f"the model's chat template cannot render these messages: {error}"[:1000]) from None
-        except (RecursionError, MemoryError):
-            raise BadInput("the model's chat template was stopped: it went too deep", param="messages") from None
-        if len(text) > (most := self._environment.limits.chars):
-            raise BadInput(f"the rendered messages are longer than {most} characters", param="messages")
-        return text
-
-
-class _Refused(BadInput):
-    """The template rejects these messages in this arrangement."""
 
 
 def _attempts(turns: list[Turn]) -> Iterator[list[Turn]]:
@@ -224,20 +201,3 @@ def _attempts(turns: list[Turn]) -> Iterator[list[Turn]]:
         changed = change(turns)
         if changed != turns:
             yield changed
-
-
-@lru_cache(maxsize=64)
-def _compiled(source: str, environment: BoundedEnvironment) -> Template:
-    if len(source) > MAX_SOURCE_CHARS:
-        raise BadCheckpoint(f"the chat template is longer than {MAX_SOURCE_CHARS} characters")
-    environment.budget.begin()
-    try:
-        return environment.from_string(source)
-    except (TemplateError, SyntaxError, RecursionError, MemoryError, ValueError) as error:
-        raise BadCheckpoint(f"the chat template does not compile: {error}") from None
-
-
-@lru_cache(maxsize=64)
-def _variables(source: str) -> frozenset[str]:
-    """The variables that a template reads."""
-    return frozenset(meta.find_undeclared_variables(_environment.parse(source)))

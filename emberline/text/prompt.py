@@ -98,6 +98,7 @@ def _arguments(call: ToolCall) -> bytes:
 
 
 _WINDOW_BYTES = 1024
+_EARLIER_REPLY = "\U0001fffe"  # a noncharacter, in the place of a reply whose ids are known
 
 
 class PrefixCut(msgspec.Struct, frozen=True, array_like=True):
@@ -171,6 +172,11 @@ def build_prompt(
     it was called before."""
     if request.prompt_ids is not None:
         return Prompt(request.prompt_ids)
+    if request.context_ids:
+        return Prompt(request.context_ids + _continuation(model, request))
+    if request.prompt is not None and request.suffix is not None:
+        assert model.fill_in_middle is not None, "else the request is refused"
+        return Prompt(model.with_bos(model.fill_in_middle.encode(request.prompt, request.suffix)))
     if request.prompt is not None:
         return Prompt(model.encode_prompt(request.prompt))
     rendered = rendered or render_prompt(model, request)
@@ -181,6 +187,16 @@ def build_prompt(
     start, text_hash = usable
     ids = known.ids[: 4 * start.n_ids]
     return Prompt(ids + _encode_rest(model, rendered, start.text_len, ids), rendered, start.n_ids, text_hash)
+
+
+def _continuation(model: TextModel, request: GenerateRequest) -> bytes:
+    """Ids of the messages as they stand behind `context_ids`, whose end is a reply: the end of its turn comes first."""
+    earlier = (Message("user", "."), Message("assistant", _EARLIER_REPLY))
+    rendered = render_prompt(model, msgspec.structs.replace(request, messages=(*earlier, *(request.messages or ()))))
+    assert rendered is not None
+    text = rendered.text[rendered.text.index(_EARLIER_REPLY) + len(_EARLIER_REPLY) :]
+    ids = model.tokenizer.encode_marked(text, rendered.mark)
+    return ids[4:] if ids[:4] == request.context_ids[-4:] else ids  # the reply may have ended its turn itself
 
 
 def prompt_entry(model: TextModel, prompt: Prompt) -> EncodedPrefix | None:
@@ -328,10 +344,10 @@ def _rewritten_end(
     token that is not part of it."""
     assert prompt.rendered is not None
     begun = reasoning_begun(model, prompt.rendered, request.continue_final)
-    parser = model.reply_parser(prompt.ids, request.tools, begun)
+    parser = model.reply_parser(prompt.ids, request.tools, begun, loose=request.output is None)
     if not Reply().add(parser.push(ids)).add(parser.finish()).says(reply):
         return None
-    parser = model.reply_parser(prompt.ids, request.tools, begun)
+    parser = model.reply_parser(prompt.ids, request.tools, begun, loose=request.output is None)
     rendered_reply = Reply()
     end = len(prompt.rendered.text)
     for at, piece in enumerate(model.tokenizer.split_special(conversation.text[end:])):

@@ -31,6 +31,8 @@ CHARS_PER_WORK = 16
 _WIDTHS = frozenset(
     {"batch", "center", "expandtabs", "indent", "ljust", "rjust", "slice", "tojson", "wordwrap", "zfill"}
 )
+MAX_TIME_FORMAT = 1000  # characters of a format for `strftime_now`
+_WIDE_TIME = re.compile(r"%[-_0^#+]*\d{3}")  # a width of three digits, which the C library fills with spaces
 _FORMATS = frozenset({"format", "format_map"})
 # A width of five digits, or one that is an argument, in a format for % or for str.format.
 _WIDE_FORMAT = re.compile(r"%[-+ #0]*(?:\*|\d{5}|\d*\.(?:\*|\d{5}))|\{[^{}]*\d{5}|\{[^{}]+\{")
@@ -92,7 +94,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.budget = _Budget(self.limits)
         del self.globals["lipsum"]
         self.globals["raise_exception"] = _raise_exception
-        self.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        self.globals["strftime_now"] = _strftime_now
         self.filters["tojson"] = self._tojson
         self.filters["_joined"] = lambda pieces: "".join(map(str, pieces))
         self.filters.update({name: self._bounded(name, function) for name, function in self.filters.items()})
@@ -277,14 +279,28 @@ def _length(value: Any) -> int:
     return len(value) if isinstance(value, str | list | tuple | dict) else 1
 
 
+def _longest(table: Any) -> int:
+    """Upper bound of the characters that a table for `str.translate` makes of one."""
+    values = table.values() if isinstance(table, dict) else table if isinstance(table, list | tuple) else ()
+    return max((len(value) for value in values if isinstance(value, str)), default=1) or 1
+
+
 # Upper bounds of results that can be larger than their operands.
 _GROWTH: dict[str, Callable[..., int]] = {
     "replace": lambda text, old="", new="", *_: str(text).count(str(old)) * _length(new),
     "join": _joined_length,
+    "translate": lambda text, table=None, *_: len(str(text)) * _longest(table),
     "indent": lambda text, width=4, *_: (
         (str(text).count("\n") + 1) * (width if isinstance(width, int) else _length(width))
     ),
 }
+
+
+def _strftime_now(form: object) -> str:
+    text = str(form)
+    if len(text) > MAX_TIME_FORMAT or _WIDE_TIME.search(text):
+        raise TemplateLimit(f"it formats the time in more than {MAX_TIME_FORMAT} characters")
+    return datetime.now().strftime(text)
 
 
 def _raise_exception(message: object) -> NoReturn:

@@ -54,19 +54,24 @@ class TextEncoder:
         tokenizer.enable_truncation(self.max_len)
         return tokenizer
 
-    def encode(self, texts: Sequence[str], query: str | None = None, *, truncate: bool = False) -> EncodedTexts:
-        """With a query, each text is the second of a pair. Errors name the text by its index: `texts[3]`."""
-        most = MAX_TOKEN_CHARS * self.max_len
+    def encode(
+        self, texts: Sequence[str], query: str | None = None, *, truncate: bool = False, most: int | None = None
+    ) -> EncodedTexts:
+        """With a query, each text is the second of a pair. Errors name the text by its index: `texts[3]`.
+
+        `most`: tokens of each text, if they are to be fewer than the model takes; one of the text's own is kept."""
+        limit = self.max_len if most is None else min(most, self.max_len)
+        most_chars = MAX_TOKEN_CHARS * self.max_len
         for index, text in enumerate(texts):
             n_chars = len(text) + len(query or "")
-            if n_chars > most and not truncate:
+            if n_chars > most_chars and not truncate:
                 raise ContextExceeded(
                     f"the text has {n_chars} characters, far beyond the {self.max_len} tokens that the model takes: "
                     "shorten it, or ask for truncation",
                     param=f"texts[{index}]",
                 )
-        cut = [text[:most] for text in texts] if truncate else list(texts)
-        query = query[:most] if query is not None and truncate else query
+        cut = [text[:most_chars] for text in texts] if truncate else list(texts)
+        query = query[:most_chars] if query is not None and truncate else query
         tokenizer = self._truncating if truncate else self._tokenizer
         try:
             if len(cut) == 1:  # a batch would start threads
@@ -76,21 +81,34 @@ class TextEncoder:
         except (TypeError, UnicodeEncodeError):  # raised by the library
             message = "a text contains a lone surrogate (half of a UTF-16 pair), which is not Unicode"
             raise BadInput(message, param="texts") from None
-        lens = [len(encoding.ids) for encoding in found]
+        all_ids = [_cut(encoding, limit) if truncate and query is None else encoding.ids for encoding in found]
+        lens = [len(ids) for ids in all_ids]
         for index, length in enumerate(lens):
-            self.check_length(length, index)
-        ids = b"".join(pack(encoding.ids) for encoding in found)
+            self.check_length(length, index, None if truncate else limit)
+        ids = b"".join(map(pack, all_ids))
         return EncodedTexts(ids, lens, None if query is None else [_second_start(e) for e in found])
 
-    def check_length(self, n_tokens: int, index: int) -> None:
-        if n_tokens > self.max_len:
+    def check_length(self, n_tokens: int, index: int, most: int | None = None) -> None:
+        """Raise ContextExceeded for a text of more than `most` tokens, or more than the model takes."""
+        limit = self.max_len if most is None else most
+        if n_tokens > limit:
             raise ContextExceeded(
-                f"the text has {n_tokens} tokens, and the model takes at most {self.max_len}: shorten it, or ask for "
-                "truncation",
+                f"the input exceeds maximum context length: the text has {n_tokens} tokens, and at most {limit} are "
+                "taken: shorten it, or ask for truncation",
                 param=f"texts[{index}]",
             )
         if not n_tokens:
             raise BadInput("the text has no tokens", param=f"texts[{index}]")
+
+
+def _cut(encoding: tokenizers.Encoding, limit: int) -> list[int]:
+    """The first ids, and the special ones at the end."""
+    special = encoding.special_tokens_mask
+    n_end = next((n for n, is_special in enumerate(reversed(special)) if not is_special), 0)
+    n_begin = next((n for n, is_special in enumerate(special) if not is_special), 0)
+    ids: list[int] = encoding.ids
+    kept = max(limit - n_end, n_begin + 1)
+    return ids if len(ids) <= kept + n_end else ids[:kept] + ids[len(ids) - n_end :]
 
 
 def _second_start(encoding: tokenizers.Encoding) -> int:

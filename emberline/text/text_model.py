@@ -9,7 +9,9 @@ from emberline.protocol.errors import BadInput
 from emberline.protocol.frames import Vocabulary
 from emberline.protocol.request import Message, Tool
 from emberline.protocol.token_ids import unpack
-from emberline.text.chat_template import ChatTemplate, Turn, with_family_ids, with_system_text
+from emberline.text.chat_template import ChatTemplate, with_family_ids, with_system_text
+from emberline.text.fill_in_middle import FillInMiddle
+from emberline.text.template_renderer import LocalRenderer, RendererFactory, Turn
 from emberline.text.tokenizers.detokenizer import Detokenizer
 from emberline.text.tokenizers.gguf_tokenizer import gguf_parts
 from emberline.text.tokenizers.hf_tokenizer import Json, hf_parts, read_json, token_text
@@ -58,11 +60,12 @@ class TextModel:
         form = self.harmony or self._reply_formats[True]
         self.reply_sentinels = form.sentinels
         self.marker_ids = frozenset(form.sentinel_of)  # with a meaning in replies
+        self.fill_in_middle = FillInMiddle.of(tokenizer)  # None: not trained for it
 
     @classmethod
-    def load(cls, path: Path) -> "TextModel":
-        """From a GGUF file or a Hugging Face folder; raises BadCheckpoint."""
-        return _from_folder(path) if path.is_dir() else _from_gguf(path)
+    def load(cls, path: Path, renderers: RendererFactory = LocalRenderer) -> "TextModel":
+        """Read a GGUF file or a Hugging Face folder. `renderers` run its chat template. Raises BadCheckpoint."""
+        return _from_folder(path, renderers) if path.is_dir() else _from_gguf(path, renderers)
 
     @cached_property
     def longest_token_chars(self) -> int:
@@ -146,13 +149,14 @@ class TextModel:
         begun: bool | None,
         detokenizer: Detokenizer | None = None,
         *,
-        parallel: bool = True,
+        loose: bool = True,
     ) -> ReplyParser | HarmonyParser:
-        """For the reply to a prompt that declares these tools; `begun` is the result of `reasoning.begun` for it."""
+        """Return a parser for the reply to a prompt that declares these tools. `begun` is the result of
+        `reasoning.begun` for the prompt; `loose` is the parser's."""
         detokenizer = detokenizer or self.detokenizer(prompt_ids)
         if self.harmony is not None:
             return HarmonyParser(self.harmony, detokenizer, {tool.name for tool in tools}, begun=begun is False)
-        return ReplyParser(self._reply_formats[bool(tools)], detokenizer, tools, begun, parallel=parallel)
+        return ReplyParser(self._reply_formats[bool(tools)], detokenizer, tools, begun, loose=loose)
 
     def token_text(self, token_id: int) -> bytes:
         """The bytes of one token, special ones included."""
@@ -185,7 +189,7 @@ class TextModel:
         return "".join(pieces) + detokenizer.finish()
 
 
-def _from_gguf(path: Path) -> TextModel:
+def _from_gguf(path: Path, renderers: RendererFactory) -> TextModel:
     file = GGUFFile.open(path)
     try:
         metadata = file.metadata
@@ -198,16 +202,16 @@ def _from_gguf(path: Path) -> TextModel:
                 tokens[name] = tokenizer.token_bytes.spell(token_id).decode(errors="replace")
     finally:
         file.close()
-    return TextModel(tokenizer, ChatTemplate(source if isinstance(source, str) else None, tokens))
+    return TextModel(tokenizer, ChatTemplate(source if isinstance(source, str) else None, tokens, renderers))
 
 
-def _from_folder(folder: Path) -> TextModel:
+def _from_folder(folder: Path, renderers: RendererFactory) -> TextModel:
     settings = {**read_json(folder / "special_tokens_map.json"), **read_json(folder / "tokenizer_config.json")}
     ranks_only = (folder / RANKS_FILE).is_file() and not (folder / "tokenizer.json").is_file()
     tokenizer = Tokenizer(tiktoken_parts(folder, settings) if ranks_only else hf_parts(folder, settings))
     named = {name: token_text(settings, name) for name in _NAMED}
     tokens = {name: text for name, text in named.items() if text is not None}
-    return TextModel(tokenizer, ChatTemplate(_folder_template(folder, settings), tokens))
+    return TextModel(tokenizer, ChatTemplate(_folder_template(folder, settings), tokens, renderers))
 
 
 def _folder_template(folder: Path, settings: Json) -> str | None:

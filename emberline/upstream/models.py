@@ -20,6 +20,7 @@ from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal
 from emberline.protocol.route_request import RouteRequest, RouteTerms, route_request
 from emberline.protocol.speech import max_audio_ms
 from emberline.text.prompt import Prompt, build_prompt
+from emberline.text.template_renderer import LocalRenderer, RendererFactory
 from emberline.text.text_model import TextModel
 from emberline.text.tokenizers.tokenizer import OFF_LOOP_BYTES
 from emberline.upstream.dialects.anthropic import message_request
@@ -55,9 +56,11 @@ class UpstreamModels:
         clients: Sequence[UpstreamClient],
         describe: Callable[[ModelCard], ModelCard] = lambda card: card,
         providers: ProviderDirectory | None = None,
+        templates: RendererFactory = LocalRenderer,
     ) -> None:
-        """`describe` adds to a card what the operator knows of the model."""
+        """`describe` adds to a card what the operator knows of the model; `templates` run the chat templates."""
         self._describe = describe
+        self._templates = templates
         self.providers = ProviderDirectory() if providers is None else providers
         self.clients = {client.name: client for client in (*clients, *self.providers.clients.values())}
         self.providers.on_new.append(lambda client: self.clients.__setitem__(client.name, client))
@@ -66,7 +69,7 @@ class UpstreamModels:
         for client in clients:
             for model in client.models:
                 if client.config.tokenizer and model not in self.texts:
-                    self.texts[model] = _load_tokenizer(client.config)
+                    self.texts[model] = _load_tokenizer(client.config, templates)
         self._make_cards()
 
     def _make_cards(self) -> None:
@@ -79,7 +82,7 @@ class UpstreamModels:
         """In another thread. Requests do not need it: without it their prefix keys are over bytes."""
         for model in client.models:
             if client.config.tokenizer and model not in self.texts:
-                self.texts[model] = await asyncio.to_thread(_load_tokenizer, client.config)
+                self.texts[model] = await asyncio.to_thread(_load_tokenizer, client.config, self._templates)
 
     def add(self, client: UpstreamClient) -> None:
         """A server joins."""
@@ -121,8 +124,9 @@ class UpstreamModels:
         """True if `cards` has a card of this id. Makes no card."""
         return model_id in self._kinds or self.providers.lists(model_id)
 
-    def find(self, model_id: str) -> ModelCard | None:
-        return self._by_name.get(model_id.lower()) or self.providers.find(model_id)
+    def find(self, model_id: str, account: str | None) -> ModelCard | None:
+        """The card of the model with this id, if the account can see it; `account` None: the operator."""
+        return self._by_name.get(model_id.lower()) or self.providers.find(model_id, account)
 
     def target(self, card: ModelCard, principal: Principal, own_key: OwnKey | None = None) -> Target:
         """The model as a request of this account uses it.
@@ -308,17 +312,17 @@ def _card(model: str, clients: Sequence[UpstreamClient]) -> ModelCard:
     )
 
 
-def _load_tokenizer(config: UpstreamConfig) -> TextModel:
+def _load_tokenizer(config: UpstreamConfig, templates: RendererFactory) -> TextModel:
     path = Path(config.tokenizer).expanduser()
     try:
-        return TextModel.load(path)
+        return TextModel.load(path, templates)
     except (ValueError, OSError) as error:
         raise ConfigError(f"endpoint {config.name}: tokenizer {path}: {error}", param="endpoints") from None
 
 
 async def _tokenize(request: GenerateRequest, text: TextModel) -> Prompt:
     n_chars = sum(len(message.content) for message in request.messages or ()) + len(request.prompt or "")
-    if n_chars <= OFF_LOOP_BYTES:
+    if n_chars <= OFF_LOOP_BYTES and not text.template.blocks:
         return build_prompt(text, request)
     return await asyncio.get_running_loop().run_in_executor(None, build_prompt, text, request)
 

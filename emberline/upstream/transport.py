@@ -2,12 +2,13 @@
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 from msgspec import Raw
 
-from emberline.net.http_client import ConnectionFailed
+from emberline.net.http_client import ConnectionFailed, Exchange
 from emberline.protocol.errors import BadInput, EmberlineError, EngineLost, Unavailable, WorkerRemoved
 from emberline.protocol.events import Usage
 from emberline.protocol.price import Price, format_amount
@@ -18,7 +19,8 @@ from emberline.upstream.dialects.anthropic_relay import MessagesEditor
 from emberline.upstream.dialects.chunks import UnreadableChunk
 from emberline.upstream.dialects.dialect import COMPLETIONS, MESSAGES, Dialect
 from emberline.upstream.dialects.event_reader import ChunkEditor, EventReader
-from emberline.upstream.dialects.sse import MalformedLine, StreamEditor, StreamError, read_usage
+from emberline.upstream.dialects.sse import MAX_LINE_BYTES, MalformedLine, StreamEditor, StreamError, read_usage
+from emberline.upstream.dialects.whole_reply import stream_lines
 from emberline.upstream.providers.attempt import ProviderAttempt
 from emberline.upstream.providers.client import ProviderClient
 from emberline.upstream.providers.errors import hide_key
@@ -62,6 +64,12 @@ def _cost_pico(price: Price, route: RouteRequest, usage: Usage) -> int:
 
 async def _no_piece() -> bytes:
     raise AssertionError("no attempt is open")
+
+
+async def _whole_reply(exchange: Exchange) -> bytes:
+    """A server's reply in one piece, as the stream that was asked for. Returns b"" once it was read."""
+    body = await exchange.read(MAX_LINE_BYTES)
+    return stream_lines(body) if body else b""
 
 
 _NO_EDITOR, _NO_TRANSCRIPT = StreamEditor(), Transcript(keep=False)  # of a request that was not attempted: never fed
@@ -172,9 +180,14 @@ class UpstreamTransport(Generic[T]):
             fields = {**fields, "return_token_ids": True}
         self._attempt = self._new_attempt(path, f"{request.route.id}{f'-m{attempt}' if attempt else ''}", decode, route)
         exchange = await self._attempt.open(fields)
-        if not exchange.headers.get("content-type", "").startswith("text/event-stream"):
+        content_type = exchange.headers.get("content-type", "")
+        if content_type.startswith("text/event-stream"):
+            self._piece = exchange.piece
+        elif content_type.startswith("application/json") and type(self._editor) is StreamEditor:
+            self._piece = partial(_whole_reply, exchange)
+        else:
             raise decode.lost("did not answer with an event stream")
-        self._responds, self._piece = True, exchange.piece
+        self._responds = True
 
     def _new_attempt(
         self, path: str, attempt_id: str, decode: UpstreamClient, route: Route

@@ -58,7 +58,7 @@ _SAMPLING = ("max_tokens", "top_p", "frequency_penalty", "presence_penalty", "se
 _EXTRAS = ("min_tokens", "top_k", "min_p", "repetition_penalty", "ignore_eos")  # no part of OpenAI's API
 
 
-_VLLM_ONLY = ("bad_words", "include_stop_str_in_output")
+_VLLM_ONLY = ("bad_words", "include_stop_str_in_output", "allowed_token_ids")
 _EXTRAS_OF = {  # of other servers and providers
     "sampling": frozenset({"top_k", "min_p", "repetition_penalty"}),
 }
@@ -89,13 +89,29 @@ def body_of(request: GenerateRequest, kind: str) -> dict[str, Any]:
         fields["messages"] = msgspec.Raw(msgspec.json.encode([_message(message) for message in request.messages]))
     else:
         fields["prompt"] = request.prompt if request.prompt is not None else tokens.unpack(request.prompt_ids or b"")
+    if request.suffix is not None:
+        fields["suffix"] = request.suffix
     if request.n != 1:
         fields["n"] = request.n
     if request.continue_final:
         fields |= continuation_fields(kind)
     if request.speculation != Speculation():
         check_known("speculation", kind)
+    _refuse_prompt_report(request)
     return fields | _sampling(request, kind) | tool_fields(request) | _output(request, kind) | _thinking(request, kind)
+
+
+def _refuse_prompt_report(request: GenerateRequest) -> None:
+    """Refuse what is read from our own engines' deltas alone."""
+    asked = {
+        "echo": request.echo,
+        "return_token_ids": request.return_ids,
+        "prompt_logprobs": request.sampling.prompt_logprobs is not None,
+        "max_tokens": request.sampling.max_tokens == 0,
+    }
+    if (name := next((name for name, is_asked in asked.items() if is_asked), None)) is not None:
+        what = "`max_tokens: 0`" if name == "max_tokens" else f"`{name}`"
+        raise Unsupported(f"{what} is supported for models of this server's own engines", param=name)
 
 
 def _message(message: Message) -> dict[str, Any]:
@@ -130,10 +146,12 @@ def _part(part: ContentPart) -> dict[str, Any]:
 
 def _sampling(request: GenerateRequest, kind: str) -> dict[str, Any]:
     sampling = request.sampling
-    fields: dict[str, Any] = {}
+    fields: dict[str, Any] = {}  # the client's own: defaults of the API that it used are for our engines
     if "temperature" not in request.left_to_model:
         fields["temperature"] = sampling.temperature
     for name in (*_SAMPLING, *_EXTRAS):
+        if name in request.left_to_model:
+            continue
         if (value := getattr(sampling, name)) != getattr(_DEFAULTS, name):
             if name in _EXTRAS:
                 check_known(name, kind)
@@ -148,6 +166,9 @@ def _sampling(request: GenerateRequest, kind: str) -> dict[str, Any]:
     if sampling.include_stop:
         check_known("include_stop_str_in_output", kind)
         fields["include_stop_str_in_output"] = True
+    if sampling.allowed_ids:
+        check_known("allowed_token_ids", kind)
+        fields["allowed_token_ids"] = list(sampling.allowed_ids)
     if sampling.bad_words:
         check_known("bad_words", kind)
         fields["bad_words"] = list(sampling.bad_words)

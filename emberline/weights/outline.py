@@ -60,6 +60,14 @@ class OutlineCheckpoint:
             self._made[name] = generate_weight(name, self._shapes[name], self._format, self._pools)
         return self._made[name]
 
+    @property
+    def counted(self) -> Iterable[tuple[Weight, int]]:
+        """Every weight, with the number of tensors of the checkpoint that it stands for."""
+        experts = 1 if self.config.moe is None else self.config.moe.experts
+        for name in self.names:
+            of_expert = "_exps." in name and split_name(name)[1] is not None
+            yield self.weight(name), experts if of_expert else 1
+
     def tensor_format(self, name: str) -> Hashable:
         return self._shapes[name], self._format.scheme(name, self._shapes[name])
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from emberline.weights.model_config import BadCheckpoint
-from emberline.weights.tensors import GROUP, Affine, Bytes, Floats, Weight, dequantize
+from emberline.weights.tensors import GROUP, Affine, Bytes, Floats, Unpack, Weight, dequantize
 
 if TYPE_CHECKING:
     import torch
@@ -94,7 +94,7 @@ class QuantizedWeight(Weight):
     def dense(self) -> Floats:
         return self._dense_rows(0, self.shape[0])
 
-    def affine(self) -> Affine | None:
+    def affine(self, unpack: Unpack | None = None) -> Affine | None:
         """INT4 as codes and offsets, for kernels that know GGUF's formats; None for the others."""
         if self.kind != "int4" or self.shape[1] % GROUP:
             return None

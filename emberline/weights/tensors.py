@@ -7,7 +7,7 @@ a scale at most 18, so the product fits float32's mantissa and only the final su
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -179,6 +179,10 @@ class Affine:
         return (grouped * self.scale[..., None] + self.offset[..., None]).reshape(self.codes.shape)
 
 
+# Codes, scales and offsets of the blocks of a kind and a shape.
+Unpack = Callable[[str, Bytes, Shape], tuple[Bytes, Any, Any]]
+
+
 class FileLocation(NamedTuple):
     """Where a weight's bytes begin on disk."""
 
@@ -245,14 +249,18 @@ class Weight:
         out = dequantize(self.kind, self._rows()).reshape(self.shape)
         return out + np.float32(self.shift) if self.shift else out
 
-    def affine(self) -> Affine | None:
+    def affine(self, unpack: Unpack | None = None) -> Affine | None:
         """The group-32 affine form, or None for float formats and vectors.
 
-        Exact, except for Q6_K, whose groups of 16 are requantized to 8 bits.
+        Exact, except for Q6_K, whose groups of 16 are requantized to 8 bits. A backend's `unpack` makes the same of the
+        blocks, faster than numpy, with scales and offsets in half precision.
         """
         fmt = FORMATS[self.kind]
         if fmt.unpack is None or len(self.shape) != 2:
             return None
+        if unpack is not None:
+            bits = fmt.bits if fmt.group == GROUP else 8
+            return Affine(*unpack(self.kind, np.ascontiguousarray(self._rows()), self.shape), bits)
         if fmt.group != GROUP:
             return requantize(self.dense())
         rows, cols = self.shape

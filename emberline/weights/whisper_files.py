@@ -9,6 +9,8 @@ from emberline.weights.model_config import BadCheckpoint
 
 WEIGHTS = "model.bin"
 CONTEXT_LEN = 448  # tokens of a segment's text
+LIBRARY = "faster_whisper"  # which computes them
+MISSING_LIBRARY = "speech to text needs faster-whisper: pip install 'emberline[speech]'"
 _SAMPLE_BYTES = 1 << 16  # hashed at the start, middle and end of the weights
 
 

@@ -114,6 +114,65 @@ async def test_concurrent_requests_of_all_cores(core: Core, clock: Clock) -> Non
 
 
 @on_both_databases
+@pytest.mark.parametrize("requests", [None, 500])
+async def test_slots_of_a_burst_are_given_back_by_a_core_that_stays_busy(
+    core: Core, clock: Clock, requests: int | None
+) -> None:
+    limit = limit_of(requests, concurrency=8)
+    one, two = core(), core()
+    for taken in [await one.take([limit], 1, 0) for _ in range(8)]:
+        one.put_back(taken, 1)
+    assert await admitted(two, limit) is None
+    for _ in range(2):  # looks for unused slots
+        for _ in range(5):
+            one.put_back(await one.take([limit], 1, 0), 1)
+            clock.now_s += module.KEEP_S / 5
+        await one.give_back()
+    assert len([taken for taken in [await admitted(two, limit) for _ in range(8)] if taken]) == 7
+
+
+@on_both_databases
+async def test_slots_in_use_stay_leased_while_requests_are_refused(core: Core, clock: Clock) -> None:
+    limit = limit_of(tokens=100, concurrency=1)
+    one, two = core(), core()
+    two.put_back(await two.take([limit], 90, 0), 90)
+    await two.close()
+    assert await admitted(one, limit, 10)
+    for _ in range(7):
+        assert await admitted(one, limit_of(tokens=100, concurrency=2), 90) is None  # of the tokens a minute
+        clock.now_s += module.LEASE_S / 6
+        await one.give_back()
+    assert await admitted(two, limit) is None, "the slot is the first core's"
+
+
+async def test_a_share_lives_while_a_request_waits_for_it(core: Core, store: FaultyStore, clock: Clock) -> None:
+    limit = limit_of(concurrency=1)
+    one, two = core(), core()
+    one.put_back(await one.take([limit], 1, 0), 1)
+    clock.now_s += module.KEEP_S
+    await one.give_back()
+    clock.now_s += 61
+    asked, answer = asyncio.Event(), asyncio.Event()
+
+    async def slow(name: str, work: object) -> None:
+        if name == "run":
+            asked.set()
+            await answer.wait()
+
+    store.before = slow
+    taking = asyncio.create_task(one.take([limit], 1, 0))
+    await asked.wait()
+    await one.give_back()  # which forgets shares that are not used
+    answer.set()
+    one.put_back(await taking, 1)
+    assert await admitted(one, limit)
+    for _ in range(3):
+        clock.now_s += module.LEASE_S / 2
+        await one.give_back()
+    assert await admitted(two, limit) is None, "the slot is the first core's"
+
+
+@on_both_databases
 async def test_what_a_dead_core_had_taken_ahead_is_regained(core: Core, clock: Clock) -> None:
     limit = limit_of(requests=6000)
     dead, alive = core(), core()

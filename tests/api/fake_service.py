@@ -41,8 +41,11 @@ from emberline.protocol.provider import OwnKey
 from emberline.protocol.rate_limits import RateLimits
 from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal, SamplingDefaults, SpeechRequest
 from emberline.protocol.speech import TimedWord, Transcript, TranscriptSegment
+from emberline.service.core import PurgedTexts
+from emberline.service.engine_tasks import ChatFormat
 from emberline.service.event_log import MemoryEventLogs
 from emberline.service.responses import ResponseStore
+from emberline.service.tokenization import TokenizedPrompt
 from emberline.service.work import Task, TaskEvents, Work
 from emberline.telemetry.health import Health
 from emberline.telemetry.status import Status, StatusQuery
@@ -154,7 +157,7 @@ class FakeModels:
     def cards(self) -> Sequence[ModelCard]:
         return self._cards
 
-    def find(self, name: str, caller: str = "") -> ModelCard:
+    def find(self, name: str, account: str | None, caller: str = "") -> ModelCard:
         if not name.isascii() or not name.isprintable() or " " in name:
             raise MalformedModelId("a model id is @source/author/name")
         for known in (*self._cards, *self._hidden):
@@ -197,7 +200,11 @@ class FakeService:
         self.changes: list[WorkerChange] = []
         self.alias_changes: list[tuple[str, Mapping[str, int] | None]] = []
         self.loads: list[tuple[str, str]] = []
+        self.keep_alive_s: float | None = None  # of the last model that was loaded
         self.engine_load: dict[str, Any] = {}  # reported besides the usual
+        self.engine_device = "cpu"
+        self.unload_in_s: float | None = None  # of the model, if it is to be unloaded
+        self.purges: list[tuple[str | None, str | None]] = []  # of account and session
 
     @property
     def operations(self) -> "FakeService":
@@ -207,9 +214,13 @@ class FakeService:
     def cluster_admin(self) -> "FakeService":
         return self
 
+    async def purge(self, account: str | None, session: str | None) -> PurgedTexts:
+        self.purges.append((account, session))
+        return PurgedTexts(4, 1)
+
     async def run(self, work: Work) -> TaskEvents:
         task = work.task
-        self.models.find(task.model)
+        self.models.find(task.model, None)
         self.principals.append(work.principal)
         self.open += 1
         work.rate_limits = self.rate_limits
@@ -256,9 +267,24 @@ class FakeService:
         raise NotImplementedError
 
     async def count_tokens(self, request: GenerateRequest, principal: Principal, target: Target | None = None) -> int:
-        self.models.find(request.model)
+        self.models.find(request.model, None)
         self.requests.append(request)
         return sum(len(message.content.split()) for message in request.messages or ())
+
+    async def chat_format(self, card: ModelCard) -> ChatFormat:
+        return ChatFormat("{{ messages }}", ("<|im_end|>",))
+
+    async def tokenize(self, request: GenerateRequest, target: Target, special: bool, entries: bool) -> TokenizedPrompt:
+        self.requests.append(request)
+        texts = [request.prompt or "", *(message.content for message in request.messages or ())]
+        words = [word for text in texts for word in text.split()]
+        return TokenizedPrompt(list(range(len(words))), 1024, words if entries else None)
+
+    async def detokenize(self, ids: list[int], target: Target) -> str:
+        return " ".join(map(str, ids))
+
+    async def tokenizer_info(self, target: Target) -> dict[str, str | None]:
+        return {"eos_token": "</s>"}
 
     async def change_alias(self, name: str, targets: Mapping[str, int] | None) -> None:
         self.alias_changes.append((name, targets))
@@ -266,13 +292,26 @@ class FakeService:
     async def health(self) -> Health:
         load = {"running": 1, "waiting": 0, "kv_used_blocks": 5, "kv_total_blocks": 100, "tiers": ()}
         load |= {"output_tokens": 7, "cached_tokens": 8} | self.engine_load
-        engine = {"name": "smollm2-0", "model": MODEL, "ok": self.ok, "problem": "", "device": "cpu", "load": load}
+        engine = {
+            "name": "smollm2-0",
+            "model": MODEL,
+            "ok": self.ok,
+            "problem": "",
+            "device": self.engine_device,
+            "load": load,
+        }
         engine |= {"state": "ready", "in_flight": 1}
         models = {MODEL: {"ready": self.ok, "workers": 1, "workers_ready": int(self.ok)}}
-        return Health(self.ok, {"engines": [engine], "models": models})
+        detail: dict[str, Any] = {"engines": [engine], "models": models}
+        if self.unload_in_s is not None:
+            detail["model_states"] = [{"id": MODEL, "unload_in_s": self.unload_in_s}]
+        return Health(self.ok, detail)
 
-    async def load_model(self, model_id: str, action: Literal["load", "unload"]) -> None:
+    async def load_model(
+        self, model_id: str, action: Literal["load", "unload"], keep_alive_s: float | None = None
+    ) -> None:
         self.loads.append((model_id, action))
+        self.keep_alive_s = keep_alive_s
 
     async def refresh_prices(self) -> None:
         self.price_refreshes += 1

@@ -1,5 +1,8 @@
 """Every route declares its policy, and the policy is enforced."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import httpx
 import pytest
 
@@ -100,6 +103,7 @@ async def check_other_methods(client: httpx.AsyncClient, route: Route) -> None:
             assert (found["type"], found["error"]["type"]) == ("error", "invalid_request_error")
     if route.method == "GET":
         found = {404} if "{id}" in route.path or "/gateways/" in route.path else {200, 204, 400}
+        found = {426} if route.opens_websocket else found
         assert (await client.head(url(route))).status_code in found, route.path
 
 
@@ -129,4 +133,64 @@ async def test_apis_of_others_are_named_in_the_refusal(client: httpx.AsyncClient
         assert error["message"].startswith("This server has no ")
         assert ("errors" in answer.json()) is (base != "/v1")
     other = await client.post("/v1/nothing", json={})
-    assert other.json()["error"]["message"] == "No route for that URI"
+    message = other.json()["error"]["message"]
+    assert message == "No route for that URI: /v1/nothing; `GET /openapi.json` lists the routes."
+
+
+@pytest.mark.parametrize(
+    ("path", "nearest"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/api/v1/chat/completions", "/v1/chat/completions"),
+        ("/v1/chat/completion", "/v1/chat/completions"),
+        ("/v1/embedding", "/v1/embeddings"),
+        ("/api/chats", "/api/chat"),
+        ("/client/v4/accounts/acme/ai/models/serch", "/client/v4/accounts/{account}/ai/models/search"),
+    ],
+)
+async def test_a_path_without_a_route_names_the_nearest(client: httpx.AsyncClient, path: str, nearest: str) -> None:
+    answer = await client.post(path, json={})
+    assert answer.status_code == 404
+    assert f"did you mean `{nearest}`?" in answer.text
+
+
+async def test_a_long_path_is_cut(client: httpx.AsyncClient) -> None:
+    answer = await client.post("/v1/chat/" + "%0d%0a" * 1000, json={})
+    assert answer.status_code == 404
+    assert len(answer.content) < 500
+
+
+def choices_of(schema: Mapping[str, Any]) -> bool:
+    return "enum" in schema or schema.get("type") == "boolean"
+
+
+@pytest.mark.parametrize(
+    "route", [route for route in ROUTES if any(map(choices_of, (route.query or {}).values()))], ids=lambda one: one.path
+)
+async def test_the_choices_of_a_query_are_enforced(
+    service: FakeService,
+    webhooks: WebhookService,
+    batches: BatchService,
+    accounts: AccountService,
+    gateways: GatewayService,
+    route: Route,
+) -> None:
+    async with client_of(service, KEY, webhooks, batches, accounts, gateways) as client:
+        client.headers["authorization"] = f"Bearer {KEY}"
+        for name in [name for name, schema in (route.query or {}).items() if choices_of(schema)]:
+            body = None if route.method == "GET" else {}
+            answer = await client.request(route.method, url(route), params={name: "bogus"}, json=body)
+            assert answer.status_code == 400, (name, answer.text)
+            assert f"`{name}` must be" in answer.text
+
+
+async def test_the_document_names_models_to_those_who_may_use_them(service: FakeService) -> None:
+    async with client_of(service, KEY) as client:
+        assert MODEL not in (await client.get("/openapi.json")).text
+        answer = await client.get("/openapi.json", headers={"authorization": f"Bearer {KEY}"})
+    schemas = answer.json()["components"]["schemas"]
+    assert MODEL in schemas["ChatRequest"]["properties"]["model"]["enum"]
+    paths = answer.json()["paths"]
+    reply = paths["/v1/chat/completions"]["post"]["responses"]["200"]["content"]
+    assert reply["application/json"]["schema"] == {"$ref": "#/components/schemas/ChatCompletion"}
+    assert "multipart/form-data" in paths["/v1/files"]["post"]["requestBody"]["content"]

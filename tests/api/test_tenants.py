@@ -1,6 +1,7 @@
 """What belongs to one account is invisible to every other: 404, as if it did not exist."""
 
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -51,6 +52,21 @@ class Tenants:
         content = {} if body is None else {"json": body}
         answer = await self.ask("bob", method, path, **content)
         assert answer.status_code == 404, (method, path, answer.text)
+        missing = await self.ask("bob", method, _other_id(path), **json.loads(_other_id(json.dumps(content))))
+        assert _without_ids(answer) == _without_ids(missing), "an id of alice is answered as one that nobody has"
+
+
+_ID = re.compile(r"[0-9a-f-]{12,}")
+
+
+def _other_id(text: str) -> str:
+    """The text with ids of the same form that nobody has."""
+    others = str.maketrans("0123456789abcdef", "123456789abcdef0")
+    return _ID.sub(lambda found: found[0].translate(others), text)
+
+
+def _without_ids(answer: httpx.Response) -> tuple[int, str]:
+    return answer.status_code, _ID.sub("ID", answer.text)
 
 
 @pytest.fixture
@@ -118,9 +134,9 @@ async def test_stored_responses(tenants: Tenants) -> None:
         path = f"/v1/responses/{found['id']}"
         for method, rest in (("GET", ""), ("GET", "/input_items"), ("POST", "/cancel"), ("DELETE", "")):
             await tenants.hidden(method, path + rest)
-    await tenants.hidden(
-        "POST", "/v1/responses", {"model": MODEL, "input": "more", "previous_response_id": stored["id"]}
-    )
+        body = {"model": MODEL, "input": "more", "previous_response_id": found["id"]}
+        answer = await tenants.ask("bob", "POST", "/v1/responses", json=body)
+        assert answer.json()["error"]["code"] == "previous_response_not_found"
 
 
 async def test_webhooks_and_event_subscriptions(tenants: Tenants) -> None:

@@ -24,7 +24,7 @@ def fleet(*roles: Any, max_running: int = 16, kv_tokens: int = 0, events: bool =
     balancer = Balancer(Settings(**settings))
     for i, role in enumerate(roles):
         capacity = Capacity(max_running=max_running, kv_tokens=kv_tokens, events=events)
-        balancer.join(endpoint(f"e{i}", role), capacity, 0.0)
+        balancer.fleet.join(endpoint(f"e{i}", role), capacity, 0.0)
     return balancer
 
 
@@ -66,7 +66,7 @@ def serve(
     route = send(balancer, wanted, now_s)
     balancer.first_token(wanted.id, now_s + took_s)
     for name in {route.decode, route.prefill} - {""}:
-        balancer.stored(name, wanted.keys, now_s + took_s)
+        balancer.fleet.stored(name, wanted.keys, now_s + took_s)
     balancer.ended(wanted.id, now_s + took_s, "finished", output_tokens)
     return route
 
@@ -84,5 +84,5 @@ def nothing_left(balancer: Balancer, now_s: float) -> bool:
         and not snapshot.dispatched
         and not snapshot.waiting
         and not len(balancer.queue)
-        and all(worker.in_flight == InFlightLoad() for worker in balancer.workers.values())
+        and all(worker.in_flight == InFlightLoad() for worker in balancer.fleet.workers.values())
     )

@@ -7,6 +7,7 @@ from emberline.balancer.admission_controller import KV_KEYS_AT_ONCE, AdmissionCo
 from emberline.balancer.admission_queue import WORKER_WAIT_S
 from emberline.balancer.balancer import Balancer
 from emberline.balancer.endpoint import Capacity, Endpoint, WorkerListener
+from emberline.balancer.worker import Worker
 from emberline.protocol.errors import Unavailable
 from emberline.protocol.frames import EngineLoad, KVEvents
 from tests.balancer.balancing import endpoint, nothing_left, open_ids, request
@@ -97,11 +98,11 @@ async def test_a_request_that_waits_when_the_last_worker_dies_is_refused_in_time
 
 
 class CountingBalancer(Balancer):
-    n_reports = 0
+    n_reports = 0  # the fleet says once per applied load report that its worker may have room
 
-    def report(self, name: str, load: EngineLoad, now_s: float) -> None:
+    def has_room(self, worker: Worker) -> None:
         self.n_reports += 1
-        super().report(name, load, now_s)
+        super().has_room(worker)
 
 
 async def test_only_the_last_load_report_before_a_decision_is_applied(clock: Clock) -> None:
@@ -109,6 +110,7 @@ async def test_only_the_last_load_report_before_a_decision_is_applied(clock: Clo
     admission = AdmissionController(balancer, clock)
     admission.watch(Connection(endpoint("e0")))
     admission.joined(endpoint("e0"), Capacity(max_running=8), None)
+    balancer.n_reports = 0
     for n in range(100):
         clock.now_s += 0.01
         admission.reported("e0", EngineLoad(running=1, steps=n))
@@ -117,7 +119,7 @@ async def test_only_the_last_load_report_before_a_decision_is_applied(clock: Clo
     assert balancer.n_reports == 1
     admission.reported("e0", EngineLoad(running=2, steps=100))
     await admission.admit(wanted := request(tokens=10))
-    assert balancer.workers["e0"].reports.load.steps == 100, "a decision sees all that came before it"
+    assert balancer.fleet.workers["e0"].reports.load.steps == 100, "a decision sees all that came before it"
     admission.reported("e0", EngineLoad(running=3, steps=101))
     async with asyncio.timeout(30):  # at the latest after REPORT_S
         while balancer.n_reports < 3:
@@ -141,7 +143,7 @@ async def test_a_report_that_frees_a_worker_wakes_the_request_that_waits(admissi
 
 
 def n_matched(admission: AdmissionController, keys: bytes) -> int:
-    match = admission.balancer.index.match(keys)
+    match = admission.balancer.fleet.index.match(keys)
     return match[0][0] if match else 0
 
 
@@ -150,7 +152,7 @@ async def test_a_large_snapshot_is_applied_over_several_iterations_of_the_event_
 ) -> None:
     keys, late = Random(1).randbytes(BLOCK * 10 * KV_KEYS_AT_ONCE), Random(2).randbytes(BLOCK * 3)
     admission.kv_events("e0", KVEvents(stored=keys, whole=True))
-    assert len(admission.balancer.index) == KV_KEYS_AT_ONCE
+    assert len(admission.balancer.fleet.index) == KV_KEYS_AT_ONCE
     admission.kv_events("e0", KVEvents(stored=late, removed=keys[-BLOCK:]))  # in order: after the snapshot
     n_iterations = 0
     while n_matched(admission, late) < 3:
@@ -172,4 +174,4 @@ async def test_what_is_left_of_a_snapshot_is_dropped_with_its_worker(admission: 
     for _ in range(10):
         await asyncio.sleep(0)
     assert n_matched(admission, keys) == 0
-    assert len(admission.balancer.index) <= KV_KEYS_AT_ONCE  # what was applied before
+    assert len(admission.balancer.fleet.index) <= KV_KEYS_AT_ONCE  # what was applied before

@@ -52,7 +52,9 @@ def test_a_short_prompt_may_pass_a_long_one_for_a_bounded_time() -> None:
     long = request(tokens=100_000, id="long")
     balancer.enqueue(long, 0.0)
     enqueue(balancer, 1.0, id="short")
-    seconds = balancer.workers["e0"].cost.prefill_s(100_000, 100_000) * balancer.workers["e0"].prefill_speed.scale
+    seconds = (
+        balancer.fleet.workers["e0"].cost.prefill_s(100_000, 100_000) * balancer.fleet.workers["e0"].prefill_speed.scale
+    )
     enqueue(balancer, 1.0 + seconds, id="late")
     assert drain(balancer, running, 2.0 + seconds) == ["short", "long", "late"]
 
@@ -161,7 +163,7 @@ def test_reject_if_busy_is_refused_instead_of_queued() -> None:
     assert send(balancer, request(tokens=10, reject_if_busy=True), 1.0).decode == "e0"
     balancer = fleet("both")
     send(balancer, request(tokens=10))
-    balancer.report("e0", EngineLoad(running=1, waiting=1), 1.0)  # an engine may queue below its max_running
+    balancer.fleet.report("e0", EngineLoad(running=1, waiting=1), 1.0)  # an engine may queue below its max_running
     with pytest.raises(Overloaded, match="must not wait"):
         enqueue(balancer, 1.0, reject_if_busy=True)
 
@@ -184,7 +186,7 @@ def test_a_waiting_request_is_routed_again() -> None:
     """The worker with its cache stays busy; a worker that joins takes it after a moment."""
     balancer, _ = full()
     waiting = enqueue(balancer)
-    balancer.join(endpoint("e1"), balancer.workers["e0"].capacity, 1.0)
+    balancer.fleet.join(endpoint("e1"), balancer.fleet.workers["e0"].capacity, 1.0)
     assert balancer.dispatch(1.0 + REROUTE_S) == [waiting]
     assert waiting.route is not None
     assert waiting.route.decode == "e1"
@@ -192,13 +194,13 @@ def test_a_waiting_request_is_routed_again() -> None:
 
 def test_without_workers_a_request_waits_for_as_long_as_it_may() -> None:
     balancer = fleet("both")
-    balancer.disconnected("e0", 1.0, "it crashed")
+    balancer.fleet.disconnected("e0", 1.0, "it crashed")
     with pytest.raises(Unavailable):
         enqueue(balancer, 1.0)
     patient, hasty = enqueue(balancer, 1.0, wait_s=10.0), enqueue(balancer, 1.0, wait_s=0.5)
     assert balancer.dispatch(1.6) == [hasty]
     assert isinstance(hasty.error, Unavailable)
-    balancer.join(endpoint("e0"), balancer.workers["e0"].capacity, 5.0)
+    balancer.fleet.join(endpoint("e0"), balancer.fleet.workers["e0"].capacity, 5.0)
     assert balancer.dispatch(5.0) == [patient]
     assert patient.route is not None
 
@@ -218,7 +220,7 @@ def wait_until_expired(balancer: Balancer, now_s: float) -> tuple[float, list[In
 def test_requests_queued_when_the_last_worker_leaves_expire(leave: str) -> None:
     balancer, running = full()
     queued = [enqueue(balancer, 1.0, id=f"w{i}") for i in range(3)]
-    getattr(balancer, leave)("e0", 5.0)
+    getattr(balancer.fleet, leave)("e0", 5.0)
     balancer.ended(running, 5.0, "cancelled")
     expired_s, expired = wait_until_expired(balancer, 5.0)
     assert expired_s == pytest.approx(5.0 + WORKER_WAIT_S, abs=0.01)
@@ -232,12 +234,12 @@ def test_requests_queued_when_the_last_worker_leaves_expire(leave: str) -> None:
 def test_a_worker_that_comes_back_in_time_takes_the_requests_it_left() -> None:
     balancer, running = full()
     queued = enqueue(balancer, 1.0)
-    capacity = balancer.workers["e0"].capacity
+    capacity = balancer.fleet.workers["e0"].capacity
     for left_s in (5.0, 5.0 + WORKER_WAIT_S):  # the second absence is waited for as long as the first
-        balancer.disconnected("e0", left_s)
+        balancer.fleet.disconnected("e0", left_s)
         balancer.ended(running, left_s, "engine_failed")
         assert balancer.dispatch(left_s + WORKER_WAIT_S - 1) == []
-        balancer.join(endpoint("e0"), capacity, left_s + WORKER_WAIT_S - 1)
+        balancer.fleet.join(endpoint("e0"), capacity, left_s + WORKER_WAIT_S - 1)
         if left_s == 5.0:
             (first,) = balancer.dispatch(left_s + WORKER_WAIT_S - 1)
             assert first is queued
@@ -250,19 +252,19 @@ def test_a_worker_that_comes_back_in_time_takes_the_requests_it_left() -> None:
 
 def test_a_request_whose_model_has_no_worker_does_not_hold_up_other_models() -> None:
     balancer = fleet("both")
-    balancer.disconnected("e0", 1.0)
+    balancer.fleet.disconnected("e0", 1.0)
     other = enqueue(balancer, 1.0, model="other", wait_s=10.0)
     mine = enqueue(balancer, 2.0, wait_s=10.0)
-    balancer.join(endpoint("e0"), Capacity(max_running=16), 2.1)
+    balancer.fleet.join(endpoint("e0"), Capacity(max_running=16), 2.1)
     assert balancer.dispatch(2.1) == [mine]
     assert list(balancer.queue) == [other]
 
 
 def test_a_deadline_outlasts_the_wait_for_a_worker() -> None:
     balancer = fleet("both")
-    balancer.disconnected("e0", 1.0)
+    balancer.fleet.disconnected("e0", 1.0)
     first, second = (enqueue(balancer, 1.0, wait_s=5.0, deadline_s=30.0) for _ in range(2))
-    balancer.join(endpoint("e0"), Capacity(max_running=1), 2.0)
+    balancer.fleet.join(endpoint("e0"), Capacity(max_running=1), 2.0)
     assert balancer.dispatch(2.0) == [first]
     expired_s, expired = wait_until_expired(balancer, 2.0)
     assert expired_s == pytest.approx(31.0, abs=0.01)
@@ -273,7 +275,7 @@ def test_a_deadline_outlasts_the_wait_for_a_worker() -> None:
 def test_one_models_queue_does_not_refuse_another_models_requests() -> None:
     balancer, _ = full(max_waiting=10)
     other = Endpoint(name="o0", address="unix:/o0", models=("other",))
-    balancer.join(other, Capacity(max_running=1), 0.0)
+    balancer.fleet.join(other, Capacity(max_running=1), 0.0)
     send(balancer, request(tokens=10, model="other"))
     for i in range(10):
         enqueue(balancer, id=f"w{i}", priority="flex")
@@ -289,16 +291,16 @@ def test_one_models_queue_does_not_refuse_another_models_requests() -> None:
 def test_after_a_second_failover_a_request_waits_as_long_as_after_the_first() -> None:
     balancer = fleet("both")
     wanted = request(tokens=10, wait_s=10.0)
-    balancer.disconnected("e0", 1.0)
+    balancer.fleet.disconnected("e0", 1.0)
     record = balancer.enqueue(wanted, 1.0)
-    capacity = balancer.workers["e0"].capacity
+    capacity = balancer.fleet.workers["e0"].capacity
     other = balancer.enqueue(request(tokens=10, model="other", wait_s=9.0), 1.0)  # keeps the queue from being cleaned
-    balancer.join(endpoint("e0"), capacity, 2.0)
+    balancer.fleet.join(endpoint("e0"), capacity, 2.0)
     assert balancer.dispatch(2.0) == [record]
-    balancer.disconnected("e0", 9.0)
+    balancer.fleet.disconnected("e0", 9.0)
     assert balancer.enqueue(wanted, 9.0) is record
     assert balancer.dispatch(12.0) == [other]  # it may wait until 19.0
-    balancer.join(endpoint("e0"), capacity, 13.0)
+    balancer.fleet.join(endpoint("e0"), capacity, 13.0)
     assert balancer.dispatch(13.0) == [record]
     assert record.error is None
 
@@ -320,7 +322,7 @@ def test_jobs_are_charged_as_preemptible() -> None:
         assert route.decode == "e0"
     assert balancer.snapshot(0.0).workers[0].batch_active == 2
     assert send(balancer, request(tokens=10)).decode == "e0"
-    balancer.disconnected("e0", 1.0)
+    balancer.fleet.disconnected("e0", 1.0)
     with pytest.raises(Unavailable):
         balancer.dispatch_job(request(engine="e0"), 1.0)
     for request_id in list(open_ids(balancer)):
@@ -331,10 +333,10 @@ def test_jobs_are_charged_as_preemptible() -> None:
 def test_a_job_that_was_granted_room_comes_also_when_the_worker_was_drained_since() -> None:
     """Its model makes way for another: jobs that were claimed for it must not count a failed attempt."""
     balancer = fleet("both")
-    balancer.drain("e0", 0.0)
+    balancer.fleet.drain("e0", 0.0)
     assert balancer.dispatch_job(request(id="b", engine="e0", priority="batch"), 0.0).decode == "e0"
-    assert balancer.workers["e0"].in_flight.total == 1
-    balancer.report("e0", EngineLoad(draining=True), 0.0)  # it would refuse
+    assert balancer.fleet.workers["e0"].in_flight.total == 1
+    balancer.fleet.report("e0", EngineLoad(draining=True), 0.0)  # it would refuse
     with pytest.raises(Unavailable):
         balancer.dispatch_job(request(engine="e0", priority="batch"), 0.0)
     balancer.ended("b", 1.0, "finished")
@@ -365,7 +367,7 @@ def test_a_cancelled_request_leaves_the_queue() -> None:
 def test_a_tenants_queue_at_one_worker_does_not_block_others() -> None:
     balancer = fleet("both", "both", max_running=1, max_waiting=50)
     chain = keys(("hot", 4000))
-    balancer.stored("e0", chain, 0.0)
+    balancer.fleet.stored("e0", chain, 0.0)
     for i in range(40):
         balancer.enqueue(request(chain, account="hot", id=f"h{i}"), 0.0)
     balancer.dispatch(0.0)
@@ -385,7 +387,7 @@ def test_sequences_that_share_their_prompt_share_its_kv() -> None:
         balancer.first_token(first.id, 0.0)
     third = balancer.enqueue(request(chain), 1.0)
     assert balancer.dispatch(1.0) == []
-    balancer.report("e0", EngineLoad(running=2, kv_used_blocks=1010, kv_total_blocks=3125), 1.1)
+    balancer.fleet.report("e0", EngineLoad(running=2, kv_used_blocks=1010, kv_total_blocks=3125), 1.1)
     assert balancer.dispatch(1.1) == [third]
 
 
@@ -404,11 +406,11 @@ def kv_worker(kv_tokens: int = 100_000, prompt: int = 1000, reply: int = 0) -> t
 
 def test_a_worker_that_reports_full_kv_gets_no_requests() -> None:
     balancer, running = kv_worker()
-    balancer.report("e0", EngineLoad(running=1, kv_used_blocks=6250, kv_total_blocks=6250), 1.0)
+    balancer.fleet.report("e0", EngineLoad(running=1, kv_used_blocks=6250, kv_total_blocks=6250), 1.0)
     held = [enqueue(balancer, 1.0) for _ in range(60)]
     assert balancer.dispatch(1.0) == []
     balancer.ended(running, 1.5, "finished")
-    balancer.report("e0", EngineLoad(kv_used_blocks=0, kv_total_blocks=6250), 1.5)
+    balancer.fleet.report("e0", EngineLoad(kv_used_blocks=0, kv_total_blocks=6250), 1.5)
     assert set(balancer.dispatch(1.5)) == set(held)
 
 
@@ -416,7 +418,7 @@ def test_jobs_in_the_kv_do_not_keep_requests_out() -> None:
     """The engine preempts them."""
     balancer, _ = kv_worker()
     full_of_jobs = EngineLoad(running=50, running_batch=49, kv_used_blocks=6250, kv_total_blocks=6250)
-    balancer.report("e0", full_of_jobs, 1.0)
+    balancer.fleet.report("e0", full_of_jobs, 1.0)
     assert send(balancer, request(tokens=1000), 1.0).decode == "e0"
 
 
@@ -432,7 +434,7 @@ def test_memory_is_kept_free_for_replies_as_long_as_replies_have_been(reports: b
     for reply in (100, 9000):
         balancer, _ = kv_worker(reply=reply)
         if reports:
-            balancer.report("e0", EngineLoad(running=1, kv_used_blocks=63, kv_total_blocks=6250), 1.0)
+            balancer.fleet.report("e0", EngineLoad(running=1, kv_used_blocks=63, kv_total_blocks=6250), 1.0)
         n_sent.append(dispatched_at_once(balancer, 60, tokens=1000))
     assert n_sent[0] == 60
     assert n_sent[1] == 8  # 9 × 10,000 tokens
@@ -440,7 +442,7 @@ def test_memory_is_kept_free_for_replies_as_long_as_replies_have_been(reports: b
 
 def test_max_tokens_bounds_the_predicted_reply() -> None:
     balancer, _ = kv_worker(reply=9000)
-    balancer.report("e0", EngineLoad(running=1, kv_used_blocks=63, kv_total_blocks=6250), 1.0)
+    balancer.fleet.report("e0", EngineLoad(running=1, kv_used_blocks=63, kv_total_blocks=6250), 1.0)
     assert dispatched_at_once(balancer, 60, tokens=1000, max_tokens=100) == 60
 
 
@@ -448,10 +450,10 @@ def test_tokens_that_were_generated_count_once() -> None:
     """Half of the predicted reply is generated, and so in the report: the request that fitted before still does."""
     balancer, _ = kv_worker(kv_tokens=25_000, reply=9000)
     total = 25_000 // 16
-    balancer.report("e0", EngineLoad(running=1, kv_used_blocks=63, kv_total_blocks=total), 1.0)
+    balancer.fleet.report("e0", EngineLoad(running=1, kv_used_blocks=63, kv_total_blocks=total), 1.0)
     for second in range(1, 11):
         load = EngineLoad(running=1, kv_used_blocks=63 + 28 * second, kv_total_blocks=total, output_tokens=450 * second)
-        balancer.report("e0", load, 1.0 + second)
+        balancer.fleet.report("e0", load, 1.0 + second)
     assert (
         dispatched_at_once(balancer, 1, now_s=11.0, tokens=5000, id="too long") == 0
     )  # with a reply of 9,000 it does not fit
@@ -462,7 +464,7 @@ def test_tokens_that_were_generated_count_once() -> None:
 def test_the_queue_keeps_nothing_of_a_provider_that_was_removed() -> None:
     balancer = Balancer()
     provider = Endpoint(name="p", address="https://p", models=("p/*",))
-    balancer.join(provider, Capacity(max_running=1), 0.0)
+    balancer.fleet.join(provider, Capacity(max_running=1), 0.0)
     running, waiting = (request(tokens=10, model="p/m") for _ in range(2))
     send(balancer, running)
     balancer.enqueue(waiting, 0.0)
@@ -471,5 +473,5 @@ def test_the_queue_keeps_nothing_of_a_provider_that_was_removed() -> None:
         balancer.ended(each.id, 1.0, "finished", 5)
         balancer.dispatch(1.0)
     assert balancer.queue.retry_after_s("p/*", 1.0) < MAX_RETRY_S  # by the rate of departures
-    balancer.remove("p", 1.0)
+    balancer.fleet.remove("p", 1.0)
     assert balancer.queue.retry_after_s("p/*", 1.0) == MAX_RETRY_S

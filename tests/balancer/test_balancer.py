@@ -16,17 +16,17 @@ def state(balancer: Balancer, name: str, now_s: float = 0.0) -> str:
 
 def end(balancer: Balancer, name: str, outcome: Any, times: int, now_s: float = 1.0) -> None:
     """Requests on one worker end with this outcome."""
-    others = [worker for worker in balancer.workers.values() if worker.name != name and worker.connected]
+    others = [worker for worker in balancer.fleet.workers.values() if worker.name != name and worker.connected]
     for other in others:
         other.drained = True
-    balancer.pool_of("m").refresh()
+    balancer.fleet.pool_of("m").refresh()
     for _ in range(times):
         wanted = request(tokens=10)
         assert send(balancer, wanted, now_s).decode == name
         balancer.ended(wanted.id, now_s, outcome, 5)
     for other in others:
         other.drained = False
-    balancer.pool_of("m").refresh()
+    balancer.fleet.pool_of("m").refresh()
 
 
 # --- pools of one worker ----------------------------------------------------------------------------------------------
@@ -45,7 +45,7 @@ def test_a_conversation_stays_with_the_worker_that_was_alone_when_it_began(event
             send(balancer, wanted, 1.0 + n)
             balancer.first_token(wanted.id, 1.01 + n)
             balancer.ended(wanted.id, 1.01 + n, "finished", 10)
-    balancer.join(endpoint("e1"), Capacity(events=events), 10.0)
+    balancer.fleet.join(endpoint("e1"), Capacity(events=events), 10.0)
     turns = [request(chain, affinity=f"a/s{n}") for n, chain in enumerate(conversations)]
     assert [serve(balancer, turn, 11.0 + n).decode for n, turn in enumerate(turns)] == ["e0"] * 8
     fresh = [serve(balancer, request(keys((f"n{n}", 40))), 20.0 + n).decode for n in range(8)]
@@ -103,13 +103,13 @@ def test_a_lost_connection_counts_as_one_failure() -> None:
     balancer = fleet("both", "both", max_running=64)
     there = [request(tokens=10) for _ in range(4 * FAILURES)]
     routes = {wanted.id: send(balancer, wanted).decode for wanted in there}
-    balancer.disconnected("e0", 1.0, "it crashed")
+    balancer.fleet.disconnected("e0", 1.0, "it crashed")
     for request_id, name in routes.items():
         if name == "e0":
             balancer.ended(request_id, 1.0, "engine_failed")
     assert state(balancer, "e0") == "down"
     assert balancer.snapshot(1.0).workers[0].problem == "it crashed"
-    balancer.join(endpoint("e0"), balancer.workers["e0"].capacity, 2.0)
+    balancer.fleet.join(endpoint("e0"), balancer.fleet.workers["e0"].capacity, 2.0)
     assert state(balancer, "e0") == "ready"
 
 
@@ -122,7 +122,7 @@ def test_a_lost_prefill_worker_is_blamed_and_the_decode_worker_is_not() -> None:
         route = send(balancer, moved, float(i))
         assert route.prefill not in ("", lost)
         balancer.ended(f"w{i}", float(i), "finished", 5)
-    blamed = {w.name: w.breaker.n_failures for w in balancer.workers.values()}
+    blamed = {w.name: w.breaker.n_failures for w in balancer.fleet.workers.values()}
     assert blamed["e2"] == 0
     assert blamed["e0"] + blamed["e1"] == 4
     assert nothing_left(balancer, 20.0)
@@ -137,7 +137,7 @@ def test_failover_releases_the_old_worker_and_avoids_it() -> None:
     first = send(balancer, wanted).decode
     second = send(balancer, request(tokens=1000, id="q", lost=(first,)), 1.0).decode
     assert second != first
-    assert balancer.workers[first].in_flight == InFlightLoad()
+    assert balancer.fleet.workers[first].in_flight == InFlightLoad()
     balancer.ended("q", 2.0, "finished", 3)
     assert nothing_left(balancer, 2.0)
 
@@ -147,8 +147,8 @@ def test_a_removed_worker_has_no_load_and_gets_no_requests() -> None:
     there = [request(keys((f"k{i}", 10))) for i in range(8)]
     for wanted in there:
         send(balancer, wanted)
-    gone = balancer.workers["e0"]
-    balancer.remove("e0", 1.0)
+    gone = balancer.fleet.workers["e0"]
+    balancer.fleet.remove("e0", 1.0)
     assert gone.in_flight == InFlightLoad()
     for wanted in there:
         balancer.first_token(wanted.id, 2.0)
@@ -163,23 +163,23 @@ def test_a_worker_that_says_that_it_drains_gets_nothing_new() -> None:
     there = {(wanted := request(tokens=10)).id: send(balancer, wanted).decode for _ in range(2)}
     waiting = balancer.enqueue(request(tokens=10), 0.0)
     queued_for = waiting.waits_for
-    balancer.report(queued_for, EngineLoad(running=1, draining=True), 1.0)
+    balancer.fleet.report(queued_for, EngineLoad(running=1, draining=True), 1.0)
     assert state(balancer, queued_for) == "draining"
     for request_id in there:
         balancer.ended(request_id, 2.0, "finished", 5)
     assert waiting in balancer.dispatch(2.0)
     assert waiting.route is not None
     assert waiting.route.decode != queued_for
-    balancer.disconnected(queued_for, 3.0)
-    balancer.join(endpoint(queued_for), Capacity(max_running=1), 4.0)
-    balancer.report(queued_for, EngineLoad(), 4.0)
+    balancer.fleet.disconnected(queued_for, 3.0)
+    balancer.fleet.join(endpoint(queued_for), Capacity(max_running=1), 4.0)
+    balancer.fleet.report(queued_for, EngineLoad(), 4.0)
     assert state(balancer, queued_for) == "ready"
 
 
 def test_an_http_worker_may_be_the_first_to_hear_that_a_worker_drains() -> None:
     balancer = fleet("both", "both")
-    balancer.observed("e0", EngineLoad(draining=True), 0.5, 1.0)
-    balancer.report("e0", EngineLoad(draining=True), 1.5)
+    balancer.fleet.observed("e0", EngineLoad(draining=True), 0.5, 1.0)
+    balancer.fleet.report("e0", EngineLoad(draining=True), 1.5)
     assert {serve(balancer, request(tokens=5), 2.0).decode for _ in range(9)} == {"e1"}
 
 
@@ -187,10 +187,10 @@ def test_a_draining_worker_finishes_its_requests() -> None:
     balancer = fleet("both", "both")
     there = [request(tokens=10) for _ in range(6)]
     on = {wanted.id: send(balancer, wanted).decode for wanted in there}
-    balancer.drain("e0", 1.0)
+    balancer.fleet.drain("e0", 1.0)
     assert state(balancer, "e0") == "draining"
     assert {serve(balancer, request(tokens=5), 2.0).decode for _ in range(9)} == {"e1"}
-    assert balancer.workers["e0"].in_flight.active == list(on.values()).count("e0") > 0
+    assert balancer.fleet.workers["e0"].in_flight.active == list(on.values()).count("e0") > 0
     for request_id in on:
         balancer.ended(request_id, 3.0, "finished", 1)
     assert nothing_left(balancer, 3.0)
@@ -199,11 +199,11 @@ def test_a_draining_worker_finishes_its_requests() -> None:
 def test_requests_queued_for_a_lost_worker_are_rerouted() -> None:
     balancer = fleet("both", "both", max_running=1)
     chain = keys(("home", 3000))
-    balancer.stored("e0", chain, 0.0)
+    balancer.fleet.stored("e0", chain, 0.0)
     assert send(balancer, request(chain)).decode == "e0"
     waiting = balancer.enqueue(request(chain), 0.1)
     assert balancer.dispatch(0.1) == []
-    balancer.disconnected("e0", 0.2)
+    balancer.fleet.disconnected("e0", 0.2)
     assert balancer.dispatch(0.2) == [waiting]
     assert waiting.route is not None
     assert waiting.route.decode == "e1"
@@ -211,12 +211,12 @@ def test_requests_queued_for_a_lost_worker_are_rerouted() -> None:
 
 def test_a_stalled_worker_is_avoided_until_it_progresses() -> None:
     balancer = fleet("both", "both")
-    balancer.report("e0", EngineLoad(), 0.0)
+    balancer.fleet.report("e0", EngineLoad(), 0.0)
     stuck = next(wanted for wanted in (request(tokens=10) for _ in range(9)) if send(balancer, wanted).decode == "e0")
     balancer.dispatch(40.0)
     assert state(balancer, "e0", 40.0) == "stalled"
     assert {serve(balancer, request(tokens=5), 41.0).decode for _ in range(9)} == {"e1"}
-    balancer.report("e0", EngineLoad(running=1), 42.0)
+    balancer.fleet.report("e0", EngineLoad(running=1), 42.0)
     balancer.dispatch(43.0)
     assert state(balancer, "e0", 43.0) == "ready"
     balancer.ended(stuck.id, 44.0, "finished")
@@ -224,9 +224,9 @@ def test_a_stalled_worker_is_avoided_until_it_progresses() -> None:
 
 def test_measured_speed_is_the_prior_of_unmeasured_workers() -> None:
     balancer = fleet("both", "both")
-    cost = balancer.workers["e0"].cost
+    cost = balancer.fleet.workers["e0"].cost
     home = serve(balancer, request(keys(("c", 1000))), 0.0, took_s=3 * cost.prefill_s(16_001, 16_001)).decode
-    first, other = balancer.workers[home], next(w for w in balancer.workers.values() if w.name != home)
+    first, other = balancer.fleet.workers[home], next(w for w in balancer.fleet.workers.values() if w.name != home)
     assert first.prefill_speed.scale == pytest.approx(3.0, rel=0.1)
     assert other.prefill_speed.scale == pytest.approx(3.0, rel=0.1)
 
@@ -234,7 +234,7 @@ def test_measured_speed_is_the_prior_of_unmeasured_workers() -> None:
 def test_the_cached_tokens_of_the_engine_correct_the_measured_speed() -> None:
     """Routing expected nothing to be cached; nearly all was."""
     balancer = fleet("both")
-    worker = balancer.workers["e0"]
+    worker = balancer.fleet.workers["e0"]
     for i in range(30):
         wanted = request(keys((f"k{i}", 2000)))
         send(balancer, wanted, 10.0 * i)

@@ -136,14 +136,14 @@ class Life(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES), how=st.sampled_from(["disconnected", "remove", "drain"]))
     def lose(self, name: str, how: str) -> None:
-        getattr(self.balancer, how)(name, self.now_s)
+        getattr(self.balancer.fleet, how)(name, self.now_s)
         self.gone.add(name)
         self.pump()
 
     @rule(name=st.sampled_from(NAMES))
     def join(self, name: str) -> None:
         self.gone.discard(name)
-        self.balancer.join(endpoint(name, self.roles[NAMES.index(name)]), self.capacity, self.now_s)
+        self.balancer.fleet.join(endpoint(name, self.roles[NAMES.index(name)]), self.capacity, self.now_s)
         self.pump()
 
     @rule(
@@ -154,7 +154,7 @@ class Life(RuleBasedStateMachine):
     )
     def report(self, name: str, running: int, waiting: int, tokens: int) -> None:
         load = EngineLoad(running=running, waiting=waiting, waiting_tokens=tokens, steps=self.n)
-        self.balancer.report(name, load, self.now_s)
+        self.balancer.fleet.report(name, load, self.now_s)
         self.pump()
 
     @rule(
@@ -163,7 +163,7 @@ class Life(RuleBasedStateMachine):
         what=st.sampled_from(["stored", "removed", "replaced"]),
     )
     def cached(self, name: str, chain: bytes, what: str) -> None:
-        getattr(self.balancer, what)(name, chain, self.now_s)
+        getattr(self.balancer.fleet, what)(name, chain, self.now_s)
 
     @rule(seconds=st.sampled_from([0.01, 0.3, 3.0, 61.0]))
     def wait(self, seconds: float) -> None:
@@ -174,12 +174,12 @@ class Life(RuleBasedStateMachine):
     def every_open_request_has_one_record(self) -> None:
         assert open_ids(self.balancer) == {*self.waiting, *self.running, *self.lost}
         assert len(self.balancer.queue) == len(self.waiting)
-        queues = [self.balancer.queue.waiting_for(name) for name in ("", *self.balancer.workers)]
+        queues = [self.balancer.queue.waiting_for(name) for name in ("", *self.balancer.fleet.workers)]
         assert sum(map(len, queues)) == len(self.waiting)  # none is in the queue of a worker that was removed
 
     @invariant()
     def loads_are_the_sums_of_the_records(self) -> None:
-        for worker in self.balancer.workers.values():
+        for worker in self.balancer.fleet.workers.values():
             account = worker.in_flight
             mine = [record for record in self.balancer.ledger if record.decode is account]
             assert {record.request.id for record in mine} <= set(self.running)

@@ -17,7 +17,7 @@ def make() -> tuple[Balancer, dict[str, set[bytes]], list[bytes]]:
         mine = [system, *([chains[i]] if i < len(chains) else [])]
         held[f"e{i}"] = {chain[at : at + 16] for chain in mine for at in range(0, len(chain), 16)}
         for chain in mine:
-            balancer.stored(f"e{i}", chain, 0.0)
+            balancer.fleet.stored(f"e{i}", chain, 0.0)
     return balancer, held, chains
 
 

@@ -18,13 +18,13 @@ class Bench:
         self.balancer = Balancer()
         self.capacity = Capacity(max_running=max_running)
         for i in range(n):
-            self.balancer.join(endpoint(f"e{i}"), self.capacity, self.now_s)
-        self.workers: list[Worker] = self.balancer.workers_of(MODEL)
-        self.grants = Grants(self.balancer, share, lambda: self.now_s)
+            self.balancer.fleet.join(endpoint(f"e{i}"), self.capacity, self.now_s)
+        self.workers: list[Worker] = self.balancer.fleet.workers_of(MODEL)
+        self.grants = Grants(self.balancer.fleet, share, lambda: self.now_s)
         self.requests: list[str] = []
 
     def report(self, load: EngineLoad, worker: int = 0) -> None:
-        self.balancer.report(f"e{worker}", load, self.now_s)
+        self.balancer.fleet.report(f"e{worker}", load, self.now_s)
 
     def run(self, seconds: float, step_s: float = 0.02, most: int = 0) -> None:
         end_s = self.now_s + seconds
@@ -42,7 +42,7 @@ class Bench:
         for worker in self.workers:
             worker.capacity = Capacity(max_running=1000)
             worker.drained = worker is not e0
-        self.balancer.pool_of(MODEL).refresh()
+        self.balancer.fleet.pool_of(MODEL).refresh()
         for _ in range(n):
             wanted = request(tokens=1)
             self.balancer.enqueue(wanted, self.now_s)
@@ -52,7 +52,7 @@ class Bench:
         for worker in self.workers:
             worker.capacity = self.capacity
             worker.drained = False
-        self.balancer.pool_of(MODEL).refresh()
+        self.balancer.fleet.pool_of(MODEL).refresh()
         assert e0.in_flight.active == len(self.requests)
 
     def end(self, n: int = 1) -> None:
@@ -154,13 +154,13 @@ def test_slow_first_tokens_lower_the_cap() -> None:
     bench = Bench(max_running=32)
     bench.start()
     for _ in range(10):
-        bench.grants.observe_ttft(MODEL, "e0", 0.1, mixed=False)
-        bench.grants.observe_ttft(MODEL, "e0", 0.3, mixed=True)
+        bench.grants.observe_ttft("e0", 0.1, mixed=False)
+        bench.grants.observe_ttft("e0", 0.3, mixed=True)
     bench.grants.issue("m", 2)
     bench.run(5)
     assert bench.free() == 0
     for _ in range(30):
-        bench.grants.observe_ttft(MODEL, "e0", 0.12, mixed=True)
+        bench.grants.observe_ttft("e0", 0.12, mixed=True)
     bench.run(15)
     assert bench.free() == 14
 
@@ -177,7 +177,7 @@ def test_a_fully_utilised_accelerator_gets_no_more_jobs() -> None:
 def test_a_lost_worker_gets_no_jobs() -> None:
     bench = Bench(n=2, max_running=8)
     assert bench.free() == 18
-    bench.balancer.disconnected("e0", bench.now_s)
+    bench.balancer.fleet.disconnected("e0", bench.now_s)
     assert {grant.engine for grant in bench.grants.issue("m", 100)} == {"e1"}
 
 
@@ -220,7 +220,7 @@ def test_a_worker_is_emptied_for_a_job_that_must_run_alone() -> None:
 
 def test_a_prefill_worker_gets_no_jobs() -> None:
     bench = Bench(n=2, max_running=8)
-    bench.balancer.join(endpoint("e0", "prefill"), bench.capacity, bench.now_s)
+    bench.balancer.fleet.join(endpoint("e0", "prefill"), bench.capacity, bench.now_s)
     assert {grant.engine for grant in bench.grants.issue("m", 100)} == {"e1"}
 
 

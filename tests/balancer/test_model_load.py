@@ -24,7 +24,7 @@ def test_queued_tokens_are_those_that_no_worker_has_cached() -> None:
     load = meter.read(0.0)
     assert (load.queued_tokens, load.held_requests, load.idle_s) == (100, 0, 0.0)
     balancer.first_token(first.id, 0.0)
-    balancer.stored("e0", chain, 0.0)
+    balancer.fleet.stored("e0", chain, 0.0)
     balancer.enqueue(request(chain, tokens=100), 0.0)  # the worker has room for one
     assert not balancer.dispatch(0.0)
     load = meter.read(1.0)
@@ -71,7 +71,9 @@ def test_output_is_counted_as_workers_report_it_and_a_restart_counts_nothing() -
     meter = ModelLoadMeter(MODEL, balancer, Clock())
     send(balancer, request(tokens=10))
     for total in (100, 150, 20, 25):
-        balancer.report("e0", EngineLoad(running=1, output_tokens=total, kv_used_blocks=2, kv_total_blocks=9), 0.0)
+        balancer.fleet.report(
+            "e0", EngineLoad(running=1, output_tokens=total, kv_used_blocks=2, kv_total_blocks=9), 0.0
+        )
         load = meter.read(0.0)
     (point,) = load.arrivals
     assert (point.output_tokens, point.kv_tokens) == (55, 32)
@@ -82,7 +84,7 @@ def test_output_of_other_cores_is_theirs() -> None:
     meter = ModelLoadMeter(MODEL, balancer, Clock())
     send(balancer, request(tokens=10))
     for total in (0, 100):
-        balancer.report("e0", EngineLoad(running=4, output_tokens=total), 0.0)
+        balancer.fleet.report("e0", EngineLoad(running=4, output_tokens=total), 0.0)
         load = meter.read(0.0)
     assert load.arrivals[-1].output_tokens == 25
 
@@ -91,14 +93,14 @@ def test_rates_are_measured_and_zero_before() -> None:
     balancer = fleet("both", "prefill", kv_tokens=4096)
     both, prefill = ModelLoadMeter(MODEL, balancer, Clock()).read(0.0).workers
     assert (both.prefill_rate, both.decode_rate, both.kv_tokens) == (0.0, 0.0, 4096)
-    worker = balancer.workers_of(MODEL)[0]
+    worker = balancer.fleet.workers_of(MODEL)[0]
     worker.prefill_speed.add(2.0, 1.0)
     worker.decode_speed.add(1.0, 1.0)
     both, prefill = ModelLoadMeter(MODEL, balancer, Clock()).read(0.0).workers
     assert both.prefill_rate == pytest.approx(1 / (worker.prefill_speed.scale * worker.cost.token_s), rel=1e-3)
     assert both.decode_rate > 0
     assert prefill.decode_rate == 0.0
-    balancer.report("e0", EngineLoad(prefill_rate=1234.0), 0.0)
+    balancer.fleet.report("e0", EngineLoad(prefill_rate=1234.0), 0.0)
     assert ModelLoadMeter(MODEL, balancer, Clock()).read(0.0).workers[0].prefill_rate == 1234.0
 
 
@@ -106,7 +108,7 @@ def test_a_slower_worker_has_a_lower_decode_rate_and_at_least_one_sequence() -> 
     rates = []
     for took_s in (1.0, 10.0, 1000.0):
         balancer = fleet("both", max_running=64)
-        worker = balancer.workers_of(MODEL)[0]
+        worker = balancer.fleet.workers_of(MODEL)[0]
         for _ in range(100):
             worker.decode_speed.add(took_s, 1.0)
         rates.append(decode_rate(worker))

@@ -18,7 +18,7 @@ from .balancing import endpoint, nothing_left, request
 
 def provider(max_running: int = 4, **settings: int) -> Balancer:
     balancer = Balancer(Settings(**settings))
-    balancer.join(endpoint("p"), Capacity(max_running=max_running, events=False, shared=True), 0.0)
+    balancer.fleet.join(endpoint("p"), Capacity(max_running=max_running, events=False, shared=True), 0.0)
     return balancer
 
 

@@ -20,7 +20,7 @@ def fleet_of(*workers: dict[str, Any], max_running: int = 4) -> Balancer:
     for i, more in enumerate(workers):
         made = endpoint(f"e{i}", more.pop("role", "both"))
         capacity = Capacity(max_running=max_running, round_trip_s=more.pop("round_trip_s", 0.0))
-        balancer.join(msgspec.structs.replace(made, **more), capacity, 0.0)
+        balancer.fleet.join(msgspec.structs.replace(made, **more), capacity, 0.0)
     return balancer
 
 
@@ -28,10 +28,10 @@ def test_a_dedicated_worker_serves_its_account_alone() -> None:
     balancer = fleet_of({"account": "acme"}, {})
     assert {serve(balancer, request(tokens=10, account="acme")).decode for _ in range(10)} == {"e0"}
     assert {serve(balancer, request(tokens=10, account="other")).decode for _ in range(10)} == {"e1"}
-    balancer.remove("e0", 1.0)
+    balancer.fleet.remove("e0", 1.0)
     assert serve(balancer, request(tokens=10, account="acme"), 1.0).decode == "e1", "better than none"
-    balancer.remove("e1", 1.0)
-    balancer.join(msgspec.structs.replace(endpoint("e0"), account="acme"), Capacity(), 1.0)
+    balancer.fleet.remove("e1", 1.0)
+    balancer.fleet.join(msgspec.structs.replace(endpoint("e0"), account="acme"), Capacity(), 1.0)
     with pytest.raises(Unavailable):
         balancer.enqueue(request(tokens=10, account="other"), 2.0)
     assert nothing_left(balancer, 2.0)
@@ -45,7 +45,7 @@ def test_a_dedicated_worker_that_is_to_be_avoided_is_no_reason_to_use_anothers()
 
 def test_jobs_are_granted_no_room_on_dedicated_workers() -> None:
     balancer = fleet_of({"account": "acme"}, {})
-    grants = Grants(balancer)
+    grants = Grants(balancer.fleet)
     taken = grants.issue("m", 100)
     assert taken
     assert {grant.engine for grant in taken} == {"e1"}
@@ -76,7 +76,7 @@ def test_a_conversation_stays_where_its_cache_is() -> None:
     assert serve(balancer, request(chain + keys(("more", 2))), 2.0).decode == "e0", "16,000 tokens are cached there"
     assert serve(balancer, request(keys(("other", 1000))), 2.0).decode == "e1"
     short = keys(("short", 1))
-    balancer.stored("e0", short, 2.0)
+    balancer.fleet.stored("e0", short, 2.0)
     assert serve(balancer, request(short), 3.0).decode == "e1", "a round trip costs more than 16 tokens"
 
 
@@ -100,7 +100,7 @@ def test_kv_is_not_sent_from_region_to_region() -> None:
 def test_a_core_without_a_region_uses_all() -> None:
     balancer = Balancer(Settings())
     for i, region in enumerate(("eu", "us")):
-        balancer.join(msgspec.structs.replace(endpoint(f"e{i}"), region=region), Capacity(max_running=2), 0.0)
+        balancer.fleet.join(msgspec.structs.replace(endpoint(f"e{i}"), region=region), Capacity(max_running=2), 0.0)
     assert {send(balancer, request(tokens=10)).decode for _ in range(4)} == {"e0", "e1"}
 
 

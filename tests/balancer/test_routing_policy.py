@@ -28,7 +28,7 @@ def test_a_conversation_stays_with_its_cache() -> None:
 def test_sessions_that_share_a_system_prompt_spread() -> None:
     balancer = fleet(*["both"] * 8, max_running=64, ahead_s=1e9)
     for name in ("e0", "e3"):
-        balancer.stored(name, keys(SYSTEM), 0.0)
+        balancer.fleet.stored(name, keys(SYSTEM), 0.0)
     homes = Counter(send(balancer, request(keys(SYSTEM, (f"s{session}", 500)))).decode for session in range(80))
     assert len(homes) == 8
     assert max(homes.values()) <= 2 * 80 / 8
@@ -42,11 +42,11 @@ def test_a_conversation_moves_when_waiting_costs_more_than_recomputing(crowd: fl
     def moves(backlog: float) -> bool:
         balancer = fleet("both", "both", ahead_s=1e9, kv_tokens=1_000_000)
         home = serve(balancer, request(chain)).decode
-        for worker in balancer.workers.values():
+        for worker in balancer.fleet.workers.values():
             worker.prefill_speed = SpeedEstimate()
             worker.dispatched(round(1e6 * (crowd - worker.cache_pressure(20.0))), 20.0)
         again_s = worker.cost.prefill_s(3900 * 16 + 1, 3900 * 16 + 1)
-        balancer.workers[home].in_flight.work_us = int(backlog * again_s * 1e6)
+        balancer.fleet.workers[home].in_flight.work_us = int(backlog * again_s * 1e6)
         return send(balancer, request(chain), 20.0).decode != home
 
     assert not moves(0.0)
@@ -62,9 +62,9 @@ def test_leaving_a_cache_costs_a_multiple_of_its_prefill(n_blocks: int, more_s: 
     def moves(backlog_s: float) -> bool:
         balancer = fleet("both", "both", ahead_s=1e9)
         home = serve(balancer, request(chain)).decode
-        for worker in balancer.workers.values():
+        for worker in balancer.fleet.workers.values():
             worker.prefill_speed = SpeedEstimate()
-        balancer.workers[home].in_flight.work_us = int(backlog_s * 1e6)
+        balancer.fleet.workers[home].in_flight.work_us = int(backlog_s * 1e6)
         return send(balancer, request(chain), 20.0).decode != home
 
     n, cost = n_blocks * BLOCK_TOKENS + 1, DEFAULTS.cost
@@ -77,7 +77,7 @@ def test_leaving_a_cache_costs_a_multiple_of_its_prefill(n_blocks: int, more_s: 
 def test_dispatched_prompts_count_as_cached_at_once() -> None:
     """Prompts with the same prefix follow the first one, unless another worker is faster without the prefix."""
     balancer = fleet(*["both"] * 8, ahead_s=1e9, kv_tokens=1_000_000)
-    for worker in balancer.workers.values():
+    for worker in balancer.fleet.workers.values():
         worker.dispatched(1_000_000, 0.0)
     chain = keys(("tree", 2000))
     routes = [send(balancer, request(chain + keys((f"leaf{i}", 3)))) for i in range(6)]
@@ -118,7 +118,7 @@ def test_a_slower_worker_gets_fewer_requests() -> None:
     balancer = fleet("both", "both", ahead_s=1e9, max_running=64)
     for _ in range(10):  # e0 is measured to be four times as slow
         for name, scale in (("e0", 4.0), ("e1", 1.0)):
-            balancer.workers[name].prefill_speed.add(scale, 1.0)
+            balancer.fleet.workers[name].prefill_speed.add(scale, 1.0)
     homes = Counter(send(balancer, request(keys((f"k{i}", 500))), 0.0).decode for i in range(50))
     assert homes["e1"] > 2.5 * homes["e0"] > 0
 
@@ -128,15 +128,15 @@ def test_the_lower_bound_of_cold_workers_changes_no_choice(n: int) -> None:
     """The choice is the same as with the costs of all workers."""
     balancer = fleet(*["both"] * n, ahead_s=1e9)
     chain = keys(SYSTEM, ("s", 300))
-    workers = list(balancer.workers.values())
+    workers = list(balancer.fleet.workers.values())
     for i, worker in enumerate(workers):
-        balancer.stored(worker.name, chain[: 16 * (900 + (300 * (i % 5 == 2)))], 0.0)
+        balancer.fleet.stored(worker.name, chain[: 16 * (900 + (300 * (i % 5 == 2)))], 0.0)
         worker.in_flight.work_us = 97_000 * (i * 7 % 11)
     policy = LowestCost(2.0)
     for tokens in (1, 14_401, 15_000, 19_201):
         for backlog_us in (0, 10_000, 1_000_000, 10_000_000):
             workers[2 % n].in_flight.work_us = backlog_us
-            need = balancer.routing_input(request(chain, tokens=tokens), balancer.pool_of("m"), workers)
+            need = balancer.routing_input(request(chain, tokens=tokens), balancer.fleet.pool_of("m"), workers)
             quick = policy.choose(workers, need, 1.0)
             cold = RoutingInput(need.tokens, need.n, need.match, 1 << 30, need.session64, need.output_tokens)
             assert policy.choose(workers, cold, 1.0) is quick
@@ -159,8 +159,8 @@ def test_a_session_name_may_be_large_and_arbitrary() -> None:
 
 def test_affinity_without_a_session_hashes_the_first_unshared_block() -> None:
     balancer = fleet(*["both"] * 8, policy="affinity")
-    for name in balancer.workers:
-        balancer.stored(name, keys(SYSTEM), 0.0)
+    for name in balancer.fleet.workers:
+        balancer.fleet.stored(name, keys(SYSTEM), 0.0)
     homes = [
         {serve_without_events(balancer, keys(SYSTEM, (f"s{s}", 30 + 10 * turn)), 100.0 * turn) for turn in range(3)}
         for s in range(30)
@@ -182,7 +182,7 @@ def test_few_sessions_move_when_a_worker_is_removed() -> None:
     balancer = fleet(*["both"] * 4, policy="affinity", max_running=1 << 20, ahead_s=1e9)
     before = {s: send(balancer, request(affinity=f"s{s}")).decode for s in range(200)}
     assert min(Counter(before.values()).values()) > 30
-    balancer.remove("e1", 1.0)
+    balancer.fleet.remove("e1", 1.0)
     after = {s: send(balancer, request(affinity=f"s{s}"), 1.0).decode for s in range(200)}
     assert all(after[s] == home for s, home in before.items() if home != "e1")
     assert "e1" not in after.values()
@@ -198,9 +198,9 @@ def test_round_robin_and_least_loaded() -> None:
 def test_least_loaded_prefers_the_idle_worker_that_was_busy_least() -> None:
     balancer = fleet(*["both"] * 3, policy="least_loaded")
     for name, busy_s in (("e0", 60.0), ("e1", 20.0), ("e2", 40.0)):
-        balancer.report(name, EngineLoad(running=1, steps=1), 100.0)
-        balancer.report(name, EngineLoad(steps=2), 100.0 + busy_s)
-    for worker in balancer.workers.values():
+        balancer.fleet.report(name, EngineLoad(running=1, steps=1), 100.0)
+        balancer.fleet.report(name, EngineLoad(steps=2), 100.0 + busy_s)
+    for worker in balancer.fleet.workers.values():
         assert 0 < worker.busy_share(10_000.0) < worker.busy_share(200.0) < 0.2
     assert [send(balancer, request(), 200.0).decode for _ in range(3)] == ["e1", "e2", "e0"]
 
@@ -213,7 +213,7 @@ def test_a_long_prompt_uses_a_prefill_worker_and_charges_both() -> None:
     wanted = request(keys(("c", 500)))
     route = send(balancer, wanted)
     assert (route.prefill, route.decode) == ("e0", "e1")
-    prefill, decode = (balancer.workers[name].in_flight for name in ("e0", "e1"))
+    prefill, decode = (balancer.fleet.workers[name].in_flight for name in ("e0", "e1"))
     assert prefill.prefill_tokens == 8001
     assert prefill.active == 0
     assert decode.prefill_tokens == 0
@@ -243,7 +243,7 @@ def test_a_decode_worker_is_not_believed_faster_than_a_prefill_worker() -> None:
             balancer.first_token(wanted.id, now_s + took_s)
             balancer.ended(wanted.id, now_s + took_s, "finished", 1)
             now_s += 2.0
-    scales = [worker.prefill_speed.scale for worker in balancer.workers_of("m")]
+    scales = [worker.prefill_speed.scale for worker in balancer.fleet.workers_of("m")]
     assert scales[0] > 4 * scales[1], "else this says nothing"
 
 
@@ -255,7 +255,7 @@ def test_a_saturated_prefill_pool_is_bypassed() -> None:
 
 def test_decode_workers_serve_without_prefill_workers_but_not_vice_versa() -> None:
     balancer = fleet("prefill", "decode")
-    balancer.disconnected("e0", 1.0)
+    balancer.fleet.disconnected("e0", 1.0)
     assert send(balancer, request(tokens=50_000), 1.0).prefill == ""
     balancer = fleet("prefill")
     with pytest.raises(Unavailable, match="no engine of m"):
@@ -267,11 +267,11 @@ def test_a_worker_that_cannot_prefill_is_never_asked_to() -> None:
     balancer = Balancer()
     for name, role in (("p", "prefill"), ("d", "decode")):
         made = msgspec.structs.replace(endpoint(name, role), alone=role != "decode")
-        balancer.join(made, Capacity(max_running=4), 0.0)
+        balancer.fleet.join(made, Capacity(max_running=4), 0.0)
     short, line = request(keys(("c", 2))), request(keys(("c", 2)), engine="d")
     assert send(balancer, short).prefill == "p"
     assert balancer.dispatch_job(line, 0.0).prefill == "p"
-    balancer.remove("p", 1.0)
+    balancer.fleet.remove("p", 1.0)
     with pytest.raises(Unavailable):
         balancer.enqueue(request(keys(("c", 2))), 1.0)
     with pytest.raises(Unavailable):
@@ -288,7 +288,7 @@ def test_jobs_use_prefill_workers_as_requests_do() -> None:
     assert 8 <= by_prefill.count("") <= 22  # both workers have prompts to compute
     assert balancer.dispatch_job(request(tokens=50, engine="e1"), 0.0).prefill == ""  # short
     assert send(balancer, request(tokens=4000)).prefill == "e0"  # passes the jobs
-    balancer.disconnected("e0", 1.0)
+    balancer.fleet.disconnected("e0", 1.0)
     assert balancer.dispatch_job(request(tokens=4000, engine="e1"), 1.0).prefill == ""
 
 
@@ -312,8 +312,8 @@ def test_prefill_and_decode_workers_both_keep_their_caches() -> None:
 def test_two_workers_with_one_name_are_refused() -> None:
     balancer = fleet("both")
     with pytest.raises(BadInput, match="two endpoints are called e0: unix:/e0 and tcp:other:1"):
-        balancer.join(endpoint("e0", address="tcp:other:1"), balancer.workers["e0"].capacity, 1.0)
-    assert balancer.workers["e0"].endpoint.address == "unix:/e0"
+        balancer.fleet.join(endpoint("e0", address="tcp:other:1"), balancer.fleet.workers["e0"].capacity, 1.0)
+    assert balancer.fleet.workers["e0"].endpoint.address == "unix:/e0"
 
 
 def test_a_worker_that_was_never_measured_gets_requests_of_a_fast_fleet() -> None:

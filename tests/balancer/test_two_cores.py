@@ -35,13 +35,13 @@ class Engines:
                 core.first_token(request_id, now_s)
                 core.ended(request_id, now_s, "finished", 20)
                 for each in self.cores:
-                    each.stored(name, chain, now_s)
+                    each.fleet.stored(name, chain, now_s)
 
     def report(self, now_s: float) -> None:
         for name, queue in self.queues.items():
             tokens = sum(uncached for _, uncached, *_ in queue)
             for core in self.cores:
-                core.report(name, EngineLoad(running=len(queue), waiting_tokens=tokens), now_s)
+                core.fleet.report(name, EngineLoad(running=len(queue), waiting_tokens=tokens), now_s)
 
 
 def run(n_cores: int, seed: int = 1) -> tuple[Engines, Counter[str]]:
@@ -97,7 +97,7 @@ def test_a_core_learns_of_anothers_requests_from_load_reports() -> None:
     here.enqueue(wanted, 0.0)
     [record] = here.dispatch(0.0)
     assert record.route is not None
-    there.stored(record.route.decode, chain, 1.0)  # KV events go to both cores
+    there.fleet.stored(record.route.decode, chain, 1.0)  # KV events go to both cores
     follow = request(chain + keys(("next", 40)))
     there.enqueue(follow, 5.0)
     [other] = there.dispatch(5.0)

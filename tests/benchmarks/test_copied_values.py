@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from benchmarks.copied_values import VALUES, Answer, Case, cases, copied, lenient_values, ratio, request
+from benchmarks.copied_values import VALUES, Answer, Case, ask_for, cases, copied, lenient_values, ratio
+from benchmarks.generation_apis import APIS, Got
 
 
 @pytest.mark.parametrize(
@@ -23,12 +24,11 @@ def test_a_free_reply_is_read_leniently(text: str, value: str) -> None:
 
 def test_a_forced_reply_counts_only_as_what_it_says() -> None:
     case = Case("names", "Zoë", 0)
-    assert copied(case, {"content": '{"name": "Zoë"}'}, "forced")
-    assert not copied(case, {"content": '{"name": "\'Zoë\'"}'}, "forced")
-    call = {"function": {"name": "create_record", "arguments": '{"name":"Zoë"}'}}
-    assert copied(case, {"content": None, "tool_calls": [call]}, "forced")
+    assert copied(case, Got('{"name": "Zoë"}'), "forced")
+    assert not copied(case, Got('{"name": "\'Zoë\'"}'), "forced")
+    assert copied(case, Got(calls=[("create_record", '{"name":"Zoë"}')]), "forced")
     with pytest.raises(json.JSONDecodeError):
-        copied(case, {"content": "Zoë"}, "forced")
+        copied(case, Got("Zoë"), "forced")
 
 
 def test_numbers_are_compared_as_numbers() -> None:
@@ -45,7 +45,8 @@ def test_there_are_at_least_200_requests_and_both_modes_ask_the_same() -> None:
     assert len(todo) >= 200
     assert {case.kind for case in todo} == set(VALUES)
     for case in todo[:3]:
-        free, forced = (request("m", case, "tools", mode) for mode in ("free", "forced"))
+        asked = [ask_for("m", case, "tools", mode, seeded=True) for mode in ("free", "forced")]
+        free, forced = (APIS["chat"].body(ask) for ask in asked)
         assert (free.pop("tool_choice"), forced.pop("tool_choice")) == ("auto", "required")
         assert free == forced
         assert case.value in free["messages"][0]["content"]

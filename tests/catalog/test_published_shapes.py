@@ -48,6 +48,7 @@ def test_parameters_are_the_published_ones(alias: str) -> None:
     assert shape is not None
     n_parameters = sum(prod(tensor) for _, tensor in expected_shapes(config_of(shape)))
     assert n_parameters / 1e9 == pytest.approx(PARAMETERS[alias], rel=0.003)
+    assert shape.card.n_parameters == pytest.approx(n_parameters, rel=0.001)
 
 
 def test_names_are_unique() -> None:

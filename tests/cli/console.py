@@ -55,6 +55,23 @@ def emberline_process(*words: str, home: Path, stdin: str = "", **env: str) -> s
     )
 
 
+def without_module(name: str, folder: Path) -> dict[str, str]:
+    """The variables of a process that cannot import the module; `folder` is for the code that hides it."""
+    folder.mkdir(exist_ok=True)
+    (folder / "sitecustomize.py").write_text(
+        "import sys\n"
+        "class Hiding:\n"
+        "    def __init__(self, finder):\n"
+        "        self._finder = finder\n"
+        "    def __getattr__(self, name):\n"
+        "        return getattr(self._finder, name)\n"
+        "    def find_spec(self, name, *more):\n"
+        f"        return None if name.partition('.')[0] == {name!r} else self._finder.find_spec(name, *more)\n"
+        "sys.meta_path[:] = map(Hiding, sys.meta_path)\n"
+    )
+    return {"PYTHONPATH": f"{folder}{os.pathsep}{Path(__file__).parents[2]}"}
+
+
 class Terminal:
     """`emberline run` in a pseudo-terminal."""
 

@@ -43,6 +43,7 @@ class FakeServer(ThreadingHTTPServer):
         self.tiers: list[dict[str, Any]] = []
         self.drafts: list[list[Any]] = []
         self.model_states: list[dict[str, Any]] = []
+        self.comments: list[str] = []  # in streams, before the first event
         self.n_done = 0  # of the batch
         self.status: dict[str, Any] = {}
         self.answers: dict[str, Any] = {}
@@ -130,7 +131,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.path.startswith("/api/models/"):
             self._reply(200, {"model": MODEL, "state": "loaded"})
         elif self.path == "/api/cache/purge":
-            self._reply(200, {"blocks": 5, "workers": {}})
+            self._reply(200, {"blocks": 5, "workers": {}, "conversations": 2, "streams": 1, "replies": 3})
         elif self.path == "/api/cache/import":
             self._reply(200, {"blocks": 4, "worker": "model-0"})
         elif self.path.startswith("/api/workers/"):
@@ -153,6 +154,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
         try:
+            for comment in self.server.comments:
+                self.wfile.write(f": {comment}\n\n".encode())
             for text in self.server.deltas:
                 self._event({"choices": [{"index": 0, "delta": {"content": text}}]})
                 time.sleep(self.server.pause_s)

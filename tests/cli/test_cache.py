@@ -1,8 +1,14 @@
 """`emberline cache` against a fake server."""
 
+import asyncio
 import json
 from pathlib import Path
 
+from emberline.gateway.response_cache import CachedReply, ResponseCache
+from emberline.protocol.complete_response import Answer
+from emberline.protocol.events import Usage
+from emberline.service.service_factory import DATABASE
+from emberline.store import open_store
 from tests.cli.console import emberline
 from tests.cli.fake_server import FakeServer
 from tests.kv.tiers.disk.disk_blocks import open_tier, write
@@ -15,7 +21,7 @@ def test_purge_says_what(tmp_path: Path, fake_server: FakeServer) -> None:
         "emberline: say what to purge: --session ID, --account NAME or --everything\n",
     )
     done = emberline("cache", "purge", "--session", "s", "--account", "a", "--port", fake_server.port, home=tmp_path)
-    assert done.stdout == "5 blocks purged\n", done.stderr
+    assert done.stdout == "purged: 5 blocks, 2 prompts of conversations, 1 streams, 3 cached replies\n", done.stderr
     assert [(path, json.loads(raw)) for path, _, raw in fake_server.posts] == [
         ("/api/cache/purge", {"session": "s", "account": "a"})
     ]
@@ -52,6 +58,15 @@ def test_without_a_server_everything_on_disk_is_purged(tmp_path: Path) -> None:
     tier = open_tier(tmp_path / "kv" / "model")
     write(tier, [1, 2, 3])
     tier.close()
+    asyncio.run(store_reply(tmp_path / DATABASE))
     done = emberline("cache", "purge", "--everything", home=tmp_path, EMBERLINE_SERVER_PORT="1")
-    assert done.stdout == f"3 blocks purged in {tmp_path / 'kv'}\n", done.stderr
+    assert done.stdout == f"purged: 3 blocks in {tmp_path / 'kv'}, 1 cached replies\n", done.stderr
     assert not list(tmp_path.rglob("*.blocks"))
+
+
+async def store_reply(path: Path) -> None:
+    store = await open_store(path)
+    cache = ResponseCache(store)
+    cache.put("acme", "digest", CachedReply(answer=Answer([], Usage()), model="m", provider="p", expires_us=1 << 60))
+    await cache.close()
+    await store.close()

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from emberline import __version__
 from emberline.catalog.model_card import describe_path
 from emberline.catalog.model_store import ModelEntry
 from emberline.cli import common, doctor, serve
-from emberline.cli.main import COMMANDS
+from emberline.cli.main import COMMANDS, main
 from emberline.config import resolve
 from emberline.protocol.errors import BadInput
 from emberline.server.http_worker import load_models
@@ -67,6 +68,30 @@ def test_misspelt_command_gets_a_hint(tmp_path: Path) -> None:
     done = emberline("sevre", home=tmp_path)
     assert done.returncode == 2
     assert "did you mean `emberline serve`?" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["key", "account", "batch", "cluster", "model"])
+def test_a_command_alone_shows_its_actions(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"usage: emberline {command} [-h] ACTION ...")
+    assert len(re.findall(r"^    [a-z-]+ {2,}[a-z]", shown, re.MULTILINE)) >= 2
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["serve", "smollm2", "--replica", "2"], "--replica 2; did you mean --replicas?"),
+        (["key", "ls", "--acount=acme"], "--acount=acme; did you mean --account?"),
+        (["ps", "--jsno"], "--jsno; did you mean --json?"),
+        (["run", "smollm2", "--zzzz", "hi"], "--zzzz hi\n"),
+    ],
+)
+def test_a_misspelt_flag_gets_a_hint(words: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert f"unrecognized arguments: {hint}" in capsys.readouterr().err
 
 
 def test_version(tmp_path: Path) -> None:

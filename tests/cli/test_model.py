@@ -48,6 +48,23 @@ def test_a_card_is_checked_and_shown(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "there are @cf/huggingfacetb/smollm2-135m-instruct" in capsys.readouterr().err
 
 
+def test_show_knows_what_plan_knows(
+    tmp_path: Path, smollm2: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def show(name: str) -> dict[str, object]:
+        assert main(["model", "show", name, "--json", "--data-dir", str(tmp_path / "home")]) == 0
+        return dict(json.loads(capsys.readouterr().out))
+
+    shape, repo, file, folder = map(show, ("llama-3.1-8b", "hf:Qwen/Qwen3-30B-A3B", str(smollm2), str(tiny_model)))
+    assert (shape["n_parameters"], shape["quantization"], shape["path"]) == (8_030_261_248, "BF16", None)
+    assert (shape["weight_bytes"], shape["architecture"]) == (16_060_522_496, "llama")
+    assert repo["id"] == "@hf/qwen/qwen3-30b-a3b"
+    assert (file["n_parameters"], file["quantization"], file["path"]) == (134_515_008, "Q4_1", str(smollm2))
+    assert (folder["architecture"], folder["path"]) == ("llama", str(tiny_model))
+    assert main(["model", "show", "lama-3.1", "--data-dir", str(tmp_path / "home")]) == 1
+    assert "no model is called 'lama-3.1'; there are llama-3.1-8b" in capsys.readouterr().err
+
+
 def test_aliases(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["model", "alias"]) == 0
     assert "smollm2 90 %, qwen2.5-coder 10 %" in capsys.readouterr().out

@@ -15,9 +15,9 @@ from emberline.balancer.grants import Grants
 from emberline.catalog.model_card import DEFAULT_MODEL
 from emberline.catalog.model_files import ModelFiles
 from emberline.catalog.model_store import ModelEntry, ModelStore
-from emberline.catalog.pull import pull
 from emberline.cli import http_client as client
 from emberline.cli.http_client import ChatTiming
+from emberline.cli.main import main
 from emberline.cluster.timings import Timings
 from emberline.config import Config, resolve
 from emberline.server import on_demand_models as on_demand
@@ -84,7 +84,7 @@ async def states(address: ServerAddress) -> dict[str, str]:
 
 
 async def listed(address: ServerAddress) -> dict[str, str]:
-    return {row["id"]: row["state"] for row in (await call(client.get, address, "/v1/models"))["data"]}
+    return {row["root"]: row["state"] for row in (await call(client.get, address, "/v1/models"))["data"]}
 
 
 async def test_two_models_take_turns_behind_two_http_workers(small: tuple[Path, Path], tmp_path: Path) -> None:
@@ -114,15 +114,13 @@ async def test_a_model_pulled_meanwhile_is_loaded_beside_the_named_one(
     config = resolve({"server.port": 0, "server.drain_timeout_s": 2}, {}, tmp_path)
     async with running(config, [entry]) as address:
         assert await states(address) == {NAMED: "loaded"}
-        await call(pull, str(other), store)
-        async with asyncio.timeout(PATIENCE_S):
-            while OTHER not in await states(address):
-                await asyncio.sleep(0.02)
+        assert await call(main, ["pull", str(other), "--data-dir", str(tmp_path)]) == 0
+        assert await states(address) == {NAMED: "loaded", OTHER: "on_disk"}, "known once pull returns"
         assert await chat(address, "other") == 3
         assert await states(address) == {NAMED: "loaded", OTHER: "loaded"}
-        await call(store.remove, "other")
+        assert await call(main, ["rm", "other", "--data-dir", str(tmp_path)]) == 0
         async with asyncio.timeout(PATIENCE_S):
-            while len((await call(client.get, address, "/v1/models"))["data"]) > 1:
+            while len(await listed(address)) > 1:
                 await asyncio.sleep(0.02)
         await call(client.post, address, "/api/models/unload", {"model": "smollm2"})
         assert await chat(address, "smollm2") == 3, "a named model that was stopped is loaded again"
@@ -151,7 +149,10 @@ class FakeMembership:
 async def offered(config: Config, named: Sequence[ModelEntry] = (), elsewhere: bool = False) -> list[str]:
     admission, membership = AdmissionController(), FakeMembership()
     core = SimpleNamespace(
-        membership=membership, admission=admission, grants=Grants(admission.balancer), register=lambda metrics: None
+        membership=membership,
+        admission=admission,
+        grants=Grants(admission.balancer.fleet),
+        register=lambda metrics: None,
     )
     nothing: Any = None
     models = OnDemandModels(config, 1 << 40, named, (), nothing, core, lambda card: elsewhere)  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from emberline.cli.main import main
+from tests.cli.console import emberline_process, without_module
 
 MODEL: dict[str, Any] = dict(
     model_type="qwen3_moe", hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
@@ -22,8 +23,6 @@ def compressed(**changes: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def plan(tmp_path, capsys):
-    pytest.importorskip("triton")
-
     def run(*flags, **changes):
         (tmp_path / "config.json").write_text(json.dumps(MODEL | changes))
         code = main(["plan", str(tmp_path), "--json", *flags])
@@ -102,7 +101,6 @@ def test_layouts_are_compared_and_one_is_recommended(plan):
     ],
 )
 def test_a_plan_is_eighty_columns_wide(capsys, flags):
-    pytest.importorskip("triton")
     assert main(["plan", *flags]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
@@ -146,3 +144,11 @@ def test_what_drafts_is_counted(plan, tmp_path):
     said = plan(*draft_model, **deep)
     assert f"--draft-model {tmp_path / 'small'} cannot draft for {tmp_path}: " in said, "not the model's own fault"
     assert "2 query heads cannot share 3 KV heads" in said
+
+
+@pytest.mark.slow  # a process that imports torch; daily: tests/kernels/gpu/test_triton_placeholder.py
+def test_a_machine_without_triton_gets_the_same_plan(plan, tmp_path):
+    expected = plan()
+    hidden = without_module("triton", tmp_path / "site")
+    done = emberline_process("plan", str(tmp_path), "--json", home=tmp_path, **hidden)
+    assert json.loads(done.stdout) == expected, done.stderr

@@ -49,7 +49,9 @@ NAMES = ["smollm2", "smollm2-135m", "gemma-3-270m", "@cf/test/model"]
         (["why", "is", "it", "so?"], None, "why is it so?"),
         (["Why is it so?"], None, "Why is it so?"),
         (["/etc/hosts is what?"], None, "/etc/hosts is what?"),
-        (["smolm2", "why?"], None, "smolm2 why?"),
+        (["python3", "is", "what?"], None, "python3 is what?"),
+        (["TCP/IP", "explained"], None, "TCP/IP explained"),
+        (["llama3.2 is what?"], None, "llama3.2 is what?"),
     ],
 )
 def test_the_first_word_is_the_model_if_it_names_one(words: list[str], model: str | None, prompt: str) -> None:
@@ -68,10 +70,30 @@ def test_one_unknown_word_is_not_a_prompt() -> None:
     with pytest.raises(BadInput) as caught:
         split_words(["smolm2"], NAMES)
     assert caught.value.message == (
-        "there is no model 'smolm2'; did you mean smollm2? To send it as a prompt: emberline run smollm2 \"smolm2\""
+        "there is no model 'smolm2'; did you mean smollm2 or smollm2-135m? `emberline ls` lists those on this machine, "
+        '`emberline pull hf:org/repo` adds one. To send it as a prompt: emberline run smollm2 "smolm2"'
     )
-    with pytest.raises(BadInput, match=r"no model 'hello'; `emberline ls` .* emberline run smollm2 \"hello\""):
+    with pytest.raises(BadInput, match=r"no model 'hello'. `emberline ls` .* emberline run smollm2 \"hello\""):
         split_words(["hello"], NAMES)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        *("llama3.2", "llama3.2:1b", "mistral:latest", "mistral-7b-instruct", "qwen3", "gemma4", "@cf/meta/llama"),
+        *("org/name-2", "smolm2", "gpt-4.1"),
+    ],
+)
+def test_an_unknown_model_before_a_prompt_is_refused(first: str) -> None:
+    with pytest.raises(BadInput, match=f'there is no model {first!r}.* "{first} hi there"'):
+        split_words([first, "hi", "there"], [*NAMES, "qwen2.5", "llama-3.1-8b"])
+
+
+def test_a_model_that_can_be_pulled_is_a_model(tmp_path: Path, fake_server: FakeServer) -> None:
+    done = emberline("run", "--port", fake_server.port, "llama-3.1-8b", "hi", home=tmp_path)
+    assert done.returncode == 1
+    assert "has no model llama-3.1-8b" in done.stderr
+    assert fake_server.chats == []
 
 
 def test_one_unknown_word_before_text_on_stdin_is_a_prompt_unless_it_resembles_a_model() -> None:
@@ -83,7 +105,7 @@ def test_one_unknown_word_before_text_on_stdin_is_a_prompt_unless_it_resembles_a
 def test_a_misspelt_model_is_refused(tmp_path: Path, fake_server: FakeServer) -> None:
     done = emberline("run", "--port", fake_server.port, "smolm2", home=tmp_path)
     assert done.returncode == 1
-    assert "did you mean smollm2?" in done.stderr
+    assert "did you mean smollm2" in done.stderr
     assert fake_server.chats == []
 
 
@@ -308,3 +330,9 @@ def test_commands_of_a_chat(terminal: Terminal, fake_server: FakeServer, tmp_pat
     saved = json.loads((tmp_path / "chat.json").read_text())
     assert saved["model"] == "@cf/test/other"
     assert [message["content"] for message in saved["messages"]] == ["Be brief.", "first", "Hello!", "second", "Hello!"]
+
+
+def test_the_wait_for_a_model_is_told(tmp_path: Path, fake_server: FakeServer) -> None:
+    fake_server.comments = [f"loading {MODEL}", f"loading {MODEL}"]
+    done = emberline("run", "--port", fake_server.port, "say", "hello", home=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "Hello!\n", f"loading {MODEL} …\n")

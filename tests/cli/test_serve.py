@@ -107,10 +107,13 @@ def test_ps_and_doctor_find_the_server(ready: dict[str, Any], home: Path) -> Non
     assert [check.status for check in doctor.models(config)] == ["ok", "ok"]  # the default model and the served one
 
 
-def test_second_server_on_the_port_is_refused(ready: dict[str, Any], home: Path) -> None:
-    done = emberline("serve", "--port", port_of(ready), home=home)
+def test_second_server_on_the_port_or_the_folder_is_refused(ready: dict[str, Any], home: Path, tmp_path: Path) -> None:
+    done = emberline("serve", "--port", port_of(ready), home=tmp_path)
     assert done.returncode == 1
     assert "is in use" in done.stderr
+    done = emberline("serve", "--port", "0", home=home)
+    assert done.returncode == 1
+    assert "uses the data folder" in done.stderr
 
 
 def test_sighup_drains_as_sigterm_does(ready: dict[str, Any], home: Path) -> None:

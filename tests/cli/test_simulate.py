@@ -86,3 +86,15 @@ def test_several_seeds_give_intervals(capsys: pytest.CaptureFixture[str]) -> Non
     assert "2 seeds" in out
     assert "±" in out
     assert main(["simulate", *SMALL, "--seeds", "0"]) != 0
+
+
+def test_progress_is_told_and_no_load_is_searched_for_unasked(capsys: pytest.CaptureFixture[str]) -> None:
+    short = ["--trace", "agents", "--workers", "2", "--warmup", "20", "--duration", "40"]
+    assert main(["simulate", *short]) == 0
+    shown = capsys.readouterr()
+    assert shown.err.count("simulating 60 s of sticky at load ") == 1
+    assert "TTFT p50" in shown.out
+    assert main(["simulate", *short, "--utilization", "0.3", "--json"]) == 0
+    shown = capsys.readouterr()
+    assert 2 <= shown.err.count("simulating 60 s of sticky at load ") <= 13
+    assert json.loads(shown.out)["runs"]

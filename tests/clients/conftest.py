@@ -14,7 +14,7 @@ from tests.e2e.clients.scripted_server import scripted_server
 
 INSTALLED = os.environ.get("EMBERLINE_CLIENTS", "")  # the folder with node_modules and a Python environment
 HERE = Path(__file__).parent
-LIMIT_S = 120
+LIMIT_S = 240
 
 TEXT = "Hello from Emberline."
 ANSWER = "It is clear in Bern."

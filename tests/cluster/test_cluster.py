@@ -216,12 +216,19 @@ async def test_one_bad_row_does_not_keep_a_core_from_the_others(
     await worker.announce(core)
     store = await database.open()
     other = said_in_table("a0", address="tcp:nowhere:0")
-    await MemberTable(store).announce(other, 1 << 60)
+    member = await MemberTable(store).announce(other, 1 << 60)
     await store.close()
     later = await open_core()
     await until_states(later, {"w0": "ready"})
     problems = {each.member.name: each.problem for each in (await later.cluster_admin.cluster_status()).members}
     assert "tcp:nowhere:0" in problems["a0"]
+    assert later.core.cluster.follows("a0")
+    store = await database.open()
+    await MemberTable(store).forget("a0", member.epoch)
+    await store.close()
+    async with asyncio.timeout(PATIENCE_S):
+        while later.core.cluster.follows("a0"):
+            await asyncio.sleep(0.01)
 
 
 @on_both_databases

@@ -234,6 +234,8 @@ class Listener:
 
     def kv_events(self, name: str, events: KVEvents) -> None: ...
 
+    def distrusted(self, name: str) -> None: ...
+
     def left(self, name: str, why: str) -> None:
         self.told.append(f"left: {why}")
 

@@ -242,7 +242,7 @@ async def test_members_are_followed_in_order_while_a_tokenizer_is_loaded(
     """The core may send requests to a server that has joined at once, and the server may leave again."""
     loaded = threading.Event()
 
-    def load(config: UpstreamConfig) -> TextModel:
+    def load(config: UpstreamConfig, templates: object) -> TextModel:
         assert loaded.wait(PATIENCE_S)
         return text_model
 

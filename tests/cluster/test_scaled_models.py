@@ -42,7 +42,7 @@ def make(
     store: Database, admission: AdmissionController, grants: Grants | None = None, **bounds: object
 ) -> ScaledModels:
     configured = {"alias": ScalingConfig(**bounds)} if bounds else {}  # type: ignore[arg-type]
-    grants = grants or Grants(admission.balancer, 0.5)
+    grants = grants or Grants(admission.balancer.fleet, 0.5)
     timings = Timings(report_s=1000.0)  # tests ask for reports
     return ScaledModels("core", PlannerTable(store), admission, grants, NAMES.get, configured, timings)
 
@@ -58,7 +58,7 @@ async def test_requests_are_held_for_a_first_replica_up_to_a_number(
     with pytest.raises(Unavailable, match="2 requests wait for one") as refused:
         scaled.admitting(MODEL)
     assert refused.value.retry_after_s
-    admission.balancer.join(endpoint("e0"), Capacity(), admission.now_s())
+    admission.balancer.fleet.join(endpoint("e0"), Capacity(), admission.now_s())
     assert scaled.admitting(MODEL) == 7.0, "a replica is there: the queue has its own limit"
 
 
@@ -106,7 +106,7 @@ async def test_a_report_counts_what_is_held_and_wakes_the_planner_once(
 
 
 async def test_queued_jobs_wake_a_model(store: Database, admission: AdmissionController) -> None:
-    grants = Grants(admission.balancer, 0.5)
+    grants = Grants(admission.balancer.fleet, 0.5)
     scaled = make(store, admission, grants, min_replicas=0)
     await scaled.refresh()
     grants.queued({MODEL: 5.0})
@@ -116,11 +116,11 @@ async def test_queued_jobs_wake_a_model(store: Database, admission: AdmissionCon
 
 
 async def test_a_dedicated_worker_is_no_replica_for_others(store: Database, admission: AdmissionController) -> None:
-    grants = Grants(admission.balancer, 0.5)
+    grants = Grants(admission.balancer.fleet, 0.5)
     scaled = make(store, admission, grants, min_replicas=0, max_held=1)
     await scaled.refresh()
     own = msgspec.structs.replace(endpoint("e0"), account="acme")
-    admission.balancer.join(own, Capacity(), admission.now_s())
+    admission.balancer.fleet.join(own, Capacity(), admission.now_s())
     grants.queued({MODEL: 5.0})
     await scaled.report()
     (row,) = await scaled.table.loads()

@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("cryptography")
-
 from emberline import __version__
 from emberline.engine.worker.announcer import Announcer
 from emberline.protocol.credential import Credential

@@ -15,7 +15,7 @@ from emberline.gateway.options import cache_ttl_s, check_settings, from_headers,
 from emberline.gateway.retry import MAX_WAIT_S, RetryPolicy, wait_s
 from emberline.gateway.routing import MAX_STEPS, holds, plan, share
 from emberline.protocol.errors import BadInput, Overloaded, Unavailable
-from emberline.protocol.events import ChoiceDone, Started, TextDelta, TextEvent, ToolCallStarted, Usage
+from emberline.protocol.events import ChoiceDone, Opaque, Started, TextDelta, TextEvent, ToolCallStarted, Usage
 from emberline.protocol.gateway import (
     Condition,
     GatewayOptions,
@@ -186,6 +186,22 @@ def test_choices_of_a_held_reply_are_checked_apart() -> None:
     held.take()
     held.add(TextDelta(1, "x"))
     assert held.add(TextDelta(1, "y.")) == "nothing here\ntool xy."
+
+
+def test_a_held_reply_is_checked_with_its_marks() -> None:
+    """Marks are texts that the client receives, too; one in the middle of a text does not hide it."""
+    held = HeldReply(whole=False)
+    hidden = {"type": "redacted_thinking", "data": "one"}
+    signed = {"type": "thinking", "thinking": "Hm", "signature": "s"}
+    held.add(Opaque(0, "thinking_blocks", [hidden]))
+    held.add(TextDelta(0, "the sec"))
+    held.add(Opaque(0, "thinking_blocks", [hidden, signed]))
+    held.add(Opaque(0, "extra_content", {"google": ["two"]}, 0))
+    checked = held.add(TextDelta(0, "ret."))
+    assert checked is not None
+    said, _, marks = checked.partition("\n")
+    assert said == "the secret."
+    assert sorted(marks.split()) == ["google", "one", "s", "two"]
 
 
 def test_redaction() -> None:

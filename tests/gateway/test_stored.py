@@ -145,10 +145,13 @@ async def test_a_purge_reaches_every_process(store: Database) -> None:
         two.put(account, "d1", reply())
     await two._flush()
     assert await one.get("acme", "d1") is not None
-    await two.purge("acme")
+    assert await two.purge("acme") == 1
     await one.check_purged()
     assert await one.get("acme", "d1") is None
     assert await one.get("other", "d1") is not None
+    assert await two.purge(None) == 1
+    await one.check_purged()
+    assert [await each.get("other", "d1") for each in (one, two)] == [None, None]
     await one.sweep()
     await one.close()
     await two.close()

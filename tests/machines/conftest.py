@@ -50,7 +50,6 @@ def deployment(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Deployment]:
     """A cluster with cores on `one` and `two`, and no workers."""
-    pytest.importorskip("cryptography")
     deployment = Deployment(tmp_path_factory.mktemp("cluster"), database.new_database(), smollm2)
     deployment.init(machines["one"])
     deployment.start_cores(machines["one"], machines["two"])

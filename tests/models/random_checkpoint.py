@@ -20,7 +20,7 @@ class RandomWeight:
     def _seed(self) -> int:
         return sum(map(ord, self.name))
 
-    def affine(self) -> Affine | None:
+    def affine(self, unpack: object = None) -> Affine | None:
         if not self.bits or len(self.shape) != 2:
             return None
         rng = np.random.default_rng(self._seed)

@@ -72,11 +72,12 @@ def wait_for(true) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_closed_connection_stops_generation(stream: bool) -> None:
+@pytest.mark.parametrize("n_chars", [1, 300_000])  # beyond its buffer the server stops reading for a while
+def test_a_closed_connection_stops_generation(stream: bool, n_chars: int) -> None:
     service = FakeService(slowly(10_000))
     with on_loopback(app_of(service)) as server:
         with socket.create_connection(("127.0.0.1", server.port)) as raw:
-            raw.sendall(post(CHAT | {"stream": stream}))
+            raw.sendall(post(CHAT | {"stream": stream, "messages": [{"role": "user", "content": "x" * n_chars}]}))
             if stream:
                 assert b"200 OK" in raw.recv(100)
             wait_for(lambda: service.open == 1)

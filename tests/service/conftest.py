@@ -1,5 +1,5 @@
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,11 @@ TEMPLATE = (
 @pytest.fixture(scope="session")
 def text_model(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
     """A tokenizer with a token per byte, and a plain chat template, read from files as any model's."""
-    folder = tmp_path_factory.mktemp("bytes-model")
+    return byte_model(tmp_path_factory.mktemp("bytes-model"))
+
+
+def byte_model(folder: Path, more_special: Sequence[str] = ()) -> TextModel:
+    """Write such a model's files into a folder, with more special tokens, and read them."""
     special = ["<unk>", "<|start|>", "<|end|>"]
     assert special[EOS] == "<|end|>"
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -35,7 +39,8 @@ def text_model(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
     tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
+    added = (*special, *more_special)
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in added])
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "<|end|>"}))
     return TextModel.load(folder)

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,10 +12,12 @@ from emberline.balancer.endpoint import Endpoint
 from emberline.net.link import Link
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.errors import BadInput, ErrorInfo, Unauthorized
-from emberline.protocol.events import FinishReason, TokenDelta, TokenLogprobs, Usage
+from emberline.protocol.events import FinishReason, PromptLogprobs, TokenDelta, TokenLogprobs, Usage
 from emberline.protocol.frames import (
     VERSION,
     Abort,
+    CacheCommand,
+    CacheResult,
     CalledTools,
     Drain,
     EngineInfo,
@@ -36,6 +39,13 @@ EOS = 2
 Script = Callable[[EngineRequest], Sequence[int]]
 
 
+def prompt_logprobs(n: int, n_top: int) -> PromptLogprobs:
+    """Log-probabilities of n prompt tokens: -0.5 each, as the second best; the best ones are the tokens 10, 11, …"""
+    top = b"".join(struct.pack("<I", 10 + place) for place in range(n_top))
+    top_logprobs = b"".join(struct.pack("<f", -0.25 * (place + 1)) for place in range(n_top))
+    return PromptLogprobs(struct.pack("<f", -0.5) * n, struct.pack("<I", 2) * n, top * n, top_logprobs * n)
+
+
 class FakeEngine:
     """Answers every request with its script's token ids; `script = None` leaves it to the test to call `step`."""
 
@@ -54,7 +64,10 @@ class FakeEngine:
         self.called_tools: list[str] = []  # requests that did, as the client said
         self.vocabularies: list[Vocabulary] = []
         self.before_vocabulary: list[str] = []  # requests that arrived before the first vocabulary
+        self.cache_commands: list[CacheCommand] = []
         self.links: set[_Link] = set()
+        self.first_load = EngineLoad()  # in its Welcome
+        self.lie: Callable[[Step], Sequence[Step]] = lambda step: (step,)  # the frames that it sends in place of one
         self.drained = False
         self.takes_roles = True  # False: it hangs when it is told to change its role
         self.versions = (VERSION,)  # of the protocol, that it speaks
@@ -137,7 +150,9 @@ class FakeEngine:
         n = len(self.running)
         load = EngineLoad(running=n, steps=self.steps, kv_used_blocks=n, kv_total_blocks=1024)
         for link in self.links:
-            link.send(Step(list(deltas), load))
+            link.n_sent += sum(len(delta.token_ids) // 4 for delta in deltas)
+            for frame in self.lie(Step(list(deltas), load, link.n_sent)):
+                link.send(frame)
 
     async def submission(self, n: int = 1) -> list[EngineRequest]:
         """Wait until `n` requests have arrived."""
@@ -147,9 +162,16 @@ class FakeEngine:
 
     async def play(self, request: EngineRequest) -> None:
         assert self.script is not None
-        ids = list(self.script(request))
-        limit = request.sampling.max_tokens or len(ids)
+        ids, sampling = list(self.script(request)), request.sampling
+        limit = len(ids) if sampling.max_tokens is None else sampling.max_tokens
         usage = Usage(prompt_tokens=tokens.count(request.prompt_ids), cached_by_tier={"device": self.cached})
+        if sampling.prompt_logprobs is not None:
+            n_scored = tokens.count(request.prompt_ids) - 1
+            for n in (n_scored // 2, n_scored - n_scored // 2):  # as of two chunks of the prompt
+                self.step(TokenDelta(request.id, prompt_logprobs=prompt_logprobs(n, sampling.prompt_logprobs)))
+                await asyncio.sleep(0)
+        if limit == 0:
+            self.step(TokenDelta(request.id, finish="length", usage=usage))
         for start in range(0, min(limit, len(ids)), self.burst):
             if request.id in self.aborted:
                 return
@@ -181,6 +203,7 @@ class _Link(Link):
     def __init__(self, engine: FakeEngine) -> None:
         super().__init__()
         self._engine = engine
+        self.n_sent = 0  # output tokens
         self._tasks: set[asyncio.Task[None]] = set()
 
     def on_frame(self, payload: bytes) -> None:
@@ -202,6 +225,9 @@ class _Link(Link):
                 engine.end_aborted(message.ids)
         elif isinstance(message, Drain):
             engine.drained = True
+        elif isinstance(message, CacheCommand):
+            engine.cache_commands.append(message)
+            self.send(CacheResult(message.number, {"device": 1}))
         elif isinstance(message, SetRole):
             engine.set_role(message.role)
         elif isinstance(message, Vocabulary):
@@ -214,7 +240,7 @@ class _Link(Link):
             self.send(Refused(ErrorInfo(BadInput.kind, f"not version {hello.version}")))
         elif hello.token == self._engine.endpoint.token:
             self._engine.links.add(self)
-            self.send(Welcome(self._engine.info, EngineLoad()))
+            self.send(Welcome(self._engine.info, self._engine.first_load))
         else:
             self.send(Refused(ErrorInfo(Unauthorized.kind, "wrong token")))
 

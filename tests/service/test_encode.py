@@ -114,7 +114,7 @@ async def test_embeddings(folders: dict[str, Path], tmp_path: Path) -> None:
         schema = (await client.get(f"/client/v4/accounts/a/ai/models/schema?model={model}")).json()["result"]
         assert "text" in schema["input"]["properties"]
         assert "data" in schema["output"]["properties"]
-        assert service.models.find(model).task == TEXT_EMBEDDINGS
+        assert service.models.find(model, None).task == TEXT_EMBEDDINGS
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ async def test_reranker(folders: dict[str, Path], tmp_path: Path) -> None:
         refused = await client.post("/v1/embeddings", json={"model": model, "input": "x"})
         assert refused.status_code == 400
         assert "/v1/rerank" in refused.json()["error"]["message"]
-        assert service.models.find(model).task == TEXT_CLASSIFICATION
+        assert service.models.find(model, None).task == TEXT_CLASSIFICATION
 
 
 async def test_classifier(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -303,3 +303,20 @@ async def test_many_clients_and_a_long_list(folders: dict[str, Path], tmp_path: 
     assert await whole == n_texts
     assert await rows(service) == n_clients + 1
     await service.close()
+
+
+async def test_num_ctx_cuts_texts_as_in_ollama(folders: dict[str, Path], tmp_path: Path) -> None:
+    async with open_client(folders["embedder"], tmp_path) as (client, _, model):
+
+        async def embed(text: str, num_ctx: int | None = None, **fields: Any) -> httpx.Response:
+            body = {"model": model, "input": text, "options": {"num_ctx": num_ctx}} | fields
+            return await client.post("/api/embed", json=body)
+
+        target = (await embed("a")).json()
+        for limit, text in ((1, "a bc"), (3, "a bc"), (4, "a"), (0, "a")):  # a text of its own is always kept
+            found = (await embed(text, limit)).json()
+            assert found["embeddings"] == target["embeddings"], limit
+            assert found["prompt_eval_count"] == len(ids_of("a"))
+        refused = await embed("a bc", 3, truncate=False)
+        assert refused.status_code == 400
+        assert "exceeds maximum context length" in refused.json()["error"]

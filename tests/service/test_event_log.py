@@ -51,6 +51,32 @@ async def test_a_part_is_bounded(logs: MemoryEventLogs) -> None:
     assert await read(logs, 1) == ([b"x" * 200_000], True)
 
 
+async def test_a_log_that_is_held_is_not_idle_and_makes_no_room() -> None:
+    logs = MemoryEventLogs(LogLimits(logs=1))
+    await logs.open(new("held"))
+    logs.append("held", [b"0"], done=True)
+    logs.hold("held")
+    assert await logs.idle_s("held") == 0
+    with pytest.raises(Overloaded):
+        await logs.open(new("b"))
+    logs.hold("unknown")
+
+
+async def test_a_purge_forgets_complete_logs_and_soon_those_that_run() -> None:
+    logs = MemoryEventLogs(LogLimits(sweep_s=0.01))
+    for log_id, account in (("done", "acme"), ("running", "acme"), ("other", "b")):
+        await logs.open(new(log_id, account))
+        logs.append(log_id, [b"0"], done=log_id != "running")
+    assert logs.purge("acme") == 1
+    with pytest.raises(NoSuchStream):
+        await logs.read("acme", "done", -1, 0)
+    logs.append("running", [b"1"], done=True)
+    assert (await logs.read("acme", "running", -1, 0)).events == [b"0", b"1"], "its client still reads it"
+    assert (await logs.read("b", "other", -1, 0)).events == [b"0"]
+    assert logs.purge(None) == 2
+    assert len(logs) == 0
+
+
 async def test_a_log_is_its_accounts(logs: MemoryEventLogs) -> None:
     for account, log_id in (("other", "a"), ("acme", "b"), ("", "a")):
         with pytest.raises(NoSuchStream):

@@ -252,6 +252,28 @@ async def test_a_job_without_budget_is_refused_and_one_within_it_is_billed(
     assert row.lease
 
 
+async def test_a_job_spends_of_its_budget_when_its_row_is_stored(
+    limited: Service, accounts: AccountService, store: Database
+) -> None:
+    await set_price(limited, PRICE)
+    cost_pico = await cost_of(limited, await key_with(accounts))
+    key = await key_with(accounts, budget_pico=cost_pico + 3 * PRICE.output)  # for one request
+    core = limited.core
+    assert isinstance(core, LocalCore)
+    for _ in range(3):
+        rows: list[UsageRow] = []
+        job = Work(ask(sampling={"max_tokens": 10}), key, JobContext("e0", rows.append))
+        async with aclosing(limited.run(job)) as events:
+            assert [event async for event in events]
+        (row,) = rows
+        with pytest.raises(BudgetReserved):  # until the queue says what became of it
+            await cost_of(limited, key)
+        core.settle_job(row, is_stored=False)  # the job was leased to another worker meanwhile
+    assert await cost_of(limited, key) == cost_pico
+    ((spent,),) = await store.read("SELECT SUM(cost_pico) FROM usage WHERE key_id = ?", (key.key_id,))
+    assert spent == cost_pico
+
+
 async def test_what_a_core_that_died_had_leased_is_free_again_at_the_next_start(
     engine: FakeEngine, open_one: Opener, accounts: AccountService, store: Database
 ) -> None:

@@ -36,11 +36,11 @@ def models_of(**aliases: dict[str, int]) -> Models:
 def test_names() -> None:
     models = models_of(best={"new": 1}, team={"best": 1})
     for name in (NEW, NEW.upper(), "new", "best", "TEAM"):
-        assert models.find(name).id == NEW
+        assert models.find(name, "alice").id == NEW
     assert models.is_alias("Team")
     assert not models.is_alias("new")
     with pytest.raises(ModelNotFound, match=f"no model other here; there are {OLD}, {NEW}"):
-        models.find("other")
+        models.find("other", "alice")
     with pytest.raises(Conflict):
         models.check_alias(OLD, {"new": 1})
     with pytest.raises(ModelNotFound):
@@ -49,25 +49,25 @@ def test_names() -> None:
 
 def test_an_alias_of_several_models_is_divided_between_callers() -> None:
     models = models_of(best={"old": 60, "new": 40})
-    found = {caller: models.find("best", caller).id for caller in map(str, range(200))}
-    assert found == {caller: models.find("best", caller).id for caller in found}
+    found = {caller: models.find("best", "alice", caller).id for caller in map(str, range(200))}
+    assert found == {caller: models.find("best", "alice", caller).id for caller in found}
     assert 60 <= Counter(found.values())[NEW] <= 100
-    assert models.find("best").id == OLD
+    assert models.find("best", "alice").id == OLD
 
 
 def test_a_target_is_made_only_of_a_model_in_the_callers_scope() -> None:
     models = models_of(best={"new": 1})
     for scope in ((), (NEW,), ("new",), ("best",), ("@cf/test/*",)):
-        target = models.target(models.find("best"), Principal("alice", models=scope))
+        target = models.target(models.find("best", "alice"), Principal("alice", models=scope))
         assert (target.card.id, target.where, target.is_upstream) == (NEW, "engine", False)
     with pytest.raises(Forbidden, match=f"this key may not use {NEW}; it may use old"):
-        models.target(models.find("best"), Principal("alice", models=("old",)))
+        models.target(models.find("best", "alice"), Principal("alice", models=("old",)))
 
 
 async def test_a_key_that_the_client_sends_along_opens_its_own_provider_alone() -> None:
     configs = [ProviderConfig(name="xai", key="sk-xai"), ProviderConfig(name="groq", key="sk-groq")]
     models = Models(ServedModels(), UpstreamModels((), providers=ProviderDirectory(configs)), Aliases())
-    xai, other = models.find("xai/grok"), models.find("groq/llama")
+    xai, other = models.find("xai/grok", "alice"), models.find("groq/llama", "alice")
     for named in ("xai", "grok"):
         target = models.target(xai, ANYONE, OwnKey(named, "sk-own"))
         assert (target.where, target.remote, target.provider_access.key) == ("provider", "grok", "sk-own")
@@ -80,7 +80,7 @@ async def test_a_model_whose_provider_has_no_key_is_in_scope_but_only_a_key_make
     models = Models(
         ServedModels(), UpstreamModels((), providers=ProviderDirectory([ProviderConfig(name="xai")])), Aliases()
     )
-    card = models.find("xai/grok")
+    card = models.find("xai/grok", "alice")
     models.check_scope(card, ANYONE)
     assert models.target(card, ANYONE, OwnKey("xai", "sk-own")).provider_access.key == "sk-own"
     with pytest.raises(Forbidden):

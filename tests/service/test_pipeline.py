@@ -153,7 +153,7 @@ async def test_a_stage_repeats_an_attempt_that_fails_before_its_first_output(
     engine.script = None
 
     async def attempts(start: Start) -> Begun:
-        card = service.models.find(MODEL)
+        card = service.models.find(MODEL, None)
         first = asyncio.ensure_future(start(card, AttemptContext(id=f"{request.id}-1", on_end=ended.append)))
         (sent,) = await engine.submission()
         engine.step(TokenDelta(sent.id, finish="error", error=ErrorInfo("internal", "no")))

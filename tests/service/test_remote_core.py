@@ -399,7 +399,7 @@ async def test_notices_are_sent_periodically(service: Service, http_worker: Serv
 async def test_aliases_are_in_effect_in_every_process_at_once(service: Service, http_worker: Service) -> None:
     for name in ("gpt-4o", "@cf/moonshotai/kimi-k2.5"):
         await http_worker.operations.change_alias(name, {"bytes": 1})
-        assert service.models.find(name).id == http_worker.models.find(name.upper()).id == "@cf/test/bytes"
+        assert service.models.find(name, None).id == http_worker.models.find(name.upper(), None).id == "@cf/test/bytes"
         request = msgspec.structs.replace(ask("hello"), model=name)
         assert text_of(await events_of(http_worker, request)) == "Hello!"
         assert (await row_of(service, request)).model == "@cf/test/bytes"
@@ -416,7 +416,7 @@ async def test_aliases_are_in_effect_in_every_process_at_once(service: Service, 
     assert http_worker.models.cards()[0].aliases == ("bytes", "gpt-4o", "@cf/moonshotai/kimi-k2.5", "best")
     await service.operations.change_alias("best", None)
     with pytest.raises(ModelNotFound):
-        service.models.find("best")
+        service.models.find("best", None)
     await until(lambda: "best" not in http_worker.models.aliases.aliases)
 
 

@@ -33,6 +33,7 @@ from emberline.protocol.errors import (
 from emberline.protocol.events import (
     ChoiceDone,
     Completed,
+    DraftUsage,
     Started,
     TextDelta,
     TextEvent,
@@ -51,6 +52,7 @@ from emberline.protocol.request import (
     Priority,
     SamplingDefaults,
     SamplingParams,
+    Speculation,
     Tool,
     ToolChoice,
 )
@@ -141,8 +143,12 @@ async def test_a_request_from_beginning_to_end(service: Service, engine: FakeEng
     assert events[-2] == ChoiceDone(0, "stop")
     n_prompt = len("<|start|>user\nhi<|end|>\n<|start|>assistant\n") - len("<|start|><|end|><|start|>") + 3
     usage = Usage(prompt_tokens=n_prompt, completion_tokens=7, cached_by_tier={"device": 4})
-    assert events[-1] == Completed(usage)
     (sent,) = engine.submitted
+    completed = events[-1]
+    assert isinstance(completed, Completed)
+    assert completed.usage == usage
+    assert completed.result.prompt == sent.prompt_ids
+    assert len(completed.result.reply) == 4 * usage.completion_tokens
     assert sent.salt == ALICE.salt
     assert sent.sampling.max_tokens == 256 - n_prompt
     row = await row_of(service, request)
@@ -265,12 +271,14 @@ async def test_the_model_s_sampling_defaults(
     for choice in ("auto", "required"):
         await events_of(service, ask(tools=tools, tool_choice=ToolChoice(choice), left_to_model=all_left))
     await events_of(service, ask(output=OutputFormat("choice", ["yes", "no"]), left_to_model=all_left))
-    left, kept, auto, required, structured = (sent.sampling for sent in engine.submitted)
+    await events_of(service, ask(left_to_model=all_left))
+    left, kept, *copying, prose = (sent.sampling for sent in engine.submitted)
     assert (left.temperature, left.top_p, left.top_k, left.min_p) == (0.7, 0.9, 5, 0.0)
     assert (kept.temperature, kept.top_p) == (0.7, 1.0)
-    assert (auto.top_p, auto.repetition_penalty) == (0.9, 1.1)
-    for forced in (required, structured):
-        assert (forced.top_p, forced.repetition_penalty) == (0.9, 1.0), "a penalty for prose changes copied values"
+    assert (prose.top_p, prose.repetition_penalty) == (0.9, 1.1)
+    assert len(copying) == 3
+    for each in copying:
+        assert (each.top_p, each.repetition_penalty) == (0.9, 1.0), "a penalty for prose changes copied values"
 
 
 async def test_bad_words_reach_the_engine_as_ids(service: Service, engine: FakeEngine, text_model: TextModel) -> None:
@@ -486,7 +494,7 @@ async def test_what_is_refused_leaves_no_row(
 
 
 async def test_aliases_in_any_case(service: Service) -> None:
-    assert service.models.find("BYTES").id == service.models.find("@CF/test/bytes").id == MODEL
+    assert service.models.find("BYTES", None).id == service.models.find("@CF/test/bytes", None).id == MODEL
     assert [card.id for card in service.models.cards()] == [MODEL]
     assert text_of(await events_of(service, ask(model="Bytes"))) == "Hello!"
 
@@ -550,6 +558,22 @@ async def test_an_engine_that_ignores_max_tokens_is_cut(
         while engine.aborted != [request.id]:
             await asyncio.sleep(0.001)
     assert in_flight(service) == 0
+
+
+async def test_deltas_that_waited_together_keep_the_last_counts(
+    service: Service, engine: FakeEngine, text_model: TextModel
+) -> None:
+    engine.script = None
+    request = ask(speculation=Speculation(report=True))
+    task = asyncio.create_task(events_of(service, request))
+    await engine.submission()
+    ids = tokens.unpack(text_model.encode("ab", special=False))
+    engine.step(TokenDelta(request.id, tokens.pack(ids[:1]), usage=Usage(prompt_tokens=5, drafts=DraftUsage(1, 0))))
+    counts = Usage(prompt_tokens=5, completion_tokens=3, drafts=DraftUsage(4, 1))
+    engine.step(TokenDelta(request.id, tokens.pack([ids[1], EOS]), "stop", usage=counts))
+    *_, completed = await asyncio.wait_for(task, PATIENCE_S)
+    assert isinstance(completed, Completed)
+    assert completed.usage.drafts == DraftUsage(4, 1)
 
 
 async def test_the_engine_dies_before_the_first_token_and_comes_back(service: Service, engine: FakeEngine) -> None:

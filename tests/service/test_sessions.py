@@ -48,6 +48,20 @@ def test_accounts_and_models_are_isolated(account: str, model: str) -> None:
     assert sessions.find(account, model, _digests("x")) is None
 
 
+def test_a_purge_forgets_a_session_an_account_or_all() -> None:
+    sessions = Sessions()
+    for account, session in (("a", "s"), ("a", "t"), ("a", None), ("b", "s")):
+        owner = SessionOwner(account.encode(), session)
+        sessions.add(account, "m", str(session).encode(), pack([1, 2]), 1, b"", owner)
+    assert sessions.purge("a", "s") == 1
+    assert sessions.find("a", "m", _digests("s")) is None
+    assert sessions.find("a", "m", _digests("t")) is not None
+    assert sessions.purge("a") == 2
+    assert sessions.find("b", "m", _digests("s")) is not None
+    assert sessions.purge(None) == 1
+    assert (len(sessions), sessions.n_bytes) == (0, 0)
+
+
 def test_nothing_known() -> None:
     assert Sessions().find("a", "m", []) is None
     assert Sessions().find("a", "m", _digests("x")) is None

@@ -177,6 +177,26 @@ async def test_a_call_cut_before_its_name_is_nobodys_text(tell: Tell, burst: int
     assert done(events) == [ChoiceDone(0, "length")]
 
 
+@pytest.mark.parametrize("burst", [1, 1000])
+@pytest.mark.parametrize("until", ["_call>", "weather", '"city'])
+async def test_a_forced_call_cut_before_its_arguments_begins(tell: Tell, until: str, burst: int) -> None:
+    text = model("hermes-text").tool_format.write([PARIS])
+    n = len(tokens.unpack(model("hermes-text").encode(text[: text.index(until)], special=True)))
+    service, engine = await tell("hermes-text", text)
+    engine.burst = burst
+    for named in (None, "get_weather"):
+        tools, choice = (
+            ((WEATHER,), ToolChoice("required")) if named is None else ((WEATHER, NOW), ToolChoice("required", named))
+        )
+        events = await events_of(service, ask(tools=tools, tool_choice=choice, sampling={"max_tokens": n}))
+        assert (text_of(events), [event.name for event in started(events)]) == ("", ["get_weather"])
+        assert done(events) == [ChoiceDone(0, "length")]
+    either = ask(tools=(WEATHER, NOW), tool_choice=ToolChoice("required"), sampling={"max_tokens": n})
+    events = await events_of(service, either)
+    assert (text_of(events), len(started(events))) == ("", until == '"city')
+    assert done(events) == [ChoiceDone(0, "length")]
+
+
 async def test_a_second_call_cut_before_its_name_is_a_cut_reply(tell: Tell) -> None:
     text = model("qwen").tool_format.write([PARIS, NOTHING])
     n = len(tokens.unpack(model("qwen").encode(text[: text.index('now"')], special=True)))

@@ -24,7 +24,7 @@ NAN, INF = float("nan"), float("inf")
         ("frequency_penalty", [-2, 0, 2], [-2.1, 2.1, NAN]),
         ("presence_penalty", [-2, 0, 2], [-2.1, 2.1, -INF]),
         ("logprobs", [None, 0, 20], [-1, 21]),
-        ("max_tokens", [None, 1, 1 << 30], [0, -1, 1 << 60]),
+        ("max_tokens", [None, 0, 1, 1 << 30], [-1, 1 << 60]),
         ("min_tokens", [0, 3], [-1]),
         ("logit_bias", [{}, {0: -100, 99: 100}], [{100: 0}, {-1: 0}, {1: 101}, {1: NAN}, {1: -INF}]),
         ("stop", [(), ("x",), ("y" * 256,) * 16], [("",), ("y" * 257,), ("x",) * 17]),

@@ -1,8 +1,11 @@
 """Tiers in the simulator: what is evicted from the device comes back from them, with the engine's own policies."""
 
 from dataclasses import replace
+from random import Random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from msgspec.structs import replace as with_fields
 
 from emberline.kv.retention import Retention
@@ -10,10 +13,11 @@ from emberline.protocol.errors import BadInput
 from emberline.simulator.coefficients import load
 from emberline.simulator.experiment import SimulationConfig, SimulationResult
 from emberline.simulator.simulation import simulate
-from emberline.simulator.tiers import SimTier, TierSpec, make_order
-from emberline.simulator.trace import TrafficTrace
-from emberline.simulator.trace_sources import synthetic_agents
+from emberline.simulator.tiers import RetentionName, SimTier, TierSpec, make_order
+from emberline.simulator.trace import TrafficTrace, run_lengths
+from emberline.simulator.trace_sources import RecordedRequest, RecordedSession, build_agent_trace, synthetic_agents
 from emberline.simulator.virtual_clock import VirtualClock
+from tests.examples import n_examples
 
 HOST = TierSpec("host", 6_000_000, 50e9)
 DISK = TierSpec("disk", 40_000_000, 3e9)
@@ -47,6 +51,46 @@ def test_tiers_raise_hits_and_lower_ttft(trace: TrafficTrace, device_only: Simul
     assert tiered.hit_ratio > tiered.ideal_hit_ratio - 0.02
     assert p90_s(tiered) < p90_s(device_only)
     assert tiered.hits_by_tier()["host"] > 0.01
+
+
+def random_session(rng: Random) -> RecordedSession:
+    """An agent's session that grows, is cut back, branches, and names blocks again; with sub-agents."""
+    requests: list[RecordedRequest] = []
+    ids: list[int] = []
+    next_id, at_s = 1, 0.0
+    for _ in range(rng.randrange(1, 12)):
+        if rng.random() < 0.25:
+            del ids[rng.randrange(len(ids) + 1) :]
+        n = rng.randrange(1, 300)
+        ids += range(next_id, next_id + n)
+        next_id += n
+        if rng.random() < 0.2:
+            ids += ids[rng.randrange(len(ids)) :][:40]
+        requests.append(
+            RecordedRequest(at_s, 64 * len(ids), rng.randrange(1, 500), run_lengths(ids), 20 * rng.random())
+        )
+        if rng.random() < 0.3:
+            own = [*ids[: rng.randrange(len(ids))], *range(next_id, next_id + 50)]
+            next_id += 50
+            inner = RecordedRequest(0.0, 64 * len(own), 5, run_lengths(own))
+            requests.append(RecordedRequest(at_s, requests=[inner]))
+        at_s += 60 * rng.random()
+    return RecordedSession(requests, tool_tokens=rng.choice([0, 320, 768]), system_tokens=192)
+
+
+@settings(max_examples=n_examples(20))
+@given(st.randoms(use_true_random=False), st.sampled_from(["learned", "lru", "oracle"]))
+def test_any_sessions_are_simulated_to_their_end(rng: Random, retention: RetentionName) -> None:
+    model = with_fields(MODEL, kv_tokens=140_000, context_len=100_000)
+    trace = build_agent_trace([random_session(rng) for _ in range(6)], model.context_len)
+    tiers = (
+        TierSpec("host", rng.choice([6_400, 100_000, 400_000]), 50e9),
+        TierSpec("disk", 500_000, 3e9),
+        TierSpec("pool", 200_000, 3e9, shared=True),
+    )
+    config = replace(CONFIG, model=model, load=0.05, warmup_s=10.0, measured_s=20.0, retention=retention, tiers=tiers)
+    result = simulate(trace, replace(config, history_s=rng.choice([0.0, 3600.0]), seed=rng.randrange(1000)))
+    assert 0 <= result.hit_ratio <= result.ideal_hit_ratio + 1e-9
 
 
 def test_a_slow_tier_makes_no_request_slower_than_none(trace: TrafficTrace, device_only: SimulationResult) -> None:

@@ -2,13 +2,16 @@
 
 import gzip
 import json
+from itertools import takewhile
 from pathlib import Path
 from statistics import median
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from emberline.protocol.errors import BadInput
-from emberline.simulator.trace import SegmentIndex, TraceTurn, TrafficTrace, run_lengths
+from emberline.simulator.trace import DistinctBlocks, SegmentIndex, TraceTurn, TrafficTrace, run_lengths
 from emberline.simulator.trace_sources import open_trace, synthetic_agents, synthetic_chats
 
 CHATS = [
@@ -44,6 +47,24 @@ def blocks(turn: TraceTurn) -> int:
 def test_run_lengths() -> None:
     assert run_lengths([4, 5, 6, 9, 2, 3]) == [(4, 3), (9, 1), (2, 2)]
     assert run_lengths([]) == []
+
+
+def test_a_block_that_a_prompt_names_again_is_another_one() -> None:
+    blocks = DistinctBlocks(100)
+    assert blocks.of([(1, 5), (2, 2)]) == [(1, 5), (100, 2)]
+    assert blocks.of([(1, 5), (2, 2), (20, 3), (2, 1)]) == [(1, 5), (100, 2), (20, 3), (102, 1)]
+    assert blocks.of([(1, 4), (2, 1)]) == [(1, 4), (103, 1)], "it follows other blocks"
+    assert blocks.of([(7, 1), (5, 2)]) == [(7, 1), (5, 2)]
+
+
+@given(st.lists(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 6)), max_size=5), min_size=2, max_size=2))
+def test_prompts_begin_alike_as_long_as_they_did(prompts: list[list[tuple[int, int]]]) -> None:
+    blocks = DistinctBlocks(1000)
+    before = [[first + n for first, count in runs for n in range(count)] for runs in prompts]
+    after = [[first + n for first, count in blocks.of(runs) for n in range(count)] for runs in prompts]
+    assert [len(ids) for ids in before] == [len(set(ids)) for ids in after]
+    n_alike = [sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*both))) for both in (before, after)]
+    assert n_alike[0] == n_alike[1]
 
 
 def test_segments_divide_where_prompts_diverge() -> None:

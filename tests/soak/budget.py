@@ -81,7 +81,7 @@ class Soak:
         link_model(self.home)
         (self.home / "emberline.toml").write_text(PRICES)
         self._where: str | Path = postgres.url if postgres is not None else self.home / "emberline.db"
-        model = next(next((self.home / "models").iterdir()).glob("*.gguf"))
+        model = next((self.home / "models").glob("*/*.gguf"))
         self._text = TextModel.load(model)
         self._rng = random.Random(args.seed + 1)
         self._bodies = [self._body(number) for number in range(args.requests)]

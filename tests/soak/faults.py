@@ -77,7 +77,7 @@ class Soak:
         home = folder / "home"
         link_model(home)
         self._where: str | Path = postgres.url if postgres is not None else home / "emberline.db"
-        self._model = next(next((home / "models").iterdir()).glob("*.gguf"))
+        self._model = next((home / "models").glob("*/*.gguf"))
         self.upstreams = [Upstream(free_port()) for _ in range(N_UPSTREAMS)]
         (home / "emberline.toml").write_text("".join(map(_endpoint, self.upstreams)))
         env = {**os.environ, "EMBERLINE_HOME": str(home)}

@@ -164,8 +164,7 @@ class Soak:
     def _source(self) -> EchoRequests | RealRequests:
         if self.args.real:
             return RealRequests(self.server.url, self._rng)
-        folder = next((self.home / "models").iterdir())
-        return EchoRequests(next(folder.glob("*.gguf")), self._rng)
+        return EchoRequests(next((self.home / "models").glob("*/*.gguf")), self._rng)
 
     def _client(self, make: Callable[[int], ExpectedReply], killer: StreamKiller) -> None:
         while True:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from emberline.engine.addresses import PARENT_VARIABLE
 from emberline.protocol.frames import Abort, Drain
 from tests.engine.client import Client, engine, start, wait_until
 from tests.engine.fakes import request
@@ -179,6 +180,7 @@ def test_engine_exits_with_its_parent(tmp_path, state):
     path = tmp_path / "a.sock"
     code = (
         "import subprocess, sys, os\n"
+        f"os.environ['{PARENT_VARIABLE}'] = str(os.getpid())\n"
         f"child = subprocess.Popen([sys.executable, '-m', '{STANDIN}', '--socket', {str(path)!r}, *sys.argv[1:]])\n"
         "print(child.pid, flush=True)\n"
         "sys.stdin.read()\n"
@@ -205,6 +207,20 @@ def test_engine_exits_with_its_parent(tmp_path, state):
         assert path.exists(), "its step loop noticed that the parent is gone, so it did not hang"
     else:
         wait_until(lambda: not path.exists())
+
+
+def test_a_worker_that_was_started_by_hand_outlives_its_shell(tmp_path):
+    path = tmp_path / "a.sock"
+    start_it = f"{sys.executable} -m {STANDIN} --socket {path} > {tmp_path}/ready 2>&1 < /dev/null & echo $!"
+    pid = int(subprocess.run(["sh", "-c", start_it], stdout=subprocess.PIPE, text=True, check=True).stdout)
+    try:
+        wait_until(lambda: "ready" in (tmp_path / "ready").read_text())  # its parent is gone since long
+        with Client(f"unix:{path}", token="") as client:
+            client.submit(request("r", [7], max_tokens=1))
+            client.finish("r")
+    finally:
+        os.kill(pid, signal.SIGTERM)
+    wait_until(lambda: _gone(pid))
 
 
 def _gone(pid):

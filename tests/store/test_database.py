@@ -2,12 +2,13 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
 from emberline.protocol.errors import BadInput, Unavailable
-from emberline.store import BulkQuery, Database, Query, Transaction, open_store
-from emberline.store.postgres import numbered
+from emberline.store import BulkQuery, Database, Query, SqliteStore, Transaction, open_store
+from emberline.store.postgres import PostgresStore, numbered
 from tests.databases import DatabaseLocation
 
 
@@ -23,6 +24,33 @@ async def test_a_write_that_returned_is_read(store: Database) -> None:
     assert await store.write("INSERT INTO t VALUES (?, ?) RETURNING a", (1, "x?")) == [(1,)]
     assert await store.read("SELECT a, b FROM t WHERE b <> '?'") == [(1, "x?")]
     assert await store.read("SELECT SUM(a), COUNT(*), MAX(b) FROM t") == [(1, 1, "x?")]
+
+
+# More work than a test has time for.
+ENDLESS = "WITH RECURSIVE c(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM c) SELECT COUNT(*) FROM c"
+
+
+async def test_look_ups_do_not_wait_for_reports(store: Database) -> None:
+    await store.write("INSERT INTO t VALUES (1, 'x')")
+    reports = [asyncio.create_task(store.report(ENDLESS)) for _ in range(6)]
+    for _ in range(20):
+        assert await store.read("SELECT b FROM t WHERE a = ?", (1,)) == [("x",)]
+    assert not any(report.done() for report in reports)
+    for report in reports:
+        report.cancel()
+    await asyncio.wait(reports)
+    assert await store.report("SELECT COUNT(*) FROM t") == [(1,)], "those that nobody waits for have ended"
+
+
+async def test_a_report_that_takes_too_long_is_refused(database: DatabaseLocation) -> None:
+    if database.kind == "sqlite":
+        store: Database = await SqliteStore.open(Path(database.where), report_s=0.1)
+    else:
+        store = await PostgresStore.open(database.where, report_s=0.1)
+    with pytest.raises(BadInput, match=r"takes longer than 0\.1 s"):
+        await store.report(ENDLESS)
+    assert await store.report("SELECT 1") == [(1,)]
+    await store.close()
 
 
 async def test_grouped_writes_are_independent(store: Database) -> None:

@@ -44,6 +44,23 @@ def test_cpu_workers_share_cores_and_memory() -> None:
     assert arguments[arguments.index("--cpu-share") + 1] == "/run/cpu-share:3"
 
 
+def test_models_of_one_name_have_workers_of_different_names() -> None:
+    models = {name: Path(f"/models/{name[4]}") for name in ("org-a/llama", "org-b/Llama", "org-c/other")}
+    plans = planned_on(EngineConfig(prefill_workers=1, decode_workers=1), models)
+    assert [plan.name for plan in plans] == [
+        *("llama-prefill0", "llama-decode0", "org-b-llama-prefill0", "org-b-llama-decode0"),
+        *("other-prefill0", "other-decode0"),
+    ]
+    (again, _) = plan_workers(
+        EngineConfig(prefill_workers=1, decode_workers=1),
+        {"org-b/llama": Path("/x")},
+        first=6,
+        hardware=CPU,
+        taken=[plan.name for plan in plans],
+    )
+    assert again.name == "llama-prefill0-6"
+
+
 def test_configured_threads_and_kv_bytes_are_used() -> None:
     (plan,) = planned_on(EngineConfig(threads=3, kv_bytes=123), {"m": Path("/m")})
     assert (plan.threads, plan.shares_cpu, plan.kv_bytes) == (3, False, 123)
@@ -223,6 +240,10 @@ async def test_workers_serve_restart_and_stop() -> None:
     assert (third.pid, workers.processes) == (None, [worker])
     assert await workers.load("@cf/c/three", Path("/models/three.gguf"), 64) == loaded, "clients find it again"
     assert await workers.load("@cf/b/two", MODELS["@cf/b/two"], 64) == workers.endpoints["@cf/b/two"]
+    await workers.unload("@cf/c/three")
+    (again,) = await workers.load("@cf/c/three", Path("/models/new-three.gguf"), 64)
+    assert again.name == "three-3", "other weights, other workers"
+    assert [each.name for each in workers.endpoints["@cf/c/three"]] == ["three-3"]
     running = list(workers.processes)
     assert len(running) == 3
     await workers.stop(grace_s=5)

@@ -12,6 +12,7 @@ import pytest
 
 from emberline.balancer.endpoint import Endpoint
 from emberline.catalog.model_files import ModelFiles
+from emberline.cluster.membership import Membership
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.errors import DeadlineExceeded, NotFound, Overloaded, Unavailable
 from emberline.protocol.events import TextEvent, TokenDelta
@@ -58,6 +59,21 @@ class FakeWorkers:
         await self.engines.pop(model).die()
 
 
+class FailingAttachment:
+    """The service's membership, which fails to attach workers while `error` is set."""
+
+    def __init__(self, membership: Membership) -> None:
+        self.error: Exception | None = None
+        self.attach_first = membership.attach
+        self.detach, self.show_states = membership.detach, membership.show_states
+
+    async def attach(self, endpoints: Sequence[Endpoint]) -> bool:
+        attached = await self.attach_first(endpoints)
+        if self.error is not None:
+            raise self.error
+        return attached
+
+
 class Bench:
     """A service with two models that are loaded on demand, one at a time."""
 
@@ -73,17 +89,19 @@ class Bench:
         assert service.core.membership is not None
         self.service, self.workers, self.core = service, workers, service.core
         given = {"memory_bytes": 100, "max_loaded": 1, "switch_after_s": 0.2, "keep_alive_s": 60.0}
+        attachment = FailingAttachment(service.core.membership)
         rules = Limits(**(given | limits))  # type: ignore[arg-type]
         self.manager = ModelManager(
             rules,
             workers,
-            service.core.membership,
+            attachment,
             service.core.admission,
             service.core.grants,
             clock=clock,
             idle_poll_s=0.02,
         )
         service.core.models = self.manager
+        self.attachment = attachment
         card = offer(text).card
         cards = [msgspec.structs.replace(card, id=name, aliases=(name[-1],)) for name in (A, B)]
         service._served._load = lambda files: Served(files.card, text, info=INFO)
@@ -154,6 +172,18 @@ async def test_a_request_waits_while_its_model_is_loaded(bench: Bench) -> None:
     assert bench.workers.log == ["load a"], "once for both"
 
 
+async def test_workers_that_cannot_be_attached_end(bench: Bench) -> None:
+    bench.attachment.error = OSError("no descriptors left")
+    with pytest.raises(Unavailable, match="no descriptors left"):
+        await bench.ask("a")
+    assert bench.states()["a"] == "failed"
+    assert bench.workers.log == ["load a", "unload a"]
+    assert not bench.core.admission.worker_names()
+    bench.attachment.error = None
+    await bench.ask("b")
+    assert bench.states()["b"] == "loaded"
+
+
 async def test_waiting_keeps_the_rules_of_admission(make: MakeBench) -> None:
     """Deadlines hold, a full queue refuses, a client that leaves is forgotten."""
     bench = await make(max_waiting=4)
@@ -185,6 +215,22 @@ async def test_idle_models_make_way_at_once_and_are_unloaded_after_a_while(make:
     await bench.until(a="on_disk", b="on_disk")
     await bench.ask("b")
     assert bench.workers.log[:5] == [*turns, "unload b", "load b"]
+
+
+async def test_a_request_says_how_long_its_model_stays_loaded(make: MakeBench) -> None:
+    bench = await make(keep_alive_s=60.0)
+    await bench.ask("a", keep_alive_s=0.0)
+    await bench.until(a="on_disk")
+    await bench.ask("a")
+    await asyncio.sleep(0.1)
+    assert bench.states()["a"] == "loaded", "the next request has its own wish, or none"
+    await bench.core.load_model(A, "load", 0.05)
+    await bench.until(a="on_disk")
+    await bench.ask("a", keep_alive_s=-1.0)
+    (status, _) = bench.manager.statuses()
+    assert (status["state"], status["unload_in_s"]) == ("loaded", None)
+    await bench.ask("a", keep_alive_s=30.0)
+    assert 29.0 < bench.manager.statuses()[0]["unload_in_s"] <= 30.0
 
 
 async def test_a_busy_model_finishes_its_requests_before_it_makes_way(bench: Bench) -> None:
@@ -243,7 +289,7 @@ async def test_what_can_never_fit_is_refused_with_the_reason(make: MakeBench) ->
 
 async def test_an_operator_loads_and_unloads(bench: Bench) -> None:
     await bench.service.operations.load_model("A", "load")
-    assert bench.service.models.find("A").id == A
+    assert bench.service.models.find("A", None).id == A
     assert bench.states() == {"a": "loaded", "b": "on_disk"}
     bench.workers.engines[A].script = None
     running = bench.ask("a")

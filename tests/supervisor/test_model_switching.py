@@ -114,6 +114,19 @@ def test_a_model_is_loaded_for_its_first_request_and_unloaded_when_idle() -> Non
     assert (state(m, "a"), state(m, "b")) == ("on_disk", "loaded")
 
 
+def test_what_a_client_asked_for_counts_until_the_model_is_unloaded() -> None:
+    m = machine(model("a"), model("b", pinned=True, state="loaded"))
+    m.rule.keep_alive("a", 5.0)
+    m.rule.keep_alive("b", -1.0)
+    m.run(20, [Request("a", 1.0, 3.0)])
+    assert (state(m, "a"), state(m, "b")) == ("on_disk", "loaded")
+    m.run(40, [Request("a", 21.0, 3.0)])
+    assert state(m, "a") == "loaded", "the server's again"
+    m.rule.keep_alive("b", 0.0)
+    m.run(42)
+    assert state(m, "b") == "on_disk", "a client may unload a model that was named at start"
+
+
 def test_models_that_fit_are_loaded_beside_each_other() -> None:
     m = machine(model("a", 60), model("b", 40), model("c", 41))
     m.run(5, [Request("a", 0.0, 100.0), Request("b", 0.0, 100.0)])

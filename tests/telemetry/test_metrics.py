@@ -86,8 +86,8 @@ def test_histograms_add_up(values: list[float], more: list[tuple[float, int]]) -
 def test_metrics_of_speculative_decoding() -> None:
     drafts = (DraftStats("grammar", (10, 8), (10, 7)), DraftStats("suffix", (5, 5, 4), (3, 1, 0)))
     balancer = Balancer()
-    balancer.join(Endpoint(name="e0", address="unix:/e0", models=("m",)), Capacity(), 0.0)
-    balancer.report("e0", EngineLoad(drafts=drafts), 0.0)
+    balancer.fleet.join(Endpoint(name="e0", address="unix:/e0", models=("m",)), Capacity(), 0.0)
+    balancer.fleet.report("e0", EngineLoad(drafts=drafts), 0.0)
     found = {
         (sample.name, *sample.labels.values()): sample.value
         for family in draft_metrics(balancer.snapshot(0.0))
@@ -107,8 +107,8 @@ def test_metrics_of_tiers() -> None:
         TierStats("pool", state="degraded: the master does not answer", oldest_s=7.0, extra={"refused": 2.0}),
     )
     balancer = Balancer()
-    balancer.join(Endpoint(name="e0", address="unix:/e0", models=("m",)), Capacity(), 0.0)
-    balancer.report("e0", EngineLoad(tiers=tiers), 0.0)
+    balancer.fleet.join(Endpoint(name="e0", address="unix:/e0", models=("m",)), Capacity(), 0.0)
+    balancer.fleet.report("e0", EngineLoad(tiers=tiers), 0.0)
     found = {
         (sample.name, sample.labels["tier"]): sample.value
         for family in tier_metrics(balancer.snapshot(0.0))

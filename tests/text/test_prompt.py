@@ -353,3 +353,21 @@ def test_a_known_prefix_may_extend_beyond_the_last_special_token():
     entry = prompt_entry(model, prompt)
     assert (entry.ids, entry.text_len) == (ids, len(text) - 1)
     assert entry.text_digest == TextHash().after(text[:-1])
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3", "gemma", "phi"])
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_context_is_continued_as_the_whole_conversation_is(name: str, ends: bool) -> None:
+    """The client has the ids of the first turn, and sends only its next question."""
+    model = family(name)
+    first, reply, second = Message("user", "hi"), Message("assistant", "so it is"), Message("user", "why?")
+    whole = build_prompt(model, _request([first, reply, second])).ids
+    begun = build_prompt(model, _request([first])).ids
+    context = begun + model.tokenizer.encode("so it is", special=False)
+    if ends:
+        context += whole[len(context) : len(context) + 4]  # the token that ended the reply
+    prompt = build_prompt(model, _request([second], context_ids=context))
+    assert prompt.ids[: len(context)] == context
+    detokenizers = [model.detokenizer(b"") for _ in range(2)]
+    assert prompt.ids == whole or len({d.push(unpack(ids)) for d, ids in zip(detokenizers, (prompt.ids, whole))}) == 1
+    assert prompt.rendered is None, "its ids are not those of the messages"

@@ -1,4 +1,5 @@
 from datetime import datetime
+from functools import partial
 
 import pytest
 from jinja2.ext import loopcontrols
@@ -6,6 +7,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from emberline.protocol.errors import BadInput
 from emberline.text.chat_template import ChatTemplate
+from emberline.text.template_renderer import LocalRenderer
 from emberline.text.template_sandbox import BoundedEnvironment, TemplateLimits
 from emberline.weights.model_config import BadCheckpoint
 
@@ -57,6 +59,8 @@ HUGE = {
         "repeated list": "{{ [0] * 30000000 }}",
         "replace": "{% set b = 'a' * 10**4 %}{{ b|replace('a', b) }}",
         "replace method": "{% set b = 'a' * 10**4 %}{{ b.replace('a', b) }}",
+        "translate": "{% set b = 'a' * 10**6 %}{{ b.translate({97: b}) }}",
+        "translate by a list": "{% set b = 'a' * 10**6 %}{{ b.translate([b] * 128) }}",
         "join": "{% set b = 'a' * 10**4 %}{{ b|list|join(b) }}",
         "join method": "{% set b = 'a' * 10**4 %}{{ b.join(b) }}",
         "indent": "{% set b = '\n' * 10**4 %}{{ b|indent(9999, true, true) }}",
@@ -78,6 +82,10 @@ HUGE = {
         "nested format": "{{ '{:{w}}'.format(1, w=1000000000) }}",
         "indented JSON": "{{ [1, [2]]|tojson(indent=10**9) }}",
     },
+    "time in more than 1000 characters": {
+        "strftime_now": "{{ strftime_now('%c' * 10**6) }}",
+        "strftime_now with a width": "{{ strftime_now('%9999999999d') }}",
+    },
     "Range too big": {
         "range": "{% for i in range(10**9) %}{% endfor %}",
     },
@@ -97,7 +105,8 @@ ESCAPES = [
 
 
 def _render(source, **limits):
-    template = ChatTemplate(source, environment=BoundedEnvironment(TemplateLimits(**limits)))
+    environment = BoundedEnvironment(TemplateLimits(**limits))
+    template = ChatTemplate(source, renderers=partial(LocalRenderer, environment=environment))
     return template.render([{"role": "user", "content": "hi"}], {}, add_generation_prompt=True)
 
 
@@ -137,9 +146,8 @@ def test_a_template_cannot_reach_out(source):
 
 
 def test_each_rendering_has_a_budget_of_its_own():
-    template = ChatTemplate(
-        "{% for i in range(900) %}{% endfor %}done", environment=BoundedEnvironment(TemplateLimits(work=1_000))
-    )
+    renderers = partial(LocalRenderer, environment=BoundedEnvironment(TemplateLimits(work=1_000)))
+    template = ChatTemplate("{% for i in range(900) %}{% endfor %}done", renderers=renderers)
     for _ in range(5):
         assert template.render([{"role": "user", "content": "hi"}], {}, add_generation_prompt=True) == "done"
 

@@ -120,6 +120,18 @@ async def test_ollamas_images_reach_the_server(api: ApiClient) -> None:
     ]
 
 
+async def test_ollamas_defaults_are_not_sent(api: ApiClient) -> None:
+    """They are for our engines: a server that does not know `top_k` would refuse what the client never sent."""
+    message = {"role": "user", "content": "Hi"}
+    body = {"model": CHAT["model"], "messages": [message], "stream": False}
+    assert (await api.post("/api/chat", body)).status_code == 200
+    assert (await api.post("/api/chat", body | {"options": {"temperature": 0.8, "top_p": 0.5}})).status_code == 200
+    plain, chosen = api.bench.standins["a"].requests
+    assert not plain.keys() & {"temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
+    assert (chosen["temperature"], chosen["top_p"]) == (0.8, 0.5)
+    assert "top_k" not in chosen
+
+
 async def test_a_forwarded_stream_is_resumed(api: ApiClient) -> None:
     """Computed and billed once; its events are the upstream server's, with numbers."""
     headers = {"x-emberline-resume": "60"}
@@ -194,10 +206,11 @@ async def test_only_allowed_fields_are_forwarded(api: ApiClient) -> None:
         "cache_salt": "another tenant's",
         "chat_template": "{{ evil }}",
         "prompt_embeds": "AAAA",
+        "bootstrap_host": "10.0.0.1",
     }.items():
         refused = await api.post("/v1/chat/completions", {**CHAT, name: value})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
-    unknown = {"bootstrap_host": "10.0.0.1", "api_base": "http://10.0.0.1", "documents": []}
+    unknown = {"api_base": "http://10.0.0.1", "documents": []}
     await api.post("/v1/chat/completions", {**CHAT, **unknown, "stop_token_ids": [7], "top_k": 5, "user": "someone"})
     (got,) = api.bench.standins["a"].requests
     assert set(got) == {

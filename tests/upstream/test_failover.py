@@ -241,7 +241,7 @@ async def test_a_moved_prompt_is_pending_on_the_new_server_until_its_first_token
     made.standins[other].script = ServerScript(stall_after=10, ttft_ms=200)
     await until(lambda: made.standins[other].running == 1)
     (record,) = ledger
-    (old, new) = (made.core.admission.balancer.workers[name] for name in (first, other))
+    (old, new) = (made.core.admission.balancer.fleet.workers[name] for name in (first, other))
     assert record.phase == "prefill"
     assert (list(old.in_flight.pending), old.in_flight.active, old.in_flight.prefill_tokens) == ([], 0, 0)
     assert (list(new.in_flight.pending), new.in_flight.active) == (["r1"], 1)
@@ -355,7 +355,7 @@ async def test_a_server_that_reports_no_load_is_never_taken_for_stalled(bench: O
     made = await bench(("a", "openai", "both"), a=ServerScript(ttft_ms=400), timings=timings)
     task = asyncio.create_task(answer(made, request()))
     await until(lambda: made.standins["a"].running == 1)
-    (worker,) = made.core.admission.balancer.workers_of(MODEL)
+    (worker,) = made.core.admission.balancer.fleet.workers_of(MODEL)
     assert not worker.is_stalled(time.monotonic() + 3600)
     assert (await task).choices[0].text == expected()
     assert made.clients["a"].connected
@@ -425,7 +425,7 @@ async def test_what_a_server_cannot_run_waits_here(bench: Opener) -> None:
     made = await bench(("a", "vllm", "both"), a=ServerScript(slots=3), timings=ProbeTimings(interval_s=0.02))
     made.standins["a"].stalled = True
     tasks = [asyncio.create_task(answer(made, request(request_id=f"r{number}"))) for number in range(8)]
-    await until(lambda: made.core.admission.balancer.workers_of("standin")[0].capacity.max_running == 3)
+    await until(lambda: made.core.admission.balancer.fleet.workers_of("standin")[0].capacity.max_running == 3)
     late = asyncio.create_task(answer(made, request(request_id="late")))
     await until(lambda: sum(made.core.admission.snapshot().waiting.values()) == 1)
     made.standins["a"].stalled = False

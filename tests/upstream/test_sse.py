@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
@@ -117,11 +117,10 @@ PARTS = [
 ]
 
 
-@pytest.mark.parametrize("hides", [False, True])
-def test_passing_a_piece_on_whole_is_the_same_as_reading_its_lines(hides: bool) -> None:
-    """Every two parts as one piece, after every other part."""
+def is_read_the_same(pieces: Sequence[bytes], hides: bool) -> bool:
+    """True if a stream passed on as whole events comes out as one whose lines are all read."""
 
-    def read(pieces: tuple[bytes, ...], editor: StreamEditor, feed: Callable[[bytes], bytes]) -> list[Any]:
+    def read(editor: StreamEditor, feed: Callable[[bytes], bytes]) -> list[Any]:
         found: list[Any] = []
         for piece in pieces:
             try:
@@ -129,13 +128,21 @@ def test_passing_a_piece_on_whole_is_the_same_as_reading_its_lines(hides: bool) 
             except (StreamError, MalformedLine) as error:
                 return [*found, repr(error), editor.finished, editor.ended]
             found.append((lines, editor.n_events, editor.finished, editor.ended, editor.usage))
-        return found
+        return [*found, editor.closing()]
 
-    for first, second, third in product(PARTS, repeat=3):
-        whole, by_lines = StreamEditor(hides_usage=hides), StreamEditor(hides_usage=hides)
-        pieces = first, second + third
-        expected = read(pieces, by_lines, lambda piece, editor=by_lines: editor.edit(editor.whole(piece)))
-        assert read(pieces, whole, whole.feed) == expected
+    whole, by_lines = StreamEditor(hides_usage=hides), StreamEditor(hides_usage=hides)
+    return read(whole, whole.feed) == read(by_lines, lambda piece: by_lines.edit(by_lines.whole(piece)))
+
+
+@pytest.mark.parametrize("hides", [False, True])
+def test_passing_events_on_is_the_same_as_reading_their_lines(hides: bool) -> None:
+    """Every two parts as one piece, after every other part."""
+    assert all(is_read_the_same((first, second + third), hides) for first, second, third in product(PARTS, repeat=3))
+
+
+@given(st.lists(st.lists(st.sampled_from(PARTS), min_size=1, max_size=6).map(b"".join), max_size=4), st.booleans())
+def test_passing_many_events_on_is_the_same_as_reading_their_lines(pieces: list[bytes], hides: bool) -> None:
+    assert is_read_the_same(pieces, hides)
 
 
 def test_the_usage_of_lines_with_an_error_does_not_count() -> None:

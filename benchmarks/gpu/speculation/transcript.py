@@ -250,7 +250,7 @@ class Agent:
             id=asked.id, prompt_ids=prompt.ids, sampling=sampling, grammar=encode(build_grammar(spec))
         )
         ids, finish = self._decode(request)
-        parser = text.reply_parser(prompt.ids, TOOLS, False, parallel=False)
+        parser = text.reply_parser(prompt.ids, TOOLS, False)
         found = Reply().add(parser.push(unpack(ids))).add(parser.finish(cut=finish == "length"))
         calls = tuple(Call(f"call_{number}_{n}", call.name, call.arguments) for n, call in enumerate(found.calls))
         reply = Message("assistant", found.text, tool_calls=calls)

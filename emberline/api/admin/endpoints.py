@@ -1,11 +1,12 @@
 """Endpoints for operators: health, metrics, loaded models, the queue."""
 
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import msgspec
 
 from emberline import __version__
-from emberline.api.common.model_list import ollama_model
+from emberline.api.common.model_list import listed_names, ollama_model
 from emberline.api.http.body import read_json
 from emberline.api.http.errors import HeaderList
 from emberline.api.http.exchange import HttpExchange, Reply, json_reply
@@ -38,11 +39,14 @@ async def ps(call: HttpExchange) -> Reply:
     """The models that can compute now, with the fields that Ollama's clients read; for an admin, workers and their load
     too."""
     cards = [card for card in call.models() if call.service.models.state(card.id) in ("", "loaded", "provider")]
-    if not call.principal.is_admin:
-        return json_reply({"models": [_model(card) for card in cards]}, headers=NO_STORE)
     found = await call.service.operations.health()
+    on_gpus = {engine["model"] for engine in found.detail.get("engines", ()) if _is_gpu(engine.get("device", ""))}
+    unload_in_s = {model["id"]: model["unload_in_s"] for model in found.detail.get("model_states", ())}
+    models = [_model(card, name, card.id in on_gpus, unload_in_s.get(card.id)) for name, card in listed_names(cards)]
+    if not call.principal.is_admin:
+        return json_reply({"models": models}, headers=NO_STORE)
     of_model = found.detail.get("models", {})
-    models = [_model(card) | of_model.get(card.id, {}) for card in cards]
+    models = [model | of_model.get(model["id"], {}) for model in models]
     body = {"version": __version__, "ok": found.ok, **found.detail, "models": models}
     return json_reply(body, headers=NO_STORE)
 
@@ -51,16 +55,22 @@ async def favicon(call: HttpExchange) -> Reply:
     return Reply(204, b"", headers=[(b"cache-control", b"max-age=86400")])
 
 
-def _model(card: ModelCard) -> dict[str, Any]:
-    return ollama_model(card) | {
+def _is_gpu(device: str) -> bool:
+    return device not in ("", "cpu")
+
+
+def _model(card: ModelCard, name: str, on_gpu: bool, unload_in_s: float | None) -> dict[str, Any]:
+    """The model under one of its names; `id` is its own."""
+    unloads_at = None if unload_in_s is None else datetime.now(UTC) + timedelta(seconds=unload_in_s)
+    return ollama_model(card, name) | {
         "id": card.id,
         "aliases": card.aliases,
         "context_window": card.context_window,
         "context_length": card.context_window,  # Ollama's name
         "architecture": card.architecture,
         "weight_bytes": card.weight_bytes,
-        "size_vram": card.weight_bytes,
-        "expires_at": _NEVER,
+        "size_vram": card.weight_bytes if on_gpu else 0,
+        "expires_at": _NEVER if unloads_at is None else unloads_at.strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
     }
 
 

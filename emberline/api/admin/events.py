@@ -33,7 +33,7 @@ async def events(call: HttpExchange) -> Response:
         number = cursor_number(after) if after else await feed.last_number(account)
         return BlockStream(_blocks(call, number))
     number = cursor_number(after) if after else 0
-    found = await while_connected(call.receive, feed.wait(account, number, wait_s, limit + 1))
+    found = await while_connected(call, feed.wait(account, number, wait_s, limit + 1))
     return list_reply([event_object(event) for event in found[:limit]], has_more=len(found) > limit)
 
 

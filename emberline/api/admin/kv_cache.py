@@ -1,4 +1,8 @@
-"""Endpoints for cached KV: statistics, purge, export and import. A key acts for its own account, an admin for any."""
+"""Endpoints for cached KV: statistics, purge, export and import. A key acts for its own account, an admin for any.
+
+A purge also forgets the texts that the server remembers of the same conversations: token ids, streams that could be
+resumed, cached replies.
+"""
 
 import asyncio
 from typing import Any
@@ -44,13 +48,13 @@ async def purge(call: HttpExchange) -> Reply:
                 "`everything` is purged of all accounts: leave `account` and `session` out", param="everything"
             )
         call.audit_target = "everything"
-        return json_reply(_purged(await call.service.kv_cache.purge(None, None)))
+        return await _purge(call, None, None, None)
     salt = _salt(call, body.account)
     if call.shares_kv and (body.session is None or not call.principal.is_admin):
         raise Conflict("accounts share the KV cache here ([kv] share_between_accounts): an admin may purge everything")
     session = None if body.session is None else _session(body.session)
     call.audit_target = f"account {body.account or call.principal.account}" + (f" session {session}" if session else "")
-    return json_reply(_purged(await call.service.kv_cache.purge(salt, session)))
+    return await _purge(call, body.account or call.principal.account, salt, session)
 
 
 async def export(call: HttpExchange) -> ByteStream:
@@ -58,7 +62,7 @@ async def export(call: HttpExchange) -> ByteStream:
     salt, session = _salt(call, call.query.get("account")), _session(call.query.get("session", ""))
     model = call.query.get("model")
     if model is not None:
-        model = call.service.models.find(model).id
+        model = call.service.models.find(model, call.principal.account).id
     return ByteStream(_pieces(call, salt, session, model), OCTETS)
 
 
@@ -87,8 +91,20 @@ def _session(text: str) -> str:
     return text
 
 
-def _purged(found: dict[str, dict[str, int]]) -> dict[str, Any]:
-    return {"blocks": sum(sum(tiers.values()) for tiers in found.values()), "workers": found}
+async def _purge(call: HttpExchange, account: str | None, salt: bytes | None, session: str | None) -> Reply:
+    """Purge the core and the store first: a worker that does not answer keeps nothing of them."""
+    texts = await call.service.operations.purge(account, session)
+    n_replies = await call.gateways.cache.purge(account) if call.has_gateways and session is None else 0
+    workers = await call.service.kv_cache.purge(salt, session)
+    return json_reply(
+        {
+            "blocks": sum(sum(tiers.values()) for tiers in workers.values()),
+            "workers": workers,
+            "conversations": texts.conversations,
+            "streams": texts.streams,
+            "replies": n_replies,
+        }
+    )
 
 
 def _worker(engine: dict[str, Any]) -> dict[str, Any]:

@@ -54,6 +54,6 @@ async def unload(call: HttpExchange) -> Reply:
 async def _change(call: HttpExchange, action: Literal["load", "unload"]) -> Reply:
     body = await read_json(call, ModelName)
     call.audit_target = body.model[:256]
-    await while_connected(call.receive, call.service.operations.load_model(body.model, action))
-    card = call.service.models.find(body.model)
+    await while_connected(call, call.service.operations.load_model(body.model, action))
+    card = call.service.models.find(body.model, None)
     return json_reply({"model": card.id, "state": "loaded" if action == "load" else "on_disk"})

@@ -70,9 +70,10 @@ def _service(call: HttpExchange) -> Services | None:
 
 def _model_id(call: HttpExchange, name: str) -> str:
     """Prices are by id: an alias of a served model stands for it. Others may be served later."""
-    service = _service(call)
+    service, principal = _service(call), call.principal
+    account = None if principal.is_admin else principal.account
     try:
-        return name if service is None else service.models.find(name).id
+        return name if service is None else service.models.find(name, account).id
     except EmberlineError:
         return name
 

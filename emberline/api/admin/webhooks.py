@@ -109,7 +109,7 @@ async def _endpoint(call: HttpExchange) -> WebhookEndpoint:
 
 
 def _update(call: HttpExchange, body: EndpointChange) -> EndpointUpdate:
-    model = call.service.models.find(body.model).id if body.model else body.model
+    model = call.service.models.find(body.model, call.principal.account).id if body.model else body.model
     return EndpointUpdate(name=body.name, url=body.url, model=model, types=body.events, enabled=body.enabled)
 
 

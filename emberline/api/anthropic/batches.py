@@ -26,7 +26,8 @@ from emberline.api.http.body import read_body
 from emberline.api.http.errors import Dialect, error_body
 from emberline.api.http.exchange import HttpExchange, Reply, Services, encode, json_reply
 from emberline.api.http.streaming import JSONL, ByteStream, Chunks
-from emberline.api.http.wire import decode
+from emberline.api.http.unknown_fields import unknown_field_log
+from emberline.api.http.wire import Wire, decode
 from emberline.jobs.batches.batch import Batch, new_batch_id
 from emberline.jobs.queue.job import NewJob
 from emberline.jobs.webhooks.events import timestamp
@@ -64,7 +65,9 @@ def read_message_job(service: Services, batch: Batch, line: FileLine) -> NewJob:
     try:
         given = decode(line.content(), _request_decoder)
         custom_id = given.custom_id
-        params = decode(bytes(given.params), MESSAGES.decoder)
+        wire = Wire(bytes(given.params))
+        params = wire.decode(MESSAGES.decoder)
+        unknown_field_log.add("/v1/messages in a batch", wire.unknown)
         if params.stream:
             raise BadInput("`stream` has no meaning in a batch: leave it out", param="params.stream")
         return NewJob(custom_id, line_request(MESSAGES.to_task(params, "", None)[0], service, batch))

@@ -26,7 +26,6 @@ from emberline.protocol.events import (
     ToolCallStarted,
     Usage,
 )
-from emberline.protocol.request import Marks
 
 Json = dict[str, Any]
 
@@ -75,10 +74,7 @@ def _head(request_id: str, model: str) -> Json:
 
 def message_body(request_id: str, body: MessagesRequest, created: int, answer: Answer) -> Json:
     choice = answer.choices[0]
-    signed = [_signed_block(block, body.hides_thinking) for block in _signed_thinking(choice.marks)]
-    is_signed = any(block["type"] == "thinking" for block in signed)  # then the reasoning is in these blocks
-    parts = [part for part in choice.parts if not (is_signed and isinstance(part, ReasoningPart))]
-    blocks = [*signed, *(_block(part, body.hides_thinking) for part in parts)]
+    blocks = [_block(part, body.hides_thinking, choice.finish == "length") for part in choice.parts]
     return {
         **_head(request_id, body.model),
         "content": [block for block in blocks if block] or [{"type": "text", "text": ""}],
@@ -88,24 +84,17 @@ def message_body(request_id: str, body: MessagesRequest, created: int, answer: A
     }
 
 
-def _signed_thinking(marks: Marks) -> list[Json]:
-    """Blocks of thinking that Anthropic has signed, or encrypted."""
-    blocks = marks.get("thinking_blocks")
-    found = [one for one in blocks if isinstance(one, dict)] if isinstance(blocks, list) else []
-    return [one for one in found if one.get("type") in ("thinking", "redacted_thinking")]
-
-
-def _signed_block(block: Json, hides_thinking: bool) -> Json:
-    return block | {"thinking": ""} if hides_thinking and block["type"] == "thinking" else block
-
-
-def _block(part: AnswerPart, hides_thinking: bool) -> Json | None:
+def _block(part: AnswerPart, hides_thinking: bool, cut: bool) -> Json | None:
     if isinstance(part, TextPart):
         return {"type": "text", "text": part.text}
     if isinstance(part, ReasoningPart):
-        return {"type": "thinking", "thinking": "" if hides_thinking else part.text, "signature": SIGNATURE}
+        block = part.block or {"type": "thinking", "thinking": part.text, "signature": SIGNATURE}
+        return block | {"thinking": ""} if hides_thinking and block["type"] == "thinking" else block
     arguments = json_arguments(part)
-    return None if arguments is None else {"type": "tool_use", "id": part.id, "name": part.name, "input": arguments}
+    if arguments is None and not cut:
+        return None
+    # Clients read a call in a message that stopped at `max_tokens` as incomplete.
+    return {"type": "tool_use", "id": part.id, "name": part.name, "input": {} if arguments is None else arguments}
 
 
 _NOT_STOPPED: Json = {"stop_reason": None, "stop_sequence": None}
@@ -130,7 +119,6 @@ class MessageStream(EventEncoder):
         self._open = ""  # the type of the open block; empty if there is none
         self._delta = b""  # how a delta of it begins
         self._n_signed = 0  # blocks of thinking whose signatures have come
-        self._thinks_whole: bool | None = None  # blocks of thinking come whole, with signatures; None: none has come
 
     def started(self, usage: Usage) -> bytes:
         fields = {"content": [], "usage": _usage_body(usage)}
@@ -143,10 +131,7 @@ class MessageStream(EventEncoder):
         return opening + self._delta + _TEXT + encode(event.text) + _DELTA_END
 
     def reasoning_delta(self, event: ReasoningDelta) -> bytes:
-        if not event.text or self._thinks_whole:
-            return b""
-        self._thinks_whole = False
-        return self._thinking(event.text)
+        return self._thinking(event.text) if event.text else b""
 
     def tool_call_started(self, event: ToolCallStarted) -> bytes:
         block = {"type": "tool_use", "id": event.id, "name": event.name, "input": {}}
@@ -156,8 +141,8 @@ class MessageStream(EventEncoder):
         return self._delta + _INPUT + encode(event.arguments) + _DELTA_END
 
     def opaque(self, event: Opaque) -> bytes:
-        """Sign the thinking that was sent, or send it. A cached reply has the signatures before the thinking."""
-        blocks = _signed_thinking({event.name: event.value})[self._n_signed :]
+        """Sign the thinking that was sent, or send it."""
+        blocks = event.thinking_blocks[self._n_signed :]
         self._n_signed += len(blocks)
         sent = b""
         for block in blocks:
@@ -165,10 +150,7 @@ class MessageStream(EventEncoder):
                 sent += self._open_block(block) + self._close_block()
                 continue
             if self._open != "thinking":
-                thinking = str(block.get("thinking", ""))
-                if thinking and self._thinks_whole is None:
-                    self._thinks_whole = True
-                sent += self._thinking(thinking)
+                sent += self._thinking(str(block.get("thinking", "")))
             sent += self._close_block(str(block.get("signature", "")))
         return sent
 

@@ -130,7 +130,7 @@ def line_request(task: GenerateRequest | EncodeRequest, service: Services, batch
     if isinstance(request, EncodeRequest):
         request = GenerateRequest(id=task.id, model=task.model, encode=request, api=task.api)
     caller = alias_caller(batch.account, request.session, batch.id)
-    return queued_request(request, service.models.find(request.model, caller).id)
+    return queued_request(request, service.models.find(request.model, batch.account, caller).id)
 
 
 def queued_request(request: GenerateRequest, model: str) -> GenerateRequest:

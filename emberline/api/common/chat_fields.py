@@ -21,6 +21,16 @@ class TemplateKwargs(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=T
     enable_thinking: bool | None = None
     thinking: bool | None = None
 
+    @property
+    def thinks(self) -> bool | None:
+        """True if the model is told to reason, False if it is told not to, None if neither."""
+        return self.thinking if self.enable_thinking is None else self.enable_thinking
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The variables that the client sets."""
+        return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+
 
 class Thinking(msgspec.Struct):
     """The Anthropic API's `thinking`; some OpenAI clients send it too."""
@@ -81,7 +91,7 @@ class ChatFields(GenerationFields, kw_only=True):
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "output": output,
             "reasoning": self._reasoning(),
-            "template_kwargs": self._template_kwargs(),
+            "template_kwargs": self.chat_template_kwargs.given if self.chat_template_kwargs else {},
             "continue_final": continues_final(self.continue_final_message, self.add_generation_prompt),
         }
         return fields, FieldNames(output=field, tools=found.fields)
@@ -89,24 +99,17 @@ class ChatFields(GenerationFields, kw_only=True):
     def _reasoning(self) -> Reasoning:
         options = self.reasoning or OpenRouterReasoning()
         thinking = self.thinking if isinstance(self.thinking, Thinking) else None
-        kwargs = self.chat_template_kwargs or TemplateKwargs()
+        kwargs = self.chat_template_kwargs
         effort = _first(self.reasoning_effort, options.effort)
         budget = _first(self.thinking_token_budget, options.max_tokens, thinking and thinking.budget_tokens)
         enabled = _first(
             options.enabled,
             self.thinking if isinstance(self.thinking, bool) else None,
             thinking.type != "disabled" if thinking else None,
-            kwargs.enable_thinking,
-            kwargs.thinking,
+            kwargs.thinks if kwargs else None,
             False if effort == "none" else None,
         )
         return Reasoning(enabled, effort, budget)
-
-    def _template_kwargs(self) -> dict[str, Any]:
-        if self.chat_template_kwargs is None:
-            return {}
-        given = msgspec.structs.asdict(self.chat_template_kwargs)
-        return {name: value for name, value in given.items() if value is not None}
 
 
 def _first(*values: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from emberline.api.common.unsupported_fields import UnsupportedField, refuse_unsupported
+from emberline.api.common.unsupported_fields import TrueField, UnsupportedField, refuse_unsupported
 from emberline.api.http.exchange import HttpExchange, encode
 from emberline.protocol.complete_response import Answer, Encoded
 from emberline.protocol.errors import BadInput, Internal
@@ -29,6 +29,24 @@ class EncodeFields(msgspec.Struct, kw_only=True):
     instruction: UnsupportedField = None
     image: UnsupportedField = None
     images: UnsupportedField = None
+    # Cohere, Voyage, Jina, vLLM, SGLang, text-embeddings-inference
+    input_type: UnsupportedField = None
+    output_dtype: UnsupportedField = None
+    output_dimension: UnsupportedField = None
+    embedding_type: UnsupportedField = None
+    embedding_types: UnsupportedField = None
+    embed_dtype: UnsupportedField = None
+    late_chunking: UnsupportedField = None
+    task: UnsupportedField = None
+    instruct: UnsupportedField = None
+    prompt_name: UnsupportedField = None
+    lora_path: UnsupportedField = None
+    priority: UnsupportedField = None
+    raw_scores: UnsupportedField = None
+    normalize: TrueField = None
+    normalized: TrueField = None
+    use_activation: TrueField = None
+    add_special_tokens: TrueField = None
 
     @property
     def wants_rows(self) -> bool:

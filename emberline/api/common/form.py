@@ -4,6 +4,7 @@ A form is the endpoint of its HTTP route. The lines of batches, the paths of gat
 same form, so that a body means the same wherever it comes from.
 """
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from emberline.protocol.complete_response import Answer
 from emberline.protocol.errors import BadInput
 from emberline.protocol.request import EncodeRequest, GenerateRequest
 
+LONG_PROMPT_BYTES = 4 << 10  # of token ids that an answer has of its prompts; longer answers are written in a thread
 Body = TypeVar("Body")
 # Makes the canonical request of a body, an id and a session. Returns it with the client's names of its fields.
 ToTask = Callable[[Body, str, str | None], tuple[GenerateRequest | EncodeRequest, FieldNames]]
@@ -49,6 +51,8 @@ class AnswerForm(Generic[Body]):
             assert self.to_stream is not None
             return EventStream(events, self.to_stream(call.id, call.dialect, body, created), headers=self.headers(call))
         answer = await collect(call, events, n_choices)
+        if sum(len(choice.prompt.ids) for choice in answer.choices if choice.prompt is not None) > LONG_PROMPT_BYTES:
+            return await asyncio.to_thread(lambda: self._reply(call, self.to_body(call.id, body, created, answer)))
         return self._reply(call, self.to_body(call.id, body, created, answer))
 
     async def encode(self, call: HttpExchange, body: Body, task: EncodeRequest) -> Response:

@@ -1,6 +1,7 @@
 """Model cards in the model lists of the Workers AI, OpenAI, OpenRouter and Ollama APIs."""
 
 import re
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from hashlib import sha256
 from typing import Any
@@ -25,6 +26,7 @@ _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty"),
     *("presence_penalty", "stop", "seed", "max_tokens", "logit_bias"),
 )
+HUB_PREFIX = "hf:"
 _SIZE = re.compile(r"(?:^|[-_x])([0-9]{1,4}(?:\.[0-9]{1,3})?[bm])(?![a-z0-9])")
 _FLAGS = ("function_calling", "reasoning", "vision", "beta")
 
@@ -76,10 +78,21 @@ def _prices(card: ModelCard) -> list[dict[str, Any]]:
     return [{"unit": unit, "price": rate, "currency": "USD"} for unit, rate in rates.items() if rate]
 
 
-def openai_model(card: ModelCard, state: str = "") -> dict[str, Any]:
-    """`state`: as `Models.state` has it."""
+def listed_names(cards: Sequence[ModelCard]) -> list[tuple[str, ModelCard]]:
+    """Every name that a request may use, with its model: all ids, then the aliases and short names."""
+    names = {card.id: card for card in cards}
+    for card in cards:
+        for alias in card.aliases:
+            if not alias.startswith(HUB_PREFIX):  # where it can be pulled from
+                names.setdefault(alias, card)
+    return list(names.items())
+
+
+def openai_model(card: ModelCard, state: str = "", name: str = "") -> dict[str, Any]:
+    """The model under its id, or under another of its names; `state`: as `Models.state` has it."""
     return ({"state": state} if state else {}) | {
-        "id": card.id,
+        "id": name or card.id,
+        "root": card.id,  # vLLM's field for the model behind a name
         "aliases": list(card.aliases),
         "object": "model",
         "created": _unix(card),
@@ -121,10 +134,11 @@ def openrouter_model(card: ModelCard) -> dict[str, Any]:
     }
 
 
-def ollama_model(card: ModelCard) -> dict[str, Any]:
+def ollama_model(card: ModelCard, name: str = "") -> dict[str, Any]:
+    """The model under its id, or under another of its names."""
     return {
-        "name": card.id,
-        "model": card.id,
+        "name": name or card.id,
+        "model": name or card.id,
         "modified_at": _rfc3339(card),
         "size": card.weight_bytes,
         "digest": sha256(f"{card.id}\0{card.fingerprint}".encode()).hexdigest(),
@@ -133,16 +147,24 @@ def ollama_model(card: ModelCard) -> dict[str, Any]:
 
 
 def ollama_details(card: ModelCard) -> dict[str, Any]:
-    """The number of parameters as the model's name has it: cards do not count them."""
-    size = _SIZE.search(card.id.rpartition("/")[2].lower())
+    """Facts of the weights. The number of parameters is the one in the model's name where its card does not count
+    them."""
+    named = _SIZE.search(card.id.rpartition("/")[2].lower())
     return {
         "parent_model": "",
         "format": "gguf" if _is_gguf(card.source) else "safetensors",
         "family": card.architecture,
         "families": [card.architecture] if card.architecture else [],
-        "parameter_size": size[1].upper() if size else "",
-        "quantization_level": "",
+        "parameter_size": _size(card.n_parameters) or (named[1].upper() if named else ""),
+        "quantization_level": card.quantization or "unknown",
     }
+
+
+def _size(n_parameters: int) -> str:
+    """The number as Ollama writes it: "134.52M", "8.0B". Empty for 0."""
+    if n_parameters >= 1_000_000_000:
+        return f"{n_parameters / 1e9:.1f}B"
+    return f"{n_parameters / 1e6:.2f}M" if n_parameters else ""
 
 
 def _is_gguf(source: ModelSource) -> bool:

@@ -16,7 +16,7 @@ MIN_LOGPROB = -9999.0  # JSON has no -inf; the OpenAI API sends this
 
 async def collect(call: HttpExchange, events: Events, n_choices: int = 1) -> Answer:
     """The whole answer; a client that disconnects closes `events`."""
-    return await while_connected(call.receive, collect_answer(events, n_choices))
+    return await while_connected(call, collect_answer(events, n_choices))
 
 
 def usage_body(usage: Usage) -> dict[str, Any]:

@@ -3,12 +3,14 @@
 `service.validation` holds the bounds of the canonical request; an API may only narrow them.
 """
 
+import re
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from emberline.api.common.unsupported_fields import PeerFields
+from emberline.protocol.errors import BadInput
 from emberline.protocol.request import MAX_DRAFT_TOKENS, MODEL_DEFAULTS, Priority, SamplingParams, Speculation
 from emberline.service.validation import (
     MAX_BAD_WORDS,
@@ -24,6 +26,7 @@ from emberline.service.validation import (
 )
 
 MAX_STOP_IDS = 64
+_TOKEN_KEY = re.compile("[0-9]{1,9}")
 MIN_TOP_P = 1e-6  # clients send 0 for greedy sampling
 
 Temperature = Annotated[float, Meta(ge=0, le=2)]  # the OpenAI API's range; the Workers AI API takes more
@@ -41,10 +44,20 @@ Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 StopStrings = Annotated[list[StopString], Meta(max_length=MAX_STOPS)]
 BadWords = Annotated[list[StopString], Meta(max_length=MAX_BAD_WORDS)]
+# Its entries are checked by `biases`, whose errors name the key: those of the decoder cannot.
 LogitBias = Annotated[
-    dict[Annotated[str, Meta(pattern="^[0-9]{1,9}$")], Annotated[float, Meta(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]],
-    Meta(max_length=MAX_BIASES),
+    dict[str, Any],
+    Meta(
+        max_length=MAX_BIASES,
+        extra_json_schema={
+            "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+            "additionalProperties": {"type": "number", "minimum": -MAX_LOGIT_BIAS, "maximum": MAX_LOGIT_BIAS},
+        },
+    ),
 ]
+AllowedIds = Annotated[list[TokenId], Meta(min_length=1)]
+# A model's name. The body that an endpoint reads may lack it: then it is that of the only model (`body.read_wire`).
+ModelName = Annotated[str, Meta(extra_json_schema={"type": ["string", "null"]})]
 CacheRetention = Literal["in_memory", "in-memory", "24h"]
 ServiceTier = Literal["auto", "default", "flex", "priority"]
 Metadata = Annotated[dict[str, Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
@@ -87,6 +100,7 @@ class SamplingFields(PeerFields, kw_only=True):
     seed: Seed | None = None
     stop: StopString | StopStrings | None = None
     stop_token_ids: TokenIds | None = None
+    allowed_token_ids: AllowedIds | None = None
     include_stop_str_in_output: bool | None = None
     bad_words: BadWords | None = None
     ignore_eos: bool | None = None
@@ -99,7 +113,7 @@ class SamplingFields(PeerFields, kw_only=True):
 
     def sampling(self, default_temperature: float, logprobs: int | None = None) -> SamplingParams:
         return SamplingParams(
-            max_tokens=self.max_completion_tokens or self.max_tokens,
+            max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
             min_tokens=self.min_tokens or 0,
             temperature=default_temperature if self.temperature is None else self.temperature,
             top_k=max(self.top_k or 0, 0),
@@ -108,7 +122,7 @@ class SamplingFields(PeerFields, kw_only=True):
             repetition_penalty=self.repetition_penalty or 1.0,
             frequency_penalty=self.frequency_penalty or 0.0,
             presence_penalty=self.presence_penalty or 0.0,
-            logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
+            logit_bias=biases(self.logit_bias) if self.logit_bias else {},
             seed=self.seed,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             stop_ids=tuple(self.stop_token_ids or ()),
@@ -116,6 +130,7 @@ class SamplingFields(PeerFields, kw_only=True):
             bad_words=tuple(self.bad_words or ()),
             ignore_eos=bool(self.ignore_eos),
             logprobs=logprobs,
+            allowed_ids=tuple(self.allowed_token_ids or ()),
         )
 
     @property
@@ -139,6 +154,27 @@ class SamplingFields(PeerFields, kw_only=True):
     def tier_echo(self) -> dict[str, str]:
         """The response's `service_tier`, present only if the request named one."""
         return {"service_tier": self.priority_class.name.lower()} if self.service_tier else {}
+
+
+def required_model(name: str) -> str:
+    """The name of a model. Raises BadInput if the body has none, such as a line of a batch."""
+    if not name:
+        raise BadInput("`model` is missing", param="model")
+    return name
+
+
+def biases(given: dict[str, Any]) -> dict[int, float]:
+    """`logit_bias` by token id. Raises BadInput, which names the key that is wrong."""
+    found: dict[int, float] = {}
+    for key, bias in given.items():
+        if not _TOKEN_KEY.fullmatch(key):
+            message = f"`logit_bias` has the key {key[:40]!r}: its keys are token ids, as decimal numbers in quotes"
+            raise BadInput(message, param="logit_bias")
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not abs(bias) <= MAX_LOGIT_BIAS:
+            message = f"`logit_bias.{key}` must be a number from -{MAX_LOGIT_BIAS} to {MAX_LOGIT_BIAS}"
+            raise BadInput(message, param="logit_bias")
+        found[int(key)] = float(bias)
+    return found
 
 
 def left_to_model(body: Any) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
 """Fields that change an answer and are not supported: known by name, so that they are refused and not ignored.
 
 They are OpenAI's own and those of the servers that speak its API. A body's struct inherits them (`PeerFields`) and
-declares those that it supports again. Fields that are in no struct are skipped: they are unknown, or without an effect,
-for reasons that docs/api.md states.
+declares those that it supports again. Fields that are in no struct have no effect on the answer, or nobody knows them
+(`api/http/unknown_fields.py`).
 """
 
 from collections.abc import Callable, Mapping
@@ -27,20 +27,31 @@ TrueField = Annotated[Any, Meta(extra_json_schema={UNSUPPORTED: [None, True]})]
 OneField = Annotated[Any, Meta(extra_json_schema={UNSUPPORTED: [1, None]})]  # reversed: [None, 1] == [None, True]
 UnlimitedField = Annotated[Any, Meta(extra_json_schema={UNSUPPORTED: [None, 0, -1]})]
 OnlyTextField = Annotated[Any, Meta(extra_json_schema={UNSUPPORTED: [None, [], ["text"]]})]
-ParsedReasoning = Annotated[Any, Meta(extra_json_schema={UNSUPPORTED: [None, "auto", "deepseek"]})]
+ParsedReasoning = Annotated[Any, Meta(extra_json_schema={UNSUPPORTED: [None, "auto", "deepseek", "parsed"]})]
+ErrorField = Annotated[Any, Meta(extra_json_schema={UNSUPPORTED: [None, "error"]})]
 DisabledField = Annotated[Any, Meta(extra_json_schema={UNSUPPORTED: [None, "disabled"]})]
 StandardField = Annotated[Any, Meta(extra_json_schema={UNSUPPORTED: [None, "standard"]})]
 
 # What a client can send instead: the first that the body's struct supports is part of the refusal's message.
 ALTERNATIVES: Mapping[str, tuple[str, ...]] = {
+    "allowed_tokens": ("allowed_token_ids",),
+    "ban_eos_token": ("ignore_eos",),
+    "banned_strings": ("bad_words",),
+    "candidate_count": ("n",),
     "chat_template": ("chat_template_kwargs",),
     "do_sample": ("temperature",),
     "ebnf": ("guided_grammar",),
+    "enable_thinking": ("chat_template_kwargs", "reasoning", "thinking"),
+    "eos_token_id": ("stop_token_ids",),
     "format": ("response_format", "output_config", "text"),
     "functions": ("tools",),
     "grammar": ("guided_grammar",),
+    "grammar_string": ("guided_grammar",),
+    "guideline": ("messages", "instructions"),
     "guided_json": ("output_config", "text"),
     "images": ("messages",),
+    "input_ids": ("prompt",),
+    "inputs": ("prompt", "messages", "input"),
     "json_schema": ("response_format", "output_config", "text"),
     "logprobs": ("top_logprobs",),
     "max_completion_tokens": ("max_tokens", "max_output_tokens"),
@@ -53,19 +64,38 @@ ALTERNATIVES: Mapping[str, tuple[str, ...]] = {
     "n_cmpl": ("n",),
     "n_predict": ("max_tokens", "max_output_tokens"),
     "n_probs": ("top_logprobs", "logprobs"),
+    "no_repeat_ngram_size": ("repetition_penalty", "frequency_penalty"),
     "no_stop_trim": ("include_stop_str_in_output",),
     "num_predict": ("max_tokens", "max_output_tokens"),
+    "num_return_sequences": ("n",),
+    "parameters": ("max_tokens", "max_output_tokens"),
     "priority": ("service_tier",),
+    "prompt_token_ids": ("prompt",),
+    "random_seed": ("seed",),
     "reasoning_budget_tokens": ("thinking_token_budget", "thinking"),
     "reasoning_effort": ("reasoning", "output_config"),
     "regex": ("guided_regex",),
+    "regex_pattern": ("guided_regex",),
+    "rep_pen": ("repetition_penalty",),
     "repeat_penalty": ("repetition_penalty",),
     "response_format": ("output_config", "text"),
+    "response_mime_type": ("response_format", "output_config", "text"),
+    "response_schema": ("response_format", "output_config", "text"),
+    "return_logprob": ("logprobs", "top_logprobs"),
+    "sampling_params": ("max_tokens", "max_output_tokens"),
+    "sampling_seed": ("seed",),
     "stop": ("stop_sequences",),
     "stop_sequences": ("stop",),
+    "stop_strings": ("stop", "stop_sequences"),
     "system": ("messages", "instructions"),
+    "system_instruction": ("messages", "instructions", "system"),
+    "system_prompt": ("messages", "instructions", "system"),
     "think": ("reasoning_effort", "reasoning", "thinking"),
+    "thinking_budget": ("thinking_token_budget", "thinking"),
     "thinking_token_budget": ("thinking",),
+    "tokens_to_generate": ("max_tokens", "max_output_tokens"),
+    "top_logprobs_num": ("top_logprobs",),
+    "top_n_tokens": ("top_logprobs",),
 }
 
 
@@ -189,6 +219,16 @@ class PeerFields(msgspec.Struct, kw_only=True):
     return_token_ids: UnsupportedField = None
     return_tokens_as_token_ids: UnsupportedField = None
     vllm_xargs: UnsupportedField = None
+    lora_request: UnsupportedField = None
+    prompt_adapter_request: UnsupportedField = None
+    extra_args: UnsupportedField = None
+    prompt_token_ids: UnsupportedField = None
+    max_repetition_pattern_size: UnsupportedField = None
+    min_repetition_pattern_size: UnsupportedField = None
+    repetition_min_count: UnsupportedField = None
+    guided_json_object: UnsupportedField = None
+    detokenize: TrueField = None
+    skip_reading_prefix_cache: UnsupportedField = None
     # SGLang
     regex: UnsupportedField = None
     ebnf: UnsupportedField = None
@@ -204,6 +244,25 @@ class PeerFields(msgspec.Struct, kw_only=True):
     custom_logit_processor: UnsupportedField = None
     custom_params: UnsupportedField = None
     extra_key: UnsupportedField = None
+    sampling_seed: NullField = None
+    sampling_params: UnsupportedField = None
+    input_ids: UnsupportedField = None
+    input_embeds: UnsupportedField = None
+    return_logprob: UnsupportedField = None
+    logprob_start_len: UnsupportedField = None
+    top_logprobs_num: UnsupportedField = None
+    token_ids_logprob: UnsupportedField = None
+    return_text_in_logprobs: UnsupportedField = None
+    return_cached_tokens_details: UnsupportedField = None
+    max_dynamic_patch: UnsupportedField = None
+    min_dynamic_patch: UnsupportedField = None
+    bootstrap_host: UnsupportedField = None
+    bootstrap_port: UnsupportedField = None
+    bootstrap_room: NullField = None
+    routed_dp_rank: NullField = None
+    disagg_prefill_dp_rank: NullField = None
+    data_parallel_rank: NullField = None
+    task: UnsupportedField = None
     # llama.cpp
     grammar: UnsupportedField = None
     grammar_lazy: UnsupportedField = None
@@ -232,6 +291,24 @@ class PeerFields(msgspec.Struct, kw_only=True):
     reasoning_budget_tokens: UnlimitedField = None
     thinking_forced_open: UnsupportedField = None
     image_data: UnsupportedField = None
+    tfs_z: OneField = None
+    penalize_nl: UnsupportedField = None
+    adaptive_target: UnsupportedField = None
+    t_max_prompt_ms: UnsupportedField = None
+    grammar_type: UnsupportedField = None
+    grammar_triggers: UnsupportedField = None
+    preserved_tokens: UnsupportedField = None
+    chat_format: UnsupportedField = None
+    chat_parser: UnsupportedField = None
+    parse_tool_calls: UnsupportedField = None
+    generation_prompt: UnsupportedField = None
+    reasoning_budget: UnlimitedField = None
+    reasoning_loop_guard: UnsupportedField = None
+    reasoning_in_content: UnsupportedField = None
+    system_prompt: UnsupportedField = None
+    input_prefix: UnsupportedField = None
+    input_suffix: UnsupportedField = None
+    input_extra: UnsupportedField = None
     # Ollama and text-generation-inference
     format: UnsupportedField = None
     system: UnsupportedField = None
@@ -248,6 +325,62 @@ class PeerFields(msgspec.Struct, kw_only=True):
     adapter_id: UnsupportedField = None
     return_full_text: UnsupportedField = None
     watermark: UnsupportedField = None
+    inputs: UnsupportedField = None
+    parameters: UnsupportedField = None
+    decoder_input_details: UnsupportedField = None
+    details: UnsupportedField = None
+    top_n_tokens: UnsupportedField = None
+    truncate: UnsupportedField = None
+    tool_prompt: UnsupportedField = None
+    guideline: UnsupportedField = None
+    # transformers
+    eos_token_id: NullField = None
+    num_beams: OneField = None
+    num_return_sequences: OneField = None
+    encoder_repetition_penalty: OneField = None
+    no_repeat_ngram_size: UnsupportedField = None
+    epsilon_cutoff: UnsupportedField = None
+    eta_cutoff: UnsupportedField = None
+    penalty_alpha: UnsupportedField = None
+    bad_words_ids: UnsupportedField = None
+    max_time: UnsupportedField = None
+    stop_strings: UnsupportedField = None
+    guidance_scale: OneField = None
+    negative_prompt: UnsupportedField = None
+    generation_config: UnsupportedField = None
+    # text-generation-webui, KoboldCpp, TabbyAPI, Aphrodite
+    tfs: OneField = None
+    rep_pen: OneField = None
+    smoothing_factor: UnsupportedField = None
+    dynamic_temperature: UnsupportedField = None
+    dynatemp_low: UnsupportedField = None
+    dynatemp_high: UnsupportedField = None
+    repetition_penalty_range: UnsupportedField = None
+    temperature_last: UnsupportedField = None
+    sampler_priority: UnsupportedField = None
+    sampler_order: UnsupportedField = None
+    ban_eos_token: UnsupportedField = None
+    banned_tokens: UnsupportedField = None
+    banned_strings: UnsupportedField = None
+    allowed_tokens: UnsupportedField = None
+    custom_token_bans: UnsupportedField = None
+    token_healing: UnsupportedField = None
+    grammar_string: UnsupportedField = None
+    regex_pattern: UnsupportedField = None
+    truncation_length: UnsupportedField = None
+    cfg_scale: OneField = None
+    # TensorRT-LLM, LMDeploy, MLX, NIM
+    top_p_min: UnsupportedField = None
+    top_p_decay: UnsupportedField = None
+    prompt_ignore_length: UnsupportedField = None
+    disaggregated_params: UnsupportedField = None
+    migration_request: UnsupportedField = None
+    nvext: UnsupportedField = None
+    draft_model: UnsupportedField = None
+    adapters: UnsupportedField = None
+    role_mapping: UnsupportedField = None
+    repetition_context_size: UnsupportedField = None
+    tokens_to_generate: UnsupportedField = None
     # OpenRouter
     models: UnsupportedField = None
     route: UnsupportedField = None
@@ -255,6 +388,70 @@ class PeerFields(msgspec.Struct, kw_only=True):
     plugins: UnsupportedField = None
     transforms: UnsupportedField = None
     top_a: UnsupportedField = None
+    preset: UnsupportedField = None
+    image_config: UnsupportedField = None
+    # Mistral
+    random_seed: NullField = None
+    safe_prompt: UnsupportedField = None
+    prompt_mode: UnsupportedField = None
+    guardrails: UnsupportedField = None
+    document_image_limit: UnsupportedField = None
+    document_page_limit: UnsupportedField = None
+    # Fireworks, Together
+    prompt_truncate_len: NullField = None
+    context_length_exceeded_behavior: ErrorField = None
+    mirostat_target: UnsupportedField = None
+    raw_output: UnsupportedField = None
+    perf_metrics_in_response: UnsupportedField = None
+    echo_last: UnsupportedField = None
+    sampling_mask: UnsupportedField = None
+    reasoning_history: UnsupportedField = None
+    safe_tokenization: UnsupportedField = None
+    prompt_cache_isolation_key: UnsupportedField = None
+    safety_model: UnsupportedField = None
+    compliance: UnsupportedField = None
+    # Groq, xAI, Cerebras, Perplexity, MiniMax
+    citation_options: UnsupportedField = None
+    compound_custom: UnsupportedField = None
+    search_settings: UnsupportedField = None
+    include_domains: UnsupportedField = None
+    exclude_domains: UnsupportedField = None
+    disable_tool_validation: UnsupportedField = None
+    disable_reasoning: UnsupportedField = None
+    clear_thinking: UnsupportedField = None
+    reasoning_split: UnsupportedField = None
+    search_parameters: UnsupportedField = None
+    deferred: UnsupportedField = None
+    search_domain_filter: UnsupportedField = None
+    search_recency_filter: UnsupportedField = None
+    search_mode: UnsupportedField = None
+    return_images: UnsupportedField = None
+    return_related_questions: UnsupportedField = None
+    # Qwen (DashScope), GLM, SiliconFlow
+    enable_thinking: NullField = None
+    thinking_budget: NullField = None
+    enable_search: UnsupportedField = None
+    search_options: UnsupportedField = None
+    enable_code_interpreter: UnsupportedField = None
+    translation_options: UnsupportedField = None
+    # Gemini and Cohere, through their OpenAI APIs
+    candidate_count: OneField = None
+    response_schema: UnsupportedField = None
+    response_mime_type: UnsupportedField = None
+    safety_settings: UnsupportedField = None
+    cached_content: UnsupportedField = None
+    thinking_config: UnsupportedField = None
+    system_instruction: UnsupportedField = None
+    contents: UnsupportedField = None
+    tool_config: UnsupportedField = None
+    safety_mode: UnsupportedField = None
+    strict_tools: UnsupportedField = None
+    citation_quality: UnsupportedField = None
+    connectors: UnsupportedField = None
+    # LiteLLM; and the argument of OpenAI's client, sent by mistake
+    fallbacks: UnsupportedField = None
+    mock_response: UnsupportedField = None
+    extra_body: UnsupportedField = None
     # Anthropic
     stop_sequences: UnsupportedField = None
     mcp_servers: UnsupportedField = None

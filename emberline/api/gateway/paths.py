@@ -182,7 +182,7 @@ def _no_endpoint(provider: str, endpoint: str) -> NotFound:
 def _check_provider(call: HttpExchange, provider: str) -> None:
     if provider in (COMPAT, LOCAL):
         return
-    if call.service.models.upstream.find(f"{provider}/model") is None:
+    if call.service.models.upstream.find(f"{provider}/model", call.principal.account) is None:
         clients = call.service.models.upstream.providers.clients.values()  # the others are of some accounts
         known = ", ".join((COMPAT, LOCAL, *(client.name for client in clients if client.is_configured)))
         raise InvalidProvider(

@@ -4,20 +4,30 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Sequence
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from emberline.api.http.errors import Dialect
 from emberline.api.http.exchange import ClientDisconnected, HttpExchange, LargeRequest
-from emberline.api.http.wire import SESSION_FIELDS, Wire, decode, has_more_values
+from emberline.api.http.wire import SESSION_FIELDS, Wire, has_more_values
 from emberline.protocol.errors import BadInput, DeadlineExceeded, TooLarge, Unavailable
+from emberline.protocol.sizes import format_limit
 
 T = TypeVar("T")
 
 MIN_BYTES_PER_S = 16 << 10  # of a body, after a first pause of `RequestLimits.idle_s`
 LARGE_BYTES = 1 << 20  # a longer body, or one with more values, is decoded in another process: here that would take
 LARGE_VALUES = 10_000  # tens of milliseconds, in which no stream goes on
+_ONLY_MODEL = (Dialect.OPENAI, Dialect.OPENAI_ENVELOPED)  # APIs whose `model` may be left out
+_NULL = msgspec.Raw(b"null")
 _NOT_JSON = ("multipart/", "audio/", "image/", "application/octet-stream")
+
+
+class Holder(Protocol):
+    """A request, or anything else that keeps bytes in memory."""
+
+    held_bytes: int
 
 
 class HeldBodies:
@@ -27,15 +37,17 @@ class HeldBodies:
         self.most = most
         self.n_bytes = 0
 
-    def add(self, call: HttpExchange, n_bytes: int) -> None:
+    def add(self, holder: Holder, n_bytes: int) -> None:
+        """Count bytes. Raises Unavailable if there are too many."""
         if self.n_bytes + n_bytes > self.most:
             raise Unavailable("too many large requests are being served: try again in a moment", retry_after_s=5)
         self.n_bytes += n_bytes
-        call.held_bytes += n_bytes
+        holder.held_bytes += n_bytes
 
-    def release(self, call: HttpExchange) -> None:
-        self.n_bytes -= call.held_bytes
-        call.held_bytes = 0
+    def release(self, holder: Holder) -> None:
+        """Count the holder's bytes no longer."""
+        self.n_bytes -= holder.held_bytes
+        holder.held_bytes = 0
 
 
 held_bodies = HeldBodies(min(1 << 30, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8))
@@ -43,7 +55,9 @@ held_bodies = HeldBodies(min(1 << 30, os.sysconf("SC_PAGE_SIZE") * os.sysconf("S
 
 async def read_json(call: HttpExchange, kind: type[T]) -> T:
     """Read a JSON body of this type."""
-    body: T = decode(await read_body(call), _decoder(kind))  # type: ignore[arg-type]
+    if call.wire is None:
+        call.wire = Wire(await read_body(call))
+    body: T = call.wire.decode(_decoder(kind))  # type: ignore[arg-type]
     return body
 
 
@@ -79,7 +93,8 @@ async def read_body(call: HttpExchange, max_bytes: int | None = None, any_type: 
 
 
 async def read_wire(exchange: HttpExchange, session_fields: Sequence[str] = SESSION_FIELDS) -> Wire:
-    """Read a JSON body. Sets the model and the session of the exchange; refuses an unknown model.
+    """Read a JSON body. Sets the model and the session of the exchange; refuses an unknown model. In the OpenAI API a
+    body without a model is for the only one that there is.
 
     `session_fields` are the body's names of its session, by precedence.
     """
@@ -88,6 +103,9 @@ async def read_wire(exchange: HttpExchange, session_fields: Sequence[str] = SESS
         wire = exchange.wire = Wire(await read_body(exchange))
     exchange.session = exchange.header_session or wire.session(session_fields)
     model = wire.model
+    if model is None and exchange.dialect in _ONLY_MODEL and wire.fields.get("model", _NULL) == _NULL and wire.fields:
+        model = exchange.only_model()
+        wire.use_model(model)
     if model is not None:
         exchange.named_model = model
         exchange.use_model(model)
@@ -129,4 +147,4 @@ def announced_bytes(call: HttpExchange, max_bytes: int) -> int:
 
 
 def _too_large(max_bytes: int) -> TooLarge:
-    return TooLarge(f"the request body is larger than {max_bytes >> 20} MiB")
+    return TooLarge(f"the request body is larger than {format_limit(max_bytes)}")

@@ -38,6 +38,12 @@ class MethodNotAllowed(EmberlineError):
         self.allowed = allowed
 
 
+class UpgradeRequired(EmberlineError):
+    """The path serves a WebSocket, and the request is no handshake."""
+
+    kind = "upgrade_required"
+
+
 class NoBody(BadInput):
     kind = "no_body"
 
@@ -127,12 +133,13 @@ CODES: dict[str, Codes] = {
     "forbidden": Codes(403, 403, 10000, "permission_error", "forbidden", "permission_error"),
     "not_found": Codes(404, 404, 7000, _INVALID, "unknown_url", "not_found_error"),
     "response_not_found": Codes(404, 404, 7000, _INVALID, "response_not_found", "not_found_error"),
-    "previous_response_not_found": Codes(404, 404, 7000, _INVALID, "previous_response_not_found", "not_found_error"),
+    "previous_response_not_found": Codes(400, 400, 7000, _INVALID, "previous_response_not_found", _INVALID),
     "stream_not_found": Codes(404, 404, 7000, _INVALID, "stream_not_found", "not_found_error"),
     "webhook_not_found": Codes(404, 404, 7000, _INVALID, "webhook_not_found", "not_found_error"),
     "batch_not_found": Codes(404, 404, 7000, _INVALID, "batch_not_found", "not_found_error"),
     "file_not_found": Codes(404, 404, 7000, _INVALID, "file_not_found", "not_found_error"),
     "method_not_allowed": Codes(405, 405, 7001, _INVALID, "method_not_allowed", _INVALID),
+    "upgrade_required": Codes(426, 426, 7001, _INVALID, "upgrade_required", _INVALID),
     "conflict": Codes(409, 409, 7003, _INVALID, "conflict", _INVALID),
     "idempotency_mismatch": Codes(422, 422, 5006, _INVALID, "idempotency_key_reused", _INVALID),
     "rate_limited": Codes(429, 429, 971, "rate_limit_error", "rate_limit_exceeded", "rate_limit_error"),
@@ -174,6 +181,8 @@ def error_headers(error: EmberlineError, dialect: Dialect, request_id: str) -> t
         headers.append((b"retry-after-ms", b"%d" % max(1, math.ceil(wait_s * 1000))))
     if status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
+    if isinstance(error, UpgradeRequired):
+        headers += [(b"upgrade", b"websocket"), (b"connection", b"upgrade")]
     if isinstance(error, MethodNotAllowed):
         headers.append((b"allow", error.allowed.encode()))
     if error.kind not in _ROUTING:

@@ -13,13 +13,14 @@ import msgspec
 from emberline.accounts.audit_log import Actor
 from emberline.api.http.errors import Dialect, FieldNames, HeaderList
 from emberline.api.http.rate_limit_headers import rate_limit_headers
+from emberline.api.http.unknown_fields import HEADER, unknown_field_log, warning
 from emberline.api.http.wire import Wire
 from emberline.gateway.options import from_headers, merge
 from emberline.gateway.stage_chain import StageChain, open_chain
-from emberline.net.http_server import Receive, Scope, Send
+from emberline.net.http_server import DISCONNECTED, Receive, Scope, Send
 from emberline.protocol import trace_context
 from emberline.protocol.errors import BadInput, EmberlineError, Unavailable, Unsupported
-from emberline.protocol.events import TextEvent, Usage
+from emberline.protocol.events import SequenceIds, TextEvent, Usage
 from emberline.protocol.gateway import GatewayOptions
 from emberline.protocol.rate_limits import RateLimits
 from emberline.protocol.request import (
@@ -40,19 +41,24 @@ if TYPE_CHECKING:  # the API needs the types of what it is given, not their impo
     from emberline.jobs.queue.queue import Queue
     from emberline.jobs.webhooks.service import WebhookService
     from emberline.service.core import ClusterAdmin, Operations
+    from emberline.service.engine_tasks import ChatFormat
     from emberline.service.event_log import EventLogs
     from emberline.service.kv_cache import KVCacheAdmin
     from emberline.service.models import ModelLookup
     from emberline.service.responses import ResponseStore
+    from emberline.service.tokenization import TokenizedPrompt
     from emberline.upstream.target import Target
 
 T = TypeVar("T")
 Events = AsyncGenerator[TextEvent, None]
 
+MAX_NAMED = 20  # models in an error
+UPSTREAM = "provider"  # state of models that other servers have, which count where there are no others
 JSON = b"application/json"
 EVENT_STREAM = b"text/event-stream"
 encode = msgspec.json.Encoder().encode
 _SESSION_HEADERS = ("x-session-affinity", "x-claude-code-session-id", "session-id", "session_id", "x-session-id")
+_NOT_LOADED = frozenset({"on_disk", "loading", "unloading", "failed"})  # states of a model that requests wait for
 _STREAM_HEADERS: HeaderList = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
@@ -65,6 +71,16 @@ class Services(TaskRunner, Protocol):
     async def count_tokens(
         self, request: GenerateRequest, principal: Principal, target: "Target | None" = None
     ) -> int: ...
+
+    async def chat_format(self, card: "ModelCard") -> "ChatFormat": ...
+
+    async def tokenize(
+        self, request: GenerateRequest, target: "Target", special: bool, entries: bool
+    ) -> "TokenizedPrompt": ...
+
+    async def detokenize(self, ids: list[int], target: "Target") -> str: ...
+
+    async def tokenizer_info(self, target: "Target") -> dict[str, str | None]: ...
 
     @property
     def models(self) -> "ModelLookup": ...
@@ -134,6 +150,8 @@ class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_audio_bytes: int = MAX_AUDIO_BYTES  # of a recording
     idle_s: float = 30.0  # the longest pause between two chunks of a body
     heartbeat_s: float = 15.0  # the longest pause in a stream of events
+    websocket_idle_s: float = 900.0  # without a message
+    websocket_age_s: float = 3600.0  # of a connection, as in OpenAI's API
     store_retry_s: float = 1.0  # before a stream of events looks again, where the store was away
 
 
@@ -220,6 +238,14 @@ class HttpExchange:
         except EmberlineError:
             return False
 
+    def known_models(self) -> "list[ModelCard]":
+        """On an open route, the models that the caller may use; none if it has not proven who it is."""
+        try:
+            caller = self._auth.check(self.scope["headers"])
+        except EmberlineError:
+            return []
+        return [card for card in self.service.models.cards() if caller.may_use((card.id, *card.aliases))]
+
     def models(self) -> "list[ModelCard]":
         """Models that the caller may use, with the prices that are valid now."""
         cards = [card for card in self.service.models.cards() if self.principal.may_use((card.id, *card.aliases))]
@@ -250,6 +276,10 @@ class HttpExchange:
         self.is_audited = True
         client = self.scope.get("client")
         return Actor(self.principal.key_id or "local", client[0] if client else "")
+
+    @property
+    def has_gateways(self) -> bool:
+        return self._gateways is not None
 
     @property
     def gateways(self) -> "GatewayService":
@@ -288,12 +318,23 @@ class HttpExchange:
             self.card = self.gateway.rules.use_model(name, self.session, self.id)
         else:
             caller = self.id if not self.session else alias_caller(self.principal.account, self.session, self.id)
-            self.card = self.service.models.find(name, caller)
+            self.card = self.service.models.find(name, self.principal.account, caller)
         return self.card
 
     def model_card(self, name: str) -> "ModelCard":
         """The model that was looked up when the body was read, or now if its first look could not read the name."""
         return self.card or self.use_model(name)
+
+    def only_model(self) -> str:
+        """The id of the model for a request that names none. Raises BadInput unless there is exactly one."""
+        every, state = [card.id for card in self.models()], self.service.models.state
+        ids = [model for model in every if state(model) != UPSTREAM] or every
+        if len(ids) == 1:
+            return ids[0]
+        if not ids:
+            raise BadInput("`model` is missing", param="model")
+        others = f" and {len(ids) - MAX_NAMED} others" if len(ids) > MAX_NAMED else ""
+        raise BadInput(f"`model` is missing: name one of {', '.join(ids[:MAX_NAMED])}{others}", param="model")
 
     @property
     def has_queue(self) -> bool:
@@ -335,6 +376,23 @@ class HttpExchange:
         return [ids] if not neurons else [ids, (b"cf-ai-neurons", neurons.encode())]
 
     @property
+    def loading_model(self) -> str:
+        """The model of the request if it must be loaded first, or is being loaded; else empty."""
+        card = self.card
+        return card.id if card is not None and self.service.models.state(card.id) in _NOT_LOADED else ""
+
+    @property
+    def admitted_ns(self) -> int:
+        """Monotonic time when a loaded model took the task that was run last; 0 if none has yet."""
+        return self._works[-1].admitted_ns if self._works else 0
+
+    @property
+    def sequence_ids(self) -> SequenceIds | None:
+        """Token ids of the task that ended last. Returns None if our engines have not computed it."""
+        completed = self._works[-1].completed if self._works else None
+        return completed.result if completed is not None and isinstance(completed.result, SequenceIds) else None
+
+    @property
     def usage(self) -> Usage:
         """Usage of the task that ended last, with its cost if the client asked for that."""
         return next((work.completed.usage for work in reversed(self._works) if work.completed is not None), Usage())
@@ -352,7 +410,11 @@ class HttpExchange:
         for name, value in pairs:
             if not value and name in self.query_schemas and not _takes_any_text(self.query_schemas[name]):
                 raise BadInput(f"`{name}` is empty: give it a value, or leave it out", param=name)
-        return {name: value for name, value in pairs if value}
+        found = {name: value for name, value in pairs if value}
+        for name, schema in self.query_schemas.items():
+            if name in found:
+                _check_choice(name, found[name], schema)
+        return found
 
     def int_param(self, name: str, default: int, least: int, most: int) -> int:
         text = self.query.get(name)
@@ -378,20 +440,24 @@ class HttpExchange:
             models = self.service.models
             if task.session != self.session and task.model.lower() in models.aliases.aliases:
                 # A session that only the task itself has decides what an alias stands for.
-                card = models.find(task.model, alias_caller(self.principal.account, task.session, self.id))
+                account = self.principal.account
+                card = models.find(task.model, account, alias_caller(account, task.session, self.id))
             work.card, work.target = card, self.target if card is self.card else None
         self._works.append(work)
         return self.service.run(work)
 
     async def result(self, task: Task) -> Any:
         """Run a task whose result comes whole. Returns its result. A client that disconnects cancels the task."""
-        return await while_connected(self.receive, result_of(self.run(task)))
+        return await while_connected(self, result_of(self.run(task)))
 
     async def count_tokens(self, request: GenerateRequest) -> int:
         """Tokens of the request's prompt. A gateway's routes and rules are for requests that generate."""
+        return await self.service.count_tokens(request, self.principal, self.target_of(request.model))
+
+    def target_of(self, model: str) -> "Target":
+        """How the caller reaches a model. Raises Forbidden if the key may not use it."""
         own_key = None if self.gateway is None else self.gateway.rules.own_key
-        target = self.service.models.target(self.model_card(request.model), self.principal, own_key)
-        return await self.service.count_tokens(request, self.principal, target)
+        return self.service.models.target(self.model_card(model), self.principal, own_key)
 
     async def reply(self, reply: Reply) -> None:
         headers = [
@@ -417,7 +483,19 @@ class HttpExchange:
             headers = [*headers, *rate_limit_headers(limits, self.dialect)]
         if self._gateway is not None:
             headers = [*headers, *self._gateway.headers()]
+        if self.wire is not None and (unknown := self.wire.unknown):
+            unknown_field_log.add(self.route, unknown)
+            headers = [*headers, (HEADER.encode(), warning(unknown))]
         await self.send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+def _check_choice(name: str, text: str, schema: Mapping[str, Any]) -> None:
+    """Raise BadInput for a value that is none of a parameter's choices."""
+    choices = schema.get("enum", ())
+    if schema.get("type") == "boolean":
+        text, choices = text.lower(), ("true", "false")
+    if choices and text not in choices:
+        raise BadInput(f"`{name}` must be one of {', '.join(choices)}", param=name)
 
 
 def _takes_any_text(schema: Mapping[str, Any]) -> bool:
@@ -430,24 +508,27 @@ def parse_int(text: str, name: str, least: int, most: int) -> int:
     return int(text)
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def while_connected(call: HttpExchange, work: Coroutine[Any, Any, T]) -> T:
     """Return the result of `work`; if the client disconnects first, cancel it and raise ClientDisconnected.
 
-    The request body must have been read, so that `receive` has nothing but the disconnect to report. `work` runs in a
+    The request body must have been read, so that nothing but the disconnect is still to be received. `work` runs in a
     task of its own: each token resumes that task, and not all the coroutines that wait for the end of the response. A
     cancellation of the caller's task cancels `work`.
     """
     working = asyncio.create_task(work)
     has_left = False
 
-    def left(watcher: "asyncio.Task[None]") -> None:
+    def left(disconnected: "asyncio.Future[None]") -> None:
         nonlocal has_left
-        if not watcher.cancelled():
-            watcher.exception()  # retrieved, so that asyncio does not log it
+        if not disconnected.cancelled():
+            disconnected.exception()  # retrieved, so that asyncio does not log it
             has_left = working.cancel()
 
-    watcher = asyncio.create_task(_disconnect(receive))
-    watcher.add_done_callback(left)
+    disconnected: asyncio.Future[None] | None = call.scope.get(DISCONNECTED)
+    watcher = None  # of servers other than ours, which tell of a disconnect by a message alone
+    if disconnected is None:
+        disconnected = watcher = asyncio.create_task(_disconnect(call.receive))
+    disconnected.add_done_callback(left)
     caller = asyncio.current_task()
     assert caller is not None
     try:
@@ -457,8 +538,9 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
             raise
         raise ClientDisconnected from None
     finally:
-        watcher.remove_done_callback(left)
-        watcher.cancel()
+        disconnected.remove_done_callback(left)
+        if watcher is not None:
+            watcher.cancel()
 
 
 async def _disconnect(receive: Receive) -> None:

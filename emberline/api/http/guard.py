@@ -16,7 +16,9 @@ from emberline.protocol.errors import Forbidden
 
 ANY = "*"
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{1,5})?")
-_EXPOSED = b"x-request-id, x-emberline-stream-id, cf-ai-req-id, request-id, retry-after, retry-after-ms"
+_EXPOSED = (
+    b"x-request-id, x-emberline-stream-id, x-emberline-warning, cf-ai-req-id, request-id, retry-after, retry-after-ms"
+)
 _MAX_AGE_S = b"600"
 # workerd sends the requests of a Worker's `AI` binding under this name. It is allowed for them alone, and not to pages:
 # whoever owns the name could make it resolve to loopback.

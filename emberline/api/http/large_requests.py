@@ -48,7 +48,7 @@ class LargeRequestRelay:
             await asyncio.wait((sending, receiving), return_when=asyncio.FIRST_COMPLETED)
             if not receiving.done():  # else the worker has refused it before its end
                 await sending
-                await while_connected(call.receive, _result(receiving))
+                await while_connected(call, _result(receiving))
             receiving.result()
         finally:
             await stop(sending, receiving)

@@ -13,7 +13,8 @@ from emberline.api.http.errors import HeaderList, error_body
 from emberline.api.http.exchange import EVENT_STREAM, HttpExchange, Reply, encode, json_reply, parse_int
 from emberline.api.http.streaming import Blocks, BlockStream, Chunks, Failed, LastBlock, Streaming
 from emberline.protocol.errors import Internal, TooLarge, Unavailable
-from emberline.service.event_log import EVENT_BYTES, EventLogs, NewLog
+from emberline.protocol.sizes import format_limit
+from emberline.service.event_log import EVENT_BYTES, HOLD_S, EventLogs, NewLog
 
 HEADER = "x-emberline-resume"
 STREAM_ID = b"x-emberline-stream-id"
@@ -108,7 +109,7 @@ async def _run(
                 events = numbering.split(chunk)
                 n_bytes += len(chunk) + EVENT_BYTES * len(events)
                 if n_bytes > most_bytes:
-                    last = failed(TooLarge(f"a resumable stream has at most {most_bytes >> 20} MiB"))
+                    last = failed(TooLarge(f"a resumable stream has at most {format_limit(most_bytes)}"))
                     break
                 if events:
                     logs.append(log_id, events)
@@ -143,14 +144,25 @@ async def _read(call: HttpExchange, log_id: str, after: int, content_type: bytes
     yield b""  # the response begins before there are events
     logs, account = call.service.event_logs, call.principal.account
     done = False
-    while not done:
-        part = await logs.read(account, log_id, after, logs.limits.wait_s)
-        after += len(part.events)
-        done = part.done
-        body = b"".join(part.events)
-        if not body and not done and content_type == EVENT_STREAM:
-            body = _COMMENT
-        yield LastBlock(body) if done else body
+    holding = asyncio.create_task(_hold(logs, log_id))
+    try:
+        while not done:
+            part = await logs.read(account, log_id, after, logs.limits.wait_s)
+            after += len(part.events)
+            done = part.done
+            body = b"".join(part.events)
+            if not body and not done and content_type == EVENT_STREAM:
+                body = _COMMENT
+            yield LastBlock(body) if done else body
+    finally:
+        holding.cancel()
+
+
+async def _hold(logs: EventLogs, log_id: str) -> None:
+    """Keep a log while its client is connected: sending to a slow one takes any time."""
+    while True:
+        await asyncio.sleep(HOLD_S / 3)
+        logs.hold(log_id)
 
 
 # --- endpoints --------------------------------------------------------------------------------------------------------

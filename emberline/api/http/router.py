@@ -6,7 +6,9 @@ Matching works on the raw bytes of the path as the client sent them, so that a m
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from enum import Enum
+from functools import lru_cache
 from typing import Any
 from urllib.parse import unquote
 
@@ -30,6 +32,9 @@ ANY_API = "*"  # of a route that leads to several APIs: its endpoint checks whic
 APIS = {
     "chat": "chat",
     "completions": "chat",
+    "tokenize": "chat",
+    "detokenize": "chat",
+    "tokenizer_info": "chat",
     "responses": "responses",
     "messages": "messages",
     "run": "run",
@@ -87,6 +92,7 @@ class Route:
     body: type[Any] | None = None  # the struct of the JSON body, for the OpenAPI document; the endpoint decodes it
     query: Mapping[str, Any] | None = None  # JSON schemas of query parameters, all optional
     api: str = ""  # that a key's scope names; set for every route with the policy KEY
+    opens_websocket: bool = False
 
 
 def check_api(principal: Principal, api: str) -> None:
@@ -115,10 +121,11 @@ class Match:
     dialect: Dialect  # also of paths without a route
     path: str
     gateway: str = ""
+    nearest: str = ""  # the route most like a path without one; empty if none is
 
     def route(self, method: str) -> Route:
         if not self.methods:
-            raise NotFound(_missing(self.path))
+            raise NotFound(_missing(self.path, self.nearest))
         route = self.methods.get("GET" if method == "HEAD" else method)
         if route is None:
             raise MethodNotAllowed(method, ", ".join(sorted(self.methods)))
@@ -133,6 +140,7 @@ class Router:
         self._gateway: dict[bool, dict[str, Route]] = {False: {}, True: {}}  # by whether more of the path follows
         static = (route.path.split("/")[2] for route in self.routes if route.path.startswith("/v1/"))
         self._static = {*static, *_MISSING} - {_ACCOUNT}  # what a path behind /v1/ begins with that is no account's
+        self._paths = tuple({route.path: None for route in self.routes})
         self._collections = {route.path.partition(_ID)[0] for route in self.routes if _ID in route.path}
         for route in self.routes:
             if route.path.startswith(GATEWAY):
@@ -161,7 +169,8 @@ class Router:
         else:
             dialect = _unrouted_dialect(path)
         found = unquote(account) if account is not None else None
-        return Match(methods or {}, found, unquote(path_param), dialect, path, unquote(gateway))
+        nearest = "" if methods else _nearest(path, self._paths)
+        return Match(methods or {}, found, unquote(path_param), dialect, path, unquote(gateway), nearest)
 
     def _by_id(self, path: str) -> tuple[dict[str, Route] | None, str]:
         for collection in self._collections:
@@ -201,17 +210,29 @@ _MISSING = {
 }
 
 
+_SHOWN_CHARS = 100  # of a client's path
 _OLLAMA = ("/api/create", "/api/push", "/api/copy", "/api/delete", "/api/blobs/")  # without routes
 
 
-def _missing(path: str) -> str:
+@lru_cache(256)
+def _nearest(path: str, paths: tuple[str, ...]) -> str:
+    """The one of the routes' paths that is most like `path`; empty if none is."""
+    start = f"{ACCOUNTS}{_ACCOUNT}/"
+    prefix = start if path.startswith(start) else ""  # not compared: that would take milliseconds
+    known = [one.removeprefix(prefix) for one in paths if one.startswith(start) == bool(prefix)]
+    found = get_close_matches(path[len(prefix) :][:_SHOWN_CHARS], known, 1, cutoff=0.75)
+    return prefix + found[0] if found else ""
+
+
+def _missing(path: str, nearest: str) -> str:
     """The message for a path without a route. If other servers have that API, the message names it."""
     if path.startswith(_OLLAMA):
         return "models are added and removed by `emberline pull` and `emberline rm`, not over Ollama's API"
     start = next((start for start in (_V1, "/v1/") if path.startswith(start)), None)
     what = None if start is None else _MISSING.get(path[len(start) :].partition("/")[0])
     if what is None:
-        return "No route for that URI"
+        hint = f"did you mean `{nearest}`?" if nearest else "`GET /openapi.json` lists the routes."
+        return f"No route for that URI: {ascii(path[:_SHOWN_CHARS])[1:-1]}; {hint}"
     return f"This server has no {what}. `GET /openapi.json` lists what there is."
 
 

@@ -11,6 +11,8 @@ from emberline.protocol.events import (
     ChoiceDone,
     Completed,
     Opaque,
+    OutputIds,
+    PromptEcho,
     ReasoningDelta,
     Started,
     TextDelta,
@@ -47,8 +49,17 @@ class EventEncoder:
             return self.completed(event.usage)
         if type(event) is Opaque:
             return self.opaque(event)
+        if type(event) is OutputIds:
+            return self.output_ids(event)
+        if type(event) is PromptEcho:
+            return self.prompt_echo(event)
         assert isinstance(event, Started)
         return self.started(event.usage)
+
+    def loading(self, model: str) -> bytes:
+        """A comment for a client that waits for a model to be loaded. Empty without a model, or if the encoding has no
+        comments."""
+        return f": loading {model}\n\n".encode() if model and self.content_type == EVENT_STREAM else b""
 
     def started(self, usage: Usage) -> bytes:
         return b""
@@ -66,6 +77,12 @@ class EventEncoder:
         return b""
 
     def opaque(self, event: Opaque) -> bytes:
+        return b""
+
+    def prompt_echo(self, event: PromptEcho) -> bytes:
+        return b""
+
+    def output_ids(self, event: OutputIds) -> bytes:
         return b""
 
     def choice_done(self, event: ChoiceDone) -> bytes:

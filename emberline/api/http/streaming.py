@@ -12,11 +12,14 @@ import msgspec
 from emberline.api.http.errors import HeaderList
 from emberline.api.http.exchange import EVENT_STREAM, Events, HttpExchange, Reply
 from emberline.api.http.sse import EventEncoder
+from emberline.net.http_server import ASGIApp, Message, Send
 from emberline.protocol.errors import EmberlineError, Internal, Unavailable
-from emberline.protocol.events import Completed, Started, TextDelta
+from emberline.protocol.events import Completed, Started, TextDelta, TextEvent
 from emberline.service.work import RelayRequest
 
 JSONL = b"application/x-jsonl"
+LOADING_S = 1.0  # after which a client is told that its model is being loaded; before, a refusal has its HTTP status
+STILL_LOADING_S = 10.0  # between two such comments, which also keep proxies from closing the connection
 _CHUNK_BYTES = 64 << 10
 
 log = logging.getLogger(__name__)
@@ -63,7 +66,26 @@ class Streaming(msgspec.Struct, kw_only=True):
         raise NotImplementedError
 
 
-Response = Reply | Streaming
+class WebSocketSession:
+    """The answer to the handshake of a WebSocket."""
+
+    async def serve(self, call: HttpExchange, app: ASGIApp) -> None:
+        """Accept the connection and serve it to its end. Requests that come over it are run by the app."""
+        raise NotImplementedError
+
+
+def as_denial(send: Send) -> Send:
+    """`send` for a handshake: a reply, instead of a session, refuses it."""
+
+    async def send_denial(message: Message) -> None:
+        if message["type"].startswith("http."):
+            message = {**message, "type": f"websocket.{message['type']}"}
+        await send(message)
+
+    return send_denial
+
+
+Response = Reply | Streaming | WebSocketSession
 
 
 class EventStream(Streaming):
@@ -83,13 +105,43 @@ class EventStream(Streaming):
     async def send(self, call: HttpExchange) -> None:
         events, encoder, send = self.events, self.encoder, call.send
         async with aclosing(events):
-            first = await anext(events)
+            if comment := encoder.loading(call.loading_model):
+                try:
+                    first = await self._first_of_loading(call, comment)
+                except EmberlineError as error:
+                    if not call.status:
+                        raise
+                    await send({"type": "http.response.body", "body": encoder.failed(error)})
+                    return
+                except asyncio.CancelledError:
+                    if call.status:
+                        await _send_stopping(call, encoder)
+                    raise
+            else:
+                first = await anext(events)
             assert isinstance(first, Started)
-            await call.start_stream(self.headers, encoder.content_type)
+            if not call.status:
+                await call.start_stream(self.headers, encoder.content_type)
             if opening := encoder.started(first.usage):
                 await send({"type": "http.response.body", "body": opening, "more_body": True})
             last = await _send_events(call, events, encoder)
         await send({"type": "http.response.body", "body": last})
+
+    async def _first_of_loading(self, call: HttpExchange, comment: bytes) -> TextEvent:
+        """The first event of a request whose model is being loaded. A client that waits for long gets comments."""
+        waiting = asyncio.create_task(_first_event(self.events))
+        wait_s = LOADING_S
+        try:
+            while not (await asyncio.wait([waiting], timeout=wait_s))[0]:
+                if call.loading_model:
+                    if not call.status:
+                        await call.start_stream(self.headers, self.encoder.content_type)
+                    await call.send({"type": "http.response.body", "body": comment, "more_body": True})
+                    wait_s = STILL_LOADING_S
+            return await waiting
+        finally:
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
 
     async def chunks(self) -> Chunks:
         events, encoder = self.events, self.encoder
@@ -103,6 +155,10 @@ class EventStream(Streaming):
                 raise Internal("the events ended before the answer was complete")
             except EmberlineError as error:
                 yield encoder.failed(error)
+
+
+async def _first_event(events: Events) -> TextEvent:
+    return await anext(events)
 
 
 async def _send_events(call: HttpExchange, events: Events, encoder: EventEncoder) -> bytes:
@@ -119,12 +175,17 @@ async def _send_events(call: HttpExchange, events: Events, encoder: EventEncoder
     except EmberlineError as error:
         return encoder.failed(error)
     except asyncio.CancelledError:
-        # Either the client disconnected or the server stops; in the second case the client can still be told.
-        await send({"type": "http.response.body", "body": encoder.failed(Unavailable("the server is stopping"))})
+        await _send_stopping(call, encoder)
         raise
     except Exception:
         log.exception("a stream failed")
         return encoder.failed(Internal("the request failed; the server's log has the reason under this request's id"))
+
+
+async def _send_stopping(call: HttpExchange, encoder: EventEncoder) -> None:
+    """End a stream that is cancelled: if the client has not disconnected, the server stops, and it can be told."""
+    body = encoder.failed(Unavailable("the server is stopping"))
+    await call.send({"type": "http.response.body", "body": body})
 
 
 class BlockStream(Streaming):

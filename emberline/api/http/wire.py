@@ -5,7 +5,6 @@ came. A request that is served here is decoded as a whole.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
@@ -13,6 +12,7 @@ from msgspec import Raw
 
 from emberline.api.http.decode_errors import explain
 from emberline.api.http.errors import NoBody
+from emberline.api.http.unknown_fields import declared_fields, unknown_fields
 from emberline.protocol.errors import BadInput, TooLarge
 from emberline.protocol.request import session_name
 
@@ -43,13 +43,15 @@ class Wire:
     """The body of a request, `raw`, and its top level, `fields`.
 
     `fields` is empty if the body is no JSON object, or has more values than a request may have: `decode` tells then
-    what is wrong with it. Of a name that occurs twice, the last value counts.
+    what is wrong with it. Of a name that occurs twice, the last value counts. `unknown` names the fields that were
+    ignored when the body was decoded.
     """
 
-    __slots__ = ("fields", "raw")
+    __slots__ = ("fields", "raw", "unknown")
 
     def __init__(self, raw: bytes) -> None:
         self.raw = raw
+        self.unknown: tuple[str, ...] = ()
         self.fields: dict[str, Raw] = {}
         try:
             if not has_more_values(raw, MAX_VALUES):
@@ -85,10 +87,17 @@ class Wire:
 
     def decode(self, decoder: msgspec.json.Decoder[T]) -> T:
         """Decode the whole body. Raises BadInput, which names the field that is wrong."""
-        return _decode(self.raw, decoder) if self.fields else decode(self.raw, decoder)
+        found = _decode(self.raw, decoder) if self.fields else decode(self.raw, decoder)
+        self.ignore_all_but(decoder.type)
+        return found
+
+    def ignore_all_but(self, kind: Any) -> None:
+        """Note which fields the struct `kind` does not have: the response names them."""
+        self.unknown = unknown_fields(self.fields, kind)
 
     def decode_fields(self, decoder: msgspec.json.Decoder[Struct]) -> Struct:
-        """Decode the fields of the decoder's struct, without reading those that the struct declares as Raw.
+        """Decode the fields of the decoder's struct, without reading those that the struct declares as Raw; the others
+        are sent on to another server.
 
         Raises BadInput, which names the field that is wrong."""
         if not self.fields:
@@ -109,7 +118,7 @@ class Wire:
 
     def _without_raw(self, struct: type[msgspec.Struct]) -> tuple[bytes, list[str]]:
         """The body with only the fields of `struct`, null for those that are Raw there; and the names of the latter."""
-        declared, unread = _declared(struct), []
+        declared, unread = declared_fields(struct), []
         small: dict[str, Raw] = {}
         for name, value in self.fields.items():
             if (is_raw := declared.get(name)) is not None:
@@ -117,12 +126,6 @@ class Wire:
                 if is_raw:
                     unread.append(name)
         return _encode(small), unread
-
-
-@cache
-def _declared(struct: type[msgspec.Struct]) -> dict[str, bool]:
-    """Names of a struct's fields; True for those that are Raw."""
-    return {field.encode_name: field.type is Raw for field in msgspec.structs.fields(struct)}
 
 
 # --- the whole body ---------------------------------------------------------------------------------------------------

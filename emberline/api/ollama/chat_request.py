@@ -1,5 +1,6 @@
 """The bodies of Ollama's requests, and their conversion to the canonical request."""
 
+import re
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -34,8 +35,11 @@ from emberline.service.validation import MAX_TEMPERATURE, MAX_TOKENS
 
 # Ollama's own, where neither the request nor the model's publisher names one.
 TEMPERATURE, TOP_K, TOP_P = 0.8, 40, 0.9
-_NUMBER = r"[0-9]{1,18}(\.[0-9]{1,9})?"
+_NUMBER = r"[0-9]{1,18}(?:\.[0-9]{1,9})?"
 _DURATION = rf"^-?({_NUMBER}|({_NUMBER}(ns|us|µs|ms|s|m|h)){{1,6}})$"
+_PART = re.compile(rf"({_NUMBER})(ns|us|µs|ms|s|m|h|$)")
+_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
+_FOREVER_S = 1e9  # and longer
 
 _IMAGES = {"iVBOR": "png", "/9j/": "jpeg", "R0lGOD": "gif", "UklGR": "webp"}  # by how their base64 begins
 
@@ -43,9 +47,10 @@ KeepAlive = float | Annotated[str, Meta(pattern=_DURATION)]
 
 
 class Options(msgspec.Struct, kw_only=True):
-    """Ollama's parameters of a model. `num_ctx` and others that only say how a model is loaded are skipped: a model has
-    its whole context here, on the devices that the server was started with."""
+    """Ollama's parameters of a model. `num_gpu` and others that only say how a model is loaded are skipped: it runs on
+    the devices that the server was started with."""
 
+    num_ctx: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None  # tokens of prompt and reply; 0: the model's
     num_predict: Annotated[int, Meta(ge=-2, le=MAX_TOKENS)] | None = None  # 0 and less: no limit
     seed: Seed | None = None
     temperature: Annotated[float, Meta(ge=0, le=MAX_TEMPERATURE)] | None = None
@@ -95,10 +100,23 @@ class ModelRequest(msgspec.Struct, kw_only=True):
     keep_alive: KeepAlive | None = None
 
     @property
+    def keep_alive_s(self) -> float | None:
+        """Seconds to keep the model loaded once it is idle; -1: for ever. Returns None if the request names none."""
+        alive = self.keep_alive
+        if isinstance(alive, str):
+            seconds = sum(float(number) * _UNITS[unit] for number, unit in _PART.findall(alive))
+            alive = -seconds if alive.startswith("-") else seconds
+        return alive if alive is None or 0 <= alive < _FOREVER_S else -1.0
+
+    @property
+    def context_len(self) -> int | None:
+        """Tokens that the client wants the model to take at most. Returns None if it names no number."""
+        return None if self.options is None else self.options.num_ctx or None
+
+    @property
     def unloads(self) -> bool:
         """True if the request asks to unload the model immediately."""
-        alive = self.keep_alive
-        return alive == 0 or (isinstance(alive, str) and not any(digit in alive for digit in "123456789"))
+        return self.keep_alive_s == 0
 
 
 class TextRequest(ModelRequest, kw_only=True):
@@ -111,7 +129,7 @@ class TextRequest(ModelRequest, kw_only=True):
     top_logprobs: TopLogprobs | None = None
     template: UnsupportedField = None
     speculation: UnsupportedField = None
-    truncate: bool | None = None  # a conversation that does not fit is refused, not cut
+    truncate: bool | None = None  # false: a prompt that does not fit is refused, not cut
     shift: bool | None = None
 
     @property
@@ -128,6 +146,8 @@ class TextRequest(ModelRequest, kw_only=True):
             "sampling": options.sampling((self.top_logprobs or 0) if self.logprobs else None),
             "left_to_model": options.left_to_model,
             "session": session,
+            "context_len": options.num_ctx or None,
+            "truncate": self.truncate is not False,
             "output": self._output(),
             "reasoning": Reasoning(enabled=None if self.think is None else bool(self.think), effort=effort),
         }
@@ -191,25 +211,29 @@ class OllamaPrompt(TextRequest, kw_only=True):
     system: str | None = None
     raw: bool | None = None
     images: list[str] | None = None
-    suffix: UnsupportedField = None
-    context: UnsupportedField = None
+    suffix: str | None = None  # the reply is what stands between the prompt and this text
+    context: list[int] | None = None  # of an earlier reply
     width: UnsupportedField = None
     height: UnsupportedField = None
     steps: UnsupportedField = None
 
     @property
     def is_empty(self) -> bool:
-        return not self.prompt
+        return not (self.prompt or self.suffix)
 
     def to_request(self, model: str, request_id: str, session: str | None) -> tuple[GenerateRequest, FieldNames]:
         prompt, names = self.prompt or "", FieldNames(output="format")
         fields = self.fields(request_id, session)
-        if self.raw:
-            if self.images:
-                raise BadInput("`images` need the chat template, which `raw` leaves out", param="images")
-            if self.system:
-                raise BadInput("`system` needs the chat template, which `raw` leaves out", param="system")
-            return GenerateRequest(model=model, prompt=prompt, **fields), names
+        if self.raw or self.suffix:
+            plain = "suffix" if self.suffix else "raw"
+            for name in ("images", "system"):
+                if getattr(self, name):
+                    raise BadInput(f"`{name}` needs the chat template, which `{plain}` leaves out", param=name)
+            if self.suffix and self.context:
+                raise BadInput("`context` continues a conversation, which `suffix` leaves out", param="context")
+            if self.suffix:
+                fields["truncate"] = False  # the end of such a prompt alone means nothing
+            return GenerateRequest(model=model, prompt=prompt, suffix=self.suffix or None, **fields), names
         system = (Message("system", self.system),) if self.system else ()
         question = _with_images(Message("user", prompt), self.images, "images")
         return GenerateRequest(model=model, messages=(*system, question), **fields), names
@@ -229,6 +253,7 @@ class OllamaEmbed(ModelRequest, kw_only=True):
             dimensions=self.dimensions,
             truncate=self.truncate is not False,
             api="embeddings",
+            context_len=self.context_len,
         )
         return request, FieldNames(texts="input", one_text=is_one)
 
@@ -240,6 +265,7 @@ class OllamaEmbeddings(ModelRequest, kw_only=True):
 
     def to_request(self, model: str, request_id: str) -> tuple[EncodeRequest, FieldNames]:
         request = EncodeRequest(id=request_id, model=model, texts=(self.prompt,), truncate=True, api="embeddings")
+        request = msgspec.structs.replace(request, context_len=self.context_len)
         return request, FieldNames(texts="prompt", one_text=True)
 
 

@@ -1,7 +1,7 @@
 """Ollama's API: chat, generate, embeddings and the models there are.
 
-Its clients load and unload a model by an empty request, with `keep_alive: 0` for the second; here that is an admin's to
-do, and every other `keep_alive` is left to the server (`[models] keep_alive_s`).
+Its clients load and unload a model by an empty request, with `keep_alive: 0` for the second, and say with each request
+how long the model shall stay loaded. Here an admin may; other callers leave it to the server (`[models] keep_alive_s`).
 """
 
 from collections.abc import Callable
@@ -11,13 +11,14 @@ import msgspec
 
 from emberline import __version__
 from emberline.api.common.encoding import json_rows, run_encoding
-from emberline.api.common.model_list import ollama_details, ollama_model
+from emberline.api.common.model_list import listed_names, ollama_details, ollama_model
 from emberline.api.common.response_body import collect
 from emberline.api.http.body import read_body, read_json
 from emberline.api.http.exchange import HttpExchange, Reply, encode, json_reply, while_connected
 from emberline.api.http.streaming import EventStream, Response
-from emberline.api.http.wire import decode, named_model
+from emberline.api.http.wire import Wire
 from emberline.api.ollama.chat_request import (
+    ModelRequest,
     OllamaChat,
     OllamaEmbed,
     OllamaEmbeddings,
@@ -25,13 +26,18 @@ from emberline.api.ollama.chat_request import (
     OllamaPull,
     OllamaShow,
 )
+from emberline.api.ollama.context import decode_context
 from emberline.api.ollama.response_body import NDJSON, ReplyStream, Stopwatch, embed_body, empty_body, reply_body
 from emberline.catalog.model_card import TEXT_EMBEDDINGS, TEXT_GENERATION, ModelCard
 from emberline.protocol.complete_response import Encoded
-from emberline.protocol.errors import BadInput, Forbidden, ModelNotFound
+from emberline.protocol.errors import BadInput, Forbidden, ModelNotFound, Unsupported
+from emberline.protocol.request import GenerateRequest
 
 API_VERSION = "0.13.5"  # of Ollama, whose API this is: clients ask before they use newer parts of it
+_INSERTS = "{# .Suffix: the model fills in the middle #}"  # editors look for that name in a template
 LATEST = ":latest"  # the tag that Ollama's clients append to a name without one
+
+_PARAMETERS = {"repetition_penalty": "repeat_penalty"}  # Ollama's names
 
 T = TypeVar("T")
 
@@ -56,7 +62,11 @@ async def _answer(call: HttpExchange, body: OllamaChat | OllamaPrompt, is_chat: 
     if body.is_empty:
         return await _load(call, name, body, is_chat)
     request, call.field_names = body.to_request(name, call.id, call.session)
-    watch, events = Stopwatch(), call.run(request)
+    request = msgspec.structs.replace(request, keep_alive_s=_keep_alive_s(call, body))
+    if isinstance(body, OllamaPrompt) and body.context:
+        request = _continuing(call, request, body.context)
+    watch = Stopwatch(call, has_context=isinstance(body, OllamaPrompt) and not body.raw)
+    events = call.run(request)
     if body.streams:
         encoder = ReplyStream(call.id, call.dialect, body.model, is_chat, watch)
         return EventStream(events, encoder, headers=call.id_headers)
@@ -64,23 +74,31 @@ async def _answer(call: HttpExchange, body: OllamaChat | OllamaPrompt, is_chat: 
     return json_reply(reply_body(body.model, is_chat, answer, watch), headers=call.id_headers)
 
 
+def _continuing(call: HttpExchange, request: GenerateRequest, context: list[int]) -> GenerateRequest:
+    """The request with the tokens of earlier turns before its own."""
+    card = call.model_card(request.model)
+    if request.messages is None or call.service.models.is_upstream(card):
+        raise Unsupported("`context` is for models of this server, with their chat template", param="context")
+    return msgspec.structs.replace(request, context_ids=decode_context(card, context))
+
+
 async def _load(call: HttpExchange, name: str, body: OllamaChat | OllamaPrompt, is_chat: bool) -> Reply:
     """A model that is loaded on demand is loaded by the first request, whoever sends it."""
     models = call.service.models
-    card = call.card or models.find(name)
+    card = call.card or models.find(name, call.principal.account)
     models.check_scope(card, call.principal)
     is_managed = models.state(card.id) not in ("", "provider")
     if body.unloads and not call.principal.is_admin:
         raise Forbidden("unloading a model needs an admin key")
     if is_managed and call.principal.is_admin:
-        action = call.service.operations.load_model(card.id, "unload" if body.unloads else "load")
-        await while_connected(call.receive, action)
+        action = call.service.operations.load_model(card.id, "unload" if body.unloads else "load", body.keep_alive_s)
+        await while_connected(call, action)
     reply = empty_body(body.model, is_chat, "unload" if body.unloads else "load")
     return _lines_reply(reply) if body.streams else json_reply(reply)
 
 
 async def embed(call: HttpExchange) -> Reply:
-    watch = Stopwatch()
+    watch = Stopwatch(call)
     body = await _read(call, _embed)
     if not body.input:
         return json_reply({"model": body.model, "embeddings": []})
@@ -100,6 +118,7 @@ async def embeddings(call: HttpExchange) -> Reply:
 
 async def _encode(call: HttpExchange, body: OllamaEmbed | OllamaEmbeddings) -> Encoded:
     request, call.field_names = body.to_request(_served_name(call, body.model), call.id)
+    request = msgspec.structs.replace(request, keep_alive_s=_keep_alive_s(call, body))
     if isinstance(body, OllamaEmbeddings) or body.truncate is None:  # as Ollama does; a provider cannot be asked to
         card = call.model_card(request.model)
         request = msgspec.structs.replace(request, truncate=not call.service.models.is_upstream(card))
@@ -109,8 +128,13 @@ async def _encode(call: HttpExchange, body: OllamaEmbed | OllamaEmbeddings) -> E
     return encoded
 
 
+def _keep_alive_s(call: HttpExchange, body: ModelRequest) -> float | None:
+    """The wish of an admin: other callers do not decide how the server's memory is used."""
+    return body.keep_alive_s if call.principal.is_admin else None
+
+
 async def tags(call: HttpExchange) -> Reply:
-    return json_reply({"models": [ollama_model(card) for card in call.models()]})
+    return json_reply({"models": [ollama_model(card, name) for name, card in listed_names(call.models())]})
 
 
 async def show(call: HttpExchange) -> Reply:
@@ -122,16 +146,21 @@ async def show(call: HttpExchange) -> Reply:
         "general.basename": card.id.rpartition("/")[2],
         f"{architecture}.context_length": card.context_window,
     }
+    if card.n_parameters:
+        info["general.parameter_count"] = card.n_parameters
     if card.capabilities.output_dimensions:
         info[f"{architecture}.embedding_length"] = card.capabilities.output_dimensions
+    format = await call.service.chat_format(card)
+    stops = [f"stop {encode(stop).decode()}" for stop in format.stops]
+    defaults = [f"{_PARAMETERS.get(name, name)} {value:g}" for name, value in card.defaults.given.items()]
     shown = {
         "modelfile": f"FROM {card.id}\n",
-        "parameters": "\n".join(f"{name} {value:g}" for name, value in card.defaults.given.items()),
-        "template": "",
+        "parameters": "\n".join([*defaults, *stops]),
+        "template": format.template + (_INSERTS if format.inserts else ""),
         "license": card.license,
         "details": ollama_details(card),
         "model_info": info,
-        "capabilities": _capabilities(card),
+        "capabilities": [*_capabilities(card), *(["insert"] if format.inserts else [])],
         "modified_at": ollama_model(card)["modified_at"],
     }
     return json_reply(shown)
@@ -168,10 +197,10 @@ def _lines_reply(line: object) -> Reply:
 
 async def _read(call: HttpExchange, decoder: msgspec.json.Decoder[T]) -> T:
     """The body. An unknown model is refused before anything else in it."""
-    raw = await read_body(call)
-    if (name := named_model(raw)) is not None:
+    wire = call.wire = Wire(await read_body(call))
+    if (name := wire.model) is not None:
         _served_name(call, name)
-    return decode(raw, decoder)
+    return wire.decode(decoder)
 
 
 def _served_name(call: HttpExchange, name: str) -> str:
@@ -183,7 +212,7 @@ def _served_name(call: HttpExchange, name: str) -> str:
 
 def _find(call: HttpExchange, name: str) -> ModelCard:
     """The model that a client asks about."""
-    return _untagged(name, call.service.models.find)[1]
+    return _untagged(name, lambda asked: call.service.models.find(asked, call.principal.account))[1]
 
 
 def _untagged(name: str, find: Callable[[str], ModelCard]) -> tuple[str, ModelCard]:

@@ -11,8 +11,9 @@ import msgspec
 
 from emberline.api.common.response_body import MIN_LOGPROB, json_arguments
 from emberline.api.http.errors import Dialect, error_body
-from emberline.api.http.exchange import Events, encode
+from emberline.api.http.exchange import Events, HttpExchange, encode
 from emberline.api.http.sse import EventEncoder
+from emberline.api.ollama.context import encode_context
 from emberline.protocol.complete_response import Answer
 from emberline.protocol.errors import EmberlineError
 from emberline.protocol.events import (
@@ -34,9 +35,12 @@ Json = dict[str, Any]
 
 
 class Stopwatch:
-    """When a request began, and when its first token came."""
+    """Times of a request: its begin, the moment when a loaded model took it, and its first token."""
 
-    def __init__(self) -> None:
+    def __init__(self, call: HttpExchange, has_context: bool = False) -> None:
+        """`has_context`: the reply has the field `context`, if an engine of ours computes it."""
+        self._call = call
+        self._has_context = has_context
         self._began_ns = time.monotonic_ns()
         self._first_ns = 0
 
@@ -54,17 +58,29 @@ class Stopwatch:
     def total_ns(self) -> int:
         return time.monotonic_ns() - self._began_ns
 
+    @property
+    def load_ns(self) -> int:
+        """Nanoseconds until a loaded model took the request: it is prepared, and its model loaded if need be."""
+        return max(self._call.admitted_ns - self._began_ns, 1)
+
+    @property
+    def context(self) -> Json:
+        """The field `context`; empty for a reply without."""
+        card, ids = self._call.card, self._call.sequence_ids
+        if not self._has_context or card is None or ids is None:
+            return {}
+        return {"context": encode_context(card, ids.prompt + ids.reply)}
+
     def counts(self, usage: Usage) -> Json:
-        """`load_duration` is 0: the wait for a model that is being loaded is part of the prompt's."""
-        total_ns = self.total_ns
-        prompt_ns = max(self._first_ns - self._began_ns, 1)
+        total_ns, load_ns = self.total_ns, self.load_ns
+        prompt_ns = max(self._first_ns - self._began_ns - load_ns, 1)
         return {
             "total_duration": total_ns,
-            "load_duration": 0,
+            "load_duration": load_ns,
             "prompt_eval_count": usage.prompt_tokens,
             "prompt_eval_duration": prompt_ns,
             "eval_count": usage.completion_tokens,
-            "eval_duration": max(total_ns - prompt_ns, 1),
+            "eval_duration": max(total_ns - load_ns - prompt_ns, 1),
         }
 
 
@@ -78,7 +94,7 @@ def reply_body(model: str, is_chat: bool, answer: Answer, watch: Stopwatch) -> J
     reply = _reply(is_chat, choice.text, choice.reasoning, calls)
     if choice.logprobs:
         reply["logprobs"] = _logprobs(choice.logprobs)
-    end = {"done": True, "done_reason": _done_reason(choice.finish)}
+    end = {"done": True, "done_reason": _done_reason(choice.finish)} | watch.context
     return {"model": model, "created_at": now()} | reply | end | watch.counts(answer.usage)
 
 
@@ -157,7 +173,7 @@ class ReplyStream(EventEncoder):
         return self._finished_call()
 
     def completed(self, usage: Usage) -> bytes:
-        end = {"done": True, "done_reason": self._done_reason} | self._watch.counts(usage)
+        end = {"done": True, "done_reason": self._done_reason} | self._watch.context | self._watch.counts(usage)
         return self._line(_reply(self._is_chat, "") | end)
 
     def failed(self, error: EmberlineError) -> bytes:
@@ -176,5 +192,5 @@ class ReplyStream(EventEncoder):
 
 
 def embed_body(model: str, vectors: list[msgspec.Raw], usage: Usage, watch: Stopwatch) -> Json:
-    counts = {"total_duration": watch.total_ns, "load_duration": 0, "prompt_eval_count": usage.prompt_tokens}
-    return {"model": model, "embeddings": vectors} | counts
+    times = {"total_duration": watch.total_ns, "load_duration": watch.load_ns}
+    return {"model": model, "embeddings": vectors} | times | {"prompt_eval_count": usage.prompt_tokens}

@@ -89,6 +89,8 @@ async def _read(call: HttpExchange) -> tuple[TranscriptionForm, bytes]:
             fields[name] = await form.field(part)
     if audio is None:
         raise BadInput("the form has no `file`", param="file")
+    if not fields.get("model"):
+        fields["model"] = call.only_model()
     return _fields(fields), bytes(audio)
 
 
@@ -97,8 +99,6 @@ def _fields(fields: dict[str, Any]) -> TranscriptionForm:
     if unknown:
         name = min(unknown)
         raise BadInput(f"there is no field `{name[:64]}`", param=name[:64])
-    if not fields.get("model"):
-        raise BadInput("the form has no `model`", param="model")
     try:
         form = msgspec.convert(
             {name: value for name, value in fields.items() if value}, TranscriptionForm, strict=False

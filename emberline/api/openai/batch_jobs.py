@@ -9,7 +9,8 @@ from emberline.api.batches.job_format import FileLine, Result, line_request
 from emberline.api.common.form import Form
 from emberline.api.http.errors import Dialect, FieldNames, codes, error_body
 from emberline.api.http.exchange import Services, encode
-from emberline.api.http.wire import decode
+from emberline.api.http.unknown_fields import unknown_field_log
+from emberline.api.http.wire import Wire, decode
 from emberline.api.openai.chat_completions import CHAT, COMPLETION
 from emberline.api.openai.embeddings import EMBEDDINGS
 from emberline.api.openai.responses.form import RESPONSE
@@ -58,7 +59,7 @@ class OpenAIJobReader:
             given = decode(line.content(), _line_decoder)
             custom_id = (given.custom_id or "")[:MAX_ID_CHARS]
             self._check(given, line.number)
-            body = _body(self._endpoint, given)
+            body = _body(self._endpoint, given, logs=True)
             if body.stream:
                 raise BadInput("`stream` has no meaning in a batch: leave it out", param="body.stream")
             task, _ = FORMS[self._endpoint].to_task(body, "", None)
@@ -109,11 +110,16 @@ def _field_names(result: Result, endpoint: str) -> FieldNames:
     return FORMS[endpoint].to_task(body, result.job.request_id, None)[1]
 
 
-def _body(endpoint: str, given: BatchLine) -> Any:
+def _body(endpoint: str, given: BatchLine, logs: bool = False) -> Any:
+    """The body of a line. `logs`: unknown fields are logged, as no response has a header for them."""
     if not bytes(given.body):
         raise BadInput("`body` is missing: it is the request itself", param="body")
+    wire = Wire(bytes(given.body))
     try:
-        return decode(bytes(given.body), FORMS[endpoint].decoder)
+        body = wire.decode(FORMS[endpoint].decoder)
     except EmberlineError as error:
         error.param = f"body.{error.param}" if error.param else "body"
         raise
+    if logs:
+        unknown_field_log.add(f"{endpoint} in a batch", wire.unknown)
+    return body

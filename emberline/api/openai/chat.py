@@ -1,16 +1,16 @@
 """OpenAI's chat completions: the request body, the response body and the stream of chunks."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from emberline.api.common.chat_fields import ChatFields
 from emberline.api.common.chat_messages import AnyMessage, ChatMessage, canonical_messages
+from emberline.api.common.prompt_body import prompt_logprobs_body
 from emberline.api.common.response_body import logprobs_body, usage_body
 from emberline.api.common.response_format import RequestedFormat
-from emberline.api.common.sampling_fields import SpeculationField, TopLogprobs
+from emberline.api.common.sampling_fields import ModelName, SpeculationField, TopLogprobs, required_model
 from emberline.api.common.tools import (
     DeclaredFunction,
     DeclaredFunctions,
@@ -23,43 +23,39 @@ from emberline.api.common.tools import (
 )
 from emberline.api.http.errors import Dialect, FieldNames
 from emberline.api.http.exchange import encode
-from emberline.api.http.sse import EventEncoder, random_padding
+from emberline.api.openai.chunk_stream import (
+    END,
+    ChunkStream,
+    StreamOptions,
+    UsageOptions,
+    check_streaming,
+    wants_ids,
+)
 from emberline.protocol.complete_response import Answer, AnswerChoice
 from emberline.protocol.errors import BadInput
 from emberline.protocol.events import (
     ChoiceDone,
     Opaque,
+    PromptEcho,
     ReasoningDelta,
     TextDelta,
     TextLogprob,
     ToolCallDelta,
     ToolCallStarted,
-    Usage,
 )
 from emberline.protocol.request import GenerateRequest, OutputFormat, session_name
-
-_UNFINISHED = b',"finish_reason":null}]'
-_END = b"}\n\n"
-
-
-class UsageOptions(msgspec.Struct):
-    """OpenRouter's: with `include`, the usage has the request's cost."""
-
-    include: bool | None = None
-
-
-class StreamOptions(msgspec.Struct):
-    include_usage: bool | None = None
-    include_obfuscation: bool | None = None
+from emberline.protocol.token_ids import unpack
 
 
 class ChatRequest(ChatFields, kw_only=True):
-    model: str
+    model: ModelName = ""
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     stream_options: StreamOptions | None = None
     usage: UsageOptions | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
+    prompt_logprobs: TopLogprobs | None = None
+    return_token_ids: bool | None = None
     functions: DeclaredFunctions | None = None
     function_call: FunctionCallField | None = None
 
@@ -83,15 +79,20 @@ class ChatRequest(ChatFields, kw_only=True):
         """The canonical request; `session` is the session id from the headers. Refuses media unless `takes_media`."""
         if self.top_logprobs and not self.logprobs:
             raise BadInput("`top_logprobs` needs `logprobs: true`", param="top_logprobs")
+        if self.stream_options is not None or self.prompt_logprobs is not None:
+            check_streaming(self)
+        sampling = self.sampling(1.0, (self.top_logprobs or 0) if self.logprobs else None)
+        if self.prompt_logprobs is not None:
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=self.prompt_logprobs)
         fields, names = self.chat_request_fields()
         if self.uses_functions:
             fields["parallel_tool_calls"] = False
         request = GenerateRequest(
             api="chat",
             id=request_id,
-            model=self.model,
+            model=self.model or required_model(self.model),
             messages=canonical_messages(self.messages, takes_media),
-            sampling=self.sampling(1.0, (self.top_logprobs or 0) if self.logprobs else None),
+            sampling=sampling,
             left_to_model=self.left_to_model,
             n=self.n or 1,
             session=session_name(session, self.prompt_cache_key, self.user),
@@ -99,6 +100,7 @@ class ChatRequest(ChatFields, kw_only=True):
             priority=self.priority_class,
             reject_if_busy=self.reject_if_busy,
             speculation=SpeculationField.setting(self.speculation),
+            return_ids=wants_ids(self),
             **fields,
         )
         return request, names
@@ -133,7 +135,13 @@ class AnyChatRequest(ChatRequest, kw_only=True):
 def chat_body(request_id: str, body: ChatRequest, created: int, answer: Answer) -> dict[str, Any]:
     head = _head(request_id, "chat.completion", created, body)
     choices = [_choice(index, choice, body) for index, choice in enumerate(answer.choices)]
-    return head | {"choices": choices, "usage": usage_body(answer.usage)}
+    made = head | {"choices": choices, "usage": usage_body(answer.usage)}
+    if answer.choices and (prompt := answer.choices[0].prompt) is not None:
+        if body.prompt_logprobs is not None:
+            made["prompt_logprobs"] = prompt_logprobs_body(prompt, body.prompt_logprobs)
+        if body.return_token_ids:
+            made["prompt_token_ids"] = unpack(prompt.ids)
+    return made
 
 
 def _head(request_id: str, kind: str, created: int, body: ChatRequest) -> dict[str, Any]:
@@ -147,6 +155,7 @@ def _choice(index: int, choice: AnswerChoice, body: ChatRequest) -> dict[str, An
         "message": _message(choice, body),
         "logprobs": logprobs_body(choice.logprobs) if body.logprobs else None,
         "finish_reason": "function_call" if body.uses_functions and choice.finish == "tool_calls" else choice.finish,
+        **({"token_ids": unpack(choice.token_ids)} if body.return_token_ids else {}),
     }
 
 
@@ -166,66 +175,6 @@ def _message(choice: AnswerChoice, body: ChatRequest) -> dict[str, Any]:
     return message if body.hides_reasoning else message | choice.marks
 
 
-class ChunkStream(EventEncoder):
-    """All of a chunk but its text is encoded once per stream: a chunk costs one small encode and a concatenation.
-
-    A stream that fails ends without [DONE], so that it does not look complete.
-    """
-
-    before_text: ClassVar[bytes]  # between a choice's index and its text
-    after_text: ClassVar[bytes]
-    last: ClassVar[bytes]  # what a choice's last chunk has in place of text
-
-    def __init__(
-        self,
-        request_id: str,
-        dialect: Dialect,
-        head: Mapping[str, Any],
-        n_choices: int,
-        options: StreamOptions | None,
-    ) -> None:
-        super().__init__(request_id, dialect)
-        self._head = b"data: " + encode(head)[:-1] + b',"choices":['
-        self._choices = [self._head + b'{"index":%d,' % index for index in range(n_choices)]
-        self._prefixes = [choice + self.before_text for choice in self._choices]
-        self._suffix = self.after_text + b',"logprobs":null' + _UNFINISHED + _END
-        # Cloudflare's clients get the usage of every stream, OpenAI's only on request.
-        self._with_usage = dialect is Dialect.OPENAI_ENVELOPED or bool(options and options.include_usage)
-        self._paddings = random_padding() if options and options.include_obfuscation else None
-
-    def logprobs(self, index: int, tokens: list[TextLogprob]) -> dict[str, Any]:
-        """The `logprobs` object of one chunk."""
-        raise NotImplementedError
-
-    def text_delta(self, event: TextDelta) -> bytes:
-        if event.logprobs is None and self._paddings is None:
-            return self._prefixes[event.index] + encode(event.text) + self._suffix
-        logprobs = b"null" if event.logprobs is None else encode(self.logprobs(event.index, event.logprobs))
-        text = self._prefixes[event.index] + encode(event.text) + self.after_text
-        return text + b',"logprobs":' + logprobs + _UNFINISHED + self._padding() + _END
-
-    def choice_done(self, event: ChoiceDone) -> bytes:
-        finish = self.last + b',"logprobs":null,"finish_reason":"' + self.finish_reason(event).encode() + b'"}]'
-        return self._choices[event.index] + finish + _END
-
-    def finish_reason(self, event: ChoiceDone) -> str:
-        return event.finish
-
-    def completed(self, usage: Usage) -> bytes:
-        if not self._with_usage and usage.cost is None:
-            return b"data: [DONE]\n\n"
-        return self._head + b'],"usage":' + encode(usage_body(usage)) + _END + b"data: [DONE]\n\n"
-
-    def _delta_chunk(self, index: int, delta: dict[str, Any]) -> bytes:
-        """A chat chunk with anything but text."""
-        return b"".join(
-            (self._choices[index], b'"delta":', encode(delta), b',"logprobs":null', _UNFINISHED, self._padding(), _END)
-        )
-
-    def _padding(self) -> bytes:
-        return b"" if self._paddings is None else b',"obfuscation":"' + next(self._paddings) + b'"'
-
-
 class ChatStream(ChunkStream):
     """A choice's first chunk has its role, its last one the finish reason. Content is null until there is text."""
 
@@ -235,8 +184,9 @@ class ChatStream(ChunkStream):
 
     def __init__(self, request_id: str, dialect: Dialect, body: ChatRequest, created: int) -> None:
         head = _head(request_id, "chat.completion.chunk", created, body)
-        super().__init__(request_id, dialect, head, body.n or 1, body.stream_options)
-        self._opened = [False] * (body.n or 1)
+        n_choices = body.n or 1
+        super().__init__(request_id, dialect, head, n_choices, body.stream_options, bool(body.return_token_ids))
+        self._opened = [False] * n_choices
         self._hides_reasoning = body.hides_reasoning
         self._uses_functions = body.uses_functions
 
@@ -275,6 +225,14 @@ class ChatStream(ChunkStream):
 
     def choice_done(self, event: ChoiceDone) -> bytes:
         return self._open(event.index, "") + super().choice_done(event)
+
+    def prompt_echo(self, event: PromptEcho) -> bytes:
+        """A first chunk with the token ids of the prompt, if they are wanted."""
+        super().prompt_echo(event)
+        if not self._returns_ids or event.index:
+            return b""
+        ids = b',"prompt_token_ids":' + encode(unpack(event.prompt.ids))
+        return self._open(0).removesuffix(END) + ids + END
 
     def _open(self, index: int, content: str | None = None) -> bytes:
         if self._opened[index]:

@@ -6,7 +6,7 @@ from functools import partial
 import msgspec
 
 from emberline.api.common.form import Form
-from emberline.api.common.model_list import openai_model
+from emberline.api.common.model_list import listed_names, openai_model
 from emberline.api.http.body import read_wire
 from emberline.api.http.exchange import HttpExchange, Reply, json_reply, list_reply
 from emberline.api.http.streaming import Response
@@ -70,11 +70,11 @@ async def completions(call: HttpExchange) -> Response:
 
 
 async def list_models(call: HttpExchange) -> Reply:
-    state = call.service.models.state
-    return list_reply([openai_model(card, state(card.id)) for card in call.models()], has_more=False)
+    state, names = call.service.models.state, listed_names(call.models())
+    return list_reply([openai_model(card, state(card.id), name) for name, card in names], has_more=False)
 
 
 async def get_model(call: HttpExchange) -> Reply:
     models = call.service.models
-    card = models.find(call.path_param)
+    card = models.find(call.path_param, call.principal.account)
     return json_reply(openai_model(card, models.state(card.id)))

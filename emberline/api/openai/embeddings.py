@@ -11,6 +11,7 @@ from msgspec import Meta
 from emberline.api.common.encoding import EncodeFields, check_top, encoded_of, ranking
 from emberline.api.common.form import Form
 from emberline.api.common.response_body import cost_field
+from emberline.api.common.sampling_fields import ModelName, required_model
 from emberline.api.http.errors import FieldNames
 from emberline.protocol.complete_response import Answer, Encoded
 from emberline.protocol.errors import BadInput, Unsupported
@@ -22,7 +23,7 @@ TokenId = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
 
 
 class EmbeddingsRequest(EncodeFields, kw_only=True):
-    model: str
+    model: ModelName = ""
     input: str | list[str | TokenId | list[TokenId]]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Meta(ge=1)] | None = None
@@ -36,7 +37,7 @@ class EmbeddingsRequest(EncodeFields, kw_only=True):
         texts, token_ids, is_list = self._input()
         request = EncodeRequest(
             id=request_id,
-            model=self.model,
+            model=required_model(self.model),
             texts=texts,
             token_ids=token_ids,
             dimensions=self.dimensions,
@@ -86,7 +87,7 @@ class Document(msgspec.Struct):
 
 
 class RerankRequest(EncodeFields, kw_only=True):
-    model: str
+    model: ModelName = ""
     query: str
     documents: list[str | Document]
     top_n: int | None = None
@@ -102,7 +103,7 @@ class RerankRequest(EncodeFields, kw_only=True):
         check_top(self.top_n, "top_n")
         request = EncodeRequest(
             id=request_id,
-            model=self.model,
+            model=required_model(self.model),
             texts=self.texts,
             query=self.query,
             truncate=self.truncates,

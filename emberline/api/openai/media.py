@@ -5,6 +5,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from emberline.api.common.sampling_fields import ModelName
 from emberline.api.http.body import body_chunks, held_bodies, read_wire
 from emberline.api.http.exchange import HttpExchange, Reply, parse_int
 from emberline.api.http.wire import Wire, problem
@@ -20,7 +21,7 @@ _FILES = ("image", "mask")
 class ImagesRequest(msgspec.Struct, kw_only=True):
     """Further fields are the provider's, and passed on."""
 
-    model: str
+    model: ModelName = ""
     prompt: str
     n: Annotated[int, Meta(ge=1, le=MAX_IMAGES)] | None = None
     stream: bool | None = None
@@ -29,7 +30,7 @@ class ImagesRequest(msgspec.Struct, kw_only=True):
 class SpeechRequestBody(msgspec.Struct, kw_only=True):
     """Further fields are the provider's, and passed on."""
 
-    model: str
+    model: ModelName = ""
     input: Annotated[str, Meta(max_length=MAX_SPEECH_CHARS)]
     voice: Any = None
     stream_format: str | None = None
@@ -41,7 +42,7 @@ _speech = msgspec.json.Decoder(SpeechRequestBody)
 
 async def generate_images(call: HttpExchange) -> Reply:
     wire = await read_wire(call)
-    body = wire.decode(_images)
+    body = wire.decode_fields(_images)
     if body.stream:
         raise Unsupported("`stream` is not supported for images", param="stream")
     request = MediaRequest(
@@ -66,7 +67,7 @@ async def edit_images(call: HttpExchange) -> Reply:
             files.append(MediaFile(part.name, part.filename or "image.png", _image_type(data), bytes(data)))
         else:
             fields[part.name] = await form.field(part)
-    model = fields.pop("model", None)
+    model = fields.pop("model", None) or call.only_model()
     for name, given in (("model", model), ("image", files), ("prompt", fields.get("prompt"))):
         if not given:
             raise BadInput(f"the form has no `{name}`", param=name)
@@ -88,7 +89,7 @@ async def edit_images(call: HttpExchange) -> Reply:
 
 async def speech(call: HttpExchange) -> Reply:
     wire = await read_wire(call)
-    body = wire.decode(_speech)
+    body = wire.decode_fields(_speech)
     if body.stream_format not in (None, "audio"):
         raise Unsupported("`stream_format` is not supported: the audio comes whole", param="stream_format")
     request = MediaRequest(

@@ -5,8 +5,8 @@ template or a place in the server's cache.
 """
 
 import logging
-from collections.abc import Awaitable, Callable
-from functools import partial
+from collections.abc import Awaitable, Callable, Iterable
+from functools import cache, partial
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -15,10 +15,12 @@ from msgspec import Meta, Raw
 from emberline.api.common.chat_fields import Effort, TemplateKwargs, continues_final
 from emberline.api.common.sampling_fields import (
     PRIORITY,
+    ModelName,
     SamplingFields,
     TokenCountOrZero,
     TokenId,
     TopLogprobs,
+    biases,
 )
 from emberline.api.common.unsupported_fields import UnsupportedField, refuse_unsupported, supported_fields
 from emberline.api.http.decode_errors import explain
@@ -26,7 +28,8 @@ from emberline.api.http.errors import Dialect, error_body
 from emberline.api.http.exchange import HttpExchange, encode
 from emberline.api.http.streaming import Response, relay
 from emberline.api.http.wire import Wire
-from emberline.api.openai.chat import AnyChatRequest, ChatRequest, StreamOptions, UsageOptions
+from emberline.api.openai.chat import AnyChatRequest, ChatRequest
+from emberline.api.openai.chunk_stream import StreamOptions, UsageOptions, check_options
 from emberline.api.openai.completions import CompletionRequest
 from emberline.protocol.errors import BadInput, EmberlineError, Unsupported
 from emberline.protocol.request import GenerateRequest, Priority
@@ -61,7 +64,7 @@ _OURS = ("usage", "options", "rejectIfBusy", "speculation")  # fields that are f
 class PassthroughBody(SamplingFields, kw_only=True):
     """Sampling fields are checked as for our own engines; what the server itself understands stays undecoded."""
 
-    model: str
+    model: ModelName = ""
     stream_options: StreamOptions | None = None
     usage: UsageOptions | None = None
     response_format: Raw = ABSENT
@@ -84,18 +87,31 @@ class PassthroughBody(SamplingFields, kw_only=True):
         """The number of images. `fetches`: the server may fetch what a client names, since it is a provider's."""
         raise NotImplementedError
 
-    def upstream_fields(self, kind: str) -> dict[str, Any]:
-        """The body as a server of this kind gets it. Upstream requests are always streamed."""
+    def upstream_fields(self, kind: str, sent: Iterable[str]) -> dict[str, Any]:
+        """The body as a server of this kind gets it; `sent` names the fields that the client has sent. Upstream
+        requests are always streamed."""
         refuse_unsupported(self)
+        if (options := self.stream_options) is not None:
+            check_options(self.stream)
+            if options.continuous_usage_stats:
+                message = "`stream_options.continuous_usage_stats` is supported for models of this server's own engines"
+                raise Unsupported(message, param="stream_options")
+        if self.logit_bias:
+            biases(self.logit_bias)
+        forwarded = _forwarded(type(self))
         fields: dict[str, Any] = {}
-        for name in supported_fields(type(self)):
-            value = getattr(self, name)
-            if value is None or value is ABSENT or name in _NOT_FORWARDED:
-                continue
-            if name not in _OPENAI_FIELDS:
-                check_known(name, kind)
-            fields[name] = value
-        return {**fields, "stream": True, "stream_options": {"include_usage": True}}
+        for name in sent:
+            if name in forwarded and (value := getattr(self, name)) is not None:
+                if name not in _OPENAI_FIELDS:
+                    check_known(name, kind)
+                fields[name] = value
+        fields["stream"], fields["stream_options"] = True, {"include_usage": True}
+        return fields
+
+
+@cache
+def _forwarded(body: type[PassthroughBody]) -> frozenset[str]:
+    return frozenset(supported_fields(body)) - _NOT_FORWARDED
 
 
 class PassthroughChat(PassthroughBody, kw_only=True):
@@ -118,8 +134,8 @@ class PassthroughChat(PassthroughBody, kw_only=True):
     def prompt_bytes(self) -> tuple[bytes, ...]:
         return bytes(self.tools), bytes(self.messages).rstrip()[:-1]
 
-    def upstream_fields(self, kind: str) -> dict[str, Any]:
-        fields = super().upstream_fields(kind)
+    def upstream_fields(self, kind: str, sent: Iterable[str]) -> dict[str, Any]:
+        fields = super().upstream_fields(kind, sent)
         if self.continue_final_message is None and self.add_generation_prompt is None:
             return fields
         continues = continues_final(self.continue_final_message, self.add_generation_prompt)
@@ -264,7 +280,9 @@ def _upstream_request(
         task = _canonical(call, upstream.provider_of(target.card), request_id, wire)
         upstream.check(task, target)
     else:
-        fields = _all_fields(wire) if target.takes_any_field else body.upstream_fields(target.kind)
+        fields = _all_fields(wire) if target.takes_any_field else body.upstream_fields(target.kind, wire.fields)
+        if not target.takes_any_field:
+            wire.ignore_all_but(type(body))
     fields["model"] = target.remote
     if call.principal.salt:
         fields |= upstream.cache_salt(target, call.principal)

@@ -95,7 +95,7 @@ async def schema(call: HttpExchange) -> Reply:
     name = call.query.get("model")
     if not name:
         raise BadInput("the query must name a `model`", param="model")
-    card = call.service.models.find(name)
+    card = call.service.models.find(name, call.principal.account)
     body = SpeechInput if card.task == SPEECH_RECOGNITION else EncodeInput if encodes_text(card) else RunRequest
     return json_reply(envelope({"input": _input_schema(body), "output": _OUTPUTS.get(card.task, _OUTPUT)}))
 

@@ -76,7 +76,7 @@ async def delete(call: HttpExchange) -> Reply:
 
 
 def _update(call: HttpExchange, body: SubscriptionChange) -> EndpointUpdate:
-    model = call.service.models.find(body.source.model_name).id if body.source else None
+    model = call.service.models.find(body.source.model_name, call.principal.account).id if body.source else None
     return EndpointUpdate(
         name=body.name,
         url=_url(body.destination) if body.destination else None,

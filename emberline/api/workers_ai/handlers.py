@@ -12,7 +12,8 @@ from emberline.api.http.body import read_body
 from emberline.api.http.errors import Dialect, NoSuchBatch, error_body
 from emberline.api.http.exchange import JSON, HttpExchange, Reply, Services, encode
 from emberline.api.http.streaming import ByteStream, Chunks, Response
-from emberline.api.http.wire import MAX_VALUES, NO_LIMIT, decode, n_separators, named_model
+from emberline.api.http.unknown_fields import unknown_field_log
+from emberline.api.http.wire import MAX_VALUES, NO_LIMIT, Wire, decode, n_separators, named_model
 from emberline.api.workers_ai.encode_request import EncodeInput, encoded_result, encodes_text
 from emberline.api.workers_ai.media import TASKS, run_media
 from emberline.api.workers_ai.response_body import RunStream, enveloped, result_body, result_reply
@@ -117,6 +118,8 @@ async def _run_input(call: HttpExchange, model: str, raw: bytes, encodes: bool) 
 
 
 async def _run(call: HttpExchange, model: str, raw: bytes, body: RunRequest | EncodeInput) -> Response:
+    call.wire = Wire(raw)
+    call.wire.ignore_all_but(type(body))
     if body.options is not None and body.options.gateway is not None:
         call.use_gateway(body.options.gateway)
     if body.for_queue or _queue_requested(call):
@@ -228,9 +231,11 @@ def read_input_job(service: Services, batch: Batch, line: FileLine) -> NewJob:
     """The job of one input. The batch names its model, by id."""
     reference, model = "", batch.model
     try:
-        encodes = encodes_text(service.models.find(model))
+        encodes = encodes_text(service.models.find(model, batch.account))
         decoder: msgspec.json.Decoder[Any] = _encode_decoder if encodes else _queued_decoder
-        given: _QueuedInput | EncodeInput = decode(line.content(), decoder)
+        wire = Wire(line.content())
+        given: _QueuedInput | EncodeInput = wire.decode(decoder)
+        unknown_field_log.add(f"{ENDPOINT} in the queue", wire.unknown)
         if isinstance(given.external_reference, str):
             reference = given.external_reference[:512]
         if given.stream:

@@ -10,13 +10,13 @@ from collections.abc import Sequence as Many
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from emberline.engine.core.limits import Limits
-from emberline.engine.core.plan import Masks, Row, Sampled, StepPlan
+from emberline.engine.core.plan import Masks, Row, RowScores, Sampled, StepPlan
 from emberline.engine.core.queues import Queues, Selection
 from emberline.engine.core.rank import Executor
 from emberline.engine.core.sequence import Sequence
 from emberline.kv.cache import BlockTable, EventSource, KVCache, PrefixHit
 from emberline.protocol.errors import EmberlineError
-from emberline.protocol.events import DraftUsage, FinishReason
+from emberline.protocol.events import DraftUsage, FinishReason, PromptLogprobs
 from emberline.protocol.frames import EngineLoad, Vocabulary
 from emberline.protocol.request import EngineRequest
 
@@ -96,6 +96,9 @@ class Core(Protocol):
     def tell_usage(self, seq: Sequence) -> None:
         """Tell the client what was cached of a sequence that does not sample."""
 
+    def tell_prompt(self, seq: Sequence, logprobs: PromptLogprobs) -> None:
+        """Tell the client the log-probabilities of the next tokens of its prompt."""
+
     def end(self, seq: Sequence, finish: FinishReason) -> None:
         """End a sequence without more tokens."""
 
@@ -172,7 +175,10 @@ class Feature:
         """Complete a plan whose rows are known."""
 
     def masks(self, plan: StepPlan) -> Masks | None:
-        """After the launch of a plan that is `masked`: say which tokens may be sampled."""
+        """After the launch of a plan that is `masked`: say which tokens the feature's sequences may sample."""
+
+    def scored(self, plan: StepPlan, scores: Many[RowScores]) -> None:
+        """Before a step's draws are absorbed: take in the log-probabilities of prompt tokens that its plan asks for."""
 
     def absorb(self, draws: Draws) -> None:
         """Take in a step's draws for guided sequences, whose output the feature decides."""
@@ -286,6 +292,7 @@ class Moments:
         self.before_plan: tuple[Callable[[], None], ...] = found("before_plan")
         self.planned: tuple[Callable[[StepPlan], None], ...] = found("planned")
         self.masks: tuple[Callable[[StepPlan], Masks | None], ...] = found("masks")
+        self.scored: tuple[Callable[[StepPlan, Many[RowScores]], None], ...] = found("scored")
         self.absorb: tuple[Callable[[Draws], None], ...] = found("absorb")
         self.catch_up: tuple[Callable[[], None], ...] = found("catch_up")
         self.purged: tuple[Callable[[bytes | None], None], ...] = found("purged")

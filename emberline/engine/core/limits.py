@@ -9,6 +9,7 @@ from emberline.protocol.block_hash import BLOCK_TOKENS, DIGEST_BYTES
 from emberline.protocol.errors import BadInput, ContextExceeded
 from emberline.protocol.request import MAX_DRAFT_TOKENS, EngineRequest, SamplingParams, ThinkingLimit
 
+MAX_LOGPROBS = 20  # alternatives of each token
 MAX_BAD_WORDS = 512  # in all their spellings; with biases and stop tokens they fit into a GPU sampler's table
 
 
@@ -97,10 +98,14 @@ class Limits:
             value = getattr(sampling, name)
             if value is not None and not low <= value <= high:  # false for NaN too
                 raise BadInput(f"{name} must be between {low:g} and {high:g}, not {value}", param=name)
-        for token_id in (*sampling.stop_ids, *sampling.logit_bias):
-            if not 0 <= token_id < self.vocab_size:
-                param = "stop_ids" if token_id in sampling.stop_ids else "logit_bias"
-                raise BadInput(f"token id {token_id} is not in the vocabulary of {self.vocab_size}", param=param)
+        for param, token_ids in (
+            ("stop_ids", sampling.stop_ids),
+            ("logit_bias", sampling.logit_bias),
+            ("allowed_ids", sampling.allowed_ids),
+        ):
+            for token_id in token_ids:
+                if not 0 <= token_id < self.vocab_size:
+                    raise BadInput(f"token id {token_id} is not in the vocabulary of {self.vocab_size}", param=param)
         if not all(word and len(word) % 4 == 0 for word in sampling.bad_ids):
             raise BadInput("a bad word needs at least one token id", param="bad_ids")
         if sampling.bad_ids and int(np.frombuffer(b"".join(sampling.bad_ids), "<u4").max()) >= self.vocab_size:
@@ -113,7 +118,7 @@ class Limits:
 
 # Wider than what the HTTP APIs allow: here only what would break the sampler is refused.
 _RANGES = (
-    ("max_tokens", 1, math.inf),
+    ("max_tokens", 0, math.inf),
     ("min_tokens", 0, math.inf),
     ("temperature", 0, 1e6),
     ("top_k", 0, 2**31 - 1),
@@ -122,5 +127,6 @@ _RANGES = (
     ("repetition_penalty", 1e-6, 1e6),
     ("frequency_penalty", -1e6, 1e6),
     ("presence_penalty", -1e6, 1e6),
-    ("logprobs", 0, 20),
+    ("logprobs", 0, MAX_LOGPROBS),
+    ("prompt_logprobs", 0, MAX_LOGPROBS),
 )

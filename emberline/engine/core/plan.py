@@ -7,7 +7,7 @@ read. All others are `Row` objects: chunks of prompts, rows with drafts, bans or
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, overload
+from typing import Any, NamedTuple, Protocol, overload
 
 import msgspec
 import numpy as np
@@ -56,6 +56,7 @@ class Row(msgspec.Struct, gc=False, array_like=True):
     follows: bool = False  # its one new token is the one the slot sampled last, which may be known to the device alone
     draft_ids: bytes = b""  # u32 LE; tokens that may follow: computed with the others, each verified by a draw
     n_ahead: int = 0  # drafts of rows in flight, on which its position depends: it is up to so many lower
+    n_scored: int = 0  # leading tokens after which the log-probability of the prompt's next token is wanted
 
     @property
     def end(self) -> int:
@@ -138,7 +139,8 @@ class StepPlan:
     n_drafting: int = 0  # rows that have drafts
     n_awaited: int = 0  # of these, rows of sequences that have no other row before it was absorbed
     depth: int = 0  # tokens that a draft head proposes behind each row that samples; 0: none
-    masked: bool = False  # a grammar restricts what rows may sample: masks come after the launch
+    masked: bool = False  # what some rows may sample is restricted: masks come after the launch
+    n_scored: int = 0  # tokens of prompts whose log-probability is wanted
     n_preempted: int = 0  # running sequences whose blocks were taken for these rows
     number: int = 0  # steps are launched in this order
     after: int = 0  # this step and all before it have completed: orders may read the blocks that they wrote
@@ -179,10 +181,19 @@ class StepPlan:
 
 @dataclass(slots=True)
 class Masks:
-    """Tokens that may be sampled, for the draws of the rows that have a grammar."""
+    """Tokens that may be sampled, for the draws of the rows whose request restricts them."""
 
     rows: list[int]  # indices of these draws among all draws of the plan; those of one row follow each other
     bits: NDArray[np.uint32]  # [rows, words]; bit i % 32 of word i // 32: token i is allowed
+
+
+def merged_masks(found: Sequence[Masks]) -> Masks | None:
+    """Masks of several features, which are for different draws, as one. Returns None if there are none."""
+    if len(found) < 2:
+        return found[0] if found else None
+    rows, bits = [row for each in found for row in each.rows], np.concatenate([each.bits for each in found])
+    order = sorted(range(len(rows)), key=rows.__getitem__)
+    return Masks([rows[at] for at in order], bits[order])
 
 
 class DeviceLost(Exception):
@@ -233,6 +244,19 @@ class Draws(Sequence[SampledToken]):
         return [SampledToken(token_id) for token_id in found] if isinstance(found, list) else SampledToken(found)
 
 
+class RowScores(NamedTuple):
+    """Log-probabilities of the prompt tokens that follow a row's `n_scored` leading tokens."""
+
+    logprobs: NDArray[np.float32]  # [n_scored]
+    ranks: NDArray[np.int32]  # [n_scored]; 1: no token was more likely
+    top_ids: NDArray[np.int32]  # [n_scored, k]
+    top_logprobs: NDArray[np.float32]  # [n_scored, k]
+
+    def after(self, n: int) -> "RowScores":
+        """The scores without the first n."""
+        return RowScores(self.logprobs[n:], self.ranks[n:], self.top_ids[n:], self.top_logprobs[n:])
+
+
 class Handle(Protocol):
     """A step whose forward pass was launched."""
 
@@ -246,6 +270,9 @@ class Handle(Protocol):
     def drafts(self) -> Sequence[bytes]:
         """After `result`: what a draft head proposes behind the last token of each row that samples (u32 LE), in the
         order of the plan; empty unless the plan has asked for it."""
+
+    def scores(self) -> Sequence[RowScores]:
+        """After `result`: log-probabilities of prompt tokens, for each row that has `n_scored`, in their order."""
 
 
 class Runner(Protocol):

@@ -40,7 +40,8 @@ MAX_RETRY_TOKENS = 1024  # of a step that retries; on a GPU it fits a CUDA graph
 LONG_QUEUE = 16_384  # waiting tokens beyond which the latency target is relaxed in favor of throughput
 ROOMY_SHARE = 4  # draft tokens for each row of a step, from which on a row may have twice its share
 _NO_DRAFTS = Flag.SLOW | Flag.PREFILL_ONLY | Flag.NO_DRAFTS | Flag.SUSPECT  # flags of sequences that draft nothing
-_NOT_ON_DEVICE = Flag.GUIDED | Flag.BANS | Flag.THINKING  # flags of sequences whose draws the host must know
+# Flags of sequences whose draws the host must know.
+_NOT_ON_DEVICE = Flag.GUIDED | Flag.MASKED | Flag.BANS | Flag.THINKING
 _NOT_AHEAD = Flag.AWAITS_LAST | Flag.SLOW  # flags of sequences whose last token must be known first
 _BATCH = Priority.BATCH  # asked of every row: a lookup in a class takes longer than all else that is
 

@@ -14,7 +14,7 @@ from emberline.engine.core import token_rules
 from emberline.engine.core.admission import AdmissionPolicy
 from emberline.engine.core.feature import Draws, Feature, Moments, Speculation
 from emberline.engine.core.limits import Limits
-from emberline.engine.core.plan import Masks, Row, Sampled, StepPlan, drawn_ids, n_accepted
+from emberline.engine.core.plan import Masks, Row, RowScores, Sampled, StepPlan, drawn_ids, merged_masks, n_accepted
 from emberline.engine.core.planner import StepPlanner
 from emberline.engine.core.prefill_policy import PrefillPolicy
 from emberline.engine.core.queues import BatchYielding, Queues, n_batch
@@ -24,7 +24,14 @@ from emberline.kv.cache import KVCache
 from emberline.kv.retention import Conversation
 from emberline.protocol.block_hash import BLOCK_TOKENS
 from emberline.protocol.errors import BadInput, DeadlineExceeded, EmberlineError, ErrorInfo, Internal, Unavailable
-from emberline.protocol.events import DraftUsage, FinishReason, TokenDelta, TokenLogprobs, Usage
+from emberline.protocol.events import (
+    DraftUsage,
+    FinishReason,
+    PromptLogprobs,
+    TokenDelta,
+    TokenLogprobs,
+    Usage,
+)
 from emberline.protocol.frames import EngineLoad, Vocabulary
 from emberline.protocol.request import EngineRequest
 from emberline.protocol.token_ids import pack
@@ -219,10 +226,7 @@ class Scheduler:
 
     def masks(self, plan: StepPlan) -> Masks | None:
         """Masks of the plan's draws, after its launch. Returns None if no draw has one."""
-        for masks in self._moments.masks:
-            if (found := masks(plan)) is not None:
-                return found
-        return None
+        return merged_masks([found for masks in self._moments.masks if (found := masks(plan)) is not None])
 
     def launched(self, plan: StepPlan) -> None:
         """While the device is busy: hash the blocks that the plan computes, and the one behind them."""
@@ -263,10 +267,10 @@ class Scheduler:
         self._absorbed += [queues.by_slot[slots[place]] for place in full]
         for place in reversed(left):
             del slots[place], tokens[place]
-        for slot, token_id in zip(slots, tokens):
-            seq = queues.by_slot[slot]
+        seqs = [queues.by_slot[slot] for slot in slots]
+        for seq, token_id in zip(seqs, tokens):
             seq.ids += token_id
-            self._deltas.append(TokenDelta(seq.request.id, token_id))
+        self._deltas += [TokenDelta(seq.request.id, token_id) for seq, token_id in zip(seqs, tokens)]
         self._totals.output_tokens += len(slots)
         if not left:
             return zip(plan.others, firsts)
@@ -334,6 +338,11 @@ class Scheduler:
         if self.speculation is not None:
             self.speculation.take_drafts(plan, sampled, drafts)
 
+    def take_scores(self, plan: StepPlan, scores: Many[RowScores]) -> None:
+        """Before `absorb`: log-probabilities of prompt tokens, for the features that asked for them."""
+        for scored in self._moments.scored:
+            scored(plan, scores)
+
     def retry(self, plan: StepPlan, error: EmberlineError) -> list[TokenDelta]:
         """The step could not be computed: its sequences are computed again; the one that it fails for ends."""
         self.admission.done(plan)
@@ -391,6 +400,10 @@ class Scheduler:
     def tell_usage(self, seq: Sequence) -> None:
         """Tell the client what was cached of a sequence that does not sample."""
         self._deltas.append(TokenDelta(seq.id, usage=self._usage(seq), waited_s=seq.waited_s))
+
+    def tell_prompt(self, seq: Sequence, logprobs: PromptLogprobs) -> None:
+        """Tell the client the log-probabilities of the next tokens of its prompt."""
+        self._deltas.append(TokenDelta(seq.id, prompt_logprobs=logprobs))
 
     def end(self, seq: Sequence, finish: FinishReason) -> None:
         """End a sequence without more tokens."""

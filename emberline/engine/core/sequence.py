@@ -14,6 +14,7 @@ from emberline.protocol.events import DraftUsage, Usage
 from emberline.protocol.request import EngineRequest, Priority
 
 NO_SLOT = -1
+ALL_REUSABLE = 1 << 62
 _U64 = (1 << 64) - 1
 
 
@@ -46,6 +47,7 @@ class Flag:
     UNTRIED = 512  # no step with it has succeeded yet
     FAILED = 1024  # a step with it has failed since one succeeded
     NO_DRAFTS = 2048  # its request forbids drafts
+    MASKED = 4096  # its request allows some tokens only: each of its draws has a mask
     SUSPECT = UNTRIED | FAILED
     PLAIN = LOGPROBS | DRAFT_REPORTS | NO_DRAFTS  # flags that make no difference to a plan
 
@@ -117,6 +119,7 @@ class Sequence:
     last_planned: int = -1  # number of the last plan that it had a row in before it was preempted
     cached_by_tier: dict[str, int] | None = None  # set at first admission
     n_appended: int = 0  # tokens at the end of its output that a feature has appended without a draw
+    n_reusable: int = ALL_REUSABLE  # leading tokens whose KV it may find in a cache; it computes the others itself
 
     def __post_init__(self, limits: Limits, fingerprint: str, now_s: float) -> None:
         request, sampling = self.request, self.request.sampling
@@ -133,6 +136,7 @@ class Sequence:
             | Flag.LOGPROBS * (sampling.logprobs is not None)
             | Flag.DRAFT_REPORTS * request.speculation.report
             | Flag.NO_DRAFTS * (request.speculation.max_draft_tokens == 0)
+            | Flag.MASKED * bool(sampling.allowed_ids)
             | Flag.NEW
             | Flag.UNTRIED
         )
@@ -218,7 +222,7 @@ class Sequence:
     @property
     def max_cached(self) -> int:
         """Blocks that a prefix hit may have: at least one token must be computed, for its logits."""
-        return (self.n_tokens - self.samples) // BLOCK_TOKENS
+        return min(self.n_tokens - self.samples, self.n_reusable) // BLOCK_TOKENS
 
     @property
     def state(self) -> SequenceState:

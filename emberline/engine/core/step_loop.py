@@ -250,6 +250,8 @@ class StepLoop:
             return self.scheduler.retry(plan, Internal("the engine could not compute this request"))
         if plan.depth:
             self.scheduler.take_drafts(plan, sampled, handle.drafts())
+        if plan.n_scored:
+            self.scheduler.take_scores(plan, handle.scores())
         deltas = self.scheduler.absorb(plan, sampled)
         self.scheduler.measured(plan, took_s)
         return deltas

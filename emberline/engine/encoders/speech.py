@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 from emberline.protocol.errors import BadInput
 from emberline.protocol.speech import TimedWord, TranscribeParams, TranscriptSegment
+from emberline.weights.whisper_files import MISSING_LIBRARY
 
 SAMPLE_RATE = 16_000
 MIN_SAMPLE_RATE, MAX_SAMPLE_RATE = 4_000, 768_000  # of audio that is sent: the cost of resampling grows with the ratio
 Samples = NDArray[np.int16]
 # FFmpeg's names. Playlists and other formats that name further files are not among them.
 _FORMATS = "aac,ac3,aiff,amr,asf,au,caf,flac,flv,matroska,webm,mov,mp4,m4a,3gp,mp3,mpeg,mpegts,ogg,opus,w64,wav"
-_INSTALL = "speech to text needs faster-whisper: pip install 'emberline[speech]'"
 
 
 def decode_audio(audio: bytes, max_ms: int) -> Iterator[Samples]:
@@ -28,7 +28,7 @@ def decode_audio(audio: bytes, max_ms: int) -> Iterator[Samples]:
     try:
         import av
     except ImportError:
-        raise BadInput(_INSTALL) from None
+        raise BadInput(MISSING_LIBRARY) from None
     n_samples, most = 0, max_ms * SAMPLE_RATE // 1000
     # No protocol: what is inside the file must not make FFmpeg open anything else.
     options = {"protocol_whitelist": "none", "format_whitelist": _FORMATS}
@@ -82,7 +82,7 @@ class Transcriber:
         try:
             from faster_whisper import WhisperModel
         except ImportError:
-            raise BadInput(_INSTALL) from None
+            raise BadInput(MISSING_LIBRARY) from None
         compute = "int8" if device == "cpu" else "float16"
         kind = device.partition(":")[0]
         try:

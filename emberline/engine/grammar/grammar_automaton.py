@@ -75,13 +75,14 @@ class _Special(State):
 
 
 class _Free(State):
-    """Text without some strings: the position in them, and the byte ranges that its last character still needs."""
+    """Text without any match of `forbidden`. `begun` is what the matches under way still need (DEAD: there are none),
+    `rest` the byte ranges that the last character still needs."""
 
-    __slots__ = ("avoider", "position", "rest")
+    __slots__ = ("begun", "forbidden", "rest")
 
-    def __init__(self, avoider: "_Avoider", position: int, rest: ByteRanges) -> None:
+    def __init__(self, forbidden: State, begun: State, rest: ByteRanges) -> None:
         super().__init__(len(rest))
-        self.avoider, self.position, self.rest = avoider, position, rest
+        self.forbidden, self.begun, self.rest = forbidden, begun, rest
 
 
 class _Then(State):
@@ -128,7 +129,6 @@ class Automaton:
         self._costs = ir.shortest_lengths(grammar.rules)
         self._known: dict[tuple[object, ...], State] = {}
         self._characters: dict[ByteRanges, State] = {}
-        self._avoiders: dict[tuple[str, ...], _Avoider] = {}
         self._only: dict[State, int] = {}  # the symbol that must follow a state; -1: several may
         self.completion_bytes: set[int] = set()  # bytes that a completion may contain
         self._n_built = 0  # expressions
@@ -172,7 +172,7 @@ class Automaton:
                 case _Special():
                     found.append(one.token_id)
                 case _Free():
-                    found.append(one.avoider.finish(one.position, one.rest))
+                    found.append(self._last_character(one))
                 case _Then():
                     todo += (one.rest, one.first)
                 case _Any():
@@ -187,6 +187,19 @@ class Automaton:
                     if one.cost:
                         todo.append(self._rules[one.number])
         return _joined(found)
+
+    def _last_character(self, free: _Free) -> bytes:
+        """Bytes that complete the character at the end of a text, but no forbidden match."""
+        found = b""
+        while free.rest:
+            low, high = free.rest[0]
+            after = ((byte, self._derive(free, byte)) for byte in range(low, high + 1))
+            byte, state = next(((byte, state) for byte, state in after if isinstance(state, _Free)), (low, DEAD))
+            found += bytes([byte])
+            if not isinstance(state, _Free):
+                return found + bytes(low for low, _ in free.rest[1:])
+            free = state
+        return found
 
     def forced(self, state: State) -> list[bytes | int]:
         """Texts and ids of special tokens that must follow a state. Empty if several may, or if the text may end."""
@@ -317,8 +330,8 @@ class Automaton:
                 return self._share(("token", expression.token_id), lambda: _Special(expression.token_id))
             case ir.Free():
                 self.completion_bytes.update(range(_TAIL[0], _TAIL[1] + 1))
-                avoider = self._avoiders.setdefault(expression.without, _Avoider(expression.without))
-                return self._free(avoider, 0, ())
+                forbidden, begun = self._forbidden(expression.without), self._forbidden(expression.not_first)
+                return self._free(forbidden, begun, ())
             case ir.Sequence():
                 state: State = END
                 for item in reversed(expression.items):
@@ -372,8 +385,12 @@ class Automaton:
             state = self._then(self._share(("byte", step), lambda step=step: _Byte((step,))), state)  # type: ignore[misc]
         return state
 
-    def _free(self, avoider: "_Avoider", position: int, rest: ByteRanges) -> State:
-        return self._share(("free", avoider, position, rest), lambda: _Free(avoider, position, rest))
+    def _forbidden(self, without: tuple[str | ir.Expression, ...]) -> State:
+        parts = (ir.Text(part) if isinstance(part, str) else part for part in without)
+        return self._choice([self._build(part) for part in parts])
+
+    def _free(self, forbidden: State, begun: State, rest: ByteRanges) -> State:
+        return self._share(("free", forbidden, begun, rest), lambda: _Free(forbidden, begun, rest))
 
     # --- derivatives -------------------------------------------------------------------------------------------------
 
@@ -433,43 +450,10 @@ class Automaton:
             rest = tuple(more) if low <= byte <= high else None
         else:
             rest = _continuation(byte)
-        position = state.avoider.step(state.position, byte)
-        return DEAD if rest is None or position < 0 else self._free(state.avoider, position, rest)
-
-
-class _Avoider:
-    """Tracks which forbidden strings a text may be completing."""
-
-    def __init__(self, strings: tuple[str, ...]) -> None:
-        self._known: list[bytes] = [b""]  # by position: the prefix of a forbidden string at the end of the text
-        self._strings = [string.encode() for string in strings]
-        self._prefixes = {text[:n] for text in self._strings for n in range(len(text) + 1)} | {b""}
-        self._next: dict[tuple[int, int], int] = {}
-
-    def step(self, position: int, byte: int) -> int:
-        """The next position; negative when a forbidden string is complete."""
-        found = self._next.get((position, byte))
-        if found is None:
-            tail = self._known[position] + bytes([byte])
-            if any(tail.endswith(string) for string in self._strings):
-                found = -1
-            else:
-                while tail not in self._prefixes:
-                    tail = tail[1:]
-                if tail not in self._known:
-                    self._known.append(tail)
-                found = self._known.index(tail)
-            self._next[position, byte] = found
-        return found
-
-    def finish(self, position: int, rest: ByteRanges) -> bytes:
-        """Bytes that complete the character but no forbidden string."""
-        found = b""
-        for low, high in rest:
-            byte = next((one for one in range(low, high + 1) if self.step(position, one) >= 0), low)
-            position = max(0, self.step(position, byte))
-            found += bytes([byte])
-        return found
+        if rest is None:
+            return DEAD
+        begun = self._any([self._derive(state.begun, byte), self._derive(state.forbidden, byte)])
+        return self._free(state.forbidden, begun, rest) if begun.cost else DEAD
 
 
 def _literal_prefix(option: State) -> bytes:

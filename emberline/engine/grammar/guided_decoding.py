@@ -131,7 +131,7 @@ class GuidedDecoding(Feature):
         """Say whether some row samples under a grammar."""
         guided = self._guided
         if guided:
-            plan.masked = any(row.samples and row.number in guided for row in plan.others)
+            plan.masked |= any(row.samples and row.number in guided for row in plan.others)
 
     def masks(self, plan: StepPlan) -> Masks | None:
         """Masks of the draws. Returns None if no row has a grammar. Draws after a forbidden draft have empty masks."""

@@ -8,7 +8,7 @@ the longest match wins, so the matcher may allow less than the grammar there; `g
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -112,18 +112,42 @@ class _Translator:
 
     def _linearize(self, expression: ir.Expression) -> _Linear:
         match expression:
-            case ir.Text() | ir.Chars() | ir.Free():
+            case ir.Text() | ir.Chars():
                 return _Linear(plain=_leaf(expression))
+            case ir.Free():
+                return _Linear(plain=self._free(expression))
             case ir.Token(token_id):
                 return self._call(f"<[{token_id}]>")
             case ir.Rule(number):
                 return self._called(number)
             case ir.Sequence(items):
-                return self._joined([self._small(item) for item in items])
+                return self._joined(list(self._items(items)))
             case ir.OneOf(options):
                 return self._choice([self._linearize(option) for option in options])
             case ir.Repeat(item, least, most):
                 return self._repeat(item, least, most)
+
+    def _items(self, items: tuple[ir.Expression, ...]) -> Iterator[_Linear]:
+        """The items of a sequence, with an empty call where a lexeme must end."""
+        ends = _lexeme_ends(items)
+        for at, item in enumerate(items):
+            yield self._small(item)
+            if at in ends:
+                yield self._call('""')
+
+    def _free(self, free: ir.Free) -> str:
+        if not free.without and not free.not_first:
+            return " /(?s:.*)/ "
+        refused = []
+        if free.without:
+            refused.append(f"~(/(?s:.*)/ {self._pattern(free.without)} /(?s:.*)/)")
+        if free.not_first:
+            refused.append(f"~({self._pattern(free.not_first)} /(?s:.*)/)")
+        return f" ({' & '.join(['/(?s:.*)/', *refused])}) "
+
+    def _pattern(self, parts: tuple[str | ir.Expression, ...]) -> str:
+        plains = (self._linearize(ir.Text(part) if isinstance(part, str) else part).plain for part in parts)
+        return self._part(f"({' | '.join(plain for plain in plains if plain)})")
 
     def _called(self, number: int) -> _Linear:
         """A reference: a regular rule is one terminal; a rule with calls is inlined while it is small."""
@@ -285,6 +309,23 @@ class _Translator:
         return found
 
 
+def _lexeme_ends(items: tuple[ir.Expression, ...]) -> set[int]:
+    """Where a lexeme must end: after free text and the whole of what ends it. If a lexeme ended before, free text would
+    take the beginning of its end for its own. If none ended there, what follows would be read along with free text."""
+    found = set()
+    for at, free in enumerate(items):
+        for part in free.without if isinstance(free, ir.Free) else ():
+            if isinstance(part, str):
+                following = items[at + 1] if at + 2 < len(items) else None
+                n = int(isinstance(following, ir.Text) and following.text.startswith(part))
+            else:
+                pattern = part.items if isinstance(part, ir.Sequence) else (part,)
+                n = len(pattern) if items[at + 1 :][: len(pattern)] == pattern else 0
+            if n:
+                found.add(at + n)
+    return found
+
+
 def has_token(expression: ir.Expression) -> bool:
     return any(isinstance(part, ir.Token) for part in walk(expression))
 
@@ -312,11 +353,12 @@ def recursive_rules(grammar: ir.Grammar) -> set[int]:
 
 
 def _regular_rules(grammar: ir.Grammar, recursive: set[int]) -> set[int]:
-    """Rules without recursion and special tokens, also in those that they refer to."""
+    """Rules of one lexeme: without recursion, special tokens and forced ends, also in those that they refer to."""
     found: set[int] = set()
     for number in callees_first(grammar.rules):
         body = grammar.rules[number]
-        if number not in recursive and not has_token(body) and found.issuperset(references(body)):
+        ends = any(isinstance(part, ir.Sequence) and _lexeme_ends(part.items) for part in walk(body))
+        if number not in recursive and not ends and not has_token(body) and found.issuperset(references(body)):
             found.add(number)
     return found
 
@@ -343,17 +385,13 @@ def _times(text: str, least: int, most: int | None) -> str:
     return f"({text})?" if (least, most) == (0, 1) else f"({text}){{{least},{most}}}"
 
 
-def _leaf(expression: ir.Text | ir.Chars | ir.Free) -> str | None:
+def _leaf(expression: ir.Text | ir.Chars) -> str | None:
     match expression:
         case ir.Text(text):
             return f" /{_spelled(text)}/ " if text else _EMPTY
         case ir.Chars(ranges):
             spelled = "".join(rf"\x{{{low:x}}}-\x{{{high:x}}}" for low, high in ranges)
             return f" /[{spelled}]/ " if ranges else None
-        case ir.Free(without):
-            if not without:
-                return " /(?s:.*)/ "
-            return f" (/(?s:.*)/ & ~/(?s:.*)(?:{'|'.join(map(_spelled, without))})(?s:.*)/) "
 
 
 def _spelled(text: str) -> str:

@@ -58,11 +58,22 @@ def _check_expression(expression: ir.Expression, n_rules: int) -> None:
                 if not last < low <= high <= ir.MAX_CODE_POINT or (low <= 0xDFFF and high >= 0xD800):
                     raise _bad("a range of characters is out of order, too large, or contains surrogates")
                 last = high
-        case ir.Free(without) if not all(without):
-            raise _bad("a forbidden string is empty")
+        case ir.Free(without, not_first):
+            for part in (*without, *not_first):
+                _check_forbidden(part)
         case ir.Text(text):
             if any("\ud800" <= char <= "\udfff" for char in text):
                 raise _bad("a text contains a lone surrogate")
+
+
+def _check_forbidden(part: str | ir.Expression) -> None:
+    if isinstance(part, str):
+        if not part:
+            raise _bad("a forbidden string is empty")
+    elif any(isinstance(inner, ir.Rule | ir.Token | ir.Free) for inner in ir.walk(part)):
+        raise _bad("a forbidden pattern refers to a rule, a token or free text")
+    elif not ir.shortest_length(part, ()):
+        raise _bad("a forbidden pattern matches the empty text")
 
 
 def _bad(reason: str) -> BadInput:

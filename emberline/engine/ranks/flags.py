@@ -52,7 +52,6 @@ def check_features(args: argparse.Namespace, layout: Layout) -> None:
         "--draft-head": args.draft_head is not None,
         f"--speculation {args.speculation}": args.speculation in (HeadDrafter.name, ModelDrafter.name),
         "--draft-model": args.draft_model is not None,
-        "--kv-store": args.kv_store is not None,
         "--mooncake": bool(args.mooncake),
         f"--role {args.role} of a worker that joins a cluster": args.role != "both" and bool(args.join),
     }

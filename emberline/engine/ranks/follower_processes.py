@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from emberline.engine.addresses import PARENT_VARIABLE, TOKEN_VARIABLE
+from emberline.engine.addresses import PARENT_VARIABLE, RANK_0_VARIABLE, TOKEN_VARIABLE
 from emberline.protocol.errors import BadInput
 
 WORKER = "emberline.engine.worker"
@@ -22,7 +22,7 @@ class FollowerProcesses:
                 [sys.executable, "-m", WORKER, *command, "--rank", str(rank), "--rendezvous", address],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
-                env={**os.environ, TOKEN_VARIABLE: token, PARENT_VARIABLE: str(os.getpid())},
+                env={**os.environ, TOKEN_VARIABLE: token, PARENT_VARIABLE: str(os.getpid()), RANK_0_VARIABLE: "1"},
             )
             for rank in ranks
         }

@@ -16,7 +16,7 @@ from threading import Thread
 
 import numpy as np
 
-from emberline.engine.core.plan import DeviceLost, Handle, Masks, Runner, Sampled, StepPlan
+from emberline.engine.core.plan import DeviceLost, Handle, Masks, RowScores, Runner, Sampled, StepPlan
 from emberline.engine.core.rank import Executor, Rank
 from emberline.engine.ranks.messages import (
     End,
@@ -75,6 +75,9 @@ class RankStep:
 
     def drafts(self) -> Sequence[bytes]:
         return self._own.drafts()
+
+    def scores(self) -> Sequence[RowScores]:
+        return self._own.scores()
 
 
 class LeaderRunner:

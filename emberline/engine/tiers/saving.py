@@ -7,6 +7,9 @@ from emberline.kv.tiers.tier import BlockId, BlockMeta, layout_tag
 
 PART_BYTES = 32 << 20  # that are handed over together, and released together when they are copied
 MAX_PINNED_SHARE = 8  # at most one in so many blocks of the device pool is referenced because it is being saved
+# Blocks of running sequences wait for others, up to MAX_STEPS, because each save wakes two threads. MIN_BLOCKS, or a
+# quarter of what may be referenced, are enough: the pool of a small worker is evicted within a few steps.
+MIN_BLOCKS, MAX_STEPS = 64, 8
 
 
 class BlockSaver:
@@ -18,10 +21,13 @@ class BlockSaver:
         self._layouts = [group.layout for group in cache.groups]
         self._tags = [layout_tag(layout) for layout in self._layouts]
         self._waiting: dict[tuple[int, bytes], BlockMeta] = {}  # by group and content key, in order
+        self._n_steps = 0  # that the oldest waiting block has waited
+        self.urgent = False  # blocks wait that no running sequence references: the next plan may evict them
         self._saves: dict[int, list[SavedBlock]] = {}  # by number: what is being copied
         self._n_saves = 0  # so far
         self._n_pinned = self._pinned_bytes = 0
         self._max_pinned = max(4, cache.n_total // MAX_PINNED_SHARE)
+        self._enough = min(MIN_BLOCKS, self._max_pinned // 4)  # blocks, for a save before MAX_STEPS
 
     def published(self, seq: Sequence, first: int, end: int) -> None:
         """The blocks first .. end - 1 of the sequence's table are in the prefix index."""
@@ -32,8 +38,15 @@ class BlockSaver:
                 if key in group.index and group.index.block(key) == held.blocks[j]:
                     self._waiting[g, key] = block_meta(seq, session, j)
 
+    def step_ends(self) -> None:
+        """Hand over what waits if it is enough, urgent or has waited long."""
+        self._n_steps += bool(self._waiting)
+        if self.urgent or self._n_steps >= MAX_STEPS or len(self._waiting) >= self._enough:
+            self.dispatch()
+
     def dispatch(self) -> None:
-        """Hand over as many blocks as may be read at once, in parts: once per step, and before a plan."""
+        """Hand over as many blocks as may be read at once, in parts."""
+        self._n_steps, self.urgent = 0, False
         if not self._waiting:
             return
         room = self._port.max_saving - self._pinned_bytes

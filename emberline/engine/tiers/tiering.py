@@ -79,6 +79,7 @@ class Tiering(Feature):
         if seq.number not in self._waiting:
             self._waiting[seq.number] = _Waiting()
         self._undecided[seq.number] = _Undecided(seq)
+        self.saver.urgent = True  # a preempted sequence has given up its blocks
 
     def admits(self, seq: Sequence, n_hit: int) -> bool:
         """True if nothing is to be fetched for the sequence, with n_hit blocks in the device pool."""
@@ -114,6 +115,7 @@ class Tiering(Feature):
             self._port.retire(seq.root_key, session, 0 if conversation is None else conversation.n_shared)
         self._waiting.pop(seq.number, None)
         self._undecided.pop(seq.number, None)
+        self.saver.urgent = True
         self.fetches.leave(seq)
 
     # --- a step ------------------------------------------------------------------------------------------------------
@@ -126,7 +128,8 @@ class Tiering(Feature):
 
     def before_plan(self) -> None:
         """Begin to fetch the cached prefixes of waiting sequences, in rank order, as far as they fit."""
-        self.saver.dispatch()
+        if self.saver.urgent:
+            self.saver.dispatch()
         if not self._undecided:
             return
         admission, n_releases = self.core.admission, self.core.cache.n_releases
@@ -144,7 +147,7 @@ class Tiering(Feature):
         if self._polls_late:
             self._polls_late = False
             self._poll(self.core.admission.now_s)
-        self.saver.dispatch()
+        self.saver.step_ends()
 
     def _decide(self, seq: Sequence, n_hit: int) -> bool:
         """Fetch what the device pool lacks of a waiting sequence? True: no, it may be admitted."""

@@ -92,7 +92,7 @@ class Handover(Feature):
         if seq.n_received:
             self.incoming.leave(seq)  # its own table holds the received blocks now
             seq.n_received = 0
-        if not seq.samples:
+        if seq.request.push is not None:
             self.outgoing.offer(seq)
             self.outgoing.send(seq, n_hit)
             if n_hit == seq.n_transferable:  # it has all of it and needs no slot
@@ -100,6 +100,8 @@ class Handover(Feature):
 
     def computed(self, seq: Sequence, n_tokens: int) -> None:
         """Send the computed blocks of a prompt; with the last of them the sequence gives up its slot."""
+        if seq.request.push is None:
+            return
         self.outgoing.send(seq, seq.table.n_published)
         if n_tokens == seq.n_tokens:
             self.core.park(seq, Hold.TRANSFER)
@@ -108,7 +110,7 @@ class Handover(Feature):
 
     def leave(self, seq: Sequence) -> None:
         """End the transfer of a sequence."""
-        if not seq.samples:
+        if seq.request.push is not None:
             self.outgoing.leave(seq, "the prefill engine gave up the request")
         elif seq.request.awaits:
             self.incoming.leave(seq)

@@ -8,6 +8,7 @@ import argparse
 import logging
 import os
 import socket
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -25,12 +26,14 @@ from emberline.engine.core.step_loop import StepLoop
 from emberline.engine.encoders.encoder_loop import EncoderLimits, EncoderLoop
 from emberline.engine.encoders.speech import Transcriber
 from emberline.engine.encoders.speech_loop import SpeechLoop
+from emberline.engine.grammar.allowed_tokens import AllowedTokens
 from emberline.engine.grammar.compiler import MatcherCompiler
 from emberline.engine.grammar.guide_jobs import GuideThreads
 from emberline.engine.grammar.guided_decoding import GuidedDecoding
 from emberline.engine.grammar.guided_rules import Guides
 from emberline.engine.memory import default_kv_bytes, free_host_bytes
 from emberline.engine.ranks.flags import check_features, layout_of, threads_of_rank
+from emberline.engine.scoring.prompt_logprobs import PromptScoring
 from emberline.engine.speculation.opening import Drafting, open_drafting
 from emberline.engine.speculation.speculator import AUTO, OFF, Speculator, open_speculator
 from emberline.engine.tiers.opening import open_tiers, stored_cache
@@ -336,7 +339,9 @@ def _build_loop(
     own_tiers = None
     if opened.mover is not None:
         own_tiers = open_tiers(args, fingerprint, kv_groups, opened.mover, opened.allocate, slices)
-    idle_task = None if opened.preparation is None else opened.preparation.next
+    idle_task = None
+    if opened.preparation is not None:
+        idle_task = _in_turn(opened.preparation.next, *(() if own_tiers is None else (own_tiers.allocate_more,)))
     if isinstance(group, Member):
         executors = follow_kv(group, opened.transfers, own_tiers)
         return follower_loop(group, opened.runner, executors, opened.steps_in_flight, idle_task), None
@@ -355,6 +360,18 @@ def _build_loop(
     publish = None if group is None else group.publish_plan
     loop = StepLoop(scheduler, runner, max(opened.steps_in_flight, layout.pp), idle_task, publish)
     return loop, stored_cache(args, fingerprint, kv_groups, tiers)
+
+
+def _in_turn(*tasks: Callable[[], bool]) -> Callable[[], bool]:
+    """Make one task of several: each call does a part of the first that is not done."""
+    left = deque(tasks)
+
+    def part() -> bool:
+        if left and not left[0]():
+            left.popleft()
+        return bool(left)
+
+    return part
 
 
 def build_scheduler(
@@ -381,6 +398,7 @@ def build_scheduler(
         if isinstance(speculation, Speculator):
             speculation.follow_grammars(guided)
         features.append(guided)
+    features += [AllowedTokens(limits.vocab_size), PromptScoring(pipelined=micro_batches > 1)]
     if tiers is not None:
         features.append(Tiering(tiers))
     if speculation is not None:

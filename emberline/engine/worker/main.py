@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with ExitStack() as group:
             if args.rank:
-                follow(args, timeline, by_rank_0=parent.is_engine)
+                follow(args, timeline, by_rank_0=parent.is_rank_0)
                 return 0
             joining, alive_file = open_joining(args), open_alive_file(args.alive_file)
             token = process.join_token(args.socket) if joining is None else joining.token

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
-from emberline.engine.addresses import PARENT_VARIABLE, TOKEN_VARIABLE, positive
+from emberline.engine.addresses import PARENT_VARIABLE, RANK_0_VARIABLE, TOKEN_VARIABLE, positive
 from emberline.engine.worker.announcer import Announcer, add_arguments
 from emberline.engine.worker.socket_server import Server
 from emberline.kv.host_memory import HostMemory
@@ -118,18 +118,21 @@ def mooncake_engine(memory: HostMemory, args: argparse.Namespace) -> MooncakeEng
 
 
 class Parent:
-    """Ends this process when its parent has died, so that no orphan keeps the memory.
+    """Ends this process when the one that has started it has died, so that no orphan keeps the memory.
 
-    The kernel continues this process if it is stopped. A thread ends it after `gone_s` if its step hangs.
+    The kernel continues this process if it is stopped. A thread ends it after `gone_s` if its step hangs. A process
+    that was started by hand outlives its shell.
     """
 
     def __init__(self, gone_s: float = PARENT_GONE_S) -> None:
-        """Raises SystemExit if an engine has started this process, and died before this was called."""
+        """Raises SystemExit if the parent has died before this was called."""
         self._gone_s = gone_s
         given = os.environ.pop(PARENT_VARIABLE, "")
-        self.is_engine = bool(given)
-        self._pid = int(given) if given else os.getppid()
+        self.is_rank_0 = bool(os.environ.pop(RANK_0_VARIABLE, ""))
+        self._pid = int(given) if given else 0
         self._descriptor: int | None = None
+        if not self._pid:
+            return
         with contextlib.suppress(AttributeError, OSError):  # not Linux, or gone already
             self._descriptor = os.pidfd_open(self._pid)
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
@@ -138,6 +141,9 @@ class Parent:
             self._gone()
 
     def watch(self, server: Server) -> None:
+        """End the process by the server's loop when the parent has died."""
+        if not self._pid:
+            return
         if os.getppid() != self._pid:
             self._gone()
         elif self._descriptor is not None:

@@ -73,6 +73,7 @@ class ClientConnection:
         self.peer_hosts: set[str] = set()  # in the client's certificate, once TLS has verified it
         self.request_ids: set[str] = set()
         self.deltas: list[TokenDelta] = []  # for the next Step frame
+        self.n_sent = 0  # output tokens in all Step frames
         self.reported_s = opened_s  # when the last Step frame was sent, and the load in it
         self.reported_load: EngineLoad | None = None
         self._frames = FrameBuffer(frames.MAX_HELLO_BYTES)
@@ -535,7 +536,8 @@ class Server:
             changed = connection.subscribed and load != before
             if not connection.deltas and not changed and load.steps == (before.steps if before is not None else 0):
                 continue  # nothing advances: no heartbeat
-            frame = frames.encode(frames.Step(connection.deltas, load))
+            connection.n_sent += sum([len(delta.token_ids) >> 2 for delta in connection.deltas])
+            frame = frames.encode(frames.Step(connection.deltas, load, connection.n_sent))
             connection.deltas, connection.reported_s, connection.reported_load = [], now_s, load
             self._send_or_close(connection, frame)
         for connection in [c for c in self._connections if c.has_backlog and not c.waits_to_write]:

@@ -100,7 +100,7 @@ class DatabaseBlobs:
     async def unused_since(self, grace_s: float) -> list[str]:
         before_us = self._store.now_us() - int(grace_s * _SECOND_US)
         await self._store.write(_ABANDONED, (before_us, before_us))
-        rows = await self._store.read("SELECT name FROM blobs WHERE stored_us < ?", (before_us,))
+        rows = await self._store.report("SELECT name FROM blobs WHERE stored_us < ?", (before_us,))
         return [*(str(name) for (name,) in rows), *await self._folder.unused_since(grace_s)]
 
     async def discard(self, name: str, grace_s: float) -> None:

@@ -32,6 +32,9 @@ from emberline.telemetry.tracing import JobTrace
 
 _TRANSIENT = (Unavailable, Overloaded, Internal)  # another attempt may succeed
 
+# Settles what an attempt, named by its usage row, had reserved of budgets. The bool is False if the row is not stored.
+Settle = Callable[[UsageRow, bool], None]
+
 log = logging.getLogger("emberline.jobs")
 
 
@@ -65,14 +68,23 @@ class StopReason(Enum):
 class JobAttempt:
     """Owns a lease and a grant, and gives both back whatever happens."""
 
-    def __init__(self, queue: Queue, lease: Lease, grant: AdmissionGrant, count: Callable[[str, str], None]) -> None:
+    def __init__(
+        self,
+        queue: Queue,
+        lease: Lease,
+        grant: AdmissionGrant,
+        count: Callable[[str, str], None],
+        settle: Settle = lambda row, is_stored: None,
+    ) -> None:
         self.lease = lease
         self.stop_reason: StopReason | None = None
         self._is_leaving = False
         self._queue = queue
         self._grant = grant
         self._count = count  # an event, for a model
-        self._usage: UsageRow | None = None
+        self._settle = settle
+        self._row: UsageRow | None = None  # of this attempt, once it has ended; None if it was not admitted
+        self._usage: UsageRow | None = None  # the same as a row of the job
         self._running: asyncio.Task[Answer] | None = None
         self._trace: JobTrace | None = None  # once it runs
         grant.resize(lease.request.n)
@@ -96,7 +108,12 @@ class JobAttempt:
         finally:
             self._grant.release()  # before the outcome is written: the next job need not wait for that
             self._end_trace()
-        await self._write_outcome(self._running)
+        is_stored = True  # unless it is known not to be: what is spent must not be less than what is billed
+        try:
+            is_stored = await self._write_outcome(self._running)
+        finally:
+            if self._row is not None:
+                self._settle(self._row, is_stored)
 
     async def _generate(self, service: TaskRunner, principal: Principal) -> Answer:
         lease, engine = self.lease, self._grant.engine
@@ -130,29 +147,33 @@ class JobAttempt:
         self._trace.end(lease.batch_id, lease.number, lease.model, lease.attempts, problem)
 
     def _record_usage(self, row: UsageRow) -> None:
+        self._row = row
         self._usage = msgspec.structs.replace(row, id=self.lease.request_id)  # one row for all attempts
 
-    async def _write_outcome(self, run: asyncio.Task[Answer]) -> None:
-        queue, lease = self._queue, self.lease
+    async def _write_outcome(self, run: asyncio.Task[Answer]) -> bool:
+        """Write the outcome to the queue. Returns True if the usage row is stored with it."""
+        queue, lease, is_stored = self._queue, self.lease, False
         if run.cancelled():
             if self.stop_reason is StopReason.CANCELLED:
-                await self._retry(lambda: queue.finish_stopped(lease, self._usage))
+                is_stored = await self._retry(lambda: queue.finish_stopped(lease, self._usage))
             elif self.stop_reason is StopReason.LEAVING:
                 await queue.release([lease])
             self._count((self.stop_reason or StopReason.LOST).value, lease.model)
         elif (error := run.exception()) is None:
-            written = await self._retry(lambda: queue.complete(lease, run.result(), self._usage))
-            self._count("completed" if written else "lost", lease.model)
+            is_stored = await self._retry(lambda: queue.complete(lease, run.result(), self._usage))
+            self._count("completed" if is_stored else "lost", lease.model)
         elif isinstance(error, DeadlineExceeded):
-            await self._retry(lambda: queue.finish_stopped(lease, self._usage))
+            is_stored = await self._retry(lambda: queue.finish_stopped(lease, self._usage))
             self._count("expired", lease.model)
         elif isinstance(error, BudgetReserved):  # as soon as running requests have ended there is room
             await self._retry(lambda: queue.postpone(lease))
             self._count("retried", lease.model)
         else:
-            await self._write_failure(error)
+            is_stored = await self._write_failure(error)
+        return is_stored
 
-    async def _write_failure(self, error: BaseException) -> None:
+    async def _write_failure(self, error: BaseException) -> bool:
+        """Write that the attempt failed. Returns True if that ends the job, and its usage row is stored."""
         queue, lease = self._queue, self.lease
         if not isinstance(error, EmberlineError):
             log.error("a job failed", exc_info=error, extra={"request_id": lease.request_id})
@@ -160,11 +181,12 @@ class JobAttempt:
         info = error.info()
         killed = isinstance(error, EngineLost)
         retry = killed or isinstance(error, _TRANSIENT)
-        await self._retry(lambda: queue.fail(lease, info, retry=retry, killed=killed, usage=self._usage))
+        written = await self._retry(lambda: queue.fail(lease, info, retry=retry, killed=killed, usage=self._usage))
         last = lease.kills + 1 >= queue.limits.max_kills if killed else lease.attempts >= queue.limits.max_attempts
         event = ("dead" if killed else "failed") if last or not retry else "retried"
         self._count(event, lease.model)
         log.warning("%s: %s", event, info.message, extra={"request_id": lease.request_id, "attempt": lease.attempts})
+        return written and event == "failed"
 
     async def _retry(self, write: Callable[[], Awaitable[bool]]) -> bool:
         """Repeat the write until the store accepts it: a computed result is not discarded for an outage."""

@@ -21,7 +21,7 @@ import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from emberline.jobs.queue.attempt import AdmissionGrant, JobAttempt, StopReason
+from emberline.jobs.queue.attempt import AdmissionGrant, JobAttempt, Settle, StopReason
 from emberline.jobs.queue.job import JobKey, Lease
 from emberline.jobs.queue.queue import Queue
 from emberline.jobs.queue.reader import QueueDepth
@@ -191,6 +191,7 @@ class Puller:
         principal: Callable[[str, str], Principal],
         owner: LeaseOwner,
         timings: PullerTimings = DEFAULTS,
+        settle: Settle = lambda row, is_stored: None,
     ) -> None:
         self._timings = timings
         self.metrics = QueueMetrics()
@@ -198,12 +199,14 @@ class Puller:
         self._service = service
         self._admission = admission
         self._models = models  # that can be served; workers may bring others at run time
+        self._settle = settle
         self._principal = principal  # of an account and the id of the key it used
         self.owner = owner
         self._attempts: dict[JobKey, JobAttempt] = {}
         self._running: set[asyncio.Task[None]] = set()
         self._loops: list[asyncio.Task[None]] = []
         self._empty: set[str] = set()  # models without claimable jobs, until the next notification
+        self._notified = asyncio.Event()  # of jobs that may have become claimable
         self._draining: set[str] = set()  # models of which an engine is drained for a quarantined job
         self._heartbeat_now = asyncio.Event()
         self._heartbeats: asyncio.Task[None] | None = None
@@ -250,10 +253,14 @@ class Puller:
             await self._queue.reclaim_from(name)
             self.owner.forget(name)
         while True:
+            self._notified.clear()
             for model in self._models():
                 if model not in self._empty and not self._stop.is_set():
                     await self._claim(model)
-            await _wait(self._admission.wait_for_room(), self._timings.capacity_poll_s * random.uniform(0.5, 1.5))
+            # Every request that ends makes room: that matters only while jobs are known to wait for it.
+            has_jobs = not self._empty.issuperset(self._models())
+            waiting = self._admission.wait_for_room() if has_jobs else self._notified.wait()
+            await _wait(waiting, self._timings.capacity_poll_s * random.uniform(0.5, 1.5))
 
     async def _claim(self, model: str) -> None:
         """As many jobs as engines have room for."""
@@ -273,7 +280,7 @@ class Puller:
         _release(grants[len(leases) :])
 
     def _start_attempt(self, lease: Lease, grant: AdmissionGrant) -> asyncio.Task[None]:
-        attempt = JobAttempt(self._queue, lease, grant, self.metrics.count)
+        attempt = JobAttempt(self._queue, lease, grant, self.metrics.count, self._settle)
         if (earlier := self._attempts.get(lease.key)) is not None:  # its lease had ended, and we claimed the job again
             earlier.stop(StopReason.LOST)
         self._attempts[lease.key] = attempt
@@ -299,6 +306,7 @@ class Puller:
     async def _listen_for_jobs(self) -> None:
         async for _ in self._queue.listen("lines", self._timings.poll_s):
             self._empty.clear()
+            self._notified.set()
             self._admission.notify_room()
 
     async def _listen_for_stops(self) -> None:

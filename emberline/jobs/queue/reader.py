@@ -106,11 +106,11 @@ class QueueReader:
         self, account: str | None = None, *, after: JobKey | None = None, limit: int = 100
     ) -> list[Job]:
         """The dead-letter queue of an account or of all, by batch and number."""
-        rows = await self._store.read(sql.DEAD_LETTERS, (*(after or ("", -1)), account, account, limit))
+        rows = await self._store.report(sql.DEAD_LETTERS, (*(after or ("", -1)), account, account, limit))
         return [await self._job(row) for row in rows]
 
     async def count_dead_letters(self, account: str | None = None) -> int:
-        ((n_jobs,),) = await self._store.read(sql.COUNT_DEAD_LETTERS, (account, account))
+        ((n_jobs,),) = await self._store.report(sql.COUNT_DEAD_LETTERS, (account, account))
         return int(n_jobs or 0)
 
     async def depths(self) -> list[QueueDepth]:

@@ -21,6 +21,8 @@ from emberline.protocol.events import (
     Completed,
     FinishReason,
     Opaque,
+    OutputIds,
+    PromptEcho,
     ReasoningDelta,
     Started,
     TextDelta,
@@ -32,7 +34,7 @@ from emberline.protocol.events import (
 )
 from emberline.store import Database, Query, Sql, Transaction
 
-TranscriptEvent = TextDelta | ReasoningDelta | ToolCallStarted | ToolCallDelta | ChoiceDone
+TranscriptEvent = TextDelta | ReasoningDelta | ToolCallStarted | ToolCallDelta | ChoiceDone | PromptEcho | OutputIds
 # Stored by their index: append only.
 _EVENT_TYPES: tuple[type[TranscriptEvent], ...] = (
     TextDelta,
@@ -40,6 +42,8 @@ _EVENT_TYPES: tuple[type[TranscriptEvent], ...] = (
     ToolCallStarted,
     ToolCallDelta,
     ChoiceDone,
+    PromptEcho,
+    OutputIds,
 )
 _FIRST_KIND = 2  # bodies.kind of the first part
 _LEASED = "SELECT 1 FROM lines WHERE batch_id = ? AND number = ? AND epoch = ? AND owner = ? AND state = 'leased'"

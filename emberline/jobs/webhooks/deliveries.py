@@ -201,7 +201,7 @@ class Deliveries:
         if before is not None:
             conditions.append("event_number < ?")
             params.append(before)
-        rows = await self._db.read(_RECORDS.format(where=" AND ".join(conditions)), (*params, limit))
+        rows = await self._db.report(_RECORDS.format(where=" AND ".join(conditions)), (*params, limit))
         return [_record(list(group)) for _, group in itertools.groupby(rows, key=lambda row: row[0])]
 
     async def replay(self, endpoint: WebhookEndpoint, delivery_id: str | None = None) -> int:

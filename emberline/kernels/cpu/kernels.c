@@ -5,6 +5,7 @@
 #include "rows.h"
 #include "sampling.h"
 #include "suffix_index.h"
+#include "unpack.h"
 #include <stdlib.h>
 
 typedef struct {
@@ -343,27 +344,55 @@ static int code_shift(const uint8_t *codes) {
     return 0;
 }
 
+typedef struct {
+    const uint8_t *codes;
+    const uint16_t *scale, *offset;
+    int64_t cols;
+    int bits;
+    uint8_t *panels;
+} pack_job;
+
+static void pack_panel(void *arg, int64_t p) {
+    const pack_job *job = arg;
+    const int64_t cols = job->cols, groups = cols / GROUP;
+    const int bits = job->bits;
+    for (int64_t g = 0; g < groups; g++) {
+        uint8_t *to = job->panels + (p * groups + g) * GROUP_BYTES(bits);
+        uint16_t *tail = (uint16_t *)(to + (bits == 4 ? CODES4 : CODES8));
+        for (int r = 0; r < LANES; r++) {
+            const uint8_t *from = job->codes + (p * LANES + r) * cols + g * GROUP;
+            const int64_t at = (p * LANES + r) * groups + g;
+            const uint16_t scale = job->scale[at], offset = job->offset[at];
+            const int shift = code_shift(from);
+            uint32_t words[GROUP / 4]; // four codes each
+            memcpy(words, from, GROUP);
+            if (bits == 8)
+                for (int w = 0; w < GROUP / 4; w++) {
+                    const uint32_t word = shift ? words[w] ^ 0x80808080u : words[w]; // 128 less, byte by byte
+                    memcpy(to + 64 * w + 4 * r, &word, 4);
+                }
+            else
+                for (int w = 0; w < GROUP / 4; w += 2) {
+                    const uint32_t word = words[w] | words[w + 1] << 4;
+                    memcpy(to + 32 * w + 4 * r, &word, 4);
+                }
+            tail[r] = scale;
+            tail[LANES + r] = offset;
+            if (shift) tail[LANES + r] = float_to_half(half_to_float(offset) + shift * half_to_float(scale));
+        }
+    }
+}
+
 void em_pack(const uint8_t *codes, const uint16_t *scale, const uint16_t *offset, int64_t rows, int64_t cols, int bits,
              uint8_t *panels) {
-    const int64_t groups = cols / GROUP;
-    for (int64_t p = 0; p < rows / LANES; p++)
-        for (int64_t g = 0; g < groups; g++) {
-            uint8_t *to = panels + (p * groups + g) * GROUP_BYTES(bits);
-            uint16_t *tail = (uint16_t *)(to + (bits == 4 ? CODES4 : CODES8));
-            for (int r = 0; r < LANES; r++) {
-                const uint8_t *from = codes + (p * LANES + r) * cols + g * GROUP;
-                const int64_t at = (p * LANES + r) * groups + g;
-                const int shift = code_shift(from);
-                for (int k = 0; k < GROUP; k++) {
-                    int vector = k / 4;
-                    if (bits == 8) to[64 * vector + 4 * r + k % 4] = from[k] - shift;
-                    else if (vector % 2 == 0) to[64 * (vector / 2) + 4 * r + k % 4] = from[k] | from[k + 4] << 4;
-                }
-                tail[r] = scale[at];
-                tail[LANES + r] = offset[at];
-                if (shift) tail[LANES + r] = float_to_half(half_to_float(offset[at]) + shift * half_to_float(scale[at]));
-            }
-        }
+    pack_job job = {codes, scale, offset, cols, bits, panels};
+    parallel_for(pack_panel, &job, rows / LANES);
+}
+
+void em_unpack(int kind, const uint8_t *blocks, int64_t rows, int64_t cols, uint8_t *codes, uint16_t *scale,
+               uint16_t *offset) {
+    unpack_job job = {kind, blocks, cols, codes, scale, offset};
+    parallel_for(unpack_row, &job, rows);
 }
 
 void em_pack_f32(const float *w, int64_t rows, int64_t cols, float *panels) {

@@ -17,6 +17,7 @@ from emberline.kernels.native_library import load_library
 from emberline.protocol.block_hash import BLOCK_TOKENS, KVGroup
 
 PANEL_ROWS = 16
+BLOCK_KINDS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k")  # as unpack.h numbers them
 GROUP = 32  # weights that share a scale and an offset
 MAX_HEAD_DIM = 256
 MAX_QUERY_HEADS_PER_KV_HEAD = 16
@@ -134,8 +135,10 @@ class NativeBackend:
         lib.em_attention.argtypes = [POINTER(_Attention), POINTER(_Step), POINTER(_Cache), tensor, tensor]
         lib.em_embedding.argtypes = [POINTER(_Linear), tensor, c_int64, c_float, tensor]
         lib.em_pack.argtypes = [tensor, tensor, tensor, c_int64, c_int64, ctypes.c_int, tensor]
+        lib.em_unpack.argtypes = [ctypes.c_int, tensor, c_int64, c_int64, tensor, tensor, tensor]
         lib.em_pack_f32.argtypes = [tensor, c_int64, c_int64, tensor]
-        for name in ("layers", "linear", "linear_add", "mlp", "attention", "embedding", "pack", "pack_f32", "threads"):
+        packing, steps = ("pack", "pack_f32", "unpack"), ("layers", "linear", "linear_add", "mlp", "attention")
+        for name in (*steps, "embedding", *packing, "threads"):
             getattr(lib, f"em_{name}").restype = None
 
     # --- loading ------------------------------------------------------------------------------------------------------
@@ -147,7 +150,7 @@ class NativeBackend:
         if bias is not None:
             packed_bias = torch.from_numpy(np.concatenate([b.dense() for b in bias]))
         n_rows, cols = sum(w.shape[0] for w in weights), weights[0].shape[1]
-        quantized = [w.affine() for w in weights] if cols % GROUP == 0 else [None]
+        quantized = [w.affine(self.unpack) for w in weights] if cols % GROUP == 0 else [None]
         if any(part is None for part in quantized):
             panels, bits = self._pack_floats(_stack([w.dense() for w in weights], gated)), 32
         else:
@@ -157,6 +160,15 @@ class NativeBackend:
             packed_bias = torch.nn.functional.pad(packed_bias, (0, rows - n_rows))
         struct = _Linear(_address(panels), _address(packed_bias), rows, cols, bits)
         return PackedMatrix(struct, panels, packed_bias, n_rows)
+
+    def unpack(self, kind: str, blocks: Any, shape: tuple[int, ...]) -> tuple[Any, Any, Any]:
+        """Codes, scales and offsets of each group of 32 numbers in GGUF blocks of a format of BLOCK_KINDS."""
+        rows, cols = shape
+        codes = np.empty((rows, cols), np.uint8)
+        scale, offset = (np.empty((rows, cols // GROUP), np.float16) for _ in range(2))
+        addresses = (array.ctypes.data for array in (codes, scale, offset))
+        self._lib.em_unpack(BLOCK_KINDS.index(kind), blocks.ctypes.data, rows, cols, *addresses)
+        return codes, scale, offset
 
     def _pack_codes(self, parts: list[Any], gated: bool) -> tuple[Tensor, int]:
         bits = max(part.bits for part in parts)

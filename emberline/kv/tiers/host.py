@@ -109,6 +109,7 @@ class HostTier:
         self._stats = TierStats(self.name, capacity_bytes=capacity_bytes)
         self._stopped = False
         self._grows = False  # a thread allocates more
+        self._wanted = False  # that thread is to allocate a segment though it is not short of memory
         self.changes: TierChanges | None = None
         self.evicted: deque[BlockId] | None = None  # what was evicted, if somebody wants to know
 
@@ -120,22 +121,31 @@ class HostTier:
             pass
 
     def start_allocating(self) -> None:
-        """`allocate_ahead` in a thread. From now on `take` waits for what it allocates."""
+        """Run `allocate_ahead` in a thread. From now on `take` waits for what it allocates."""
         self._grows = True
         threading.Thread(target=self.allocate_ahead, name="kv-allocate", daemon=True).start()
 
     def allocate_ahead(self) -> None:
-        """Allocate memory shortly before it is used, so that a start takes no longer and what is not used stays free;
-        blocking, until there is no more or the tier is closed."""
+        """Allocate memory shortly before it is used, or when `allocate_more` asks, so that a start takes no longer.
+        Blocks until all memory is allocated or the tier is closed."""
         self._grows = True
         grown = True
         while grown:
             with self._changed:
-                self._changed.wait_for(lambda: self._stopped or self._is_short)
+                self._changed.wait_for(lambda: self._stopped or self._is_short or self._wanted)
             grown = self.grow()
+            with self._changed:
+                self._wanted, self._grows = False, grown
+                self._changed.notify_all()
+
+    def allocate_more(self) -> bool:
+        """Wait for one more segment: while there is no work, so that a burst waits for no memory and no pinning.
+        Returns False if all memory is allocated."""
         with self._changed:
-            self._grows = False
+            self._wanted = self._grows
             self._changed.notify_all()
+            self._changed.wait_for(lambda: self._stopped or not self._wanted)
+            return self._grows and not self._stopped
 
     @property
     def _is_short(self) -> bool:

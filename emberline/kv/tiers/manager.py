@@ -101,6 +101,7 @@ class TierManager:
             threading.Thread(target=target, name=f"kv-{name}", daemon=True)
             for name, target in (("fetch", self._divide_all), ("save", self._save_all), ("load", self._load_all))
         ]
+        self.allocate_more = host.allocate_more
         host.start_allocating()
         for thread in self._threads:
             thread.start()

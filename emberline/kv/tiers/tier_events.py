@@ -68,9 +68,11 @@ class TierChanges:
         with self._lock:
             was_empty = not self._stored and not self._removed
             for key, tag in ids:
+                if tag != self._tag:
+                    continue
                 if key in opposite:
                     del opposite[key]
-                elif tag == self._tag:
+                else:
                     noted[key] = None
             wakes = was_empty and bool(noted)
         if wakes:

@@ -1,8 +1,7 @@
 """The cluster's own certificate authority, for TLS between cores and workers.
 
 Its key is derived from the root secret, and everything in its certificate is fixed. So every core of a cluster has the
-same authority without a file to copy, and can make certificates itself. The library is `cryptography`
-(pip install emberline[cluster]); workers need only what Python has.
+same authority without a file to copy, and can make certificates itself. Workers need only what Python has.
 """
 
 import ipaddress
@@ -10,7 +9,6 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from emberline.protocol.credential import CORE_HOST, Credential, worker_host
-from emberline.protocol.errors import Unavailable
 
 KEY_BYTES = 32
 VALID_DAYS = 3650
@@ -21,13 +19,9 @@ _CLOCKS = timedelta(days=2)  # how much the clocks of two machines may differ
 
 class CertificateAuthority:
     def __init__(self, key: bytes, cluster: str) -> None:
-        """`key` has KEY_BYTES, and is derived from the root secret. Unavailable: the library is not installed."""
-        try:
-            from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-        except ImportError:
-            raise Unavailable(
-                "TLS between machines needs the package cryptography: pip install 'emberline[cluster]'"
-            ) from None
+        """`key` has KEY_BYTES, and is derived from the root secret."""
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
         self._key = Ed25519PrivateKey.from_private_bytes(key)
         self._cluster = cluster
         self._certificate = self._make(f"emberline cluster {cluster}", None, self._key.public_key(), _BEGINS, _ENDS)

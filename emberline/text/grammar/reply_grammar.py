@@ -3,7 +3,7 @@
 A `GrammarSpec` is plain data: it is hashed for the cache and sent to the compiler process.
 """
 
-from functools import partial
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -16,7 +16,7 @@ from emberline.text.grammar.expressions.ebnf import grammar_expression
 from emberline.text.grammar.expressions.regex import regex_expression
 from emberline.text.grammar.harmony_grammar import harmony_expression
 from emberline.text.grammar.json_schema.compile import any_object_expression, schema_expression
-from emberline.text.grammar.json_schema.document import UnsupportedSchema
+from emberline.text.grammar.loose_grammar import text_or_calls
 from emberline.text.grammar.tagged_grammar import spelled, tagged_expression
 from emberline.text.tool_calls.formats import FORMATS_BY_FAMILY, ToolCallFormat, split_tokens
 
@@ -59,6 +59,7 @@ def reply_expression(builder: Builder, spec: GrammarSpec, output: Expression | N
     """The whole reply. `output`: what its text must match; None: any text."""
     calls: Expression | None = None
     openings: tuple[str, ...] = ()
+    arguments: dict[str, Expression] = {}
     if spec.tools is None:
         body = output if output is not None else Free()
         if spec.channels:
@@ -66,31 +67,39 @@ def reply_expression(builder: Builder, spec: GrammarSpec, output: Expression | N
     else:
         format = FORMATS_BY_FAMILY[spec.tools.family].at(spec.tools.token_ids)
         openings = tuple(opening for opening in format.openings if opening not in format.tokens)
-        calls = None if spec.tools.mode == "none" else builder.add(_calls(builder, spec.tools, format))
+        if spec.tools.mode != "none":
+            arguments = {tool.name: builder.add(_arguments(builder, tool, format)) for tool in spec.tools.tools}
+            calls = _calls(builder, arguments, format, _most_calls(spec.tools, format))
         if spec.channels:
             answer = None if spec.tools.mode == "required" else output or Free()
             return harmony_expression(builder, spec.channels, answer, calls)
-        body = _body(spec.tools, format, openings, calls, output)
+        body = _body(builder, spec.tools, format, openings, arguments, calls, output)
         if format.alone:  # such calls begin like text, so reasoning cannot end in one
             calls, openings = None, ()
     return body if spec.reasoning is None else _reasoning(builder, spec.reasoning, openings, calls, body)
 
 
 def _body(
+    builder: Builder,
     tools: ToolCallSpec,
     format: ToolCallFormat,
     openings: tuple[str, ...],
+    arguments: Mapping[str, Expression],
     calls: Expression | None,
     output: Expression | None,
 ) -> Expression:
-    """The part behind reasoning."""
+    """The part after reasoning."""
     if calls is None:
         return output if output is not None else Free(openings)
     if tools.mode == "required":
         return calls
     if output is not None:
         return choice([output, calls])
-    return choice([Free(openings), calls]) if format.alone else sequence(Free(openings), optional(calls))
+    if format.alone:
+        return choice([Free(openings), calls])
+    if format.loose:
+        return text_or_calls(builder, openings, arguments, calls, _most_calls(tools, format))
+    return choice([Free(openings), sequence(Free(openings), calls)])
 
 
 def _reasoning(
@@ -101,40 +110,42 @@ def _reasoning(
     body = builder.add(body)
     ended = sequence(_delimiter(format.end, format.end_id), gap, body)
     forbidden = openings if format.end_id is not None else (format.end, *openings)
-    reasoning = sequence(Free(forbidden), ended if calls is None else choice([ended, calls]))
+    thought = Free(forbidden)
+    reasoning = choice(sequence(thought, end) for end in (ended, calls) if end is not None)
     return choice([sequence(_delimiter(format.start, format.start_id), reasoning), body]) if format.start else reasoning
 
 
-def _calls(builder: Builder, tools: ToolCallSpec, format: ToolCallFormat) -> Expression:
-    call = builder.add(_call(builder, tools.tools, format))
-    most = MAX_TOOL_CALLS if tools.parallel and format.parallel else 1
-    more = repeat(sequence(spelled(format.between, format), call), 0, most - 1)
+def _most_calls(tools: ToolCallSpec, format: ToolCallFormat) -> int:
+    return MAX_TOOL_CALLS if tools.parallel and format.parallel else 1
+
+
+def _calls(builder: Builder, arguments: Mapping[str, Expression], format: ToolCallFormat, most: int) -> Expression:
+    call = _call(arguments, format)
+    more = repeat(sequence(spelled(format.between, format), builder.add(call)), 0, most - 1)
     # A model may end its turn after the line break that follows a call: the line break must not bind it to call again.
     ends_spaced = most > 1 and not format.close and format.between.isspace()
     end = optional(Text(format.between)) if ends_spaced else spelled(format.close, format)
     return sequence(_begin(format), call, more, end)
 
 
-def _call(builder: Builder, tools: tuple[Tool, ...], format: ToolCallFormat) -> Expression:
+def _call(arguments: Mapping[str, Expression], format: ToolCallFormat) -> Expression:
     number = sequence(Text(format.number), repeat(_DIGIT, 1, 4)) if format.number else EMPTY
     before = sequence(number, spelled(format.arguments, format))
-    write = _arguments if format.tags is None else partial(tagged_expression, format=format)
-    named = [sequence(Text(tool.name), before, write(builder, tool)) for tool in tools]
+    named = [sequence(Text(name), before, value) for name, value in arguments.items()]
     return sequence(spelled(format.call, format), Text(format.prefix), choice(named), spelled(format.end, format))
 
 
-def _arguments(builder: Builder, tool: Tool) -> Expression:
-    """Constrained to the tool's schema; to any object where that is not supported and the tool is not strict."""
+def _arguments(builder: Builder, tool: Tool, format: ToolCallFormat) -> Expression:
+    """The arguments that match the tool's schema. A keyword that JSON Schema does not define is an error of a strict
+    tool only."""
+    if format.tags is not None:
+        return tagged_expression(builder, tool, format)
     if not tool.parameters:
         return any_object_expression(builder) if not tool.strict else Text("{}")
     if tool.parameters.get("properties") == {} and tool.parameters.keys() <= _UNCONSTRAINING:
         return Text("{}")  # it takes no arguments; the schema alone would allow any
     try:
-        return schema_expression(builder, {"type": "object", **tool.parameters}, "tools")
-    except UnsupportedSchema as error:
-        if tool.strict:
-            raise BadInput(f"tool {tool.name}: {error.message}", param="tools") from None
-        return any_object_expression(builder)
+        return schema_expression(builder, {"type": "object", **tool.parameters}, "tools", lenient=not tool.strict)
     except BadInput as error:
         raise BadInput(f"tool {tool.name}: {error.message}", param="tools") from None
 

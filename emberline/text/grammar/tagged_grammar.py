@@ -8,7 +8,6 @@ from emberline.protocol.grammar import MAX_CODE_POINT, Chars, Expression, Free, 
 from emberline.protocol.request import Tool
 from emberline.text.grammar.expressions.builder import Builder, choice, optional, repeat, sequence
 from emberline.text.grammar.json_schema.compile import schema_expression
-from emberline.text.grammar.json_schema.document import UnsupportedSchema
 from emberline.text.tool_calls.formats import ToolCallFormat, split_tokens
 from emberline.text.tool_calls.tagged_arguments import is_text
 
@@ -55,11 +54,7 @@ def _value(builder: Builder, tool: Tool, schema: object, format: ToolCallFormat)
         return None
     document = schema if isinstance(schema, bool) else _with_definitions(tool, schema)
     try:
-        return schema_expression(builder, document, "tools")
-    except UnsupportedSchema as error:
-        if tool.strict:
-            raise BadInput(f"tool {tool.name}: {error.message}", param="tools") from None
-        return None
+        return schema_expression(builder, document, "tools", lenient=not tool.strict)
     except BadInput as error:
         raise BadInput(f"tool {tool.name}: {error.message}", param="tools") from None
 

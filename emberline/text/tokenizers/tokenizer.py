@@ -137,6 +137,10 @@ class Tokenizer:
         """Characters of the longest token as spelled: a byte-level spelling has a character for every byte."""
         return max(map(len, self._parsing.get_vocab()))
 
+    def entries(self, ids: Iterable[int]) -> list[str]:
+        """Entries of the vocabulary, as the tokenizer spells them; empty for an id that it does not have."""
+        return [self._parsing.id_to_token(token_id) or "" for token_id in ids]
+
     def encode(self, text: str, *, special: bool) -> bytes:
         """Ids of `text`, u32 little-endian, without a beginning-of-sequence token."""
         if self._word_cache is None or len(text) > WORD_CACHE_CHARS:

@@ -38,7 +38,7 @@ class ToolCallFormat(msgspec.Struct, frozen=True, kw_only=True):
     ids: IdStyle = "call"
     markers: tuple[str, ...] = ()  # strings that may be special tokens of the tokenizer
     tokens: dict[str, int] = {}  # the markers that are special tokens of this tokenizer
-    fenced: bool = False  # models of this family also write calls as JSON in a fenced block of Markdown
+    loose: bool = False  # models of this family also write calls as in `loose_calls`
     untemplated: bool = False  # not the template's: we write tools, calls and results into the messages
 
     def at(self, special: Mapping[str, int]) -> "ToolCallFormat":
@@ -116,7 +116,7 @@ HERMES = ToolCallFormat(
     between="\n",
     openings=("<tool_call>",),
     markers=("<tool_call>", "</tool_call>"),
-    fenced=True,
+    loose=True,
 )
 LLAMA3 = ToolCallFormat(
     family="llama3",
@@ -238,7 +238,7 @@ GENERIC = ToolCallFormat(
     between=HERMES.between,
     openings=HERMES.openings,
     parallel=False,  # models not trained for tools repeat the first call until max_tokens
-    fenced=True,
+    loose=True,
     untemplated=True,
 )
 FORMATS_BY_FAMILY = {

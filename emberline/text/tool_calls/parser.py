@@ -15,14 +15,13 @@ import msgspec
 
 from emberline.protocol.request import Message, Tool
 from emberline.text.tokenizers.detokenizer import Detokenizer, MarkerFinder
+from emberline.text.tool_calls import loose_calls
 from emberline.text.tool_calls.formats import ToolCallFormat, sentinels, with_sentinels
 from emberline.text.tool_calls.reasoning import ReasoningFormat
 from emberline.text.tool_calls.tagged_arguments import Scanned, TaggedScanner, Tags
 
 HEAD_CHARS = 256  # from the opening of a call to its arguments
 TAIL_CHARS = 64  # of the white space and markers that close a call
-FENCE = "```json"
-FENCE_CHARS = 1 << 14  # of a fenced block that may be a call; a longer one is text
 _NAME = r"(?P<name>[a-zA-Z0-9_.-]{1,64}?)"
 
 
@@ -192,7 +191,9 @@ class ReplyFormat:
         self.reasoning_start = with_sentinels(reasoning.start, self.sentinels) if reasoning is not None else ""
         self.reasoning_end = with_sentinels(reasoning.end, self.sentinels) if reasoning is not None else ""
         anywhere = () if self.calls is None or self.calls.alone else self.calls.openings
-        self.in_text = MarkerFinder((*anywhere, FENCE) if tools is not None and tools.fenced else anywhere)
+        self.loose = tools is not None and tools.loose
+        self.in_text = MarkerFinder((*anywhere, *loose_calls.MARKERS) if self.loose else anywhere)
+        self.in_text_strict = MarkerFinder(anywhere)
         self.in_reasoning = MarkerFinder((self.reasoning_end, *anywhere))
 
 
@@ -207,15 +208,15 @@ class ReplyParser:
         tools: Sequence[Tool],
         reasoning: bool | None,
         *,
-        parallel: bool = True,
+        loose: bool = True,
     ) -> None:
+        """`loose`: calls may be written beside the model's format. The grammar must bind those, too."""
         assert not (reasoning and not form.reasoning_end)
         self.reasoning = bool(reasoning)
         self._form = form
         self._calls = form.calls
         self._names = {tool.name: tool.parameters for tool in tools}
-        self._parallel = parallel  # a reply may have several calls; the grammar sees to that except in fenced blocks
-        self._n_calls = 0
+        self._loose = loose and form.loose
         self._detokenizer = detokenizer
         self._held = ""  # decoded, not yet emitted
         self._gap = ""  # white space before a possible call
@@ -224,6 +225,7 @@ class ReplyParser:
         self._cut = False  # the reply ended at max_tokens
         self.lost_tool_call = False  # it was cut off inside a call before the arguments
         self._arguments: ArgumentScanner | TaggedScanner = ArgumentScanner()
+        self._end = self._tail  # the state after the arguments of the current call
         may_reason = reasoning is None and form.reasoning_start
         self._state: Callable[[bool, list[ReplyPiece]], bool] = self._before_reasoning if may_reason else self._text
 
@@ -312,25 +314,32 @@ class ReplyParser:
             self.reasoning, self._trim = False, True
         else:
             self._held, self._gap = self._held[len(gap) :], gap
-            self._state = self._fence if found[0] == FENCE else self._head
+            self._state = self._loose_head if found[0] in loose_calls.MARKERS else self._head
         return True
 
-    def _fence(self, final: bool, pieces: list[ReplyPiece]) -> bool:
-        """A fenced block of JSON: a call if it is exactly one of a declared tool, otherwise text."""
-        end = self._held.find("```", len(FENCE))
-        if end < 0 and not final and len(self._held) <= FENCE_CHARS and _may_be_call(self._held[len(FENCE) :]):
-            return False
-        may_call = end >= 0 and (self._parallel or not self._n_calls)
-        call = _fenced_call(self._held[len(FENCE) : end]) if may_call else None
-        self._state = self._text
-        if call is None or call.name not in self._names:
-            self._held, self._gap = self._gap + self._held, ""
-            self._out(len(self._held) - len(self._held.lstrip()) + len(FENCE), pieces)
+    def _loose_head(self, final: bool, pieces: list[ReplyPiece]) -> bool:
+        """Parse from what may be a call beside the format to its arguments."""
+        found = loose_calls.read_head(self._held, self._names)
+        if found is not None:
+            self._begin(found.name, "", found.end, pieces)
+            self._arguments, self._end = ArgumentScanner(), self._loose_tail
             return True
-        pieces += [CallStart(call.name, ""), ArgumentsPiece(bytes(call.arguments).decode()), CallEnd()]
-        self._held, self._gap = self._held[end + len("```") :], ""
-        self._at_start, self._trim = False, True
-        self._n_calls += 1
+        may_become = loose_calls.may_become_head(self._held, self._names)
+        if may_become and not final:
+            return False
+        if may_become and self._cut and loose_calls.begins_a_call(self._held):
+            return self._drop_call()
+        marker = next(marker for marker in loose_calls.MARKERS if self._held.startswith(marker))
+        self._as_text(marker, pieces)
+        return True
+
+    def _loose_tail(self, final: bool, pieces: list[ReplyPiece]) -> bool:
+        end = loose_calls.tail_end(self._held, final=final)
+        if end is None:
+            return False
+        self._held = self._held[end:]
+        self._trim = True
+        self._state = self._text
         return True
 
     def _text_or_call_only(self, final: bool) -> bool:
@@ -359,10 +368,7 @@ class ReplyParser:
             return False
         if found is None and self._cut and self._calls.may_begin(self._held, self._names):
             return self._drop_call()
-        opening = next(opening for opening in self._calls.openings if self._held.startswith(opening))
-        self._held, self._gap = self._gap + self._held, ""
-        self._out(len(self._held) - len(self._held.lstrip()) + len(opening), pieces)
-        self._state = self._text
+        self._as_text(next(each for each in self._calls.openings if self._held.startswith(each)), pieces)
         return True
 
     def _call_arguments(self, final: bool, pieces: list[ReplyPiece]) -> bool:
@@ -373,7 +379,7 @@ class ReplyParser:
         if not found.ended:
             return False
         pieces.append(CallEnd())
-        self._state = self._tail
+        self._state = self._end
         return True
 
     def _tail(self, final: bool, pieces: list[ReplyPiece]) -> bool:
@@ -425,7 +431,15 @@ class ReplyParser:
     def _markers(self) -> MarkerFinder | None:
         if self.reasoning:
             return self._form.in_reasoning
-        return self._form.in_text if self._calls is not None and not self._calls.alone else None
+        if self._calls is None or self._calls.alone:
+            return None
+        return self._form.in_text if self._loose else self._form.in_text_strict
+
+    def _as_text(self, opening: str, pieces: list[ReplyPiece]) -> None:
+        """Emit an opening that begins no call, and the white space before it."""
+        self._held, self._gap = self._gap + self._held, ""
+        self._out(len(self._held) - len(self._held.lstrip()) + len(opening), pieces)
+        self._state = self._text
 
     def _drop_call(self) -> bool:
         """A call that was cut off is neither a call nor text."""
@@ -434,11 +448,11 @@ class ReplyParser:
 
     def _begin(self, name: str, number: str, end: int, pieces: list[ReplyPiece]) -> None:
         pieces.append(CallStart(name, number))
-        self._n_calls += 1
         self._held, self._gap = self._held[end:], ""
         self.reasoning = self._at_start = False
         tags = self._calls.tags if self._calls is not None else None
         self._arguments = ArgumentScanner() if tags is None else TaggedScanner(tags, self._names[name])
+        self._end = self._tail
         self._state = self._call_arguments
 
     def _out(self, n: int, pieces: list[ReplyPiece]) -> None:
@@ -448,25 +462,6 @@ class ReplyParser:
         if text:
             pieces.append(ReasoningPiece(text) if self.reasoning else TextPiece(text))
             self._at_start = self._at_start and self.reasoning
-
-
-class _FencedCall(msgspec.Struct, forbid_unknown_fields=True):
-    name: str
-    arguments: msgspec.Raw
-
-
-def _fenced_call(text: str) -> _FencedCall | None:
-    try:
-        call = msgspec.json.decode(text, type=_FencedCall)
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
-        return None
-    return call if bytes(call.arguments).startswith(b"{") else None
-
-
-def _may_be_call(text: str) -> bool:
-    """Whether the beginning of a fenced block may become a call."""
-    begun, name = _spaceless(text[:HEAD_CHARS]), '{"name":'
-    return name.startswith(begun) or begun.startswith(name)
 
 
 def _before_spaces(text: str, end: int) -> int:

@@ -18,6 +18,7 @@ from emberline.protocol.events import (
     ToolCallStarted,
     Usage,
 )
+from emberline.protocol.sizes import format_limit
 from emberline.upstream.dialects.sse import data_of
 
 MAX_BODY_BYTES = 64 << 20
@@ -101,7 +102,7 @@ class _ChoiceState:
         """Read blocks of thinking: whole ones, or pieces of which the last has the signature. Blocks may come again.
 
         Yields all complete blocks if there are more than before. Text of a block that has not come as reasoning comes
-        as such first: guardrails read no marks of a reply."""
+        as such first, since most clients read the reasoning alone."""
         n_before = len(self._blocks)
         for block in given if isinstance(given, list) else ():
             kind = block.get("type") if isinstance(block, dict) else ""
@@ -247,7 +248,7 @@ class BodyAssembler:
     def __call__(self, lines: bytes, last: bool) -> bytes:
         self._n_bytes += len(lines)
         if self._n_bytes > self._max_bytes:
-            raise UnreadableChunk(f"more than {self._max_bytes >> 20} MiB")
+            raise UnreadableChunk(f"more than {format_limit(self._max_bytes)}")
         for line in lines.splitlines():
             if data := data_of(line):
                 self._add(data)

@@ -110,7 +110,8 @@ def refuse_settings(provider: str, request: GenerateRequest, known: Collection[s
         raise Unsupported(f"provider {provider} has no text completions: ask for {CHAT}", param="model")
     for name in SamplingParams.__struct_fields__:
         value = getattr(request.sampling, name)
-        asks = value != getattr(_DEFAULTS, name) and not (name == "seed" and value == 0)  # which clients send for none
+        is_given = value != getattr(_DEFAULTS, name) and name not in request.left_to_model
+        asks = is_given and not (name == "seed" and value == 0)  # which clients send for none
         if asks and name not in known:
             raise unsupported(provider, _OPENAI_NAMES.get(name, name))
     if request.n != 1 and "n" not in known:
@@ -120,17 +121,14 @@ def refuse_settings(provider: str, request: GenerateRequest, known: Collection[s
 
 
 def chosen(request: GenerateRequest, names: Mapping[str, str]) -> dict[str, Any]:
-    """The temperature, if the client set it, and other sampling parameters that are not the default, by the provider's
-    names of them."""
+    """The temperature and the other sampling parameters that are not the default, if the client set them, by the
+    provider's names of them."""
     sampling = request.sampling
     return {
         theirs: getattr(sampling, name)
         for name, theirs in names.items()
-        if (
-            name not in request.left_to_model
-            if name == "temperature"
-            else getattr(sampling, name) != getattr(_DEFAULTS, name)
-        )
+        if name not in request.left_to_model
+        and (name == "temperature" or getattr(sampling, name) != getattr(_DEFAULTS, name))
     }
 
 

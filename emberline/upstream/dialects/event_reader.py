@@ -11,6 +11,8 @@ from emberline.protocol.events import (
     ChoiceDone,
     Completed,
     Opaque,
+    OutputIds,
+    PromptEcho,
     ReasoningDelta,
     Started,
     TextDelta,
@@ -204,7 +206,7 @@ class ChunkEditor:
         if isinstance(event, Started):
             self._begin()
             return self._role(0)
-        assert not isinstance(event, Completed), "the transport's caller makes it"
+        assert not isinstance(event, Completed | PromptEcho | OutputIds), "events of our own engines"
         return self._role(event.index) + self._more(event)
 
     def _role(self, index: int) -> bytes:

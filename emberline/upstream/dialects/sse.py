@@ -21,6 +21,7 @@ _DONE = b"[DONE]"
 _HEAD = ("id", "object", "created", "model")  # of a chunk
 _UNFINISHED = b'"finish_reason":null'
 _MORE_TEXT = _UNFINISHED + b"}]}"  # the end of most chunks, which need no further look
+_MORE_EVENT = _MORE_TEXT + b"\n\n"
 # The usage so far, in a chunk with choices: behind their list, as vLLM and SGLang write it.
 _RUNNING_USAGE = re.compile(rb'\}\],"usage":(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})(?=[},])')
 _FINISHED = re.compile(rb'"finish_reason"\s*:\s*"')
@@ -178,20 +179,29 @@ class StreamEditor:
         """Return the lines that are complete now as the client gets them; the beginning of the next line is kept. An
         empty piece ends the stream. Sets `n_events`; raises as `edit` does.
 
-        Most pieces are whole events with nothing but more text. Such a piece is counted and passed on as it is.
+        Most pieces are whole events with nothing but more text, or begin with such events. These are counted and passed
+        on as they are.
         """
-        if piece.startswith(b"data:") and piece.endswith(b"}\n\n") and not (self._tail or self._drops_blank):
-            n_events = piece.count(b"}\n\ndata:") + 1
-            # Each line is a data line if all line ends belong to events.
-            if (
-                piece.count(b"\n") == 2 * n_events
-                and self._may_skip
-                and _ERROR not in piece
-                and not (b'"usage"' in piece and _USAGE.search(piece) is not None)
-                and _FINISHED.search(piece) is None
-            ):
-                self.n_events, self._last = n_events, piece
-                return piece
+        if self._may_skip and piece.startswith(b"data:") and not (self._tail or self._drops_blank):
+            end = piece.rfind(_MORE_EVENT) + len(_MORE_EVENT)
+            n_events = piece.count(_MORE_EVENT, 0, end)
+            # Each line is more of a text if all line ends belong to such events.
+            if not n_events or piece.count(b"\n", 0, end) != 2 * n_events:
+                end, n_events = len(piece), piece.count(b"}\n\ndata:") + 1
+                if (
+                    not piece.endswith(b"}\n\n")
+                    or piece.count(b"\n") != 2 * n_events
+                    or _ERROR in piece
+                    or (b'"usage"' in piece and _USAGE.search(piece) is not None)
+                    or _FINISHED.search(piece) is not None
+                ):
+                    end = 0
+            if end:
+                rest = piece[end:]
+                lines = piece[:end] + self.edit(self.whole(rest)) if rest else piece
+                self.n_events = self.n_events + n_events if rest else n_events
+                self._last = lines
+                return lines
         return self.edit(self.whole(piece)) if piece else self.flush()
 
     def whole(self, data: bytes) -> bytes:

@@ -32,8 +32,8 @@ class StoredKeys(Protocol):
     def find(self, account: str, provider: str) -> ProviderKey | None:
         """The account's own, or else the one of all accounts."""
 
-    def has(self, provider: str) -> bool:
-        """True if any account has a key of this provider."""
+    def has(self, provider: str, account: str | None) -> bool:
+        """True if the account may use a stored key of this provider. `account` None: if any account may."""
 
     async def catch_up(self) -> None:
         """See what other processes have stored."""
@@ -60,26 +60,33 @@ class ProviderDirectory:
         self._describe = describe
         self._keys = keys
         self._egress = egress or EgressPolicy(setting="[accounts] provider_networks")
-        self._cards: dict[str, ModelCard] = {}  # by id; clients name models at will, so it is bounded
+        # By id, with the provider's client. Clients name models at will, so it is bounded.
+        self._cards: dict[str, tuple[ProviderClient, ModelCard]] = {}
         self._pools: dict[tuple[str, bool], ConnectionPool] = {}  # by URL, and whether an account chose it
 
-    def find(self, model_id: str) -> ModelCard | None:
-        """The card of `name/model`; None where there is no such provider."""
-        card = self._cards.get(model_id)
-        if card is None:
-            client, model = self._split(model_id)
-            if client is None:
-                return None
+    def find(self, model_id: str, account: str | None) -> ModelCard | None:
+        """The card of `name/model`. Returns None if the account has no such provider.
+
+        The providers of an account: those that are configured, and those that it or all accounts have a stored key
+        of. The answer for any other is the same whether another account has it or nobody. `account` None: the
+        operator, who sees the providers of every account."""
+        known = self._cards.get(model_id)
+        if known is not None and known[0].is_configured:
+            return known[1]
+        client, model = self._split(model_id, account)
+        if client is None:
+            return None
+        if known is None:
             if len(self._cards) >= MAX_CARDS:
                 self._cards.clear()
-            card = self._cards[model_id] = self._describe(_card(client, model))
-        return card
+            known = self._cards[model_id] = client, self._describe(_card(client, model))
+        return known[1]
 
     async def ensure(self, model_id: str) -> None:
         """Know the provider of a model that another process has resolved."""
-        if "/" in model_id and self.find(model_id) is None and self._keys is not None:
+        if "/" in model_id and self.find(model_id, None) is None and self._keys is not None:
             await self._keys.catch_up()
-            self.find(model_id)
+            self.find(model_id, None)
 
     def sweep(self, is_used: Callable[[ProviderClient], bool]) -> list[ProviderClient]:
         """Remove the providers that no stored key has named since the last sweep, unless `is_used`.
@@ -87,20 +94,21 @@ class ProviderDirectory:
         Returns their clients, for the caller to close. A key that is replaced, by its removal and a new one, leaves its
         provider in place.
         """
-        unnamed = {name for name, client in self.clients.items() if not client.is_configured and not self._has(name)}
+        unnamed = {
+            name for name, client in self.clients.items() if not client.is_configured and not self._has(name, None)
+        }
         unused = [name for name in unnamed & self._unnamed if not is_used(self.clients[name])]
         gone = [self.clients.pop(name) for name in unused]
         self._unnamed = unnamed & self.clients.keys()
-        names = {client.provider.name for client in gone}
-        for model_id in [model_id for model_id, card in self._cards.items() if card.id.partition("/")[0] in names]:
+        for model_id in [model_id for model_id, (client, _) in self._cards.items() if client in gone]:
             del self._cards[model_id]
         for client in gone:
             for tell in self.on_gone:
                 tell(client)
         return gone
 
-    def _has(self, name: str) -> bool:
-        return self._keys is not None and self._keys.has(name)
+    def _has(self, name: str, account: str | None) -> bool:
+        return self._keys is not None and self._keys.has(name, account)
 
     def cards(self) -> list[ModelCard]:
         """Cards of the models that are known by name."""
@@ -154,7 +162,7 @@ class ProviderDirectory:
 
     async def test(self, name: str, principal: Principal) -> list[str]:
         """The models that the provider lists, asked with the key that this account's requests would use."""
-        client = self._client(name.lower())
+        client = self._client(name.lower(), principal.account)
         if client is None:
             raise NotFound(f"there is no provider {name[:32]}{self.hint(name + '/')}", param="name")
         access = self.access(client, principal)
@@ -198,18 +206,19 @@ class ProviderDirectory:
         target, egress = parse_target(url), self._egress
         return lambda: egress.addresses(target)
 
-    def _split(self, model_id: str) -> tuple[ProviderClient | None, str]:
+    def _split(self, model_id: str, account: str | None) -> tuple[ProviderClient | None, str]:
         name, separator, model = model_id.partition("/")
         valid = separator and model and len(model_id) <= MAX_ID_CHARS and model.isprintable() and " " not in model
-        client = self._client(name.lower()) if valid else None
+        client = self._client(name.lower(), account) if valid else None
         return (client, model) if client is not None else (None, "")
 
-    def _client(self, name: str) -> ProviderClient | None:
+    def _client(self, name: str, account: str | None) -> ProviderClient | None:
         for each in (name, ALIASES.get(name, "")):
-            if (client := self.clients.get(each)) is not None:
+            client = self.clients.get(each)
+            if client is not None and client.is_configured:
                 return client
-            if each and self._has(each):
-                return self._add(each)
+            if each and self._has(each, account):
+                return client or self._add(each)
         return None
 
     def _add(self, name: str) -> ProviderClient:

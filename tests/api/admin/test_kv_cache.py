@@ -55,12 +55,14 @@ async def test_an_admin_acts_for_any_account(service: FakeService, cache: FakeCa
     async with client_of(service, key=KEY) as client:
         client.headers["authorization"] = f"Bearer {KEY}"
         answer = await client.post("/api/cache/purge", json={"account": "acme", "session": "s"})
-        assert answer.json() == {"blocks": 3, "workers": {"smollm2-0": {"device": 1, "disk": 2}}}
+        texts = {"conversations": 4, "streams": 1, "replies": 0}
+        assert answer.json() == {"blocks": 3, "workers": {"smollm2-0": {"device": 1, "disk": 2}}, **texts}
         await client.post("/api/cache/purge", json={"everything": True})
         exported = await client.get("/api/cache/export", params={"account": "acme", "session": "s"})
         assert exported.content == b"blocks" * 1000
         imported = await client.post("/api/cache/import?account=acme&worker=w", content=b"file")
         assert imported.json()["blocks"] == 3
+    assert service.purges == [("acme", "s"), (None, None)]
     assert cache.calls == [
         ("purge", salt_of("acme"), "s"),
         ("purge", None, None),

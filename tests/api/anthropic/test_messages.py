@@ -5,10 +5,14 @@ import re
 from collections.abc import AsyncIterator
 
 import httpx
+import msgspec
 import pytest
 
+from emberline.api.anthropic.message_request import SIGNATURE
+from emberline.protocol.complete_response import Answer
 from emberline.protocol.events import ChoiceDone, Completed, Opaque, ReasoningDelta, Started, TextDelta, TextEvent
 from emberline.protocol.request import ContentPart, GenerateRequest, Message, Reasoning, SamplingParams, ToolCall
+from emberline.service.event_collector import AnswerCollector, events_of
 from tests.api.fake_service import MODEL, USAGE, FakeService, says
 
 BODY = {"model": MODEL, "max_tokens": 100, "messages": [{"role": "user", "content": "Hi"}]}
@@ -246,6 +250,57 @@ async def test_malformed_cache_control_is_refused_by_name(
     assert answer.status_code == 400
     assert "cache_control" in answer.text
     assert not service.requests
+
+
+def signed(thinking: str, signature: str) -> dict[str, str]:
+    return {"type": "thinking", "thinking": thinking, "signature": signature}
+
+
+T1, T2, HIDDEN = signed("One.", "s1"), signed("Two.", "s2"), {"type": "redacted_thinking", "data": "x"}
+SAID, DONE = {"type": "text", "text": "So."}, ChoiceDone(0, "stop")
+SIGNED_AS_IT_COMES = (
+    *(ReasoningDelta(0, "One."), Opaque(0, "thinking_blocks", [T1]), TextDelta(0, "So.")),
+    *(
+        Opaque(0, "thinking_blocks", [T1, HIDDEN]),
+        ReasoningDelta(0, "Two."),
+        Opaque(0, "thinking_blocks", [T1, HIDDEN, T2]),
+    ),
+    TextDelta(0, "So."),
+)
+SIGNED_AT_THE_END = (
+    *(ReasoningDelta(0, "One."), TextDelta(0, "So."), ReasoningDelta(0, "Two.")),
+    Opaque(0, "thinking_blocks", [T1, T2]),
+)
+UNSIGNED_FIRST = (ReasoningDelta(0, "Zero. "), ReasoningDelta(0, "One."), Opaque(0, "thinking_blocks", [T1]))
+
+
+@pytest.mark.parametrize(
+    ("events", "blocks"),
+    [
+        (SIGNED_AS_IT_COMES, [T1, SAID, HIDDEN, T2, SAID]),
+        (SIGNED_AT_THE_END, [T1, SAID, T2]),
+        (UNSIGNED_FIRST, [signed("Zero. ", SIGNATURE), T1]),
+    ],
+)
+async def test_whole_and_cached_replies_keep_the_order_of_their_thinking(
+    client: httpx.AsyncClient, service: FakeService, events: tuple[TextEvent, ...], blocks: list[dict[str, str]]
+) -> None:
+    service.script = says(*events, DONE)
+    assert (await client.post("/v1/messages", json=BODY)).json()["content"] == blocks
+    collector = AnswerCollector(1)
+    for event in (*events, DONE):
+        collector.add(event)
+    answer = collector.answer(USAGE)
+    kept = msgspec.msgpack.decode(msgspec.msgpack.encode(answer), type=Answer)
+    service.script = says(*events_of(kept))  # as from the response cache
+    assert (await client.post("/v1/messages", json=BODY)).json()["content"] == blocks
+    if events is SIGNED_AS_IT_COMES:
+        stream = (await client.post("/v1/messages", json=BODY | {"stream": True})).text
+        told = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: ")]
+        kinds = [event["content_block"]["type"] for event in told if event["type"] == "content_block_start"]
+        assert kinds == [block["type"] for block in blocks]
+        deltas = [event["delta"] for event in told if event["type"] == "content_block_delta"]
+        assert [delta["signature"] for delta in deltas if "signature" in delta] == ["s1", "s2"]
 
 
 @pytest.mark.parametrize("signature", ["", "c2ln"])

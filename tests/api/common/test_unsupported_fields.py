@@ -11,6 +11,7 @@ import pytest
 
 from emberline.api.anthropic.message_request import CountRequest, MessagesRequest
 from emberline.api.common.unsupported_fields import ALTERNATIVES, PeerFields, supported_fields
+from emberline.api.http.unknown_fields import NO_EFFECT
 from emberline.api.openai.chat import ChatRequest
 from emberline.api.openai.completions import CompletionRequest
 from emberline.api.openai.responses.request import ResponsesRequest
@@ -19,7 +20,7 @@ from tests.api.fake_service import MODEL, FakeService
 
 _DOCS = Path(__file__).parents[3] / "docs" / "api.md"
 _TABLE = _DOCS.read_text().partition("| accepted without an effect | why |\n")[2].partition("\n\n")[0]
-IGNORED = set(re.findall(r"^\| `(\w+)` \| \S", _TABLE, re.MULTILINE))  # fields that the documentation explains
+DOCUMENTED = set(re.findall(r"^\| `([\w.]+)` \| \S", _TABLE, re.MULTILINE))  # fields that the documentation explains
 MESSAGES = [{"role": "user", "content": "Hi"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
@@ -59,13 +60,22 @@ PEERS: dict[str, dict[str, Any]] = {
         "structural_tag": "x", "priority": 3, "request_id": "r", "return_tokens_as_token_ids": True,
         "return_token_ids": True, "cache_salt": "s", "kv_transfer_params": {"a": 1}, "vllm_xargs": {"a": 1},
         "logits_processors": ["x"], "logprob_token_ids": [5], "thinking_token_budget": 0, "include_reasoning": False,
-        "repetition_detection": {"a": 1},
+        "repetition_detection": {"a": 1}, "lora_request": {"lora_name": "a"}, "prompt_adapter_request": {"a": 1},
+        "extra_args": {"a": 1}, "prompt_token_ids": [5], "max_repetition_pattern_size": 5, "guided_json_object": True,
+        "min_repetition_pattern_size": 2, "repetition_min_count": 3, "detokenize": False,
+        "skip_reading_prefix_cache": True,
     },
     "SGLang": {
         "no_stop_trim": True, "regex": "a", "ebnf": "a", "stop_regex": "a", "min_new_tokens": 3,
         "separate_reasoning": False, "stream_reasoning": False, "lora_path": "x", "session_params": {"a": 1},
         "return_hidden_states": True, "return_routed_experts": True, "custom_logit_processor": "x",
-        "custom_params": {"a": 1}, "rid": "r", "extra_key": "k",
+        "custom_params": {"a": 1}, "rid": "r", "extra_key": "k", "sampling_seed": 1, "input_ids": [5],
+        "sampling_params": {"max_new_tokens": 5}, "input_embeds": [[0.5]], "return_logprob": True,
+        "logprob_start_len": 5, "top_logprobs_num": 2, "token_ids_logprob": [5], "return_text_in_logprobs": True,
+        "return_cached_tokens_details": True, "max_dynamic_patch": 5, "min_dynamic_patch": 1, "bootstrap_host": "h",
+        "bootstrap_port": 1, "bootstrap_room": 0, "routed_dp_rank": 0, "disagg_prefill_dp_rank": 0,
+        "data_parallel_rank": 0, "task": "domain", "routed_experts_start_len": 5, "custom_labels": {"a": "b"},
+        "use_audio_in_video": True,
     },
     "llama.cpp": {
         "dynatemp_range": 0.5, "dynatemp_exponent": 2, "n_predict": 5, "n_indent": 1, "n_keep": 5, "n_cmpl": 2,
@@ -77,17 +87,72 @@ PEERS: dict[str, dict[str, Any]] = {
         "samplers": ["top_k"], "timings_per_token": True, "post_sampling_probs": True, "response_fields": ["content"],
         "reasoning_format": "none", "thinking_forced_open": True, "reasoning_budget_tokens": 5,
         "image_data": [{"id": 1}],
-        "top_n_sigma": 1.5, "lora": [{"id": 0, "scale": 0.5}],
+        "top_n_sigma": 1.5, "lora": [{"id": 0, "scale": 0.5}], "tfs_z": 0.5, "penalize_nl": True,
+        "adaptive_target": 0.5, "adaptive_decay": 0.5, "t_max_prompt_ms": 5, "grammar_type": "tool_calls",
+        "grammar_triggers": [{}], "preserved_tokens": ["<x>"], "chat_format": 1, "chat_parser": "x",
+        "parse_tool_calls": True, "generation_prompt": "x", "reasoning_budget": 5, "reasoning_loop_guard": "on",
+        "reasoning_in_content": True, "system_prompt": "Be brief.", "input_prefix": "a", "input_suffix": "b",
+        "input_extra": [{}], "n_discard": 5, "n_cache_reuse": 5, "backend_sampling": True, "speculative.n_max": 5,
+        "speculative.n_min": 1, "speculative.p_min": 0.5,
     },
     "Ollama, text-generation-inference": {
         "format": "json", "system": "Be brief.", "template": "{{ .Prompt }}", "context": [5], "images": ["AAAA"],
         "think": False, "options": {"num_ctx": 4096}, "keep_alive": "5m", "raw": True, "num_predict": 5, "num_ctx": 5,
         "do_sample": False, "max_new_tokens": 5, "max_length": 5, "adapter_id": "a", "return_full_text": True,
-        "watermark": True,
+        "watermark": True, "inputs": "Hi", "parameters": {"max_new_tokens": 5}, "decoder_input_details": True,
+        "details": True, "top_n_tokens": 2, "truncate": 5, "tool_prompt": "x", "guideline": "x",
     },
+    "transformers": {
+        "eos_token_id": 0, "num_beams": 4, "num_return_sequences": 2, "encoder_repetition_penalty": 1.2,
+        "no_repeat_ngram_size": 3, "epsilon_cutoff": 0.1, "eta_cutoff": 0.1, "penalty_alpha": 0.6,
+        "bad_words_ids": [[5]], "max_time": 5, "stop_strings": ["x"], "guidance_scale": 1.5, "negative_prompt": "x",
+        "generation_config": {"temperature": 0}, "pad_token_id": 0,
+    },
+    "text-generation-webui, KoboldCpp, TabbyAPI": {
+        "tfs": 0.5, "rep_pen": 1.2, "smoothing_factor": 0.3, "dynamic_temperature": True, "dynatemp_low": 0.5,
+        "dynatemp_high": 1.5, "repetition_penalty_range": 1024, "temperature_last": True, "sampler_priority": ["top_k"],
+        "sampler_order": [6, 0], "ban_eos_token": True, "banned_tokens": "5", "banned_strings": ["no"],
+        "allowed_tokens": [5], "custom_token_bans": "5", "token_healing": True, "grammar_string": "root ::= \"a\"",
+        "regex_pattern": "a", "truncation_length": 2048, "cfg_scale": 1.5, "smoothing_curve": 1,
+    },
+    "TensorRT-LLM, LMDeploy, MLX, NIM": {
+        "top_p_min": 0.1, "top_p_decay": 0.9, "prompt_ignore_length": 5, "disaggregated_params": {"a": 1},
+        "migration_request": {"a": 1}, "nvext": {"a": 1}, "draft_model": "m", "adapters": "a",
+        "role_mapping": {"a": "b"}, "repetition_context_size": 20, "tokens_to_generate": 5, "num_draft_tokens": 3,
+        "session_id": 1,
+    },
+    "Mistral": {
+        "random_seed": 1, "safe_prompt": True, "prompt_mode": "reasoning", "guardrails": [{}],
+        "document_image_limit": 5, "document_page_limit": 5,
+    },
+    "Fireworks, Together": {
+        "prompt_truncate_len": 1024, "context_length_exceeded_behavior": "truncate", "mirostat_target": 1.5,
+        "mirostat_lr": 0.1, "raw_output": True, "perf_metrics_in_response": True, "echo_last": 5,
+        "sampling_mask": "count", "reasoning_history": "preserved", "safe_tokenization": True,
+        "prompt_cache_isolation_key": "k", "prompt_cache_max_len": 5, "safety_model": "m", "compliance": "hipaa",
+    },
+    "Groq, xAI, Cerebras, Perplexity, MiniMax": {
+        "citation_options": "enabled", "compound_custom": {"a": 1}, "search_settings": {"country": "US"},
+        "include_domains": ["a.b"], "exclude_domains": ["a.b"], "disable_tool_validation": True,
+        "disable_reasoning": True, "clear_thinking": True, "reasoning_split": True, "search_parameters": {"mode": "on"},
+        "deferred": True, "search_domain_filter": ["a.b"], "search_recency_filter": "day", "search_mode": "academic",
+        "return_images": True, "return_related_questions": True, "queue_threshold": 5,
+    },
+    "DashScope, GLM, SiliconFlow": {
+        "enable_thinking": False, "thinking_budget": 0, "enable_search": True, "search_options": {"a": 1},
+        "enable_code_interpreter": True, "translation_options": {"a": "b"}, "tool_stream": True,
+    },
+    "Gemini, Cohere": {
+        "candidate_count": 2, "response_schema": {"type": "object"}, "response_mime_type": "application/json",
+        "safety_settings": [{}], "cached_content": "c", "thinking_config": {"a": 1}, "system_instruction": "Be brief.",
+        "contents": [{}], "tool_config": {"a": 1}, "safety_mode": "NONE", "strict_tools": True,
+        "citation_quality": "fast", "connectors": [{}],
+    },
+    "LiteLLM": {"fallbacks": ["m"], "mock_response": "x", "extra_body": {"top_k": 5}},
     "OpenRouter": {
         "models": ["a"], "route": "fallback", "provider": {"order": ["x"]}, "plugins": [{"id": "web"}],
         "transforms": ["middle-out"], "top_a": 0.5, "usage": {"include": True}, "trace": {"trace_id": "t"},
+        "preset": "p", "image_config": {"a": 1},
     },
     "Anthropic": {
         "stop_sequences": ["x"], "mcp_servers": [{"name": "x"}], "container": "c", "inference_geo": "us",
@@ -122,7 +187,7 @@ async def test_no_field_is_ignored_by_accident(client: httpx.AsyncClient, servic
             if name in supported or name in whole:
                 continue
             answer = await client.post(path, json=whole | {name: value})
-            if answer.status_code == 200 and name not in IGNORED:
+            if answer.status_code == 200 and name not in NO_EFFECT:
                 ignored.append(f"{peer}: {name}")
             elif answer.status_code != 200:
                 assert answer.status_code == 400, answer.text
@@ -153,6 +218,8 @@ async def test_special_tokens_are_added_as_by_default(client: httpx.AsyncClient,
 
 async def test_a_refusal_names_the_field_to_use_instead(client: httpx.AsyncClient) -> None:
     for path, field, instead in (
+        ("/v1/chat/completions", "random_seed", "seed"),
+        ("/v1/messages", "enable_thinking", "thinking"),
         ("/v1/chat/completions", "grammar", "guided_grammar"),
         ("/v1/chat/completions", "stop_sequences", "stop"),
         ("/v1/messages", "stop", "stop_sequences"),
@@ -164,8 +231,17 @@ async def test_a_refusal_names_the_field_to_use_instead(client: httpx.AsyncClien
 
 def test_the_lists_are_disjoint() -> None:
     refused = {field.name for field in msgspec.structs.fields(PeerFields)}
-    assert "metadata" in IGNORED
-    assert not refused & IGNORED
+    assert not refused & NO_EFFECT
     everything = {name for struct, _ in ENDPOINTS.values() for name in struct.__struct_fields__}
     assert ALTERNATIVES.keys() <= everything
     assert {name for names in ALTERNATIVES.values() for name in names} <= everything
+
+
+def test_the_documentation_lists_the_fields_without_effect() -> None:
+    assert DOCUMENTED == NO_EFFECT
+
+
+def test_every_refused_field_has_a_value_above() -> None:
+    """So that the first test asks every API about each."""
+    asked = {"add_special_tokens", *(name for fields in PEERS.values() for name in fields)}  # it has a test of its own
+    assert {field.name for field in msgspec.structs.fields(PeerFields)} <= asked

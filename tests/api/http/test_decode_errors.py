@@ -23,7 +23,7 @@ CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
         ({"chat_template_kwargs": {"x": 1}}, "`chat_template_kwargs` has an unknown field `x`", "chat_template_kwargs"),
         (
             {"logit_bias": {"a": 1}},
-            "a key of `logit_bias` must match the regular expression '^[0-9]{1,9}$'",
+            "`logit_bias` has the key 'a': its keys are token ids, as decimal numbers in quotes",
             "logit_bias",
         ),
         (

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import schemathesis
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import CheckFunction
 from schemathesis.checks import ignored_auth, negative_data_rejection, positive_data_acceptance
 from schemathesis.generation.feedback import FeedbackSources
@@ -18,7 +18,7 @@ from schemathesis.pytest._test_builder import build_operation_test
 
 from emberline.accounts.account_service import AccountService
 from emberline.api.batch_loader import BatchService
-from emberline.catalog.model_card import ModelCard
+from emberline.catalog.model_card import TEXT_CLASSIFICATION, TEXT_EMBEDDINGS
 from emberline.gateway.gateways import GatewayService
 from emberline.jobs.batches.batch import Batch, NewBatch
 from emberline.jobs.batches.blobs import BlobStore
@@ -32,24 +32,23 @@ from emberline.protocol.media import Media, MediaRequest
 from emberline.protocol.request import EncodeRequest, GenerateRequest
 from emberline.store import open_store
 from tests.api.admin.test_kv_cache import FakeCache
-from tests.api.fake_service import CARDS, KEY, SECRET, FakeModels, FakeService, Script, agent, app_of, hello
+from tests.api.fake_service import CARDS, KEY, SECRET, FakeModels, FakeService, Script, agent, app_of, card, hello
 from tests.examples import EVERY_EXAMPLE
 from tests.jobs.webhooks.helpers import webhook_service
 
-
-class AnyModel(FakeModels):
-    """Finds a model under every name, so that fuzzed requests get past model resolution."""
-
-    def find(self, name: str, caller: str = "") -> ModelCard:
-        return CARDS[0]
+MODELS = (
+    *CARDS,
+    card("@cf/acme/vectors", "acme", task=TEXT_EMBEDDINGS),
+    card("rank", "acme", task=TEXT_CLASSIFICATION),
+)
 
 
 class Obliging(FakeService):
-    """Serves requests for every model name."""
+    """Serves models of every task; the document names them, and no other name is known."""
 
     def __init__(self, script: Script = hello) -> None:
         super().__init__(script)
-        self.models = AnyModel()
+        self.models = FakeModels(MODELS)
 
     def make_media(self, request: MediaRequest) -> Media:
         return Media(b'{"data":[]}')
@@ -137,13 +136,29 @@ HEADERS = {"Authorization": f"Bearer {KEY}"}
 
 # Every boundary of every field, once per family of bodies; random requests everywhere. Only `make test-all` tries the
 # families with the most fields, and the search for models at its second address.
+# Of each endpoint that generates, what a document cannot say: fields that belong together, and those left out for them.
+SAID: dict[str, Any] = {"input": "Hi", "previous_response_id": None, "background": None, "tools": None}
+GENERATION: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {},
+    "/v1/completions": {},
+    "/v1/responses": SAID,
+    "/v1/messages": {},
+    "/api/chat": {},
+    "/api/generate": {},
+    "/client/v4/accounts/{account}/ai/run/{model}": {
+        "prompt": "Hi",
+        "messages": None,
+        "requests": None,
+        "request_id": None,
+    },
+}
 DAILY = ("^/v1/messages$", "^/ai-api/models/search$")
 FAMILIES = (*DAILY, "/ai/models/search$", "^/v1/chat/completions$", "/ai/run/{model}$")
 
 
 def load() -> schemathesis.schemas.BaseSchema:
     """Read the document. Only `make test-all` also tries literals of our source as values: it takes long to set up."""
-    schema = schemathesis.openapi.from_asgi("/openapi.json", app)
+    schema = schemathesis.openapi.from_asgi("/openapi.json", app, headers=HEADERS)
     schema.config.analysis.constants.enabled = EVERY_EXAMPLE
     return schema
 
@@ -185,3 +200,22 @@ def test_boundaries(family: str) -> None:
 @bounded
 def test_anything(case: schemathesis.Case) -> None:
     check(case, negative_data_rejection)  # an object in a query, say, is sent as nothing at all
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", GENERATION)
+def test_requests_for_generation_reach_a_model(path: str) -> None:
+    """Valid bodies name a model that is served, as the document lists them: most must get past its look-up."""
+    statuses: list[int] = []
+
+    @settings(max_examples=25, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @given(case=load()[path]["POST"].as_strategy())
+    def ask(case: schemathesis.Case) -> None:
+        case.body = {**case.body, **GENERATION[path]}
+        case.headers = HEADERS
+        answer = case.call_and_validate(excluded_checks=[positive_data_acceptance, ignored_auth], timeout=60)
+        statuses.append(answer.status_code)
+
+    ask()
+    assert 404 not in statuses, statuses
+    assert statuses.count(200) >= 3, statuses

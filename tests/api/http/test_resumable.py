@@ -176,6 +176,40 @@ async def test_a_reader_keeps_the_request_alive(service: FakeService) -> None:
     assert wire.body.endswith(b"data: [DONE]\n\n")
 
 
+class WatchedLogs(MemoryEventLogs):
+    def __init__(self) -> None:
+        super().__init__(LogLimits(idle_check_s=0.01, sweep_s=0.01))
+        self.held = asyncio.Event()
+
+    def hold(self, log_id: str) -> None:
+        super().hold(log_id)
+        self.held.set()
+
+
+async def test_a_slow_reader_that_is_connected_keeps_its_stream(service: FakeService) -> None:
+    service.event_logs = logs = WatchedLogs()
+    service.script = paced = Paced()
+    app, takes = app_of(service), asyncio.Event()
+
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        async def send_slowly(message: Any) -> None:
+            await send(message)
+            if b"Hel" in message.get("body", b""):
+                await takes.wait()
+
+        await app(scope, receive, send_slowly)
+
+    wire = Wire(slow, "/v1/chat/completions", json.dumps(CHAT).encode(), x_emberline_resume="60")
+    await wire.until_sent(b"Hel")
+    log_id = header(wire, resumable.STREAM_ID)
+    await asyncio.wait_for(logs.held.wait(), 60)
+    assert await logs.idle_s(log_id) == 0, "sending waits, and nobody reads"
+    paced.go_on.set()
+    takes.set()
+    await wire.task
+    assert wire.body.endswith(b"data: [DONE]\n\n")
+
+
 async def test_a_stream_is_cancelled_by_its_id(service: FakeService, client: httpx.AsyncClient) -> None:
     service.event_logs = MemoryEventLogs(LogLimits(idle_check_s=0.01))
     service.script = Paced()

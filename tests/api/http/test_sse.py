@@ -19,7 +19,7 @@ from emberline.protocol.errors import (
 )
 from emberline.protocol.events import Started, TextDelta, TextEvent
 from emberline.protocol.request import GenerateRequest
-from tests.api.fake_service import MODEL, USAGE, FakeService, Wire, app_of
+from tests.api.fake_service import MODEL, USAGE, FakeModels, FakeService, Wire, app_of, hello
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 CF = "/client/v4/accounts/acme/ai"
@@ -188,3 +188,53 @@ async def test_one_log_line_with_the_id(client: httpx.AsyncClient, caplog: pytes
     assert record.status == 200
     assert len(record.client_request_id) == 64
     assert answer.headers["x-request-id"] not in ("", "theirs")
+
+
+class LoadingModels(FakeModels):
+    def state(self, model_id: str) -> str:
+        return "loading"
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+async def test_a_client_that_waits_for_its_model_is_told(service: FakeService, path: str) -> None:
+    service.models, loaded = LoadingModels(), asyncio.Event()
+
+    async def script(request: GenerateRequest) -> AsyncIterator[TextEvent]:
+        await loaded.wait()
+        async for event in hello(request):
+            yield event
+
+    service.script = script
+    wire = Wire(app_of(service), path, json.dumps(ENDPOINTS[path] | {"stream": True}).encode())
+    await wire.until_sent(f": loading {MODEL}\n\n".encode())
+    loaded.set()
+    await asyncio.wait_for(wire.task, 60)
+    assert wire.sent[0]["status"] == 200
+    assert wire.body.count(b": loading") == 1
+    assert b"Hel" in wire.body
+
+
+async def test_a_model_that_cannot_be_loaded_fails_its_streams(service: FakeService) -> None:
+    service.models, path, failed = LoadingModels(), "/v1/chat/completions", asyncio.Event()
+    body = json.dumps(ENDPOINTS[path] | {"stream": True}).encode()
+
+    async def script(request: GenerateRequest) -> AsyncIterator[TextEvent]:
+        await failed.wait()
+        raise Unavailable("no memory")
+        yield Started(USAGE)
+
+    service.script = script
+    late = Wire(app_of(service), path, body)
+    await late.until_sent(b": loading")
+    stopped = Wire(app_of(service), path, body)
+    await stopped.until_sent(b": loading")
+    stopped.task.cancel()
+    await asyncio.wait([stopped.task], timeout=60)
+    assert b"the server is stopping" in stopped.body
+    failed.set()
+    await asyncio.wait_for(late.task, 60)
+    assert b"no memory" in late.body
+    soon = Wire(app_of(service), path, body)
+    await asyncio.wait_for(soon.task, 60)
+    assert soon.sent[0]["status"] == 503, "what is refused at once has its status"
+    assert service.open == 0

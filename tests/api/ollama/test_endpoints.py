@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime
 from typing import Any
 
 import httpx
@@ -15,6 +16,7 @@ from emberline.protocol.errors import Unavailable
 from emberline.protocol.events import (
     ChoiceDone,
     Completed,
+    SequenceIds,
     Started,
     TextDelta,
     TextEvent,
@@ -23,9 +25,9 @@ from emberline.protocol.events import (
     ToolCallStarted,
     Usage,
 )
-from emberline.protocol.request import ContentPart, EncodeRequest, GenerateRequest
+from emberline.protocol.request import ContentPart, EncodeRequest, GenerateRequest, SamplingDefaults
 from emberline.protocol.token_ids import pack
-from tests.api.fake_service import KEY, MODEL, FakeService, agent, client_of, says
+from tests.api.fake_service import KEY, MODEL, FakeModels, FakeService, agent, card, client_of, says
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
 PROMPT = {"model": MODEL, "prompt": "Hi"}
@@ -47,9 +49,10 @@ async def lines(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> l
 
 def check_end(end: dict[str, Any], done_reason: str = "stop", n_output: int = 3) -> None:
     assert (end["done"], end["done_reason"]) == (True, done_reason)
-    assert (end["prompt_eval_count"], end["eval_count"], end["load_duration"]) == (12, n_output, 0)
-    assert end["total_duration"] >= end["eval_duration"] > 0
-    assert end["prompt_eval_duration"] > 0
+    assert (end["prompt_eval_count"], end["eval_count"]) == (12, n_output)
+    parts = [end[f"{part}_duration"] for part in ("load", "prompt_eval", "eval")]
+    assert min(parts) > 0
+    assert end["total_duration"] >= max(parts)
 
 
 async def test_chat_streams_unless_told_otherwise(client: httpx.AsyncClient) -> None:
@@ -83,6 +86,43 @@ async def test_generate(client: httpx.AsyncClient, service: FakeService) -> None
         ("user", "Hi"),
     ]
     assert (second.prompt, second.messages) == ("Hi", None)
+
+
+async def with_ids(request: GenerateRequest) -> AsyncIterator[TextEvent]:
+    yield Started(Usage(prompt_tokens=3))
+    yield TextDelta(0, "Hi")
+    yield ChoiceDone(0, "stop")
+    ids = SequenceIds(request.context_ids + pack([1, 2, 3]), pack([4]))
+    yield Completed(Usage(prompt_tokens=3, completion_tokens=1), result=ids)
+
+
+async def test_the_context_of_a_reply_is_continued(client: httpx.AsyncClient, service: FakeService) -> None:
+    service.script = with_ids
+    whole = await post(client, "/api/generate", PROMPT | {"stream": False})
+    *_, streamed = await lines(client, "/api/generate", PROMPT)
+    mark, *ids = whole["context"]
+    assert ids == [1, 2, 3, 4]
+    assert 1 << 30 <= mark < 1 << 31, "no token, and an integer of 32 bits"
+    assert streamed["context"] == whole["context"]
+    again = await post(client, "/api/generate", PROMPT | {"stream": False, "context": whole["context"]})
+    assert service.requests[-1].context_ids == pack([1, 2, 3, 4])
+    assert again["context"] == [mark, 1, 2, 3, 4, 1, 2, 3, 4]
+    assert "context" not in await post(client, "/api/generate", PROMPT | {"stream": False, "raw": True})
+    assert "context" not in await post(client, "/api/chat", CHAT | {"stream": False})
+
+
+@pytest.mark.parametrize("bad", [[1, 2], [-1], [1 << 30, 1 << 31]])
+async def test_a_context_of_another_model_is_refused(
+    client: httpx.AsyncClient, service: FakeService, bad: list[int]
+) -> None:
+    service.script = with_ids
+    other = (await post(client, "/api/generate", PROMPT | {"model": "@hf/acme/tiny", "stream": False}))["context"]
+    for context in (bad, other):
+        answer = await client.post("/api/generate", json=PROMPT | {"context": context})
+        assert answer.status_code == 400
+        assert "`context` is not of" in answer.json()["error"]
+    raw = await client.post("/api/generate", json=PROMPT | {"raw": True, "context": other})
+    assert raw.status_code == 400
 
 
 async def test_tool_calls_and_thinking(client: httpx.AsyncClient, service: FakeService) -> None:
@@ -169,7 +209,6 @@ async def test_logprobs(client: httpx.AsyncClient, service: FakeService) -> None
         ("chat", "options", {"mirostat": 2}, "options.mirostat"),
         ("chat", "options", {"tfs_z": 0.5}, "options.tfs_z"),
         ("chat", "template", "{{ .Prompt }}", "template"),
-        ("generate", "suffix", "end", "suffix"),
         ("generate", "context", [1, 2], "context"),
         ("generate", "width", 64, "width"),
     ],
@@ -296,17 +335,41 @@ async def test_models(client: httpx.AsyncClient) -> None:
     first = models[0]
     assert (first["name"], first["model"], len(first["digest"])) == (MODEL, MODEL, 64)
     assert first["modified_at"] == "2024-10-31T00:00:00Z"
-    assert first["details"]["parameter_size"] == "135M"
+    assert (first["details"]["parameter_size"], first["details"]["quantization_level"]) == ("135M", "unknown")
+    names = [model["name"] for model in models]
+    assert names == [MODEL, "@hf/acme/tiny", "smollm2-135m-instruct", "tiny"], "ids, then the short names"
+    assert models[2] | {"name": MODEL, "model": MODEL} == first
     shown = await post(client, "/api/show", {"model": MODEL})
     assert shown["capabilities"] == ["completion", "tools"]
     assert shown["model_info"]["unknown.context_length"] == 8192
-    assert shown["parameters"] == "temperature 0.2"
+    assert shown["parameters"] == 'temperature 0.2\nstop "<|im_end|>"'
+    assert shown["template"] == "{{ messages }}"
     running = (await client.get("/api/ps")).json()
-    expected = {"name": MODEL, "id": MODEL, "context_length": 8192, "workers_ready": 1}
+    expected = {"name": MODEL, "id": MODEL, "context_length": 8192, "workers_ready": 1, "size_vram": 0}
     assert running["models"][0].items() >= expected.items()
+    assert {row["name"]: row["id"] for row in running["models"]}["smollm2-135m-instruct"] == MODEL
     assert "engines" in running
     assert (await client.get("/api/version")).json()["version"].count(".") == 2
     assert (await lines(client, "/api/pull", {"model": MODEL})) == [{"status": "success"}]
+
+
+async def test_a_model_is_shown_by_what_its_card_tells(service: FakeService) -> None:
+    sampling = SamplingDefaults(top_p=0.9, repetition_penalty=1.1)
+    known = card(MODEL, "acme", n_parameters=134_515_008, quantization="Q4_1", architecture="llama", sampling=sampling)
+    service.models = FakeModels([known])
+    shown = await post(client_of(service), "/api/show", {"name": MODEL})
+    assert shown["parameters"].splitlines()[:2] == ["top_p 0.9", "repeat_penalty 1.1"]
+    assert shown["details"].items() >= {"parameter_size": "134.52M", "quantization_level": "Q4_1"}.items()
+    assert shown["model_info"]["general.parameter_count"] == 134_515_008
+
+
+async def test_ps_tells_where_a_model_is_and_until_when(service: FakeService) -> None:
+    service.engine_device, service.unload_in_s = "cuda:0 (H200)", 90.0
+    service.models = FakeModels([card(MODEL, "acme", weight_bytes=98_000_000)])
+    running = (await client_of(service).get("/api/ps")).json()["models"][0]
+    assert (running["size"], running["size_vram"]) == (98_000_000, 98_000_000)
+    left = datetime.fromisoformat(running["expires_at"]) - datetime.now(UTC)
+    assert 60 < left.total_seconds() <= 90
 
 
 async def test_what_ollama_has_and_this_server_has_not(client: httpx.AsyncClient) -> None:
@@ -322,3 +385,27 @@ def test_unloading() -> None:
 
     assert [unloads(value) for value in (0, 0.0, "0", "0s", "0h0m")] == [True] * 5
     assert [unloads(value) for value in (None, -1, "-1", "10m", "1h0m", 300)] == [False] * 6
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [
+        *((None, None), (-1, -1), ("-1", -1), ("-1m", -1), (300, 300), ("300", 300), ("10m", 600), ("1h30m", 5400)),
+        *(("1.5s", 1.5), ("250ms", 0.25), (0, 0), ("999999h", -1)),
+    ],
+)
+def test_keep_alive_in_seconds(given: float | str | None, seconds: float | None) -> None:
+    assert OllamaChat(model=MODEL, keep_alive=given).keep_alive_s == seconds
+
+
+async def test_keep_alive_is_an_admins_wish(service: FakeService, accounts: AccountService) -> None:
+    tenant = await accounts.create_key(Actor("test"), "acme")
+    async with client_of(service, KEY, accounts=accounts) as client:
+        client.headers["authorization"] = f"Bearer {KEY}"
+        for body, path in ((CHAT, "chat"), (PROMPT, "generate")):
+            await post(client, f"/api/{path}", body | {"keep_alive": "2m", "stream": False})
+        await post(client, "/api/generate", {"model": MODEL, "keep_alive": "10s", "stream": False})
+        client.headers["authorization"] = f"Bearer {tenant.key.text}"
+        await post(client, "/api/chat", CHAT | {"keep_alive": -1, "stream": False})
+    assert [request.keep_alive_s for request in service.requests] == [120, 120, None]
+    assert service.keep_alive_s == 10

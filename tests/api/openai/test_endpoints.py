@@ -209,8 +209,9 @@ async def test_completion_stream(client: httpx.AsyncClient, service: FakeService
 async def test_completion_prompts(
     client: httpx.AsyncClient, service: FakeService, prompt: object, expected: list, stream: bool
 ) -> None:
-    body = {"model": MODEL, "prompt": prompt, "n": 2, "stream": stream, "stream_options": {"include_usage": True}}
-    answer = await client.post("/v1/completions", json=body)
+    body = {"model": MODEL, "prompt": prompt, "n": 2, "stream": stream}
+    options = {"stream_options": {"include_usage": True}} if stream else {}
+    answer = await client.post("/v1/completions", json=body | options)
     assert [request.prompt or request.prompt_ids for request in service.requests] == expected
     assert len({request.id for request in service.requests}) == len(expected)
     texts = [""] * (2 * len(expected))
@@ -242,7 +243,7 @@ async def test_models(client: httpx.AsyncClient) -> None:
         listed = (await client.get(f"{base}/models")).json()
         assert listed["object"] == "list"
         assert listed["data"][0] == {
-            "id": MODEL, "aliases": ["smollm2-135m-instruct"], "object": "model", "created": 1730332800,
+            "id": MODEL, "root": MODEL, "aliases": ["smollm2-135m-instruct"], "object": "model", "created": 1730332800,
             "owned_by": "huggingfacetb", "context_window": 8192, "max_model_len": 8192,
             "default_parameters": {"temperature": 0.2}, "task": "Text Generation", "capabilities": {},
             "license": "apache-2.0", "pricing": None, "deprecation_date": None, "state": "loaded",
@@ -250,6 +251,8 @@ async def test_models(client: httpx.AsyncClient) -> None:
             "created_at": "2024-10-31T00:00:00Z",
         }  # fmt: skip
         assert (listed["has_more"], listed["first_id"]) == (False, MODEL)
+        short = {row["id"]: row["root"] for row in listed["data"]}["smollm2-135m-instruct"]
+        assert short == MODEL, "short names are listed too"
         for name in (MODEL, MODEL.replace("/", "%2F"), "smollm2-135m-instruct"):
             assert (await client.get(f"{base}/models/{name}")).json() == listed["data"][0]
         assert (await client.get(f"{base}/models/nope")).status_code == 404

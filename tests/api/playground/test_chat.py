@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ import pytest
 from emberline.protocol.events import Started, TextDelta, TextEvent, Usage
 from emberline.protocol.price import Price
 from emberline.protocol.request import GenerateRequest
-from tests.api.fake_service import MODEL, FakeService, agent, card, hello
+from tests.api.fake_service import KEY, MODEL, FakeModels, agent, card, hello
 from tests.api.playground.browser import (
     A_MODEL,
     FORGET,
@@ -114,6 +115,27 @@ def test_reply_with_metrics_and_session(stage: Stage) -> None:
             ("see/er", "", False),
             ("A B", "", False),
         ]
+
+
+def test_the_wait_for_a_model_is_shown(stage: Stage) -> None:
+    loaded = threading.Event()
+
+    async def script(request: GenerateRequest) -> AsyncIterator[TextEvent]:
+        await asyncio.to_thread(loaded.wait)
+        async for event in hello(request):
+            yield event
+
+    class OnDisk(FakeModels):
+        def state(self, model_id: str) -> str:
+            return "on_disk"
+
+    with stage.site(script) as here:
+        here.service.models = OnDisk()
+        page = here.open()
+        ask(page, "Hi")
+        expect(page.locator(".waiting .notice")).to_contain_text("loading @")
+        loaded.set()
+        assert reply(page) == "Hello!"
 
 
 def test_reasoning_and_tool_calls(stage: Stage) -> None:
@@ -445,10 +467,10 @@ def test_leaving_the_page_ends_the_request(stage: Stage) -> None:
 
 
 @pytest.mark.slow
-def test_models_that_appear_later(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_that_appear_later(stage: Stage) -> None:
     cards = [card("@cf/a/first", "a")]
-    monkeypatch.setattr(FakeService, "models", lambda self, *_: cards)
     with stage.site() as here:
+        here.service.models = FakeModels(cards)
         page = here.open()
         page.keyboard.press("Alt+m")
         expect(page.locator(".models bdi b")).to_have_text(["first"])
@@ -458,7 +480,7 @@ def test_models_that_appear_later(stage: Stage, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.slow
-def test_cost_and_states_of_models(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cost_and_states_of_models(stage: Stage) -> None:
     """At 1 and 4 per million tokens, 12 in (8 cached, at a tenth) and 3 out."""
     price = Price(input=1_000_000, output=4_000_000, cached_input=100_000)
     cards = [
@@ -467,10 +489,13 @@ def test_cost_and_states_of_models(stage: Stage, monkeypatch: pytest.MonkeyPatch
         card("@cf/a/embeds", "a", task="Text Embeddings"),
     ]
     states = {"@cf/a/waiting": "on_disk", "@cf/a/ready": "loaded", "@cf/a/embeds": "loaded"}
-    monkeypatch.setattr(FakeService, "models", lambda self, *_: cards)
-    monkeypatch.setattr(FakeService, "resolve", lambda self, *_: cards[1])
-    monkeypatch.setattr(FakeService, "model_state", lambda self, name: states[name])
+
+    class Models(FakeModels):
+        def state(self, model_id: str) -> str:
+            return states[model_id]
+
     with stage.site() as here:
+        here.service.models = Models(cards)
         page = here.open()
         page.wait_for_selector(".model-button:has-text('ready')")  # the first that is loaded and chats
         ask(page, "Hi")
@@ -479,3 +504,50 @@ def test_cost_and_states_of_models(stage: Stage, monkeypatch: pytest.MonkeyPatch
         page.keyboard.press("Alt+m")
         expect(page.locator(".models .state")).to_have_text(["on disk", "loaded", "loaded"])
         expect(page.locator(".models button:disabled")).to_have_text(re.compile("^embeds"))
+
+
+def test_enter_in_the_search_for_a_model_chooses_the_first(stage: Stage) -> None:
+    with stage.site() as site:
+        page = site.open()
+        page.click(".model-button")
+        page.fill("[aria-label='Search models']", "tiny")
+        page.press("[aria-label='Search models']", "Enter")
+        expect(page.locator("dialog")).to_have_count(0)
+        expect(page.locator(".model-button")).to_contain_text("tiny")
+
+
+def test_invalid_tools_stop_every_kind_of_request(stage: Stage) -> None:
+    with stage.site() as site:
+        page = site.open()
+        ask(page, "Hello")
+        reply(page)
+        page.click("summary:has-text('Tools')")
+        page.fill("[aria-label='Tools, as JSON']", "[{")
+        n_sent = len(site.service.requests)
+        page.click("[title=Regenerate]")
+        expect(page.locator(".composer .problem")).to_contain_text("The tools are not valid")
+        page.fill("#prompt", "Again")
+        page.press("#prompt", "Enter")
+        expect(page.locator("#prompt")).to_have_value("Again")
+        assert len(site.service.requests) == n_sent
+        page.fill("[aria-label='Tools, as JSON']", "")
+        expect(page.locator(".composer .problem")).to_have_count(0)
+        page.press("#prompt", "Enter")
+        expect(page.locator("#prompt")).to_have_value("")
+        reply(page)
+        assert len(site.service.requests) == n_sent + 1
+
+
+def test_a_narrow_page_of_a_signed_in_user_fits(stage: Stage) -> None:
+    with stage.site(key=KEY, failures=True) as site:
+        page = site.open(width=390, height=844)
+        page.fill("dialog.sign-in input", KEY)
+        page.press("dialog.sign-in input", "Enter")
+        page.wait_for_selector(A_MODEL)
+        inside = "(it) => it.scrollWidth <= it.clientWidth"
+        for part in ("html", ".top", ".toolbar"):
+            assert page.eval_on_selector(part, inside), part
+        edges = page.eval_on_selector_all(
+            ".top *, .toolbar *", "(all) => all.map((it) => it.getBoundingClientRect().right)"
+        )
+        assert max(edges) <= 390

@@ -70,7 +70,7 @@ def test_markup_in_output_names_and_arguments_is_text(stage: Stage, monkeypatch:
     names = ["@cf/x/<img/src=x/onerror=alert(1)>", "@cf/y/\x1b[31m\u202eevil", "@cf/<script>alert(1)</script>/z"]
     cards = [card(name, "<b>me</b>") for name in names]
     monkeypatch.setattr(FakeModels, "cards", lambda self: cards)
-    monkeypatch.setattr(FakeModels, "find", lambda self, name, caller="": cards[0])
+    monkeypatch.setattr(FakeModels, "find", lambda self, name, account=None, caller="": cards[0])
     with stage.site(hostile) as here:
         page = here.open()
         page.wait_for_selector(".model-button:has-text('onerror')")

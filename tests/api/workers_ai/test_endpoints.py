@@ -166,7 +166,9 @@ async def test_unknown_routes(client: httpx.AsyncClient) -> None:
     for path in ("/client/v4", "/client/v4/accounts", f"{AI}", f"{AI}/run/", f"{AI}/nope", "/client/v4/zones"):
         answer = await client.post(path, json={})
         assert answer.status_code == 404, path
-        assert answer.json()["errors"] == [{"code": 7000, "message": "No route for that URI"}]
+        (error,) = answer.json()["errors"]
+        assert error["code"] == 7000
+        assert error["message"].startswith("No route for that URI: /client/v4")
     answer = await client.get(RUN)
     assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
     assert answer.json()["errors"][0]["code"] == 7001

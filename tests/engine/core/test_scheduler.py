@@ -450,7 +450,7 @@ def test_seeds():
         (request("a", [1] * 64), ContextExceeded, "prompt"),
         (request("a", []), BadInput, "prompt"),
         (request("a", [VOCAB]), BadInput, "prompt"),
-        (request("a", [1], max_tokens=0), BadInput, "max_tokens"),
+        (request("a", [1], max_tokens=-1), BadInput, "max_tokens"),
         (request("a", [1], temperature=float("nan")), BadInput, "temperature"),
         (request("a", [1], top_p=1.5), BadInput, "top_p"),
         (request("a", [1], repetition_penalty=0.0), BadInput, "repetition_penalty"),

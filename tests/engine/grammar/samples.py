@@ -109,8 +109,13 @@ def matches(expression, rules, most):
             words = {tuple(c.encode()) for c in ALPHABET for low, high in ranges if low <= ord(c) <= high}
         case Token(token_id):
             words = {(256 + token_id,)}
-        case Free(without):
-            words = {word for text, word in texts(most) if not any(bad in text for bad in without)}
+        case Free(without, not_first):
+            anywhere, first = (
+                {word for part in parts for word in matches(Text(part) if isinstance(part, str) else part, rules, most)}
+                for parts in (without, not_first)
+            )
+            words = {word for _, word in texts(most) if not contains(word, anywhere, len(word))}
+            words = {word for word in words if not contains(word, first, 1)}
         case Sequence(items):
             words = {()}
             for item in items:
@@ -122,6 +127,11 @@ def matches(expression, rules, most):
         case Rule(number):
             words = rules[number]
     return {word for word in words if len(word) <= most}
+
+
+def contains(word, parts, n_starts):
+    """True if one of the parts is in the word, at one of its first starts."""
+    return any(word[at : at + len(part)] == part for part in parts for at in range(n_starts))
 
 
 @cache
@@ -150,6 +160,9 @@ def repeated(item, least, limit, most):
     return words
 
 
+LINK = Sequence((Text("a"), Repeat(Chars(((98, 98),))), Text("a")))  # a pattern that free text may avoid
+
+
 def expressions(n_rules):
     ranges = st.sampled_from([((97, 97),), ((97, 98),), ((233, 233),), ((98, 233),)])
     leaves = st.one_of(
@@ -157,7 +170,7 @@ def expressions(n_rules):
         st.builds(Chars, ranges),
         st.just(Token(SPECIAL)),
         st.builds(Rule, st.integers(0, n_rules - 1)),
-        st.builds(Free, st.sampled_from([("ab",), ("a", "é"), ()])),
+        st.builds(Free, st.sampled_from([("ab",), ("a", "é"), (), (LINK,)]), st.sampled_from([(), ("ba",), (LINK,)])),
     )
     counts = st.sampled_from([(0, None), (1, None), (0, 1), (1, 3), (2, 2), (0, 0)])
     return st.recursive(

@@ -93,3 +93,29 @@ def test_byte_fallback_tokens_spell_only_what_no_other_token_does(before: list[b
     vocabulary = Vocabulary(Frame(tokens, {}), len(tokens))
     first_line_break = before.index(b"\n") if before else len(fallback)
     assert vocabulary.tokenize(b"\na\x07") == [first_line_break, len(tokens) - 1, len(before) + 7]
+
+
+def test_calls_among_many_tools_can_be_written_in_each_form() -> None:
+    """With many different schemas, some recursive, the matcher splits a grammar: not where a call begins."""
+    text = model("hermes-text")
+    tree = {"type": "object", "properties": {"of": {"$ref": "#"}, "any": {}}}
+    fields = [{f"p{n}_{k}": {"type": "string", "maxLength": 9 + n} for k in range(4)} for n in range(60)]
+    tools = [Tool(f"f{n}", "", {"type": "object", "properties": each}) for n, each in enumerate(fields)]
+    tools += [Tool(f"tree{n}", "", tree) for n in range(20)]
+    request = GenerateRequest(id="r", model="m", prompt="", tools=tuple(tools))
+    spec = grammar_spec(text, request, False)
+    assert spec is not None
+    with compiler(text.vocab_size, text.vocabulary) as engine:
+        grammar = compiled(engine, build(spec))
+        for call in (
+            '<tool_call>\n{"name": "f7", "arguments": {"p7_1": "a"}}\n</tool_call>',
+            '<tool_call>\n{"name": "tree3", "arguments": {"of": {"any": [1]}}}\n</tool_call>',
+            '```json\n{\n  "name": "f59",\n  "arguments": {"p59_3": "b"}\n}\n```',
+            '[{"name": "Ann"}, {"name": "f7", "x": 1}] {"name":"tree19","arguments":{}}',
+        ):
+            guide = grammar.guide()
+            for token_id in unpack(text.encode(f"I see.\n{call}", special=True)):
+                assert token_id in allowed(guide)
+                assert guide.accept(token_id)
+            assert guide.complete
+            assert not guide.accept(unpack(text.encode("x", special=False))[0]), "nothing follows a call"

@@ -29,7 +29,6 @@ def test_numbers_that_do_not_fit(flags: list[str], says: str) -> None:
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--kv-store", "mooncake://host:1"],
         ["--role", "decode", "--join", "http://10.0.0.1:8686"],
         ["--draft-head", "folder"],
         ["--speculation", "eagle3"],

@@ -6,7 +6,7 @@ import pytest
 
 from emberline.engine.core.limits import Limits
 from emberline.engine.core.step_loop import StepLoop
-from emberline.engine.tiers.saving import MAX_PINNED_SHARE, PART_BYTES
+from emberline.engine.tiers.saving import MAX_PINNED_SHARE, MAX_STEPS, PART_BYTES
 from emberline.engine.tiers.tiering import Tiering
 from emberline.engine.worker.build import build_scheduler
 from emberline.kv.cache import KVCache
@@ -47,12 +47,14 @@ class Engine:
         self.cache = KVCache([LLAMA_8B], [n_blocks], chunk=BUDGET)
         self.host = HostTier(host_bytes, [LLAMA_8B.block_bytes])
         self.tiers = RecordedTiers(TierManager([LLAMA_8B], InstantMover(), self.host, [], 1e9))
-        limits = Limits(4 * BUDGET, VOCAB, (EOS,), max_running=2, token_budget=BUDGET)
+        limits = Limits(4 * BUDGET, VOCAB, (EOS,), max_running=32, token_budget=BUDGET)
         scheduler = build_scheduler(self.cache, limits, "fake", tiers=self.tiers)
         self.loop = StepLoop(scheduler, FakeRunner(self.cache))
 
-    def submit(self, n_tokens):
-        self.loop.submit(request("a", [n // 7 % 7 for n in range(n_tokens)], max_tokens=1), 0.0)
+    def submit(self, n_tokens, max_tokens=1, number=0):
+        prompt = [number % 7, number // 7, *(n // 7 % 7 for n in range(2, n_tokens))]
+        id = str(number)
+        self.loop.submit(request(id, prompt, max_tokens=max_tokens, ignore_eos=True), 0.0)
 
     def step(self):
         """A step, after which all that it has handed over is copied before the next one."""
@@ -104,3 +106,23 @@ def test_parts_are_released_as_they_are_copied(engine):
     parts = [engine.tiers.parts[notice.number] for notice in taken if isinstance(notice, Saved)]
     assert sum(map(len, parts)) == BUDGET // BLOCK_TOKENS
     assert {len(part) * LLAMA_8B.block_bytes for part in parts} == {PART_BYTES}
+
+
+@pytest.mark.parametrize("engine", [(16384, 16 << 30)], indirect=True)
+def test_blocks_of_running_sequences_are_saved_together_and_soon(engine):
+    for number in range(32):  # whose blocks are full in different steps
+        engine.submit(3 + number % BLOCK_TOKENS, max_tokens=30 * BLOCK_TOKENS, number=number)
+    used, steps = [], 10 * BLOCK_TOKENS
+    for _ in range(steps):
+        engine.step()
+        used.append(engine.cache.n_used)
+        if len(used) > MAX_STEPS + 2:
+            in_work = 2 * 32  # the block that each sequence fills, and the next one
+            assert engine.host.stats().blocks >= used[-MAX_STEPS - 3] - in_work
+    assert len(engine.tiers.parts) <= steps // MAX_STEPS + 2
+    for number in range(32):
+        engine.loop.abort(str(number))
+    while engine.loop.busy:
+        engine.step()
+    assert engine.cache.n_used == 0
+    assert engine.host.stats().blocks == sum(map(len, engine.tiers.parts.values())) >= 32 * 9

@@ -42,6 +42,13 @@ def _local() -> Iterator[Case]:
         },
     )
     yield one("chat/local-two-choices", CHAT, {**chat(LOCAL), "n": 2, "max_tokens": 3})
+    told = {"prompt_logprobs": 0, "return_token_ids": True, "max_tokens": 2}
+    yield one("chat/local-prompt-logprobs", CHAT, {**chat(LOCAL), **told})
+    yield one(
+        "chat/local-token-ids-streamed",
+        CHAT,
+        {**chat(LOCAL), "return_token_ids": True, "max_tokens": 1, "stream": True},
+    )
     yield one("chat/local-logprobs", CHAT, {**chat(LOCAL), "logprobs": True, "top_logprobs": 2, "max_tokens": 2})
     yield one(
         "chat/local-metadata-and-tier",
@@ -163,6 +170,23 @@ def _completions() -> Iterator[Case]:
     yield one("completions/local-token-ids", TEXT, {**body, "prompt": [504, 905]})
     yield one("completions/local-echo", TEXT, {**body, "echo": True, "max_tokens": 2})
     yield one("completions/local-logprobs", TEXT, {**body, "logprobs": 1, "max_tokens": 2})
+    yield one("completions/local-default-length", TEXT, {"model": LOCAL, "prompt": "Once"})
+    scored = {**body, "prompt": "One two", "echo": True, "logprobs": 1}
+    yield from whole_and_streamed("completions/local-echo-logprobs", TEXT, {**scored, "max_tokens": 1})
+    yield one("completions/local-prompt-alone", TEXT, {**scored, "max_tokens": 0})
+    told = {"return_token_ids": True, "max_tokens": 2}
+    yield one("completions/local-prompt-logprobs", TEXT, {**body, **told, "prompt": "One two", "prompt_logprobs": 1})
+    usage = {"stream_options": {"continuous_usage_stats": True}}
+    yield one("completions/local-tokens-streamed", TEXT, {**body, **told, **usage, "max_tokens": 1, "stream": True})
+    yield one("completions/local-suffix", TEXT, {**body, "suffix": "The end."})
+    yield one("completions/local-stream-options", TEXT, {**body, "stream_options": {"include_usage": True}})
+    yield one("completions/local-logit-bias", TEXT, {**body, "logit_bias": {"17": 1, "18": 101}})
+    yield one("completions/vllm-continuous-usage", TEXT, {**body, "model": "vllm-model", **usage, "stream": True})
+    yield one("completions/tokenize", "/tokenize", {"model": LOCAL, "prompt": "One two", "return_token_strs": True})
+    yield one("completions/tokenize-chat", "/tokenize", {"model": LOCAL, "messages": HELLO})
+    yield one("completions/tokenize-vllm", "/tokenize", {"model": "vllm-model", "prompt": "One"})
+    yield one("completions/detokenize", "/detokenize", {"model": LOCAL, "tokens": [1, 905, 2]})
+    yield one("completions/tokenizer-info", "/tokenizer_info?model=smollm2", method="GET")
     yield from whole_and_streamed("completions/vllm", TEXT, {**body, "model": "vllm-model"})
     yield one("completions/anthropic", TEXT, {**body, "model": "anthropic/claude-opus-5"})
 
@@ -201,7 +225,7 @@ def _refused() -> Iterator[Case]:
     yield one("refused/empty-messages", CHAT, {"model": LOCAL, "messages": []})
     yield one("refused/unknown-model", CHAT, chat("no-such-model"))
     yield one("refused/unknown-provider-model", CHAT, chat("nowhere/model"))
-    yield one("refused/no-model", CHAT, {"messages": HELLO})
+    yield one("chat/no-model", CHAT, {"messages": HELLO})
     yield one("refused/wrong-type", CHAT, {**chat(LOCAL), "temperature": "hot"})
     yield one("refused/out-of-range", CHAT, {**chat(LOCAL), "temperature": 9})
     yield one("refused/unsupported-field", CHAT, {**chat(LOCAL), "audio": {"voice": "alloy", "format": "wav"}})

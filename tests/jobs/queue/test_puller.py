@@ -34,10 +34,18 @@ class Bench:
         self.admission = FakeAdmission()
         self.models = [MODEL]
         self.pullers: list[Puller] = []
+        self.settled: list[tuple[str, bool]] = []  # attempts, by the status of their row, and whether it was stored
 
     def pull(self, stop: asyncio.Event | None = None) -> Puller:
         puller = Puller(
-            self.queue, self.service, self.admission, lambda: self.models, Principal, LeaseOwner(self.folder), QUICK
+            self.queue,
+            self.service,
+            self.admission,
+            lambda: self.models,
+            Principal,
+            LeaseOwner(self.folder),
+            QUICK,
+            lambda row, is_stored: self.settled.append((row.status, is_stored)),
         )
         self.pullers.append(puller)
         puller.start(stop)
@@ -323,6 +331,16 @@ async def test_an_attempt_whose_lease_was_lost_is_closed(bench: Bench) -> None:
     await bench.ended(batch)
     assert await bench.usage() == {f"{batch.id}-0": ("finished", 2)}
     assert bench.service.attempts[f"{batch.id}-0"] == 2
+    await until(_now(bench.settled), lambda settled: settled == [("cancelled", False), ("finished", True)])
+
+
+async def test_an_attempt_spends_of_its_budget_only_if_its_row_is_stored(bench: Bench) -> None:
+    bench.pull()
+    await bench.ended(await bench.submit("busy:1"))
+    await bench.ended(await bench.submit("bad"))
+    await bench.ended(await bench.submit("fine"))
+    stored = [("failed", False), ("finished", True), ("failed", True), ("finished", True)]
+    await until(_now(bench.settled), lambda settled: settled == stored)
 
 
 async def test_a_deadline_ends_a_running_job(bench: Bench) -> None:

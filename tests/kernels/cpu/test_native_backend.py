@@ -35,7 +35,7 @@ class FakeWeight:
     def dense(self) -> np.ndarray:
         return self.numbers
 
-    def affine(self) -> Affine | None:
+    def affine(self, unpack: object = None) -> Affine | None:
         return self.codes
 
     def tensor(self, dtype: torch.dtype, device: str) -> Tensor:

@@ -156,6 +156,33 @@ def test_memory_is_allocated_ahead_of_its_use():
     assert tier.stats().evicted == 1
 
 
+def test_more_memory_is_allocated_while_there_is_no_work():
+    made = []
+
+    def allocate(n_bytes) -> Segment:
+        if len(made) == 5:
+            raise MemoryError("no more")
+        made.append(n_bytes)
+        return plain_segment(n_bytes)
+
+    tier = HostTier(8 * SIZE, [SIZE], allocate=allocate, segment_bytes=SIZE, ahead_bytes=0)
+    assert not tier.allocate_more(), "no thread allocates yet"
+    tier.start_allocating()
+    for n in range(1, 6):
+        assert tier.allocate_more()
+        assert len(made) == n
+    assert not tier.allocate_more()
+    assert len(tier.take(SIZE, 8)) == 5
+
+
+def test_a_closed_tier_allocates_no_more():
+    tier = HostTier(8 * SIZE, [SIZE], segment_bytes=SIZE, ahead_bytes=0)
+    tier.start_allocating()
+    assert tier.allocate_more()
+    tier.close()
+    assert not tier.allocate_more()
+
+
 @pytest.mark.parametrize(
     ("capacity", "sizes", "segment"),
     [

@@ -9,14 +9,17 @@ import pytest
 from emberline.engine.ranks.messages import encoder
 from emberline.kv.host_memory import HostMemory
 from emberline.kv.retention import Retention
+from emberline.kv.tiers.block_tag import BlockTagger
 from emberline.kv.tiers.disk.disk_tier import DiskTier
 from emberline.kv.tiers.group_tiers import GroupTiers
 from emberline.kv.tiers.host import HostTier
 from emberline.kv.tiers.manager import TierManager
-from emberline.kv.tiers.messages import BlocksFetched, Saved, SavedBlock, WantedBlock
+from emberline.kv.tiers.messages import BlocksFetched, LookedUp, Saved, SavedBlock, WantedBlock
 from emberline.kv.tiers.mover import HostMover
 from emberline.kv.tiers.orders import TierOrder
+from emberline.kv.tiers.pool.pool_tier import N_STAGES, PoolTier
 from emberline.kv.tiers.tier import BlockId, BlockMeta, layout_tag
+from tests.kv.tiers.pool.lying_store import LyingStore
 from tests.kv.transfer.rank_groups import GROUP, divided, part, whole_block
 
 N_BLOCKS = 20
@@ -27,14 +30,15 @@ SLICES = divided(GROUP, tp=2)
 class Group:
     """Two ranks in this process: rank 0 tells rank 1 directly, which reports when it is asked."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, pool=None):
+        """pool: objects of a pool, which the group has instead of a disk."""
         self.memories, self.managers = [], []
         for rank, slices in enumerate(SLICES):
             size = slices[0].block_bytes
             memory = HostMemory([memoryview(bytearray(N_BLOCKS * size))], [size])
-            disk = DiskTier(folder / str(rank), slices, 1 << 20, KEY)
+            tier = DiskTier(folder / str(rank), slices, 1 << 20, KEY) if pool is None else pool_tier(pool)
             self.memories.append(memory)
-            self.managers.append(TierManager(slices, HostMover(memory), HostTier(1 << 20, [size]), [disk], 1e9))
+            self.managers.append(TierManager(slices, HostMover(memory), HostTier(1 << 20, [size]), [tier], 1e9))
         self.leader = GroupTiers(self.managers[0], n_ranks=2)
         self.follower = self.managers[1]
         self.hears = True
@@ -99,6 +103,12 @@ class Group:
             manager.close()
 
 
+def pool_tier(objects):
+    """A rank's own connection to the pool."""
+    memory = memoryview(bytearray(N_STAGES << 16))
+    return PoolTier(LyingStore(memory, objects), memory, BlockTagger(KEY), "cluster")
+
+
 def block_id(n, rank=0):
     return BlockId(bytes([n]) * 16, layout_tag(SLICES[rank][0]))
 
@@ -139,6 +149,29 @@ def test_what_is_on_disk_is_found_after_a_restart(group, tmp_path):
         assert again.has(12, 2)
     finally:
         again.close()
+
+
+def test_a_group_finds_in_the_pool_what_another_has_written(tmp_path):
+    objects = {}
+    first, second = Group(tmp_path, objects), Group(tmp_path, objects)
+    try:
+        first.save(1, 2, 3)
+        assert len(objects) == 3 * len(SLICES), "a slice of each rank"
+        tag, keys = layout_tag(SLICES[0][0]), [block_id(n).key for n in (1, 2, 3, 4)]
+        second.leader.look_up(7, [block_id(n) for n in (1, 2, 3, 4)])
+        second.wait_for(LookedUp)
+        assert second.leader.find(tag, keys) == ["pool", "pool", "pool", None]
+        objects.pop(next(name for name in objects if block_id(2).key.hex() + block_id(2, rank=1).tag.hex() in name))
+        assert second.fetch(1, 1, 2, 3, tier="pool") == ([1, 3], [2]), "rank 1 has lost its slice of block 2"
+        assert second.has(11, 1)
+        assert second.has(13, 3)
+        second.save(2)  # as it is computed again
+        assert len(objects) == 3 * len(SLICES)
+        assert first.fetch(2, 2, tier="pool") == ([2], [])
+        assert first.has(12, 2)
+    finally:
+        first.close()
+        second.close()
 
 
 def test_blocks_of_a_cancelled_fetch_are_named_once_every_rank_has_stopped(group):

@@ -22,6 +22,21 @@ def ids(*numbers: int) -> list[BlockId]:
     return [BlockId(bytes([number]) * 16, TAG) for number in numbers]
 
 
+def test_blocks_of_other_groups_cancel_nothing() -> None:
+    """A model with several groups of layers has blocks of each under one content key, and evicts them apart."""
+    other = BlockId(bytes([1]) * 16, layout_tag(KVGroup("window", (1,), 1, 64, "float16")))
+    changes = TierChanges("host", TAG, list, lambda: None)
+    changes.watch()
+    changes.stored([*ids(1), other])
+    changes.removed([other])
+    (event,) = changes.take()
+    assert event == KVEvents(stored=ids(1)[0].key, tier="host")
+    changes.removed(ids(1))
+    changes.stored([other])
+    (event,) = changes.take()
+    assert event == KVEvents(removed=ids(1)[0].key, tier="host")
+
+
 def follow(known: set[bytes], events: Iterable[KVEvents]) -> None:
     for event in events:
         if event.whole:

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 
 import pytest
 
-pytest.importorskip("cryptography")
-
 from emberline.protocol.credential import client_context, hosts_of, server_context, worker_host
 from emberline.supervisor.cluster.certificate_authority import CertificateAuthority
 

@@ -27,7 +27,8 @@ def plain(expression: Expression, free: tuple[str, ...]) -> Expression:
         case Token(token_id):
             return Text(chr(_FIRST + token_id))
         case Free(without):
-            return OneOf(tuple(Text(text) for text in free if not any(mark in text for mark in without)))
+            marks = [mark for mark in without if isinstance(mark, str)]
+            return OneOf(tuple(Text(text) for text in free if not any(mark in text for mark in marks)))
         case Sequence(items):
             return Sequence(tuple(plain(item, free) for item in items))
         case OneOf(options):
@@ -36,6 +37,10 @@ def plain(expression: Expression, free: tuple[str, ...]) -> Expression:
             return Repeat(plain(item, free), least, most)
         case _:
             return expression
+
+
+def as_expression(part: str | Expression) -> Expression:
+    return Text(part) if isinstance(part, str) else part
 
 
 def plain_grammar(grammar: Grammar, free: tuple[str, ...]) -> Grammar:
@@ -55,10 +60,12 @@ def matches(grammar: Grammar, text: str) -> bool:
             places = frozenset(end for place in places for end in ends(item, place))
         return places
 
-    def free_ends(without: tuple[str, ...], start: int) -> frozenset[int]:
+    def free_ends(free: Free, start: int) -> frozenset[int]:
+        without, not_first = (tuple(map(as_expression, parts)) for parts in (free.without, free.not_first))
+        begun = {end for part in not_first for end in ends(part, start)}
         last = start
-        while last < len(text) and ord(text[last]) < _FIRST:
-            if any(text.endswith(mark, start, last + 1) for mark in without):
+        while last < len(text) and ord(text[last]) < _FIRST and last + 1 not in begun:
+            if any(last + 1 in ends(part, first) for first in range(start, last + 1) for part in without):
                 break
             last += 1
         return frozenset(range(start, last + 1))
@@ -83,8 +90,8 @@ def matches(grammar: Grammar, text: str) -> bool:
             case Chars(ranges):
                 inside = start < len(text) and any(low <= ord(text[start]) <= high for low, high in ranges)
                 return frozenset((start + 1,)) if inside else frozenset()
-            case Free(without):
-                return free_ends(without, start)
+            case Free():
+                return free_ends(expression, start)
             case Rule(number):
                 return rule_ends(number, start)
             case Sequence(items):

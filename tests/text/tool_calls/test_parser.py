@@ -367,51 +367,6 @@ def test_arguments_end_where_the_object_does(arguments: dict, indent: int | None
     assert [call.arguments for call in reply.calls] == [text, "{}"]
 
 
-FENCED = '```json\n{"name": "get_weather", "arguments": {"city": "P\\"aris"}}\n```'
-FENCERS = ("hermes-special", "hermes-text", "generic")
-
-
-@pytest.mark.parametrize("name", FENCERS)
-@pytest.mark.parametrize(("before", "after"), [("", ""), ("Let me see.\n\n", "\n"), ("", "\nDone.")])
-def test_a_call_in_a_fenced_block(name: str, before: str, after: str) -> None:
-    reply = read(name, before + FENCED + after)
-    assert [(call.name, call.arguments) for call in reply.calls] == [("get_weather", '{"city": "P\\"aris"}')]
-    assert reply.text == before.rstrip() + after.strip()
-    assert read(name, FENCED + "\n" + FENCED).calls == 2 * reply.calls
-
-
-@pytest.mark.parametrize("name", FENCERS)
-@pytest.mark.parametrize(
-    "text",
-    [
-        FENCED.replace("get_weather", "rm_rf"),
-        FENCED.replace("arguments", "args"),
-        FENCED.replace("json", "python"),
-        FENCED[:-3],
-        '```json\n{"name": "get_weather", "arguments": "none"}\n```',
-        '```json\n{"name": "get_weather", "arguments": {\n```',
-        '```json\n{"city": "Paris"}\n```\nand so on',
-        "```json\n" + '{"name": "' + "x" * 20_000 + '"}\n```',
-        "```json",
-    ],
-)
-def test_other_fenced_blocks_are_text(name: str, text: str) -> None:
-    reply = read(name, text)
-    assert (reply.calls, reply.text) == ([], text)
-
-
-def test_fenced_blocks_are_text_without_tools_and_behind_the_only_call() -> None:
-    assert read("hermes-text", FENCED, tools=()).text == FENCED
-    parser = model("hermes-text").reply_parser(b"", TOOLS, False, parallel=False)
-    reply = Reply().add(parser.push(ids_of("hermes-text", FENCED + "\n" + FENCED))).add(parser.finish())
-    assert (len(reply.calls), reply.text) == (1, FENCED)
-
-
-def test_a_block_that_cannot_be_a_call_is_not_held_back() -> None:
-    parser = model("hermes-text").reply_parser(b"", TOOLS, False)
-    assert Reply().add(parser.push(ids_of("hermes-text", '```json\n{"city":'))).text == '```json\n{"city":'
-
-
 _SHARDS = (
     *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "get_weather", "city"),
     *(

@@ -199,7 +199,7 @@ async def test_a_request_that_has_not_begun_is_told_of_the_removal(gateway: Open
     new = {"name": "mine", "key": "sk", "url": "https://example.com", "kind": "openai"}
     assert (await made.post("/api/providers", new, **admin)).status_code == 200
     upstream = made.service.upstream
-    card = upstream.find("mine/gpt")
+    card = upstream.find("mine/gpt", None)
     assert card is not None
     assert upstream.provider_of(card) == "mine"
     assert (await made.client.delete("/api/providers/mine", headers=admin)).status_code == 200

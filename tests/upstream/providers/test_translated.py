@@ -287,6 +287,16 @@ async def test_a_refused_setting_is_not_billed(gateway: Opener, provider_server:
 
 
 @each_kind
+async def test_ollamas_defaults_are_not_sent(gateway: Opener, provider_server: StartProvider, kind: str) -> None:
+    server = await provider_server(kind)
+    made = await gateway(configured(kind, server))
+    answer = await made.post("/api/chat", {"model": model(kind), "messages": [USER], "stream": False})
+    assert answer.status_code == 200, answer.text
+    sent = server.requests[-1]
+    assert not (sent | sent.get("generationConfig", {})).keys() & {"temperature", "top_k", "topK", "top_p", "topP"}
+
+
+@each_kind
 async def test_what_asks_a_provider_for_nothing_is_not_refused(
     gateway: Opener, provider_server: StartProvider, kind: str
 ) -> None:

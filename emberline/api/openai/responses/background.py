@@ -27,7 +27,7 @@ from emberline.jobs.queue.transcript import TranscriptPart
 from emberline.protocol.complete_response import StoredResponse
 from emberline.protocol.errors import Conflict, NotFound
 from emberline.protocol.events import ChoiceDone
-from emberline.protocol.request import GenerateRequest
+from emberline.protocol.request import GenerateRequest, SamplingDefaults
 from emberline.service.event_collector import events_of
 
 ENDPOINT = "/v1/responses"
@@ -39,10 +39,12 @@ Json = dict[str, Any]
 
 
 class _Submitted(msgspec.Struct):
-    """The content of the batch's file: the request body, and all items of the conversation."""
+    """The content of the batch's file: the request body, all items of the conversation, the model's sampling
+    parameters at the time."""
 
     body: msgspec.Raw
     items: msgspec.Raw
+    defaults: SamplingDefaults = SamplingDefaults()
 
 
 class BackgroundResponse(NamedTuple):
@@ -51,6 +53,7 @@ class BackgroundResponse(NamedTuple):
     parts: list[TranscriptPart]  # of the transcript so far
     body: ResponsesRequest
     items: str  # JSON
+    defaults: SamplingDefaults  # the model's, for what the body leaves out
 
     @property
     def status(self) -> str:
@@ -71,8 +74,9 @@ async def submit(
     call: HttpExchange, own_id: str, raw: bytes, items: Sequence[Item], request: GenerateRequest
 ) -> BackgroundResponse:
     """Queue the response durably."""
-    request = queued_request(request, call.model_card(request.model).id)
-    submitted = encode(_Submitted(msgspec.Raw(raw), msgspec.Raw(encode(items))))
+    card = call.model_card(request.model)
+    request = queued_request(request, card.id)
+    submitted = encode(_Submitted(msgspec.Raw(raw), msgspec.Raw(encode(items)), card.defaults))
     file = await store_requests(call, own_id, [msgspec.Raw(submitted)])
     try:
         new = new_batch(call, own_id, "response", ENDPOINT, model=request.model, input_file_id=file.id)
@@ -97,7 +101,8 @@ async def find(call: HttpExchange, own_id: str) -> BackgroundResponse | None:
     submitted = decode(await queue.blobs.get(batch.input_blob), _submitted_decoder)
     parts = await queue.transcripts.read(own_id, 0)
     body = decode(bytes(submitted.body), RESPONSE.decoder)
-    return BackgroundResponse(batch, job, parts, body, bytes(submitted.items).decode())
+    items = bytes(submitted.items).decode()
+    return BackgroundResponse(batch, job, parts, body, items, submitted.defaults)
 
 
 async def _refresh(call: HttpExchange, found: BackgroundResponse) -> BackgroundResponse:
@@ -178,7 +183,8 @@ class BackgroundEvents:
 
     def __init__(self, found: BackgroundResponse) -> None:
         created = found.batch.created_us // 1_000_000
-        self._builder = ResponseBuilder(found.body, found.body.parse_tools(), found.batch.id, created)
+        tools = found.body.parse_tools()
+        self._builder = ResponseBuilder(found.body, tools, found.batch.id, created, found.defaults)
         self._n_events = 0
         self._n_parts = 0
         self._ended = False

@@ -1,14 +1,18 @@
-"""OpenAI's Responses API: create and stream, now or in the background, continue by id, retrieve, delete, count."""
+"""OpenAI's Responses API: create and stream, now or in the background, continue by id, compact, retrieve, delete,
+count."""
 
 import asyncio
 import re
 import time
-from contextlib import aclosing
+from collections.abc import Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
 from emberline.api.batches.submission import submit_once
+from emberline.api.common.response_body import collect
 from emberline.api.common.unsupported_fields import refuse_unsupported
 from emberline.api.http.body import LARGE_BYTES, read_wire
 from emberline.api.http.errors import NoPreviousResponse, NoSuchResponse
@@ -25,6 +29,7 @@ from emberline.api.http.exchange import (
 from emberline.api.http.resumable import HEADER, resume_log
 from emberline.api.http.streaming import EventStream, Response
 from emberline.api.openai.responses import background
+from emberline.api.openai.responses.compaction import compacted, summary_request
 from emberline.api.openai.responses.form import RESPONSE
 from emberline.api.openai.responses.items import (
     Item,
@@ -34,12 +39,13 @@ from emberline.api.openai.responses.items import (
     response_of,
     with_ids,
 )
-from emberline.api.openai.responses.output import ResponseBuilder, ResponseStream
+from emberline.api.openai.responses.output import ResponseBuilder, ResponseStream, usage_body
 from emberline.api.openai.responses.request import ResponsesRequest, response_id
+from emberline.api.openai.responses.unstored import of_connection
 from emberline.protocol.complete_response import MAX_DEPTH, MAX_HISTORY_BYTES, StoredResponse
-from emberline.protocol.errors import BadInput, Conflict, EmberlineError, Internal, NoSuchStream, TooLarge
+from emberline.protocol.errors import BadInput, Conflict, EmberlineError, Internal, NoSuchStream, TooLarge, Unsupported
 from emberline.protocol.events import Completed, Started
-from emberline.protocol.request import GenerateRequest
+from emberline.protocol.request import GenerateRequest, ToolChoice
 
 _ORDERS = ("asc", "desc")
 PAGE = {
@@ -84,16 +90,19 @@ async def create(call: HttpExchange) -> Response:
     if body.background:
         return await _create_in_background(call, wire.raw, body)
     turn = await _prepare(call, body)
-    events = _store_on_completion(call, turn, call.run(turn.request))
+    events = call.run(turn.request) if body.generate is not False else _prefill(call, turn.request)
+    events = _store_on_completion(call, turn, events)
     if body.stream:
         encoder = ResponseStream(call.id, call.dialect, turn.builder, call.field_names, padded=body.obfuscates)
         return EventStream(events, encoder, headers=call.id_headers, log_id=turn.id)
-    await while_connected(call.receive, _build(events, turn.builder))
+    await while_connected(call, _build(events, turn.builder))
     return json_reply(turn.builder.response, headers=call.id_headers)
 
 
 async def _create_in_background(call: HttpExchange, raw: bytes, body: ResponsesRequest) -> Response:
     call.refuse_gateway("background")
+    if body.generate is False:
+        raise BadInput("a background response is generated: leave `generate` out", param="generate")
     if not body.stored:
         raise BadInput("a background response is always stored: leave `store` out", param="store")
 
@@ -117,6 +126,21 @@ async def count_tokens(call: HttpExchange) -> Reply:
     turn = await _prepare(call, wire.decode(RESPONSE.decoder))
     n_tokens = await call.count_tokens(turn.request)
     return json_reply({"object": "response.input_tokens", "input_tokens": n_tokens})
+
+
+async def compact(call: HttpExchange) -> Reply:
+    """Replace a conversation by fewer tokens. The result is not stored: it is the input of the next response."""
+    wire = await read_wire(call, RESPONSE.session_fields)
+    body: ResponsesRequest = wire.decode(RESPONSE.decoder)
+    for field in ("stream", "background"):
+        if getattr(body, field):
+            raise Unsupported(f"a compaction comes at once and whole: leave `{field}` out", param=field)
+    turn = await _prepare(call, body)
+    with _renamed_fields():
+        answer = await collect(call, call.run(summary_request(turn.request)))
+    output = compacted(turn.past + turn.new, answer, turn.id.removeprefix("resp_"))
+    head = {"id": turn.id, "object": "response.compaction", "created_at": turn.created_us // 1_000_000}
+    return json_reply(head | {"output": output, "usage": usage_body(answer.usage)}, headers=call.id_headers)
 
 
 async def retrieve(call: HttpExchange) -> Response:
@@ -192,7 +216,8 @@ async def _prepare(call: HttpExchange, body: ResponsesRequest) -> Turn:
     new = with_ids(await _resolve_references(call, parse_input(body.input)), own_id.removeprefix("resp_"))
     fields = ["previous_response_id"] * len(past) + [f"input[{i}]" for i in range(len(new))]
     request, call.field_names = body.to_request(call.id, past + new, fields, tools, call.session)
-    builder = ResponseBuilder(body, tools, own_id, created_us // 1_000_000)
+    defaults = call.model_card(body.model).defaults
+    builder = ResponseBuilder(body, tools, own_id, created_us // 1_000_000, defaults)
     return Turn(body, own_id, created_us, history, past, new, request, builder)
 
 
@@ -241,6 +266,9 @@ async def _find(call: HttpExchange, own_id: str, with_history: bool = False) -> 
     """The store is queried only for well-formed ids."""
     if not _RESPONSE_ID.fullmatch(own_id):
         return []
+    unstored = of_connection(call)
+    if unstored is not None and (record := unstored.find(call.principal.account, own_id)) is not None:
+        return [record]
     if records := await call.service.responses.get(call.principal.account, own_id, with_history):
         if call.relays_large and sum(record.n_bytes for record in records) > LARGE_BYTES:
             raise LargeRequest
@@ -272,24 +300,42 @@ async def _store_on_completion(call: HttpExchange, turn: Turn, events: Events) -
     new = encode(turn.new).decode() if stored else ""
     if stored and len(new) + sum(record.n_bytes for record in turn.history) > MAX_HISTORY_BYTES:
         raise TooLarge(f"the conversation is larger than {MAX_HISTORY_BYTES >> 20} MiB", param="input")
-    try:
+    with _renamed_fields():
         async with aclosing(events):
             async for event in events:
                 if type(event) is Completed:
                     turn.builder.complete(event.usage)
                     if stored:
                         await _store(call, turn, new)
+                    elif (unstored := of_connection(call)) is not None:
+                        # Beyond any chain's depth: a stored response that continues it is stored with all of it.
+                        whole = _whole_conversation(_record(call, turn, ""), turn)
+                        unstored.keep(msgspec.structs.replace(whole, depth=MAX_DEPTH))
                 yield event
+
+
+@contextmanager
+def _renamed_fields() -> Iterator[None]:
+    """Give errors the names of fields that chats call otherwise."""
+    try:
+        yield
     except EmberlineError as error:
-        if error.param in _FIELD_NAMES:
-            error.param = _FIELD_NAMES[error.param]
+        error.param = _FIELD_NAMES.get(error.param or "", error.param)
         raise
 
 
 async def _store(call: HttpExchange, turn: Turn, new: str) -> None:
     """Store the new items only; or all, where the chain is long or the continued response was deleted meanwhile."""
-    responses, parent = call.service.responses, turn.history[-1] if turn.history else None
-    record = StoredResponse(
+    responses, record = call.service.responses, _record(call, turn, new)
+    if record.depth < MAX_DEPTH and await responses.put(record):
+        return
+    await responses.put(_whole_conversation(record, turn))
+
+
+def _record(call: HttpExchange, turn: Turn, new: str) -> StoredResponse:
+    """The complete response, with the new items, as the next one of its chain."""
+    parent = turn.history[-1] if turn.history else None
+    return StoredResponse(
         id=turn.id,
         account=call.principal.account,
         parent=parent.id if parent else None,
@@ -298,10 +344,22 @@ async def _store(call: HttpExchange, turn: Turn, new: str) -> None:
         input=new,
         body=encode(turn.builder.response).decode(),
     )
-    if record.depth < MAX_DEPTH and await responses.put(record):
-        return
+
+
+def _whole_conversation(record: StoredResponse, turn: Turn) -> StoredResponse:
+    """The record as the first one of a chain."""
     whole = encode([*turn.past, *turn.new]).decode()
-    await responses.put(msgspec.structs.replace(record, parent=None, depth=0, input=whole))
+    return msgspec.structs.replace(record, parent=None, depth=0, input=whole)
+
+
+async def _prefill(call: HttpExchange, request: GenerateRequest) -> Events:
+    """Compute the prompt, for the response that continues this one. What the engine generates for it is dropped."""
+    sampling = msgspec.structs.replace(request.sampling, max_tokens=1, min_tokens=0)
+    changes: dict[str, Any] = {"sampling": sampling, "tool_choice": ToolChoice("none"), "output": None}
+    async with aclosing(call.run(msgspec.structs.replace(request, **changes))) as events:
+        async for event in events:
+            if isinstance(event, Started | Completed):
+                yield event
 
 
 async def _build(events: Events, builder: ResponseBuilder) -> None:

@@ -23,6 +23,8 @@ def _line_request(
     refuse_unsupported(body)
     if body.background:
         raise BadInput("`background` has no meaning in a batch: leave it out", param="background")
+    if body.generate is False:
+        raise BadInput("a line of a batch generates a response: leave `generate` out", param="generate")
     if body.previous_response_id is not None:
         raise BadInput("a line of a batch continues no response: send its items", param="previous_response_id")
     items: list[Item] = []

@@ -11,7 +11,7 @@ from emberline.api.http.decode_errors import explain
 from emberline.protocol.errors import BadInput, Unsupported
 from emberline.protocol.request import Message, ToolCall
 
-SEAL = "ember1."  # prefix of `encrypted_content`: reasoning that the client stores and sends back
+SEAL = "ember1."  # prefix of `encrypted_content`: reasoning or a summary, which the client stores and sends back
 CUSTOM_ARGUMENT = "input"  # the argument of the function that represents a custom tool
 _OWN_ID = re.compile(r"[a-z]+_([0-9a-f]{32})_[io][0-9]+")
 _NOT_TEXT = frozenset({"input_image", "input_file", "input_audio", "computer_screenshot"})
@@ -56,6 +56,8 @@ class MessageItem(msgspec.Struct, tag_field="type", tag="message", kw_only=True)
     role: Literal["user", "assistant", "system", "developer"]
     status: Status | None = "completed"
     content: str | list[ContentPart] | None = None
+    # Labels of an agent's own: kept with the item, without effect on the prompt.
+    phase: Literal["commentary", "final_answer"] | msgspec.UnsetType | None = msgspec.UNSET
 
     @property
     def text(self) -> str:
@@ -111,13 +113,24 @@ class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning", kw_only=T
         return unseal(self.encrypted_content or "") or _text(self.content) or _text(self.summary)
 
 
+class CompactionItem(msgspec.Struct, tag_field="type", tag="compaction", kw_only=True):
+    """A summary in place of all that the model said and did until then."""
+
+    id: str | None = None
+    encrypted_content: str
+
+    @property
+    def text(self) -> str:
+        return "Summary of our conversation so far:\n\n" + unseal(self.encrypted_content)
+
+
 class ItemReference(msgspec.Struct, tag_field="type", tag="item_reference"):
     id: str
 
 
 CallItem = FunctionCall | CustomToolCall
 CallOutput = FunctionCallOutput | CustomToolCallOutput
-Item = MessageItem | CallItem | CallOutput | ReasoningItem
+Item = MessageItem | CallItem | CallOutput | ReasoningItem | CompactionItem
 _ID_PREFIXES: dict[str, str] = {
     "message": "msg",
     "function_call": "fc",
@@ -125,6 +138,7 @@ _ID_PREFIXES: dict[str, str] = {
     "custom_tool_call": "ctc",
     "custom_tool_call_output": "cto",
     "reasoning": "rs",
+    "compaction": "cmp",
 }
 
 items_decoder = msgspec.json.Decoder(list[Item])
@@ -194,6 +208,11 @@ def to_messages(items: Sequence[Item], fields: Sequence[str]) -> tuple[list[Mess
             message = Message("tool", _text(item.output, "\n"), tool_call_id=item.call_id)
         elif isinstance(item, MessageItem) and item.role != "assistant":
             message = Message(item.role, item.text)
+        elif isinstance(item, CompactionItem):
+            if not item.encrypted_content.startswith(SEAL):
+                problem = f"`{field}` was compacted by another server, and only that one can read it: send its items"
+                raise BadInput(problem, param=field)
+            message = Message("assistant", item.text)
         else:
             if isinstance(item, CallItem):
                 calls.add(item.call_id)
@@ -209,7 +228,7 @@ def to_messages(items: Sequence[Item], fields: Sequence[str]) -> tuple[list[Mess
 
 
 def seal(reasoning: str) -> str:
-    """Opaque to clients but not secret: they have seen the text."""
+    """Opaque to clients but not secret: reasoning they have seen, and the summary is of their own conversation."""
     return SEAL + urlsafe_b64encode(reasoning.encode()).decode()
 
 
@@ -255,7 +274,7 @@ def _assistant_message(item: Item) -> Message:
 
 
 def _same_reply(last: Item, item: Item) -> bool:
-    if isinstance(last, CallOutput) or (isinstance(last, MessageItem) and last.role != "assistant"):
+    if isinstance(last, CallOutput | CompactionItem) or (isinstance(last, MessageItem) and last.role != "assistant"):
         return False
     return not (isinstance(last, MessageItem) and isinstance(item, MessageItem))
 

@@ -17,6 +17,7 @@ from emberline.protocol.complete_response import Answer
 from emberline.protocol.errors import BadInput, ContextExceeded, EmberlineError
 from emberline.protocol.events import (
     ChoiceDone,
+    ChoiceEvent,
     ReasoningDelta,
     TextDelta,
     TextLogprob,
@@ -24,7 +25,8 @@ from emberline.protocol.events import (
     ToolCallStarted,
     Usage,
 )
-from emberline.service.event_collector import ChoiceEvent, events_of
+from emberline.protocol.request import SamplingDefaults
+from emberline.service.event_collector import events_of
 
 Json = dict[str, Any]
 StreamEvent = dict[str, Any]
@@ -37,8 +39,11 @@ class ResponseBuilder:
     `response` is final once `complete` or `fail` was called.
     """
 
-    def __init__(self, body: ResponsesRequest, tools: ParsedTools, own_id: str, created: int) -> None:
-        self.response: Json = body.initial_body(own_id, created)
+    def __init__(
+        self, body: ResponsesRequest, tools: ParsedTools, own_id: str, created: int, defaults: SamplingDefaults
+    ) -> None:
+        """`defaults` are the model's sampling parameters, for those that the request leaves out."""
+        self.response: Json = body.initial_body(own_id, created, defaults)
         self.items: list[Json] = []  # the last one may be open
         self._key = own_id.removeprefix("resp_")
         self._client_tools = tools.client_tools
@@ -64,7 +69,7 @@ class ResponseBuilder:
 
     def complete(self, usage: Usage, at: int | None = None) -> None:
         """`at` is the Unix time of completion; None: now."""
-        self.response |= {"output": self.items, "usage": _usage_body(usage)}
+        self.response |= {"output": self.items, "usage": usage_body(usage)}
         if self._incomplete:
             self.response |= {"status": "incomplete", "incomplete_details": {"reason": self._incomplete}}
         else:
@@ -134,11 +139,11 @@ class ResponseBuilder:
         return [self._event(kind, delta=piece)]
 
     def _finish(self, event: ChoiceDone) -> list[StreamEvent]:
-        """Close the last item. An answer with neither text nor calls gets an empty message."""
+        """Close the last item. An answer with neither text nor calls gets an empty message, whose status tells whether
+        the answer was cut off."""
         self._incomplete = _INCOMPLETE.get(event.finish, "")
-        events: list[StreamEvent] = []
-        if not self._incomplete and all(item["type"] == "reasoning" for item in self.items):
-            events += self._open_message()
+        empty = not self.items if self._incomplete else all(item["type"] == "reasoning" for item in self.items)
+        events = self._open_message() if empty else []
         return events + self.close("incomplete" if self._incomplete else "completed")
 
     def _open_item(self, kind: str, fields: Json) -> list[StreamEvent]:
@@ -193,8 +198,8 @@ class ResponseBuilder:
 
 
 def response_body(body: ResponsesRequest, own_id: str, created: int, answer: Answer) -> Json:
-    """The response object of a complete answer."""
-    builder = ResponseBuilder(body, body.parse_tools(), own_id, created)
+    """The response object of a complete answer, whose model's defaults are not known any more."""
+    builder = ResponseBuilder(body, body.parse_tools(), own_id, created, SamplingDefaults())
     for event in events_of(answer):
         builder.add(event)
     builder.complete(answer.usage, created)
@@ -248,7 +253,7 @@ class ResponseStream(EventEncoder):
         return encoded
 
 
-def _usage_body(usage: Usage) -> Json:
+def usage_body(usage: Usage) -> Json:
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {

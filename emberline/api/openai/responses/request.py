@@ -5,23 +5,18 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from emberline.api.common.chat_fields import Effort
+from emberline.api.common.chat_fields import Effort, TemplateKwargs
 from emberline.api.common.sampling_fields import (
-    PRIORITY,
-    CacheRetention,
     Metadata,
-    Probability,
-    ServiceTier,
+    ModelName,
+    SamplingFields,
     SpeculationField,
-    Temperature,
     TokenCount,
     TopLogprobs,
-    cache_ttl_s,
-    clamp_top_p,
-    left_to_model,
+    required_model,
 )
 from emberline.api.common.tools import ToolChoiceField
-from emberline.api.common.unsupported_fields import NoSamplingFields, UnsupportedField
+from emberline.api.common.unsupported_fields import OneField, UnsupportedField
 from emberline.api.http.errors import FieldNames
 from emberline.api.openai.responses.items import Item, response_of, to_messages
 from emberline.api.openai.responses.tools import ParsedTools, droppable, parse_tools
@@ -32,6 +27,7 @@ from emberline.protocol.request import (
     OutputFormat,
     Priority,
     Reasoning,
+    SamplingDefaults,
     SamplingParams,
     session_name,
 )
@@ -43,12 +39,32 @@ LOGPROBS = "message.output_text.logprobs"
 Json = dict[str, Any]
 
 
-class TextFormatField(msgspec.Struct, omit_defaults=True):
+# The items of a tool that no model here can call have no details to include.
+Include = Literal[
+    "reasoning.encrypted_content",
+    "message.output_text.logprobs",
+    "message.input_image.image_url",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+]
+
+
+class TextFormatField(msgspec.Struct):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
     schema: dict[str, Any] | None = None
     strict: bool | None = None
+
+    @property
+    def body(self) -> Json:
+        """The format as the response repeats it."""
+        if self.type != "json_schema":
+            return {"type": self.type}
+        return msgspec.structs.asdict(self) | {"strict": bool(self.strict)}
 
     def output(self) -> OutputFormat | None:
         if self.type == "text":
@@ -75,36 +91,43 @@ class ResponsesStreamOptions(msgspec.Struct):
     include_obfuscation: bool | None = None
 
 
-class ResponsesRequest(NoSamplingFields, kw_only=True):
-    model: str
+class ResponsesRequest(SamplingFields, kw_only=True):
+    """The body of a request for a response: all that a chat takes for sampling, and what the API adds."""
+
+    model: ModelName = ""
     input: str | list[dict[str, Any]] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
-    stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
     background: bool | None = None
+    generate: bool | None = None  # false: the prompt is computed, for a response that continues this one
     tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoiceField | None = None
     parallel_tool_calls: bool | None = None
     max_tool_calls: Annotated[int, Meta(ge=1)] | None = None  # limits the provider's own tools; there are none
     text: TextOptions | None = None
     reasoning: ResponsesReasoning | None = None
-    include: list[str] | None = None
+    include: list[Include] | None = None
     max_output_tokens: TokenCount | None = None
-    temperature: Temperature | None = None
-    top_p: Probability | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
     top_logprobs: TopLogprobs | None = None
     truncation: Literal["auto", "disabled"] | None = None  # ignored: an input that is too long is refused
     metadata: Metadata | None = None
-    user: str | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: CacheRetention | None = None
-    service_tier: ServiceTier | None = None
-    speculation: SpeculationField | None = None
     context_management: UnsupportedField = None
+    # Fields of chats that this API names otherwise, or lacks.
     max_tokens: UnsupportedField = None
+    max_completion_tokens: UnsupportedField = None
+    n: OneField = None
+    logprobs: UnsupportedField = None
+    response_format: UnsupportedField = None
+    guided_json: UnsupportedField = None
+    guided_regex: UnsupportedField = None
+    guided_choice: UnsupportedField = None
+    guided_grammar: UnsupportedField = None
+    guided_whitespace_pattern: UnsupportedField = None
+    structured_outputs: UnsupportedField = None
 
     @property
     def stored(self) -> bool:
@@ -142,32 +165,33 @@ class ResponsesRequest(NoSamplingFields, kw_only=True):
             )
         if not messages:
             raise BadInput("`input` is empty; send a text or at least one item", param="input")
-        effort = self.reasoning.effort if self.reasoning else None
-        priority = PRIORITY[self.service_tier]
+        priority, kwargs = self.priority_class, self.chat_template_kwargs or TemplateKwargs()
         request = GenerateRequest(
             api="responses",
             id=request_id,
-            model=self.model,
+            model=required_model(self.model),
             messages=tuple(messages),
             sampling=self._sampling(),
-            left_to_model=left_to_model(self),
+            left_to_model=self.left_to_model,
             session=session_name(session, self.prompt_cache_key, self.safety_identifier, self.user, first),
-            cache_ttl_s=cache_ttl_s(self.prompt_cache_retention),
+            cache_ttl_s=self.cache_ttl_s,
             priority=priority,
             reject_if_busy=priority is Priority.FLEX and not self.background,
             tools=tools.toolset.tools,
             tool_choice=tools.toolset.choice,
             parallel_tool_calls=self.parallel_tool_calls is not False,
             output=self.text.format.output() if self.text and self.text.format else None,
-            reasoning=Reasoning(enabled=False if effort == "none" else None, effort=effort),
+            reasoning=self._reasoning(kwargs),
+            template_kwargs=kwargs.given,
             speculation=SpeculationField.setting(self.speculation),
         )
         names = FieldNames(output="text.format.schema", tools=tools.toolset.fields, messages=message_fields)
         return request, names
 
-    def initial_body(self, own_id: str, created: int) -> Json:
-        """The response object before any output."""
+    def initial_body(self, own_id: str, created: int, defaults: SamplingDefaults) -> Json:
+        """The response object before any output. `defaults` are the model's, for what the request leaves out."""
         reasoning, text = self.reasoning or ResponsesReasoning(), self.text or TextOptions()
+        sampling = defaults.apply(self._sampling(), self.left_to_model)
         return {
             "id": own_id,
             "object": "response",
@@ -176,6 +200,7 @@ class ResponsesRequest(NoSamplingFields, kw_only=True):
             "background": bool(self.background),
             "completed_at": None,
             "error": None,
+            "frequency_penalty": sampling.frequency_penalty,
             "incomplete_details": None,
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
@@ -183,19 +208,20 @@ class ResponsesRequest(NoSamplingFields, kw_only=True):
             "model": self.model,
             "output": [],
             "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "presence_penalty": sampling.presence_penalty,
             "previous_response_id": self.previous_response_id,
             "prompt_cache_key": self.prompt_cache_key,
             "prompt_cache_retention": self.prompt_cache_retention,
             "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary or reasoning.generate_summary},
             "safety_identifier": self.safety_identifier,
-            "service_tier": PRIORITY[self.service_tier].name.lower(),
+            "service_tier": self.priority_class.name.lower(),
             "store": self.stored,
-            "temperature": self.temperature,  # null: the model's default
-            "text": {"format": text.format or TextFormatField("text"), "verbosity": text.verbosity or "medium"},
+            "temperature": sampling.temperature,
+            "text": {"format": (text.format or TextFormatField("text")).body, "verbosity": text.verbosity or "medium"},
             "tool_choice": "auto" if self.tool_choice is None else _without_nulls(self.tool_choice),
             "tools": [_tool_body(tool) for tool in self.tools or () if not droppable(tool, self.tool_choice)],
             "top_logprobs": self.top_logprobs or 0,
-            "top_p": self.top_p,
+            "top_p": sampling.top_p,
             "truncation": self.truncation or "disabled",
             "usage": None,
             "user": self.user,
@@ -204,12 +230,12 @@ class ResponsesRequest(NoSamplingFields, kw_only=True):
 
     def _sampling(self) -> SamplingParams:
         with_logprobs = self.top_logprobs is not None or LOGPROBS in (self.include or ())
-        return SamplingParams(
-            max_tokens=self.max_output_tokens,
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=clamp_top_p(self.top_p),
-            logprobs=(self.top_logprobs or 0) if with_logprobs else None,
-        )
+        sampling = self.sampling(1.0, (self.top_logprobs or 0) if with_logprobs else None)
+        return msgspec.structs.replace(sampling, max_tokens=self.max_output_tokens)
+
+    def _reasoning(self, kwargs: TemplateKwargs) -> Reasoning:
+        effort = self.reasoning.effort if self.reasoning else None
+        return Reasoning(enabled=False if effort == "none" else kwargs.thinks, effort=effort)
 
 
 def response_id(request_id: str) -> str:

@@ -90,12 +90,13 @@ export async function postJson(path, body = {}) {
   return (await request(path, { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body) })).json();
 }
 
-/** Calls `onChunk` with every chunk of a streamed chat completion; throws ConnectionLost if it ends too early. */
-export async function streamChat(body, { signal, affinity, onChunk }) {
+/** Calls `onChunk` with every chunk of a streamed chat completion, and `onComment` with what the server says meanwhile;
+ * throws ConnectionLost if it ends too early. */
+export async function streamChat(body, { signal, affinity, onChunk, onComment }) {
   const headers = { "content-type": "application/json", "x-session-affinity": affinity };
   const response = await request("/v1/chat/completions", { method: "POST", headers, body: JSON.stringify(body), signal });
   let finished = false;
-  for await (const data of events(response.body)) {
+  for await (const data of events(response.body, onComment)) {
     if (data === "[DONE]") {
       finished = true;
       break;
@@ -112,8 +113,8 @@ export async function streamChat(body, { signal, affinity, onChunk }) {
   if (!finished) throw new ConnectionLost("The connection was lost before the reply was complete.");
 }
 
-/** The `data` of each server-sent event. */
-async function* events(stream) {
+/** The `data` of each server-sent event; comments go to `onComment`. */
+async function* events(stream, onComment) {
   const reader = stream.getReader();
   const decoder = new TextDecoder();
   let pending = "";
@@ -132,6 +133,7 @@ async function* events(stream) {
       pending = lines.pop();
       for (const line of lines) {
         if (line.startsWith("data:")) yield line.slice(5).trim();
+        else if (line.startsWith(":")) onComment?.(line.slice(1).trim());
         // What has arrived is read without a pause: the page must be drawn and take input in between.
         if (performance.now() - since > MAX_BUSY_MS) {
           await new Promise((resolve) => setTimeout(resolve));

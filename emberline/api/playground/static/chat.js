@@ -80,7 +80,7 @@ export function State({ state, named = false }) {
 
 function Welcome({ pane }) {
   useObservable(pane.settings);
-  const ask = (text) => workspace.panes.forEach((each) => each.settings.problem || each.send(text, []));
+  const ask = (text) => workspace.panes.forEach((each) => each.send(text, []));
   return html`<div class="welcome">
     <div class="flame" aria-hidden="true"></div>
     <h1>What should the model do?</h1>
@@ -100,6 +100,7 @@ export function Composer() {
   const area = useRef();
   const vision = panes.every((pane) => pane.model?.vision);
   const blocked = panes.map((pane) => pane.settings.problem).find(Boolean);
+  const shown = problem ?? (blocked && panes.map((pane) => pane.refused).find(Boolean));
   useLayoutEffect(() => area.current.focus(), []);
   useLayoutEffect(() => {
     area.current.style.height = "auto";
@@ -108,7 +109,7 @@ export function Composer() {
 
   const send = () => {
     if (workspace.busy || (!text.trim() && !images.length)) return;
-    if (blocked) return setProblem(blocked);
+    if (panes.filter((pane) => pane.refuses()).length) return;
     panes.forEach((pane) => pane.send(text, vision ? images : []));
     setText("");
     setImages([]);
@@ -137,7 +138,7 @@ export function Composer() {
     onPaste: (event) => event.clipboardData.files.length && (event.preventDefault(), attach(event.clipboardData.files)),
   };
   return html`<div class="composer" ...${drop}>
-    ${problem && html`<p class="problem" role="alert"><${Icon} name="warn" />${problem}</p>`}
+    ${shown && html`<p class="problem" role="alert"><${Icon} name="warn" />${shown}</p>`}
     ${images.length > 0 && html`<div class="images">${images.map((url, i) => html`<span class="thumb"><img src=${url} alt=${`Image ${i + 1}`} />
       <${Button} icon="close" label=${`Remove image ${i + 1}`} class="small" onClick=${() => setImages(images.filter((_, j) => j !== i))} /></span>`)}</div>`}
     <div class="box">

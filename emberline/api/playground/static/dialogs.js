@@ -23,6 +23,12 @@ export function ModelDialog({ pane, onClose }) {
     workspace.keep();
     onClose();
   };
+  const pick = (event) => {
+    const first = listed.find((model) => model.chats);
+    if (event.key !== "Enter" || event.isComposing || !first) return;
+    event.preventDefault();
+    choose(first);
+  };
   const move = (event) => {
     const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
     if (!step) return;
@@ -32,7 +38,7 @@ export function ModelDialog({ pane, onClose }) {
   };
   return html`<${Dialog} title="Choose a model" onClose=${onClose} class="wide">
     <div onKeyDown=${move}>
-      <input type="search" autofocus placeholder="Search" aria-label="Search models" value=${words} onInput=${(event) => setWords(event.target.value)} />
+      <input type="search" autofocus placeholder="Search" aria-label="Search models" value=${words} onInput=${(event) => setWords(event.target.value)} onKeyDown=${pick} />
       <ul class="models">${listed.map((model) => html`<li key=${model.id}><button type="button" disabled=${!model.chats} aria-current=${model.id === pane.settings.model} onClick=${() => choose(model)}>
         <span class="line"><bdi><b>${visible(model.name)}</b></bdi><${State} state=${model.state} named /></span>
         <span class="line soft"><bdi>${visible(model.id)}</bdi>

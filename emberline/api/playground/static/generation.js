@@ -25,13 +25,14 @@ export class Generation {
 
   async #run(body, affinity) {
     const message = this.message;
-    message.set({ status: "streaming", error: null, finish: null, model: body.model });
+    message.set({ status: "streaming", error: null, finish: null, model: body.model, notice: notice(body.model) });
     let usage = null;
     let ended = { status: "done" };
     try {
       await streamChat(body, {
         signal: this.#abort.signal,
         affinity,
+        onComment: (comment) => message.set({ notice: `${comment} …` }),
         onChunk: (chunk) => {
           usage = chunk.usage ?? usage;
           for (const choice of chunk.choices ?? []) this.#take(choice);
@@ -103,6 +104,12 @@ export class Generation {
     }
     return found;
   }
+}
+
+/** What the page says of a model that must be loaded first; empty for one that is loaded. */
+function notice(id) {
+  const state = models.get(id)?.state;
+  return ["on disk", "loading", "unloading"].includes(state) ? `loading ${id} …` : "";
 }
 
 /** What a reply costs by the model's prices; null where it has none. */

@@ -62,7 +62,7 @@ function Content({ message }) {
   const streaming = message.status === "streaming";
   if (message.role !== "assistant") return html`<div class="plain">${visible(message.content)}</div>`;
   if (streaming && !message.content && !message.reasoning && !message.toolCalls.length) {
-    return html`<p class="waiting"><span class="dots" aria-hidden="true"><i></i><i></i><i></i></span><span class="visually-hidden">Waiting for the first token</span></p>`;
+    return html`<p class="waiting"><span class="dots" aria-hidden="true"><i></i><i></i><i></i></span>${message.notice ? html`<span class="notice" role="status">${visible(message.notice)}</span>` : html`<span class="visually-hidden">Waiting for the first token</span>`}</p>`;
   }
   return html`<${Markdown} text=${message.content} done=${!streaming} />`;
 }
@@ -115,8 +115,7 @@ function Editor({ message, pane, close }) {
   const area = useRef();
   useLayoutEffect(() => area.current.focus(), []);
   const save = () => {
-    close();
-    if (text !== message.content) pane.edit(message, text);
+    if (text === message.content || pane.edit(message, text) !== false) close(); // refused: the text stays
   };
   const onKey = (event) => {
     if (event.key === "Escape") close();

@@ -26,7 +26,8 @@ class Models extends Observable {
     let found;
     try {
       const { data } = await getJson("/v1/models");
-      found = { all: data.map(describe), error: null, loaded: true };
+      const own = data.filter((row) => (row.root ?? row.id) === row.id); // the others are aliases
+      found = { all: own.map(describe), error: null, loaded: true };
     } catch (error) {
       found = { error };
     }

@@ -13,6 +13,7 @@ const KEEP_MS = 500;
 
 export class Pane extends Observable {
   generation = null; // while a reply is generated
+  refused = null; // why the last request was not sent: what is wrong with the settings
 
   constructor(settings = new Settings(), conversation = new Conversation()) {
     super();
@@ -37,19 +38,28 @@ export class Pane extends Observable {
     return new Pane(this.settings.clone(), this.conversation.clone());
   }
 
+  /** Whether the settings keep a request from being sent; the composer shows why. */
+  refuses() {
+    this.set({ refused: this.settings.problem });
+    return this.refused !== null;
+  }
+
   send(content, images) {
+    if (this.refuses()) return undefined;
     this.conversation.add(new Message("user", { content, images }));
     return this.reply();
   }
 
   /** Generates a reply to the last message shown. */
   reply() {
+    if (this.refuses()) return undefined;
     const path = this.conversation.path;
     return this.#generate(this.conversation.add(new Message("assistant")), this.body(path));
   }
 
   /** Generates another reply in place of this one; both remain as branches. */
   regenerate(reply) {
+    if (this.refuses()) return undefined;
     const path = this.#before(reply);
     const again = this.conversation.add(new Message("assistant"), reply.parent);
     return this.#generate(again, this.body(path));
@@ -57,12 +67,14 @@ export class Pane extends Observable {
 
   /** Goes on where a reply was cut off. */
   continue(reply) {
+    if (this.refuses()) return undefined;
     const path = [...this.#before(reply), reply];
     return this.#generate(reply, this.body(path, { continue_final_message: true, add_generation_prompt: false }));
   }
 
-  /** A changed message starts a branch; a changed question is answered. */
+  /** A changed message starts a branch; a changed question is answered. False: the settings keep it from being sent. */
   edit(message, content) {
+    if (!message.isReply && this.refuses()) return false;
     const { role, images, toolCalls, toolCallId, model } = message;
     this.conversation.add(new Message(role, { content, images, toolCalls, toolCallId, model }), message.parent);
     return message.isReply ? undefined : this.reply();
@@ -70,6 +82,7 @@ export class Pane extends Observable {
 
   /** Adds the tools' results and generates the reply to them. */
   answerTools(reply, results) {
+    if (this.refuses()) return undefined;
     let parent = reply;
     reply.toolCalls.forEach((call, i) => {
       parent = this.conversation.add(new Message("tool", { content: results[i], toolCallId: call.id }), parent);

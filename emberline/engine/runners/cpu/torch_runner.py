@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from emberline.engine.core.limits import Limits
-from emberline.engine.core.plan import Admission, Masks, Row, Sampled, StepPlan
+from emberline.engine.core.plan import Admission, Masks, Row, RowScores, Sampled, StepPlan
 from emberline.engine.core.prefill_policy import PrefillPolicy, StepWork
 from emberline.engine.runners.cpu.draft_model_runner import DraftModelRunner
 from emberline.engine.runners.cpu.head_runner import HeadRunner
+from emberline.engine.runners.prompt_scores import ScoredPrompt, ScoredRow, StepScores
 from emberline.kernels.sampling import SamplerRow, sample
 from emberline.kv.block_pool import NULL_BLOCK, blocks_of
 from emberline.kv.host_memory import HostMemory, Pages, private_pages, shared_pages
@@ -45,11 +46,13 @@ class ComputedStep:
         rows: list[SamplerRow],
         error: Exception | None = None,
         draft: Callable[[Sequence[Sampled], Sequence[SamplerRow]], Sequence[bytes]] | None = None,
+        scores: Sequence[RowScores] = (),
     ) -> None:
         self._logits = logits
         self._rows = rows
         self._error = error
         self._draft = draft
+        self._scores = scores
         self._sampled: Sequence[Sampled] = []
         self._drafts: Sequence[bytes] = ()
 
@@ -73,6 +76,9 @@ class ComputedStep:
     def drafts(self) -> Sequence[bytes]:
         return self._drafts
 
+    def scores(self) -> Sequence[RowScores]:
+        return self._scores
+
 
 @dataclass(slots=True)
 class _Slot:
@@ -82,6 +88,7 @@ class _Slot:
     n_prompt: int
     passed: list[int]
     ids: bytearray | None  # prompt and output, kept only for penalties
+    scored: ScoredPrompt | None  # None: its prompt is not scored
 
 
 class TorchRunner:
@@ -138,6 +145,8 @@ class TorchRunner:
             for admission in plan.admissions:
                 self._admit(admission)
             inputs, samplers = self._inputs(plan)
+            scores = StepScores(self._scored_rows(plan), self._device) if plan.n_scored else None
+            inputs.scored = None if scores is None else scores.tokens
             began_s = time.perf_counter()
             with self._cpu_share:
                 draft = None
@@ -148,8 +157,11 @@ class TorchRunner:
                     logits = self._model.forward(inputs, self._kv)
                 if self.head is not None:
                     draft = partial(self._draft, plan, states)
-            self._prefill.observe(_work(plan), time.perf_counter() - began_s)
-            return ComputedStep(logits, samplers, draft=draft)
+            if scores is None:
+                self._prefill.observe(_work(plan), time.perf_counter() - began_s)
+            else:
+                scores.fetch()
+            return ComputedStep(logits, samplers, draft=draft, scores=() if scores is None else scores.read())
         except Exception as error:
             return ComputedStep(None, [], error)
 
@@ -167,10 +179,23 @@ class TorchRunner:
             n_prompt=len(request.prompt_ids) // 4,
             passed=[0] * len(self._tables),
             ids=None if row.prompt_ids is None else bytearray(request.prompt_ids + admission.output_ids),
+            scored=ScoredPrompt.of(request),
         )
         for table, blocks in zip(self._tables, admission.blocks):
             table[admission.slot] = NULL_BLOCK
             table[admission.slot, : len(blocks)] = blocks
+
+    def _scored_rows(self, plan: StepPlan) -> list[ScoredRow]:
+        """The rows of a plan whose tokens are scored."""
+        found, first = list[ScoredRow](), 0
+        for row in plan.rows:
+            if row.n_scored:
+                slot = self._slots[row.slot]
+                assert slot is not None, "a row needs an admission first"
+                assert slot.scored is not None, "the request asks for it"
+                found.append(ScoredRow(row, first, slot.scored))
+            first += row.stop - row.start
+        return found
 
     def _inputs(self, plan: StepPlan) -> tuple[StepInputs, list[SamplerRow]]:
         samplers: list[SamplerRow] = []
@@ -267,7 +292,7 @@ def sampler_row(admission: Admission) -> SamplerRow:
         prompt_ids=np.frombuffer(request.prompt_ids, "<u4") if penalized else None,
         output_ids=np.frombuffer(admission.output_ids, "<u4") if penalized else None,
         logprobs=sampling.logprobs,
-        guided=bool(request.grammar),
+        guided=request.masked,
     )
 
 

@@ -21,8 +21,9 @@ from emberline.engine.runners.gpu.shapes import (
     mixed_tokens,
     table_width,
 )
-from emberline.engine.runners.gpu.slots import Slot
+from emberline.engine.runners.gpu.slots import Slot, Slots
 from emberline.engine.runners.gpu.stream import Upload
+from emberline.engine.runners.prompt_scores import ScoredRow, StepScores
 from emberline.kernels.decode_inputs import (
     DRAFT_HEADER_ROWS,
     HEADER_ROWS,
@@ -106,9 +107,10 @@ class StepBatch:
     drafts: list[bytes] = field(default_factory=list)  # u32 LE; for each decode row, or empty if no row has any
     chunks: list[Row] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)  # of the rows that sample, in the order of the plan
-    order: list[int] = field(default_factory=list)  # their indices among the samples of the step, without padding
+    order: Sequence[int] = field(default_factory=list)  # their indices among the samples of the step, without padding
     logprobs: list[int | None] | None = None  # what each of them wants; None: none wants any
     masked: bool = False  # some row has a grammar, and waits for its mask
+    scores: StepScores | None = None  # what it scores
     left_out: list[int] | None = None  # drafts of each sampling row, where the step does not verify them
 
     @property
@@ -121,8 +123,8 @@ class StepBatch:
         """Number of decode rows."""
         return len(self.packet[0])
 
-    def sample_indices(self, n_decodes: int) -> list[int]:
-        """`order`, with the decode rows padded to n_decodes."""
+    def sample_indices(self, n_decodes: int) -> Sequence[int]:
+        """Return `order` with the decode rows padded to n_decodes."""
         d = self.n_decodes
         return (
             self.order if n_decodes == d or not self.chunks else [n if n < d else n - d + n_decodes for n in self.order]
@@ -153,6 +155,16 @@ class StepBatch:
         kept = [(n, place) for n, place in enumerate(masks.rows) if place in index]
         return Masks([index[place] for _, place in kept], masks.bits[[n for n, _ in kept]])
 
+    def score(self, slots: Slots, device: torch.device, at_once: int) -> None:
+        """Score the tokens of its chunks for which the plan asks that."""
+        starts = accumulate((row.end - row.start for row in self.chunks), initial=self.n_decodes)
+        rows = [
+            ScoredRow(row, first, slot.scored)
+            for row, first, slot in zip(self.chunks, starts, slots.of(self.chunks))
+            if row.n_scored and slot.scored is not None
+        ]
+        self.scores = StepScores(rows, device, at_once)
+
     @property
     def n_tokens(self) -> int:
         """Number of tokens without drafts."""
@@ -161,7 +173,7 @@ class StepBatch:
     @classmethod
     def of_columns(cls, packet: Ints) -> "StepBatch":
         """A batch of rows that only decode: none wants probabilities or has a grammar."""
-        return cls(packet, slots=packet[0].tolist(), order=list(range(packet.shape[1])))
+        return cls(packet, slots=packet[0].tolist(), order=range(packet.shape[1]))
 
     @classmethod
     def of(

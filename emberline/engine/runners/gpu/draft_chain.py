@@ -9,40 +9,22 @@ A chain starts from what the device has by slot. So the next step can verify its
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from emberline.engine.runners.gpu.shapes import MAX_VERIFY_ROWS, all_decode_rows, decode_rows
 from emberline.engine.runners.gpu.slots import Slots
+from emberline.engine.runners.gpu.step_kernels import ChainKernels
 from emberline.engine.runners.gpu.stream import Upload
-from emberline.kernels.decode_inputs import MAX_DRAFTS, PADDING, SlotState
+from emberline.kernels.decode_inputs import MAX_DRAFTS, PADDING
 from emberline.kernels.draft_chain import NOT_KNOWN, CarriedStates, ChainInputs
 from emberline.kernels.gpu.backend.workspace import StepShape
 from emberline.models.decoder import StepInputs, Taps
 from emberline.models.draft_head import GpuDraftHead
 
 CHAIN_DEPTHS = (1, 2, 4)
-
-
-class ChainKernels(Protocol):
-    """`kernels.draft_chain` is their reference."""
-
-    def carry(
-        self, hidden: Tensor, starts: Tensor, slots: Tensor, positions: Tensor, carried: CarriedStates, out: Tensor,
-        drafts: bool,
-    ) -> None: ...  # fmt: skip
-    def keep_accepted(
-        self, hidden: Tensor, starts: Tensor, slots: Tensor, positions: Tensor, n_accepted: Tensor,
-        carried: CarriedStates,
-    ) -> None: ...  # fmt: skip
-    def begin_chain(
-        self, state: SlotState, carried: CarriedStates, group: int, first_scratch: int, to: ChainInputs
-    ) -> None: ...
-    def draw_drafts(
-        self, logits: Tensor, table: Any, target_ids: Tensor, step: int, drafts: Tensor, to: ChainInputs
-    ) -> None: ...
 
 
 class ChainShape(NamedTuple):

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from emberline.engine.runners.gpu.draft_chain import ChainKernels, ChainOfDrafts, ChainShape, DraftChain, first_rows
+from emberline.engine.runners.gpu.draft_chain import ChainOfDrafts, ChainShape, DraftChain, first_rows
 from emberline.engine.runners.gpu.slots import Slots
+from emberline.engine.runners.gpu.step_kernels import ChainKernels
 from emberline.kernels.gpu.backend.workspace import StepShape
 from emberline.models.decoder import StepInputs, Taps
 from emberline.models.draft_head import GpuDraftHead

@@ -14,8 +14,9 @@ from emberline.engine.core.plan import DeviceLost
 from emberline.engine.runners.gpu.batch import VerifyShape
 from emberline.engine.runners.gpu.draft_chain import ChainShape
 from emberline.engine.runners.gpu.graphs import StepKind
-from emberline.engine.runners.gpu.runner import GpuRunner, fatal
+from emberline.engine.runners.gpu.runner import GpuRunner
 from emberline.engine.runners.gpu.shapes import is_essential, timed_verify_shapes
+from emberline.engine.runners.gpu.stream import fatal
 from emberline.kernels.backend import LatentAttention, MoE
 from emberline.kernels.gpu.compile_server import CompileServer
 from emberline.kernels.gpu.launch import compiling_only, warn_of_compiling

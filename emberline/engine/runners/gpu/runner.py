@@ -10,14 +10,12 @@ A rank of a pipeline that does not sample has the launch alone: tokens come with
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from emberline.engine.core.limits import Limits
-from emberline.engine.core.plan import DeviceLost, Masks, Row, SampledToken, StepPlan, drawn_ids, n_accepted
+from emberline.engine.core.plan import DeviceLost, Masks, Row, RowScores, SampledToken, StepPlan, drawn_ids
 from emberline.engine.core.prefill_policy import PrefillPolicy, StepWork
 from emberline.engine.runners.cpu.torch_runner import Model, allocate_pool
 from emberline.engine.runners.gpu.batch import (
@@ -30,7 +28,7 @@ from emberline.engine.runners.gpu.batch import (
     VerifyShape,
     find_shared_prefix,
 )
-from emberline.engine.runners.gpu.draft_chain import ChainKernels, ChainOfDrafts, ChainShape
+from emberline.engine.runners.gpu.draft_chain import ChainOfDrafts, ChainShape
 from emberline.engine.runners.gpu.draft_model_chain import open_chain, pool_blocks
 from emberline.engine.runners.gpu.graphs import CudaGraphs, StepKind
 from emberline.engine.runners.gpu.shapes import (
@@ -45,9 +43,10 @@ from emberline.engine.runners.gpu.shapes import (
     table_width,
     verify_shape,
 )
-from emberline.engine.runners.gpu.slots import Slot, Slots, SlotSampler
-from emberline.engine.runners.gpu.stream import StepOutputs, UrgentWait, device_event, sampled_tensors
-from emberline.kernels.decode_inputs import MAX_ROW_TOKENS, PADDING, DecodeInputs, SlotState
+from emberline.engine.runners.gpu.slots import Penalized, Slots, SlotSampler, keep_tokens
+from emberline.engine.runners.gpu.step_kernels import Kernels
+from emberline.engine.runners.gpu.stream import StepOutputs, UrgentWait, device_event, fatal, sampled_tensors
+from emberline.kernels.decode_inputs import MAX_ROW_TOKENS, PADDING
 from emberline.kv.block_pool import NULL_BLOCK
 from emberline.models.decoder import StepInputs
 from emberline.models.draft_head import GpuDraftHead
@@ -58,30 +57,7 @@ MIN_SHARING = 4  # decode rows from which on a shared prefix is searched
 MIN_SAVED_BYTES = 1 << 30  # reads per step, below which cascade attention costs more than it saves; measured on an H200
 TIMED_REPLAYS = 3  # of a step whose time is measured
 STEPS_IN_FLIGHT = 2  # one is computed while the next is planned; a pipeline has one for each stage
-Penalized = list[tuple[Row, Slot, int]]  # rows, their slots, and how often the host gave tokens of these
 _log = logging.getLogger(__name__)
-_DEVICE_ERRORS = ("CUDA error", "Triton Error [CUDA]", "CUBLAS_STATUS_EXECUTION_FAILED")
-
-
-class Kernels(ChainKernels, Protocol):
-    """The launches around a forward pass. `kernels.decode_inputs` and `kernels.sampling` are their references."""
-
-    def prepare(self, packet: Tensor, state: SlotState, to: DecodeInputs, drafts: Tensor | None = None) -> None: ...
-    def keep(self, tokens: Tensor, slots: Tensor, positions: Tensor, state: SlotState) -> None: ...
-    def sample(
-        self,
-        logits: Tensor,
-        table: Any,
-        slots: Tensor,
-        positions: Tensor,
-        out: Any,
-        guided: bool = False,
-        token_ids: Tensor | None = None,
-        offsets: Tensor | None = None,
-    ) -> None: ...
-    def accept(
-        self, draws: Tensor, inputs: DecodeInputs, table: Any, state: SlotState, n_rows: int, guided: bool = False
-    ) -> None: ...
 
 
 @dataclass(slots=True)
@@ -120,6 +96,10 @@ class GpuStep:
 
     def drafts(self) -> Sequence[bytes]:
         return () if isinstance(self._launched, Exception) else self._runner.read_drafts(self._launched)
+
+    def scores(self) -> Sequence[RowScores]:
+        scores = None if isinstance(self._launched, Exception) else self._launched.batch.scores
+        return () if scores is None else scores.read()
 
 
 class GpuRunner:
@@ -316,6 +296,8 @@ class GpuRunner:
         else:
             batch, verify, penalized = self._take_rows(plan)
         drafting = batch.slots if plan.depth else []
+        if plan.n_scored:
+            batch.score(slots, self._device, len(self._sampled.token_ids))
         slots.upload()
         if verify is not None:
             n_decodes, sample = self._launch_verify(batch, *verify)
@@ -328,7 +310,7 @@ class GpuRunner:
         return _Launched(
             batch,
             outputs,
-            work if typical else None,
+            work if typical and batch.scores is None else None,
             n_decodes,
             sample,
             drafting,
@@ -374,6 +356,8 @@ class GpuRunner:
                 self._slots.allow(batch.slots, None if masks is None else batch.own_masks(masks))
                 self._slots.sampler.upload()
                 launched.sample()
+            if batch.scores is not None:
+                batch.scores.fetch()
             n_rows = launched.n_decodes + len(batch.chunks)
             drafts = self._draft(launched) if launched.depth else None
             launched.outputs.fetch(self._sampled, n_rows, batch.logprobs is not None, drafts)
@@ -400,7 +384,7 @@ class GpuRunner:
             none = SampledToken(-1)
             tokens = [each for token, n in zip(tokens, left_out) for each in (token, *[none] * n)]
         if launched.penalized is not None:
-            _keep_tokens(launched.penalized, drawn_ids(tokens))
+            keep_tokens(launched.penalized, drawn_ids(tokens))
         return tokens
 
     def _observe(self, launched: _Launched) -> None:
@@ -555,7 +539,7 @@ class GpuRunner:
 
     def _launch_mixed(self, batch: StepBatch) -> tuple[int, Callable[[], None] | None]:
         shape = MixedShape.exact(batch)
-        if self._pads:
+        if self._pads and batch.scores is None:
             shape = MixedShape.of(batch, self._max_rows, self.graph_tokens)
         if shape.padded:
             wanted = StepKind(shape, self._find_shared(batch))
@@ -568,6 +552,7 @@ class GpuRunner:
             longest = self._mixed.send(batch, shape, self._slots.spare)
             inputs = self._mixed.inputs(shape, self._slots.state, batch, longest)
             rows = self._mixed.sampled_rows(shape, batch)
+            inputs.scored = None if batch.scores is None else batch.scores.tokens
             logits, self._typical = self._mixed_body(inputs, self._mixed.row_slots(shape), rows), False
         return shape.n_decodes, (lambda: self._sample(logits, *rows, guided=True)) if batch.masked else None
 
@@ -584,24 +569,3 @@ class GpuRunner:
         sampled = self._sampled.first(len(slots))
         self._kernels.sample(logits, self._slots.sampler, slots, positions, sampled, guided)
         self._kernels.keep(sampled.token_ids, slots, positions, self._slots.state)
-
-
-def _keep_tokens(penalized: Penalized, drawn_of_all: Sequence[int]) -> None:
-    """Keep the drawn tokens of rows with penalties, unless the host has given other ones meanwhile."""
-    draws = iter(drawn_of_all)
-    for row, slot, n_told in penalized:
-        drawn = list(islice(draws, 1 + row.n_drafts))
-        if slot.ids is not None and slot.n_told == n_told and drawn[0] >= 0:
-            at = len(slot.ids) if row.n_ahead else 4 * row.end  # then the host knows the rows before it
-            slot.ids[at:] = pack(drawn[: 1 + n_accepted(drawn, row.draft_ids)])
-
-
-def fatal(error: Exception) -> Exception:
-    """DeviceLost for an error of the device itself; running out of memory concerns the step alone."""
-    text = str(error)
-    of_device = isinstance(error, RuntimeError) and any(each in text for each in _DEVICE_ERRORS)
-    if not of_device or "out of memory" in text:
-        return error
-    lost = DeviceLost(text)
-    lost.__cause__ = error
-    return lost

@@ -2,20 +2,23 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from emberline.engine.core.plan import Admission, Masks, Row
+from emberline.engine.core.plan import Admission, Masks, Row, n_accepted
 from emberline.engine.core.rows import Ints
 from emberline.engine.runners.cpu.torch_runner import sampler_row
 from emberline.engine.runners.gpu.stream import Upload
+from emberline.engine.runners.prompt_scores import ScoredPrompt
 from emberline.kernels.decode_inputs import MAX_DRAFTS, NO_BLOCK, SlotState
 from emberline.kernels.sampling import SamplerRow
 from emberline.kv.block_pool import NULL_BLOCK, blocks_of
 from emberline.protocol.block_hash import BLOCK_TOKENS
+from emberline.protocol.token_ids import pack
 
 _CHANGES = 1 << 15  # table entries per upload
 
@@ -32,13 +35,17 @@ class SlotSampler(Protocol):
 @dataclass(slots=True)
 class Slot:
     n_prompt: int
-    masked: bool  # a grammar restricts what is sampled
+    masked: bool  # each draw has a mask of what may be sampled
     logprobs: int | None
     sampler: SamplerRow
     ids: bytearray | None  # prompt and output as far as the host knows them, kept only for penalties
     banned: tuple[int, ...] = ()
     n_told: int = 0  # rows whose tokens the host gave
+    scored: ScoredPrompt | None = None  # None: its prompt is not scored
     uncounted: bool = False  # the device lacks tokens of its rows that did not sample
+
+
+Penalized = list[tuple[Row, Slot, int]]  # rows, their slots, and how often the host gave tokens of these
 
 
 class Slots:
@@ -77,13 +84,14 @@ class Slots:
         self.sampler.set(admission.slot, row)
         self._slots[admission.slot] = Slot(
             n_prompt=len(request.prompt_ids) // 4,
-            masked=bool(request.grammar),
+            masked=request.masked,
             logprobs=request.sampling.logprobs,
             sampler=row,
             ids=None if row.prompt_ids is None else bytearray(request.prompt_ids + admission.output_ids),
+            scored=ScoredPrompt.of(request),
         )
         self._passed[:, admission.slot] = 0
-        unusual = bool(request.grammar) or request.sampling.logprobs is not None or row.prompt_ids is not None
+        unusual = request.masked or request.sampling.logprobs is not None or row.prompt_ids is not None
         self._unusual[admission.slot] = unusual
         for g, blocks in enumerate(admission.blocks):
             self.tables[g, admission.slot, : len(blocks)] = blocks
@@ -179,3 +187,13 @@ class Slots:
             _, n_slots, width = self.tables.shape
             first = (group * n_slots + slot) * width
             self._changed.append(np.arange(first + start, first + stop, dtype=np.int32))
+
+
+def keep_tokens(penalized: Penalized, drawn_of_all: Sequence[int]) -> None:
+    """Keep the drawn tokens of rows with penalties, unless the host has given other ones meanwhile."""
+    draws = iter(drawn_of_all)
+    for row, slot, n_told in penalized:
+        drawn = list(islice(draws, 1 + row.n_drafts))
+        if slot.ids is not None and slot.n_told == n_told and drawn[0] >= 0:
+            at = len(slot.ids) if row.n_ahead else 4 * row.end  # then the host knows the rows before it
+            slot.ids[at:] = pack(drawn[: 1 + n_accepted(drawn, row.draft_ids)])

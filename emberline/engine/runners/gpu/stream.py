@@ -13,6 +13,8 @@ from torch import Tensor
 from emberline.engine.core.plan import DeviceLost, Draws, SampledToken
 from emberline.kernels.decode_inputs import MAX_DRAFTS
 
+_DEVICE_ERRORS = ("CUDA error", "Triton Error [CUDA]", "CUBLAS_STATUS_EXECUTION_FAILED")
+
 
 class DeviceEvent(Protocol):
     """A point in the device's stream."""
@@ -26,13 +28,16 @@ class DeviceEvent(Protocol):
 
 
 class CudaEvent:
+    """An event on the stream that is current where the event is made."""
+
     def __init__(self, device: torch.device, spins: bool = False) -> None:
         self._device = device
+        self._stream = torch.cuda.current_stream(device)  # to look it up takes longer than to record the event
         # "blocking" sleeps instead of spinning: the next step is queued already, so waking up late costs nothing
         self._event = torch.cuda.Event(enable_timing=not spins, blocking=not spins)  # type: ignore[no-untyped-call]
 
     def record(self) -> None:
-        self._event.record()
+        self._event.record(self._stream)
 
     def wait(self) -> None:
         try:
@@ -183,7 +188,7 @@ class StepOutputs:
         return found
 
     def read(
-        self, order: list[int], logprobs: list[int | None] | None, urgent: UrgentWait | None = None
+        self, order: Sequence[int], logprobs: list[int | None] | None, urgent: UrgentWait | None = None
     ) -> Sequence[SampledToken]:
         """Wait, then the tokens in this order of rows; `logprobs`: how many alternatives each wants."""
         if urgent is not None:
@@ -192,7 +197,7 @@ class StepOutputs:
             self.done.wait()
         token_ids = self._token_ids[: self._n].tolist()
         if logprobs is None:
-            return Draws([token_ids[i] for i in order])
+            return Draws(token_ids if order == range(self._n) else [token_ids[i] for i in order])
         return [self._with_logprobs(token_ids[i], i, k) for i, k in zip(order, logprobs)]
 
     def _with_logprobs(self, token_id: int, row: int, k: int | None) -> SampledToken:
@@ -200,3 +205,14 @@ class StepOutputs:
             return SampledToken(token_id)
         top = zip(self._host.top_ids[row, :k].tolist(), self._host.top_logprobs[row, :k].tolist())
         return SampledToken(token_id, float(self._host.logprob[row]), list(top))
+
+
+def fatal(error: Exception) -> Exception:
+    """DeviceLost for an error of the device itself; running out of memory concerns the step alone."""
+    text = str(error)
+    of_device = isinstance(error, RuntimeError) and any(each in text for each in _DEVICE_ERRORS)
+    if not of_device or "out of memory" in text:
+        return error
+    lost = DeviceLost(text)
+    lost.__cause__ = error
+    return lost

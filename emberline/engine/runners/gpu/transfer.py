@@ -165,7 +165,8 @@ class CudaIpcSendTransport:
         self._pairs = pinned(2 * MAX_COPIES, torch.int32, self._device)
         self._uploaded = torch.zeros(2 * MAX_COPIES, dtype=torch.int32, device=self._device)
         torch.cuda.synchronize(self._device)
-        self._done = device_event(self._device)
+        with torch.cuda.stream(self._stream):
+            self._done = device_event(self._device)
 
     def check(self, probe: Tensor, expected: bytes) -> None:
         """By the kernel that copies blocks, and so by the same path: that we read what the receiver has written, and

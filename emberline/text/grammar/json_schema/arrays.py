@@ -6,41 +6,33 @@ of which each gives at most one item, in a fixed order; arrays that cannot be wr
 
 from collections.abc import Callable
 from dataclasses import replace
-from fractions import Fraction
-from itertools import pairwise, product
+from itertools import product
 from typing import Any, TypeAlias
 
 from emberline.protocol.grammar import Expression, Rule, Text
 from emberline.text.grammar.expressions.builder import EMPTY, NEVER, choice, optional, repeat, separated, sequence
-from emberline.text.grammar.expressions.character_dfa import CharacterDfa
+from emberline.text.grammar.json_schema.disjoint_parts import all_values, disjoint_parts
 from emberline.text.grammar.json_schema.document import TRUE, Conjunction, Node, contradictory, negations
-from emberline.text.grammar.json_schema.objects import object_expression
 from emberline.text.grammar.json_schema.set_algebra import (
-    JSON_TYPES,
     ArraySet,
     ContainsConstraint,
     ItemsConstraint,
-    NumberSet,
-    ObjectSet,
     SetAlgebra,
-    StringSet,
     TypedSet,
     ValueSet,
     canonical,
-    highest_integer,
-    lowest_integer,
     nothing,
     only,
     typed_sets,
 )
-from emberline.text.grammar.json_schema.strings import COMMA, literal, quoted_dfa, string_dfa
+from emberline.text.grammar.json_schema.strings import COMMA, literal
 from emberline.text.grammar.json_schema.writer import GrammarWriter
 
 MAX_TRACKED = 64  # items up to which positions are counted one by one
 MAX_STATES = 400
-MAX_LISTED = 256  # arrays, or values of an item, that are listed one by one
-MAX_LENGTHS = 32
-MAX_NESTED = 3
+MAX_UNIQUE = 100  # items that must differ
+MAX_PARTS = 128  # of an item's values, of which each array has some
+MAX_LISTED = 256  # arrays that are listed one by one
 
 State: TypeAlias = tuple[int, tuple[int, ...]]  # items written, matches so far of each `contains`
 
@@ -236,7 +228,12 @@ def _contains_step(
 def _unique(writer: GrammarWriter, arrays: ArraySet, least: int, most: int | None) -> Expression:
     n_prefix = arrays.n_prefix
     if not arrays.contains and not n_prefix:
-        return _bracketed(_one_of_each(writer, _disjoint_parts(writer, arrays.rest), least, most))
+        if least > MAX_UNIQUE:
+            writer.document.unsupported(f"'uniqueItems' with more than {MAX_UNIQUE} items is not supported")
+        parts, are_all = disjoint_parts(writer, arrays.rest, least)
+        if len(parts) < least and not are_all:
+            writer.document.dropped.append("'uniqueItems'")
+        return _bracketed(_one_of_each(writer, parts[: max(2 * least, MAX_PARTS)], least, most))
     listed = _listed(writer, arrays, least, most)
     if listed is not None:
         return listed
@@ -261,7 +258,7 @@ def _listed(writer: GrammarWriter, arrays: ArraySet, least: int, most: int | Non
     """The allowed arrays, listed one by one; None where there are too many."""
     n_prefix = arrays.n_prefix
     longest = n_prefix + 1 if most is None else min(most, n_prefix + 2)
-    columns = [_all_values(writer, arrays.item(index), 12) for index in range(longest)]
+    columns = [all_values(writer, arrays.item(index), 12) for index in range(longest)]
     found: list[Expression] = []
     total = 1
     for length in range(longest + 1):
@@ -293,6 +290,8 @@ def _one_of_each(writer: GrammarWriter, sets: list[Expression], least: int, most
         """What may follow after `n_items` items of the sets before `index`."""
         n_items = min(n_items, n_counted)
         key = (index, n_items)
+        if len(sets) - index < least - n_items:
+            return NEVER
         if key not in rules:
             writer.document.spend()
             options: list[Expression] = [EMPTY] if n_items >= least else []
@@ -303,91 +302,3 @@ def _one_of_each(writer: GrammarWriter, sets: list[Expression], least: int, most
         return rules[key]
 
     return from_set(0, 0)
-
-
-def _all_values(writer: GrammarWriter, schemas: Conjunction, limit: int) -> list[Any] | None:
-    """Every value that satisfies the sub-schemas; None where there are more than `limit`."""
-    if contradictory(schemas):
-        return []
-    found: dict[Any, Any] = {}
-    for json_type in JSON_TYPES:
-        for typed in typed_sets(writer.algebra.values(schemas), json_type):
-            members = _members(writer.algebra, typed, limit)
-            if members is None:
-                return None
-            found.update((canonical(value), value) for value in members)
-    return list(found.values()) if len(found) <= limit else None
-
-
-def _members(algebra: SetAlgebra, typed: TypedSet, limit: int) -> list[Any] | None:
-    if typed.members is not None:
-        return list(typed.members)
-    match typed:
-        case ArraySet(most=0):
-            return [[]]
-        case ObjectSet(most=0):
-            return [{}]
-        case NumberSet(integral=True, low=low, high=high) if low and high:
-            first, last = lowest_integer(low), highest_integer(high)
-            if last - first <= 4 * limit:
-                return [n for n in range(first, last + 1) if algebra.is_member(typed, n)]
-    return None
-
-
-def _disjoint_parts(writer: GrammarWriter, schemas: Conjunction, depth: int = 0) -> list[Expression]:
-    """Expressions of subsets of the allowed values of which no two have a value in common."""
-    listed = _all_values(writer, schemas, MAX_LISTED)
-    if listed is not None:
-        return [literal(value) for value in listed]
-    parts: list[Expression] = []
-    for json_type in JSON_TYPES:
-        # Several sets of one type may overlap: only the first is certainly disjoint from the rest.
-        for typed in typed_sets(writer.algebra.values(schemas), json_type)[:1]:
-            parts += _split(writer, typed, depth)
-    return [part for part in parts if part != NEVER]
-
-
-def _split(writer: GrammarWriter, typed: TypedSet, depth: int) -> list[Expression]:
-    """Numbers by intervals, strings by length or first character, arrays by length, objects by one property."""
-    if typed.members is not None:
-        return [literal(value) for value in typed.members]
-    match typed:
-        case NumberSet():
-            edges = [*range(20), *range(20, 100, 10), 100, 200, 500, *(10**k for k in (3, 4, 5, 6, 9, 15))]
-            starts = sorted({*edges, *(-edge for edge in edges)})
-            intervals = [NumberSet(low=(Fraction(a), False), high=(Fraction(b), True)) for a, b in pairwise(starts)]
-            parts = [writer.algebra.intersect_typed(typed, interval) for interval in intervals]
-            return [writer.value(part) for part in parts if part is not None]
-        case StringSet(patterns=patterns, formats=formats, excluded=excluded) if patterns or formats or excluded:
-            return _split_dfa(writer, string_dfa(writer.algebra, typed))
-        case StringSet() | ArraySet():
-            n_lengths = MAX_LENGTHS if isinstance(typed, StringSet) else 8
-            longest = typed.least + n_lengths if typed.most is None else min(typed.most, typed.least + n_lengths)
-            return [writer.value(replace(typed, least=n, most=n)) for n in range(typed.least, longest + 1)]
-        case ObjectSet():
-            return _split_objects(writer, typed, depth)
-    raise AssertionError("constants are listed")
-
-
-def _split_dfa(writer: GrammarWriter, dfa: CharacterDfa) -> list[Expression]:
-    """Split strings by their first character."""
-    parts = [literal("")] if 0 in dfa.accepting else []
-    shifted = [[(low, high, target + 1) for low, high, target in row] for row in dfa.edges]
-    accepting = {state + 1 for state in dfa.accepting}
-    for low, high, target in dfa.edges[0]:
-        for code in range(low, min(high, low + MAX_LENGTHS) + 1):
-            rest = CharacterDfa([[(code, code, target + 1)], *shifted], accepting)
-            parts.append(quoted_dfa(rest, writer.builder))
-    return parts
-
-
-def _split_objects(writer: GrammarWriter, objects: ObjectSet, depth: int) -> list[Expression]:
-    """Split objects by the disjoint parts of one required property."""
-    best: list[Expression] = []
-    for name in objects.required if depth < MAX_NESTED else ():
-        parts = _disjoint_parts(writer, writer.algebra.property_schemas(objects, name), depth + 1)
-        if len(parts) > max(1, len(best)):
-            best = [object_expression(writer, objects, {name: part}) for part in parts]
-        if len(best) >= MAX_LENGTHS:
-            break
-    return best or [object_expression(writer, objects)]

@@ -75,18 +75,20 @@ _KNOWN = READERS.keys() | ANNOTATIONS | MODIFIERS | READ_WITH.keys()
 _FIRST = ("type", "enum", "const")
 
 
-def schema_expression(builder: Builder, schema: Any, param: str = "output") -> Expression:
-    """The JSON texts that satisfy the schema: on one line, properties in the schema's order."""
+def schema_expression(builder: Builder, schema: Any, param: str = "output", lenient: bool = False) -> Expression:
+    """The JSON texts that satisfy the schema: on one line, properties in the schema's order. `lenient`: the document's.
+    Raises UnsupportedSchema if the schema's meaning, or the values that it allows, are beyond this compiler."""
     _check_size(schema, param)
-    algebra = SetAlgebra(Document(schema, param), _read_schema)
+    algebra = SetAlgebra(Document(schema, param, lenient), _read_schema)
     try:
         with blaming(param):
             expression = GrammarWriter(builder, algebra, _container_expression).nonterminal(algebra.document.root)
+            possible = builder.possible(expression)
     except RecursionError:
         raise BadInput("the schema is nested too deep: flatten it with $defs", param=param) from None
-    if not builder.possible(expression):
+    if not possible:
         if dropped := algebra.document.dropped:
-            message = f"the schema keyword {dropped[0]} is not supported in this combination"
+            message = f"the schema keyword {dropped[0]} is not supported in this combination"  # a value may exist
             raise UnsupportedSchema(message, param=param)
         raise BadInput("no value satisfies the schema: its constraints contradict each other", param=param)
     return expression
@@ -141,7 +143,7 @@ def _readers(algebra: SetAlgebra, node: Node) -> list[str]:
     if node.ref_overrides and "$ref" in schema:
         return ["$ref"]
     for keyword in schema:
-        if keyword not in _KNOWN and not keyword.startswith("x-"):
+        if keyword not in _KNOWN and not keyword.startswith("x-") and not algebra.document.lenient:
             algebra.document.refuse(node, keyword)
     named = dict.fromkeys(READ_WITH.get(keyword, keyword) for keyword in schema)
     return [k for k in _FIRST if k in named] + [k for k in named if k in READERS and k not in _FIRST]

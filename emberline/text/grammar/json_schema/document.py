@@ -48,8 +48,10 @@ class Node:
 class Document:
     """Numbers the sub-schemas, resolves references, and bounds the work spent on the whole schema."""
 
-    def __init__(self, schema: Any, param: str) -> None:
+    def __init__(self, schema: Any, param: str, lenient: bool = False) -> None:
+        """lenient: keywords that JSON Schema does not define are annotations, as it says, and no error."""
         self.param = param
+        self.lenient = lenient
         self.nodes: list[Node] = []
         self._numbers: dict[int, int] = {}
         self._resources: dict[str, Any] = {}

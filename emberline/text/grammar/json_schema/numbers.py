@@ -95,7 +95,7 @@ def number_expression(builder: Builder, numbers: NumberSet) -> Expression:
     if numbers == NumberSet():
         return builder.share("number", sequence(optional(Text("-")), _FREE_INTEGER, _FREE_FRACTION))
     low, high = numbers.low, numbers.high
-    step = _common_multiple(numbers.multiples | {Fraction(1)} if numbers.integral else numbers.multiples)
+    step = common_multiple(numbers.multiples | {Fraction(1)} if numbers.integral else numbers.multiples)
     if numbers.multiples and low is not None and high is not None and (high[0] - low[0]) / step < MAX_LISTED // 2:
         return _listed(numbers, step)
     places = _places(step) if step else None
@@ -142,7 +142,7 @@ def _signed(
     return choice(options)
 
 
-def _common_multiple(steps: frozenset[Fraction]) -> Fraction:
+def common_multiple(steps: frozenset[Fraction]) -> Fraction:
     """The least common multiple; 0 of no steps."""
     if not steps:
         return Fraction(0)
@@ -164,13 +164,13 @@ def _listed(numbers: NumberSet, step: Fraction) -> Expression:
     found: list[Expression] = []
     for distance in _DISTANCES:
         for index in sorted({middle + distance, middle - distance}):
-            text = _decimal(index * step)
+            text = decimal(index * step)
             if text is not None and has_number(numbers, index * step):
                 found.append(Text(text))
     return choice(found)
 
 
-def _decimal(value: Fraction) -> str | None:
+def decimal(value: Fraction) -> str | None:
     """A number in decimal; None where it does not end or has too many digits for a double."""
     places = _places(value)
     if places is None:

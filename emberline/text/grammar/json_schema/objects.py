@@ -2,7 +2,7 @@
 asks for them."""
 
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import islice, product
 from typing import Any
 
 from emberline.protocol.grammar import Expression, Text
@@ -30,6 +30,7 @@ from emberline.text.grammar.json_schema.strings import (
     literal,
     none_of_words,
     quoted_dfa,
+    string_parts,
 )
 from emberline.text.grammar.json_schema.writer import GrammarWriter
 
@@ -349,18 +350,22 @@ class _Body:
                 return EMPTY
             more = repeat(sequence(COMMA, other), 0, None if most is None else most - (0 if n_written else 1))
             return more if n_written else optional(sequence(other, more))
-        pairs = [other] if needed == 1 and other != NEVER else self._distinct_pairs(needed)
+        pairs, finite = ([other], False) if needed == 1 and other != NEVER else self._distinct_pairs(needed)
         if len(pairs) < needed:
+            if not finite:
+                self._writer.document.dropped.append("'minProperties'")
             return NEVER
         counted = sequence(pairs[0], *(sequence(COMMA, pair) for pair in pairs[1:]))
         spare = None if most is None else most - needed
         more = repeat(sequence(COMMA, other), 0, spare) if spare != 0 and other != NEVER else EMPTY
         return sequence(COMMA if n_written else EMPTY, counted, more)
 
-    def _distinct_pairs(self, needed: int) -> list[Expression]:
-        """Pairs whose names differ: a finite class of names is listed, another is split by length."""
+    def _distinct_pairs(self, needed: int) -> tuple[list[Expression], bool]:
+        """Pairs whose names differ, and whether these are all. A small class of names is listed, another is split by
+        length or by first characters."""
         found: list[Expression] = []
         taken: set[str] = set()
+        finite = True
         for other in self._others:
             dfa = other.names or character_dfa.complement(character_dfa.of_words(self._names))
             words = dfa.words(4 * needed)
@@ -371,12 +376,16 @@ class _Body:
                         taken.add(word)
                         found.append(sequence(literal(word), COLON, value))
                 continue
+            finite = False
             if found:  # names of this class could repeat those of another
                 continue
-            for length in range(1, MAX_COUNTED + 1):
-                if len(found) == needed:
-                    break
-                exactly = character_dfa.of_length(dfa, length, length)
-                if exactly.shortest() is not None:
-                    found.append(sequence(quoted_dfa(exactly, self._builder), COLON, value))
-        return found
+            found = [sequence(names, COLON, value) for names in self._disjoint_names(dfa, needed)]
+        return found, finite
+
+    def _disjoint_names(self, names: CharacterDfa, needed: int) -> list[Expression]:
+        lengths = (character_dfa.of_length(names, length, length) for length in range(1, MAX_COUNTED + 1))
+        possible = (each for each in lengths if each.shortest() is not None)
+        parts = [quoted_dfa(each, self._builder) for each in islice(possible, needed)]
+        if len(parts) < needed:
+            parts = string_parts(self._writer.algebra, self._builder, names, needed)[:needed]
+        return parts

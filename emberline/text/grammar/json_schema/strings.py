@@ -28,6 +28,8 @@ from emberline.text.grammar.json_schema.set_algebra import (
     typed_sets,
 )
 
+MAX_SPLIT_CHARACTERS = 33  # of a range, by which strings are split
+
 QUOTE = Text('"')
 # The model decides whether a space follows, as it was trained to: most learned `json.dumps` spacing, some compact JSON.
 COMMA, COLON = (sequence(Text(mark), optional(Text(" "))) for mark in ",:")
@@ -168,6 +170,30 @@ def string_dfa(algebra: SetAlgebra, strings: StringSet) -> CharacterDfa:
         total = character_dfa.of_length(total, strings.least, strings.most)
         algebra.document.spend(len(total.edges))
     return total
+
+
+def string_parts(algebra: SetAlgebra, builder: Builder, dfa: CharacterDfa, wanted: int) -> list[Expression]:
+    """The quoted strings of a DFA in at least `wanted` parts, or in as many as are found. No two parts have a string in
+    common: they begin with different characters, as many as it takes."""
+    whole: list[str] = []
+    begun = [("", 0)]  # beginnings, and the state after each
+    while begun and len(whole) + len(begun) < wanted and len(begun[0][0]) < wanted:
+        text, state = begun.pop(0)
+        whole += [text] if state in dfa.accepting else []
+        for low, high, target in dfa.edges[state]:
+            begun += [(text + chr(code), target) for code in range(low, min(high + 1, low + MAX_SPLIT_CHARACTERS))]
+        algebra.document.spend()
+    return [*map(literal, whole), *(_beginning_with(algebra, builder, dfa, text, state) for text, state in begun)]
+
+
+def _beginning_with(algebra: SetAlgebra, builder: Builder, dfa: CharacterDfa, text: str, state: int) -> Expression:
+    """The quoted strings of a DFA that begin with a text, after which it is in this state."""
+    n = len(text)
+    targets = [*range(1, n), n + state]
+    spelled = [[(ord(char), ord(char), target)] for char, target in zip(text, targets, strict=False)]
+    shifted = [[(low, high, target + n) for low, high, target in row] for row in dfa.edges]
+    algebra.document.spend(1 + len(shifted) // 16)
+    return quoted_dfa(CharacterDfa([*spelled, *shifted], {accepting + n for accepting in dfa.accepting}), builder)
 
 
 def conjunction_dfa(algebra: SetAlgebra, schemas: Conjunction) -> CharacterDfa:

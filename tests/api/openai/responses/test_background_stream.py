@@ -18,7 +18,7 @@ from emberline.jobs.queue.transcript import TranscriptPart
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.errors import BadInput, EmberlineError, EngineLost, Unavailable
 from emberline.protocol.events import Completed, Started, TokenDelta
-from emberline.protocol.request import Principal
+from emberline.protocol.request import Principal, SamplingDefaults
 from emberline.service.work import TaskEvents, Work
 from tests.api.batch_fixtures import open_batch_service
 from tests.api.fake_service import AGENT, AGENT_USAGE, MODEL, FakeService, Wire, app_of, client_of
@@ -152,7 +152,7 @@ async def test_output_is_streamed_at_once_by_every_process(processes: list[Batch
 async def _until_told(batches: BatchService, response_id: str, n_said: int) -> int:
     """The number of events once `n_said` tokens are in the transcript."""
     body = ResponsesRequest(model="m")
-    builder = ResponseBuilder(body, body.parse_tools(), "resp_k", 0)
+    builder = ResponseBuilder(body, body.parse_tools(), "resp_k", 0, SamplingDefaults())
     async with asyncio.timeout(PATIENCE_S):
         while sum(len(part.token_ids) // 4 for part in await batches.queue.transcripts.read(response_id, 0)) < n_said:
             await asyncio.sleep(0.005)

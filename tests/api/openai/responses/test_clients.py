@@ -105,7 +105,7 @@ def test_create_retrieve_delete(client: "openai.OpenAI", service: FakeService) -
     client.responses.delete(made.id)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(made.id)
-    with pytest.raises(openai.NotFoundError) as refused:
+    with pytest.raises(openai.BadRequestError) as refused:
         client.responses.create(model=MODEL, input="Hi", previous_response_id=made.id)
     assert refused.value.param == "previous_response_id"
 
@@ -210,3 +210,19 @@ def test_errors(client: "openai.OpenAI", service: FakeService) -> None:
     service.script = breaks
     with pytest.raises(openai.APIError, match="the engine went away"):
         list(client.responses.create(model=MODEL, input="Hi", stream=True))
+
+
+def test_responses_over_a_websocket(client: "openai.OpenAI", service: FakeService) -> None:
+    previous: str | None = None
+    with client.responses.connect() as connection:
+        for text in ("Hi", "Again"):
+            connection.response.create(model=MODEL, input=text, store=False, previous_response_id=previous)
+            said = ""
+            for event in connection:
+                if event.type == "response.output_text.delta":
+                    said += event.delta
+                if event.type == "response.completed":
+                    previous = event.response.id
+                    assert event.response.output_text == said == "Hello!"
+                    break
+    assert [message.content for message in service.requests[-1].messages or ()] == ["Hi", "Hello!", "Again"]

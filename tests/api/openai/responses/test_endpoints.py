@@ -112,6 +112,7 @@ async def test_the_answer(client: httpx.AsyncClient, service: FakeService, base:
         "background": False,
         "completed_at": 0,
         "error": None,
+        "frequency_penalty": 0,
         "incomplete_details": None,
         "instructions": None,
         "max_output_tokens": None,
@@ -127,6 +128,7 @@ async def test_the_answer(client: httpx.AsyncClient, service: FakeService, base:
             }
         ],
         "parallel_tool_calls": True,
+        "presence_penalty": 0,
         "previous_response_id": None,
         "prompt_cache_key": None,
         "prompt_cache_retention": None,
@@ -134,12 +136,12 @@ async def test_the_answer(client: httpx.AsyncClient, service: FakeService, base:
         "safety_identifier": None,
         "service_tier": "default",
         "store": True,
-        "temperature": None,
+        "temperature": 0.2,  # the model's own
         "text": {"format": {"type": "text"}, "verbosity": "medium"},
         "tool_choice": "auto",
         "tools": [],
         "top_logprobs": 0,
-        "top_p": None,
+        "top_p": 1,
         "truncation": "disabled",
         "usage": {
             "input_tokens": 12,
@@ -477,7 +479,7 @@ async def test_canonical_request(client: httpx.AsyncClient, service: FakeService
         output=OutputFormat("json_schema", schema),
         reasoning=Reasoning(effort="low"),
     )
-    assert found["text"] == {"format": form, "verbosity": "low"}
+    assert found["text"] == {"format": form | {"description": None}, "verbosity": "low"}
     assert found["tool_choice"]["tools"] == allowed
     assert found["tools"] == [WEATHER, PATCH]  # there is no search here, and the answer says so
     assert (found["store"], found["service_tier"], found["metadata"]) == (False, "flex", {"a": "b"})
@@ -517,6 +519,17 @@ async def test_effort_none_disables_reasoning(client: httpx.AsyncClient, service
     assert service.requests[0].reasoning == Reasoning(enabled=False, effort="none")
 
 
+async def test_sampling_fields_of_chats(client: httpx.AsyncClient, service: FakeService) -> None:
+    fields = {"frequency_penalty": 0.5, "presence_penalty": -0.5, "temperature": 0.7, "top_p": 0.9}
+    more = {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "seed": 7, "stop": ["END"]}
+    found = await ask(client, ASK | fields | more | {"chat_template_kwargs": {"enable_thinking": False}})
+    (request,) = service.requests
+    assert request.sampling == SamplingParams(**{**fields, **more, "stop": ("END",)})  # type: ignore[arg-type]
+    assert request.left_to_model == ()
+    assert (request.reasoning, request.template_kwargs) == (Reasoning(enabled=False), {"enable_thinking": False})
+    assert {name: found[name] for name in fields} == fields
+
+
 async def test_hosted_tools_when_none_may_be_called(client: httpx.AsyncClient, service: FakeService) -> None:
     await ask(client, ASK | {"tools": [WEATHER, {"type": "file_search"}], "tool_choice": "none"})
     assert [tool.name for tool in service.requests[0].tools] == ["weather"]
@@ -553,6 +566,12 @@ async def test_hosted_tools_when_none_may_be_called(client: httpx.AsyncClient, s
         ({"max_output_tokens": 0}, "max_output_tokens", "1"),
         ({"reasoning": {"effort": "extreme"}}, "reasoning.effort", "extreme"),
         ({"metadata": {"a": 1}}, "metadata[...]", "str"),
+        ({"include": ["bogus"]}, "include[0]", "bogus"),
+        ({"frequency_penalty": 3}, "frequency_penalty", "2"),
+        ({"stop": [""]}, "stop[0]", "1"),
+        ({"max_completion_tokens": 5}, "max_completion_tokens", "max_output_tokens"),
+        ({"n": 2}, "n", "not supported"),
+        ({"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs", "x"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

@@ -117,7 +117,7 @@ async def test_unknown_ids(client: httpx.AsyncClient, service: FakeService, base
     service.requests.clear()
     for missing in ("resp_0", "nonsense/..", unstored["id"], other["id"]):
         answer = await client.post(f"{base}/responses", json=ASK | {"previous_response_id": missing, "stream": True})
-        assert answer.status_code == 404
+        assert answer.status_code == 400
         error = answer.json()["error"]
         assert (error["param"], error["code"]) == ("previous_response_id", "previous_response_not_found")
     for method, path in (("GET", ""), ("DELETE", ""), ("GET", "/input_items"), ("POST", "/cancel")):
@@ -136,7 +136,7 @@ async def test_delete(client: httpx.AsyncClient, service: FakeService) -> None:
     assert answer.json() == {"id": first["id"], "object": "response", "deleted": True}
     assert (await client.delete(f"/v1/responses/{first['id']}")).status_code == 404
     refused = await client.post("/v1/responses", json=ASK | {"previous_response_id": first["id"]})
-    assert refused.status_code == 404
+    assert refused.status_code == 400
     await ask(client, {"model": MODEL, "input": "Still there?", "previous_response_id": second["id"]})
     assert [text for _, text in texts(service.requests[-1])] == ["Hi", "Hello!", "More", "Hello!", "Still there?"]
 

@@ -36,7 +36,7 @@ class RandomWeight:
     def __init__(self, name, shape):
         self.name, self.shape = name, shape
 
-    def affine(self):
+    def affine(self, unpack: object = None):
         return None
 
     def tensor(self, dtype, device):

@@ -236,3 +236,43 @@ def test_the_same_definition_is_one_rule() -> None:
     one = {"type": "object", "properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": address}}
     many = {"type": "object", "properties": {n: {"$ref": "#/$defs/x"} for n in "abcdefgh"}, "$defs": {"x": address}}
     assert len(grammar(many).rules) <= len(grammar(one).rules) + 16
+
+
+@pytest.mark.parametrize(
+    ("items", "least"),
+    [
+        ({"type": "integer", "multipleOf": 5}, 30),
+        ({"type": "integer", "multipleOf": 97, "minimum": 1}, 30),
+        ({"type": "integer", "minimum": 0, "maximum": 100_000}, 60),
+        ({"type": "number", "multipleOf": 0.1, "minimum": 0, "maximum": 90}, 30),
+        ({"type": "string"}, 40),
+        ({"type": "string", "minLength": 1, "maxLength": 3}, 10),
+        ({"type": "string", "pattern": "^x[0-9]+$"}, 5),
+        ({"type": "array", "items": {"type": "integer"}}, 12),
+    ],
+)
+def test_many_items_that_differ(items: dict[str, Any], least: int) -> None:
+    check_samples({"type": "array", "items": items, "uniqueItems": True, "minItems": least}, 3)
+
+
+def test_many_properties() -> None:
+    check_samples({"type": "object", "minProperties": 3, "propertyNames": {"maxLength": 1}}, 3)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "items": {"type": "integer"}, "uniqueItems": True, "minItems": 300},
+        {"type": "array", "items": {"type": "object"}, "uniqueItems": True, "minItems": 3},
+        {"type": "number", "minimum": 1e300},
+    ],
+)
+def test_what_may_be_possible_is_never_called_contradictory(schema: dict[str, Any]) -> None:
+    assert "contradict" not in refusal(schema)
+
+
+def test_what_is_impossible_is_called_contradictory() -> None:
+    for items, least in (({"type": "boolean"}, 3), ({"type": "integer", "minimum": 5, "maximum": 20}, 17)):
+        array = {"type": "array", "items": items, "uniqueItems": True, "minItems": least}
+        assert "contradict" in refusal(array)
+    assert "contradict" in refusal({"type": "object", "minProperties": 3, "propertyNames": {"enum": ["a", "b"]}})

@@ -1,0 +1,85 @@
+"""WebSockets of the HTTP server: uvicorn's protocol with bounds, and a drain that lets messages be answered."""
+
+import asyncio
+from typing import Any, Protocol
+
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.frames import CloseCode, Frame
+
+# Tells the application, as an ASGI message, that the server stops: it answers what has begun, and closes with 1012.
+DRAIN = "websocket.drain"
+MAX_MESSAGE_BYTES = 4 << 20
+MAX_FRAGMENTS = 16_384  # of one message: each takes memory beside its bytes, also an empty one
+PING_INTERVAL_S = 20.0  # a client that does not answer a ping for as long is disconnected
+_TOO_MANY = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+
+
+class WebSocketCounter(Protocol):
+    """Counts the WebSockets among the server's connections."""
+
+    def open_websocket(self) -> bool:
+        """Count one more. Returns False if there are too many."""
+
+    def websocket_lost(self) -> None:
+        """Count one less."""
+
+
+class BoundedWebSocket(WebSocketsSansIOProtocol):
+    """A WebSocket whose number, messages and unread bytes are bounded."""
+
+    def __init__(self, connections: WebSocketCounter, write_timeout_s: float, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._all = connections
+        self._write_timeout_s = write_timeout_s
+        self._stall_timer: asyncio.TimerHandle | None = None
+        self._drains = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        if not self._all.open_websocket():
+            self.transport.write(_TOO_MANY)
+            self.transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._all.websocket_lost()
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+        super().connection_lost(exc)
+
+    async def send(self, message: Any) -> None:
+        await super().send(message)
+        if message["type"] == "websocket.http.response.body" and not message.get("more_body", False):
+            self.handshake_complete = True  # by a refusal, which uvicorn would report as a missing handshake
+
+    def data_received(self, data: bytes) -> None:
+        if not self.transport.is_closing():
+            super().data_received(data)
+
+    def handle_cont(self, event: Frame) -> None:
+        if len(self.frames) < MAX_FRAGMENTS:
+            super().handle_cont(event)
+        elif not self.close_sent:
+            self.frames.clear()
+            self.conn.fail(CloseCode.MESSAGE_TOO_BIG, f"more than {MAX_FRAGMENTS} fragments")
+            self.handle_parser_exception()
+
+    def pause_writing(self) -> None:
+        """Read nothing more from a client that does not read: every ping of it has an answer."""
+        super().pause_writing()
+        self.transport.pause_reading()
+        self._stall_timer = self.loop.call_later(self._write_timeout_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if not self.read_paused:
+            self.transport.resume_reading()
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+
+    def shutdown(self) -> None:
+        """Begin the drain. Called again as other connections close."""
+        if not self.handshake_complete or self.close_sent:
+            super().shutdown()
+        elif not self._drains:
+            self._drains = True
+            self.queue.put_nowait({"type": DRAIN})  # type: ignore[misc, arg-type]

@@ -1,0 +1,1 @@
+"""The launcher for code, and for work on data, that is not ours: confined processes with limits."""

@@ -1,0 +1,44 @@
+"""The size and the number format of a model's weights, as lists of models show them."""
+
+from collections import Counter
+from collections.abc import Iterable
+from math import prod
+from pathlib import Path
+
+import msgspec
+
+from emberline.weights.gguf import GGUFFile
+from emberline.weights.model_config import BadCheckpoint
+from emberline.weights.tensors import Weight
+
+# Mixtures of formats, by the number that llama.cpp writes into `general.file_type`.
+_MIXTURES = {14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M"}
+
+
+class WeightSummary(msgspec.Struct, frozen=True):
+    n_parameters: int
+    n_bytes: int
+    quantization: str  # the format of most weights: "Q4_K_M", "BF16", "FP8", "INT4", …
+
+
+def summarize(weights: Iterable[tuple[Weight, int]], path: Path | None = None) -> WeightSummary:
+    """Summary of weights, each with the number of tensors that it stands for; `path`: their file, if there is one."""
+    n_bytes, by_format = 0, Counter[str]()
+    for weight, n_tensors in weights:
+        n_bytes += n_tensors * weight.nbytes
+        by_format[weight.kind] += n_tensors * prod(weight.shape)
+    most = max(by_format, key=by_format.__getitem__)
+    return WeightSummary(by_format.total(), n_bytes, _mixture(path) or most.upper())
+
+
+def _mixture(path: Path | None) -> str:
+    """The name of the mixture of formats in a GGUF file; empty if there is none."""
+    if path is None or not path.is_file():
+        return ""
+    try:
+        file = GGUFFile.open(path)
+    except (OSError, BadCheckpoint):
+        return ""
+    mixture = file.metadata.get("general.file_type")
+    file.close()
+    return _MIXTURES.get(mixture, "") if isinstance(mixture, int) else ""
