@@ -11,6 +11,7 @@ import msgspec
 from emberline.catalog.model_store import ModelStore, looks_like_path
 from emberline.catalog.published_shapes import find_shape
 from emberline.cli import common
+from emberline.engine import composition
 from emberline.engine.core.limits import Limits
 from emberline.engine.planning.hardware import KERNEL_SHARED_KIB, Gpu, parse_gpus
 from emberline.protocol.errors import BadInput
@@ -101,6 +102,8 @@ def run(args: argparse.Namespace) -> int:
     workload = Workload(
         input_tokens=args.input_tokens, output_tokens=args.output_tokens, concurrency=args.concurrency, split=split
     )
+    asked = {name for name, value in (("draft_model", args.draft_model), ("eagle3", args.draft_head)) if value}
+    composition.check(asked)
     try:
         drafting = _drafting(args, checkpoint, store)
     except BadCheckpoint as error:
@@ -109,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
             f"--{flag} {name} cannot draft for {args.model}: {error}", param=flag.replace("-", "_")
         ) from None
     try:
-        planner = Planner(checkpoint, gpu, limits, config.engine.kv_bytes or None, share, args.drive, drafting)
+        planner = Planner(checkpoint, gpu, limits, config.engine.kv_bytes or None, share, args.drive, drafting, asked)
         found = compare(planner, count, workload, layouts, args.context)
     except BadCheckpoint as error:
         raise BadInput(f"{args.model} cannot be served: {error}", param="model") from None
@@ -154,8 +157,6 @@ def _drafting(
     args: argparse.Namespace, checkpoint: "Checkpoint | OutlineCheckpoint", store: ModelStore
 ) -> "Callable[[Decoder], GpuDraftHead | DraftModel] | None":
     """What drafts for the model, if anything, without memory."""
-    if args.draft_model is not None and args.draft_head is not None:
-        raise BadInput("--draft-head and --draft-model: give one of them", param="draft_model")
     if args.draft_model is not None:
         from emberline.models.draft_model import DraftModel
         from emberline.models.registry import lay_out

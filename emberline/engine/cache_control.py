@@ -43,7 +43,10 @@ class StoredCache:
         tiers: GroupTiers | None = None,
         key: bytes | None = None,
         disk_path: Path | None = None,
+        refusal: str | None = None,
     ) -> None:
+        """refusal: why this worker exports and imports nothing; None: it does."""
+        self._refusal = refusal
         self.fingerprint = fingerprint
         self._layouts = {layout_tag(group): group.block_bytes for group in groups}
         self._tiers = tiers
@@ -61,8 +64,8 @@ class StoredCache:
                 "this worker keeps KV in its device pool alone: start the server with --kv-disk-bytes or "
                 "--kv-host-bytes"
             )
-        if self._tiers.n_ranks > 1:
-            raise Unsupported("a worker of several ranks exports and imports no KV: each has a slice of every block")
+        if self._refusal is not None:
+            raise Unsupported(self._refusal)
         assert owner is not None, "exports belong to an account"
         if command.action == "export":
             return self._export(self._tiers, self._tagger, owner, session, Path(command.path))

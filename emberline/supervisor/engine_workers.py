@@ -17,6 +17,7 @@ import msgspec
 
 from emberline.balancer.endpoint import Endpoint
 from emberline.config import EngineConfig
+from emberline.engine import composition
 from emberline.engine.memory import default_kv_bytes
 from emberline.engine.worker import cpu_share
 from emberline.protocol.credential import VARIABLE as CREDENTIAL_VARIABLE
@@ -106,6 +107,7 @@ def plan_workers(
         raise BadInput(
             "no CUDA device to run on: `emberline doctor` tells what is missing; use --device cpu", param="device"
         )
+    composition.check(composition.asked(config, "cuda" if gpus else "cpu"))
     roles = _roles(config, len(gpus))
     if config.prefill_workers and gpus:
         _warn_of_placement(len(roles), len(gpus), layout)

@@ -5,13 +5,14 @@ A plan builds the engine's own model of each stage on torch's meta device, whose
 counts what the engine allocates because it is the same code.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cached_property
 from math import ceil
 from typing import NamedTuple
 
 import msgspec
 
+from emberline.engine import composition
 from emberline.engine.core.limits import Limits
 from emberline.engine.planning.hardware import GIB, Gpu
 from emberline.engine.planning.step_time import StageWork, Step, StepSeconds
@@ -143,8 +144,11 @@ class Planner:
         memory_share: float = 1.0,
         drive_gb_s: float = DRIVE_GB_S,
         drafting: Callable[[Decoder], GpuDraftHead | DraftModel] | None = None,
+        features: Collection[str] = (),
     ) -> None:
-        """drafting: the head or model that drafts for a model, without memory as the model itself is."""
+        """drafting: the head or model that drafts for a model, without memory as the model itself is. features: names
+        of what is asked for besides layouts (`engine.composition`)."""
+        self._features = {*features, "gpu"}
         self.source, self.gpu, self.limits = source, gpu, limits
         self._drafting = drafting
         self.config: ModelConfig = source.config
@@ -173,8 +177,7 @@ class Planner:
     def plan(self, layout: Layout, workload: Workload, replicas: int = 1, decode_context: int = 4096) -> LayoutPlan:
         """Raises DoesNotFit, saying by how much; BadInput for a layout that does not divide the model."""
         check_layout(self.config, layout)
-        if self._drafting is not None and layout.n_ranks > 1:
-            raise BadInput(f"{layout.name}: a draft head or model runs on models of one rank", param="layout")
+        composition.check(self._features | composition.of_layout(layout))
         split = balance_stages(self.cost, layout.pp)
         parts = [self._stage(layout, split, stage) for stage in range(layout.pp)]
         memory = [self._memory(part, layout) for part in parts]

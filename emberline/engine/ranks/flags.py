@@ -1,4 +1,4 @@
-"""A worker's flags of several ranks, and which features go with them. Without torch: a start that fails is quick."""
+"""A worker's flags of several ranks. Without torch: a start that fails is quick."""
 
 import argparse
 import os
@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 
 from emberline.engine.addresses import positive
-from emberline.engine.speculation.head_drafter import HeadDrafter, ModelDrafter
 from emberline.protocol.errors import BadInput
 from emberline.protocol.parallel_layout import Layout
 
@@ -42,22 +41,6 @@ def layout_of(args: argparse.Namespace) -> Layout:
     if args.rank and not args.rendezvous:
         raise BadInput("--rank needs --rendezvous, the address where rank 0 waits", param="rendezvous")
     return layout
-
-
-def check_features(args: argparse.Namespace, layout: Layout) -> None:
-    """BadInput: a feature that was asked for does not work in this layout yet."""
-    if layout.n_ranks == 1:
-        return
-    asked = {
-        "--draft-head": args.draft_head is not None,
-        f"--speculation {args.speculation}": args.speculation in (HeadDrafter.name, ModelDrafter.name),
-        "--draft-model": args.draft_model is not None,
-        "--mooncake": bool(args.mooncake),
-        f"--role {args.role} of a worker that joins a cluster": args.role != "both" and bool(args.join),
-    }
-    for feature, is_asked in asked.items():
-        if is_asked:
-            raise BadInput(f"{feature} does not work with several ranks yet ({layout.name}): leave it out")
 
 
 def threads_of_rank(threads: int | None, layout: Layout) -> int:

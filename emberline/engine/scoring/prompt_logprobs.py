@@ -19,17 +19,16 @@ class PromptScoring(Feature):
     scored: a sequence takes no more than these from a cache, also after a preemption.
     """
 
-    def __init__(self, pipelined: bool = False) -> None:
-        """pipelined: the last stage of a pipeline has the logits, and reports nothing but draws."""
-        self._pipelined = pipelined
+    def __init__(self, refusal: str | None = None) -> None:
+        """refusal: why this worker scores no prompts; None: it does."""
+        self._refusal = refusal
         self._scoring: set[int] = set()  # numbers of sequences of whose prompt some positions are not scored yet
 
     def check(self, request: EngineRequest) -> None:
-        """Refuse to score a prompt in a pipeline, or one whose KV another engine computes."""
+        """Refuse to score a prompt whose KV another engine computes, or any where the worker's layout rules it out."""
         sampling = request.sampling
-        if sampling.prompt_logprobs is not None and self._pipelined:
-            message = "prompt log-probabilities are not computed by engines with pipeline parallelism (--pp)"
-            raise Unsupported(message, param="prompt_logprobs")
+        if sampling.prompt_logprobs is not None and self._refusal is not None:
+            raise Unsupported(self._refusal, param="prompt_logprobs")
         if request.awaits and (sampling.prompt_logprobs is not None or sampling.max_tokens == 0):
             raise BadInput("a prompt that is scored, or only computed, is computed by one engine", param="awaits")
 

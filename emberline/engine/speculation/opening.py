@@ -45,8 +45,6 @@ def open_drafting(model: Any, fingerprint: str, args: argparse.Namespace) -> Dra
     named = args.speculation in (HeadDrafter.name, ModelDrafter.name)
     if (args.speculation != AUTO or model.shard.layout.n_ranks > 1) and not named:
         return Drafting()
-    if args.speculation == AUTO and args.draft_model is not None and args.draft_head is not None:
-        raise BadInput("--draft-head and --draft-model: give one of them", param="draft_model")
     try:
         if args.speculation == ModelDrafter.name or (args.speculation == AUTO and args.draft_model is not None):
             return _draft_model(model, fingerprint, args)

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from emberline.engine import composition
 from emberline.engine.cache_control import StoredCache
 from emberline.engine.memory import default_host_tier_bytes, free_host_bytes, n_gpus_of_machine
 from emberline.kv.tiers.disk.block_cipher import CipherUnavailable, derived_key
@@ -136,7 +137,8 @@ def stored_cache(
 ) -> StoredCache:
     """The same tiers as operators purge, export and import them."""
     key = tagging_key() if tiers is not None and os.environ.get(KEY_VARIABLE) else None
-    return StoredCache(fingerprint, layouts, tiers, key, args.kv_disk_path if args.kv_disk_bytes else None)
+    refusal = composition.why_not("export", *composition.asked(args))
+    return StoredCache(fingerprint, layouts, tiers, key, args.kv_disk_path if args.kv_disk_bytes else None, refusal)
 
 
 def tagging_key() -> bytes:

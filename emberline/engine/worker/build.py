@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from emberline.engine import composition
 from emberline.engine.addresses import TOKEN_VARIABLE, listening
 from emberline.engine.cache_control import StoredCache
 from emberline.engine.core.feature import Feature, Speculation
@@ -32,7 +33,7 @@ from emberline.engine.grammar.guide_jobs import GuideThreads
 from emberline.engine.grammar.guided_decoding import GuidedDecoding
 from emberline.engine.grammar.guided_rules import Guides
 from emberline.engine.memory import default_kv_bytes, free_host_bytes
-from emberline.engine.ranks.flags import check_features, layout_of, threads_of_rank
+from emberline.engine.ranks.flags import layout_of, threads_of_rank
 from emberline.engine.scoring.prompt_logprobs import PromptScoring
 from emberline.engine.speculation.opening import Drafting, open_drafting
 from emberline.engine.speculation.speculator import AUTO, OFF, Speculator, open_speculator
@@ -142,7 +143,7 @@ def _build(args: argparse.Namespace, timeline: StartTimeline, closing: ExitStack
     if args.device not in ("auto", "cpu") and not args.device.startswith("cuda"):
         raise BadInput(f"--device is auto, cpu or cuda, not {args.device}")
     layout = layout_of(args)
-    check_features(args, layout)
+    composition.check(composition.asked(args))
     task = task_of(args.model)
     if layout.n_ranks > 1 and task.task != "generate":
         _log.warning(
@@ -180,6 +181,7 @@ def _build_decoder(
 
     timeline.end("torch")
     device = select_device(args.device)
+    composition.check(composition.asked(args, device))
     group, shard = None, None
     if layout.n_ranks > 1:
         from emberline.engine.ranks.opening import open_group, rank_device
@@ -398,7 +400,10 @@ def build_scheduler(
         if isinstance(speculation, Speculator):
             speculation.follow_grammars(guided)
         features.append(guided)
-    features += [AllowedTokens(limits.vocab_size), PromptScoring(pipelined=micro_batches > 1)]
+    features += [
+        AllowedTokens(limits.vocab_size),
+        PromptScoring(composition.why_not("prompt_logprobs", "pp") if micro_batches > 1 else None),
+    ]
     if tiers is not None:
         features.append(Tiering(tiers))
     if speculation is not None:

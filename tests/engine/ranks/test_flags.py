@@ -1,10 +1,10 @@
-"""A worker's flags of several ranks: layouts and features that do not go together are refused by name."""
+"""A worker's flags of several ranks: layouts whose numbers do not fit are refused by name."""
 
 from pathlib import Path
 
 import pytest
 
-from emberline.engine.ranks.flags import check_features, follower_command, layout_of, threads_of_rank
+from emberline.engine.ranks.flags import follower_command, layout_of, threads_of_rank
 from emberline.engine.worker.main import parse_arguments
 from emberline.protocol.errors import BadInput
 from emberline.protocol.parallel_layout import Layout
@@ -24,23 +24,6 @@ COMMAND = ["--model", "m", "--socket", "s"]
 def test_numbers_that_do_not_fit(flags: list[str], says: str) -> None:
     with pytest.raises(BadInput, match=says):
         layout_of(parse_arguments([*COMMAND, *flags]))
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ["--role", "decode", "--join", "http://10.0.0.1:8686"],
-        ["--draft-head", "folder"],
-        ["--speculation", "eagle3"],
-        ["--draft-model", "folder"],
-        ["--speculation", "draft_model"],
-    ],
-)
-def test_features_that_ranks_do_not_have_are_refused_by_name(flags: list[str]) -> None:
-    args = parse_arguments([*COMMAND, "--tp", "2", *flags])
-    with pytest.raises(BadInput, match=f"{flags[0]}.*does not work with several ranks yet"):
-        check_features(args, layout_of(args))
-    check_features(parse_arguments([*COMMAND, *flags]), Layout())
 
 
 def test_a_follower_is_started_with_the_same_flags() -> None:

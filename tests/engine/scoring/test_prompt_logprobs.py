@@ -169,7 +169,7 @@ def test_only_allowed_tokens_are_sampled(tiny_model: Path) -> None:
 
 def test_what_an_engine_cannot_do_is_refused_by_name() -> None:
     pipeline = loop_of(micro_batches=2)
-    with pytest.raises(Unsupported, match="pipeline parallelism"):
+    with pytest.raises(Unsupported, match="--pp"):
         pipeline.submit(request("r", [1, 2], prompt_logprobs=0), 0.0)
     with pytest.raises(BadInput, match="prompt_logprobs must be between 0 and 20"):
         loop_of().submit(request("r", [1, 2], prompt_logprobs=21), 0.0)
