@@ -1,8 +1,9 @@
 """Admission control for jobs: how many may run on which worker now, so that requests with a waiting client come first.
 
 A job is claimed from the durable queue only against a grant, and then goes straight to the worker that the grant names.
-While requests run on a worker, jobs get a share of its sequences, less when steps or first tokens become slow; without
-requests they get all of them. A minimum is always granted: the engine itself keeps waiting requests from starving.
+While requests run on a worker, jobs get a share of its sequences: half, or as much as requests leave of its device's
+time if that is more, and less when steps or first tokens become slow. Without requests they get all of them. A minimum
+is always granted: the engine itself keeps waiting requests from starving.
 """
 
 import asyncio
@@ -13,13 +14,12 @@ from dataclasses import dataclass
 from emberline.balancer.fleet import Fleet
 from emberline.balancer.worker import Worker
 
-SHARE = 0.5  # of a worker's sequences, while it serves requests too
+SHARE = 0.5  # of a worker's sequences, at least, while it serves requests too
 QUIET_S = 5.0  # without a request, after which jobs may use the whole worker
 MAX_STEP_S = 0.05  # step time above which jobs are cut back: a request may have to wait for the end of a step
 FLOOR = 1 / 16  # of a worker's sequences, granted in any case; one at least
 AHEAD = 1 / 8  # granted beyond a worker's sequences when it has no requests: it must not idle while jobs are claimed
 KV_FULL = 0.9  # of the KV blocks: more jobs would only evict each other
-MAX_UTILISATION = 0.98  # of an accelerator, above which jobs are cut back
 _ADJUST_S = 0.2  # between two adjustments of the cap
 _DECREASE, _INCREASE = 0.8, 0.02  # multiplicative and additive, per adjustment
 _SMOOTHING = 0.2
@@ -82,7 +82,18 @@ class JobQuota:
             return self.granted
         if now_s - self._last_request_s >= QUIET_S:
             return self.max_running + max(1, int(self.max_running * AHEAD))
-        return min(int(self.max_running * min(self._cap, self._share)), self.max_running - self._n_requests())
+        return min(int(self.max_running * min(self._cap, self._jobs_share())), self.max_running - self._n_requests())
+
+    def _jobs_share(self) -> float:
+        """Share of the worker's sequences that jobs may have beside requests.
+
+        A step with a request in it counts as the requests' time, however many jobs it computes as well: one stream
+        alone may fill the time and leave most of every step. So busy time takes nothing away, and idle time adds.
+        """
+        load = self.worker.load
+        if load.utilisation is None:
+            return self._share
+        return max(self._share, 1.0 - (load.utilisation - load.jobs_utilisation))
 
     def _n_requests(self) -> int:
         """Sequences that are no jobs, of all cores. Where a worker does not report jobs, only ours are known."""
@@ -110,7 +121,7 @@ class JobQuota:
         if now_s - self._last_request_s >= QUIET_S:
             return  # no request to protect: keep the cap for the next one
         if self.granted and self._is_slow(now_s):
-            self._cap = max(min(self._cap, self._share) * _DECREASE, FLOOR)
+            self._cap = max(min(self._cap, self._jobs_share()) * _DECREASE, FLOOR)
         else:
             self._cap = min(self._cap + _INCREASE, 1.0)
 
@@ -118,9 +129,7 @@ class JobQuota:
         mixed, alone = self._ttft_s[True], self._ttft_s[False]
         # Half a step on average: the unlucky wait twice as long.
         is_late = mixed.is_known(now_s) and alone.is_known(now_s) and mixed.value > alone.value + MAX_STEP_S / 2
-        utilisation = self.worker.load.utilisation
-        is_full = utilisation is not None and utilisation > MAX_UTILISATION
-        return is_late or is_full or self.step_s.value > MAX_STEP_S
+        return is_late or self.step_s.value > MAX_STEP_S
 
 
 class Grant:

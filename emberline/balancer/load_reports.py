@@ -115,8 +115,10 @@ def implausible(load: EngineLoad) -> str:
         return "it claims more work than an engine can have"
     if load.kv_used_blocks > load.kv_total_blocks:
         return "more KV blocks are in use than there are"
-    if load.utilisation is not None and not 0 <= load.utilisation <= 1:
+    if load.utilisation is not None and not 0 <= load.jobs_utilisation <= load.utilisation <= 1:
         return "its utilisation is not between 0 and 1"
+    if not 0 <= load.busy_s < math.inf:
+        return "the time it has computed is not a number of seconds"
     return ""
 
 

@@ -12,12 +12,41 @@ from emberline.balancer.balancer import Balancer
 from emberline.balancer.ledger import InFlightRequest
 from emberline.balancer.worker import Worker
 from emberline.protocol.block_hash import BLOCK_TOKENS
+from emberline.protocol.frames import EngineLoad
 from emberline.protocol.scaling import STEP_S, ArrivalPoint, ModelLoad, WorkerView
 
 ITL_S = 0.1  # that a decode step may take: the rate of output tokens is of as many sequences as keep to it
 CONTEXT_TOKENS = 1024  # of a sequence, where none runs
 N_POINTS = 30  # of the history: five minutes
+MIN_BUSY_S = 5.0  # in which a device must have computed before its rates are told
 MAX_MATCHED = 256  # waiting requests whose prompts are looked up in the prefix index; the others are taken to be alike
+
+
+class BusyRates:
+    """Tokens per second in which a worker's device computes, over the last minutes.
+
+    A replica delivers at least that when it computes all the time: the time of a step grows by less than its work. So
+    these rates correct a cost model that takes a worker for slower than it is.
+    """
+
+    def __init__(self) -> None:
+        self._totals: deque[tuple[float, int, int]] = deque(maxlen=N_POINTS)  # one for each interval of arrivals
+
+    def add(self, load: EngineLoad) -> None:
+        """Take in the totals of a load report. Totals that have fallen are those of a restarted engine."""
+        now = load.busy_s, load.prompt_tokens, load.output_tokens
+        if self._totals and now < self._totals[-1]:
+            self._totals.clear()
+        self._totals.append(now)
+
+    def rates(self, load: EngineLoad) -> tuple[float, float]:
+        """Prompt tokens and output tokens per busy second; 0 each before the device has computed for long enough."""
+        busy_s, prompt_tokens, output_tokens = self._totals[0] if self._totals else (load.busy_s, 0, 0)
+        spent_s = load.busy_s - busy_s
+        if spent_s < MIN_BUSY_S:
+            return 0.0, 0.0
+        n_prompt, n_output = load.prompt_tokens - prompt_tokens, load.output_tokens - output_tokens
+        return max(0, n_prompt) / spent_s, max(0, n_output) / spent_s
 
 
 class ModelLoadMeter:
@@ -29,6 +58,7 @@ class ModelLoadMeter:
         self._points: deque[ArrivalPoint] = deque(maxlen=N_POINTS)
         self._before: tuple[int, int] | None = None  # requests and uncached tokens, of all that ever came
         self._outputs: dict[str, int] = {}  # totals of workers
+        self._busy: dict[str, BusyRates] = {}
         self._busy_s = -math.inf  # when something last ran or waited, of the balancer's clock
 
     def read(self, now_s: float) -> ModelLoad:
@@ -47,7 +77,7 @@ class ModelLoadMeter:
             queued_tokens=waiting_tokens + pending,
             held_requests=sum(not record.waits_for for record in waiting),
             idle_s=min(now_s - max(routed_s, self._busy_s), 1e9),
-            workers=tuple(view(each) for each in workers),
+            workers=tuple(view(each, self._busy.setdefault(each.name, BusyRates())) for each in workers),
             arrivals=tuple(self._points),
         )
 
@@ -73,6 +103,9 @@ class ModelLoadMeter:
         number = self._now_us() // (STEP_S * 1_000_000)
         if not self._points or self._points[-1].number < number:
             self._points.append(ArrivalPoint(number))
+            self._busy = {each.name: self._busy.get(each.name) or BusyRates() for each in workers}
+            for each in workers:
+                self._busy[each.name].add(each.load)
         point = self._points[-1]
         self._points[-1] = ArrivalPoint(
             point.number,
@@ -97,12 +130,14 @@ class ModelLoadMeter:
         return int(new)
 
 
-def view(worker: Worker) -> WorkerView:
+def view(worker: Worker, busy: BusyRates) -> WorkerView:
     load, capacity = worker.load, worker.capacity
     running = load.running + load.waiting if worker.connected else 0
     prefill_rate = load.prefill_rate
     if not prefill_rate and worker.prefill_speed.n:
         prefill_rate = 1 / (worker.prefill_speed.scale * worker.cost.token_s)
+    busy_prefill_rate, busy_decode_rate = busy.rates(load)
+    decodes = worker.endpoint.role != "prefill"
     return WorkerView(
         name=worker.name,
         role=worker.endpoint.role,
@@ -112,8 +147,9 @@ def view(worker: Worker) -> WorkerView:
         running=running,
         kv_used_tokens=load.kv_used_blocks * BLOCK_TOKENS if worker.connected else 0,
         kv_tokens=capacity.kv_tokens,
-        prefill_rate=round(prefill_rate, 3),
-        decode_rate=round(decode_rate(worker), 3) if worker.endpoint.role != "prefill" else 0.0,
+        prefill_rate=round(max(prefill_rate, busy_prefill_rate), 3),
+        decode_rate=round(max(decode_rate(worker), busy_decode_rate), 3) if decodes else 0.0,
+        utilisation=load.utilisation,
         drain_s=round(worker.mean_request_s, 3) if running else 0.0,
     )
 

@@ -223,8 +223,8 @@ def _table(*columns: str) -> "Table":
 
 
 def _workers(workers: Sequence[dict[str, Any]], watch: Watch, wide: bool) -> "Table":
-    more = ("MODEL", "DEVICE", "PREFILL TOKENS>", "WAIT>") if wide else ()
-    table = _table("NAME", "ROLE", "STATE", "RUN>", "WAITING>", "KV>", "TOK/S>", "HIT>", *more)
+    more = ("MODEL", "DEVICE", "MEMORY>", "POWER>", "PREFILL TOKENS>", "WAIT>") if wide else ()
+    table = _table("NAME", "ROLE", "STATE", "RUN>", "WAITING>", "BUSY>", "KV>", "TOK/S>", "HIT>", *more)
     for worker in workers:
         state = worker["state"] if not worker["problem"] or not wide else f"{worker['state']}: {worker['problem']}"
         row: list[Text | str] = [
@@ -233,12 +233,16 @@ def _workers(workers: Sequence[dict[str, Any]], watch: Watch, wide: bool) -> "Ta
             _cell(state, 40, _STYLES.get(worker["state"], "yellow")),
             f"{worker['running']:,}",
             f"{worker['waiting'] + worker['held']:,}",
+            _percent(worker["utilisation"], 1.0),
             "–" if worker["kv_used"] is None else f"{100 * worker['kv_used']:.0f} %",
             f"{watch.rates.get(worker['name'], 0):,.0f}",
             "–" if worker["hit_ratio"] is None else f"{100 * worker['hit_ratio']:.0f} %",
         ]
         if wide:
             row += [_cell(worker["model"], 48), _cell(worker["device"], 24)]
+            memory, power_w = worker["memory_bytes"], worker["power_w"]
+            row.append(common.format_size(worker["memory_used_bytes"]) if memory else "–")
+            row.append("–" if power_w is None else f"{power_w:,.0f} W")
             row += [f"{worker['prefill_tokens']:,}", f"{worker['wait_s']:.1f} s"]
         table.add_row(*row)
     return table

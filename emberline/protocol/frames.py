@@ -84,6 +84,33 @@ class DraftStats(msgspec.Struct, frozen=True, array_like=True):
     accepted: tuple[int, ...]
 
 
+class StepCost(msgspec.Struct, frozen=True, array_like=True):
+    """Duration of a step by what it computes, as the engine has measured it: step + row·sequences that decode +
+    context·their context + token·tokens of chunks + pair·Σ token × tokens before it."""
+
+    step_s: float
+    row_s: float
+    context_s: float
+    token_s: float
+    pair_s: float
+    n_steps: int = 0  # measured
+    error: float = 0.0  # mean relative error of the last predictions
+
+    def seconds(self, n_rows: float, context: float, n_tokens: float = 0.0, pairs: float = 0.0) -> float:
+        """Expected duration of a step."""
+        decode_s = self.step_s + self.row_s * n_rows + self.context_s * context
+        return decode_s + self.token_s * n_tokens + self.pair_s * pairs
+
+
+class DeviceUse(msgspec.Struct, frozen=True, array_like=True):
+    """Memory and power of an engine's device, a second old at most. On a CPU the memory is the process's own."""
+
+    memory_used_bytes: int = 0
+    memory_bytes: int = 0  # in all
+    power_w: float | None = None  # None: the device does not tell
+    power_limit_w: float | None = None
+
+
 class EngineLoad(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The load report of an engine, part of every Step. Totals count from the engine's start."""
 
@@ -99,7 +126,7 @@ class EngineLoad(msgspec.Struct, kw_only=True, omit_defaults=True):
     preemptions: int = 0
     waiting_batch: int = 0  # of `waiting`, those of priority BATCH
     running_batch: int = 0  # of `running`, those of priority BATCH: preempted for any other
-    utilisation: float | None = None  # of the accelerator, 0 to 1; None: unknown
+    utilisation: float | None = None  # share of the last seconds in which the device computed; None: unknown
     prefill_rate: float = 0.0  # prompt tokens per second in prefill-heavy steps; 0: not measured yet
     awaiting: int = 0  # requests whose KV transfer is incomplete; not counted in `waiting`
     awaiting_tokens: int = 0  # of those transfers
@@ -113,6 +140,10 @@ class EngineLoad(msgspec.Struct, kw_only=True, omit_defaults=True):
     fetching_tokens: int = 0  # of those fetches
     tiers: tuple[TierStats, ...] = ()  # below the device pool, fastest first; a second old at most
     drafts: tuple[DraftStats, ...] = ()  # of speculative decoding
+    jobs_utilisation: float = 0.0  # of `utilisation`, the share of steps that computed jobs alone
+    busy_s: float = 0.0  # total in which the device computed
+    step_cost: StepCost | None = None  # None: too few steps were measured
+    device: DeviceUse | None = None  # None: unknown
 
 
 class Hello(msgspec.Struct, tag="hello"):

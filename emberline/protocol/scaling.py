@@ -28,6 +28,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     kv_tokens: int = 0
     prefill_rate: float = 0.0  # uncached prompt tokens per second
     decode_rate: float = 0.0  # output tokens per second
+    utilisation: float | None = None  # share of the last seconds in which its device computed; None: unknown
     drain_s: float = 0.0  # that it would take to finish what it has
 
 

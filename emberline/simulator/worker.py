@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from typing import Protocol
 
-from emberline.engine.core.step_loop import MIN_RATED_TOKENS, smoothed
+from emberline.engine.core.step_times import MIN_RATED_TOKENS, smoothed
 from emberline.kv.eviction_order import EvictionOrder
 from emberline.kv.retention import Retention
 from emberline.kv.tiers.fetch_policy import ComputeQueue

@@ -41,6 +41,7 @@ class Point(msgspec.Struct):
     running: int = 0  # sequences in engines
     queued_jobs: int = 0
     kv_used: float = 0.0  # of the fullest worker, 0 to 1
+    utilisation: float | None = None  # mean over the workers that report it, 0 to 1
 
 
 FIELDS = Point.__struct_fields__
@@ -107,6 +108,8 @@ class History:
         point.running = sum(load.running for load in loads)
         used = (load.kv_used_blocks / load.kv_total_blocks for load in loads if load.kv_total_blocks)
         point.kv_used = round(max(used, default=0.0), 4)
+        busy = [load.utilisation for load in loads if load.utilisation is not None]
+        point.utilisation = round(sum(busy) / len(busy), 4) if busy else None
         point.queued_jobs = self.n_queued()
         self._points.append(point)
         totals = {w.name: (now_s, w.load.prompt_tokens, w.load.output_tokens) for w in snapshot.workers}

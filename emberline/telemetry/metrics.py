@@ -15,7 +15,7 @@ from emberline.accounts.usage_row import UsageRow, UsageStatus
 from emberline.balancer.worker import Snapshot, WorkerSnapshot
 from emberline.protocol.frames import EngineLoad
 from emberline.protocol.request import Priority
-from emberline.telemetry.worker_metrics import draft_metrics, tier_metrics
+from emberline.telemetry.worker_metrics import device_metrics, draft_metrics, tier_metrics
 
 TTFT_BOUNDS_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 INTER_TOKEN_BOUNDS_S = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
@@ -232,6 +232,7 @@ class _Collected(Collector):
         yield from _worker_metrics(self._snapshot)
         yield from tier_metrics(self._snapshot)
         yield from draft_metrics(self._snapshot)
+        yield from device_metrics(self._snapshot)
         yield from self._others
 
     def _counters(self, name: str, alias: str, value: Callable[[ModelMetrics], int]) -> Iterator[Metric]:

@@ -14,7 +14,7 @@ from emberline.accounts.usage_row import UsageRow
 from emberline.balancer.admission_controller import AdmissionController
 from emberline.balancer.ledger import InFlightRequest
 from emberline.balancer.worker import Snapshot
-from emberline.protocol.frames import TierStats
+from emberline.protocol.frames import DeviceUse, TierStats
 from emberline.telemetry.health import Health
 from emberline.telemetry.history import N_RECENT, STEP_S, History
 from emberline.telemetry.metrics import Metrics
@@ -47,6 +47,10 @@ class WorkerStatus(msgspec.Struct, kw_only=True):
     max_running: int  # 0: unknown
     kv_used: float | None  # 0 to 1; None: the worker does not report it
     kv_tokens: int  # capacity; 0: unknown
+    utilisation: float | None  # share of the last seconds in which its device computed; None: unknown
+    memory_used_bytes: int  # of its device; of a CPU worker its own memory; 0: unknown
+    memory_bytes: int  # in all
+    power_w: float | None  # None: the device does not tell
     in_flight: int  # sequences of this server, and prompts computed for other workers
     held: int  # requests in the admission queue that wait for this worker
     prefill_tokens: int  # uncached prompt tokens that are still to be computed
@@ -176,7 +180,7 @@ def _workers(snapshot: Snapshot, health: Health, history: History) -> list[Worke
     found: list[WorkerStatus] = []
     for worker in snapshot.workers:
         load, detail = worker.load, details.get(worker.name, {})
-        rate = history.rate(worker.name, load.prompt_tokens, load.output_tokens)
+        rate, use = history.rate(worker.name, load.prompt_tokens, load.output_tokens), load.device or DeviceUse()
         found.append(
             WorkerStatus(
                 name=worker.name,
@@ -191,6 +195,10 @@ def _workers(snapshot: Snapshot, health: Health, history: History) -> list[Worke
                 max_running=detail.get("max_running", 0),
                 kv_used=round(load.kv_used_blocks / load.kv_total_blocks, 4) if load.kv_total_blocks else None,
                 kv_tokens=detail.get("kv_tokens", 0),
+                utilisation=load.utilisation,
+                memory_used_bytes=use.memory_used_bytes,
+                memory_bytes=use.memory_bytes,
+                power_w=use.power_w,
                 in_flight=worker.in_flight,
                 held=worker.waiting,
                 prefill_tokens=worker.prefill_tokens,

@@ -1,4 +1,4 @@
-"""Metrics from the workers' load reports: of KV cache tiers, and of speculative decoding.
+"""Metrics from the workers' load reports: of KV cache tiers, of speculative decoding, and of devices.
 
 The size of a pool is that of the whole pool, whichever worker tells; its traffic is the worker's own. Draft tokens are
 counted by drafter and position, and in vLLM's totals.
@@ -40,6 +40,29 @@ def tier_metrics(snapshot: Snapshot) -> Iterator[Metric]:
             for labels, tier in found:
                 family.add_metric(labels, value(tier))
             yield family
+
+
+def device_metrics(snapshot: Snapshot) -> Iterator[Metric]:
+    """Metrics of how much the workers' devices compute, and of their memory and power where they tell it."""
+    labels = ["model", "engine"]
+    busy = CounterMetricFamily("emberline_device_busy_seconds", "Seconds in which the device computed.", labels=labels)
+    share = GaugeMetricFamily(
+        "emberline_device_utilisation", "Share of the last seconds in which the device computed.", labels=labels
+    )
+    memory = GaugeMetricFamily("emberline_device_memory_bytes", "Memory of the device.", labels=labels)
+    used = GaugeMetricFamily("emberline_device_memory_used_bytes", "Memory in use on the device.", labels=labels)
+    power = GaugeMetricFamily("emberline_device_power_watts", "Power that the device draws.", labels=labels)
+    for worker in snapshot.workers:
+        load, names = worker.load, (worker.models[0], worker.name)
+        if load.utilisation is not None:
+            busy.add_metric(names, load.busy_s)
+            share.add_metric(names, load.utilisation)
+        if load.device is not None:
+            memory.add_metric(names, load.device.memory_bytes)
+            used.add_metric(names, load.device.memory_used_bytes)
+            if load.device.power_w is not None:
+                power.add_metric(names, load.device.power_w)
+    yield from (busy, share, memory, used, power)
 
 
 _TOTALS: tuple[tuple[str, str, Callable[[DraftStats], tuple[int, ...]]], ...] = (

@@ -165,12 +165,24 @@ def test_slow_first_tokens_lower_the_cap() -> None:
     assert bench.free() == 14
 
 
-def test_a_fully_utilised_accelerator_gets_no_more_jobs() -> None:
+def test_jobs_get_what_requests_leave_of_the_devices_time() -> None:
     bench = Bench(max_running=32)
     bench.start()
-    bench.grants.issue("m", 2)
-    bench.report(EngineLoad(utilisation=0.99))
-    bench.run(5)
+    assert bench.free() == 16
+    bench.report(EngineLoad(running=1, utilisation=0.25))
+    assert bench.free() == 24  # requests leave three quarters of the time
+    bench.report(EngineLoad(running=1, utilisation=0.95, jobs_utilisation=0.7))
+    assert bench.free() == 24  # what jobs take is no reason to run fewer
+    bench.report(EngineLoad(running=1, utilisation=1.0))
+    assert bench.free() == 16  # requests have a part in every step: the share, and no less
+
+
+def test_slow_steps_lower_the_cap_however_idle_the_device_is() -> None:
+    bench = Bench(max_running=32)
+    bench.start()
+    bench.grants.issue("m", 4)
+    bench.report(EngineLoad(running=1, utilisation=0.1))
+    bench.run(5, step_s=0.1)
     assert bench.free() == 0
 
 

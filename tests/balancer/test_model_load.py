@@ -114,3 +114,20 @@ def test_a_slower_worker_has_a_lower_decode_rate_and_at_least_one_sequence() -> 
         rates.append(decode_rate(worker))
     assert rates == sorted(rates, reverse=True)
     assert rates[-1] > 0
+
+
+def test_rates_are_at_least_what_the_device_delivers_while_it_computes() -> None:
+    clock, balancer = Clock(), fleet("both")
+    meter = ModelLoadMeter(MODEL, balancer, clock)
+    first = EngineLoad(prefill_rate=100.0, busy_s=50.0, prompt_tokens=1000, output_tokens=500, utilisation=0.4)
+    balancer.fleet.report("e0", first, 0.0)
+    assert meter.read(0.0).workers[0].prefill_rate == 100.0
+    clock.now_us += STEP_S * 1_000_000
+    then = EngineLoad(prefill_rate=100.0, busy_s=60.0, prompt_tokens=9000, output_tokens=2500, utilisation=0.4)
+    balancer.fleet.report("e0", then, 10.0)
+    (worker,) = meter.read(10.0).workers
+    assert (worker.prefill_rate, worker.decode_rate, worker.utilisation) == (800.0, 200.0, 0.4)
+    restarted = EngineLoad(prefill_rate=100.0, busy_s=1.0, prompt_tokens=10, output_tokens=5, utilisation=0.4)
+    balancer.fleet.report("e0", restarted, 20.0)
+    clock.now_us += STEP_S * 1_000_000
+    assert meter.read(20.0).workers[0].prefill_rate == 100.0

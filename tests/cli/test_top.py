@@ -24,6 +24,10 @@ def status(n_requests: int = 3, n_workers: int = 2, n_batches: int = 1, time_s: 
         "waiting": 1,
         "held": 1,
         "kv_used": 0.25,
+        "utilisation": 0.75,
+        "memory_used_bytes": 60 << 30,
+        "memory_bytes": 80 << 30,
+        "power_w": 410.0,
         "output_tokens": 500,
         "output_tokens_per_s": 12.0,
         "hit_ratio": 0.5,
@@ -111,6 +115,8 @@ def test_the_numbers() -> None:
         "@cf/x/model[bold]",
         "evil[2J",
         "25 %",
+        "75 %",
+        "410 W",
     ):
         assert expected in text, expected
     assert "more" not in text

@@ -25,7 +25,8 @@ PATIENCE_S = 30.0
 TOKEN = "join-token"
 # Figures of load reports and heartbeats that depend on the machine, or on how requests met in steps.
 VOLATILE = frozenset(
-    {"prefill_rate", "steps", "computed_tokens", "output_tokens", "utilisation", "step_s", "in_step", "preparing"}
+    {"prefill_rate", "steps", "computed_tokens", "output_tokens", "utilisation", "jobs_utilisation", "busy_s"}
+    | {"step_s", "in_step", "preparing"}
 )
 DELTA = ("id", "token_ids", "finish", "usage", "logprobs", "error", "waited_s", "values")
 

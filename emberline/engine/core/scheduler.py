@@ -130,6 +130,12 @@ class Scheduler:
         """Time at which a load report is due though no step was made; inf if nothing has changed."""
         return min((report_s() for report_s in self._moments.report_s), default=inf)
 
+    @property
+    def runs_jobs_alone(self) -> bool:
+        """True if all running sequences are of batch class."""
+        running = self.queues.running
+        return bool(running) and n_batch(running) == len(running)
+
     def snapshot(self) -> list[SequenceSnapshot]:
         """Every sequence as plain data: running ones first, then waiting ones, each by rank."""
         listed = [*self.queues.running, *self.queues.waiting]

@@ -1,81 +1,22 @@
 """The step loop: plans a step, launches it and absorbs the result of the one before."""
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable
 
 from emberline.engine.core.plan import DeviceLost, Handle, Runner, StepPlan
 from emberline.engine.core.rank import Rank
 from emberline.engine.core.scheduler import Scheduler
+from emberline.engine.core.step_times import StepTimes
 from emberline.kv.cache import KVEventFeed
 from emberline.protocol.errors import Internal
 from emberline.protocol.events import TokenDelta
 from emberline.protocol.frames import EngineLoad
 from emberline.protocol.request import EngineRequest
 
-MIN_RATED_TOKENS = 64  # of prompts in a step: fewer say nothing about the prefill rate
 AWAITED_SHARE = 8  # of one row in so many with drafts: else more is lost by their rest than by a device that waits
-MAX_HOST_S = 0.01  # between two steps; more means that there was nothing to do
-_RATE_GAIN = 0.2
 
 _log = logging.getLogger(__name__)
-
-
-class StepTimes:
-    """Durations of steps as moving averages: the prefill rate, which is part of the load report, and small steps."""
-
-    def __init__(self) -> None:
-        self.tokens_per_s = 0.0  # of prompts; 0: not known yet
-        self._small_s = 0.0  # duration of a step that computes few prompt tokens, or none; 0: not known yet
-        self._launched_s: dict[int, float] = {}  # by the number of a plan in flight
-        self._done_s = 0.0
-
-    def launched(self, plan: StepPlan) -> None:
-        """Note that a plan is launched now."""
-        self._launched_s[plan.number] = time.perf_counter()
-
-    def forget(self, plan: StepPlan) -> None:
-        """Leave out a plan that has failed."""
-        self._launched_s.pop(plan.number, None)
-
-    def done(self, plan: StepPlan) -> float:
-        """Measure a plan whose result has come. The device begins a plan when the previous one is done.
-
-        Returns the seconds since then, including those that the device waited for the host, if they are few.
-        """
-        now_s = time.perf_counter()
-        launched_s, done_s = self._launched_s.pop(plan.number, now_s), self._done_s
-        began_s = max(launched_s, done_s)
-        self._done_s = now_s
-        took_s = now_s - began_s
-        if took_s <= 0:
-            return 0.0
-        n_tokens = 0
-        if plan.n_tokens - plan.n_drafts > plan.n_rows:  # it does not only decode
-            n_tokens = sum(row.end - row.start for row in plan.others if row.end - row.start > 1)
-        if n_tokens >= MIN_RATED_TOKENS:
-            self.tokens_per_s = smoothed(self.tokens_per_s, n_tokens / took_s)
-        else:
-            self._small_s = smoothed(self._small_s, took_s)
-        return now_s - max(done_s, launched_s - MAX_HOST_S)
-
-    def predicted_s(self, plan: StepPlan) -> float:
-        """Expected duration of a step that is about to be launched; 0 if nothing was measured yet.
-
-        Until a prompt was measured, each of its tokens counts as much as a small step, which is too much.
-        """
-        n_prompt = plan.n_tokens - plan.n_drafts - plan.n_rows
-        if not self.tokens_per_s:
-            return self._small_s * (plan.n_tokens if n_prompt else 1)
-        if not n_prompt and self._small_s:
-            return self._small_s
-        return self._small_s + plan.n_tokens / self.tokens_per_s
-
-
-def smoothed(known: float, measured: float) -> float:
-    """Moving average after one more measurement; `known` is 0 before the first."""
-    return known + _RATE_GAIN * (measured - known) if known else measured
 
 
 class StepLoop:
@@ -168,7 +109,10 @@ class StepLoop:
     def load(self) -> EngineLoad:
         """The load report of this engine."""
         load = self.scheduler.load()
-        load.prefill_rate = self._times.tokens_per_s
+        times = self._times
+        load.prefill_rate = times.tokens_per_s
+        load.utilisation, load.jobs_utilisation = times.device.shares()
+        load.busy_s, load.step_cost = round(times.device.busy_s, 3), times.fit.cost
         load.computed_tokens = self.computed_tokens
         return load
 
@@ -216,7 +160,7 @@ class StepLoop:
 
     def _launch(self, plan: StepPlan) -> list[TokenDelta]:
         deltas: list[TokenDelta] = []
-        self._times.launched(plan)
+        self._times.launched(plan, self.scheduler.runs_jobs_alone)
         # Until every common step is prepared, any may have to be compiled first.
         self.step_s = 0.0 if self.has_idle_task else self._times.predicted_s(plan)
         self.in_step = True

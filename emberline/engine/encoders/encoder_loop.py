@@ -11,13 +11,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from emberline.engine.core.step_loop import smoothed
+from emberline.engine.core.step_times import smoothed
 from emberline.engine.encoders.request_loop import RequestLoop, deadline_s
 from emberline.protocol.encoding import EncodeParams, Pooling
 from emberline.protocol.errors import BadInput, Internal
 from emberline.protocol.events import TokenDelta, Usage
 from emberline.protocol.frames import EngineLoad
-from emberline.protocol.request import EngineRequest
+from emberline.protocol.request import EngineRequest, Priority
 
 if TYPE_CHECKING:
     from emberline.models.encoder import EncoderModel
@@ -140,6 +140,7 @@ class EncoderLoop(RequestLoop[_Encoding]):
         took_s = self._clock() - began_s
         self.in_step = False
         self._steps += 1
+        self._device.add(took_s, all(item.request.priority == Priority.BATCH for item, _ in texts))
         self.computed_tokens += n_tokens
         if took_s > 0:
             self._rate = smoothed(self._rate, n_tokens / took_s)

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Generic, Protocol, TypeVar
 
 from emberline.engine.core.rank import Executor
+from emberline.engine.core.step_times import DeviceTime
 from emberline.protocol.errors import BadInput, DeadlineExceeded, EmberlineError, Unsupported
 from emberline.protocol.events import TokenDelta, Usage
 from emberline.protocol.frames import EngineLoad, KVEvents, Vocabulary
@@ -70,6 +71,7 @@ class RequestLoop(Generic[Item]):
         self._requests: dict[str, Item] = {}
         self._n_submitted = 0
         self._steps = 0
+        self._device = DeviceTime(clock)
         # What heartbeats say, read by their thread while a step runs:
         self.computed_tokens = 0
         self.in_step = False
@@ -104,6 +106,7 @@ class RequestLoop(Generic[Item]):
         running = [item for item in items if item.running]
         batch = sum(item.request.priority == Priority.BATCH for item in items)
         running_batch = sum(item.request.priority == Priority.BATCH for item in running)
+        utilisation, jobs_utilisation = self._device.shares()
         return EngineLoad(
             running=len(running),
             waiting=len(items) - len(running),
@@ -112,6 +115,9 @@ class RequestLoop(Generic[Item]):
             steps=self._steps,
             prompt_tokens=self.computed_tokens,
             computed_tokens=self.computed_tokens,
+            utilisation=utilisation,
+            jobs_utilisation=jobs_utilisation,
+            busy_s=round(self._device.busy_s, 3),
         )
 
     def run_idle_task(self) -> None:

@@ -15,12 +15,12 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from emberline.engine.core.step_loop import smoothed
+from emberline.engine.core.step_times import smoothed
 from emberline.engine.encoders.request_loop import RequestLoop, deadline_s
 from emberline.engine.encoders.speech import SAMPLE_RATE, Samples, decode_audio
 from emberline.protocol.errors import BadInput, EmberlineError, Internal
 from emberline.protocol.events import TokenDelta, Usage
-from emberline.protocol.request import EngineRequest
+from emberline.protocol.request import EngineRequest, Priority
 from emberline.protocol.speech import TranscribeParams, Transcript, TranscriptSegment
 
 MAX_WAITING = 64  # requests, each of which holds its audio
@@ -118,7 +118,9 @@ class SpeechLoop(RequestLoop[_Transcription]):
         else:
             deltas += self._absorb(item, done)
         self.in_step = False
-        self.step_s = smoothed(self.step_s, self._clock() - began_s)
+        took_s = self._clock() - began_s
+        self.step_s = smoothed(self.step_s, took_s)
+        self._device.add(took_s, item.request.priority == Priority.BATCH)
         self._steps += 1
         self.computed_tokens += 1  # a step is progress, however little audio it has finished
         return deltas

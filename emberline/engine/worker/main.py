@@ -5,6 +5,7 @@ import gc
 import logging
 import signal
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from emberline import log
@@ -18,6 +19,7 @@ from emberline.engine.worker import process
 from emberline.engine.worker.alive_file import open_alive_file
 from emberline.engine.worker.announcer import open_joining
 from emberline.engine.worker.build import build, build_follower
+from emberline.engine.worker.device_sensor import gpu_uuid, open_sensor
 from emberline.engine.worker.socket_server import Server
 from emberline.engine.worker.start_timeline import StartTimeline
 
@@ -43,7 +45,10 @@ def main(argv: list[str] | None = None) -> int:
             secure = None if joining is None else joining.secure(transfers)
             with listening(args.socket) as (listener, address):
                 accept = None if transfers is None else transfers.accept
-                server = Server(listener, loop, info, token, secure, alive_file, None, stored, accept)
+                sensor = open_sensor(info.device, gpu_uuid)
+                group.callback(sensor.close)
+                use = partial(getattr, sensor, "use")
+                server = Server(listener, loop, info, token, secure, alive_file, None, stored, accept, use)
                 server.on_role = priority = process.NicePrefill(args.prefill_nice)
                 priority(info.role, is_first=True)
                 timeline.end("socket")

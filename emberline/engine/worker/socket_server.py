@@ -27,7 +27,7 @@ from emberline.protocol import frames
 from emberline.protocol.credential import CORE_HOST, hosts_of, worker_host
 from emberline.protocol.errors import BadInput, EmberlineError, ErrorInfo, Internal, Unauthorized, Unavailable
 from emberline.protocol.events import TokenDelta
-from emberline.protocol.frames import EngineInfo, EngineLoad, FrameBuffer, Heartbeat, Hello, WorkerRole
+from emberline.protocol.frames import DeviceUse, EngineInfo, EngineLoad, FrameBuffer, Heartbeat, Hello, WorkerRole
 from emberline.protocol.request import EngineRequest
 
 COMPILE_POLL_S = 0.001  # between looks at a grammar that is being compiled
@@ -178,13 +178,16 @@ class Server:
         limits: ServerLimits | None = None,
         stored: StoredCache | None = None,
         accept_sender: Callable[[socket.socket, str], None] | None = None,
+        device_use: Callable[[], DeviceUse | None] = lambda: None,
     ) -> None:
         """loop: None if only engines that send KV are served.
         tls: clients must show a certificate, that of a core or of the engine that sends KV.
         stored: what clients purge, export and import beside the device pool.
         accept_sender: takes over the connection of an engine that sends KV, with the name of that engine.
+        device_use: memory and power of the device, for load reports.
         """
         self._tls = tls
+        self._device_use = device_use
         self._alive_file = alive_file
         self._limits = limits = limits or ServerLimits()
         listener.setblocking(False)
@@ -506,7 +509,7 @@ class Server:
     @property
     def _load(self) -> EngineLoad:
         load = self._loop.load
-        load.draining = self._drain_until_s is not None
+        load.draining, load.device = self._drain_until_s is not None, self._device_use()
         return load
 
     def _subscribers(self) -> list[ClientConnection]:

@@ -75,6 +75,7 @@ function Load() {
       ${chart("Time to first token", { p50: series.ttft_p50_ms ?? [], p95: series.ttft_p95_ms ?? [], p99: series.ttft_p99_ms ?? [] }, duration)}
       ${chart("Inter-token latency", { p50: series.itl_p50_ms ?? [], p95: series.itl_p95_ms ?? [], p99: series.itl_p99_ms ?? [] }, duration)}
       ${chart("KV cache of the fullest worker", { used: series.kv_used ?? [] }, percent, 1)}
+      ${chart("Time in which devices compute", { "mean of workers": series.utilisation ?? [] }, percent, 1)}
       ${chart("Errors per step of 10 s", { failed: series.failed ?? [], refused: series.refused ?? [] }, number)}
     </section>
     ${pools(now.workers).map(([name, workers]) => html`<${Workers} key=${name} title=${name} workers=${workers} />`)}
