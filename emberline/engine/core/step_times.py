@@ -98,7 +98,8 @@ class StepFit:
             kept.pop(int(np.argmin(solved)))
         values = [float(f"{value:.4g}") for value in found / _UNITS]
         if all(map(isfinite, values)) and sum(values) > 0:
-            self.cost = StepCost(*values, n_steps=self._n, error=round(self._error, 3))
+            step_s, row_s, context_s, token_s, pair_s = values
+            self.cost = StepCost(step_s, row_s, context_s, token_s, pair_s, self._n, round(self._error, 3))
 
 
 class StepTimes:
