@@ -1,4 +1,4 @@
-"""Starts confined processes for work that a stranger's data decides, and later for code that is not ours.
+"""Starts confined processes of ours for work that a stranger's data decides; for programs that are not ours: `program`.
 
 A process runs one module of ours over frames (`child`), without files, network or other processes where the kernel can
 take these away, within memory and CPU time that the launcher sets, and without the environment's secrets. Whatever goes

@@ -1,0 +1,173 @@
+"""Control groups: bounds on the memory, CPU and processes of a program and of all that it starts.
+
+Version 2 where the machine has it and lets this process make groups, else version 1. A group's name has the id of the
+process that made it, so that groups of a process that was killed can be found and removed.
+"""
+
+import contextlib
+import itertools
+import os
+import signal
+import time
+from pathlib import Path
+
+import msgspec
+
+ROOT = Path("/sys/fs/cgroup")
+PREFIX = "emberline"
+CPU_PERIOD_US = 100_000
+REMOVE_S = 5.0  # for killed processes to be gone
+_numbers = itertools.count()
+
+
+class GroupLimits(msgspec.Struct, frozen=True, kw_only=True):
+    memory_bytes: int
+    cpus: float
+    n_processes: int  # threads count
+
+
+class Hierarchy(msgspec.Struct, frozen=True):
+    """Folders in which this process may make groups, by controller: memory, cpu, pids."""
+
+    version: int
+    folders: dict[str, Path]
+
+
+CONTROLLERS = ("memory", "cpu", "pids")
+
+
+def find_hierarchy(root: Path = ROOT, own: Path = Path("/proc/self/cgroup")) -> Hierarchy | None:
+    """The hierarchy in which this process may make groups. Returns None if there is none that it may write."""
+    try:
+        lines = [line.split(":", 2) for line in own.read_text().splitlines()]
+    except OSError:
+        return None
+    paths = {name: path for _, names, path in lines for name in names.split(",")}
+    unified = root / paths.get("", "/").lstrip("/")
+    if _delegates(unified):
+        return Hierarchy(2, dict.fromkeys(CONTROLLERS, unified))
+    folders: dict[str, Path] = {}
+    for name in CONTROLLERS:
+        for folder in (root / name / paths.get(name, "/").lstrip("/"), root / name):
+            if (folder / "cgroup.procs").exists() and os.access(folder, os.W_OK):
+                folders[name] = folder
+                break
+    return Hierarchy(1, folders) if folders else None
+
+
+def _delegates(folder: Path) -> bool:
+    """True if groups of version 2 with all controllers can be made in this folder."""
+    control = folder / "cgroup.subtree_control"
+    if not os.access(folder, os.W_OK):
+        return False
+    try:
+        if not set(CONTROLLERS) <= set((folder / "cgroup.controllers").read_text().split()):
+            return False
+        if not set(CONTROLLERS) <= set(control.read_text().split()):
+            control.write_text(" ".join(f"+{name}" for name in CONTROLLERS))
+    except OSError:  # processes in the folder itself: version 2 has no groups beside them
+        return False
+    return True
+
+
+class ControlGroup:
+    """One group. Its methods block for microseconds, except `remove`."""
+
+    def __init__(self, hierarchy: Hierarchy, limits: GroupLimits) -> None:
+        """Make the group. Raises OSError."""
+        name = f"{PREFIX}-{os.getpid()}-{next(_numbers)}"
+        self._version = hierarchy.version
+        self._folders = {each: folder / name for each, folder in hierarchy.folders.items()}
+        for folder in set(self._folders.values()):
+            folder.mkdir()
+        try:
+            self._set(limits)
+        except OSError:
+            self.remove()
+            raise
+
+    def _set(self, limits: GroupLimits) -> None:
+        quota = max(1000, int(limits.cpus * CPU_PERIOD_US))
+        if self._version == 2:
+            self._write("memory", "memory.max", limits.memory_bytes)
+            self._write("memory", "memory.swap.max", 0, optional=True)
+            self._write("cpu", "cpu.max", f"{quota} {CPU_PERIOD_US}")
+        else:
+            self._write("memory", "memory.limit_in_bytes", limits.memory_bytes)
+            self._write("memory", "memory.memsw.limit_in_bytes", limits.memory_bytes, optional=True)
+            self._write("cpu", "cpu.cfs_period_us", CPU_PERIOD_US)
+            self._write("cpu", "cpu.cfs_quota_us", quota)
+        self._write("pids", "pids.max", limits.n_processes)
+
+    @property
+    def process_files(self) -> list[str]:
+        """Files to which a process writes its id to enter the group."""
+        return [str(folder / "cgroup.procs") for folder in sorted(set(self._folders.values()))]
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory that the group uses now, files in its scratch folder included; 0: not known."""
+        name = "memory.current" if self._version == 2 else "memory.usage_in_bytes"
+        return self._counter(name)
+
+    @property
+    def n_out_of_memory(self) -> int:
+        """How often the kernel ended a process of the group because it reached its memory limit."""
+        name = "memory.events" if self._version == 2 else "memory.oom_control"
+        with contextlib.suppress(OSError, KeyError, ValueError):
+            lines = (self._folders["memory"] / name).read_text().split("\n")
+            counts = dict(line.split(" ") for line in lines if " " in line)
+            return int(counts.get("oom_kill", 0))
+        return 0
+
+    def kill(self) -> None:
+        """Kill all processes of the group."""
+        folder = self._folders.get("pids") or next(iter(self._folders.values()))
+        with contextlib.suppress(OSError):
+            if self._version == 2 and (folder / "cgroup.kill").exists():
+                (folder / "cgroup.kill").write_text("1")
+                return
+            for line in (folder / "cgroup.procs").read_text().split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(line), signal.SIGKILL)
+
+    def remove(self) -> None:
+        """Kill what is left of the group and remove it."""
+        end_s = time.monotonic() + REMOVE_S
+        left = set(self._folders.values())
+        while left:
+            self.kill()
+            for folder in list(left):
+                with contextlib.suppress(FileNotFoundError):
+                    try:
+                        folder.rmdir()
+                    except OSError:
+                        if time.monotonic() < end_s:
+                            continue
+                left.discard(folder)
+            if left:
+                time.sleep(0.01)
+
+    def _counter(self, name: str) -> int:
+        with contextlib.suppress(OSError, KeyError, ValueError):
+            return int((self._folders["memory"] / name).read_text())
+        return 0
+
+    def _write(self, controller: str, file: str, value: object, *, optional: bool = False) -> None:
+        if (folder := self._folders.get(controller)) is None:
+            return
+        with contextlib.suppress(*([OSError] if optional else [])):
+            (folder / file).write_text(str(value))
+
+
+def remove_abandoned(hierarchy: Hierarchy) -> None:
+    """Kill and remove the groups of processes that were killed before they could do so themselves."""
+    for folder in set(hierarchy.folders.values()):
+        for group in folder.glob(f"{PREFIX}-*-*"):
+            owner = group.name.split("-")[1]
+            if owner.isdigit() and not Path("/proc", owner).exists():
+                with contextlib.suppress(OSError):
+                    for pid in (group / "cgroup.procs").read_text().split():
+                        os.kill(int(pid), signal.SIGKILL)
+                with contextlib.suppress(OSError):
+                    group.rmdir()
