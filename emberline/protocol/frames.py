@@ -23,12 +23,13 @@ from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.encoding import Task
 from emberline.protocol.errors import ErrorInfo
 from emberline.protocol.events import TokenDelta
+from emberline.protocol.images import ImageProcessor
 from emberline.protocol.parallel_layout import Layout
 from emberline.protocol.request import EngineRequest, RankEndpoint
 
 VERSION = 6
 OLDEST_VERSION = 5  # that is still spoken: the previous release's
-MAX_FRAME_BYTES = 64 << 20
+MAX_FRAME_BYTES = 256 << 20  # above images.MAX_PIXEL_BYTES
 MAX_HELLO_BYTES = 4 << 10  # of the first frame, which is read before its sender is authenticated
 LENGTH = struct.Struct("<I")
 
@@ -55,6 +56,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     task: Task = "generate"
     layout: Layout = Layout()  # of its ranks
     ranks: tuple[RankEndpoint, ...] = ()  # where each receives KV, if there are several
+    images: ImageProcessor | None = None  # how the model wants images; None: it takes none
 
 
 class TierStats(msgspec.Struct, omit_defaults=True):

@@ -10,6 +10,7 @@ import msgspec
 from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.encoding import EncodeParams, Pooling
 from emberline.protocol.errors import Forbidden
+from emberline.protocol.images import PromptImage
 from emberline.protocol.speech import TranscribeParams
 
 _MAX_SESSION_CHARS = 256
@@ -297,6 +298,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     awaits: str = ""  # id of the transfer that delivers the prompt's full blocks; only the rest is computed here
     encode: EncodeParams | None = None  # for an encoder: `prompt_ids` are texts to encode, and nothing is generated
     transcribe: TranscribeParams | None = None  # for a speech model: nothing but its audio is computed
+    images: tuple[PromptImage, ...] = ()  # of the prompt, in its order
 
     @property
     def masked(self) -> bool:
