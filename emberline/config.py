@@ -45,6 +45,16 @@ class ServerConfig(Section, frozen=True):
     drain_timeout_s: Annotated[float, Meta(ge=0, le=3600)] = 30.0  # for running requests to finish at shutdown
 
 
+class ClientConfig(Section, frozen=True):
+    """The server that commands talk to, where it is not this machine's own."""
+
+    url: Annotated[str, Meta(pattern=r"^(|https?://[^/?#@\s]+(/[^?#\s]*)?)$")] = ""  # empty: [server] host and port
+    key: str | None = None  # an API key for it; None: [auth] key
+
+    def __repr__(self) -> str:
+        return f"ClientConfig(url={self.url!r}, key={'set' if self.key else None})"
+
+
 class AuthConfig(Section, frozen=True):
     key: str | None = None  # the admin key
 
@@ -70,6 +80,7 @@ class EngineConfig(Section, frozen=True):
     threads: Count = 0  # per worker on a CPU; 0: the cores, shared by need
     kv_bytes: Count = 0  # KV cache per worker; 0: a quarter of the free memory, at most 2 GiB
     gpu_memory_share: tuple[Share, ...] = ()  # of a GPU, for each model in order or one for all; (): even shares
+    context_len: Count = 0  # tokens of a sequence, prompt and reply; 0: as many as the model and the KV cache have
     max_running: Count = 0  # sequences in a batch; 0: the engine's default
     token_budget: Count = 0  # tokens computed per step; 0: the engine's default
     deterministic: bool = False
@@ -249,6 +260,7 @@ class Config(Section, frozen=True, kw_only=True):
     aliases: dict[str, dict[str, int]] = {}  # other names of models: the models that each stands for, by weight
     prices: dict[str, Price] = {}  # by model, in lower case
     server: ServerConfig = ServerConfig()
+    client: ClientConfig = ClientConfig()
     auth: AuthConfig = AuthConfig()
     engine: EngineConfig = EngineConfig()
     kv: KVConfig = KVConfig()
@@ -268,15 +280,20 @@ _SECTIONS: dict[str, type[Section]] = {
     for field in msgspec.structs.fields(Config)
     if field.name not in ("home", "endpoints", "providers", "gateways", "aliases", "prices")
 }
-_SHORT_NAMES = {"EMBERLINE_PORT": ("server", "port")}
+_SHORT_NAMES = {
+    "EMBERLINE_PORT": ("server", "port"),
+    "EMBERLINE_URL": ("client", "url"),
+    "EMBERLINE_KEY": ("client", "key"),
+}
 _STORES = ("postgresql://", "postgres://", "sqlite:///")
-_SECRETS = (("auth", "key"), ("store", "url"), ("kv", "key"))  # values that no error message shows
+_SECRETS = (("auth", "key"), ("client", "key"), ("store", "url"), ("kv", "key"))  # values that no error message shows
 _FLAGS = {  # where a flag is not the key's name
     "models": "argument MODEL",
     "allowed_hosts": "flag --allowed-host",
     "cors_origins": "flag --cors-origin",
     "level": "flag --log-level",
     "store": "flag --kv-store",
+    "key": "flag --api-key",
 }
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from emberline.cli.agents import AGENTS, Endpoint
+from emberline.cli.launch import shell_commands
 from emberline.cli.main import COMMANDS, main
 from emberline.config import Config, EndpointConfig, ProviderConfig
 from emberline.gateway import options
@@ -86,6 +88,14 @@ def test_flags_are_accepted(page: Path, capsys: pytest.CaptureFixture[str]) -> N
             assert unknown <= flags_of([command, *action.split()], capsys), f"emberline {command}{action}{rest}"
 
 
+def test_the_agents_page_has_the_settings_that_launch_gives() -> None:
+    page = (ROOT / "docs" / "guides" / "agents.md").read_text()
+    to = Endpoint(url="http://127.0.0.1:8686", model="qwen3:8b", context_window=40_960)
+    for agent in AGENTS.values():
+        assert f"{agent.title}:\n\n```sh\n{shell_commands(agent, to)}\n```" in page
+        assert f"| {agent.title} | {agent.api} | " in page
+
+
 def test_package_table_is_that_of_the_import_rules() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
     rows = re.findall(r"^\| `(\w+)/` \|[^|]+\| ([^|]+) \|$", page, re.MULTILINE)
@@ -103,7 +113,7 @@ def test_every_configuration_key_is_documented_and_nothing_else() -> None:
         variables |= set(re.findall(r"EMBERLINE_\w+", environment))
     assert documented == set(config_keys())
     keys_of_variables = {f"EMBERLINE_{section}_{key}".upper() for section, key in config_keys()}
-    assert variables == keys_of_variables | {"EMBERLINE_PORT"}
+    assert variables == keys_of_variables | {"EMBERLINE_PORT", "EMBERLINE_URL", "EMBERLINE_KEY"}
 
 
 def test_every_endpoint_key_is_documented() -> None:

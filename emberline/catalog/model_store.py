@@ -10,6 +10,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ import msgspec
 
 from emberline.catalog.card_files import CardFiles
 from emberline.catalog.model_card import ModelCard, WheelSource, built_in, describe_path, read_sampling
-from emberline.catalog.published_shapes import find_shape
+from emberline.catalog.published_shapes import LATEST, PublishedShape, all_shapes, find_offer
 from emberline.protocol.errors import ModelNotFound
 
 CARD = "card.json"
@@ -52,6 +53,17 @@ class ModelStore:
     def __init__(self, home: Path) -> None:
         self.root = home / "models"
         self.cards = CardFiles(home)
+        self._home = home
+
+    @cached_property
+    def shapes(self) -> tuple[PublishedShape, ...]:
+        """The table of models known by name, with the user's own entries."""
+        return all_shapes(self._home)
+
+    def offer(self, name: str, *, on_gpu: bool = False) -> ModelCard | None:
+        """The card to pull for a name of the catalog; `on_gpu` chooses where the name leaves the format open."""
+        name = name.removesuffix(LATEST)
+        return self.cards.find(name) or find_offer(name, self.shapes, on_gpu=on_gpu)
 
     def entries(self) -> list[ModelEntry]:
         """The pulled models whose weights still exist, by id."""
@@ -74,7 +86,7 @@ class ModelStore:
         if looks_like_path(name):
             path = Path(name).expanduser().absolute()
             return ModelEntry(describe_path(path), path)
-        if self.cards.find(name) is not None or name.startswith("hf:") or find_shape(name) is not None:
+        if name.startswith("hf:") or self.offer(name) is not None:
             raise ModelNotFound(f"model {name!r} is not on this machine yet; run `emberline pull {name}`")
         raise ModelNotFound(f"there is no model {name!r} here; `emberline ls` shows what there is")
 
@@ -92,8 +104,9 @@ class ModelStore:
         return entry.card
 
     def _named(self, name: str, entries: list[ModelEntry]) -> ModelEntry | None:
+        name = name.lower().removesuffix(LATEST)
         card = self.cards.find(name)  # names in the catalog take precedence
-        wanted = card.id if card else name.lower()
+        wanted = card.id if card else name
         by_id = next((entry for entry in entries if entry.card.id == wanted), None)
         return by_id or next((entry for entry in entries if wanted in entry.card.aliases), None)
 

@@ -1,5 +1,6 @@
 """`emberline pull NAME | PATH | hf:org/repo`: add a model to the model store."""
 
+import difflib
 import hashlib
 import shutil
 from pathlib import Path
@@ -21,13 +22,15 @@ from emberline.catalog.model_card import (
     slug,
 )
 from emberline.catalog.model_store import ModelEntry, ModelStore, looks_like_path
-from emberline.catalog.published_shapes import find_shape
+from emberline.catalog.offers import names
 from emberline.protocol.errors import BadInput, ModelNotFound
 from emberline.weights.model_config import BadCheckpoint
 
 
-def pull(name: str, store: ModelStore, report: ReportProgress | None = None) -> ModelEntry:
-    """The model, downloaded unless the store has it. To download it again, remove it first."""
+def pull(name: str, store: ModelStore, report: ReportProgress | None = None, *, on_gpu: bool = False) -> ModelEntry:
+    """The model, downloaded unless the store has it. To download it again, remove it first.
+
+    `on_gpu` chooses the number format of a name that leaves it open, such as `qwen3:8b`."""
     entry = store.find(name)
     if entry is not None:
         return entry
@@ -36,14 +39,18 @@ def pull(name: str, store: ModelStore, report: ReportProgress | None = None) -> 
     card = store.cards.find(name)
     if card is not None:
         return _pull_card(card, store, report)
-    shape = find_shape(name)
-    if shape is not None:
+    offer = store.offer(name, on_gpu=on_gpu)
+    if offer is not None:
         estimated = dict(weight_bytes=0, n_parameters=0, quantization="")  # the files tell them exactly
-        return _pull_card(msgspec.structs.replace(shape.card, **estimated), store, report)
+        return _pull_card(msgspec.structs.replace(offer, **estimated), store, report)
     if looks_like_path(name):
         return _link(Path(name).expanduser().absolute(), store)
-    known = ", ".join(card.aliases[0] for card in (*BUILT_IN, *store.cards.models()))
-    raise ModelNotFound(f"no model is called {name!r}; there are {known}, hf:org/repo, or the path of a GGUF or folder")
+    known = [*dict.fromkeys(names(store))]
+    near = difflib.get_close_matches(name.lower(), known, n=3) or [card.aliases[0] for card in BUILT_IN]
+    raise ModelNotFound(
+        f"no model is called {name!r}; did you mean {', '.join(near)}? `emberline ls --all` lists all;"
+        " hf:org/repo and the path of a GGUF file or folder are names too"
+    )
 
 
 def _pull_card(card: ModelCard, store: ModelStore, report: ReportProgress | None) -> ModelEntry:

@@ -24,8 +24,8 @@ _COMMAND_LINE = "command line"  # the audit log's source
 class AdminApi:
     def __init__(self, args: argparse.Namespace) -> None:
         self._config = common.config_of(args)
-        self._address = ServerAddress.of(self._config)
-        self._uses_server = common.names_server(args) or client.is_running(self._address)
+        self._address = ServerAddress.for_client(self._config)
+        self._uses_server = common.names_server(args, self._config) or client.is_running(self._address)
 
     def get(self, path: str, **query: object) -> Any:
         given = {name: value for name, value in query.items() if value is not None}

@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    address = ServerAddress.of(common.config_of(args))
+    address = ServerAddress.for_client(common.config_of(args))
     actions = {"submit": _submit, "status": _status, "results": _results, "cancel": _cancel, "ls": _list}
     return actions[args.action](address, args)
 

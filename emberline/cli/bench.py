@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config = common.config_of(args)
-    required = common.names_server(args)
+    required = common.names_server(args, config)
     served = served_names(config, required=required)
     n_words, n_tokens = args.input_words, args.output_tokens
     with server(config, args.model, served, required=required) as (address, model):

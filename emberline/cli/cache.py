@@ -49,8 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config = common.config_of(args)
-    address = ServerAddress.of(config)
-    if args.action == "purge" and args.everything and not common.names_server(args) and not client.is_running(address):
+    address = ServerAddress.for_client(config)
+    if (
+        args.action == "purge"
+        and args.everything
+        and not common.names_server(args, config)
+        and not client.is_running(address)
+    ):
         return _purge_stored(args, config)
     if args.action == "stat":
         return _stat(args, client.get(address, "/api/cache"))

@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         return _credential(config, args)
     if args.action in ("up", "down"):
         return ray_cluster.up(config, args) if args.action == "up" else ray_cluster.down(config, args)
-    address = ServerAddress.of(config)
+    address = ServerAddress.for_client(config)
     if args.action in ("plan", "bounds"):
         return cluster_plan.run(address, args)
     if args.action == "status":

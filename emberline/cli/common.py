@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from emberline.config import Config, resolve
+from emberline.protocol.errors import BadInput
 
 
 def add_data_dir(parser: argparse.ArgumentParser) -> None:
@@ -18,15 +19,24 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def add_address(parser: argparse.ArgumentParser) -> None:
-    """Where a server listens, or is found. A dotted `dest` is a configuration key."""
+def add_listen_address(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Add the flags for where a server listens. A dotted `dest` is a configuration key."""
     parser.add_argument("--host", dest="server.host", metavar="HOST", help="address (default 127.0.0.1)")
     parser.add_argument("--port", dest="server.port", metavar="PORT", help="port (EMBERLINE_PORT; default 8686)")
 
 
-def names_server(args: argparse.Namespace) -> bool:
-    """Whether the user has named a server by a flag: then no other one will do."""
-    return any(vars(args).get(name) is not None for name in ("server.host", "server.port"))
+def add_address(parser: argparse.ArgumentParser) -> None:
+    """Add the flags for the server that a command talks to."""
+    group = parser.add_argument_group("the server")
+    if "--url" not in parser._option_string_actions:  # else another address that the command is about
+        group.add_argument("--url", dest="client.url", metavar="URL", help="its address, also https (EMBERLINE_URL)")
+    group.add_argument("--api-key", dest="client.key", metavar="KEY", help="an API key for it (EMBERLINE_KEY)")
+    add_listen_address(group)
+
+
+def names_server(args: argparse.Namespace, config: Config) -> bool:
+    """True if the user has named a server: then no other one will do."""
+    return bool(config.client.url) or any(vars(args).get(name) is not None for name in ("server.host", "server.port"))
 
 
 def add_client_options(parser: argparse.ArgumentParser) -> None:
@@ -40,6 +50,10 @@ def config_of(args: argparse.Namespace) -> Config:
     """The configuration with this command's flags applied."""
     given = vars(args)
     flags = {name: value for name, value in given.items() if "." in name and value != []}
+    if flags.get("client.url") and (flags.get("server.host") or flags.get("server.port")):
+        raise BadInput("--url names the server already: leave out --host and --port")
+    if flags.get("server.host") or flags.get("server.port"):
+        flags["client.url"] = ""  # a flag comes before EMBERLINE_URL
     return resolve(flags, home=Path(given["data_dir"]) if given.get("data_dir") else None)
 
 

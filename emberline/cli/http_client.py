@@ -5,6 +5,7 @@ import http.client
 import json
 import os
 import secrets
+import ssl
 import time
 from collections.abc import Callable, Generator, Iterator
 from itertools import chain
@@ -166,13 +167,18 @@ def _request(
     """The response of a request that succeeded; raises the server's error otherwise."""
     credential = address.credential
     authorization = {"Authorization": f"Bearer {credential}"} if credential else {}
-    connection = http.client.HTTPConnection(address.host, address.port, timeout=timeout_s)
+    is_tls = address.scheme == "https"
+    connect = http.client.HTTPSConnection if is_tls else http.client.HTTPConnection
+    connection = connect(address.host, address.port, timeout=timeout_s)
     try:
-        connection.request(method, path, body, {"Content-Type": "application/json", **authorization, **(headers or {})})
+        headers = {"Content-Type": "application/json", **authorization, **(headers or {})}
+        connection.request(method, f"{address.prefix}{path}", body, headers)
         response = connection.getresponse()
         if response.status >= 400:
             raise _error_of(_decode(response), response.status)
         yield response
+    except ssl.SSLError as error:
+        raise Unavailable(f"{address.url} does not speak TLS that this machine trusts: {error.reason}") from error
     except (OSError, http.client.HTTPException) as error:
         message = f"no Emberline server answers at {address.url}: start one with `emberline serve`"
         raise Unavailable(message) from error
@@ -206,7 +212,9 @@ def _decode(response: http.client.HTTPResponse) -> Any:
 def _error_of(body: Any, status: int) -> EmberlineError:
     """An error body of any API as an exception."""
     if status == 401:
-        return BadInput("the server wants a key: put it into EMBERLINE_AUTH_KEY, or into emberline.toml as [auth] key")
+        return BadInput(
+            "the server wants a key: give it as --api-key, EMBERLINE_KEY, or [client] key of emberline.toml"
+        )
     error = body.get("error") if isinstance(body, dict) else None
     message = error.get("message") if isinstance(error, dict) else error
     kind = BadInput if 400 <= status < 500 else Unavailable

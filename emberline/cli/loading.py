@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    address = ServerAddress.of(common.config_of(args))
+    address = ServerAddress.for_client(common.config_of(args))
     action, done = _ACTIONS[args.command]
     answers = []
     for model in args.models:

@@ -13,9 +13,10 @@ from urllib.parse import quote
 
 import msgspec
 
-from emberline.catalog.model_card import BUILT_IN, ModelCard, WheelSource, describe_path
+from emberline.catalog import hub
+from emberline.catalog.model_card import HubSource, ModelCard, WheelSource, describe_path
 from emberline.catalog.model_store import ModelStore, looks_like_path
-from emberline.catalog.published_shapes import find_shape, published_shapes
+from emberline.catalog.offers import names
 from emberline.cli import common, models
 from emberline.cli import http_client as client
 from emberline.protocol.errors import BadInput, ModelNotFound
@@ -23,11 +24,14 @@ from emberline.server.address import ServerAddress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    if parser.get_default("command") == "show":
+        _add_show_arguments(parser)
+        return
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     add = actions.add_parser("add", help="a model card, or a model as `emberline pull` takes it", allow_abbrev=False)
     add.add_argument("model", metavar="MODEL", help="a card's TOML file, a name, a path, or hf:org/repo")
     show = actions.add_parser("show", help="what is known of a model", allow_abbrev=False)
-    show.add_argument("model", metavar="MODEL", help="id, alias, hf:org/repo, or the path of a GGUF file or folder")
+    _add_show_arguments(show)
     alias = actions.add_parser("alias", help="other names of the running server's models", allow_abbrev=False)
     alias.add_argument("name", nargs="?", metavar="NAME", help="the alias; without it, all are listed")
     alias.add_argument(
@@ -38,15 +42,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     remove = actions.add_parser("rm", help="remove models from this machine", allow_abbrev=False)
     remove.add_argument("models", nargs="+", metavar="MODEL", help="id or alias")
     common.add_client_options(alias)
-    for action in (add, show, listing, remove):
+    for action in (add, listing, remove):
         common.add_data_dir(action)
         common.add_json(action)
+
+
+def _add_show_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="id, alias, hf:org/repo, or the path of a GGUF file or folder")
+    parser.set_defaults(action="show")
+    common.add_data_dir(parser)
+    common.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     config = common.config_of(args)
     if args.action == "alias":
-        return _alias(ServerAddress.of(config), args)
+        return _alias(ServerAddress.for_client(config), args)
     store = ModelStore(config.home)
     if args.action == "add" and args.model.endswith(".toml"):
         return _add_card(store, args)
@@ -67,7 +78,7 @@ def _add_card(store: ModelStore, args: argparse.Namespace) -> int:
 
 
 def _show(store: ModelStore, args: argparse.Namespace) -> int:
-    card, path = _find(store, args.model)
+    card, path = known_model(store, args.model)
     shown = msgspec.to_builtins(card) | {"path": None if path is None else str(path)}
     if args.json:
         common.print_json(shown)
@@ -77,24 +88,19 @@ def _show(store: ModelStore, args: argparse.Namespace) -> int:
     return 0
 
 
-def _find(store: ModelStore, name: str) -> tuple[ModelCard, Path | None]:
+def known_model(store: ModelStore, name: str) -> tuple[ModelCard, Path | None]:
     """The model that `emberline plan` and `pull` know by this name, and where it is on this machine."""
     if (entry := store.find(name)) is not None:
         return entry
-    if (card := store.cards.find(name)) is not None:
+    if (card := store.offer(name, on_gpu=models.machine_memory().on_gpu)) is not None:
         return card, None
-    if (shape := find_shape(name)) is not None:
-        return shape.card, None
     if looks_like_path(name):
         path = Path(name).expanduser().absolute()
         return describe_path(path), path
-    cards = (*BUILT_IN, *(entry.card for entry in store.entries()))
-    shapes = published_shapes()
-    known = [name for card in cards for name in (*card.aliases, card.id)]
-    known += [name for shape in shapes for name in (*shape.aliases, shape.id)]
+    known = [*names(store), *(each for entry in store.entries() for each in (*entry.card.aliases, entry.card.id))]
     similar = difflib.get_close_matches(name.lower(), dict.fromkeys(known), n=3)
-    similar = similar or [*(card.id for card in cards), *(shape.id for shape in shapes)]
-    raise ModelNotFound(f"no model is called {name!r}; there are {', '.join(similar)}, hf:org/repo, or a path")
+    meant = f"did you mean {', '.join(similar)}?" if similar else "`emberline ls --all` lists them;"
+    raise ModelNotFound(f"no model is called {name!r}; {meant} hf:org/repo and paths are names too")
 
 
 def _lines(card: ModelCard, path: str) -> list[tuple[str, str]]:
@@ -118,10 +124,14 @@ def _lines(card: ModelCard, path: str) -> list[tuple[str, str]]:
         ("sampling", ", ".join(f"{name} {value:g}" for name, value in card.defaults.given.items())),
         ("price", ", ".join(f"{name} {value}" for name, value in price.items()) or "none on the card"),
         ("deprecation", card.deprecation_date),
-        ("source", type(card.source).__name__.removesuffix("Source").lower()),
+        ("source", hub.spec_of(card.source) if isinstance(card.source, HubSource) else _kind(card)),
         ("path", path),
     ]
     return [(name, value) for name, value in rows if value]
+
+
+def _kind(card: ModelCard) -> str:
+    return type(card.source).__name__.removesuffix("Source").lower()
 
 
 def _text(value: object) -> str:

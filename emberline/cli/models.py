@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from emberline.catalog.download import DownloadProgress, ReportProgress
 from emberline.catalog.integrity import verify
-from emberline.catalog.model_card import DEFAULT_MODEL, SPEECH_RECOGNITION
+from emberline.catalog.model_card import DEFAULT_MODEL, SPEECH_RECOGNITION, TEXT_GENERATION, ModelCard
 from emberline.catalog.model_store import ModelEntry, ModelStore
+from emberline.catalog.offers import ModelMemory, Offer, offers
 from emberline.catalog.pull import pull
 from emberline.catalog.store_watch import wait_until_offered
 from emberline.cli import common
+from emberline.engine.memory import free_host_bytes
+from emberline.supervisor import machine
 from emberline.weights.whisper_files import LIBRARY, MISSING_LIBRARY
 
 if TYPE_CHECKING:
@@ -27,6 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     command = parser.get_default("command")
     if command == "pull":
         parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL", help=f"default {DEFAULT_MODEL}")
+    elif command == "ls":
+        parser.add_argument("--all", action="store_true", help="also those that can be pulled, and what fits here")
     elif command == "rm":
         parser.add_argument("models", nargs="+", metavar="MODEL", help="id or alias, see `emberline ls`")
     common.add_data_dir(parser)
@@ -38,15 +43,23 @@ def run(args: argparse.Namespace) -> int:
     return {"pull": _pull, "ls": _list, "rm": _remove}[args.command](store, args)
 
 
-def fetch(name: str, store: ModelStore, is_logged: bool = False) -> ModelEntry:
+def fetch(name: str, store: ModelStore, is_logged: bool = False, on_gpu: bool | None = None) -> ModelEntry:
     """Find a model, or download it, and verify its files. A download shows a progress bar on a terminal, else it is one
-    line: of the log if `is_logged`."""
+    line: of the log if `is_logged`. `on_gpu`: the device that the model is for; None: this machine's best."""
     entry = store.find(name)
     if entry is not None:
         verify(store, entry.card)
         return entry
+    on_gpu = machine_memory().on_gpu if on_gpu is None else on_gpu
     with _progress_bar(name, is_logged) as report:
-        return pull(name, store, report)
+        return pull(name, store, report, on_gpu=on_gpu)
+
+
+def machine_memory() -> ModelMemory:
+    """The memory that this machine has for models: its largest usable GPU's, else four fifths of what is free."""
+    if on_gpu := machine.kernel_gpu_bytes():
+        return ModelMemory(on_gpu, True)
+    return ModelMemory(free_host_bytes() * 4 // 5, False, machine.cores())
 
 
 def load_text(entry: ModelEntry) -> "Tokenizer":
@@ -72,6 +85,8 @@ def _pull(store: ModelStore, args: argparse.Namespace) -> int:
 
 
 def _list(store: ModelStore, args: argparse.Namespace) -> int:
+    if getattr(args, "all", False):
+        return _list_all(store, args)
     entries = store.entries()
     if args.json:
         common.print_json([_as_dict(entry) for entry in entries])
@@ -90,6 +105,54 @@ def _list(store: ModelStore, args: argparse.Namespace) -> int:
         ]
         common.print_table([("MODEL", "ALIAS", "SIZE", "CONTEXT", "ARCHITECTURE"), *rows])
     return 0
+
+
+def _list_all(store: ModelStore, args: argparse.Namespace) -> int:
+    memory = machine_memory()
+    found = offers(store, memory)
+    if args.json:
+        common.print_json([_offer_dict(offer) for offer in found])
+        return 0
+    rows = [
+        (
+            offer.name,
+            common.format_size(offer.card.weight_bytes),
+            offer.card.quantization,
+            f"{offer.card.context_window:,}",
+            ", ".join(capability_names(offer.card)),
+            offer.card.license,
+            "here" if offer.is_here else "fits" if offer.fits else "",
+        )
+        for offer in found
+    ]
+    common.print_table([("MODEL", "SIZE", "FORMAT", "CONTEXT", "CAN", "LICENCE", "THIS MACHINE"), *rows])
+    device = "the GPU" if memory.on_gpu else "the CPU"
+    print(f"\n`fits`: in {common.format_size(memory.n_bytes)}, for {device}. `emberline pull MODEL` downloads one.")
+    return 0
+
+
+def capability_names(card: ModelCard) -> list[str]:
+    """What a model can do beside its task, in the words of lists."""
+    can = card.capabilities
+    named = {"tools": can.function_calling, "thinking": can.reasoning, "images": can.vision}
+    task = [] if card.task == TEXT_GENERATION else [card.task.lower()]
+    return [*task, *(name for name, has in named.items() if has)]
+
+
+def _offer_dict(offer: Offer) -> dict[str, Any]:
+    card = offer.card
+    return {
+        "name": offer.name,
+        "id": card.id,
+        "aliases": card.aliases,
+        "bytes": card.weight_bytes,
+        "quantization": card.quantization,
+        "context_window": card.context_window,
+        "capabilities": capability_names(card),
+        "license": card.license,
+        "fits": offer.fits,
+        "here": offer.is_here,
+    }
 
 
 def _remove(store: ModelStore, args: argparse.Namespace) -> int:

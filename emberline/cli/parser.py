@@ -3,25 +3,61 @@
 import argparse
 import difflib
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 _UNKNOWN = "unrecognized arguments: "
 _FLAG = re.compile(r"--?[A-Za-z][^\s=]*")
 
 
+# Two words for one action: where a parser has one of them, the other is accepted.
+_SYNONYMS = {
+    **dict.fromkeys(("ls", "list"), ("ls", "list")),
+    **dict.fromkeys(("rm", "delete", "remove"), ("rm", "delete", "remove", "revoke")),
+}
+
+
 class CommandParser(argparse.ArgumentParser):
-    """Parser of a command."""
+    """Parser of a command. `renamed` and `answers` are of other servers' flags: ours instead, or what to do."""
+
+    renamed: Mapping[str, str] = {}
+    answers: Mapping[str, str] = {}
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **{name: one for name, one in options.items() if name != "allow_abbrev"})
 
     def add_subparsers(self, **options: Any) -> Any:
-        return super().add_subparsers(parser_class=_ActionParser, **options)
+        self._actions_of_command = super().add_subparsers(parser_class=_ActionParser, **options)
+        return self._actions_of_command
+
+    @property
+    def flags(self) -> list[str]:
+        """Long flags, as completion offers them."""
+        return [name for name in self._option_string_actions if name.startswith("--")]
+
+    @property
+    def actions(self) -> "dict[str, CommandParser]":
+        """The parsers of the actions, by name."""
+        found = getattr(self, "_actions_of_command", None)
+        return {} if found is None else dict(found.choices)
+
+    def canonical(self, words: Sequence[str]) -> list[str]:
+        """The words in this parser's own terms: `list` as `ls` where the action is called so, and other servers' flags
+        as ours."""
+        found = list(words)
+        if found and self.actions and found[0] not in self.actions:
+            found[0] = next((name for name in _SYNONYMS.get(found[0], ()) if name in self.actions), found[0])
+        for n, word in enumerate(found):
+            flag, equals, value = word.partition("=")
+            if flag in self.answers:
+                self.error(f"{flag}: {self.answers[flag]}")
+            found[n] = f"{self.renamed.get(flag, flag)}{equals}{value}"
+        return found
 
     def error(self, message: str) -> NoReturn:
         if message.startswith(_UNKNOWN):
-            known = [name for name in self._option_string_actions if name.startswith("--")]
-            near = [found[0] for flag in _FLAG.findall(message) if (found := difflib.get_close_matches(flag, known, 1))]
+            flags = _FLAG.findall(message)
+            near = [found[0] for flag in flags if (found := difflib.get_close_matches(flag, self.flags, 1))]
             message += f"; did you mean {' and '.join(near)}?" if near else ""
         super().error(message)
 

@@ -144,7 +144,7 @@ def _parse_split(text: str) -> tuple[int, int]:
 
 
 def _checkpoint(name: str, store: ModelStore) -> "Checkpoint | OutlineCheckpoint":
-    shape = find_shape(name) if not looks_like_path(name) and store.find(name) is None else None
+    shape = find_shape(name, store.shapes) if not looks_like_path(name) and store.find(name) is None else None
     if shape is not None:
         return OutlineCheckpoint(shape.config)
     path = Path(name).expanduser() if looks_like_path(name) else store.resolve(name).path

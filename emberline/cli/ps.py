@@ -13,7 +13,7 @@ add_arguments = common.add_client_options
 
 
 def run(args: argparse.Namespace) -> int:
-    address = ServerAddress.of(common.config_of(args))
+    address = ServerAddress.for_client(common.config_of(args))
     before, start_s = client.get(address, "/api/ps"), time.monotonic()
     time.sleep(RATE_WINDOW_S)
     now = client.get(address, "/api/ps")

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    address = ServerAddress.of(common.config_of(args))
+    address = ServerAddress.for_client(common.config_of(args))
     if args.action == "replay":
         return _replay(address, args)
     report = client.get(address, "/api/queue")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from emberline.catalog.model_card import BUILT_IN, DEFAULT_MODEL, MODEL_ID
 from emberline.catalog.model_store import ModelStore
-from emberline.catalog.published_shapes import published_shapes
+from emberline.catalog.offers import names
 from emberline.cli import common
 from emberline.cli.chat import ChatSession
 from emberline.cli.server_target import served_names, server
@@ -35,14 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config = common.config_of(args)
-    served = served_names(config, required=common.names_server(args))
+    served = served_names(config, required=common.names_server(args, config))
     piped = "" if sys.stdin.isatty() else sys.stdin.read().strip()
     model, prompt = split_words(args.words, _model_names(config.home, [*served]), has_input=bool(piped))
     prompt = "\n\n".join(filter(None, [prompt, piped]))
     if not prompt and not sys.stdin.isatty():
         print("emberline run: the prompt is empty; give one as an argument or on stdin", file=sys.stderr)
         return 2
-    with server(config, model, served, required=common.names_server(args)) as (address, model_id):
+    with server(config, model, served, required=common.names_server(args, config)) as (address, model_id):
         options = {"max_tokens": args.max_tokens, "temperature": args.temperature, "seed": args.seed}
         chat = ChatSession(address, model_id, options, args.system, config.home / "history", verbose=args.verbose)
         return chat.answer(prompt) if prompt else chat.interact()
@@ -58,7 +58,7 @@ def split_words(words: Sequence[str], names: Sequence[str], has_input: bool = Fa
     if not words:
         return None, ""
     first, rest = words[0], words[1:]
-    if first.lower() in names or first.startswith("hf:") or _is_model_path(first):
+    if first.lower().removesuffix(":latest") in names or first.startswith("hf:") or _is_model_path(first):
         return first, " ".join(rest)
     if any(character.isspace() for character in first):
         return None, " ".join(words)
@@ -95,16 +95,12 @@ _FAMILY = re.compile(r"([a-z]{3,})[-_]?\d")  # the letters before a name's first
 
 def _model_names(home: Path, served: Sequence[str]) -> list[str]:
     """Ids and aliases of the models that can be pulled, of the installed and of the served ones, in lower case, the
-    aliases first."""
+    aliases first. A name with Ollama's `:latest` is one as well."""
     store = ModelStore(home)
     installed = [entry.card for entry in store.entries()]
-    cards = (*BUILT_IN, *store.cards.models(), *installed)
-    aliases = dict.fromkeys(alias for card in cards for alias in card.aliases)
-    ids = dict.fromkeys(card.id for card in cards)
-    for shape in published_shapes():
-        aliases |= dict.fromkeys(shape.aliases)
-        ids[shape.id] = None
-    return [name.lower() for name in dict.fromkeys([*aliases, *ids, *served])]
+    known = [*names(store), *(name for card in installed for name in (*card.aliases, card.id)), *served]
+    found = dict.fromkeys(name.lower() for name in known)
+    return sorted(found, key=lambda name: name.startswith("@"))
 
 
 def _alias(model: str) -> str:

@@ -24,7 +24,7 @@ def served_names(config: Config, *, required: bool) -> dict[str, str]:
 
     `required`: the user has named the address, so it is an error if none does.
     """
-    address = ServerAddress.of(config)
+    address = ServerAddress.for_client(config)
     return client.served_models(address) if required or client.is_running(address) else {}
 
 
@@ -36,7 +36,7 @@ def server(
 
     `served` is from `served_names`. With `required`, a model that it lacks is an error, and no server is started.
     """
-    address = ServerAddress.of(config)
+    address = ServerAddress.for_client(config)
     names = (model.lower(), _model_id(model, config).lower()) if model else tuple(served)[:1]
     wanted = next((served[name] for name in names if name in served), None)
     if wanted is not None:

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if not 0.1 <= args.interval <= 3600:
         raise BadInput("--interval must be between 0.1 and 3600 seconds")
-    watch = Watch(ServerAddress.of(common.config_of(args)))
+    watch = Watch(ServerAddress.for_client(common.config_of(args)))
     if args.json:
         common.print_json(watch.update())
         return 0

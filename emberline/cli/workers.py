@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    address, action = ServerAddress.of(common.config_of(args)), args.command
+    address, action = ServerAddress.for_client(common.config_of(args)), args.command
     answer = client.post(address, f"/api/workers/{action}", _body(args))
     names = {worker["name"] for worker in answer["workers"]}
     if getattr(args, "wait", False):

@@ -352,6 +352,7 @@ def engine_arguments(config: EngineConfig, kv_bytes: int) -> list[str]:
     arguments = []
     for flag, value in (
         ("--kv-bytes", kv_bytes),
+        ("--context-len", config.context_len),
         ("--max-running", config.max_running),
         ("--token-budget", config.token_budget),
     ):

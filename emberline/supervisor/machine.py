@@ -3,11 +3,15 @@
 import importlib.util
 import os
 import resource
+import shutil
+import subprocess
 from pathlib import Path
 
 import msgspec
 
 from emberline.engine.memory import free_host_bytes
+
+_KERNEL_CAPABILITIES = ("9.0", "10.0", "10.3")  # of GPUs with the shared memory that the engine's kernels need
 
 
 class Hardware(msgspec.Struct, frozen=True):
@@ -39,6 +43,19 @@ def gpus() -> list[str]:
     if visible is not None:
         return [device.strip() for device in visible.split(",") if device.strip() not in ("", "-1")]
     return [str(index) for index in range(n_gpus_installed())]
+
+
+def kernel_gpu_bytes() -> int:
+    """Memory of the largest GPU that this process may use and that the engine's kernels run on; 0: there is none."""
+    if not gpus() or (smi := shutil.which("nvidia-smi")) is None:
+        return 0
+    query = [smi, "--query-gpu=memory.total,compute_cap", "--format=csv,noheader,nounits"]
+    try:
+        listed = subprocess.run(query, capture_output=True, text=True, timeout=10, check=False).stdout
+        rows = [line.split(",") for line in listed.splitlines()]
+        return max((int(mib) << 20 for mib, cap in rows if cap.strip() in _KERNEL_CAPABILITIES), default=0)
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return 0
 
 
 def n_gpus_installed() -> int:

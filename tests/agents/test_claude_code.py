@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.agents.task import CONVERSATION, FINAL_ANSWER, PROMPT, STEPS, check, check_conversation, prepare
-from tests.agents.workspace import KEY, AgentWorkspace
+from tests.agents.workspace import AgentWorkspace
 from tests.e2e.clients.hermes import NAME
 from tests.e2e.clients.reply_script import ScriptedReply, reply_script, text_reply, tool_call
 
@@ -20,8 +20,8 @@ _NO_NETWORK = {
 
 
 def claude(workspace: AgentWorkspace, *arguments: str, path: str = "") -> list[dict[str, Any]]:
-    where = {"ANTHROPIC_BASE_URL": workspace.url + path, "ANTHROPIC_AUTH_TOKEN": KEY}
-    return workspace.events("claude", *_FLAGS, "--model", workspace.model, *arguments, **where, **_NO_NETWORK)
+    where = workspace.settings("claude", path).environment
+    return workspace.events("claude", *_FLAGS, *arguments, **{**where, **_NO_NETWORK})
 
 
 def blocks(events: list[dict[str, Any]], role: str, kind: str) -> list[dict[str, Any]]:

@@ -5,22 +5,22 @@ from pathlib import Path
 from typing import Any
 
 from tests.agents.task import CONVERSATION, FINAL_ANSWER, PROMPT, STEPS, check, check_conversation, prepare
-from tests.agents.workspace import KEY, AgentWorkspace
+from tests.agents.workspace import AgentWorkspace
 from tests.e2e.clients.reply_script import reply_script, text_reply, tool_call
 
 _FLAGS = ("--json", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
+_RETRIES = ("request_max_retries", "stream_max_retries")
+_OPTIONS = (
+    "check_for_update_on_startup=false",
+    "analytics.enabled=false",
+    *(f"model_providers.emberline.{name}=0" for name in _RETRIES),
+)
+_QUIET = tuple(word for option in _OPTIONS for word in ("-c", option))
 
 
 def codex(workspace: AgentWorkspace, *arguments: str) -> list[dict[str, Any]]:
-    folder = workspace.home / ".codex"
-    folder.mkdir(exist_ok=True)
-    (folder / "config.toml").write_text(
-        f'model = "{workspace.model}"\nmodel_provider = "emberline"\ncheck_for_update_on_startup = false\n'
-        "[analytics]\nenabled = false\n"
-        f'[model_providers.emberline]\nname = "Emberline"\nbase_url = "{workspace.url}/v1"\n'
-        'env_key = "EMBERLINE_KEY"\nwire_api = "responses"\nrequest_max_retries = 0\nstream_max_retries = 0\n'
-    )
-    return workspace.events("codex", "exec", *_FLAGS, *arguments, EMBERLINE_KEY=KEY)
+    settings = workspace.settings("codex")
+    return workspace.events("codex", *settings.arguments, *_QUIET, "exec", *_FLAGS, *arguments, **settings.environment)
 
 
 def items(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 import json
 
 from tests.agents.task import CONVERSATION, FINAL_ANSWER, PROMPT, STEPS, check, check_conversation, prepare
-from tests.agents.workspace import KEY, AgentWorkspace
+from tests.agents.workspace import AgentWorkspace
 from tests.e2e.clients.reply_script import reply_script, text_reply, tool_call
 
 _NO_NETWORK = {
@@ -14,21 +14,14 @@ _NO_NETWORK = {
 }
 
 
-def settings(url: str, model: str) -> dict[str, object]:
-    provider = {
-        "npm": "@ai-sdk/openai-compatible",
-        "name": "Emberline",
-        "options": {"baseURL": f"{url}/v1", "apiKey": KEY},
-        "models": {model: {"name": model, "tool_call": True, "limit": {"context": 131072, "output": 4096}}},
-    }
-    quiet = {"autoupdate": False, "share": "disabled", "snapshot": False}
-    return {**quiet, "model": f"emberline/{model}", "provider": {"emberline": provider}, "permission": {"*": "allow"}}
+_QUIET = {"autoupdate": False, "share": "disabled", "snapshot": False, "permission": {"*": "allow"}}
 
 
 def opencode(workspace: AgentWorkspace, *arguments: str) -> str:
-    config = workspace.folder / "opencode.json"
-    config.write_text(json.dumps(settings(workspace.url, workspace.model)))
-    return workspace.run("opencode", "run", *arguments, OPENCODE_CONFIG=str(config), **_NO_NETWORK)
+    config = workspace.folder / "opencode.json"  # merged with the settings of the agent
+    config.write_text(json.dumps(_QUIET))
+    environment = workspace.settings("opencode").environment
+    return workspace.run("opencode", "run", *arguments, OPENCODE_CONFIG=str(config), **environment, **_NO_NETWORK)
 
 
 def test_agent_runs_tools_over_several_turns(workspace: AgentWorkspace) -> None:

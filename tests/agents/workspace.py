@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from emberline.cli.agents import AGENTS, Endpoint, Settings
 from tests.e2e.clients.reply_script import ReplyScript
-from tests.e2e.clients.scripted_server import scripted_server
+from tests.e2e.clients.scripted_server import CONTEXT_LEN, scripted_server
 
 KEY = "none"  # on loopback, any key is accepted
 TIMEOUT_S = 100
@@ -59,6 +60,11 @@ class AgentWorkspace:
         with scripted_server(script, self.gguf, self.folder / "server") as url:
             self.url = url
             yield self
+
+    def settings(self, agent: str, path: str = "") -> Settings:
+        """Settings of `emberline launch` for the agent; `path` is behind the server's address."""
+        to = Endpoint(url=self.url + path, model=self.model, context_window=CONTEXT_LEN, key=KEY)
+        return AGENTS[agent].settings(to)
 
     def write(self, name: str, text: str) -> Path:
         path = self.project / name

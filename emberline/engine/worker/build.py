@@ -509,11 +509,12 @@ def _check_fits(checkpoint: Checkpoint, device: str, args: argparse.Namespace) -
 
 def _limits(config: ModelConfig, cache: KVCache | None, args: argparse.Namespace) -> Limits:
     """Limits of a model with a KV cache; None: before the cache is sized, which may bound the context."""
-    capacity = config.context_len if cache is None else cache.capacity
-    if cache is not None and cache.capacity < config.context_len:
-        _log.warning("the KV cache holds %d of the model's %d tokens", cache.capacity, config.context_len)
+    context_len = min(config.context_len, args.context_len or config.context_len)
+    capacity = context_len if cache is None else cache.capacity
+    if capacity < context_len:
+        _log.warning("the KV cache holds %d of %d tokens that a sequence may have", capacity, context_len)
     return Limits(
-        context_len=min(config.context_len, capacity),
+        context_len=min(context_len, capacity),
         vocab_size=config.vocab_size,
         eos_ids=config.eos_ids,
         max_running=args.max_running,

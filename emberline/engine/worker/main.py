@@ -95,6 +95,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--kv-bytes", type=positive, metavar="N", help="size of the KV cache; default: from the free memory"
     )
     parser.add_argument(
+        "--context-len", type=positive, metavar="N", help="most tokens of a sequence; default: the model's"
+    )
+    parser.add_argument(
         "--memory-share",
         type=_share,
         default=1.0,
