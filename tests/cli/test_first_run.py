@@ -62,8 +62,8 @@ def test_continuous_integration_and_pipes_are_not_asked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("memory", "names"),
     [
-        (ModelMemory(12 * GIB, False, 2), ["qwen3:0.6b", "qwen2.5-coder", "smollm2"]),
-        (ModelMemory(48 * GIB, False, 16), ["qwen3:14b", "qwen2.5-coder:14b", "smollm2"]),
+        (ModelMemory(12 * GIB, False, 2), ["qwen3:0.6b", "qwen2.5-coder:1.5b", "smollm2:135m"]),
+        (ModelMemory(48 * GIB, False, 16), ["qwen3:14b", "qwen2.5-coder:14b", "smollm2:135m"]),
         (ModelMemory(141 * GIB, True), ["qwen3-coder:30b", "gpt-oss:120b", "qwen3:32b"]),
     ],
 )

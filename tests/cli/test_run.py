@@ -169,7 +169,7 @@ def test_missing_key_is_explained(tmp_path: Path, fake_server: FakeServer) -> No
     fake_server.error = (401, "send it as `Authorization: Bearer <key>`")
     done = emberline("run", "--port", fake_server.port, MODEL, "x", home=tmp_path)
     assert done.returncode == 1
-    assert "EMBERLINE_AUTH_KEY" in done.stderr
+    assert "--api-key, EMBERLINE_KEY" in done.stderr
 
 
 def test_api_key_is_sent(tmp_path: Path, fake_server: FakeServer) -> None:
