@@ -14,6 +14,7 @@ from emberline.accounts.audit_log import Actor, AuditLog
 from emberline.accounts.key_directory import POLL_S, KeyDirectory, decode_key
 from emberline.accounts.price_store import PriceStore
 from emberline.accounts.provider_keys import ProviderKeys
+from emberline.accounts.saved_chats import SavedChats
 from emberline.accounts.secret import Secret
 from emberline.accounts.usage_report import UsageReports
 from emberline.protocol.errors import BadInput, Conflict, NotFound
@@ -66,6 +67,7 @@ class AccountService:
         self.reports = UsageReports(store)
         self.directory = KeyDirectory(store, poll_s)
         self.provider_keys = ProviderKeys(store, secret, self.directory, self.audit)
+        self.chats = SavedChats(store)
 
     async def open(self) -> None:
         await self.provider_keys.bind()

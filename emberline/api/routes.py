@@ -46,7 +46,7 @@ from emberline.api.openai.completions import CompletionRequest
 from emberline.api.openai.responses import endpoints as responses
 from emberline.api.openai.responses import websocket
 from emberline.api.openai.responses.request import ResponsesRequest
-from emberline.api.playground import assets
+from emberline.api.playground import assets, chats
 from emberline.api.workers_ai import catalog
 from emberline.api.workers_ai import event_subscriptions as subscriptions
 from emberline.api.workers_ai import handlers as workers_ai
@@ -252,6 +252,12 @@ _TENANT: tuple[_Row, ...] = (  # of the caller's account; an admin sees all
     ("POST", "/api/cache/purge", kv_cache.purge, "Forget cached KV of an account or a session", kv_cache.Purge),
     ("GET", "/api/cache/export", kv_cache.export, "Export a session's cached KV", None, kv_cache.EXPORT_QUERY),
     ("POST", "/api/cache/import", kv_cache.import_, "Import a session's cached KV", None, kv_cache.IMPORT_QUERY),
+    ("GET", "/api/chats", chats.list_all, "List or search saved chats", None, chats.PAGE),
+    ("POST", "/api/chats", chats.put, "Save a chat", chats.NewChat),
+    ("DELETE", "/api/chats", chats.delete_all, "Delete all saved chats"),
+    ("GET", "/api/chats/{id}", chats.retrieve, "Retrieve a saved chat"),
+    ("PATCH", "/api/chats/{id}", chats.rename, "Rename a saved chat", chats.ChatChange),
+    ("DELETE", "/api/chats/{id}", chats.delete, "Delete a saved chat"),
     ("GET", "/api/queue", admin.show_queue, "Queue depths and dead letters", None, admin.QUEUE_QUERY),
     ("POST", "/api/queue/replay", admin.replay_dead_letters, "Run dead letters again", admin.QueueReplay),
 )

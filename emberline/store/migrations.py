@@ -317,6 +317,24 @@ TRACE_CONTEXT = ("ALTER TABLE batches ADD COLUMN traceparent TEXT NOT NULL DEFAU
 # those releases refuse the store. `accounts.provider_keys` binds the keys: it has their secret.
 BOUND_PROVIDER_KEYS = ("SELECT 1",)
 
+# `folded_title` and `folded_text` (the messages) are for searches; `document` is what the page saved.
+SAVED_CHATS = (
+    """
+    CREATE TABLE saved_chats (
+        account TEXT NOT NULL,
+        id TEXT NOT NULL,
+        title TEXT NOT NULL,
+        folded_title TEXT NOT NULL,
+        updated_us BIGINT NOT NULL,
+        n_bytes BIGINT NOT NULL,
+        folded_text TEXT NOT NULL,
+        document BLOB NOT NULL,
+        PRIMARY KEY (account, id)
+    )
+    """,
+    "CREATE INDEX saved_chats_by_time ON saved_chats (account, updated_us, id)",
+)
+
 # Migration n (1-based) takes a database from version n - 1 to n. One text serves both databases: on PostgreSQL BLOB
 # becomes BYTEA; `Sql` has two texts where that is not enough.
 Migrations = tuple[tuple[str, ...], ...]
@@ -399,6 +417,7 @@ MIGRATIONS: Migrations = (
     PLANNER_TABLES,
     MEMBER_COLUMNS,
     BOUND_PROVIDER_KEYS,
+    SAVED_CHATS,
 )
 
 

@@ -66,6 +66,7 @@ APIS = {
     "binding": "run",
     "gateways": "gateways",
     "cache": "cache",
+    "chats": "chat",
 }
 API_NAMES = tuple(dict.fromkeys(APIS.values()))
 

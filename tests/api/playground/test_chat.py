@@ -503,7 +503,28 @@ def test_cost_and_states_of_models(stage: Stage) -> None:
         expect(page.locator(".metrics")).to_contain_text("$0.0000168")
         page.keyboard.press("Alt+m")
         expect(page.locator(".models .state")).to_have_text(["on disk", "loaded", "loaded"])
-        expect(page.locator(".models button:disabled")).to_have_text(re.compile("^embeds"))
+        expect(page.locator(".models li > button:disabled")).to_have_text(re.compile("^embeds"))
+
+
+def test_models_are_loaded_and_unloaded_from_the_list(stage: Stage) -> None:
+    states = {"@cf/a/waiting": "on_disk", "@cf/a/ready": "loaded", "@cf/a/provider": ""}
+
+    class Models(FakeModels):
+        def state(self, model_id: str) -> str:
+            return states[model_id]
+
+    with stage.site() as here:
+        here.service.models = Models([card(name, "a") for name in states])
+        page = here.open()
+        page.keyboard.press("Alt+m")
+        expect(page.locator(".models .action")).to_have_text(["Load", "Unload"])
+        states["@cf/a/waiting"] = "loaded"
+        page.click(".models .action:has-text('Load')")
+        expect(page.locator(".models .action")).to_have_text(["Unload", "Unload"])
+        states["@cf/a/ready"] = "on_disk"
+        page.locator(".models .action").nth(1).click()
+        expect(page.locator(".models .action")).to_have_text(["Unload", "Load"])
+        assert here.service.loads == [("@cf/a/waiting", "load"), ("@cf/a/ready", "unload")]
 
 
 def test_enter_in_the_search_for_a_model_chooses_the_first(stage: Stage) -> None:

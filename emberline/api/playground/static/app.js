@@ -1,6 +1,7 @@
 // The playground: toolbar, panes, composer, settings, and the shortcuts that reach them.
 
 import { session } from "./api.js";
+import { ChatsDialog } from "./chats_dialog.js";
 import { Composer, ModelButton, Transcript } from "./chat.js";
 import { CodeDialog, ModelDialog, Shortcuts } from "./dialogs.js";
 import { models } from "./models.js";
@@ -34,6 +35,7 @@ function App() {
   const actions = {
     n: () => (workspace.newChat(), document.getElementById("prompt").focus()),
     m: () => openModels(workspace.pane),
+    h: () => setDialog({ name: "chats" }),
     c: () => workspace.compare(),
     s: () => setSettings((shown) => !shown),
     v: () => setDialog({ name: "code" }),
@@ -60,10 +62,12 @@ function App() {
     ${session.key !== null && html`<${Button} icon="key" text="Sign out" label="Forget the key" class="quiet" onClick=${() => session.signOut()} />`}`;
   return html`<${Shell} here="/" actions=${top}>
     <main class=${`playground ${settings ? "with-settings" : ""} ${workspace.compares ? "compares" : ""}`}>
+      <h1 class="visually-hidden">Playground</h1>
       <div class="toolbar" role="toolbar" aria-label="Conversation">
         ${workspace.compares ? html`<b class="title">Side by side</b>` : html`<${ModelButton} key=${workspace.pane.settings.model} pane=${workspace.pane} open=${openModels} />`}
         <span class="space"></span>
         <${Button} icon="plus" text="New chat" label="New chat (Alt + N)" onClick=${actions.n} />
+        <${Button} icon="chats" text="Chats" label="Saved chats (Alt + H)" onClick=${actions.h} />
         <${Button} icon="columns" text="Compare" label="Compare side by side (Alt + C)" aria-pressed=${workspace.compares} onClick=${actions.c} />
         <${Button} icon="code" text="Code" label="View code (Alt + V)" onClick=${actions.v} />
         <${Button} icon="upload" label="Import a conversation" onClick=${() => picker.current.click()} />
@@ -78,7 +82,7 @@ function App() {
       ${settings && html`<${SettingsPanel} close=${() => setSettings(false)} />`}
     </main>
     ${session.needed ? html`<${SignIn} onSignedIn=${() => models.refresh()} />` : dialog?.name === "models" ? html`<${ModelDialog} pane=${dialog.pane} onClose=${close} />`
-      : dialog?.name === "code" ? html`<${CodeDialog} onClose=${close} />` : dialog?.name === "shortcuts" ? html`<${Shortcuts} onClose=${close} />` : null}
+      : dialog?.name === "code" ? html`<${CodeDialog} onClose=${close} />` : dialog?.name === "chats" ? html`<${ChatsDialog} onClose=${close} />` : dialog?.name === "shortcuts" ? html`<${Shortcuts} onClose=${close} />` : null}
   <//>`;
 }
 

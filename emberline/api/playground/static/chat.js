@@ -83,7 +83,7 @@ function Welcome({ pane }) {
   const ask = (text) => workspace.panes.forEach((each) => each.send(text, []));
   return html`<div class="welcome">
     <div class="flame" aria-hidden="true"></div>
-    <h1>What should the model do?</h1>
+    <h2>What should the model do?</h2>
     <p>${pane.model ? html`You talk to <bdi>${visible(pane.model.name)}</bdi>, on your own machine.` : "No model is loaded yet."}</p>
     <div class="samples">${SAMPLES.map(([title, text]) => html`<button type="button" onClick=${() => ask(text)}><b>${title}</b><span>${text}</span></button>`)}</div>
   </div>`;

@@ -6,11 +6,12 @@ import { CodeBlock } from "./code_block.js";
 import { samples } from "./code_samples.js";
 import { Message } from "./conversation.js";
 import { models } from "./models.js";
-import { Dialog, html, useLayoutEffect, useObservable, useRef, useState, visible } from "./ui.js";
+import { Button, Dialog, html, Icon, useLayoutEffect, useObservable, useRef, useState, visible } from "./ui.js";
 import { workspace } from "./workspace.js";
 
 const tokens = new Intl.NumberFormat("en");
 
+const ACTIONS = { "on disk": ["load", "Load"], loaded: ["unload", "Unload"] }; // by a model's state
 const perMillion = (price) => Number((price * 1e6).toPrecision(4));
 
 export function ModelDialog({ pane, onClose }) {
@@ -23,6 +24,15 @@ export function ModelDialog({ pane, onClose }) {
     workspace.keep();
     onClose();
   };
+  const [problem, setProblem] = useState(null);
+  const change = async (model, action) => {
+    try {
+      await models.change(model.id, action);
+      setProblem(null);
+    } catch (error) {
+      setProblem(error.message);
+    }
+  };
   const pick = (event) => {
     const first = listed.find((model) => model.chats);
     if (event.key !== "Enter" || event.isComposing || !first) return;
@@ -33,17 +43,19 @@ export function ModelDialog({ pane, onClose }) {
     const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
     if (!step) return;
     event.preventDefault();
-    const items = [...event.currentTarget.querySelectorAll("input, .models button")];
+    const items = [...event.currentTarget.querySelectorAll("input, .models li > button:first-child")];
     items[(items.indexOf(document.activeElement) + step + items.length) % items.length].focus();
   };
   return html`<${Dialog} title="Choose a model" onClose=${onClose} class="wide">
     <div onKeyDown=${move}>
       <input type="search" autofocus placeholder="Search" aria-label="Search models" value=${words} onInput=${(event) => setWords(event.target.value)} onKeyDown=${pick} />
-      <ul class="models">${listed.map((model) => html`<li key=${model.id}><button type="button" disabled=${!model.chats} aria-current=${model.id === pane.settings.model} onClick=${() => choose(model)}>
-        <span class="line"><bdi><b>${visible(model.name)}</b></bdi><${State} state=${model.state} named /></span>
+      ${problem && html`<p class="problem" role="alert"><${Icon} name="warn" />${visible(problem)}</p>`}
+      <ul class="models">${listed.map((model) => html`<li key=${model.id} class="row"><button type="button" disabled=${!model.chats} aria-current=${model.id === pane.settings.model} onClick=${() => choose(model)}>
+        <span class="line"><bdi><b>${visible(model.name)}</b></bdi><${State} state=${models.changing.get(model.id) ?? model.state} named /></span>
         <span class="line soft"><bdi>${visible(model.id)}</bdi>
           <span>${[model.contextLen && `${tokens.format(model.contextLen)} tokens`, model.reasons && "reasoning", model.vision && "images", model.pricing && `$${perMillion(model.pricing.prompt)} in, $${perMillion(model.pricing.completion)} out per M`, !model.chats && "does not chat"].filter(Boolean).join(" · ")}</span></span>
-      </button></li>`)}</ul>
+      </button>
+      ${model.managed && ACTIONS[model.state] && html`<${Button} text=${ACTIONS[model.state][1]} label=${`${ACTIONS[model.state][1]} ${visible(model.name)}`} class="small action" disabled=${models.changing.has(model.id)} onClick=${() => change(model, ACTIONS[model.state][0])} />`}</li>`)}</ul>
       ${!listed.length && html`<p class="soft">${models.all.length ? "No model has that name." : "The server has no models."}</p>`}
     </div>
   <//>`;
@@ -82,6 +94,7 @@ export const SHORTCUTS = [
   ["Escape", "stop the reply; close a dialog"],
   ["/", "to the message"],
   ["Alt + N", "new chat"],
+  ["Alt + H", "saved chats"],
   ["Alt + M", "choose a model"],
   ["Alt + C", "compare side by side, or stop to"],
   ["Alt + R", "regenerate the last reply"],

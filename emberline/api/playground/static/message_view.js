@@ -12,7 +12,7 @@ export function MessageView({ message, pane }) {
   const streaming = message.status === "streaming";
   const name = message.isReply && message.model ? shortName(message.model) : NAMES[message.role];
   return html`<article class=${`message ${message.role}`} aria-label=${name} aria-busy=${streaming}>
-    <header class=${message.parent.children.length < 2 ? "alone" : ""}><bdi class="who">${visible(name)}</bdi><${Branches} message=${message} conversation=${pane.conversation} /></header>
+    <header class=${message.parent.children.length < 2 ? "alone" : ""}><h2 class="who"><bdi>${visible(name)}</bdi></h2><${Branches} message=${message} conversation=${pane.conversation} /></header>
     ${message.reasoning && html`<${Reasoning} message=${message} />`}
     ${message.images.length > 0 && html`<div class="images">${message.images.map((url) => html`<img src=${url} alt="Attached image" />`)}</div>`}
     ${editing

@@ -1,14 +1,16 @@
 // The models that the server offers, and what each can do.
 
-import { getJson, session } from "./api.js";
+import { getJson, postJson, session } from "./api.js";
 import { Observable } from "./ui.js";
 
 const POLL_MS = 15_000;
+const CHANGE_POLL_MS = 1000; // while a model is loaded or unloaded
 
 class Models extends Observable {
   all = [];
   error = null;
   loaded = false;
+  changing = new Map(); // what is being done, "loading" or "unloading", by model
   #timer = 0;
   #latest = 0; // number of the last refresh
 
@@ -34,6 +36,21 @@ class Models extends Observable {
     if (refresh === this.#latest) this.set(found);
   }
 
+  /** Loads a model, or unloads it once it is idle. Throws ApiError: only an admin's key may. */
+  async change(id, action) {
+    if (this.changing.has(id)) return;
+    this.changing.set(id, `${action}ing`);
+    this.changed();
+    const timer = setInterval(() => this.refresh(), CHANGE_POLL_MS);
+    try {
+      await postJson(`/api/models/${action}`, { model: id });
+    } finally {
+      clearInterval(timer);
+      this.changing.delete(id);
+      await this.refresh();
+    }
+  }
+
   /** Refreshes now, and then while the page is seen: a model's state may change at any time. */
   watch() {
     clearInterval(this.#timer);
@@ -52,7 +69,8 @@ function describe(row) {
     author: String(row.owned_by ?? ""),
     contextLen: Number(row.context_window) || null,
     defaults: row.default_parameters ?? {},
-    // A server that loads its models once, at its start, names no states.
+    // A server that loads its models once, at its start, names no states, and loads and unloads none.
+    managed: Boolean(row.state),
     state: String(row.state || "loaded").replaceAll("_", " "),
     chats: ["Text Generation", "Image-to-Text", undefined].includes(row.task),
     vision: row.capabilities?.vision === true,

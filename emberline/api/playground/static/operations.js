@@ -25,6 +25,7 @@ function App() {
   const signOut = session.key !== null && html`<${Button} icon="key" text="Sign out" label="Forget the key" class="quiet" onClick=${() => session.signOut()} />`;
   return html`<${Shell} here="/operations" actions=${signOut}>
     <main class="operations">
+      <h1 class="visually-hidden">Operations</h1>
       <nav class="tabs" aria-label="Operations">${Object.entries(PAGES).map(([id, [name]]) => html`<a href=${`#${id}`} aria-current=${id === page ? "page" : undefined}>${name}</a>`)}</nav>
       <${Health} />
       ${server.now ? html`<${Page} />` : !server.error && html`<p class="loading">Asking the server…</p>`}

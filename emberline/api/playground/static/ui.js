@@ -55,6 +55,7 @@ const PATHS = {
   edit: "M4 20h4L19 9l-4-4L4 16zM13.500 6.500l4 4",
   redo: "M20 11a8 8 0 1 0-2.300 6.300M20 4v7h-7",
   play: "M8 5l11 7-11 7z",
+  chats: "M4 5h12v9H9l-3 3v-3H4zM19 9h1v8h-2v3l-3-3h-4",
   columns: "M4 5h16v14H4zM12 5v14",
   code: "M8 8l-4 4 4 4M16 8l4 4-4 4",
   upload: "M12 15V4M7 9l5-5 5 5M4 20h16",

@@ -1,10 +1,11 @@
 // What the playground works on: one pane, or two side by side, each with its conversation and its settings.
 
+import { chats, titleOf } from "./chats.js";
 import { Conversation, Message } from "./conversation.js";
 import { Generation } from "./generation.js";
 import { models } from "./models.js";
 import { Settings } from "./settings.js";
-import { Observable } from "./ui.js";
+import { Observable, newId } from "./ui.js";
 
 const STORED = "emberline.workspace"; // in the tab's session storage, so that a reload loses nothing
 const MAX_STORED_CHARS = 2_000_000;
@@ -111,6 +112,8 @@ export class Pane extends Observable {
 
 class Workspace extends Observable {
   panes = [new Pane()];
+  id = newId(); // of the chat, where it is saved
+  title = null; // the chat's name, if it was given one
   #timer = 0;
   active = 0; // the pane whose settings are shown
 
@@ -126,9 +129,12 @@ class Workspace extends Observable {
     return this.panes.some((pane) => pane.busy);
   }
 
-  newChat() {
+  /** `keeps`: the present chat is saved first. */
+  newChat(keeps = true) {
     this.stop();
+    if (keeps) this.save();
     for (const pane of this.panes) pane.set({ conversation: new Conversation(), generation: null });
+    Object.assign(this, { id: newId(), title: null });
     this.keep();
     this.changed();
   }
@@ -146,7 +152,7 @@ class Workspace extends Observable {
   }
 
   export() {
-    return { format: FORMAT, version: 1, panes: this.panes.map(({ settings, conversation }) => ({ settings: settings.export(), conversation: conversation.export() })) };
+    return { format: FORMAT, version: 1, id: this.id, title: this.title, panes: this.panes.map(({ settings, conversation }) => ({ settings: settings.export(), conversation: conversation.export() })) };
   }
 
   /** Reads an export of the workspace or of one conversation, or a list of OpenAI's messages. */
@@ -155,9 +161,16 @@ class Workspace extends Observable {
     const panes = rows.map(({ settings, conversation }) => new Pane(settings ? Settings.parse(settings) : this.pane.settings.clone(), Conversation.parse(conversation)));
     if (!panes.length) throw new Error("The file holds no conversation.");
     this.stop();
-    this.set({ panes, active: 0 });
+    this.set({ panes, active: 0, id: newId(), title: null });
     this.chooseModels();
     this.keep();
+  }
+
+  /** Shows a saved chat, which goes on where it was saved. */
+  open(id, title, data) {
+    this.save();
+    this.import(data);
+    this.set({ id: String(id), title: title === this.#firstTitle ? null : title });
   }
 
   /** Panes without a model that the server knows get the preferred one. */
@@ -184,12 +197,34 @@ class Workspace extends Observable {
     } catch {
       // storage may be full or blocked: then a reload begins anew
     }
+    this.save();
+  }
+
+  /** Saves the chat where the user keeps chats, unless it is empty or a reply is being generated. */
+  save() {
+    if (!chats.store || this.busy || this.panes.every((pane) => pane.conversation.isEmpty)) return;
+    const { id, title, ...document } = this.export();
+    const text = this.panes.flatMap((pane) => pane.conversation.path.map((message) => message.content)).join("\n");
+    chats.save(id, title ?? this.#firstTitle, text, document);
+  }
+
+  /** Resolves when the chat is saved as it is now. */
+  saved() {
+    this.flush();
+    return chats.saving;
+  }
+
+  get #firstTitle() {
+    return titleOf(this.pane.conversation.path[0]?.content ?? "");
   }
 
   restore() {
     try {
       const text = sessionStorage.getItem(STORED);
-      if (text) this.import(JSON.parse(text));
+      if (!text) return;
+      const { id, title, ...document } = JSON.parse(text);
+      this.import(document);
+      if (typeof id === "string") this.set({ id, title: typeof title === "string" ? title : null });
     } catch {
       // not ours, or of another version
     }
