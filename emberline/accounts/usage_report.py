@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from emberline.protocol.errors import BadInput
-from emberline.protocol.price import PICO, format_amount
+from emberline.protocol.price import MICRO, PICO, Price, format_amount
 from emberline.store import Database, Value
 from emberline.store.database import Row
 
@@ -159,6 +159,35 @@ def total(rows: Sequence[ReportRow]) -> ReportRow:
     """The sum of a report's rows."""
     sums = {name: sum(getattr(row, name) for row in rows) for name in (*_COUNTS, *_AMOUNTS)}
     return ReportRow(group={}, n_folded=sum(row.n_folded for row in rows), **sums)
+
+
+def comparison(whole: ReportRow, model: str, price: Price) -> dict[str, Any]:
+    """Cost of the reported requests as it is, without the prefix cache, and at another model's prices (of the default
+    class), with the arithmetic in one sentence."""
+    body, n_computed = whole.body(), whole.input_tokens - whole.cached_tokens
+    at_price = price.cost_pico(
+        "default",
+        input_tokens=whole.input_tokens,
+        cached_tokens=whole.cached_tokens,
+        output_tokens=whole.output_tokens,
+        images=whole.images,
+        audio_ms=whole.audio_ms,
+    )
+    parts = [
+        f"{n:,} {name} tokens × {format_amount(rate, MICRO)}"
+        for n, name, rate in (
+            (n_computed, "uncached input", price.input),
+            (whole.cached_tokens, "cached input", price.cached_input),
+            (whole.output_tokens, "output", price.output),
+        )
+        if n
+    ]
+    without_cache = None if body["cost"] is None else format_amount(whole.cost_pico + whole.discount_pico)
+    own = f"cost {body['cost']}, without the prefix cache {without_cache}" if without_cache else "have no price"
+    arithmetic = f" = {' + '.join(parts)} per million" if parts and not (whole.images or whole.audio_ms) else ""
+    cost = format_amount(at_price)
+    sentence = f"{whole.n_requests:,} requests {own}; at the prices of {model} {cost}{arithmetic}."
+    return {"model": model, "cost": cost, "cost_without_cache": without_cache, "sentence": sentence}
 
 
 def _where(query: ReportQuery) -> tuple[str, list[Value]]:

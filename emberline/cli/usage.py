@@ -20,12 +20,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--by", metavar="LIST", help="group by day, account, key, model, class (default account,model)")
     add("--since", metavar="DAY", help="2026-11-01, or 7d for seven days ago (default: the last 30 days; UTC)")
     add("--until", metavar="DAY", help="the last day (default: today)")
+    add(
+        "--compare", metavar="MODEL", help="say what the same tokens cost at this model's prices, and without the cache"
+    )
     add("--csv", action="store_true", help="print CSV")
     common.add_client_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    api, names = AdminApi(args), ("account", "key", "model", "since", "until")
+    api, names = AdminApi(args), ("account", "key", "model", "since", "until", "compare")
     query = {"by": args.by or "account,model", **{name: getattr(args, name) for name in names}}
     report = api.get("/api/usage", **query)
     if args.json:
@@ -62,6 +65,8 @@ def _print(report: dict[str, Any]) -> None:
             f"The prefix cache served {total['cached_tokens']:,} input tokens and saved {total['cache_savings']}; "
             f"{total['affinity_tokens']:,} of them ({total['affinity_savings']}) in sessions with affinity."
         )
+    if "comparison" in report:
+        print(report["comparison"]["sentence"])
 
 
 def _row(group: tuple[str, ...], row: dict[str, Any]) -> tuple[str, ...]:

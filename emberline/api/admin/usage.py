@@ -1,9 +1,12 @@
 """The usage report: a key sees its own account, an admin all of them."""
 
+import time
+
 from emberline.accounts.usage_report import (
     DEFAULT_DAYS,
     DIMENSIONS,
     ReportQuery,
+    comparison,
     format_day,
     parse_day,
     parse_dimensions,
@@ -12,6 +15,7 @@ from emberline.accounts.usage_report import (
 )
 from emberline.api.http.exchange import HttpExchange, Reply, json_reply
 from emberline.protocol.errors import BadInput, Forbidden
+from emberline.protocol.price import Price
 
 _DAY = {"type": "string", "description": "a day in UTC (2026-11-16), or 7d for seven days ago"}
 QUERY = {
@@ -21,6 +25,7 @@ QUERY = {
     "account": {"type": "string"},
     "key": {"type": "string", "description": "the id of an API key"},
     "model": {"type": "string"},
+    "compare": {"type": "string", "description": "a model at whose prices the requests are reckoned, too"},
     "format": {"type": "string", "enum": ["json", "csv"]},
 }
 
@@ -39,7 +44,19 @@ async def report(call: HttpExchange) -> Reply:
         "total": (whole := total(rows)).body(),
         "folded_rows": whole.n_folded,
     }
+    if (model := call.query.get("compare")) is not None:
+        body["comparison"] = comparison(whole, model, _price(call, model))
     return json_reply(body)
+
+
+def _price(call: HttpExchange, model: str) -> Price:
+    """The price that a model has now, for callers who may use it."""
+    card = call.service.models.find(model, call.principal.account)
+    call.principal.check_model(card.id, card.aliases)
+    price = call.accounts.prices.table.find(card.id, time.time_ns() // 1000)
+    if price is None:
+        raise BadInput(f"{card.id} has no price to compare with: `emberline price set` gives it one", param="compare")
+    return price
 
 
 def _query(call: HttpExchange) -> ReportQuery:

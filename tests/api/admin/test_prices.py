@@ -11,12 +11,17 @@ import pytest
 
 from emberline.accounts.account_service import AccountService
 from emberline.accounts.usage_ledger import UsageLedger
+from emberline.protocol.price import Price
 from tests.accounts.test_usage_ledger import ROW
 from tests.api.fake_service import KEY, MODEL, FakeService, client_of
 
 from .test_accounts import ADMIN, bearer, create
 
 KIMI = {"model": "@cf/Moonshotai/kimi-k2.5", "input": "0.60", "cached_input": 0.1, "output": 3, "batch": 50}
+
+
+def ledger_of(accounts: AccountService) -> UsageLedger:
+    return UsageLedger(accounts.prices._store)
 
 
 @pytest.fixture
@@ -76,7 +81,7 @@ async def test_wrong_prices_are_refused(admin: httpx.AsyncClient, change: dict[s
 
 
 async def test_reports_of_all_accounts_and_of_ones_own(admin: httpx.AsyncClient, accounts: AccountService) -> None:
-    ledger, now_us = UsageLedger(accounts.prices._store), time.time_ns() // 1000
+    ledger, now_us = ledger_of(accounts), time.time_ns() // 1000
     for n, account in enumerate(("acme", "acme", "other")):
         cost_pico = None if n == 2 else 10**12
         row = msgspec.structs.replace(ROW, id=str(n), account=account, created_us=now_us, cost_pico=cost_pico)
@@ -99,6 +104,27 @@ async def test_reports_of_all_accounts_and_of_ones_own(admin: httpx.AsyncClient,
     assert (line["model"], line["requests"], line["cached_tokens"]) == (ROW.model, "3", "18")
     for wrong in ({"by": "price"}, {"since": "never"}, {"since": "0d", "until": "3d"}, {"format": "xml"}):
         assert (await admin.get("/api/usage", params=wrong)).status_code == 400
+
+
+async def test_a_report_says_what_the_same_tokens_cost_elsewhere_and_without_the_cache(
+    admin: httpx.AsyncClient, accounts: AccountService
+) -> None:
+    row = {"input_tokens": 1_000_000, "cached_by_tier": {"device": 600_000}, "output_tokens": 100_000}
+    price = Price(input=1_000_000, cached_input=100_000, output=4_000_000)
+    used = msgspec.structs.replace(
+        ROW, id="1", account="acme", created_us=time.time_ns() // 1000, priority="default", **row
+    )
+    await ledger_of(accounts).record(used.priced(price))
+    assert (await admin.get("/api/usage", params={"compare": MODEL})).json()["error"]["param"] == "compare"
+    await admin.post("/api/prices", json={"model": MODEL, "input": 3, "cached_input": "0.30", "output": 15})
+    found = (await admin.get("/api/usage", params={"by": "", "compare": MODEL})).json()["comparison"]
+    assert (found["cost_without_cache"], found["cost"]) == ("1.40", "2.88")
+    assert found["sentence"] == (
+        f"1 requests cost 0.86, without the prefix cache 1.40; at the prices of {MODEL} 2.88 = 400,000 uncached input"
+        " tokens × 3.00 + 600,000 cached input tokens × 0.30 + 100,000 output tokens × 15.00 per million."
+    )
+    key = (await create(admin, models=["@cf/a/other"]))["key"]
+    assert (await admin.get("/api/usage", params={"compare": MODEL}, headers=bearer(key))).status_code == 403
 
 
 async def test_a_nul_which_one_database_cannot_store_is_refused(admin: httpx.AsyncClient) -> None:

@@ -143,7 +143,7 @@ def test_load_and_requests(stage: Stage) -> None:
             expect(page.get_by_text(title, exact=True).first).to_be_visible()
         # The name is shown, as text.
         expect(page.locator("section[aria-label='Decode workers']")).to_contain_text("[31m")
-        expect(page.locator(".chart path.line")).to_have_count(15)
+        expect(page.locator(".chart path.line")).to_have_count(16)
         page.click("section[aria-label='Prefill workers'] >> text=Drain")
         expect(page.locator("[aria-live=polite]")).to_have_text("prefill-0: drain")
         assert [(change.action, change.name) for change in service.changes] == [("drain", "prefill-0")]
@@ -161,7 +161,7 @@ def test_an_open_page_does_not_grow(stage: Stage) -> None:
     with operating(stage, service, app_of(service)) as page:
         page.wait_for_selector("text=Every model can be served.")
         n_nodes = "() => document.querySelectorAll('*').length"
-        expect(page.locator(".chart path.line")).to_have_count(15)
+        expect(page.locator(".chart path.line")).to_have_count(16)
         before, polls = page.evaluate(n_nodes), service.polls
         refresh = """async (path) => {
             const { server } = await import(path);
@@ -316,5 +316,5 @@ def test_phone(stage: Stage) -> None:
     with operating(stage, service, app_of(service)) as page:
         page.set_viewport_size({"width": 360, "height": 780})
         page.wait_for_function("() => innerWidth === 360")
-        expect(page.locator(".chart path.line")).to_have_count(15)
+        expect(page.locator(".chart path.line")).to_have_count(16)
         assert page.evaluate("() => document.documentElement.scrollWidth") <= 360

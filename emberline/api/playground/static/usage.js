@@ -3,8 +3,9 @@
 import { getJson, getText } from "./api.js";
 import { Bars } from "./charts.js";
 import { number, percent } from "./format.js";
+import { models } from "./models.js";
 import { Table } from "./table.js";
-import { Button, downloadText, html, useLayoutEffect, useState, visible } from "./ui.js";
+import { Button, downloadText, html, useLayoutEffect, useObservable, useState, visible } from "./ui.js";
 
 const GROUPS = { account: "Account", key: "Key", model: "Model" };
 
@@ -20,6 +21,8 @@ export function Usage() {
   const [group, setGroup] = useState("account");
   const [report, setReport] = useState(null);
   const [problem, setProblem] = useState(null);
+  const [other, setOther] = useState(""); // the model at whose prices the same requests are reckoned
+  const [compared, setCompared] = useState(null);
   /** Returns how to drop the answer, which may come after another group was chosen. */
   const load = (path, done) => {
     let wanted = true;
@@ -38,9 +41,12 @@ export function Usage() {
   };
   useLayoutEffect(() => load("/api/usage?by=day", setDays), []);
   useLayoutEffect(() => load(`/api/usage?by=${group}`, setReport), [group]);
+  useLayoutEffect(() => (other ? load(`/api/usage?by=&compare=${encodeURIComponent(other)}`, setCompared) : setCompared(null)), [other]);
+  useLayoutEffect(() => void models.refresh(), []);
   const save = async () => downloadText(await getText("/api/usage?by=day,account,key,model&format=csv"), "usage.csv", "text/csv");
 
   const total = report?.total;
+  const priced = useObservable(models).all.filter((model) => model.pricing);
   const byDay = (days?.data ?? []).map((row) => ({ ...row, name: row.day.slice(5) }));
   const cells = (row) => [
     visible(row[group]) || html`<span class="soft">none</span>`,
@@ -66,6 +72,9 @@ export function Usage() {
         <span class="segments" role="group" aria-label="Group by">${Object.entries(GROUPS).map(([id, name]) => html`<button type="button" aria-pressed=${id === group} onClick=${() => (setReport(null), setGroup(id))}>${name}</button>`)}</span>
         <${Button} icon="download" text="CSV" label="Download as CSV: by day, account, key and model" class="small" onClick=${() => save().catch((error) => setProblem(error.message))} />
       </div>
+      ${priced.length > 0 && html`<div class="row"><label class="row">Compare with
+        <select value=${other} onChange=${(event) => setOther(event.target.value)}><option value="">…</option>${priced.map((model) => html`<option value=${model.id}>${visible(model.name)}</option>`)}</select></label></div>`}
+      ${compared?.comparison && html`<p role="status">${visible(compared.comparison.sentence)}</p>`}
       ${total?.without_price > 0 && html`<p class="soft">${number(total.without_price)} requests of models without a price are in no cost. <code>emberline price set</code> gives a model one.</p>`}
     <//>`;
 }
