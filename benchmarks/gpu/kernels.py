@@ -17,7 +17,7 @@ from torch import Tensor
 
 from emberline.kernels.backend import GroupedQueryAttention, Rope
 from emberline.kernels.gpu import long_attention, split_kv
-from emberline.kernels.gpu.backend.matmul import DenseMatrix, Fusion, Matmul
+from emberline.kernels.gpu.backend.matmul import Matmul
 from emberline.kernels.gpu.backend.workspace import AttentionShape, Workspace, WorkspaceSizes
 from emberline.kernels.gpu.decode_attention import decode_attention, n_prefix_splits, shared_prefix_attention
 from emberline.kernels.gpu.elementwise import (
@@ -28,6 +28,8 @@ from emberline.kernels.gpu.elementwise import (
     gated_activation,
     gated_activation_reference,
 )
+from emberline.kernels.gpu.formats.dense import DenseMatrix
+from emberline.kernels.gpu.formats.matrix_format import Fusion
 from emberline.kernels.gpu.prefill_attention import plan_prefill_splits, prefill_attention, prefill_scratch_floats
 from emberline.kernels.gpu.quantized_gemm import QuantizedMatrix, dequantize_reference, pack_quantized
 from emberline.kernels.gpu.rope import rope_and_cache, rope_and_cache_reference, rotary_table

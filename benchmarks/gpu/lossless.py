@@ -1,4 +1,4 @@
-"""Losslessly compressed BF16 weights against BF16, by shape and batch: `python -m benchmarks.gpu.lossless --tune`.
+"""Losslessly compressed BF16 weights against BF16, by shape and batch: `python -m benchmarks.gpu.lossless`.
 
 First checks on the device that every bit pattern survives. Then times the projections of a Llama-3.1-8B layer and its
 head, compressed with every tile config of a list and BF16 with the engine's own choice, weights from memory in both.
@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.kernels import Card, time_us
-from emberline.kernels.gpu.backend.matmul import DenseMatrix, Fusion, Matmul
+from emberline.kernels.gpu.backend.matmul import Matmul
 from emberline.kernels.gpu.backend.workspace import AttentionShape, Workspace, WorkspaceSizes
 from emberline.kernels.gpu.elementwise import gated_activation
+from emberline.kernels.gpu.formats.dense import DenseMatrix
+from emberline.kernels.gpu.formats.matrix_format import Fusion
 from emberline.kernels.gpu.launch import cdiv, compiling_only
 from emberline.kernels.gpu.lossless import LosslessMatrix, decode_rows, pack_lossless
 from emberline.kernels.gpu.lossless_gemm import (
@@ -105,7 +107,8 @@ class Bench:
         dense = []
         for _ in range(count):
             weight = self.card.noise(n, shape.k, scale=shape.k**-0.5)
-            rows, cols = (torch.randint(0, top, (int(ESCAPES * n * shape.k),), device=weight.device) for top in weight.shape)
+            n_escapes = int(ESCAPES * n * shape.k)
+            rows, cols = (torch.randint(0, top, (n_escapes,), device=weight.device) for top in weight.shape)
             weight[rows, cols] *= 2.0**-30
             dense.append(weight)
         return dense, [pack_lossless(weight) for weight in dense]
@@ -224,7 +227,9 @@ def main() -> None:
                 totals[0] += found["bf16"]
                 totals[1] += min((us for us in found["tiles"].values() if us == us), default=float("nan"))
             torch.cuda.empty_cache()
-        print(f"layer     {m:4}  bf16 {totals[0]:7.1f}  best {totals[1]:7.1f} ({totals[0] / totals[1]:.2f}x)", flush=True)
+        print(
+            f"layer     {m:4}  bf16 {totals[0]:7.1f}  best {totals[1]:7.1f} ({totals[0] / totals[1]:.2f}x)", flush=True
+        )
     for shape in SHAPES[:4]:
         figures[f"{shape.name} decoding"] = bench.decoding(shape)
     figures["median bf16"] = statistics.median(f["bf16"] for f in figures.values() if "tiles" in f)

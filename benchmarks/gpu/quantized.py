@@ -14,9 +14,12 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.kernels import Card, time_us
-from emberline.kernels.gpu.backend.matmul import DenseMatrix, Fusion, Matmul, Matrix, workspace_needs
+from emberline.kernels.gpu.backend.matmul import Matmul
 from emberline.kernels.gpu.backend.workspace import AttentionShape, Workspace, WorkspaceSizes, mlp_tokens
 from emberline.kernels.gpu.dequantize import pack_nibbles, pack_scales
+from emberline.kernels.gpu.formats.dense import DenseMatrix
+from emberline.kernels.gpu.formats.matrix_format import Fusion, Matrix
+from emberline.kernels.gpu.formats.registry import workspace_needs
 from emberline.kernels.gpu.fp8_gemm import FP8Matrix
 from emberline.kernels.gpu.packed_gemm import PackedMatrix
 from emberline.kernels.gpu.quantized_gemm import QuantizedMatrix

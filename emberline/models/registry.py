@@ -106,16 +106,18 @@ def begin_loading(
     threads: int | None = None,
     read_ahead: ReadAhead | None = None,
     shard: Shard | None = None,
+    compress: bool = False,
 ) -> tuple[Decoder, WeightLoader | None]:
     """Build the model; on CUDA its weights are still being read by the returned loader.
 
     The caller must call `WeightLoader.finish` before the first forward pass. On a CPU the weights are complete and the
     loader is None. `read_ahead` supplies file contents that were already read. `shard`: of a rank, which reads only its
-    own part of the checkpoint.
+    own part of the checkpoint. `compress`: keep BF16 matrices losslessly packed on a GPU.
     """
     architecture = ARCHITECTURES[source.config.architecture]
     source = source if shard is None else shard.checkpoint(source)
-    backend = select_backend(source, device, deterministic, threads, ALONE if shard is None else shard.groups)
+    groups = ALONE if shard is None else shard.groups
+    backend = select_backend(source, device, deterministic, threads, groups, compress)
     tensors = _UsedTensors(source)
     if not device.startswith("cuda"):
         model = Decoder(tensors, backend, architecture, shard)
@@ -137,6 +139,7 @@ def lay_out(
     kinds: Sequence[int] | None = None,
     shard: Shard | None = None,
     made: dict[int, Layer] | None = None,
+    compress: bool = False,
 ) -> Decoder:
     """The model, or a rank's part, as it would be on a GPU, without its memory: tensors on torch's meta device.
 
@@ -156,7 +159,8 @@ def lay_out(
             known[kind] = architecture(weights)
         return known[kind]
 
-    backend = TritonBackend("meta", torch.bfloat16, groups=ALONE if shard is None else shard.groups)
+    groups = ALONE if shard is None else shard.groups
+    backend = TritonBackend("meta", torch.bfloat16, groups=groups, compress=compress)
     return Decoder(DeferredCheckpoint(OneOfEach(source), WeightLoader("meta")), backend, build, shard)
 
 
@@ -191,8 +195,9 @@ class _UsedTensors:
 
 
 def select_backend(
-    source: CheckpointSource, device: str, deterministic: bool, threads: int | None, groups: ParallelGroups = ALONE
-) -> Backend:
+    source: CheckpointSource, device: str, deterministic: bool, threads: int | None, groups: ParallelGroups = ALONE,
+    compress: bool = False,
+) -> Backend:  # fmt: skip
     """The fastest backend that can run this model on `device`; plain PyTorch where no other can."""
     config = source.config
     if device == "cpu" and groups.tp.size > 1:
@@ -215,5 +220,5 @@ def select_backend(
         except ImportError as error:
             _log.warning("%s; falling back to PyTorch, many times slower", error)
         else:
-            return TritonBackend(device, deterministic=deterministic, groups=groups)
+            return TritonBackend(device, deterministic=deterministic, groups=groups, compress=compress)
     return TorchBackend(device, row_by_row=deterministic, groups=groups)

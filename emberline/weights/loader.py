@@ -42,6 +42,7 @@ class WeightLoader:
         self._read_ahead = read_ahead
         self._pieces: list[FilePiece] = []
         self._conversions: list[tuple[Weight, Tensor]] = []
+        self._consumed: list[tuple[Weight, Callable[[Tensor], None]]] = []
         self._pool: ThreadPoolExecutor | None = None
         self._reading: list[Future[None]] = []
         self._readers: list[_Reader] = []
@@ -62,6 +63,10 @@ class WeightLoader:
             mapped = weight.raw.ctypes.data + start
             self._pieces.append(FilePiece(weight.location.path, weight.location.offset + start, mapped, piece))
 
+    def read(self, weight: Weight, consume: Callable[[Tensor], None]) -> None:
+        """Schedule a BF16 weight to be read and handed to `consume` on the host, on the stream of the thread."""
+        self._consumed.append((weight, consume))
+
     def then(self, action: Callable[[], None]) -> None:
         """Call `action` when everything is read, on the thread that calls `finish`: to rearrange what was read."""
         self._actions.append(action)
@@ -73,8 +78,9 @@ class WeightLoader:
         pieces = self._in_order()
         jobs: list[Callable[[_Reader], None]] = [lambda reader, p=piece: reader.copy(p) for piece in pieces]  # type: ignore[misc]
         jobs += [lambda reader, w=weight, t=target: reader.convert(w, t) for weight, target in self._conversions]  # type: ignore[misc]
+        jobs += [lambda reader, w=weight, c=consume: reader.hand_over(w, c) for weight, consume in self._consumed]  # type: ignore[misc]
         self._n_bytes = sum(piece.target.nbytes for piece in pieces)
-        self._pieces, self._conversions = [], []
+        self._pieces, self._conversions, self._consumed = [], [], []
         local = threading.local()
 
         def run(job: Callable[[_Reader], None]) -> None:
@@ -158,6 +164,15 @@ class _Reader:
             self._stream.synchronize()  # `numbers` is not pinned: it must outlive the copy
         else:
             target.copy_(numbers)
+
+    def hand_over(self, weight: Weight, consume: Callable[[Tensor], None]) -> None:
+        numbers = weight.tensor(torch.bfloat16, "cpu")
+        if not self._cuda:
+            consume(numbers)
+            return
+        with torch.cuda.stream(self._stream):
+            consume(numbers)
+        self._stream.synchronize()
 
     def _send(self, source: Tensor, target: Tensor) -> None:
         if not self._cuda:

@@ -6,6 +6,7 @@ a scale at most 18, so the product fits float32's mantissa and only the final su
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -41,6 +42,11 @@ class BlockFormat(NamedTuple):
     unpack: Callable[[Bytes], AffineBlocks] | None = None  # None for the float formats
     bits: int = 0  # of a code, rounded up to 4 or 8; 0 for the float formats
     group: int = 0  # weights that share a scale
+    has_scale_tensor: bool = False  # its codes are part of a `quantized_weight.QuantizedWeight`
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.unpack is not None or self.has_scale_tensor
 
 
 def _half(blocks: Bytes, at: int) -> Floats:
@@ -117,9 +123,9 @@ FORMATS: dict[str, BlockFormat] = {
     "f32": BlockFormat(1, 4),
     "f16": BlockFormat(1, 2),
     "bf16": BlockFormat(1, 2),
-    "fp8": BlockFormat(1, 1),  # e4m3; the codes of a quantized weight, see `quantized_weight`, as are the next
-    "int4": BlockFormat(2, 1),
-    "mxfp4": BlockFormat(2, 1),
+    "fp8": BlockFormat(1, 1, has_scale_tensor=True),  # e4m3
+    "int4": BlockFormat(2, 1, has_scale_tensor=True),
+    "mxfp4": BlockFormat(2, 1, has_scale_tensor=True),
     "u8": BlockFormat(1, 1),
     "i64": BlockFormat(1, 8),
     "q4_0": BlockFormat(32, 18, _q4_0, 4, 32),
@@ -194,6 +200,7 @@ class TensorFiller(Protocol):
     """See `loader.WeightLoader`."""
 
     def fill(self, weight: "Weight", target: "torch.Tensor") -> None: ...
+    def read(self, weight: "Weight", consume: "Callable[[torch.Tensor], None]") -> None: ...
     def then(self, action: Callable[[], None]) -> None: ...
 
 
@@ -275,6 +282,19 @@ class Weight:
         else:
             target.copy_(self.tensor(target.dtype, "cpu"))
 
+    def read_rows(self, consume: "Callable[[torch.Tensor, int], None]") -> None:
+        """Call `consume` with some rows of a BF16 matrix on the host and the number of the first, until all are read:
+        at once, or by the time that the loader finishes, on its threads."""
+        import torch
+
+        step = max(1, _CHUNK_WEIGHTS // max(1, self.shape[1]))
+        for start in range(0, self.shape[0], step):
+            rows = self.slice(0, start, min(start + step, self.shape[0]))
+            if self.loader is not None:
+                self.loader.read(rows, partial(_hand_over, consume, start))
+            else:
+                consume(rows.tensor(torch.bfloat16, "cpu"), start)
+
     def when_read(self, then: Callable[[], None]) -> None:
         """Call `then` once what was requested by `into` is there: at once, or when the loader finishes."""
         if self.loader is not None:
@@ -299,6 +319,10 @@ class Weight:
             part = dequantize(self.kind, self._rows(start, start + step)).reshape(-1, *self.shape[1:])
             out[start : start + step] = torch.from_numpy(part + np.float32(self.shift))
         return out
+
+
+def _hand_over(consume: "Callable[[torch.Tensor, int], None]", first: int, rows: "torch.Tensor") -> None:
+    consume(rows, first)
 
 
 def requantize(dense: Floats) -> Affine:

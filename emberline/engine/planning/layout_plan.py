@@ -31,6 +31,7 @@ from emberline.protocol.parallel_layout import Layout, Position, StageSplit
 from emberline.weights.model_config import ModelConfig
 from emberline.weights.outline import TensorSource, layer_kinds
 from emberline.weights.stage_balance import ModelCost, balance_stages, predict_cost
+from emberline.weights.tensors import FORMATS
 
 DECODE_BATCHES = (1, 8, 32, 64, 256)
 DRIVE_GB_S = 3.0
@@ -172,7 +173,7 @@ class Planner:
     def is_quantized(self) -> bool:
         """Whether the checkpoint has matrices of codes."""
         kinds = (self.source.weight(name).kind for name in self.source.names)
-        return any(kind not in ("f32", "f16", "bf16") for kind in kinds)
+        return any(FORMATS[kind].is_quantized for kind in kinds)
 
     def plan(self, layout: Layout, workload: Workload, replicas: int = 1, decode_context: int = 4096) -> LayoutPlan:
         """Raises DoesNotFit, saying by how much; BadInput for a layout that does not divide the model."""

@@ -14,7 +14,7 @@ from emberline.engine.planning.collective_time import Link
 from emberline.engine.planning.hardware import Gpu
 from emberline.engine.runners.gpu.rank_memory import tensor_bytes
 from emberline.kernels.backend import Attention, FeedForward, LatentAttention, Layer, MoE
-from emberline.kernels.gpu.fp8_gemm import FP8Matrix
+from emberline.kernels.gpu.formats.registry import n_fp8
 from emberline.kv.groups import kind_of
 from emberline.models.decoder import Decoder
 from emberline.protocol.block_hash import BLOCK_TOKENS, KVGroup
@@ -68,9 +68,8 @@ class Matrices(NamedTuple):
 
     @classmethod
     def of(cls, *matrices: Any) -> "Matrices":
-        fp8 = [each for each in matrices if isinstance(each, FP8Matrix) and each.quantize_input]
-        n_weights, n_fp8 = (sum(prod(matrix.shape) for matrix in some) for some in (matrices, fp8))
-        return cls(n_weights, sum(map(tensor_bytes, matrices)), n_fp8)
+        n_weights = sum(prod(matrix.shape) for matrix in matrices)
+        return cls(n_weights, sum(map(tensor_bytes, matrices)), sum(map(n_fp8, matrices)))
 
     def seconds(self, n_tokens: float, gpu: Gpu, share: float = 1.0) -> float:
         """share: of the weights that are read at all."""

@@ -13,7 +13,8 @@ instruction a weight, and none moves bits between lanes. The decoded exponent is
 missing is the row's scale, and multiplying a sum by it is exact.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import triton
@@ -37,13 +38,12 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 @dataclass(frozen=True, slots=True)
 class LosslessMatrix:
     codes: Tensor  # int16 [n, PLANES, tiles * HALVES]
-    scale: Tensor  # float32 [n]: the power of two that a decoded row is multiplied by
+    scale: Tensor  # float32 [n]: the power of two that a decoded row is multiplied by; -1 - i for raw row i
     starts: Tensor  # int32 [n + 1]: the first escape of each row
-    places: Tensor  # int32 [escapes]: row modulo 2^15 in the high half, column in the low one; sorted by row
-    values: Tensor  # bfloat16 [escapes]
+    places: Tensor  # int32 [room]: row modulo 2^15 in the high half, column in the low one; sorted by row
+    values: Tensor  # bfloat16 [room]
+    raw: Tensor  # bfloat16 [room, k]
     k: int
-    raw_index: Tensor | None = None  # int32 [n]: place of a row in `raw`, or -1; None: no row is raw
-    raw: Tensor | None = None  # bfloat16 [raw rows, k]
     bias: Tensor | None = None
 
     @property
@@ -55,18 +55,17 @@ class LosslessMatrix:
         n, tiles = self.codes.shape[0], self.codes.shape[2] // HALVES
         a, b, high = self.codes.view(n, PLANES, tiles, HALVES).to(torch.int32).unbind(1)
         low = torch.stack([a, a >> 8, b, b >> 8], dim=2) & 255  # [n, tiles, 4, HALVES]
-        even, odd = high & 255, (high >> 8) & 255
-        first = torch.stack([even, odd], dim=2)
+        first = torch.stack([high & 255, (high >> 8) & 255], dim=2)
         sign = torch.cat([first >> 7, (first >> 3) & 1], dim=2)
         upper = torch.cat([first & 7, (first >> 4) & 7], dim=2)
-        base = (torch.log2(self.scale).to(torch.int32) + DECODED_EXPONENT).view(n, 1, 1, 1)
+        is_raw = self.scale < 0
+        scale = self.scale.masked_fill(is_raw, 1.0)
+        base = (torch.log2(scale).to(torch.int32) + DECODED_EXPONENT).view(n, 1, 1, 1)
         bits = (sign << 15) | ((upper << 8) + low + (base << 7))
-        weight = bits.to(torch.int16).view(torch.bfloat16).view(n, -1)[:, : self.k].contiguous()
+        weight = bits.to(torch.int16).view(torch.bfloat16).flatten(1)[:, : self.k].contiguous()
         rows = torch.repeat_interleave(torch.arange(n, device=weight.device), self.starts.diff().long())
-        _copy_bits(weight, (rows, (self.places & 0xFFFF).long()), self.values)
-        if self.raw is not None and self.raw_index is not None:
-            raw_rows = torch.nonzero(self.raw_index >= 0)[:, 0]
-            _copy_bits(weight, (raw_rows,), self.raw[self.raw_index[raw_rows].long()])
+        _copy_bits(weight, (rows, (self.places[: len(rows)] & 0xFFFF).long()), self.values[: len(rows)])
+        _copy_bits(weight, (torch.nonzero(is_raw)[:, 0],), self.raw[(-1 - self.scale[is_raw]).long()])
         return weight
 
 
@@ -77,69 +76,97 @@ def _copy_bits(target: Tensor, where: tuple[Tensor, ...], values: Tensor) -> Non
 # --- packing ----------------------------------------------------------------------------------------------------------
 
 
-class LosslessPacker:
-    """Packs a matrix some rows at a time, into memory of its final size but for escapes and raw rows."""
+class Room(NamedTuple):
+    """How many escapes and raw rows a matrix has memory for."""
 
-    def __init__(self, n: int, k: int, device: torch.device | str) -> None:
+    escapes: int
+    raw_rows: int
+
+    @classmethod
+    def of(cls, n: int, k: int) -> "Room":
+        """Several times what trained weights need; half a percent of the matrix."""
+        return cls(n * k // 1024 + 1024, n // 1024 + 8)
+
+
+class LosslessPacker:
+    """Packs a matrix some rows at a time, into memory that is allocated at once."""
+
+    def __init__(
+        self, n: int, k: int, device: torch.device | str, room: Room | None = None, bias: Tensor | None = None
+    ) -> None:
         if k > MAX_COLUMNS:
             raise ValueError(f"a row of {k} columns is longer than {MAX_COLUMNS}")
-        self._k = k
-        self._codes = torch.empty(n, PLANES, cdiv(k, TILE) * HALVES, dtype=torch.int16, device=device)
-        self._scale = torch.empty(n, dtype=torch.float32, device=device)
-        self._counts = torch.zeros(n + 1, dtype=torch.int32, device=device)
-        self._raw_index = torch.full((n,), -1, dtype=torch.int32, device=device)
-        self._places: dict[int, Tensor] = {}  # by first row, as are the next two
-        self._values: dict[int, Tensor] = {}
+        room = room or Room.of(n, k)
+        self.matrix = LosslessMatrix(
+            torch.empty(n, PLANES, cdiv(k, TILE) * HALVES, dtype=torch.int16, device=device),
+            torch.empty(n, dtype=torch.float32, device=device),
+            torch.zeros(n + 1, dtype=torch.int32, device=device),
+            torch.empty(room.escapes, dtype=torch.int32, device=device),
+            torch.empty(room.escapes, dtype=torch.bfloat16, device=device),
+            torch.empty(room.raw_rows, k, dtype=torch.bfloat16, device=device),
+            k,
+            bias,
+        )
+        self._escapes: dict[int, tuple[Tensor, Tensor]] = {}  # places and values, by first row
         self._raw: dict[int, Tensor] = {}
 
     def pack(self, weight: Tensor, first: int) -> None:
-        """Pack rows `first` and on from bfloat16 [rows, k]. Parts of a matrix may come in any order."""
-        step = max(1, _PACKED_WEIGHTS // max(1, self._k))
+        """Pack rows `first` and on from bfloat16 [rows, k]. Parts of a matrix may come in any order, on any thread."""
+        step = max(1, _PACKED_WEIGHTS // max(1, self.matrix.k))
         for start in range(0, len(weight), step):
             self._pack(weight[start : start + step], first + start)
 
     def _pack(self, weight: Tensor, first: int) -> None:
-        rows = slice(first, first + len(weight))
+        matrix, rows = self.matrix, slice(first, first + len(weight))
         bits = weight.contiguous().view(torch.int16).to(torch.int32) & 0xFFFF
         exponent = (bits >> 7) & 255
         base = _best_windows(exponent)
         code = exponent - base[:, None]
         escaped = (code < 0) | (code >= WINDOW)
-        n_escaped = escaped.sum(1)
-        is_raw = n_escaped > self._k // RAW_SHARE
+        is_raw = escaped.sum(1) > matrix.k // RAW_SHARE
         zeroed = escaped | is_raw[:, None]
         low = (((code & 1) << 7) | (bits & 127)).masked_fill(zeroed, 0)
         high = (((bits >> 15) << 3) | ((code >> 1) & 7)).masked_fill(zeroed, 0)
-        self._codes[rows] = _interleave(low, high)
-        self._scale[rows] = torch.exp2((base - DECODED_EXPONENT).float())
+        matrix.codes[rows] = _interleave(low, high)
+        matrix.scale[rows] = torch.exp2((base - DECODED_EXPONENT).float()).masked_fill(is_raw, -1.0)
         escaped &= ~is_raw[:, None]
-        self._counts[rows.start + 1 : rows.stop + 1] = escaped.sum(1)
+        matrix.starts[rows.start + 1 : rows.stop + 1] = escaped.sum(1)  # until `finish` their number
         at = torch.nonzero(escaped)
-        self._places[first] = (((at[:, 0] + first) & 0x7FFF) << 16 | at[:, 1]).to(torch.int32)
-        self._values[first] = weight[escaped]
-        self._raw_index[rows] = torch.where(is_raw, 0, -1).to(torch.int32)
+        places = (((at[:, 0] + first) & 0x7FFF) << 16 | at[:, 1]).to(torch.int32)
+        self._escapes[first] = places, weight[escaped]
         self._raw[first] = weight[is_raw]
 
-    def finish(self, bias: Tensor | None = None) -> LosslessMatrix:
-        order = sorted(self._places)
-        places, values, raw = (
-            torch.cat([parts[first] for first in order]) for parts in (self._places, self._values, self._raw)
-        )
-        index: Tensor | None = None
-        if len(raw):
-            is_raw = self._raw_index >= 0
-            index = torch.where(is_raw, is_raw.cumsum(0) - 1, -1).to(torch.int32)
-        starts = self._counts.cumsum(0).to(torch.int32)
-        return LosslessMatrix(
-            self._codes, self._scale, starts, places, values, self._k, index, raw if len(raw) else None, bias
-        )
+    def finish(self) -> LosslessMatrix:
+        """Store escapes and raw rows. Raises ValueError where there are more than there is room for."""
+        matrix, order = self.matrix, sorted(self._raw)
+        n_escapes = sum(len(places) for places, _ in self._escapes.values())
+        n_raw = sum(map(len, self._raw.values()))
+        room = Room(len(matrix.places), len(matrix.raw))
+        if n_escapes > room.escapes or n_raw > room.raw_rows:
+            raise ValueError(
+                f"a matrix of {matrix.shape} has {n_escapes:,} escapes and {n_raw:,} raw rows, more than the"
+                f" {room.escapes:,} and {room.raw_rows:,} there is memory for: it does not compress"
+            )
+        if n_escapes:
+            torch.cat([self._escapes[first][0] for first in order], out=matrix.places[:n_escapes])
+            torch.cat([self._escapes[first][1] for first in order], out=matrix.values[:n_escapes])
+        if n_raw:
+            torch.cat([self._raw[first] for first in order], out=matrix.raw[:n_raw])
+            is_raw = matrix.scale < 0
+            matrix.scale.copy_(torch.where(is_raw, -is_raw.cumsum(0).float(), matrix.scale))
+        matrix.starts.copy_(matrix.starts.cumsum(0))
+        self._escapes, self._raw = {}, {}
+        return matrix
 
 
 def pack_lossless(weight: Tensor, bias: Tensor | None = None) -> LosslessMatrix:
     """Pack a bfloat16 matrix [n, k]."""
-    packer = LosslessPacker(weight.shape[0], weight.shape[1], weight.device)
+    packer = LosslessPacker(weight.shape[0], weight.shape[1], weight.device, Room(weight.numel(), len(weight)), bias)
     packer.pack(weight, 0)
-    return packer.finish(bias)
+    matrix = packer.finish()
+    n_escapes, n_raw = int(matrix.starts[-1]), int((matrix.scale < 0).sum())
+    places, values = matrix.places[:n_escapes].clone(), matrix.values[:n_escapes].clone()
+    return replace(matrix, places=places, values=values, raw=matrix.raw[:n_raw].clone())
 
 
 def _best_windows(exponent: Tensor) -> Tensor:
@@ -162,9 +189,10 @@ def _interleave(low: Tensor, high: Tensor) -> Tensor:
     return torch.stack([a, b, n], dim=1).to(torch.int16).flatten(2)
 
 
-def lossless_bytes(n: int, k: int, escapes: int = 0) -> int:
-    """Bytes of a packed matrix without raw rows."""
-    return n * PLANES * cdiv(k, TILE) * HALVES * 2 + 8 * n + 4 + 6 * escapes
+def lossless_bytes(n: int, k: int) -> int:
+    """Bytes of a packed matrix with the usual room."""
+    room = Room.of(n, k)
+    return n * PLANES * cdiv(k, TILE) * HALVES * 2 + 8 * n + 4 + 6 * room.escapes + 2 * k * room.raw_rows
 
 
 # --- device functions -------------------------------------------------------------------------------------------------
@@ -207,13 +235,19 @@ def half_word_values(low, high, SECOND: tl.constexpr):
         )
 
 
+@triton.jit
+def raw_rows(row_scale):
+    """Numbers of raw rows by the scales of rows; of other rows below 0."""
+    return tl.where(row_scale < 0, -row_scale, 0.0).to(tl.int32) - 1
+
+
 # --- decoding rows ----------------------------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["first", "rows"])
 def _decode_rows(
-    codes, scale, starts, places, values, raw_index, raw, ids, out, first, rows, n, k, width, factor,
-    FACTOR: tl.constexpr, RAW: tl.constexpr, IDS: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
+    codes, scale, starts, places, values, raw, ids, out, first, rows, n, k, width, factor,
+    FACTOR: tl.constexpr, IDS: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """64 half-words of ROWS rows, four tiles. Escapes are stored over them."""
     begin = tl.program_id(1) * ROWS
@@ -231,18 +265,15 @@ def _decode_rows(
     w0, w1 = half_word_values(a, high, False)
     w2, w3 = half_word_values(b, high, True)
     row_scale = tl.load(scale + row)[:, None]
-    raw_row = row
-    if RAW:
-        raw_row = tl.load(raw_index + row)
+    is_raw = row_scale < 0
+    raw_row = raw_rows(row_scale)
     for i in tl.static_range(4):
         w = w0 if i == 0 else w1 if i == 1 else w2 if i == 2 else w3
         col = half // 16 * 64 + i * 16 + half % 16
         mask = (out_row < rows)[:, None] & (col < k)[None, :]
         value = (w.to(tl.float32) * row_scale).to(kind)
-        if RAW:
-            raw_ptrs = raw + raw_row.to(tl.int64)[:, None] * k + col[None, :]
-            is_raw = (raw_row >= 0)[:, None]
-            value = tl.where(is_raw, tl.load(raw_ptrs, mask=mask & is_raw, other=0.0).to(kind), value)
+        raw_value = tl.load(raw + raw_row.to(tl.int64) * k + col[None, :], mask=mask & is_raw, other=0.0)
+        value = tl.where(is_raw, raw_value.to(kind), value)
         if FACTOR:
             value = (value.to(tl.float32) * factor).to(kind)
         tl.store(out + out_row.to(tl.int64)[:, None] * k + col[None, :], value, mask=mask)
@@ -271,9 +302,7 @@ def decode_rows(
         block = 1 if ids is not None else min(32, next_power_of_two(rows))
         width = matrix.codes.shape[2]
         _decode_rows[(cdiv(width, 64), cdiv(rows, block))](
-            matrix.codes, matrix.scale, matrix.starts, matrix.places, matrix.values,
-            matrix.starts if matrix.raw_index is None else matrix.raw_index,
-            matrix.values if matrix.raw is None else matrix.raw, matrix.starts if ids is None else ids, out, first,
-            rows, matrix.shape[0], k, width, factor, FACTOR=factor != 1.0, RAW=matrix.raw is not None, IDS=ids is not None,
-            ROWS=block, SLOTS=64,
+            matrix.codes, matrix.scale, matrix.starts, matrix.places, matrix.values, matrix.raw,
+            matrix.starts if ids is None else ids, out, first, rows, matrix.shape[0], k, width, factor,
+            FACTOR=factor != 1.0, IDS=ids is not None, ROWS=block, SLOTS=64,
         )  # fmt: skip

@@ -25,7 +25,7 @@ from emberline.kernels.gpu.launch import (
     pdl_wait,
     sm_count,
 )
-from emberline.kernels.gpu.lossless import LosslessMatrix, half_word_values
+from emberline.kernels.gpu.lossless import LosslessMatrix, half_word_values, raw_rows
 
 MAX_GEMV_COLS = 16384  # that one program can hold in registers
 MAX_TOKENS = 256  # above, decoding the matrix for cuBLAS takes less time
@@ -43,8 +43,11 @@ def _smallest(row_scale):
 
 
 @triton.jit
-def _row_escapes(x, norm, inverse_rms, scale, starts, places, values, first, n, NORM: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip  # noqa: E501
-    """What the escapes of rows first .. first + ROWS - 1 add to their sums: [ROWS]."""
+def _row_escapes(
+    x, norm, inverse_rms, scale, starts, places, values, first, n,
+    NORM: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Sums [ROWS] of what the escapes of rows first .. first + ROWS - 1 add."""
     slot = tl.arange(0, SLOTS)
     each = tl.arange(0, ROWS)
     total = tl.zeros([ROWS], tl.float32)
@@ -158,9 +161,9 @@ def _dot_raw(raw, raw_row, x, k, WORDS: tl.constexpr):
 
 @triton.jit
 def _lossless_gemv(
-    x, codes, scale, starts, places, values, raw_index, raw, bias, norm, out, n, k, width, eps,
-    NORM: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, ESCAPES: tl.constexpr,
-    RAW: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
+    x, codes, scale, starts, places, values, raw, bias, norm, out, n, k, width, eps,
+    NORM: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, ROWS: tl.constexpr,
+    WORDS: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Persistent programs that take whole rows, as `gemm._persistent_gemv`. codes: int32, `width` words of a plane."""
     pdl_launch_early(PDL)
@@ -204,19 +207,17 @@ def _lossless_gemv(
             up_b = tl.load(ptrs + up_offset + width, mask=next_mask, other=0, eviction_policy="evict_first")
             up_high = tl.load(ptrs + up_offset + 2 * width, mask=next_mask, other=0, eviction_policy="evict_first")
             up = _dot_words(current_up_a, current_up_b, current_up_high, values_of_x)
-            up *= tl.load(scale + n + row, mask=row_mask, other=0.0)
-            if ESCAPES:
-                up += _row_escapes(x, norm, rms, scale, starts, places, values, n + start, all_rows, NORM, ROWS, SLOTS)
-            if RAW:
-                raw_row = tl.load(raw_index + n + row, mask=row_mask, other=-1)
-                up = tl.where(raw_row >= 0, _dot_raw(raw, raw_row, values_of_x, k, WORDS), up)
+            up_scale = tl.load(scale + n + row, mask=row_mask, other=0.0)
+            up *= up_scale
+            up += _row_escapes(x, norm, rms, scale, starts, places, values, n + start, all_rows, NORM, ROWS, SLOTS)
+            if tl.min(up_scale, 0) < 0:
+                up = tl.where(up_scale < 0, _dot_raw(raw, raw_rows(up_scale), values_of_x, k, WORDS), up)
         result = _dot_words(current_a, current_b, current_high, values_of_x)
-        result *= tl.load(scale + row, mask=row_mask, other=0.0)
-        if ESCAPES:
-            result += _row_escapes(x, norm, rms, scale, starts, places, values, start, all_rows, NORM, ROWS, SLOTS)
-        if RAW:
-            raw_row = tl.load(raw_index + row, mask=row_mask, other=-1)
-            result = tl.where(raw_row >= 0, _dot_raw(raw, raw_row, values_of_x, k, WORDS), result)
+        row_scale = tl.load(scale + row, mask=row_mask, other=0.0)
+        result *= row_scale
+        result += _row_escapes(x, norm, rms, scale, starts, places, values, start, all_rows, NORM, ROWS, SLOTS)
+        if tl.min(row_scale, 0) < 0:
+            result = tl.where(row_scale < 0, _dot_raw(raw, raw_rows(row_scale), values_of_x, k, WORDS), result)
         epilogue(result, up, bias + row, out + row, row_mask, row_mask, BIAS, GATE, ADD)
     pdl_launch_late(PDL)
 
@@ -231,16 +232,14 @@ def lossless_gemv(
     _lossless_gemv[(min(cdiv(n, tile.rows), tile.per_sm * sm_count()),)](
         x, matrix.codes.view(torch.int32), *_stored_apart(matrix), x if matrix.bias is None else matrix.bias,
         x if norm is None else norm, out, n, k, width, eps, NORM=norm is not None, BIAS=matrix.bias is not None,
-        GATE=gate, ADD=add, ESCAPES=len(matrix.places) > 0, RAW=matrix.raw is not None, ROWS=tile.rows,
+        GATE=gate, ADD=add, ROWS=tile.rows,
         WORDS=next_power_of_two(width), SLOTS=16, PDL=int(pdl), **launch_options(bool(pdl), num_warps=tile.warps),
     )  # fmt: skip
 
 
 def _stored_apart(matrix: LosslessMatrix) -> tuple[Tensor, ...]:
     """Arguments of every kernel: scales, escapes and raw rows."""
-    raw_index = matrix.starts if matrix.raw_index is None else matrix.raw_index
-    raw = matrix.values if matrix.raw is None else matrix.raw
-    return matrix.scale, matrix.starts, matrix.places, matrix.values, raw_index, raw
+    return matrix.scale, matrix.starts, matrix.places, matrix.values, matrix.raw
 
 
 # --- several tokens ---------------------------------------------------------------------------------------------------
@@ -300,10 +299,9 @@ def _tile_raw(acc, x, raw, raw_row, t, m, k, begin, end, COLS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["m"])
 def _lossless_gemm(
-    x, codes, scale, starts, places, values, raw_index, raw, bias, out, partial, counters, m, n, k, width, token_tiles,
-    BIAS: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, ESCAPES: tl.constexpr, RAW: tl.constexpr,
-    SPLITS: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, TOKENS: tl.constexpr, EVEN: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    x, codes, scale, starts, places, values, raw, bias, out, partial, counters, m, n, k, width, token_tiles,
+    BIAS: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
+    H: tl.constexpr, TOKENS: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """width: half-words of a plane; H of them are read per iteration."""
     pdl_launch_early(PDL)
@@ -358,22 +356,18 @@ def _lossless_gemm(
             if GATE:
                 v = v0 if i == 0 else v1 if i == 1 else v2 if i == 2 else v3
                 acc_up = tl.dot(v.to(kind), x_slice, acc_up)
-    acc *= tl.load(scale + safe_row)[:, None]
+    row_scale = tl.load(scale + safe_row)
+    acc *= row_scale[:, None]
     row_end = tl.minimum(first + ROWS, n)
-    if ESCAPES:
-        acc = _tile_escapes(acc, x, scale, starts, places, values, row, first, row_end, t, m, k, split, SPLITS, 16)
-    if RAW:
-        raw_row = tl.load(raw_index + safe_row)
-        acc = _tile_raw(acc, x, raw, raw_row, t, m, k, begin * H * 4, end * H * 4, 64)
+    acc = _tile_escapes(acc, x, scale, starts, places, values, row, first, row_end, t, m, k, split, SPLITS, 16)
+    acc = _tile_raw(acc, x, raw, raw_rows(row_scale), t, m, k, begin * H * 4, end * H * 4, 64)
     if GATE:
-        acc_up *= tl.load(scale + n + safe_row)[:, None]
-        if ESCAPES:
-            acc_up = _tile_escapes(
-                acc_up, x, scale, starts, places, values, n + row, n + first, n + row_end, t, m, k, split, SPLITS, 16
-            )
-        if RAW:
-            raw_row = tl.load(raw_index + n + safe_row)
-            acc_up = _tile_raw(acc_up, x, raw, raw_row, t, m, k, begin * H * 4, end * H * 4, 64)
+        up_scale = tl.load(scale + n + safe_row)
+        acc_up *= up_scale[:, None]
+        acc_up = _tile_escapes(
+            acc_up, x, scale, starts, places, values, n + row, n + first, n + row_end, t, m, k, split, SPLITS, 16
+        )
+        acc_up = _tile_raw(acc_up, x, raw, raw_rows(up_scale), t, m, k, begin * H * 4, end * H * 4, 64)
     pdl_launch_late(PDL)
     last = True
     if SPLITS > 1:
@@ -402,7 +396,7 @@ def lossless_gemm(
     _lossless_gemm[(cdiv(n, tile.rows) * token_tiles, tile.splits)](
         x, matrix.codes, *_stored_apart(matrix), x if matrix.bias is None else matrix.bias, out, partial, counters,
         m, n, k, matrix.codes.shape[2], token_tiles, BIAS=matrix.bias is not None, GATE=gate, ADD=add,
-        ESCAPES=len(matrix.places) > 0, RAW=matrix.raw is not None, SPLITS=tile.splits, ROWS=tile.rows, H=tile.halves,
+        SPLITS=tile.splits, ROWS=tile.rows, H=tile.halves,
         TOKENS=tile.tokens, EVEN=k % (4 * tile.halves) == 0, STAGES=tile.stages, PDL=int(pdl),
         **launch_options(bool(pdl), num_warps=tile.warps, num_stages=tile.stages),
     )  # fmt: skip

@@ -7,10 +7,13 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from emberline.kernels.gpu.backend import matmul as dispatch
-from emberline.kernels.gpu.backend.matmul import DenseMatrix, Fusion, Matmul, quantized_gemv_tile
+from emberline.kernels.gpu.backend.matmul import Matmul
 from emberline.kernels.gpu.backend.workspace import AttentionShape, Workspace, WorkspaceSizes
 from emberline.kernels.gpu.elementwise import gated_activation_reference
+from emberline.kernels.gpu.formats import gguf as dispatch
+from emberline.kernels.gpu.formats.dense import DenseMatrix
+from emberline.kernels.gpu.formats.gguf import quantized_gemv_tile
+from emberline.kernels.gpu.formats.matrix_format import Fusion
 from emberline.kernels.gpu.gemm import (
     GemvTile,
     PersistentGemvTile,

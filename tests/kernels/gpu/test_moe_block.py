@@ -11,10 +11,11 @@ pytest.importorskip("triton")
 
 from emberline.kernels.backend import MLP, MoE
 from emberline.kernels.gpu.backend import workspace as workspace_module
-from emberline.kernels.gpu.backend.matmul import DenseMatrix, Matmul
+from emberline.kernels.gpu.backend.matmul import Matmul
 from emberline.kernels.gpu.backend.moe_block import _add_shared, mark_valid, run_moe
 from emberline.kernels.gpu.backend.workspace import AttentionShape, ExpertsShape, Workspace, WorkspaceSizes
 from emberline.kernels.gpu.expert_matrix import ExpertMatrix
+from emberline.kernels.gpu.formats.dense import DenseMatrix
 from emberline.kernels.moe import Routing, TorchExperts
 from emberline.kernels.reference import TorchBackend, TorchMatrix
 from emberline.protocol.parallel_layout import Layout

@@ -7,13 +7,15 @@ import torch
 
 pytest.importorskip("triton")
 
-from emberline.kernels.gpu.backend.matmul import DenseMatrix, Fusion, Matmul, workspace_needs
+from emberline.kernels.gpu.backend.matmul import Matmul
 from emberline.kernels.gpu.backend.triton_backend import TritonBackend
 from emberline.kernels.gpu.backend.workspace import AttentionShape, Workspace, WorkspaceSizes
+from emberline.kernels.gpu.formats.dense import DenseMatrix
+from emberline.kernels.gpu.formats.matrix_format import Fusion
+from emberline.kernels.gpu.formats.registry import load_stacked, workspace_needs
 from emberline.kernels.gpu.fp8_gemm import FP8Matrix
 from emberline.kernels.gpu.launch import INTERPRETED
 from emberline.kernels.gpu.packed_gemm import PackedMatrix
-from emberline.kernels.gpu.quantized_loading import load_quantized
 from emberline.kernels.reference import TorchBackend
 from emberline.models.decoder import Decoder
 from emberline.models.llama import llama
@@ -57,8 +59,8 @@ def test_matrices_are_loaded_and_stacked(tmp_path: Path, scheme: str) -> None:
     weights = [checkpoint.weight(f"blk.1.attn_{part}.weight") for part in "qkv"]
     loader = WeightLoader(DEVICE)
     deferred = DeferredCheckpoint(checkpoint, loader)
-    matrix = load_quantized([deferred.weight(weight.name) for weight in weights], None, DEVICE)
-    assert matrix is not None
+    matrix = load_stacked([deferred.weight(weight.name) for weight in weights], None, DTYPE, DEVICE)
+    assert isinstance(matrix, PackedMatrix | FP8Matrix)
     loader.finish()
     want = torch.cat([weight.tensor(torch.float32, "cpu") for weight in weights])
     assert torch.equal(matrix.dense().cpu(), want)
@@ -80,7 +82,7 @@ def test_columns_that_fill_no_tile_are_padded(tmp_path: Path) -> None:
     stored = {f"{prefix}{suffix}": part for suffix, part in parts.items()}
     quantized_folder.write_folder(tmp_path, {}, stored)
     weight = _only_weight(tmp_path)
-    matrix = load_quantized([weight, weight], None, DEVICE)
+    matrix = load_stacked([weight, weight], None, DTYPE, DEVICE)
     assert isinstance(matrix, PackedMatrix)
     assert torch.equal(matrix.dense().cpu(), torch.cat([dense, dense]))
 

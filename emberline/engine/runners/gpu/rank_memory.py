@@ -15,8 +15,8 @@ from emberline.engine.runners.gpu.draft_model_chain import MODEL_CHAIN_DEPTHS, D
 from emberline.engine.runners.gpu.memory_budget import graph_bytes, reserve_bytes, runner_state_bytes
 from emberline.engine.runners.gpu.shapes import CHUNK_ROWS, MAX_GRAPH_TOKENS, max_draws, table_width, verify_rows
 from emberline.kernels.backend import LatentAttention, MoE
-from emberline.kernels.gpu.backend.matmul import workspace_needs
 from emberline.kernels.gpu.backend.workspace import Workspace, WorkspaceSizes
+from emberline.kernels.gpu.formats.registry import workspace_needs
 from emberline.kernels.gpu.sampler_table import SamplerTable
 from emberline.models.decoder import Decoder
 from emberline.models.draft_head import GpuDraftHead

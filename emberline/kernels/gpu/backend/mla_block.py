@@ -12,8 +12,9 @@ from torch import Tensor
 
 from emberline.kernels.backend import LatentAttention
 from emberline.kernels.context_parallel import TokenShare
-from emberline.kernels.gpu.backend.matmul import Fusion, Matmul
+from emberline.kernels.gpu.backend.matmul import Matmul
 from emberline.kernels.gpu.backend.workspace import LatentShape, PrefillChunk, StepShape, Workspace
+from emberline.kernels.gpu.formats.matrix_format import Fusion
 from emberline.kernels.gpu.launch import cdiv
 from emberline.kernels.gpu.long_attention import LongAttention
 from emberline.kernels.gpu.mla import prefill

@@ -15,9 +15,12 @@ from torch import Tensor
 
 from emberline.kernels.backend import MLP, MoE
 from emberline.kernels.collectives import Collectives
-from emberline.kernels.gpu.backend.matmul import GATES, MAX_WHOLE_ROW, DenseMatrix, Fusion, Matmul
+from emberline.kernels.gpu.backend.matmul import Matmul
 from emberline.kernels.gpu.backend.workspace import BESIDE_TOKENS, Workspace, mlp_tokens, result_columns
 from emberline.kernels.gpu.elementwise import add_norm
+from emberline.kernels.gpu.formats.dense import MAX_WHOLE_ROW, DenseMatrix
+from emberline.kernels.gpu.formats.matrix_format import GATES, Fusion
+from emberline.kernels.gpu.formats.registry import format_of
 from emberline.kernels.gpu.grouped_gemm import EXPERT_GATES, block_tokens, combine_pairs, grouped_gemm, grouped_tile
 from emberline.kernels.gpu.moe_routing import Permutation, make_permutation, norm_and_route, route_tokens
 
@@ -89,7 +92,7 @@ def run_moe(
     that have the other experts, or the rest of each; the sum of all outputs is added. added: what the block before
     leaves to be added to x first, in the same launch as the norm.
     """
-    if not 1 < len(x) <= BESIDE_TOKENS or moe.shared is None or not isinstance(moe.shared.down, DenseMatrix):
+    if not 1 < len(x) <= BESIDE_TOKENS or moe.shared is None or not format_of(moe.shared.down).beside_experts:
         beside = None
     assert moe.post_norm is None, "no architecture has a norm behind experts"
     normed, out = workspace.take("normed", *x.shape), x

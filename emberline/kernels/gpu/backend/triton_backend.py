@@ -20,7 +20,7 @@ from emberline.kernels.backend import (
     WeightSource,
 )
 from emberline.kernels.collectives import ALONE, ParallelGroups
-from emberline.kernels.gpu.backend.matmul import GATES, DenseMatrix, Fusion, Matmul, Matrix, dequantize_matrix_rows
+from emberline.kernels.gpu.backend.matmul import Matmul
 from emberline.kernels.gpu.backend.mla_block import LatentPlan, attend_latents, plan_latent
 from emberline.kernels.gpu.backend.moe_block import Beside, mark_valid, run_moe
 from emberline.kernels.gpu.backend.workspace import (
@@ -32,23 +32,20 @@ from emberline.kernels.gpu.backend.workspace import (
     mlp_tokens,
 )
 from emberline.kernels.gpu.decode_attention import decode_attention, shared_prefix_attention
-from emberline.kernels.gpu.elementwise import add_norm, embedding
+from emberline.kernels.gpu.elementwise import add_norm
 from emberline.kernels.gpu.expert_loading import load_expert_matrix
 from emberline.kernels.gpu.expert_matrix import ExpertMatrix
-from emberline.kernels.gpu.fp8_gemm import FP8Rows
+from emberline.kernels.gpu.formats.matrix_format import GATES, Fusion, Matrix
+from emberline.kernels.gpu.formats.registry import format_of, load_stacked
 from emberline.kernels.gpu.launch import INTERPRETED, supports_pdl
 from emberline.kernels.gpu.long_attention import MIN_TOKENS, is_long, long_attention
 from emberline.kernels.gpu.mla.prefill import warm_up_expanded
 from emberline.kernels.gpu.mla.shares import LatentShares
 from emberline.kernels.gpu.prefill_attention import plan_prefill_splits, prefill_attention
-from emberline.kernels.gpu.quantized_gemm import pack_quantized
-from emberline.kernels.gpu.quantized_loading import load_quantized
 from emberline.kernels.gpu.rope import rope_and_cache, rotary_table
 from emberline.kernels.gpu.split_kv import DecodeSplits, PrefillSplits, locality, plan_decode_splits
 from emberline.kernels.gpu.verify_attention import verifies, verify_attention, verify_queries
 from emberline.protocol.block_hash import KVGroup
-
-QUANTIZED_KINDS = frozenset({"int4", "mxfp4", "fp8"})  # of weights whose bytes the kernels decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +68,11 @@ class TritonBackend:
 
     def __init__(
         self, device: str = "cuda", dtype: torch.dtype | None = None, *, deterministic: bool = False,
-        groups: ParallelGroups = ALONE,
+        groups: ParallelGroups = ALONE, compress: bool = False,
     ) -> None:  # fmt: skip
+        """compress: keep BF16 matrices losslessly packed, see `lossless`."""
         self.device, self.groups = device, groups
+        self._compress = compress
         self._tp = groups.tp if groups.tp.size > 1 else None
         self._shares = LatentShares(groups.dcp) if groups.dcp.size > 1 else None
         self.dtype = dtype or (torch.float32 if INTERPRETED else torch.bfloat16)
@@ -103,18 +102,7 @@ class TritonBackend:
         self, weights: list[WeightSource], bias: list[WeightSource] | None = None, *, gated: bool = False
     ) -> Matrix:
         stacked_bias = None if bias is None else self._load_biases([bias])[0]
-        if all(w.kind in QUANTIZED_KINDS for w in weights):
-            matrix = load_quantized(weights, stacked_bias, self.device)
-            if matrix is not None:
-                return matrix
-        parts = [w.affine() for w in weights]
-        if all(part is not None for part in parts):
-            return pack_quantized(parts, stacked_bias, self.device)
-        rows = [w.shape[0] for w in weights]
-        stacked = torch.empty(sum(rows), weights[0].shape[1], dtype=self.dtype, device=self.device)
-        for weight, target in zip(weights, torch.split(stacked, rows), strict=True):
-            weight.into(target)
-        return DenseMatrix(stacked, stacked_bias)
+        return load_stacked(weights, stacked_bias, self.dtype, self.device, self._compress)
 
     def load_vector(self, weight: WeightSource) -> Tensor:
         return weight.tensor(torch.float32, self.device)
@@ -198,15 +186,7 @@ class TritonBackend:
     def embed(self, matrix: Matrix, ids: Tensor, factor: float, first: int = 0, out: Tensor | None = None) -> Tensor:
         if out is None:
             out = self._workspace.take("residual", len(ids), matrix.shape[1])
-        if isinstance(matrix, DenseMatrix):
-            embedding(matrix.weight, ids, factor, out, None if self._tp is None else first)
-        elif self._tp is None:
-            dequantize_matrix_rows(matrix, out, ids=ids, factor=factor)
-        else:
-            own = ids - first
-            exists = (own >= 0) & (own < matrix.shape[0])
-            dequantize_matrix_rows(matrix, out, ids=own * exists, factor=factor)
-            out.mul_(exists[:, None])
+        format_of(matrix).embed(matrix, ids, factor, out, None if self._tp is None else first)
         if self._tp is not None:
             self._tp.all_reduce(out)
         return out
@@ -275,7 +255,7 @@ class TritonBackend:
         return out
 
     def linear_add(
-        self, x: Tensor | FP8Rows, matrix: Any, residual: Tensor, post_norm: Tensor | None, eps: float,
+        self, x: Any, matrix: Any, residual: Tensor, post_norm: Tensor | None, eps: float,
         after_attention: bool = False,
     ) -> None:  # fmt: skip
         if post_norm is None and self._tp is None:

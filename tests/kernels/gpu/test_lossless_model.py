@@ -1,0 +1,84 @@
+"""A BF16 model whose matrices are packed losslessly, against the same model as the checkpoint has it."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from emberline.kernels.gpu.backend.matmul import Matmul
+from emberline.kernels.gpu.backend.triton_backend import TritonBackend
+from emberline.kernels.gpu.backend.workspace import AttentionShape, Workspace, WorkspaceSizes
+from emberline.kernels.gpu.formats.matrix_format import Fusion
+from emberline.kernels.gpu.formats.registry import workspace_needs
+from emberline.kernels.gpu.lossless import LosslessMatrix, pack_lossless
+from emberline.models.decoder import Decoder
+from emberline.models.llama import llama
+from emberline.models.registry import lay_out
+from emberline.models.shard import Shard, loopback_groups
+from emberline.protocol.parallel_layout import Layout, Position
+from emberline.weights.checkpoint import Checkpoint
+from emberline.weights.generated import generate_checkpoint
+from emberline.weights.loader import DeferredCheckpoint, WeightLoader
+from tests.kernels.gpu.batches import DEVICE, DTYPE, LIMIT, error, everyday, noise
+from tests.kernels.gpu.test_lossless import odd
+from tests.kernels.gpu.test_matmul import CASES, expected
+from tests.kernels.gpu.test_triton_backend import run
+from tests.weights.quantized_folder import CONFIG
+
+DOCUMENT = CONFIG | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "vocab_size": 384}
+
+
+def loaded(checkpoint: Checkpoint, deterministic: bool, compress: bool) -> Decoder:
+    backend, loader = TritonBackend(DEVICE, deterministic=deterministic, compress=compress), WeightLoader(DEVICE)
+    model = Decoder(DeferredCheckpoint(checkpoint, loader), backend, llama)
+    loader.finish()
+    backend.reserve(WorkspaceSizes.of(model, 80, 8, 80, item=DTYPE.itemsize, **workspace_needs(model.matrices)))
+    return model
+
+
+@pytest.mark.parametrize("deterministic", everyday([True, False], [True]))
+def test_a_model_computes_the_same(deterministic: bool) -> None:
+    checkpoint = generate_checkpoint(DOCUMENT, 5)
+    plain, packed = (loaded(checkpoint, deterministic, compress) for compress in (False, True))
+    block = packed.layers[0]
+    assert all(isinstance(m, LosslessMatrix) for m in (block.attention.qkv, *block.feed_forward.matrices))
+    for got, want in zip(run(packed), run(plain), strict=True):
+        if deterministic:
+            assert torch.equal(got, want)
+        else:
+            assert error(got, want) < 2 * LIMIT
+
+
+def test_a_plan_counts_packed_matrices() -> None:
+    checkpoint = generate_checkpoint(DOCUMENT | {"hidden_size": 2048, "intermediate_size": 8192}, 5)
+    layout, position = Layout(tp=2), Position(0, 1)
+    shard = Shard.of(checkpoint.config, layout, position, loopback_groups(layout, position))
+    sizes = []
+    for compress in (False, True):
+        (layer,) = lay_out(checkpoint, shard=shard, compress=compress).layers
+        sizes.append(sum(_bytes(matrix) for matrix in layer.feed_forward.matrices))
+    assert 0.74 < sizes[1] / sizes[0] < 0.76
+
+
+def _bytes(matrix: object) -> int:
+    fields = (getattr(matrix, name, None) for name in ("weight", "codes", "scale", "starts", "places", "values", "raw"))
+    return sum(field.nbytes for field in fields if isinstance(field, torch.Tensor))
+
+
+@pytest.mark.parametrize(
+    ("m", "norm", "bias", "gate", "add"),
+    everyday([(m, *case) for m in (1, 2, 70, 300) for case in CASES], [(1, *CASES[1]), (70, *CASES[3])]),
+)
+def test_products_of_few_and_many_tokens(m: int, norm: bool, bias: bool, gate: int, add: bool) -> None:
+    n, k = 32, 256
+    w, more = odd(n * (2 if gate else 1), k, True), noise(n, seed=5) if bias else None
+    matrix = pack_lossless(w, more)
+    sizes = WorkspaceSizes(
+        256, 100, (AttentionShape(2, 1, 32),), 256, 300, 4, 4, DTYPE.itemsize, **workspace_needs([matrix])
+    )
+    multiply = Matmul(Workspace(sizes, DEVICE, DTYPE), False, False)
+    x, out = noise(m, k, seed=1), noise(m, n, seed=3)
+    weight = noise(k, seed=4).float() + 1 if norm else None
+    want = expected(x, w.to(DTYPE), out, weight, more, gate, add)
+    multiply(x, matrix, out, Fusion(weight, 1e-5, gate, add))
+    assert error(out, want) < LIMIT
