@@ -38,7 +38,7 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 
 @triton.jit
 def _smallest(row_scale):
-    """What the bits of an escape decode to: 2^(112 - 127) times the row's scale."""
+    """The value that an escape decodes to: 2^(112 - 127) times the row's scale."""
     return row_scale * 0.000030517578125
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from emberline.kernels.backend import MLP, Attention, GroupedQueryAttention, Layer, MoE
 from emberline.kernels.gpu import long_attention, prefill_attention, split_kv
 from emberline.kernels.gpu.decode_attention import n_prefix_splits
+from emberline.kernels.gpu.formats.matrix_format import DEQUANTIZED_BYTES
 from emberline.kernels.gpu.launch import cdiv
 from emberline.kernels.gpu.mla import splits as latent_splits
 from emberline.kernels.gpu.mla.attention import LSE_ROOM, latent_tile, partial_floats, tile_tokens
@@ -31,7 +32,6 @@ PARTIAL_FLOATS = 4 << 20  # for split-K matmuls
 COUNTERS = 1 << 16
 BESIDE_TOKENS = 32  # of a step whose shared experts are computed on a second stream
 BESIDE_FLOATS = 1 << 20  # for its split-K matmuls
-DEQUANTIZED_BYTES = 32 << 20  # of a quantized matrix, dequantized at a time for cuBLAS
 _ALIGN = 256
 
 

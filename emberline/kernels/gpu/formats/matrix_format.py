@@ -12,11 +12,20 @@ import torch
 from torch import Tensor
 
 from emberline.kernels.backend import WeightSource
-from emberline.kernels.gpu.backend.workspace import DEQUANTIZED_BYTES, MLP_TOKENS, Workspace
 from emberline.kernels.gpu.elementwise import add_norm, gated_activation
 from emberline.kernels.gpu.gemm import batch_invariant_matmul
 
 GATES = ("", "silu", "gelu_tanh")
+DEQUANTIZED_BYTES = 32 << 20  # of a matrix, decoded at a time for cuBLAS
+
+
+class WorkspaceMemory(Protocol):
+    """The part of `backend.workspace.Workspace` that products use."""
+
+    matmul: Tensor  # float32 partial sums of split-K
+    counters: Tensor
+
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor: ...
 
 
 class Matrix(Protocol):
@@ -38,13 +47,13 @@ class Fusion:
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """What products are launched with, and the launches that formats share.
+    """The arguments that all products are launched with, and the launches that formats share.
 
     deterministic: batch-invariant kernels only, so that a token's result does not depend on the rest of the batch.
     pdl: use programmatic dependent launch.
     """
 
-    workspace: Workspace
+    workspace: WorkspaceMemory
     deterministic: bool
     pdl: bool
 
@@ -127,7 +136,6 @@ class MatrixFormat:
         if not fusion.gate:
             self.product(on, x, matrix, out, fusion.add)
             return
-        assert len(x) <= MLP_TOKENS
         gate_up = on.workspace.take("gate_up", len(x), matrix.shape[0])
         self.product(on, x, matrix, gate_up, False)
         gated_activation(gate_up, GATES[fusion.gate], out, pdl=on.pdl)
