@@ -190,6 +190,16 @@ class WebhooksConfig(Section, frozen=True):
     retention_days: Annotated[float, Meta(ge=1, le=3650)] = 30.0  # of events and their deliveries
 
 
+class ImagesConfig(Section, frozen=True):
+    fetch: bool = True  # images behind https: URLs
+    allowed_networks: tuple[str, ...] = ()  # private ranges from which images may be fetched, e.g. 10.0.0.0/8
+    fetch_timeout_s: Annotated[float, Meta(gt=0, le=120)] = 10.0  # of one URL, redirects included
+    max_images: Annotated[int, Meta(ge=1, le=1000)] = 100  # of one request
+    max_bytes: Annotated[int, Meta(ge=1024, le=256 << 20)] = 20 << 20  # of one image file
+    max_pixels: Annotated[int, Meta(ge=1024, le=200_000_000)] = 50_000_000  # of one image
+    cache_bytes: Annotated[int, Meta(ge=0)] = 256 << 20  # of decoded images, in each HTTP process
+
+
 class TracingConfig(Section, frozen=True):
     """What is not set is taken from the standard OTEL_* variables."""
 
@@ -271,6 +281,7 @@ class Config(Section, frozen=True, kw_only=True):
     accounts: AccountsConfig = AccountsConfig()
     responses: ResponsesConfig = ResponsesConfig()
     webhooks: WebhooksConfig = WebhooksConfig()
+    images: ImagesConfig = ImagesConfig()
     tracing: TracingConfig = TracingConfig()
     log: LogConfig = LogConfig()
 

@@ -11,6 +11,7 @@ from emberline.text.template_renderer import LocalRenderer, RendererFactory
 from emberline.text.text_encoder import TextEncoder
 from emberline.text.text_model import TextModel
 from emberline.weights.checkpoint import open_checkpoint
+from emberline.weights.image_settings import read_image_processor
 from emberline.weights.model_config import BadCheckpoint
 from emberline.weights.task_config import task_of
 from emberline.weights.whisper_files import CONTEXT_LEN, WhisperFiles, read_whisper
@@ -57,6 +58,7 @@ def read_info(files: ModelFiles) -> EngineInfo:
         vocab_size=config.vocab_size,
         eos_ids=config.eos_ids,
         task=task.task,
+        images=read_image_processor(Path(files.path)),
     )
 
 

@@ -11,10 +11,12 @@ from emberline.cli import http_client as client
 from emberline.cli.http_client import ChatTiming
 from emberline.cli.terminal import LineReader, WordWrap, printable, transient_line
 from emberline.protocol.errors import BadInput, EmberlineError
+from emberline.protocol.sizes import format_limit
 from emberline.server.address import ServerAddress
 
 HELP = """  /model [NAME]         the model; or go on with another one of this server
   /set [NAME [VALUE]]   the options; set one, or without a value leave it to the model
+  /image FILE           attach an image to the next message
   /save FILE            write the conversation as JSON, to be sent as `messages`
   /clear                forget the conversation
   /exit                 leave (Ctrl-D does too)
@@ -52,17 +54,26 @@ class ChatSession:
         self._options = {name: value for name, value in {**options, "system": system}.items() if value is not None}
         self._history = history
         self._verbose = verbose
-        self._messages: list[dict[str, str]] = []
+        self._messages: list[dict[str, Any]] = []
+        self._images: list[str] = []  # data: URLs, for the next message
+
+    def attach(self, name: str) -> None:
+        """Attach an image file to the next message. Raises BadInput if it is none."""
+        self._images.append(read_image(name))
 
     @property
-    def messages(self) -> list[dict[str, str]]:
+    def messages(self) -> list[dict[str, Any]]:
         """As they are sent: behind the system prompt."""
         system = self._options.get("system")
         return [*([{"role": "system", "content": system}] if system else []), *self._messages]
 
     def answer(self, prompt: str) -> int:
         """Print the answer as it streams. Ctrl-C ends it; the partial answer stays in the conversation."""
-        self._messages.append({"role": "user", "content": prompt})
+        content: Any = prompt
+        if self._images:
+            images = [{"type": "image_url", "image_url": {"url": url}} for url in self._images]
+            content, self._images = [*images, {"type": "text", "text": prompt}], []
+        self._messages.append({"role": "user", "content": content})
         options = {name: value for name, value in self._options.items() if name != "system"}
         body = {"model": self._model, **options, "messages": self.messages}
         timing, received, status = ChatTiming(), [], 0
@@ -120,11 +131,19 @@ class ChatSession:
             self._choose_model(rest)
         elif name == "/set":
             self._set(rest)
+        elif name == "/image":
+            self._attach(rest)
         elif name == "/save":
             self._save(rest)
         else:
             print(HELP if name in ("/help", "/?") else f"There is no command {name}.\n{HELP}")
         return True
+
+    def _attach(self, name: str) -> None:
+        if not name:
+            raise BadInput("say which: /image FILE")
+        self.attach(name)
+        print(f"{len(self._images)} attached to the next message.")
 
     def _choose_model(self, name: str) -> None:
         names = client.served_models(self._address)
@@ -163,6 +182,24 @@ class ChatSession:
         except OSError as error:
             raise BadInput(f"{path} cannot be written: {error.strerror}") from None
         print(f"The conversation is in {path}.")
+
+
+def read_image(name: str) -> str:
+    """An image file as a data: URL. Raises BadInput if it cannot be read, or is no image that models take."""
+    from emberline.images.sources import ImageLimits, data_url
+
+    path, most = Path(name).expanduser(), ImageLimits().n_bytes
+    try:
+        with path.open("rb") as file:
+            data = file.read(most + 1)
+    except OSError as error:
+        raise BadInput(f"{path} cannot be read: {error.strerror}") from None
+    if len(data) > most:
+        raise BadInput(f"{path} is larger than {format_limit(most)}")
+    try:
+        return data_url(data)
+    except BadInput:
+        raise BadInput(f"{path} is no PNG, JPEG, WebP or GIF file") from None
 
 
 def _summary(timing: ChatTiming) -> str:

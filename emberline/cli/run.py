@@ -11,7 +11,7 @@ from emberline.catalog.model_card import BUILT_IN, DEFAULT_MODEL, MODEL_ID
 from emberline.catalog.model_store import ModelStore
 from emberline.catalog.offers import names
 from emberline.cli import common
-from emberline.cli.chat import ChatSession
+from emberline.cli.chat import ChatSession, read_image
 from emberline.cli.server_target import served_names, server
 from emberline.protocol.errors import BadInput
 
@@ -25,6 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a model (name, path or hf:org/repo; default: the server's) and a prompt; without one, stdin or a chat",
     )
     parser.add_argument("-s", "--system", help="system prompt")
+    parser.add_argument(
+        "--image", action="append", default=[], metavar="FILE", help="an image to ask about; may be repeated"
+    )
     parser.add_argument("--max-tokens", type=int, help="longest answer")
     parser.add_argument("--temperature", type=float, help="0: greedy decoding (default: the model's)")
     parser.add_argument("--seed", type=int, help="make the answer repeatable")
@@ -42,9 +45,13 @@ def run(args: argparse.Namespace) -> int:
     if not prompt and not sys.stdin.isatty():
         print("emberline run: the prompt is empty; give one as an argument or on stdin", file=sys.stderr)
         return 2
+    for name in args.image:
+        read_image(name)  # a file that is not there is reported before a server is started
     with server(config, model, served, required=common.names_server(args, config)) as (address, model_id):
         options = {"max_tokens": args.max_tokens, "temperature": args.temperature, "seed": args.seed}
         chat = ChatSession(address, model_id, options, args.system, config.home / "history", verbose=args.verbose)
+        for name in args.image:
+            chat.attach(name)
         return chat.answer(prompt) if prompt else chat.interact()
 
 

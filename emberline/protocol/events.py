@@ -33,6 +33,7 @@ class Usage(msgspec.Struct, kw_only=True, omit_defaults=True):
     """
 
     prompt_tokens: int = 0
+    image_tokens: int = 0  # of the prompt: they stand for images
     completion_tokens: int = 0
     reasoning_tokens: int = 0
     cached_by_tier: dict[str, int] = {}  # keys: "device", "host", "disk", "pool"; "pushed" by a prefill worker

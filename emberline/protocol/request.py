@@ -10,7 +10,7 @@ import msgspec
 from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.encoding import EncodeParams, Pooling
 from emberline.protocol.errors import Forbidden
-from emberline.protocol.images import PromptImage
+from emberline.protocol.images import ImagePlan, PromptImage
 from emberline.protocol.speech import TranscribeParams
 
 _MAX_SESSION_CHARS = 256
@@ -89,19 +89,27 @@ class ToolCall(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ContentPart(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One part of a message's content. Media are URLs: data: URLs, or https: for providers that fetch images."""
+    """One part of a message's content. Media are URLs: data: URLs, https: URLs of images, or the id of a stored file
+    (`images.sources.FILE_SCHEME`)."""
 
     kind: Literal["text", "image", "file", "audio"]
     value: str  # the text, or the URL
     name: str = ""  # the file's
     marks: Marks = {}
+    detail: str = ""  # of an image, as OpenAI's clients ask for it: "low", "high", "auto", "original"
+
+
+class PreparedImage(ContentPart, frozen=True, kw_only=True):
+    """An image as the model's tower will see it. Its value is the digest of that (`images.image_digest`), in hex."""
+
+    plan: ImagePlan
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     """One turn of a conversation.
 
     `content` is all of its text. `parts` is empty if that says everything; otherwise it has the texts too, in order
-    with media and marks. Only providers and upstream servers read it.
+    with media and marks.
     """
 
     role: MessageRole

@@ -141,6 +141,7 @@ async def serve(
             confined_templates,
             core_tls,
             load_models,
+            open_images,
             open_providers,
             open_webhooks,
             serve_http,
@@ -191,6 +192,7 @@ async def serve(
             ),
             timings=timings,
             templates=templates,
+            images=open_images(config),
         )
         stack.push_async_callback(service.close)
         if not await service.ready(CONNECT_TIMEOUT_S):
@@ -279,6 +281,7 @@ async def _open_queue(
     assert isinstance(core, LocalCore), "this process is the core"
     queue = await open_queue(store, config.home)
     stack.push_async_callback(queue.close)
+    service.use_files(queue.files)
     batches = BatchService(queue, service)
     stack.push_async_callback(batches.close)
     batches.start_loading()

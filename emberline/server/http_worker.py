@@ -33,6 +33,10 @@ from emberline.catalog.model_store import ModelEntry
 from emberline.cluster.cluster import cluster_id
 from emberline.config import Config, needs_keys
 from emberline.gateway.gateways import GatewayService
+from emberline.images.decoders import MEMORY_BYTES as DECODER_BYTES
+from emberline.images.decoders import ImageDecoders
+from emberline.images.request_images import RequestImages
+from emberline.images.sources import ImageLimits, ImageSources
 from emberline.jobs.queue.queue import open_queue
 from emberline.jobs.webhooks.service import WebhookService, WebhookSettings
 from emberline.net.egress_policy import EgressPolicy
@@ -80,6 +84,21 @@ class HttpWorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
 def confined_templates() -> RendererFactory:
     """Run chat templates that are not of the built-in catalog in confined processes."""
     return ConfinedTemplates(Launcher(Confinement(memory_bytes=TEMPLATE_BYTES)).start)
+
+
+def open_images(config: Config) -> RequestImages:
+    """Open the parts that prepare the images of requests in one process."""
+    settings = config.images
+    limits = ImageLimits(
+        n_images=settings.max_images,
+        n_bytes=settings.max_bytes,
+        n_pixels=settings.max_pixels,
+        fetch_s=settings.fetch_timeout_s,
+        fetches=settings.fetch,
+    )
+    sources = ImageSources(EgressPolicy(settings.allowed_networks, setting="[images] allowed_networks"), limits)
+    decoders = ImageDecoders(Launcher(Confinement(memory_bytes=DECODER_BYTES)).start)
+    return RequestImages(sources, decoders, settings.cache_bytes)
 
 
 def load_models(
@@ -186,8 +205,10 @@ async def _run(plan: HttpWorkerPlan, listener: socket.socket) -> None:
                 data_dir=plan.config.home,
                 tls=core_tls(plan.config.home),
                 templates=templates,
+                images=open_images(plan.config),
             )
             stack.push_async_callback(service.close)
+            service.use_files(queue.files)
             batches = BatchService(queue, service)
             stack.push_async_callback(batches.close)
             batches.start_loading()

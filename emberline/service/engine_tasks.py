@@ -9,6 +9,7 @@ from emberline.catalog.model_card import ModelCard
 from emberline.cluster.engine_client import EngineClient
 from emberline.cluster.served_models import Served, ServedModels
 from emberline.cluster.timings import Timings
+from emberline.images.request_images import RequestImages
 from emberline.protocol.errors import Unavailable, Unsupported
 from emberline.protocol.events import SequenceIds
 from emberline.protocol.frames import EngineInfo
@@ -61,12 +62,14 @@ class EngineTasks:
         engines: Mapping[str, EngineClient],
         grammars: GrammarCompiler,
         timings: Timings,
+        images: RequestImages | None = None,
     ) -> None:
         self._served = served
         self._engines = engines  # by endpoint name
         self._grammars = grammars
         self._timings = timings
-        self._preparer = Preparer(core, grammars)
+        self._images = images
+        self._preparer = Preparer(core, grammars, images)
 
     async def prepare(
         self, task: Task, target: Target, principal: Principal, clock: Clock, job: JobContext | None
@@ -95,6 +98,7 @@ class EngineTasks:
             input_tokens=prepared.prompt.n_ids,
             keys=prepared.keys,
             max_tokens=max(1, prepared.sampling.max_tokens or 0),  # 0 would be unknown
+            images=len(prepared.images),
         )
         if job is not None:  # no later request continues its conversation
             return Prepared(route, transport, inter_token=inter_token.counts)
@@ -133,9 +137,9 @@ class EngineTasks:
         ends = [spelled[token_id] for token_id in self._info(served).eos_ids if token_id in spelled]
         return ChatFormat(text.template.source, (*text.chat_stops, *ends), text.fill_in_middle is not None)
 
-    async def count_tokens(self, request: GenerateRequest, target: Target) -> int:
+    async def count_tokens(self, request: GenerateRequest, principal: Principal, target: Target) -> int:
         """Count the tokens of the prompt as `prepare` would build it. No engine is asked."""
-        return await self._preparer.count(request, await self._served.get(target.card))
+        return await self._preparer.count(request, principal, await self._served.get(target.card))
 
     async def tokenizer(self, target: Target) -> tuple[TextModel, int]:
         """The tokenizer of a model, and the tokens that its context has. No engine is asked."""
@@ -153,6 +157,8 @@ class EngineTasks:
         for item in self._served.known():
             if not isinstance(item.tokenizer, TextModel):
                 continue
+            if item.text.images is not None and self._images is not None:
+                await self._images.warm_up()
             await self._preparer.load_vocabulary(item.tokenizer)
             for engine in self._engines_of(item):
                 engine.send_vocabulary()
@@ -160,6 +166,8 @@ class EngineTasks:
     async def close(self) -> None:
         """End the threads and processes that prepare requests."""
         await self._preparer.close()
+        if self._images is not None:
+            self._images.close()
         await self._grammars.close()
 
     def _info(self, served: Served) -> EngineInfo:

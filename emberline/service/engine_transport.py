@@ -100,8 +100,10 @@ class EngineTransport:
         for choice in self._choices:
             n_tokens += choice.n_tokens
             n_reasoning += choice.n_reasoning
+        is_computed = bool(self._started or n_tokens)
         return Usage(
-            prompt_tokens=self._prepared.prompt.n_ids if self._started or n_tokens else self._n_prefilled,
+            prompt_tokens=self._prepared.prompt.n_ids if is_computed else self._n_prefilled,
+            image_tokens=self._prepared.image_tokens if is_computed else 0,
             completion_tokens=n_tokens,
             reasoning_tokens=n_reasoning,
             cached_by_tier=self._cached_by_tier or {},
@@ -302,6 +304,7 @@ class EngineTransport:
                     speculation=request.speculation,
                     output_ids=bytes(choice.output_ids),
                     keys=prepared.keys,
+                    images=prepared.images,
                     trace_id="" if self.trace is None else self.trace.trace_id,
                 )
             )

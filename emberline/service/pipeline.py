@@ -11,6 +11,7 @@ from typing import TypeVar
 import msgspec
 
 from emberline.catalog.model_card import ModelCard
+from emberline.images.request_images import RequestImages
 from emberline.protocol.complete_response import Encoded
 from emberline.protocol.errors import EmberlineError, Unavailable
 from emberline.protocol.events import Completed, Cost, TextEvent
@@ -43,9 +44,16 @@ class Pipeline:
     """Runs tasks on our engine workers, on upstream servers and at providers."""
 
     def __init__(
-        self, core: Core, models: Models, engines: EngineTasks, upstream: UpstreamModels, in_flight: InFlight
+        self,
+        core: Core,
+        models: Models,
+        engines: EngineTasks,
+        upstream: UpstreamModels,
+        in_flight: InFlight,
+        images: RequestImages | None = None,
     ) -> None:
         self._core = core
+        self._images = images
         self._models = models
         self._engines = engines
         self._upstream = upstream
@@ -128,8 +136,8 @@ class Pipeline:
             caller = alias_caller(principal.account, request.session, request.id)
             target = self._models.target(self._models.find(request.model, principal.account, caller), principal)
         if target.is_upstream:
-            return await self._upstream.count_tokens(request, target)
-        return await self._engines.count_tokens(request, target)
+            return await self._upstream.count_tokens(await self._inlined(request, target, principal), target)
+        return await self._engines.count_tokens(request, principal, target)
 
     async def tokenize(
         self, request: GenerateRequest, target: Target, special: bool, entries: bool
@@ -210,6 +218,7 @@ class Pipeline:
         terms = route_terms(task, clock, work.job)
         if isinstance(task, GenerateRequest):
             validate(task, _ANY_VOCABULARY)
+            task = await self._inlined(task, target, work.principal)
             sent = await self._upstream.upstream_request(task, target, work.principal, terms)
             if sent.as_events:
                 return Prepared(sent.route, UpstreamTransport(sent, clients))
@@ -217,6 +226,12 @@ class Pipeline:
             return Prepared(sent.route, UpstreamTransport(sent, clients, lambda: reader))
         route, call = self._upstream.whole_call(task, target, work.principal, terms)
         return Prepared(route, call, call.result)
+
+    async def _inlined(self, request: GenerateRequest, target: Target, principal: Principal) -> GenerateRequest:
+        """The request with those images in it that the target's server cannot read, or must not fetch."""
+        if self._images is None or not any(message.parts for message in request.messages or ()):
+            return request
+        return await self._images.inline(request, principal.account, fetches_itself=target.fetches_images)
 
 
 async def _tapped(taps: Sequence[Tap], event: TextEvent) -> Sequence[TextEvent]:

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -10,10 +10,21 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from emberline.cluster.served_models import Served
+from emberline.images.request_images import ModelImages, RequestImages, image_places
 from emberline.protocol import block_hash as blockhash
 from emberline.protocol.errors import BadInput, ContextExceeded, Unsupported
 from emberline.protocol.frames import EngineInfo
-from emberline.protocol.request import GenerateRequest, Message, Principal, SamplingParams, ThinkingLimit, Tool
+from emberline.protocol.images import ImageProcessor, PromptImage, locate
+from emberline.protocol.request import (
+    GenerateRequest,
+    Message,
+    PreparedImage,
+    Principal,
+    SamplingParams,
+    ThinkingLimit,
+    Tool,
+)
+from emberline.protocol.token_ids import unpack
 from emberline.service.core import Core, SessionEntry
 from emberline.service.validation import validate, validate_prompt
 from emberline.telemetry.request_log import Clock
@@ -42,6 +53,7 @@ log = logging.getLogger("emberline.request")
 
 MAX_PROMPT_LOGPROBS = 1 << 17  # of an answer: of the prompt's tokens and their alternatives
 RENDERINGS = 8  # by templates in other processes, at once
+_ROLES_WITH_IMAGES = ("user", "tool")
 MESSAGE_BYTES = 64  # of text that are tokenized in the time that a template takes for a message
 
 
@@ -62,6 +74,8 @@ class Prepared:
     thinking_limit: ThinkingLimit | None = None
     grammar: bytes = b""  # encoded; empty: unconstrained
     keys: bytes = b""  # content keys of the prompt's full blocks
+    images: tuple[PromptImage, ...] = ()
+    image_tokens: int = 0  # of the prompt: they stand for images
 
     @property
     def parsed(self) -> bool:
@@ -75,9 +89,11 @@ class Grammars(Protocol):
 
 
 class Preparer:
-    def __init__(self, core: Core, grammars: Grammars) -> None:
+    def __init__(self, core: Core, grammars: Grammars, images: RequestImages | None = None) -> None:
+        """Without `images`, requests with images are refused."""
         self._core = core
         self._grammars = grammars
+        self._images = images
         self._threads = ThreadPoolExecutor(2, "emberline-text")
         self._renderings = ThreadPoolExecutor(RENDERINGS, "emberline-templates")  # that wait for other processes
         self._remembering: dict[bytes, asyncio.Task[None]] = {}  # by the digest of a conversation
@@ -92,7 +108,13 @@ class Preparer:
         self, request: GenerateRequest, principal: Principal, served: Served, info: EngineInfo, clock: Clock
     ) -> Prepared:
         """Make a request ready for an engine. Refuses everything that can be refused without one."""
-        text, (is_long, tools) = served.text, _is_long(request)
+        text = served.text
+        pixels: Mapping[str, bytes] = {}
+        for message in request.messages or ():
+            if message.parts:
+                request, pixels = await self._with_images(request, principal, served, info.images)
+                break
+        is_long, tools = _is_long(request)
         valid, digests, rendered = await self._run(is_long, lambda: _read(text, request, tools, info), text)
         asked = served.card.defaults.apply(valid, _left_to_model(request))
         if self._remembering:
@@ -103,11 +125,15 @@ class Preparer:
 
         context_len = min(info.context_len, request.context_len or info.context_len)
 
-        def tokenize() -> tuple[Prompt, SamplingParams, bytes]:
-            prompt = build_prompt(text, request, known, rendered)
+        def tokenize() -> tuple[Prompt, SamplingParams, bytes, tuple[PromptImage, ...]]:
+            prompt, messages = build_prompt(text, request, known, rendered), request.messages or ()
             if request.truncate and prompt.n_ids >= context_len > 1:
                 room = min(asked.max_tokens or context_len, context_len // 2)  # for the reply
-                prompt = Prompt(truncate_prompt(text, request, context_len - room))
+                cut = truncate_prompt(text, request, context_len - room)
+                prompt, messages = Prompt(cut.ids), tuple(cut.messages)
+            images: tuple[PromptImage, ...] = ()
+            if info.images is not None:
+                images = _prompt_images(info.images, prompt.ids, request, messages, pixels)
             sampling = _fit(asked, prompt.n_ids, context_len, _prompt_field(request))
             if sampling.prompt_logprobs is not None:
                 _check_scored(sampling.prompt_logprobs, prompt.n_ids)
@@ -117,31 +143,78 @@ class Preparer:
             if sampling.bad_words:
                 spelled = text.spellings(sampling.bad_words)
                 sampling = msgspec.structs.replace(sampling, bad_words=(), bad_ids=spelled)
-            return prompt, sampling, blockhash.chain(blockhash.root(info.fingerprint, principal.salt), prompt.ids)
+            extras = blockhash.NO_EXTRAS
+            if images:
+                extras = blockhash.extras_at((image.start, image.digest) for image in images)
+            keys = blockhash.chain(blockhash.root(info.fingerprint, principal.salt), prompt.ids, extras)
+            return prompt, sampling, keys, images
 
         renders_again = request.truncate or bool(request.context_ids)
         tokenizing = self._run(is_long, tokenize, text if renders_again else None)
         grammar = b""
         if spec is None:
-            prompt, sampling, keys = await tokenizing
+            prompt, sampling, keys, images = await tokenizing
         else:
             compiling = self._grammars.compile(spec)
-            (prompt, sampling, keys), grammar, _ = await asyncio.gather(
+            (prompt, sampling, keys, images), grammar, _ = await asyncio.gather(
                 tokenizing, compiling, self.load_vocabulary(text)
             )
         if prompt.rendered is None:  # a prompt that was cut is not what later turns begin with
             digests = []
         limit = reasoning_limit(text, request, sampling.max_tokens or 1) if thinking else None
         return Prepared(
-            request, principal, served, info, sampling, prompt, digests, clock, is_long, thinking, limit, grammar, keys
+            request,
+            principal,
+            served,
+            info,
+            sampling,
+            prompt,
+            digests,
+            clock,
+            is_long,
+            thinking,
+            limit,
+            grammar,
+            keys,
+            images,
+            _image_tokens(info.images, images) if images else 0,
         )
 
-    async def count(self, request: GenerateRequest, served: Served) -> int:
-        def tokenize() -> int:
-            validate_prompt(request, served.text.vocab_size)
-            return build_prompt(served.text, request).n_ids
+    async def count(self, request: GenerateRequest, principal: Principal, served: Served) -> int:
+        counted, _ = await self._with_images(request, principal, served, served.text.images)
 
-        return await self._run(_is_long(request)[0], tokenize, served.text)
+        def tokenize() -> int:
+            validate_prompt(counted, served.text.vocab_size)
+            return build_prompt(served.text, counted).n_ids
+
+        return await self._run(_is_long(counted)[0], tokenize, served.text)
+
+    async def _with_images(
+        self, request: GenerateRequest, principal: Principal, served: Served, processor: ImageProcessor | None
+    ) -> ModelImages:
+        """The request with its images as the model will see them, and their pixels. Raises Unsupported if the model
+        takes none."""
+        media = [
+            (at, number, part)
+            for at, message in enumerate(request.messages or ())
+            for number, part in enumerate(message.parts)
+            if part.kind != "text"
+        ]
+        if not media:
+            return ModelImages(request, {})
+        at, number, part = next((one for one in media if one[2].kind != "image"), media[0])
+        field = f"messages[{at}].content[{number}]"
+        if part.kind != "image":
+            raise Unsupported(f"{request.model} takes no media of kind {part.kind!r} (`{field}`)", param=field)
+        if processor is None or served.text.images is None or self._images is None:
+            raise Unsupported(f"{request.model} takes no images: leave out the one in `{field}`", param=field)
+        for place, _ in image_places(request.messages):
+            assert request.messages is not None
+            if (role := request.messages[place.message].role) not in _ROLES_WITH_IMAGES:
+                message = f"`{place.field}`: images are for messages of the user and of tools, not of the {role}"
+                raise BadInput(message, param=place.field)
+        validate(request, served.text.vocab_size)  # before anything is fetched
+        return await self._images.prepare(request, principal, processor)
 
     def remember(self, prepared: Prepared, replies: list[tuple[Message, bytes]]) -> None:
         """Let the core remember a conversation that has ended, with its `replies` and their ids, for its next turn.
@@ -217,6 +290,35 @@ def _texts(request: GenerateRequest) -> Iterator[str]:
             yield message.reasoning
         for call in message.tool_calls:
             yield call.arguments
+        for part in message.parts:
+            if isinstance(part, PreparedImage):
+                yield part.plan.text
+
+
+def _prompt_images(
+    processor: ImageProcessor,
+    prompt_ids: bytes,
+    request: GenerateRequest,
+    messages: Sequence[Message],
+    pixels: Mapping[str, bytes],
+) -> tuple[PromptImage, ...]:
+    """The images of the messages that are left of the conversation, at their places in the prompt."""
+    if not pixels:
+        if (request.context_ids or request.prompt_ids) and processor.image_token_id in unpack(prompt_ids):
+            message = "the token ids have tokens of images, which cannot be sent without them: send messages"
+            raise BadInput(message, param="context" if request.context_ids else "prompt")
+        return ()
+    images = [part for message in messages for part in message.parts if isinstance(part, PreparedImage)]
+    spans = locate(prompt_ids, processor, [image.plan for image in images])
+    return tuple(
+        PromptImage(bytes.fromhex(image.value), start, end, image.plan.tile_sizes, pixels[image.value])
+        for image, (start, end) in zip(images, spans, strict=True)
+    )
+
+
+def _image_tokens(processor: ImageProcessor | None, images: Sequence[PromptImage]) -> int:
+    """Number of tokens that stand for images."""
+    return 0 if processor is None else sum(processor.n_rows(tile) for image in images for tile in image.tiles)
 
 
 def _read(
@@ -224,9 +326,6 @@ def _read(
 ) -> tuple[SamplingParams, list[bytes], Rendered | None]:
     """Check the request. Returns its sampling parameters, the digests of its messages, and its rendered text."""
     valid = validate(request, info.vocab_size, isinstance(tools, msgspec.Raw))
-    for at, message in enumerate(request.messages or ()):
-        if message.parts and message.n_media:
-            raise Unsupported(f"{request.model} takes no images", param=f"messages[{at}].images")
     if request.suffix is not None and text.fill_in_middle is None:
         why = f"{request.model} does not fill in the middle: its tokenizer has no tokens for that; leave `suffix` out"
         raise Unsupported(why, param="suffix")

@@ -8,6 +8,8 @@ from emberline.catalog.model_card import TEXT_GENERATION, ModelCard
 from emberline.cluster.engine_client import EngineClient
 from emberline.cluster.served_models import ServedModels
 from emberline.cluster.timings import DEFAULTS, Timings
+from emberline.images.request_images import RequestImages
+from emberline.images.sources import StoredFiles
 from emberline.service import kv_cache
 from emberline.service.core import CoreAccess
 from emberline.service.engine_tasks import ChatFormat, EngineTasks
@@ -34,8 +36,10 @@ class Service:
         upstream: UpstreamModels | None = None,
         data_dir: Path | None = None,
         timings: Timings = DEFAULTS,
+        images: RequestImages | None = None,
     ) -> None:
         self.core = core
+        self._images = images
         self._timings = timings
         self._exchange = None if data_dir is None else data_dir / kv_cache.FOLDER
         self.upstream = upstream if upstream is not None else UpstreamModels(())
@@ -43,9 +47,9 @@ class Service:
         self.models = Models(served, self.upstream, core.aliases)
         self.engines = engines  # by endpoint name
         self._close_core = close_core
-        self._tasks = EngineTasks(core, served, engines, grammars, timings)
+        self._tasks = EngineTasks(core, served, engines, grammars, timings, images)
         self.in_flight = InFlight(core, timings)
-        self._pipeline = Pipeline(core, self.models, self._tasks, self.upstream, self.in_flight)
+        self._pipeline = Pipeline(core, self.models, self._tasks, self.upstream, self.in_flight, images)
         self.run = self._pipeline.run
         self.count_tokens = self._pipeline.count_tokens
         self.tokenize, self.detokenize = self._pipeline.tokenize, self._pipeline.detokenize
@@ -54,6 +58,11 @@ class Service:
         self.cluster_admin = core.cluster_admin
         for engine in engines.values():
             engine.start()
+
+    def use_files(self, files: StoredFiles) -> None:
+        """Let requests name images among the files that accounts have uploaded."""
+        if self._images is not None:
+            self._images.sources.files = files
 
     async def chat_format(self, card: ModelCard) -> ChatFormat:
         """The chat template of a model, and the texts that end its turns. Empty if another server computes it."""

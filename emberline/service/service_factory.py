@@ -33,6 +33,7 @@ from emberline.cluster.served_models import Served, ServedModels, load_served
 from emberline.cluster.timings import DEFAULTS as DEFAULT_TIMINGS
 from emberline.cluster.timings import Timings
 from emberline.config import ScalingConfig
+from emberline.images.request_images import RequestImages
 from emberline.protocol.price import Price
 from emberline.service.core import CoreConnection, LocalCore
 from emberline.service.core_link import CoreServer, RemoteCore
@@ -84,6 +85,7 @@ async def open_service(
     timings: Timings = DEFAULT_TIMINGS,
     grammars: GrammarCompiler | None = None,
     templates: RendererFactory = LocalRenderer,
+    images: RequestImages | None = None,
 ) -> Service:
     """The core process's service. Opens the store, by default in `data_dir`; connects to the engines meanwhile.
 
@@ -92,7 +94,7 @@ async def open_service(
     of a worker that has left, to end it. `directory`, which is open, has the accounts' and keys' limits; `prices` are
     the configured ones, by model, and `aliases` the configured aliases. With `cluster`, workers may join. `grammars`
     compiles the grammars of replies; the service closes it. `templates` run the chat templates of models that are not
-    of the built-in catalog.
+    of the built-in catalog. `images` prepares images, which are refused without it; the service closes it.
     """
     upstream = UpstreamModels(upstreams, CardFiles(data_dir).apply, providers, templates)
     tls = None if cluster is None else cluster.tls
@@ -180,7 +182,7 @@ async def open_service(
     connections.upstream.start(watch=True)
     engines, upstream = connections.engines, connections.upstream
     compiler = grammars or GrammarCompiler()
-    return Service(core, connections.models, engines, close_core, compiler, upstream, data_dir, timings)
+    return Service(core, connections.models, engines, close_core, compiler, upstream, data_dir, timings, images)
 
 
 async def open_core_server(service: Service, socket_path: Path) -> CoreServer:
@@ -201,6 +203,7 @@ async def open_http_worker(
     tls: ssl.SSLContext | None = None,
     timings: Timings = DEFAULT_TIMINGS,
     templates: RendererFactory = LocalRenderer,
+    images: RequestImages | None = None,
 ) -> Service:
     """The service of an HTTP worker. Waits a moment for the core; without it, requests are answered Unavailable."""
     described = (lambda card: card) if data_dir is None else CardFiles(data_dir).apply
@@ -215,7 +218,7 @@ async def open_http_worker(
         sweeping.cancel()
         await core.close()
 
-    service = Service(core, connections.models, engines, close, GrammarCompiler(), models, data_dir, timings)
+    service = Service(core, connections.models, engines, close, GrammarCompiler(), models, data_dir, timings, images)
     sweep = models.sweep_providers(
         timings.provider_sweep_s, lambda client: service.in_flight.runs_on_provider(client.provider.name)
     )

@@ -39,6 +39,9 @@ async def tokenize(
     """Tokenize the prompt of a request as it would be computed. special: a text begins with the model's BOS token, if
     the model wants one. entries: the tokens' entries of the vocabulary are wanted, too."""
     text, max_len = await tokenizers.tokenizer(target)
+    if any(message.parts and message.n_media for message in request.messages or ()):
+        message = "images have no token ids: `/v1/messages/count_tokens` and `/v1/responses/input_tokens` count them"
+        raise Unsupported(message, param="messages")
     n_chars = len(request.prompt or "") + sum(len(message.content) for message in request.messages or ())
     if n_chars > MAX_CHARS:
         raise TooLarge(f"a text to tokenize has at most {MAX_CHARS:,} characters, not {n_chars:,}", param="prompt")

@@ -12,6 +12,26 @@ from emberline.text.template_renderer import BadTemplate, LocalRenderer, Refused
 from emberline.text.tool_calls.formats import ToolCallFormat, family_ids, tool_result_text
 from emberline.weights.model_config import BadCheckpoint
 
+Part = dict[str, str]  # of a content: a text, or the place of an image
+_READS_PARTS = re.compile(r"""\[\s*["']type["']\s*\]|\.type\b""")
+_PROBE = "emberline"
+
+
+def _text_part(text: str) -> Part:
+    return {"type": "text", "text": text}
+
+
+def joined(contents: Sequence[str | list[Part]]) -> str | list[Part]:
+    """Contents of messages as one, with an empty line between two."""
+    texts = [content for content in contents if isinstance(content, str)]
+    if len(texts) == len(contents):
+        return "\n\n".join(texts)
+    parts: list[Part] = []
+    for content in contents:
+        parts += [_text_part("\n\n")] if parts else []
+        parts += [_text_part(content)] if isinstance(content, str) else content
+    return parts
+
 
 class Roles:
     """The roles and fields that a template supports, judged by its source."""
@@ -30,7 +50,7 @@ class Roles:
         JSON lines in its text. With `untemplated`, calls and results are written in that format in any case.
         """
         turns: list[Turn] = []
-        contents: list[list[str]] = []  # the texts of each turn
+        contents: list[list[str | list[Part]]] = []  # of the messages of each turn
         results = False  # whether the last turn consists of tool results
         for message in messages:
             turn = self._turn(message, untemplated)
@@ -40,8 +60,9 @@ class Roles:
             else:
                 turns.append(turn)
                 contents.append([turn["content"]])
-        for turn, texts in zip(turns, contents, strict=True):
-            turn["content"] = "\n\n".join(texts)
+        for turn, found in zip(turns, contents, strict=True):
+            if len(found) > 1:
+                turn["content"] = joined(found)
         return turns
 
     def _turn(self, message: Message, untemplated: ToolCallFormat | None) -> Turn:
@@ -50,9 +71,11 @@ class Roles:
             role = "system"
         elif role == "tool" and (untemplated is not None or not self.tool):
             role = "user"
-        turn: Turn = {"role": role, "content": message.content}
+        turn: Turn = {"role": role, "content": _content(message) if message.parts else message.content}
         if message.role == "tool" and untemplated is not None:
-            turn["content"] = tool_result_text(message.content)
+            images = [part for part in _content(message) if part == _IMAGE]
+            text = tool_result_text(message.content)
+            turn["content"] = [_text_part(text), *images] if images else text
         if message.reasoning is not None:
             turn["reasoning_content"] = message.reasoning
             if self.thinking and message.tool_calls and not message.content:  # the template refuses both
@@ -70,12 +93,22 @@ class Roles:
         return turn
 
 
+_IMAGE: Part = {"type": "image"}
+
+
+def _content(message: Message) -> str | list[Part]:
+    """The text of a message, or its parts if it has images."""
+    if not message.parts or not message.n_media:
+        return message.content
+    return [_IMAGE if part.kind == "image" else _text_part(part.value) for part in message.content_parts]
+
+
 def with_system_text(turns: list[Turn], text: str) -> list[Turn]:
     """Appends the text to the leading system message, or adds one."""
     first, *others = turns
     if first["role"] != "system":
         return [{"role": "system", "content": text}, *turns]
-    return [{**first, "content": "\n\n".join(filter(None, [first["content"], text]))}, *others]
+    return [{**first, "content": joined([content for content in (first["content"], text) if content])}, *others]
 
 
 def with_family_ids(messages: Sequence[Message], form: ToolCallFormat) -> Sequence[Message]:
@@ -97,7 +130,7 @@ def gather_system(turns: list[Turn]) -> list[Turn]:
     """All system text in one message at the beginning."""
     system = [turn["content"] for turn in turns if turn["role"] == "system"]
     others = [turn for turn in turns if turn["role"] != "system"]
-    return [{"role": "system", "content": "\n\n".join(system)}, *others] if system else turns
+    return [{"role": "system", "content": joined(system)}, *others] if system else turns
 
 
 def fold_system(turns: list[Turn]) -> list[Turn]:
@@ -105,7 +138,7 @@ def fold_system(turns: list[Turn]) -> list[Turn]:
     first, *others = gather_system(turns)
     if first["role"] != "system" or not others or others[0]["role"] != "user":
         return turns
-    return [{**others[0], "content": f"{first['content']}\n\n{others[0]['content']}"}, *others[1:]]
+    return [{**others[0], "content": joined([first["content"], others[0]["content"]])}, *others[1:]]
 
 
 def text_arguments(turns: list[Turn]) -> list[Turn]:
@@ -165,6 +198,7 @@ class ChatTemplate:
         self.blocks = self._renderer.blocks  # True if rendering waits for another process: call it in a thread
         self._roles = Roles(self.source)
         self.tokens = dict(tokens or {})  # texts of special tokens, by their names in templates
+        self._wants_parts = self._leaves_texts_out()
 
     def turns(self, messages: Sequence[Message], untemplated: ToolCallFormat | None = None) -> list[Turn]:
         if not messages:
@@ -187,11 +221,33 @@ class ChatTemplate:
         refusal: BadInput | None = None
         for attempt in _attempts(turns):
             try:
-                return self._renderer.render(attempt, values)
+                return self._renderer.render(_in_parts(attempt) if self._wants_parts else attempt, values)
             except RefusedTurns as error:
                 refusal = refusal or error
         assert refusal is not None
         raise BadInput(refusal.message, param="messages")
+
+    def _leaves_texts_out(self) -> bool:
+        """True if the template renders contents that are lists of parts, and nothing of one that is a text: templates
+        of some vision models are written so."""
+        if _READS_PARTS.search(self.source) is None:
+            return False
+        found: list[bool] = []
+        for content in (_PROBE, [_text_part(_PROBE)]):
+            try:
+                turns = [{"role": "user", "content": content}]
+                found.append(_PROBE in self._renderer.render(turns, {**self.tokens, "add_generation_prompt": True}))
+            except BadInput:
+                found.append(False)
+        return found == [False, True]
+
+
+def _in_parts(turns: list[Turn]) -> list[Turn]:
+    """The turns with every content as a list of parts."""
+    return [
+        {**turn, "content": [_text_part(turn["content"])]} if isinstance(turn["content"], str) else turn
+        for turn in turns
+    ]
 
 
 def _attempts(turns: list[Turn]) -> Iterator[list[Turn]]:

@@ -36,9 +36,9 @@ def chain_digests(
     template_kwargs: Mapping[str, Any] | None = None,
     tools: Sequence[Tool] | msgspec.Raw = (),
 ) -> list[bytes]:
-    """Compute a digest for each message over it and all before it: equal exactly if role, text, name, reasoning and
-    parsed tool calls are. The chain is rooted in `template_kwargs` and tools, encoded or not, which also decide what
-    the template renders."""
+    """Compute a digest for each message over it and all before it: equal exactly if role, text, images, name, reasoning
+    and parsed tool calls are. The chain is rooted in `template_kwargs` and tools, encoded or not, which also decide
+    what the template renders."""
     root = _canonical.encode([template_kwargs or {}, tools])
     digest = blake2b(root, key=b"emberline.messages", digest_size=DIGEST_BYTES)
     digests: list[bytes] = []
@@ -60,6 +60,9 @@ def extend_digest(parent: bytes, message: Message) -> bytes:
         fields += [b"g", message.reasoning]
     for call in message.tool_calls:
         fields += [b"t", call.id, call.name, _arguments(call)]
+    if message.parts and message.n_media:  # images stand between texts; the value of a prepared one is its digest
+        for part in message.parts:
+            fields += [b"p", part.kind, part.value]
     for field in fields:
         data = field if isinstance(field, bytes) else field.encode("utf-8", "surrogatepass")
         digest.update(len(data).to_bytes(8, "little"))

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from emberline.protocol.errors import BadInput
 from emberline.protocol.frames import Vocabulary
-from emberline.protocol.request import Message, Tool
+from emberline.protocol.images import ImageProcessor, expand
+from emberline.protocol.request import Message, PreparedImage, Tool
 from emberline.protocol.token_ids import unpack
 from emberline.text.chat_template import ChatTemplate, with_family_ids, with_system_text
 from emberline.text.fill_in_middle import FillInMiddle
@@ -24,6 +25,7 @@ from emberline.text.tool_calls.harmony import HarmonyFormat, HarmonyParser
 from emberline.text.tool_calls.parser import ReplyFormat, ReplyParser
 from emberline.text.tool_calls.typescript_tools import declare_tools, sorted_deep
 from emberline.weights.gguf import GGUFFile
+from emberline.weights.image_settings import read_image_processor
 from emberline.weights.model_config import BadCheckpoint
 
 # Template variables and the GGUF keys of their tokens.
@@ -41,9 +43,10 @@ class Rendered(NamedTuple):
 
 
 class TextModel:
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, images: ImageProcessor | None = None) -> None:
         self.tokenizer = tokenizer
         self.template = template
+        self.images = images  # how the model wants images; None: it takes none
         self.guard = Guard(tokenizer.special)
         self.exact_forms: set[str] = set()  # template arguments with which plain replies render exactly
         self.special_ids = tokenizer.special_ids
@@ -127,7 +130,7 @@ class TextModel:
             raise BadInput("the tool arguments in the messages are nested too deeply", param="messages") from None
         if not continue_final:
             text = self.template.render(turns, kwargs, add_generation_prompt=add_generation_prompt, tools=given)
-            return Rendered(text, mark)
+            return Rendered(text if self.images is None else self._with_images(text, messages), mark)
         turns[-1] = {**turns[-1], "content": turns[-1]["content"] + _CONTINUED}
         text, found, _ = self.template.render(turns, kwargs, add_generation_prompt=False, tools=given).rpartition(
             _CONTINUED
@@ -135,7 +138,15 @@ class TextModel:
         if not found:
             message = "the model's chat template leaves the last message out: it cannot be continued"
             raise BadInput(message, param="messages")
-        return Rendered(text, mark)
+        return Rendered(text if self.images is None else self._with_images(text, messages), mark)
+
+    def _with_images(self, text: str, messages: Sequence[Message]) -> str:
+        """The rendered text with the tokens of each image in place of its placeholder."""
+        plans = [part.plan for message in messages for part in message.parts if isinstance(part, PreparedImage)]
+        if not plans:
+            return text
+        assert self.images is not None, "else the request is refused"
+        return expand(text, self.images, plans)
 
     def _turns(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Turn]:
         if not tools or not self.tool_format.untemplated:
@@ -211,7 +222,8 @@ def _from_folder(folder: Path, renderers: RendererFactory) -> TextModel:
     tokenizer = Tokenizer(tiktoken_parts(folder, settings) if ranks_only else hf_parts(folder, settings))
     named = {name: token_text(settings, name) for name in _NAMED}
     tokens = {name: text for name, text in named.items() if text is not None}
-    return TextModel(tokenizer, ChatTemplate(_folder_template(folder, settings), tokens, renderers))
+    template = ChatTemplate(_folder_template(folder, settings), tokens, renderers)
+    return TextModel(tokenizer, template, read_image_processor(folder))
 
 
 def _folder_template(folder: Path, settings: Json) -> str | None:

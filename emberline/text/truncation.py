@@ -1,9 +1,11 @@
 """Cutting a prompt to a number of tokens: first the oldest turns, then the beginning of the last message."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from msgspec import structs
 
+from emberline.protocol.errors import ContextExceeded
 from emberline.protocol.request import GenerateRequest, Message
 from emberline.protocol.token_ids import count
 from emberline.text.prompt import build_prompt, render_prompt
@@ -13,13 +15,19 @@ KEEP = 4  # tokens at the beginning that are kept where a text is cut behind the
 _SYSTEM = ("system", "developer")
 
 
-def truncate_prompt(model: TextModel, request: GenerateRequest, most: int) -> bytes:
+class Truncated(NamedTuple):
+    ids: bytes
+    messages: Sequence[Message] = ()  # of a conversation: those that are left of it
+
+
+def truncate_prompt(model: TextModel, request: GenerateRequest, most: int) -> Truncated:
     """Ids of at most `most` tokens for a request whose prompt is longer.
 
     System messages and the last message stay, and as many of the turns before it as fit; what is kept of them begins
-    with a user's message. Of a last message that does not fit alone the end is kept."""
+    with a user's message. Of a last message that does not fit alone the end is kept, unless it has images: then
+    ContextExceeded is raised."""
     if request.messages is None or request.context_ids:
-        return _cut(build_prompt(model, request).ids, most)
+        return Truncated(_cut(build_prompt(model, request).ids, most))
     system = [message for message in request.messages if message.role in _SYSTEM]
     turns = [message for message in request.messages if message.role not in _SYSTEM] or [system.pop()]
     starts = [n for n, message in enumerate(turns) if message.role == "user" and n] or [len(turns) - 1]
@@ -30,8 +38,16 @@ def truncate_prompt(model: TextModel, request: GenerateRequest, most: int) -> by
             high = middle
         else:
             low = middle + 1
-    ids = _encode(model, request, [*system, *turns[starts[low] :]])
-    return ids if count(ids) <= most else _cut_last(model, request, [*system, turns[-1]], most)
+    kept = [*system, *turns[starts[low] :]]
+    ids = _encode(model, request, kept)
+    if count(ids) <= most:
+        return Truncated(ids, kept)
+    if turns[-1].n_media:
+        raise ContextExceeded(
+            f"the last message and its images do not fit into {most} tokens: send fewer or smaller images",
+            param="messages",
+        )
+    return Truncated(_cut_last(model, request, [*system, turns[-1]], most))
 
 
 def _encode(model: TextModel, request: GenerateRequest, messages: Sequence[Message]) -> bytes:

@@ -36,6 +36,11 @@ class Target:
         return self.kind in TRANSLATED
 
     @property
+    def fetches_images(self) -> bool:
+        """True if the server fetches images behind https: URLs. A server of the operator must not."""
+        return self.takes_any_field and self.kind != "gemini"
+
+    @property
     def provider_access(self) -> Access:
         """The access to the provider whose model this is."""
         assert self.access is not None, "only a provider's model has one"

@@ -1,5 +1,6 @@
 """Requests to upstream servers, and the canonical request as the body of a chat or text completion."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
@@ -86,7 +87,7 @@ def body_of(request: GenerateRequest, kind: str) -> dict[str, Any]:
     """All fields but the model; `messages` are encoded already."""
     fields: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
     if request.messages is not None:
-        fields["messages"] = msgspec.Raw(msgspec.json.encode([_message(message) for message in request.messages]))
+        fields["messages"] = msgspec.Raw(msgspec.json.encode(_messages(request.messages)))
     else:
         fields["prompt"] = request.prompt if request.prompt is not None else tokens.unpack(request.prompt_ids or b"")
     if request.suffix is not None:
@@ -114,9 +115,28 @@ def _refuse_prompt_report(request: GenerateRequest) -> None:
         raise Unsupported(f"{what} is supported for models of this server's own engines", param=name)
 
 
+def _messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The messages in OpenAI's form. A result of a tool is text there: its images follow as a message of the user,
+    after all results of the turn, which belong together."""
+    made: list[dict[str, Any]] = []
+    shown: list[ContentPart] = []
+    for message in (*messages, None):
+        if shown and (message is None or message.role != "tool"):
+            made.append({"role": "user", "content": [_part(part) for part in shown]})
+            shown = []
+        if message is None:
+            break
+        made.append(_message(message))
+        if message.role == "tool" and message.n_media:
+            name = message.tool_call_id or message.name or "a tool"
+            shown.append(ContentPart("text", f"Images in the result of {name}:"))
+            shown += (part for part in message.parts if part.kind == "image")
+    return made
+
+
 def _message(message: Message) -> dict[str, Any]:
     made: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.n_media:
+    if message.n_media and message.role != "tool":
         made["content"] = [_part(part) for part in message.content_parts]
     if message.name is not None:
         made["name"] = message.name
@@ -137,7 +157,8 @@ def _part(part: ContentPart) -> dict[str, Any]:
     if part.kind == "text":
         return {"type": "text", "text": part.value}
     if part.kind == "image":
-        return {"type": "image_url", "image_url": {"url": part.value}}
+        detail = {"detail": part.detail} if part.detail else {}
+        return {"type": "image_url", "image_url": {"url": part.value, **detail}}
     if part.kind == "file":
         return {"type": "file", "file": {"file_data": part.value, "filename": part.name}}
     mime, data = split_data_url(part.value, "messages")

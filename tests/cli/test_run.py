@@ -1,5 +1,6 @@
 """`emberline run`, `ps` and `bench` against a fake server."""
 
+import base64
 import json
 import os
 import time
@@ -11,6 +12,7 @@ from emberline.cli.run import split_words
 from emberline.protocol.errors import BadInput
 from tests.cli.console import Terminal, emberline
 from tests.cli.fake_server import MODEL, FakeServer
+from tests.images.files import encoded, picture
 
 
 def test_prompt_from_arguments(tmp_path: Path, fake_server: FakeServer) -> None:
@@ -30,6 +32,42 @@ def test_prompt_with_a_document_on_stdin(tmp_path: Path, fake_server: FakeServer
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Summarise:\n\na long text"},
     ]
+
+
+def test_images_come_before_the_prompt(tmp_path: Path, fake_server: FakeServer) -> None:
+    pixels, other = encoded(picture(4, 4)), encoded(picture(4, 4), "JPEG")
+    (tmp_path / "a.png").write_bytes(pixels)
+    (tmp_path / "b.jpg").write_bytes(other)
+    words = (
+        "run",
+        "--port",
+        fake_server.port,
+        "--image",
+        tmp_path / "a.png",
+        "--image",
+        tmp_path / "b.jpg",
+        "compare them",
+    )
+    done = emberline(*map(str, words), home=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    urls = [
+        f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+        for kind, data in (("png", pixels), ("jpeg", other))
+    ]
+    assert fake_server.chats[0]["messages"] == [
+        {
+            "role": "user",
+            "content": [
+                *({"type": "image_url", "image_url": {"url": url}} for url in urls),
+                {"type": "text", "text": "compare them"},
+            ],
+        }
+    ]
+    (tmp_path / "c.txt").write_text("hello")
+    for name, why in (("c.txt", "is no PNG"), ("d.png", "cannot be read")):
+        done = emberline("run", "--port", fake_server.port, "--image", str(tmp_path / name), "hi there", home=tmp_path)
+        assert (done.returncode, why in done.stderr) == (1, True), done.stderr
+    assert len(fake_server.chats) == 1
 
 
 NAMES = ["smollm2", "smollm2-135m", "gemma-3-270m", "@cf/test/model"]

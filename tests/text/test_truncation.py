@@ -26,7 +26,7 @@ def test_the_oldest_turns_leave_first(name: str) -> None:
     model = family(name)
     whole = build_prompt(model, request_of(*TURNS)).n_ids
     for most in (whole - 1, whole // 2):
-        ids = truncate_prompt(model, request_of(*TURNS), most)
+        ids = truncate_prompt(model, request_of(*TURNS), most).ids
         kept = next(n for n in range(2, 10, 2) if build_prompt(model, request_of(*TURNS[n:])).n_ids <= most)
         assert ids == build_prompt(model, request_of(*TURNS[kept:])).ids
 
@@ -35,7 +35,7 @@ def test_the_system_message_stays_and_of_a_long_question_the_end() -> None:
     model = family("chatml")
     question = Message("user", " ".join(f"word{n}" for n in range(400)) + " What is it?")
     messages = (Message("system", "Be kind."), *TURNS[:2], question)
-    ids = truncate_prompt(model, request_of(*messages), 80)
+    ids = truncate_prompt(model, request_of(*messages), 80).ids
     assert count(ids) == 80
     detokenizer = model.detokenizer(b"")
     text = detokenizer.push(unpack(ids)) + detokenizer.finish()
@@ -53,6 +53,6 @@ def test_the_system_message_stays_and_of_a_long_question_the_end() -> None:
 def test_a_prompt_never_has_more_tokens(messages: list[tuple[str, str]], most: int) -> None:
     model = family("chatml")
     request = request_of(*(Message(role, text) for role, text in messages))  # type: ignore[arg-type]
-    assert count(truncate_prompt(model, request, most)) <= most
+    assert count(truncate_prompt(model, request, most).ids) <= most
     raw = GenerateRequest(id="r", model="m", prompt="".join(text for _, text in messages) or "x")
-    assert count(truncate_prompt(model, raw, most)) <= most
+    assert count(truncate_prompt(model, raw, most).ids) <= most

@@ -115,8 +115,8 @@ async def test_ollamas_images_reach_the_server(api: ApiClient) -> None:
     assert answer.json()["message"]["content"]
     (sent,) = api.bench.standins["a"].requests
     assert sent["messages"][0]["content"] == [
-        {"type": "text", "text": "What is this?"},
         {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0K"}},
+        {"type": "text", "text": "What is this?"},
     ]
 
 

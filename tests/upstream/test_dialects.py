@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from emberline.protocol.errors import BadInput, Unsupported
@@ -21,6 +22,7 @@ from emberline.upstream.dialects.anthropic import AnthropicReader, message_reque
 from emberline.upstream.dialects.event_reader import MAX_CALLS, ChunkEditor, EventReader
 from emberline.upstream.dialects.gemini import GeminiReader, content_request
 from emberline.upstream.dialects.sse import MalformedLine, StreamError
+from emberline.upstream.upstream_request import body_of
 
 KEPT = {"cache_control": {"type": "ephemeral"}}
 SIGNED = {"extra_content": {"google": {"thought_signature": "sig"}}}
@@ -184,3 +186,25 @@ def test_what_cannot_be_a_reply_blames_the_provider() -> None:
         AnthropicReader(9).feed(ANTHROPIC[0] + ANTHROPIC[-1])
     with pytest.raises(StreamError, match="Overloaded"):
         AnthropicReader(9).feed(event(type="error", error={"type": "overloaded_error", "message": "Overloaded"}))
+
+
+def test_images_of_tool_results_follow_as_a_message_of_the_user() -> None:
+    """OpenAI's results of tools are text. Results of one turn belong together, so their images come after all."""
+    image = ContentPart("image", "data:image/png;base64,AA==", detail="low")
+    calls = (ToolCall("a", "shot", "{}"), ToolCall("b", "shot", "{}"))
+    turns = (
+        Message("user", "Look"),
+        Message("assistant", "", tool_calls=calls),
+        Message("tool", "first", tool_call_id="a", parts=(ContentPart("text", "first"), image)),
+        Message("tool", "second", tool_call_id="b"),
+        Message("user", "Well?"),
+    )
+    messages = msgspec.json.decode(body_of(asked(*turns), "openai")["messages"])
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool", "tool", "user", "user"]
+    assert (messages[2]["content"], messages[3]["content"]) == ("first", "second")
+    assert messages[4]["content"] == [
+        {"type": "text", "text": "Images in the result of a:"},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA==", "detail": "low"}},
+    ]
+    last = msgspec.json.decode(body_of(asked(*turns[:3]), "openai")["messages"])
+    assert last[-1]["content"][1]["image_url"]["detail"] == "low"

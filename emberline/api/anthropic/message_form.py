@@ -8,7 +8,7 @@ import msgspec
 from emberline.api.anthropic.message_request import SIGNATURE, CountRequest, MessagesRequest
 from emberline.api.anthropic.upstream_passthrough import forward_message
 from emberline.api.common.form import Form
-from emberline.api.common.response_body import cost_field, drafts_field, json_arguments, tiers_field
+from emberline.api.common.response_body import cost_field, drafts_field, images_field, json_arguments, tiers_field
 from emberline.api.http.body import read_wire
 from emberline.api.http.errors import Dialect, HeaderList, error_body
 from emberline.api.http.exchange import HttpExchange, Reply, encode, json_reply
@@ -53,6 +53,8 @@ def _usage_body(usage: Usage) -> Json:
         **cost_field(usage),
         **drafts_field(usage),
     }
+    if usage.image_tokens:
+        body["input_tokens_details"] = images_field(usage)
     if usage.reasoning_tokens:
         body["output_tokens_details"] = {"thinking_tokens": usage.reasoning_tokens}
     return body

@@ -8,6 +8,7 @@ from msgspec import Meta
 
 from emberline.api.common.chat_fields import Effort, Thinking
 from emberline.api.common.chat_messages import join_text
+from emberline.api.common.image_parts import FileId, image_from_base64, image_from_file, image_from_url
 from emberline.api.common.response_format import RequestedFormat
 from emberline.api.common.sampling_fields import (
     Probability,
@@ -64,6 +65,32 @@ class OnlyTextBlock(msgspec.Struct):
     cache_control: CacheControl | None = None
 
 
+class Base64Source(msgspec.Struct, tag_field="type", tag="base64"):
+    data: str
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"] | None = None
+
+
+class UrlSource(msgspec.Struct, tag_field="type", tag="url"):
+    url: str
+
+
+class FileSource(msgspec.Struct, tag_field="type", tag="file"):
+    file_id: FileId
+
+
+class ImageBlock(msgspec.Struct, tag_field="type", tag="image"):
+    source: Base64Source | UrlSource | FileSource
+    cache_control: CacheControl | None = None
+
+    def part(self, field: str) -> ContentPart:
+        marks, source = _marks(self.cache_control), self.source
+        if isinstance(source, Base64Source):
+            return image_from_base64(source.data, f"{field}.source.data", marks)
+        if isinstance(source, UrlSource):
+            return image_from_url(source.url, f"{field}.source.url", marks=marks)
+        return image_from_file(source.file_id, marks=marks)
+
+
 class ToolUse(msgspec.Struct, tag_field="type", tag="tool_use"):
     id: str
     name: str
@@ -73,7 +100,7 @@ class ToolUse(msgspec.Struct, tag_field="type", tag="tool_use"):
 
 class ToolResult(msgspec.Struct, tag_field="type", tag="tool_result"):
     tool_use_id: str
-    content: str | list[OnlyTextBlock] | None = None
+    content: str | list[TextBlock | ImageBlock] | None = None
     is_error: bool | None = None
     cache_control: CacheControl | None = None
 
@@ -97,7 +124,7 @@ class RedactedThinking(msgspec.Struct, tag_field="type", tag="redacted_thinking"
 
 class TurnMessage(msgspec.Struct):
     role: Literal["user", "assistant", "system"]
-    content: str | list[TextBlock | ToolUse | ToolResult | ThinkingBlock | RedactedThinking]
+    content: str | list[TextBlock | ImageBlock | ToolUse | ToolResult | ThinkingBlock | RedactedThinking]
 
 
 class AnthropicMetadata(msgspec.Struct):
@@ -262,7 +289,7 @@ def _canonical_messages(
     """The canonical messages. `last_marks` are those of the body itself, which Anthropic applies to its last block."""
     messages: list[MessageAndField] = []
     if system:
-        messages.append((Message("system", _text(system), parts=_parts(system)), "system"))
+        messages.append((Message("system", _text(system), parts=_parts(system, "system")), "system"))
     for number, turn in enumerate(turns):
         messages += _turn_messages(turn, f"messages[{number}]")
     if last_marks:
@@ -275,11 +302,18 @@ def _marks(control: CacheControl | None) -> Marks:
     return {} if control is None else {"cache_control": msgspec.to_builtins(control)}
 
 
-def _parts(content: str | Sequence[TextBlock | OnlyTextBlock]) -> tuple[ContentPart, ...]:
-    """The texts as parts, if some are marked: then their joined text does not say everything."""
-    if isinstance(content, str) or all(block.cache_control is None for block in content):
+def _parts(content: str | Sequence[TextBlock | OnlyTextBlock | ImageBlock], field: str) -> tuple[ContentPart, ...]:
+    """The content as parts, if it has images or marks: otherwise its joined text says everything."""
+    if isinstance(content, str) or all(
+        block.cache_control is None and not isinstance(block, ImageBlock) for block in content
+    ):
         return ()
-    return tuple(ContentPart("text", block.text, marks=_marks(block.cache_control)) for block in content)
+    return tuple(
+        block.part(f"{field}[{at}]")
+        if isinstance(block, ImageBlock)
+        else ContentPart("text", block.text, marks=_marks(block.cache_control))
+        for at, block in enumerate(content)
+    )
 
 
 def _turn_messages(turn: TurnMessage, field: str) -> list[MessageAndField]:
@@ -288,13 +322,13 @@ def _turn_messages(turn: TurnMessage, field: str) -> list[MessageAndField]:
         return [(Message(turn.role, turn.content), field)]
     messages: list[MessageAndField] = []
     calls: list[ToolCall] = []
-    texts: list[TextBlock] = []
+    said: list[TextBlock | ImageBlock] = []
     thinking: list[str] = []
     signed: list[ThinkingBlock | RedactedThinking] = []
     for number, block in enumerate(turn.content):
         block_field = f"{field}.content[{number}]"
-        if isinstance(block, TextBlock):
-            texts.append(block)
+        if isinstance(block, TextBlock) or (isinstance(block, ImageBlock) and turn.role == "user"):
+            said.append(block)
         elif isinstance(block, ThinkingBlock):
             thinking.append(block.thinking)
             if block.is_signed:
@@ -303,37 +337,43 @@ def _turn_messages(turn: TurnMessage, field: str) -> list[MessageAndField]:
             if isinstance(block.data, str):
                 signed.append(block)
         elif isinstance(block, ToolResult) and turn.role == "user":
-            messages.append((_result(block), block_field))
+            messages.append((_result(block, block_field), block_field))
         elif isinstance(block, ToolUse) and turn.role == "assistant":
             arguments = msgspec.json.encode(block.input).decode()
             calls.append(ToolCall(block.id, block.name, arguments, _marks(block.cache_control)))
-        elif isinstance(block, ToolResult | ToolUse):
+        elif isinstance(block, ToolResult | ToolUse | ImageBlock):
             raise BadInput(f"`{block_field}` is not allowed in a turn of the {turn.role}", param=block_field)
-    if texts or calls or not messages:
+    if said or calls or not messages:
         marks: Marks = {"thinking_blocks": msgspec.to_builtins(signed)} if signed else {}
-        said = Message(
+        own = Message(
             turn.role,
-            join_text([block.text for block in texts]),
+            _text(said),
             tool_calls=tuple(calls),
             reasoning=join_text(thinking) or None,
-            parts=_parts(texts),
+            parts=_parts(said, f"{field}.content"),
             marks=marks,
         )
-        messages.append((said, field))
+        messages.append((own, field))
     return messages
 
 
-def _result(block: ToolResult) -> Message:
+def _result(block: ToolResult, field: str) -> Message:
     """A tool result. Chat templates have no failed results, so the text says it. A mark within it is one of the whole:
     providers keep what comes before."""
-    text = _text(block.content or "")
+    within = block.content if isinstance(block.content, list) else []
+    text, parts = _text(block.content or ""), _parts(within, f"{field}.content")
+    controls = [block.cache_control, *(each.cache_control for each in reversed(within))]
+    if not any(isinstance(each, ImageBlock) for each in within):
+        parts = ()
     if block.is_error:
         text = f"Error: {text}" if text else "Error"
-    within = block.content if isinstance(block.content, list) else []
-    controls = [block.cache_control, *(each.cache_control for each in reversed(within))]
+        parts = (ContentPart("text", "Error: "), *parts) if parts else ()
     control = next((each for each in controls if each is not None), None)
-    return Message("tool", text, tool_call_id=block.tool_use_id, marks=_marks(control))
+    parts = tuple(msgspec.structs.replace(part, marks={}) for part in parts)
+    return Message("tool", text, tool_call_id=block.tool_use_id, parts=parts, marks=_marks(control))
 
 
-def _text(content: str | list[OnlyTextBlock]) -> str:
-    return content if isinstance(content, str) else join_text([block.text for block in content])
+def _text(content: str | Sequence[TextBlock | OnlyTextBlock | ImageBlock]) -> str:
+    if isinstance(content, str):
+        return content
+    return join_text([block.text for block in content if not isinstance(block, ImageBlock)])

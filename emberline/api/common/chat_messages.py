@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from emberline.api.common.image_parts import Detail, image_from_url
 from emberline.api.common.unsupported_fields import NotDocumented, ProviderMark
 from emberline.protocol.errors import BadInput, Unsupported
 from emberline.protocol.request import ContentPart, Marks, Message, ToolCall
@@ -20,20 +21,25 @@ class RefusalContent(msgspec.Struct, tag_field="type", tag="refusal"):
     refusal: str
 
 
-class ImageContent(msgspec.Struct, tag_field="type", tag="image_url"):
-    image_url: str | dict[str, Any] | None = None
-    cache_control: Any = None
+class ImageUrl(msgspec.Struct):
+    url: str
+    detail: Detail | None = None
 
-    def part(self) -> ContentPart | None:
-        url = self.image_url.get("url") if isinstance(self.image_url, dict) else self.image_url
-        return ContentPart("image", url if isinstance(url, str) else "", marks=marks(self))
+
+class ImageContent(msgspec.Struct, tag_field="type", tag="image_url"):
+    image_url: str | ImageUrl
+    cache_control: ProviderMark = None
+
+    def part(self, field: str) -> ContentPart:
+        given = self.image_url if isinstance(self.image_url, ImageUrl) else ImageUrl(self.image_url)
+        return image_from_url(given.url, f"{field}.image_url", given.detail, marks(self))
 
 
 class FileContent(msgspec.Struct, tag_field="type", tag="file"):
     file: dict[str, Any] | None = None
     cache_control: Any = None
 
-    def part(self) -> ContentPart | None:
+    def part(self, field: str) -> ContentPart | None:
         file = self.file or {}
         data, name = file.get("file_data"), file.get("filename")
         if not isinstance(data, str) or not data:
@@ -44,7 +50,7 @@ class FileContent(msgspec.Struct, tag_field="type", tag="file"):
 class AudioContent(msgspec.Struct, tag_field="type", tag="input_audio"):
     input_audio: dict[str, Any] | None = None
 
-    def part(self) -> ContentPart | None:
+    def part(self, field: str) -> ContentPart | None:
         audio = self.input_audio or {}
         data, form = audio.get("data"), audio.get("format")
         if not isinstance(data, str) or not isinstance(form, str):
@@ -55,7 +61,7 @@ class AudioContent(msgspec.Struct, tag_field="type", tag="input_audio"):
 class VideoContent(msgspec.Struct, tag_field="type", tag="video_url"):
     video_url: Any = None
 
-    def part(self) -> ContentPart | None:
+    def part(self, field: str) -> ContentPart | None:
         return None
 
 
@@ -63,7 +69,8 @@ NO_PARTS: tuple[ContentPart, ...] = ()
 TextPart = TextContent | RefusalContent
 # Parts that our engines refuse; upstream servers and providers may take them. `part` returns None for what no provider
 # could be sent.
-MediaPart = ImageContent | FileContent | AudioContent | VideoContent
+ProviderPart = FileContent | AudioContent | VideoContent
+MediaPart = ImageContent | ProviderPart
 
 
 class AnyContent(msgspec.Struct):
@@ -72,7 +79,7 @@ class AnyContent(msgspec.Struct):
     type: str = "text"
     text: str | None = None
     refusal: str | None = None
-    image_url: str | dict[str, Any] | None = None
+    image_url: str | ImageUrl | None = None
     file: dict[str, Any] | None = None
     input_audio: dict[str, Any] | None = None
     cache_control: Any = None
@@ -83,7 +90,7 @@ class AnyContent(msgspec.Struct):
             case "text" | "refusal":
                 return TextContent(self.text or self.refusal or "", self.cache_control)
             case "image_url":
-                return ImageContent(self.image_url, self.cache_control)
+                return ImageContent(self.image_url or "", self.cache_control)
             case "file":
                 return FileContent(self.file, self.cache_control)
             case "input_audio":
@@ -109,7 +116,7 @@ class ToolCallField(msgspec.Struct, kw_only=True):
 
 class ChatMessage(msgspec.Struct, kw_only=True):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[TextPart | Annotated[MediaPart, NotDocumented]] | None = None
+    content: str | list[TextPart | ImageContent | Annotated[ProviderPart, NotDocumented]] | None = None
     name: str | None = None
     tool_calls: list[ToolCallField] | None = None
     function_call: CalledFunction | None = None  # from clients that use the deprecated `functions`
@@ -133,7 +140,8 @@ def marks(field: Any, *names: str) -> Marks:
 
 
 def canonical_messages(messages: Sequence[ChatMessage], takes_media: bool = False) -> tuple[Message, ...]:
-    """Convert messages. Media are refused unless `takes_media`; then a message keeps all its parts as they came."""
+    """Convert messages. Media other than images are refused unless `takes_media`; then a message keeps all its parts as
+    they came."""
     if not messages:
         raise BadInput("`messages` is empty; send at least one message", param="messages")
     matcher = _ResultMatcher()
@@ -210,12 +218,16 @@ def _content(
     """The text of a list of parts, and the parts, unless the text says everything."""
     parts: list[ContentPart] = []
     for number, part_given in enumerate(given):
-        one = part_given.typed(f"{field}[{number}]") if isinstance(part_given, AnyContent) else part_given
-        if isinstance(one, MediaPart):
-            kind, where = str(one.__struct_config__.tag), f"{field}[{number}].type"
+        where = f"{field}[{number}]"
+        one = part_given.typed(where) if isinstance(part_given, AnyContent) else part_given
+        if isinstance(one, ImageContent):
+            parts.append(one.part(where))
+        elif isinstance(one, ProviderPart):
+            kind, where = str(one.__struct_config__.tag), f"{where}.type"
             if not takes_media:
-                raise BadInput(f"`{where}` has the value {kind!r}, which is not supported; only text is", param=where)
-            if (part := one.part()) is None:
+                message = f"`{where}` has the value {kind!r}, which is not supported; only text and images are"
+                raise BadInput(message, param=where)
+            if (part := one.part(where)) is None:
                 raise Unsupported(f"`{where}`: such a {kind!r} cannot be sent to this model's server", param=where)
             parts.append(part)
         elif isinstance(one, TextContent):
@@ -223,4 +235,5 @@ def _content(
         else:
             parts.append(ContentPart("text", one.refusal))
     text = join_text([part.value for part in parts if part.kind == "text"])
-    return text, tuple(parts) if takes_media or any(part.marks for part in parts) else ()
+    says_all = not takes_media and all(part.kind == "text" and not part.marks for part in parts)
+    return text, () if says_all else tuple(parts)

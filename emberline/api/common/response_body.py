@@ -24,7 +24,11 @@ def usage_body(usage: Usage) -> dict[str, Any]:
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.total_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens, **tiers_field(usage, "cached_tokens")},
+        "prompt_tokens_details": {
+            "cached_tokens": usage.cached_tokens,
+            **tiers_field(usage, "cached_tokens"),
+            **images_field(usage),
+        },
         "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         **cost_field(usage),
         **drafts_field(usage),
@@ -49,6 +53,11 @@ def tiers_field(usage: Usage, name: str) -> dict[str, Any]:
     """Cached tokens by tier of the KV cache, for the field beside `name`. Empty if all were on the device."""
     tiers = usage.cached_below_device
     return {f"{name}_by_tier": tiers} if tiers else {}
+
+
+def images_field(usage: Usage) -> dict[str, Any]:
+    """Tokens of the prompt that stand for images. Empty if it has none."""
+    return {"image_tokens": usage.image_tokens} if usage.image_tokens else {}
 
 
 def logprobs_body(tokens: list[TextLogprob]) -> dict[str, Any]:

@@ -4,12 +4,14 @@ Any model can answer.
 """
 
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from emberline.api.common.form import AnswerForm
+from emberline.api.common.image_parts import image_from_base64, image_from_url
 from emberline.api.common.response_body import json_arguments
 from emberline.api.common.sampling_fields import (
     Penalty,
@@ -39,6 +41,7 @@ from emberline.protocol.events import (
     Usage,
 )
 from emberline.protocol.request import (
+    ContentPart,
     GenerateRequest,
     Marks,
     Message,
@@ -68,20 +71,34 @@ class FunctionCall(_Struct, frozen=True):
     id: str | None = None
 
 
+class Blob(_Struct, frozen=True):
+    mime_type: str
+    data: str
+    display_name: str | None = None
+
+
+class FileData(_Struct, frozen=True):
+    file_uri: str
+    mime_type: str | None = None
+
+
+class ResponsePart(_Struct, frozen=True):
+    """A picture in a function's response."""
+
+    inline_data: Blob
+
+
 class FunctionResponse(_Struct, frozen=True):
     name: str
     response: Json = {}
     id: str | None = None
-
-
-class Blob(_Struct, frozen=True):
-    mime_type: str
-    data: str
+    parts: list[ResponsePart] = []
 
 
 class Part(_Struct, frozen=True):
     text: str | None = None
     inline_data: Blob | None = None
+    file_data: FileData | None = None
     function_call: FunctionCall | None = None
     function_response: FunctionResponse | None = None
     thought: bool = False
@@ -159,7 +176,9 @@ class GenerateContent(_Struct, frozen=True):
 
     def to_request(self, model: str, request_id: str, session: str | None) -> tuple[GenerateRequest, FieldNames]:
         """The canonical request."""
-        messages = [] if self.system_instruction is None else [_said("system", self.system_instruction.parts, "system")]
+        messages: list[Message] = []
+        if self.system_instruction is not None:
+            messages.append(_said("system", list(enumerate(self.system_instruction.parts)), "systemInstruction"))
         for number, content in enumerate(self.contents):
             messages += _messages(content, f"contents[{number}]")
         config, found = self.generation_config or GenerationConfig(), self._toolset()
@@ -202,19 +221,44 @@ def _lower(schema: Any) -> Any:
 
 def _messages(content: Content, field: str) -> list[Message]:
     """The results of functions, each a message, and what else was said."""
-    answers = [part.function_response for part in content.parts if part.function_response is not None]
-    others = [part for part in content.parts if part.function_response is None]
-    messages = [
-        Message("tool", encode(one.response).decode(), one.name, tool_call_id=one.id or one.name) for one in answers
-    ]
-    return [*messages, *([_said("assistant" if content.role == "model" else "user", others, field)] if others else [])]
+    results: list[Message] = []
+    others: list[tuple[int, Part]] = []
+    for number, part in enumerate(content.parts):
+        if part.function_response is None:
+            others.append((number, part))
+        else:
+            results.append(_result(part.function_response, f"{field}.parts[{number}].functionResponse"))
+    role: MessageRole = "assistant" if content.role == "model" else "user"
+    return [*results, *([_said(role, others, field)] if others else [])]
 
 
-def _said(role: MessageRole, parts: list[Part], field: str) -> Message:
-    if any(part.inline_data is not None for part in parts):
-        raise Unsupported(f"`{field}` has `inlineData`, which is not supported; only text is", param=field)
-    text = "".join(part.text or "" for part in parts if part.function_call is None and not part.thought)
-    return Message(role, text, tool_calls=tuple(_tool_call(part) for part in parts if part.function_call is not None))
+def _result(given: FunctionResponse, field: str) -> Message:
+    text = encode(given.response).decode()
+    images = [_image(part.inline_data, f"{field}.parts[{at}]") for at, part in enumerate(given.parts)]
+    parts = (ContentPart("text", text), *images) if images else ()
+    return Message("tool", text, given.name, tool_call_id=given.id or given.name, parts=parts)
+
+
+def _said(role: MessageRole, given: Sequence[tuple[int, Part]], field: str) -> Message:
+    parts: list[ContentPart] = []
+    for number, part in given:
+        where = f"{field}.parts[{number}]"
+        if part.inline_data is not None:
+            parts.append(_image(part.inline_data, f"{where}.inlineData"))
+        elif part.file_data is not None:
+            parts.append(image_from_url(part.file_data.file_uri, f"{where}.fileData.fileUri"))
+        elif part.text is not None and part.function_call is None and not part.thought:
+            parts.append(ContentPart("text", part.text))
+    text = "".join(part.value for part in parts if part.kind == "text")
+    calls = tuple(_tool_call(part) for _, part in given if part.function_call is not None)
+    has_images = any(part.kind == "image" for part in parts)
+    return Message(role, text, tool_calls=calls, parts=tuple(parts) if has_images else ())
+
+
+def _image(given: Blob, field: str) -> ContentPart:
+    if not given.mime_type.startswith("image/"):
+        raise Unsupported(f"`{field}` is {given.mime_type[:64]!r}; only text and images are supported", param=field)
+    return image_from_base64(given.data, field)
 
 
 def _tool_call(part: Part) -> ToolCall:

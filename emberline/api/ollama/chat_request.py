@@ -7,6 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from emberline.api.common.chat_messages import ChatMessage, ToolCallField, canonical_messages
+from emberline.api.common.image_parts import image_from_base64
 from emberline.api.common.sampling_fields import (
     Penalty,
     Probability,
@@ -40,8 +41,6 @@ _DURATION = rf"^-?({_NUMBER}|({_NUMBER}(ns|us|µs|ms|s|m|h)){{1,6}})$"
 _PART = re.compile(rf"({_NUMBER})(ns|us|µs|ms|s|m|h|$)")
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
 _FOREVER_S = 1e9  # and longer
-
-_IMAGES = {"iVBOR": "png", "/9j/": "jpeg", "R0lGOD": "gif", "UklGR": "webp"}  # by how their base64 begins
 
 KeepAlive = float | Annotated[str, Meta(pattern=_DURATION)]
 
@@ -283,15 +282,8 @@ class OllamaPull(msgspec.Struct, kw_only=True):
 
 
 def _with_images(message: Message, images: list[str] | None, field: str) -> Message:
-    """Add images, which come as bare base64. Their first bytes tell what they are."""
+    """Add images, which come as bare base64, before the text: there Ollama has them in the prompt."""
     if not images:
         return message
-    media = [ContentPart("image", _data_url(image, field)) for image in images]
-    return msgspec.structs.replace(message, parts=(ContentPart("text", message.content), *media))
-
-
-def _data_url(image: str, field: str) -> str:
-    kind = next((kind for begin, kind in _IMAGES.items() if image.startswith(begin)), None)
-    if kind is None or not image.isascii():
-        raise BadInput(f"`{field}` must be PNG, JPEG, GIF or WebP images in base64", param=field)
-    return f"data:image/{kind};base64,{image}"
+    media = [image_from_base64(image, f"{field}[{number}]") for number, image in enumerate(images)]
+    return msgspec.structs.replace(message, parts=(*media, ContentPart("text", message.content)))

@@ -39,13 +39,15 @@ class _RawInput(msgspec.Struct):
 
 
 class _Submission(msgspec.Struct):
-    """The inputs for the queue in a body. The values of each are limited when it is read, as a line of a batch."""
+    """The parts of a body that do not count for the limit on its values: inputs for the queue, which are limited when
+    each is read, as a line of a batch, and the bytes of an image."""
 
     requests: msgspec.Raw = msgspec.Raw()
+    image: msgspec.Raw = msgspec.Raw()
 
     @property
     def max_values(self) -> int:
-        return MAX_VALUES + n_separators(bytes(self.requests))
+        return MAX_VALUES + n_separators(bytes(self.requests)) + n_separators(bytes(self.image))
 
 
 class _UniversalSubmission(msgspec.Struct):

@@ -7,6 +7,7 @@ from msgspec import Meta
 
 from emberline.api.common.chat_fields import ChatFields
 from emberline.api.common.chat_messages import ChatMessage, canonical_messages
+from emberline.api.common.image_parts import image_from_array
 from emberline.api.common.sampling_fields import SpeculationField
 from emberline.api.common.unsupported_fields import UnsupportedField, unsupported
 from emberline.api.http.errors import FieldNames
@@ -16,6 +17,10 @@ from emberline.protocol.request import GenerateRequest, Message, session_name
 from emberline.service.validation import MAX_REPETITION_PENALTY, MAX_TEMPERATURE
 
 DEFAULT_TEMPERATURE = 0.6
+
+
+_BYTES = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 255}}
+ImageField = Annotated[msgspec.Raw, Meta(extra_json_schema={"anyOf": [{"type": "string"}, _BYTES]})]
 
 
 class RunOptions(msgspec.Struct):
@@ -28,6 +33,7 @@ class RunRequest(ChatFields, kw_only=True):
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
     raw: bool | None = None
+    image: ImageField = msgspec.field(default_factory=msgspec.Raw)  # of the prompt, or of the user's last message
     # The ranges that Cloudflare documents.
     temperature: Annotated[float, Meta(ge=0, le=MAX_TEMPERATURE)] | None = None
     top_p: Annotated[float, Meta(ge=0.001, le=1)] | None = None
@@ -45,6 +51,10 @@ class RunRequest(ChatFields, kw_only=True):
         """True if the body submits to the queue or polls it."""
         queued = self.options is not None and bool(self.options.queue_request)
         return queued or self.requests is not None or self.request_id is not None
+
+    @property
+    def has_image(self) -> bool:
+        return bytes(self.image) not in (b"", b"null", b'""', b"[]")
 
     def to_request(self, request_id: str, session: str | None, model: str) -> tuple[GenerateRequest, FieldNames]:
         """Make the canonical request. `session` is the session id from the headers, `model` is named by the path."""
@@ -76,12 +86,24 @@ class RunRequest(ChatFields, kw_only=True):
         if self.messages is not None:
             if self.raw:
                 raise BadInput("`raw` needs `prompt`: messages always go through the chat template", param="raw")
-            return canonical_messages(self.messages), None
+            return self._with_image(canonical_messages(self.messages)), None
         if self.raw:
-            if self.tools:
-                raise BadInput("`tools` need the chat template, which `raw` leaves out", param="tools")
+            for name, is_given in (("tools", bool(self.tools)), ("image", self.has_image)):
+                if is_given:
+                    raise BadInput(f"`{name}` needs the chat template, which `raw` leaves out", param=name)
             return None, self.prompt
-        return (Message("user", self.prompt or ""),), None
+        return self._with_image((Message("user", self.prompt or ""),)), None
+
+    def _with_image(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        """The messages with `image`, if there is one, at the beginning of the user's last."""
+        if not self.has_image:
+            return messages
+        image = image_from_array(self.image, "image")
+        at = max((at for at, message in enumerate(messages) if message.role == "user"), default=-1)
+        if at < 0:
+            raise BadInput("`image` needs a message of the user", param="image")
+        asked = msgspec.structs.replace(messages[at], parts=(image, *messages[at].content_parts))
+        return (*messages[:at], asked, *messages[at + 1 :])
 
 
 class UniversalRequest(msgspec.Struct):

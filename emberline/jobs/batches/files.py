@@ -12,6 +12,7 @@ import msgspec
 from emberline.jobs.batches.blobs import Blobs
 from emberline.jobs.limits import QueueLimits
 from emberline.protocol.errors import NotFound, TooLarge
+from emberline.protocol.sizes import format_limit
 from emberline.store import Database, Query, Transaction, Value
 from emberline.store.database import decode_row
 
@@ -110,6 +111,13 @@ class FileStore:
 
     def content(self, file: File) -> AsyncGenerator[bytes, None]:
         return self._blobs.stream(file.blob)
+
+    async def read(self, account: str, file_id: str, max_bytes: int) -> bytes:
+        """The whole content of a file. Raises NotFound, or TooLarge if it has more bytes."""
+        file = await self.get(account, file_id)
+        if file.n_bytes > max_bytes:
+            raise TooLarge(f"the file {file_id} is larger than {format_limit(max_bytes)}", param="file_id")
+        return await self._blobs.get(file.blob)
 
     async def delete(self, account: str, file_id: str) -> bool:
         """Delete a file. Returns True if there was one. The blob is collected once nothing refers to it."""

@@ -62,7 +62,9 @@ def read_usage(usage: dict[str, Any]) -> Usage:
         return make_usage(prompt, read, token_count(usage.get("output_tokens")), reasoning)
     cached = token_count(details.get("cached_tokens")) if isinstance(details, dict) else 0
     reasoning = token_count(reasoned.get("reasoning_tokens")) if isinstance(reasoned, dict) else 0
-    return make_usage(prompt, cached, output, reasoning)
+    found = make_usage(prompt, cached, output, reasoning)
+    found.image_tokens = token_count(details.get("image_tokens")) if isinstance(details, dict) else 0
+    return found
 
 
 def write_cached(usage: dict[str, Any], cached: int) -> None:

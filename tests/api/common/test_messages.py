@@ -77,13 +77,33 @@ def test_parts_and_marks_are_kept_in_order() -> None:
     )
 
 
-@pytest.mark.parametrize("part", [*PARTS[1:5], {"type": "video_url", "video_url": {"url": "data:,"}}])
+@pytest.mark.parametrize("part", [*PARTS[3:5], {"type": "video_url", "video_url": {"url": "data:,"}}])
 def test_media_are_refused_where_only_text_is_taken(part: dict[str, object]) -> None:
     messages = decoded({"role": "user", "content": [PARTS[5], part]})
     with pytest.raises(BadInput) as refused:
         canonical_messages(messages)
     assert refused.value.param == "messages[0].content[1].type"
-    assert refused.value.message.endswith("is not supported; only text is")
+    assert refused.value.message.endswith("is not supported; only text and images are")
+
+
+def test_images_keep_their_place_and_detail() -> None:
+    detailed = {"type": "image_url", "image_url": {"url": "https://example.org/b.png", "detail": "low"}}
+    (message,) = canonical_messages(decoded({"role": "user", "content": [PARTS[2], PARTS[0], detailed, PARTS[5]]}))
+    assert (message.content, message.n_media) == ("See:\nNo.", 2)
+    assert message.parts == (
+        ContentPart("image", "data:image/png;base64,AA=="),
+        ContentPart("text", "See:", marks={"cache_control": KEPT}),
+        ContentPart("image", "https://example.org/b.png", detail="low"),
+        ContentPart("text", "No."),
+    )
+
+
+@pytest.mark.parametrize("url", ["", "file:///etc/passwd", "ftp://a/b", "data:text/html;base64,AA==", "file-id:file-1"])
+def test_other_urls_of_images_are_refused(url: str) -> None:
+    messages = decoded({"role": "user", "content": [PARTS[5], {"type": "image_url", "image_url": {"url": url}}]})
+    with pytest.raises(BadInput, match="https://") as refused:
+        canonical_messages(messages)
+    assert refused.value.param == "messages[0].content[1].image_url"
 
 
 def test_a_message_of_plain_text_is_stored_as_before() -> None:

@@ -240,18 +240,18 @@ async def test_bad_values(client: httpx.AsyncClient, fields: dict[str, Any]) -> 
 
 
 async def test_images(client: httpx.AsyncClient, service: FakeService) -> None:
-    """They reach the request as data URLs; whether the model takes any is for its server to say."""
+    """They reach the request as data URLs, before the text; whether the model takes any is for its server to say."""
     message = {"role": "user", "content": "What is this?", "images": ["iVBORw0K", "/9j/4AAQ"]}
     await post(client, "/api/chat", CHAT | {"messages": [message], "stream": False})
     await post(client, "/api/generate", PROMPT | {"images": ["UklGRg=="], "stream": False})
     chat, prompt = service.requests
     urls = ("data:image/png;base64,iVBORw0K", "data:image/jpeg;base64,/9j/4AAQ")
     text = ContentPart("text", "What is this?")
-    assert (chat.messages or ())[0].parts == (text, *(ContentPart("image", url) for url in urls))
-    assert (prompt.messages or ())[0].parts[1:] == (ContentPart("image", "data:image/webp;base64,UklGRg=="),)
+    assert (chat.messages or ())[0].parts == (*(ContentPart("image", url) for url in urls), text)
+    assert (prompt.messages or ())[0].parts[:1] == (ContentPart("image", "data:image/webp;base64,UklGRg=="),)
     for fields in ({"images": ["aGk="]}, {"images": ["http://127.0.0.1/a.png"]}, {"images": ["iVBOR"], "raw": True}):
         answer = await client.post("/api/generate", json=PROMPT | fields)
-        assert (answer.status_code, "`images`" in answer.json()["error"]) == (400, True)
+        assert (answer.status_code, "`images" in answer.json()["error"]) == (400, True)
 
 
 async def test_an_unknown_model(client: httpx.AsyncClient) -> None:

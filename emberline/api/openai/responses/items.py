@@ -7,14 +7,15 @@ from typing import Any, Literal
 
 import msgspec
 
+from emberline.api.common.image_parts import Detail, FileId, image_from_file, image_from_url
 from emberline.api.http.decode_errors import explain
 from emberline.protocol.errors import BadInput, Unsupported
-from emberline.protocol.request import Message, ToolCall
+from emberline.protocol.request import ContentPart, Message, ToolCall
 
 SEAL = "ember1."  # prefix of `encrypted_content`: reasoning or a summary, which the client stores and sends back
 CUSTOM_ARGUMENT = "input"  # the argument of the function that represents a custom tool
 _OWN_ID = re.compile(r"[a-z]+_([0-9a-f]{32})_[io][0-9]+")
-_NOT_TEXT = frozenset({"input_image", "input_file", "input_audio", "computer_screenshot"})
+_NOT_READ = frozenset({"input_file", "input_audio", "input_video", "computer_screenshot"})
 
 
 class InputText(msgspec.Struct, tag_field="type", tag="input_text"):
@@ -23,6 +24,19 @@ class InputText(msgspec.Struct, tag_field="type", tag="input_text"):
 
 class PlainText(msgspec.Struct, tag_field="type", tag="text"):
     text: str
+
+
+class InputImage(msgspec.Struct, tag_field="type", tag="input_image", omit_defaults=True):
+    image_url: str | None = None
+    file_id: FileId | None = None
+    detail: Detail | None = None
+
+    def part(self, field: str) -> ContentPart:
+        if (self.image_url is None) == (self.file_id is None):
+            raise BadInput(f"`{field}` needs either an `image_url` or a `file_id`", param=field)
+        if self.file_id is not None:
+            return image_from_file(self.file_id, self.detail)
+        return image_from_url(self.image_url, f"{field}.image_url", self.detail)
 
 
 class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
@@ -47,7 +61,8 @@ class ReasoningText(msgspec.Struct, tag_field="type", tag="reasoning_text"):
     text: str
 
 
-ContentPart = InputText | PlainText | OutputText | Refusal | SummaryText | ReasoningText
+TextContent = InputText | PlainText | OutputText | Refusal | SummaryText | ReasoningText
+Content = TextContent | InputImage
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -55,7 +70,7 @@ class MessageItem(msgspec.Struct, tag_field="type", tag="message", kw_only=True)
     id: str | None = None
     role: Literal["user", "assistant", "system", "developer"]
     status: Status | None = "completed"
-    content: str | list[ContentPart] | None = None
+    content: str | list[Content] | None = None
     # Labels of an agent's own: kept with the item, without effect on the prompt.
     phase: Literal["commentary", "final_answer"] | msgspec.UnsetType | None = msgspec.UNSET
 
@@ -92,7 +107,7 @@ class CustomToolCall(msgspec.Struct, tag_field="type", tag="custom_tool_call", k
 class FunctionCallOutput(msgspec.Struct, tag_field="type", tag="function_call_output", kw_only=True):
     id: str | None = None
     call_id: str
-    output: str | list[ContentPart]
+    output: str | list[Content]
     status: Status | None = "completed"
 
 
@@ -102,8 +117,8 @@ class CustomToolCallOutput(FunctionCallOutput, tag="custom_tool_call_output", kw
 
 class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning", kw_only=True):
     id: str | None = None
-    summary: list[ContentPart] | None = []
-    content: list[ContentPart] | None = None
+    summary: list[TextContent] | None = []
+    content: list[TextContent] | None = None
     encrypted_content: str | None = None
     status: Status | None = None
 
@@ -205,9 +220,10 @@ def to_messages(items: Sequence[Item], fields: Sequence[str]) -> tuple[list[Mess
                 raise BadInput(
                     f"`{field}` answers no call: there is none with the id {item.call_id[:80]!r}", param=field
                 )
-            message = Message("tool", _text(item.output, "\n"), tool_call_id=item.call_id)
+            parts = _parts(item.output, f"{field}.output")
+            message = Message("tool", _text(item.output, "\n"), tool_call_id=item.call_id, parts=parts)
         elif isinstance(item, MessageItem) and item.role != "assistant":
-            message = Message(item.role, item.text)
+            message = Message(item.role, item.text, parts=_parts(item.content, f"{field}.content"))
         elif isinstance(item, CompactionItem):
             if not item.encrypted_content.startswith(SEAL):
                 problem = f"`{field}` was compacted by another server, and only that one can read it: send its items"
@@ -252,16 +268,27 @@ def _typed(raw: dict[str, Any], field: str) -> dict[str, Any]:
     for name in ("content", "output"):
         parts = raw.get(name)
         for i, part in enumerate(parts if isinstance(parts, list) else ()):
-            if isinstance(part, dict) and part.get("type") in _NOT_TEXT:
+            if isinstance(part, dict) and part.get("type") in _NOT_READ:
                 where = f"{field}.{name}[{i}]"
-                raise Unsupported(f"`{where}`: {part['type']} is not supported, only text is", param=f"{where}.type")
+                message = f"`{where}`: {part['type']} is not supported, only text and images are"
+                raise Unsupported(message, param=f"{where}.type")
     return {**raw, "type": kind}
 
 
-def _text(content: str | Sequence[ContentPart] | None, separator: str = "") -> str:
+def _text(content: str | Sequence[Content] | None, separator: str = "") -> str:
     if isinstance(content, str) or content is None:
         return content or ""
-    return separator.join(part.text for part in content)
+    return separator.join(part.text for part in content if not isinstance(part, InputImage))
+
+
+def _parts(content: str | Sequence[Content] | None, field: str) -> tuple[ContentPart, ...]:
+    """The content as canonical parts, if it has images: otherwise its text says everything."""
+    if isinstance(content, str) or content is None or not any(isinstance(part, InputImage) for part in content):
+        return ()
+    return tuple(
+        part.part(f"{field}[{at}]") if isinstance(part, InputImage) else ContentPart("text", part.text)
+        for at, part in enumerate(content)
+    )
 
 
 def _assistant_message(item: Item) -> Message:

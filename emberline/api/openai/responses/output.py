@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from emberline.api.common.response_body import cost_field, drafts_field, logprobs_body, tiers_field
+from emberline.api.common.response_body import cost_field, drafts_field, images_field, logprobs_body, tiers_field
 from emberline.api.http.errors import Dialect, FieldNames, codes
 from emberline.api.http.sse import EventEncoder, named_event, random_padding
 from emberline.api.openai.responses.items import Status, item_id, seal
@@ -260,6 +260,7 @@ def usage_body(usage: Usage) -> Json:
             "cached_tokens": usage.cached_tokens,
             **tiers_field(usage, "cached_tokens"),
             "cache_write_tokens": 0,
+            **images_field(usage),
         },
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},

@@ -542,9 +542,14 @@ async def test_hosted_tools_when_none_may_be_called(client: httpx.AsyncClient, s
         ({"input": None}, "input", "empty"),
         ({"input": [{"role": "user"}, {"role": "robot", "content": ""}]}, "input[1].role", "robot"),
         (
-            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            {"input": [{"role": "user", "content": [{"type": "input_file"}]}]},
             "input[0].content[0].type",
-            "input_image",
+            "input_file",
+        ),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0].content[0]",
+            "file_id",
         ),
         ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0].type", "web_search_call"),
         ({"input": [{"type": "function_call", "call_id": "a", "name": "f"}]}, "input[0].arguments", "missing"),
