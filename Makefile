@@ -3,13 +3,22 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 export PYTHON TORCH
 
-.PHONY: help serve test test-all test-touched lint test-gpu cluster-test agents clients pages peers observability soak bench guard lock clean
+.PHONY: help serve install release docs test test-all test-touched lint test-gpu cluster-test agents clients pages peers observability soak bench guard lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
 
 serve: ## set up and serve the default model on 127.0.0.1:8686
 	@scripts/serve $(ARGS)
+
+install: ## set up, and put `emberline` on the PATH (~/.local/bin, or BIN=…)
+	@scripts/install
+
+release: ## build the sdist and wheels into dist/, and check them in clean environments of the Pythons here
+	@scripts/release $(ARGS)
+
+docs: ## build the documentation site into build/site; ARGS=serve shows it while you write
+	@scripts/docs $(ARGS)
 
 test: ## style, types, tests
 	@scripts/test $(ARGS)

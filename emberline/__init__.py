@@ -1,3 +1,3 @@
 """Emberline: an inference platform for agents that you run on your own machines."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -29,7 +29,7 @@ TOP_FOLDERS = {path.rpartition("/")[2] for path in PATHS if path.count("/") == p
 CODE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 ACTIONS = (
-    "bounds|plan|init|credential|up|down|members|drain|undrain|leave|list|delete|logs|stat|purge|export|import|train|"
+    "install|uninstall|bounds|plan|init|credential|up|down|members|drain|undrain|leave|list|delete|logs|stat|purge|export|import|train|"
     "submit|status|results|cancel|ls|create|limit|rotate|revoke|disable|enable|add|show|alias|rm|set|history"
 )
 COMMAND = re.compile(rf"\bemberline ({'|'.join(COMMANDS)})\b( (?:{ACTIONS})\b)?([^`\n#|]*)")

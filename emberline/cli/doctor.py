@@ -157,7 +157,8 @@ def compiler() -> DoctorCheck:
             f"{error}; the slower PyTorch path is used",
             "install a C compiler (Debian, Ubuntu: apt install gcc libc6-dev)",
         )
-    return DoctorCheck("cpu kernels", "ok", f"compiled, {library}")
+    origin = "of the package" if library.parent == native_library.PREBUILT else "compiled"
+    return DoctorCheck("cpu kernels", "ok", f"{origin}, {library}")
 
 
 def pip() -> DoctorCheck:

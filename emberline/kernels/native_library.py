@@ -1,6 +1,8 @@
-"""The C kernels as a library, which is compiled for this host's processor once, into a cache.
+"""The C kernels as a library: one that came with the package and fits this processor, else one that is compiled here
+once, into a cache.
 
-The sources compile in seconds, and compiling here lets them use every instruction the processor has. The cache key
+Wheels bring a library for each processor level, so that a machine needs no compiler. A source tree has none, and the
+sources compile in seconds. The cache key
 covers everything that determines the result, so a changed processor, compiler or source never loads a stale library.
 Its name can be predicted, so nothing is loaded that another user could have written: neither file nor folder.
 """
@@ -17,10 +19,35 @@ import tempfile
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
+from typing import NamedTuple
 
 SOURCES = Path(__file__).parent / "cpu"
+PREBUILT = Path(__file__).parent / "prebuilt"
 FLAGS = ("-O3", "-std=gnu11", "-pthread", "-fno-strict-aliasing", "-fno-math-errno", "-fPIC", "-shared", "-Wno-psabi")
 
+
+class ProcessorLevel(NamedTuple):
+    """A set of instructions that a prebuilt library needs."""
+
+    name: str  # of the library's file
+    machine: str  # as `uname -m` has it
+    flags: frozenset[str]  # of /proc/cpuinfo
+    target: str  # the compiler's name for it: zig's -mcpu
+
+
+# The best first.
+LEVELS = (
+    ProcessorLevel(
+        "x86_64-v4-vnni",
+        "x86_64",
+        frozenset("avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni avx2 fma f16c bmi2".split()),
+        "x86_64_v4+avx512vnni",
+    ),
+    ProcessorLevel("x86_64-v3", "x86_64", frozenset("avx2 fma f16c bmi2".split()), "x86_64_v3"),
+    ProcessorLevel(
+        "aarch64-v8.2", "aarch64", frozenset("asimddp asimdhp fphp".split()), "generic+v8_2a+dotprod+fullfp16"
+    ),
+)
 
 _log = logging.getLogger(__name__)
 
@@ -89,11 +116,24 @@ def _processor() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
 
 
+def prebuilt_path(folder: Path = PREBUILT) -> Path | None:
+    """The best library of the package that this processor runs. Returns None if there is none."""
+    if not folder.is_dir() or os.environ.get("EMBERLINE_KERNEL_BUILD") == "native":
+        return None
+    flags = set(_processor().replace("\t", " ").split())
+    fitting = (level for level in LEVELS if level.machine == platform.machine() and level.flags <= flags)
+    paths = (folder / f"{level.name}.so" for level in fitting)
+    return next((path for path in paths if path.is_file()), None)
+
+
 def library_path(target: str | None = None) -> Path:
-    """Path of the library for `target`, a compiler flag (default: this processor). Compiles the library if missing.
+    """Path of the library for `target`, a compiler flag (default: this processor, for which the package may have one).
+    Compiles the library if missing.
 
     Raises BuildError if the library cannot be compiled.
     """
+    if target is None and (prebuilt := prebuilt_path()) is not None:
+        return prebuilt
     cc, target = compiler(), target or _target_flag()
     version = subprocess.run([cc, "--version"], capture_output=True, text=True, check=False).stdout
     key = blake2b(digest_size=12)
