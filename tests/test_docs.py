@@ -19,7 +19,7 @@ from tests.test_architecture import ALLOWED
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "UPGRADING.md", "SECURITY.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
     *(ROOT / folder / "README.md" for folder in ("benchmarks", "examples", "deploy", "deploy/kubernetes")),
 ]
