@@ -40,12 +40,14 @@ LEVELS = (
     ProcessorLevel(
         "x86_64-v4-vnni",
         "x86_64",
-        frozenset("avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni avx2 fma f16c bmi2".split()),
+        frozenset(
+            ["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni", "avx2", "fma", "f16c", "bmi2"]
+        ),
         "x86_64_v4+avx512vnni",
     ),
-    ProcessorLevel("x86_64-v3", "x86_64", frozenset("avx2 fma f16c bmi2".split()), "x86_64_v3"),
+    ProcessorLevel("x86_64-v3", "x86_64", frozenset(["avx2", "fma", "f16c", "bmi2"]), "x86_64_v3"),
     ProcessorLevel(
-        "aarch64-v8.2", "aarch64", frozenset("asimddp asimdhp fphp".split()), "generic+v8_2a+dotprod+fullfp16"
+        "aarch64-v8.2", "aarch64", frozenset(["asimddp", "asimdhp", "fphp"]), "generic+v8_2a+dotprod+fullfp16"
     ),
 )
 
