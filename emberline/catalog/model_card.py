@@ -15,6 +15,7 @@ from emberline.protocol.price import Price
 from emberline.protocol.request import SamplingDefaults
 from emberline.weights.checkpoint import open_checkpoint
 from emberline.weights.gguf import GGUFFile
+from emberline.weights.image_settings import read_image_processor
 from emberline.weights.model_config import BadCheckpoint
 from emberline.weights.summary import summarize
 from emberline.weights.task_config import task_of
@@ -292,7 +293,9 @@ def describe(path: Path, model_id: str, aliases: tuple[str, ...], source: ModelS
         fingerprint=checkpoint.fingerprint,
         sampling=read_sampling(path),
         capabilities=Capabilities(
-            output_dimensions=config.hidden_size if task.task == "embed" else 0, max_input_tokens=task.max_len or 0
+            vision=read_image_processor(path) is not None,
+            output_dimensions=config.hidden_size if task.task == "embed" else 0,
+            max_input_tokens=task.max_len or 0,
         ),
     )
     checkpoint.close()

@@ -208,6 +208,8 @@ class Pipeline:
         clients = self._upstream.clients
         if isinstance(task, RelayRequest):
             sent = task.make(target, task.id)
+            if sent.task is not None:
+                sent.task = await self._inlined(sent.task, target, work.principal)
             if task.canonical is not None and target.card.id in self._upstream.texts:
                 with suppress(EmberlineError):  # not all that its server takes can be rendered here
                     sent.route = await self._upstream.with_token_keys(sent.route, task.canonical(), target)

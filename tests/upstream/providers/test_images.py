@@ -1,0 +1,113 @@
+"""Images through every API to every provider: the provider gets the same picture in its own form."""
+
+import base64
+import json
+from typing import Any
+
+import pytest
+
+from emberline.images.decoders import MEMORY_BYTES, ImageDecoders
+from emberline.images.request_images import RequestImages
+from emberline.images.sources import ImageLimits, ImageSources
+from emberline.net.egress_policy import EgressPolicy
+from emberline.supervisor.sandbox.confinement import Confinement
+from emberline.supervisor.sandbox.launcher import Launcher
+from tests.images.files import encoded, picture
+from tests.net.test_http_fetch import body, site
+from tests.upstream.providers.conftest import Opener, StartProvider, configured
+
+FILE = encoded(picture(6, 4))
+PNG = base64.b64encode(FILE).decode()
+URL = f"data:image/png;base64,{PNG}"
+MODELS = {"openai": "openai/gpt-test", "anthropic": "anthropic/claude-opus-5", "gemini": "gemini/gemini-3-pro"}
+TEXT = "What is this?"
+
+Json = dict[str, Any]
+
+
+def chat(model: str) -> tuple[str, Json]:
+    content = [{"type": "text", "text": TEXT}, {"type": "image_url", "image_url": {"url": URL}}]
+    return "/v1/chat/completions", {"model": model, "messages": [{"role": "user", "content": content}]}
+
+
+def responses(model: str) -> tuple[str, Json]:
+    content = [{"type": "input_text", "text": TEXT}, {"type": "input_image", "image_url": URL}]
+    return "/v1/responses", {"model": model, "input": [{"role": "user", "content": content}]}
+
+
+def responses_tool(model: str) -> tuple[str, Json]:
+    call = {"type": "function_call", "call_id": "c", "name": "shot", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_image", "image_url": URL}]}
+    return "/v1/responses", {"model": model, "input": [{"role": "user", "content": TEXT}, call, result]}
+
+
+def messages(model: str) -> tuple[str, Json]:
+    source = {"type": "base64", "media_type": "image/png", "data": PNG}
+    content = [{"type": "text", "text": TEXT}, {"type": "image", "source": source}]
+    return "/v1/messages", {"model": model, "max_tokens": 9, "messages": [{"role": "user", "content": content}]}
+
+
+def messages_tool(model: str) -> tuple[str, Json]:
+    source = {"type": "base64", "media_type": "image/png", "data": PNG}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "image", "source": source}]}
+    turns = [
+        {"role": "user", "content": TEXT},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "shot", "input": {}}]},
+        {"role": "user", "content": [result]},
+    ]
+    return "/v1/messages", {"model": model, "max_tokens": 9, "messages": turns}
+
+
+def run(model: str) -> tuple[str, Json]:
+    return f"/client/v4/accounts/local/ai/run/{model}", {"prompt": TEXT, "image": list(FILE)}
+
+
+def ollama(model: str) -> tuple[str, Json]:
+    return "/api/chat", {"model": model, "messages": [{"role": "user", "content": TEXT, "images": [PNG]}]}
+
+
+APIS = (chat, responses, responses_tool, messages, messages_tool, run, ollama)
+
+
+def images_in(sent: Any) -> list[str]:
+    """Base64 of all images in a provider's body, whatever its form."""
+    text = json.dumps(sent)
+    return [PNG] * text.count(PNG)
+
+
+@pytest.fixture
+def images() -> RequestImages:
+    """Images may be fetched from loopback."""
+    decoders = ImageDecoders(Launcher(Confinement(memory_bytes=MEMORY_BYTES)).start, 1)
+    return RequestImages(ImageSources(EgressPolicy(("127.0.0.0/8",)), ImageLimits()), decoders)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+async def test_an_image_of_any_api_reaches_any_provider(
+    gateway: Opener, provider_server: StartProvider, images: RequestImages, kind: str
+) -> None:
+    server = await provider_server(kind, text="A picture.")
+    made = await gateway(configured(kind, server), images=images)
+    for write in APIS:
+        path, given = write(MODELS[kind])
+        answer = await made.post(path, given)
+        assert answer.status_code == 200, f"{write.__name__}: {answer.text}"
+        assert images_in(server.requests[-1]) == [PNG], write.__name__
+        assert TEXT in json.dumps(server.requests[-1]), write.__name__
+
+
+@pytest.mark.parametrize("kind", ["anthropic", "gemini"])
+async def test_a_url_is_the_providers_to_fetch_or_ours(
+    gateway: Opener, provider_server: StartProvider, images: RequestImages, kind: str
+) -> None:
+    """Anthropic fetches images; to Gemini goes the image itself."""
+    server = await provider_server(kind, text="A picture.")
+    made = await gateway(configured(kind, server), images=images)
+    async with site(body(FILE)) as found:
+        content = [{"type": "text", "text": TEXT}, {"type": "image_url", "image_url": {"url": found.url()}}]
+        given = {"model": MODELS[kind], "messages": [{"role": "user", "content": content}]}
+        answer = await made.post("/v1/chat/completions", given)
+        assert answer.status_code == 200, answer.text
+        assert len(found.heads) == (kind == "gemini")
+        assert (found.url() in json.dumps(server.requests[-1])) == (kind != "gemini")
+        assert images_in(server.requests[-1]) == ([PNG] if kind == "gemini" else [])
