@@ -39,6 +39,7 @@ ALLOWED = {
         "upstream",
     },
     "gateway": {"accounts", "balancer", "catalog", "net", "protocol", "service", "store", "telemetry", "upstream"},
+    "predictor": {"engine", "protocol", "supervisor"},
     "supervisor": {"balancer", "engine", "protocol"},
     "simulator": {"balancer", "engine", "kv", "protocol", "supervisor"},
     "jobs": {"accounts", "net", "protocol", "service", "store", "telemetry"},

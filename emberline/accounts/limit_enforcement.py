@@ -174,5 +174,11 @@ def _worst_case_pico(request: RouteRequest, price: Price | None, name: str) -> i
             )
         n_output = 0
     return price.worst_case_pico(
-        request.most_input_tokens, n_output, request.priority, images=request.images, audio_ms=request.max_audio_ms
+        request.most_input_tokens,
+        n_output,
+        request.priority,
+        images=request.images,
+        audio_ms=request.max_audio_ms,
+        compute_ms=request.max_compute_ms,
+        predictions=request.predictions,
     )

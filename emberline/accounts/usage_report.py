@@ -26,7 +26,7 @@ OTHER = "other"  # the value of every dimension in that row
 _COLUMN_OF = {"key": "key_id"}
 _COUNTS = (
     *("n_requests", "n_failed", "n_cancelled", "n_unpriced", "input_tokens", "cached_tokens", "output_tokens"),
-    *("reasoning_tokens", "images", "audio_ms", "session_cached_tokens"),
+    *("reasoning_tokens", "images", "audio_ms", "session_cached_tokens", "compute_ms", "predictions"),
 )
 _AMOUNTS = ("cost_pico", "discount_pico", "session_discount_pico")
 _SUMS = ", ".join(
@@ -68,6 +68,8 @@ class ReportRow(msgspec.Struct, frozen=True, kw_only=True):
     images: int
     audio_ms: int
     session_cached_tokens: int  # of requests that named a session
+    compute_ms: int  # of predictors
+    predictions: int
     cost_pico: int
     discount_pico: int  # what cached input would have cost more
     session_discount_pico: int  # the part of it in requests that named a session, which affinity keeps on one worker
@@ -87,6 +89,8 @@ class ReportRow(msgspec.Struct, frozen=True, kw_only=True):
             "reasoning_tokens": self.reasoning_tokens,
             "images": self.images,
             "audio_seconds": format_amount(self.audio_ms, 1000),
+            "predictions": self.predictions,
+            "compute_seconds": format_amount(self.compute_ms, 1000),
             "cost": format_amount(self.cost_pico) if is_priced else None,
             "cache_savings": format_amount(self.discount_pico),
             "affinity_tokens": self.session_cached_tokens,

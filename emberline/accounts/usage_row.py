@@ -6,7 +6,7 @@ from typing import Literal
 import msgspec
 
 from emberline.protocol.events import Usage
-from emberline.protocol.price import Price
+from emberline.protocol.price import UNITS, Price
 from emberline.protocol.route_request import RouteRequest
 from emberline.store import Query
 
@@ -38,6 +38,8 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     cost_pico: int | None = None  # 10⁻¹² of the currency; None: no price, which is not zero
     discount_pico: int = 0  # what cached input would have cost more
     lease: str = ""  # of its budgets, in which its cost was reserved
+    compute_ms: int = 0  # of a predictor
+    predictions: int = 0
 
     @property
     def cached_tokens(self) -> int:
@@ -62,8 +64,7 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             input_tokens=self.input_tokens,
             cached_tokens=self.cached_tokens,
             output_tokens=self.output_tokens,
-            images=self.images,
-            audio_ms=self.audio_ms,
+            **{unit.counted: getattr(self, unit.counted) for unit in UNITS.values()},
         )
 
 
@@ -93,6 +94,8 @@ def usage_row(
         finished_us=finished_us,
         images=usage.images or (request.images if usage.prompt_tokens else 0),
         audio_ms=usage.audio_ms,
+        compute_ms=usage.compute_ms,
+        predictions=usage.predictions,
         api=request.api,
         session="" if request.affinity is None else session_digest(request.affinity),
         lease=lease,

@@ -28,6 +28,7 @@ SPEECH_RECOGNITION = "Automatic Speech Recognition"
 TEXT_TO_SPEECH = "Text-to-Speech"  # this and those below: of providers
 TEXT_TO_IMAGE = "Text-to-Image"
 TEXT_TO_VIDEO = "Text-to-Video"
+PREDICTION = "Prediction"  # of predictors, whatever they predict
 
 MODEL_ID = r"@?[A-Za-z0-9][A-Za-z0-9._:+-]*(/[A-Za-z0-9][A-Za-z0-9._:+-]*)*"  # ids and aliases, at most 256 characters
 
@@ -86,7 +87,19 @@ class PathSource(msgspec.Struct, frozen=True, tag="path"):
     path: str
 
 
-ModelSource = WheelSource | HubSource | PathSource
+class CogSource(msgspec.Struct, frozen=True, tag="cog"):
+    """A predictor that a user pushed: a version, and the JSON Schemas of its input and output."""
+
+    version: int
+    digest: str
+    input: dict[str, Any]
+    output: dict[str, Any]
+    streams: bool = False
+    slots: int = 1
+    max_predict_ms: int = 600_000  # after which a prediction is ended
+
+
+ModelSource = WheelSource | HubSource | PathSource | CogSource
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -123,6 +136,11 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     def defaults(self) -> SamplingDefaults:
         """For requests that leave sampling parameters out."""
         return self.sampling or SamplingDefaults()
+
+    @property
+    def predictor(self) -> CogSource | None:
+        """The predictor that a user pushed, if the model is one."""
+        return self.source if isinstance(self.source, CogSource) else None
 
     @property
     def uuid(self) -> str:
@@ -172,6 +190,7 @@ TASKS: tuple[CatalogRow, ...] = (
     _task(TEXT_TO_SPEECH, "Turn text into spoken audio."),
     _task(TEXT_TO_IMAGE, "Make an image from a text prompt."),
     _task(TEXT_TO_VIDEO, "Make a video from a text prompt."),
+    _task(PREDICTION, "Run a model that a user brought along, on inputs of its own schema."),
 )
 
 

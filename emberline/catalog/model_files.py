@@ -6,7 +6,7 @@ import msgspec
 
 from emberline.catalog.model_card import ModelCard, is_built_in
 from emberline.protocol.errors import BadInput
-from emberline.protocol.frames import EngineInfo
+from emberline.protocol.frames import EngineInfo, predictor_info
 from emberline.text.template_renderer import LocalRenderer, RendererFactory
 from emberline.text.text_encoder import TextEncoder
 from emberline.text.text_model import TextModel
@@ -17,6 +17,10 @@ from emberline.weights.task_config import task_of
 from emberline.weights.whisper_files import CONTEXT_LEN, WhisperFiles, read_whisper
 
 
+class PredictorFiles(msgspec.Struct, frozen=True):
+    """Stands for the tokenizer of a predictor, which has none."""
+
+
 class ModelFiles(msgspec.Struct, frozen=True):
     """A model on this machine: the GGUF file or the Hugging Face folder."""
 
@@ -24,12 +28,14 @@ class ModelFiles(msgspec.Struct, frozen=True):
     path: str
 
 
-Tokenizer = TextModel | TextEncoder | WhisperFiles
+Tokenizer = TextModel | TextEncoder | WhisperFiles | PredictorFiles
 
 
 def read_text(files: ModelFiles, foreign: RendererFactory = LocalRenderer) -> Tokenizer:
     """The model's tokenizer, and its chat template if it generates. `foreign` runs the chat template of a model that is
     not of the built-in catalog. Raises BadInput for a model that cannot be served."""
+    if files.card.predictor is not None:
+        return PredictorFiles()
     try:
         task = task_of(Path(files.path))
         if task.task == "transcribe":
@@ -43,6 +49,8 @@ def read_text(files: ModelFiles, foreign: RendererFactory = LocalRenderer) -> To
 
 def read_info(files: ModelFiles) -> EngineInfo:
     """What an engine would tell of the model. Its context may turn out smaller: the KV cache has to hold it."""
+    if (predictor := files.card.predictor) is not None:
+        return predictor_info(files.card.id, predictor.digest, predictor.slots)
     try:
         if task_of(Path(files.path)).task == "transcribe":
             return whisper_info(files.card.id, read_whisper(Path(files.path)))

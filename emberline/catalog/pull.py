@@ -13,6 +13,7 @@ from emberline.catalog.integrity import record_pulled
 from emberline.catalog.model_card import (
     BUILT_IN,
     TEXT_GENERATION,
+    CogSource,
     HubSource,
     ModelCard,
     PathSource,
@@ -62,6 +63,8 @@ def _pull_card(card: ModelCard, store: ModelStore, report: ReportProgress | None
             return store.place(_as_described(card, path), str(path))
     if isinstance(source, HubSource):
         return _pull_hub(source, card, store, report)
+    if isinstance(source, CogSource):
+        raise ModelNotFound(f"{card.id} is a predictor: `emberline push DIR` makes it from its project")
     with store.lock():
         entry = store.find(card.id)  # another process may have pulled it while we waited
         if entry is not None:

@@ -16,6 +16,7 @@ from typing import Any
 from emberline import log
 from emberline.cli import common
 from emberline.cli.log_file import follow, lines_backward, log_path
+from emberline.predictor.versions import OWNER, PredictorVersions
 from emberline.protocol.errors import NotFound
 
 LEVELS = ("debug", "info", "warning", "error")
@@ -28,12 +29,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-n", "--lines", type=int, metavar="N", help=f"the last N matching lines (default {N_LINES}; of a request all)")
     add("--request", metavar="ID", help="only lines of this request, job or trace; the beginning of its id is enough")
     add("--level", choices=LEVELS, default="debug", help="only lines of this level or above")
+    add("--model", metavar="NAME", help="what the newest version of a pushed model has printed")
     common.add_data_dir(parser)
     add("--json", action="store_true", help="print the lines as they are: JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    path = log_path(common.config_of(args).home)
+    home = common.config_of(args).home
+    if args.model:
+        return _print_predictor_log(PredictorVersions(home), args)
+    path = log_path(home)
     n_lines = args.lines if args.lines is not None else None if args.request else N_LINES
     follower = follow(path)
     if args.follow:
@@ -110,3 +115,16 @@ def _seconds(text: str) -> float:
         return calendar.timegm(time.strptime(text[:19], "%Y-%m-%dT%H:%M:%S"))
     except ValueError:
         return 0.0
+
+
+def _print_predictor_log(versions: PredictorVersions, args: argparse.Namespace) -> int:
+    """Print the end of a predictor's log."""
+    model = args.model if args.model.startswith("@") else f"{OWNER}/{args.model}"
+    known = versions.list(model)
+    if not known:
+        raise NotFound(f"no model {model} was pushed here")
+    path = versions.path(known[-1]).parent / "logs" / "log"
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    for line in lines[-(args.lines or N_LINES) :]:
+        print("".join(each if each.isprintable() or each == "\t" else "\N{REPLACEMENT CHARACTER}" for each in line))
+    return 0

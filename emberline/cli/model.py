@@ -4,6 +4,8 @@ emberline model add CARD.toml | NAME | PATH | hf:org/repo
 emberline model show NAME
 emberline model alias [NAME [MODEL[=WEIGHT] …]] [--remove]
 emberline model ls | rm MODEL
+emberline model versions NAME
+emberline model rollback NAME [VERSION]
 """
 
 import argparse
@@ -17,8 +19,11 @@ from emberline.catalog import hub
 from emberline.catalog.model_card import HubSource, ModelCard, WheelSource, describe_path
 from emberline.catalog.model_store import ModelStore, looks_like_path
 from emberline.catalog.offers import names
+from emberline.catalog.predictor_cards import publish
+from emberline.catalog.store_watch import wait_until_offered
 from emberline.cli import common, models
 from emberline.cli import http_client as client
+from emberline.predictor.versions import OWNER, PredictorVersions
 from emberline.protocol.errors import BadInput, ModelNotFound
 from emberline.server.address import ServerAddress
 
@@ -41,8 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     listing = actions.add_parser("ls", help="the models on this machine", allow_abbrev=False)
     remove = actions.add_parser("rm", help="remove models from this machine", allow_abbrev=False)
     remove.add_argument("models", nargs="+", metavar="MODEL", help="id or alias")
+    past = actions.add_parser("versions", help="the versions of a model that was pushed", allow_abbrev=False)
+    back = actions.add_parser("rollback", help="serve an earlier version of a pushed model", allow_abbrev=False)
+    for action in (past, back):
+        action.add_argument("name", metavar="NAME", help="@me/NAME, or NAME")
+    back.add_argument("version", nargs="?", type=int, metavar="VERSION", help="default: the one before")
     common.add_client_options(alias)
-    for action in (add, listing, remove):
+    for action in (add, listing, remove, past, back):
         common.add_data_dir(action)
         common.add_json(action)
 
@@ -63,6 +73,8 @@ def run(args: argparse.Namespace) -> int:
         return _add_card(store, args)
     if args.action == "show":
         return _show(store, args)
+    if args.action in ("versions", "rollback"):
+        return _versions(store, PredictorVersions(config.home), args)
     args.command = {"add": "pull"}.get(args.action, args.action)
     return models.run(args)
 
@@ -173,3 +185,28 @@ def _shares(targets: dict[str, int]) -> str:
         return next(iter(targets))
     total = sum(targets.values())
     return ", ".join(f"{model} {100 * weight / total:.3g} %" for model, weight in targets.items())
+
+
+def _versions(store: ModelStore, versions: PredictorVersions, args: argparse.Namespace) -> int:
+    """List the versions of a pushed model, or serve another one of them."""
+    model = args.name if args.name.startswith("@") else f"{OWNER}/{args.name}"
+    known = versions.list(model)
+    entry = store.find(model)
+    if not known or entry is None or entry.card.predictor is None:
+        raise ModelNotFound(f"no model {model} was pushed here: `emberline push DIR` pushes one")
+    current = entry.card.predictor.version
+    if args.action == "rollback":
+        earlier = [each.version for each in known if each.version < current]
+        if args.version is None and not earlier:
+            raise BadInput(f"{model} has no version before {current}")
+        manifest = versions.find(model, args.version if args.version is not None else earlier[-1])
+        publish(store, manifest, versions.path(manifest))
+        wait_until_offered(store.root)
+        current = manifest.version
+    rows = [{"version": each.version, "digest": each.digest, "served": each.version == current} for each in known]
+    if args.json:
+        common.print_json(rows)
+    else:
+        shown = [(str(row["version"]), str(row["digest"]), "served" if row["served"] else "") for row in rows]
+        common.print_table([("VERSION", "DIGEST", ""), *shown])
+    return 0

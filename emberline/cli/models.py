@@ -17,6 +17,7 @@ from emberline.catalog.pull import pull
 from emberline.catalog.store_watch import wait_until_offered
 from emberline.cli import common
 from emberline.engine.memory import free_host_bytes
+from emberline.predictor.versions import PredictorVersions
 from emberline.supervisor import machine
 from emberline.weights.whisper_files import LIBRARY, MISSING_LIBRARY
 
@@ -159,7 +160,10 @@ def _remove(store: ModelStore, args: argparse.Namespace) -> int:
     """A user's own file that was only linked stays where it is."""
     removed = []
     for name in args.models:
-        removed.append(store.remove(name).id)
+        card = store.remove(name)
+        if card.predictor is not None:
+            PredictorVersions(store.root.parent).remove(card.id)
+        removed.append(card.id)
         if not args.json:
             print(f"removed {removed[-1]}")
     wait_until_offered(store.root)

@@ -11,13 +11,13 @@ from typing import Any
 
 from emberline.cli import common
 from emberline.cli.admin_client import AdminApi
+from emberline.protocol.price import UNITS
 
 _AMOUNTS = (  # flag, what it is the price of
     ("--input", "a million input tokens"),
     ("--cached-input", "a million input tokens from the prefix cache (default: as --input)"),
     ("--output", "a million output tokens, reasoning included"),
-    ("--audio-second", "a second of audio"),
-    ("--image", "an image"),
+    *((f"--{name.replace('_', '-')}", unit.what) for name, unit in UNITS.items()),
     ("--neuron", "a neuron, for the header cf-ai-neurons (Workers AI: 0.000011)"),
 )
 

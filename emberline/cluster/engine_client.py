@@ -54,6 +54,7 @@ from emberline.protocol.frames import (
     decode,
     from_engine_decoder,
 )
+from emberline.protocol.prediction import PredictParams
 from emberline.protocol.request import EngineRequest, Priority, SamplingParams
 from emberline.protocol.speech import TranscribeParams
 from emberline.protocol.token_ids import pack
@@ -514,6 +515,7 @@ class _EngineLink(Link):
             priority=Priority.PRIORITY,
             encode=EncodeParams(lens=pack([_CANARY_TOKENS])) if task in ("embed", "rerank", "classify") else None,
             transcribe=TranscribeParams(audio=b"", max_audio_ms=0) if task == "transcribe" else None,
+            predict=PredictParams(input=b"") if welcome.info.predicts else None,
         )
         self.send(Submit([canary]))
 

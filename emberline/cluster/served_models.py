@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from emberline.balancer.endpoint import Endpoint
 from emberline.catalog.model_card import (
     MODEL_ID,
+    PREDICTION,
     SPEECH_RECOGNITION,
     TEXT_CLASSIFICATION,
     TEXT_EMBEDDINGS,
@@ -30,6 +31,7 @@ _MODEL_ID_CHARS = 256
 _USE = {
     TEXT_EMBEDDINGS: "ask for /v1/embeddings",
     TEXT_CLASSIFICATION: "ask for /v1/rerank, or for labels through `run`",
+    PREDICTION: "ask for /ai/run/ with the model's own inputs",
     SPEECH_RECOGNITION: "ask for /v1/audio/transcriptions",
 }
 
@@ -79,7 +81,8 @@ class ServedModels:
         self.card = self._cards.get  # returns the card of the model with an id; None if there is none
         self._served = {item.card.id: item for item in served}
         self.states: dict[str, str] = {}  # by id, of the models that the core loads and unloads
-        self._at_start = frozenset(self._served)
+        # Those keep their files while this process runs; of a predictor another version may be pushed.
+        self._at_start = frozenset(item.card.id for item in served if item.card.predictor is None)
         self._files: dict[str, ModelFiles] = {}  # of the models that are loaded on demand, or can be again, by id
         self._loading: dict[str, asyncio.Future[Served]] = {}
         self._names: dict[str, str] = {}

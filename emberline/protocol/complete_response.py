@@ -81,6 +81,7 @@ class Answer(msgspec.Struct, omit_defaults=True):
     choices: list[AnswerChoice]
     usage: Usage
     encoded: Encoded | None = None  # of a job that encoded texts; then there are no choices
+    prediction: bytes = b""  # the output of a predictor, as JSON; then there are no choices either
 
 
 MAX_DEPTH = 256  # responses in a chain of parents; a longer conversation is stored as a new root with its full input

@@ -156,6 +156,12 @@ class WorkerRemoved(Unavailable):
         self.worker = worker
 
 
+class PredictionFailed(EmberlineError):
+    """A predictor that a user brought along failed or crashed. The message is its own: it may be the input."""
+
+    kind = "prediction_failed"
+
+
 class DeadlineExceeded(EmberlineError):
     kind = "deadline_exceeded"
     caused_by_request = True
@@ -171,7 +177,7 @@ _BY_KIND: dict[str, type[EmberlineError]] = {
     for cls in (
         *(Internal, BadInput, Unsupported, TooLarge, ContextExceeded, ModelNotFound, MalformedModelId, Unauthorized),
         *(Forbidden, NotFound, Conflict, IdempotencyMismatch, Overloaded, Unavailable, DeadlineExceeded, Cancelled),
-        *(RateLimited, BudgetExceeded, BudgetReserved, NoSuchStream),
+        *(RateLimited, BudgetExceeded, BudgetReserved, NoSuchStream, PredictionFailed),
     )
 }
 

@@ -39,6 +39,8 @@ class Usage(msgspec.Struct, kw_only=True, omit_defaults=True):
     cached_by_tier: dict[str, int] = {}  # keys: "device", "host", "disk", "pool"; "pushed" by a prefill worker
     audio_ms: int = 0  # heard, or of a video made
     images: int = 0  # made
+    predictions: int = 0  # begun by a predictor
+    compute_ms: int = 0  # that a predictor took
     cost: Cost | None = None  # where the client has asked for it
     drafts: DraftUsage | None = None  # where the client has asked for it
     partial: bool = False  # True in the terminal delta of a sequence that was aborted or failed: counts so far

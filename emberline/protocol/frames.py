@@ -56,7 +56,15 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     task: Task = "generate"
     layout: Layout = Layout()  # of its ranks
     ranks: tuple[RankEndpoint, ...] = ()  # where each receives KV, if there are several
+    predicts: bool = False  # a predictor that a user brought along: it has neither tokens nor a KV cache
     images: ImageProcessor | None = None  # how the model wants images; None: it takes none
+
+
+def predictor_info(model: str, digest: str, slots: int) -> EngineInfo:
+    """Facts of a predictor's worker, which has neither tokens nor a KV cache."""
+    return EngineInfo(
+        model=model, fingerprint=digest, context_len=1, vocab_size=1, eos_ids=(), max_running=slots, predicts=True
+    )
 
 
 class TierStats(msgspec.Struct, omit_defaults=True):

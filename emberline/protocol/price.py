@@ -5,7 +5,7 @@ same number of pico-units per token, so every cost is an integer of pico-units.
 """
 
 from decimal import Decimal
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -23,6 +23,25 @@ ImageRate = Annotated[int, Meta(ge=0, le=10**9)]
 Percent = Annotated[int, Meta(ge=0, le=1000)]
 
 
+class Unit(NamedTuple):
+    """A thing that a model charges for, beside tokens."""
+
+    scale: int  # units of the rate in one unit of the currency
+    counted: str  # that a request has of it: the name of its field in a usage row
+    pico: int  # pico-units of the cost, for a rate of 1 and a count of 1
+    what: str  # that one amount is the price of
+
+
+# A new unit is a line here, a field of Price and PriceFields, and a count in Usage and UsageRow.
+UNITS = {
+    "audio_second": Unit(NANO, "audio_ms", 1, "a second of audio"),
+    "image": Unit(MICRO, "images", MICRO, "an image"),
+    "second": Unit(NANO, "compute_ms", 1, "a second that a predictor computes"),
+    "prediction": Unit(MICRO, "predictions", MICRO, "a prediction"),
+}
+TOKEN_UNITS = ("input", "cached_input", "output")  # micro-units per million tokens
+
+
 class Price(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Price of a model. A class is charged its percentage of every rate, which must be a whole number."""
 
@@ -31,6 +50,8 @@ class Price(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     output: TokenRate = 0  # reasoning included
     audio_second: SecondRate = 0  # nano-units: a minute for 0.0005 is no whole number of micro-units per second
     image: ImageRate = 0  # micro-units
+    second: SecondRate = 0  # nano-units, of a predictor's computing
+    prediction: ImageRate = 0  # micro-units
     priority: Percent = 100
     flex: Percent = 100
     batch: Percent = 100
@@ -42,7 +63,7 @@ class Price(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             raise ValueError("cached input must not cost more than input")
         for kind in ("priority", "flex", "batch"):
             percent = getattr(self, kind)
-            for name in ("input", "cached_input", "output", "audio_second", "image"):
+            for name in (*TOKEN_UNITS, *UNITS):
                 if getattr(self, name) * percent % 100:
                     raise ValueError(f"{percent} % of the price of {name} is not a whole number of its unit")
 
@@ -53,31 +74,27 @@ class Price(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         input_tokens: int = 0,
         cached_tokens: int = 0,
         output_tokens: int = 0,
-        images: int = 0,
-        audio_ms: int = 0,
+        **counts: int,
     ) -> int:
-        """In pico-units. `kind` is the class: priority, default, flex or batch; `input_tokens` include the cached."""
+        """In pico-units. `kind` is the class: priority, default, flex or batch; `input_tokens` include the cached.
+        `counts` are those of UNITS."""
         cached_tokens = min(cached_tokens, input_tokens)
-        total = (
+        total: int = (
             self.input * (input_tokens - cached_tokens)
             + self.cached_input * cached_tokens
             + self.output * output_tokens
-            + self.image * images * MICRO
-            + self.audio_second * audio_ms
+            + sum(getattr(self, name) * unit.pico * counts.pop(unit.counted, 0) for name, unit in UNITS.items())
         )
+        assert not counts, f"no unit counts {', '.join(counts)}"
         return total if kind == "default" else total * self._percent(kind) // 100
 
     def cached_discount_pico(self, kind: str, cached_tokens: int) -> int:
         """Amount that these tokens would have cost more if they had not been cached."""
         return (self.input - self.cached_input) * cached_tokens * self._percent(kind) // 100
 
-    def worst_case_pico(
-        self, input_tokens: int, max_output_tokens: int, kind: str = "default", *, images: int = 0, audio_ms: int = 0
-    ) -> int:
+    def worst_case_pico(self, input_tokens: int, max_output_tokens: int, kind: str = "default", **counts: int) -> int:
         """The most a request can cost that computes at most this much: nothing of its prompt is cached."""
-        return self.cost_pico(
-            kind, input_tokens=input_tokens, output_tokens=max_output_tokens, images=images, audio_ms=audio_ms
-        )
+        return self.cost_pico(kind, input_tokens=input_tokens, output_tokens=max_output_tokens, **counts)
 
     def neurons(self, cost_pico: int) -> str | None:
         """The cost in neurons, with two decimals, half up."""
@@ -95,24 +112,19 @@ class Price(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 Amount = Annotated[str, Meta(max_length=40)] | int | float  # of the currency: "0.60", or 0.60 as it is written
-_SCALES = {
-    "input": MICRO,
-    "cached_input": MICRO,
-    "output": MICRO,
-    "audio_second": NANO,
-    "image": MICRO,
-    "neuron": MICRO,
-}
+_SCALES = {**dict.fromkeys(TOKEN_UNITS, MICRO), **{name: unit.scale for name, unit in UNITS.items()}, "neuron": MICRO}
 
 
 class PriceFields(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A price as people write it: amounts of the currency per million tokens, second of audio, image and neuron."""
+    """A price as people write it: amounts of the currency per million tokens, per unit of UNITS, and per neuron."""
 
     input: Amount = 0
     cached_input: Amount | None = None  # None: as `input`
     output: Amount = 0
     audio_second: Amount = 0
     image: Amount = 0
+    second: Amount = 0
+    prediction: Amount = 0
     neuron: Amount = 0  # the price of one neuron, with which `cf-ai-neurons` is calculated
     priority: Percent = 100  # percent of the price, for requests of this class
     flex: Percent = 100

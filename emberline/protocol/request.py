@@ -11,6 +11,7 @@ from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.encoding import EncodeParams, Pooling
 from emberline.protocol.errors import Forbidden
 from emberline.protocol.images import ImagePlan, PromptImage
+from emberline.protocol.prediction import PredictParams
 from emberline.protocol.speech import TranscribeParams
 
 _MAX_SESSION_CHARS = 256
@@ -208,6 +209,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     truncate: bool = False  # a prompt that is too long is cut; otherwise it is refused
     context_ids: bytes = b""  # u32 little-endian: earlier turns, which end with a reply and which `messages` continue
     encode: "EncodeRequest | None" = None  # of a queued job only: these texts are encoded, and nothing is generated
+    predict: "PredictRequest | None" = None  # of a queued job only: a prediction is made, and nothing is generated
 
     @property
     def returns_prompt(self) -> bool:
@@ -255,6 +257,21 @@ class SpeechRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     deadline_s: float | None = None  # seconds from acceptance
     reject_if_busy: bool = False  # reject instead of queueing under load
     api: str = ""  # that the client used: "audio" or "run"
+
+
+class PredictRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The canonical request for a prediction of a model that a user brought along."""
+
+    id: str
+    model: str
+    input: dict[str, Any]
+    stream: bool = False  # outputs as they come, where the predictor yields them
+    session: str | None = None
+    priority: Priority = Priority.DEFAULT
+    deadline_s: float | None = None  # seconds from acceptance
+    reject_if_busy: bool = False  # reject instead of queueing under load
+    api: str = ""
+    keep_alive_s: float | None = None  # how long the model stays loaded after its last request; None: the default
 
 
 class ThinkingLimit(msgspec.Struct, frozen=True):
@@ -307,6 +324,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     encode: EncodeParams | None = None  # for an encoder: `prompt_ids` are texts to encode, and nothing is generated
     transcribe: TranscribeParams | None = None  # for a speech model: nothing but its audio is computed
     images: tuple[PromptImage, ...] = ()  # of the prompt, in its order
+    predict: PredictParams | None = None  # for a predictor
 
     @property
     def masked(self) -> bool:

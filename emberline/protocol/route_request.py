@@ -39,6 +39,8 @@ class RouteRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     max_input_tokens: int = 0  # where `input_tokens` is an estimate: it is not more than this
     max_audio_ms: int = 0  # that are transcribed at most
     images: int = 0  # in the prompt
+    max_compute_ms: int = 0  # that a predictor takes at most
+    predictions: int = 0
     lost: tuple[str, ...] = ()  # workers that just failed it: avoided, and blamed once
     deadline_s: float | None = None  # seconds from now by which it must have ended
     api: str = ""  # for the usage row
@@ -89,6 +91,8 @@ def route_request(
     max_input_tokens: int = 0,
     max_audio_ms: int = 0,
     images: int = 0,
+    max_compute_ms: int = 0,
+    predictions: int = 0,
     slots: str = "",
 ) -> RouteRequest:
     """A request of the principal as admission sees it: its terms, its model, and how much it may use."""
@@ -111,6 +115,8 @@ def route_request(
         max_input_tokens=max_input_tokens,
         max_audio_ms=max_audio_ms,
         images=images,
+        max_compute_ms=max_compute_ms,
+        predictions=predictions,
         deadline_s=terms.deadline_s,
         api=terms.api,
         slots=slots,

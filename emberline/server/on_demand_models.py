@@ -123,7 +123,9 @@ class OnDemandModels:
         stamp = await asyncio.to_thread(self._watch.stamp)
         found = await asyncio.to_thread(self._store.entries) if self._on_demand else []
         entries = {entry.card.id: entry for entry in found if not self._elsewhere(entry.card)}
-        offered = list((entries | self._named).values())
+        replaced = {model for model, entry in entries.items() if entry.card.predictor is not None}
+        named = {model: entry for model, entry in self._named.items() if model not in replaced}
+        offered = list((entries | named).values())
         self._membership.offer([ModelFiles(entry.card, str(entry.path)) for entry in offered])
         self._manager.offer([self._loadable(entry) for entry in offered])
         self._watch.offered(stamp)

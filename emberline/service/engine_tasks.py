@@ -13,11 +13,12 @@ from emberline.images.request_images import RequestImages
 from emberline.protocol.errors import Unavailable, Unsupported
 from emberline.protocol.events import SequenceIds
 from emberline.protocol.frames import EngineInfo
-from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal, SpeechRequest
+from emberline.protocol.request import EncodeRequest, GenerateRequest, PredictRequest, Principal, SpeechRequest
 from emberline.protocol.route_request import RouteRequest, route_request
 from emberline.service.core import Core
 from emberline.service.encode import EncodeCall, prepare_encoding, text_bytes
 from emberline.service.engine_transport import EngineTransport
+from emberline.service.predict import prepare_prediction
 from emberline.service.prepare import Preparer
 from emberline.service.request_run import Transport
 from emberline.service.transcribe import SpeechCall, speech_route
@@ -81,6 +82,9 @@ class EngineTasks:
             return await self._encode(task, target, principal, clock, job)
         if isinstance(task, SpeechRequest):
             return await self._transcribe(task, target, principal, clock)
+        if isinstance(task, PredictRequest):
+            route, call = prepare_prediction(task, target.card, principal, self._engines, clock, job, self._timings)
+            return Prepared(route, call, call.result)
         raise Unsupported(f"{task.model} makes no images, speech or video: models of providers do", param="model")
 
     async def _generate(

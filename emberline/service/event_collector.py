@@ -141,6 +141,15 @@ async def result_of(events: AsyncGenerator[Any, None]) -> Any:
     raise Internal("the events ended before the result was complete")
 
 
+async def collect_prediction(events: AsyncGenerator[Any, None]) -> Answer:
+    """Run a prediction to its end. Returns its output as an answer."""
+    async with aclosing(events):
+        async for event in events:
+            if isinstance(event, Completed):
+                return Answer([], event.usage, prediction=bytes(event.result.output))
+    raise Internal("the events ended before the prediction was complete")
+
+
 def events_of(answer: Answer) -> Iterator[ChoiceEvent]:
     """The events that would have produced the answer, one delta per part."""
     for index, choice in enumerate(answer.choices):

@@ -13,9 +13,9 @@ import msgspec
 from emberline.catalog.model_card import ModelCard
 from emberline.images.request_images import RequestImages
 from emberline.protocol.complete_response import Encoded
-from emberline.protocol.errors import EmberlineError, Unavailable
+from emberline.protocol.errors import BadInput, EmberlineError, Unavailable
 from emberline.protocol.events import Completed, Cost, TextEvent
-from emberline.protocol.request import GenerateRequest, Principal, alias_caller
+from emberline.protocol.request import GenerateRequest, PredictRequest, Principal, alias_caller
 from emberline.service import tokenization
 from emberline.service.core import Core
 from emberline.service.engine_tasks import EngineTasks, Prepared
@@ -226,6 +226,8 @@ class Pipeline:
                 return Prepared(sent.route, UpstreamTransport(sent, clients))
             reader = ChunkReader(task.n, task.sampling.stop, sent.route.input_tokens)
             return Prepared(sent.route, UpstreamTransport(sent, clients, lambda: reader))
+        if isinstance(task, PredictRequest):
+            raise BadInput(f"{target.card.id} makes no predictions from inputs of its own", param="model")
         route, call = self._upstream.whole_call(task, target, work.principal, terms)
         return Prepared(route, call, call.result)
 

@@ -76,6 +76,11 @@ class EngineCall:
             self.began = True
             if delta.finish is not None:
                 self.values, self._usage = delta.values, delta.usage or Usage()
+            else:
+                self.take(delta)
+
+    def take(self, delta: TokenDelta) -> None:
+        """Handle a delta that is not the last. It only tells that the request is being computed."""
 
     def fault(self, error: EmberlineError) -> Fault:
         """Internal is not retried: it may be the input that an engine cannot compute."""

@@ -11,7 +11,7 @@ from emberline.protocol.events import Completed, TextEvent
 from emberline.protocol.media import MediaRequest
 from emberline.protocol.provider import OwnKey
 from emberline.protocol.rate_limits import RateLimits
-from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal, SpeechRequest
+from emberline.protocol.request import EncodeRequest, GenerateRequest, PredictRequest, Principal, SpeechRequest
 from emberline.service.request_run import RequestRun, Transport
 from emberline.telemetry.request_log import ONLY_ATTEMPT, AttemptContext, JobContext
 from emberline.upstream.target import Target
@@ -40,7 +40,7 @@ class RelayRequest(msgspec.Struct, frozen=True, kw_only=True):
     api: str = ""
 
 
-Task = GenerateRequest | EncodeRequest | SpeechRequest | MediaRequest | RelayRequest
+Task = GenerateRequest | EncodeRequest | SpeechRequest | MediaRequest | PredictRequest | RelayRequest
 
 
 class Begun(NamedTuple):

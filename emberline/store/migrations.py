@@ -18,7 +18,7 @@ from emberline.store.cluster_tables import (
 )
 from emberline.store.database import Sql
 from emberline.store.gateway_tables import GATEWAY_TABLES
-from emberline.store.usage_tables import METERING
+from emberline.store.usage_tables import METERING, PREDICTION_COLUMNS
 
 EVENT_TABLES = (
     "CREATE TABLE event_heads (account TEXT PRIMARY KEY, last BIGINT NOT NULL)",
@@ -418,6 +418,7 @@ MIGRATIONS: Migrations = (
     MEMBER_COLUMNS,
     BOUND_PROVIDER_KEYS,
     SAVED_CHATS,
+    PREDICTION_COLUMNS,
 )
 
 

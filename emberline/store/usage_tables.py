@@ -20,11 +20,20 @@ _DAILY_VALUES = """
     CASE {row}session WHEN '' THEN 0 ELSE {row}cached_tokens END,
     CASE {row}session WHEN '' THEN 0 ELSE {row}discount_pico END
 """
-_ADD = ", ".join(f"{name} = usage_daily.{name} + excluded.{name}" for name in _DAILY_SUMS.split(", "))
-_ADD_TO_DAY = f"""
-    INSERT INTO usage_daily ({_DAILY_KEY}, {_DAILY_SUMS}) VALUES ({_DAILY_VALUES})
-    ON CONFLICT ({_DAILY_KEY}) DO UPDATE SET {_ADD}
+
+
+def _add_to_day(further: tuple[str, ...] = ()) -> str:
+    """The statement that adds a row to the sums of its day; `further` are sums that later migrations have added."""
+    sums = ", ".join((_DAILY_SUMS, *further))
+    values = ", ".join((_DAILY_VALUES, *(f"{{row}}{name}" for name in further)))
+    add = ", ".join(f"{name} = usage_daily.{name} + excluded.{name}" for name in sums.split(", "))
+    return f"""
+    INSERT INTO usage_daily ({_DAILY_KEY}, {sums}) VALUES ({values})
+    ON CONFLICT ({_DAILY_KEY}) DO UPDATE SET {add}
 """
+
+
+_ADD_TO_DAY = _add_to_day()
 _SHARD_LOCKS = 1_852_403_301  # one number for all of Emberline, so that other applications' locks are others
 _COLUMN = "ALTER TABLE usage ADD COLUMN"
 METERING = (
@@ -85,5 +94,28 @@ METERING = (
     Sql(
         "SELECT 1",
         postgres="CREATE TRIGGER usage_by_day AFTER INSERT ON usage FOR EACH ROW EXECUTE FUNCTION add_usage_to_day()",
+    ),
+)
+
+# Predictors: how long they computed, and how many predictions they made.
+_PREDICTIONS = ("compute_ms", "predictions")
+_ADD_PREDICTIONS = _add_to_day(_PREDICTIONS)
+PREDICTION_COLUMNS = (
+    *(
+        f"ALTER TABLE {table} ADD COLUMN {name} BIGINT NOT NULL DEFAULT 0"
+        for table in ("usage", "usage_daily")
+        for name in _PREDICTIONS
+    ),
+    Sql("DROP TRIGGER usage_by_day", postgres="SELECT 1"),
+    Sql(
+        f"CREATE TRIGGER usage_by_day AFTER INSERT ON usage BEGIN "
+        f"{_ADD_PREDICTIONS.format(row='NEW.', shard='0')}; END",
+        postgres=f"""
+        CREATE OR REPLACE FUNCTION add_usage_to_day() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+            PERFORM pg_advisory_xact_lock({_SHARD_LOCKS}, pg_backend_pid() % 16);
+            {_ADD_PREDICTIONS.format(row="NEW.", shard="pg_backend_pid() % 16")};
+            RETURN NULL;
+        END $$
+        """,
     ),
 )

@@ -5,6 +5,7 @@ so clients reconnect without being told.
 """
 
 import asyncio
+import json
 import logging
 import os
 import secrets
@@ -32,6 +33,9 @@ from emberline.supervisor.process import ProcessGroup, ProcessSpec, SupervisedPr
 PREFILL_NICE = 5  # on cores shared with HTTP: sending a computed token takes precedence over prefill
 RETIRE_GRACE_S = 10.0
 CPU_SHARE = "cpu-share"  # the file by which workers share threads, beside their sockets
+PREDICTOR_MANIFEST = "manifest.json"
+PREDICTOR_SECRETS = "EMBERLINE_PREDICTOR_SECRETS"  # a JSON object, for a predictor's worker
+GRANT_PREFIX = "EMBERLINE_GRANT_"  # EMBERLINE_GRANT_NAME is the variable NAME of predictors that were pushed with it
 _MAX_SOCKET_PATH = 90  # bytes; the system's limit is 104 or 108
 
 _log = logging.getLogger(__name__)
@@ -108,6 +112,8 @@ def plan_workers(
             "no CUDA device to run on: `emberline doctor` tells what is missing; use --device cpu", param="device"
         )
     composition.check(composition.asked(config, "cuda" if gpus else "cpu"))
+    if models and all(map(is_predictor, models.values())):  # one worker each, whatever engines have
+        config = msgspec.structs.replace(config, replicas=1, prefill_workers=0, decode_workers=0)
     roles = _roles(config, len(gpus))
     if config.prefill_workers and gpus:
         _warn_of_placement(len(roles), len(gpus), layout)
@@ -252,7 +258,8 @@ class EngineWorkers(ProcessGroup):
         endpoint = Endpoint(name=plan.name, address=f"unix:{socket}", token=token, role=plan.role, models=(plan.model,))
         self.endpoints.setdefault(plan.model, []).append(endpoint)
         spec = self._make_spec(plan, self._config, socket, token)
-        self._specs[plan.name] = spec if self._tiers is None else with_tiers(spec, self._tiers)
+        has_kv = self._tiers is not None and not is_predictor(plan.path)
+        self._specs[plan.name] = with_tiers(spec, self._tiers) if has_kv and self._tiers is not None else spec
         self._paths[plan.model] = plan.path
 
     def join(self, plan: WorkerPlan, config: EngineConfig, settings: JoinSettings) -> SupervisedProcess:
@@ -319,7 +326,9 @@ def runtime_folder() -> Path:
 
 
 def worker_spec(plan: WorkerPlan, config: EngineConfig, socket: Path, token: str) -> ProcessSpec:
-    """The command line of a worker; see emberline/engine/worker/main.py."""
+    """The command line of a worker; see emberline/engine/worker/main.py, and emberline/predictor/worker.py."""
+    if is_predictor(plan.path):
+        return predictor_spec(plan, socket, token)
     arguments = ["--model", str(plan.path), "--name", plan.model, "--socket", str(socket), "--device", plan.device]
     for flag, value in (
         ("--memory-share", plan.memory_share if plan.gpu is not None and plan.memory_share < 1 else 0),
@@ -345,6 +354,23 @@ def worker_spec(plan: WorkerPlan, config: EngineConfig, socket: Path, token: str
     if plan.gpu is not None:
         env["CUDA_VISIBLE_DEVICES"] = plan.gpu
     return ProcessSpec(name=plan.name, module="emberline.engine.worker", arguments=tuple(arguments), env=env)
+
+
+def is_predictor(path: Path) -> bool:
+    """True if the path is of a predictor that a user pushed, not of weights."""
+    return path.name == PREDICTOR_MANIFEST
+
+
+def predictor_spec(plan: WorkerPlan, socket: Path, token: str) -> ProcessSpec:
+    """The command line of a predictor's worker. It gets the variables that the operator grants to predictors."""
+    granted = {
+        name.removeprefix(GRANT_PREFIX): value for name, value in os.environ.items() if name.startswith(GRANT_PREFIX)
+    }
+    env = {"EMBERLINE_WORKER_TOKEN": token, PREDICTOR_SECRETS: json.dumps(granted)}
+    if plan.gpu is not None:
+        env["CUDA_VISIBLE_DEVICES"] = plan.gpu
+    arguments = ("--manifest", str(plan.path), "--name", plan.model, "--socket", str(socket), "--id", plan.name)
+    return ProcessSpec(name=plan.name, module="emberline.predictor.worker", arguments=arguments, env=env)
 
 
 def engine_arguments(config: EngineConfig, kv_bytes: int) -> list[str]:

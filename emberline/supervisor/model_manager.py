@@ -138,10 +138,23 @@ class ModelManager:
         for name in list(known):
             self._forget_removed(name)
         for name, model in offered.items():
+            self._replace(name, model)
             self._files[name] = model
             if name not in known:
                 self.switching.add([ManagedModel(id=name, memory_bytes=model.memory_bytes)])
         self._show()
+
+    def _replace(self, name: str, model: LoadableModel) -> None:
+        """Unload a model whose files are others now, once its requests have ended: the next one gets the new files."""
+        known, before = self.switching.models.get(name), self._files.get(name)
+        if known is None or before is None or before.path == model.path or known.asked:
+            return
+        if known.state in ("loaded", "loading"):
+            known.pinned = False
+            known.asked, known.asked_s = "unload", self._clock()
+            self._wake.set()
+        elif known.state == "failed":
+            known.retry_s = 0.0
 
     def _forget_removed(self, model: str) -> None:
         if model not in self._offered and self.switching.models[model].state in ("on_disk", "failed"):

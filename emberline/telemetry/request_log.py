@@ -11,7 +11,7 @@ from emberline.accounts.usage_row import UsageRow
 from emberline.protocol.errors import EmberlineError
 from emberline.protocol.events import TokenDelta
 from emberline.protocol.media import MediaRequest
-from emberline.protocol.request import EncodeRequest, GenerateRequest, SpeechRequest
+from emberline.protocol.request import EncodeRequest, GenerateRequest, PredictRequest, SpeechRequest
 from emberline.protocol.route_request import RouteTerms
 
 
@@ -56,7 +56,7 @@ ONLY_ATTEMPT = AttemptContext()
 
 
 def route_terms(
-    request: GenerateRequest | EncodeRequest | SpeechRequest | MediaRequest,
+    request: GenerateRequest | EncodeRequest | SpeechRequest | MediaRequest | PredictRequest,
     clock: "Clock",
     job: JobContext | None = None,
 ) -> RouteTerms:
@@ -72,7 +72,7 @@ def route_terms(
         engine="" if job is None else job.engine,
         accepted_us=0 if job is None else job.accepted_us,
         created_us=clock.created_us,
-        keep_alive_s=request.keep_alive_s if isinstance(request, GenerateRequest | EncodeRequest) else None,
+        keep_alive_s=None if isinstance(request, SpeechRequest | MediaRequest) else request.keep_alive_s,
     )
 
 

@@ -17,7 +17,7 @@ from emberline.jobs.queue.job import Job, NewJob
 from emberline.jobs.queue.queue import Queue
 from emberline.protocol.complete_response import Answer
 from emberline.protocol.errors import EmberlineError, Internal, TooLarge, from_info
-from emberline.protocol.request import EncodeRequest, GenerateRequest, Priority, alias_caller
+from emberline.protocol.request import EncodeRequest, GenerateRequest, PredictRequest, Priority, alias_caller
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 PAGE_JOBS = 100  # jobs that are in memory at once while results are read
@@ -122,13 +122,17 @@ async def batch_results(queue: Queue, batch: Batch, states: Collection[str] = ()
         after = jobs[-1].number
 
 
-def line_request(task: GenerateRequest | EncodeRequest, service: Services, batch: Batch) -> GenerateRequest:
+def line_request(
+    task: GenerateRequest | EncodeRequest | PredictRequest, service: Services, batch: Batch
+) -> GenerateRequest:
     """The request of a batch's line, as the queue runs it.
 
     An alias of several models stands for the same one in all lines of a batch, and in all requests of a session."""
     request = task
     if isinstance(request, EncodeRequest):
         request = GenerateRequest(id=task.id, model=task.model, encode=request, api=task.api)
+    elif isinstance(request, PredictRequest):
+        request = GenerateRequest(id=task.id, model=task.model, predict=request, api=task.api)
     caller = alias_caller(batch.account, request.session, batch.id)
     return queued_request(request, service.models.find(request.model, batch.account, caller).id)
 

@@ -18,7 +18,7 @@ from emberline.catalog.model_card import (
     ModelSource,
     task,
 )
-from emberline.protocol.price import MICRO, NANO, format_amount
+from emberline.protocol.price import MICRO, NANO, UNITS, format_amount
 
 _SOURCES = {"@cf": 1, "@hf": 2}
 _LOCAL_SOURCE = 3
@@ -74,6 +74,8 @@ def _prices(card: ModelCard) -> list[dict[str, Any]]:
         "per M output tokens": price.output / MICRO,
         "per M cached input tokens": price.cached_input / MICRO,
         "per audio minute": price.audio_second * 60 / NANO,
+        "per second": price.second / NANO,
+        "per prediction": price.prediction / MICRO,
     }
     return [{"unit": unit, "price": rate, "currency": "USD"} for unit, rate in rates.items() if rate]
 
@@ -168,7 +170,7 @@ def _size(n_parameters: int) -> str:
 
 
 def _is_gguf(source: ModelSource) -> bool:
-    path = source.file if isinstance(source, HubSource) else source.path
+    path = source.file if isinstance(source, HubSource) else getattr(source, "path", "")
     return (path or "").endswith(".gguf")
 
 
@@ -182,7 +184,8 @@ def _pricing(card: ModelCard) -> dict[str, str] | None:
         "input_cache_read": format_amount(price.cached_input),
         "image": format_amount(price.image, MICRO),
     }
-    return rates | ({"audio_second": format_amount(price.audio_second, NANO)} if price.audio_second else {})
+    further = {name: UNITS[name] for name in ("audio_second", "second", "prediction") if getattr(price, name)}
+    return rates | {name: format_amount(getattr(price, name), unit.scale) for name, unit in further.items()}
 
 
 def _rfc3339(card: ModelCard) -> str:

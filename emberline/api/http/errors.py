@@ -121,6 +121,7 @@ _INVALID = "invalid_request_error"
 
 CODES: dict[str, Codes] = {
     "internal": Codes(500, 500, 5001, "server_error", "internal_error", "api_error"),
+    "prediction_failed": Codes(500, 500, 5001, "server_error", "prediction_failed", "api_error"),
     "bad_input": Codes(400, 400, 5006, _INVALID, None, _INVALID),
     "no_body": Codes(400, 400, 3003, _INVALID, None, _INVALID),
     "unsupported": Codes(400, 400, 5006, _INVALID, "unsupported_parameter", _INVALID),

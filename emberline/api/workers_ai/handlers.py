@@ -16,10 +16,11 @@ from emberline.api.http.unknown_fields import unknown_field_log
 from emberline.api.http.wire import MAX_VALUES, NO_LIMIT, Wire, decode, n_separators, named_model
 from emberline.api.workers_ai.encode_request import EncodeInput, encoded_result, encodes_text
 from emberline.api.workers_ai.media import TASKS, run_media
+from emberline.api.workers_ai.predict import PredictInput, prediction_reply, read_predict_input
 from emberline.api.workers_ai.response_body import RunStream, enveloped, result_body, result_reply
 from emberline.api.workers_ai.run_request import RunRequest, UniversalRequest
 from emberline.api.workers_ai.speech import run_speech
-from emberline.catalog.model_card import SPEECH_RECOGNITION
+from emberline.catalog.model_card import PREDICTION, SPEECH_RECOGNITION, CogSource
 from emberline.jobs.batches.batch import Batch, new_batch_id
 from emberline.jobs.queue.job import NewJob
 from emberline.protocol.errors import BadInput, EmberlineError, TooLarge, Unsupported
@@ -29,6 +30,7 @@ ENDPOINT = "/ai/run"
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 Json = dict[str, Any]
+QueuedBody = RunRequest | EncodeInput | PredictInput
 
 
 class _RawInput(msgspec.Struct):
@@ -85,7 +87,7 @@ async def run(call: HttpExchange) -> Response:
     if call.path_param.startswith(DYNAMIC):
         return await run_model(call, call.path_param, await read_body(call))
     card = call.use_model(call.path_param)  # an unknown model is reported before what is wrong with the body
-    raw = await read_body(call, any_type=card.task == SPEECH_RECOGNITION)
+    raw = await read_body(call, any_type=card.task in (SPEECH_RECOGNITION, PREDICTION))
     return await run_model(call, call.path_param, raw)
 
 
@@ -95,6 +97,8 @@ async def run_model(call: HttpExchange, model: str, raw: bytes) -> Response:
         return await _run_input(call, model, raw, encodes=False)
     if card.task == SPEECH_RECOGNITION:
         return await _hear(call, model, raw)
+    if (predictor := card.predictor) is not None:
+        return await _predict(call, model, raw, predictor)
     if card.task in TASKS:
         return await run_media(call, model, card, raw)
     return await _run_input(call, model, raw, encodes_text(card))
@@ -107,7 +111,7 @@ async def run_universal(call: HttpExchange) -> Response:
     max_values = decode(raw, _universal_submission_decoder, NO_LIMIT).input.max_values
     body = decode(raw, _raw_decoder, max_values)
     card = call.card
-    if card is None or card.task in (SPEECH_RECOGNITION, *TASKS) or encodes_text(card):
+    if card is None or card.task in (SPEECH_RECOGNITION, PREDICTION, *TASKS) or encodes_text(card):
         return await run_model(call, body.model, bytes(body.input))
     given = decode(raw, _universal_decoder, max_values)  # names a field that is wrong by its whole path
     return await _run(call, body.model, bytes(body.input), given.input)
@@ -140,6 +144,18 @@ async def _hear(call: HttpExchange, model: str, raw: bytes) -> Reply:
     return await run_speech(call, model, raw)
 
 
+async def _predict(call: HttpExchange, model: str, raw: bytes, predictor: CogSource) -> Response:
+    content_type = call.headers.get("content-type", "").encode("latin-1", "replace").lower()
+    body = read_predict_input(raw, predictor, content_type)
+    if body.for_queue or _queue_requested(call):
+        call.refuse_gateway("queueRequest")
+        return await _run_queued(call, model, raw, body)
+    task = body.to_request(call.id, call.session, model)
+    if body.stream:
+        return await RUN.answer(call, RunRequest(stream=True), call.run(task), streams=True)
+    return prediction_reply(call, predictor, await call.result(task))
+
+
 def _queue_requested(call: HttpExchange) -> bool:
     value = call.query.get("queueRequest", "false").lower()
     if value not in ("true", "false"):
@@ -150,14 +166,14 @@ def _queue_requested(call: HttpExchange) -> bool:
 # --- the queue --------------------------------------------------------------------------------------------------------
 
 
-async def _run_queued(call: HttpExchange, model: str, raw: bytes, body: RunRequest | EncodeInput) -> Response:
+async def _run_queued(call: HttpExchange, model: str, raw: bytes, body: QueuedBody) -> Response:
     """Submit, or poll. `raw` is the body as sent: without `requests`, it is the only input."""
     if body.request_id is not None:
         return await _poll(call, body.request_id)
     return await _submit(call, model, raw, body)
 
 
-async def _submit(call: HttpExchange, model: str, raw: bytes, body: RunRequest | EncodeInput) -> Reply:
+async def _submit(call: HttpExchange, model: str, raw: bytes, body: QueuedBody) -> Reply:
     card = call.card or call.use_model(model)
     requests = _requests(call, raw, body, card.id)
     most = call.queue.limits.max_jobs
@@ -173,7 +189,9 @@ async def _submit(call: HttpExchange, model: str, raw: bytes, body: RunRequest |
     return reply._replace(headers=[*reply.headers, *call.id_headers])
 
 
-def _requests(call: HttpExchange, raw: bytes, body: RunRequest | EncodeInput, model: str) -> list[msgspec.Raw]:
+def _requests(call: HttpExchange, raw: bytes, body: QueuedBody, model: str) -> list[msgspec.Raw]:
+    if isinstance(body, PredictInput):
+        return [msgspec.Raw(encode(each)) for each in body.requests] if body.requests else [msgspec.Raw(raw)]
     if body.requests is None:
         _, call.field_names = body.to_request(call.id, None, model)  # a single invalid input is refused at once
         if body.stream:
@@ -215,7 +233,9 @@ def _job_result(result: Result) -> bytes:
     body: Json = {"id": result.job.number}
     try:
         answer = result.answer()
-        if answer.encoded is None:
+        if answer.prediction:
+            shown: Any = msgspec.Raw(answer.prediction)
+        elif answer.encoded is None:
             shown = result_body(result.job.request_id, decode(result.line, _queued_decoder), 0, answer)
         else:
             shown = encoded_result(result.job.request_id, decode(result.line, _encode_decoder), 0, answer)
@@ -233,7 +253,10 @@ def read_input_job(service: Services, batch: Batch, line: FileLine) -> NewJob:
     """The job of one input. The batch names its model, by id."""
     reference, model = "", batch.model
     try:
-        encodes = encodes_text(service.models.find(model, batch.account))
+        card = service.models.find(model, batch.account)
+        if (predictor := card.predictor) is not None:
+            return _prediction_job(service, batch, read_predict_input(line.content(), predictor))
+        encodes = encodes_text(card)
         decoder: msgspec.json.Decoder[Any] = _encode_decoder if encodes else _queued_decoder
         wire = Wire(line.content())
         given: _QueuedInput | EncodeInput = wire.decode(decoder)
@@ -249,3 +272,12 @@ def read_input_job(service: Services, batch: Batch, line: FileLine) -> NewJob:
         return NewJob(reference, line_request(task, service, batch))
     except EmberlineError as error:
         return NewJob(reference, None, error.info())
+
+
+def _prediction_job(service: Services, batch: Batch, given: PredictInput) -> NewJob:
+    reference = given.external_reference if isinstance(given.external_reference, str) else ""
+    if given.stream:
+        raise BadInput("`stream` has no meaning in the queue: leave it out", param="stream")
+    if given.for_queue:
+        raise BadInput("an input in `requests` has the inputs of the model", param="requests")
+    return NewJob(reference[:512], line_request(given.to_request("", None, batch.model), service, batch))

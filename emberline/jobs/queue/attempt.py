@@ -24,8 +24,8 @@ from emberline.protocol.errors import (
     Overloaded,
     Unavailable,
 )
-from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal, Priority
-from emberline.service.event_collector import collect_answer, result_of
+from emberline.protocol.request import EncodeRequest, GenerateRequest, PredictRequest, Principal, Priority
+from emberline.service.event_collector import collect_answer, collect_prediction, result_of
 from emberline.service.work import TaskRunner, Work
 from emberline.telemetry.request_log import JobContext
 from emberline.telemetry.tracing import JobTrace
@@ -42,6 +42,13 @@ def encode_job(request: GenerateRequest, encode: EncodeRequest) -> EncodeRequest
     """The texts under the job's id and deadline."""
     return msgspec.structs.replace(
         encode, id=request.id, model=request.model, priority=request.priority, deadline_s=request.deadline_s
+    )
+
+
+def predict_job(request: GenerateRequest, predict: PredictRequest) -> PredictRequest:
+    """The prediction under the job's id and deadline."""
+    return msgspec.structs.replace(
+        predict, id=request.id, model=request.model, priority=request.priority, deadline_s=request.deadline_s
     )
 
 
@@ -128,6 +135,10 @@ class JobAttempt:
             task = encode_job(request, request.encode)
             encoded = await result_of(service.run(Work(task, principal, context)))
             return Answer([], encoded.usage, encoded)
+        if request.predict is not None:
+            context = JobContext(engine, self._record_usage, attempt=lease.epoch, accepted_us=lease.created_us)
+            prediction = predict_job(request, request.predict)
+            return await collect_prediction(service.run(Work(prediction, principal, context)))
         if lease.kind != "response" or request.n > 1:
             context = JobContext(engine, self._record_usage, attempt=lease.epoch, accepted_us=lease.created_us)
             return await collect_answer(service.run(Work(request, principal, context)), request.n)

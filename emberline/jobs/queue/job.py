@@ -118,6 +118,6 @@ def prefix_of(request: GenerateRequest) -> int:
 
 def estimate_cost(request: GenerateRequest, n_bytes: int) -> int:
     """Estimated tokens, charged to the account in fair queueing until the real number is known."""
-    if request.encode is not None:
+    if request.encode is not None or request.predict is not None:
         return n_bytes // 4
     return n_bytes // 4 + request.n * (request.sampling.max_tokens or _DEFAULT_OUTPUT_TOKENS)

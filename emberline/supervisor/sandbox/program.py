@@ -26,7 +26,7 @@ SCRATCH = "/tmp"  # where the program may write
 _ENTER = "emberline.supervisor.sandbox.enter"
 # Folders and files of the system that every program sees.
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
-_MOUNTED = ("/usr", "/bin", "/sbin", "/lib", "/proc", "/dev", SCRATCH)  # folders in which it sees what others put there
+_MOUNTED = ("/usr", "/bin", "/sbin", "/lib", "/proc", "/dev")  # folders of the system, which have their parents
 _SETTINGS = (
     *("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/ssl", "/etc/pki", "/etc/ca-certificates"),
     *("/etc/alternatives", "/etc/localtime", "/etc/fonts", "/etc/mime.types", "/etc/os-release", "/etc/nsswitch.conf"),

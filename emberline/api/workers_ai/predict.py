@@ -1,0 +1,105 @@
+"""Workers AI's `run` of models that users brought along: inputs of a model's own schema, files as data URLs."""
+
+import base64
+import binascii
+from typing import Any
+
+import msgspec
+
+from emberline.api.http.exchange import HttpExchange, Reply
+from emberline.api.http.wire import decode
+from emberline.api.workers_ai.response_body import result_reply
+from emberline.catalog.model_card import CogSource
+from emberline.protocol.errors import BadInput, Unsupported
+from emberline.protocol.prediction import Manifest, Prediction, is_file
+from emberline.protocol.request import PredictRequest
+
+# Fields of a body that are for us, unless the model has an input of the name.
+_CONTROLS = ("stream", "options", "requests", "request_id", "external_reference")
+_BYTES = (b"image/", b"audio/", b"video/", b"application/octet-stream", b"application/pdf")
+_decoder = msgspec.json.Decoder(dict[str, Any])
+
+
+class PredictInput(msgspec.Struct, kw_only=True):
+    """A body: the model's inputs, and fields for us."""
+
+    inputs: dict[str, Any]
+    stream: bool = False
+    reject_if_busy: bool = False
+    requests: list[Any] | None = None  # inputs for the queue
+    request_id: str | None = None  # of queued inputs: asks for their status
+    external_reference: Any = None
+
+    @property
+    def for_queue(self) -> bool:
+        """True if the body submits to the queue or polls it."""
+        return self.requests is not None or self.request_id is not None
+
+    def to_request(self, request_id: str, session: str | None, model: str) -> PredictRequest:
+        return PredictRequest(
+            id=request_id,
+            model=model,
+            input=self.inputs,
+            stream=self.stream,
+            session=session,
+            reject_if_busy=self.reject_if_busy,
+            api="run",
+        )
+
+
+def read_predict_input(raw: bytes, predictor: CogSource, content_type: bytes = b"") -> PredictInput:
+    """Read a body: JSON whatever its type, else the bytes of the model's only file. Raises BadInput."""
+    names = predictor.input.get("properties", {})
+    if content_type.startswith(_BYTES) or (raw and raw.lstrip()[:1] != b"{"):
+        return PredictInput(inputs={_only_file(predictor): _data_url(raw, content_type)})
+    given = decode(raw or b"{}", _decoder)
+    controls = {name: given.pop(name) for name in _CONTROLS if name in given and name not in names}
+    if "input" not in names and given.keys() == {"input"} and isinstance(given["input"], dict):
+        given = given["input"]  # as Cog's own API has it
+    options = controls.get("options") or {}
+    if not isinstance(options, dict):
+        raise BadInput("`options` must be an object", param="options")
+    for name, kind in (("stream", bool), ("requests", list), ("request_id", str)):
+        if not isinstance(controls.get(name), kind | None):
+            raise BadInput(f"`{name}` must be of type {kind.__name__}", param=name)
+    return PredictInput(
+        inputs=given,
+        stream=bool(controls.get("stream")),
+        reject_if_busy=bool(options.get("rejectIfBusy")),
+        requests=controls.get("requests"),
+        request_id=controls.get("request_id"),
+        external_reference=controls.get("external_reference"),
+    )
+
+
+def prediction_reply(call: HttpExchange, predictor: CogSource, prediction: Prediction) -> Reply:
+    """The result in the envelope; the output of a model that returns one file as its bytes."""
+    output = msgspec.json.decode(prediction.output)
+    if is_file(predictor.output) and isinstance(output, str) and output.startswith("data:"):
+        content_type, data = _from_data_url(output)
+        return Reply(200, data, content_type.encode("latin-1", "replace"), call.id_headers)
+    return result_reply(call, output)
+
+
+def _only_file(predictor: CogSource) -> str:
+    files = Manifest(
+        model="", version=0, digest="", reference="", interpreter="", input=predictor.input, output={}
+    ).file_inputs
+    required = [name for name in files if name in predictor.input.get("required", ())] or files
+    if len(required) != 1:
+        raise BadInput("this model does not take one file: send its inputs as a JSON object")
+    return required[0]
+
+
+def _data_url(data: bytes, content_type: bytes) -> str:
+    kind = content_type.decode("latin-1").partition(";")[0].strip() or "application/octet-stream"
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def _from_data_url(url: str) -> tuple[str, bytes]:
+    head, _, data = url.partition(",")
+    kind = head.removeprefix("data:").partition(";")[0]
+    try:
+        return kind or "application/octet-stream", base64.b64decode(data)
+    except binascii.Error:
+        raise Unsupported("the predictor returned a file that is not in base64") from None

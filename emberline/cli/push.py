@@ -1,0 +1,68 @@
+"""`emberline push`: serve a model of one's own, from a folder with `cog.yaml` and a predictor.
+
+emberline push DIR
+emberline push DIR --name ocr --memory 4GiB --cpus 2
+"""
+
+import argparse
+from pathlib import Path
+
+from emberline.catalog.model_store import ModelStore
+from emberline.catalog.predictor_cards import publish
+from emberline.catalog.store_watch import wait_until_offered
+from emberline.cli import common
+from emberline.config import parse_size
+from emberline.predictor.versions import PredictorVersions, PushSettings
+from emberline.protocol.errors import BadInput
+from emberline.protocol.prediction import Resources
+from emberline.supervisor.sandbox.protections import find_protections
+
+_DEFAULTS = Resources()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("folder", type=Path, metavar="DIR", help="a folder with cog.yaml and a predictor")
+    add("--name", default="", help="the model's name: @me/NAME (default: of cog.yaml's image, or of the folder)")
+    add("--memory", default="2GiB", metavar="SIZE", help="memory of the predictor (default 2GiB)")
+    add("--scratch", default="1GiB", metavar="SIZE", help="files that it may write while it runs (default 1GiB)")
+    add("--cpus", type=float, default=_DEFAULTS.cpus, metavar="N", help="CPU cores (default 1)")
+    add("--setup-timeout", type=float, default=_DEFAULTS.setup_s, metavar="S", help="for setup() to end (default 300)")
+    add("--timeout", type=float, default=_DEFAULTS.predict_s, metavar="S", help="for a prediction to end (default 600)")
+    add(
+        "--secret",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a variable that the predictor gets: the server has its value as EMBERLINE_GRANT_NAME",
+    )
+    common.add_data_dir(parser)
+    common.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    home = common.config_of(args).home
+    if not args.folder.is_dir():
+        raise BadInput(f"there is no folder {args.folder}")
+    if args.cpus <= 0 or args.setup_timeout <= 0 or args.timeout <= 0:
+        raise BadInput("--cpus, --setup-timeout and --timeout must be above 0")
+    for missing in find_protections().missing:
+        common.print_note(f"this machine lacks {missing}")
+    resources = Resources(
+        memory_bytes=parse_size(args.memory),
+        scratch_bytes=parse_size(args.scratch),
+        cpus=args.cpus,
+        setup_s=args.setup_timeout,
+        predict_s=args.timeout,
+    )
+    settings = PushSettings(name=args.name, resources=resources, secrets=tuple(args.secret))
+    versions, store = PredictorVersions(home), ModelStore(home)
+    manifest = versions.push(args.folder, settings, common.print_note)
+    entry = publish(store, manifest, versions.path(manifest))
+    wait_until_offered(store.root)
+    if args.json:
+        common.print_json({"id": entry.card.id, "version": manifest.version, "path": str(entry.path)})
+    else:
+        inputs = " ".join(manifest.input.get("properties", {}))
+        print(f"{entry.card.id} version {manifest.version} is ready to be served; its inputs: {inputs or 'none'}")
+    return 0

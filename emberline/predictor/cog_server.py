@@ -1,0 +1,354 @@
+"""Cog's own server (coglet) in a sandbox: started, watched, and spoken to over a Unix socket."""
+
+import contextlib
+import http.client
+import os
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from emberline.predictor.output_log import OutputLog
+from emberline.protocol.errors import (
+    BadInput,
+    Cancelled,
+    DeadlineExceeded,
+    EmberlineError,
+    Overloaded,
+    PredictionFailed,
+    TooLarge,
+    Unavailable,
+)
+from emberline.protocol.prediction import MAX_LOG_CHARS, MAX_OUTPUT_BYTES, Manifest, Prediction
+from emberline.supervisor.sandbox.program import SCRATCH, Program, RunningProgram, Sandbox
+
+PORT = 5000  # inside the sandbox
+POLL_S = 0.02  # between two looks at a server that starts
+EXPLAIN_S = 0.5  # for a server to end, whose end would explain a lost connection
+GRACE_S = 5.0  # for the server to end, when asked
+CONTROL_S = 10.0  # for an answer to anything but a prediction
+SOURCE = "/src"  # where the predictor sees its project, as in Cog's containers
+STORE = "/store"
+RELAY = "/relay.py"
+_RELAY = Path(__file__).with_name("relay.py")
+
+_PREFIX = "Prediction failed: "  # that Cog's server puts before the predictor's own message
+_CRASHED = "Worker crashed"  # its message when the process is gone
+
+Health = Literal["STARTING", "READY", "BUSY", "SETUP_FAILED", "DEFUNCT", "UNHEALTHY", "UNKNOWN"]
+
+
+class _Health(msgspec.Struct):
+    status: str = "UNKNOWN"
+    setup: Any = None
+    user_healthcheck_error: str | None = None
+
+
+class _Reply(msgspec.Struct):
+    status: str = ""
+    output: msgspec.Raw = msgspec.Raw(b"null")
+    error: str | None = None
+    logs: str | None = ""
+    metrics: dict[str, Any] | None = None
+
+
+class _Detail(msgspec.Struct):
+    detail: Any = None
+    error: Any = None
+
+
+class PredictorCrashed(PredictionFailed):
+    """The predictor's process ended while it computed a prediction."""
+
+
+_reply_decoder = msgspec.json.Decoder(_Reply)
+_health_decoder = msgspec.json.Decoder(_Health)
+_event_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+class _Connection(http.client.HTTPConnection):
+    """HTTP over a Unix socket."""
+
+    def __init__(self, path: str, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+class CogServer:
+    """One server process with its predictor. Threads may share it once it is ready; all methods block."""
+
+    def __init__(self, manifest: Manifest, folder: Path, sandbox: Sandbox, secrets: dict[str, str], log: Path) -> None:
+        """Start the server of the version in `folder`. `secrets` are variables for it. It ends with this thread."""
+        self._manifest = manifest
+        self._secrets = tuple(secrets.values())
+        self._runtime = tempfile.mkdtemp(prefix="emberline-predictor-")
+        self._address = f"{self._runtime}/socket"
+        self.log = OutputLog(log, self._secrets)
+        self._local = threading.local()
+        listener = socket.socket(socket.AF_UNIX)
+        try:
+            listener.bind(self._address)
+            listener.listen(128)
+            program = server_program(manifest, folder, secrets, listener.fileno())
+            self._program: RunningProgram = sandbox.start(program, self.log.descriptor, (listener.fileno(),))
+        finally:
+            listener.close()
+            self.log.close_writer()
+
+    @property
+    def pid(self) -> int:
+        return self._program.pid
+
+    @property
+    def memory_bytes(self) -> int:
+        return self._program.memory_bytes
+
+    @property
+    def is_alive(self) -> bool:
+        return self._program.status is None
+
+    def wait_ready(self, should_stop: Callable[[], bool] = lambda: False) -> None:
+        """Wait for `setup` to end. Raises Unavailable, which says what went wrong; then `kill` the server."""
+        end_s = time.monotonic() + self._manifest.resources.setup_s
+        while True:
+            health = self.health()
+            if health in ("READY", "BUSY"):
+                return
+            if health == "UNHEALTHY":
+                raise Unavailable("the predictor's health check fails; its log says why")
+            if health == "SETUP_FAILED" or self._program.status is not None:
+                raise Unavailable(f"the predictor's setup failed: {self._problem()}")
+            if health == "DEFUNCT":
+                raise Unavailable(f"the predictor crashed in its setup: {self._problem()}")
+            if should_stop():
+                raise Unavailable("the predictor was stopped during its setup")
+            if time.monotonic() > end_s:
+                limit_s = self._manifest.resources.setup_s
+                raise Unavailable(f"the predictor's setup did not end within {limit_s:g} s")
+            time.sleep(POLL_S)
+
+    def health(self) -> str:
+        """The state of the predictor. STARTING also while the server does not listen yet."""
+        if self._program.status is not None:
+            return "DEFUNCT"
+        try:
+            status, body = self._call("GET", "/health-check")
+            return _health_decoder.decode(body).status if status == 200 else "UNKNOWN"
+        except (OSError, http.client.HTTPException, msgspec.MsgspecError):
+            return "STARTING"
+
+    def check(self) -> Prediction:
+        """The predictor's health, as a result. Raises PredictionFailed unless it makes predictions."""
+        if (health := self.health()) not in ("READY", "BUSY"):
+            raise PredictionFailed(f"the predictor is {health}")
+        return Prediction(output=msgspec.Raw(msgspec.json.encode(health)))
+
+    def predict(self, name: str, given: bytes, limit_s: float, on_output: Callable[[bytes], None] | None) -> Prediction:
+        """Compute a prediction. `on_output` gets each output as it comes, where the predictor streams.
+
+        Raises an EmberlineError: BadInput for what the predictor's schema refuses, PredictorCrashed if its process is
+        gone, Cancelled, DeadlineExceeded, and PredictionFailed with the predictor's own error message."""
+        body = b'{"id":"%s","input":%s}' % (name.encode(), given)
+        headers = {"Content-Type": "application/json"}
+        if on_output is not None:
+            headers["Accept"] = "text/event-stream"
+        connection = self._connection(limit_s)
+        try:
+            connection.request("POST", "/predictions", body, headers)
+            response = connection.getresponse()
+            if on_output is not None and response.status == 200:
+                finished = self._finished(self._stream(response, on_output))
+                self._drop_connection()  # the rest of the stream is not read
+                return finished
+            raw = response.read(MAX_OUTPUT_BYTES + 1)
+            if len(raw) > MAX_OUTPUT_BYTES:
+                raise TooLarge(f"the predictor's output has more than {MAX_OUTPUT_BYTES >> 20} MiB")
+            if response.status != 200:
+                raise self._refusal(response.status, raw)
+            return self._finished(_reply_decoder.decode(raw))
+        except (OSError, http.client.HTTPException) as error:
+            self._drop_connection()
+            if isinstance(error, TimeoutError):
+                raise DeadlineExceeded(f"the prediction did not end within {limit_s:g} s") from None
+            self._program.wait(EXPLAIN_S)
+            if self.health() in ("READY", "BUSY"):
+                raise PredictionFailed("the predictor's server closed the connection") from None
+            raise PredictorCrashed(f"the predictor crashed: {self._problem()}") from None
+        except msgspec.MsgspecError as error:
+            self._drop_connection()
+            raise PredictionFailed(f"the predictor's server sent what is no prediction: {error}") from None
+        except EmberlineError:
+            self._drop_connection()
+            raise
+
+    def cancel(self, name: str) -> None:
+        """Cancel a prediction, if it still runs."""
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            self._call("POST", f"/predictions/{name}/cancel")
+
+    def kill(self) -> None:
+        """End the server and everything that it has started. Idempotent."""
+        self._program.kill()
+        self.log.wait(1.0)
+        with contextlib.suppress(OSError):
+            os.unlink(self._address)
+            os.rmdir(self._runtime)
+
+    def stop(self) -> None:
+        """Ask the server to end, then kill it."""
+        self._program.terminate()
+        self._program.wait(GRACE_S)
+        self.kill()
+
+    # --- replies -----------------------------------------------------------------------------------------------------
+
+    def _stream(self, response: http.client.HTTPResponse, on_output: Callable[[bytes], None]) -> _Reply:
+        """Read server-sent events to the last one, `completed`."""
+        n_bytes, outputs = 0, []
+        for event, data in _events(response):
+            n_bytes += len(data)
+            if n_bytes > MAX_OUTPUT_BYTES:
+                raise TooLarge(f"the predictor's output has more than {MAX_OUTPUT_BYTES >> 20} MiB")
+            if event == "output":
+                fields = _event_decoder.decode(data)
+                chunk = bytes(fields.get("chunk") or fields.get("output") or b"null")
+                outputs.append(chunk)
+                on_output(chunk)
+            elif event == "completed":
+                return _reply_decoder.decode(data)
+        raise http.client.IncompleteRead(b"")
+
+    def _finished(self, reply: _Reply) -> Prediction:
+        logs = self._hidden(reply.logs or "")[-MAX_LOG_CHARS:]
+        if reply.status == "succeeded":
+            return Prediction(output=reply.output, logs=logs, metrics=reply.metrics or {})
+        if reply.status == "canceled":
+            raise Cancelled("the prediction was cancelled")
+        message = self._hidden(reply.error or "the predictor gave no reason")[:2000]
+        while message.startswith(_PREFIX):
+            message = message.removeprefix(_PREFIX)
+        if message == _CRASHED or self.health() == "DEFUNCT":
+            raise PredictorCrashed(f"the predictor crashed: {self._problem(message)}")
+        raise PredictionFailed(f"the predictor failed: {message}")
+
+    def _refusal(self, status: int, raw: bytes) -> EmberlineError:
+        try:
+            detail = msgspec.json.decode(raw, type=_Detail)
+            message = self._hidden(str(detail.detail or detail.error or ""))[:2000]
+        except msgspec.MsgspecError:
+            message = ""
+        if status in (400, 406, 422):
+            return BadInput(f"the predictor refuses this input: {message}")
+        if status == 409 and self.health() in ("READY", "BUSY"):
+            return Overloaded("all of the predictor's slots are taken", retry_after_s=1)
+        if status == 413:
+            return TooLarge("the input is too large for the predictor's server")
+        if status == 409 or self.health() == "DEFUNCT":
+            return PredictorCrashed(f"the predictor crashed: {self._problem(message)}")
+        return PredictionFailed(f"the predictor's server answered {status}: {message}")
+
+    def _problem(self, message: str = "") -> str:
+        return self._program.problem or message or self._hidden(self.log.last_line)
+
+    def _hidden(self, text: str) -> str:
+        for secret in self._secrets:
+            text = text.replace(secret, "**********") if secret else text
+        return text
+
+    # --- connections -------------------------------------------------------------------------------------------------
+
+    def _connection(self, timeout_s: float) -> _Connection:
+        """The connection of the calling thread, kept between predictions."""
+        found: _Connection | None = getattr(self._local, "connection", None)
+        if found is None:
+            found = self._local.connection = _Connection(self._address, timeout_s)
+        if found.sock is not None:
+            found.sock.settimeout(timeout_s)
+        found.timeout = timeout_s
+        return found
+
+    def _drop_connection(self) -> None:
+        if (found := getattr(self._local, "connection", None)) is not None:
+            found.close()
+            self._local.connection = None
+
+    def _call(self, method: str, path: str) -> tuple[int, bytes]:
+        """One exchange on a connection of its own, so that it waits for no prediction."""
+        connection = _Connection(self._address, CONTROL_S)
+        try:
+            connection.request(method, path)
+            response = connection.getresponse()
+            return response.status, response.read(MAX_OUTPUT_BYTES)
+        finally:
+            connection.close()
+
+
+def _events(response: http.client.HTTPResponse) -> Iterator[tuple[str, bytes]]:
+    """Server-sent events: name and data."""
+    name, data = "", b""
+    while line := response.readline(MAX_OUTPUT_BYTES):
+        text = line.rstrip(b"\r\n")
+        if not text:
+            if data:
+                yield name, data
+            name, data = "", b""
+        elif text.startswith(b"event:"):
+            name = text[6:].strip().decode("utf-8", "replace")
+        elif text.startswith(b"data:"):
+            data += text[5:].strip()
+
+
+def server_program(manifest: Manifest, folder: Path, secrets: dict[str, str], listener: int) -> Program:
+    """Cog's server as a program for a sandbox: offline, its project, environment and fetched files read-only."""
+    resources = manifest.resources
+    readable = [(str(folder / "src"), SOURCE), (str(_RELAY), RELAY), *((each, each) for each in manifest.folders)]
+    if manifest.store:
+        readable.append((manifest.store, STORE))
+    command = (manifest.interpreter, "-m", "cog.server.http", "--host", "127.0.0.1")
+    return Program(
+        command=(manifest.interpreter, "-I", "-S", RELAY, str(listener), str(PORT), *command),
+        environment={**environment(manifest, is_online=False), **secrets},
+        folder=SOURCE,
+        readable=readable,
+        memory_bytes=resources.memory_bytes,
+        scratch_bytes=resources.scratch_bytes,
+        cpus=resources.cpus,
+        n_processes=resources.n_processes,
+        ports=(PORT,),
+        gpus=tuple(each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each)
+        if manifest.gpu
+        else (),
+    )
+
+
+def environment(manifest: Manifest, *, is_online: bool) -> dict[str, str]:
+    """Variables of a predictor, without secrets."""
+    threads = str(max(1, int(manifest.resources.cpus)))
+    fixed = {
+        "PATH": f"{Path(manifest.interpreter).parent}:/usr/local/bin:/usr/bin:/bin",
+        "HOME": SCRATCH,
+        "TMPDIR": SCRATCH,
+        "LANG": "C.UTF-8",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PORT": str(PORT),
+        "COG_PREDICT_TYPE_STUB": manifest.reference,
+        "COG_MAX_CONCURRENCY": str(manifest.slots),
+        "COG_LOG_LEVEL": "warning",
+        "OMP_NUM_THREADS": threads,
+        "XDG_CACHE_HOME": f"{STORE}/cache",
+        "HF_HOME": f"{STORE}/huggingface",
+        "TORCH_HOME": f"{STORE}/torch",
+    }
+    offline = {} if is_online else {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    return {**manifest.environment, **fixed, **offline}

@@ -1,0 +1,61 @@
+"""The log of a predictor: what its processes print, in files of bounded size, without the secrets that it was given."""
+
+import os
+import threading
+from collections import deque
+from pathlib import Path
+
+MAX_BYTES = 4 << 20  # of a file; the one before it is kept
+MAX_LINE_BYTES = 16 << 10  # a longer line is cut
+KEPT_LINES = 20  # in memory, for error messages
+_HIDDEN = b"**********"
+
+
+class OutputLog:
+    """Reads a pipe in a thread, so that a program that floods its output is slowed down and fills no disk."""
+
+    def __init__(self, path: Path, secrets: tuple[str, ...] = (), max_bytes: int = MAX_BYTES) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        self._max_bytes = max_bytes
+        self._secrets = [secret.encode() for secret in secrets if secret]
+        self._file = path.open("ab")
+        self._size = path.stat().st_size
+        self._tail: deque[bytes] = deque(maxlen=KEPT_LINES)
+        reader, self.descriptor = os.pipe()  # the write end, which the program gets
+        self._thread = threading.Thread(target=self._read, args=(reader,), name="predictor log", daemon=True)
+        self._thread.start()
+
+    def close_writer(self) -> None:
+        """Close our copy of the write end, once the program has it."""
+        os.close(self.descriptor)
+
+    def wait(self, limit_s: float) -> None:
+        """Wait for the end of the output, after the program has ended."""
+        self._thread.join(limit_s)
+
+    @property
+    def last_line(self) -> str:
+        """The last line that tells something: of an error, its message."""
+        for line in reversed(self._tail):
+            if text := line.decode("utf-8", "replace").strip():
+                return text[-500:]
+        return "it wrote nothing to its log"
+
+    def _read(self, descriptor: int) -> None:
+        with os.fdopen(descriptor, "rb", buffering=1 << 16) as pipe, self._file:
+            while line := pipe.readline(MAX_LINE_BYTES):
+                self._write(line if line.endswith(b"\n") else line + b"\n")
+
+    def _write(self, line: bytes) -> None:
+        for secret in self._secrets:
+            line = line.replace(secret, _HIDDEN)
+        self._tail.append(line)
+        if self._size + len(line) > self._max_bytes:
+            self._file.close()
+            os.replace(self._path, f"{self._path}.1")
+            self._file = self._path.open("ab")
+            self._size = 0
+        self._file.write(line)
+        self._file.flush()
+        self._size += len(line)

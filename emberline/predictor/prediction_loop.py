@@ -1,0 +1,191 @@
+"""The loop of a predictor's worker: hands requests to Cog's server, a thread each, and their outputs to the clients.
+
+It takes the place of the step loop of an engine: the worker's socket server drives it. What threads find out is picked
+up by the next step, for which they wake the socket server.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import msgspec
+
+from emberline.engine.encoders.request_loop import RequestLoop, deadline_s
+from emberline.predictor.cog_server import CogServer, PredictorCrashed
+from emberline.protocol.errors import BadInput, DeadlineExceeded, EmberlineError, Internal, TooLarge, Unavailable
+from emberline.protocol.events import TokenDelta, Usage
+from emberline.protocol.prediction import MAX_INPUT_BYTES, Manifest, PredictParams
+from emberline.protocol.request import EngineRequest
+
+MAX_WAITING = 256
+PROGRESS_S = 1.0  # between two steps while predictions run: a step tells the core that the worker is alive
+CANCEL_S = 10.0  # for a prediction to end once it was cancelled; then the server is killed
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """A prediction that has not ended."""
+
+    request: EngineRequest
+    params: PredictParams
+    deadline_s: float | None  # monotonic
+    began_s: float = 0.0  # monotonic; 0: it waits for a slot
+    ended_s: float = 0.0
+
+    @property
+    def running(self) -> bool:
+        return self.began_s > 0
+
+    @property
+    def _compute_ms(self) -> int:
+        return int(1000 * ((self.ended_s or time.monotonic()) - self.began_s)) if self.began_s else 0
+
+    def usage(self) -> Usage:
+        return Usage(predictions=1, compute_ms=self._compute_ms)
+
+    def partial_usage(self) -> Usage:
+        return Usage(predictions=1 if self.running else 0, compute_ms=self._compute_ms, partial=True)
+
+
+class PredictionLoop(RequestLoop[_Waiting]):
+    blocked = True  # the socket server sleeps although the loop is busy: threads wake it
+
+    def __init__(self, manifest: Manifest, server: CogServer, on_crash: Callable[[str], None]) -> None:
+        """`on_crash` is called, in the socket server's thread, when the server cannot go on."""
+        super().__init__(MAX_WAITING)
+        self._manifest = manifest
+        self._server = server
+        self._on_crash = on_crash
+        self._pool = ThreadPoolExecutor(manifest.slots, thread_name_prefix="prediction")
+        self._found: deque[tuple[_Waiting, TokenDelta]] = deque()  # by threads
+        self._crash = ""
+        self._cancelled: dict[str, float] = {}  # predictions that clients have given up, and since when
+        self._lock = threading.Lock()
+        self.wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    def submit(self, request: EngineRequest, now_s: float) -> None:
+        params = request.predict
+        if params is None:
+            raise BadInput("this model makes predictions from inputs, and does nothing else: use `run`")
+        if params.stream and not self._manifest.streams:
+            raise BadInput("this model does not stream: leave `stream` out", param="stream")
+        if len(params.input) > MAX_INPUT_BYTES:
+            raise TooLarge(f"an input has at most {MAX_INPUT_BYTES >> 20} MiB")
+        self._check_room(request)
+        item = _Waiting(request, params, deadline_s(request, now_s))
+        self._add(item)
+        self._pool.submit(self._run, item)
+
+    def abort(self, request_id: str) -> TokenDelta | None:
+        item = self._requests.get(request_id)
+        if item is not None:
+            self._give_up(item)
+        return super().abort(request_id)
+
+    def _give_up(self, item: _Waiting) -> None:
+        """Cancel a prediction at the server, in a thread: it may take a while."""
+        if item.running:
+            name = item.request.id
+            with self._lock:
+                self._cancelled[name] = time.monotonic()
+            threading.Thread(target=self._server.cancel, args=(name,), daemon=True).start()
+
+    # --- steps -------------------------------------------------------------------------------------------------------
+
+    @property
+    def wake_s(self) -> float:  # type: ignore[override]
+        """When the next step is due, if nothing wakes the socket server before."""
+        return time.monotonic() + PROGRESS_S
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._requests or self._found or self._crash)
+
+    def clear_wakeup(self) -> None:
+        """Make the next step wait for the next wake-up."""
+        os.eventfd_read(self.wakeup)
+
+    def step(self, now_s: float) -> list[TokenDelta]:
+        for item in self._requests.values():
+            if item.deadline_s is not None and now_s > item.deadline_s:
+                self._give_up(item)
+        deltas = self._fail_late(now_s)
+        while self._found:
+            item, delta = self._found.popleft()
+            if self._requests.get(item.request.id) is item:
+                deltas.append(delta)
+                if delta.finish is not None:
+                    del self._requests[item.request.id]
+        self._steps += 1
+        self.computed_tokens += 1
+        with self._lock:
+            stuck = [name for name, since_s in self._cancelled.items() if now_s > since_s + CANCEL_S]
+        if stuck and not self._crash:
+            self._crash = "a prediction that was cancelled goes on"
+        if self._crash:
+            for item in list(self._requests.values()):
+                deltas.append(self._failed(item, _crash_error(self._crash, item.running)))
+            self._on_crash(self._crash)
+        return deltas
+
+    def close(self) -> None:
+        """End the server and the threads, whose predictions fail."""
+        self._server.kill()
+        self._pool.shutdown(cancel_futures=True)
+
+    # --- threads -----------------------------------------------------------------------------------------------------
+
+    def _run(self, item: _Waiting) -> None:
+        request = item.request
+        if self._requests.get(request.id) is not item or self._crash:  # aborted while it waited
+            return
+        item.began_s = time.monotonic()
+        self._tell(item, TokenDelta(request.id, usage=item.usage()))
+        on_output = None
+        if item.params.stream:
+
+            def on_output(chunk: bytes) -> None:
+                self._tell(item, TokenDelta(request.id, values=chunk))
+
+        try:
+            limit_s = self._manifest.resources.predict_s
+            if item.params.input:
+                prediction = self._server.predict(request.id, item.params.input, limit_s, on_output)
+            else:
+                prediction = self._server.check()
+            item.ended_s = time.monotonic()
+            values = msgspec.json.encode(prediction)
+            delta = TokenDelta(request.id, finish="stop", usage=item.usage(), values=values)
+        except EmberlineError as error:
+            item.ended_s = time.monotonic()
+            if isinstance(error, PredictorCrashed):
+                self._crash = error.message
+            elif isinstance(error, DeadlineExceeded):
+                self._give_up(item)
+            delta = TokenDelta(request.id, finish="error", usage=item.partial_usage(), error=error.info())
+        except Exception:
+            _log.exception("a prediction failed", extra={"request_id": request.id})
+            info = Internal("the prediction failed; the worker's log says why").info()
+            delta = TokenDelta(request.id, finish="error", usage=item.partial_usage(), error=info)
+        finally:
+            with self._lock:
+                self._cancelled.pop(request.id, None)
+        self._tell(item, delta)
+
+    def _tell(self, item: _Waiting, delta: TokenDelta) -> None:
+        self._found.append((item, delta))
+        os.eventfd_write(self.wakeup, 1)
+
+
+def _crash_error(why: str, was_running: bool) -> EmberlineError:
+    """A prediction that ran may be what crashed the predictor; one that waited is computed elsewhere, or later."""
+    return PredictorCrashed(why) if was_running else Unavailable(f"{why}; it is started again", retry_after_s=1)

@@ -1,0 +1,146 @@
+"""A Cog project as its author wrote it: `cog.yaml`, read without running anything of the project."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from emberline.protocol.errors import BadInput, Unsupported
+
+CONFIG = "cog.yaml"
+MAX_CONFIG_BYTES = 1 << 20
+_VERSION = re.compile(r"3\.\d{1,2}(\.\d{1,3})?")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# A requirement: a name, extras, versions and a marker. No address, path or option, which pip would follow.
+_REQUIREMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(\[[A-Za-z0-9,._ -]*\])?\s*([<>=!~][^;@/\\]*)?(;[^@]*)?")
+
+
+class Project(msgspec.Struct, frozen=True, kw_only=True):
+    """A project to be served, and its needs."""
+
+    folder: Path
+    reference: str  # "predict.py:Predictor"
+    python: str  # "3.11"; empty: any
+    requirements: tuple[str, ...]
+    max_concurrency: int  # of cog.yaml; 0: it says nothing
+    gpu: bool
+    environment: Mapping[str, str]
+    image: str  # "r8.im/me/name"; empty: none is named
+    notices: tuple[str, ...] = ()  # parts that are left out, for the person who pushes it
+
+    @property
+    def source(self) -> Path:
+        """The file of the predictor."""
+        return self.folder / self.reference.partition(":")[0]
+
+
+def read_project(folder: Path) -> Project:
+    """Read a project folder. Raises BadInput, or Unsupported naming what this server cannot do for it."""
+    path = folder / CONFIG
+    if not path.is_file():
+        raise BadInput(f"{folder} has no {CONFIG}: it is not a Cog project")
+    if path.stat().st_size > MAX_CONFIG_BYTES:
+        raise BadInput(f"{path} is too large")
+    try:
+        given = yaml.safe_load(path.read_bytes())
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise BadInput(f"{path} is not YAML: {str(error)[:300]}") from None
+    if not isinstance(given, dict):
+        raise BadInput(f"{path} must be a mapping")
+    build = _mapping(given, "build")
+    for name in ("system_packages", "run", "pre_install"):
+        if build.get(name):
+            raise Unsupported(
+                f"`build.{name}` needs a container builder, which this machine has none of: install what it names from "
+                "wheels (`build.python_requirements`), or on the machine itself",
+                param=f"build.{name}",
+            )
+    reference = given.get("run") or given.get("predict")
+    if not isinstance(reference, str) or reference.count(":") != 1 or not reference.partition(":")[0].endswith(".py"):
+        only = " It has `train`, and training is not supported." if given.get("train") else ""
+        raise BadInput(f'{path}: `run` must name a file and a class, as "run.py:Runner".{only}', param="run")
+    project = Project(
+        folder=folder,
+        reference=reference,
+        python=_python(build),
+        requirements=_requirements(folder, build),
+        max_concurrency=_concurrency(given),
+        gpu=bool(build.get("gpu")),
+        environment=_environment(given),
+        image=str(given.get("image") or ""),
+        notices=("`train` is left out: training is not supported",) if given.get("train") else (),
+    )
+    if not _is_inside(folder, project.source):
+        raise BadInput(f"{path}: {reference} is not a file of the project", param="run")
+    return project
+
+
+def _mapping(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = given.get(name) or {}
+    if not isinstance(found, dict):
+        raise BadInput(f"`{name}` of {CONFIG} must be a mapping", param=name)
+    return found
+
+
+def _python(build: Mapping[str, Any]) -> str:
+    version = build.get("python_version")
+    if version is None:
+        return ""
+    if not isinstance(version, str) or not _VERSION.fullmatch(version):
+        raise BadInput(f'`build.python_version` must be text such as "3.12", not {version!r}', param="python_version")
+    return ".".join(version.split(".")[:2])
+
+
+def _requirements(folder: Path, build: Mapping[str, Any]) -> tuple[str, ...]:
+    """Requirements of the project, in its order. Raises BadInput for anything but a name and versions."""
+    lines: list[str] = []
+    if (name := build.get("python_requirements")) is not None:
+        path = folder / str(name)
+        if not _is_inside(folder, path):
+            raise BadInput(f"`build.python_requirements`: {name} is not a file of the project")
+        lines += path.read_text(encoding="utf-8", errors="replace")[:MAX_CONFIG_BYTES].splitlines()
+    packages = build.get("python_packages") or []
+    lines += [str(each) for each in packages] if isinstance(packages, list) else []
+    found = []
+    for line in lines:
+        requirement = line.partition(" #")[0].strip()
+        if not requirement or requirement.startswith("#"):
+            continue
+        if not _REQUIREMENT.fullmatch(requirement):
+            raise Unsupported(
+                f"the requirement {requirement[:200]!r} is not a package's name and versions: addresses, paths and "
+                "options of pip are not followed",
+                param="python_requirements",
+            )
+        found.append(requirement)
+    return tuple(found)
+
+
+def _concurrency(given: Mapping[str, Any]) -> int:
+    most = _mapping(given, "concurrency").get("max", 0)
+    if type(most) is not int or not 0 <= most <= 256:
+        raise BadInput("`concurrency.max` must be from 1 to 256", param="concurrency.max")
+    return most
+
+
+def _environment(given: Mapping[str, Any]) -> dict[str, str]:
+    lines = given.get("environment") or []
+    if not isinstance(lines, list):
+        raise BadInput("`environment` must be a list of NAME=VALUE", param="environment")
+    found = {}
+    for line in lines:
+        name, equals, value = str(line).partition("=")
+        if not equals or not _VARIABLE.fullmatch(name) or "\0" in value:
+            raise BadInput(f"`environment`: {str(line)[:100]!r} is not NAME=VALUE", param="environment")
+        if name.startswith(("LD_", "PYTHON", "COG_")) or name in ("PATH", "HOME", "PORT"):
+            raise BadInput(f"`environment`: {name} is set by the server", param="environment")
+        found[name] = value
+    return found
+
+
+def _is_inside(folder: Path, path: Path) -> bool:
+    """True if the path is a file of the folder, symbolic links resolved."""
+    return path.is_file() and path.resolve().is_relative_to(folder.resolve())

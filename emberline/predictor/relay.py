@@ -1,0 +1,59 @@
+"""Runs inside a sandbox, with the predictor's interpreter and the standard library alone, which is no code of ours.
+
+`python -I -S relay.py DESCRIPTOR PORT COMMAND …` runs a server that can listen at a TCP port only, and joins that port
+of the sandbox's own network to a Unix socket outside: DESCRIPTOR is the listening socket.
+"""
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+
+CHUNK_BYTES = 256 << 10
+CONNECT_S = 5.0
+
+
+async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Copy bytes until the reader's end."""
+    with contextlib.suppress(OSError):
+        while data := await reader.read(CHUNK_BYTES):
+            writer.write(data)
+            await writer.drain()
+    with contextlib.suppress(OSError, RuntimeError):
+        writer.write_eof()
+
+
+async def join(outer: asyncio.StreamReader, outer_writer: asyncio.StreamWriter, port: int) -> None:
+    """Join one connection to the server's port. Closing either side closes the other."""
+    try:
+        async with asyncio.timeout(CONNECT_S) if sys.version_info >= (3, 11) else contextlib.AsyncExitStack():
+            inner, inner_writer = await asyncio.open_connection("127.0.0.1", port, limit=CHUNK_BYTES)
+    except (TimeoutError, OSError):
+        outer_writer.close()
+        return
+    inner_writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    tasks = [asyncio.ensure_future(pump(outer, inner_writer)), asyncio.ensure_future(pump(inner, outer_writer))]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+    inner_writer.close()
+    outer_writer.close()
+
+
+async def main() -> int:
+    descriptor, port, command = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+    listener = socket.socket(fileno=descriptor)
+    listener.setblocking(False)
+    process = await asyncio.create_subprocess_exec(*command)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, process.terminate)
+    server = await asyncio.start_unix_server(
+        lambda reader, writer: join(reader, writer, port), sock=listener, limit=CHUNK_BYTES
+    )
+    status = await process.wait()
+    server.close()
+    return status if status >= 0 else 128 - status
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(main()))

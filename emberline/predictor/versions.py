@@ -1,0 +1,176 @@
+"""Versions of predictors on disk, and `push`, which adds one.
+
+`$EMBERLINE_HOME/predictors/NAME/vN` has a version: its manifest, the project's files, its log. Environments are shared
+(`environments`). A version is complete before the model store names it, and is never changed afterwards.
+"""
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from emberline.predictor import environments
+from emberline.predictor.environments import Environment
+from emberline.predictor.project import Project, read_project
+from emberline.predictor.schema import openapi, read_signature
+from emberline.protocol.errors import BadInput, ModelNotFound, TooLarge, Unsupported
+from emberline.protocol.prediction import Manifest, Resources
+
+OWNER = "@me"
+MANIFEST = "manifest.json"
+MAX_PROJECT_BYTES = 4 << 30
+MAX_PROJECT_FILES = 50_000
+_LEFT_OUT = {".git", ".hg", "__pycache__", ".venv", "venv", ".cog", "node_modules"}
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+_FOLDER = re.compile(r"v([1-9]\d{0,8})")
+
+
+# Takes the folder of environments, the requirements, the version of Python and where progress is told.
+Build = Callable[[Path, Sequence[str], str, Callable[[str], None]], Environment]
+
+
+class PushSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The parts of a version that the person who pushes it decides."""
+
+    name: str = ""  # empty: of cog.yaml's image, or of the folder
+    resources: Resources = Resources()
+    secrets: tuple[str, ...] = ()
+    max_bytes: int = MAX_PROJECT_BYTES
+
+
+class PredictorVersions:
+    """All predictors of a data folder."""
+
+    def __init__(self, home: Path, build: Build = environments.build) -> None:
+        """`build` makes the environment of a version."""
+        self._build = build
+        self.root = home / "predictors"
+        self._environments = self.root / ".environments"
+
+    def push(self, folder: Path, settings: PushSettings, on_line: Callable[[str], None]) -> Manifest:
+        """Add the project as the next version of its model. Blocks, for as long as its packages take to install.
+
+        Raises BadInput, Unsupported or TooLarge, which say what the project must change."""
+        project = read_project(folder)
+        for notice in project.notices:
+            on_line(notice)
+        name = _model_name(project, settings.name)
+        signature = read_signature(project.source.read_bytes(), project.reference)
+        slots = signature.slots or project.max_concurrency or 1
+        if slots > 1 and not signature.is_async:
+            raise Unsupported(f"{project.reference}: {slots} concurrent predictions need `async def`")
+        environment = self._build(self._environments, project.requirements, project.python, on_line)
+        model_folder = self.root / name
+        model_folder.mkdir(parents=True, exist_ok=True)
+        staging = model_folder / f".push-{os.getpid()}"
+        try:
+            digest = _copy(project.folder, staging / "src", settings.max_bytes)
+            document = msgspec.json.encode(openapi(signature))
+            (staging / "src" / ".cog").mkdir(exist_ok=True)
+            (staging / "src" / ".cog" / "openapi_schema.json").write_bytes(document)
+            number = 1 + max((version.version for version in self.list(f"{OWNER}/{name}")), default=0)
+            manifest = Manifest(
+                model=f"{OWNER}/{name}",
+                version=number,
+                digest="",
+                reference=project.reference,
+                interpreter=environment.interpreter,
+                folders=environment.folders,
+                slots=slots,
+                streams=signature.streams,
+                input=signature.input,
+                output=signature.output,
+                environment=dict(project.environment),
+                secrets=settings.secrets,
+                gpu=project.gpu,
+                resources=settings.resources,
+            )
+            settled = digest + environment.key + msgspec.json.encode(msgspec.structs.replace(manifest, version=0)).hex()
+            manifest = msgspec.structs.replace(manifest, digest=hashlib.sha256(settled.encode()).hexdigest()[:32])
+            (staging / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+            (staging / "logs").mkdir()
+            staging.rename(model_folder / f"v{number}")
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+        on_line(f"{manifest.model} version {number}")
+        return manifest
+
+    def list(self, model: str) -> list[Manifest]:
+        """All versions of a model, oldest first."""
+        found = []
+        for path in self.folder(model).glob(f"v*/{MANIFEST}"):
+            if _FOLDER.fullmatch(path.parent.name):
+                found.append(msgspec.json.decode(path.read_bytes(), type=Manifest))
+        return sorted(found, key=lambda manifest: manifest.version)
+
+    def find(self, model: str, version: int) -> Manifest:
+        """A version of a model. Raises ModelNotFound."""
+        known = self.list(model)
+        found = next((each for each in known if each.version == version), None)
+        if found is None:
+            numbers = ", ".join(str(each.version) for each in known) or "none"
+            raise ModelNotFound(f"{model} has no version {version}; there are {numbers}")
+        return found
+
+    def path(self, manifest: Manifest) -> Path:
+        """The manifest's file, which the model store names."""
+        return self.folder(manifest.model) / f"v{manifest.version}" / MANIFEST
+
+    def folder(self, model: str) -> Path:
+        """The folder of a model's versions. Raises ModelNotFound for a name that no predictor can have."""
+        owner, _, name = model.partition("/")
+        if owner != OWNER or not _NAME.fullmatch(name):
+            raise ModelNotFound(f"{model[:100]} is not a predictor: their names are {OWNER}/NAME")
+        return self.root / name
+
+    def remove(self, model: str) -> None:
+        """Remove all versions of a model. Their environments stay, for others."""
+        shutil.rmtree(self.folder(model), ignore_errors=True)
+
+
+def _model_name(project: Project, given: str) -> str:
+    name = given or project.image.rpartition("/")[2].partition(":")[0] or project.folder.resolve().name
+    name = name.lower().removeprefix(f"{OWNER}/").replace(" ", "-")
+    if not _NAME.fullmatch(name):
+        raise BadInput(f"{name[:80]!r} cannot be a model's name: use letters, digits, '.', '_' and '-'", param="name")
+    return name
+
+
+def _copy(source: Path, target: Path, max_bytes: int) -> str:
+    """Copy a project's files so that every user can read them. Returns a digest of their names and contents.
+
+    Symbolic links are followed within the project, and refused if they lead out of it."""
+    digest, n_bytes, n_files = hashlib.sha256(), 0, 0
+    root = source.resolve()
+    for path, relative in _files(root):
+        if not path.resolve().is_relative_to(root):
+            raise BadInput(f"{relative} is a link that leads out of the project")
+        n_files, n_bytes = n_files + 1, n_bytes + path.stat().st_size
+        if n_bytes > max_bytes or n_files > MAX_PROJECT_FILES:
+            raise TooLarge(
+                f"the project has more than {max_bytes >> 20} MiB or {MAX_PROJECT_FILES:,} files, which is more than "
+                "may be pushed: let `setup` load large files"
+            )
+        copied = target / relative
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copied)
+        copied.chmod(0o755 if path.stat().st_mode & 0o100 else 0o644)
+        with copied.open("rb") as file:
+            content = hashlib.file_digest(file, "sha256").hexdigest()
+        digest.update(f"{relative}\0{content}\n".encode("utf-8", "surrogatepass"))
+    for folder in [target, *(each for each in target.rglob("*") if each.is_dir())]:
+        folder.chmod(0o755)
+    return digest.hexdigest()
+
+
+def _files(root: Path) -> Iterator[tuple[Path, Path]]:
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(each for each in folders if each not in _LEFT_OUT)
+        for name in sorted(names):
+            path = Path(folder, name)
+            if path.is_file():
+                yield path, path.relative_to(root)

@@ -1,0 +1,127 @@
+"""Predictions of models that users bring along: what a worker gets and returns, and a predictor's manifest.
+
+A predictor takes a JSON object, whose fields its schema describes, and returns any JSON. Files are data URLs in both.
+"""
+
+from typing import Any
+
+import msgspec
+
+from emberline.protocol.errors import BadInput
+
+MAX_INPUT_BYTES = 32 << 20
+MAX_OUTPUT_BYTES = 48 << 20
+MAX_LOG_CHARS = 64 << 10  # of one prediction, in its result
+
+Schema = dict[str, Any]  # a JSON Schema
+
+
+class PredictParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Parameters of an `EngineRequest` for a predictor. The result is a `Prediction`, encoded as JSON; before it come
+    outputs, each as JSON, if `stream` is set."""
+
+    input: bytes  # a JSON object; empty: ask for the predictor's health, which is the result
+    stream: bool = False
+
+
+class Prediction(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    output: msgspec.Raw = msgspec.Raw(b"null")
+    logs: str = ""  # that the predictor printed meanwhile
+    metrics: dict[str, Any] = {}  # of the predictor's own, and `predict_time` in seconds
+
+
+class Resources(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Bounds of a predictor's processes."""
+
+    memory_bytes: int = 2 << 30
+    scratch_bytes: int = 1 << 30
+    cpus: float = 1.0
+    n_processes: int = 256
+    setup_s: float = 300.0  # for `setup` to end
+    predict_s: float = 600.0  # for a prediction to end
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A version of a predictor: `manifest.json` in the version's folder, beside the project's files in `src`."""
+
+    model: str  # "@me/name"
+    version: int
+    digest: str  # of the project, its environment and its settings
+    reference: str  # "predict.py:Predictor"
+    interpreter: str  # of its environment
+    folders: tuple[str, ...] = ()  # that it reads: the environment, and the interpreter it was made from
+    store: str = ""  # the folder of what `setup` fetched; empty: it fetches nothing
+    slots: int = 1  # concurrent predictions
+    streams: bool = False
+    input: Schema
+    output: Schema
+    environment: dict[str, str] = {}
+    secrets: tuple[str, ...] = ()  # names of variables that the operator grants
+    gpu: bool = False
+    resources: Resources = Resources()
+
+    @property
+    def file_inputs(self) -> list[str]:
+        """Names of the inputs that are files."""
+        return [name for name, field in self.input.get("properties", {}).items() if is_file(field)]
+
+    @property
+    def returns_file(self) -> bool:
+        """True if the output is one file."""
+        return is_file(self.output)
+
+
+def is_file(field: Schema) -> bool:
+    return bool(field.get("format") == "uri")
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+    "null": (type(None),),
+}
+
+
+def check_input(given: dict[str, Any], schema: Schema) -> None:
+    """Raise BadInput, which names the field, unless the input is as the schema says. Takes linear time."""
+    fields: dict[str, Schema] = schema.get("properties", {})
+    for name in given:
+        if name not in fields:
+            known = ", ".join(fields) or "none"
+            raise BadInput(f"the model has no input {name[:64]!r}; its inputs are {known}", param=name[:64])
+    for name in schema.get("required", ()):
+        if name not in given:
+            raise BadInput(f"the input `{name}` is needed", param=name)
+    for name, value in given.items():
+        _check(name, value, fields[name])
+
+
+def _check(name: str, value: Any, field: Schema) -> None:
+    if value is None and field.get("nullable"):
+        return
+    if choices := field.get("enum"):
+        if value not in choices:
+            raise BadInput(f"`{name}` must be one of {', '.join(map(str, choices))[:500]}", param=name)
+        return
+    kind = field.get("type")
+    is_number = kind in ("integer", "number")
+    if kind is not None and (not isinstance(value, _TYPES[kind]) or (is_number and isinstance(value, bool))):
+        raise BadInput(f"`{name}` must be of type {kind}", param=name)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if value < field.get("minimum", value):
+            raise BadInput(f"`{name}` must be at least {field['minimum']}", param=name)
+        if value > field.get("maximum", value):
+            raise BadInput(f"`{name}` must be at most {field['maximum']}", param=name)
+    if isinstance(value, str):
+        n_chars = len(value)
+        if not field.get("minLength", 0) <= n_chars <= field.get("maxLength", n_chars):
+            raise BadInput(f"`{name}` has {n_chars} characters, which is not what its schema allows", param=name)
+        if is_file(field) and not value.startswith("data:"):
+            raise BadInput(f"`{name}` is a file: send it as a data: URL", param=name)
+    if isinstance(value, list) and (item := field.get("items")):
+        for each in value:
+            _check(name, each, item)

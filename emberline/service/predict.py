@@ -1,0 +1,109 @@
+"""A prediction of a model that a user brought along, on a worker of its predictor."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from emberline.catalog.model_card import ModelCard
+from emberline.cluster.engine_client import EngineClient
+from emberline.cluster.timings import DEFAULTS, Timings
+from emberline.protocol.errors import BadInput, Internal, TooLarge, Unsupported
+from emberline.protocol.events import ChoiceDone, Started, TextDelta, TextEvent, TokenDelta, Usage
+from emberline.protocol.prediction import MAX_INPUT_BYTES, Prediction, PredictParams, check_input
+from emberline.protocol.request import EngineRequest, PredictRequest, Principal, SamplingParams
+from emberline.protocol.route_request import RouteRequest, route_request
+from emberline.service.single_result_request import EngineCall
+from emberline.telemetry.request_log import Clock, JobContext, in_flight_id, route_terms
+
+_decoder = msgspec.json.Decoder(Prediction)
+
+
+def prepare_prediction(
+    request: PredictRequest,
+    card: ModelCard,
+    principal: Principal,
+    engines: Mapping[str, EngineClient],
+    clock: Clock,
+    job: JobContext | None,
+    timings: Timings = DEFAULTS,
+) -> tuple[RouteRequest, "PredictionCall"]:
+    """The request as admission sees it, and its transport. Refuses an input that is not as the schema says."""
+    if (predictor := card.predictor) is None:
+        raise BadInput(f"{card.id} is for {card.task}, and makes no predictions from inputs of its own", param="model")
+    if request.stream and not predictor.streams:
+        raise Unsupported(f"{card.id} does not stream: its predictor has no `@cog.streaming`", param="stream")
+    check_input(request.input, predictor.input)
+    encoded = msgspec.json.encode(request.input)
+    if len(encoded) > MAX_INPUT_BYTES:
+        raise TooLarge(f"an input has at most {MAX_INPUT_BYTES >> 20} MiB")
+    route = route_request(
+        route_terms(request, clock, job),
+        principal,
+        card.id,
+        card.fingerprint,
+        input_tokens=0,
+        max_compute_ms=predictor.max_predict_ms,
+        predictions=1,
+    )
+    return route, PredictionCall(request, encoded, engines, job, timings)
+
+
+class PredictionCall(EngineCall):
+    """One prediction: its whole result, or its outputs as they come."""
+
+    def __init__(
+        self,
+        request: PredictRequest,
+        encoded: bytes,
+        engines: Mapping[str, EngineClient],
+        job: JobContext | None,
+        timings: Timings = DEFAULTS,
+    ) -> None:
+        self._streams = request.stream
+        self._events: list[TextEvent] = []
+        self._has_output = False  # of a stream: then another attempt would repeat it
+        sent = EngineRequest(
+            id=in_flight_id(request.id, job),
+            prompt_ids=b"",
+            sampling=SamplingParams(),
+            priority=request.priority,
+            deadline_s=request.deadline_s,
+            predict=PredictParams(input=encoded, stream=request.stream),
+        )
+        super().__init__(sent, engines, "prediction", timings)
+
+    async def next(self) -> list[TextEvent] | None:  # type: ignore[override]
+        await super().next()
+        if not self._streams:
+            return None
+        events, self._events = self._events, []
+        if self.done:
+            events.append(ChoiceDone(0, "stop"))
+        return events
+
+    def take(self, delta: TokenDelta) -> None:
+        """Make events of a delta that is not the last."""
+        if not self._streams:
+            return
+        if not self._has_output:
+            self._events.append(Started(Usage()))
+        self._has_output = True
+        if delta.values:
+            self._events.append(TextDelta(0, output_text(delta.values)))
+
+    def result(self) -> Prediction:
+        assert self.values is not None
+        try:
+            return _decoder.decode(self.values)
+        except msgspec.MsgspecError:
+            raise Internal("the worker returned no prediction") from None
+
+
+def output_text(output: bytes) -> str:
+    """An output in JSON as a text: what a string says, or the JSON itself."""
+    try:
+        value: Any = msgspec.json.decode(output)
+    except msgspec.MsgspecError:
+        return ""
+    return value if isinstance(value, str) else output.decode("utf-8", "replace")

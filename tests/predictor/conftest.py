@@ -1,0 +1,61 @@
+"""Projects, and the environment with Cog's server that serves them."""
+
+import fcntl
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from emberline.predictor import environments
+from emberline.predictor.environments import Environment
+from emberline.predictor.versions import Build, PredictorVersions
+
+PROJECTS = Path(__file__).parent / "projects"
+
+
+@pytest.fixture(scope="session")
+def cog_environment() -> Environment:
+    """An environment with Cog's server and nothing else, built once per machine."""
+    cache = Path(os.environ.get("EMBERLINE_TEST_CACHE") or "~/.cache/emberline-tests").expanduser() / "predictors"
+    cache.mkdir(parents=True, exist_ok=True)
+    known = cache / f"{environments.COG}.json"
+    with open(cache / "build.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if known.exists():
+            found = json.loads(known.read_text())
+            if Path(found[1]).exists():
+                return Environment(found[0], found[1], tuple(found[2]))
+        built = environments.build(cache, (), "")
+        known.write_text(json.dumps(built))
+        return built
+
+
+@pytest.fixture
+def build(cog_environment: Environment) -> Build:
+    """Gives every version the same environment."""
+
+    def build(root: Path, requirements: Sequence[str], python: str, on_line: Callable[[str], None]) -> Environment:
+        return cog_environment
+
+    return build
+
+
+@pytest.fixture
+def versions(tmp_path: Path, build: Build) -> PredictorVersions:
+    return PredictorVersions(tmp_path / "home", build)
+
+
+def write_project(folder: Path, source: str = "", name: str = "run.py", config: str = "") -> Path:
+    """A project of one file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "cog.yaml").write_text(f'run: "{name}:Runner"\n{config}')
+    if source:
+        (folder / name).write_text(source)
+    return folder
+
+
+def copy_project(folder: Path, name: str, config: str = "") -> Path:
+    """A project of the tests, in a folder of its own."""
+    return write_project(folder, (PROJECTS / f"{name}.py").read_text(), config=config)

@@ -1,0 +1,134 @@
+"""The schema of a predictor, from its syntax tree alone."""
+
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from emberline.predictor.schema import Signature, openapi, read_signature
+from emberline.protocol.errors import BadInput, Unsupported
+from emberline.protocol.prediction import check_input
+
+HEAD = "from cog import *\nimport cog\nfrom typing import *\nSIZES = [1, 2]\nNAMES = {'a': 1, 'b': 2}\n"
+
+
+def signature(arguments: str, returns: str = "str", before: str = "", head: str = "") -> Signature:
+    method = f"    {before}\n    def run(self, {arguments}) -> {returns}:\n        ..."
+    return read_signature(f"{HEAD}{head}\nclass Runner(BaseRunner):\n{method}".encode(), "run.py:Runner")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field", "is_required"),
+    [
+        ("a: str", {"type": "string"}, True),
+        ("a: int = 3", {"type": "integer", "default": 3}, False),
+        ("a: float = Input(ge=0, le=1)", {"type": "number", "minimum": 0, "maximum": 1}, True),
+        ("a: bool = Input(description='d')", {"type": "boolean", "description": "d"}, True),
+        ("a: cog.Path", {"type": "string", "format": "uri"}, True),
+        ("a: Optional[str]", {"type": "string", "nullable": True}, False),
+        ("a: str | None = None", {"type": "string", "nullable": True}, False),
+        ("a: 'str'", {"type": "string"}, True),
+        ("a: list[Path]", {"type": "array", "items": {"type": "string", "format": "uri"}}, True),
+        ("a: Literal['x', 'y']", {"type": "string", "enum": ["x", "y"]}, True),
+        ("a: int = Input(choices=SIZES)", {"type": "integer", "enum": [1, 2]}, True),
+        ("a: str = Input(choices=list(NAMES.keys()))", {"type": "string", "enum": ["a", "b"]}, True),
+        ("a: str = Input(regex='^x')", {"type": "string", "pattern": "^x"}, True),
+        ("a: str = Input(min_length=1, max_length=9)", {"type": "string", "minLength": 1, "maxLength": 9}, True),
+        ("a: dict", {"type": "object"}, True),
+        ("a: Any", {}, True),
+        ("*, a: str", {"type": "string"}, True),
+    ],
+)  # fmt: skip
+def test_inputs(arguments: str, field: dict[str, Any], is_required: bool) -> None:
+    found = signature(arguments).input
+    (own,) = found["properties"].values()
+    assert {name: value for name, value in own.items() if name not in ("title", "x-order")} == field
+    assert ("a" in found.get("required", ())) == is_required
+
+
+def test_outputs_streaming_and_concurrency() -> None:
+    assert signature("", "Path").output == {"title": "Output", "type": "string", "format": "uri"}
+    text = signature("", "ConcatenateIterator[str]", "@cog.streaming")
+    assert text.streams
+    assert text.output["x-cog-array-display"] == "concatenate"
+    assert openapi(text)["paths"]["/predictions"]["post"]["x-cog-streaming"] is True
+    assert "x-cog-streaming" not in openapi(signature(""))["paths"]["/predictions"]["post"]
+    assert signature("", "str", "@concurrent(max=4)").slots == 4
+    model = signature("", "Out", head="class Out(BaseModel):\n    a: str\n    b: int = 3")
+    assert model.output["properties"] == {"a": {"type": "string"}, "b": {"type": "integer"}}
+    assert read_signature(b"def run(a: str) -> str: ...", "run.py:run").input["required"] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("a", "the input `a` has no type"),
+        ("a: np.ndarray", r"the type of `a`, np.ndarray, has no schema here"),
+        ("*a: str", "`\\*` arguments have no schema"),
+        ("a: str = Input(default=os.environ['X'])", "a value of `a` is computed"),
+        ("a: str = Input(choices=load())", "a value of `a` is computed"),
+    ],
+)
+def test_what_has_no_schema_is_refused_by_name(arguments: str, message: str) -> None:
+    with pytest.raises((BadInput, Unsupported), match=message):
+        signature(arguments)
+
+
+def test_sources_that_are_no_predictor() -> None:
+    for source in (
+        b"",
+        b"\0",
+        b"class Other: ...",
+        b"class Runner: ...",
+        b"(" * 100_000,
+        b"x = " + b"-" * 50_000 + b"1",
+    ):
+        with pytest.raises(BadInput):
+            read_signature(source, "run.py:Runner")
+
+
+_VALUES = st.one_of(st.none(), st.booleans(), st.integers(), st.text(), st.lists(st.integers()))
+
+
+@given(st.dictionaries(st.sampled_from(["a", "b", "c", "d"]), _VALUES))
+def test_an_input_is_accepted_or_refused_by_name(values: dict[str, Any]) -> None:
+    schema = signature("a: str, b: int = Input(default=1, ge=0, le=9), c: Path = None").input
+    is_right = (
+        isinstance(values.get("a"), str)
+        and type(values.get("b", 1)) is int
+        and 0 <= values.get("b", 1) <= 9
+        and (values.get("c") is None or (isinstance(values["c"], str) and values["c"].startswith("data:")))
+        and "d" not in values
+    )
+    if is_right:
+        check_input(values, schema)
+        return
+    with pytest.raises(BadInput) as caught:
+        check_input(values, schema)
+    assert caught.value.param in ("a", "b", "c", "d")
+
+
+@pytest.mark.parametrize(
+    ("values", "param"),
+    [
+        ({}, "a"),
+        ({"a": 1}, "a"),
+        ({"a": "x", "b": True}, "b"),
+        ({"a": "x", "b": 10}, "b"),
+        ({"a": "x", "c": "/etc/passwd"}, "c"),
+        ({"a": "x", "d": 1}, "d"),
+    ],
+)
+def test_a_wrong_input_names_its_field(values: dict[str, Any], param: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        check_input(values, signature("a: str, b: int = Input(default=1, le=9), c: Path = None").input)
+    assert caught.value.param == param
+
+
+def test_checking_takes_linear_time() -> None:
+    schema = signature("a: list[int]").input
+    began = time.process_time()
+    check_input({"a": list(range(200_000))}, schema)
+    assert time.process_time() - began < 5
