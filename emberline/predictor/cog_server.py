@@ -191,10 +191,12 @@ class CogServer:
             self._drop_connection()
             raise
 
-    def cancel(self, name: str) -> None:
-        """Cancel a prediction, if it still runs."""
+    def cancel(self, name: str) -> bool:
+        """Cancel a prediction. Returns True if it still runs, which it may for a while."""
         with contextlib.suppress(OSError, http.client.HTTPException):
-            self._call("POST", f"/predictions/{name}/cancel")
+            status, _ = self._call("POST", f"/predictions/{name}/cancel")
+            return status == 200
+        return False
 
     def kill(self) -> None:
         """End the server and everything that it has started. Idempotent."""

@@ -17,13 +17,22 @@ import msgspec
 
 from emberline.engine.encoders.request_loop import RequestLoop, deadline_s
 from emberline.predictor.cog_server import CogServer, PredictorCrashed
-from emberline.protocol.errors import BadInput, DeadlineExceeded, EmberlineError, Internal, TooLarge, Unavailable
+from emberline.protocol.errors import (
+    BadInput,
+    DeadlineExceeded,
+    EmberlineError,
+    Internal,
+    Overloaded,
+    TooLarge,
+    Unavailable,
+)
 from emberline.protocol.events import TokenDelta, Usage
-from emberline.protocol.prediction import MAX_INPUT_BYTES, Manifest, PredictParams
+from emberline.protocol.prediction import MAX_INPUT_BYTES, Manifest, Prediction, PredictParams
 from emberline.protocol.request import EngineRequest
 
 MAX_WAITING = 256
 PROGRESS_S = 1.0  # between two steps while predictions run: a step tells the core that the worker is alive
+POLL_S = 0.02  # between two looks at a slot
 CANCEL_S = 10.0  # for a prediction to end once it was cancelled; then the server is killed
 
 _log = logging.getLogger(__name__)
@@ -158,10 +167,7 @@ class PredictionLoop(RequestLoop[_Waiting]):
 
         try:
             limit_s = self._manifest.resources.predict_s
-            if item.params.input:
-                prediction = self._server.predict(request.id, item.params.input, limit_s, on_output)
-            else:
-                prediction = self._server.check()
+            prediction = self._predict(item, limit_s, on_output)
             item.ended_s = time.monotonic()
             values = msgspec.json.encode(prediction)
             delta = TokenDelta(request.id, finish="stop", usage=item.usage(), values=values)
@@ -169,8 +175,6 @@ class PredictionLoop(RequestLoop[_Waiting]):
             item.ended_s = time.monotonic()
             if isinstance(error, PredictorCrashed):
                 self._crash = error.message
-            elif isinstance(error, DeadlineExceeded):
-                self._give_up(item)
             delta = TokenDelta(request.id, finish="error", usage=item.partial_usage(), error=error.info())
         except Exception:
             _log.exception("a prediction failed", extra={"request_id": request.id})
@@ -179,7 +183,33 @@ class PredictionLoop(RequestLoop[_Waiting]):
         finally:
             with self._lock:
                 self._cancelled.pop(request.id, None)
+        if delta.error is not None and delta.error.kind == DeadlineExceeded.kind and not self._frees_slot(request.id):
+            self._tell(item, delta)
+            self._crash = "a prediction that was ended by its limit of time goes on"
         self._tell(item, delta)
+
+    def _predict(self, item: _Waiting, limit_s: float, on_output: Callable[[bytes], None] | None) -> Prediction:
+        """Compute a prediction. Waits for a slot that a cancelled prediction has not left yet."""
+        if not item.params.input:
+            return self._server.check()
+        end_s = time.monotonic() + CANCEL_S
+        while True:
+            try:
+                return self._server.predict(item.request.id, item.params.input, limit_s, on_output)
+            except Overloaded:
+                if time.monotonic() > end_s:
+                    raise
+                time.sleep(POLL_S)
+                item.began_s = time.monotonic()  # a wait is not computing
+
+    def _frees_slot(self, name: str) -> bool:
+        """Cancel a prediction whose time is over. Returns False if it goes on nevertheless."""
+        end_s = time.monotonic() + CANCEL_S
+        while self._server.cancel(name):
+            if time.monotonic() > end_s:
+                return False
+            time.sleep(POLL_S)
+        return True
 
     def _tell(self, item: _Waiting, delta: TokenDelta) -> None:
         self._found.append((item, delta))
