@@ -32,7 +32,7 @@ from emberline.protocol.request import EngineRequest
 
 MAX_WAITING = 256
 PROGRESS_S = 1.0  # between two steps while predictions run: a step tells the core that the worker is alive
-POLL_S = 0.02  # between two looks at a slot
+POLL_S = 0.001  # between two looks at a slot: Cog's server frees it after its reply
 CANCEL_S = 10.0  # for a prediction to end once it was cancelled; then the server is killed
 
 _log = logging.getLogger(__name__)
