@@ -3,7 +3,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 export PYTHON TORCH
 
-.PHONY: help serve install release docs test test-all test-touched lint test-gpu cluster-test agents clients pages peers observability soak bench guard lock clean
+.PHONY: help serve install release docs test test-all test-touched lint test-gpu cluster-test agents clients pages peers observability soak bench claims guard lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
@@ -58,6 +58,9 @@ soak: ## kill -9 at a thousand random moments while ten thousand jobs run; hours
 
 bench: ## Emberline and its peers in one run: a table and JSON
 	@scripts/bench $(ARGS)
+
+claims: ## published claims beside our figures: the whole system in one run; up to 30 minutes
+	@scripts/claims $(ARGS)
 
 guard: ## has anything become slower? ratios of short benchmarks against those recorded for this kind of machine
 	@scripts/setup run && .venv/bin/python -m benchmarks.compare $(ARGS)

@@ -8,6 +8,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 
+from emberline.balancer import step_capacity
 from emberline.balancer.balancer import Balancer
 from emberline.balancer.ledger import InFlightRequest
 from emberline.balancer.worker import Worker
@@ -155,11 +156,16 @@ def view(worker: Worker, busy: BusyRates) -> WorkerView:
 
 
 def decode_rate(worker: Worker) -> float:
-    """Output tokens per second with as many sequences as `ITL_S` and the worker allow; 0: no step was measured."""
-    if not worker.decode_speed.n:
-        return 0.0
+    """Output tokens per second with as many sequences as `ITL_S` and the worker allow; 0: no step was measured.
+
+    The worker's own measurement of its steps counts, if it has one; else the cost model, scaled to its steps.
+    """
     load, cost, scale = worker.load, worker.cost, worker.decode_speed.scale
     context = load.kv_used_blocks * BLOCK_TOKENS / load.running if load.running else CONTEXT_TOKENS
+    if load.step_cost is not None:
+        return step_capacity.decode_rate(load.step_cost, ITL_S, context, worker.capacity.max_running)
+    if not worker.decode_speed.n:
+        return 0.0
     room = (ITL_S / scale - cost.step_s) / (cost.stream_s + cost.context_s * context)
     streams = max(1, min(worker.capacity.max_running, int(room)))
     return streams / (cost.decode_step_s(streams, int(streams * context)) * scale)

@@ -12,7 +12,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -35,6 +35,8 @@ MIN_PYTHON = (3, 11)
 TORCH_RANGE = ((2, 11), (2, 14))  # from, and below
 NEED_DISK_BYTES = 1 << 30
 NEED_MEMORY_BYTES = 1 << 30
+GPU_PROBE = (sys.executable, "-m", "emberline.engine.planning.gpu_check")
+GPUS_LIMIT_S = 420.0  # of all checks of GPUs; a minute is usual
 _TORCH_PROBE = """
 import json, torch
 cuda = torch.cuda.is_available()
@@ -51,7 +53,10 @@ class DoctorCheck(msgspec.Struct, frozen=True):
     fix: str = ""
 
 
-add_arguments = common.add_client_options
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    text = "also check every GPU: kernels against their references, bandwidth, peer access and NCCL between every two"
+    parser.add_argument("--gpus", action="store_true", help=text)
+    common.add_client_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -63,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     except ConfigError as error:
         config, first = None, DoctorCheck("configuration", "fail", error.message, "correct or remove that key")
     checks = []
-    for check in chain([first], examine(config)):
+    for check in chain([first], examine(config), gpus() if args.gpus else ()):
         checks.append(check)
         if not args.json:
             _print(check)
@@ -143,6 +148,24 @@ def gpu(torch: dict[str, Any] | str, n_installed: int) -> DoctorCheck:
             "install a CUDA build of torch, or a driver new enough for it; until then the CPU is used",
         )
     return DoctorCheck("gpu", "ok", f"none; the CPU's {machine.cores()} cores are used")
+
+
+def gpus(probe: Sequence[str] = GPU_PROBE, limit_s: float = GPUS_LIMIT_S) -> Iterator[DoctorCheck]:
+    """Check every GPU in a process of its own: a broken driver may crash it, or hang."""
+    try:
+        done = subprocess.run(probe, capture_output=True, text=True, timeout=limit_s, check=False)
+    except subprocess.TimeoutExpired:
+        problem = f"the checks took more than {limit_s:.0f} s"
+        yield DoctorCheck("gpus", "fail", problem, "a GPU or its driver hangs: see `nvidia-smi` and `dmesg`")
+        return
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    for line in lines:
+        yield msgspec.json.decode(line, type=DoctorCheck)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+        yield DoctorCheck(
+            "gpus", "fail", f"the checks ended early: {last}", "`nvidia-smi` shows whether the driver works"
+        )
 
 
 def compiler() -> DoctorCheck:

@@ -52,6 +52,7 @@ GROUPS = {
     "scale": {
         "plan": "tell what a model takes of a GPU, the KV cache it leaves and the speed to expect, without loading it",
         "simulate": "simulate a fleet in virtual time: routing policies, load, prefill/decode disaggregation",
+        "tune": "propose settings for the traffic of the last day, by simulating it with the workers' own step times",
         "cluster": "many machines: credentials of workers that join, and the members of the cluster",
         "worker": "start one engine worker",
         "join": "add a worker on another machine, or an upstream server, to the running server",

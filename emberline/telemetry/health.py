@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import msgspec
 
 from emberline.balancer.worker import Snapshot, WorkerSnapshot
+from emberline.protocol.block_hash import bytes_per_token
 from emberline.protocol.frames import EngineInfo
 
 PROBE_BYTES = 256 << 10  # more than the store writes for one request
@@ -87,6 +88,7 @@ def _describe(worker: WorkerSnapshot, connection: Connection) -> dict[str, Any]:
             "ranks": info.layout.n_ranks,
             "context_len": info.context_len,
             "kv_tokens": info.kv_tokens,
+            "kv_token_bytes": round(bytes_per_token(info.kv_groups)),
             "max_running": info.max_running,
         }
     return described
