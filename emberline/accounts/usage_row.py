@@ -59,12 +59,15 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         )
 
     def _cost_pico(self, price: Price) -> int:
+        counts: dict[str, int] = {}
+        for unit in UNITS.values():
+            counts[unit.counted] = getattr(self, unit.counted)
         return price.cost_pico(
             self.priority,
             input_tokens=self.input_tokens,
             cached_tokens=self.cached_tokens,
             output_tokens=self.output_tokens,
-            **{unit.counted: getattr(self, unit.counted) for unit in UNITS.values()},
+            **counts,
         )
 
 

@@ -83,8 +83,9 @@ class Price(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             self.input * (input_tokens - cached_tokens)
             + self.cached_input * cached_tokens
             + self.output * output_tokens
-            + sum(getattr(self, name) * unit.pico * counts.pop(unit.counted, 0) for name, unit in UNITS.items())
         )
+        for name, unit in UNITS.items():
+            total += getattr(self, name) * unit.pico * counts.pop(unit.counted, 0)
         assert not counts, f"no unit counts {', '.join(counts)}"
         return total if kind == "default" else total * self._percent(kind) // 100
 

@@ -327,7 +327,7 @@ def test_cloudflare_catalog(to_cloudflare: "cloudflare.Cloudflare", service: Fak
     assert to_cloudflare.ai.models.schema.get(account_id="acme", model=MODEL).input.type == "object"
     tasks = [row["name"] for row in to_cloudflare.ai.tasks.list(account_id="acme")]
     assert tasks[:4] == ["Text Generation", "Text Embeddings", "Text Classification", "Automatic Speech Recognition"]
-    assert tasks[4:] == ["Text-to-Speech", "Text-to-Image", "Text-to-Video"], "of providers"
+    assert tasks[4:] == ["Text-to-Speech", "Text-to-Image", "Text-to-Video", "Prediction"], "and a user's"
     assert len(list(to_cloudflare.ai.authors.list(account_id="acme"))) == 2
 
 

@@ -144,7 +144,7 @@ async def test_apis_of_others_are_named_in_the_refusal(client: httpx.AsyncClient
         ("/api/v1/chat/completions", "/v1/chat/completions"),
         ("/v1/chat/completion", "/v1/chat/completions"),
         ("/v1/embedding", "/v1/embeddings"),
-        ("/api/chats", "/api/chat"),
+        ("/api/chatz", "/api/chat"),
         ("/client/v4/accounts/acme/ai/models/serch", "/client/v4/accounts/{account}/ai/models/search"),
     ],
 )

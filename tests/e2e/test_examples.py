@@ -1,4 +1,4 @@
-"""The examples and the README's first requests, run as they stand against the real server."""
+"""The examples and the first requests of the documentation, run as they stand against the real server."""
 
 import json
 import os
@@ -41,10 +41,18 @@ def test_example(
     assert run([runner, str(example)], server).strip()
 
 
-def test_the_readme_tells_the_truth(server: str) -> None:
-    """Its curl commands, word for word but for the address, are answered in the form and numbers it shows."""
-    readme = (ROOT / "README.md").read_text()
-    commands = re.findall(r"```sh\n(curl .*?)```\n\n```json\n(.*?)```", readme, re.DOTALL)
+def test_the_readme_has_a_request_that_works(server: str) -> None:
+    """Word for word but for the address and the model, which is small here."""
+    commands = re.findall(r"```sh\n(curl .*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(commands) == 1
+    command = commands[0].replace("http://127.0.0.1:8686", server).replace("qwen2.5-coder", "smollm2")
+    assert json.loads(run(["bash", "-c", command], server))["usage"]["completion_tokens"] > 0
+
+
+def test_the_first_requests_are_answered_as_the_page_says(server: str) -> None:
+    """Word for word but for the address, in the form and numbers that it shows."""
+    page = (ROOT / "docs" / "api.md").read_text()
+    commands = re.findall(r"```sh\n(curl .*?)```\n\n```json\n(.*?)```", page, re.DOTALL)
     assert len(commands) == 3
     for command, shown in commands:
         answer = json.loads(run(["bash", "-c", command.replace("http://127.0.0.1:8686", server)], server))

@@ -1040,7 +1040,7 @@ async def test_images_are_refused_by_a_model_of_this_machine(service: Service) -
     request = ask(messages=(Message("user", "What is this?", parts=(image,)),))
     with pytest.raises(Unsupported, match="takes no images") as refused:
         await events_of(service, request)
-    assert refused.value.param == "messages[0].images"
+    assert refused.value.param == "messages[0].content[0]"
 
 
 async def test_a_request_for_a_connected_worker_does_not_look_for_providers(service: Service) -> None:

@@ -28,7 +28,13 @@ CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-            "`messages[0].content[0].type` has the value 'image_url', which is not supported; only text is",
+            "`messages[0].content[0].image_url` must be an https:// URL,"
+            " or the image itself as data:image/png;base64,…",
+            "messages[0].content[0].image_url",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "x"}}]}]},
+            "`messages[0].content[0].type` has the value 'video_url', which is not supported; only text and images are",
             "messages[0].content[0].type",
         ),
     ],

@@ -11,10 +11,10 @@ from emberline.engine.tiers.opening import (
     KEY_VARIABLE,
     SPARED_BYTES,
     SpareMemory,
-    add_arguments,
     open_tiers,
     stored_cache,
 )
+from emberline.engine.worker.main import parse_arguments
 from emberline.kv.host_memory import HostMemory
 from emberline.kv.retention import Retention
 from emberline.kv.tiers.group_tiers import GroupTiers
@@ -29,16 +29,13 @@ MOVER = HostMover(HostMemory([memoryview(bytearray(4 * GROUP.block_bytes))], [GR
 
 
 def parse(*words: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return parser.parse_args(words)
+    return parse_arguments(["--model", "model", "--socket", "socket", *words])
 
 
 @pytest.mark.parametrize("encrypts", [False, True])
 def test_blocks_on_disk_are_encrypted_if_asked_for(tmp_path: Path, encrypts: bool, monkeypatch) -> None:
     monkeypatch.setenv(KEY_VARIABLE, "ab" * 32)
-    flags = ["--kv-disk-bytes", "1000000", "--kv-disk-path", str(tmp_path), *["--kv-disk-encrypt"] * encrypts]
-    args = parse(*flags)
+    args = parse("--kv-disk-bytes", "1000000", "--kv-disk-path", str(tmp_path), *["--kv-disk-encrypt"] * encrypts)
     tiers = open_tiers(args, "model", [GROUP], MOVER)
     assert tiers is not None
     (disk,) = tiers.all_tiers
