@@ -366,7 +366,8 @@ class StepPlanner:
         if n_drafts:
             plan.n_drafts += n_drafts
             plan.n_drafting += 1
-            plan.n_awaited += not self._can_draft_ahead(seq)
+            # A pipeline's next step has other sequences.
+            plan.n_awaited += self._micro_batches == 1 and not self._can_draft_ahead(seq)
             seq.n_drafting = n_ahead + n_drafts
         seq.n_computed = lowest + n
         seq.n_sampling = n_sampling + samples

@@ -107,7 +107,8 @@ def open_speculator(
         if head is not None:
             setting = head.name  # alone: its drafts stay on the device, which then never waits for the host
         elif n_ranks > 1:
-            return None  # what drafts cost such a worker was never measured
+            _log.info("no drafts: what they cost a rank group on GPUs was not measured; --speculation names a drafter")
+            return None
     if setting in (AUTO, GrammarDrafter.name):
         drafters.append(GrammarDrafter())
     if setting in (AUTO, SuffixDrafter.name):

@@ -265,11 +265,12 @@ def _build_decoder(
 
 
 def _load_drafters(model: Any, fingerprint: str, device: str, args: argparse.Namespace) -> _Loaded:
-    """Open what drafts for a model: unless a flag asks for it, nothing in a pipeline or where prompts are computed."""
+    """Open what drafts for a model: unless a flag asks for it, nothing where only prompts are computed."""
     drafting, layout = open_drafting(model, fingerprint, args), model.shard.layout
     only_prompts = model.backend == "triton" and args.role == "prefill" and not args.join  # its role may change there
-    idle = args.speculation == AUTO and (layout.pp > 1 or only_prompts)
-    setting = OFF if idle else args.speculation
+    if args.speculation == AUTO and only_prompts:
+        _log.info("no drafts: this worker computes prompts only")
+    setting = OFF if args.speculation == AUTO and only_prompts else args.speculation
     speculation = open_speculator(setting, device, head=drafting.drafter, n_ranks=layout.n_ranks)
     return _Loaded(model, fingerprint, device, layout, drafting, speculation)
 

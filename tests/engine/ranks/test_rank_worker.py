@@ -159,7 +159,7 @@ def test_two_ranks_answer_as_one_and_end_with_rank_0(model: Path, expected: Expe
 def test_a_pipeline_answers_as_one_rank_and_ends_when_a_stage_dies(
     model: Path, expected: Expected, tmp_path: Path
 ) -> None:
-    flags = ("--pp", "2", "--step-timeout", "3600")
+    flags = ("--pp", "2", "--step-timeout", "3600", "--speculation", "auto")
     with worker(model, tmp_path / "two", *flags, program=observed_worker.__name__) as (process, ready):
         assert ready.get("ready"), ready
         check_features(ready["address"], expected)

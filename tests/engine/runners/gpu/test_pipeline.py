@@ -41,6 +41,7 @@ from tests.engine.runners.cpu.test_torch_runner import FULL, WINDOW, run, tokens
 from tests.engine.runners.gpu import stage_process
 from tests.engine.runners.gpu.host_sampler import HostKernels, HostTable
 from tests.engine.runners.gpu.test_runner import Padded
+from tests.engine.speculation.standin import StandinSpeculation
 
 N_OUT = 8  # few: near ties end the comparison of a reply
 WAIT_S = 60.0  # of a rank that hangs
@@ -71,13 +72,13 @@ class Stage(Padded):
 class Pipeline:
     """Rank 0 in this thread, the other stages each in its own; every rank has a GPU runner without a GPU."""
 
-    def __init__(self, n_stages, layouts=(FULL,), n_blocks=40, **limits):
+    def __init__(self, n_stages, layouts=(FULL,), n_blocks=40, speculates=False, **limits):
         values = {"context_len": 200, "vocab_size": VOCAB, "eos_ids": (0,), "max_running": 4, "token_budget": 32}
         self.limits = Limits(**values | limits)
         self.layout, self.groups = Layout(pp=n_stages), thread_groups(pp=n_stages)
         self.stages = [Stage(layouts, each.pp) for each in self.groups]
         self.kernels = [HostKernels() for _ in self.stages]
-        self.sizes = [n_blocks] * len(layouts)
+        self.sizes, self.speculates = [n_blocks] * len(layouts), speculates
         pairs = [socket.socketpair() for _ in self.stages[1:]]
         self._ours = [PeerConnection(ours) for ours, _ in pairs]
         self._theirs = [PeerConnection(theirs) for _, theirs in pairs]
@@ -89,18 +90,18 @@ class Pipeline:
     def _runner(self, rank):
         return GpuRunner(
             self.stages[rank], self.sizes, self.limits, "cpu", self.kernels[rank], HostTable(),
-            samples=rank == self.layout.sampling_rank, steps_in_flight=self.layout.pp,
+            samples=rank == self.layout.sampling_rank, steps_in_flight=self.layout.pp, speculates=self.speculates,
         )  # fmt: skip
 
     @property
     def sampled_rows(self):
         return self.kernels[-1].sampled_rows
 
-    def loop(self):
+    def loop(self, *features):
         """Counts the steps in flight when one is launched."""
         layouts, n_stages = self.stages[0].kv_groups, self.layout.pp
         cache = KVCache(layouts, self.sizes, chunk=self.limits.token_budget)
-        scheduler = Scheduler(cache, self.limits, "fake", micro_batches=n_stages)
+        scheduler = Scheduler(cache, self.limits, "fake", features, micro_batches=n_stages)
         loop = StepLoop(scheduler, SimpleNamespace(launch=self._launch), n_stages, publish=self.leader.publish_plan)
         self._in_flight = loop._in_flight
         return loop
@@ -171,6 +172,19 @@ def test_there_are_as_many_micro_batches_as_stages(n_stages):
     assert pipeline.most_in_flight == n_stages
     for id, ids in prompts.items():
         assert tokens(deltas[id]) == expected(ids, wanted[id].sampling, (FULL,), 200)[0]
+
+
+@pytest.mark.parametrize("wrong", [0, 3])
+def test_drafts_are_verified_by_the_last_stage_and_no_micro_batch_waits_for_them(wrong):
+    prompts = {f"r{n}": [(n + i * i) % VOCAB for i in range(5 + 9 * n)] for n in range(4)}
+    wanted = {id: request(id, ids, max_tokens=30, ignore_eos=True, temperature=0.0) for id, ids in prompts.items()}
+    answers = {id: expected(prompts[id], wanted[id].sampling, (FULL,), 200)[0] for id in prompts}
+    drafts = StandinSpeculation(lambda seq: answers[seq.request.id][seq.n_output :], wrong, VOCAB)
+    with Pipeline(2, n_blocks=60, speculates=True) as pipeline:
+        together = run(pipeline.loop(drafts), *wanted.values())
+    assert {id: tokens(deltas) for id, deltas in together.items()} == answers
+    assert pipeline.most_in_flight == 2
+    assert drafts.n_accepted > (80, 20)[wrong > 0]  # steps beside prompts leave drafts out
 
 
 def test_chunks_of_one_prompt_follow_each_other_through_the_stages():
