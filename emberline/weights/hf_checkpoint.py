@@ -116,7 +116,7 @@ def read_folder(folder: Path) -> CheckpointFiles:
     """Map a folder's safetensors files and check that they hold exactly one model's tensors."""
     config = folder_config(folder)
     quantization = read_quantization(read_json(folder, "config.json"))
-    files = [SafetensorsFile.open(folder / name) for name in _shards(folder)]
+    files = [SafetensorsFile.open(folder / name) for name in shard_names(folder)]
     found: dict[str, Weight] = {}
     for file in files:
         for weight in _weights(file, config):
@@ -134,7 +134,7 @@ def read_folder(folder: Path) -> CheckpointFiles:
     return CheckpointFiles(config, weights, close)
 
 
-def _shards(folder: Path) -> list[str]:
+def shard_names(folder: Path) -> list[str]:
     """Names of the safetensors files, which must be in the folder itself."""
     if not (folder / _INDEX).is_file():
         names = sorted(path.name for path in folder.glob("*.safetensors"))

@@ -7,6 +7,8 @@ from emberline.weights.model_config import MAX_HEAD_DIM, MAX_LAYERS, BadCheckpoi
 from emberline.weights.moe_config import LATENT, MOE_READERS, Reader, check_experts, latent_config
 
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+# Architectures of language models that have another name inside a model with a vision tower.
+_LANGUAGE_MODELS = {"kimi_k25": "kimi_k2", "qwen3_vl": "qwen3"}
 # Defaults of transformers that released config.json files omit.
 _GEMMA3: dict[str, object] = {
     "vocab_size": 262_208,
@@ -75,9 +77,11 @@ def _text_fields(document: dict[str, object]) -> tuple[Fields, str]:
     """The text model's fields, with its family's defaults, and the architecture."""
     inner = document.get("text_config")
     merged = document | inner if isinstance(inner, dict) else document
+    if document.get("tie_word_embeddings") is not None:  # the output matrix is the outer model's
+        merged = merged | {"tie_word_embeddings": document["tie_word_embeddings"]}
     fields = Fields(merged, "config.json")
     arch = fields.text("model_type").removesuffix("_text")
-    arch = "kimi_k2" if arch == "kimi_k25" else arch  # text only
+    arch = _LANGUAGE_MODELS.get(arch, arch)
     if arch not in _READERS:
         raise BadCheckpoint(f"model type {arch!r} is not supported; supported are {', '.join((*_READERS, *ENCODERS))}")
     for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):

@@ -9,6 +9,7 @@ from functools import lru_cache
 
 from emberline.weights.encoder_checkpoint import EncoderConfig, encoder_tensor
 from emberline.weights.model_config import BadCheckpoint, ModelConfig
+from emberline.weights.vision_names import VISION_TENSOR
 
 _TOP = {"embed_tokens.weight": "token_embd.weight", "norm.weight": "output_norm.weight"}
 _ATTENTION = {
@@ -76,11 +77,8 @@ _LEFT_OUT = "-"
 _NUMBER = re.compile(r"\.(\d{1,4})(?=\.)")  # of a layer, of an expert
 _SUFFIX = re.compile(r"(.*)[._]((?:weight|bias|blocks|scales|input_scale)\w*)")
 # Prefixes of the text model's tensors, longest first: multimodal models nest it in one of several ways.
-_PREFIXES = ("language_model.model.", "model.language_model.", "language_model.", "model.")
-# Not part of the text model, or computed rather than stored.
-_IGNORED = re.compile(
-    r"(model\.)?(vision_tower|vision_model|mm_projector|multi_modal_projector)\.|.*\.rotary_emb\.inv_freq$"
-)
+_PREFIXES = ("language_model.model.", "model.language_model.", "model.text_model.", "language_model.", "model.")
+_COMPUTED = re.compile(r".*\.rotary_emb\.inv_freq$")  # rather than stored
 
 
 def canonical(key: str, config: ModelConfig) -> str | None:
@@ -118,7 +116,7 @@ def hf_name(name: str, config: ModelConfig) -> str:
 @lru_cache(4096)  # a model has few forms of names, and hundreds of thousands of names
 def _form(key: str, architecture: str, moe: bool) -> str:
     """The canonical name of a key with `*` in place of numbers, with `{}` in theirs; "": it has none."""
-    if _IGNORED.match(key):
+    if VISION_TENSOR.match(key) or _COMPUTED.match(key):
         return _LEFT_OUT
     if key.startswith(("lm_head.", "language_model.lm_head.")):
         return "output." + key.partition("lm_head.")[2]

@@ -1,0 +1,230 @@
+"""The blocks that vision towers share: patches of tiles, linear layers, norms, 2-D RoPE, and transformer blocks.
+
+Patches of a tile stand in the order of the squares that the projector merges, row by row, and row by row within a
+square. The squares of a tile are then consecutive: merging is a view.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from emberline.weights.model_config import BadCheckpoint
+from emberline.weights.tensors import Weight
+from emberline.weights.vision_config import TowerConfig
+
+Grid = tuple[int, int]  # rows and columns of patches
+
+
+class Linear(NamedTuple):
+    weight: Tensor  # [out, in]
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class Norm(NamedTuple):
+    """LayerNorm, or RMSNorm without a bias."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.bias is None:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+class TowerWeights:
+    """The tower's tensors on a device. Each is taken once, by canonical name and shape."""
+
+    def __init__(self, tensors: Mapping[str, Weight], device: torch.device | str, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+        self.n_bytes = 0  # of what has been taken
+        self._left = dict(tensors)
+
+    def has(self, name: str) -> bool:
+        """True if the checkpoint has a tensor of this name."""
+        return name in self._left
+
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Read a tensor. Raises BadCheckpoint if it is missing or has another shape."""
+        weight = self._left.pop(name, None)
+        if weight is None:
+            raise BadCheckpoint(f"tensor {name!r} of the vision tower is missing")
+        if weight.shape != shape:
+            raise BadCheckpoint(
+                f"tensor {name!r} of the vision tower has shape {weight.shape}, but config.json implies {shape}"
+            )
+        self.n_bytes += math.prod(shape) * (dtype or self.dtype).itemsize
+        return weight.tensor(dtype or self.dtype, self.device)
+
+    def linear(self, name: str, n_out: int, n_in: int, *, bias: bool = True) -> Linear:
+        """Read a linear layer."""
+        return Linear(self.take(f"{name}.weight", n_out, n_in), self.take(f"{name}.bias", n_out) if bias else None)
+
+    def norm(self, name: str, width: int, eps: float, *, bias: bool = True) -> Norm:
+        """Read a LayerNorm, or an RMSNorm without a bias."""
+        return Norm(self.take(f"{name}.weight", width), self.take(f"{name}.bias", width) if bias else None, eps)
+
+    def patches(self, config: TowerConfig, *, bias: bool = True) -> Linear:
+        """Read the convolution over patches as a linear layer over their pixels [row, column, channel]."""
+        patch = config.processor.patch
+        weight = self.take("v.patch_embd.weight", config.width, 3, patch, patch)
+        rows = weight.permute(0, 2, 3, 1).reshape(config.width, -1).contiguous()
+        return Linear(rows, self.take("v.patch_embd.bias", config.width) if bias else None)
+
+    def check_all_taken(self) -> None:
+        """Raise BadCheckpoint if tensors are left over: without them the tower would give wrong rows."""
+        if self._left:
+            some = ", ".join(repr(name) for name in list(self._left)[:4])
+            raise BadCheckpoint(f"the vision tower has no use for {len(self._left)} of its tensors: {some}")
+
+
+class Patches:
+    """Pixels of tiles, normalized, as one row for each patch."""
+
+    def __init__(self, config: TowerConfig, device: torch.device | str, dtype: torch.dtype) -> None:
+        self._patch, self._merge = config.processor.patch, config.processor.merge
+        self._device, self._dtype = device, dtype
+        self._mean = torch.tensor(config.processor.mean, device=device) * 255
+        self._scale = 1 / (torch.tensor(config.processor.std, device=device) * 255)
+
+    def grid(self, tile: Tensor) -> Grid:
+        """Rows and columns of a tile's patches."""
+        height, width, _ = tile.shape
+        return height // self._patch, width // self._patch
+
+    def cut(self, tile: Tensor) -> Tensor:  # [patches, 3 * patch * patch]
+        """The patches of a tile, in the order of squares."""
+        rows, columns = self.grid(tile)
+        patch, merge = self._patch, self._merge
+        pixels = (tile.to(self._device).float() - self._mean) * self._scale
+        squares = pixels.view(rows // merge, merge, patch, columns // merge, merge, patch, 3)
+        return squares.permute(0, 3, 1, 4, 2, 5, 6).reshape(rows * columns, -1).to(self._dtype)
+
+
+def square_order(grid: Grid, merge: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """Row and column of each patch of a grid, in the order of squares: int64 [patches] each."""
+    rows, columns = grid
+    numbers = torch.arange(rows * columns, device=device).view(rows // merge, merge, columns // merge, merge)
+    order = numbers.transpose(1, 2).reshape(-1)
+    return order // columns, order % columns
+
+
+class Rotation(NamedTuple):
+    """Cosines and sines of RoPE, float32 [patches, 1, head_dim / 2], for dimension i and i + head_dim / 2."""
+
+    cos: Tensor
+    sin: Tensor
+
+    @classmethod
+    def by(cls, angles: Tensor) -> "Rotation":
+        """The rotation by angles, float32 [patches, head_dim / 2]."""
+        return cls(angles.cos()[:, None], angles.sin()[:, None])
+
+    def __call__(self, x: Tensor) -> Tensor:  # [patches, heads, head_dim]
+        first, second = x.float().chunk(2, -1)
+        turned = torch.cat((first * self.cos - second * self.sin, second * self.cos + first * self.sin), -1)
+        return turned.to(x.dtype)
+
+
+def frequencies(theta: float, dim: int, device: torch.device | str) -> Tensor:
+    """Frequencies of RoPE over `dim` dimensions: float32 [dim / 2]."""
+    return 1 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A pre-norm transformer block with bidirectional attention within each tile."""
+
+    config: TowerConfig
+    norm: Norm
+    qkv: Linear
+    out: Linear
+    mlp_norm: Norm
+    up: Linear
+    gate: Linear | None
+    down: Linear
+
+    @classmethod
+    def read(
+        cls, weights: TowerWeights, number: int, config: TowerConfig, *, fused: bool = False, plain: bool = False
+    ) -> "Block":
+        """Read a block. `fused`: one matrix makes q, k and v; `plain`: RMSNorm, a gated MLP, and no biases."""
+        name, width, mlp, bias = f"v.blk.{number}", config.width, config.mlp_size, not plain
+        if fused:
+            qkv = weights.linear(f"{name}.attn_qkv", 3 * width, width)
+        else:
+            parts = [weights.linear(f"{name}.attn_{part}", width, width, bias=bias) for part in "qkv"]
+            biases = [part.bias for part in parts if part.bias is not None]
+            qkv = Linear(torch.cat([part.weight for part in parts]), torch.cat(biases) if biases else None)
+        return cls(
+            config=config,
+            norm=weights.norm(f"{name}.ln1", width, config.norm_eps, bias=bias),
+            qkv=qkv,
+            out=weights.linear(f"{name}.attn_out", width, width, bias=bias),
+            mlp_norm=weights.norm(f"{name}.ln2", width, config.norm_eps, bias=bias),
+            up=weights.linear(f"{name}.ffn_up", mlp, width, bias=bias),
+            gate=weights.linear(f"{name}.ffn_gate", mlp, width, bias=bias) if plain else None,
+            down=weights.linear(f"{name}.ffn_down", width, mlp, bias=bias),
+        )
+
+    def with_qkv(self, qkv: Linear) -> "Block":
+        """The block with another matrix for q, k and v."""
+        return replace(self, qkv=qkv)
+
+    def __call__(self, x: Tensor, runs: Sequence["Run"], rotation: Rotation | None) -> Tensor:  # [patches, width]
+        x = x + self.out(self._attend(self.qkv(self.norm(x)), runs, rotation))
+        y = self.mlp_norm(x)
+        inner = activate(self.config.activation, (self.gate or self.up)(y))
+        return x + self.down(inner * self.up(y) if self.gate is not None else inner)
+
+    def _attend(self, qkv: Tensor, runs: Sequence["Run"], rotation: Rotation | None) -> Tensor:
+        heads, dim = self.config.n_heads, self.config.head_dim
+        q, k, v = qkv.view(-1, 3, heads, dim).unbind(1)
+        if rotation is not None:
+            q, k = rotation(q), rotation(k)
+        out = torch.empty_like(v, memory_format=torch.contiguous_format)
+        for start, stop, n_tiles in runs:
+            queries, keys, values = (x[start:stop].view(n_tiles, -1, heads, dim).transpose(1, 2) for x in (q, k, v))
+            attended = F.scaled_dot_product_attention(queries, keys, values)  # [tiles, heads, patches, dim]
+            out[start:stop] = attended.transpose(1, 2).flatten(0, 1)
+        return out.flatten(1)
+
+
+class Run(NamedTuple):
+    """Consecutive tiles with as many patches each, which one call of the attention takes: patches start .. stop - 1."""
+
+    start: int
+    stop: int
+    n_tiles: int
+
+
+def runs_of(grids: Sequence[Grid]) -> list[Run]:
+    """The runs of consecutive tiles with grids of as many patches."""
+    runs: list[Run] = []
+    n_last = at = 0
+    for rows, columns in grids:
+        n = rows * columns
+        if runs and n == n_last:
+            runs[-1] = Run(runs[-1].start, at + n, runs[-1].n_tiles + 1)
+        else:
+            runs.append(Run(at, at + n, 1))
+        at, n_last = at + n, n
+    return runs
+
+
+def activate(name: str, x: Tensor) -> Tensor:
+    """Apply an activation of `TowerConfig`."""
+    if name == "silu":
+        return F.silu(x)
+    if name == "gelu_quick":
+        return x * torch.sigmoid(1.702 * x)
+    return F.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")

@@ -1,0 +1,31 @@
+"""Learned positions of a square grid, resized to the grids of tiles; and RoPE of rows and columns."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from emberline.models.vision.blocks import Grid, square_order
+
+
+def resized_positions(
+    table: Tensor, grids: Sequence[Grid], merge: int, mode: str, *, align_corners: bool
+) -> Tensor:  # [patches, width]
+    """Resize a float32 table [side, side, width] to each grid, in the order of squares."""
+    planes = table.permute(2, 0, 1)[None]
+    resized: dict[Grid, Tensor] = {}
+    for grid in grids:
+        if grid not in resized:
+            same = grid == tuple(table.shape[:2])
+            sized = planes if same else F.interpolate(planes, size=grid, mode=mode, align_corners=align_corners)
+            rows, columns = square_order(grid, merge, table.device)
+            resized[grid] = sized[0][:, rows, columns].T
+    return torch.cat([resized[grid] for grid in grids])
+
+
+def axis_angles(grids: Sequence[Grid], merge: int, steps: Tensor) -> tuple[Tensor, Tensor]:
+    """Angles of all patches by their rows and by their columns: float32 [patches, len(steps)] each."""
+    coordinates = [square_order(grid, merge, steps.device) for grid in grids]
+    rows, columns = (torch.cat(part) for part in zip(*coordinates, strict=True))
+    return rows[:, None] * steps, columns[:, None] * steps

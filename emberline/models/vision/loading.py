@@ -1,0 +1,41 @@
+"""Loading of a checkpoint's vision tower."""
+
+from pathlib import Path
+
+import torch
+
+from emberline.models.vision.blocks import TowerWeights
+from emberline.models.vision.encoder import TowerEncoder
+from emberline.models.vision.idefics3 import Idefics3Tower
+from emberline.models.vision.moonvit import MoonViTTower
+from emberline.models.vision.pixtral import PixtralTower
+from emberline.models.vision.qwen3_vl import Qwen3VLTower
+from emberline.models.vision.siglip import SiglipTower
+from emberline.models.vision.tower import VisionTower
+from emberline.protocol.images import Family
+from emberline.weights.vision_config import read_tower_config
+from emberline.weights.vision_tensors import read_vision_tensors
+
+TOWERS: dict[Family, type[TowerEncoder]] = {
+    "idefics3": Idefics3Tower,
+    "siglip": SiglipTower,
+    "pixtral": PixtralTower,
+    "qwen3_vl": Qwen3VLTower,
+    "kimi_k25": MoonViTTower,
+}
+
+
+def load_tower(
+    folder: Path, *, device: torch.device | str, dtype: torch.dtype, deterministic: bool = False
+) -> VisionTower | None:
+    """Load the tower and projector of a Hugging Face folder. Returns None if its model has none.
+
+    Raises BadCheckpoint if a tensor is unknown, missing, misshapen or quantized. `deterministic`: a tile's rows are the
+    same bits whatever it is encoded with.
+    """
+    config = read_tower_config(folder)
+    if config is None:
+        return None
+    family = config.processor.family
+    weights = TowerWeights(read_vision_tensors(folder, family), device, dtype)
+    return TOWERS[family](config, weights, deterministic)

@@ -1,0 +1,57 @@
+"""Qwen3-VL: resized learned positions and 2-D RoPE, squares merged by an MLP, and deepstack outputs of some blocks."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from emberline.models.vision.blocks import Block, Grid, Linear, Norm, Rotation, TowerWeights, frequencies
+from emberline.models.vision.encoder import TowerEncoder
+from emberline.models.vision.grid_positions import axis_angles, resized_positions
+
+
+class Qwen3VLTower(TowerEncoder):
+    def read_encoder(self, weights: TowerWeights) -> tuple[Linear, list[Block]]:
+        """Read the blocks, and the patch embedding, whose two frames are summed: an image is a frame twice."""
+        config, patch = self.config, self.config.processor.patch
+        frames = weights.take("v.patch_embd.weight", config.width, 3, 2, patch, patch, dtype=torch.float32)
+        rows = frames.sum(2).permute(0, 2, 3, 1).reshape(config.width, -1).to(weights.dtype).contiguous()
+        blocks = [Block.read(weights, number, config, fused=True) for number in range(config.n_layers)]
+        return Linear(rows, weights.take("v.patch_embd.bias", config.width)), blocks
+
+    def read_projector(self, weights: TowerWeights) -> None:
+        """Read learned positions, the merger, and a merger for each deepstack output."""
+        config, inner = self.config, self.config.square * self.config.width
+        table = weights.take("v.position_embd.weight", config.n_positions, config.width, dtype=torch.float32)
+        self._positions = table.view(config.grid_side, config.grid_side, config.width)
+        self._norm = weights.norm("v.post_ln", config.width, config.projector_eps)
+        self._merger = weights.linear("mm.0", inner, inner), weights.linear("mm.2", config.hidden, inner)
+        self._deepstack: list[tuple[Norm, Linear, Linear]] = [
+            (
+                weights.norm(f"v.deepstack.{number}.norm", inner, config.projector_eps),
+                weights.linear(f"v.deepstack.{number}.fc1", inner, inner),
+                weights.linear(f"v.deepstack.{number}.fc2", config.hidden, inner),
+            )
+            for number in range(len(config.deepstack))
+        ]
+
+    def place(self, x: Tensor, grids: Sequence[Grid]) -> Tensor:  # [patches, width]
+        """Add the learned positions, resized bilinearly between the corners."""
+        merge = self.config.processor.merge
+        return x + resized_positions(self._positions, grids, merge, "bilinear", align_corners=True).to(x.dtype)
+
+    def rotation(self, grids: Sequence[Grid]) -> Rotation:
+        """The first half of the angles turns with the row, the second with the column."""
+        steps = frequencies(self.config.rope_theta, self.config.head_dim // 2, self._device)
+        return Rotation.by(torch.cat(axis_angles(grids, self.config.processor.merge, steps), -1))
+
+    def deepstack(self, x: Tensor, number: int) -> Tensor:  # [rows, hidden]
+        """Merge each square, norm it, and project it."""
+        norm, first, second = self._deepstack[number]
+        return second(F.gelu(first(norm(x.view(-1, self.config.square * self.config.width)))))
+
+    def project(self, x: Tensor) -> Tensor:  # [rows, hidden]
+        """Norm each patch, merge each square, and project it."""
+        first, second = self._merger
+        return second(F.gelu(first(self._norm(x).view(-1, self.config.square * self.config.width))))

@@ -1,0 +1,31 @@
+"""A vision tower: tiles of images in, rows for the language model's embeddings out."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+
+class VisionTower(Protocol):
+    @property
+    def hidden(self) -> int:
+        """The language model's hidden size."""
+        ...
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the weights."""
+        ...
+
+    @property
+    def n_deepstack(self) -> int:
+        """Number of the language model's first layers after which rows are added to those of images."""
+        ...
+
+    def encode(self, tiles: Sequence[Tensor]) -> Tensor:  # uint8 [height, width, 3] each
+        """Rows of all tiles, in order: [rows, hidden * (1 + n_deepstack)] in the tower's dtype.
+
+        The first `hidden` columns replace the embeddings of the image tokens, the next ones are added after layer 0,
+        and so on.
+        """
+        ...
