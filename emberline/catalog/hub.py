@@ -7,8 +7,10 @@ on this machine is used.
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import shutil
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +32,7 @@ _SPEC = re.compile(r"hf:([\w.-]+/[\w.-]+?)(?:@([\w.-]+))?(?:/((?:[\w. -]+/)*[\w.
 _PREFERRED = ("q4_k_m", "q4_k_s", "q4_1", "q4_0", "q8_0", "q6_k", "q5_k_m", "q5_1", "q5_0", "bf16", "f16", "f32")
 _TEXT_FILE = re.compile(r"[\w.-]+\.json|tokenizer\.model|tiktoken\.model|chat_template\.jinja")
 _SPARE_BYTES = 16 << 20
+_ANSWER_S = 2.0  # after which a hub that has not answered is taken for one that cannot be reached
 
 
 class HubFile(NamedTuple):
@@ -63,7 +66,7 @@ def fetch(source: HubSource, folder: Path, report: ReportProgress | None = None)
 
     Offline, the path is in the hub's own cache instead.
     """
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
+    if is_offline():
         return _cached(source)
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
@@ -88,6 +91,50 @@ def fetch(source: HubSource, folder: Path, report: ReportProgress | None = None)
                     folder_config(folder)  # refuses an unsupported model before its weights are downloaded
     pinned = HubSource(source.repo, info.sha, source.file)
     return Fetched(folder / files[0].name if files[0].name.endswith(".gguf") else folder, pinned, sha256)
+
+
+def is_offline() -> bool:
+    """True if the user forbids requests to the hub."""
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
+
+
+def answers_for(source: HubSource, file: str, limit_s: float = _ANSWER_S) -> bool:
+    """True if the hub says within `limit_s` that it has the file and that we may download it."""
+    if is_offline():
+        return False
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+    url = hf_hub_url(source.repo, file, revision=source.revision, endpoint=os.environ.get("HF_ENDPOINT") or None)
+    answered = threading.Event()
+
+    def ask() -> None:
+        with suppress(Exception):  # whatever is wrong, the caller has a mirror
+            get_hf_file_metadata(url, timeout=limit_s)
+            answered.set()
+
+    thread = threading.Thread(target=ask, daemon=True)  # a name server that does not answer has no timeout of its own
+    thread.start()
+    thread.join(limit_s)
+    return answered.is_set()
+
+
+def fetch_files(
+    source: HubSource, sha256: Mapping[str, str], n_bytes: int, folder: Path, report: ReportProgress | None = None
+) -> None:
+    """Download files of known content into `folder`. A file that is another one is deleted and raises HashMismatch."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
+
+    disable_progress_bars()
+    endpoint = os.environ.get("HF_ENDPOINT") or None
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with _translated_errors(source), room_for(n_bytes + _SPARE_BYTES, folder), watched(folder, n_bytes, report):
+            for name, digest in sha256.items():
+                hf_hub_download(source.repo, name, revision=source.revision, local_dir=folder, endpoint=endpoint)
+                _checked(folder / name, HubFile(name, 0, digest))
+    finally:
+        shutil.rmtree(folder / ".cache", ignore_errors=True)
 
 
 def choose(files: Sequence[HubFile], source: HubSource) -> list[HubFile]:
@@ -123,7 +170,7 @@ def _checked(path: Path, file: HubFile) -> str:
     if file.sha256 in (None, sha256):
         return sha256
     path.unlink()
-    raise HashMismatch(f"{file.name} did not arrive whole: its sha256 is not the one the hub lists; pull again")
+    raise HashMismatch(f"{file.name} did not arrive whole: its sha256 is not the published one; pull again")
 
 
 def _cached(source: HubSource) -> Fetched:

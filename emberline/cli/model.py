@@ -143,6 +143,8 @@ def _lines(card: ModelCard, path: str) -> list[tuple[str, str]]:
 
 
 def _kind(card: ModelCard) -> str:
+    if isinstance(card.source, WheelSource) and card.source.hub is not None:
+        return f"{hub.spec_of(card.source.hub)}; mirror: {len(card.source.wheels)} wheels of the package index"
     return type(card.source).__name__.removesuffix("Source").lower()
 
 

