@@ -35,6 +35,7 @@ from emberline.jobs.webhooks.service import WebhookService
 from emberline.net.http_server import Receive, Scope, Send
 from emberline.protocol import trace_context
 from emberline.protocol.errors import BadInput, EmberlineError, Internal, NotFound, Unavailable
+from emberline.service.model_pulls import ModelPulls
 from emberline.telemetry.request_log import Clock
 from emberline.telemetry.tracing import end_http_request, incoming
 
@@ -63,6 +64,7 @@ class App:
         large_requests: LargeRequestRelay | None = None,
         accounts: AccountService | None = None,
         gateways: GatewayService | None = None,
+        pulls: ModelPulls | None = None,
     ) -> None:
         """Without `large_requests`, this process serves them itself."""
         self._large_requests = large_requests
@@ -70,6 +72,7 @@ class App:
         self._webhooks = webhooks
         self._accounts = accounts
         self._gateways = gateways
+        self._pulls = pulls
         self._batches = batches
         self._auth = settings.auth
         self._limits = settings.limits
@@ -90,6 +93,7 @@ class App:
             *(scope, receive, send, self._service, self._auth, self._webhooks, self._batches, relays_large),
             accounts=self._accounts,
             gateways=self._gateways,
+            pulls=self._pulls,
             limits=self._limits,
         )
         context = logs.request_id.set(call.id)

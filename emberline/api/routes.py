@@ -115,7 +115,13 @@ _OLLAMA: tuple[_Row, ...] = (
     ("POST", "/embeddings", ollama.embeddings, "Embed a text, as older Ollama does", OllamaEmbeddings),
     ("GET", "/tags", ollama.tags, "List models, as Ollama does"),
     ("POST", "/show", ollama.show, "Describe a model, as Ollama does", OllamaShow),
-    ("POST", "/pull", ollama.pull, "Check that a model is there, for Ollama's clients", OllamaPull),
+    (
+        "POST",
+        "/pull",
+        ollama.pull,
+        "Download a model (operators), as Ollama does; or check that it is there",
+        OllamaPull,
+    ),
     ("GET", "/version", ollama.version, "The version of Ollama's API"),
 )
 _STREAMS: tuple[_Row, ...] = (
@@ -236,6 +242,7 @@ _ADMIN: tuple[_Row, ...] = (
     ("POST", "/api/workers/join", workers.join, "Add a worker or an upstream server", EndpointConfig),
 )
 _TENANT: tuple[_Row, ...] = (  # of the caller's account; an admin sees all
+    ("GET", "/api/models/available", models.available, "Models that can be pulled by name, and what fits"),
     ("GET", "/api/ps", admin.ps, "Models; for an admin engine workers and their load too"),
     ("GET", "/api/usage", usage.report, "Report usage and its cost", None, usage.QUERY),
     ("GET", "/api/providers", providers.list_all, "List providers with a key"),

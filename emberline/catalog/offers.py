@@ -1,9 +1,9 @@
 """The models that can be had by name, and which of them suit this machine."""
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from emberline.catalog.model_card import BUILT_IN, DEFAULT_MODEL, HubSource, ModelCard, WheelSource
+from emberline.catalog.model_card import BUILT_IN, DEFAULT_MODEL, TEXT_GENERATION, HubSource, ModelCard, WheelSource
 from emberline.catalog.model_store import ModelStore
 from emberline.catalog.published_shapes import PublishedShape
 
@@ -29,6 +29,30 @@ class Offer(NamedTuple):
     name: str  # the one to type
     fits: bool
     is_here: bool
+
+    def body(self) -> dict[str, Any]:
+        """The offer as JSON has it."""
+        card = self.card
+        return {
+            "name": self.name,
+            "id": card.id,
+            "aliases": card.aliases,
+            "bytes": card.weight_bytes,
+            "quantization": card.quantization,
+            "context_window": card.context_window,
+            "capabilities": capability_names(card),
+            "license": card.license,
+            "fits": self.fits,
+            "here": self.is_here,
+        }
+
+
+def capability_names(card: ModelCard) -> list[str]:
+    """Names what a model can do beside its task, in the words of lists."""
+    can = card.capabilities
+    named = {"tools": can.function_calling, "thinking": can.reasoning, "images": can.vision}
+    task = [] if card.task == TEXT_GENERATION else [card.task.lower()]
+    return [*task, *(name for name, has in named.items() if has)]
 
 
 def fits(card: ModelCard, memory: ModelMemory) -> bool:

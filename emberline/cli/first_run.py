@@ -6,19 +6,20 @@ from collections.abc import Sequence
 
 from emberline import __version__
 from emberline.catalog.model_store import ModelStore
-from emberline.catalog.offers import ModelMemory, Offer, offers, recommended
+from emberline.catalog.offers import ModelMemory, Offer, capability_names, offers, recommended
 from emberline.cli import common, models
 from emberline.cli import http_client as client
 from emberline.cli.chat import ChatSession
 from emberline.cli.server_target import served_names, server
 from emberline.config import Config
 from emberline.server.address import ServerAddress
+from emberline.server.model_memory import machine_memory
 from emberline.supervisor import machine
 
 
 def run(args: argparse.Namespace) -> int:
     config = common.config_of(args)
-    memory = models.machine_memory()
+    memory = machine_memory()
     found = offers(ModelStore(config.home), memory)
     here = [offer for offer in found if offer.is_here]
     address = ServerAddress.for_client(config)
@@ -55,7 +56,7 @@ def _choose(choices: Sequence[Offer], is_download: bool) -> Offer | None:
         return None
     print(f"\n  {'Three models that fit this machine' if is_download else 'Chat with'}:\n")
     for number, offer in enumerate(choices[:9], 1):
-        can = ", ".join(models.capability_names(offer.card)) or "chat"
+        can = ", ".join(capability_names(offer.card)) or "chat"
         size = common.format_size(offer.card.weight_bytes)
         license = offer.card.license or "licence unknown"
         print(f"  {number}  {offer.name:<22} {size:>9}   {can:<18} {license}")

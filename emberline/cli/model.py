@@ -26,6 +26,7 @@ from emberline.cli import http_client as client
 from emberline.predictor.versions import OWNER, PredictorVersions
 from emberline.protocol.errors import BadInput, ModelNotFound
 from emberline.server.address import ServerAddress
+from emberline.server.model_memory import machine_memory
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -104,7 +105,7 @@ def known_model(store: ModelStore, name: str) -> tuple[ModelCard, Path | None]:
     """The model that `emberline plan` and `pull` know by this name, and where it is on this machine."""
     if (entry := store.find(name)) is not None:
         return entry
-    if (card := store.offer(name, on_gpu=models.machine_memory().on_gpu)) is not None:
+    if (card := store.offer(name, on_gpu=machine_memory().on_gpu)) is not None:
         return card, None
     if looks_like_path(name):
         path = Path(name).expanduser().absolute()

@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from emberline.catalog.download import DownloadProgress, ReportProgress
 from emberline.catalog.integrity import verify
-from emberline.catalog.model_card import DEFAULT_MODEL, SPEECH_RECOGNITION, TEXT_GENERATION, ModelCard
+from emberline.catalog.model_card import DEFAULT_MODEL, SPEECH_RECOGNITION
 from emberline.catalog.model_store import ModelEntry, ModelStore
-from emberline.catalog.offers import ModelMemory, Offer, offers
+from emberline.catalog.offers import capability_names, offers
 from emberline.catalog.pull import pull
 from emberline.catalog.store_watch import wait_until_offered
 from emberline.cli import common
-from emberline.engine.memory import free_host_bytes
 from emberline.predictor.versions import PredictorVersions
-from emberline.supervisor import machine
+from emberline.server.model_memory import machine_memory
 from emberline.weights.whisper_files import LIBRARY, MISSING_LIBRARY
 
 if TYPE_CHECKING:
@@ -54,13 +53,6 @@ def fetch(name: str, store: ModelStore, is_logged: bool = False, on_gpu: bool | 
     on_gpu = machine_memory().on_gpu if on_gpu is None else on_gpu
     with _progress_bar(name, is_logged) as report:
         return pull(name, store, report, on_gpu=on_gpu, note=log.info if is_logged else common.print_note)
-
-
-def machine_memory() -> ModelMemory:
-    """The memory that this machine has for models: its largest usable GPU's, else four fifths of what is free."""
-    if on_gpu := machine.kernel_gpu_bytes():
-        return ModelMemory(on_gpu, True)
-    return ModelMemory(free_host_bytes() * 4 // 5, False, machine.cores())
 
 
 def load_text(entry: ModelEntry) -> "Tokenizer":
@@ -112,7 +104,7 @@ def _list_all(store: ModelStore, args: argparse.Namespace) -> int:
     memory = machine_memory()
     found = offers(store, memory)
     if args.json:
-        common.print_json([_offer_dict(offer) for offer in found])
+        common.print_json([offer.body() for offer in found])
         return 0
     rows = [
         (
@@ -130,30 +122,6 @@ def _list_all(store: ModelStore, args: argparse.Namespace) -> int:
     device = "the GPU" if memory.on_gpu else "the CPU"
     print(f"\n`fits`: in {common.format_size(memory.n_bytes)}, for {device}. `emberline pull MODEL` downloads one.")
     return 0
-
-
-def capability_names(card: ModelCard) -> list[str]:
-    """What a model can do beside its task, in the words of lists."""
-    can = card.capabilities
-    named = {"tools": can.function_calling, "thinking": can.reasoning, "images": can.vision}
-    task = [] if card.task == TEXT_GENERATION else [card.task.lower()]
-    return [*task, *(name for name, has in named.items() if has)]
-
-
-def _offer_dict(offer: Offer) -> dict[str, Any]:
-    card = offer.card
-    return {
-        "name": offer.name,
-        "id": card.id,
-        "aliases": card.aliases,
-        "bytes": card.weight_bytes,
-        "quantization": card.quantization,
-        "context_window": card.context_window,
-        "capabilities": capability_names(card),
-        "license": card.license,
-        "fits": offer.fits,
-        "here": offer.is_here,
-    }
 
 
 def _remove(store: ModelStore, args: argparse.Namespace) -> int:

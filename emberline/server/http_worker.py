@@ -29,7 +29,7 @@ from emberline.balancer.endpoint import Endpoint
 from emberline.catalog.card_files import CardFiles
 from emberline.catalog.model_card import ModelCard
 from emberline.catalog.model_files import ModelFiles, read_info, read_text
-from emberline.catalog.model_store import ModelEntry
+from emberline.catalog.model_store import ModelEntry, ModelStore
 from emberline.cluster.cluster import cluster_id
 from emberline.config import Config, needs_keys
 from emberline.gateway.gateways import GatewayService
@@ -42,7 +42,9 @@ from emberline.jobs.webhooks.service import WebhookService, WebhookSettings
 from emberline.net.egress_policy import EgressPolicy
 from emberline.net.http_server import serve
 from emberline.protocol.credential import client_context
+from emberline.server.model_memory import machine_memory
 from emberline.service import Served, Service, open_http_worker
+from emberline.service.model_pulls import ModelPulls
 from emberline.service.service_factory import DATABASE
 from emberline.store import Database, open_store
 from emberline.supervisor.cluster.certificate_authority import KEY_BYTES, CertificateAuthority
@@ -164,7 +166,8 @@ async def serve_http(
     closing = asyncio.create_task(_close_streams(stop, webhooks, batches))
     try:
         large_requests = None if large_socket is None else LargeRequestRelay(large_socket)
-        app = App(service, settings, webhooks, batches, large_requests, accounts, gateways)
+        pulls = ModelPulls(ModelStore(config.home), machine_memory)
+        app = App(service, settings, webhooks, batches, large_requests, accounts, gateways, pulls)
         await serve(app, listener, drain_s=config.server.drain_timeout_s, stop=stop)
     finally:
         closing.cancel()

@@ -44,6 +44,7 @@ from emberline.protocol.speech import TimedWord, Transcript, TranscriptSegment
 from emberline.service.core import PurgedTexts
 from emberline.service.engine_tasks import ChatFormat
 from emberline.service.event_log import MemoryEventLogs
+from emberline.service.model_pulls import ModelPulls
 from emberline.service.responses import ResponseStore
 from emberline.service.tokenization import TokenizedPrompt
 from emberline.service.work import Task, TaskEvents, Work
@@ -363,12 +364,15 @@ def app_of(
     large_requests: LargeRequestRelay | None = None,
     accounts: AccountService | None = None,
     gateways: GatewayService | None = None,
+    pulls: ModelPulls | None = None,
     **settings: Any,
 ) -> ASGIApp:
     """With `accounts`, every request needs a key."""
     directory = None if accounts is None else accounts.directory
     auth = Authenticator(SECRET, key, directory, required=accounts is not None)
-    return App(service, ApiSettings(auth=auth, **settings), webhooks, batches, large_requests, accounts, gateways)
+    return App(
+        service, ApiSettings(auth=auth, **settings), webhooks, batches, large_requests, accounts, gateways, pulls
+    )
 
 
 def client_of(
@@ -378,9 +382,10 @@ def client_of(
     batches: BatchService | None = None,
     accounts: AccountService | None = None,
     gateways: GatewayService | None = None,
+    pulls: ModelPulls | None = None,
     **settings: Any,
 ) -> httpx.AsyncClient:
-    app = app_of(service, key, webhooks, batches, accounts=accounts, gateways=gateways, **settings)
+    app = app_of(service, key, webhooks, batches, accounts=accounts, gateways=gateways, pulls=pulls, **settings)
     transport = httpx.ASGITransport(app=app)
     return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8686")
 

@@ -1,4 +1,4 @@
-"""Endpoints for operators: aliases of models, and loading and unloading models of this machine."""
+"""Endpoints for operators: aliases of models; listing, loading and unloading models of this machine."""
 
 from typing import Literal
 
@@ -39,6 +39,14 @@ def _aliases_reply(call: HttpExchange) -> Reply:
 
 class ModelName(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: str  # id or alias
+
+
+async def available(call: HttpExchange) -> Reply:
+    """Models that `POST /api/pull` can add to this machine by name, with size, licence and whether they fit.
+
+    The list is empty for a caller who may add none."""
+    found = await call.pulls.offers() if call.has_pulls and call.principal.is_admin else []
+    return json_reply({"object": "list", "data": [offer.body() for offer in found]})
 
 
 async def load(call: HttpExchange) -> Reply:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:  # the API needs the types of what it is given, not their impo
     from emberline.service.engine_tasks import ChatFormat
     from emberline.service.event_log import EventLogs
     from emberline.service.kv_cache import KVCacheAdmin
+    from emberline.service.model_pulls import ModelPulls
     from emberline.service.models import ModelLookup
     from emberline.service.responses import ResponseStore
     from emberline.service.tokenization import TokenizedPrompt
@@ -173,6 +174,7 @@ class HttpExchange:
         relays_large: bool = False,
         accounts: "AccountService | None" = None,
         gateways: "GatewayService | None" = None,
+        pulls: "ModelPulls | None" = None,
         limits: RequestLimits = REQUEST_LIMITS,
     ) -> None:
         self.scope = scope
@@ -185,6 +187,7 @@ class HttpExchange:
         self._batches = batches
         self._accounts = accounts
         self._gateways = gateways
+        self._pulls = pulls
         self._gateway: StageChain | None = None  # the same as `gateway`, once that is known
         self.gateway_name = ""  # of the path; empty: it names none
         self.wire: Wire | None = None  # the JSON body, once it was read
@@ -276,6 +279,16 @@ class HttpExchange:
         self.is_audited = True
         client = self.scope.get("client")
         return Actor(self.principal.key_id or "local", client[0] if client else "")
+
+    @property
+    def has_pulls(self) -> bool:
+        return self._pulls is not None
+
+    @property
+    def pulls(self) -> "ModelPulls":
+        if self._pulls is None:
+            raise Unavailable("this server adds no models")
+        return self._pulls
 
     @property
     def has_gateways(self) -> bool:

@@ -15,7 +15,7 @@ from emberline.api.common.model_list import listed_names, ollama_details, ollama
 from emberline.api.common.response_body import collect
 from emberline.api.http.body import read_body, read_json
 from emberline.api.http.exchange import HttpExchange, Reply, encode, json_reply, while_connected
-from emberline.api.http.streaming import EventStream, Response
+from emberline.api.http.streaming import Blocks, BlockStream, EventStream, LastBlock, Response
 from emberline.api.http.wire import Wire
 from emberline.api.ollama.chat_request import (
     ModelRequest,
@@ -30,7 +30,7 @@ from emberline.api.ollama.context import decode_context
 from emberline.api.ollama.response_body import NDJSON, ReplyStream, Stopwatch, embed_body, empty_body, reply_body
 from emberline.catalog.model_card import TEXT_EMBEDDINGS, TEXT_GENERATION, ModelCard
 from emberline.protocol.complete_response import Encoded
-from emberline.protocol.errors import BadInput, Forbidden, ModelNotFound, Unsupported
+from emberline.protocol.errors import BadInput, EmberlineError, Forbidden, ModelNotFound, Unsupported
 from emberline.protocol.request import GenerateRequest
 
 API_VERSION = "0.13.5"  # of Ollama, whose API this is: clients ask before they use newer parts of it
@@ -179,16 +179,40 @@ async def version(call: HttpExchange) -> Reply:
     return json_reply({"version": API_VERSION, "emberline": __version__})
 
 
-async def pull(call: HttpExchange) -> Reply:
-    """Scripts ask for a model before they use it: one that is served is there. Others are added by the operator."""
+async def pull(call: HttpExchange) -> Response:
+    """Scripts ask for a model before they use it: one that is served is there. The operator's key downloads others."""
     body = await read_json(call, OllamaPull)
     name = body.model or body.name
     try:
         _find(call, name)
     except ModelNotFound as missing:
-        raise ModelNotFound(f"{missing.message}: add it with `emberline pull {name[:100]}`", param="model") from None
-    reply = {"status": "success"}
-    return json_reply(reply) if body.stream is False else _lines_reply(reply)
+        if not call.has_pulls or not call.principal.is_admin:
+            message = f"{missing.message}: add it with `emberline pull {name[:100]}`"
+            raise ModelNotFound(message, param="model") from None
+    else:
+        reply = {"status": "success"}
+        return json_reply(reply) if body.stream is False else _lines_reply(reply)
+    call.audit_target = name[:256]
+    if body.stream is False:
+        async for _ in call.pulls.pull(name):
+            pass
+        return json_reply({"status": "success"})
+    return BlockStream(blocks=_pull_lines(call, name), failed=_failed_line, content_type=NDJSON)
+
+
+async def _pull_lines(call: HttpExchange, name: str) -> Blocks:
+    """A line per update of a download, as Ollama's clients read them."""
+    async for update in call.pulls.pull(name):
+        if isinstance(update, str):
+            line: dict[str, object] = {"status": update}
+        else:
+            line = {"status": f"pulling {name}", "total": update.total_bytes, "completed": update.done_bytes}
+        yield encode(line) + b"\n"
+    yield LastBlock(encode({"status": "success"}) + b"\n")
+
+
+def _failed_line(error: EmberlineError) -> bytes:
+    return encode({"error": error.message}) + b"\n"
 
 
 def _lines_reply(line: object) -> Reply:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,6 +12,8 @@ import pytest
 from emberline.accounts.account_service import AccountService
 from emberline.accounts.audit_log import Actor
 from emberline.api.ollama.chat_request import TEMPERATURE, OllamaChat
+from emberline.catalog.model_store import ModelStore
+from emberline.catalog.offers import ModelMemory
 from emberline.protocol.complete_response import Encoded
 from emberline.protocol.errors import Unavailable
 from emberline.protocol.events import (
@@ -27,7 +30,9 @@ from emberline.protocol.events import (
 )
 from emberline.protocol.request import ContentPart, EncodeRequest, GenerateRequest, SamplingDefaults
 from emberline.protocol.token_ids import pack
+from emberline.service.model_pulls import ModelPulls
 from tests.api.fake_service import KEY, MODEL, FakeModels, FakeService, agent, card, client_of, says
+from tests.catalog.tiny_models import gguf_bytes
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
 PROMPT = {"model": MODEL, "prompt": "Hi"}
@@ -351,6 +356,24 @@ async def test_models(client: httpx.AsyncClient) -> None:
     assert "engines" in running
     assert (await client.get("/api/version")).json()["version"].count(".") == 2
     assert (await lines(client, "/api/pull", {"model": MODEL})) == [{"status": "success"}]
+
+
+async def test_the_operator_pulls_models_of_the_catalog(service: FakeService, tmp_path: Path) -> None:
+    (tmp_path / "tiny.gguf").write_bytes(gguf_bytes(tmp_path))
+    (tmp_path / "cards").mkdir()
+    fields = {"author": "acme", "description": "", "context_window": 64, "created_at": "2026-01-01 00:00:00.000"}
+    text = "".join(f"{name} = {json.dumps(value)}\n" for name, value in fields.items())
+    source = f'[source]\ntype = "path"\npath = "{tmp_path}/tiny.gguf"\n'
+    (tmp_path / "cards" / "own.toml").write_text(f'id = "@acme/test/own"\n{text}{source}')
+    client = client_of(service, pulls=ModelPulls(ModelStore(tmp_path), lambda: ModelMemory(8 << 30, False)))
+    offers = {row["name"]: row for row in (await client.get("/api/models/available")).json()["data"]}
+    assert (offers["own"]["here"], offers["qwen3:8b"]["license"]) == (False, "apache-2.0")
+    assert not offers["llama3.3:70b"]["fits"]
+    assert (await lines(client, "/api/pull", {"model": "own"}))[-1] == {"status": "success"}
+    assert {"own"} == {row["name"] for row in (await client.get("/api/models/available")).json()["data"] if row["here"]}
+    for name in ("nothing", f"{tmp_path}/tiny.gguf", "../tiny.gguf"):  # a client names no files of the server
+        refused = await client.post("/api/pull", json={"model": name})
+        assert (refused.status_code, "the catalog has no model" in refused.json()["error"]) == (404, True)
 
 
 async def test_a_model_is_shown_by_what_its_card_tells(service: FakeService) -> None:

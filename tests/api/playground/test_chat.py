@@ -34,7 +34,7 @@ from tests.api.playground.browser import (
 from tests.cluster_processes import wait_until
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import Page, Route
 
 # A fixed amount of work, for comparison: CPU time alone depends on the machine.
 REFERENCE = "() => JSON.parse(JSON.stringify(Array.from({ length: 500_000 }, (_, n) => `${n}`))).length"
@@ -525,6 +525,37 @@ def test_models_are_loaded_and_unloaded_from_the_list(stage: Stage) -> None:
         page.locator(".models .action").nth(1).click()
         expect(page.locator(".models .action")).to_have_text(["Unload", "Load"])
         assert here.service.loads == [("@cf/a/waiting", "load"), ("@cf/a/ready", "unload")]
+
+
+def test_models_are_pulled_with_progress(stage: Stage) -> None:
+    names = {"tiny:1b": True, "vast:900b": False}
+    offers = [
+        {"name": name, "id": f"@hf/acme/{name}", "aliases": [], "bytes": 2 << 30, "fits": fits, "here": False}
+        | {"quantization": "Q4_K_M", "license": "mit", "capabilities": ["tools"], "context_window": 4096}
+        for name, fits in names.items()
+    ]
+    with stage.site() as here:
+        page = here.open()
+        page.route("**/api/models/available", lambda route: route.fulfill(json={"data": offers}))
+        downloads: list[Route] = []  # answered when the test has seen that the page waits
+        page.route("**/api/pull", lambda route: downloads.append(route))
+        page.keyboard.press("Alt+m")
+        expect(page.locator(".offers b")).to_have_text(["tiny:1b"])  # what fits, until one searches
+        page.fill("[aria-label='Search models']", "vast")
+        expect(page.locator(".offers .line").first).to_contain_text("does not fit this machine")
+        page.fill("[aria-label='Search models']", "")
+        page.click(".offers .action")
+        expect(page.locator(".offers progress")).to_have_attribute("aria-label", "Pulling tiny:1b")
+        assert downloads[0].request.post_data_json == {"model": "tiny:1b"}
+        line = {"status": "pulling", "total": 2 << 30, "completed": 1 << 30}
+        show = (
+            "async ([path, line]) => { const { models } = await import(path);"
+            " models.pulling.set('tiny:1b', line); models.changed(); }"
+        )
+        page.evaluate(show, [module(page, "models.js"), line])
+        expect(page.locator(".offers .pull")).to_have_text("1.0 GiB of 2.0 GiB")
+        downloads[0].fulfill(body='{"status": "success"}\n', content_type="application/x-ndjson")
+        expect(page.locator(".offers .pull")).to_have_count(0)
 
 
 def test_enter_in_the_search_for_a_model_chooses_the_first(stage: Stage) -> None:

@@ -90,6 +90,25 @@ export async function postJson(path, body = {}) {
   return (await request(path, { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body) })).json();
 }
 
+/** Downloads a model to the server; calls `onLine` with each of Ollama's status lines. Throws ApiError if it fails. */
+export async function pullModel(model, onLine) {
+  const headers = { "content-type": "application/json" };
+  const response = await request("/api/pull", { method: "POST", headers, body: JSON.stringify({ model }) });
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let pending = "";
+  let done = false;
+  for (let step; !(step = await reader.read()).done; ) {
+    const lines = (pending + step.value).split("\n");
+    pending = lines.pop();
+    for (const line of lines.filter(Boolean).map((text) => JSON.parse(text))) {
+      if (line.error) throw new ApiError(String(line.error), 200);
+      done ||= line.status === "success";
+      onLine(line);
+    }
+  }
+  if (!done) throw new ConnectionLost("The connection was lost; the server goes on with the download.");
+}
+
 /** Calls `onChunk` with every chunk of a streamed chat completion, and `onComment` with what the server says meanwhile;
  * throws ConnectionLost if it ends too early. */
 export async function streamChat(body, { signal, affinity, onChunk, onComment }) {

@@ -6,12 +6,14 @@ import { CodeBlock } from "./code_block.js";
 import { samples } from "./code_samples.js";
 import { Message } from "./conversation.js";
 import { models } from "./models.js";
-import { Button, Dialog, html, Icon, useLayoutEffect, useObservable, useRef, useState, visible } from "./ui.js";
+import { Button, Dialog, html, Icon, useEffect, useLayoutEffect, useObservable, useRef, useState, visible } from "./ui.js";
 import { workspace } from "./workspace.js";
 
 const tokens = new Intl.NumberFormat("en");
 
 const ACTIONS = { "on disk": ["load", "Load"], loaded: ["unload", "Unload"] }; // by a model's state
+const MAX_OFFERS = 20;
+const size = (bytes) => (bytes < 1 << 30 ? `${Math.round(bytes / (1 << 20))} MiB` : `${(bytes / (1 << 30)).toFixed(1)} GiB`);
 const perMillion = (price) => Number((price * 1e6).toPrecision(4));
 
 export function ModelDialog({ pane, onClose }) {
@@ -25,14 +27,18 @@ export function ModelDialog({ pane, onClose }) {
     onClose();
   };
   const [problem, setProblem] = useState(null);
-  const change = async (model, action) => {
+  const attempt = async (act) => {
     try {
-      await models.change(model.id, action);
+      await act();
       setProblem(null);
     } catch (error) {
       setProblem(error.message);
     }
   };
+  const change = (model, action) => attempt(() => models.change(model.id, action));
+  useEffect(() => void models.findOffers(), []);
+  const named = (models.offers ?? []).filter((offer) => [offer.name, offer.id, ...offer.aliases].some((text) => text.toLowerCase().includes(words.toLowerCase())));
+  const offered = words ? named : named.filter((offer) => offer.fits || models.pulling.has(offer.name));
   const pick = (event) => {
     const first = listed.find((model) => model.chats);
     if (event.key !== "Enter" || event.isComposing || !first) return;
@@ -56,9 +62,20 @@ export function ModelDialog({ pane, onClose }) {
           <span>${[model.contextLen && `${tokens.format(model.contextLen)} tokens`, model.reasons && "reasoning", model.vision && "images", model.pricing && `$${perMillion(model.pricing.prompt)} in, $${perMillion(model.pricing.completion)} out per M`, !model.chats && "does not chat"].filter(Boolean).join(" · ")}</span></span>
       </button>
       ${model.managed && ACTIONS[model.state] && html`<${Button} text=${ACTIONS[model.state][1]} label=${`${ACTIONS[model.state][1]} ${visible(model.name)}`} class="small action" disabled=${models.changing.has(model.id)} onClick=${() => change(model, ACTIONS[model.state][0])} />`}</li>`)}</ul>
-      ${!listed.length && html`<p class="soft">${models.all.length ? "No model has that name." : "The server has no models."}</p>`}
+      ${offered.length > 0 && html`<h3>To download</h3><ul class="models offers" aria-label="Models to download">${offered.slice(0, MAX_OFFERS).map((offer) => html`<li key=${offer.id} class="row">
+        <span class="offer"><span class="line"><bdi><b>${visible(offer.name)}</b></bdi><span>${size(offer.bytes)}${offer.fits ? "" : ", does not fit this machine"}</span></span>
+          <span class="line soft"><span>${[offer.quantization, offer.license, ...offer.capabilities].filter(Boolean).map(visible).join(" · ")}</span></span>
+          ${models.pulling.has(offer.name) && html`<${PullProgress} name=${offer.name} line=${models.pulling.get(offer.name)} />`}</span>
+        <${Button} text="Pull" label=${`Pull ${visible(offer.name)}`} class="small action" disabled=${models.pulling.has(offer.name)} onClick=${() => attempt(() => models.pull(offer.name))} /></li>`)}</ul>`}
+      ${!listed.length && !offered.length && html`<p class="soft">${models.all.length ? "No model has that name." : "The server has no models."}</p>`}
     </div>
   <//>`;
+}
+
+/** How far a download is; the server may not know its size yet. */
+function PullProgress({ name, line }) {
+  const text = line.total ? `${size(line.completed)} of ${size(line.total)}` : visible(line.status);
+  return html`<span class="pull"><progress aria-label=${`Pulling ${visible(name)}`} max=${line.total || 1} value=${line.total ? line.completed : undefined}></progress><span class="soft">${text}</span></span>`;
 }
 
 export function CodeDialog({ onClose }) {

@@ -1,6 +1,6 @@
 // The models that the server offers, and what each can do.
 
-import { getJson, postJson, session } from "./api.js";
+import { getJson, postJson, pullModel, session } from "./api.js";
 import { Observable } from "./ui.js";
 
 const POLL_MS = 15_000;
@@ -11,6 +11,8 @@ class Models extends Observable {
   error = null;
   loaded = false;
   changing = new Map(); // what is being done, "loading" or "unloading", by model
+  offers = null; // models that the operator can pull; null: not asked for, or not allowed
+  pulling = new Map(); // what the server says of downloads, by name: { status, total, completed }
   #timer = 0;
   #latest = 0; // number of the last refresh
 
@@ -48,6 +50,28 @@ class Models extends Observable {
       clearInterval(timer);
       this.changing.delete(id);
       await this.refresh();
+    }
+  }
+
+  /** Asks for the models that can be pulled. A key that may not pull leaves the list empty. */
+  async findOffers() {
+    const { data } = await getJson("/api/models/available").catch(() => ({ data: null }));
+    this.set({ offers: data?.filter((offer) => !offer.here) ?? null });
+  }
+
+  /** Downloads a model to the server, with progress in `pulling`. Throws ApiError. */
+  async pull(name) {
+    if (this.pulling.has(name)) return;
+    const show = (line) => {
+      this.pulling.set(name, line);
+      this.changed();
+    };
+    show({ status: "beginning" });
+    try {
+      await pullModel(name, show);
+    } finally {
+      this.pulling.delete(name);
+      await Promise.all([this.refresh(), this.findOffers()]);
     }
   }
 

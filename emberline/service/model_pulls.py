@@ -1,0 +1,57 @@
+"""Pulls models for the operator while the server runs: by the names of the catalog and of the hub, never by a path."""
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
+
+from emberline.catalog import offers
+from emberline.catalog.download import DownloadProgress
+from emberline.catalog.model_store import ModelStore
+from emberline.catalog.offers import ModelMemory, Offer
+from emberline.catalog.pull import pull
+from emberline.catalog.store_watch import wait_until_offered
+from emberline.protocol.errors import ModelNotFound
+
+Update = str | DownloadProgress  # a sentence for the person who waits, or how far the download is
+
+
+class ModelPulls:
+    """The models that can be added to this machine. `memory` measures what there is for them, and may take a second."""
+
+    def __init__(self, store: ModelStore, memory: Callable[[], ModelMemory]) -> None:
+        self._store = store
+        self._memory = memory
+
+    async def offers(self) -> list[Offer]:
+        """Every model of the catalog, the smallest first, with whether it fits this machine and is here."""
+        return await asyncio.to_thread(lambda: offers.offers(self._store, self._memory()))
+
+    async def pull(self, name: str) -> AsyncGenerator[Update, None]:
+        """Download a model and yield updates; return once the server offers it. A caller may go away meanwhile."""
+        if not name.startswith("hf:") and self._store.offer(name) is None:
+            raise ModelNotFound(
+                f"the catalog has no model {name[:100]!r}: `emberline ls --all` lists it; hf:org/repo is a name, too",
+                param="model",
+            )
+        loop, updates = asyncio.get_running_loop(), asyncio.Queue[Update | None]()
+        failures: list[Exception] = []
+
+        def tell(update: Update | None) -> None:
+            with suppress(RuntimeError):  # the server has stopped
+                loop.call_soon_threadsafe(updates.put_nowait, update)
+
+        def run() -> None:
+            try:
+                pull(name, self._store, tell, on_gpu=self._memory().on_gpu, note=tell)
+                wait_until_offered(self._store.root)
+            except Exception as error:
+                failures.append(error)
+            tell(None)
+
+        # A thread of its own, and a daemon: a stop of the server does not wait for a download, which goes on later.
+        threading.Thread(target=run, name="pull", daemon=True).start()
+        while (update := await updates.get()) is not None:
+            yield update
+        if failures:
+            raise failures[0]
