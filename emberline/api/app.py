@@ -199,8 +199,13 @@ def _error_reply(call: HttpExchange, error: EmberlineError) -> Reply:
 
 
 def _log_request(call: HttpExchange, clock: Clock) -> None:
+    """Log a request, at debug level if it is a probe or if its task has a line of its own (`telemetry/request_log.py`).
+
+    A task's line has neither an error's status nor the client's own request id."""
     scope = call.scope
-    is_quiet = scope["path"] in PROBES or scope["path"].startswith(ASSETS)
+    is_probe = scope["path"] in PROBES or scope["path"].startswith(ASSETS)
+    has_line = call.admitted_ns > 0 and call.status < 400 and "x-request-id" not in call.headers
+    is_quiet = is_probe or has_line
     level = logging.DEBUG if is_quiet else logging.INFO
     if not log.isEnabledFor(level):
         return

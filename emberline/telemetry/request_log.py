@@ -100,6 +100,7 @@ def log_end(engine: str, row: UsageRow, error: Exception | None, finalizing: "as
             "request_id": row.id,
             "status": row.status,
             "error": problem.kind if isinstance(problem, EmberlineError) else problem and type(problem).__name__,
+            "api": row.api,
             "account": row.account,
             "model": row.model,
             "engine": engine,

@@ -1,6 +1,7 @@
 """A fake service that answers from a script, and clients that reach the app without a socket."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -224,7 +225,7 @@ class FakeService:
         self.models.find(task.model, None)
         self.principals.append(work.principal)
         self.open += 1
-        work.rate_limits = self.rate_limits
+        work.admitted_ns, work.rate_limits = time.monotonic_ns(), self.rate_limits
         try:
             async for event in self._events(task):
                 if isinstance(event, Completed):

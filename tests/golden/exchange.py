@@ -201,7 +201,7 @@ class Client:
         """Wait for the lines that end the requests so far."""
         end_s = time.monotonic() + PATIENCE_S
         for request_id in self._request_ids:
-            while not any("ms" in line for line in self.stage.log.lines(request_id)):
+            while not self.stage.log.has_ended(request_id):
                 assert time.monotonic() < end_s, f"request {request_id} was not logged"
                 await asyncio.sleep(0.002)
 

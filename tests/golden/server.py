@@ -174,7 +174,9 @@ class Background:
 
 
 class ServerLog:
-    """The JSON lines that the server has written to stderr."""
+    """The JSON lines that the server has written to stderr.
+
+    Lines at debug level are no part of what is compared; they tell that a request is over."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -184,13 +186,19 @@ class ServerLog:
 
     def lines(self, request_id: str) -> list[dict[str, Any]]:
         """The lines of one request so far. Its id may be written with or without hyphens, or as part of a job's."""
-        self._read()
-        return self._by_request.get(_digits(request_id), [])
+        return [line for line in self._all(request_id) if line["level"] != "debug"]
+
+    def has_ended(self, request_id: str) -> bool:
+        return any(line["logger"] == "emberline.api.app" for line in self._all(request_id))
 
     def lines_of_account(self, account: str) -> list[dict[str, Any]]:
         """The lines that name the account: one for each request that was accepted, by a client or from the queue."""
         self._read()
         return self._by_account.get(account, [])
+
+    def _all(self, request_id: str) -> list[dict[str, Any]]:
+        self._read()
+        return self._by_request.get(_digits(request_id), [])
 
     def _read(self) -> None:
         with open(self._path, "rb") as file:
@@ -277,7 +285,7 @@ def running_stage(smollm2: Path, folder: Path) -> Iterator[Stage]:
             for name, (kind, _) in UPSTREAMS.items()
         )
         (home / "emberline.toml").write_text(CONFIG.format(admin=ADMIN_KEY, engine=engine, **urls) + endpoints)
-        flags = ["serve", "--port", "0", "--json", "--data-dir", str(home)]
+        flags = ["serve", "--port", "0", "--json", "--log-level", "debug", "--data-dir", str(home)]
         ready = stack.enter_context(_process("emberline.cli.main", *flags, log=folder / "server.log"))
         yield Stage(ready["url"], home, ServerLog(folder / "server.log"), background, standins, _encoder(home))
 

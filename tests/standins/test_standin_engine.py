@@ -122,7 +122,8 @@ def test_tcp_on_a_free_port(monkeypatch):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_drains_and_exits_zero(tmp_path, number):
+def test_a_signal_drains_and_exits_zero(tmp_path, monkeypatch, number):
+    monkeypatch.setenv("EMBERLINE_LOG_LEVEL", "debug")
     path = tmp_path / "a.sock"
     with engine(STANDIN, "--socket", path, "--script", "itl_ms=20") as (process, address), Client(address) as client:
         client.submit(request("a", list(range(3, 30)), max_tokens=20), request("long", [7], max_tokens=2000))

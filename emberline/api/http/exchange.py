@@ -197,6 +197,7 @@ class HttpExchange:
         self.is_audited = False  # what it does is in the audit log
         self.audit_target = ""  # what an admin's act is done to, for the audit log; empty: `path_param`
         self.relays_large = relays_large  # large requests are for another process: endpoints raise LargeRequest
+        self.unknown_form_fields: tuple[str, ...] = ()  # that the endpoint has found in a multipart form
         self.received: list[bytes] = []  # of the body, as far as it has been read
         self.body_complete = False
         self.held_bytes = 0  # of its body, in memory
@@ -496,7 +497,7 @@ class HttpExchange:
             headers = [*headers, *rate_limit_headers(limits, self.dialect)]
         if self._gateway is not None:
             headers = [*headers, *self._gateway.headers()]
-        if self.wire is not None and (unknown := self.wire.unknown):
+        if unknown := self.unknown_form_fields if self.wire is None else self.wire.unknown:
             unknown_field_log.add(self.route, unknown)
             headers = [*headers, (HEADER.encode(), warning(unknown))]
         await self.send({"type": "http.response.start", "status": status, "headers": headers})

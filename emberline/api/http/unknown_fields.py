@@ -1,4 +1,4 @@
-"""Fields of a JSON body that its API does not know: they are ignored, and the client is told in a response header.
+"""Fields of a body that its API does not know, at any depth: they are ignored, and a response header names them.
 
 A field that other servers know and that would change the answer is refused by name instead
 (`api/common/unsupported_fields.py`).
@@ -6,11 +6,14 @@ A field that other servers know and that would change the answer is refused by n
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import msgspec
+from msgspec import Raw, inspect
 
 HEADER = "x-emberline-warning"
 LOG_INTERVAL_S, LOG_LINES = 60.0, 10
@@ -37,6 +40,30 @@ NO_EFFECT = frozenset(
     }
 )
 
+# Names of nested fields without an effect.
+NO_EFFECT_NESTED = frozenset(
+    {
+        # what replies have in messages, calls and items, which clients send back
+        *("type", "id", "index", "status", "name", "title", "annotations", "refusal", "audio", "phase", "logprobs"),
+        *(
+            "citations",
+            "caller",
+            "created_at",
+            "created_by",
+            "provider_specific_fields",
+            "reasoning_details",
+            "timestamp",
+        ),
+        *("reasoning_content", "reasoning", "thinking", "signature", "encrypted_content", "format"),
+        # hints: where text is cached, and how a provider sends a tool's arguments
+        *("cache_control", "scope", "eager_input_streaming", "defer_loading", "allowed_callers"),
+        # how Ollama loads a model: here it runs on the devices that the server was started with
+        *("num_gpu", "main_gpu", "num_batch", "num_thread", "num_keep", "use_mmap", "use_mlock", "low_vram", "f16_kv"),
+        *("numa", "mirostat_tau", "mirostat_eta"),
+    }
+)
+READ_AS = "read_as"  # key of a Meta's `extra`: the type that an endpoint converts a field's plain JSON to
+
 log = logging.getLogger(__name__)
 
 
@@ -46,21 +73,107 @@ def declared_fields(struct: type[Any]) -> dict[str, bool]:
     return {field.encode_name: field.type is msgspec.Raw for field in msgspec.structs.fields(struct)}
 
 
-def unknown_fields(names: Iterable[str], kind: Any) -> tuple[str, ...]:
-    """The names in a body that are neither fields of the struct `kind` nor without an effect.
+def unknown_fields(fields: Mapping[str, Raw], kind: Any) -> tuple[str, ...]:
+    """Names of the fields of a body that are neither fields of the struct `kind` nor without an effect.
 
-    A `kind` that is no struct takes every name."""
-    known = _known(kind)
-    if known is None or known.issuperset(names):
+    A nested field has its path as name, without numbers in lists: `messages[].contnt`. A nested field that is null
+    asks for nothing. A `kind` that is no struct takes every name."""
+    if not isinstance(kind, type) or not issubclass(kind, msgspec.Struct):
         return ()
-    return tuple([name for name in names if name not in known])
+    known = _known(kind)
+    found = {} if known.names.issuperset(fields) else dict.fromkeys(name for name in fields if name not in known.names)
+    for name, shape in known.nested.items():
+        if (value := fields.get(name)) is not None:
+            with suppress(msgspec.DecodeError, RecursionError):  # a number out of range, where no struct reads it
+                _add_nested(msgspec.json.decode(value), shape, name, found)
+    return tuple(found)
+
+
+@dataclass(slots=True)
+class _Fields:
+    """Names of an object's fields, and the shapes of those that hold objects themselves."""
+
+    names: frozenset[str]
+    nested: dict[str, "_Shape"] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Shape:
+    """The objects that a value may be, by the value of `tag_field`, or the shape of its elements if it is a list."""
+
+    objects: dict[Any, _Fields] = field(default_factory=dict)  # the first is also for objects without a tag
+    tag_field: str = ""
+    elements: "_Shape | None" = None
 
 
 @cache
-def _known(kind: Any) -> frozenset[str] | None:
-    if not isinstance(kind, type) or not issubclass(kind, msgspec.Struct):
-        return None
-    return NO_EFFECT.union(declared_fields(kind))
+def _known(kind: type[msgspec.Struct]) -> _Fields:
+    found = inspect.type_info(kind)
+    assert isinstance(found, inspect.StructType)
+    known = _fields_of(found, {})
+    known.names |= NO_EFFECT
+    known.nested.pop("metadata", None)  # holds what the client likes
+    return known
+
+
+def _fields_of(struct: inspect.StructType, made: dict[type, _Fields]) -> _Fields:
+    """The fields of a struct; `made` has those of structs that contain it."""
+    if (found := made.get(struct.cls)) is None:
+        found = made[struct.cls] = _Fields(frozenset(one.encode_name for one in struct.fields))
+        for one in struct.fields:
+            if (shape := _shape_of(one.type, made)) is not None:
+                found.nested[one.encode_name] = shape
+    return found
+
+
+def _shape_of(kind: inspect.Type, made: dict[type, _Fields]) -> _Shape | None:
+    """Returns None if no value of the type holds an object whose fields are known."""
+    shape = _Shape()
+    for each in _alternatives(kind):
+        if isinstance(each, inspect.StructType):
+            fields = _fields_of(each, made)
+            shape.tag_field = shape.tag_field or each.tag_field or ""
+            other = shape.objects.get(each.tag, _Fields(NO_EFFECT_NESTED))
+            nested = {**other.nested, **fields.nested} if other.nested else fields.nested
+            shape.objects[each.tag] = _Fields(fields.names | other.names, nested)
+        elif isinstance(each, inspect.ListType):
+            shape.elements = _shape_of(each.item_type, made)
+        elif isinstance(each, inspect.DictType | inspect.AnyType | inspect.RawType):
+            return None  # any object
+    return shape if shape.objects or shape.elements else None
+
+
+def _alternatives(kind: inspect.Type) -> Iterator[inspect.Type]:
+    """The types of a union, without their annotations, or the type itself."""
+    if isinstance(kind, inspect.Metadata):
+        read_as = (kind.extra or {}).get(READ_AS)
+        yield from _alternatives(kind.type if read_as is None else inspect.type_info(read_as))
+    elif isinstance(kind, inspect.UnionType):
+        for each in kind.types:
+            yield from _alternatives(each)
+    else:
+        yield kind
+
+
+def _add_nested(value: Any, shape: _Shape, path: str, found: dict[str, None]) -> None:
+    """Add the paths of the unknown fields inside a value, which its struct's decoder has accepted."""
+    if isinstance(value, list):
+        if shape.elements is not None:
+            path += "[]"
+            for element in value:
+                _add_nested(element, shape.elements, path, found)
+    elif isinstance(value, dict) and shape.objects:
+        tag = value.get(shape.tag_field)
+        known = shape.objects.get(tag) if isinstance(tag, str) else next(iter(shape.objects.values()))
+        if known is None:  # of a type that only other servers know
+            return
+        if not known.names.issuperset(value):
+            for name, given in value.items():
+                if name not in known.names and given is not None:
+                    found[f"{path}.{name}"] = None
+        for name, inner in known.nested.items():
+            if isinstance(given := value.get(name), dict | list):
+                _add_nested(given, inner, f"{path}.{name}", found)
 
 
 def warning(unknown: Sequence[str]) -> bytes:

@@ -22,6 +22,7 @@ PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")
 MAX_PAGE = 10_000
 MAX_NAME_CHARS = 255
 _FORM_BYTES = 1 << 20  # of a form besides the file in it
+_FIELDS = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
 _RESULT_FILE = re.compile(r"file-(batch_[0-9a-f]{32})-(output|errors)")
 _UPLOADED_FILE = re.compile(r"file-[0-9a-f]{24}")
 _DAY_S = 86_400
@@ -133,14 +134,15 @@ async def _upload(call: HttpExchange, form: MultipartForm) -> File:
     fields: dict[str, str] = {}
     name, blob = "", ""
     async for part in form:
-        if part.name == "file" and not blob:
+        if part.name == "file":
+            _check_first(not blob)
             name = _file_name(part)
             if "purpose" in fields:  # the usual order
                 stored = await queue.files.add(account, name, _purpose(fields), form.content(), _expires_s(fields))
                 return await _finish_upload(call, form, fields, stored)
             blob, _ = await queue.blobs.put_stream(form.content(), queue.limits.max_file_bytes)
         else:
-            fields[part.name] = await form.field(part)
+            await _read_field(call, form, part, fields)
     if not blob:
         raise BadInput("the form has no part `file`", param="file")
     return await queue.files.add(account, name, _purpose(fields), queue.blobs.stream(blob), _expires_s(fields))
@@ -152,15 +154,26 @@ async def _finish_upload(call: HttpExchange, form: MultipartForm, fields: dict[s
     try:
         before = _purpose(fields), _expires_s(fields)
         async for part in form:
-            if part.name == "file":
-                raise BadInput("the form has more than one file", param="file")
-            fields[part.name] = await form.field(part)
+            _check_first(part.name != "file")
+            await _read_field(call, form, part, fields)
         if (_purpose(fields), _expires_s(fields)) == before:
             return stored
         return await files.add(account, stored.name, _purpose(fields), files.content(stored), _expires_s(fields))
     except BaseException:
         await files.delete(account, stored.id)
         raise
+
+
+async def _read_field(call: HttpExchange, form: MultipartForm, part: FormPart, fields: dict[str, str]) -> None:
+    """Read a field of the form. The response names it if there is no such field."""
+    fields[part.name] = await form.field(part)
+    if part.name not in _FIELDS:
+        call.unknown_form_fields += (part.name,)
+
+
+def _check_first(is_first: bool) -> None:
+    if not is_first:
+        raise BadInput("the form has more than one file", param="file")
 
 
 async def _deduplicate(call: HttpExchange, uploaded: File) -> Reply:

@@ -589,6 +589,6 @@ def serve_senders(
 
 def _log_end(delta: TokenDelta, trace_id: str | None) -> None:
     usage = msgspec.to_builtins(delta.usage) if delta.usage is not None else {}
-    level = logging.WARNING if delta.finish == "error" else logging.INFO
+    level = logging.WARNING if delta.finish == "error" else logging.DEBUG  # the core logs every end
     message = delta.error.message if delta.error is not None else f"finished: {delta.finish}"
     _log.log(level, "%s", message, extra={"request_id": delta.id, "trace_id": trace_id, **usage})

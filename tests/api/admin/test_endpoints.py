@@ -58,3 +58,14 @@ async def test_probes_are_logged_at_debug_level(client: httpx.AsyncClient, caplo
             await client.get(path)
     lines = [record.getMessage() for record in caplog.records if record.name == "emberline.api.app"]
     assert lines == ["GET /v1/models"]
+
+
+async def test_a_request_whose_task_has_a_line_is_logged_once(
+    client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
+    with caplog.at_level("DEBUG", logger="emberline.api.app"):
+        for given, headers in ((body, {}), (body, {"x-request-id": "theirs"}), ({**body, "n": -1}, {})):
+            await client.post("/v1/chat/completions", json=given, headers=headers)
+    found = [(record.levelname, record.status) for record in caplog.records if record.name == "emberline.api.app"]
+    assert found == [("DEBUG", 200), ("INFO", 200), ("INFO", 400)]

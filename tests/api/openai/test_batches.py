@@ -142,6 +142,16 @@ async def test_fields_after_the_file(client: httpx.AsyncClient) -> None:
     assert (await client.get(f"/v1/files/{file['id']}/content")).content == b"{}"
 
 
+async def test_unknown_and_repeated_parts_of_an_upload_are_told(client: httpx.AsyncClient) -> None:
+    data = {"purpose": "batch", "expires_in": "5"}
+    answer = await client.post("/v1/files", data=data, files={"file": ("in.jsonl", b"{}")})
+    assert answer.headers["x-emberline-warning"] == "ignored unknown fields: `expires_in`"
+    twice = b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n{}\r\n' * 2 + b"--b--\r\n"
+    headers = {"content-type": "multipart/form-data; boundary=b"}
+    refused = await client.post("/v1/files", content=twice, headers=headers)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "file")
+
+
 @pytest.mark.parametrize(
     ("data", "files", "param"),
     [

@@ -18,8 +18,9 @@ from emberline.api.common.sampling_fields import (
 from emberline.api.common.tools import ToolChoiceField
 from emberline.api.common.unsupported_fields import OneField, UnsupportedField
 from emberline.api.http.errors import FieldNames
-from emberline.api.openai.responses.items import Item, response_of, to_messages
-from emberline.api.openai.responses.tools import ParsedTools, droppable, parse_tools
+from emberline.api.http.unknown_fields import READ_AS
+from emberline.api.openai.responses.items import Item, ItemReference, response_of, to_messages
+from emberline.api.openai.responses.tools import AnyTool, ParsedTools, droppable, parse_tools
 from emberline.protocol.errors import BadInput
 from emberline.protocol.request import (
     GenerateRequest,
@@ -95,14 +96,14 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     """The body of a request for a response: all that a chat takes for sampling, and what the API adds."""
 
     model: ModelName = ""
-    input: str | list[dict[str, Any]] | None = None
+    input: str | Annotated[list[dict[str, Any]], Meta(extra={READ_AS: list[Item | ItemReference]})] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
     background: bool | None = None
     generate: bool | None = None  # false: the prompt is computed, for a response that continues this one
-    tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS, extra={READ_AS: list[AnyTool]})] | None = None
     tool_choice: ToolChoiceField | None = None
     parallel_tool_calls: bool | None = None
     max_tool_calls: Annotated[int, Meta(ge=1)] | None = None  # limits the provider's own tools; there are none

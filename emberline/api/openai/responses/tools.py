@@ -42,6 +42,21 @@ class Namespace(msgspec.Struct):
     tools: list[dict[str, Any]]
 
 
+class _FunctionTool(DeclaredFunction, tag_field="type", tag="function"):
+    function: DeclaredFunction | None = None  # nested, as in chats
+
+
+class _TaggedCustomTool(CustomTool, tag_field="type", tag="custom"):
+    pass
+
+
+class _TaggedNamespace(Namespace, tag_field="type", tag="namespace"):
+    pass
+
+
+AnyTool = _FunctionTool | _TaggedCustomTool | _TaggedNamespace  # names the fields that tools may have
+
+
 class ClientTool(NamedTuple):
     """A tool as the client declared it; the model sees one flat name."""
 
