@@ -19,6 +19,7 @@ from emberline.weights.image_settings import read_image_processor
 from emberline.weights.model_config import BadCheckpoint
 from emberline.weights.summary import summarize
 from emberline.weights.task_config import task_of
+from emberline.weights.vision_tensors import read_vision_tensors
 from emberline.weights.whisper_files import CONTEXT_LEN, WEIGHTS, read_whisper
 
 TEXT_GENERATION = "Text Generation"
@@ -296,7 +297,10 @@ def describe(path: Path, model_id: str, aliases: tuple[str, ...], source: ModelS
     except BadCheckpoint as error:
         raise BadInput(f"{path} is not a model that can be served: {error}") from None
     config, task = checkpoint.config, task_of(path)
-    summary = summarize(((checkpoint.weight(name), 1) for name in checkpoint.names), path)
+    processor = read_image_processor(path)
+    tower = {} if processor is None else read_vision_tensors(path, processor.family)
+    weights = [*(checkpoint.weight(name) for name in checkpoint.names), *tower.values()]
+    summary = summarize(((weight, 1) for weight in weights), path)
     card = ModelCard(
         id=model_id,
         aliases=aliases,
@@ -313,7 +317,7 @@ def describe(path: Path, model_id: str, aliases: tuple[str, ...], source: ModelS
         fingerprint=checkpoint.fingerprint,
         sampling=read_sampling(path),
         capabilities=Capabilities(
-            vision=read_image_processor(path) is not None,
+            vision=processor is not None,
             output_dimensions=config.hidden_size if task.task == "embed" else 0,
             max_input_tokens=task.max_len or 0,
         ),

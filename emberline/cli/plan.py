@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from emberline.catalog.model_store import ModelStore, looks_like_path
-from emberline.catalog.published_shapes import find_shape
+from emberline.catalog.published_shapes import PublishedShape, find_shape
 from emberline.cli import common
 from emberline.engine import composition
 from emberline.engine.core.limits import Limits
@@ -18,9 +18,11 @@ from emberline.protocol.errors import BadInput
 from emberline.protocol.parallel_layout import Layout
 from emberline.weights.checkpoint import open_checkpoint
 from emberline.weights.encoder_checkpoint import EncoderConfig
+from emberline.weights.image_settings import image_processor
 from emberline.weights.model_config import BadCheckpoint
 from emberline.weights.outline import OutlineCheckpoint
 from emberline.weights.task_config import read_json
+from emberline.weights.vision_config import TowerConfig, read_tower_config, tower_config
 
 if TYPE_CHECKING:
     from emberline.engine.planning.layout_plan import LayoutPlan, StagePlan, Workload
@@ -91,6 +93,7 @@ def run(args: argparse.Namespace) -> int:
         from emberline.engine.planning.layout_plan import Planner, Workload
         from emberline.engine.planning.layout_search import compare
         from emberline.engine.worker.build import GPU_DEFAULTS
+        from emberline.models.vision.loading import tower_bytes
 
     limits = Limits(
         context_len=checkpoint.config.context_len,
@@ -112,7 +115,10 @@ def run(args: argparse.Namespace) -> int:
             f"--{flag} {name} cannot draft for {args.model}: {error}", param=flag.replace("-", "_")
         ) from None
     try:
-        planner = Planner(checkpoint, gpu, limits, config.engine.kv_bytes or None, share, args.drive, drafting, asked)
+        planner = Planner(
+            checkpoint, gpu, limits, config.engine.kv_bytes or None, share, args.drive, drafting, asked,
+            tower_bytes(_tower(args.model, store)),
+        )  # fmt: skip
         found = compare(planner, count, workload, layouts, args.context)
     except BadCheckpoint as error:
         raise BadInput(f"{args.model} cannot be served: {error}", param="model") from None
@@ -143,11 +149,25 @@ def _parse_split(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def _checkpoint(name: str, store: ModelStore) -> "Checkpoint | OutlineCheckpoint":
+def _located(name: str, store: ModelStore) -> PublishedShape | Path:
+    """The published shape of a name, or the path of a model that is here."""
     shape = find_shape(name, store.shapes) if not looks_like_path(name) and store.find(name) is None else None
-    if shape is not None:
-        return OutlineCheckpoint(shape.config)
-    path = Path(name).expanduser() if looks_like_path(name) else store.resolve(name).path
+    return shape or (Path(name).expanduser() if looks_like_path(name) else store.resolve(name).path)
+
+
+def _tower(name: str, store: ModelStore) -> TowerConfig | None:
+    """Configuration of the model's vision tower. Returns None if it has none."""
+    found = _located(name, store)
+    if isinstance(found, Path):
+        return read_tower_config(found)
+    processor = image_processor(found.config)
+    return None if processor is None else tower_config(found.config, processor)
+
+
+def _checkpoint(name: str, store: ModelStore) -> "Checkpoint | OutlineCheckpoint":
+    path = _located(name, store)
+    if isinstance(path, PublishedShape):
+        return OutlineCheckpoint(path.config)
     if path.is_dir() and not any(path.glob("*.safetensors")):
         return OutlineCheckpoint(read_json(path, "config.json"))
     return open_checkpoint(path)
@@ -251,10 +271,11 @@ def _print_layouts(found: "Comparison") -> None:
 
 def _print_memory(plan: "LayoutPlan") -> None:
     several, stages = len(plan.stages) > 1, plan.stages
-    fullest = max(stages, key=lambda stage: stage.weights_bytes)
+    fullest = max(stages, key=lambda stage: stage.weights_bytes + stage.tower_bytes)
     print("Memory of a GPU" + (f" of the fullest stage (layers {_layers(fullest)}):" if several else ":"))
     rows = [
         ("  weights", fullest.weights_bytes, _of_drafter(fullest.draft_weights_bytes)),
+        ("  vision tower", fullest.tower_bytes, "on one GPU" if plan.gpus > 1 else ""),
         (
             "  KV cache",
             fullest.kv_bytes,

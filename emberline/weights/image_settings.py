@@ -19,14 +19,14 @@ _MAX_EDGE = 1 << 14
 
 
 class ProcessorFiles:
-    """The files of a folder that say how images are prepared."""
+    """The files of a folder that say how images are prepared, as documents."""
 
-    def __init__(self, folder: Path) -> None:
-        self.config = Fields(read_json(folder, "config.json"), "config.json")
+    def __init__(
+        self, config: dict[str, object], processor: dict[str, object], preprocessor: dict[str, object]
+    ) -> None:
+        self.config = Fields(config, "config.json")
         self.vision = _inner(self.config, "vision_config")
-        processor = read_json(folder, "processor_config.json", optional=True)
-        values = read_json(folder, "preprocessor_config.json", optional=True)
-        values = values or _object(processor.get("image_processor"))
+        values = preprocessor or _object(processor.get("image_processor"))
         self.images = Fields(_object(values.get("media_proc_cfg")) or values, "preprocessor_config.json")
         self.processor = Fields(processor, "processor_config.json")
 
@@ -57,11 +57,21 @@ def read_image_processor(folder: Path) -> ImageProcessor | None:
     """Read a model's image processor. Returns None if the model takes no images."""
     if not folder.is_dir() or not (folder / "config.json").is_file():
         return None
-    document = read_json(folder, "config.json")
-    kind = document.get("model_type")
-    if not isinstance(kind, str) or kind not in READERS or not isinstance(document.get("vision_config"), dict):
+    return image_processor(
+        read_json(folder, "config.json"),
+        read_json(folder, "processor_config.json", optional=True),
+        read_json(folder, "preprocessor_config.json", optional=True),
+    )
+
+
+def image_processor(
+    config: dict[str, object], processor: dict[str, object] | None = None, preprocessor: dict[str, object] | None = None
+) -> ImageProcessor | None:
+    """The image processor that a model's documents describe. Returns None if the model takes no images."""
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in READERS or not isinstance(config.get("vision_config"), dict):
         return None
-    return READERS[kind](ProcessorFiles(folder))
+    return READERS[kind](ProcessorFiles(config, processor or {}, preprocessor or {}))
 
 
 def _idefics3(files: ProcessorFiles) -> ImageProcessor:

@@ -57,9 +57,11 @@ class TowerConfig(msgspec.Struct, frozen=True, kw_only=True):
 def read_tower_config(folder: Path) -> TowerConfig | None:
     """Read the configuration of a folder's vision tower. Returns None if the model has none."""
     processor = read_image_processor(folder)
-    if processor is None:
-        return None
-    document = read_json(folder, "config.json")
+    return None if processor is None else tower_config(read_json(folder, "config.json"), processor)
+
+
+def tower_config(document: dict[str, object], processor: ImageProcessor) -> TowerConfig:
+    """The configuration of the tower that config.json describes. Raises BadCheckpoint if it describes none."""
     vision, text = document["vision_config"], document.get("text_config")
     if not isinstance(vision, dict) or not isinstance(text, dict):
         raise BadCheckpoint("config.json: a model with a vision tower needs 'vision_config' and 'text_config'")

@@ -65,6 +65,7 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes: int  # with that of a draft head or model
     draft_weights_bytes: int = 0
     draft_kv_bytes: int = 0
+    tower_bytes: int = 0  # of the stage's first GPU: the vision tower, which no other GPU has
 
 
 class DecodeSplit(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,8 +101,8 @@ class LayoutPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rank_weights_bytes(self) -> int:
-        """Of the fullest GPU."""
-        return max(stage.weights_bytes for stage in self.stages)
+        """Bytes of weights of the fullest GPU."""
+        return max(stage.weights_bytes + stage.tower_bytes for stage in self.stages)
 
 
 class DoesNotFit(BadInput):
@@ -146,9 +147,11 @@ class Planner:
         drive_gb_s: float = DRIVE_GB_S,
         drafting: Callable[[Decoder], GpuDraftHead | DraftModel] | None = None,
         features: Collection[str] = (),
+        tower_bytes: int = 0,
     ) -> None:
         """drafting: the head or model that drafts for a model, without memory as the model itself is. features: names
-        of what is asked for besides layouts (`engine.composition`)."""
+        of what is asked for besides layouts (`engine.composition`). tower_bytes: of the model's vision tower."""
+        self._tower_bytes = tower_bytes
         self._features = {*features, "gpu"}
         self.source, self.gpu, self.limits = source, gpu, limits
         self._drafting = drafting
@@ -167,7 +170,8 @@ class Planner:
     @property
     def checkpoint_bytes(self) -> int:
         cost = self.cost
-        return sum(layer.n_bytes for layer in cost.layers) + cost.embedding.n_bytes + cost.head.n_bytes
+        layers = sum(layer.n_bytes for layer in cost.layers)
+        return layers + cost.embedding.n_bytes + cost.head.n_bytes + self._tower_bytes
 
     @property
     def is_quantized(self) -> bool:
@@ -181,17 +185,18 @@ class Planner:
         composition.check(self._features | composition.of_layout(layout))
         split = balance_stages(self.cost, layout.pp)
         parts = [self._stage(layout, split, stage) for stage in range(layout.pp)]
-        memory = [self._memory(part, layout) for part in parts]
+        towers = [self._tower_bytes, *[0] * (layout.pp - 1)]  # rows of images are embeddings: the first stage's
+        memory = [self._memory(part, layout, tower) for part, tower in zip(parts, towers, strict=True)]
         blocks = _common_blocks(parts, memory, self.limits)
         stages, chunk = [], self.limits.token_budget
-        for part, (step, weights, _), n_blocks in zip(parts, memory, blocks, strict=True):
+        for part, (step, weights, _), n_blocks, tower in zip(parts, memory, blocks, towers, strict=True):
             model, n_own = part.model, len(part.model.kv_groups)
             sizes = [n * group.block_bytes for n, group in zip(n_blocks, part.kv_groups, strict=True)]
             stages.append(
                 StagePlan(
                     layers=(model.shard.layers.start, model.shard.layers.stop),
                     context_bytes=int(self.gpu.context_gib * GIB),
-                    weights_bytes=weights,
+                    weights_bytes=weights - tower,
                     workspace_bytes=step.workspace,
                     state_bytes=step.state,
                     reserve_bytes=step.reserve,
@@ -199,6 +204,7 @@ class Planner:
                     kv_bytes=sum(sizes),
                     draft_weights_bytes=part.draft_weights,
                     draft_kv_bytes=sum(sizes[n_own:]),
+                    tower_bytes=tower,
                 )
             )
         kv_tokens = min(map(all_sequences, blocks))
@@ -226,7 +232,7 @@ class Planner:
             memory_bytes=int(self._share * self.gpu.memory),
             stages=tuple(stages),
             stage_imbalance=self.cost.imbalance(split),
-            weights_bytes=layout.tp * sum(stage.weights_bytes for stage in stages),
+            weights_bytes=layout.tp * sum(stage.weights_bytes for stage in stages) + self._tower_bytes,
             kv_bytes=kv_bytes,
             kv_bytes_per_token=kv_bytes / kv_tokens,
             kv_tokens=kv_tokens,
@@ -259,9 +265,9 @@ class Planner:
         model = lay_out(self.source, self._kinds, shard, made)
         return _Stage(model, None if self._drafting is None else self._drafting(model))
 
-    def _memory(self, part: _Stage, layout: Layout) -> tuple[StepMemory, int, int]:
-        """What steps take, weights, and what is left for KV."""
-        weights, total = weight_bytes(part.model) + part.draft_weights, self.gpu.memory
+    def _memory(self, part: _Stage, layout: Layout, tower_bytes: int) -> tuple[StepMemory, int, int]:
+        """Memory of steps, bytes of weights with a tower's, and bytes left for KV: of the stage's fullest GPU."""
+        weights, total = weight_bytes(part.model) + part.draft_weights + tower_bytes, self.gpu.memory
         free = total - int(self.gpu.context_gib * GIB) - weights
         step = StepMemory.of(part.model, bound_context(self.limits, part.model, free), speculates=True, head=part.head)
         room = int(self._share * total) - total + free - step.total

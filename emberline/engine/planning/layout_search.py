@@ -33,9 +33,17 @@ class Comparison:
     refused: list[Refusal] = field(default_factory=list)
 
 
-def recommend(source: TensorSource, gpu: Gpu, count: int, limits: Limits, workload: Workload | None = None) -> Layout:
-    """The layout for `serve --gpus auto`; `count // layout.n_ranks` replicas of it. BadInput: none holds the model."""
-    planner = Planner(source, gpu, limits)
+def recommend(
+    source: TensorSource,
+    gpu: Gpu,
+    count: int,
+    limits: Limits,
+    workload: Workload | None = None,
+    tower_bytes: int = 0,
+) -> Layout:
+    """Find the layout for `serve --gpus auto`; `count // layout.n_ranks` replicas have it. Raises BadInput if no layout
+    holds the model."""
+    planner = Planner(source, gpu, limits, tower_bytes=tower_bytes)
     return compare(planner, count, workload or Workload()).plans[0].layout
 
 

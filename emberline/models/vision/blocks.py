@@ -87,6 +87,18 @@ class TowerWeights:
             raise BadCheckpoint(f"the vision tower has no use for {len(self._left)} of its tensors: {some}")
 
 
+class OutlineWeights(TowerWeights):
+    """Tensors of every name and shape, without memory: to count the bytes of a tower that is not here."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__({}, "meta", dtype)
+
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Count a tensor."""
+        self.n_bytes += math.prod(shape) * (dtype or self.dtype).itemsize
+        return torch.empty(shape, dtype=dtype or self.dtype, device="meta")
+
+
 class Patches:
     """Pixels of tiles, normalized, as one row for each patch."""
 

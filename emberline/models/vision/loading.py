@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from emberline.models.vision.blocks import TowerWeights
+from emberline.models.vision.blocks import OutlineWeights, TowerWeights
 from emberline.models.vision.encoder import TowerEncoder
 from emberline.models.vision.idefics3 import Idefics3Tower
 from emberline.models.vision.moonvit import MoonViTTower
@@ -13,7 +13,7 @@ from emberline.models.vision.qwen3_vl import Qwen3VLTower
 from emberline.models.vision.siglip import SiglipTower
 from emberline.models.vision.tower import VisionTower
 from emberline.protocol.images import Family
-from emberline.weights.vision_config import read_tower_config
+from emberline.weights.vision_config import TowerConfig, read_tower_config
 from emberline.weights.vision_tensors import read_vision_tensors
 
 TOWERS: dict[Family, type[TowerEncoder]] = {
@@ -23,6 +23,11 @@ TOWERS: dict[Family, type[TowerEncoder]] = {
     "qwen3_vl": Qwen3VLTower,
     "kimi_k25": MoonViTTower,
 }
+
+
+def tower_bytes(config: TowerConfig | None, dtype: torch.dtype = torch.bfloat16) -> int:
+    """Bytes that the weights of a tower take once they are loaded; 0 without a tower."""
+    return 0 if config is None else TOWERS[config.processor.family](config, OutlineWeights(dtype)).n_bytes
 
 
 def load_tower(

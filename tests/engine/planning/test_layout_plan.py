@@ -20,11 +20,14 @@ from emberline.models.decoder import Decoder
 from emberline.models.draft_model import DraftModel
 from emberline.models.registry import lay_out
 from emberline.models.shard import Shard, loopback_groups
+from emberline.models.vision.loading import tower_bytes
 from emberline.protocol.errors import BadInput
 from emberline.protocol.parallel_layout import Layout
 from emberline.weights.generated import generate_checkpoint
+from emberline.weights.image_settings import image_processor
 from emberline.weights.outline import OutlineCheckpoint
 from emberline.weights.stage_balance import split_stages
+from emberline.weights.vision_config import tower_config
 
 LLAMA_8B = dict(
     model_type="llama", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
@@ -105,6 +108,26 @@ def test_kimi_serves_with_more_kv_than_workers_ai_tells(kimi):
     assert plan.kv_bytes_per_token == pytest.approx(70_272, rel=0.01)
     assert plan.context_len == 262_144
     assert kimi.plan(Layout(tp=8), Workload()).kv_tokens < plan.kv_tokens / 7.5, "every rank would keep every latent"
+
+
+def test_kimi_with_its_vision_tower_keeps_more_kv_than_workers_ai_tells():
+    document = find_shape("@cf/moonshotai/kimi-k2.5").config
+    tower = tower_bytes(tower_config(document, image_processor(document)))
+    assert tower / GIB == pytest.approx(0.886, rel=0.01)
+    plan = planner(document, "H100", tower_bytes=tower).plan(Layout(tp=8, dcp=8), Workload())
+    assert plan.kv_bytes >= 30 * GIB
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), Layout(tp=2, pp=2)])
+def test_a_tower_is_on_one_gpu_of_the_first_stage(llama, layout):
+    tower = 4 * GIB
+    without = llama.plan(layout, Workload())
+    plan = planner(LLAMA_8B, tower_bytes=tower).plan(layout, Workload())
+    assert [stage.tower_bytes for stage in plan.stages] == [tower] + [0] * (layout.pp - 1)
+    assert plan.weights_bytes == without.weights_bytes + tower
+    assert [stage.weights_bytes for stage in plan.stages] == [stage.weights_bytes for stage in without.stages]
+    taken = without.stages[0].kv_bytes - plan.stages[0].kv_bytes
+    assert taken == pytest.approx(tower, rel=0.01) if layout.pp == 1 else 0 < taken <= 1.01 * tower
 
 
 def test_scout_on_two_h200_keeps_few_tokens_of_local_layers():

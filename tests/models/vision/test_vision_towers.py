@@ -7,12 +7,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from emberline.catalog.model_card import describe_path
 from emberline.models.registry import load_model
-from emberline.models.vision.loading import load_tower
+from emberline.models.vision.loading import load_tower, tower_bytes
 from emberline.models.vision.tower import VisionTower
 from emberline.weights.checkpoint import open_checkpoint
 from emberline.weights.image_settings import read_image_processor
 from emberline.weights.model_config import BadCheckpoint
+from emberline.weights.vision_config import read_tower_config
 from tests.models.vision.small_vision_models import MODELS, TEXT, save_vision_model
 
 SIZES = {  # height and width of tiles
@@ -109,6 +111,19 @@ def test_language_models_load_without_the_towers_tensors(tmp_path: Path, family:
     assert torch.equal(checkpoint.weight("token_embd.weight").tensor(torch.float32), embeddings)
     assert not any(name.startswith(("v.", "mm.")) for name in checkpoint.names)
     load_model(checkpoint)
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_plans_count_what_a_loaded_tower_takes(tmp_path: Path, family: str) -> None:
+    save_vision_model(tmp_path, family)
+    assert tower_bytes(read_tower_config(tmp_path), torch.float32) == load(tmp_path).n_bytes
+
+
+def test_cards_say_that_a_model_sees(tmp_path: Path) -> None:
+    save_vision_model(tmp_path, "smolvlm")
+    card = describe_path(tmp_path)
+    assert card.capabilities.vision
+    assert card.weight_bytes == sum(tensor.nbytes for tensor in load_file(tmp_path / "model.safetensors").values())
 
 
 def test_text_models_have_no_tower(tmp_path: Path) -> None:
