@@ -200,6 +200,14 @@ class ImagesConfig(Section, frozen=True):
     cache_bytes: Annotated[int, Meta(ge=0)] = 256 << 20  # of decoded images, in each HTTP process
 
 
+class PredictorsConfig(Section, frozen=True):
+    """Models that users bring along: what their first setup may fetch."""
+
+    fetch_hosts: tuple[str, ...] = ()  # from which `setup` may fetch when it is pushed, e.g. huggingface.co
+    allowed_networks: tuple[str, ...] = ()  # private ranges that those hosts may be in, e.g. 10.0.0.0/8
+    max_fetched_bytes: Annotated[int, Meta(ge=1 << 20)] = 64 << 30  # by one push
+
+
 class TracingConfig(Section, frozen=True):
     """What is not set is taken from the standard OTEL_* variables."""
 
@@ -282,6 +290,7 @@ class Config(Section, frozen=True, kw_only=True):
     responses: ResponsesConfig = ResponsesConfig()
     webhooks: WebhooksConfig = WebhooksConfig()
     images: ImagesConfig = ImagesConfig()
+    predictors: PredictorsConfig = PredictorsConfig()
     tracing: TracingConfig = TracingConfig()
     log: LogConfig = LogConfig()
 

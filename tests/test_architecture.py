@@ -39,7 +39,7 @@ ALLOWED = {
         "upstream",
     },
     "gateway": {"accounts", "balancer", "catalog", "net", "protocol", "service", "store", "telemetry", "upstream"},
-    "predictor": {"engine", "protocol", "supervisor"},
+    "predictor": {"catalog", "engine", "net", "protocol", "supervisor"},
     "supervisor": {"balancer", "engine", "protocol"},
     "simulator": {"balancer", "engine", "kv", "protocol", "supervisor"},
     "jobs": {"accounts", "net", "protocol", "service", "store", "telemetry"},

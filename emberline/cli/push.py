@@ -12,9 +12,11 @@ from emberline.catalog.predictor_cards import publish
 from emberline.catalog.store_watch import wait_until_offered
 from emberline.cli import common
 from emberline.config import parse_size
+from emberline.predictor.fetch import FetchGrant
 from emberline.predictor.versions import PredictorVersions, PushSettings
 from emberline.protocol.errors import BadInput
 from emberline.protocol.prediction import Resources
+from emberline.supervisor.engine_workers import granted_secrets
 from emberline.supervisor.sandbox.protections import find_protections
 
 _DEFAULTS = Resources()
@@ -36,12 +38,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="a variable that the predictor gets: the server has its value as EMBERLINE_GRANT_NAME",
     )
+    add(
+        "--fetch-from",
+        action="append",
+        default=[],
+        metavar="HOST",
+        help="run setup() now, and let it fetch from HOST, such as huggingface.co or '*.example.org'",
+    )
     common.add_data_dir(parser)
     common.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    home = common.config_of(args).home
+    config = common.config_of(args)
+    home = config.home
     if not args.folder.is_dir():
         raise BadInput(f"there is no folder {args.folder}")
     if args.cpus <= 0 or args.setup_timeout <= 0 or args.timeout <= 0:
@@ -55,7 +65,17 @@ def run(args: argparse.Namespace) -> int:
         setup_s=args.setup_timeout,
         predict_s=args.timeout,
     )
-    settings = PushSettings(name=args.name, resources=resources, secrets=tuple(args.secret))
+    settings = PushSettings(
+        name=args.name,
+        resources=resources,
+        secrets=tuple(args.secret),
+        fetch=FetchGrant(
+            hosts=(*config.predictors.fetch_hosts, *args.fetch_from),
+            allowed_networks=config.predictors.allowed_networks,
+            max_bytes=config.predictors.max_fetched_bytes,
+        ),
+        granted=granted_secrets(),
+    )
     versions, store = PredictorVersions(home), ModelStore(home)
     manifest = versions.push(args.folder, settings, common.print_note)
     entry = publish(store, manifest, versions.path(manifest))

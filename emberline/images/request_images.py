@@ -93,6 +93,11 @@ class RequestImages:
         """Start what the first image would have to wait for."""
         await self._decoders.warm_up()
 
+    async def fetch(self, url: str, account: str) -> bytes:
+        """The file behind a URL, whatever its type. Raises an error that says what is wrong with it."""
+        async with self._reading:
+            return await self.sources.read(url, account, accept="*/*")
+
     async def prepare(self, request: GenerateRequest, principal: Principal, processor: ImageProcessor) -> ModelImages:
         """Read and decode all images for a model. Raises an error that names the image that cannot be used."""
         places = self._places(request)

@@ -48,7 +48,7 @@ class ImageSources:
         """True unless the file is in the URL itself."""
         return _scheme(url) != "data"
 
-    async def read(self, url: str, account: str) -> bytes:
+    async def read(self, url: str, account: str, accept: str = _ACCEPT) -> bytes:
         """Read a file that is not in its URL. Raises an error that says what is wrong, without naming the image."""
         scheme, limits = _scheme(url), self.limits
         if scheme == "file-id":
@@ -56,8 +56,8 @@ class ImageSources:
         if scheme not in ("http", "https"):
             raise BadInput("it is neither a data: URL in base64 nor an https: URL")
         if not limits.fetches:
-            raise Unsupported("this server fetches no images: send it as a data: URL")
-        return await fetch(url, self._egress, FetchLimits(limits.n_bytes, limits.fetch_s), _ACCEPT)
+            raise Unsupported("this server fetches no files: send it as a data: URL")
+        return await fetch(url, self._egress, FetchLimits(limits.n_bytes, limits.fetch_s), accept)
 
     async def _stored(self, file_id: str, account: str) -> bytes:
         if self.files is None:

@@ -27,7 +27,7 @@ from emberline.protocol.errors import (
 from emberline.protocol.prediction import MAX_LOG_CHARS, MAX_OUTPUT_BYTES, Manifest, Prediction
 from emberline.supervisor.sandbox.program import SCRATCH, Program, RunningProgram, Sandbox
 
-PORT = 5000  # inside the sandbox
+PORT, PROXY_PORT = 5000, 3128  # inside the sandbox's own network
 POLL_S = 0.02  # between two looks at a server that starts
 EXPLAIN_S = 0.5  # for a server to end, whose end would explain a lost connection
 GRACE_S = 5.0  # for the server to end, when asked
@@ -35,6 +35,7 @@ CONTROL_S = 10.0  # for an answer to anything but a prediction
 SOURCE = "/src"  # where the predictor sees its project, as in Cog's containers
 STORE = "/store"
 RELAY = "/relay.py"
+PROXY = "/proxy"
 _RELAY = Path(__file__).with_name("relay.py")
 
 _PREFIX = "Prediction failed: "  # that Cog's server puts before the predictor's own message
@@ -87,8 +88,19 @@ class _Connection(http.client.HTTPConnection):
 class CogServer:
     """One server process with its predictor. Threads may share it once it is ready; all methods block."""
 
-    def __init__(self, manifest: Manifest, folder: Path, sandbox: Sandbox, secrets: dict[str, str], log: Path) -> None:
-        """Start the server of the version in `folder`. `secrets` are variables for it. It ends with this thread."""
+    def __init__(
+        self,
+        manifest: Manifest,
+        folder: Path,
+        sandbox: Sandbox,
+        secrets: dict[str, str],
+        log: Path,
+        proxy: str = "",
+    ) -> None:
+        """Start the server of the version in `folder`. `secrets` are variables for it. It ends with this thread.
+
+        `proxy`: the Unix socket of a proxy, by which `setup` may fetch files, which it writes to its project and
+        store. Empty: the predictor is offline, and both are read-only."""
         self._manifest = manifest
         self._secrets = tuple(secrets.values())
         self._runtime = tempfile.mkdtemp(prefix="emberline-predictor-")
@@ -99,7 +111,9 @@ class CogServer:
         try:
             listener.bind(self._address)
             listener.listen(128)
-            program = server_program(manifest, folder, secrets, listener.fileno())
+            has_network = bool(sandbox.protections.bubblewrap)  # of its own: else ports are those of the machine
+            ports = (PORT, PROXY_PORT) if has_network else (_free_port(), _free_port())
+            program = server_program(manifest, folder, secrets, listener.fileno(), ports, proxy)
             self._program: RunningProgram = sandbox.start(program, self.log.descriptor, (listener.fileno(),))
         finally:
             listener.close()
@@ -310,31 +324,50 @@ def _events(response: http.client.HTTPResponse) -> Iterator[tuple[str, bytes]]:
             data += text[5:].strip()
 
 
-def server_program(manifest: Manifest, folder: Path, secrets: dict[str, str], listener: int) -> Program:
-    """Cog's server as a program for a sandbox: offline, its project, environment and fetched files read-only."""
-    resources = manifest.resources
-    readable = [(str(folder / "src"), SOURCE), (str(_RELAY), RELAY), *((each, each) for each in manifest.folders)]
+def server_program(
+    manifest: Manifest,
+    folder: Path,
+    secrets: dict[str, str],
+    listener: int,
+    ports: tuple[int, int] = (PORT, PROXY_PORT),
+    proxy: str = "",
+) -> Program:
+    """Cog's server as a program for a sandbox. Its project, environment and fetched files are read-only, unless it has
+    a proxy to fetch them. `ports`: of the server, and of the proxy as the predictor sees it."""
+    resources, (port, proxy_port) = manifest.resources, ports
+    own = [(str(folder / "src"), SOURCE)]
     if manifest.store:
-        readable.append((manifest.store, STORE))
-    command = (manifest.interpreter, "-m", "cog.server.http", "--host", "127.0.0.1")
+        own.append((manifest.store, STORE))
+    fixed = [(str(_RELAY), RELAY), *((each, each) for each in manifest.folders), *manifest.mounts]
+    if proxy:
+        fixed.append((proxy, PROXY))
+    relayed = (str(port), str(proxy_port if proxy else 0), PROXY)
+    server = (manifest.interpreter, "-m", "cog.server.http", "--host", "127.0.0.1")
     return Program(
-        command=(manifest.interpreter, "-I", "-S", RELAY, str(listener), str(PORT), *command),
-        environment={**environment(manifest, is_online=False), **secrets},
+        command=(manifest.interpreter, "-I", "-S", RELAY, str(listener), *relayed, *server),
+        environment={**environment(manifest, port, proxy_port if proxy else 0), **secrets},
         folder=SOURCE,
-        readable=readable,
+        readable=fixed if proxy else [*own, *fixed],
+        writable=own if proxy else (),
         memory_bytes=resources.memory_bytes,
         scratch_bytes=resources.scratch_bytes,
         cpus=resources.cpus,
         n_processes=resources.n_processes,
-        ports=(PORT,),
+        ports=ports if proxy else (port,),
         gpus=tuple(each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each)
         if manifest.gpu
         else (),
     )
 
 
-def environment(manifest: Manifest, *, is_online: bool) -> dict[str, str]:
-    """Variables of a predictor, without secrets."""
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def environment(manifest: Manifest, port: int, proxy_port: int) -> dict[str, str]:
+    """Variables of a predictor, without secrets. `proxy_port` 0: it has no network."""
     threads = str(max(1, int(manifest.resources.cpus)))
     fixed = {
         "PATH": f"{Path(manifest.interpreter).parent}:/usr/local/bin:/usr/bin:/bin",
@@ -343,7 +376,7 @@ def environment(manifest: Manifest, *, is_online: bool) -> dict[str, str]:
         "LANG": "C.UTF-8",
         "PYTHONUNBUFFERED": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
-        "PORT": str(PORT),
+        "PORT": str(port),
         "COG_PREDICT_TYPE_STUB": manifest.reference,
         "COG_MAX_CONCURRENCY": str(manifest.slots),
         "COG_LOG_LEVEL": "warning",
@@ -352,5 +385,9 @@ def environment(manifest: Manifest, *, is_online: bool) -> dict[str, str]:
         "HF_HOME": f"{STORE}/huggingface",
         "TORCH_HOME": f"{STORE}/torch",
     }
-    offline = {} if is_online else {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-    return {**manifest.environment, **fixed, **offline}
+    network = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    if proxy_port:
+        address = f"http://127.0.0.1:{proxy_port}"
+        network = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), address)
+        network |= dict.fromkeys(("no_proxy", "NO_PROXY"), "127.0.0.1,localhost")
+    return {**manifest.environment, **fixed, **network}

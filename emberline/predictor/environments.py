@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -80,6 +80,15 @@ def build(
     return Environment(key, str(folder / "bin" / "python"), (str(folder), interpreter.prefix))
 
 
+def remove_unused(root: Path, used: Collection[str]) -> None:
+    """Remove the environments that no version uses."""
+    if root.is_dir():
+        with _lock(root):
+            for folder in root.iterdir():
+                if (folder / "lock.txt").exists() and str(folder) not in used:
+                    shutil.rmtree(folder, ignore_errors=True)
+
+
 def _resolve(staging: Path, interpreter: Interpreter, requirements: Sequence[str]) -> str:
     """Lines of a lock file: every package with its version and hash."""
     wanted, report = staging / "requirements.txt", staging / "report.json"
@@ -111,7 +120,16 @@ def _install(folder: Path, interpreter: Interpreter, lock: str) -> None:
     _pip(folder, ["install", "--require-hashes", "--no-deps", "--requirement", str(unverified)], INSTALL_S)
     link = folder / "bin" / "python"
     assert link.exists()
+    _compile(folder, interpreter)
     unverified.rename(folder / "lock.txt")
+
+
+def _compile(folder: Path, interpreter: Interpreter) -> None:
+    """Compile the packages, which are read-only later: else every start of the predictor would compile them anew.
+
+    The compiler runs without the environment's `site`, so that no code of a package does."""
+    command = [interpreter.path, "-I", "-S", "-m", "compileall", "-q", "-j", "1", str(folder / "lib")]
+    subprocess.run(command, capture_output=True, check=False, timeout=INSTALL_S)  # some packages have broken files
 
 
 def _make_empty(folder: Path, interpreter: Interpreter) -> None:

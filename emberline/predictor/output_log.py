@@ -4,11 +4,20 @@ import os
 import threading
 from collections import deque
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 MAX_BYTES = 4 << 20  # of a file; the one before it is kept
 MAX_LINE_BYTES = 16 << 10  # a longer line is cut
 KEPT_LINES = 20  # in memory, for error messages
 _HIDDEN = b"**********"
+
+
+class _ServerLine(msgspec.Struct):
+    """A line that Cog's server logs itself."""
+
+    fields: dict[str, Any]
 
 
 class OutputLog:
@@ -39,7 +48,7 @@ class OutputLog:
         """The last line that tells something: of an error, its message."""
         for line in reversed(self._tail):
             if text := line.decode("utf-8", "replace").strip():
-                return text[-500:]
+                return _message(text)[-500:]
         return "it wrote nothing to its log"
 
     def _read(self, descriptor: int) -> None:
@@ -59,3 +68,12 @@ class OutputLog:
         self._file.write(line)
         self._file.flush()
         self._size += len(line)
+
+
+def _message(line: str) -> str:
+    """The error in a line of Cog's server, which is JSON; any other line as it is."""
+    try:
+        fields = msgspec.json.decode(line, type=_ServerLine).fields
+    except msgspec.MsgspecError:
+        return line
+    return str(fields.get("error") or fields.get("message") or line).rpartition("setup failed: ")[2]

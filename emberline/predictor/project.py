@@ -18,6 +18,22 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _REQUIREMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(\[[A-Za-z0-9,._ -]*\])?\s*([<>=!~][^;@/\\]*)?(;[^@]*)?")
 
 
+# A repository of the hub in `weights`: hf://org/name, with a revision if there is one.
+_HUB = re.compile(r"hf://([\w.-]+/[\w.-]+?)(?:@([\w./-]+))?/?")
+
+
+class Weights(msgspec.Struct, frozen=True, kw_only=True):
+    """A folder of `weights`: from the project or from a repository of the hub, and where the predictor looks for it."""
+
+    name: str
+    target: str  # an absolute path inside
+    path: str = ""  # of the project
+    repository: str = ""  # "org/name"; empty: it is in the project
+    revision: str = ""
+    include: tuple[str, ...] = ()  # patterns of file names
+    exclude: tuple[str, ...] = ()
+
+
 class Project(msgspec.Struct, frozen=True, kw_only=True):
     """A project to be served, and its needs."""
 
@@ -29,6 +45,7 @@ class Project(msgspec.Struct, frozen=True, kw_only=True):
     gpu: bool
     environment: Mapping[str, str]
     image: str  # "r8.im/me/name"; empty: none is named
+    weights: tuple[Weights, ...] = ()
     notices: tuple[str, ...] = ()  # parts that are left out, for the person who pushes it
 
     @property
@@ -71,6 +88,7 @@ def read_project(folder: Path) -> Project:
         gpu=bool(build.get("gpu")),
         environment=_environment(given),
         image=str(given.get("image") or ""),
+        weights=_weights(folder, given),
         notices=("`train` is left out: training is not supported",) if given.get("train") else (),
     )
     if not _is_inside(folder, project.source):
@@ -124,6 +142,35 @@ def _concurrency(given: Mapping[str, Any]) -> int:
     if type(most) is not int or not 0 <= most <= 256:
         raise BadInput("`concurrency.max` must be from 1 to 256", param="concurrency.max")
     return most
+
+
+def _weights(folder: Path, given: Mapping[str, Any]) -> tuple[Weights, ...]:
+    listed = given.get("weights") or []
+    if not isinstance(listed, list):
+        raise BadInput("`weights` must be a list", param="weights")
+    found = []
+    for number, each in enumerate(listed):
+        fields = each if isinstance(each, dict) else {}
+        source = fields.get("source")
+        source = source if isinstance(source, dict) else {"uri": source}
+        name, uri, target = str(fields.get("name") or number), source.get("uri"), fields.get("target")
+        if not isinstance(uri, str) or not isinstance(target, str):
+            raise BadInput(f"`weights` {name}: `source.uri` and `target` are needed", param="weights")
+        if not target.startswith("/") or ".." in target.split("/") or target.rstrip("/") in ("", "/src"):
+            raise BadInput(f"`weights` {name}: the target {target[:100]!r} must be a folder such as /src/weights")
+        include, exclude = (tuple(map(str, source.get(key) or ())) for key in ("include", "exclude"))
+        if uri.startswith("hf://"):
+            if (matched := _HUB.fullmatch(uri)) is None or ".." in uri:
+                raise BadInput(f"`weights` {name}: {uri[:200]} is not hf://ORG/NAME", param="weights")
+            repository, revision = matched[1], matched[2] or ""
+            own = Weights(name=name, target=target, repository=repository, revision=revision)
+            found.append(msgspec.structs.replace(own, include=include, exclude=exclude))
+            continue
+        path = uri.removeprefix("file://")
+        if "://" in path or not (folder / path).resolve().is_relative_to(folder.resolve()):
+            raise Unsupported(f"`weights` {name}: {uri[:200]} is neither in the project nor hf://", param="weights")
+        found.append(Weights(name=name, target=target, path=path))
+    return tuple(found)
 
 
 def _environment(given: Mapping[str, Any]) -> dict[str, str]:

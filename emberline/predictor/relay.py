@@ -1,7 +1,8 @@
 """Runs inside a sandbox, with the predictor's interpreter and the standard library alone, which is no code of ours.
 
-`python -I -S relay.py DESCRIPTOR PORT COMMAND …` runs a server that can listen at a TCP port only, and joins that port
-of the sandbox's own network to a Unix socket outside: DESCRIPTOR is the listening socket.
+`python -I -S relay.py DESCRIPTOR PORT PROXY_PORT PROXY COMMAND …` runs a server that can listen at a TCP port only, and
+joins that port of the sandbox's own network to a Unix socket outside: DESCRIPTOR is the listening socket. Programs
+inside find an HTTP proxy at PROXY_PORT, which is the Unix socket PROXY outside, unless PROXY_PORT is 0.
 """
 
 import asyncio
@@ -41,10 +42,27 @@ async def join(outer: asyncio.StreamReader, outer_writer: asyncio.StreamWriter, 
     outer_writer.close()
 
 
+async def join_proxy(inner: asyncio.StreamReader, inner_writer: asyncio.StreamWriter, path: str) -> None:
+    """Join one connection of a program inside to the proxy outside."""
+    try:
+        outer, outer_writer = await asyncio.open_unix_connection(path, limit=CHUNK_BYTES)
+    except OSError:
+        inner_writer.close()
+        return
+    await asyncio.gather(pump(inner, outer_writer), pump(outer, inner_writer), return_exceptions=True)
+    inner_writer.close()
+    outer_writer.close()
+
+
 async def main() -> int:
-    descriptor, port, command = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+    descriptor, port, proxy_port = map(int, sys.argv[1:4])
+    proxy, command = sys.argv[4], sys.argv[5:]
     listener = socket.socket(fileno=descriptor)
     listener.setblocking(False)
+    if proxy_port:
+        await asyncio.start_server(
+            lambda reader, writer: join_proxy(reader, writer, proxy), "127.0.0.1", proxy_port, limit=CHUNK_BYTES
+        )
     process = await asyncio.create_subprocess_exec(*command)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, process.terminate)
     server = await asyncio.start_unix_server(

@@ -15,6 +15,7 @@ import msgspec
 
 from emberline.predictor import environments
 from emberline.predictor.environments import Environment
+from emberline.predictor.fetch import FetchGrant, place_weights, remove_unused, run_setup
 from emberline.predictor.project import Project, read_project
 from emberline.predictor.schema import openapi, read_signature
 from emberline.protocol.errors import BadInput, ModelNotFound, TooLarge, Unsupported
@@ -22,6 +23,7 @@ from emberline.protocol.prediction import Manifest, Resources
 
 OWNER = "@me"
 MANIFEST = "manifest.json"
+STORE = "store"  # of what setup fetched, for all versions of a model
 MAX_PROJECT_BYTES = 4 << 30
 MAX_PROJECT_FILES = 50_000
 _LEFT_OUT = {".git", ".hg", "__pycache__", ".venv", "venv", ".cog", "node_modules"}
@@ -40,6 +42,8 @@ class PushSettings(msgspec.Struct, frozen=True, kw_only=True):
     resources: Resources = Resources()
     secrets: tuple[str, ...] = ()
     max_bytes: int = MAX_PROJECT_BYTES
+    fetch: FetchGrant = FetchGrant()
+    granted: dict[str, str] = {}  # values of secrets for the fetch phase, by name
 
 
 class PredictorVersions:
@@ -50,11 +54,13 @@ class PredictorVersions:
         self._build = build
         self.root = home / "predictors"
         self._environments = self.root / ".environments"
+        self._weights = self.root / ".weights"
 
     def push(self, folder: Path, settings: PushSettings, on_line: Callable[[str], None]) -> Manifest:
         """Add the project as the next version of its model. Blocks, for as long as its packages take to install.
 
-        Raises BadInput, Unsupported or TooLarge, which say what the project must change."""
+        Raises BadInput, Unsupported or TooLarge, which say what the project must change, and Unavailable if its setup
+        fails in the fetch phase."""
         project = read_project(folder)
         for notice in project.notices:
             on_line(notice)
@@ -72,6 +78,8 @@ class PredictorVersions:
             document = msgspec.json.encode(openapi(signature))
             (staging / "src" / ".cog").mkdir(exist_ok=True)
             (staging / "src" / ".cog" / "openapi_schema.json").write_bytes(document)
+            (staging / "logs").mkdir()
+            weights = place_weights(project.weights, staging / "src", self._weights, settings.fetch, on_line)
             number = 1 + max((version.version for version in self.list(f"{OWNER}/{name}")), default=0)
             manifest = Manifest(
                 model=f"{OWNER}/{name}",
@@ -79,7 +87,9 @@ class PredictorVersions:
                 digest="",
                 reference=project.reference,
                 interpreter=environment.interpreter,
-                folders=environment.folders,
+                folders=(*environment.folders, *weights.folders),
+                store=str(model_folder / STORE) if settings.fetch.hosts else "",
+                mounts=weights.mounts,
                 slots=slots,
                 streams=signature.streams,
                 input=signature.input,
@@ -91,8 +101,10 @@ class PredictorVersions:
             )
             settled = digest + environment.key + msgspec.json.encode(msgspec.structs.replace(manifest, version=0)).hex()
             manifest = msgspec.structs.replace(manifest, digest=hashlib.sha256(settled.encode()).hexdigest()[:32])
+            if settings.fetch.hosts:
+                secrets = {name: value for name, value in settings.granted.items() if name in settings.secrets}
+                manifest = run_setup(manifest, staging, settings.fetch, secrets, on_line)
             (staging / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
-            (staging / "logs").mkdir()
             staging.rename(model_folder / f"v{number}")
         finally:
             shutil.rmtree(staging, ignore_errors=True)
@@ -128,8 +140,12 @@ class PredictorVersions:
         return self.root / name
 
     def remove(self, model: str) -> None:
-        """Remove all versions of a model. Their environments stay, for others."""
+        """Remove all versions of a model, and the environments and weights that no other model uses."""
         shutil.rmtree(self.folder(model), ignore_errors=True)
+        left = [manifest for folder in self.root.glob("[!.]*") for manifest in self.list(f"{OWNER}/{folder.name}")]
+        used = {each for manifest in left for each in (*manifest.folders, *(path for path, _ in manifest.mounts))}
+        remove_unused(self._weights, used)
+        environments.remove_unused(self._environments, used)
 
 
 def _model_name(project: Project, given: str) -> str:

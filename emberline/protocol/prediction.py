@@ -13,6 +13,8 @@ MAX_INPUT_BYTES = 32 << 20
 MAX_OUTPUT_BYTES = 48 << 20
 MAX_LOG_CHARS = 64 << 10  # of one prediction, in its result
 
+FILE_SCHEMES = ("data:", "https:", "http:")  # of a file input; the core fetches what is not in its URL
+
 Schema = dict[str, Any]  # a JSON Schema
 
 
@@ -50,7 +52,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reference: str  # "predict.py:Predictor"
     interpreter: str  # of its environment
     folders: tuple[str, ...] = ()  # that it reads: the environment, and the interpreter it was made from
-    store: str = ""  # the folder of what `setup` fetched; empty: it fetches nothing
+    store: str = ""  # the folder of what `setup` fetched, shared by versions; empty: it fetches nothing
+    mounts: tuple[tuple[str, str], ...] = ()  # folders of `weights`, and where the predictor sees them
+    setup_s: float = 0.0  # of the first setup, which fetched; 0: none was done when it was pushed
+    fetched_bytes: int = 0
     slots: int = 1  # concurrent predictions
     streams: bool = False
     input: Schema
@@ -72,7 +77,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def is_file(field: Schema) -> bool:
+    """True if the field's value is one file."""
     return bool(field.get("format") == "uri")
+
+
+def has_files(field: Schema) -> bool:
+    """True if the field's value is a file or a list of files."""
+    return is_file(field) or is_file(field.get("items") or {})
 
 
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -120,8 +131,8 @@ def _check(name: str, value: Any, field: Schema) -> None:
         n_chars = len(value)
         if not field.get("minLength", 0) <= n_chars <= field.get("maxLength", n_chars):
             raise BadInput(f"`{name}` has {n_chars} characters, which is not what its schema allows", param=name)
-        if is_file(field) and not value.startswith("data:"):
-            raise BadInput(f"`{name}` is a file: send it as a data: URL", param=name)
+        if is_file(field) and not value.startswith(FILE_SCHEMES):
+            raise BadInput(f"`{name}` is a file: send a data: URL, or the https: URL that it is at", param=name)
     if isinstance(value, list) and (item := field.get("items")):
         for each in value:
             _check(name, each, item)

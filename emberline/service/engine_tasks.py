@@ -18,7 +18,7 @@ from emberline.protocol.route_request import RouteRequest, route_request
 from emberline.service.core import Core
 from emberline.service.encode import EncodeCall, prepare_encoding, text_bytes
 from emberline.service.engine_transport import EngineTransport
-from emberline.service.predict import prepare_prediction
+from emberline.service.predict import prepare_prediction, with_files
 from emberline.service.prepare import Preparer
 from emberline.service.request_run import Transport
 from emberline.service.transcribe import SpeechCall, speech_route
@@ -83,6 +83,7 @@ class EngineTasks:
         if isinstance(task, SpeechRequest):
             return await self._transcribe(task, target, principal, clock)
         if isinstance(task, PredictRequest):
+            task = await with_files(task, target.card, principal, self._images)
             route, call = prepare_prediction(task, target.card, principal, self._engines, clock, job, self._timings)
             return Prepared(route, call, call.result)
         raise Unsupported(f"{task.model} makes no images, speech or video: models of providers do", param="model")

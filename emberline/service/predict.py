@@ -1,22 +1,84 @@
 """A prediction of a model that a user brought along, on a worker of its predictor."""
 
+import base64
+import mimetypes
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
 from emberline.catalog.model_card import ModelCard
 from emberline.cluster.engine_client import EngineClient
 from emberline.cluster.timings import DEFAULTS, Timings
-from emberline.protocol.errors import BadInput, Internal, TooLarge, Unsupported
+from emberline.images.request_images import RequestImages
+from emberline.protocol.errors import BadInput, EmberlineError, Internal, TooLarge, Unsupported
 from emberline.protocol.events import ChoiceDone, Started, TextDelta, TextEvent, TokenDelta, Usage
-from emberline.protocol.prediction import MAX_INPUT_BYTES, Prediction, PredictParams, check_input
+from emberline.protocol.prediction import MAX_INPUT_BYTES, Prediction, PredictParams, check_input, has_files
 from emberline.protocol.request import EngineRequest, PredictRequest, Principal, SamplingParams
 from emberline.protocol.route_request import RouteRequest, route_request
 from emberline.service.single_result_request import EngineCall
 from emberline.telemetry.request_log import Clock, JobContext, in_flight_id, route_terms
 
 _decoder = msgspec.json.Decoder(Prediction)
+# Media types by a file's first bytes, where the URL has no extension.
+_MAGIC = (
+    (b"\x89PNG", "image/png"),
+    (b"\xff\xd8\xff", "image/jpeg"),
+    (b"GIF8", "image/gif"),
+    (b"%PDF", "application/pdf"),
+    (b"fLaC", "audio/flac"),
+    (b"ID3", "audio/mpeg"),
+    (b"OggS", "audio/ogg"),
+)
+
+
+async def with_files(
+    request: PredictRequest, card: ModelCard, principal: Principal, files: RequestImages | None
+) -> PredictRequest:
+    """The request with the files behind its URLs in it, fetched under the egress policy: a predictor has no network.
+
+    Raises an error that names the input."""
+    if card.predictor is None:
+        return request
+    fields = card.predictor.input.get("properties", {})
+    remote = {name for name, value in request.input.items() if has_files(fields.get(name, {})) and _is_remote(value)}
+    if not remote:
+        return request
+    check_input(request.input, card.predictor.input)
+    if files is None:
+        raise Unsupported("this server fetches no files: send them as data: URLs", param=min(remote))
+    found = dict(request.input)
+    for name in sorted(remote):
+        value = found[name]
+        try:
+            if isinstance(value, str):
+                found[name] = await _fetched(value, principal, files)
+            else:
+                found[name] = [await _fetched(each, principal, files) if _is_remote(each) else each for each in value]
+        except EmberlineError as error:
+            error.message, error.param = f"the file of `{name}` cannot be used: {error.message}", name
+            raise
+    return msgspec.structs.replace(request, input=found)
+
+
+def _is_remote(value: Any) -> bool:
+    if isinstance(value, list):
+        return any(map(_is_remote, value))
+    return isinstance(value, str) and value[:6].lower().startswith(("http:", "https:"))
+
+
+async def _fetched(url: str, principal: Principal, files: RequestImages) -> str:
+    """The file behind a URL as a data: URL."""
+    data = await files.fetch(url, principal.account)
+    kind = mimetypes.guess_type(urlsplit(url).path)[0] or _kind(data)
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def _kind(data: bytes) -> str:
+    if data[:4] == b"RIFF":
+        return {b"WAVE": "audio/wav", b"WEBP": "image/webp"}.get(data[8:12], "application/octet-stream")
+    return next((kind for magic, kind in _MAGIC if data.startswith(magic)), "application/octet-stream")
 
 
 def prepare_prediction(

@@ -361,12 +361,16 @@ def is_predictor(path: Path) -> bool:
     return path.name == PREDICTOR_MANIFEST
 
 
-def predictor_spec(plan: WorkerPlan, socket: Path, token: str) -> ProcessSpec:
-    """The command line of a predictor's worker. It gets the variables that the operator grants to predictors."""
-    granted = {
+def granted_secrets() -> dict[str, str]:
+    """The variables that the operator grants to predictors, in this process's environment, by name."""
+    return {
         name.removeprefix(GRANT_PREFIX): value for name, value in os.environ.items() if name.startswith(GRANT_PREFIX)
     }
-    env = {"EMBERLINE_WORKER_TOKEN": token, PREDICTOR_SECRETS: json.dumps(granted)}
+
+
+def predictor_spec(plan: WorkerPlan, socket: Path, token: str) -> ProcessSpec:
+    """The command line of a predictor's worker. It gets the variables that the operator grants to predictors."""
+    env = {"EMBERLINE_WORKER_TOKEN": token, PREDICTOR_SECRETS: json.dumps(granted_secrets())}
     if plan.gpu is not None:
         env["CUDA_VISIBLE_DEVICES"] = plan.gpu
     arguments = ("--manifest", str(plan.path), "--name", plan.model, "--socket", str(socket), "--id", plan.name)

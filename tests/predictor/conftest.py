@@ -1,10 +1,14 @@
 """Projects, and the environment with Cog's server that serves them."""
 
 import fcntl
+import http.server
 import json
 import os
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +24,7 @@ def cog_environment() -> Environment:
     """An environment with Cog's server and nothing else, built once per machine."""
     cache = Path(os.environ.get("EMBERLINE_TEST_CACHE") or "~/.cache/emberline-tests").expanduser() / "predictors"
     cache.mkdir(parents=True, exist_ok=True)
-    known = cache / f"{environments.COG}.json"
+    known = cache / f"{environments.COG}-compiled.json"
     with open(cache / "build.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if known.exists():
@@ -45,6 +49,39 @@ def build(cog_environment: Environment) -> Build:
 @pytest.fixture
 def versions(tmp_path: Path, build: Build) -> PredictorVersions:
     return PredictorVersions(tmp_path / "home", build)
+
+
+class FileServer:
+    """An HTTP server of the files in a folder, at an address of this machine that no proxy setting exempts."""
+
+    HOST = "127.0.0.2"
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        self.folder = folder
+        self.asked: list[str] = []
+        asked = self.asked
+
+        class Handler(http.server.SimpleHTTPRequestHandler):
+            def log_message(self, format: str, *args: Any) -> None:
+                asked.append(self.path)
+
+        self._server = http.server.ThreadingHTTPServer((self.HOST, 0), partial(Handler, directory=str(folder)))
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def url(self, name: str) -> str:
+        return f"http://{self.HOST}:{self._server.server_port}/{name}"
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Iterator[FileServer]:
+    server = FileServer(tmp_path / "web")
+    yield server
+    server.close()
 
 
 def write_project(folder: Path, source: str = "", name: str = "run.py", config: str = "") -> Path:

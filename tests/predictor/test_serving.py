@@ -6,7 +6,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from emberline.server.address import ServerAddress
 from emberline.server.core_process import serve
 from emberline.server.listener import bind
 from emberline.supervisor.sandbox.protections import find_protections
-from tests.predictor.conftest import copy_project
+from tests.predictor.conftest import FileServer, copy_project
 
 pytestmark = [
     pytest.mark.slow,
@@ -63,12 +63,15 @@ class Serving:
 
 
 @asynccontextmanager
-async def serving(versions: PredictorVersions, tmp_path: Path, names: Sequence[str]) -> AsyncIterator[Serving]:
+async def serving(
+    versions: PredictorVersions, tmp_path: Path, names: Sequence[str], settings: Mapping[str, Any] | None = None
+) -> AsyncIterator[Serving]:
     home = tmp_path / "home"
     store = ModelStore(home)
     entries = [store.resolve(f"@me/{name}") for name in names]
     models = [entry.card.id for entry in entries]
-    config = resolve({"server.port": 0, "server.drain_timeout_s": 2, "engine.models": models}, {}, home)
+    fixed = {"server.port": 0, "server.drain_timeout_s": 2, "engine.models": models}
+    config = resolve(fixed | dict(settings or {}), {}, home)
     stop = asyncio.Event()
     ready: asyncio.Future[ServerAddress] = asyncio.get_running_loop().create_future()
 
@@ -125,6 +128,22 @@ async def test_the_contract(versions: PredictorVersions, tmp_path: Path) -> None
         assert "cannot do it" in await server.error("features", act="fail", text="it")
         chat = await server.root.post("/v1/chat/completions", json={"model": "@me/features", "messages": []})
         assert chat.status_code == 400
+
+
+async def test_files_behind_urls_are_fetched_by_the_core(
+    versions: PredictorVersions, tmp_path: Path, files: FileServer
+) -> None:
+    push(versions, tmp_path, "features", "features")
+    (files.folder / "note.txt").write_text("behind a URL")
+    settings = {"images.allowed_networks": ["127.0.0.0/8"]}
+    async with serving(versions, tmp_path, ["features"], settings) as server:
+        assert await server.result("features", act="file", file=files.url("note.txt")) == ["behind a URL"]
+        gone = await server.error("features", act="file", file=files.url("gone.txt"))
+        assert "the file of `file` cannot be used" in gone
+        assert "answers with status 404" in gone
+    async with serving(versions, tmp_path, ["features"]) as server:
+        inside = await server.error("features", act="file", file=files.url("note.txt"))
+        assert "is inside the network" in inside
 
 
 async def test_queued_predictions(versions: PredictorVersions, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 import msgspec
 
@@ -142,6 +142,8 @@ class Sandbox:
         it."""
         if problem := self.protections.refusal(insists=self._insists):
             raise Unavailable(problem)
+        if not self.protections.bubblewrap and os.geteuid() == 0:
+            _check_reachable([path for path, _ in (*program.readable, *program.writable)])
         group = self._group(program)
         scratch = "" if self.protections.bubblewrap else tempfile.mkdtemp(prefix="emberline-scratch-")
         entry = readable_descriptor(msgspec.json.encode(self._entry(program, group, scratch)))
@@ -195,8 +197,8 @@ class Sandbox:
         # Without a mount namespace the program sees its folders where they are, and its scratch folder is on disk.
         places = {seen: path for path, seen in (*program.readable, *program.writable)} | {SCRATCH: scratch}
         return Entry(
-            command=program.command,
-            environment={name: places.get(value, value) for name, value in program.environment.items()},
+            command=tuple(_placed(argument, places) for argument in program.command),
+            environment={name: _placed(value, places) for name, value in program.environment.items()},
             groups=groups,
             limits=limits | {"RLIMIT_FSIZE": program.scratch_bytes},
             readable=(*_SYSTEM, *_SETTINGS, "/dev", "/proc", *(path for path, _ in program.readable)),
@@ -243,6 +245,26 @@ def _bubblewrap_arguments(program: Program, is_root: bool) -> list[str]:
         arguments += ["--dev-bind-try", device, device]
     # Only scratch space may be written: the roots of / and /dev are memory without a bound otherwise.
     return [*arguments, "--remount-ro", "/dev", "--remount-ro", "/", "--seccomp", FILTER, "--chdir", program.folder]
+
+
+def _check_reachable(paths: Sequence[str]) -> None:
+    """Raise Unavailable for a path that another user than root cannot reach: without mounts of its own, a program sees
+    it where it is."""
+    for path in paths:
+        for parent in Path(path).absolute().parents:
+            if not parent.stat().st_mode & 0o001:
+                raise Unavailable(
+                    f"root runs foreign programs as another user, who may not enter {parent}: install bubblewrap, or "
+                    "use a data folder that every user may enter (--data-dir)"
+                )
+
+
+def _placed(text: str, places: Mapping[str, str]) -> str:
+    """A path as it is outside, if the text is the path of one of these places or inside of one."""
+    for seen, path in places.items():
+        if text == seen or text.startswith(f"{seen}/"):
+            return path + text[len(seen) :]
+    return text
 
 
 def _entering_environment() -> dict[str, str]:
