@@ -19,7 +19,7 @@ from emberline.kernels.gpu.dequantize import pack_nibbles, pack_scales
 from emberline.kernels.gpu.expert_matrix import ExpertMatrix, divide_codes, divide_words, empty_packed
 from emberline.kernels.gpu.grouped_gemm import EXPERT_GATES, block_tokens, combine_pairs, grouped_gemm, grouped_tile
 from emberline.kernels.gpu.moe_routing import Permutation, make_permutation, permutation_ints, route_tokens
-from emberline.kernels.moe import Routing
+from emberline.kernels.routing import Routing
 
 
 class Shape(NamedTuple):

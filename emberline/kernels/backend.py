@@ -2,7 +2,7 @@
 
 A block is data: weights in the backend's layout, and parameters. `reference.TorchBackend` computes every block in plain
 PyTorch on any device, `gpu.backend.triton_backend` in Triton; `cpu.native_backend` runs whole models of the common
-ones in C.
+ones in C, in numpy arrays: nothing here imports torch.
 
 Under tensor parallelism a block's weights are the rank's slices (`weights.rank_checkpoint`), so its output is a part of
 a sum: the backend adds up the parts of all ranks before anything else is done to it (post-norm, residual). Embedding
@@ -10,15 +10,22 @@ and LM head are divided by vocabulary whatever their size: they are 2.2 GiB each
 models no more than an all-reduce and a gather of the sampled tokens' logits.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from emberline.kernels.collectives import ParallelGroups
-from emberline.kernels.moe import Routing
+from emberline.kernels.routing import Routing
 from emberline.protocol.block_hash import KVGroup
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class WeightSource(Protocol):
@@ -209,11 +216,22 @@ class Rope:
 
 
 class Backend(Protocol):
+    """What computes a model's blocks. Where this says Tensor, the C backend's weights are numpy arrays, and its
+    activations are of the kind that its caller passes."""
+
     name: str
     device: str
     kv_dtype: str  # torch dtype name of the KV cache
     kv_keys: str  # KVGroup.keys
     groups: ParallelGroups  # of this rank
+
+    def inference(self) -> AbstractContextManager[Any]:
+        """A context for a forward pass, in which nothing is recorded for gradients."""
+        ...
+
+    def constant(self, values: NDArray[np.float32]) -> Tensor:
+        """Numbers that are no weights, such as rotary frequencies, where the backend computes."""
+        ...
 
     def load_matrix(
         self, weights: list[WeightSource], bias: list[WeightSource] | None = None, *, gated: bool = False
@@ -252,9 +270,9 @@ class Backend(Protocol):
         ...
 
     def norm_linear(self, x: Tensor, matrix: Any, norm: Tensor, eps: float) -> Tensor:
-        """rms_norm(x) times the matrix, plus its bias: the LM head."""
+        """rms_norm(x) times the matrix, plus its bias: the LM head. `x` may have no tokens."""
         ...
 
     def gather_logits(self, logits: Tensor, sizes: Sequence[int]) -> Tensor:
-        """The logits of all ranks' parts of the vocabulary, which have these sizes, beside each other."""
+        """The logits of all ranks' parts of the vocabulary, which have these sizes, beside each other: float32."""
         ...

@@ -7,9 +7,12 @@ is one class of these protocols: the two here are of one rank alone, those of re
 Every rank gets bit-identical results, so that ranks which decide by them (sampling, routing) decide alike.
 """
 
-from typing import NamedTuple, Protocol
+from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class CollectiveError(Exception):

@@ -14,45 +14,12 @@ On a rank, the tokens that it has of a sequence are numbered without gaps: with 
 block i / n.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from emberline.kernels.collectives import Collectives
+from emberline.kernels.token_share import TokenShare
 from emberline.protocol.block_hash import BLOCK_TOKENS
-
-
-class TokenShare(NamedTuple):
-    """The part of each block's tokens that a rank keeps."""
-
-    rank: int = 0
-    size: int = 1  # ranks; divides BLOCK_TOKENS
-
-    @property
-    def tokens(self) -> int:
-        """Of a block."""
-        return BLOCK_TOKENS // self.size
-
-    @property
-    def span(self) -> tuple[int, int]:
-        """Which ones: the first, and the one behind the last."""
-        return self.rank * self.tokens, (self.rank + 1) * self.tokens
-
-    def kept(self, n: Tensor) -> Tensor:
-        """How many of the first n tokens of a sequence the rank keeps."""
-        return n // BLOCK_TOKENS * self.tokens + (n % BLOCK_TOKENS - self.span[0]).clamp(0, self.tokens)
-
-    def keeps(self, positions: Tensor) -> Tensor:
-        return positions % BLOCK_TOKENS // self.tokens == self.rank
-
-    def positions(self, n_blocks: int) -> Tensor:
-        """Of the tokens that the rank keeps of so many blocks, in order."""
-        within = torch.arange(*self.span)
-        return (torch.arange(n_blocks)[:, None] * BLOCK_TOKENS + within).flatten()
-
-
-WHOLE_BLOCKS = TokenShare()
 
 
 def merge_shares(outputs: Tensor, lse: Tensor) -> Tensor:
@@ -63,6 +30,12 @@ def merge_shares(outputs: Tensor, lse: Tensor) -> Tensor:
     total = lse.logsumexp(0)
     weights = torch.where(lse.isneginf(), 0.0, (lse - total).exp())
     return (outputs * weights[..., None]).sum(0)
+
+
+def kept_positions(share: TokenShare, n_blocks: int) -> Tensor:
+    """Positions of the tokens that a rank keeps of `n_blocks` blocks, in order."""
+    within = torch.arange(*share.span)
+    return (torch.arange(n_blocks)[:, None] * BLOCK_TOKENS + within).flatten()
 
 
 def attend_to_shares(
@@ -79,7 +52,7 @@ def attend_to_shares(
     pool[table[at // BLOCK_TOKENS], at % share.tokens] = rows[own].to(pool.dtype)
     n_blocks = int(positions[-1]) // BLOCK_TOKENS + 1
     cached = pool[table[:n_blocks]].flatten(0, 1).float()
-    visible = share.positions(n_blocks).to(positions.device) <= positions[:, None]  # [n, cached]
+    visible = kept_positions(share, n_blocks).to(positions.device) <= positions[:, None]  # [n, cached]
     scores = torch.einsum("rnhw,kw->rnhk", dcp.all_gather(queries.contiguous()).float(), cached) * scale
     scores = scores.masked_fill(~visible[:, None], -torch.inf)
     lse = scores.logsumexp(-1, keepdim=True)

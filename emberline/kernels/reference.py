@@ -1,11 +1,14 @@
 """The reference backend in plain PyTorch: it defines every block, runs on any device and is the tests' oracle."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from emberline.kernels.backend import (
@@ -111,6 +114,12 @@ class TorchBackend:
         self.kv_dtype = str(self.dtype).removeprefix("torch.")
         self._row_by_row = row_by_row  # deterministic mode: a library's results may depend on the number of rows
 
+    def inference(self) -> AbstractContextManager[Any]:
+        return torch.inference_mode()
+
+    def constant(self, values: NDArray[np.float32]) -> Tensor:
+        return torch.from_numpy(values).to(self.device)
+
     def load_matrix(
         self, weights: list[WeightSource], bias: list[WeightSource] | None = None, *, gated: bool = False
     ) -> TorchMatrix:
@@ -154,7 +163,9 @@ class TorchBackend:
         return torch.empty(n_tokens, hidden, dtype=self.dtype, device=self.device)
 
     def gather_logits(self, logits: Tensor, sizes: Sequence[int]) -> Tensor:
-        padded = F.pad(logits, (0, max(sizes) - logits.shape[1]))
+        if len(sizes) == 1:
+            return logits.float()
+        padded = F.pad(logits.float(), (0, max(sizes) - logits.shape[1]))
         parts = self.groups.tp.all_gather(padded)
         return torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], dim=1)
 

@@ -11,9 +11,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from emberline.kernels.native_library import BuildError, load_library
 
@@ -61,13 +59,20 @@ class Sampled:
     top: list[tuple[int, float]] = field(default_factory=list)
 
 
-def sample(logits: Tensor, rows: list[SamplerRow]) -> list[Sampled]:
-    """Sample one token per row. `logits`: float32 [rows, vocab], modified in place by penalties and bias."""
+def host_floats(values: Any) -> NDArray[np.float32]:
+    """An array, or a tensor of torch on any device, as a float32 array on the host; without a copy where it is one."""
+    if not isinstance(values, np.ndarray):
+        values = values.detach().cpu().float().contiguous().numpy()
+    return np.ascontiguousarray(values, np.float32)
+
+
+def sample(logits: Any, rows: list[SamplerRow]) -> list[Sampled]:
+    """Sample one token per row. `logits`: float32 [rows, vocab], an array, or a tensor of torch; penalties and bias
+    may modify it in place."""
     if not rows:
         return []
-    host = logits.detach().to("cpu", torch.float32).contiguous()
-    logprobs = {r: host[r].log_softmax(0) for r, row in enumerate(rows) if row.logprobs is not None}
-    values = host.numpy()
+    values = host_floats(logits)
+    logprobs = {r: log_softmax(values[r]) for r, row in enumerate(rows) if row.logprobs is not None}
     for row, row_logits in zip(rows, values, strict=True):
         apply_penalties(row_logits, row)
     sampled = [Sampled(int(token_id)) for token_id in _choose(values, rows)]
@@ -100,13 +105,27 @@ def apply_mask(logits: NDArray[np.float32], allowed: NDArray[np.uint32]) -> None
     logits[len(bits) :] = -np.inf
 
 
-def _attach_logprobs(sampled: Sampled, distribution: Tensor, k: int) -> None:
+def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Log-probabilities of all tokens of each row. NaN where a logit is NaN or infinite."""
+    with np.errstate(invalid="ignore"):
+        shifted = logits - logits.max(axis=-1, keepdims=True)
+        return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))  # type: ignore[no-any-return]
+
+
+def most_likely(logits: NDArray[np.float32], n: int) -> NDArray[np.intp]:
+    """Ids of the n largest logits of each row, the largest first, and of equal ones the lowest id: [..., n]."""
+    ids = np.sort(np.argpartition(logits, -n, axis=-1)[..., -n:], axis=-1)
+    order = np.argsort(-np.take_along_axis(logits, ids, axis=-1), axis=-1, kind="stable")
+    return np.take_along_axis(ids, order, axis=-1)
+
+
+def _attach_logprobs(sampled: Sampled, distribution: NDArray[np.float32], k: int) -> None:
     if sampled.token_id == INVALID:
         return
     sampled.logprob = float(distribution[sampled.token_id])
     if k:
-        values, ids = distribution.topk(k)
-        sampled.top = list(zip(ids.tolist(), values.tolist(), strict=True))
+        ids = most_likely(distribution, k)
+        sampled.top = list(zip(ids.tolist(), distribution[ids].tolist(), strict=True))
 
 
 # --- choosing a token: in C, or in NumPy where there is no compiler ---------------------------------------------------

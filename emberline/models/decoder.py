@@ -5,23 +5,31 @@ and `feed_forward`.
 
 A rank of several has a `Shard` of it: the layers of its stage, of which the backend computes the rank's part. Within a
 stage all ranks have the same hidden states; from stage to stage each sends its own to the next.
+
+On the C backend steps are numpy arrays, and nothing here imports torch. Elsewhere they are tensors, which the C backend
+takes, too.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from emberline.kernels.backend import Attention, Backend, FeedForward, Layer, Rope
-from emberline.kernels.prompt_logprobs import ScoredTokens
-from emberline.kernels.reference import rms_norm
 from emberline.models.layer_weights import CheckpointSource, LayerWeights
 from emberline.models.shard import Shard
 from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.errors import BadInput
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from emberline.kernels.gpu.prompt_logprobs import DeviceScoredTokens
+    from emberline.kernels.prompt_logprobs import ScoredTokens
 
 Architecture = Callable[[LayerWeights], Layer]
 
@@ -36,13 +44,16 @@ class Taps(Protocol):
     def take(self, n: int, residual: Tensor) -> None:
         """What enters layer taps[n]: [tokens, hidden], valid during the call."""
 
-    def end(self, step: "StepInputs") -> None:
+    def end(self, step: StepInputs) -> None:
         """All layers ran, the logits are still to be computed: but for the residual the backend's memory is free."""
 
 
 @dataclass(slots=True)
 class StepInputs:
-    """A ragged batch. Row r has tokens query_starts[r] : query_starts[r + 1], the last ones of its context."""
+    """A ragged batch, in tensors or numpy arrays.
+
+    Row r has tokens query_starts[r] : query_starts[r + 1], the last ones of its context.
+    """
 
     token_ids: Tensor  # int32 [tokens]
     positions: Tensor  # int32 [tokens]
@@ -51,7 +62,7 @@ class StepInputs:
     block_tables: list[Tensor]  # per KV group: int32 [rows, max_blocks]; entry j holds tokens 16j .. 16j + 15
     sample_tokens: Tensor  # int64 [samples], indices into tokens whose logits are wanted
     shape: Any = None  # kernels.gpu.backend.workspace.StepShape: lengths known on the host, saving a device sync
-    scored: ScoredTokens | None = None  # tokens whose next one is scored; None: none
+    scored: ScoredTokens | DeviceScoredTokens | None = None  # tokens whose next one is scored; None: none
 
 
 class Decoder:
@@ -134,7 +145,6 @@ class Decoder:
         finally:
             self.layers = layers
 
-    @torch.inference_mode()
     def forward(self, step: StepInputs, kv: list[Tensor], taps: Taps | None = None) -> Tensor:
         """Logits, float32 [samples, vocab]. Writes what the new tokens leave in the cache into the blocks of `kv`.
 
@@ -142,6 +152,10 @@ class Decoder:
         stage before and go to the next, and only the ranks of the last get logits, the others [0, vocab]: a stage goes
         on with its next step, of other sequences, while those behind it compute this one.
         """
+        with self._backend.inference():
+            return self._forward(step, kv, taps)
+
+    def _forward(self, step: StepInputs, kv: list[Tensor], taps: Taps | None) -> Tensor:
         if taps is not None:
             x = self._run_segments(step, kv, taps.taps, taps.take)
             taps.end(step)
@@ -156,16 +170,15 @@ class Decoder:
         if self._is_last:
             return out
         stages.send(out, stages.rank + 1)
-        return out.new_empty(0, self.config.vocab_size, dtype=torch.float32)
+        return _no_logits(out, self.config.vocab_size)
 
-    @torch.inference_mode()
     def forward_stage(self, step: StepInputs, kv: list[Tensor], hidden: Tensor | None) -> Tensor:
         """The layers of this stage alone: hidden states [tokens, hidden] of the stage before (the first embeds) to
         those for the next, in place, or to logits in the last. The caller moves them between stages."""
-        x = self._run_layers(step, kv, hidden)
-        return self._logits(step, x) if self._is_last else x
+        with self._backend.inference():
+            x = self._run_layers(step, kv, hidden)
+            return self._logits(step, x) if self._is_last else x
 
-    @torch.inference_mode()
     def forward_tapped(self, step: StepInputs, kv: list[Tensor], taps: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:
         """As `forward`, and the hidden states of all tokens before each layer in `taps` (ascending): [tokens, hidden].
 
@@ -174,8 +187,9 @@ class Decoder:
         """
         assert self._is_first and self._is_last, "a stage of a pipeline"  # noqa: PT018
         hidden: list[Tensor] = []
-        x = self._run_segments(step, kv, taps, lambda n, residual: hidden.append(residual.clone()))
-        return self._logits(step, x), hidden
+        with self._backend.inference():
+            x = self._run_segments(step, kv, taps, lambda n, residual: hidden.append(residual.clone()))
+            return self._logits(step, x), hidden
 
     def _run_segments(
         self, step: StepInputs, kv: list[Tensor], taps: tuple[int, ...], take: Callable[[int, Tensor], None]
@@ -194,7 +208,7 @@ class Decoder:
             for piece in scored.pieces():
                 scored.take(piece, self._project(x[scored.tokens[piece]]))
         if not len(step.sample_tokens):  # a chunk in the middle of a prompt needs no logits
-            return x.new_empty(0, self.config.vocab_size, dtype=torch.float32)
+            return _no_logits(x, self.config.vocab_size)
         if len(step.sample_tokens) != len(x):  # in a decode step every token is sampled
             x = x[step.sample_tokens]
         return self._project(x)
@@ -202,8 +216,8 @@ class Decoder:
     def _project(self, x: Tensor) -> Tensor:
         """The LM head: logits, float32 [tokens, vocab], of hidden states."""
         assert self._norm is not None
-        logits = self._backend.norm_linear(x, self._head, self._norm, self.config.norm_eps).float()
-        return logits if len(self._vocabulary) == 1 else self._backend.gather_logits(logits, self._vocabulary)
+        logits = self._backend.norm_linear(x, self._head, self._norm, self.config.norm_eps)
+        return self._backend.gather_logits(logits, self._vocabulary)
 
     def _segments(self, taps: tuple[int, ...]) -> list[list[Layer]]:
         """The layers up to each tap, and the rest. Kept: a backend knows lists of layers by their identity."""
@@ -216,18 +230,24 @@ class Decoder:
             found = self._tapped[taps] = [self.layers[begin:end] for begin, end in zip([0, *taps], ends)]
         return found
 
-    @torch.inference_mode()
     def tapped(self, step: StepInputs, kv: list[Tensor], taps: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:
         """The LM head's input for all tokens [tokens, hidden], and the hidden states of `forward_tapped`."""
         *hidden, x = self.forward_tapped(step, kv, (*taps, len(self.layers)))[1]
-        assert self._norm is not None
-        return rms_norm(x, self._norm, self.config.norm_eps), hidden
+        return self._normed(x), hidden
 
-    @torch.inference_mode()
     def hidden(self, step: StepInputs, kv: list[Tensor]) -> Tensor:
         """The normed output of the last layer, float32 [tokens, hidden]: what embedders pool."""
-        assert self._norm is not None
-        return rms_norm(self._run_layers(step, kv), self._norm, self.config.norm_eps).float()
+        with self._backend.inference():
+            return self._normed(self._run_layers(step, kv)).float()
+
+    def _normed(self, x: Tensor) -> Tensor:
+        """The LM head's input, of tensors: who asks for it computes with torch."""
+        import torch
+
+        from emberline.kernels.reference import rms_norm
+
+        with self._backend.inference():
+            return rms_norm(x, torch.as_tensor(self._norm), self.config.norm_eps)
 
     def _run_layers(self, step: StepInputs, kv: list[Tensor], hidden: Tensor | None = None) -> Tensor:
         context = self._backend.begin_step(step, kv, self.kv_groups, self._ropes)
@@ -243,10 +263,10 @@ class Decoder:
         config, dim = self.config, self.layers[group.layers[0] - self._numbers.start].attention.rotary_dim
         local = group.window is not None and config.local_rope_theta is not None
         theta = config.local_rope_theta if local else config.rope_theta
-        frequencies = theta ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+        frequencies = theta ** -(np.arange(0, dim, 2) / dim)
         if config.rope_divisors and not local:
-            frequencies = frequencies / torch.tensor(config.rope_divisors, dtype=torch.float64)
-        return Rope(frequencies.float().to(self.device), 1.0 if local else config.rope_scale)
+            frequencies = frequencies / np.array(config.rope_divisors)
+        return Rope(self._backend.constant(frequencies.astype(np.float32)), 1.0 if local else config.rope_scale)
 
 
 def kv_groups(attentions: list[Attention], backend: Backend, shard: Shard) -> tuple[KVGroup, ...]:
@@ -283,9 +303,16 @@ def _with_cache(layer: Layer, n: int, groups: tuple[KVGroup, ...]) -> Layer:
     return replace(layer, attention=replace(layer.attention, kv_group=number, layer_index=group.layers.index(n)))
 
 
+def _no_logits(like: Any, vocab_size: int) -> Tensor:
+    """Logits of no token, of the kind of `like`: float32 [0, vocab]."""
+    if isinstance(like, np.ndarray):
+        return np.empty((0, vocab_size), np.float32)  # type: ignore[return-value]
+    return like.new_empty(0, vocab_size).float()  # type: ignore[no-any-return]
+
+
 def _kind(value: Any) -> Any:
     """Equal for layers that run the same kernels: of tensors only shape and type count, and not the layer's number."""
-    if isinstance(value, Tensor):
+    if hasattr(value, "dtype"):
         return value.shape, value.dtype
     if is_dataclass(value):
         inner = (_kind(getattr(value, field.name)) for field in fields(value) if field.name != "layer_index")

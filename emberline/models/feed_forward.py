@@ -1,7 +1,7 @@
 """Feed-forward blocks, built from a layer's weights and the model's configuration."""
 
 from emberline.kernels.backend import MLP, MoE
-from emberline.kernels.moe import MAX_EXPERTS, Routing, check_routing
+from emberline.kernels.routing import MAX_EXPERTS, Routing, check_routing
 from emberline.models.layer_weights import LayerWeights
 from emberline.weights.model_config import BadCheckpoint
 

@@ -1,11 +1,14 @@
 """What an architecture builds a layer from: the checkpoint's tensors of that layer, loaded into a backend by name."""
 
-from typing import Any, Protocol
+from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Protocol
 
 from emberline.kernels.backend import Backend, WeightSource
 from emberline.weights.model_config import BadCheckpoint
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class CheckpointSource(Protocol):

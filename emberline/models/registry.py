@@ -1,22 +1,22 @@
-"""The architectures Emberline runs, and loading a checkpoint onto the best backend of a device."""
+"""The architectures Emberline runs, and loading a checkpoint onto the best backend of a device.
+
+torch is imported where a GPU, the reference backend or an encoder needs it: a decoder on the C kernels does not.
+"""
+
+from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
-from typing import Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol
 
 from emberline.kernels.backend import Backend, Layer, WeightSource
 from emberline.kernels.collectives import ALONE, ParallelGroups
 from emberline.kernels.cpu import native_backend
 from emberline.kernels.native_library import BuildError
-from emberline.kernels.reference import TorchBackend
-from emberline.models.bert import Bert
 from emberline.models.decoder import Architecture, Decoder
-from emberline.models.decoder_embedder import DecoderEmbedder
 from emberline.models.deepseek import deepseek
-from emberline.models.encoder import EncoderModel
 from emberline.models.gemma import gemma3
 from emberline.models.gpt_oss import gpt_oss
 from emberline.models.layer_weights import CheckpointSource, LayerWeights
@@ -24,11 +24,15 @@ from emberline.models.llama import llama
 from emberline.models.llama4 import llama4
 from emberline.models.qwen import qwen2, qwen3
 from emberline.models.shard import Shard
+from emberline.protocol.errors import BadInput
 from emberline.weights.encoder_checkpoint import EncoderConfig
-from emberline.weights.loader import DeferredCheckpoint, WeightLoader
 from emberline.weights.model_config import BadCheckpoint
 from emberline.weights.outline import OneOfEach, TensorSource, layer_kinds
 from emberline.weights.readahead import ReadAhead
+
+if TYPE_CHECKING:
+    from emberline.models.encoder import EncoderModel
+    from emberline.weights.loader import WeightLoader
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": llama,
@@ -45,6 +49,10 @@ ARCHITECTURES: dict[str, Architecture] = {
 # Those made of the blocks that the C kernels have: grouped-query attention with windows and norms, and gated MLPs.
 NATIVE_ARCHITECTURES = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma3"})
 
+DRIVER_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-gpu", "/dev/nvhost-ctrl-gpu")  # NVIDIA's, WSL's, Jetson's
+NO_DEVICE = "no CUDA device is available to torch"
+TORCH = "pip install 'emberline[torch]' (in a source tree: scripts/setup torch)"
+
 SHARED_MEMORY_BYTES = 227 << 10  # of a block, which the GPU kernels need: Hopper's
 _log = logging.getLogger("emberline.models")
 
@@ -54,25 +62,41 @@ class NamedCheckpoint(CheckpointSource, Protocol):
     def names(self) -> Iterable[str]: ...
 
 
-def select_device(asked: str) -> str:
-    """The device for `auto`, which is CUDA where the kernels run; raises ValueError for a CUDA device where not."""
-    if asked == "cpu":
-        return asked
+def expects_gpu(asked: str, driver_files: Sequence[str] = DRIVER_FILES) -> bool:
+    """True if the device may be a GPU, as far as that is known without torch."""
+    return asked.startswith("cuda") or (asked == "auto" and any(map(os.path.exists, driver_files)))
+
+
+def select_device(asked: str, driver_files: Sequence[str] = DRIVER_FILES) -> str:
+    """The device for `auto`, which is CUDA where the kernels run. Raises ValueError for a CUDA device where not."""
+    if not expects_gpu(asked, driver_files):
+        return "cpu"
     device = "cuda" if asked == "auto" else asked
     reason = _unusable(device)
     if reason is None:
         return device
     if asked != "auto":
         raise ValueError(f"--device {asked}: {reason}")
-    if torch.cuda.is_available():
+    if reason != NO_DEVICE:  # a driver without a GPU needs no warning
         _log.warning("%s; using the CPU", reason)
     return "cpu"
 
 
+def require_torch(why: str) -> None:
+    """Raise BadInput that says how to install torch, if it is not installed. why: what needs it."""
+    if find_spec("torch") is None:
+        raise BadInput(f"{why} PyTorch, which is not installed: {TORCH}")
+
+
 def _unusable(device: str) -> str | None:
-    """Why models cannot run on this CUDA device, or None."""
+    """Say why models cannot run on this CUDA device. Returns None if they can."""
+    if find_spec("torch") is None:
+        return f"a GPU needs PyTorch, which is not installed: {TORCH}"
+
+    import torch
+
     if not torch.cuda.is_available():
-        return "no CUDA device is available to torch"
+        return NO_DEVICE
     if (torch.device(device).index or 0) >= torch.cuda.device_count():
         return f"there are {torch.cuda.device_count()} CUDA devices, counted from 0"
     gpu: Any = torch.cuda.get_device_properties(device)
@@ -123,6 +147,8 @@ def begin_loading(
         model = Decoder(tensors, backend, architecture, shard)
         tensors.check_all_used()
         return model, None
+    from emberline.weights.loader import DeferredCheckpoint, WeightLoader
+
     if any(getattr(source.weight(name), "kind", "") == "f16" for name in source.names if name.endswith(".weight")):
         _log.info("the checkpoint is F16; its weights are rounded to BF16, which has its range and three bits less")
     loader = WeightLoader(device, read_ahead)
@@ -147,7 +173,10 @@ def lay_out(
     `kinds`: by `weights.outline.layer_kinds`, if known; `made`: layers by kind, kept for parts that have the same
     (another stage, another context parallelism).
     """
+    import torch
+
     from emberline.kernels.gpu.backend.triton_backend import TritonBackend
+    from emberline.weights.loader import DeferredCheckpoint, WeightLoader
 
     source = source if shard is None else shard.checkpoint(source)
     of_kind = layer_kinds(source) if kinds is None else kinds
@@ -166,6 +195,11 @@ def lay_out(
 
 def load_encoder(source: NamedCheckpoint, device: str = "cpu", threads: int | None = None) -> EncoderModel:
     """The checkpoint's model as an encoder, with all its weights read: of the BERT family, or a decoder."""
+    require_torch("embeddings and reranking need")
+
+    from emberline.models.bert import Bert
+    from emberline.models.decoder_embedder import DecoderEmbedder
+
     if not isinstance(source.config, EncoderConfig):
         return DecoderEmbedder(load_model(source, device, threads=threads))
     tensors = _UsedTensors(source)
@@ -199,21 +233,15 @@ def select_backend(
     compress: bool = False,
 ) -> Backend:  # fmt: skip
     """The fastest backend that can run this model on `device`; plain PyTorch where no other can."""
-    config = source.config
-    if device == "cpu" and groups.tp.size > 1:
-        _log.warning("the CPU kernels compute whole layers; tensor parallelism uses PyTorch, which is slower")
-    elif device == "cpu":
-        group = config.n_heads // config.n_kv_heads
-        shape = config.hidden_size, config.head_dim, config.mlp_size, group
-        if config.architecture not in NATIVE_ARCHITECTURES:
-            _log.warning("the CPU kernels do not run %s models; using PyTorch, which is slower", config.architecture)
-        elif not native_backend.supports(*shape):
-            _log.warning("the CPU kernels do not support this model's shape; falling back to PyTorch, which is slower")
-        else:
+    if device == "cpu":
+        reason = why_not_native(source.config, groups)
+        if reason is None:
             try:
                 return native_backend.NativeBackend(threads, groups=groups)
             except (BuildError, OSError) as error:
-                _log.warning("%s; falling back to PyTorch, several times slower", error)
+                reason = str(error)
+        require_torch(f"{reason}: that needs")
+        _log.warning("%s; using PyTorch, which is several times slower", reason)
     if device.startswith("cuda"):
         try:
             from emberline.kernels.gpu.backend.triton_backend import TritonBackend  # Triton is optional
@@ -221,4 +249,16 @@ def select_backend(
             _log.warning("%s; falling back to PyTorch, many times slower", error)
         else:
             return TritonBackend(device, deterministic=deterministic, groups=groups, compress=compress)
+    from emberline.kernels.reference import TorchBackend
+
     return TorchBackend(device, row_by_row=deterministic, groups=groups)
+
+
+def why_not_native(config: Any, groups: ParallelGroups = ALONE) -> str | None:
+    """Say why the C kernels cannot run a model on a CPU. Returns None if they can."""
+    if groups.tp.size > 1:
+        return "the CPU kernels compute whole layers, without tensor parallelism"
+    if config.architecture not in NATIVE_ARCHITECTURES:
+        return f"the CPU kernels do not run {config.architecture} models"
+    shape = config.hidden_size, config.head_dim, config.mlp_size, config.n_heads // config.n_kv_heads
+    return None if native_backend.supports(*shape) else "the CPU kernels do not support this model's shape"

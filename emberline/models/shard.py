@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from emberline.kernels.collectives import ALONE, Loopback, NoCollectives, ParallelGroups
-from emberline.kernels.context_parallel import TokenShare
+from emberline.kernels.token_share import TokenShare
 from emberline.protocol.block_hash import BLOCK_TOKENS
 from emberline.protocol.errors import BadInput
 from emberline.protocol.parallel_layout import Layout, Position, StageSplit, nearest_divisors

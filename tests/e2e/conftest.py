@@ -1,4 +1,4 @@
-"""One real server with the real model, as a user would start it, for all tests here."""
+"""One real server with the real model, as a user would start it, for all tests here. It runs without torch."""
 
 import json
 import os
@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+WITHOUT_TORCH = Path(__file__).parent.parent / "without_torch"  # its sitecustomize.py hides torch
+
 
 @pytest.fixture(scope="session")
 def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
@@ -17,11 +19,12 @@ def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     (home / "models").mkdir()
     (home / "models" / smollm2.parent.name).symlink_to(smollm2.parent)
     command = [sys.executable, "-m", "emberline.cli.main", "serve", "--port", "0", "--json", "--kv-bytes", "256M"]
+    path = os.pathsep.join([str(WITHOUT_TORCH), os.environ["PYTHONPATH"]])
     process = subprocess.Popen(
         [*command, "--deterministic", "--threads", "1"],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "EMBERLINE_HOME": str(home)},
+        env={**os.environ, "EMBERLINE_HOME": str(home), "PYTHONPATH": path},
     )
     assert process.stdout is not None
     line = process.stdout.readline()

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from emberline.kernels.moe import Routing, TorchExperts, check_routing, gated_activation, route, run_experts
+from emberline.kernels.moe import TorchExperts, gated_activation, route, run_experts
+from emberline.kernels.routing import Routing, check_routing
 
 
 def test_sigmoid_scores_choose_with_the_correction_and_weigh_without_it() -> None:

@@ -19,8 +19,8 @@ from emberline.kernels.backend import (
     QueryTemperature,
     Rope,
 )
-from emberline.kernels.moe import Routing
 from emberline.kernels.reference import TorchBackend, TorchMatrix, attend, rms_norm, rotate
+from emberline.kernels.routing import Routing
 from emberline.protocol.block_hash import KVGroup
 
 HIDDEN, TOKENS, EPS = 24, 21, 1e-6

@@ -14,6 +14,7 @@ from emberline.weights.model_config import BadCheckpoint
 from tests.weights.tiny_gguf import tiny_gguf
 
 H200 = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, shared_memory_per_block_optin=232448)
+DRIVER = ("/dev/null",)  # the file of a driver that is there
 A100 = SimpleNamespace(name="NVIDIA A100", major=8, minor=0, shared_memory_per_block_optin=166912)
 
 
@@ -25,22 +26,32 @@ def gpu(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: properties is not None)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: int(properties is not None))
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-        monkeypatch.setattr(registry, "find_spec", lambda name: "there" if triton else None)
+        monkeypatch.setattr(registry, "find_spec", lambda name: "there" if triton or name == "torch" else None)
 
     return pretend
 
 
 def test_auto_takes_a_gpu_that_the_kernels_run_on(gpu, caplog) -> None:
     gpu(H200)
-    assert [select_device(asked) for asked in ("auto", "cuda", "cuda:0", "cpu")] == ["cuda", "cuda", "cuda:0", "cpu"]
+    assert [select_device(asked, DRIVER) for asked in ("auto", "cuda", "cuda:0", "cpu")] == [
+        "cuda",
+        "cuda",
+        "cuda:0",
+        "cpu",
+    ]
     gpu(None)
-    assert select_device("auto") == "cpu"
+    assert select_device("auto", DRIVER) == "cpu"
     assert not caplog.records
+
+
+def test_auto_is_the_cpu_where_there_is_no_driver(gpu) -> None:
+    gpu(H200)
+    assert select_device("auto", ("/dev/no-such-driver",)) == "cpu"
 
 
 def test_auto_says_why_it_does_not_take_a_gpu(gpu, caplog) -> None:
     gpu(A100)
-    assert select_device("auto") == "cpu"
+    assert select_device("auto", DRIVER) == "cpu"
     [record] = caplog.records
     assert "NVIDIA A100 (compute capability 8.0) has 163 KiB" in record.getMessage()
     assert "need 227" in record.getMessage()
@@ -62,7 +73,7 @@ def test_a_device_that_was_asked_for_is_refused_with_the_reason(gpu, asked, prop
 
 def test_without_triton_any_gpu_runs_pytorch(gpu) -> None:
     gpu(A100, triton=False)
-    assert select_device("auto") == "cuda"
+    assert select_device("auto", DRIVER) == "cuda"
 
 
 def test_a_tensor_that_the_model_would_ignore_is_named(tmp_path: Path) -> None:

@@ -1,12 +1,10 @@
-"""Prompt tokens that a step scores: from the rows of a plan to tensors, and back."""
+"""Prompt tokens that a step scores: from the rows of a plan to arrays, and back."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from emberline.engine.core.plan import Row, RowScores
 from emberline.kernels.prompt_logprobs import ScoredTokens
@@ -36,33 +34,37 @@ class ScoredRow(NamedTuple):
     prompt: ScoredPrompt
 
 
+def scored_tokens(rows: Sequence[ScoredRow]) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+    """The rows' scored tokens, as indices into the step's, the tokens after them, and the most alternatives wanted."""
+    tokens = np.concatenate([np.arange(first, first + row.n_scored) for row, first, _ in rows])
+    next_ids = np.concatenate([prompt.ids[row.start + 1 :][: row.n_scored] for row, _, prompt in rows])
+    return tokens.astype(np.int64), next_ids.astype(np.int64), max(prompt.n_top for _, _, prompt in rows)
+
+
+def row_scores(
+    rows: Sequence[ScoredRow],
+    logprobs: NDArray[np.float32],
+    ranks: NDArray[np.int32],
+    top_ids: NDArray[np.int32],
+    top_logprobs: NDArray[np.float32],
+) -> list[RowScores]:
+    """Divide the scores of all scored tokens among the rows."""
+    found, at = list[RowScores](), 0
+    for row, _, prompt in rows:
+        part, k = slice(at, at + row.n_scored), prompt.n_top
+        at += row.n_scored
+        found.append(RowScores(logprobs[part], ranks[part], top_ids[part, :k], top_logprobs[part, :k]))
+    return found
+
+
 class StepScores:
-    """What one step scores: the tokens on the device, then the results on the host."""
+    """What one step scores on the host."""
 
-    def __init__(self, rows: Sequence[ScoredRow], device: torch.device, at_once: int = AT_ONCE) -> None:
-        """at_once: scored tokens for whose logits there is memory at the same time."""
+    def __init__(self, rows: Sequence[ScoredRow]) -> None:
         self._rows = rows
-        tokens = np.concatenate([np.arange(first, first + row.n_scored) for row, first, _ in rows])
-        next_ids = np.concatenate([prompt.ids[row.start + 1 :][: row.n_scored] for row, _, prompt in rows])
-        n_top = max(prompt.n_top for _, _, prompt in rows)
-        places = torch.from_numpy(tokens.astype(np.int64)).to(device)
-        targets = torch.from_numpy(next_ids.astype(np.int64)).to(device)
-        self.tokens = ScoredTokens.of(places, targets, n_top, min(at_once, AT_ONCE))
-        self._columns: list[Tensor] = []
-
-    def fetch(self) -> None:
-        """Queue the copies to the host, behind the forward pass."""
-        found = self.tokens
-        for column in (found.logprobs, found.ranks, found.top_ids, found.top_logprobs):
-            to = torch.empty(column.shape, dtype=column.dtype, pin_memory=column.device.type == "cuda")
-            self._columns.append(to.copy_(column, non_blocking=True))
+        self.tokens = ScoredTokens.of(*scored_tokens(rows), AT_ONCE)
 
     def read(self) -> list[RowScores]:
-        """The results of each row, once the copies are done."""
-        logprobs, ranks, top_ids, top_logprobs = (column.numpy() for column in self._columns)
-        found, at = list[RowScores](), 0
-        for row, _, prompt in self._rows:
-            part, k = slice(at, at + row.n_scored), prompt.n_top
-            at += row.n_scored
-            found.append(RowScores(logprobs[part], ranks[part], top_ids[part, :k], top_logprobs[part, :k]))
-        return found
+        """The scores of each row, after the forward pass."""
+        found = self.tokens
+        return row_scores(self._rows, found.logprobs, found.ranks, found.top_ids, found.top_logprobs)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from emberline.engine.memory import free_host_bytes
 from emberline.engine.speculation.head_drafter import HeadDrafter, ModelDrafter
 from emberline.engine.speculation.speculator import AUTO
+from emberline.models.registry import require_torch
 from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.errors import BadInput
 from emberline.weights.checkpoint import open_checkpoint
@@ -58,19 +59,21 @@ def open_drafting(model: Any, fingerprint: str, args: argparse.Namespace) -> Dra
 
 def _draft_head(model: Any, fingerprint: str, args: argparse.Namespace, named: bool) -> Drafting:
     """The one that was asked for, or the one that comes with the package."""
+    # The head's own share of every step may outweigh what it gains, on a CPU and with many requests on a GPU: the one
+    # that comes with the package is used where it is asked for.
+    if args.draft_head is None and not named:
+        return Drafting()
+    require_torch("a draft head needs")
+
     from emberline.models.draft_head import DraftHead, GpuDraftHead
     from emberline.models.eagle3 import load_head, shipped_head
 
-    on_gpu = model.backend == "triton"
-    # The head's own share of every step may outweigh what it gains, on a CPU and with many requests on a GPU: the one
-    # that comes with the package is used where it is asked for.
-    folder = args.draft_head or (shipped_head(fingerprint) if named else None)
+    folder = args.draft_head or shipped_head(fingerprint)
     if folder is None:
-        if named:
-            raise BadInput("--speculation eagle3 needs a head: --draft-head FOLDER", param="speculation")
-        return Drafting()
+        raise BadInput("--speculation eagle3 needs a head: --draft-head FOLDER", param="speculation")
     head = load_head(folder, model.config.n_layers)
     head.config.check(model.config, fingerprint)
+    on_gpu = model.backend == "triton"
     return Drafting(GpuDraftHead(head, model) if on_gpu else DraftHead(head, model), HeadDrafter())
 
 
@@ -79,6 +82,8 @@ def _draft_model(model: Any, fingerprint: str, args: argparse.Namespace) -> Draf
     if path is None:
         raise BadInput("--speculation draft_model needs a model: --draft-model PATH", param="speculation")
     check_draft_model(path, args.model, _free_bytes(model.device))
+    require_torch("a draft model needs")
+
     from emberline.models.draft_model import DraftModel
     from emberline.models.registry import load_model
 

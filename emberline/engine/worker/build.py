@@ -10,7 +10,7 @@ import os
 import socket
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,7 +24,6 @@ from emberline.engine.core.plan import Runner
 from emberline.engine.core.prefill_policy import BatchTimeLimit, PrefillPolicy
 from emberline.engine.core.scheduler import Scheduler
 from emberline.engine.core.step_loop import StepLoop
-from emberline.engine.encoders.encoder_loop import EncoderLimits, EncoderLoop
 from emberline.engine.encoders.speech import Transcriber
 from emberline.engine.encoders.speech_loop import SpeechLoop
 from emberline.engine.grammar.allowed_tokens import AllowedTokens
@@ -34,6 +33,7 @@ from emberline.engine.grammar.guided_decoding import GuidedDecoding
 from emberline.engine.grammar.guided_rules import Guides
 from emberline.engine.memory import default_kv_bytes, free_host_bytes
 from emberline.engine.ranks.flags import layout_of, threads_of_rank
+from emberline.engine.runners.cpu.runner import CpuRunner
 from emberline.engine.scoring.prompt_logprobs import PromptScoring
 from emberline.engine.speculation.opening import Drafting, open_drafting
 from emberline.engine.speculation.speculator import AUTO, OFF, Speculator, open_speculator
@@ -68,6 +68,7 @@ from emberline.weights.task_config import TaskConfig, read_json, task_of
 from emberline.weights.whisper_files import CONTEXT_LEN, read_whisper
 
 if TYPE_CHECKING:
+    from emberline.engine.encoders.encoder_loop import EncoderLoop
     from emberline.engine.ranks.rank_group import RankGroup
     from emberline.engine.ranks.rank_runner import FollowerLoop
     from emberline.engine.runners.gpu.preparation import StepPreparation
@@ -84,7 +85,7 @@ _log = logging.getLogger(__name__)
 class Engine(NamedTuple):
     """A model that is loaded, and the loop that serves it."""
 
-    loop: StepLoop | EncoderLoop | SpeechLoop
+    loop: "StepLoop | EncoderLoop | SpeechLoop"
     info: EngineInfo
     facts: dict[str, Any]  # for the log and the ready line
     transfers: TransferManager | None = None
@@ -175,11 +176,13 @@ def _build_decoder(
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
     with process.without_collections():
-        import torch  # takes a second or more: not before a start that fails
+        from emberline.models.registry import begin_loading, expects_gpu, select_device
 
-        from emberline.models.registry import begin_loading, select_device
-
-    timeline.end("torch")
+        timeline.end("imports")
+        if expects_gpu(args.device):
+            with suppress(ModuleNotFoundError):  # `select_device` then says what is missing
+                import torch  # noqa: F401  (takes a second or more: not before a start that fails)
+            timeline.end("torch")
     device = select_device(args.device)
     composition.check(composition.asked(args, device))
     group, shard = None, None
@@ -214,8 +217,9 @@ def _build_decoder(
             opened = OPENERS.get(model.backend, _open_cpu)(loaded, args, size, compile_server)
             loop, stored = _build_loop(loaded, opened, args, group)
             timeline.end("memory")
-        except torch.OutOfMemoryError:
-            _check_fits(checkpoint, device, args)
+        except RuntimeError as error:
+            if device.startswith("cuda"):
+                _explain_out_of_memory(error, checkpoint, device, args)
             raise
         if opened.preparation is not None:
             opened.preparation.begin()
@@ -289,13 +293,17 @@ def _size_cache(
 
 def _open_cpu(loaded: _Loaded, args: argparse.Namespace, size: Sizing, _: CompileServer | None) -> _Opened:
     """Open the runner of a CPU, or of a GPU without Triton, whose pools only the runner itself can use."""
-    from emberline.engine.runners.cpu.torch_runner import TorchRunner
-
     model, device, prefill = loaded.model, loaded.device, BatchTimeLimit()
     n_blocks, cache, limits = size((args.kv_bytes or default_kv_bytes(device)) // loaded.layout.n_ranks)
     cpu_share = cpu_shares.open_share(args.cpu_share, args.threads, cpu_shares.thread_setter(model.backend))
     shared, head = args.role != "both", loaded.drafting.head
-    runner = TorchRunner(model, n_blocks, limits, device, prefill, shared, cpu_share, head)
+    runner: CpuRunner
+    if model.backend == "native" and head is None and loaded.layout.n_ranks == 1:
+        runner = CpuRunner(model, n_blocks, limits, prefill, shared, cpu_share)
+    else:  # draft heads, and the stages of a pipeline, compute with tensors
+        from emberline.engine.runners.cpu.torch_runner import TorchRunner
+
+        runner = TorchRunner(model, n_blocks, limits, device, prefill, shared, cpu_share, head)
     if runner.memory is None:
         return _Opened(runner, cache, limits, prefill)
     mooncake = process.mooncake_engine(runner.memory, args)
@@ -334,8 +342,9 @@ def _build_loop(
     loaded: _Loaded, opened: _Opened, args: argparse.Namespace, group: "RankGroup | None"
 ) -> tuple["StepLoop | FollowerLoop", StoredCache | None]:
     """Build tiers, transfers and features over a runner, and the loop of this rank."""
-    from emberline.engine.ranks.opening import follow_kv, follower_loop, lead_kv, leader_runner
-    from emberline.engine.ranks.rank_group import Member
+    if group is not None:  # its transports are torch's
+        from emberline.engine.ranks.opening import follow_kv, follower_loop, lead_kv, leader_runner
+        from emberline.engine.ranks.rank_group import Member
 
     fingerprint, layout, kv_groups = loaded.fingerprint, loaded.layout, loaded.kv_groups
     slices = () if group is None else group.slices
@@ -345,7 +354,7 @@ def _build_loop(
     idle_task = None
     if opened.preparation is not None:
         idle_task = _in_turn(opened.preparation.next, *(() if own_tiers is None else (own_tiers.allocate_more,)))
-    if isinstance(group, Member):
+    if group is not None and isinstance(group, Member):
         executors = follow_kv(group, opened.transfers, own_tiers)
         return follower_loop(group, opened.runner, executors, opened.steps_in_flight, idle_task), None
     transfers = None if opened.transfers is None else GroupTransfers(opened.transfers, slices)
@@ -428,7 +437,11 @@ def _listen(args: argparse.Namespace, closing: ExitStack) -> tuple[socket.socket
 
 def _build_encoder(args: argparse.Namespace, task: TaskConfig) -> Engine:
     with process.without_collections():
-        from emberline.models.registry import load_encoder, select_device
+        from emberline.models.registry import load_encoder, require_torch, select_device
+
+        require_torch("embeddings and reranking need")
+
+        from emberline.engine.encoders.encoder_loop import EncoderLimits, EncoderLoop
 
     device = select_device(args.device)
     checkpoint = open_checkpoint(args.model)
@@ -499,8 +512,12 @@ def _set_defaults(args: argparse.Namespace, device: str) -> None:
         raise BadInput("--token-budget must be at least --max-running: each sequence takes one token per step")
 
 
-def _check_fits(checkpoint: Checkpoint, device: str, args: argparse.Namespace) -> None:
-    """Raise BadInput that says by how much a model is too large for the GPU, whose memory has run out."""
+def _explain_out_of_memory(error: RuntimeError, checkpoint: Checkpoint, device: str, args: argparse.Namespace) -> None:
+    """Raise BadInput that says by how much a model is too large for the GPU, if its memory has run out."""
+    import torch
+
+    if not isinstance(error, torch.OutOfMemoryError):
+        return
     from emberline.engine.runners.gpu.engine import check_fits
     from emberline.models.registry import lay_out
 

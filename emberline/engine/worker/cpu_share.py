@@ -7,6 +7,7 @@ No worker waits for another, and one that died stops counting by itself.
 
 import mmap
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -74,6 +75,8 @@ def thread_setter(backend: str) -> Callable[[int], None]:
 
 def set_threads(backend: str, n_threads: int | None) -> None:
     """Set torch's threads, at start. The C kernels have their own, with which torch's would compete for the cores."""
+    if backend == "native" and sys.modules.get("torch") is None:
+        return
     import torch
 
     if backend == "native":

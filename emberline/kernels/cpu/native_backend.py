@@ -1,15 +1,20 @@
-"""The C backend: `kernels.c` behind the Backend protocol. Activations are float32, the KV cache is float16."""
+"""The C backend: `kernels.c` behind the Backend protocol. Activations are float32, the KV cache is float16.
+
+Weights are numpy arrays. Activations may be numpy arrays or tensors of torch, which draft heads and pipelines compute
+with: results are of the same kind. Nothing here imports torch for arrays.
+"""
 
 import ctypes
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from emberline.kernels.backend import MLP, GroupedQueryAttention, Layer, Rope, WeightSource
 from emberline.kernels.collectives import ALONE, ParallelGroups
@@ -21,6 +26,9 @@ BLOCK_KINDS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k")  
 GROUP = 32  # weights that share a scale and an offset
 MAX_HEAD_DIM = 256
 MAX_QUERY_HEADS_PER_KV_HEAD = 16
+CACHE_LINE = 64  # bytes; vectors that straddle two lines take twice as long to read
+
+Array = Any  # a numpy array, or a tensor of torch in the host's memory
 
 
 def _fields(kind: Any, *names: str) -> list[tuple[str, Any]]:
@@ -82,22 +90,40 @@ class PackedMatrix:
     """Packed weights. `struct` points into `panels` and `bias`, which the matrix keeps alive."""
 
     struct: _Linear
-    panels: Tensor
-    bias: Tensor | None
+    panels: NDArray[Any]
+    bias: NDArray[np.float32] | None
     n_rows: int  # without the padding to whole panels
 
 
 @dataclass(slots=True)
 class NativeStep:
-    """What the layers of one step share; `keep` holds the tensors its structs point into."""
+    """What the layers of one step share; `keep` holds the arrays its structs point into."""
 
     step: _Step
     caches: Any  # an array of _Cache, one per KV group
     keep: list[Any] = field(default_factory=list)
 
 
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+def _address(array: Array | None) -> int | None:
+    return None if array is None else np.asarray(array).__array_interface__["data"][0]
+
+
+def _empty(shape: tuple[int, ...], dtype: Any = np.float32) -> NDArray[Any]:
+    """An uninitialized array that begins on a cache line."""
+    n_bytes = prod(shape) * np.dtype(dtype).itemsize
+    memory = np.empty(n_bytes + CACHE_LINE, np.uint8)
+    first = -memory.__array_interface__["data"][0] % CACHE_LINE
+    aligned: NDArray[Any] = memory[first : first + n_bytes].view(dtype).reshape(shape)
+    return aligned
+
+
+def _result(like: Array, *shape: int) -> Array:
+    """Room for a float32 result, of the kind of an input."""
+    if isinstance(like, np.ndarray):
+        return _empty(shape)
+    import torch
+
+    return torch.empty(shape)
 
 
 def supports(hidden: int, head_dim: int, mlp: int, heads_per_kv_head: int) -> bool:
@@ -141,6 +167,12 @@ class NativeBackend:
         for name in (*steps, "embedding", *packing, "threads"):
             getattr(lib, f"em_{name}").restype = None
 
+    def inference(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def constant(self, values: NDArray[np.float32]) -> Any:
+        return values
+
     # --- loading ------------------------------------------------------------------------------------------------------
 
     def load_matrix(
@@ -148,7 +180,7 @@ class NativeBackend:
     ) -> PackedMatrix:
         packed_bias = None
         if bias is not None:
-            packed_bias = torch.from_numpy(np.concatenate([b.dense() for b in bias]))
+            packed_bias = np.concatenate([b.dense() for b in bias])
         n_rows, cols = sum(w.shape[0] for w in weights), weights[0].shape[1]
         quantized = [w.affine(self.unpack) for w in weights] if cols % GROUP == 0 else [None]
         if any(part is None for part in quantized):
@@ -157,7 +189,7 @@ class NativeBackend:
             panels, bits = self._pack_codes(quantized, gated)
         rows = _padded(n_rows)
         if packed_bias is not None and rows != n_rows:
-            packed_bias = torch.nn.functional.pad(packed_bias, (0, rows - n_rows))
+            packed_bias = np.pad(packed_bias, (0, rows - n_rows))
         struct = _Linear(_address(panels), _address(packed_bias), rows, cols, bits)
         return PackedMatrix(struct, panels, packed_bias, n_rows)
 
@@ -170,7 +202,7 @@ class NativeBackend:
         self._lib.em_unpack(BLOCK_KINDS.index(kind), blocks.ctypes.data, rows, cols, *addresses)
         return codes, scale, offset
 
-    def _pack_codes(self, parts: list[Any], gated: bool) -> tuple[Tensor, int]:
+    def _pack_codes(self, parts: list[Any], gated: bool) -> tuple[NDArray[Any], int]:
         bits = max(part.bits for part in parts)
         codes = np.ascontiguousarray(_stack([part.codes for part in parts], gated))
         scale, offset = (
@@ -179,21 +211,21 @@ class NativeBackend:
         )
         rows, cols = codes.shape
         code_bytes = rows * cols * bits // 8
-        panels = torch.empty(code_bytes + rows * (cols // GROUP) * 4, dtype=torch.uint8)
-        self._lib.em_pack(codes.ctypes.data, scale.ctypes.data, offset.ctypes.data, rows, cols, bits, panels.data_ptr())
+        panels = _empty((code_bytes + rows * (cols // GROUP) * 4,), np.uint8)
+        self._lib.em_pack(*map(_address, (codes, scale, offset)), rows, cols, bits, _address(panels))
         return panels, bits
 
-    def _pack_floats(self, dense: Any) -> Tensor:
+    def _pack_floats(self, dense: Any) -> NDArray[np.float32]:
         dense = np.ascontiguousarray(dense, dtype=np.float32)
-        panels = torch.empty(dense.size, dtype=torch.float32)
-        self._lib.em_pack_f32(dense.ctypes.data, *dense.shape, panels.data_ptr())
+        panels = _empty((dense.size,))
+        self._lib.em_pack_f32(_address(dense), *dense.shape, _address(panels))
         return panels
 
-    def load_vector(self, weight: WeightSource) -> Tensor:
-        return torch.from_numpy(np.array(weight.dense(), dtype=np.float32))
+    def load_vector(self, weight: WeightSource) -> Any:
+        return np.array(weight.dense(), dtype=np.float32)
 
-    def load_tensor(self, weight: WeightSource) -> Tensor:
-        return weight.tensor(torch.float32, "cpu")
+    def load_tensor(self, weight: WeightSource) -> Any:
+        return self.load_vector(weight)
 
     def load_experts(
         self, experts: list[list[WeightSource]], bias: list[list[WeightSource]] | None = None, *, gated: bool = False
@@ -202,57 +234,63 @@ class NativeBackend:
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
-    def begin_step(self, step: Any, kv: list[Tensor], groups: tuple[KVGroup, ...], ropes: list[Rope]) -> NativeStep:
+    def begin_step(self, step: Any, kv: list[Array], groups: tuple[KVGroup, ...], ropes: list[Rope]) -> NativeStep:
         tokens, rows = step.positions.shape[0], step.context_lens.shape[0]
-        pointers = (t.data_ptr() for t in (step.positions, step.query_starts, step.context_lens))
-        context = NativeStep(_Step(tokens, rows, *pointers), (_Cache * len(kv))())
-        positions = step.positions.to(torch.float32)
-        for cache, pool, table, rope in zip(context.caches, kv, step.block_tables, ropes, strict=True):
-            angles = torch.outer(positions, rope.inverse_frequencies)
-            cosine, sine = angles.cos().mul_(rope.scale), angles.sin().mul_(rope.scale)
+        pointers = map(_address, (step.positions, step.query_starts, step.context_lens))
+        context = NativeStep(_Step(tokens, rows, *pointers), (_Cache * len(kv))(), [step])
+        positions = np.asarray(step.positions).astype(np.float32)
+        for cache, pool, table, rope in zip(context.caches, map(np.asarray, kv), step.block_tables, ropes, strict=True):
+            table = np.asarray(table)
+            angles = np.outer(positions, rope.inverse_frequencies).astype(np.float64)  # rounded to float32 before
+            cosine, sine = ((wave(angles) * rope.scale).astype(np.float32) for wave in (np.cos, np.sin))
             context.keep += [cosine, sine, pool, table]
-            cache.pool, cache.block_stride = pool.data_ptr(), pool.stride(0)
-            cache.block_table, cache.table_stride = table.data_ptr(), table.stride(0)
-            cache.cosine, cache.sine = cosine.data_ptr(), sine.data_ptr()
+            cache.pool, cache.block_stride = _address(pool), pool.strides[0] // pool.itemsize
+            cache.block_table, cache.table_stride = _address(table), table.strides[0] // table.itemsize
+            cache.cosine, cache.sine = _address(cosine), _address(sine)
         return context
 
-    def run_layers(self, layers: Sequence[Layer], x: Tensor, context: NativeStep) -> None:
+    def run_layers(self, layers: Sequence[Layer], x: Array, context: NativeStep) -> None:
         stack = self._stacks.get(id(layers))
         if stack is None:
             structs = [_layer_struct(layer) for layer in layers]
             pointers = (c_void_p * len(structs))(*(ctypes.addressof(struct) for struct in structs))
             stack = self._stacks[id(layers)] = (pointers, structs, layers)  # kept alive: pointers and id stay valid
-        self._lib.em_layers(stack[0], len(layers), context.step, context.caches, x.data_ptr())
+        self._lib.em_layers(stack[0], len(layers), context.step, context.caches, _address(x))
 
-    def residual(self, n_tokens: int, hidden: int) -> Tensor:
+    def residual(self, n_tokens: int, hidden: int) -> Array:
+        import torch  # through which the stages of a pipeline talk
+
         return torch.empty(n_tokens, hidden)
 
-    def gather_logits(self, logits: Tensor, sizes: Sequence[int]) -> Tensor:
+    def gather_logits(self, logits: Array, sizes: Sequence[int]) -> Array:
         return logits
 
-    def embed(self, matrix: PackedMatrix, ids: Tensor, factor: float, first: int = 0) -> Tensor:
-        out = torch.empty(ids.shape[0], matrix.struct.cols)
-        self._lib.em_embedding(matrix.struct, ids.data_ptr(), ids.shape[0], factor, out.data_ptr())
+    def embed(self, matrix: PackedMatrix, ids: Array, factor: float, first: int = 0) -> Array:
+        out = _result(ids, ids.shape[0], matrix.struct.cols)
+        self._lib.em_embedding(matrix.struct, _address(ids), ids.shape[0], factor, _address(out))
         return out
 
-    def norm_linear(self, x: Tensor, matrix: PackedMatrix, norm: Tensor, eps: float) -> Tensor:
-        out = torch.empty(x.shape[0], matrix.struct.rows)
-        self._lib.em_linear(matrix.struct, norm.data_ptr(), eps, x.data_ptr(), x.shape[0], out.data_ptr())
-        return out if matrix.n_rows == matrix.struct.rows else out[:, : matrix.n_rows].contiguous()
+    def norm_linear(self, x: Array, matrix: PackedMatrix, norm: Array, eps: float) -> Array:
+        out = _result(x, x.shape[0], matrix.struct.rows)
+        self._lib.em_linear(matrix.struct, _address(norm), eps, _address(x), x.shape[0], _address(out))
+        if matrix.n_rows == matrix.struct.rows:
+            return out
+        rows = _result(x, x.shape[0], matrix.n_rows)
+        rows[:] = out[:, : matrix.n_rows]
+        return rows
 
-    def linear_add(
-        self, x: Tensor, matrix: PackedMatrix, residual: Tensor, post_norm: Tensor | None, eps: float
-    ) -> None:
-        self._lib.em_linear_add(matrix.struct, _address(post_norm), eps, x.data_ptr(), x.shape[0], residual.data_ptr())
+    def linear_add(self, x: Array, matrix: PackedMatrix, residual: Array, post_norm: Array | None, eps: float) -> None:
+        inputs = _address(post_norm), eps, _address(x), x.shape[0]
+        self._lib.em_linear_add(matrix.struct, *inputs, _address(residual))
 
-    def attention(self, qkv: Tensor, attention: GroupedQueryAttention, context: NativeStep) -> Tensor:
-        out = torch.empty(qkv.shape[0], attention.heads * attention.head_dim)
+    def attention(self, qkv: Array, attention: GroupedQueryAttention, context: NativeStep) -> Array:
+        out = _result(qkv, qkv.shape[0], attention.heads * attention.head_dim)
         cache = context.caches[attention.kv_group]
-        self._lib.em_attention(_attention_struct(attention), context.step, cache, qkv.data_ptr(), out.data_ptr())
+        self._lib.em_attention(_attention_struct(attention), context.step, cache, _address(qkv), _address(out))
         return out
 
-    def mlp(self, mlp: MLP, residual: Tensor) -> None:
-        self._lib.em_mlp(_mlp_struct(mlp), residual.data_ptr(), residual.shape[0])
+    def mlp(self, mlp: MLP, residual: Array) -> None:
+        self._lib.em_mlp(_mlp_struct(mlp), _address(residual), residual.shape[0])
 
 
 def _attention_struct(a: GroupedQueryAttention) -> _Attention:

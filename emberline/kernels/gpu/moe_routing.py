@@ -26,7 +26,7 @@ from emberline.kernels.gpu.launch import (
     pdl_wait,
     sm_count,
 )
-from emberline.kernels.moe import MAX_EXPERTS, Routing
+from emberline.kernels.routing import MAX_EXPERTS, Routing
 
 BLOCK_FIELDS = 4  # of a block: expert, index of its first pair in the expert's list, number of pairs, unused
 _ALIGNED = 4  # words: 16 bytes

@@ -9,7 +9,8 @@ from emberline.kernels.gpu.dequantize import pack_nibbles, pack_scales
 from emberline.kernels.gpu.expert_matrix import FP8_BLOCK, ExpertMatrix, packed_experts
 from emberline.kernels.gpu.grouped_gemm import EXPERT_GATES, GroupedTile, combine_pairs, grouped_gemm
 from emberline.kernels.gpu.moe_routing import Permutation, make_permutation, permutation_ints, route_tokens
-from emberline.kernels.moe import Routing, TorchExperts, route, run_experts
+from emberline.kernels.moe import TorchExperts, route, run_experts
+from emberline.kernels.routing import Routing
 from tests.kernels.gpu.batches import DEVICE, DTYPE, LIMIT, error, noise
 
 TILE = GroupedTile(64, 64, 2, 4)

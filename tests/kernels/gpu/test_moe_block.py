@@ -16,8 +16,9 @@ from emberline.kernels.gpu.backend.moe_block import _add_shared, mark_valid, run
 from emberline.kernels.gpu.backend.workspace import AttentionShape, ExpertsShape, Workspace, WorkspaceSizes
 from emberline.kernels.gpu.expert_matrix import ExpertMatrix
 from emberline.kernels.gpu.formats.dense import DenseMatrix
-from emberline.kernels.moe import Routing, TorchExperts
+from emberline.kernels.moe import TorchExperts
 from emberline.kernels.reference import TorchBackend, TorchMatrix
+from emberline.kernels.routing import Routing
 from emberline.protocol.parallel_layout import Layout
 from tests.kernels.gpu.batches import DEVICE, DTYPE, LIMIT, error, noise
 

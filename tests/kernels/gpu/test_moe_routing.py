@@ -16,7 +16,8 @@ from emberline.kernels.gpu.moe_routing import (
     permutation_ints,
     route_tokens,
 )
-from emberline.kernels.moe import Routing, route
+from emberline.kernels.moe import route
+from emberline.kernels.routing import Routing
 from tests.examples import n_examples
 from tests.kernels.gpu.batches import DEVICE
 

@@ -1,25 +1,22 @@
-"""The reference runner, for CPUs: a step's plan becomes tensors, the model computes, the sampler samples."""
+"""The runner of backends and draft heads in torch: the reference on a CPU, and any GPU without Triton."""
 
-import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol
 
-import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from emberline.engine.core.limits import Limits
-from emberline.engine.core.plan import Admission, Masks, Row, RowScores, Sampled, StepPlan
-from emberline.engine.core.prefill_policy import PrefillPolicy, StepWork
+from emberline.engine.core.plan import Sampled, StepPlan
+from emberline.engine.core.prefill_policy import PrefillPolicy
 from emberline.engine.runners.cpu.draft_model_runner import DraftModelRunner
 from emberline.engine.runners.cpu.head_runner import HeadRunner
-from emberline.engine.runners.prompt_scores import ScoredPrompt, ScoredRow, StepScores
-from emberline.kernels.sampling import SamplerRow, sample
-from emberline.kv.block_pool import NULL_BLOCK, blocks_of
-from emberline.kv.host_memory import HostMemory, Pages, private_pages, shared_pages
+from emberline.engine.runners.cpu.runner import CpuRunner, Draft, host_pages, pool_shape
+from emberline.kernels.sampling import SamplerRow
+from emberline.kv.host_memory import Pages
 from emberline.models.decoder import StepInputs, Taps
 from emberline.models.draft_head import DraftHead
 from emberline.models.draft_model import DraftModel
@@ -37,62 +34,8 @@ class Model(Protocol):
     ) -> tuple[Tensor, list[Tensor]]: ...
 
 
-class ComputedStep:
-    """A step whose forward pass is done: here a launch is synchronous."""
-
-    def __init__(
-        self,
-        logits: Tensor | None,
-        rows: list[SamplerRow],
-        error: Exception | None = None,
-        draft: Callable[[Sequence[Sampled], Sequence[SamplerRow]], Sequence[bytes]] | None = None,
-        scores: Sequence[RowScores] = (),
-    ) -> None:
-        self._logits = logits
-        self._rows = rows
-        self._error = error
-        self._draft = draft
-        self._scores = scores
-        self._sampled: Sequence[Sampled] = []
-        self._drafts: Sequence[bytes] = ()
-
-    def sample(self, masks: Masks | None = None) -> None:
-        if self._logits is None:
-            return
-        try:
-            for index, bits in zip(masks.rows, masks.bits) if masks is not None else ():
-                self._rows[index].allowed = bits
-            self._sampled = sample(self._logits, self._rows)
-            if self._draft is not None:
-                self._drafts = self._draft(self._sampled, self._rows)
-        except Exception as error:
-            self._error = error
-
-    def result(self) -> Sequence[Sampled]:
-        if self._error is not None:
-            raise self._error
-        return self._sampled
-
-    def drafts(self) -> Sequence[bytes]:
-        return self._drafts
-
-    def scores(self) -> Sequence[RowScores]:
-        return self._scores
-
-
-@dataclass(slots=True)
-class _Slot:
-    """What the runner knows of the sequence in a slot."""
-
-    sampler: SamplerRow
-    n_prompt: int
-    passed: list[int]
-    ids: bytearray | None  # prompt and output, kept only for penalties
-    scored: ScoredPrompt | None  # None: its prompt is not scored
-
-
-class TorchRunner:
-    """Owns the KV pools and the step buffers. Buffers are reused: a step's inputs are valid until the next launch."""
+class TorchRunner(CpuRunner):
+    """A runner whose models and draft heads take and return tensors."""
 
     def __init__(
         self,
@@ -106,33 +49,13 @@ class TorchRunner:
         head: DraftHead | DraftModel | None = None,
     ) -> None:
         """head: a draft head or model, whose KV groups follow the model's own in `n_blocks`."""
-        self._model = model
-        groups, n_own = model.kv_groups, len(model.kv_groups)
-        rows, tokens, width = limits.max_running, limits.token_budget, blocks_of(limits.context_len)
+        self._device, self._torch_model = torch.device(device), model
+        self._groups, n_own, rows = model.kv_groups, len(model.kv_groups), limits.max_running
         if head is not None:
-            groups = (*groups, *head.kv_groups)
+            self._groups = (*self._groups, *head.kv_groups)
             scratch = rows if isinstance(head, DraftModel) else 0  # blocks that the cache does not know of
             n_blocks = [*n_blocks[:n_own], *(n + scratch for n in n_blocks[n_own:])]
-        self._cpu_share = cpu_share or nullcontext()
-        self._prefill = prefill or PrefillPolicy()
-        self._device = torch.device(device)
-        self.memory: HostMemory | None = None  # of the pools on a CPU; `shared`: other processes may write it
-        if self._device.type == "cpu":
-            pages = [host_pages(layout, n, shared) for layout, n in zip(groups, n_blocks)]
-            self._kv = [pool_in(each, layout, n) for each, layout, n in zip(pages, groups, n_blocks)]
-            self.memory = HostMemory(
-                [memoryview(each.buffer) for each in pages],
-                [layout.block_bytes for layout in groups],
-                [each.descriptor for each in pages if shared],
-            )
-        else:
-            self._kv = [allocate_pool(layout, n, self._device) for layout, n in zip(groups, n_blocks)]
-        self._slots: list[_Slot | None] = [None] * rows
-        self._tables = [np.zeros((rows, width), np.int32) for _ in self._kv]  # by slot
-        self._step_tables = [np.zeros(rows * width, np.int32) for _ in self._kv]  # by row of the step
-        self._counting = np.arange(limits.context_len, dtype=np.int32)
-        self._token_ids, self._positions = np.zeros(tokens, np.int32), np.zeros(tokens, np.int32)
-        self._query_starts, self._context_lens = np.zeros(rows + 1, np.int32), np.zeros(rows, np.int32)
+        super().__init__(model, n_blocks, limits, prefill, shared, cpu_share)
         self._kv, own = self._kv[:n_own], self._kv[n_own:]
         self.head: HeadRunner | DraftModelRunner | None = None
         if isinstance(head, DraftModel):
@@ -140,30 +63,24 @@ class TorchRunner:
         elif head is not None:
             self.head = HeadRunner(head, own[0], limits.vocab_size, rows)
 
-    def launch(self, plan: StepPlan) -> ComputedStep:
-        try:
-            for admission in plan.admissions:
-                self._admit(admission)
-            inputs, samplers = self._inputs(plan)
-            scores = StepScores(self._scored_rows(plan), self._device) if plan.n_scored else None
-            inputs.scored = None if scores is None else scores.tokens
-            began_s = time.perf_counter()
-            with self._cpu_share:
-                draft = None
-                states: list[Tensor] = []
-                if self.head is not None and self.head.taps:
-                    logits, states = self._model.forward_tapped(inputs, self._kv, self.head.taps)
-                else:
-                    logits = self._model.forward(inputs, self._kv)
-                if self.head is not None:
-                    draft = partial(self._draft, plan, states)
-            if scores is None:
-                self._prefill.observe(_work(plan), time.perf_counter() - began_s)
-            else:
-                scores.fetch()
-            return ComputedStep(logits, samplers, draft=draft, scores=() if scores is None else scores.read())
-        except Exception as error:
-            return ComputedStep(None, [], error)
+    def _open_pools(self, n_blocks: Sequence[int], shared: bool) -> list[Any]:
+        if self._device.type == "cpu":
+            return self._host_pools(self._groups, n_blocks, shared, tensor_in)
+        return [allocate_pool(layout, n, self._device) for layout, n in zip(self._groups, n_blocks)]
+
+    def _array(self, values: NDArray[Any]) -> Tensor:
+        tensor = torch.from_numpy(values)
+        return tensor if self._device.type == "cpu" else tensor.to(self._device)
+
+    def _forward(self, plan: StepPlan, inputs: StepInputs) -> tuple[Tensor, Draft | None]:
+        if self.head is None:
+            return self._torch_model.forward(inputs, self._kv), None
+        states: list[Tensor] = []
+        if self.head.taps:
+            logits, states = self._torch_model.forward_tapped(inputs, self._kv, self.head.taps)
+        else:
+            logits = self._torch_model.forward(inputs, self._kv)
+        return logits, partial(self._draft, plan, states)
 
     def _draft(
         self, plan: StepPlan, states: list[Tensor], sampled: Sequence[Sampled], samplers: Sequence[SamplerRow]
@@ -172,150 +89,13 @@ class TorchRunner:
         with self._cpu_share:
             return self.head.draft(plan, states, self._tables[len(self._kv) :], sampled, samplers)
 
-    def _admit(self, admission: Admission) -> None:
-        request, row = admission.request, sampler_row(admission)
-        self._slots[admission.slot] = _Slot(
-            row,
-            n_prompt=len(request.prompt_ids) // 4,
-            passed=[0] * len(self._tables),
-            ids=None if row.prompt_ids is None else bytearray(request.prompt_ids + admission.output_ids),
-            scored=ScoredPrompt.of(request),
-        )
-        for table, blocks in zip(self._tables, admission.blocks):
-            table[admission.slot] = NULL_BLOCK
-            table[admission.slot, : len(blocks)] = blocks
-
-    def _scored_rows(self, plan: StepPlan) -> list[ScoredRow]:
-        """The rows of a plan whose tokens are scored."""
-        found, first = list[ScoredRow](), 0
-        for row in plan.rows:
-            if row.n_scored:
-                slot = self._slots[row.slot]
-                assert slot is not None, "a row needs an admission first"
-                assert slot.scored is not None, "the request asks for it"
-                found.append(ScoredRow(row, first, slot.scored))
-            first += row.stop - row.start
-        return found
-
-    def _inputs(self, plan: StepPlan) -> tuple[StepInputs, list[SamplerRow]]:
-        samplers: list[SamplerRow] = []
-        sample_tokens: list[int] = []
-        n = longest = 0
-        rows = plan.rows
-        for r, row in enumerate(rows):
-            slot = self._slots[row.slot]
-            assert slot is not None, "a row needs an admission first"
-            end, n_drafts = row.end, row.n_drafts
-            context_len = end + n_drafts
-            self._update_tables(row, slot, context_len)
-            if slot.ids is not None:
-                del slot.ids[4 * row.start :]  # drafts that were accepted stay
-                slot.ids += row.token_ids
-            stop = n + context_len - row.start
-            self._token_ids[n:stop] = np.frombuffer(row.token_ids + row.draft_ids, "<u4")
-            self._positions[n:stop] = self._counting[row.start : context_len]
-            self._context_lens[r] = context_len
-            self._query_starts[r + 1] = n = stop
-            longest = max(longest, context_len)
-            if row.samples:
-                sample_tokens += range(n - 1 - n_drafts, n)
-                samplers.append(self._sampler(row, slot, end))
-                if n_drafts:
-                    samplers += self._draft_samplers(row, slot)
-        n_rows, width = len(rows), blocks_of(longest)
-        inputs = StepInputs(
-            token_ids=self._to_device(self._token_ids[:n]),
-            positions=self._to_device(self._positions[:n]),
-            query_starts=self._to_device(self._query_starts[: n_rows + 1]),
-            context_lens=self._to_device(self._context_lens[:n_rows]),
-            block_tables=self._block_tables([row.slot for row in rows], width),
-            sample_tokens=self._to_device(np.array(sample_tokens, np.int64)),
-        )
-        return inputs, samplers
-
-    def _update_tables(self, row: Row, slot: _Slot, end: int) -> None:
-        if row.blocks is not None:
-            stop = blocks_of(end)
-            for table, blocks in zip(self._tables, row.blocks):
-                table[row.slot, stop - len(blocks) : stop] = blocks
-        if row.passed != slot.passed:
-            for table, n_passed in zip(self._tables, row.passed):
-                table[row.slot, :n_passed] = NULL_BLOCK
-            slot.passed = row.passed
-
-    def _sampler(self, row: Row, slot: _Slot, end: int) -> SamplerRow:
-        sampler = slot.sampler
-        sampler.position = end
-        sampler.banned = row.banned
-        sampler.allowed = None
-        if slot.ids is not None:
-            sampler.output_ids = np.frombuffer(bytes(slot.ids[4 * slot.n_prompt :]), "<u4")
-        return sampler
-
-    def _draft_samplers(self, row: Row, slot: _Slot) -> list[SamplerRow]:
-        """Of the draws after each draft: as if all drafts up to it had been sampled."""
-        samplers = [replace(slot.sampler, position=row.end + n) for n in range(1, row.n_drafts + 1)]
-        if slot.ids is not None:
-            slot.ids += row.draft_ids
-            output_ids = np.frombuffer(bytes(slot.ids[4 * slot.n_prompt :]), "<u4")
-            for sampler in samplers:
-                sampler.output_ids = output_ids[: sampler.position - slot.n_prompt]
-        return samplers
-
-    def _block_tables(self, slots: list[int], width: int) -> list[Tensor]:
-        tables = []
-        for table, buffer, _ in zip(self._tables, self._step_tables, self._kv):  # without the draft head's or model's
-            rows = buffer[: len(slots) * width].reshape(len(slots), width)
-            table[:, :width].take(slots, axis=0, out=rows, mode="clip")
-            tables.append(self._to_device(rows))
-        return tables
-
-    def _to_device(self, array: "np.ndarray[Any, Any]") -> Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor if self._device.type == "cpu" else tensor.to(self._device)
-
-
-def sampler_row(admission: Admission) -> SamplerRow:
-    """Sampling parameters of a sequence; its tokens only where a penalty needs them."""
-    request, sampling = admission.request, admission.request.sampling
-    penalized = sampling.repetition_penalty != 1 or sampling.frequency_penalty or sampling.presence_penalty
-    return SamplerRow(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        presence_penalty=sampling.presence_penalty,
-        logit_bias=sampling.logit_bias,
-        seed=admission.seed,
-        prompt_ids=np.frombuffer(request.prompt_ids, "<u4") if penalized else None,
-        output_ids=np.frombuffer(admission.output_ids, "<u4") if penalized else None,
-        logprobs=sampling.logprobs,
-        guided=request.masked,
-    )
-
-
-def _work(plan: StepPlan) -> StepWork:
-    chunks = [row for row in plan.others if row.end - row.start > 1]
-    return StepWork.of(plan.n_rows - len(chunks), chunks, plan.n_drafts)
-
 
 def allocate_pool(layout: KVGroup, n_blocks: int, device: torch.device) -> Tensor:
     """Zeroed blocks, each contiguous over layers. On the CPU a block takes memory once it is written."""
     if device.type == "cpu":
-        return pool_in(host_pages(layout, n_blocks, shared=False), layout, n_blocks)
+        return tensor_in(host_pages(layout, n_blocks, shared=False), layout, n_blocks)
     return torch.zeros(pool_shape(layout, n_blocks), dtype=getattr(torch, layout.dtype), device=device)
 
 
-def host_pages(layout: KVGroup, n_blocks: int, shared: bool) -> Pages:
-    n_bytes = n_blocks * layout.block_bytes
-    return shared_pages(n_bytes) if shared else private_pages(n_bytes)
-
-
-def pool_in(pages: Pages, layout: KVGroup, n_blocks: int) -> Tensor:
+def tensor_in(pages: Pages, layout: KVGroup, n_blocks: int) -> Tensor:
     return torch.frombuffer(pages.buffer, dtype=getattr(torch, layout.dtype)).view(pool_shape(layout, n_blocks))
-
-
-def pool_shape(layout: KVGroup, n_blocks: int) -> tuple[int, ...]:
-    return n_blocks, *layout.block_shape

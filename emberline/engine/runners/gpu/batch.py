@@ -12,6 +12,7 @@ from torch import Tensor
 
 from emberline.engine.core.plan import Masks, Row
 from emberline.engine.core.rows import Ints
+from emberline.engine.runners.gpu.prompt_scores import DeviceStepScores
 from emberline.engine.runners.gpu.shapes import (
     CHUNK_ROWS,
     MAX_GRAPH_TOKENS,
@@ -23,7 +24,7 @@ from emberline.engine.runners.gpu.shapes import (
 )
 from emberline.engine.runners.gpu.slots import Slot, Slots
 from emberline.engine.runners.gpu.stream import Upload
-from emberline.engine.runners.prompt_scores import ScoredRow, StepScores
+from emberline.engine.runners.prompt_scores import ScoredRow
 from emberline.kernels.decode_inputs import (
     DRAFT_HEADER_ROWS,
     HEADER_ROWS,
@@ -110,7 +111,7 @@ class StepBatch:
     order: Sequence[int] = field(default_factory=list)  # their indices among the samples of the step, without padding
     logprobs: list[int | None] | None = None  # what each of them wants; None: none wants any
     masked: bool = False  # some row has a grammar, and waits for its mask
-    scores: StepScores | None = None  # what it scores
+    scores: DeviceStepScores | None = None  # what it scores
     left_out: list[int] | None = None  # drafts of each sampling row, where the step does not verify them
 
     @property
@@ -163,7 +164,7 @@ class StepBatch:
             for row, first, slot in zip(self.chunks, starts, slots.of(self.chunks))
             if row.n_scored and slot.scored is not None
         ]
-        self.scores = StepScores(rows, device, at_once)
+        self.scores = DeviceStepScores(rows, device, at_once)
 
     @property
     def n_tokens(self) -> int:

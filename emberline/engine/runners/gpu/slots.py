@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from emberline.engine.core.plan import Admission, Masks, Row, n_accepted
 from emberline.engine.core.rows import Ints
-from emberline.engine.runners.cpu.torch_runner import sampler_row
+from emberline.engine.runners.cpu.runner import sampler_row
 from emberline.engine.runners.gpu.stream import Upload
 from emberline.engine.runners.prompt_scores import ScoredPrompt
 from emberline.kernels.decode_inputs import MAX_DRAFTS, NO_BLOCK, SlotState

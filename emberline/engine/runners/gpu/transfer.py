@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from emberline.engine.runners.cpu.torch_runner import pool_shape
+from emberline.engine.runners.cpu.runner import pool_shape
 from emberline.engine.runners.gpu.staged_transfer import StagedPools, StagedTcpSendTransport
 from emberline.engine.runners.gpu.stream import device_event, pinned
 from emberline.kernels.gpu.elementwise import COPY_WORDS, copy_block_runs, copy_blocks

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from emberline.kernels.backend import LatentAttention
-from emberline.kernels.context_parallel import TokenShare
 from emberline.kernels.gpu.backend.matmul import Matmul
 from emberline.kernels.gpu.backend.workspace import LatentShape, PrefillChunk, StepShape, Workspace
 from emberline.kernels.gpu.formats.matrix_format import Fusion
@@ -30,6 +29,7 @@ from emberline.kernels.gpu.mla.prefill import attend_expanded
 from emberline.kernels.gpu.mla.projections import absorb_queries, project_values, rotate_and_cache
 from emberline.kernels.gpu.mla.shares import LatentShares, merge_shares
 from emberline.kernels.gpu.mla.splits import ITEM_FIELDS, LatentSplits, max_items, plan_latent_splits
+from emberline.kernels.token_share import TokenShare
 
 
 @dataclass(frozen=True, slots=True)

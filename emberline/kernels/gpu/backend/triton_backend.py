@@ -1,11 +1,14 @@
 """The Backend protocol in Triton: one workspace, no allocation inside a layer, all of it CUDA graph capturable."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from emberline.kernels.backend import (
@@ -97,6 +100,12 @@ class TritonBackend:
         self._matmul = Matmul(self._workspace, self._deterministic, self._pdl)
         if sizes.experts is not None and self._pdl and not self._deterministic:
             self._beside = Beside.of(self._workspace)
+
+    def inference(self) -> AbstractContextManager[Any]:
+        return torch.inference_mode()
+
+    def constant(self, values: NDArray[np.float32]) -> Tensor:
+        return torch.from_numpy(values).to(self.device)
 
     def load_matrix(
         self, weights: list[WeightSource], bias: list[WeightSource] | None = None, *, gated: bool = False
@@ -195,7 +204,8 @@ class TritonBackend:
         return self._workspace.take("residual", n_tokens, hidden)
 
     def gather_logits(self, logits: Tensor, sizes: Sequence[int]) -> Tensor:
-        assert self._tp is not None
+        if self._tp is None:
+            return logits
         n, widest = len(logits), max(sizes)
         if logits.shape[1] < widest:
             logits = torch.nn.functional.pad(logits, (0, widest - logits.shape[1]))

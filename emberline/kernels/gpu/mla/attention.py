@@ -21,7 +21,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from emberline.kernels.context_parallel import WHOLE_BLOCKS, TokenShare
 from emberline.kernels.gpu.decode_attention import LOG2_E
 from emberline.kernels.gpu.launch import (
     INTERPRETED,
@@ -32,6 +31,7 @@ from emberline.kernels.gpu.launch import (
     pdl_wait,
 )
 from emberline.kernels.gpu.mla.splits import MAX_SPLITS, LatentSplits
+from emberline.kernels.token_share import WHOLE_BLOCKS, TokenShare
 
 LSE_ROOM = 8  # columns of a result of several ranks for its log-sum-exp: rows stay aligned for wide stores
 

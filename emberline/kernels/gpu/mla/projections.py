@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from emberline.kernels.backend import LatentAttention
-from emberline.kernels.context_parallel import WHOLE_BLOCKS, TokenShare
 from emberline.kernels.gpu.launch import cdiv, launch_options, next_power_of_two, pdl_launch_early, pdl_wait
+from emberline.kernels.token_share import WHOLE_BLOCKS, TokenShare
 
 
 @triton.jit

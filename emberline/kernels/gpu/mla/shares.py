@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from emberline.kernels.collectives import Collectives
-from emberline.kernels.context_parallel import TokenShare
 from emberline.kernels.gpu.launch import launch_options, next_power_of_two
 from emberline.kernels.gpu.mla.attention import LSE_ROOM
+from emberline.kernels.token_share import TokenShare
 from emberline.protocol.block_hash import BLOCK_TOKENS
 
 

@@ -135,7 +135,7 @@ def test_drafts_of_sampled_requests_use_their_noise():
 def test_a_head_that_drafts_invalid_numbers_is_left_out(caplog):
     loop, _ = loop_of(OneThreadBackend, head_of())
     plain, _ = plain_answers("full", OneThreadBackend)
-    loop.runner.head.head._norm.fill_(torch.nan)
+    loop.runner.head.head._norm[:] = torch.nan
     drafted, _ = answers(loop)
     assert drafted == plain
     assert [record.message for record in caplog.records].count(
