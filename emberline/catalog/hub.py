@@ -26,6 +26,7 @@ from emberline.catalog.download import (
 from emberline.catalog.model_card import HubSource
 from emberline.protocol.errors import BadInput, ModelNotFound
 from emberline.weights.hf_checkpoint import folder_config
+from emberline.weights.mmproj import best_mmproj
 
 _SPEC = re.compile(r"hf:([\w.-]+/[\w.-]+?)(?:@([\w.-]+))?(?:/((?:[\w. -]+/)*[\w. -]+\.gguf))?")
 # Which of a repository's GGUF files is preferred when none is named, best first.
@@ -138,29 +139,40 @@ def fetch_files(
 
 
 def choose(files: Sequence[HubFile], source: HubSource) -> list[HubFile]:
-    """The files to download: the named GGUF, or the safetensors with their configuration, or the preferred GGUF."""
+    """The files to download: the named GGUF, or the safetensors with their configuration, or the preferred GGUF, with
+    the mmproj file beside it."""
     top = [file for file in files if "/" not in file.name]
     if source.file is not None:
         wanted = [file for file in files if file.name == source.file]
         if not wanted:
             raise ModelNotFound(f"{source.repo} has no file {source.file}")
-        return wanted
+        return [*wanted, *_mmproj_of(wanted[0], files)]
     texts = [file for file in top if _TEXT_FILE.fullmatch(file.name)]
     tensors = [file for file in top if file.name.endswith(".safetensors")]
     tensors = [file for file in tensors if file.name.startswith("model")] or tensors  # not a copy in another layout
     if tensors and any(file.name == "config.json" for file in texts):
         return sorted(texts, key=lambda file: file.name != "config.json") + tensors  # config.json first
-    ggufs = {file.name.lower(): file for file in top if file.name.lower().endswith(".gguf")}
+    named = {file.name.lower(): file for file in top if file.name.lower().endswith(".gguf")}
+    ggufs = {name: file for name, file in named.items() if best_mmproj([name]) is None}
     for kind in _PREFERRED:
         for name in sorted(ggufs):
             if re.search(rf"(?<![a-z0-9]){kind}(?![a-z0-9_])", name):
-                return [ggufs[name]]
+                return [ggufs[name], *_mmproj_of(ggufs[name], files)]
     if len(ggufs) == 1:
-        return list(ggufs.values())
+        (file,) = ggufs.values()
+        return [file, *_mmproj_of(file, files)]
     raise ModelNotFound(
         f"{source.repo} has neither safetensors with a config.json nor a GGUF that can be chosen;"
         f" name one of its files: hf:{source.repo}/FILE.gguf"
     )
+
+
+def _mmproj_of(model: HubFile, files: Sequence[HubFile]) -> list[HubFile]:
+    """The file of the vision tower in the folder of a GGUF file, if there is one."""
+    folder = model.name.rpartition("/")[0]
+    beside = {file.name: file for file in files if file.name.rpartition("/")[0] == folder and file is not model}
+    name = best_mmproj(beside)
+    return [] if name is None else [beside[name]]
 
 
 def _checked(path: Path, file: HubFile) -> str:

@@ -213,7 +213,8 @@ def _from_gguf(path: Path, renderers: RendererFactory) -> TextModel:
                 tokens[name] = tokenizer.token_bytes.spell(token_id).decode(errors="replace")
     finally:
         file.close()
-    return TextModel(tokenizer, ChatTemplate(source if isinstance(source, str) else None, tokens, renderers))
+    template = ChatTemplate(source if isinstance(source, str) else None, tokens, renderers)
+    return TextModel(tokenizer, template, read_image_processor(path))
 
 
 def _from_folder(folder: Path, renderers: RendererFactory) -> TextModel:

@@ -345,5 +345,9 @@ def _unpermuted(tensor: GGUFTensor, config: ModelConfig) -> NDArray[np.intp] | N
     n_heads = {"attn_q": config.n_heads, "attn_k": config.n_kv_heads}.get(part[0] if part else "")
     if n_heads is None or tensor.shape[0] != n_heads * config.head_dim:
         return None  # not rotated, or of a wrong shape, which `check_tensors` rejects
-    pairs = np.arange(tensor.shape[0]).reshape(n_heads, config.head_dim // 2, 2)
-    return pairs.swapaxes(1, 2).reshape(-1)
+    return unpermuted_rows(tensor.shape[0], n_heads)
+
+
+def unpermuted_rows(n_rows: int, n_heads: int) -> NDArray[np.intp]:
+    """The row order that undoes llama.cpp's permutation of a matrix of so many heads."""
+    return np.arange(n_rows).reshape(n_heads, -1, 2).swapaxes(1, 2).reshape(-1)

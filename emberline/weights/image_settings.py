@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from emberline.protocol.images import ImageProcessor
+from emberline.weights.mmproj import mmproj_processor
 from emberline.weights.model_config import BadCheckpoint, Fields
 from emberline.weights.task_config import read_json
 
@@ -54,7 +55,9 @@ class ProcessorFiles:
 
 
 def read_image_processor(folder: Path) -> ImageProcessor | None:
-    """Read a model's image processor. Returns None if the model takes no images."""
+    """Read the image processor of a folder or a GGUF file. Returns None if the model takes no images."""
+    if folder.is_file():
+        return mmproj_processor(folder)
     if not folder.is_dir() or not (folder / "config.json").is_file():
         return None
     return image_processor(

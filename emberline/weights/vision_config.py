@@ -8,6 +8,7 @@ import msgspec
 
 from emberline.protocol.images import ImageProcessor
 from emberline.weights.image_settings import read_image_processor
+from emberline.weights.mmproj import MMProj
 from emberline.weights.model_config import MAX_LAYERS, BadCheckpoint, Fields
 from emberline.weights.task_config import read_json
 
@@ -55,7 +56,10 @@ class TowerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_tower_config(folder: Path) -> TowerConfig | None:
-    """Read the configuration of a folder's vision tower. Returns None if the model has none."""
+    """Read the configuration of the vision tower of a folder or a GGUF file. Returns None if the model has none."""
+    if folder.is_file():
+        mmproj = MMProj.beside(folder)
+        return None if mmproj is None else _checked(_mmproj_config(mmproj))
     processor = read_image_processor(folder)
     return None if processor is None else tower_config(read_json(folder, "config.json"), processor)
 
@@ -65,16 +69,40 @@ def tower_config(document: dict[str, object], processor: ImageProcessor) -> Towe
     vision, text = document["vision_config"], document.get("text_config")
     if not isinstance(vision, dict) or not isinstance(text, dict):
         raise BadCheckpoint("config.json: a model with a vision tower needs 'vision_config' and 'text_config'")
-    config = _READERS[processor.family](
-        Fields(document, "config.json"), Fields(vision, "config.json: vision_config"), text, processor
-    )
+    read = _READERS[processor.family]
+    return _checked(read(Fields(document, "config.json"), Fields(vision, "vision_config"), text, processor))
+
+
+def _checked(config: TowerConfig) -> TowerConfig:
     if config.width % config.n_heads or config.head_dim % 4:
-        raise BadCheckpoint(f"config.json: a width of {config.width} cannot make {config.n_heads} heads of the tower")
+        raise BadCheckpoint(f"a vision tower of width {config.width} cannot have {config.n_heads} heads")
     if config.n_positions != config.grid_side**2:
-        raise BadCheckpoint(f"config.json: {config.n_positions} positions of the tower are no square grid")
+        raise BadCheckpoint(f"{config.n_positions} positions of a vision tower are no square grid")
     if any(layer >= config.n_layers for layer in config.deepstack):
-        raise BadCheckpoint(f"config.json: deepstack_visual_indexes reaches beyond {config.n_layers} blocks")
+        raise BadCheckpoint(
+            f"deepstack outputs {config.deepstack} reach beyond the {config.n_layers} blocks of the tower"
+        )
     return config
+
+
+def _mmproj_config(mmproj: MMProj) -> TowerConfig:
+    vision, names = mmproj.vision, mmproj.file.tensors
+    eps, family = vision.positive("attention.layer_norm_epsilon"), mmproj.projector.family
+    positions = names.get("v.position_embd.weight")
+    return TowerConfig(
+        processor=mmproj.processor(),
+        width=vision.whole("embedding_length"),
+        n_layers=vision.whole("block_count", most=MAX_LAYERS),
+        n_heads=vision.whole("attention.head_count"),
+        mlp_size=vision.whole("feed_forward_length"),
+        hidden=mmproj.text.whole("embedding_length"),
+        norm_eps=eps,
+        activation="silu" if mmproj.has_silu else "gelu" if family == "pixtral" else "gelu_tanh",
+        n_positions=0 if positions is None else positions.shape[0],
+        projector_eps=mmproj.text.positive("attention.layer_norm_rms_epsilon") if family == "pixtral" else eps,
+        projector_bias="mm.1.bias" in names,
+        deepstack=mmproj.deepstack,
+    )
 
 
 def _activation(fields: Fields, key: str, default: str) -> str:

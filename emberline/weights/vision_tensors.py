@@ -4,14 +4,19 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from emberline.weights.hf_checkpoint import KINDS, SafetensorsFile, shard_names
+from emberline.weights.mmproj import MMProj
 from emberline.weights.model_config import BadCheckpoint
 from emberline.weights.tensors import FileLocation, Weight
 from emberline.weights.vision_names import vision_tensor
 
 
 def read_vision_tensors(folder: Path, family: str) -> dict[str, Weight]:
-    """The tower's tensors of a Hugging Face folder, still in its mapped files. Raises BadCheckpoint."""
+    """The tower's tensors of a folder, or of the mmproj file beside a GGUF file, still in the mapped files. Raises
+    BadCheckpoint."""
     found: dict[str, Weight] = {}
+    if folder.is_file():
+        mmproj = MMProj.beside(folder)
+        return found if mmproj is None else mmproj.tensors()
     for shard in shard_names(folder):
         file = SafetensorsFile.open(folder / shard)
         for weight in _weights(file, family):

@@ -180,6 +180,8 @@ def test_names(spec: str, source: HubSource) -> None:
         (["m-Q2_K.gguf", "m-Q8_0.gguf", "m-Q4_K_M.gguf"], ["m-Q4_K_M.gguf"]),
         (["m.f16.gguf", "m.iq4_xs.gguf"], ["m.f16.gguf"]),
         (["only.gguf"], ["only.gguf"]),
+        (["m-Q4_0.gguf", "mmproj-m-Q8_0.gguf", "mmproj-m-f16.gguf"], ["m-Q4_0.gguf", "mmproj-m-f16.gguf"]),
+        (["m-IQ4.gguf", "mmproj-m-Q8_0.gguf"], ["m-IQ4.gguf", "mmproj-m-Q8_0.gguf"]),
         (["config.json", "consolidated.safetensors", "model-1.safetensors"], ["config.json", "model-1.safetensors"]),
         (
             ["tokenizer.json", "adapter.safetensors", "config.json"],

@@ -15,6 +15,7 @@ def tiny_gguf(
     drop: tuple[str, ...] = (),
     metadata: dict[str, Any] | None = None,
     kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.Q4_0,
+    first_token: str = "t0",
 ) -> Path:
     """Two layers of width 64 with 4 query and 2 KV heads; matrices quantized to `kind`, the rest float32."""
     writer = gguf.GGUFWriter(path, arch)
@@ -26,7 +27,7 @@ def tiny_gguf(
     writer.add_head_count_kv(2)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
-    writer.add_token_list([f"t{i}" for i in range(30)] + ["<|im_end|>", "<|endoftext|>"])
+    writer.add_token_list([first_token, *(f"t{i}" for i in range(1, 30)), "<|im_end|>", "<|endoftext|>"])
     writer.add_token_types([1] * 30 + [3, 3])
     writer.add_eos_token_id(31)
     for key, value in (metadata or {}).items():

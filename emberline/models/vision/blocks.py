@@ -60,7 +60,7 @@ class TowerWeights:
             raise BadCheckpoint(f"tensor {name!r} of the vision tower is missing")
         if weight.shape != shape:
             raise BadCheckpoint(
-                f"tensor {name!r} of the vision tower has shape {weight.shape}, but config.json implies {shape}"
+                f"tensor {name!r} of the vision tower has shape {weight.shape}, but its configuration implies {shape}"
             )
         self.n_bytes += math.prod(shape) * (dtype or self.dtype).itemsize
         return weight.tensor(dtype or self.dtype, self.device)

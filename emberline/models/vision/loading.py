@@ -33,10 +33,11 @@ def tower_bytes(config: TowerConfig | None, dtype: torch.dtype = torch.bfloat16)
 def load_tower(
     folder: Path, *, device: torch.device | str, dtype: torch.dtype, deterministic: bool = False
 ) -> VisionTower | None:
-    """Load the tower and projector of a Hugging Face folder. Returns None if its model has none.
+    """Load the tower and projector of a Hugging Face folder, or of the mmproj file beside a GGUF file. Returns None if
+    the model has none.
 
-    Raises BadCheckpoint if a tensor is unknown, missing, misshapen or quantized. `deterministic`: a tile's rows are the
-    same bits whatever it is encoded with.
+    Raises BadCheckpoint if a tensor is unknown, missing, misshapen, or quantized in a folder. `deterministic`: a tile's
+    rows are the same bits whatever it is encoded with.
     """
     config = read_tower_config(folder)
     if config is None:

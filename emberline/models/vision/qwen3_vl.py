@@ -15,8 +15,13 @@ class Qwen3VLTower(TowerEncoder):
     def read_encoder(self, weights: TowerWeights) -> tuple[Linear, list[Block]]:
         """Read the blocks, and the patch embedding, whose two frames are summed: an image is a frame twice."""
         config, patch = self.config, self.config.processor.patch
-        frames = weights.take("v.patch_embd.weight", config.width, 3, 2, patch, patch, dtype=torch.float32)
-        rows = frames.sum(2).permute(0, 2, 3, 1).reshape(config.width, -1).to(weights.dtype).contiguous()
+        if weights.has("v.patch_embd.weight.1"):  # llama.cpp has a tensor for each frame
+            names, shape = ("v.patch_embd.weight", "v.patch_embd.weight.1"), (config.width, 3, patch, patch)
+            one, two = (weights.take(name, *shape, dtype=torch.float32) for name in names)
+            both = one + two
+        else:
+            both = weights.take("v.patch_embd.weight", config.width, 3, 2, patch, patch, dtype=torch.float32).sum(2)
+        rows = both.permute(0, 2, 3, 1).reshape(config.width, -1).to(weights.dtype).contiguous()
         blocks = [Block.read(weights, number, config, fused=True) for number in range(config.n_layers)]
         return Linear(rows, weights.take("v.patch_embd.bias", config.width)), blocks
 

@@ -138,7 +138,7 @@ NORM = "model.vision_model.post_layernorm.weight"
     ("change", "message"),
     [
         (lambda tensors: tensors.pop(NORM), "'v.post_ln.weight' of the vision tower is missing"),
-        (lambda tensors: tensors.update({NORM: torch.ones(3)}), r"shape \(3,\), but config.json implies \(48,\)"),
+        (lambda tensors: tensors.update({NORM: torch.ones(3)}), r"shape \(3,\), but its configuration implies \(48,\)"),
         (lambda tensors: tensors.update({NORM: torch.ones(48, dtype=torch.int8)}), "is I8; vision towers are read in"),
         (
             lambda tensors: tensors.update({"model.vision_model.extra.weight": torch.ones(3)}),

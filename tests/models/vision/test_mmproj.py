@@ -1,0 +1,136 @@
+"""Towers from mmproj files, as llama.cpp's converter writes them, against the same towers from folders."""
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from emberline.models.vision.loading import load_tower
+from emberline.weights.image_settings import read_image_processor
+from emberline.weights.mmproj import best_mmproj
+from emberline.weights.model_config import BadCheckpoint
+from emberline.weights.vision_config import TowerConfig, read_tower_config
+from emberline.weights.vision_tensors import read_vision_tensors
+from tests.models.vision.small_vision_models import MODELS, save_vision_model
+from tests.weights.tiny_gguf import tiny_gguf
+
+HIDDEN = 64  # of tiny_gguf
+KINDS = {  # projector and architecture of llama.cpp, and the image token
+    "smolvlm": ("idefics3", "llama", "<image>"),
+    "gemma3": ("gemma3", "gemma3", "<image_soft_token>"),
+    "mistral3": ("pixtral", "llama", "[IMG]"),
+    "qwen3_vl": ("qwen3vl_merger", "qwen3vl", "<|image_pad|>"),
+}
+
+
+def save_folder(folder: Path, family: str) -> TowerConfig:
+    text = MODELS[family]["text_config"] | {"hidden_size": HIDDEN, "rms_norm_eps": 1e-5}
+    changes: dict[str, Any] = {"text_config": text}
+    if family == "qwen3_vl":
+        changes["vision_config"] = MODELS[family]["vision_config"] | {"out_hidden_size": HIDDEN}
+    save_vision_model(folder, family, **changes)
+    config = read_tower_config(folder)
+    assert config is not None
+    return config
+
+
+def converted(config: TowerConfig, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What llama.cpp's converter makes of the tensors."""
+    found = dict(tensors)
+    if config.processor.family == "siglip":
+        found["mm.soft_emb_norm.weight"] = tensors["mm.soft_emb_norm.weight"] + np.float32(1)
+        for name in [name for name in tensors if ".ffn_up." in name]:  # as older converters did
+            other = name.replace("_up.", "_down.")
+            found[name], found[other] = tensors[other], tensors[name]
+    if config.processor.family == "pixtral":
+        for name in [name for name in tensors if name.endswith(("attn_q.weight", "attn_k.weight"))]:
+            heads = tensors[name].reshape(config.n_heads, 2, config.head_dim // 2, config.width)
+            found[name] = heads.swapaxes(1, 2).reshape(config.width, config.width)
+        found["v.token_embd.img_break"] = np.zeros(HIDDEN, np.float32)
+    if config.processor.family == "qwen3_vl":
+        frames = found.pop("v.patch_embd.weight")
+        found |= {"v.patch_embd.weight": frames[:, :, 0], "v.patch_embd.weight.1": frames[:, :, 1]}
+        for n in reversed(range(len(config.deepstack))):
+            for name in [name for name in found if name.startswith(f"v.deepstack.{n}.")]:
+                found[name.replace(f".{n}.", f".{config.deepstack[n]}.", 1)] = found.pop(name)
+    return found
+
+
+def write_mmproj(path: Path, kind: str, config: TowerConfig, tensors: dict[str, np.ndarray]) -> None:
+    writer, processor = gguf.GGUFWriter(path, "clip"), config.processor
+    writer.add_string("clip.projector_type", kind)
+    writer.add_bool("clip.use_silu" if config.activation == "silu" else "clip.use_gelu", True)
+    prefix = "clip.vision."
+    for key, number in {
+        "image_size": processor.tile or processor.longest_edge or 96,
+        "patch_size": processor.patch,
+        "embedding_length": config.width,
+        "feed_forward_length": config.mlp_size,
+        "block_count": config.n_layers,
+        "attention.head_count": config.n_heads,
+        "projection_dim": config.hidden,
+        "spatial_merge_size": processor.merge,
+        "projector.scale_factor": processor.merge,
+        "preproc_image_size": processor.longest_edge or 96,
+    }.items():
+        writer.add_uint32(prefix + key, number)
+    writer.add_float32(f"{prefix}attention.layer_norm_epsilon", config.norm_eps)
+    writer.add_array(f"{prefix}image_mean", list(processor.mean))
+    writer.add_array(f"{prefix}image_std", list(processor.std))
+    if config.deepstack:
+        flags = [layer in config.deepstack for layer in range(config.n_layers)]
+        writer.add_array(f"{prefix}is_deepstack_layers", flags)
+    for name, array in converted(config, tensors).items():
+        writer.add_tensor(name, np.ascontiguousarray(array))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_towers_of_mmproj_files_are_those_of_the_folders(tmp_path: Path, family: str) -> None:
+    config = save_folder(tmp_path / "folder", family)
+    weights = read_vision_tensors(tmp_path / "folder", config.processor.family)
+    kind, architecture, token = KINDS[family]
+    model = tiny_gguf(tmp_path / "m.gguf", arch=architecture, first_token=token)
+    assert read_image_processor(model) is None
+    write_mmproj(tmp_path / "mmproj-m-f32.gguf", kind, config, {name: w.dense() for name, w in weights.items()})
+    processor = read_image_processor(model)
+    assert processor is not None
+    assert processor.image_token_id == 0
+    for size in [(64, 48), (1000, 300)]:
+        ours, theirs = processor.plan(*size), config.processor.plan(*size)
+        assert (ours.resizes, ours.tiles, ours.n_rows) == (theirs.resizes, theirs.tiles, theirs.n_rows)
+    expected, tower = (load_tower(path, device="cpu", dtype=torch.float32) for path in (tmp_path / "folder", model))
+    assert expected is not None
+    assert tower is not None
+    side = config.processor.tile or 24
+    tiles = [torch.randint(0, 256, (side, side, 3), dtype=torch.uint8)] * 2
+    torch.testing.assert_close(tower.encode(tiles), expected.encode(tiles), atol=1e-5, rtol=1e-5)
+
+
+def test_files_of_other_models_are_left_alone(tmp_path: Path) -> None:
+    config = save_folder(tmp_path / "folder", "smolvlm")
+    tensors = {name: w.dense() for name, w in read_vision_tensors(tmp_path / "folder", "idefics3").items()}
+    write_mmproj(tmp_path / "mmproj.gguf", "idefics3", config, tensors)
+    for architecture, token in [("qwen3", "<image>"), ("llama", "t0"), ("gemma3", "<image_soft_token>")]:
+        model = tiny_gguf(tmp_path / f"{architecture}.gguf", arch=architecture, first_token=token)
+        assert read_image_processor(model) is None
+
+
+def test_other_projectors_are_refused_by_name(tmp_path: Path) -> None:
+    config = save_folder(tmp_path / "folder", "smolvlm")
+    write_mmproj(tmp_path / "mmproj.gguf", "internvl", config, {})
+    with pytest.raises(
+        BadCheckpoint, match=r"mmproj.gguf: the vision projector 'internvl' is not supported; .*idefics3"
+    ):
+        load_tower(tiny_gguf(tmp_path / "m.gguf"), device="cpu", dtype=torch.float32)
+
+
+def test_the_most_precise_file_is_taken() -> None:
+    assert best_mmproj(["m-f16.gguf", "mmproj-m-Q8_0.gguf", "m.mmproj-F16.gguf"]) == "m.mmproj-F16.gguf"
+    assert best_mmproj(["m-f16.gguf"]) is None
