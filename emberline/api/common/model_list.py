@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from emberline.catalog.model_card import (
+    PREDICTION,
     SPEECH_RECOGNITION,
     TASKS,
     TEXT_EMBEDDINGS,
@@ -60,7 +61,7 @@ def _properties(card: ModelCard) -> dict[str, Any]:
         "output_dimensions": str(can.output_dimensions or ""),
         "languages": ", ".join(can.languages),
         "terms": card.license,
-        "async_queue": "true" if card.task == TEXT_GENERATION else "",
+        "async_queue": "true" if card.task in (TEXT_GENERATION, PREDICTION) else "",
         "planned_deprecation_date": card.deprecation_date,
         **flags,
     }

@@ -25,6 +25,7 @@ _TYPES = {
 # Nothing is inline and nothing comes from elsewhere. Trusted Types turn `innerHTML` and the like into errors.
 POLICY = (
     b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data: blob:; "
+    b"media-src data: blob:; "
     b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     b"require-trusted-types-for 'script'; trusted-types 'none'"
 )

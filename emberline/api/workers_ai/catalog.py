@@ -97,7 +97,8 @@ async def schema(call: HttpExchange) -> Reply:
         raise BadInput("the query must name a `model`", param="model")
     card = call.service.models.find(name, call.principal.account)
     if (predictor := card.predictor) is not None:
-        return json_reply(envelope({"input": predictor.input, "output": predictor.output}))
+        schemas = {"input": predictor.input, "output": predictor.output, "streams": predictor.streams}
+        return json_reply(envelope(schemas))
     body = SpeechInput if card.task == SPEECH_RECOGNITION else EncodeInput if encodes_text(card) else RunRequest
     return json_reply(envelope({"input": _input_schema(body), "output": _OUTPUTS.get(card.task, _OUTPUT)}))
 

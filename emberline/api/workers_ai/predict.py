@@ -6,9 +6,10 @@ from typing import Any
 
 import msgspec
 
-from emberline.api.http.exchange import HttpExchange, Reply
+from emberline.api.http.errors import Dialect
+from emberline.api.http.exchange import HttpExchange, Reply, json_reply
 from emberline.api.http.wire import decode
-from emberline.api.workers_ai.response_body import result_reply
+from emberline.api.workers_ai.response_body import envelope, result_reply
 from emberline.catalog.model_card import CogSource
 from emberline.protocol.errors import BadInput, Unsupported
 from emberline.protocol.prediction import Manifest, Prediction, is_file
@@ -73,12 +74,15 @@ def read_predict_input(raw: bytes, predictor: CogSource, content_type: bytes = b
 
 
 def prediction_reply(call: HttpExchange, predictor: CogSource, prediction: Prediction) -> Reply:
-    """The result in the envelope; the output of a model that returns one file as its bytes."""
+    """The result in the envelope, with what the predictor measured and logged; a model's only file as its bytes."""
     output = msgspec.json.decode(prediction.output)
     if is_file(predictor.output) and isinstance(output, str) and output.startswith("data:"):
         content_type, data = _from_data_url(output)
         return Reply(200, data, content_type.encode("latin-1", "replace"), call.id_headers)
-    return result_reply(call, output)
+    further = {name: value for name, value in (("metrics", prediction.metrics), ("logs", prediction.logs)) if value}
+    if call.dialect is Dialect.BINDING or not further:
+        return result_reply(call, output)
+    return json_reply(envelope(output, **further), headers=call.id_headers)
 
 
 def _only_file(predictor: CogSource) -> str:

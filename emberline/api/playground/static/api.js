@@ -132,6 +132,37 @@ export async function streamChat(body, { signal, affinity, onChunk, onComment })
   if (!finished) throw new ConnectionLost("The connection was lost before the reply was complete.");
 }
 
+/** Runs a model on inputs of its own schema. Returns `output`, and what the predictor measured and logged; a model that
+ * streams has its texts passed to `onText` instead. */
+export async function runModel(model, inputs, { streams, signal, onText }) {
+  const path = `/client/v4/accounts/local/ai/run/${model.split("/").map(encodeURIComponent).join("/")}`;
+  const body = JSON.stringify(streams ? { input: inputs, stream: true } : { input: inputs });
+  const response = await request(path, { method: "POST", headers: { "content-type": "application/json" }, body, signal });
+  const kind = response.headers.get("content-type") ?? "";
+  if (kind.startsWith("text/event-stream")) {
+    for await (const data of events(response.body)) {
+      if (data === "[DONE]") return {};
+      const event = JSON.parse(data);
+      const error = event.error ?? event.errors?.[0];
+      if (error) throw new ApiError(String(error.message ?? "The prediction failed."), 200, error.code);
+      if (typeof event.response === "string" && event.response) onText(event.response);
+    }
+    throw new ConnectionLost("The connection was lost before the prediction was complete.");
+  }
+  if (!kind.startsWith("application/json")) return { output: await dataUrlOf(await response.blob()) };
+  const { result, metrics, logs } = await response.json();
+  return { output: result, metrics, logs };
+}
+
+function dataUrlOf(blob) {
+  return new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.onload = () => resolve(reader.result);
+    reader.onerror = () => reject(reader.error);
+    reader.readAsDataURL(blob);
+  });
+}
+
 /** The `data` of each server-sent event; comments go to `onComment`. */
 async function* events(stream, onComment) {
   const reader = stream.getReader();

@@ -56,7 +56,7 @@ export function ModelDialog({ pane, onClose }) {
     <div onKeyDown=${move}>
       <input type="search" autofocus placeholder="Search" aria-label="Search models" value=${words} onInput=${(event) => setWords(event.target.value)} onKeyDown=${pick} />
       ${problem && html`<p class="problem" role="alert"><${Icon} name="warn" />${visible(problem)}</p>`}
-      <ul class="models">${listed.map((model) => html`<li key=${model.id} class="row"><button type="button" disabled=${!model.chats} aria-current=${model.id === pane.settings.model} onClick=${() => choose(model)}>
+      <ul class="models">${listed.map((model) => html`<li key=${model.id} class="row"><button type="button" disabled=${!model.chats && !(model.predicts && !workspace.compares)} aria-current=${model.id === pane.settings.model} onClick=${() => choose(model)}>
         <span class="line"><bdi><b>${visible(model.name)}</b></bdi><${State} state=${models.changing.get(model.id) ?? model.state} named /></span>
         <span class="line soft"><bdi>${visible(model.id)}</bdi>
           <span>${[model.contextLen && `${tokens.format(model.contextLen)} tokens`, model.reasons && "reasoning", model.vision && "images", model.pricing && `$${perMillion(model.pricing.prompt)} in, $${perMillion(model.pricing.completion)} out per M`, !model.chats && "does not chat"].filter(Boolean).join(" · ")}</span></span>

@@ -22,7 +22,7 @@ class Models extends Observable {
 
   /** The first that is loaded and chats: what a newcomer talks to. */
   get preferred() {
-    return this.all.find((model) => model.chats && model.state === "loaded") ?? this.all.find((model) => model.chats) ?? this.all[0];
+    return this.all.find((model) => model.chats && model.state === "loaded") ?? this.all.find((model) => model.chats) ?? this.all.find((model) => model.predicts) ?? this.all[0];
   }
 
   async refresh() {
@@ -97,6 +97,7 @@ function describe(row) {
     managed: Boolean(row.state),
     state: String(row.state || "loaded").replaceAll("_", " "),
     chats: ["Text Generation", "Image-to-Text", undefined].includes(row.task),
+    predicts: row.task === "Prediction", // by a schema of its own: it has a form
     vision: row.capabilities?.vision === true,
     reasons: row.capabilities?.reasoning === true,
     pricing: row.pricing ?? null, // of one token: prompt, completion, input_cache_read
