@@ -45,16 +45,8 @@ NO_EFFECT_NESTED = frozenset(
     {
         # what replies have in messages, calls and items, which clients send back
         *("type", "id", "index", "status", "name", "title", "annotations", "refusal", "audio", "phase", "logprobs"),
-        *(
-            "citations",
-            "caller",
-            "created_at",
-            "created_by",
-            "provider_specific_fields",
-            "reasoning_details",
-            "timestamp",
-        ),
-        *("reasoning_content", "reasoning", "thinking", "signature", "encrypted_content", "format"),
+        *("citations", "caller", "created_at", "created_by", "timestamp", "provider_specific_fields", "format"),
+        *("reasoning_content", "reasoning", "reasoning_details", "thinking", "signature", "encrypted_content"),
         # hints: where text is cached, and how a provider sends a tool's arguments
         *("cache_control", "scope", "eager_input_streaming", "defer_loading", "allowed_callers"),
         # how Ollama loads a model: here it runs on the devices that the server was started with
